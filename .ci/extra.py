@@ -1,4 +1,5 @@
-"""Prints the requirements of one extra or group of pyproject.toml, so that tools install without the package (and torch)."""
+"""Prints the requirements of one extra or group of pyproject.toml, so that tools install without
+the package (and torch)."""
 
 import re
 import sys
@@ -6,7 +7,8 @@ from pathlib import Path
 
 
 def read_extra(pyproject: Path, extra: str) -> list[str]:
-    """Returns the requirements of `extra`; raises KeyError. No TOML parser: Python 3.10 has none."""
+    """Returns the requirements of `extra`; raises KeyError. No TOML parser: Python 3.10 has
+    none."""
     found = re.search(rf"^{extra} = \[(.*)\]$", pyproject.read_text("utf-8"), re.MULTILINE)
     if found is None:
         raise KeyError(f"{pyproject}: no extra {extra!r} on one line")

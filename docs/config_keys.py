@@ -1,12 +1,14 @@
-"""The page of keys, docs/keys.md, and the catalogue behind it: every key of a config with its kind, default and fate.
+"""The page of keys, docs/keys.md, and the catalogue behind it: every key of a config with its kind,
+default and fate.
 
-    models (type, default, docstring) + keys.py (refused, computed, planned) --> Section(title, Key, Key, ...) --> page
+    models (type, default, docstring) + keys.py (refused, computed, planned) --> Section(title, Key,
+    Key, ...) --> page
 
     python docs/config_keys.py > docs/keys.md
 
-A test makes the page again and compares, and asks of each key that something shows what its row says. The text of a row is the
-field's docstring and what tiermem/config/keys.py says. This script holds only the words around the tables, and where the
-sources that define a key disagree.
+A test makes the page again and compares, and asks of each key that something shows what its row
+says. The text of a row is the field's docstring and what tiermem/config/keys.py says. This script
+holds only the words around the tables, and where the sources that define a key disagree.
 """
 
 from __future__ import annotations
@@ -36,9 +38,21 @@ from tiermem.config.optimizer import (
     SchedulerConfig,
     SgdParams,
 )
-from tiermem.config.precision import AutocastConfig, Bf16Config, DataTypesConfig, Fp16Config, PrecisionConfig
+from tiermem.config.precision import (
+    AutocastConfig,
+    Bf16Config,
+    DataTypesConfig,
+    Fp16Config,
+    PrecisionConfig,
+)
 from tiermem.config.root import TiermemConfig
-from tiermem.config.zero import ActivationConfig, CheckpointConfig, LeafModuleConfig, OwnConfig, ZeroConfig
+from tiermem.config.zero import (
+    ActivationConfig,
+    CheckpointConfig,
+    LeafModuleConfig,
+    OwnConfig,
+    ZeroConfig,
+)
 from tiermem.schedule import DOCUMENTED, arguments_of
 
 Fate = Literal["honoured", "planned", "computed", "inert", "refused", "deprecated"]
@@ -54,9 +68,9 @@ class Key(NamedTuple):
     default: str
     """As JSON; with commas in large numbers."""
     fate: Fate
-    """honoured: acts as set. planned: acts as set, computed when not. computed: any value is taken, the design decides.
-    inert: does nothing, with a warning. refused: any value but the default is an error. deprecated: becomes its successor, with
-    a warning."""
+    """honoured: acts as set. planned: acts as set, computed when not. computed: any value is taken,
+    the design decides. inert: does nothing, with a warning. refused: any value but the default is
+    an error. deprecated: becomes its successor, with a warning."""
     asks: str
     """What the key asks for."""
     note: str
@@ -103,7 +117,8 @@ _MARK_OF_PLANNED = " Not set: planned."
 
 
 def catalogue() -> list[Section]:
-    """Every section of a config, documented ones first, then the parameters of schedules and what is only recognised."""
+    """Every section of a config, documented ones first, then the parameters of schedules and what
+    is only recognised."""
     sections = [_section_of(title, model) for title, model in _MODELS]
     after_scheduler = 1 + [model for _, model in _MODELS].index(SchedulerConfig)
     sections[after_scheduler:after_scheduler] = [_schedule(name) for name in DOCUMENTED]
@@ -180,7 +195,10 @@ def _recognised() -> Section:
         )
         for path in RECOGNISED
     )
-    intro = 'accepted where they ask for nothing (false, null, {}, {"enabled": false}, or the default), else inert or refused.'
+    intro = (
+        'accepted where they ask for nothing (false, null, {}, {"enabled": false}, or the '
+        "default), else inert or refused."
+    )
     return Section("", "Sections and switches that are only recognised", intro, keys)
 
 
@@ -226,16 +244,26 @@ def _kind_of_class(cls: Any) -> str:
 def _kind_of_argument(given: inspect.Parameter) -> str:
     """The kind of a schedule's argument, from its annotation as it is written."""
     written = str(given.annotation).partition(" | ")
-    kind = {"int": "whole number", "float": "number", "bool": "boolean", "str": "log, linear"}[written[0]]
+    kind = {"int": "whole number", "float": "number", "bool": "boolean", "str": "log, linear"}[
+        written[0]
+    ]
     return f"{kind}, or a list of one per group" if "Sequence" in written[2] else kind
 
 
 def _bounds(metadata: Sequence[Any]) -> str:
     said = dict(_limits(metadata))
-    low = f"{said['ge']:g} or more" if "ge" in said else f"more than {said['gt']:g}" if "gt" in said else ""
+    low = (
+        f"{said['ge']:g} or more"
+        if "ge" in said
+        else f"more than {said['gt']:g}"
+        if "gt" in said
+        else ""
+    )
     high = ""
     if "le" in said:
-        high = f"at most {said['le']:,}" if isinstance(said["le"], int) else f"at most {said['le']:g}"
+        high = (
+            f"at most {said['le']:,}" if isinstance(said["le"], int) else f"at most {said['le']:g}"
+        )
     elif "lt" in said:
         high = f"less than {said['lt']:g}"
     return "".join(f", {each}" for each in (low, high) if each)
@@ -270,7 +298,7 @@ def _written(value: Any) -> str:
     return f'"{value}"' if str(value) != str(FieldInfo(annotation=str).get_default()) else "needed"
 
 
-# ---- the page ----------------------------------------------------------------------------------------------------------
+# ---- the page ------------------------------------------------------------------------------------
 
 _HEAD = """\
 <!-- Made by `python docs/config_keys.py > docs/keys.md`. Do not edit it. -->
@@ -314,7 +342,8 @@ DISAGREEMENTS: Mapping[str, str] = MappingProxyType(
         "aio.queue_depth": "The section says 8, the handle of the reference 128. Taken: 8 as the default shown.",
     }
 )
-"""Where documentation and sources of the reference disagree, by key: what each says and what was taken."""
+"""Where documentation and sources of the reference disagree, by key: what each says and what was
+taken."""
 
 
 def page() -> str:
@@ -327,7 +356,11 @@ def _section(section: Section) -> Iterator[str]:
     if section.intro:
         yield f"{section.intro[0].upper()}{section.intro[1:]}\n"
     has_kinds = any(key.kind for key in section.keys)
-    columns = ["key", "values", "default", "here", "note"] if has_kinds else ["key", "default", "here", "note"]
+    columns = (
+        ["key", "values", "default", "here", "note"]
+        if has_kinds
+        else ["key", "default", "here", "note"]
+    )
     yield f"| {' | '.join(columns)} |"
     yield "|" + "---|" * len(columns)
     for key in section.keys:
@@ -356,7 +389,11 @@ def _note(key: Key) -> str:
         "deprecated": f"{_sentence(key.note)}",
         "honoured": "",
     }[key.fate]
-    spelt = f"Also spelt {' and '.join(f'`{each}`' for each in key.spellings)}." if key.spellings else ""
+    spelt = (
+        f"Also spelt {' and '.join(f'`{each}`' for each in key.spellings)}."
+        if key.spellings
+        else ""
+    )
     asks = f"Use {key.asks}" if key.fate == "deprecated" else key.asks
     parts = [_sentence(asks), said, spelt, DISAGREEMENTS.get(key.path, "")]
     return " ".join(part for part in parts if part)

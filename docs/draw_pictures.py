@@ -27,13 +27,20 @@ STYLES = (
 
 
 def draw_losses(runs: list[dict[str, Any]]) -> Any:
-    """The losses of all runs over each other; the title says which are equal to the bit, and how far the others are."""
+    """The losses of all runs over each other; the title says which are equal to the bit, and how
+    far the others are."""
     figure, [ax] = new_figure(8, 4.2)
     first = runs[0]["losses"]
     for name, run, style in zip(NAMES, runs, STYLES, strict=False):
         losses = run["losses"]
         apart = max((abs(a - b) for a, b in zip(first, losses, strict=False)), default=0.0)
-        said = "" if run is runs[0] else ": equal to the bit" if losses == first else f": {apart:.1e} apart at most"
+        said = (
+            ""
+            if run is runs[0]
+            else ": equal to the bit"
+            if losses == first
+            else f": {apart:.1e} apart at most"
+        )
         ax.plot(range(1, len(losses) + 1), losses, label=f"{name}{said}", **style)
     ax.set(xlabel="step", ylabel="loss (nats per token)")
     ax.grid(alpha=0.25)

@@ -1,10 +1,12 @@
-"""Site pages: makes the pages of the site that nobody writes by hand, and checks the site that was built (mkdocs calls it).
+"""Site pages: makes the pages of the site that nobody writes by hand, and checks the site that was
+built (mkdocs calls it).
 
     README.md                  -> index.md, and house.md from its section "The house"
     examples/*.py              -> examples/*.md, the docstring as text and the program below it
     tests/public_names.txt     -> api.md and api/*.md, a page for each package; mkdocstrings fills in the docstrings
 
-`check` runs when the pages are written: nothing on a page may be loaded from elsewhere, and every public name must be there.
+`check` runs when the pages are written: nothing on a page may be loaded from elsewhere, and every
+public name must be there.
 """
 
 from __future__ import annotations
@@ -34,12 +36,14 @@ INTEGRATIONS = (
 )
 """Names that users import from modules of their own, beside those of the record."""
 
-# ---- what mkdocs calls -----------------------------------------------------------------------------------------------
+# ---- what mkdocs calls ---------------------------------------------------------------------------
 
 
 def on_config(config: Any) -> None:
     """Puts the made pages into the menu, below the pages that lead to them."""
-    below: dict[str, Any] = {"api.md": [f"api/{package}.md" for package in (*packages(), "tiermem.integrations")]}
+    below: dict[str, Any] = {
+        "api.md": [f"api/{package}.md" for package in (*packages(), "tiermem.integrations")]
+    }
     below["examples.md"] = sorted(each for each in made_pages() if each.startswith("examples/"))
     config["nav"] = _with_pages(config["nav"], below)
 
@@ -69,7 +73,8 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def on_post_build(config: Any) -> None:
-    """Raises PluginError for a page that loads something from elsewhere, and for a public name that has no place."""
+    """Raises PluginError for a page that loads something from elsewhere, and for a public name that
+    has no place."""
     from mkdocs.exceptions import PluginError
 
     problems = check(Path(config["site_dir"]))
@@ -77,7 +82,7 @@ def on_post_build(config: Any) -> None:
         raise PluginError("\n".join(problems))
 
 
-# ---- pages -----------------------------------------------------------------------------------------------------------
+# ---- pages ---------------------------------------------------------------------------------------
 
 
 def made_pages() -> dict[str, str]:
@@ -86,7 +91,9 @@ def made_pages() -> dict[str, str]:
     pages = {"index.md": first, "house.md": house, "api.md": index_of_names()}
     for package in packages():
         pages[f"api/{package}.md"] = "\n".join(page_of_package(package))
-    pages["api/tiermem.integrations.md"] = "# tiermem.integrations\n\n" + "\n".join(map(asked, INTEGRATIONS))
+    pages["api/tiermem.integrations.md"] = "# tiermem.integrations\n\n" + "\n".join(
+        map(asked, INTEGRATIONS)
+    )
     for file in sorted((ROOT / "docs" / "examples").glob("*.py")):
         pages[f"examples/{file.stem}.md"] = page_of_example(file)
     return pages
@@ -106,14 +113,18 @@ def page_of_example(file: Path) -> str:
     text = ast.get_docstring(ast.parse(source)) or ""
     title, _, rest = text.partition("\n")
     code = "\n".join(source.splitlines()[said.end_lineno :]).strip()
-    return f'# {title.rstrip(".")}\n\n{rest.strip()}\n\n```python title="docs/examples/{file.name}"\n{code}\n```\n'
+    return (
+        f"# {title.rstrip('.')}\n\n{rest.strip()}\n\n```python "
+        f'title="docs/examples/{file.name}"\n{code}\n```\n'
+    )
 
 
-# ---- names -----------------------------------------------------------------------------------------------------------
+# ---- names ---------------------------------------------------------------------------------------
 
 
 class Name(NamedTuple):
-    """A public name: how users write it, where its docstring is, and, of a second name, the first."""
+    """A public name: how users write it, where its docstring is, and, of a second name, the
+    first."""
 
     written: str
     home: str
@@ -123,7 +134,9 @@ class Name(NamedTuple):
 @functools.cache
 def recorded() -> tuple[str, ...]:
     """The lines of tests/public_names.txt about Python."""
-    return tuple(RECORD.read_text("utf-8").partition("[python]\n")[2].partition("\n[")[0].split("\n"))
+    return tuple(
+        RECORD.read_text("utf-8").partition("[python]\n")[2].partition("\n[")[0].split("\n")
+    )
 
 
 @functools.cache
@@ -131,7 +144,11 @@ def packages() -> tuple[str, ...]:
     """The packages that have public names, the shortest name first."""
     found = {line for line in recorded() if re.fullmatch(r"tiermem[\w.]*", line)}
     modules = sorted(name for name in found if inspect.ismodule(resolve(name)))
-    return tuple(name for name in modules if any(written.startswith(f"{name}.") for written in written_names()))
+    return tuple(
+        name
+        for name in modules
+        if any(written.startswith(f"{name}.") for written in written_names())
+    )
 
 
 @functools.cache
@@ -143,12 +160,17 @@ def written_names() -> tuple[str, ...]:
 
 
 def resolve(name: str) -> Any:
-    """The object that a dotted name stands for; a member without a value of its own is its class's field: None."""
+    """The object that a dotted name stands for; a member without a value of its own is its class's
+    field: None."""
     parts = name.split(".")
     place: Any = importlib.import_module(parts[0])
     for number, part in enumerate(parts[1:], 2):
         try:
-            place = inspect.getattr_static(place, part) if inspect.isclass(place) else getattr(place, part)
+            place = (
+                inspect.getattr_static(place, part)
+                if inspect.isclass(place)
+                else getattr(place, part)
+            )
         except AttributeError:
             try:
                 place = importlib.import_module(".".join(parts[:number]))
@@ -159,9 +181,15 @@ def resolve(name: str) -> Any:
 
 def names_of(package: str) -> Iterator[Name]:
     """The functions, classes and values of a package, in order."""
-    heads = {name.removeprefix(f"{package}.").partition(".")[0] for name in written_names() if is_in(name, package)}
+    heads = {
+        name.removeprefix(f"{package}.").partition(".")[0]
+        for name in written_names()
+        if is_in(name, package)
+    }
     others = {
-        line.partition(" is ")[0]: line.partition(" is ")[2] for line in recorded() if re.match(r"[\w.]+ is ", line)
+        line.partition(" is ")[0]: line.partition(" is ")[2]
+        for line in recorded()
+        if re.match(r"[\w.]+ is ", line)
     }
     for head in sorted(heads):
         written = f"{package}.{head}"
@@ -179,30 +207,40 @@ def home_of(found: Any, written: str) -> str:
     """Where a function or class is defined; other values have the name that is written."""
     module = getattr(found, "__module__", "")
     return (
-        f"{module}.{found.__qualname__}" if module.startswith("tiermem") and hasattr(found, "__qualname__") else written
+        f"{module}.{found.__qualname__}"
+        if module.startswith("tiermem") and hasattr(found, "__qualname__")
+        else written
     )
 
 
 def index_of_names() -> str:
     """The page that lists the packages."""
-    lines = ["# Names\n", "Every public name and its docstring. A name that is not here may change at any time.\n"]
+    lines = [
+        "# Names\n",
+        "Every public name and its docstring. A name that is not here may change at any time.\n",
+    ]
     for package in packages():
         said = (inspect.getdoc(resolve(package)) or "").partition("\n")[0]
         lines.append(f"- [{package}](api/{package}.md): {said.partition(': ')[2] or said}")
     lines.append(
-        "- [tiermem.integrations](api/tiermem.integrations.md): other libraries' training loops over sharded models"
+        "- [tiermem.integrations](api/tiermem.integrations.md): other libraries' training loops "
+        "over sharded models"
     )
     return "\n".join([*lines, ""])
 
 
 def page_of_package(package: str) -> Iterator[str]:
-    """A package: what it is, then its names. mkdocstrings replaces the lines that begin with `:::`."""
+    """A package: what it is, then its names. mkdocstrings replaces the lines that begin with
+    `:::`."""
     said = (inspect.getdoc(resolve(package)) or "").partition("\n")[0]
     said = said.partition(": ")[2] or said
     yield f"# {package}\n\n{said[:1].upper()}{said[1:]}\n"
     for name in names_of(package):
         if name.same_as:
-            yield f"## {name.written} {{ #{name.written} }}\n\nThe same as [{name.same_as}][{name.home}].\n"
+            yield (
+                f"## {name.written} {{ #{name.written} }}\n\nThe same as "
+                f"[{name.same_as}][{name.home}].\n"
+            )
             continue
         found = resolve(name.written)
         has_members = inspect.isclass(found) and not issubclass(found, BaseException)
@@ -216,7 +254,7 @@ def asked(home: str, heading: str | None = None, has_members: bool = True) -> st
     return f"::: {home}\n    options:\n      heading: {heading or home}\n{without}"
 
 
-# ---- checks of the built site ----------------------------------------------------------------------------------------
+# ---- checks of the built site --------------------------------------------------------------------
 
 
 def check(site: Path) -> list[str]:
@@ -228,20 +266,33 @@ def check(site: Path) -> list[str]:
         for address in loaded_from_elsewhere(text)
     ]
     anchors = {each for text in pages.values() for each in re.findall(r'\bid="([^"]+)"', text)}
-    return problems + [f"{name}: a public name without a place in the site" for name in missing_names(anchors)]
+    return problems + [
+        f"{name}: a public name without a place in the site" for name in missing_names(anchors)
+    ]
 
 
 def loaded_from_elsewhere(page: str) -> list[str]:
-    """Addresses of other hosts that a browser would load by itself: scripts, styles, pictures, frames. Links are none."""
+    """Addresses of other hosts that a browser would load by itself: scripts, styles, pictures,
+    frames. Links are none."""
     tags = re.findall(r"<(?:script|img|iframe|source|link)\b[^>]*>", page)
     found = [re.search(r'\b(?:src|href)="((?:https?:)?//[^"]+)"', tag) for tag in tags]
-    return [each[1] for each, tag in zip(found, tags, strict=True) if each and 'rel="canonical"' not in tag]
+    return [
+        each[1]
+        for each, tag in zip(found, tags, strict=True)
+        if each and 'rel="canonical"' not in tag
+    ]
 
 
 def missing_names(anchors: set[str]) -> list[str]:
-    """The public names that no anchor stands for, without functions that other packages add to a class."""
-    own = [name for name in written_names() if not anchors & set(places_of(name)) and is_our_own(resolve(name))]
-    return own + [name for name in INTEGRATIONS if name not in anchors]  # their packages may not be installed
+    """The public names that no anchor stands for, without functions that other packages add to a
+    class."""
+    own = [
+        name
+        for name in written_names()
+        if not anchors & set(places_of(name)) and is_our_own(resolve(name))
+    ]
+    # their packages may not be installed
+    return own + [name for name in INTEGRATIONS if name not in anchors]
 
 
 def is_our_own(found: Any) -> bool:
@@ -249,7 +300,8 @@ def is_our_own(found: Any) -> bool:
 
 
 def places_of(name: str) -> Sequence[str]:
-    """The anchors that a name may have: as it is written, and below the home of what it belongs to."""
+    """The anchors that a name may have: as it is written, and below the home of what it belongs
+    to."""
     owner, _, member = name.rpartition(".")
     holder = resolve(owner)
     if inspect.isclass(holder):
@@ -258,8 +310,8 @@ def places_of(name: str) -> Sequence[str]:
 
 
 def without_docstring() -> list[str]:
-    """The public names that nothing describes: functions and classes without a docstring, and fields and members without one of
-    their own whose class does not name them."""
+    """The public names that nothing describes: functions and classes without a docstring, and
+    fields and members without one of their own whose class does not name them."""
     found = []
     for name in written_names():
         owner, value = resolve(name.rpartition(".")[0]), resolve(name)

@@ -1,4 +1,5 @@
-"""Sizing tables: plans training of six models on nine machines, and writes docs/sizing.md and the table of the README.
+"""Sizing tables: plans training of six models on nine machines, and writes docs/sizing.md and the
+table of the README.
 
     python docs/sizing_tables.py        takes minutes of every core: `tiermem plan` plays a step of each model
 
@@ -32,7 +33,8 @@ Words = dict[str, str]
 
 
 class Machine(NamedTuple):
-    """A machine, as its owner would describe it; sizes in GiB, rates as `tiermem plan` takes them."""
+    """A machine, as its owner would describe it; sizes in GiB, rates as `tiermem plan` takes
+    them."""
 
     gpu: str
     memory_gib: int
@@ -50,7 +52,8 @@ class Machine(NamedTuple):
         return f"{self.gpu}, {self.memory_gib} GB RAM, {disks}"
 
     def options(self) -> Words:
-        """The machine in the words of `tiermem plan`: all of the GPU, of which `plan` leaves a part to its driver and torch.
+        """The machine in the words of `tiermem plan`: all of the GPU, of which `plan` leaves a part
+        to its driver and torch.
 
         6 GiB of the host are left to the system."""
         size, (read, write) = re.match(r"(\d+) GB", self.gpu), ASSUMED_DISK
@@ -85,16 +88,35 @@ SHOWN = MACHINES[4], "8b", "compact"
 
 
 def words_of(machine: Machine, model: str, states: str, offload: str, batch: int) -> Words:
-    """One step of NUM_SEQUENCES sequences, `batch` at a time, with recomputed activations: the options of `tiermem plan`."""
-    found = {"--preset": model, "--states": states, "--offload": offload, "--precision": "bf16", **machine.options()}
-    found |= {"--seq": f"{SEQ}", "--batch": f"{batch}", "--accumulation": f"{NUM_SEQUENCES // batch}"}
+    """One step of NUM_SEQUENCES sequences, `batch` at a time, with recomputed activations: the
+    options of `tiermem plan`."""
+    found = {
+        "--preset": model,
+        "--states": states,
+        "--offload": offload,
+        "--precision": "bf16",
+        **machine.options(),
+    }
+    found |= {
+        "--seq": f"{SEQ}",
+        "--batch": f"{batch}",
+        "--accumulation": f"{NUM_SEQUENCES // batch}",
+    }
     return found | {"--overlap": "forward", "--checkpointing": ""}
 
 
 def command_of(words: Words) -> str:
     """The command, without what it takes by itself."""
-    usual = {"--offload": "nvme", "--seq": "2048", "--accumulation": "1", "--flops": "150T", "--states": "exact"}
-    needed = [f"{name} {value}".rstrip() for name, value in words.items() if usual.get(name) != value]
+    usual = {
+        "--offload": "nvme",
+        "--seq": "2048",
+        "--accumulation": "1",
+        "--flops": "150T",
+        "--states": "exact",
+    }
+    needed = [
+        f"{name} {value}".rstrip() for name, value in words.items() if usual.get(name) != value
+    ]
     return " ".join(["tiermem plan", *needed])
 
 
@@ -104,14 +126,16 @@ def plan(words: Words, chooses: bool) -> Planned:
     for field, said in options_of(PlanOptions).items():
         text = words.get(said.name.partition("/")[0])
         if text is not None:
-            given[field] = said.parse(text) if said.parse else int(text) if text.isdigit() else text or True
+            given[field] = (
+                said.parse(text) if said.parse else int(text) if text.isdigit() else text or True
+            )
     options = PlanOptions(**given)
     return plan_scenario(scenario_of(options)[0].recomputing, chooses)
 
 
 def best(machine: Machine, model: str, states: str) -> tuple[Words, Planned] | None:
-    """The fastest plan that fits: states on the GPU, in memory or on NVMe, as many sequences at a time as fit; None where none
-    does."""
+    """The fastest plan that fits: states on the GPU, in memory or on NVMe, as many sequences at a
+    time as fit; None where none does."""
     found: list[tuple[Words, Planned]] = []
     is_gpu = "--gpu-memory" in machine.options()
     for offload in ("none", "cpu", "nvme")[not is_gpu : 2 + bool(machine.disks)]:
@@ -133,7 +157,9 @@ class Cell(NamedTuple):
     command: str
 
     def __str__(self) -> str:
-        return f"{self.tokens_per_s:,.0f}" if self.tokens_per_s >= 10 else f"{self.tokens_per_s:.1f}"
+        return (
+            f"{self.tokens_per_s:,.0f}" if self.tokens_per_s >= 10 else f"{self.tokens_per_s:.1f}"
+        )
 
     @property
     def full(self) -> str:
@@ -159,13 +185,16 @@ def _tb(num_bytes: float) -> str:
 
 
 def cell(machine: Machine, model: str, states: str) -> Cell | None:
-    """Tokens a second, what limits an iteration and what is written; None for a model that does not fit."""
+    """Tokens a second, what limits an iteration and what is written; None for a model that does not
+    fit."""
     found = best(machine, model, states)
     if found is None:
         return None
     words, planned = found
     forecast = planned.forecast
-    return Cell(planned.tokens_per_s, forecast.limited_by, planned.written_bytes_day, command_of(words))
+    return Cell(
+        planned.tokens_per_s, forecast.limited_by, planned.written_bytes_day, command_of(words)
+    )
 
 
 Figures = dict[tuple[str, Machine], dict[str, Cell | None]]
@@ -176,7 +205,9 @@ def row(states: str, machine: Machine) -> dict[str, Cell | None]:
     found: dict[str, Cell | None] = {}
     for model in MODELS:  # where a model does not fit, no larger one does
         found[model] = None if None in found.values() else cell(machine, model, states)
-    print(states, machine.words, {model: str(each) for model, each in found.items()}, file=sys.stderr)
+    print(
+        states, machine.words, {model: str(each) for model, each in found.items()}, file=sys.stderr
+    )
     return found
 
 
@@ -187,17 +218,23 @@ def figures() -> Figures:
         return dict(zip(keys, pool.map(row, *zip(*keys, strict=True)), strict=True))
 
 
-# ---- pages -----------------------------------------------------------------------------------------------------------
+# ---- pages ---------------------------------------------------------------------------------------
 
 
 def largest_table(found: Figures) -> Iterator[str]:
-    """A row for each machine: the largest model that fits, exact and with compact states, its speed, and the drives' wear."""
-    yield "| your machine | largest model | written a day, drives of 600 TBW last | with compact states | written a day |"
+    """A row for each machine: the largest model that fits, exact and with compact states, its
+    speed, and the drives' wear."""
+    yield (
+        "| your machine | largest model | written a day, drives of 600 TBW last | with compact "
+        "states | written a day |"
+    )
     yield "|---" * 5 + "|"
     for machine in MACHINES:
         cells = []
         for states in ("exact", "compact"):
-            fitting = [(model, each) for model, each in found[states, machine].items() if each is not None]
+            fitting = [
+                (model, each) for model, each in found[states, machine].items() if each is not None
+            ]
             model, each = fitting[-1]
             cells += [f"{model.upper()}, {each} tokens/s", each.wear(machine.disks)]
         yield f"| {machine.words} | {' | '.join(cells)} |"
@@ -218,7 +255,10 @@ def shown_command(found: Figures) -> str:
     machine, model, states = SHOWN
     each = found[states, machine][model]
     assert each is not None
-    return f"    {each.command}\n\nprints {each} tokens/s: the cell of {model.upper()} in the row of {machine.words}, {states}."
+    return (
+        f"    {each.command}\n\nprints {each} tokens/s: the cell of {model.upper()} in the row "
+        f"of {machine.words}, {states}."
+    )
 
 
 HEAD = """<!-- Written by `python docs/sizing_tables.py`. Do not edit it. -->

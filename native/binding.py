@@ -1,8 +1,9 @@
 """Writes the C source of the Python module `_tiermem_native` from the one header, at build time.
 
-What lies between the lines BINDING BEGINS and BINDING ENDS of tiermem.h is handed to cffi as it stands
-(cffi's parser takes plain declarations, structs, enums and comments). Compiled in API mode, so the C compiler
-checks every declaration against the header; the GIL is released round every call. Nothing is built at run time.
+What lies between the lines BINDING BEGINS and BINDING ENDS of tiermem.h is handed to cffi as it
+stands (cffi's parser takes plain declarations, structs, enums and comments). Compiled in API mode,
+so the C compiler checks every declaration against the header; the GIL is released round every call.
+Nothing is built at run time.
 
     python binding.py tiermem.h _tiermem_native.c
 """
@@ -17,8 +18,11 @@ MODULE = "_tiermem_native"
 
 
 def read_declarations(header: Path) -> str:
-    """Returns the text between the BINDING lines of `header`; raises ValueError when they are missing."""
-    found = re.search(r"/\* BINDING BEGINS \*/\n(.*)/\* BINDING ENDS \*/", header.read_text("utf-8"), re.DOTALL)
+    """Returns the text between the BINDING lines of `header`; raises ValueError when they are
+    missing."""
+    found = re.search(
+        r"/\* BINDING BEGINS \*/\n(.*)/\* BINDING ENDS \*/", header.read_text("utf-8"), re.DOTALL
+    )
     if found is None:
         raise ValueError(f"{header}: no lines 'BINDING BEGINS' and 'BINDING ENDS'")
     return found.group(1)

@@ -1,4 +1,5 @@
-"""Floor 1: stores tensors on tiers and moves them. It imports torch and native; it knows no module, gradient or rank.
+"""Floor 1: stores tensors on tiers and moves them. It imports torch and native; it knows no module,
+gradient or rank.
 
 Packages in order: each imports only packages before it.
 

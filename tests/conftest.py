@@ -1,8 +1,9 @@
 """The leak check around every test: what a test opened is closed when it ends.
 
-After each test there is no file descriptor and no thread (native ones too) that was not there before, no `tiermem-*` folder
-below its tmp_path, and no TensorStore that nobody closed. What is found is looked at again for a moment, because the kernel
-ends an io_uring worker a little after its ring; only what stays is a leak.
+After each test there is no file descriptor and no thread (native ones too) that was not there
+before, no `tiermem-*` folder below its tmp_path, and no TensorStore that nobody closed. What is
+found is looked at again for a moment, because the kernel ends an io_uring worker a little after its
+ring; only what stays is a leak.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ import pytest
 import torch
 from strips import cut_small_tiles
 
-# Torch's own, started when first needed and kept: pools of autograd and OpenMP, and those of CUDA's driver.
+# Torch's own, started when first needed and kept: pools of autograd and OpenMP, and those of CUDA's
+# driver.
 _TORCH_THREADS = ("pt_autograd", "pt_", "OMP", "libgomp", "cuda")
 _LASTING_FILES = ("/dev/nvidia", "/dev/urandom", "/dev/null", "pipe:[hypothesis")
 _GRACE_S = 10.0  # a thread that has ended may stay that long on a machine that is overloaded
@@ -31,11 +33,12 @@ _MOST_UNCOLLECTED_BYTES = 512 << 20  # which circles and tracebacks may hold
 
 @pytest.fixture(scope="session", autouse=True)
 def warmed_up() -> None:
-    """Torch starts its thread pools now, and multiprocessing its tracker, so that no test is blamed for them; tqdm starts no
-    thread. What is imported is not collected again. Small tiles have strips. Seeds are for the devices that are there.
+    """Torch starts its thread pools now, and multiprocessing its tracker, so that no test is blamed
+    for them; tqdm starts no thread. What is imported is not collected again. Small tiles have
+    strips. Seeds are for the devices that are there.
 
-    At the first `with torch.device(...)` of a process torch notes its constructors: before a test replaces one of them, which
-    would allocate 7B of a "meta" model later."""
+    At the first `with torch.device(...)` of a process torch notes its constructors: before a test
+    replaces one of them, which would allocate 7B of a "meta" model later."""
     a = torch.ones(512, 512, requires_grad=True)
     (a @ a).sum().backward()
     with torch.device("cpu"):
@@ -43,21 +46,28 @@ def warmed_up() -> None:
     cut_small_tiles()
     resource_tracker.ensure_running()
     for kind in (torch.cuda, torch.xpu, torch.mtia):
-        if not kind.is_available():  # torch.manual_seed keeps the stack of each call for the day it starts: 2 ms
+        # torch.manual_seed keeps the stack of each call for the day it starts: 2 ms
+        if not kind.is_available():
             kind.manual_seed_all = lambda seed: None
     with contextlib.suppress(ImportError):
         import tqdm
 
-        tqdm.tqdm.monitor_interval = 0  # no thread that watches progress bars; torch.compile makes some
+        # no thread that watches progress bars; torch.compile makes some
+        tqdm.tqdm.monitor_interval = 0
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000, 20, 20)  # collections took a twelfth of the time; `nothing_leaks` collects when it must
+    # collections took a twelfth of the time; `nothing_leaks` collects when it must
+    gc.set_threshold(10_000, 20, 20)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def interruptible() -> None:
-    """What a test starts can be interrupted, also where a shell makes what it runs behind ("&") ignore that."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+    """What a test starts can be interrupted, also where a shell makes what it runs behind ("&")
+    ignore that."""
+    if (
+        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        and threading.current_thread() is threading.main_thread()
+    ):
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -86,13 +96,23 @@ def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _leaks(files: dict[str, str], threads: dict[int, str], stores: set[int], tmp_path: Path | None) -> list[str]:
-    found = [f"descriptor {fd} ({file})" for fd, file in _open_files().items() if files.get(fd) != file]
+def _leaks(
+    files: dict[str, str], threads: dict[int, str], stores: set[int], tmp_path: Path | None
+) -> list[str]:
+    found = [
+        f"descriptor {fd} ({file})" for fd, file in _open_files().items() if files.get(fd) != file
+    ]
     found += [f"thread {tid} ({name})" for tid, name in _threads().items() if tid not in threads]
     found += [f"{len(left)} live TensorStore" for left in [_live_stores() - stores] if left]
     if tmp_path is not None:
-        runs = [(folder, files) for folder, _, files in os.walk(tmp_path) if Path(folder).name.startswith("tiermem-")]
-        found += [f"folder {folder}" for folder, files in runs if "lock" in files or not _has_saved(files)]
+        runs = [
+            (folder, files)
+            for folder, _, files in os.walk(tmp_path)
+            if Path(folder).name.startswith("tiermem-")
+        ]
+        found += [
+            f"folder {folder}" for folder, files in runs if "lock" in files or not _has_saved(files)
+        ]
     return found
 
 
@@ -129,10 +149,14 @@ def _live_stores() -> set[int]:
     """Stores whose finalizer has neither run nor been taken away: nobody closed them."""
     finalizers = list(weakref.finalize._registry)  # type: ignore[attr-defined]
     peeked = [(id(f), f.peek()) for f in finalizers if f.alive]
-    return {key for key, found in peeked if found and getattr(found[1], "__qualname__", "") == "Resources.close"}
+    return {
+        key
+        for key, found in peeked
+        if found and getattr(found[1], "__qualname__", "") == "Resources.close"
+    }
 
 
-# ---- black-box tests -------------------------------------------------------------------------------------------------
+# ---- black-box tests -----------------------------------------------------------------------------
 
 BLACK_BOX = (
     "accelerator/test_parity.py",
@@ -176,8 +200,8 @@ BLACK_BOX = (
     "zero/test_tiers_change_no_bit.py",
     "zero/test_training_habits.py",
 )
-"""Files whose assertions stay as they are while the insides are redesigned: they see what a user sees. What they import may
-move. `pytest -m black_box` runs them."""
+"""Files whose assertions stay as they are while the insides are redesigned: they see what a user
+sees. What they import may move. `pytest -m black_box` runs them."""
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,11 +1,13 @@
-"""Fork server: scripts run in forks of one process that has imported torch and tiermem, without the seconds that takes.
+"""Fork server: scripts run in forks of one process that has imported torch and tiermem, without the
+seconds that takes.
 
     run(["script.py", "word"], timeout_s=60)     as subprocess.run; a script may also be "-c" and its lines
     with start(["script.py"], RANK="0") as script: script.wait(60)      several at once
 
-The server is started when it is first asked, has computed nothing and has no threads. It ends with the process that started
-it. A script sees its own words, environment, session and output, as if Python had been started for it; differences are that
-PYTHONPATH comes too late, that `tests` is in sys.path, and that functions registered with atexit do not run.
+The server is started when it is first asked, has computed nothing and has no threads. It ends with
+the process that started it. A script sees its own words, environment, session and output, as if
+Python had been started for it; differences are that PYTHONPATH comes too late, that `tests` is in
+sys.path, and that functions registered with atexit do not run.
 """
 
 from __future__ import annotations
@@ -35,13 +37,16 @@ _STARTS_WITHIN_S = 120.0
 
 
 class Started:
-    """A script that runs in a fork of the server. Leaving the context ends it and all of its session."""
+    """A script that runs in a fork of the server. Leaving the context ends it and all of its
+    session."""
 
     def __init__(self, words: list[str], environment: dict[str, str]) -> None:
         self._words = words
         self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
         self._server = _connected()
-        request = json.dumps({"words": words, "environment": environment, "folder": os.getcwd()}).encode()
+        request = json.dumps(
+            {"words": words, "environment": environment, "folder": os.getcwd()}
+        ).encode()
         descriptors = [self._out.fileno(), self._err.fileno()]
         socket.send_fds(self._server, [len(request).to_bytes(4, "little")], descriptors)
         self._server.sendall(request)
@@ -50,7 +55,8 @@ class Started:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._server.shutdown(socket.SHUT_WR)  # the fork's parent kills what is left of the session, and answers
+        # the fork's parent kills what is left of the session, and answers
+        self._server.shutdown(socket.SHUT_WR)
         self._server.settimeout(None)
         self._server.recv(1)
         for file in (self._server, self._out, self._err):
@@ -62,7 +68,9 @@ class Started:
         try:
             return int.from_bytes(self._server.recv(4), "little", signed=True)
         except TimeoutError:
-            raise subprocess.TimeoutExpired(self._words, timeout_s or 0.0, self.stdout(), self.stderr()) from None
+            raise subprocess.TimeoutExpired(
+                self._words, timeout_s or 0.0, self.stdout(), self.stderr()
+            ) from None
 
     def stdout(self) -> str:
         return _text(self._out)
@@ -72,12 +80,16 @@ class Started:
 
 
 def start(words: list[str], **variables: str) -> Started:
-    """Starts a script with these words, in this environment and `variables`. Does not block once the server is there."""
+    """Starts a script with these words, in this environment and `variables`. Does not block once
+    the server is there."""
     return Started([str(word) for word in words], os.environ | variables)
 
 
-def run(words: list[str], timeout_s: float | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Runs a script to its end. Blocks. Raises subprocess.TimeoutExpired, after which nothing of it is left."""
+def run(
+    words: list[str], timeout_s: float | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs a script to its end. Blocks. Raises subprocess.TimeoutExpired, after which nothing of it
+    is left."""
     with start(words, **variables) as script:
         status = script.wait(timeout_s)
         return subprocess.CompletedProcess(words, status, script.stdout(), script.stderr())
@@ -125,7 +137,7 @@ def _end_server(pid: int, process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-# ---- in the server ---------------------------------------------------------------------------------------------------
+# ---- in the server -------------------------------------------------------------------------------
 
 
 def _serve(name: str) -> None:
@@ -156,7 +168,8 @@ def _import_everything() -> None:
 
 
 def _answer(connection: socket.socket) -> None:
-    """Runs one script, says how it ended, and kills its session when the other side has gone or has read that."""
+    """Runs one script, says how it ended, and kills its session when the other side has gone or has
+    read that."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     size, outputs, _, _ = socket.recv_fds(connection, 4, 2)
     length, request = int.from_bytes(size, "little"), b""
@@ -176,7 +189,11 @@ def _answer(connection: socket.socket) -> None:
 
 
 def _be_script(
-    connection: socket.socket, outputs: list[int], words: list[str], environment: dict[str, str], folder: str
+    connection: socket.socket,
+    outputs: list[int],
+    words: list[str],
+    environment: dict[str, str],
+    folder: str,
 ) -> None:
     connection.close()
     os.setsid()

@@ -16,7 +16,8 @@ RAISED = 99
 
 
 def forked(act: Callable[[], int | None], printed: Path | None = None) -> int:
-    """Starts a fork that does something and ends with what that returns (None: 0). Returns its process id at once.
+    """Starts a fork that does something and ends with what that returns (None: 0). Returns its
+    process id at once.
 
     printed: gets its output; default: where this process prints to.
     """
@@ -41,7 +42,8 @@ def forked(act: Callable[[], int | None], printed: Path | None = None) -> int:
 
 
 def free_port() -> int:
-    """One that nobody is given unasked, so that no other run's connections get it meanwhile: below those of the kernel."""
+    """One that nobody is given unasked, so that no other run's connections get it meanwhile: below
+    those of the kernel."""
     for _ in range(100):
         port = 12000 + (int.from_bytes(os.urandom(2), "little") % 16000)
         with socket.socket() as server:

@@ -1,4 +1,5 @@
-"""Installed: the wheel, built from the sources, in an empty environment on a machine without a compiler, as a user finds it."""
+"""Installed: the wheel, built from the sources, in an empty environment on a machine without a
+compiler, as a user finds it."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
 
 @pytest.fixture(scope="session")
 def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment with the wheel; what the wheel needs is this environment's, seen through a path."""
+    """An environment with the wheel; what the wheel needs is this environment's, seen through a
+    path."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=True)
     found = folder / "bin" / "python"
@@ -54,13 +56,21 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(python: Path, folder: Path, *arguments: str) -> str:
-    """What a program says on a machine without a compiler: PATH holds the environment's programs alone."""
+    """What a program says on a machine without a compiler: PATH holds the environment's programs
+    alone."""
     environment = {"PATH": str(python.parent), "HOME": str(folder), "OMP_NUM_THREADS": "1"}
     assert not any(
-        shutil.which(name, path=environment["PATH"]) for name in ("cc", "c++", "gcc", "g++", "clang", "cmake")
+        shutil.which(name, path=environment["PATH"])
+        for name in ("cc", "c++", "gcc", "g++", "clang", "cmake")
     )
     done = subprocess.run(
-        [str(python), *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=300
+        [str(python), *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

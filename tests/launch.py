@@ -3,8 +3,9 @@
     in the test      found = launch(HERE / "twin_on_ranks.py", 2, tmp_path, str(nvme))     what every rank wrote, by rank
     in the script    with as_rank() as (rank, out, words): torch.save({...}, out)
 
-The processes are forks of one that has imported what the script imports, and has computed nothing (fork_server.py). The
-first rank that fails ends the others, and its output is the error. Nothing outlives the call.
+The processes are forks of one that has imported what the script imports, and has computed nothing
+(fork_server.py). The first rank that fails ends the others, and its output is the error. Nothing
+outlives the call.
 """
 
 from __future__ import annotations
@@ -32,33 +33,43 @@ from strips import cut_small_tiles
 _WAIT_S = 60.0  # for other ranks, in collectives
 
 
-def launch(script: Path, num_ranks: int, folder: Path, *words: str, timeout_s: float = 400.0) -> list[Any]:
+def launch(
+    script: Path, num_ranks: int, folder: Path, *words: str, timeout_s: float = 400.0
+) -> list[Any]:
     """Runs a script once per rank and returns what each wrote; `folder` must be empty. Blocks."""
     launch_ranks(script, num_ranks, str(folder), *words, timeout_s=timeout_s)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(num_ranks)]
 
 
 def launch_ranks(script: Path, num_ranks: int, *words: str, timeout_s: float = 400.0) -> None:
-    """Runs a script once per rank, with these words and the variables that torchrun sets. Blocks."""
-    done = fork_server.run([__file__, str(num_ranks), str(script), *words], timeout_s, OMP_NUM_THREADS="1")
+    """Runs a script once per rank, with these words and the variables that torchrun sets.
+    Blocks."""
+    done = fork_server.run(
+        [__file__, str(num_ranks), str(script), *words], timeout_s, OMP_NUM_THREADS="1"
+    )
     output = done.stdout + done.stderr
     assert done.returncode == 0, f"{script.name} failed on {num_ranks} ranks:\n{output[-8000:]}"
 
 
 @contextlib.contextmanager
 def as_rank(backend: str = "gloo") -> Iterator[tuple[int, Path, list[str]]]:
-    """In a launched script: meets the other ranks; gives this rank's number, the file to write and the script's words."""
+    """In a launched script: meets the other ranks; gives this rank's number, the file to write and
+    the script's words."""
     folder, rank, world = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     meeting = f"file://{folder.absolute()}/meeting"
     dist.init_process_group(
-        backend, init_method=meeting, rank=rank, world_size=world, timeout=timedelta(seconds=_WAIT_S)
+        backend,
+        init_method=meeting,
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=_WAIT_S),
     )
     cut_small_tiles()
     yield rank, folder / f"{rank}.pt", sys.argv[2:]
     dist.destroy_process_group()
 
 
-# ---- the process that forks -----------------------------------------------------------------------------------------
+# ---- the process that forks ----------------------------------------------------------------------
 
 
 def _fork_ranks(num_ranks: int, script: str) -> int:

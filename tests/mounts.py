@@ -1,4 +1,5 @@
-"""What tests with file systems and block devices of their own ask of the system; where it refuses, they are skipped."""
+"""What tests with file systems and block devices of their own ask of the system; where it refuses,
+they are skipped."""
 
 from __future__ import annotations
 
@@ -25,13 +26,18 @@ _FORMAT = {
 def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
     """Mounts a file system of its own below tmp_path; skips the test where this is not allowed.
 
-    Those of a disk lie in `MOUNTPOINT.image`, through a loop device, or on the device that is given. One that is mounted with
-    `name` may have others of its kind beside it.
+    Those of a disk lie in `MOUNTPOINT.image`, through a loop device, or on the device that is
+    given. One that is mounted with `name` may have others of its kind beside it.
     """
     mounted: list[Path] = []
 
     def make(
-        kind: str, num_bytes: int = 0, options: str = "", folder: Path = tmp_path, device: str = "", name: str = ""
+        kind: str,
+        num_bytes: int = 0,
+        options: str = "",
+        folder: Path = tmp_path,
+        device: str = "",
+        name: str = "",
     ) -> Path:
         point = tmp_path / (name or f"mounted {kind}")
         point.mkdir()
@@ -54,7 +60,8 @@ def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
 
 
 def run_or_skip(*command: str, stdin: str = "") -> str:
-    """What a system program prints; skips the test, with the reason, when it is not there or not allowed."""
+    """What a system program prints; skips the test, with the reason, when it is not there or not
+    allowed."""
     try:
         done = subprocess.run(command, input=stdin, capture_output=True, text=True)
     except FileNotFoundError as error:

@@ -1,4 +1,5 @@
-"""OnSimulated: the environment of a process that finds the simulated accelerator of tests/accelerator, as users find a GPU."""
+"""OnSimulated: the environment of a process that finds the simulated accelerator of
+tests/accelerator, as users find a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ _SITE = Path(__file__).parent / "accelerator" / "site"
 
 
 def environment(**settings: str) -> dict[str, str]:
-    """For subprocess.run. Skips the test where there is no simulated device, or no compiler to build it with."""
+    """For subprocess.run. Skips the test where there is no simulated device, or no compiler to
+    build it with."""
     if not _SITE.is_dir():
         pytest.skip("tests/accelerator, the simulated device, is not there")
     missing = importlib.import_module("accelerator.build").missing_for_build()
@@ -24,8 +26,11 @@ def environment(**settings: str) -> dict[str, str]:
 
 
 def python(*words: str, **settings: str) -> str:
-    """Starts Python there with these words and returns what it prints. Blocks. Raises AssertionError when it fails."""
+    """Starts Python there with these words and returns what it prints. Blocks. Raises
+    AssertionError when it fails."""
     command = [sys.executable, *words]
-    done = subprocess.run(command, env=environment(**settings), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, env=environment(**settings), capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return done.stdout

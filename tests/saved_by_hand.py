@@ -1,7 +1,8 @@
-"""A checkpoint made by hand: states given as tensors, dealt over ranks, cut into pieces and strewn over files.
+"""A checkpoint made by hand: states given as tensors, dealt over ranks, cut into pieces and strewn
+over files.
 
-`write` makes what an import would: DIR/latest, DIR/<tag>/ with a manifest, parts and data files. `latest_of` and `rewrite` read
-and change small files; `flip` changes one bit of any file.
+`write` makes what an import would: DIR/latest, DIR/<tag>/ with a manifest, parts and data files.
+`latest_of` and `rewrite` read and change small files; `flip` changes one bit of any file.
 """
 
 from __future__ import annotations
@@ -36,10 +37,13 @@ from tiermem.swap.store.checksum import crc32c
 
 
 def states_of(pieces: Iterable[Piece]) -> tuple[PartState, ...]:
-    """Pieces as a part has them. Raises ValueError for two kinds of one state, which no part holds."""
+    """Pieces as a part has them. Raises ValueError for two kinds of one state, which no part
+    holds."""
     found: dict[tuple[str, str], PartState] = {}
     for each in pieces:
-        state = found.setdefault((each.param, each.state), PartState(each.param, each.state, each.kind, []))
+        state = found.setdefault(
+            (each.param, each.state), PartState(each.param, each.state, each.kind, [])
+        )
         if state.kind != each.kind:
             raise ValueError(f"{each.state} of {each.param} is {state.kind} and {each.kind}")
         state.pieces.append((each.start, each.numel, each.file, each.offset))
@@ -49,7 +53,10 @@ def states_of(pieces: Iterable[Piece]) -> tuple[PartState, ...]:
 def pieces_of(part: Part) -> list[Piece]:
     """All pieces of a part, one by one."""
     found = ((of, piece) for of in part.states for piece in of.pieces)
-    return [Piece(of.param, of.state, of.kind, *piece, kinds.bytes_of(of.kind, piece[1])) for of, piece in found]
+    return [
+        Piece(of.param, of.state, of.kind, *piece, kinds.bytes_of(of.kind, piece[1]))
+        for of, piece in found
+    ]
 
 
 States = Mapping[str, Mapping[str, torch.Tensor]]
@@ -65,14 +72,19 @@ def write(
     commit: int = 1,
     **fields: Any,
 ) -> Path:
-    """Writes a checkpoint of so many ranks in pieces of at most `most_numel` elements; returns the tag's folder."""
+    """Writes a checkpoint of so many ranks in pieces of at most `most_numel` elements; returns the
+    tag's folder."""
     folder = where / tag
     folder.mkdir(parents=True)
     files = [_Files(folder, rank) for rank in range(world)]
     sums: dict[str, dict[str, tuple[int, ...]]] = {name: {} for name in states}
     for param, own in states.items():
         for state, values in own.items():
-            kind = kinds.SPLIT if state == "master" and values.dtype == torch.int16 else kinds.name_of(values.dtype)
+            kind = (
+                kinds.SPLIT
+                if state == "master" and values.dtype == torch.int16
+                else kinds.name_of(values.dtype)
+            )
             flat = values.reshape(-1)
             sums[param][state] = tuple(crc32c(flat.view(torch.uint8).split(CHECKSUM_BYTES)))
             share = max(1, math.ceil(flat.numel() / world))
@@ -82,7 +94,16 @@ def write(
                     files[rank].add(param, state, kind, start, flat[start:stop])
     parts = [each.close(commit) for each in files]
     parameters = tuple(
-        Parameter(name, (), "parameter", tuple(own["weight"].shape), kinds.name_of(own["weight"].dtype), True, 1, 0)
+        Parameter(
+            name,
+            (),
+            "parameter",
+            tuple(own["weight"].shape),
+            kinds.name_of(own["weight"].dtype),
+            True,
+            1,
+            0,
+        )
         for name, own in states.items()
     )
     values = {
@@ -111,10 +132,13 @@ def latest_of(where: Path) -> str:
 
 
 def rewrite(file: Path, /, **fields: Any) -> None:
-    """Changes fields of a file of a checkpoint, or removes them (None); its checksum is right again."""
+    """Changes fields of a file of a checkpoint, or removes them (None); its checksum is right
+    again."""
     content = json.loads(file.read_bytes()) | fields
     del content["crc32c"]
-    file.write_bytes(seal({name: value for name, value in content.items() if fields.get(name, 0) is not None}))
+    file.write_bytes(
+        seal({name: value for name, value in content.items() if fields.get(name, 0) is not None})
+    )
 
 
 class _Files:
@@ -131,13 +155,17 @@ class _Files:
         number = self._random.randrange(2)
         data = self._data[number]
         data += bytes(self._random.randrange(100))
-        self._pieces.append(Piece(param, state, kind, start, values.numel(), number, len(data), values.nbytes))
+        self._pieces.append(
+            Piece(param, state, kind, start, values.numel(), number, len(data), values.nbytes)
+        )
         data += values.contiguous().view(torch.uint8).numpy().tobytes()
 
     def close(self, commit: int) -> PartFile:
         for name, data in zip(self._names, self._data, strict=True):
             (self._folder / name).write_bytes(data)
-        text = Part("byhand", commit, self._rank, None, None, self._names, states_of(self._pieces)).dump()
+        text = Part(
+            "byhand", commit, self._rank, None, None, self._names, states_of(self._pieces)
+        ).dump()
         name = part_name(commit, self._rank)
         (self._folder / name).write_bytes(text)
         return PartFile(self._rank, ".", name, len(text), crc32c_of_text(text))

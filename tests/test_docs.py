@@ -1,4 +1,5 @@
-"""Are the pages' links whole, do their commands, messages and programs exist, and does what they show run?"""
+"""Are the pages' links whole, do their commands, messages and programs exist, and does what they
+show run?"""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ from tiermem.tools.cli import app
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MADE = set(made_pages())
-STOPS = re.findall(r"^\| `([\w/]+\.py)` \| `([\w.]+)` \|", (ROOT / "docs" / "walk.md").read_text("utf-8"), re.MULTILINE)
+STOPS = re.findall(
+    r"^\| `([\w/]+\.py)` \| `([\w.]+)` \|",
+    (ROOT / "docs" / "walk.md").read_text("utf-8"),
+    re.MULTILINE,
+)
 
 
 @pytest.mark.parametrize(("file", "name"), STOPS)
@@ -34,7 +39,11 @@ def test_the_walk_names_what_there_is(file: str, name: str) -> None:
     place: ast.AST = ast.parse((ROOT / file).read_text("utf-8"))
     for part in name.split("."):
         inside = ast.iter_child_nodes(place)
-        [place] = [each for each in inside if isinstance(each, ast.ClassDef | ast.FunctionDef) and each.name == part]
+        [place] = [
+            each
+            for each in inside
+            if isinstance(each, ast.ClassDef | ast.FunctionDef) and each.name == part
+        ]
 
 
 def test_the_walk_has_stops() -> None:
@@ -60,20 +69,27 @@ def headings(file: Path) -> set[str]:
 
 
 def test_the_readme_tree_names_what_there_is() -> None:
-    tree = (ROOT / "README.md").read_text("utf-8").partition("## The house")[2].partition("Each floor")[0]
+    tree = (
+        (ROOT / "README.md")
+        .read_text("utf-8")
+        .partition("## The house")[2]
+        .partition("Each floor")[0]
+    )
     rooms = re.findall(r"^ {4,6}([a-z_]+(?:/|\.py))", tree, re.MULTILINE)
     places = [ROOT, ROOT / "tiermem", ROOT / "tests", ROOT / "swap"]
     assert len(rooms) > 10
     assert [room for room in rooms if not any((place / room).exists() for place in places)] == []
 
 
-# ---- commands --------------------------------------------------------------------------------------------------------
+# ---- commands ------------------------------------------------------------------------------------
 
 SHOWN = [
     (page.name, words)
     for page in PAGES
     for words in re.findall(
-        r"(?:^ {4}|`)tiermem (?=[a-z-])([^`#\n]*?)(?:  .*)?(?:`|$)", page.read_text("utf-8"), re.MULTILINE
+        r"(?:^ {4}|`)tiermem (?=[a-z-])([^`#\n]*?)(?:  .*)?(?:`|$)",
+        page.read_text("utf-8"),
+        re.MULTILINE,
     )
 ]
 
@@ -85,7 +101,9 @@ def test_commands_have_the_options_that_pages_show(page: str, words: str) -> Non
     while isinstance(command, TyperGroup) and given and not given[0].startswith("-"):
         assert given[0] in command.commands, words
         command = command.commands[given.pop(0)]
-    known = {option for each in command.params for option in (*each.opts, *each.secondary_opts)} | {"--help"}
+    known = {option for each in command.params for option in (*each.opts, *each.secondary_opts)} | {
+        "--help"
+    }
     known |= {"--install-completion"} if isinstance(command, TyperGroup) else set()
     assert [each for each in given if each.startswith("--") and each not in known] == []
 
@@ -94,7 +112,7 @@ def test_pages_show_commands() -> None:
     assert len(SHOWN) > 40
 
 
-# ---- configs and policies --------------------------------------------------------------------------------------------
+# ---- configs and policies ------------------------------------------------------------------------
 
 FRAGMENTS = [
     (page.name, fragment)
@@ -113,9 +131,15 @@ FRAGMENTS = [
 def test_parts_of_configs_are_accepted(page: str, fragment: str, tmp_path: Path) -> None:
     found = json.loads(fragment if fragment.startswith("{") else f"{{{fragment}}}")
     config = found if set(found) & {"tiermem", "activation_checkpointing"} else {"tiermem": found}
-    home = {"device": "nvme"} if '"paths"' in fragment else {"device": "nvme", "nvme_path": str(tmp_path)}
+    home = (
+        {"device": "nvme"}
+        if '"paths"' in fragment
+        else {"device": "nvme", "nvme_path": str(tmp_path)}
+    )
     zero = {"stage": 3, "offload_optimizer": home}
-    shown = load_config({"train_batch_size": 1, "gradient_clipping": 0, "zero_optimization": zero, **config})
+    shown = load_config(
+        {"train_batch_size": 1, "gradient_clipping": 0, "zero_optimization": zero, **config}
+    )
     assert shown.policy() is not None
 
 
@@ -135,10 +159,12 @@ def test_policies_in_texts_have_the_fields_that_they_name() -> None:
     assert shown <= fields
 
 
-# ---- messages --------------------------------------------------------------------------------------------------------
+# ---- messages ------------------------------------------------------------------------------------
 
 MESSAGES = re.findall(
-    r"^\| `([^`]+)`(?: \(a warning\))? \|", (ROOT / "docs" / "errors.md").read_text("utf-8"), re.MULTILINE
+    r"^\| `([^`]+)`(?: \(a warning\))? \|",
+    (ROOT / "docs" / "errors.md").read_text("utf-8"),
+    re.MULTILINE,
 )
 
 
@@ -151,7 +177,9 @@ def test_messages_are_those_of_the_program() -> None:
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     ]
     whole = "\n".join(said)
-    pieces = [piece.strip() for message in MESSAGES if " " in message for piece in message.split("...")]
+    pieces = [
+        piece.strip() for message in MESSAGES if " " in message for piece in message.split("...")
+    ]
     assert len(pieces) > 25
     assert [piece for piece in pieces if piece not in whole] == []
 
@@ -163,7 +191,7 @@ def test_every_exception_has_a_row() -> None:
     assert {CorruptionError.__name__, RankLost.__name__} <= set(MESSAGES)
 
 
-# ---- programs --------------------------------------------------------------------------------------------------------
+# ---- programs ------------------------------------------------------------------------------------
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -210,7 +238,9 @@ RUN_HERE = ("README.md", "docs/activations.md", "docs/from_deepspeed.md", "docs/
 
 
 @pytest.mark.parametrize("name", RUN_HERE)
-def test_programs_of_a_page_run(name: str, trainers: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_of_a_page_run(
+    name: str, trainers: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tqdm import tqdm
 
     monkeypatch.setattr(tqdm, "monitor_interval", 0)
@@ -222,21 +252,33 @@ def test_programs_of_a_page_run(name: str, trainers: None, tmp_path: Path, monke
         exec(compile(block, name, "exec"), names)  # the page's own program
     if "trainer" in names:
         first = names["trainer"].state.log_history[0]
-        assert first["tiermem_limited_by"] in ("compute", "disk", "link", "kernels") and first["tiermem_waited_s"] >= 0
+        assert (
+            first["tiermem_limited_by"] in ("compute", "disk", "link", "kernels")
+            and first["tiermem_waited_s"] >= 0
+        )
     if isinstance(names.get("engine"), tiermem.Engine):
         names["engine"].close()
     if name == "docs/activations.md":
         model, (tokens, targets) = names["Model"](), torch.randint(500, (2, 7, 3))
-        wanted = nn.functional.cross_entropy(model.head(model.body(tokens)).flatten(0, 1), targets.flatten())
+        wanted = nn.functional.cross_entropy(
+            model.head(model.body(tokens)).flatten(0, 1), targets.flatten()
+        )
         torch.testing.assert_close(model(tokens, targets), wanted)
 
 
-def test_checkpoints_of_the_page_are_saved_and_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_of_the_page_are_saved_and_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     engine = tiermem.initialize(model=Regression(), config=CONFIG)[0]
     engine.backward(engine(torch.ones(2, 8), torch.ones(2, 1)).loss)
     engine.step()
-    names = {"engine": engine, "tiermem": tiermem, "shards": engine.shards, "optim": engine.optimizer}
+    names = {
+        "engine": engine,
+        "tiermem": tiermem,
+        "shards": engine.shards,
+        "optim": engine.optimizer,
+    }
     [block] = blocks_of(ROOT / "docs" / "checkpoints.md")
     exec(block.replace("/mnt/nvme0", str(tmp_path)), names | {"scheduler": None, "loader": None})
     engine.close()
@@ -259,24 +301,35 @@ def test_every_page_with_programs_is_run() -> None:
 
 def test_programs_are_in_blocks_that_tests_find() -> None:
     """An indented program would be run by no test."""
-    texts = {page.name: re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.DOTALL) for page in PAGES}
-    begins = re.compile(r"^ {4}(?:import |from \w|class \w|def \w|with \w.*:$|for \w.*:$)", re.MULTILINE)
+    texts = {
+        page.name: re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.DOTALL)
+        for page in PAGES
+    }
+    begins = re.compile(
+        r"^ {4}(?:import |from \w|class \w|def \w|with \w.*:$|for \w.*:$)", re.MULTILINE
+    )
     assert [name for name, text in texts.items() if begins.search(text)] == []
 
 
 def test_targets_extras_and_modules_that_pages_show_exist() -> None:
     text = "\n".join(page.read_text("utf-8") for page in PAGES)
-    makefile, pyproject = ((ROOT / name).read_text("utf-8") for name in ("Makefile", "pyproject.toml"))
+    makefile, pyproject = (
+        (ROOT / name).read_text("utf-8") for name in ("Makefile", "pyproject.toml")
+    )
     targets = set(re.findall(r"(?:^ {4}|`)make ([a-z-]+)", text, re.MULTILINE))
-    extras = {extra for extras in re.findall(r"tiermem\[([\w,]+)\]", text) for extra in extras.split(",")}
+    extras = {
+        extra for extras in re.findall(r"tiermem\[([\w,]+)\]", text) for extra in extras.split(",")
+    }
     modules = set(re.findall(r"python3? -m (tiermem[\w.]*)", text))
     assert len(targets) > 5 and len(extras) > 3 and modules
     assert [each for each in targets if not re.search(rf"^{each}:", makefile, re.MULTILINE)] == []
-    assert [each for each in extras if not re.search(rf"^{each} = \[", pyproject, re.MULTILINE)] == []
+    assert [
+        each for each in extras if not re.search(rf"^{each} = \[", pyproject, re.MULTILINE)
+    ] == []
     assert [each for each in modules if importlib.util.find_spec(each) is None] == []
 
 
-# ---- tables that are computed ------------------------------------------------------------------------------------------
+# ---- tables that are computed --------------------------------------------------------------------
 
 
 def test_the_first_pages_table_is_that_of_the_page_of_sizes() -> None:
@@ -292,7 +345,10 @@ def test_sizes_are_what_plan_computes() -> None:
     from sizing_tables import MACHINES, PAGE, cell
 
     page = PAGE.read_text("utf-8")
-    for machine, model, states, place in ((MACHINES[1], "1b", "exact", 1), (MACHINES[4], "8b", "compact", 3)):
+    for machine, model, states, place in (
+        (MACHINES[1], "1b", "exact", 1),
+        (MACHINES[4], "8b", "compact", 3),
+    ):
         found = cell(machine, model, states)
         assert found is not None
         table = page.partition(f"| {states}: tokens/s |")[2]
@@ -300,7 +356,9 @@ def test_sizes_are_what_plan_computes() -> None:
         assert row.split("|")[1 + place].strip() == found.full
 
 
-def test_the_command_below_the_tables_prints_their_cell(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_command_below_the_tables_prints_their_cell(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     from sizing_tables import MODELS, PAGE, SHOWN
 
     from tiermem.tools.cli import main
@@ -313,6 +371,8 @@ def test_the_command_below_the_tables_prints_their_cell(capsys: pytest.CaptureFi
     with pytest.raises(SystemExit) as ended:
         main([*command.split(), "--json", str(tmp_path / "plan.json")])
     assert ended.value.code == 0
-    assert "TB written a day; a drive of 600 TBW would last" in " ".join(capsys.readouterr().out.split())
+    assert "TB written a day; a drive of 600 TBW would last" in " ".join(
+        capsys.readouterr().out.split()
+    )
     assert f"{json.loads((tmp_path / 'plan.json').read_text())['tokens_per_s']:,.0f}" == shown
     assert f"prints {shown} tokens/s" in page

@@ -1,4 +1,5 @@
-"""Does every exception of the library survive pickling and copying? Worker pools hang or break on one that does not."""
+"""Does every exception of the library survive pickling and copying? Worker pools hang or break on
+one that does not."""
 
 from __future__ import annotations
 
@@ -25,8 +26,24 @@ MADE: dict[type[Exception], list[Any]] = {
     CombinedError: [[("a", "is wrong"), ("b", "too")]],
     ConfigError: [[Problem("zero.stage", "7 given"), Problem("", "all of it")], "ds.json"],
     CorruptionError: ["it is wrong", "/f", 4096, 512, 1, 2],
-    DamagedEntry: [Place("w", 0, 512, (FileRange(Path("/f"), 4096, 512),)), "master of w", 1, 2, "Go back"],
-    DamagedState: [[FileRange(Path("/f"), 0, 9), FileRange(Path("/g"), 0, 9)], "w", "master", 0, 9, 7, 1, 2, "Go back"],
+    DamagedEntry: [
+        Place("w", 0, 512, (FileRange(Path("/f"), 4096, 512),)),
+        "master of w",
+        1,
+        2,
+        "Go back",
+    ],
+    DamagedState: [
+        [FileRange(Path("/f"), 0, 9), FileRange(Path("/g"), 0, 9)],
+        "w",
+        "master",
+        0,
+        9,
+        7,
+        1,
+        2,
+        "Go back",
+    ],
     TransferError: [errno.EIO, READ, "/f", 4096, 512],
 }
 """What those are made of that are not made of a text."""
@@ -41,17 +58,25 @@ def exceptions() -> list[type[Exception]]:
         if isinstance(each, ast.ClassDef)
     ]
     names = {
-        name for name, kind in vars(builtins).items() if isinstance(kind, type) and issubclass(kind, BaseException)
+        name
+        for name, kind in vars(builtins).items()
+        if isinstance(kind, type) and issubclass(kind, BaseException)
     }
     found: dict[str, str] = {}
-    while more := {name: module.name for module, name, bases in classes if bases & names and name not in found}:
+    while more := {
+        name: module.name for module, name, bases in classes if bases & names and name not in found
+    }:
         found |= more
         names |= set(more)
-    return [getattr(importlib.import_module(module), name) for name, module in sorted(found.items())]
+    return [
+        getattr(importlib.import_module(module), name) for name, module in sorted(found.items())
+    ]
 
 
 def made(kind: type[Exception]) -> Exception:
-    default: list[Any] = [errno.EIO, "it failed", "/f"] if issubclass(kind, OSError) else ["it failed"]
+    default: list[Any] = (
+        [errno.EIO, "it failed", "/f"] if issubclass(kind, OSError) else ["it failed"]
+    )
     error = kind(*MADE.get(kind, default))
     error.note = "added later"  # type: ignore[attr-defined]
     return error

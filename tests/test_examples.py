@@ -1,4 +1,5 @@
-"""Do the examples and the first page run as they are, from the installed wheel, on the simulated device, in little time?"""
+"""Do the examples and the first page run as they are, from the installed wheel, on the simulated
+device, in little time?"""
 
 from __future__ import annotations
 
@@ -70,8 +71,12 @@ def test_example_runs(example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     if example.stem != "accelerate_loop":
         done = fork_server.run([str(example)], 120.0, OMP_NUM_THREADS="1")
-    else:  # nothing in it closes the model: the folder on NVMe goes at exit, for which the fork server does not wait
-        done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, timeout=120)
+    # nothing in it closes the model: the folder on NVMe goes at exit, for which the fork server
+    # does not wait
+    else:
+        done = subprocess.run(
+            [sys.executable, str(example)], capture_output=True, text=True, timeout=120
+        )
     assert done.returncode == 0, done.stdout + done.stderr
     assert SAID[example.stem] in done.stdout
 
@@ -87,9 +92,13 @@ def test_example_runs_from_the_installed_wheel(example: Path, python: Path, tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "example", named("plain_loop", "deepspeed_json", "nvme_inference", "trainer"), ids=lambda file: file.stem
+    "example",
+    named("plain_loop", "deepspeed_json", "nvme_inference", "trainer"),
+    ids=lambda file: file.stem,
 )
-def test_example_runs_on_the_simulated_device(example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example_runs_on_the_simulated_device(
+    example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     needs(example)
     monkeypatch.chdir(tmp_path)
     assert SAID[example.stem] in on_simulated(str(example), TIERMEM_SIM_SCHEDULE="late")

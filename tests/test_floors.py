@@ -2,13 +2,15 @@
 
     tools (3) -> tiermem (2) -> swap (1) -> _tiermem_native (0, through swap/base/native.py alone)
 
-Rules that hold beside that: no circle, packages and files import only what comes before them in the docstring of their package,
-the floors are imported as parts of `tiermem`, no instrument (tests/bench) is imported, the library does not print,
-swap/memory/accelerator.py alone names a kind of accelerator, and every module says what it is.
+Rules that hold beside that: no circle, packages and files import only what comes before them in the
+docstring of their package, the floors are imported as parts of `tiermem`, no instrument
+(tests/bench) is imported, the library does not print, swap/memory/accelerator.py alone names a kind
+of accelerator, and every module says what it is.
 
-An import counts wherever it is written: in a function, under TYPE_CHECKING, as a string given to `importlib.import_module`. A
-name taken from a package's lazy facade (an `__init__` with `__getattr__`) counts as an import of the module that the facade
-takes it from. Another name taken from a package counts as an import of its `__init__`, and of all that this imports.
+An import counts wherever it is written: in a function, under TYPE_CHECKING, as a string given to
+`importlib.import_module`. A name taken from a package's lazy facade (an `__init__` with
+`__getattr__`) counts as an import of the module that the facade takes it from. Another name taken
+from a package counts as an import of its `__init__`, and of all that this imports.
 """
 
 import ast
@@ -141,7 +143,9 @@ def imports_of(module: Module, modules: dict[str, Module]) -> Iterator[Import]:
         base = base_of(module, node)
         for alias in node.names:
             full = f"{base}.{alias.name}"
-            yield Import(full if full in modules or base == "tiermem" else base, node.lineno, is_early)
+            yield Import(
+                full if full in modules or base == "tiermem" else base, node.lineno, is_early
+            )
 
 
 def find_upward_imports(modules: dict[str, Module]) -> list[str]:
@@ -167,13 +171,15 @@ def find_circle(modules: Mapping[str, Module]) -> list[str]:
 
 
 def order_of(package: str, modules: Mapping[str, Module]) -> list[str]:
-    """The names of a package's files, in the order of its docstring: two spaces, or the end of a line, stand around a name."""
+    """The names of a package's files, in the order of its docstring: two spaces, or the end of a
+    line, stand around a name."""
     listed = _NAME_IN_LIST.findall(ast.get_docstring(modules[package].tree) or "")
     return [name for name in listed if f"{package}.{name}" in modules]
 
 
 def find_disorder(modules: Mapping[str, Module]) -> list[str]:
-    """Returns imports of what comes later in the docstring of the package where the two part. A facade may offer anything."""
+    """Returns imports of what comes later in the docstring of the package where the two part. A
+    facade may offer anything."""
     orders = {package: order_of(package, modules) for package in ORDERED if package in modules}
     found = []
     for name, targets in graph_of(modules).items():
@@ -200,7 +206,9 @@ def find_unlisted(modules: Mapping[str, Module]) -> list[str]:
 def where_they_part(one: str, other: str) -> tuple[str, str, str]:
     """Two dotted names: the longest package that both are in, and what comes next in each."""
     a, b = one.split("."), other.split(".")
-    same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    same = next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
     return ".".join(a[:same]), *("".join(each[same : same + 1]) for each in (a, b))
 
 
@@ -224,7 +232,9 @@ def is_facade(module: Module) -> bool:
     return module.path.name == "__init__.py" and "__getattr__" in names
 
 
-def targets_of(module: Module, modules: Mapping[str, Module], homes: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+def targets_of(
+    module: Module, modules: Mapping[str, Module], homes: Mapping[str, Mapping[str, str]]
+) -> Iterator[str]:
     """Yields the dotted name of everything that a module imports, anywhere in its source."""
     for node, _ in walk(module.tree, True):
         if isinstance(node, ast.Import):
@@ -236,8 +246,16 @@ def targets_of(module: Module, modules: Mapping[str, Module], homes: Mapping[str
             yield homes.get(base, {}).get(alias.name) or (full if full in modules else base)
     yield from homes[module.name].values()
     for call in ast.walk(module.tree):
-        if isinstance(call, ast.Call) and call.args and isinstance(name := call.args[0], ast.Constant):
-            called = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+        if (
+            isinstance(call, ast.Call)
+            and call.args
+            and isinstance(name := call.args[0], ast.Constant)
+        ):
+            called = (
+                call.func.attr
+                if isinstance(call.func, ast.Attribute)
+                else getattr(call.func, "id", "")
+            )
             if called == "import_module":
                 yield str(name.value)
 
@@ -246,20 +264,26 @@ def graph_of(modules: Mapping[str, Module]) -> dict[str, set[str]]:
     """Which modules each module imports."""
     homes = {name: homes_of(module) for name, module in modules.items()}
     return {
-        name: {target for target in targets_of(module, modules, homes) if target in modules and target != name}
+        name: {
+            target
+            for target in targets_of(module, modules, homes)
+            if target in modules and target != name
+        }
         for name, module in modules.items()
     }
 
 
 def largest_circle(graph: Mapping[str, set[str]]) -> list[str]:
-    """The largest set of modules that all import each other, directly or through others; empty when there is none."""
+    """The largest set of modules that all import each other, directly or through others; empty when
+    there is none."""
     reached = {name: reach(graph, name) for name in graph}
     circles = [[other for other in reached[name] if name in reached[other]] for name in graph]
     return sorted(max(circles, key=len, default=[]))
 
 
 def reach(graph: Mapping[str, set[str]], start: str) -> set[str]:
-    """Every module that `start` imports, directly or through others; `start` itself where it is in a circle."""
+    """Every module that `start` imports, directly or through others; `start` itself where it is in
+    a circle."""
     found: set[str] = set()
     open_ends = [start]
     while open_ends:
@@ -275,35 +299,50 @@ def find_prints(modules: dict[str, Module]) -> list[str]:
         for module in modules.values()
         if floor_of(module.name) < FLOORS["tools"]
         for node in ast.walk(module.tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "print"
     ]
 
 
 def find_kinds(modules: dict[str, Module]) -> list[str]:
-    """Returns where a kind of accelerator is named: `torch.cuda`, an import of it, a call or comparison with "cuda".
+    """Returns where a kind of accelerator is named: `torch.cuda`, an import of it, a call or
+    comparison with "cuda".
 
-    swap/memory/accelerator.py may; config/io.py may compare; tools/bench/peer_operators.py is a program without tiermem.
+    swap/memory/accelerator.py may; config/io.py may compare; tools/bench/peer_operators.py is a
+    program without tiermem.
     """
     found = []
     for module in modules.values():
         if module.name in ("tiermem.swap.memory.accelerator", "tiermem.tools.bench.peer_operators"):
             continue
         for node in ast.walk(module.tree):
-            if not isinstance(node, ast.Attribute | ast.Import | ast.ImportFrom | ast.Call | ast.Compare):
+            if not isinstance(
+                node, ast.Attribute | ast.Import | ast.ImportFrom | ast.Call | ast.Compare
+            ):
                 continue
             if isinstance(node, ast.Compare) and module.name == "tiermem.config.io":
                 continue
             if kinds := sorted(KINDS & set(kinds_in(node))):
-                found.append(f"{module.path}:{node.lineno}: {', '.join(kinds)}: ask swap/memory/accelerator.py")
+                found.append(
+                    f"{module.path}:{node.lineno}: {', '.join(kinds)}: ask "
+                    "swap/memory/accelerator.py"
+                )
     return found
 
 
 def kinds_in(node: ast.AST) -> Iterator[str]:
     """Yields what a node says that may be a kind of accelerator."""
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
+    if (
+        isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "torch"
+    ):
         yield node.attr
     elif isinstance(node, ast.Import):
-        yield from (alias.name.split(".")[1] for alias in node.names if alias.name.startswith("torch."))
+        yield from (
+            alias.name.split(".")[1] for alias in node.names if alias.name.startswith("torch.")
+        )
     elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
         yield from [*(node.module or "").split(".")[1:2], *(alias.name for alias in node.names)]
     elif isinstance(node, ast.Attribute) and node.attr in ("cuda", "is_cuda", "xpu", "is_xpu"):
@@ -362,30 +401,78 @@ def test_every_floor_is_read(house: Modules) -> None:
 
 
 BAD = {
-    "swap importing floor 2": ("swap/store.py", "from tiermem.config import policy", find_upward_imports),
-    "swap importing floor 2 by dots": ("swap/store.py", "from ..config import policy", find_upward_imports),
+    "swap importing floor 2": (
+        "swap/store.py",
+        "from tiermem.config import policy",
+        find_upward_imports,
+    ),
+    "swap importing floor 2 by dots": (
+        "swap/store.py",
+        "from ..config import policy",
+        find_upward_imports,
+    ),
     "swap importing tools": ("swap/store.py", "import tiermem.tools.cli", find_upward_imports),
-    "swap importing the root": ("swap/store.py", "from tiermem import initialize", find_upward_imports),
-    "floor 2 importing tools": ("tiermem/engine.py", "from tiermem.tools import cli", find_upward_imports),
-    "floor 2 importing tools late": ("tiermem/engine.py", "def f():\n    from .tools import cli", find_upward_imports),
-    "floor 2 importing the binding": ("tiermem/engine.py", "import _tiermem_native", find_upward_imports),
-    "the product importing an instrument": ("tools/cli.py", "from bench import overlap", find_upward_imports),
+    "swap importing the root": (
+        "swap/store.py",
+        "from tiermem import initialize",
+        find_upward_imports,
+    ),
+    "floor 2 importing tools": (
+        "tiermem/engine.py",
+        "from tiermem.tools import cli",
+        find_upward_imports,
+    ),
+    "floor 2 importing tools late": (
+        "tiermem/engine.py",
+        "def f():\n    from .tools import cli",
+        find_upward_imports,
+    ),
+    "floor 2 importing the binding": (
+        "tiermem/engine.py",
+        "import _tiermem_native",
+        find_upward_imports,
+    ),
+    "the product importing an instrument": (
+        "tools/cli.py",
+        "from bench import overlap",
+        find_upward_imports,
+    ),
     "swap as a top-level package": ("tools/cli.py", "import swap.store", find_upward_imports),
     "tools as a top-level package": ("tools/cli.py", "from tools import plan", find_upward_imports),
     "a cycle": ("swap/arena.py", "def f():\n    from tiermem.swap import store", find_circle),
     "a cycle by dots": ("swap/arena.py", "from .store import TensorStore", find_circle),
-    "a file importing one that comes after it": ("swap/tier.py", "from tiermem.swap import arena", find_disorder),
-    "a room importing one that comes after it": ("tiermem/policy.py", "from tiermem.zero import unit", find_disorder),
-    "a file that no docstring lists": ("swap/new.py", "from tiermem.swap import tier", find_unlisted),
+    "a file importing one that comes after it": (
+        "swap/tier.py",
+        "from tiermem.swap import arena",
+        find_disorder,
+    ),
+    "a room importing one that comes after it": (
+        "tiermem/policy.py",
+        "from tiermem.zero import unit",
+        find_disorder,
+    ),
+    "a file that no docstring lists": (
+        "swap/new.py",
+        "from tiermem.swap import tier",
+        find_unlisted,
+    ),
     "a print": ("tiermem/engine.py", "print('hello')", find_prints),
     "torch.cuda": ("tools/cli.py", "import torch\ntorch.cuda.synchronize()", find_kinds),
-    "torch.xpu in a function": ("swap/store.py", "def f():\n    return torch.xpu.is_available()", find_kinds),
+    "torch.xpu in a function": (
+        "swap/store.py",
+        "def f():\n    return torch.xpu.is_available()",
+        find_kinds,
+    ),
     "an import of torch.cuda": ("tiermem/engine.py", "import torch.cuda", find_kinds),
     "a part of torch.cuda": ("tiermem/engine.py", "from torch.cuda import Stream", find_kinds),
     "cuda out of torch": ("tiermem/engine.py", "from torch import cuda", find_kinds),
     "a device by name": ("tiermem/engine.py", "device = torch.device('cuda:0')", find_kinds),
     "a tensor's own method": ("swap/store.py", "def f(x):\n    return x.cuda()", find_kinds),
-    "a comparison": ("tiermem/engine.py", "def f(x):\n    return x.device.type in ('cuda', 'xpu')", find_kinds),
+    "a comparison": (
+        "tiermem/engine.py",
+        "def f(x):\n    return x.device.type in ('cuda', 'xpu')",
+        find_kinds,
+    ),
     "no docstring": ("tiermem/bare.py", None, find_undescribed),
 }
 
@@ -445,7 +532,9 @@ def test_a_good_tree_passes(tmp_path: Path) -> None:
 def test_a_bad_tree_is_found(tmp_path: Path, fault: str) -> None:
     write_tree(tmp_path)
     name, source, find = BAD[fault]
-    (tmp_path / name).write_text("x = 1\n" if source is None else f'"""What it is."""\n{source}\n', "utf-8")
+    (tmp_path / name).write_text(
+        "x = 1\n" if source is None else f'"""What it is."""\n{source}\n', "utf-8"
+    )
     assert find(read_modules(tmp_path)) != []
 
 
@@ -458,7 +547,10 @@ CIRCLES = {
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import tiermem.a",
     ),
     "through a facade": ("from tiermem.b import x", "from tiermem.room import Name"),
-    "as a string": ("from tiermem.b import x", "import importlib\nimportlib.import_module('tiermem.a')"),
+    "as a string": (
+        "from tiermem.b import x",
+        "import importlib\nimportlib.import_module('tiermem.a')",
+    ),
 }
 FACADE = "_HOMES = {'Name': 'tiermem.a'}\ndef __getattr__(name):\n    from tiermem import a, b"
 

@@ -37,7 +37,8 @@ def test_python_and_native_threads_are_seen(leaks: Callable[[], list[str]]) -> N
     thread = threading.Thread(target=stop.wait)
     thread.start()
     queue = Queue(IoSettings("threads", depth=1))
-    assert len([leak for leak in leaks() if leak.startswith("thread")]) == 3  # Python's, the queue's, the engine's
+    # Python's, the queue's, the engine's
+    assert len([leak for leak in leaks() if leak.startswith("thread")]) == 3
     queue.close()
     stop.set()
     thread.join()

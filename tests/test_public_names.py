@@ -1,6 +1,7 @@
 """Are the names that users rely on still there? public_names.txt holds them all, one fact a line.
 
-A line that is missing, or that says something else, is a user's program that breaks. A line that is new is recorded by
+A line that is missing, or that says something else, is a user's program that breaks. A line that is
+new is recorded by
 
     python tests/test_public_names.py         rewrites public_names.txt; its diff belongs to the commit
 
@@ -65,10 +66,11 @@ COMMANDS = {
     "bench adam": "bench adam --params 65536 --loops 1 --threads 1 --row fp32",
     "bench step": "bench step --path . --params 65536 --loops 1",
 }
-"""Commands that write figures, small enough to be run. bench io, ranks and curves take longer; their own tests hold them."""
+"""Commands that write figures, small enough to be run. bench io, ranks and curves take longer;
+their own tests hold them."""
 
 
-# ---- the facts of each kind ------------------------------------------------------------------------------------------
+# ---- the facts of each kind ----------------------------------------------------------------------
 
 
 def policy_fields() -> Iterator[str]:
@@ -89,7 +91,9 @@ def config_keys() -> Iterator[str]:
             yield f"{key.path} = {key.default}"
     for model in every_model():
         for name, field in model.model_fields.items():
-            choices = getattr(field.validation_alias, "choices", [field.validation_alias or field.alias or name])
+            choices = getattr(
+                field.validation_alias, "choices", [field.validation_alias or field.alias or name]
+            )
             others = sorted({name, *map(str, choices)} - {model.path_of(name).rpartition(".")[2]})
             if others:
                 yield f"{model.path_of(name)} is also {', '.join(others)}"
@@ -108,11 +112,18 @@ def commands() -> Iterator[str]:
         for option in command.params:
             spelling = "/".join([*option.opts, *option.secondary_opts])
             marks = (
-                [mark for mark, holds in (("required", option.required), ("several", option.multiple)) if holds]
+                [
+                    mark
+                    for mark, holds in (("required", option.required), ("several", option.multiple))
+                    if holds
+                ]
                 if (option.param_type_name == "option")
                 else [f"nargs={option.nargs}", *(["required"] if option.required else [])]
             )
-            yield f"{words} {spelling} = {shown(option.default)}{''.join(f' ({mark})' for mark in marks)}"
+            yield (
+                f"{words} {spelling} = "
+                f"{shown(option.default)}{''.join(f' ({mark})' for mark in marks)}"
+            )
 
     yield from of(typer.main.get_command(app), "tiermem")
 
@@ -134,14 +145,17 @@ def exit_statuses() -> Iterator[str]:
 
 
 def python_names() -> Iterator[str]:
-    """Every public name of the packages, with parameters and their defaults; classes with their public members."""
+    """Every public name of the packages, with parameters and their defaults; classes with their
+    public members."""
     described: dict[int, str] = {}
     for package in PACKAGES:
         module = importlib.import_module(package)
         offered = getattr(module, "__all__", None) or [
             name
             for name, value in vars(module).items()
-            if not name.startswith("_") and not isinstance(value, types.ModuleType) and is_ours(value)
+            if not name.startswith("_")
+            and not isinstance(value, types.ModuleType)
+            and is_ours(value)
         ]
         yield package
         for name in sorted(set(offered)):
@@ -179,11 +193,16 @@ def described_as(name: str, value: Any) -> Iterator[str]:
         elif not isinstance(found, enum.Enum):
             yield f"{name}.{member}"
     if dataclasses.is_dataclass(value):
-        yield from (f"{name}.{field.name}" for field in dataclasses.fields(value) if not hasattr(value, field.name))
+        yield from (
+            f"{name}.{field.name}"
+            for field in dataclasses.fields(value)
+            if not hasattr(value, field.name)
+        )
 
 
 def json_fields(folder: Path) -> Iterator[str]:
-    """Every field of the JSON that the commands write, from small runs in `folder`. Blocks for seconds."""
+    """Every field of the JSON that the commands write, from small runs in `folder`. Blocks for
+    seconds."""
     from tiermem.tools.cli import main
 
     (folder / "tiny.json").write_text(json.dumps(TINY))
@@ -205,7 +224,7 @@ def json_fields(folder: Path) -> Iterator[str]:
         out.unlink()
 
 
-# ---- how they are written --------------------------------------------------------------------------------------------
+# ---- how they are written ------------------------------------------------------------------------
 
 
 def is_ours(value: Any) -> bool:
@@ -218,10 +237,16 @@ def fields_of(value: Any) -> Iterator[str]:
         for field in dataclasses.fields(value):
             made = field.default_factory
             default = made() if made is not dataclasses.MISSING else field.default
-            yield field.name if default is dataclasses.MISSING else f"{field.name} = {shown(default)}"
+            yield (
+                field.name if default is dataclasses.MISSING else f"{field.name} = {shown(default)}"
+            )
     else:
         for name in value._fields:
-            yield f"{name} = {shown(value._field_defaults[name])}" if name in value._field_defaults else name
+            yield (
+                f"{name} = {shown(value._field_defaults[name])}"
+                if name in value._field_defaults
+                else name
+            )
 
 
 def parameters(value: Any) -> str:
@@ -255,7 +280,8 @@ def shown(value: Any) -> str:
 
 
 def leaves(value: Any, path: str = "") -> set[str]:
-    """The fields of a JSON value; members of a list are one, and so are those of a table keyed by files or tensors."""
+    """The fields of a JSON value; members of a list are one, and so are those of a table keyed by
+    files or tensors."""
     if isinstance(value, list):
         return {f for each in value for f in leaves(each, f"{path}[]")} or {f"{path}[]"}
     if not isinstance(value, Mapping) or not value or path.rpartition(".")[2] in TABLES:
@@ -268,7 +294,7 @@ def leaves(value: Any, path: str = "") -> set[str]:
     return found
 
 
-# ---- the record ------------------------------------------------------------------------------------------------------
+# ---- the record ----------------------------------------------------------------------------------
 
 KINDS: dict[str, Callable[[], Iterator[str]]] = {
     "policy": policy_fields,
@@ -297,7 +323,11 @@ def recorded(text: str) -> dict[str, list[str]]:
 def complaint(due: list[str], now: list[str]) -> str:
     """What is new, gone or changed, as a diff; empty where nothing is."""
     due, now = sorted(set(due)), sorted(set(now))
-    diff = [line for line in difflib.unified_diff(due, now, lineterm="", n=0) if line[:3] not in ("---", "+++", "@@ ")]
+    diff = [
+        line
+        for line in difflib.unified_diff(due, now, lineterm="", n=0)
+        if line[:3] not in ("---", "+++", "@@ ")
+    ]
     if not diff:
         return ""
     if not any(line.startswith("-") for line in diff):
@@ -306,14 +336,19 @@ def complaint(due: list[str], now: list[str]) -> str:
 
 
 def without_empty(lines: list[str], others: list[str]) -> list[str]:
-    """Leaves out a field that is null or empty on one side and has parts on the other: that is the machine's doing."""
+    """Leaves out a field that is null or empty on one side and has parts on the other: that is the
+    machine's doing."""
 
     def has_part(whole: str, parts: list[str]) -> bool:
         return any(each != whole and each.startswith((f"{whole}.", f"{whole}[]")) for each in parts)
 
     wholes = [each for each in others if has_part(each.removesuffix("[]"), lines)]
     kept = [each for each in lines if not has_part(each.removesuffix("[]"), others)]
-    return [each for each in kept if not any(has_part(whole.removesuffix("[]"), [each]) for whole in wholes)]
+    return [
+        each
+        for each in kept
+        if not any(has_part(whole.removesuffix("[]"), [each]) for whole in wholes)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -353,9 +388,14 @@ def record() -> None:
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
-        json_lines = [line for line in json_fields(Path(folder)) if not any(word in line for word in MACHINE)]
+        json_lines = [
+            line for line in json_fields(Path(folder)) if not any(word in line for word in MACHINE)
+        ]
     text = "# What users rely on. Written by tests/test_public_names.py, which says more.\n"
-    for kind, lines in [*((kind, list(find())) for kind, find in KINDS.items()), ("json", json_lines)]:
+    for kind, lines in [
+        *((kind, list(find())) for kind, find in KINDS.items()),
+        ("json", json_lines),
+    ]:
         text += f"\n[{kind}]\n" + "".join(f"{line}\n" for line in sorted(set(lines)))
     RECORD.write_text(text, "utf-8")
 

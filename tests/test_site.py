@@ -1,4 +1,5 @@
-"""Is the site what it should be: all public names with their docstrings, nothing from elsewhere, no warning?"""
+"""Is the site what it should be: all public names with their docstrings, nothing from elsewhere, no
+warning?"""
 
 from __future__ import annotations
 
@@ -19,7 +20,10 @@ def test_every_public_name_is_described() -> None:
 
 
 def test_a_name_that_nothing_describes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("tiermem.swap.disk.queue.PathStats.used_bytes", "tiermem.swap.disk.queue.Figures.limits_s")
+    names = (
+        "tiermem.swap.disk.queue.PathStats.used_bytes",
+        "tiermem.swap.disk.queue.Figures.limits_s",
+    )
     monkeypatch.setattr(site_pages, "written_names", lambda: names)
     assert site_pages.without_docstring() == [names[0]]
 
@@ -40,9 +44,15 @@ def test_every_page_is_in_the_menu() -> None:
 
 
 def test_names_of_integrations_that_pages_import_are_described() -> None:
-    texts = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "examples").glob("*.py")]
+    texts = [
+        ROOT / "README.md",
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "docs" / "examples").glob("*.py"),
+    ]
     imports = re.compile(r"from (tiermem\.integrations\.\w+) import (\w+)")
-    shown = {".".join(found) for file in texts for found in imports.findall(file.read_text("utf-8"))}
+    shown = {
+        ".".join(found) for file in texts for found in imports.findall(file.read_text("utf-8"))
+    }
     assert len(shown) > 3
     assert shown <= set(site_pages.INTEGRATIONS)
 
@@ -86,7 +96,15 @@ def test_the_site_is_built_without_warnings(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
     pytest.importorskip("material")
     pytest.importorskip("mkdocstrings")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--site-dir",
+        str(tmp_path / "site"),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "site" / "index.html").is_file()

@@ -1,7 +1,8 @@
-"""Does the house get no heavier? Counts tokens of Python code by room; runs nothing. `make lint` prints them.
+"""Does the house get no heavier? Counts tokens of Python code by room; runs nothing. `make lint`
+prints them.
 
-A token is what Python's own tokenizer calls one, without comments, docstrings, line ends and indents. Lines are not counted:
-a limit on lines makes dense lines.
+A token is what Python's own tokenizer calls one, without comments, docstrings, line ends and
+indents. Lines are not counted: a limit on lines makes dense lines.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from collections.abc import Iterator, Mapping
 from test_floors import ROOT, Module, read_modules
 
 CEILING = 406_500
-"""Tokens of swap, tiermem and tools. A change that needs more removes as much, or raises this in a commit that says why."""
+"""Tokens of swap, tiermem and tools. A change that needs more removes as much, or raises this in a
+commit that says why."""
 
 _SILENT = {
     tokenize.COMMENT,
@@ -32,7 +34,11 @@ def described_lines(tree: ast.Module) -> set[int]:
     """Numbers of the lines of docstrings, those of attributes too."""
     lines: set[int] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
             lines |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return lines
 
@@ -41,7 +47,9 @@ def count_tokens(tree: ast.Module, source: str) -> int:
     """The tokens of a file's code."""
     described = described_lines(tree)
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    return sum(1 for token in tokens if token.type not in _SILENT and token.start[0] not in described)
+    return sum(
+        1 for token in tokens if token.type not in _SILENT and token.start[0] not in described
+    )
 
 
 def weigh(modules: Mapping[str, Module]) -> dict[str, int]:
@@ -74,8 +82,13 @@ def test_the_house_gets_no_heavier() -> None:
 
 
 def test_only_code_is_counted() -> None:
-    source = '"""Text\n\nof two lines."""\n\n# why\nx = 1  # so\n"""What x is."""\n\n\ndef f():\n    """F."""\n'
-    assert count_tokens(ast.parse(source), source) == len(["x", "=", "1", "def", "f", "(", ")", ":"])
+    source = (
+        '"""Text\n\nof two lines."""\n\n# why\nx = 1  # so\n"""What x is."""\n\n\ndef f():\n  '
+        '  """F."""\n'
+    )
+    assert count_tokens(ast.parse(source), source) == len(
+        ["x", "=", "1", "def", "f", "(", ")", ":"]
+    )
 
 
 def main() -> None:
@@ -85,7 +98,10 @@ def main() -> None:
     print(f"{sum(weights.values()):,} tokens of {CEILING:,}")
     for room, tokens in sorted(weights.items(), key=lambda each: -each[1]):
         print(f"  {tokens:>7,}  {room}")
-    for what, kind in (("classes", ast.ClassDef), ("functions", (ast.FunctionDef, ast.AsyncFunctionDef))):
+    for what, kind in (
+        ("classes", ast.ClassDef),
+        ("functions", (ast.FunctionDef, ast.AsyncFunctionDef)),
+    ):
         print(f"longest {what}, in lines:")
         for lines, where in longest(modules, kind):
             print(f"  {lines:>7}  {where}")

@@ -1,7 +1,9 @@
-"""Twins: small models, the same training loop for plain PyTorch and for sharded models, and how their results are compared.
+"""Twins: small models, the same training loop for plain PyTorch and for sharded models, and how
+their results are compared.
 
-A *twin* is the plain model that a sharded one is held against: same seed, same data, same steps. `train` returns what a
-run leaves behind (losses, weights, states, bytes read), `assert_same` compares two of them to the bit.
+A *twin* is the plain model that a sharded one is held against: same seed, same data, same steps.
+`train` returns what a run leaves behind (losses, weights, states, bytes read), `assert_same`
+compares two of them to the bit.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ class Block(nn.Module):
 
 
 class Tower(nn.Module):
-    """Embedding, blocks in a ModuleList, head. The defaults make every parameter's size odd and cut by small tiles."""
+    """Embedding, blocks in a ModuleList, head. The defaults make every parameter's size odd and cut
+    by small tiles."""
 
     def __init__(
         self,
@@ -64,19 +67,26 @@ def seeded(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     return build()
 
 
-def batch(step: int, samples: int = 2, length: int = 11, vocab: int = VOCAB) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens = torch.randint(0, vocab, (samples, length + 1), generator=torch.Generator().manual_seed(1000 + step))
+def batch(
+    step: int, samples: int = 2, length: int = 11, vocab: int = VOCAB
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(
+        0, vocab, (samples, length + 1), generator=torch.Generator().manual_seed(1000 + step)
+    )
     return tokens[:, :-1], tokens[:, 1:]
 
 
 def logits_of(output: Any) -> torch.Tensor:
-    """The logits in the output of a model, which is a tensor, a dict or an object with a field `logits`."""
+    """The logits in the output of a model, which is a tensor, a dict or an object with a field
+    `logits`."""
     if isinstance(output, torch.Tensor):
         return output
     return output["logits"] if isinstance(output, dict) else output.logits
 
 
-def loss_of(model: Callable[[torch.Tensor], Any], step: int, device: torch.device | str = "cpu") -> torch.Tensor:
+def loss_of(
+    model: Callable[[torch.Tensor], Any], step: int, device: torch.device | str = "cpu"
+) -> torch.Tensor:
     inputs, targets = (each.to(device) for each in batch(step))
     return F.cross_entropy(logits_of(model(inputs)).flatten(0, 1).float(), targets.flatten())
 
@@ -88,7 +98,8 @@ def train_steps(
     loss_of: Callable[[nn.Module, int], torch.Tensor] = loss_of,
     **of_step: Any,
 ) -> list[float]:
-    """The plain loop: one forward, backward and step for each number in `steps`. Returns the losses.
+    """The plain loop: one forward, backward and step for each number in `steps`. Returns the
+    losses.
 
     of_step: arguments of `optim.step`.
     """
@@ -105,7 +116,8 @@ def train_steps(
 def train_engine(
     engine: tiermem.Engine, micros: Iterable[int], loss_of: Callable[..., torch.Tensor] = loss_of
 ) -> list[float]:
-    """An engine's loop over micro-batches: it steps when it has seen enough of them. Returns the losses."""
+    """An engine's loop over micro-batches: it steps when it has seen enough of them. Returns the
+    losses."""
     losses = []
     for micro in micros:
         loss = loss_of(engine, micro, engine.device)
@@ -136,10 +148,17 @@ def train(
     with tiermem.shard(model, policy) as shards:
         optim = optimizer(model.parameters(), **({"lr": 1e-2} | settings))
         losses = train_steps(model, optim, range(num_steps), max_norm=max_norm)
-        return Result(losses, dict(model.state_dict()), states_of(shards, optim), shards.store.stats().nvme_read_bytes)
+        return Result(
+            losses,
+            dict(model.state_dict()),
+            states_of(shards, optim),
+            shards.store.stats().nvme_read_bytes,
+        )
 
 
-def states_of(shards: tiermem.Shards, optim: tiermem.AdamW | tiermem.Adam) -> dict[str, torch.Tensor]:
+def states_of(
+    shards: tiermem.Shards, optim: tiermem.AdamW | tiermem.Adam
+) -> dict[str, torch.Tensor]:
     tiles = optim.tiles_of(shards)
     return {
         f"{shard.name}.{name}": tiles.state(shard, name)
@@ -156,8 +175,11 @@ def assert_same(a: Result, b: Result) -> None:
     assert_same_tensors(a.states, b.states)
 
 
-def assert_near(mine: dict[str, list[float]], expected: dict[str, list[float]], rel: float, least: float) -> None:
-    """Numbers by name that differ by at most `rel` of what is expected, or by `least` (pytest.approx takes seconds)."""
+def assert_near(
+    mine: dict[str, list[float]], expected: dict[str, list[float]], rel: float, least: float
+) -> None:
+    """Numbers by name that differ by at most `rel` of what is expected, or by `least`
+    (pytest.approx takes seconds)."""
     assert mine.keys() == expected.keys()
     for name, values in expected.items():
         a, b = (torch.tensor(each, dtype=torch.float64) for each in (mine[name], values))
@@ -173,17 +195,19 @@ def assert_same_tensors(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) 
 
 
 def is_absent(param: torch.nn.Parameter) -> bool:
-    """Whether a parameter's memory is the placeholder for values that are elsewhere; reading it would lend the values."""
+    """Whether a parameter's memory is the placeholder for values that are elsewhere; reading it
+    would lend the values."""
     with torch._C.DisableTorchFunctionSubclass():
         return bool(param.isnan().all())
 
 
 class MasterTwin:
-    """The hand-written twin: AdamW with clipping on fp32 masters of a model of any precision, in plain tensor operations.
+    """The hand-written twin: AdamW with clipping on fp32 masters of a model of any precision, in
+    plain tensor operations.
 
-    Nothing of tiermem is in it. It steps a plain model from its `p.grad` and rounds where a trainer with fp32 masters has to
-    round: gradients as autograd leaves them (and as they are added up before they come here), arithmetic in fp32, the weight as
-    the rounded master.
+    Nothing of tiermem is in it. It steps a plain model from its `p.grad` and rounds where a trainer
+    with fp32 masters has to round: gradients as autograd leaves them (and as they are added up
+    before they come here), arithmetic in fp32, the weight as the rounded master.
     """
 
     def __init__(self, model: nn.Module, lr: float, decay: float, max_norm: float) -> None:
@@ -195,7 +219,9 @@ class MasterTwin:
         self.norm = 0.0  # of the last step, before clipping
 
     @torch.no_grad()
-    def step(self, divisor: float = 1.0, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8) -> None:
+    def step(
+        self, divisor: float = 1.0, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8
+    ) -> None:
         """One step; gradients are divided by `divisor` (loss scale x ranks) on the way."""
         self.num_steps += 1
         squares = [p.grad.double().square().sum().item() for p in self.masters]
@@ -207,7 +233,8 @@ class MasterTwin:
             master *= 1.0 - self.lr * self.decay
             first += (grad - first) * (1.0 - beta1)
             second.copy_(second * beta2 + grad * grad * (1.0 - beta2))
-            root = second.double().sqrt().float()  # torch's own fp32 sqrt (MKL) is an ulp off in one of six
+            # torch's own fp32 sqrt (MKL) is an ulp off in one of six
+            root = second.double().sqrt().float()
             denominator = root * (1.0 / math.sqrt(1.0 - beta2**self.num_steps)) + eps
             master -= (self.lr / (1.0 - beta1**self.num_steps)) * (first / denominator)
             p.copy_(master)

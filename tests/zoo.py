@@ -1,5 +1,5 @@
-"""Zoo: models with the habits that make sharding hard, each a few thousand parameters. All take tokens and return what
-`twins.logits_of` understands.
+"""Zoo: models with the habits that make sharding hard, each a few thousand parameters. All take
+tokens and return what `twins.logits_of` understands.
 
     Tower(outputs=...)     blocks and root return tensors, dicts or dataclasses      Tower(checkpoint=...)  both kinds
     Tower(rounds=2)        every block is used twice in a forward                    Tower(skips=True)      unused blocks
@@ -52,7 +52,11 @@ class Tower(twins.Tower):
         skips: bool = False,
         num_blocks: int = 3,
     ) -> None:
-        super().__init__(num_blocks=num_blocks, bias=False, block=functools.partial(WrappingBlock, outputs=outputs))
+        super().__init__(
+            num_blocks=num_blocks,
+            bias=False,
+            block=functools.partial(WrappingBlock, outputs=outputs),
+        )
         self.outputs, self.checkpoint, self.rounds, self.skips = outputs, checkpoint, rounds, skips
         self.num_forwards = 0
 
@@ -77,13 +81,16 @@ class Tower(twins.Tower):
 
 
 class Wandering(twins.Tower):
-    """Goes through its blocks in another order in every forward, with repetitions; the same on every rank."""
+    """Goes through its blocks in another order in every forward, with repetitions; the same on
+    every rank."""
 
     num_forwards = 0
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
-        chosen = torch.randint(0, 4, (5,), generator=torch.Generator().manual_seed(self.num_forwards))
+        chosen = torch.randint(
+            0, 4, (5,), generator=torch.Generator().manual_seed(self.num_forwards)
+        )
         self.num_forwards += 1
         for index in chosen.tolist():
             x = self.layers[index](x)
@@ -112,7 +119,9 @@ class BareContainers(nn.Module):
         self.embed = nn.Embedding(VOCAB, 31)
         self.scales = nn.ParameterList([nn.Parameter(torch.rand(11, 31)) for _ in range(3)])
         self.named = nn.ParameterDict({"shift": nn.Parameter(torch.rand(11, 31))})
-        self.layers = nn.ModuleList([nn.ModuleList([Block(31, 97) for _ in range(2)]) for _ in range(3)])
+        self.layers = nn.ModuleList(
+            [nn.ModuleList([Block(31, 97) for _ in range(2)]) for _ in range(3)]
+        )
         self.heads = nn.ModuleDict({"words": nn.Linear(31, VOCAB)})
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -191,8 +200,15 @@ class NanoGPT(nn.Module):
 def llama(tied: bool = False, **settings: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 32, "intermediate_size": 88, "num_hidden_layers": 3, "num_attention_heads": 4}
-    config = LlamaConfig(vocab_size=VOCAB, tie_word_embeddings=tied, pad_token_id=0, **(sizes | settings))
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 88,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+    }
+    config = LlamaConfig(
+        vocab_size=VOCAB, tie_word_embeddings=tied, pad_token_id=0, **(sizes | settings)
+    )
     return LlamaForCausalLM(config)
 
 
@@ -203,4 +219,6 @@ def checkpointed_llama(use_reentrant: bool) -> nn.Module:
 
 
 def wrap(x: torch.Tensor, outputs: str) -> Any:
-    return {"tensor": lambda: x, "dict": lambda: {"logits": x}, "dataclass": lambda: Output(x)}[outputs]()
+    return {"tensor": lambda: x, "dict": lambda: {"logits": x}, "dataclass": lambda: Output(x)}[
+        outputs
+    ]()

@@ -1,7 +1,8 @@
 """tiermem: train models whose states do not fit in memory.
 
-A tiered tensor store (GPU, HOST memory, NVMe) under ZeRO-style partitioning, and optimizers that step on the CPU or a GPU.
-Start at `shard` for plain PyTorch, or at `initialize` and `zero.Init` with a DeepSpeed-style config. The floors, lowest first:
+A tiered tensor store (GPU, HOST memory, NVMe) under ZeRO-style partitioning, and optimizers that
+step on the CPU or a GPU. Start at `shard` for plain PyTorch, or at `initialize` and `zero.Init`
+with a DeepSpeed-style config. The floors, lowest first:
 
     version       the version of the package
     swap/         tensors at rest and on the move

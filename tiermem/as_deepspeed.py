@@ -1,4 +1,5 @@
-"""`python -m tiermem.as_deepspeed SCRIPT ...` runs a script that imports deepspeed, with tiermem answering."""
+"""`python -m tiermem.as_deepspeed SCRIPT ...` runs a script that imports deepspeed, with tiermem
+answering."""
 
 from __future__ import annotations
 

@@ -4,8 +4,9 @@
                 average at rest ──► buffer ──► average + (weight - average) (1 - decay) ──► average at rest
     applied     the weights are set aside on the tier, and the model shows its averages until the block ends
 
-Of a sharded parameter, and of a DTensor, each rank averages its own part: no rank sends anything. On NVMe the next piece is
-read, and the one before is written, while one is averaged, so that memory holds a few pieces of each.
+Of a sharded parameter, and of a DTensor, each rank averages its own part: no rank sends anything.
+On NVMe the next piece is read, and the one before is written, while one is averaged, so that memory
+holds a few pieces of each.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ _Act = Callable[[_Piece, torch.Tensor], object]
 
 
 class EMA:
-    """Averages of the parameters of a model that are trained, as `torch.optim.swa_utils.AveragedModel` computes them.
+    """Averages of the parameters of a model that are trained, as
+    `torch.optim.swa_utils.AveragedModel` computes them.
 
         ema = tiermem.EMA(model, decay=0.999)
         for batch in batches:
@@ -65,21 +67,26 @@ class EMA:
         with ema.applied():
             evaluate(model)
 
-    The first `update` copies the weights, as torch's does. Frozen parameters and buffers have no average: inside `applied` they
-    are the model's own.
+    The first `update` copies the weights, as torch's does. Frozen parameters and buffers have no
+    average: inside `applied` they are the model's own.
 
     Args:
-        model: sharded, plain, or with DTensors. A parameter must be trained (requires_grad) when this is called, or never.
+        model: sharded, plain, or with DTensors. A parameter must be trained (requires_grad) when
+            this is called, or never.
         decay: of the average, between 0 and 1.
-        home: HOST or NVME. Default: where the policy of a sharded model keeps optimizer states (DEVICE: HOST), else HOST.
+        home: HOST or NVME. Default: where the policy of a sharded model keeps optimizer states
+            (DEVICE: HOST), else HOST.
         paths: for NVME; default: those of the model's policy.
-        dtype: of the averages. None: that of each parameter, as torch's. A bf16 average does not move by a thousandth, so the
-            default is fp32.
+        dtype: of the averages. None: that of each parameter, as torch's. A bf16 average does not
+            move by a thousandth, so the default is fp32.
 
-    Memory: 4 bytes an element at home, and inside `applied` the parameters' own bytes more; at home NVME also 16 MiB of HOST.
-    This is beside the budget of the model's policy. The averages end with `close`, or with this object.
+    Memory: 4 bytes an element at home, and inside `applied` the parameters' own bytes more; at home
+        NVME also 16 MiB of HOST.
+    This is beside the budget of the model's policy. The averages end with `close`, or with this
+    object.
 
-    Raises ValueError for a decay out of range, a home without path, and a model without parameters to train; OSError.
+    Raises ValueError for a decay out of range, a home without path, and a model without parameters
+    to train; OSError.
     """
 
     def __init__(
@@ -96,24 +103,36 @@ class EMA:
         self._model = model
         self.decay = decay
         self.num_updates = 0
-        self._params = {name: param for name, param in model.named_parameters() if param.requires_grad}
+        self._params = {
+            name: param for name, param in model.named_parameters() if param.requires_grad
+        }
         if not self._params:
-            raise ValueError("no parameter of the model is trained (requires_grad), so there is nothing to average")
+            raise ValueError(
+                "no parameter of the model is trained (requires_grad), so there is nothing to "
+                "average"
+            )
         self._dtypes = {name: dtype or param.dtype for name, param in self._params.items()}
         self._home, own_paths = _home_of(self._params.values(), home, paths)
         self._is_applied = False
         self._store, self._program = self._open(own_paths)
 
     def update(self) -> None:
-        """Takes the current weights into the averages. Call it after each step. Blocks; not collective.
+        """Takes the current weights into the averages. Call it after each step. Blocks; not
+        collective.
 
-        Raises RuntimeError inside `applied`, and for a parameter that is trained now and was frozen before; OSError.
+        Raises RuntimeError inside `applied`, and for a parameter that is trained now and was frozen
+        before; OSError.
         """
         self._check_may_change()
-        late = [name for name, p in self._model.named_parameters() if p.requires_grad and name not in self._params]
+        late = [
+            name
+            for name, p in self._model.named_parameters()
+            if p.requires_grad and name not in self._params
+        ]
         if late:
             raise RuntimeError(
-                f"{', '.join(late[:5])} {'are' if len(late) > 1 else 'is'} trained and was frozen when these averages began: "
+                f"{', '.join(late[:5])} {'are' if len(late) > 1 else 'is'} trained and was frozen "
+                "when these averages began: "
                 "make a new EMA, or freeze after making it"
             )
         is_first = self.num_updates == 0
@@ -127,10 +146,12 @@ class EMA:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """A block in which the model has the averages as its weights; afterwards it has its own again, to the bit.
+        """A block in which the model has the averages as its weights; afterwards it has its own
+        again, to the bit.
 
-        Inside, stepping, replacing and saving weights of a sharded model raises RuntimeError. Collective; blocks. Raises
-        OSError; after one while the block begins, the weights are put back.
+        Inside, stepping, replacing and saving weights of a sharded model raises RuntimeError.
+        Collective; blocks. Raises OSError; after one while the block begins, the weights are put
+        back.
         """
         self._check_may_change()
         if not self.num_updates:
@@ -141,7 +162,10 @@ class EMA:
                 ending.callback(self._store.drop, entry)
             for shards in self._owners():
                 shards.drop_head_start()
-            self._run(self._pieces("aside"), lambda piece, kept: kept.copy_(_read(piece.param, piece.elements)))
+            self._run(
+                self._pieces("aside"),
+                lambda piece, kept: kept.copy_(_read(piece.param, piece.elements)),
+            )
             ending.callback(self._put_back)
             self._run(self._pieces("average"), _write, changes=False)
             self._refresh()
@@ -151,7 +175,8 @@ class EMA:
             yield
 
     def copy_to(self) -> None:
-        """Makes the averages the model's weights for good; masters of a sharded model become exactly these values.
+        """Makes the averages the model's weights for good; masters of a sharded model become
+        exactly these values.
 
         Collective; blocks; raises OSError.
         """
@@ -165,7 +190,8 @@ class EMA:
                 local_of(param).copy_(part_of(value, param))
 
     def state_dict(self) -> dict[str, Any]:
-        """The decay, the number of updates, and every average: whole, on the CPU; a DTensor for a DTensor.
+        """The decay, the number of updates, and every average: whole, on the CPU; a DTensor for a
+        DTensor.
 
         All averages are in memory at once. Collective; blocks; raises OSError.
         """
@@ -173,14 +199,20 @@ class EMA:
         return {"decay": self.decay, "num_updates": self.num_updates, "averages": averages}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continues from a `state_dict`. Collective; blocks. Raises ValueError for one of another model, OSError."""
+        """Continues from a `state_dict`. Collective; blocks. Raises ValueError for one of another
+        model, OSError."""
         self._check_may_change()
         averages = state_dict["averages"]
         wrong = self._params.keys() ^ averages.keys()
-        wrong |= {name for name in averages.keys() - wrong if averages[name].shape != self._params[name].shape}
+        wrong |= {
+            name
+            for name in averages.keys() - wrong
+            if averages[name].shape != self._params[name].shape
+        }
         if wrong:
             raise ValueError(
-                f"these averages are of another model: {', '.join(sorted(wrong)[:5])} differ in name or shape"
+                f"these averages are of another model: {', '.join(sorted(wrong)[:5])} differ in "
+                "name or shape"
             )
         for name, param in self._params.items():
             self._fill(name, _mine(param, averages[name]))
@@ -191,11 +223,15 @@ class EMA:
         """Frees the averages' memory and files. Blocks; raises the first error of a write."""
         self._store.close()
 
-    # ---- where they rest -----------------------------------------------------------------------------------------------
+    # ---- where they rest -------------------------------------------------------------------------
 
     def _open(self, paths: tuple[NvmePath, ...]) -> tuple[TensorStore, Program[_Piece]]:
         most = max(
-            (piece.numel * piece.dtype.itemsize for kind in ("average", "aside") for piece in self._pieces(kind)),
+            (
+                piece.numel * piece.dtype.itemsize
+                for kind in ("average", "aside")
+                for piece in self._pieces(kind)
+            ),
             default=1,
         )
         buffer_bytes = round_up(most, ALIGNMENT)
@@ -207,7 +243,11 @@ class EMA:
         try:
             self._store = store
             self._reserve("average")
-            pool = Pool(store.arena, buffer_bytes, _NUM_BUFFERS, "averages") if self._home is Tier.NVME else None
+            pool = (
+                Pool(store.arena, buffer_bytes, _NUM_BUFFERS, "averages")
+                if self._home is Tier.NVME
+                else None
+            )
         except BaseException:
             store.close()
             raise
@@ -222,8 +262,13 @@ class EMA:
             undoing.pop_all()
 
     def _entries(self, kind: str) -> dict[str, tuple[int, torch.dtype]]:
-        """The number of elements and the dtype of each entry of a kind: "average", or "aside" for weights set aside."""
-        dtypes = self._dtypes if kind == "average" else {name: param.dtype for name, param in self._params.items()}
+        """The number of elements and the dtype of each entry of a kind: "average", or "aside" for
+        weights set aside."""
+        dtypes = (
+            self._dtypes
+            if kind == "average"
+            else {name: param.dtype for name, param in self._params.items()}
+        )
         numels = {name: _num_mine(param) for name, param in self._params.items()}
         return {f"{kind}/{name}": (numel, dtypes[name]) for name, numel in numels.items() if numel}
 
@@ -244,11 +289,14 @@ class EMA:
         with torch.no_grad():
             self._program.run(pieces, _Pass(self._store, act, changes))
 
-    # ---- values --------------------------------------------------------------------------------------------------------
+    # ---- values ----------------------------------------------------------------------------------
 
     def _fill(self, name: str, mine: torch.Tensor) -> None:
         """Sets this rank's part of a parameter's average."""
-        self._run(self._pieces("average", name), lambda piece, average: average.copy_(mine[piece.elements]))
+        self._run(
+            self._pieces("average", name),
+            lambda piece, average: average.copy_(mine[piece.elements]),
+        )
 
     def _whole(self, name: str) -> torch.Tensor:
         """A parameter's average: whole, of a DTensor placed as it. Collective."""
@@ -299,7 +347,9 @@ class _Pass(TileWork[_Piece]):
         """All of a piece."""
         assert slot is not None
         size = tile.dtype.itemsize
-        return [(tile.entry, tile.start * size, slot.tensor[: round_up(tile.numel * size, ALIGNMENT)])]
+        return [
+            (tile.entry, tile.start * size, slot.tensor[: round_up(tile.numel * size, ALIGNMENT)])
+        ]
 
     def writes(self, tile: _Piece, slot: Slot | None) -> list[Range]:
         """The same, if it was changed."""
@@ -311,11 +361,14 @@ class _Pass(TileWork[_Piece]):
         self.act(tile, values[tile.elements if slot is None else slice(tile.numel)])
 
 
-# ---- this rank's part of a parameter ---------------------------------------------------------------------------------
+# ---- this rank's part of a parameter -------------------------------------------------------------
 
 
-def _home_of(params: Any, home: Tier | None, paths: AnyPath | Sequence[AnyPath]) -> tuple[Tier, tuple[NvmePath, ...]]:
-    """The tier and the paths of averages. Raises ValueError for DEVICE, and for NVME without a path."""
+def _home_of(
+    params: Any, home: Tier | None, paths: AnyPath | Sequence[AnyPath]
+) -> tuple[Tier, tuple[NvmePath, ...]]:
+    """The tier and the paths of averages. Raises ValueError for DEVICE, and for NVME without a
+    path."""
     owner = next((o for o in map(registry.owner_of, params) if isinstance(o, Shards)), None)
     if home is None:
         home = Tier.NVME if owner is not None and owner.policy.optim is Tier.NVME else Tier.HOST
@@ -329,7 +382,11 @@ def _home_of(params: Any, home: Tier | None, paths: AnyPath | Sequence[AnyPath])
 
 def _num_mine(param: nn.Parameter) -> int:
     owner = registry.owner_of(param)
-    return owner.values.num_mine(owner.find(param)[1]) if isinstance(owner, Shards) else local_of(param).numel()
+    return (
+        owner.values.num_mine(owner.find(param)[1])
+        if isinstance(owner, Shards)
+        else local_of(param).numel()
+    )
 
 
 def _is_flat(param: nn.Parameter) -> bool:

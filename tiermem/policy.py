@@ -1,11 +1,12 @@
 """OffloadPolicy: the frozen value that says where states rest and how they move.
 
-`config/` makes one from a DeepSpeed-style config; Python users build one directly. `zero/` reads the policy and no config
-key. `None` means that the plan (`plans/plan.py`) computes the value and reports it. Names of element counts end in `_numel`,
-names of sizes in bytes end in `_bytes`.
+`config/` makes one from a DeepSpeed-style config; Python users build one directly. `zero/` reads
+the policy and no config key. `None` means that the plan (`plans/plan.py`) computes the value and
+reports it. Names of element counts end in `_numel`, names of sizes in bytes end in `_bytes`.
 
-An annotation holds all that one field may be: its words (Literal), its numbers (Range), the stage that it needs (FromStage).
-Fields that contradict each other are listed by `_contradictions`; `config/` shows that list with keys instead of fields.
+An annotation holds all that one field may be: its words (Literal), its numbers (Range), the stage
+that it needs (FromStage). Fields that contradict each other are listed by `_contradictions`;
+`config/` shows that list with keys instead of fields.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ __all__ = ["IoSettings", "LeafRules", "NvmePath", "OffloadPolicy", "Precision", 
 
 
 class FromStage(NamedTuple):
-    """An annotation of a field: the ZeRO stage from which on the field may differ from its default."""
+    """An annotation of a field: the ZeRO stage from which on the field may differ from its
+    default."""
 
     stage: int
     reason: str
@@ -46,14 +48,18 @@ Overlap = Literal["auto", "none", "forward", "backward"]
 FrozenQuantType = Literal["int8", "nf4"]
 Positive = Annotated[int, Range("it must be at least 1, or None for what the plan computes", 1)]
 Count = Annotated[int, Range("it must be 0 or more", 0)]
-Ranks = Annotated[int, Range("it is a number of ranks, 1 or more, that divides all of them", 1, is_whole=True)]
+Ranks = Annotated[
+    int, Range("it is a number of ranks, 1 or more, that divides all of them", 1, is_whole=True)
+]
 Divisor = Annotated[
-    float, Range('allowed are finite numbers more than 0, and "ranks"', math.ulp(0.0), sys.float_info.max)
+    float,
+    Range('allowed are finite numbers more than 0, and "ranks"', math.ulp(0.0), sys.float_info.max),
 ]
 Seconds = Annotated[float, Range("it must be more than 0", math.ulp(0.0))]
 
 
-# Sizes that a plan tries where the policy has none, best first; with smaller ones a step is slower, and no result differs.
+# Sizes that a plan tries where the policy has none, best first; with smaller ones a step is slower,
+# and no result differs.
 USUAL_TILE_NUMELS = [1 << 20 >> i for i in range(5)]
 USUAL_UNITS_AHEAD = 2
 
@@ -65,12 +71,15 @@ def usual_tile_buffers(pipeline_read: bool, pipeline_write: bool) -> list[int]:
 
 
 class CombinedError(ValueError):
-    """Several problems of one value: for each a field or key, empty for the whole, and a sentence."""
+    """Several problems of one value: for each a field or key, empty for the whole, and a
+    sentence."""
 
     def __init__(self, found: Sequence[tuple[str, str]], joint: str = ": ") -> None:
         self.found = tuple(found)
         self.joint = joint
-        super().__init__("; ".join(f"{key}{joint}{message}" if key else message for key, message in found))
+        super().__init__(
+            "; ".join(f"{key}{joint}{message}" if key else message for key, message in found)
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.found, self.joint), self.__dict__
@@ -92,55 +101,64 @@ class LeafRules:
 
 @dataclasses.dataclass(frozen=True)
 class OffloadPolicy:
-    """Where parameters, gradients and optimizer states rest, and with how much memory they may move.
+    """Where parameters, gradients and optimizer states rest, and with how much memory they may
+    move.
 
-    Raises ValueError when the fields contradict each other; the message says what was given, what is allowed and what
-    to change.
+    Raises ValueError when the fields contradict each other; the message says what was given, what
+    is allowed and what to change.
     """
 
     stage: int = 3
-    """ZeRO stage: 0 replicates everything, 1 shards optimizer states, 2 gradients too, 3 parameters too."""
+    """ZeRO stage: 0 replicates everything, 1 shards optimizer states, 2 gradients too, 3 parameters
+    too."""
     params: Annotated[Tier, _SHARDED_PARAMS] = Tier.DEVICE
     """Home of the (low-precision) parameters. HOST and NVME need stage 3."""
     optim: Annotated[Tier, _SHARDED_STATES] = Tier.DEVICE
-    """Home of the master weights and moments. What rests on an accelerator is stepped there, all else on the CPU, but for what
-    streamed_ratio sends there."""
+    """Home of the master weights and moments. What rests on an accelerator is stepped there, all
+    else on the CPU, but for what streamed_ratio sends there."""
     grads: Tier | None = None
-    """Home of reduced gradients between backward and step. None: HOST when the budget has room, else NVME."""
+    """Home of reduced gradients between backward and step. None: HOST when the budget has room,
+    else NVME."""
     precision: Precision = dataclasses.field(default_factory=Precision)
-    """In which formats masters, moments and gradients are kept, and how they are rounded (precision.py)."""
+    """In which formats masters, moments and gradients are kept, and how they are rounded
+    (precision.py)."""
     num_moments: Annotated[int, Range("allowed are 0 to 3", 0, 3, is_whole=True)] = 2
-    """Moments of each parameter that the plan makes room for: 2 for Adam, 3 with amsgrad, 1 for Lion, Adagrad, Muon and
-    SGD with momentum. An optimizer that keeps more is refused; one that keeps fewer leaves the rest unused."""
+    """Moments of each parameter that the plan makes room for: 2 for Adam, 3 with amsgrad, 1 for
+    Lion, Adagrad, Muon and SGD with momentum. An optimizer that keeps more is refused; one that
+    keeps fewer leaves the rest unused."""
     paths: AnyPath | Sequence[AnyPath] = ()
-    """Folders on the NVMe file systems, one or several, each with a cap and a weight if need be (swap/disk/paths.py); needed
-    when anything rests on NVME. Normalised to a tuple of NvmePath. Caps are per node, divided by the ranks on it."""
+    """Folders on the NVMe file systems, one or several, each with a cap and a weight if need be
+    (swap/disk/paths.py); needed when anything rests on NVME. Normalised to a tuple of NvmePath.
+    Caps are per node, divided by the ranks on it."""
     host_bytes: Positive | None = None
     """Budget of HOST memory per node, divided by the ranks on it. None: what the plan needs."""
     device_bytes: Positive | None = None
-    """Budget of each rank's memory on its accelerator, for weights, gradients and states, without activations. Units whose
-    fetch costs most stay there as far as it allows; widened ones (compute_dtype) do not. None: what the plan needs, and no more
-    units stay."""
+    """Budget of each rank's memory on its accelerator, for weights, gradients and states, without
+    activations. Units whose fetch costs most stay there as far as it allows; widened ones
+    (compute_dtype) do not. None: what the plan needs, and no more units stay."""
     disk_bytes: Positive | None = None
     """Most bytes to take on all paths together. None: what the plan needs."""
     tile_numel: Positive | None = None
-    """Elements of optimizer state read, stepped and written as one (`sub_group_size`); may cut a parameter."""
+    """Elements of optimizer state read, stepped and written as one (`sub_group_size`); may cut a
+    parameter."""
     tile_buffers: Positive | None = None
-    """Tiles in flight (reading, stepping, writing). None: 3 with both pipelines on, fewer otherwise."""
+    """Tiles in flight (reading, stepping, writing). None: 3 with both pipelines on, fewer
+    otherwise."""
     pipeline_read: bool = True
     """Read the next tile while this one is stepped."""
     pipeline_write: bool = True
     """Write the previous tile while this one is stepped."""
     resident_bytes: Count | None = None
-    """Optimizer state kept on HOST although its home is NVME, in tiles interleaved among the streamed ones. None: what the
-    rest of the plan leaves of host_bytes."""
+    """Optimizer state kept on HOST although its home is NVME, in tiles interleaved among the
+    streamed ones. None: what the rest of the plan leaves of host_bytes."""
     unit_buffers: Positive | None = None
-    """Units of parameters present at once (the one in use and those fetched ahead). None: 3 where memory allows."""
+    """Units of parameters present at once (the one in use and those fetched ahead). None: 3 where
+    memory allows."""
     unit_numel: Positive | None = None
     """Most elements of one unit's buffer; a larger unit is refused. None: the largest unit."""
     sizes_are_least: bool = False
-    """`tile_numel`, `tile_buffers` and `unit_buffers` are least numbers: a plan takes the usual ones where these are larger
-    and memory allows."""
+    """`tile_numel`, `tile_buffers` and `unit_buffers` are least numbers: a plan takes the usual
+    ones where these are larger and memory allows."""
     host_param_numel: int | None = None
     """Parameters homed on NVME that may stay on HOST all the time (`max_in_cpu`). None: 0."""
     prefetch_numel: int | None = None
@@ -156,36 +174,45 @@ class OffloadPolicy:
     leaves: LeafRules = dataclasses.field(default_factory=LeafRules)
     """Modules that are fetched as one, beside those that are marked (units/leaf.py)."""
     gather_way: Literal["coalesced", "single", "all_reduce"] = "coalesced"
-    """How the ranks' parts of a unit come together (wires/gather.py): all parameters in one call; or one parameter after
-    the other, with units as small as the model's modules allow and nothing fetched ahead, for the smallest peak. "all_reduce"
-    is accepted and gathers as "coalesced" does."""
+    """How the ranks' parts of a unit come together (wires/gather.py): all parameters in one call;
+    or one parameter after the other, with units as small as the model's modules allow and nothing
+    fetched ahead, for the smallest peak. "all_reduce" is accepted and gathers as "coalesced"
+    does."""
     gather_dtype: Literal["bf16", "fp16"] | None = None
-    """The dtype of the torch.autocast that forward runs under: wider weights of `lowered_modules` are cast to it before they
-    are gathered, not after (units/unit.py). None: everything is gathered as it rests."""
+    """The dtype of the torch.autocast that forward runs under: wider weights of `lowered_modules`
+    are cast to it before they are gathered, not after (units/unit.py). None: everything is gathered
+    as it rests."""
     lowered_modules: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
     """Classes of modules whose parameters autocast lowers, exactly these."""
     reduce_bucket_numel: Count = 500_000_000
-    """Most elements of gradients handed to one reduction, those of all ranks' parts together (wires/reduce.py)."""
+    """Most elements of gradients handed to one reduction, those of all ranks' parts together
+    (wires/reduce.py)."""
     allgather_bucket_numel: Count = 500_000_000
-    """Most elements of such weights that come at once, those of all ranks' parts together (wires/gather.py)."""
+    """Most elements of such weights that come at once, those of all ranks' parts together
+    (wires/gather.py)."""
     reduce_op: Literal["mean", "sum"] = "mean"
     """What gradients are over the ranks."""
     predivide_factor: Divisor | Literal["ranks"] = 1.0
-    """Gradients are divided by this before they are added up over ranks, "ranks" by their number, and what is left of the
-    mean after: for sums that overflow fp16."""
+    """Gradients are divided by this before they are added up over ranks, "ranks" by their number,
+    and what is left of the mean after: for sums that overflow fp16."""
     ignore_unused: bool = True
-    """Parameters that no rank had a gradient of are not stepped. False: a step with such parameters raises, naming them."""
+    """Parameters that no rank had a gradient of are not stepped. False: a step with such parameters
+    raises, naming them."""
     reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    """What gradients are reduced in over the ranks (`communication_data_type`). None: their own dtype."""
+    """What gradients are reduced in over the ranks (`communication_data_type`). None: their own
+    dtype."""
     shard_group_size: Annotated[Ranks, _SHARDED_PARAMS] | None = None
-    """Ranks that share one copy of the states (MiCS, `mics_shard_size`); the other groups of as many hold copies. None: all."""
+    """Ranks that share one copy of the states (MiCS, `mics_shard_size`); the other groups of as
+    many hold copies. None: all."""
     two_stage_gather: Annotated[bool, _SHARDED_PARAMS] = False
-    """Gather across nodes first, then within each (`mics_hierarchical_params_gather`); for shard groups of several nodes."""
+    """Gather across nodes first, then within each (`mics_hierarchical_params_gather`); for shard
+    groups of several nodes."""
     secondary_group_size: Annotated[Ranks, _SHARDED_PARAMS] = 1
-    """Neighbouring ranks that keep a second copy of gathered parameters among them, from which backward gathers (hpZ,
-    `zero_hpz_partition_size`). 1: none is kept."""
+    """Neighbouring ranks that keep a second copy of gathered parameters among them, from which
+    backward gathers (hpZ, `zero_hpz_partition_size`). 1: none is kept."""
     quantised_gather: Annotated[bool, _SHARDED_PARAMS] = False
-    """Send parameters as 8-bit blocks (qwZ, `zero_quantized_weights`); masters and shards keep their precision."""
+    """Send parameters as 8-bit blocks (qwZ, `zero_quantized_weights`); masters and shards keep
+    their precision."""
     quantised_reduction: Annotated[bool, _SHARDED_GRADS] = False
     """Send gradients as 8-bit blocks, added up in fp32 (qgZ, `zero_quantized_gradients`)."""
     quantised_frozen: Annotated[bool, _SHARDED_PARAMS] = False
@@ -193,77 +220,101 @@ class OffloadPolicy:
     pin_memory: bool = True
     """Register what crosses the link to an accelerator with its driver, where there is one."""
     master_from: MasterFrom = "param"
-    """fp32 masters start from the low-precision copy, or from the fp32 values that zero.Init saw."""
+    """fp32 masters start from the low-precision copy, or from the fp32 values that zero.Init
+    saw."""
     loads_masters: bool = True
-    """Take masters from an optimizer's state dict that has them; False: make them from the (low-precision) parameters."""
+    """Take masters from an optimizer's state dict that has them; False: make them from the
+    (low-precision) parameters."""
     step_in_backward: bool = False
-    """Step each unit as its gradients appear and hold none: no clipping, no accumulation, non-finite raises.
-    With an accelerator, autograd's thread waits for each unit's gradients: host memory has them, and they are found finite,
-    before a state changes. It does not wait for the steps; `step()` waits once, for the last of them."""
+    """Step each unit as its gradients appear and hold none: no clipping, no accumulation,
+    non-finite raises. With an accelerator, autograd's thread waits for each unit's gradients: host
+    memory has them, and they are found finite, before a state changes. It does not wait for the
+    steps; `step()` waits once, for the last of them."""
     accumulation: Annotated[AccumulationOrder, _SHARDED_PARAMS] = "batches"
-    """How the micro-batches of a step run: one after the other through the model, each fetching every unit; or, in
-    `Engine.train_batch` and TiermemTrainer, all of them through one block after the other, so that each fetch serves all
-    (run/layerwise.py). The model is then a chain of blocks, and the engine's other ways to train are refused."""
+    """How the micro-batches of a step run: one after the other through the model, each fetching
+    every unit; or, in `Engine.train_batch` and TiermemTrainer, all of them through one block after
+    the other, so that each fetch serves all (run/layerwise.py). The model is then a chain of
+    blocks, and the engine's other ways to train are refused."""
     on_nonfinite: OnNonfinite = "skip"
-    """A step whose gradients hold NaN or infinity: leave every state untouched and count it, raise, or apply it all the same,
-    not clipped, since such gradients have no norm."""
+    """A step whose gradients hold NaN or infinity: leave every state untouched and count it, raise,
+    or apply it all the same, not clipped, since such gradients have no norm."""
     durability: Durability = "checkpoint"
-    """When what rests on NVME becomes durable there: when a checkpoint is saved, after every optimizer step, or never. What is
-    durable stays while the next is written, so what steps write takes `num_slots` times the disk; frozen parameters take it
-    once. With "step" a step that goes on under the next forward is made durable when it has ended, before the next backward,
-    step, save, load, change of values or close (weights/step_run.py). A run leaves its durable steps in the store's folder
-    when it is closed: with "step" its last one too, also when it has saved copies alone, elsewhere."""
+    """When what rests on NVME becomes durable there: when a checkpoint is saved, after every
+    optimizer step, or never. What is durable stays while the next is written, so what steps write
+    takes `num_slots` times the disk; frozen parameters take it once. With "step" a step that goes
+    on under the next forward is made durable when it has ended, before the next backward, step,
+    save, load, change of values or close (weights/step_run.py). A run leaves its durable steps in
+    the store's folder when it is closed: with "step" its last one too, also when it has saved
+    copies alone, elsewhere."""
     keep: Annotated[int, Range("it is a number of checkpoints, at least 1", 1, is_whole=True)] = 1
-    """Durable checkpoints that stay, each with slots of its own on disk; the oldest makes room for a new one."""
+    """Durable checkpoints that stay, each with slots of its own on disk; the oldest makes room for
+    a new one."""
     copies: bool = False
-    """Make every saved checkpoint a complete copy, as a save's copy=True: one folder that can be moved and archived. Else a
-    checkpoint beside the paths only names the store's files, and a README.txt in its folder says where they are."""
+    """Make every saved checkpoint a complete copy, as a save's copy=True: one folder that can be
+    moved and archived. Else a checkpoint beside the paths only names the store's files, and a
+    README.txt in its folder says where they are."""
     verify: Verify = "always"
-    """When the checksums of what rests on NVME are compared: at every read of a tile or a unit, at one read of each in 16,
-    or only when a checkpoint is opened."""
+    """When the checksums of what rests on NVME are compared: at every read of a tile or a unit, at
+    one read of each in 16, or only when a checkpoint is opened."""
     overlap: Overlap = "auto"
-    """What runs beside the tiles of an optimizer step (weights/step_run.py): nothing, so that `step` returns when the last
-    one is written; or the next forward, whose fetches wait for their own units; or "backward" as well: tiles are stepped
-    when their gradients have come, and count if the step finds them as assumed (optim/tentative.py). That takes one more
-    slot on disk, and memory for a second copy of weights that rest there. Beside an accelerator it takes memory for second
-    copies of weights and states on HOST: of all units, or of as many as host_bytes leaves room for. The bits are the same.
-    "auto": forward where states on NVMe, or on HOST beside an accelerator, belong to units that are fetched."""
+    """What runs beside the tiles of an optimizer step (weights/step_run.py): nothing, so that
+    `step` returns when the last one is written; or the next forward, whose fetches wait for their
+    own units; or "backward" as well: tiles are stepped when their gradients have come, and count if
+    the step finds them as assumed (optim/tentative.py). That takes one more slot on disk, and
+    memory for a second copy of weights that rest there. Beside an accelerator it takes memory for
+    second copies of weights and states on HOST: of all units, or of as many as host_bytes leaves
+    room for. The bits are the same. "auto": forward where states on NVMe, or on HOST beside an
+    accelerator, belong to units that are fetched."""
     early_steps: bool = False
-    """With overlap "auto": whether such steps may also begin under backward, of states on NVMe that a CPU computes with, or of
-    states on HOST beside an accelerator, where the plan has room: in memory only if host_bytes says how much. The policy of a
-    config sets it, whatever gradients are clipped to: a step that clips is made again, and steps before which some were clipped
-    are not begun early (optim/tentative.py)."""
+    """With overlap "auto": whether such steps may also begin under backward, of states on NVMe that
+    a CPU computes with, or of states on HOST beside an accelerator, where the plan has room: in
+    memory only if host_bytes says how much. The policy of a config sets it, whatever gradients are
+    clipped to: a step that clips is made again, and steps before which some were clipped are not
+    begun early (optim/tentative.py)."""
     io: IoSettings = dataclasses.field(default_factory=IoSettings)
     """How the queue moves blocks."""
     timeout_s: Seconds = 1800.0
     """Longest wait for another rank before the run stops with an error."""
     join_timeout_s: Seconds = 60.0
-    """Longest wait for all ranks to start, where the process group is made here; no more than timeout_s."""
+    """Longest wait for all ranks to start, where the process group is made here; no more than
+    timeout_s."""
     compute_dtype: ComputeDtype = "storage"
-    """What 16-bit parameters are multiplied in: the dtype in which they rest, or fp32, to which each fetched unit is widened in
-    its buffer, which takes 4 bytes an element then. "measured": fp32 where this machine's 16-bit products are slow, which is
-    measured when the model is sharded (units/compute.py)."""
+    """What 16-bit parameters are multiplied in: the dtype in which they rest, or fp32, to which
+    each fetched unit is widened in its buffer, which takes 4 bytes an element then. "measured":
+    fp32 where this machine's 16-bit products are slow, which is measured when the model is sharded
+    (units/compute.py)."""
     activations: Tier | None = None
-    """Home of the inputs of checkpointed blocks (torch.utils.checkpoint) between forward and backward: HOST, which moves them
-    where the maths runs on an accelerator, or NVME (run/activations.py). None: they stay where the maths runs."""
+    """Home of the inputs of checkpointed blocks (torch.utils.checkpoint) between forward and
+    backward: HOST, which moves them where the maths runs on an accelerator, or NVME
+        (run/activations.py). None: they stay where the maths runs."""
     activation_bytes: Positive | None = None
-    """Most bytes of them at their home at once, of each rank, counted in the plan; what does not fit stays where the maths
-    runs, with a warning. None: as many as a forward has, within what the plan leaves of host_bytes or disk_bytes."""
+    """Most bytes of them at their home at once, of each rank, counted in the plan; what does not
+    fit stays where the maths runs, with a warning. None: as many as a forward has, within what the
+    plan leaves of host_bytes or disk_bytes."""
     kv_bytes: Positive | None = None
-    """Memory of each rank, where the maths runs, that is left to the KV cache of a generation: part of device_bytes, or of
-    host_bytes where the CPU computes. `tiermem.zero.kv_cache_bytes` computes it. None: none is planned."""
+    """Memory of each rank, where the maths runs, that is left to the KV cache of a generation: part
+    of device_bytes, or of host_bytes where the CPU computes. `tiermem.zero.kv_cache_bytes` computes
+    it. None: none is planned."""
     frozen_quant_type: Annotated[FrozenQuantType, _SHARDED_PARAMS] | None = None
-    """Keep frozen parameters of two dimensions or more, and of more than persistence_numel elements, in blocks where they rest:
-    "int8" (8.5 bits per element) or "nf4" (4.5 bits, as in QLoRA). A fetch unpacks them to their own dtype, in which the maths
-    and state dicts see them (units/quantised.py). None: as they are."""
-    optim_ratio: Annotated[float, Range("it is the offloaded part of the states, from 0 to 1", 0.0, 1.0)] = 1.0
-    """Part of the states that rests at `optim`. The other tiles, evenly spread, rest on the accelerator and are stepped there.
-    0 is as optim=DEVICE. Without an accelerator they rest on HOST."""
-    streamed_ratio: Annotated[float, Range("it is the streamed part of the tiles, from 0 to 1", 0.0, 1.0)] | None = None
-    """Part of the tiles that rest on HOST or NVME and are stepped on the accelerator, evenly spread: it copies their states,
-    weights and gradients to buffers of its own and back, while the CPU steps the others. Such a step ends before the next
-    forward. A tile of a whole matrix that is larger than a buffer is stepped on the CPU. Without an accelerator the field does
-    nothing. None: 0, as no rates are known here;
+    """Keep frozen parameters of two dimensions or more, and of more than persistence_numel
+    elements, in blocks where they rest: "int8" (8.5 bits per element) or "nf4" (4.5 bits, as in
+    QLoRA). A fetch unpacks them to their own dtype, in which the maths and state dicts see them
+    (units/quantised.py). None: as they are."""
+    optim_ratio: Annotated[
+        float, Range("it is the offloaded part of the states, from 0 to 1", 0.0, 1.0)
+    ] = 1.0
+    """Part of the states that rests at `optim`. The other tiles, evenly spread, rest on the
+    accelerator and are stepped there. 0 is as optim=DEVICE. Without an accelerator they rest on
+    HOST."""
+    streamed_ratio: (
+        Annotated[float, Range("it is the streamed part of the tiles, from 0 to 1", 0.0, 1.0)]
+        | None
+    ) = None
+    """Part of the tiles that rest on HOST or NVME and are stepped on the accelerator, evenly
+    spread: it copies their states, weights and gradients to buffers of its own and back, while the
+        CPU steps the others. Such a step ends before the next
+    forward. A tile of a whole matrix that is larger than a buffer is stepped on the CPU. Without an
+    accelerator the field does nothing. None: 0, as no rates are known here;
     `tiermem.forecast.choose` chooses it by rates."""
 
     def __post_init__(self) -> None:
@@ -274,7 +325,8 @@ class OffloadPolicy:
             raise ValueError(f"stage is {self.stage!r}; allowed are 0, 1, 2 and 3")
         if not isinstance(self.precision, Precision):
             raise ValueError(
-                f"precision is {self.precision!r}; give a Precision, such as Precision.preset('compact') or "
+                f"precision is {self.precision!r}; give a Precision, such as "
+                "Precision.preset('compact') or "
                 "Precision(master='split', moments='bf16')"
             )
         check_fields(self)
@@ -283,7 +335,8 @@ class OffloadPolicy:
 
     @property
     def uses_nvme(self) -> bool:
-        """Whether anything is asked to rest on NVME (gradients may still be sent there by the plan)."""
+        """Whether anything is asked to rest on NVME (gradients may still be sent there by the
+        plan)."""
         return Tier.NVME in (self.params, self.optim, self.grads, self.activations)
 
     @property
@@ -293,11 +346,13 @@ class OffloadPolicy:
 
     @property
     def num_slots(self) -> int:
-        """Places on NVME for what steps write: for every durable step that is kept, and for the next one."""
+        """Places on NVME for what steps write: for every durable step that is kept, and for the
+        next one."""
         return {"none": 1, "checkpoint": 1 + self.keep, "step": 2 + self.keep}[self.durability]
 
     def wanted_overlap(self, states: Tier, is_gpu: bool) -> Literal["none", "forward", "backward"]:
-        """What is to run beside steps, where units and plan allow it. states: the tier of the optimizer's states."""
+        """What is to run beside steps, where units and plan allow it. states: the tier of the
+        optimizer's states."""
         if not (self.pipeline_read and self.pipeline_write) or self.step_in_backward:
             return "none"
         if self.overlap != "auto":
@@ -312,43 +367,74 @@ class OffloadPolicy:
             value = getattr(self, name)
             if self.stage < stage and value != getattr(type(self), name):
                 shown = value.value if isinstance(value, Tier) else value
-                yield name, f"{shown} with stage {self.stage}, but {reason}; set stage to {stage}, or leave it out"
+                yield (
+                    name,
+                    (
+                        f"{shown} with stage {self.stage}, but {reason}; set stage to {stage}, or "
+                        "leave it out"
+                    ),
+                )
         for name in against_widening(self) if self.compute_dtype == "fp32" else ():
-            yield "compute_dtype", f'"fp32" is given, but {name} does not allow it; set "storage" or "measured"'
+            yield (
+                "compute_dtype",
+                f'"fp32" is given, but {name} does not allow it; set "storage" or "measured"',
+            )
         if self.uses_nvme and not self.paths:
             homes = ("params", "optim", "grads", "activations")
             wanted = [n for n in homes if getattr(self, n) is Tier.NVME]
             yield (
                 "",
-                f"{' and '.join(wanted)} rest on NVME but no path is given: set paths=['/mnt/nvme0', ...] "
+                f"{' and '.join(wanted)} rest on NVME but no path is given: set "
+                "paths=['/mnt/nvme0', ...] "
                 "(in a config: nvme_path)",
             )
         if self.activations is Tier.DEVICE:
-            yield "activations", "DEVICE is given, where they are without it; allowed are HOST, NVME and None"
+            yield (
+                "activations",
+                "DEVICE is given, where they are without it; allowed are HOST, NVME and None",
+            )
         if self.activation_bytes is not None and self.activations is None:
-            yield "activation_bytes", f"{self.activation_bytes} without activations, which names their home; set both"
+            yield (
+                "activation_bytes",
+                f"{self.activation_bytes} without activations, which names their home; set both",
+            )
         if self.step_in_backward and self.overlap in ("forward", "backward"):
             yield (
                 "overlap",
-                f'"{self.overlap}" with step_in_backward, whose steps end in backward; set "auto" or "none"',
+                (
+                    f'"{self.overlap}" with step_in_backward, whose steps end in backward; set '
+                    '"auto" '
+                    'or "none"'
+                ),
             )
         if self.durability == "step" and Tier.NVME not in (self.params, self.optim):
             yield (
                 "durability",
-                '"step" makes durable what rests on NVME, and nothing does: set optim=Tier.NVME, or leave it at '
+                '"step" makes durable what rests on NVME, and nothing does: set optim=Tier.NVME, '
+                "or leave it at "
                 '"checkpoint" and save',
             )
         if self.quantised_frozen and self.frozen_quant_type == "nf4":
-            yield "quantised_frozen", 'True means "int8", but frozen_quant_type is "nf4"; leave one of them out'
+            yield (
+                "quantised_frozen",
+                'True means "int8", but frozen_quant_type is "nf4"; leave one of them out',
+            )
         if self.accumulation == "layers" and self.step_in_backward:
             yield (
                 "accumulation",
-                '"layers" with step_in_backward, which holds no gradient to add to; set one of them alone',
+                (
+                    '"layers" with step_in_backward, which holds no gradient to add to; set one of '
+                    "them alone"
+                ),
             )
         if self.two_stage_gather and self.shard_group_size is None:
             yield (
                 "two_stage_gather",
-                "True without shard_group_size, but it is a way of gathering within a shard group; set both",
+                (
+                    "True without shard_group_size, but it is a way of gathering within a shard "
+                    "group; "
+                    "set both"
+                ),
             )
 
 

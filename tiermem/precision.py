@@ -7,16 +7,18 @@
               of Adam's second moments are, and its steps explode: fp16 is for Lion and SGD
     grads     what gradients are accumulated and kept in from backward to step; None: the parameter's dtype
     rounding  of every part of the state below fp32 that a step stores. Nearest rounding stalls: with beta2 = 0.999 a bf16 v
-              never moves, since 0.1 % of it is less than half of its last bit. Stochastic rounding does not, on average
+              never moves, since 0.1 % of it is less than half of its last bit. Stochastic rounding
+              does not, on average
 
     bytes of state per element of a bf16 parameter, Adam, each way
     exact 12 = 4 + 4 + 4 · compact 6 = 2 + 2 + 2 · bf16 4 = 2 + 2 · tiny 4.03 = 2 + 1 + 1 + 2/64
 
-Random numbers come from a counter keyed by seed, step, the parameter's full name and the element's number in it: the same
-whatever the ranks, tiles and threads. optim/rules.py says which of these parts a rule has, units/state_layout.py where they
-lie.
+Random numbers come from a counter keyed by seed, step, the parameter's full name and the element's
+number in it: the same whatever the ranks, tiles and threads. optim/rules.py says which of these
+parts a rule has, units/state_layout.py where they lie.
 
-The file also holds `check_fields`, which compares the fields of Precision and of OffloadPolicy with their annotations.
+The file also holds `check_fields`, which compares the fields of Precision and of OffloadPolicy with
+their annotations.
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ class Range(NamedTuple):
 
 
 def check_fields(value: object, context: str = "") -> None:
-    """Raises ValueError for a field of a dataclass that is none of its Literal's words, or outside its Range.
+    """Raises ValueError for a field of a dataclass that is none of its Literal's words, or outside
+    its Range.
 
     A field whose annotation has None as well may hold None. The message begins with `context`.
     """
@@ -75,12 +78,21 @@ def check_fields(value: object, context: str = "") -> None:
 
 @functools.cache
 def _allowed(cls: type) -> dict[str, tuple[Range | None, list[Any]]]:
-    """For each field that has a Range or words: both. None is a word where the annotation has it."""
+    """For each field that has a Range or words: both. None is a word where the annotation has
+    it."""
     allowed = {}
     ranges = marks_of(cls, Range)
     for name, parts in _parts_of(cls).items():
-        plain = [getattr(part, "__origin__", part) if hasattr(part, "__metadata__") else part for part in parts]
-        words = [word for part in plain if typing.get_origin(part) is Literal for word in typing.get_args(part)]
+        plain = [
+            getattr(part, "__origin__", part) if hasattr(part, "__metadata__") else part
+            for part in parts
+        ]
+        words = [
+            word
+            for part in plain
+            if typing.get_origin(part) is Literal
+            for word in typing.get_args(part)
+        ]
         if name in ranges or words:
             allowed[name] = ranges.get(name), [None, *words] if type(None) in parts else words
     return allowed
@@ -90,7 +102,12 @@ def _allowed(cls: type) -> dict[str, tuple[Range | None, list[Any]]]:
 def marks_of(cls: type, kind: type[Mark]) -> dict[str, Mark]:
     """The annotations of one kind that fields of a dataclass have, by field; those of `X` in `X | None` too."""
     parts_of = _parts_of(cls).items()
-    marks = ((name, mark) for name, parts in parts_of for part in parts for mark in getattr(part, "__metadata__", ()))
+    marks = (
+        (name, mark)
+        for name, parts in parts_of
+        for part in parts
+        for mark in getattr(part, "__metadata__", ())
+    )
     return {name: mark for name, mark in marks if isinstance(mark, kind)}
 
 
@@ -100,7 +117,8 @@ def _parts_of(cls: type) -> dict[str, tuple[Any, ...]]:
     hints = typing.get_type_hints(cls, include_extras=True)
     unions = (typing.Union, types.UnionType)
     return {
-        name: typing.get_args(hint) if typing.get_origin(hint) in unions else (hint,) for name, hint in hints.items()
+        name: typing.get_args(hint) if typing.get_origin(hint) in unions else (hint,)
+        for name, hint in hints.items()
     }
 
 
@@ -108,18 +126,22 @@ def _parts_of(cls: type) -> dict[str, tuple[Any, ...]]:
 class Precision:
     """The formats of master, moments and gradients, and how a step rounds to them.
 
-    master: of the value that is stepped; "split" is the 16 bits that a bf16 weight lacks. moments: "q8" is blocks of 8 bits.
+    master: of the value that is stepped; "split" is the 16 bits that a bf16 weight lacks. moments:
+        "q8" is blocks of 8 bits.
     grads: what gradients are kept in between backward and step; None: the parameter's dtype.
     rounding: to formats below fp32, "stochastic" or "nearest".
 
-    Raises ValueError for a value that is not allowed; whether it goes with a parameter's dtype is asked by `check_dtype`.
+    Raises ValueError for a value that is not allowed; whether it goes with a parameter's dtype is
+    asked by `check_dtype`.
     """
 
     master: Master = "fp32"
     moments: Moments = "fp32"
     grads: Literal["fp32", "bf16", "fp16"] | None = None
     rounding: Rounding = "stochastic"
-    seed: Annotated[int, Range("allowed are whole numbers from 0 to 2^64 - 1", 0, (1 << 64) - 1, is_whole=True)] = 0
+    seed: Annotated[
+        int, Range("allowed are whole numbers from 0 to 2^64 - 1", 0, (1 << 64) - 1, is_whole=True)
+    ] = 0
     """Of stochastic rounding."""
 
     def __post_init__(self) -> None:
@@ -133,7 +155,8 @@ class Precision:
         return PRESETS[name]
 
     def master_of(self, dtype: torch.dtype) -> Literal["fp32", "split"] | None:
-        """The format of the master kept beside a parameter of this dtype; None: the parameter is its own."""
+        """The format of the master kept beside a parameter of this dtype; None: the parameter is
+        its own."""
         if dtype == torch.float32 or self.master in ("bf16", "fp16"):
             return None
         return "split" if self.master == "split" else "fp32"
@@ -146,23 +169,31 @@ class Precision:
         """Raises ValueError when a parameter of this dtype cannot be kept so."""
         if dtype not in DTYPES.values():
             names = ", ".join(str(allowed) for allowed in DTYPES.values())
-            raise ValueError(f"parameter {name!r} is {dtype}; an optimizer steps {names}: convert it, or freeze it")
+            raise ValueError(
+                f"parameter {name!r} is {dtype}; an optimizer steps {names}: convert it, or freeze "
+                "it"
+            )
         if dtype == torch.float32:
             return
         if self.master == "split" and dtype != torch.bfloat16:
             raise ValueError(
-                f"precision: master is 'split' and parameter {name!r} is {dtype}; a split master is the 16 bits that an "
-                "fp32 number lacks beside its upper 16, which are a bf16 number, and fp16 has another exponent. Train in "
+                f"precision: master is 'split' and parameter {name!r} is {dtype}; a split master "
+                "is the 16 bits that an "
+                "fp32 number lacks beside its upper 16, which are a bf16 number, and fp16 has "
+                "another exponent. Train in "
                 "bfloat16, or set master='fp32'"
             )
         if self.master in ("bf16", "fp16") and DTYPES[self.master] != dtype:
             raise ValueError(
-                f"precision: master is {self.master!r} and parameter {name!r} is {dtype}; with a master below fp32 the "
-                "weight itself is the master, so both are of one dtype. Change the parameter's, or set master='fp32'"
+                f"precision: master is {self.master!r} and parameter {name!r} is {dtype}; with a "
+                "master below fp32 the "
+                "weight itself is the master, so both are of one dtype. Change the parameter's, or "
+                "set master='fp32'"
             )
 
     def key(self, name: str) -> int:
-        """What stochastic rounding of a parameter is keyed by: seed and full name, mixed into 64 bits."""
+        """What stochastic rounding of a parameter is keyed by: seed and full name, mixed into 64
+        bits."""
         text = name.encode(errors="surrogatepass")
         seed = self.seed.to_bytes(8, "little")
         digest = hashlib.blake2b(text, digest_size=8, key=seed)

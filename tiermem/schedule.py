@@ -1,4 +1,5 @@
-"""Learning-rate schedules with the documented names: WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest.
+"""Learning-rate schedules with the documented names: WarmupLR, WarmupDecayLR, WarmupCosineLR,
+OneCycle, LRRangeTest.
 
     warm-up, then constant                       WarmupLR
     warm-up, then a linear decay                 WarmupDecayLR
@@ -6,12 +7,14 @@
     rise, fall, then decay                       OneCycle
     rise without end                             LRRangeTest
 
-Each is an ordinary torch LRScheduler: construct it on an optimizer and call `step()` after each optimizer step. The first
-optimizer step uses the rate that the constructor sets. Warm-up counts as DeepSpeed's schedules do: the first two optimizer
-steps both run at the start of the warm-up. Optimizer step k, counted from 0, has warm-up iteration max(k - 1, 0). OneCycle
-and LRRangeTest count from the first step.
+Each is an ordinary torch LRScheduler: construct it on an optimizer and call `step()` after each
+optimizer step. The first optimizer step uses the rate that the constructor sets. Warm-up counts as
+DeepSpeed's schedules do: the first two optimizer steps both run at the start of the warm-up.
+Optimizer step k, counted from 0, has warm-up iteration max(k - 1, 0). OneCycle and LRRangeTest
+count from the first step.
 
-`build_scheduler` makes a schedule from a config section, also any schedule of torch.optim.lr_scheduler by its name.
+`build_scheduler` makes a schedule from a config section, also any schedule of
+torch.optim.lr_scheduler by its name.
 """
 
 from __future__ import annotations
@@ -43,10 +46,12 @@ class SchedulerSection(Protocol):
 
 
 class _Documented(LRScheduler):
-    """A schedule that also continues from DeepSpeed's state of its name: {"last_batch_iteration": steps - 1}."""
+    """A schedule that also continues from DeepSpeed's state of its name: {"last_batch_iteration":
+    steps - 1}."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues from a state. The rates of the groups stay as they are until the next `step`, as in torch."""
+        """Continues from a state. The rates of the groups stay as they are until the next `step`,
+        as in torch."""
         if set(state_dict) == {_LAST}:
             self.last_epoch = int(state_dict[_LAST]) + 1
             self._last_lr = [float(rate) for rate in self.get_lr()]
@@ -55,11 +60,13 @@ class _Documented(LRScheduler):
 
 
 class WarmupLR(_Documented):
-    """Raises each group's rate from warmup_min_lr to warmup_max_lr over warmup_num_steps steps, then holds it.
+    """Raises each group's rate from warmup_min_lr to warmup_max_lr over warmup_num_steps steps,
+    then holds it.
 
-    `warmup_type` "log" rises with log(iteration + 1) / log(warmup_num_steps), "linear" with iteration /
-    warmup_num_steps. Rates may be lists, one value per parameter group. Without warmup_max_lr each group rises to its own rate
-    in the optimizer. Raises ValueError for bad arguments.
+    `warmup_type` "log" rises with log(iteration + 1) / log(warmup_num_steps), "linear" with
+    iteration / warmup_num_steps. Rates may be lists, one value per parameter group. Without
+    warmup_max_lr each group rises to its own rate in the optimizer. Raises ValueError for bad
+    arguments.
     """
 
     def __init__(
@@ -80,7 +87,10 @@ class WarmupLR(_Documented):
 
     def get_lr(self) -> list[float | torch.Tensor]:
         factor = self._factor(max(self.last_epoch - 1, 0))
-        return [low + (high - low) * factor for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+        return [
+            low + (high - low) * factor
+            for low, high in zip(self.min_lrs, self.max_lrs, strict=True)
+        ]
 
     def _factor(self, iteration: int) -> float:
         """Returns the fraction of the way from the lowest to the highest rate, 0 to 1."""
@@ -88,9 +98,11 @@ class WarmupLR(_Documented):
 
 
 class WarmupDecayLR(WarmupLR):
-    """Warms up like WarmupLR, then decays linearly to warmup_min_lr at iteration total_num_steps, and stays there.
+    """Warms up like WarmupLR, then decays linearly to warmup_min_lr at iteration total_num_steps,
+    and stays there.
 
-    warmup_max_lr null means each group's own rate in the optimizer; left out it is 0.001, as in DeepSpeed.
+    warmup_max_lr null means each group's own rate in the optimizer; left out it is 0.001, as in
+    DeepSpeed.
     """
 
     def __init__(
@@ -104,7 +116,9 @@ class WarmupDecayLR(WarmupLR):
         last_epoch: int = -1,
     ) -> None:
         self.total_num_steps = _positive_int("total_num_steps", total_num_steps)
-        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_epoch)
+        super().__init__(
+            optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_epoch
+        )
 
     def _factor(self, iteration: int) -> float:
         if iteration < self.warmup_num_steps:
@@ -114,9 +128,11 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(_Documented):
-    """Raises each group's rate from warmup_min_ratio times its initial rate to that rate, then lowers it by half a cosine.
+    """Raises each group's rate from warmup_min_ratio times its initial rate to that rate, then
+    lowers it by half a cosine.
 
-    The rate reaches cos_min_ratio times the initial rate at iteration total_num_steps - 1 and stays there.
+    The rate reaches cos_min_ratio times the initial rate at iteration total_num_steps - 1 and stays
+    there.
     """
 
     def __init__(
@@ -146,18 +162,24 @@ class WarmupCosineLR(_Documented):
             return self.warmup_min_ratio + (1.0 - self.warmup_min_ratio) * part
         decaying = max(1, self.total_num_steps - self.warmup_num_steps)
         progress = min(1.0, (iteration - self.warmup_num_steps + 1) / decaying)
-        return self.cos_min_ratio + (1.0 - self.cos_min_ratio) * (1.0 + math.cos(math.pi * progress)) / 2.0
+        return (
+            self.cos_min_ratio
+            + (1.0 - self.cos_min_ratio) * (1.0 + math.cos(math.pi * progress)) / 2.0
+        )
 
 
 class OneCycle(_Documented):
-    """Raises the rate from cycle_min_lr to cycle_max_lr, lowers it again, then decays it below; momentum moves inversely.
+    """Raises the rate from cycle_min_lr to cycle_max_lr, lowers it again, then decays it below;
+    momentum moves inversely.
 
-    The rise takes cycle_first_step_size steps and the fall cycle_second_step_size steps (None: the same number; 0: the rate
-    drops at once). Rates and momenta may be lists, one value per parameter group. A stair count above 0 makes that many equal
-    stairs. After the cycle the rate is cycle_min_lr / (1 + decay_lr_rate * steps / decay_step_size), with the steps since the
-    end of the cycle; with decay_step_size 0 it does not decay. With cycle_momentum the first beta falls from cycle_max_mom to
-    cycle_min_mom and rises again; after the cycle it is multiplied by 1 + decay_mom_rate * steps / decay_step_size. The other
-    betas do not change. For an optimizer without betas the momentum does not cycle, and a warning says so.
+    The rise takes cycle_first_step_size steps and the fall cycle_second_step_size steps (None: the
+    same number; 0: the rate drops at once). Rates and momenta may be lists, one value per parameter
+    group. A stair count above 0 makes that many equal stairs. After the cycle the rate is
+    cycle_min_lr / (1 + decay_lr_rate * steps / decay_step_size), with the steps since the end of
+    the cycle; with decay_step_size 0 it does not decay. With cycle_momentum the first beta falls
+    from cycle_max_mom to cycle_min_mom and rises again; after the cycle it is multiplied by 1 +
+    decay_mom_rate * steps / decay_step_size. The other betas do not change. For an optimizer
+    without betas the momentum does not cycle, and a warning says so.
     """
 
     def __init__(
@@ -180,7 +202,11 @@ class OneCycle(_Documented):
         second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
         self.rising = _positive_int("cycle_first_step_size", cycle_first_step_size)
         self.falling = _whole("cycle_second_step_size", second, 0)
-        falling_stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
+        falling_stairs = (
+            cycle_first_stair_count
+            if cycle_second_stair_count is None
+            else cycle_second_stair_count
+        )
         self.rising_stairs = _whole("cycle_first_stair_count", cycle_first_stair_count, 0)
         self.falling_stairs = _whole("cycle_second_stair_count", falling_stairs, 0)
         self.decay_step_size = _number("decay_step_size", decay_step_size)
@@ -190,7 +216,9 @@ class OneCycle(_Documented):
         self.max_lrs = _per_group("cycle_max_lr", cycle_max_lr, optimizer)
         self.cycle_momentum = cycle_momentum and "betas" in optimizer.defaults
         if cycle_momentum and not self.cycle_momentum:
-            _log.warning("OneCycle: %s has no betas, so momentum is not cycled", type(optimizer).__name__)
+            _log.warning(
+                "OneCycle: %s has no betas, so momentum is not cycled", type(optimizer).__name__
+            )
         self.min_momenta = _per_group("cycle_min_mom", cycle_min_mom, optimizer)
         self.max_momenta = _per_group("cycle_max_mom", cycle_max_mom, optimizer)
         super().__init__(optimizer, last_epoch)
@@ -200,7 +228,10 @@ class OneCycle(_Documented):
             divisor = 1.0 + self.decay_lr_rate * self._decay_intervals
             return [low / divisor for low in self.min_lrs]
         height = self._height()
-        return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+        return [
+            low + (high - low) * height
+            for low, high in zip(self.min_lrs, self.max_lrs, strict=True)
+        ]
 
     def get_mom(self) -> list[tuple[float, ...]] | None:
         """The betas of each group in the current step; None when the momentum does not cycle."""
@@ -210,7 +241,9 @@ class OneCycle(_Documented):
         height = 0.0 if self._is_past_cycle else self._height()
         return [
             ((high - (high - low) * height) * growth, *group["betas"][1:])
-            for low, high, group in zip(self.min_momenta, self.max_momenta, self.optimizer.param_groups, strict=True)
+            for low, high, group in zip(
+                self.min_momenta, self.max_momenta, self.optimizer.param_groups, strict=True
+            )
         ]
 
     def step(self, epoch: int | None = None) -> None:
@@ -231,14 +264,17 @@ class OneCycle(_Documented):
         """Returns the fraction of the way from the lowest to the highest rate, 0 to 1."""
         if self.last_epoch <= self.rising:
             return _stairs(self.last_epoch, self.rising, self.rising_stairs)
-        return _stairs(self.rising + self.falling - self.last_epoch, self.falling, self.falling_stairs)
+        return _stairs(
+            self.rising + self.falling - self.last_epoch, self.falling, self.falling_stairs
+        )
 
 
 class LRRangeTest(_Documented):
     """Raises the rate without end, to find the highest rate that still trains.
 
-    The rate is lr_range_test_min_lr * (1 + lr_range_test_step_rate * steps / lr_range_test_step_size). With
-    lr_range_test_staircase the quotient steps / lr_range_test_step_size is rounded down.
+    The rate is lr_range_test_min_lr * (1 + lr_range_test_step_rate * steps /
+    lr_range_test_step_size). With lr_range_test_staircase the quotient steps /
+    lr_range_test_step_size is rounded down.
     """
 
     def __init__(
@@ -257,7 +293,11 @@ class LRRangeTest(_Documented):
         super().__init__(optimizer, last_epoch)
 
     def get_lr(self) -> list[float | torch.Tensor]:
-        intervals = self.last_epoch // self.step_size if self.is_staircase else self.last_epoch / self.step_size
+        intervals = (
+            self.last_epoch // self.step_size
+            if self.is_staircase
+            else self.last_epoch / self.step_size
+        )
         return [low * (1.0 + self.step_rate * intervals) for low in self.min_lrs]
 
 
@@ -267,16 +307,25 @@ DOCUMENTED: Mapping[str, type[LRScheduler]] = {each.__name__: each for each in _
 
 
 def build_scheduler(section: SchedulerSection, optimizer: Optimizer) -> LRScheduler:
-    """Builds the schedule that a config section names; raises ValueError for arguments it cannot take."""
+    """Builds the schedule that a config section names; raises ValueError for arguments it cannot
+    take."""
     cls = schedule_class(section.type)
     params = section.params
-    missing = [name for name, given in arguments_of(cls).items() if given.default is given.empty and name not in params]
+    missing = [
+        name
+        for name, given in arguments_of(cls).items()
+        if given.default is given.empty and name not in params
+    ]
     if missing:
-        raise ValueError(f"scheduler {section.type} needs {', '.join(missing)}: set it in scheduler.params")
+        raise ValueError(
+            f"scheduler {section.type} needs {', '.join(missing)}: set it in scheduler.params"
+        )
     try:
         return _build(cls, params, optimizer)
     except TypeError as error:
-        raise ValueError(f"scheduler {section.type} cannot be built from {params}: {error}") from error
+        raise ValueError(
+            f"scheduler {section.type} cannot be built from {params}: {error}"
+        ) from error
 
 
 def _build(cls: type[LRScheduler], given: Mapping[str, Any], optimizer: Optimizer) -> LRScheduler:
@@ -284,7 +333,8 @@ def _build(cls: type[LRScheduler], given: Mapping[str, Any], optimizer: Optimize
     if _LAST in params and cls in DOCUMENTED.values():
         params["last_epoch"] = params.pop(_LAST)
         for group in optimizer.param_groups:
-            group.setdefault("initial_lr", group["lr"])  # torch asks for it when a schedule does not begin at its start
+            # torch asks for it when a schedule does not begin at its start
+            group.setdefault("initial_lr", group["lr"])
     return cls(optimizer, **params)
 
 
@@ -293,18 +343,22 @@ def schedule_class(name: str) -> type[LRScheduler]:
     found = DOCUMENTED.get(name) or getattr(lr_scheduler, name, None)
     if isinstance(found, type) and issubclass(found, LRScheduler) and not name.startswith("_"):
         if found is lr_scheduler.ReduceLROnPlateau:
-            raise ValueError("'ReduceLROnPlateau' needs a metric at each step; build it and step it yourself")
+            raise ValueError(
+                "'ReduceLROnPlateau' needs a metric at each step; build it and step it yourself"
+            )
         return found
     torch_names = [n for n in dir(lr_scheduler) if n.endswith("LR") and not n.startswith("_")]
     near = difflib.get_close_matches(name, [*DOCUMENTED, *torch_names], n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise ValueError(
-        f"{name!r} given; allowed are {', '.join(DOCUMENTED)} and the classes of torch.optim.lr_scheduler{hint}"
+        f"{name!r} given; allowed are {', '.join(DOCUMENTED)} and the classes of "
+        f"torch.optim.lr_scheduler{hint}"
     )
 
 
 def check_params(name: str, params: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns the arguments that the schedule does not have, or what is wrong with the values, each with a sentence.
+    """Returns the arguments that the schedule does not have, or what is wrong with the values, each
+    with a sentence.
 
     A documented schedule is tried on an optimizer of as many groups as its longest list has values.
     """
@@ -319,7 +373,9 @@ def check_params(name: str, params: Mapping[str, Any]) -> list[tuple[str, str]]:
     needed = [each for each, argument in known.items() if argument.default is argument.empty]
     if problems or cls not in DOCUMENTED.values() or not params.keys() >= set(needed):
         return problems
-    num_groups = max((len(each) for each in params.values() if isinstance(each, (list, tuple))), default=1)
+    num_groups = max(
+        (len(each) for each in params.values() if isinstance(each, (list, tuple))), default=1
+    )
     groups = [{"params": [torch.nn.Parameter(torch.zeros(1))]} for _ in range(num_groups)]
     try:
         _build(cls, params, torch.optim.AdamW(groups))
@@ -329,7 +385,8 @@ def check_params(name: str, params: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def arguments_of(cls: type[LRScheduler]) -> dict[str, inspect.Parameter]:
-    """Returns the arguments that `scheduler.params` may hold for a schedule, by name: all but the optimizer."""
+    """Returns the arguments that `scheduler.params` may hold for a schedule, by name: all but the
+    optimizer."""
     arguments = dict(inspect.signature(cls).parameters)
     arguments.pop("optimizer", None)
     if cls in DOCUMENTED.values():
@@ -340,7 +397,9 @@ def arguments_of(cls: type[LRScheduler]) -> dict[str, inspect.Parameter]:
 def _warmup(iteration: int, num_steps: int, kind: str) -> float:
     if iteration >= num_steps:
         return 1.0
-    return iteration / num_steps if kind == "linear" else math.log(iteration + 1) / math.log(num_steps)
+    return (
+        iteration / num_steps if kind == "linear" else math.log(iteration + 1) / math.log(num_steps)
+    )
 
 
 def _stairs(position: int, size: int, count: int) -> float:
@@ -384,5 +443,7 @@ def _per_group(name: str, value: float | Sequence[float], optimizer: Optimizer) 
     if not isinstance(value, (list, tuple)):
         return [float(_number(name, value))] * num_groups  # type: ignore[arg-type]  # no sequence
     if len(value) != num_groups:
-        raise ValueError(f"{name} has {len(value)} values, but the optimizer has {num_groups} parameter groups")
+        raise ValueError(
+            f"{name} has {len(value)} values, but the optimizer has {num_groups} parameter groups"
+        )
     return [float(_number(name, each)) for each in value]

@@ -1,4 +1,5 @@
-"""State access: reads and changes one parameter's fp32 value, gradient and optimizer states on any tier.
+"""State access: reads and changes one parameter's fp32 value, gradient and optimizer states on any
+tier.
 
     full     the whole tensor in the parameter's shape, put together from all ranks: every rank calls
     local    this rank's part: flat, ceil(numel / shards) elements, with zeros after the last
@@ -8,15 +9,19 @@
     gradient            after backward has reduced it, until the step or zero_grad
     optimizer state     once there is an optimizer; before the first step it is zero or the value that was set
 
-All getters return fp32 tensors on the CPU. These are copies; `safe_set_*` changes the states. Setting a parameter's fp32 value
-also sets its low-precision value. The next step uses a gradient that was set, also for its norm. Gradients are the mean over
-ranks and, as in DeepSpeed, still contain fp16's loss scale (`engine.loss_scale()`). Frozen parameters have no master,
-gradient or states: their getters return None. Names of states are torch's (exp_avg, exp_avg_sq, momentum_buffer, sum).
+All getters return fp32 tensors on the CPU. These are copies; `safe_set_*` changes the states.
+Setting a parameter's fp32 value also sets its low-precision value. The next step uses a gradient
+that was set, also for its norm. Gradients are the mean over ranks and, as in DeepSpeed, still
+contain fp16's loss scale (`engine.loss_scale()`). Frozen parameters have no master, gradient or
+states: their getters return None. Names of states are torch's (exp_avg, exp_avg_sq,
+    momentum_buffer, sum).
 
-Full forms are collective: if one rank does not call, the others raise after the policy's `timeout_s`. The local forms are not,
-except `safe_set_local_fp32_param`: other ranks may hold copies of the changed values, so every rank sets its own part.
+Full forms are collective: if one rank does not call, the others raise after the policy's
+`timeout_s`. The local forms are not, except `safe_set_local_fp32_param`: other ranks may hold
+copies of the changed values, so every rank sets its own part.
 
-Each call reads and writes the bytes of that parameter only. The vectorised forms change many parameters at once.
+Each call reads and writes the bytes of that parameter only. The vectorised forms change many
+parameters at once.
 """
 
 from __future__ import annotations
@@ -37,49 +42,60 @@ from tiermem.units.state_layout import MASTER
 from tiermem.units.unit import Shard
 from tiermem.weights.unit_state import LiveUnit
 
-# ---- setting a gradient ----------------------------------------------------------------------------------------------
+# ---- setting a gradient --------------------------------------------------------------------------
 
 
 def put_gradient(shards: Shards, live: LiveUnit, shard: Shard, mine: torch.Tensor) -> None:
-    """Replaces this rank's part of a reduced gradient at its home, between backward and step. Blocks; raises OSError.
+    """Replaces this rank's part of a reduced gradient at its home, between backward and step.
+    Blocks; raises OSError.
 
-    mine: flat, without padding; the mean over ranks. It is rounded to the dtype that gradients rest in (`Precision.grads`).
+    mine: flat, without padding; the mean over ranks. It is rounded to the dtype that gradients rest
+        in (`Precision.grads`).
 
-    Homes hold sums over ranks, and the given values are means. They rest undivided, and the gradient's factor
-    (`Gradient.factor`) records that they are divided already. Their sums of squares replace those of the old gradient in the
-    step's norm. On this rank, a parameter without gradient has one afterwards.
+    Homes hold sums over ranks, and the given values are means. They rest undivided, and the
+    gradient's factor (`Gradient.factor`) records that they are divided already. Their sums of
+    squares replace those of the old gradient in the step's norm. On this rank, a parameter without
+    gradient has one afterwards.
     """
     homes = shards.homes
     homes.store.settle()
     values = mine.detach().to("cpu", homes.dtype(live.unit)).contiguous()
     shards.values.write_part(homes.store.entry(live.unit), shard.shard_offset, values)
-    sums = store_gradient(shards.workers, None, values, shard.shard_numel * shards.topology.shard_rank)
+    sums = store_gradient(
+        shards.workers, None, values, shard.shard_numel * shards.topology.shard_rank
+    )
     shard.gradient.arrive(sums, homes.divisor)
     shard.gradient.confirm()
     homes.show(live.unit)
 
 
-_NOT_NOW = "there are gradients after backward, when they have been reduced, and until the step or zero_grad"
+_NOT_NOW = (
+    "there are gradients after backward, when they have been reduced, and until the step or "
+    "zero_grad"
+)
 
 
-# ---- full forms ------------------------------------------------------------------------------------------------------
+# ---- full forms ----------------------------------------------------------------------------------
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """Returns a parameter's fp32 value, from its master if it has one; None for a frozen parameter. Collective; blocks.
+    """Returns a parameter's fp32 value, from its master if it has one; None for a frozen parameter.
+    Collective; blocks.
 
-    `Shards.weight(param)` returns a frozen parameter's value. Raises ValueError when the parameter is not sharded, OSError
-    when a transfer fails.
+    `Shards.weight(param)` returns a frozen parameter's value. Raises ValueError when the parameter
+    is not sharded, OSError when a transfer fails.
     """
     return _whole(_find(param), _fp32_part)
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """Returns a parameter's reduced gradient in fp32; before it is reduced, that of this rank. Collective; blocks.
+    """Returns a parameter's reduced gradient in fp32; before it is reduced, that of this rank.
+    Collective; blocks.
 
-    Below stage 2 gradients are reduced in backward of a step's last micro-batch, and inside no_sync not at all. Returns None
-    for a frozen parameter, and for a parameter without gradient while others have one. Raises RuntimeError when no gradient
-    exists (before backward, after the step), ValueError when the parameter is not sharded.
+    Below stage 2 gradients are reduced in backward of a step's last micro-batch, and inside no_sync
+    not at all. Returns None for a frozen parameter, and for a parameter without gradient while
+    others have one. Raises RuntimeError when no gradient exists (before backward, after the step),
+    ValueError when the parameter is not sharded.
     """
     place = _find(param)
     own = place.shard.param.grad
@@ -89,15 +105,18 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """Returns one of a parameter's optimizer states in fp32; None for a frozen parameter. Collective; blocks.
+    """Returns one of a parameter's optimizer states in fp32; None for a frozen parameter.
+    Collective; blocks.
 
-    Raises ValueError, with the names of all states, for an unknown state; RuntimeError when there is no optimizer yet.
+    Raises ValueError, with the names of all states, for an unknown state; RuntimeError when there
+    is no optimizer yet.
     """
     return _whole(_find(param), functools.partial(_state_part, key=optim_state_key))
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Sets a parameter's value: the master, the low-precision weight and the copies on other ranks. Collective; blocks.
+    """Sets a parameter's value: the master, the low-precision weight and the copies on other ranks.
+    Collective; blocks.
 
     value: in the parameter's shape, equal on every rank. Raises ValueError for another shape.
     """
@@ -108,42 +127,52 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Sets the gradient that the next step uses. Blocks.
 
-    value: in the parameter's shape, equal on every rank, with the loss scale, as `safe_get_full_grad` returns it. Raises
+    value: in the parameter's shape, equal on every rank, with the loss scale, as
+        `safe_get_full_grad` returns it. Raises
     RuntimeError as that does, ValueError for another shape and for a frozen parameter.
     """
     _put_gradient(_find(param), _whole_part, value)
 
 
-def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+def safe_set_full_optimizer_state(
+    param: nn.Parameter, value: torch.Tensor, optim_state_key: str
+) -> None:
     """Sets one of a parameter's optimizer states. Blocks.
 
-    value: in the parameter's shape, equal on every rank. Raises as `safe_get_full_optimizer_state`, and ValueError for
+    value: in the parameter's shape, equal on every rank. Raises as `safe_get_full_optimizer_state`,
+        and ValueError for
     another shape and for frozen parameters.
     """
     place = _find(param)
     _states_of(place, optim_state_key).load(place.shard, optim_state_key, _whole_part(place, value))
 
 
-# ---- local forms -----------------------------------------------------------------------------------------------------
+# ---- local forms ---------------------------------------------------------------------------------
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """Returns this rank's part of `safe_get_full_fp32_param`. Blocks. Raises RuntimeError in stage 0, which has no parts."""
+    """Returns this rank's part of `safe_get_full_fp32_param`. Blocks. Raises RuntimeError in stage
+    0, which has no parts."""
     return _padded(_find_part(param), _fp32_part)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """Returns this rank's part of `safe_get_full_grad`. Blocks. Raises as that does, and RuntimeError in stage 0."""
+    """Returns this rank's part of `safe_get_full_grad`. Blocks. Raises as that does, and
+    RuntimeError in stage 0."""
     return _padded(_find_part(param), _gradient_part)
 
 
-def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """Returns this rank's part of `safe_get_full_optimizer_state`. Blocks. Raises as that does, and RuntimeError in stage 0."""
+def safe_get_local_optimizer_state(
+    param: nn.Parameter, optim_state_key: str
+) -> torch.Tensor | None:
+    """Returns this rank's part of `safe_get_full_optimizer_state`. Blocks. Raises as that does, and
+    RuntimeError in stage 0."""
     return _padded(_find_part(param), functools.partial(_state_part, key=optim_state_key))
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Sets this rank's part of a parameter's value; every rank sets its own part. Collective; blocks.
+    """Sets this rank's part of a parameter's value; every rank sets its own part. Collective;
+    blocks.
 
     value: flat, as `safe_get_local_fp32_param` returns it; its padding is ignored.
     """
@@ -152,26 +181,32 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Sets this rank's part of the gradient that the next step uses. Blocks; raises as `safe_set_full_grad`."""
+    """Sets this rank's part of the gradient that the next step uses. Blocks; raises as
+    `safe_set_full_grad`."""
     _put_gradient(_find_part(param), _local_part, value)
 
 
-def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Sets this rank's part of one of a parameter's optimizer states. Blocks; raises as the full form does."""
+def safe_set_local_optimizer_state(
+    param: nn.Parameter, value: torch.Tensor, optim_state_key: str
+) -> None:
+    """Sets this rank's part of one of a parameter's optimizer states. Blocks; raises as the full
+    form does."""
     place = _find_part(param)
     _states_of(place, optim_state_key).load(place.shard, optim_state_key, _local_part(place, value))
 
 
-# ---- vectorised forms ------------------------------------------------------------------------------------------------
+# ---- vectorised forms ----------------------------------------------------------------------------
 
 
 def safe_update_full_grad_vectorized(
-    param_list: Iterable[nn.Parameter], update_func: Callable[[torch.Tensor, nn.Parameter], torch.Tensor]
+    param_list: Iterable[nn.Parameter],
+    update_func: Callable[[torch.Tensor, nn.Parameter], torch.Tensor],
 ) -> None:
-    """Replaces each parameter's gradient by `update_func(gradient, param)`; skips parameters without gradient.
+    """Replaces each parameter's gradient by `update_func(gradient, param)`; skips parameters
+    without gradient.
 
-    Gradients are full and fp32, one in memory at a time, in the order in which they rest. Each is read once and written
-    once. Collective; blocks. Raises as `safe_set_full_grad`.
+    Gradients are full and fp32, one in memory at a time, in the order in which they rest. Each is
+    read once and written once. Collective; blocks. Raises as `safe_set_full_grad`.
     """
     for place in _in_order(param_list):
         gradient = _whole(place, _gradient_part)
@@ -184,25 +219,30 @@ def safe_update_local_states_vectorized(
     param_list: Iterable[nn.Parameter],
     update_func: Callable[[dict[str, torch.Tensor], nn.Parameter, slice], None],
 ) -> None:
-    """Calls a function that changes fp32 values and optimizer states of many parameters in place; visits each tile once.
+    """Calls a function that changes fp32 values and optimizer states of many parameters in place;
+    visits each tile once.
 
-    update_func(states, param, elements): `states` are flat fp32 tensors by name, "fp32_param" and the optimizer's own
-    ("exp_avg", ...). `elements` is the slice of the parameter's elements, in row-major order, that they hold. A parameter that
-    is cut by tiles or ranks comes in several pieces. Tiles are read ahead and written behind, as in a step.
+    update_func(states, param, elements): `states` are flat fp32 tensors by name, "fp32_param" and
+    the optimizer's own ("exp_avg", ...). `elements` is the slice of the parameter's elements, in
+    row-major order, that they hold. A parameter that is cut by tiles or ranks comes in several
+    pieces. Tiles are read ahead and written behind, as in a step.
 
-    Every rank calls it for the same parameters. Blocks. Raises ValueError for frozen parameters, RuntimeError when there
-    is no optimizer yet, OSError when a transfer fails.
+    Every rank calls it for the same parameters. Blocks. Raises ValueError for frozen parameters,
+    RuntimeError when there is no optimizer yet, OSError when a transfer fails.
     """
     models: dict[Shards, list[_Place]] = {}
     for place in _in_order(param_list):
         models.setdefault(place.shards, []).append(place)
     for places in models.values():
         chosen = frozenset(place.shard for place in places)
-        tiles = {_states_of(place): None for place in places}  # one entry: one optimizer steps a model
-        next(iter(tiles)).visit(chosen, lambda values, shard, elements: update_func(values, shard.param, elements))
+        # one entry: one optimizer steps a model
+        tiles = {_states_of(place): None for place in places}
+        next(iter(tiles)).visit(
+            chosen, lambda values, shard, elements: update_func(values, shard.param, elements)
+        )
 
 
-# ---- the place of a parameter ----------------------------------------------------------------------------------------
+# ---- the place of a parameter --------------------------------------------------------------------
 
 
 class _Place(NamedTuple):
@@ -216,7 +256,8 @@ def _find(param: nn.Parameter) -> _Place:
     if not isinstance(owner, Shards):
         made = "it was built by zero.Init and waits for" if owner is not None else "it needs"
         raise ValueError(
-            f"the parameter of shape {tuple(param.shape)} is not one of a sharded model: {made} tiermem.initialize or "
+            f"the parameter of shape {tuple(param.shape)} is not one of a sharded model: {made} "
+            "tiermem.initialize or "
             "tiermem.shard; once the engine or the shards are closed, its states are gone"
         )
     return _Place(owner, *owner.find(param))
@@ -226,7 +267,8 @@ def _find_part(param: nn.Parameter) -> _Place:
     place = _find(param)
     if place.shards.policy.stage == 0:
         raise RuntimeError(
-            f"{place.shard.name}: in stage 0 every rank holds everything, so there are no local parts; use the full form, or "
+            f"{place.shard.name}: in stage 0 every rank holds everything, so there are no local "
+            "parts; use the full form, or "
             "stage 1, 2 or 3"
         )
     return place
@@ -237,10 +279,12 @@ def _in_order(params: Iterable[nn.Parameter]) -> list[_Place]:
     if isinstance(params, torch.Tensor):
         raise TypeError("param_list is one parameter; give a list of them")
     places = {id(param): _find(param) for param in params}
-    return sorted(places.values(), key=lambda place: (place.live.unit.index, place.shard.shard_offset))
+    return sorted(
+        places.values(), key=lambda place: (place.live.unit.index, place.shard.shard_offset)
+    )
 
 
-# ---- fp32 values and states ------------------------------------------------------------------------------------------
+# ---- fp32 values and states ----------------------------------------------------------------------
 
 
 def _fp32_part(place: _Place) -> torch.Tensor | None:
@@ -271,9 +315,13 @@ def _states_of(place: _Place, key: str | None = None) -> StateTiles:
     tiles = tiles_of(place.shards)
     name = place.shard.name
     if not place.live.unit.is_trainable:
-        raise ValueError(f"{name} is frozen, or its model is for inference: it has no optimizer states")
+        raise ValueError(
+            f"{name} is frozen, or its model is for inference: it has no optimizer states"
+        )
     if tiles is None:
-        raise RuntimeError(f"{name} has no optimizer states before there is an optimizer: build it first")
+        raise RuntimeError(
+            f"{name} has no optimizer states before there is an optimizer: build it first"
+        )
     if key is not None and key not in tiles.names(place.shard):
         kept = ", ".join(tiles.names(place.shard)) or "none"
         raise ValueError(f"{name} has no optimizer state {key!r}; those it has: {kept}")
@@ -281,7 +329,7 @@ def _states_of(place: _Place, key: str | None = None) -> StateTiles:
     return tiles
 
 
-# ---- gradients -------------------------------------------------------------------------------------------------------
+# ---- gradients -----------------------------------------------------------------------------------
 
 
 def _gradient_part(place: _Place) -> torch.Tensor | None:
@@ -291,7 +339,9 @@ def _gradient_part(place: _Place) -> torch.Tensor | None:
     return place.shards.local_gradient(place.shard.param)
 
 
-def _put_gradient(place: _Place, part_of: Callable[[_Place, torch.Tensor], torch.Tensor], value: torch.Tensor) -> None:
+def _put_gradient(
+    place: _Place, part_of: Callable[[_Place, torch.Tensor], torch.Tensor], value: torch.Tensor
+) -> None:
     _check_phase(place)
     put_gradient(place.shards, place.live, place.shard, part_of(place, value))
 
@@ -301,21 +351,25 @@ def _check_phase(place: _Place) -> None:
     shards = place.shards
     shard = place.shard
     if not place.live.unit.is_trainable:
-        raise ValueError(f"{shard.name} is frozen, or its model is for inference: it has no gradient")
+        raise ValueError(
+            f"{shard.name} is frozen, or its model is for inference: it has no gradient"
+        )
     if shards.homes.store.home is None:
         raise RuntimeError(
-            f"the gradient of {shard.name} is not kept: step_in_backward uses it up as it comes. Turn that off to see it"
+            f"the gradient of {shard.name} is not kept: step_in_backward uses it up as it comes. "
+            "Turn that off to see it"
         )
     if shard.param.grad is not None and not isinstance(shard.param.grad, ShardedGrad):
         raise RuntimeError(
-            f"the gradient of {shard.name} has not been reduced over the ranks yet: below stage 2 that happens in backward of "
+            f"the gradient of {shard.name} has not been reduced over the ranks yet: below stage 2 "
+            "that happens in backward of "
             f"a step's last micro-batch, and inside no_sync not at all. {_NOT_NOW.capitalize()}"
         )
     if not any(s.gradient.is_there and s.param.grad is not None for _, s in shards.parameters()):
         raise RuntimeError(f"there is no gradient of {shard.name} now: {_NOT_NOW}")
 
 
-# ---- parts of ranks --------------------------------------------------------------------------------------------------
+# ---- parts of ranks ------------------------------------------------------------------------------
 
 
 _Part = Callable[[_Place], torch.Tensor | None]
@@ -324,23 +378,30 @@ _Part = Callable[[_Place], torch.Tensor | None]
 
 def _whole(place: _Place, part: _Part) -> torch.Tensor | None:
     mine = part(place)
-    return None if mine is None else place.shards.values.assemble(place.shard, mine).view(place.shard.shape)
+    return (
+        None
+        if mine is None
+        else place.shards.values.assemble(place.shard, mine).view(place.shard.shape)
+    )
 
 
 def _whole_part(place: _Place, value: torch.Tensor) -> torch.Tensor:
     """Returns this rank's part of a full value. Raises ValueError for another shape."""
     if tuple(value.shape) != tuple(place.shard.shape):
         raise ValueError(
-            f"{place.shard.name} has shape {tuple(place.shard.shape)}; the value that was given has {tuple(value.shape)}"
+            f"{place.shard.name} has shape {tuple(place.shard.shape)}; the value that was given "
+            f"has {tuple(value.shape)}"
         )
     return place.shards.values.mine(place.shard, value.detach()).to("cpu", torch.float32)
 
 
 def _local_part(place: _Place, value: torch.Tensor) -> torch.Tensor:
-    """Returns a local value without its padding. Raises ValueError for another number of elements."""
+    """Returns a local value without its padding. Raises ValueError for another number of
+    elements."""
     if tuple(value.shape) != (place.shard.shard_numel,):
         raise ValueError(
-            f"this rank's part of {place.shard.name} has shape ({place.shard.shard_numel},), padding included; the value "
+            f"this rank's part of {place.shard.name} has shape ({place.shard.shard_numel},), "
+            "padding included; the value "
             f"that was given has {tuple(value.shape)}"
         )
     return value.detach()[: place.shards.values.num_mine(place.shard)].to("cpu", torch.float32)
@@ -348,4 +409,8 @@ def _local_part(place: _Place, value: torch.Tensor) -> torch.Tensor:
 
 def _padded(place: _Place, part: _Part) -> torch.Tensor | None:
     mine = part(place)
-    return None if mine is None else nn.functional.pad(mine, (0, place.shard.shard_numel - mine.numel()))
+    return (
+        None
+        if mine is None
+        else nn.functional.pad(mine, (0, place.shard.shard_numel - mine.numel()))
+    )

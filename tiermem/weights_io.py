@@ -1,5 +1,5 @@
-"""Weights: loads safetensors files into a model (plain, sharded, or built under `zero.Init`), writes weight files, and gives
-a model's current weights to other programs."""
+"""Weights: loads safetensors files into a model (plain, sharded, or built under `zero.Init`),
+writes weight files, and gives a model's current weights to other programs."""
 
 from __future__ import annotations
 
@@ -27,17 +27,19 @@ from tiermem.weights.absent import become
 
 logger = logging.getLogger("tiermem")
 
-# ---- writing weight files --------------------------------------------------------------------------------------------
+# ---- writing weight files ------------------------------------------------------------------------
 #
 #     SafetensorsFile    the header first, then every tensor's bytes, in order and without holes
 #     TorchFile          torch.save's layout without values; the values are written into their places later
 #
-# A file has its full size from the start and is filled in pieces, so no values stay in memory. A tied tensor is stored once,
-# under its first name. safetensors metadata lists the other names; in torch's format each name has the same storage.
-# `torch.load(weights_only=True)` reads a TorchFile; `load_safetensors` reads a SafetensorsFile.
+# A file has its full size from the start and is filled in pieces, so no values stay in memory. A
+# tied tensor is stored once, under its first name. safetensors metadata lists the other names; in
+# torch's format each name has the same storage. `torch.load(weights_only=True)` reads a TorchFile;
+# `load_safetensors` reads a SafetensorsFile.
 
 MOST_AROUND_BYTES = 4096
-"""Upper limit in bytes of what torch's formats store around one tensor: name, header, padding, its part of the pickle."""
+"""Upper limit in bytes of what torch's formats store around one tensor: name, header, padding, its
+part of the pickle."""
 
 
 class WeightEntry(NamedTuple):
@@ -54,7 +56,8 @@ class WeightEntry(NamedTuple):
 
 
 class SafetensorsFile:
-    """Fills a new, empty file in the format of safetensors. Raises OSError when the disk has no space for all of it."""
+    """Fills a new, empty file in the format of safetensors. Raises OSError when the disk has no
+    space for all of it."""
 
     def __init__(self, new: durable.NewFile, entries: Sequence[WeightEntry]) -> None:
         ties = {alias: entry.names[0] for entry in entries for alias in entry.names[1:]}
@@ -76,7 +79,8 @@ class SafetensorsFile:
         self._write(memoryview(len(text).to_bytes(8, "little") + text), 0)
 
     def put(self, entry: WeightEntry, start: int, values: torch.Tensor) -> None:
-        """Writes elements [start, start + numel) of an entry from a flat CPU tensor of its dtype. Blocks; raises OSError."""
+        """Writes elements [start, start + numel) of an entry from a flat CPU tensor of its dtype.
+        Blocks; raises OSError."""
         raw = values.contiguous().view(-1).view(torch.uint8).numpy().data
         self._write(raw, self._base + self._places[entry.names[0]] + start * entry.dtype.itemsize)
 
@@ -92,22 +96,28 @@ class SafetensorsFile:
 
 
 class TorchFile:
-    """Fills a new, empty file in torch's format, memory-mapped meanwhile. Raises OSError as SafetensorsFile."""
+    """Fills a new, empty file in torch's format, memory-mapped meanwhile. Raises OSError as
+    SafetensorsFile."""
 
     def __init__(self, new: durable.NewFile, entries: Sequence[WeightEntry]) -> None:
         layout: dict[str, torch.Tensor] = {}
         for entry in entries:
-            empty = torch.empty(entry.shape, dtype=entry.dtype)  # its pages are never touched, so it takes no memory
+            # its pages are never touched, so it takes no memory
+            empty = torch.empty(entry.shape, dtype=entry.dtype)
             layout.update(dict.fromkeys(entry.names, empty))
         num_bytes = sum(entry.num_bytes for entry in entries)
-        check_room(new.path.parent, num_bytes + MOST_AROUND_BYTES * (len(layout) + 1))  # torch's error says less
+        # torch's error says less
+        check_room(new.path.parent, num_bytes + MOST_AROUND_BYTES * (len(layout) + 1))
         with torch.serialization.skip_data():
             torch.save(layout, new.by_descriptor)
         del layout
         with durable.named(new.path):
-            take_room(new.fd, 0, os.fstat(new.fd).st_size, new.path)  # without it a full disk would raise SIGBUS
+            # without it a full disk would raise SIGBUS
+            take_room(new.fd, 0, os.fstat(new.fd).st_size, new.path)
         with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
-            self._tensors: dict[str, torch.Tensor] = torch.load(new.by_descriptor, mmap=True, weights_only=True)
+            self._tensors: dict[str, torch.Tensor] = torch.load(
+                new.by_descriptor, mmap=True, weights_only=True
+            )
 
     def put(self, entry: WeightEntry, start: int, values: torch.Tensor) -> None:
         """As SafetensorsFile.put."""
@@ -122,7 +132,7 @@ WeightFile = SafetensorsFile | TorchFile
 """A weight file that is being filled."""
 
 
-# ---- loading safetensors ---------------------------------------------------------------------------------------------
+# ---- loading safetensors -------------------------------------------------------------------------
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -149,22 +159,28 @@ class StoredTensor(NamedTuple):
 
 
 def load_safetensors(model: nn.Module, path: str | os.PathLike[str], strict: bool = True) -> None:
-    """Fills a model's parameters and buffers from a safetensors file, or from a folder of such files.
+    """Fills a model's parameters and buffers from a safetensors file, or from a folder of such
+    files.
 
-    Each tensor is read into memory with O_DIRECT where possible, past the page cache, then copied to its place: one whole
-    tensor is in memory at a time, never the whole model. All headers are validated before the first value is read.
+    Each tensor is read into memory with O_DIRECT where possible, past the page cache, then copied
+    to its place: one whole tensor is in memory at a time, never the whole model. All headers are
+    validated before the first value is read.
 
     Args:
         model: any model; sharded parameters are filled on the tier where they rest.
         path: one file, or a folder with an index, or with one or several `.safetensors` files.
-        strict: names that only the files or only the model has raise ValueError; tied parameters need only one name.
+        strict: names that only the files or only the model has raise ValueError; tied parameters
+            need only one name.
 
-    Blocks; with several ranks every rank must call it. Raises ValueError (a shape or a name does not match; lists both sides'
-    names) and OSError (a missing file). A file that is too short raises ValueError. Both are raised before any parameter is
-    changed, except for errors while values are read. A warning names buffers on the meta device that no file fills.
+    Blocks; with several ranks every rank must call it. Raises ValueError (a shape or a name does
+    not match; lists both sides' names) and OSError (a missing file). A file that is too short
+    raises ValueError. Both are raised before any parameter is changed, except for errors while
+    values are read. A warning names buffers on the meta device that no file fills.
     """
     files = find_files(Path(path))
-    targets = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    targets = dict(model.named_parameters(remove_duplicate=False)) | dict(
+        model.named_buffers(remove_duplicate=False)
+    )
     found: dict[str, Path] = {}
     for file in files:
         for stored in read_header(file):
@@ -172,7 +188,8 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], strict: boo
             target = targets.get(stored.name)
             if target is not None and tuple(target.shape) != stored.shape:
                 raise ValueError(
-                    f"{file}: {stored.name} has shape {stored.shape}, the model wants {tuple(target.shape)}"
+                    f"{file}: {stored.name} has shape {stored.shape}, the model wants "
+                    f"{tuple(target.shape)}"
                 )
     _check_names(model, found, targets, strict)
     for file in files:
@@ -181,27 +198,34 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], strict: boo
                 if (target := targets.get(stored.name)) is not None:
                     put_value(target, stored.read(reader))
     if empty := empty_buffers(model):
-        logger.warning("%s: no file has values of these buffers, which stay on the meta device", ", ".join(empty))
+        logger.warning(
+            "%s: no file has values of these buffers, which stay on the meta device",
+            ", ".join(empty),
+        )
 
 
-# ---- current weights, for another program ----------------------------------------------------------------------------
+# ---- current weights, for another program --------------------------------------------------------
 
 
-def export_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields every parameter's name and current whole value, then every saved buffer's: what an engine for rollouts loads.
+def export_weights(
+    model: nn.Module, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields every parameter's name and current whole value, then every saved buffer's: what an
+    engine for rollouts loads.
 
         for name, weight in tiermem.export_weights(model, torch.bfloat16):
             rollouts.load(name, weight)
 
-    Units come in the order of the model, and the next ones are fetched meanwhile: at any time one unit's copies are in memory
-    beside the plan's buffers. A value is a copy where the maths runs, and belongs to the caller. A tied parameter comes once,
-    under its first name.
+    Units come in the order of the model, and the next ones are fetched meanwhile: at any time one
+    unit's copies are in memory beside the plan's buffers. A value is a copy where the maths runs,
+    and belongs to the caller. A tied parameter comes once, under its first name.
 
     Args:
         model: sharded, an engine's, plain, or with DTensors.
         dtype: of floating-point parameters; None: that in which they rest. Buffers keep theirs.
 
-    Collective: every rank takes every item. Blocks. Raises RuntimeError inside a forward or a backward, OSError when a read
+    Collective: every rank takes every item. Blocks. Raises RuntimeError inside a forward or a
+        backward, OSError when a read
     fails.
     """
     owners = [registry.owner_of(param) for param in model.parameters()]
@@ -210,7 +234,9 @@ def export_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Iterat
     if shards is not None:
         shards.check_whole()
         if shards.may_lend:
-            raise RuntimeError("weights are exported inside a forward or a backward: wait until it has ended")
+            raise RuntimeError(
+                "weights are exported inside a forward or a backward: wait until it has ended"
+            )
         root = next((module for module in model.modules() if module is shards.model), model)
     names = {param: name for name, param in root.named_parameters()}
     for param, value in _current_weights(shards, names):
@@ -233,14 +259,19 @@ def _current_weights(
         return
     shards.prefetcher.end_pass()
     for live in shards.units:
-        asked = [(index, shard) for index, shard in enumerate(live.unit.shards) if shard.param in names]
+        asked = [
+            (index, shard) for index, shard in enumerate(live.unit.shards) if shard.param in names
+        ]
         if not asked:
             continue
         shards.prefetcher.acquire(live)
         try:
             is_exact = live.unit.full_dtype.itemsize >= live.unit.dtype.itemsize
             views = live.memory.views
-            copies = [views[i].detach().to(live.unit.dtype, copy=True) if is_exact else None for i, _ in asked]
+            copies = [
+                views[i].detach().to(live.unit.dtype, copy=True) if is_exact else None
+                for i, _ in asked
+            ]
         finally:
             shards.prefetcher.release(live)
         for (_, shard), copy in zip(asked, copies, strict=True):
@@ -259,7 +290,8 @@ def saved_buffers(root: nn.Module) -> set[str]:
 
 
 def put_value(target: torch.Tensor, value: torch.Tensor) -> None:
-    """Sets a parameter, where it rests, or a buffer to a value; every rank gives the whole tensor. Collective; blocks.
+    """Sets a parameter, where it rests, or a buffer to a value; every rank gives the whole tensor.
+    Collective; blocks.
 
     A tensor on the meta device gets memory on the CPU.
     """
@@ -276,7 +308,9 @@ def dtype_code(dtype: torch.dtype) -> str:
     """The safetensors name of a dtype. Raises ValueError for a dtype without one."""
     if dtype in _CODES:
         return _CODES[dtype]
-    raise ValueError(f"safetensors files hold {', '.join(str(known) for known in _DTYPES.values())}, not {dtype}")
+    raise ValueError(
+        f"safetensors files hold {', '.join(str(known) for known in _DTYPES.values())}, not {dtype}"
+    )
 
 
 def find_files(path: Path) -> list[Path]:
@@ -284,32 +318,48 @@ def find_files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     index = path / INDEX_NAME
-    files = [path / name for name in names_in(index)] if index.is_file() else sorted(path.glob("*.safetensors"))
+    files = (
+        [path / name for name in names_in(index)]
+        if index.is_file()
+        else sorted(path.glob("*.safetensors"))
+    )
     missing = [str(file) for file in files if not file.is_file()]
     if missing or not files:
-        raise FileNotFoundError(2, f"no such file: {', '.join(missing) or 'no *.safetensors'}", str(path))
+        raise FileNotFoundError(
+            2, f"no such file: {', '.join(missing) or 'no *.safetensors'}", str(path)
+        )
     return files
 
 
 def read_header(file: Path) -> list[StoredTensor]:
-    """Every tensor of a file, in the order of their bytes. Raises ValueError for a header that does not match the file."""
+    """Every tensor of a file, in the order of their bytes. Raises ValueError for a header that does
+    not match the file."""
     header, base = _header_of(file)
     header.pop("__metadata__", None)
-    found = sorted(_entries(file, header, base, file.stat().st_size), key=lambda stored: stored.start)
+    found = sorted(
+        _entries(file, header, base, file.stat().st_size), key=lambda stored: stored.start
+    )
     end = 0
     for stored in found:
         if stored.start < end and stored.num_bytes:
-            raise ValueError(f"{file}: {stored.name} overlaps another tensor at byte {stored.start}")
+            raise ValueError(
+                f"{file}: {stored.name} overlaps another tensor at byte {stored.start}"
+            )
         end = max(end, stored.start + stored.num_bytes)
     return found
 
 
 def read_ties(file: Path) -> dict[str, str]:
-    """{alias: name in the file} of tied tensors, from a file's metadata. Raises ValueError as read_header."""
+    """{alias: name in the file} of tied tensors, from a file's metadata. Raises ValueError as
+    read_header."""
     header, _ = _header_of(file)
     said = header.get("__metadata__")
     ties = said.items() if isinstance(said, dict) else ()
-    return {alias: name for alias, name in ties if isinstance(name, str) and name in header and alias not in header}
+    return {
+        alias: name
+        for alias, name in ties
+        if isinstance(name, str) and name in header and alias not in header
+    }
 
 
 def _header_of(file: Path) -> tuple[dict[str, Any], int]:
@@ -332,25 +382,37 @@ def _entries(file: Path, header: dict[str, Any], base: int, size: int) -> Iterat
                 raise ValueError
         except (KeyError, TypeError, ValueError):
             described = reprlib.repr(entry)
-            raise ValueError(f"{file}: {name} is described by {described}, which is not understood") from None
+            raise ValueError(
+                f"{file}: {name} is described by {described}, which is not understood"
+            ) from None
         numel = math.prod(shape)
         if last - first != numel * dtype.itemsize:
-            raise ValueError(f"{file}: {name} of shape {shape} has {last - first} bytes, not {numel * dtype.itemsize}")
+            raise ValueError(
+                f"{file}: {name} of shape {shape} has {last - first} bytes, not "
+                f"{numel * dtype.itemsize}"
+            )
         if base + last > size:
-            raise ValueError(f"{file} is truncated: {name} ends at byte {base + last}, the file has {size}")
+            raise ValueError(
+                f"{file} is truncated: {name} ends at byte {base + last}, the file has {size}"
+            )
         yield StoredTensor(name, dtype, shape, base + first, last - first)
 
 
 def names_in(index: Path) -> list[str]:
-    """The file names in an index. Raises ValueError if it is not an index, or names files in other folders."""
+    """The file names in an index. Raises ValueError if it is not an index, or names files in other
+    folders."""
     data = durable.read_file(index, _MAX_HEADER_BYTES, follows=True)
     if len(data) > _MAX_HEADER_BYTES:
         raise ValueError(f"{index}: more than {_MAX_HEADER_BYTES} bytes are too many for an index")
     names = _parse(index, data).get("weight_map")
     if not isinstance(names, dict) or not all(
-        isinstance(n, str) and n.isprintable() and n == os.path.basename(n) != "" for n in names.values()
+        isinstance(n, str) and n.isprintable() and n == os.path.basename(n) != ""
+        for n in names.values()
     ):
-        raise ValueError(f"{index}: weight_map must be a map from tensor names to names of files in the same folder")
+        raise ValueError(
+            f"{index}: weight_map must be a map from tensor names to names of files in the same "
+            "folder"
+        )
     return sorted(set(names.values()))
 
 
@@ -365,7 +427,8 @@ def _parse(file: Path, text: bytes) -> dict[str, Any]:
 
 
 def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these keys and values; for json.loads. Raises ValueError for a key that is there twice."""
+    """The object of these keys and values; for json.loads. Raises ValueError for a key that is
+    there twice."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a key is there twice")
@@ -373,23 +436,28 @@ def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _size(value: object) -> int:
-    """A count or an offset from JSON. Raises ValueError unless it is a whole number from 0 to 2**63 - 1."""
+    """A count or an offset from JSON. Raises ValueError unless it is a whole number from 0 to 2**63
+    - 1."""
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise ValueError
     return value
 
 
-def _check_names(model: nn.Module, found: dict[str, Path], targets: dict[str, Any], strict: bool) -> None:
+def _check_names(
+    model: nn.Module, found: dict[str, Path], targets: dict[str, Any], strict: bool
+) -> None:
     tied: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         tied.setdefault(id(param), []).append(name)
     missing = [names[0] for names in tied.values() if not any(name in found for name in names)]
-    if not any(registry.owner_of(p) is not None for p in model.parameters()):  # nothing of it is sharded
+    # nothing of it is sharded
+    if not any(registry.owner_of(p) is not None for p in model.parameters()):
         saved = model.state_dict(keep_vars=True)
         missing += [n for n, _ in model.named_buffers() if n in saved and n not in found]
     extra = [name for name in found if name not in targets]
     if strict and (missing or extra):
         raise ValueError(
-            f"the files do not fit the model. Missing in the files: {missing or 'none'}. Not in the model: {extra or 'none'}. "
+            f"the files do not fit the model. Missing in the files: {missing or 'none'}. Not in "
+            f"the model: {extra or 'none'}. "
             "strict=False loads what fits"
         )

@@ -1,4 +1,5 @@
-"""`tiermem check`: tests and measures this machine, or reports the outcome of every key of a config."""
+"""`tiermem check`: tests and measures this machine, or reports the outcome of every key of a
+config."""
 
 from __future__ import annotations
 
@@ -19,7 +20,13 @@ from tiermem.config import ConfigError, load_config
 from tiermem.swap.base.native import choose_isa
 from tiermem.swap.disk.direct import open_unnamed, preallocate, probe_path
 from tiermem.swap.memory.accelerator import facts_of, find_device, free_and_total, is_accelerator
-from tiermem.tools.measure.files import BLOCK_BYTES, DEPTH, measure_disk, memory_backed, why_unmeasured
+from tiermem.tools.measure.files import (
+    BLOCK_BYTES,
+    DEPTH,
+    measure_disk,
+    memory_backed,
+    why_unmeasured,
+)
 from tiermem.tools.measure.machine import cpu_model, memory_bytes, num_cores, read_word, try_engines
 from tiermem.tools.memory_limit import open_limit
 from tiermem.tools.options import CheckOptions
@@ -27,24 +34,26 @@ from tiermem.tools.record.reports import table
 from tiermem.tools.words import format_bytes
 from tiermem.units.compute import measure_products
 
-# ---- tiermem check --config ds.json ----------------------------------------------------------------------------------
+# ---- tiermem check --config ds.json --------------------------------------------------------------
 #
-# The rows are those of the config's own report (docs/keys.md explains the words). Keys that are not in the file are counted,
-# and listed with --all. The command starts no process and reads no folder.
+# The rows are those of the config's own report (docs/keys.md explains the words). Keys that are not
+# in the file are counted, and listed with --all. The command starts no process and reads no folder.
 
 EXIT_REFUSED = 2
 _STYLES = {"honoured": "green", "computed": "yellow", "default": "dim"}
 
 
 def check(options: CheckOptions, console: Console) -> int:
-    """The report on this machine, or on a config; returns the exit status. Raises ValueError and OSError."""
+    """The report on this machine, or on a config; returns the exit status. Raises ValueError and
+    OSError."""
     if options.config is not None:
         return check_config(options.config, console, options.shows_all)
     return check_machine(options.paths or [Path()], options.seconds, console)
 
 
 def check_config(file: Path, console: Console, shows_all: bool = False) -> int:
-    """Prints the report and returns 0, or the problems and returns 2. Raises OSError when the file cannot be read."""
+    """Prints the report and returns 0, or the problems and returns 2. Raises OSError when the file
+    cannot be read."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", DeprecationWarning)
         try:
@@ -64,16 +73,19 @@ def check_config(file: Path, console: Console, shows_all: bool = False) -> int:
     console.print(shown)
     left_out = len(rows) - len(told)
     if left_out:
-        console.print(f"{left_out} keys are not set and stay at their defaults or are planned (--all lists them)")
+        console.print(
+            f"{left_out} keys are not set and stay at their defaults or are planned (--all lists "
+            "them)"
+        )
     for warning in caught:
         console.print(f"deprecated: {warning.message}", style="yellow")
     return 0
 
 
-# ---- tiermem check ---------------------------------------------------------------------------------------------------
+# ---- tiermem check -------------------------------------------------------------------------------
 #
-# It checks folders and their disks, one after the other. A measurement uses an unnamed file, which ends with it. No file is
-# left or changed.
+# It checks folders and their disks, one after the other. A measurement uses an unnamed file, which
+# ends with it. No file is left or changed.
 
 _TRIED_CAP_BYTES = 256 << 20
 _FILE_BYTES = 1 << 30
@@ -90,7 +102,8 @@ class Finding(NamedTuple):
 
 
 def check_machine(paths: Sequence[Path], seconds: float, console: Console) -> int:
-    """Prints the report and returns 0. Blocks for the measurements; raises OSError when a folder is not usable."""
+    """Prints the report and returns 0. Blocks for the measurements; raises OSError when a folder is
+    not usable."""
     shown = table("tiermem check", "", "found", "to mend")
     shown.columns[0].style = "bold"
     shown.columns[2].style = "yellow"
@@ -106,40 +119,63 @@ def check_machine(paths: Sequence[Path], seconds: float, console: Console) -> in
 
 
 def find_path(path: Path) -> Iterator[Finding]:
-    """The folder's file system, room, direct I/O and alignment. Raises OSError for a folder that is not usable."""
+    """The folder's file system, room, direct I/O and alignment. Raises OSError for a folder that is
+    not usable."""
     facts = probe_path(path)
     kind = memory_backed(path)
     where = f", in memory ({kind})" if kind else ""
     advice = "name a folder on a disk: what rests here takes memory" if kind else ""
     yield Finding(
-        "path", f"{path.resolve()} ({facts.file_system}){where}, {format_bytes(facts.free_bytes)} free", advice
+        "path",
+        f"{path.resolve()} ({facts.file_system}){where}, {format_bytes(facts.free_bytes)} free",
+        advice,
     )
     if not facts.is_direct:
         yield Finding(
-            "direct I/O", "refused: reads and writes would go through the page cache", "use ext4, xfs or btrfs"
+            "direct I/O",
+            "refused: reads and writes would go through the page cache",
+            "use ext4, xfs or btrfs",
         )
         return
     alignment = direct_alignment(path)
-    yield Finding("direct I/O", f"O_DIRECT taken, smallest offset and length tried that works: {alignment} bytes")
+    yield Finding(
+        "direct I/O",
+        f"O_DIRECT taken, smallest offset and length tried that works: {alignment} bytes",
+    )
 
 
 def find_system() -> Iterator[Finding]:
-    """Limits and settings of the kernel, the engines that can run, the instruction set and threads of the optimizer."""
+    """Limits and settings of the kernel, the engines that can run, the instruction set and threads
+    of the optimizer."""
     size = format_bytes(memory_bytes())
-    yield Finding("machine", f"{cpu_model()}, {num_cores()} cores, {size}, Linux {platform.release()}")
+    yield Finding(
+        "machine", f"{cpu_model()}, {num_cores()} cores, {size}, Linux {platform.release()}"
+    )
     with open_limit(_TRIED_CAP_BYTES) as limit:
-        advice = "delegate the memory controller, or run under a user's systemd" if limit.kind == "watch" else ""
+        advice = (
+            "delegate the memory controller, or run under a user's systemd"
+            if limit.kind == "watch"
+            else ""
+        )
         yield Finding("memory limit", limit.why, advice)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     shown = "unlimited" if soft == resource.RLIM_INFINITY else format_bytes(soft)
     is_low = soft != resource.RLIM_INFINITY and soft < _USEFUL_MEMLOCK_BYTES
-    yield Finding("memlock", shown, "ulimit -l unlimited lets the kernel keep buffers registered" if is_low else "")
+    yield Finding(
+        "memlock",
+        shown,
+        "ulimit -l unlimited lets the kernel keep buffers registered" if is_low else "",
+    )
     most = read_word("/proc/sys/fs/aio-max-nr")
     used = read_word("/proc/sys/fs/aio-nr")
-    yield Finding("Linux AIO", f"aio-max-nr {most}, in use {used}" if most else "not in this kernel")
+    yield Finding(
+        "Linux AIO", f"aio-max-nr {most}, in use {used}" if most else "not in this kernel"
+    )
     disabled = read_word("/proc/sys/kernel/io_uring_disabled")
     if disabled not in ("", "0"):
-        yield Finding("io_uring", f"io_uring_disabled is {disabled}", "sysctl kernel.io_uring_disabled=0")
+        yield Finding(
+            "io_uring", f"io_uring_disabled is {disabled}", "sysctl kernel.io_uring_disabled=0"
+        )
     pages = "/sys/kernel/mm/transparent_hugepage/enabled"
     chosen = read_word(pages) or "not in this kernel"
     is_off = "[never]" in chosen
@@ -154,12 +190,16 @@ def find_system() -> Iterator[Finding]:
 def find_products() -> Finding:
     """The rates of matrix products on one thread, per type."""
     each = [measure_products([(1024, 1024)], dtype) for dtype in (torch.bfloat16, torch.float16)]
-    shown = [f"{name} {of.rest_flops / 1e9:.1f}" for name, of in zip(("bf16", "fp16"), each, strict=True)]
+    shown = [
+        f"{name} {of.rest_flops / 1e9:.1f}" for name, of in zip(("bf16", "fp16"), each, strict=True)
+    ]
     advice = (
         "`tiermem train --precision auto` multiplies bf16 weights in fp32; in a config: "
         '"tiermem": {"compute_dtype": "measured"}'
     )
-    found = f"fp32 {max(of.fp32_flops for of in each) / 1e9:.1f}, {', '.join(shown)} GFLOP/s a thread"
+    found = (
+        f"fp32 {max(of.fp32_flops for of in each) / 1e9:.1f}, {', '.join(shown)} GFLOP/s a thread"
+    )
     return Finding("products", found, advice if each[0].is_slow else "")
 
 
@@ -168,13 +208,21 @@ def find_gpu() -> Iterator[Finding]:
     device = find_device()
     if not is_accelerator(device):
         yield Finding(
-            "GPU", f"none that torch {torch.__version__} can use: the maths runs on the CPU, nothing is pinned"
+            "GPU",
+            (
+                f"none that torch {torch.__version__} can use: the maths runs on the CPU, nothing "
+                "is "
+                "pinned"
+            ),
         )
         return
     for index in range(torch.accelerator.device_count()):
         each = torch.device(device.type, index)
         free, total = map(format_bytes, free_and_total(each))
-        yield Finding(f"GPU {index}", f"{facts_of(each)['name']} ({each.type}), {total}, of which {free} are free")
+        yield Finding(
+            f"GPU {index}",
+            f"{facts_of(each)['name']} ({each.type}), {total}, of which {free} are free",
+        )
     try:
         torch.empty(1 << 20, dtype=torch.uint8).pin_memory()
     except RuntimeError as error:
@@ -186,18 +234,24 @@ def find_gpu() -> Iterator[Finding]:
 def find_rate(path: Path, seconds: float) -> Finding:
     """The disk's rates through the queue."""
     free_bytes = probe_path(path).free_bytes
-    file_bytes = min(_FILE_BYTES, max(_LEAST_FILE_BYTES, free_bytes // 2 // BLOCK_BYTES * BLOCK_BYTES))
+    file_bytes = min(
+        _FILE_BYTES, max(_LEAST_FILE_BYTES, free_bytes // 2 // BLOCK_BYTES * BLOCK_BYTES)
+    )
     if (why := why_unmeasured([path], file_bytes)) is not None:
         return Finding("disk", f"not measured: {why}")
     rate = measure_disk(path, seconds, file_bytes)
-    how = f"blocks of {format_bytes(BLOCK_BYTES)}, {DEPTH} in flight, {rate.engine}, file of {format_bytes(file_bytes)}"
+    how = (
+        f"blocks of {format_bytes(BLOCK_BYTES)}, {DEPTH} in flight, {rate.engine}, file of "
+        f"{format_bytes(file_bytes)}"
+    )
     how += "" if rate.is_direct else ", through the page cache"
     figures = f"read {rate.read_bytes_s / 1e9:.2f} GB/s, write {rate.write_bytes_s / 1e9:.2f} GB/s"
     return Finding("disk", f"{path.resolve()}: {figures} ({how})")
 
 
 def direct_alignment(path: Path) -> int:
-    """The smallest of 512, 1024, 2048 and 4096 that direct reads at odd multiples of it accept; 0 if none."""
+    """The smallest of 512, 1024, 2048 and 4096 that direct reads at odd multiples of it accept; 0
+    if none."""
     own, why_buffered = open_unnamed(path)
     with own as fd:
         preallocate(fd, 0, 1 << 16)

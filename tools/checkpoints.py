@@ -29,11 +29,17 @@ from tiermem.checkpoint.zero_to_fp32 import dtype_of
 from tiermem.swap.base.errors import printable
 from tiermem.swap.disk.run_folder import RunFolder
 from tiermem.tools.job.train_job import CLIENT_KEY, options_to_save
-from tiermem.tools.options import ExportOptions, FsckOptions, ImportOptions, InspectOptions, TrainOptions
+from tiermem.tools.options import (
+    ExportOptions,
+    FsckOptions,
+    ImportOptions,
+    InspectOptions,
+    TrainOptions,
+)
 from tiermem.tools.record.reports import table
 from tiermem.tools.words import format_bytes, read_json
 
-# ---- tiermem fsck DIR ------------------------------------------------------------------------------------------------
+# ---- tiermem fsck DIR ----------------------------------------------------------------------------
 #
 # Exit status:
 #
@@ -41,22 +47,24 @@ from tiermem.tools.words import format_bytes, read_json
 #     1    a killed run left its folder: resume it, or remove it with --remove; or the removal of a step was interrupted:
 #          --repair completes it
 #     2    wrong options (as for every command), or --repair while a run lives here, or some files could not be checked:
-#          this process lacks memory, threads, descriptors or a permission, and the message says which. It makes no
-#          statement about those files
+#          this process lacks memory, threads, descriptors or a permission, and the message says
+#          which. It makes no statement about those files
 #     3    durable data is broken or damaged; the complete steps are listed
 #
-# The disk space of runs is divided by use; the sum is the sizes that stat reports (checkpoint/survey.py):
+# The disk space of runs is divided by use; the sum is the sizes that stat reports
+# (checkpoint/survey.py):
 #
 #     durable    named by a durable step; a step's own bytes are those that no other step names
 #     live       written in addition by a run that continues
 #     free       not needed, or reserved and not written yet; unclear: free, unless an unreadable step needs it
 #     records    manifests, parts, the lock file, foreign files
 #
-# --verify reads every byte of every step and compares it with its checksum. --remove removes the folders of killed
-# runs, after naming them, and in them only files that runs make; one that holds a durable step goes only when its own
-# folder is named. --repair ends what was cut short before it looks: pointers of removed steps go, what killed saves
-# left goes, and a `latest` that is lost, damaged, stale or names no tag names the newest whole one. It says what it does,
-# and refuses while a run lives here.
+# --verify reads every byte of every step and compares it with its checksum. --remove removes the
+# folders of killed runs, after naming them, and in them only files that runs make; one that holds a
+# durable step goes only when its own folder is named. --repair ends what was cut short before it
+# looks: pointers of removed steps go, what killed saves left goes, and a `latest` that is lost,
+# damaged, stale or names no tag names the newest whole one. It says what it does, and refuses while
+# a run lives here.
 
 EXIT_DEAD = 1
 EXIT_UNREAD = 2
@@ -67,7 +75,8 @@ _STYLES |= {"removed": "yellow", "unread": "yellow"}
 
 
 def fsck(options: FsckOptions, console: Console) -> int:
-    """Prints what there is and returns the exit status. Blocks. Raises OSError when the folder cannot be looked at."""
+    """Prints what there is and returns the exit status. Blocks. Raises OSError when the folder
+    cannot be looked at."""
     repaired = repair(survey(options.where)) if options.repairs else []
     is_shown = options.verifies and not options.shows_json
     with transfer_bar(console, "verifying checksums", None, is_shown) as advance:
@@ -75,7 +84,14 @@ def fsck(options: FsckOptions, console: Console) -> int:
     going = removable(found) if options.removes else []
     removed = [str(run.folder) for run in going if _remove(run, console, options.shows_json)]
     if options.shows_json:
-        print_json({"made_by": "tiermem fsck", **dataclasses.asdict(found), "removed": removed, "repaired": repaired})
+        print_json(
+            {
+                "made_by": "tiermem fsck",
+                **dataclasses.asdict(found),
+                "removed": removed,
+                "repaired": repaired,
+            }
+        )
     else:
         for each in repaired:
             console.print(f"repaired {each}", style="yellow")
@@ -95,8 +111,11 @@ def print_json(content: Mapping[str, Any]) -> None:
 
 
 def removable(found: Survey) -> list[RunReport]:
-    """Killed runs whose folders may go: those without a durable step, or the very folder that was named."""
-    return [run for run in found.dead if run.folder == found.where or not found.steps_of(run.run_id)]
+    """Killed runs whose folders may go: those without a durable step, or the very folder that was
+    named."""
+    return [
+        run for run in found.dead if run.folder == found.where or not found.steps_of(run.run_id)
+    ]
 
 
 def _remove(run: RunReport, console: Console, is_silent: bool) -> bool:
@@ -116,7 +135,11 @@ def _print_survey(found: Survey, console: Console) -> None:
         shown = table(f"{found.where}: runs", "folder", "state", "process", *_SPACE, "not ours")
         for run in found.runs:
             shown.add_row(
-                _name(run.folder, found.where), _state(run.state), run.owner, *_sizes(run), ", ".join(run.unknown)
+                _name(run.folder, found.where),
+                _state(run.state),
+                run.owner,
+                *_sizes(run),
+                ", ".join(run.unknown),
             )
         console.print(shown)
     if len(found.runs) > 1:
@@ -158,15 +181,26 @@ def _advise(found: Survey, console: Console, removed: list[str]) -> None:
             what = "no durable step: nothing can be resumed. --remove removes it"
         elif steps:
             newest = max(step.step or 0 for step in steps)
-            what = f"step {newest} is durable: resume it, or remove it with tiermem fsck {run.folder} --remove"
+            what = (
+                f"step {newest} is durable: resume it, or remove it with tiermem fsck "
+                f"{run.folder} --remove"
+            )
         else:
             what = "its durable steps are not whole"
-        console.print(f"{run.folder}: {run.owner or 'a process'} was killed; {what}", style="yellow")
+        console.print(
+            f"{run.folder}: {run.owner or 'a process'} was killed; {what}", style="yellow"
+        )
 
 
 def _sizes(report: RunReport | PathReport) -> Iterable[str]:
     """The cells below _SPACE."""
-    found = (report.file_bytes, report.durable_bytes, report.live_bytes, report.free_bytes, report.unclear_bytes)
+    found = (
+        report.file_bytes,
+        report.durable_bytes,
+        report.live_bytes,
+        report.free_bytes,
+        report.unclear_bytes,
+    )
     return map(format_bytes, (*found, report.record_bytes))
 
 
@@ -176,37 +210,59 @@ def _state(state: str) -> Text:
 
 def _name(path: Path, where: Path) -> str:
     """A path as short as it is clear."""
-    return str(path.relative_to(where)) if path != where and path.is_relative_to(where) else str(path)
+    return (
+        str(path.relative_to(where)) if path != where and path.is_relative_to(where) else str(path)
+    )
 
 
-# ---- tiermem inspect DIR ---------------------------------------------------------------------------------------------
+# ---- tiermem inspect DIR -------------------------------------------------------------------------
 #
-# It prints one line for each parameter, buffer and tensor of the optimizer, and the totals of each state. --match takes glob
-# patterns of names. It validates manifest and parts, and does not read states.
+# It prints one line for each parameter, buffer and tensor of the optimizer, and the totals of each
+# state. --match takes glob patterns of names. It validates manifest and parts, and does not read
+# states.
 
 
 _OF_PARAMETER = ("name", "aliases", "role", "shape", "dtype", "is_trainable", "num_steps")
 
 Figures = Mapping[str, Any]
-"""One tensor of the model or the optimizer, as the manifest has it, with its states, their kinds, bytes and files."""
+"""One tensor of the model or the optimizer, as the manifest has it, with its states, their kinds,
+bytes and files."""
 
 
 @no_collection()
 def inspect_checkpoint(options: InspectOptions, console: Console) -> int:
-    """Prints the step and returns 0. Blocks; raises ValueError and OSError for what cannot be opened or matches nothing."""
+    """Prints the step and returns 0. Blocks; raises ValueError and OSError for what cannot be
+    opened or matches nothing."""
     with Source.open(options.where, options.tag) as source:
         manifest = source.manifest
         place = str(source.place)
         named: Sequence[Parameter] = manifest.parameters
         if options.patterns:
-            named = [p for p in named if any(fnmatch.fnmatchcase(p.name, each) for each in options.patterns)]
+            named = [
+                p
+                for p in named
+                if any(fnmatch.fnmatchcase(p.name, each) for each in options.patterns)
+            ]
         if not named and options.patterns:
-            raise ValueError(f"--match: no tensor of {place} is named {' or '.join(options.patterns)}")
+            raise ValueError(
+                f"--match: no tensor of {place} is named {' or '.join(options.patterns)}"
+            )
         rows = [_figures(source, each) for each in named]
     if options.shows_json:
-        head = {name: getattr(manifest, name) for name in ("step", "tag", "run_id", "commit", "world", "num_shards")}
+        head = {
+            name: getattr(manifest, name)
+            for name in ("step", "tag", "run_id", "commit", "world", "num_shards")
+        }
         tensors = {"tensors": rows, "totals": totals(rows)}
-        print_json({"made_by": "tiermem inspect", **head, "place": place, "excluded": manifest.excluded, **tensors})
+        print_json(
+            {
+                "made_by": "tiermem inspect",
+                **head,
+                "place": place,
+                "excluded": manifest.excluded,
+                **tensors,
+            }
+        )
         return 0
     _print_tensors(rows, manifest, place, console)
     return 0
@@ -229,54 +285,83 @@ def _figures(source: Source, each: Parameter) -> Figures:
         **{name: getattr(each, name) for name in _OF_PARAMETER},
         "states": {state: source.kind(each.name, state) or "" for state in states},
         "state_bytes": sizes,
-        "files": tuple(map(str, dict.fromkeys([file for state in states for file in source.files(each.name, state)]))),
+        "files": tuple(
+            map(
+                str,
+                dict.fromkeys(
+                    [file for state in states for file in source.files(each.name, state)]
+                ),
+            )
+        ),
         "num_bytes": sum(sizes.values()),
     }
 
 
-def _print_tensors(rows: Sequence[Figures], manifest: Manifest, place: str, console: Console) -> None:
+def _print_tensors(
+    rows: Sequence[Figures], manifest: Manifest, place: str, console: Console
+) -> None:
     tag = f", tag {manifest.tag}" if manifest.tag else ""
     ranks = f"{manifest.world} rank{'s' if manifest.world > 1 else ''}"
     console.print(f"{place}: step {manifest.step}{tag}, saved by {ranks}, run {manifest.run_id}")
-    roots = {file: f"[{number}]" for number, file in enumerate(dict.fromkeys(f for row in rows for f in row["files"]))}
+    roots = {
+        file: f"[{number}]"
+        for number, file in enumerate(dict.fromkeys(f for row in rows for f in row["files"]))
+    }
     # The mode: p parameter, b buffer, o ordinary; t trainable; s stepped.
     lines = [("", "shape", "dtype", "states", "bytes", "steps", "file", "name")]
     for row in rows:
         shape = " x ".join(map(str, row["shape"])) or "scalar"
         states = " ".join(f"{state}:{kind}" for state, kind in row["states"].items())
         name = " = ".join([row["name"], *([", ".join(row["aliases"])] if row["aliases"] else [])])
-        mode = row["role"][0] + ("t" if row["is_trainable"] else "-") + ("s" if row["num_steps"] else "-")
-        sizes = (f"{row['num_bytes']:,}", str(row["num_steps"]), " ".join(roots[f] for f in row["files"]))
+        mode = (
+            row["role"][0]
+            + ("t" if row["is_trainable"] else "-")
+            + ("s" if row["num_steps"] else "-")
+        )
+        sizes = (
+            f"{row['num_bytes']:,}",
+            str(row["num_steps"]),
+            " ".join(roots[f] for f in row["files"]),
+        )
         lines.append((mode, shape, row["dtype"], states, *sizes, name))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    cells = [f"{{:{'>' if place in (4, 5) else ''}{width}}}" for place, width in enumerate(widths[:-1])]
+    cells = [
+        f"{{:{'>' if place in (4, 5) else ''}{width}}}" for place, width in enumerate(widths[:-1])
+    ]
     form = "  ".join([*cells, "{}"])
     text = "".join(printable(form.format(*line)).replace("\n", "\\n") + "\n" for line in lines)
-    console.print(Segments([Segment(text)]), crop=False, end="")  # a Text is split and wrapped line by line: seconds
+    # a Text is split and wrapped line by line: seconds
+    console.print(Segments([Segment(text)]), crop=False, end="")
     for file, mark in roots.items():
         console.print(f"{mark} {file}", style="dim")
     found = totals(rows)
     parts = ", ".join(f"{state} {format_bytes(num_bytes)}" for state, num_bytes in found.items())
     console.print(f"{len(rows)} tensors, {format_bytes(sum(found.values()))}: {parts or 'nothing'}")
     if manifest.excluded:
-        console.print(f"left out when it was saved, frozen: {', '.join(manifest.excluded)}", style="dim")
+        console.print(
+            f"left out when it was saved, frozen: {', '.join(manifest.excluded)}", style="dim"
+        )
 
 
-# ---- tiermem import SOURCE OUT ---------------------------------------------------------------------------------------
+# ---- tiermem import SOURCE OUT -------------------------------------------------------------------
 #
-# It reads DeepSpeed ZeRO-3 folders, torch.distributed.checkpoint folders, torch state dicts and safetensors, and executes no
-# code in them. It reports the states that it wrote and those that it could not take. `tiermem train --resume` can continue from
-# the result if the model's config.json is given or lies beside the weights.
+# It reads DeepSpeed ZeRO-3 folders, torch.distributed.checkpoint folders, torch state dicts and
+# safetensors, and executes no code in them. It reports the states that it wrote and those that it
+# could not take. `tiermem train --resume` can continue from the result if the model's config.json
+# is given or lies beside the weights.
 
 CONFIG_NAME = "config.json"
 
 
 def import_checkpoint(options: ImportOptions, console: Console) -> int:
-    """Writes OUT/<tag>/ and OUT/latest, and returns 0. Blocks; raises ValueError and OSError, and then nothing is left."""
+    """Writes OUT/<tag>/ and OUT/latest, and returns 0. Blocks; raises ValueError and OSError, and
+    then nothing is left."""
     foreign = read_foreign(options.source, options.tag, options.optimizer)
     shape = _model_config(options)
     if shape is not None:
-        run = {CLIENT_KEY: options_to_save(TrainOptions(), options.source.resolve().name, shape, None)}
+        run = {
+            CLIENT_KEY: options_to_save(TrainOptions(), options.source.resolve().name, shape, None)
+        }
         foreign = dataclasses.replace(foreign, client_state={**foreign.client_state, **run})
     with transfer_bar(console, "writing", total_bytes(foreign), not options.shows_json) as advance:
         done = write_checkpoint(foreign, options.out, options.new_tag, advance)
@@ -296,22 +381,37 @@ def import_checkpoint(options: ImportOptions, console: Console) -> int:
 
 def total_bytes(foreign: Foreign) -> int:
     """Of all states."""
-    return sum(math.prod(p.shape) * state.dtype.itemsize for p in foreign.parameters for state in p.states.values())
+    return sum(
+        math.prod(p.shape) * state.dtype.itemsize
+        for p in foreign.parameters
+        for state in p.states.values()
+    )
 
 
 @contextlib.contextmanager
-def transfer_bar(console: Console, what: str, num_bytes: int | None, is_shown: bool) -> Iterator[Callable[[int], None]]:
-    """A bar over so many bytes on a terminal, nothing elsewhere; gives the function that is told of bytes done.
+def transfer_bar(
+    console: Console, what: str, num_bytes: int | None, is_shown: bool
+) -> Iterator[Callable[[int], None]]:
+    """A bar over so many bytes on a terminal, nothing elsewhere; gives the function that is told of
+    bytes done.
 
     num_bytes: None where the total is not known.
     """
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not (is_shown and console.is_terminal)) as bar:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not (is_shown and console.is_terminal)
+    ) as bar:
         yield functools.partial(bar.advance, bar.add_task(what, total=num_bytes))
 
 
 def _model_config(options: ImportOptions) -> dict[str, Any] | None:
-    """The model's config.json: the file or folder given, or what lies beside the weights. Raises ValueError, OSError."""
+    """The model's config.json: the file or folder given, or what lies beside the weights. Raises
+    ValueError, OSError."""
     given = options.config if options.config is not None else options.source
     file = given / CONFIG_NAME if given.is_dir() else given
     if options.config is None and (file.name != CONFIG_NAME or not file.is_file()):
@@ -322,35 +422,49 @@ def _model_config(options: ImportOptions) -> dict[str, Any] | None:
     return found
 
 
-# ---- tiermem export DIR OUT ------------------------------------------------------------------------------------------
+# ---- tiermem export DIR OUT ----------------------------------------------------------------------
 #
 #     (default)    Hugging Face safetensors shards with an index, and config.json where it is known
 #     --pytorch    pytorch_model.bin
 #     --dcp        a torch.distributed.checkpoint folder, optimizer states included
 #     --whole      a tiermem checkpoint: every byte of the step, also of one whose bytes rest on the run's paths
 #
-# It streams: memory does not grow with the model. It verifies all bytes that it reads. A damaged state ends the export, and no
-# output is left.
+# It streams: memory does not grow with the model. It verifies all bytes that it reads. A damaged
+# state ends the export, and no output is left.
 
 
 def export_checkpoint(options: ExportOptions, console: Console) -> int:
-    """Writes OUT and returns 0. Blocks; raises ValueError and OSError, and then nothing of ours is left there."""
+    """Writes OUT and returns 0. Blocks; raises ValueError and OSError, and then nothing of ours is
+    left there."""
     if options.is_whole:
         return _export_whole(options, console)
     given = "fp32" if options.is_fp32 else options.dtype
     dtype = None if given is None else dtype_of(given)
     with Source.open(options.where, options.tag) as source:
-        files, num_bytes = (_export_dcp if options.is_dcp else _export_weights)(options, source, dtype, console)
+        files, num_bytes = (_export_dcp if options.is_dcp else _export_weights)(
+            options, source, dtype, console
+        )
         step = source.manifest.step
         excluded = source.manifest.excluded
     if options.shows_json:
         print_json(
-            {"made_by": "tiermem export", "step": step, "files": files, "num_bytes": num_bytes, "folder": options.out}
+            {
+                "made_by": "tiermem export",
+                "step": step,
+                "files": files,
+                "num_bytes": num_bytes,
+                "folder": options.out,
+            }
         )
         return 0
-    console.print(f"step {step}: {format_bytes(num_bytes)} in {len(files)} files  ->  {options.out}")
+    console.print(
+        f"step {step}: {format_bytes(num_bytes)} in {len(files)} files  ->  {options.out}"
+    )
     if excluded:
-        console.print(f"not in the checkpoint, frozen when it was saved: {', '.join(excluded)}", style="yellow")
+        console.print(
+            f"not in the checkpoint, frozen when it was saved: {', '.join(excluded)}",
+            style="yellow",
+        )
     return 0
 
 
@@ -362,22 +476,31 @@ def _export_whole(options: ExportOptions, console: Console) -> int:
     if options.shows_json:
         print_json({"made_by": "tiermem export", **done._asdict()})
         return 0
-    console.print(f"step {done.step}: {format_bytes(done.num_bytes)}, all that a run needs  ->  {done.folder}")
+    console.print(
+        f"step {done.step}: {format_bytes(done.num_bytes)}, all that a run needs  ->  {done.folder}"
+    )
     return 0
 
 
-def _export_weights(options: ExportOptions, source: Source, dtype: Any, console: Console) -> tuple[list[str], int]:
-    from tiermem.checkpoint.interchange.export import export_weights, weights_of  # takes a second: torch's checkpoints
+def _export_weights(
+    options: ExportOptions, source: Source, dtype: Any, console: Console
+) -> tuple[list[str], int]:
+    # takes a second: torch's checkpoints
+    from tiermem.checkpoint.interchange.export import export_weights, weights_of
 
     weights = weights_of(source, dtype, options.exclude_frozen)
     total = sum(weight.parameter.numel * weight.dtype.itemsize for weight in weights)
     config = _config_text(options.config, source)
     with transfer_bar(console, "writing", total, not options.shows_json) as advance:
-        shards = export_weights(weights, options.out, options.max_shard_bytes, not options.is_pytorch, config, advance)
+        shards = export_weights(
+            weights, options.out, options.max_shard_bytes, not options.is_pytorch, config, advance
+        )
     return [shard.name for shard in shards], sum(shard.num_bytes for shard in shards)
 
 
-def _export_dcp(options: ExportOptions, source: Source, dtype: Any, console: Console) -> tuple[list[str], int]:
+def _export_dcp(
+    options: ExportOptions, source: Source, dtype: Any, console: Console
+) -> tuple[list[str], int]:
     from tiermem.checkpoint.interchange.export import export_dcp
 
     with transfer_bar(console, "writing", source.num_bytes, not options.shows_json) as advance:
@@ -395,4 +518,8 @@ def _config_text(given: Path | None, source: Source) -> str | None:
     said = source.manifest.client_state
     run = said.get(CLIENT_KEY) if isinstance(said, Mapping) else None
     shape = run.get("shape") if isinstance(run, Mapping) else None
-    return json.dumps(shape, indent=2) + "\n" if isinstance(shape, dict) and "model_type" in shape else None
+    return (
+        json.dumps(shape, indent=2) + "\n"
+        if isinstance(shape, dict) and "model_type" in shape
+        else None
+    )

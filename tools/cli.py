@@ -1,8 +1,9 @@
-"""The command line: `tiermem train`, `plan`, `check`, `tune`, `fsck`, `inspect`, `import`, `export` and `bench`.
+"""The command line: `tiermem train`, `plan`, `check`, `tune`, `fsck`, `inspect`, `import`, `export`
+and `bench`.
 
-A user's mistake prints one line on stderr, with the command to write instead where one is known (mistakes.py), and ends with
-exit status 2; --debug shows the traceback. Large packages are imported only when a command needs them: torch belongs to the
-trainer's process.
+A user's mistake prints one line on stderr, with the command to write instead where one is known
+(mistakes.py), and ends with exit status 2; --debug shows the traceback. Large packages are imported
+only when a command needs them: torch belongs to the trainer's process.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ def run_app(group: typer.Typer, program: str, arguments: Sequence[str]) -> None:
     given = list(arguments)
     try:
         status = group(
-            args=spread_lists(_with_list_of_steps(given)), prog_name=program, standalone_mode=False, obj=given
+            args=spread_lists(_with_list_of_steps(given)),
+            prog_name=program,
+            standalone_mode=False,
+            obj=given,
         )
     except UsageError as error:
         if type(error).__name__ == "NoArgsIsHelpError":
@@ -72,7 +76,8 @@ def _with_list_of_steps(arguments: Sequence[str]) -> list[str]:
 
 
 def spread_lists(arguments: Sequence[str]) -> list[str]:
-    """`--nvme A B` as `--nvme A --nvme B`: words after an option that takes several belong to it."""
+    """`--nvme A B` as `--nvme A --nvme B`: words after an option that takes several belong to
+    it."""
     spread: list[str] = []
     option: str | None = None
     has_value = False
@@ -88,20 +93,30 @@ def spread_lists(arguments: Sequence[str]) -> list[str]:
     return spread
 
 
-def register(group: typer.Typer, words: str, kind: Any, work: str, stopped: str | None, program: str = PROGRAM) -> None:
+def register(
+    group: typer.Typer,
+    words: str,
+    kind: Any,
+    work: str,
+    stopped: str | None,
+    program: str = PROGRAM,
+) -> None:
     """Makes a command of a dataclass of options; --debug is added where the dataclass has none.
 
     Args:
         group: gets the command.
         words: of the command, behind the program's name.
-        work: the module and the function that is called with the options and a console, and returns the exit status.
+        work: the module and the function that is called with the options and a console, and returns
+            the exit status.
         stopped: what is said after Ctrl-C; None: the function answers it itself.
         program: its name.
     """
     parameters = list(_parameters_of(kind))
     has_debug = any(each.name == "is_debug" for each in parameters)
     if not has_debug:
-        parameters.append(_parameter("is_debug", bool, False, typer.Option("--debug", help="show tracebacks")))
+        parameters.append(
+            _parameter("is_debug", bool, False, typer.Option("--debug", help="show tracebacks"))
+        )
 
     def run(context: typer.Context, **given: Any) -> None:
         from tiermem.tools.record.reports import open_console
@@ -120,7 +135,9 @@ def register(group: typer.Typer, words: str, kind: Any, work: str, stopped: str 
             status = EXIT_INTERRUPTED
         raise typer.Exit(status)
 
-    ours = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
+    ours = inspect.Parameter(
+        "context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context
+    )
     run.__signature__ = inspect.Signature([ours, *parameters])  # type: ignore[attr-defined]
     run.__doc__ = kind.__doc__
     group.command(words.split()[-1])(run)
@@ -151,10 +168,16 @@ def _parameters_of(kind: Any) -> Iterator[inspect.Parameter]:
         shown: Any
         if said.name:
             words = (
-                said.check.allowed if isinstance(said.check, OneOf) else tuple(PRESETS) if field == "preset" else None
+                said.check.allowed
+                if isinstance(said.check, OneOf)
+                else tuple(PRESETS)
+                if field == "preset"
+                else None
             )
             complete = None if words is None else _completions(words)
-            shown = typer.Option(said.name, help=said.help, show_default=said.shows_default, autocompletion=complete)
+            shown = typer.Option(
+                said.name, help=said.help, show_default=said.shows_default, autocompletion=complete
+            )
         else:
             shown = typer.Argument(help=said.help, metavar=said.metavar)
         yield _parameter(field, hint, inspect.Parameter.empty if default is ... else default, shown)
@@ -175,20 +198,23 @@ def _completions(words: Sequence[str]) -> Callable[[str], list[str]]:
 
 
 def _made(kind: Any, given: dict[str, Any]) -> Any:
-    """The dataclass of what was given on the command line. Raises ValueError and OSError for values that cannot be."""
+    """The dataclass of what was given on the command line. Raises ValueError and OSError for values
+    that cannot be."""
     for field, said in options_of(kind).items():
         if said.parse is not None and given[field] is not None:
             try:
                 given[field] = said.parse(given[field])
             except ValueError as error:
                 example = EXAMPLES.get(said.name) or str(said.given)
-                raise Mistake(f"{said.name}: {error}", {said.name: f"{said.name} {example}"}) from None
+                raise Mistake(
+                    f"{said.name}: {error}", {said.name: f"{said.name} {example}"}
+                ) from None
         elif said.given == ():
             given[field] = tuple(given[field] or ())
     return kind(**given)
 
 
-# ---- the commands ----------------------------------------------------------------------------------------------------
+# ---- the commands --------------------------------------------------------------------------------
 
 
 def _show_version(is_asked: bool) -> None:
@@ -199,7 +225,9 @@ def _show_version(is_asked: bool) -> None:
 
 @app.callback()
 def _root(
-    version: bool = typer.Option(False, "--version", help="show the version", is_eager=True, callback=_show_version),
+    version: bool = typer.Option(
+        False, "--version", help="show the version", is_eager=True, callback=_show_version
+    ),
 ) -> None:
     """Train models whose states do not fit in memory."""
 
@@ -211,15 +239,33 @@ register(app, "train", options.TrainOptions, "tiermem.tools.train.train.train", 
 register(app, "plan", options.PlanOptions, "tiermem.tools.plan.plan.plan", _UNWRITTEN)
 register(app, "check", options.CheckOptions, "tiermem.tools.check.check", None)
 register(app, "tune", options.TuneOptions, "tiermem.tools.tune.tune", _UNWRITTEN)
-register(app, "fsck", options.FsckOptions, "tiermem.tools.checkpoints.fsck", "stopped by Ctrl-C; nothing was changed")
-register(app, "inspect", options.InspectOptions, "tiermem.tools.checkpoints.inspect_checkpoint", None)
-register(app, "import", options.ImportOptions, "tiermem.tools.checkpoints.import_checkpoint", _UNWRITTEN)
-register(app, "export", options.ExportOptions, "tiermem.tools.checkpoints.export_checkpoint", _UNWRITTEN)
+register(
+    app,
+    "fsck",
+    options.FsckOptions,
+    "tiermem.tools.checkpoints.fsck",
+    "stopped by Ctrl-C; nothing was changed",
+)
+register(
+    app, "inspect", options.InspectOptions, "tiermem.tools.checkpoints.inspect_checkpoint", None
+)
+register(
+    app, "import", options.ImportOptions, "tiermem.tools.checkpoints.import_checkpoint", _UNWRITTEN
+)
+register(
+    app, "export", options.ExportOptions, "tiermem.tools.checkpoints.export_checkpoint", _UNWRITTEN
+)
 register(bench, "bench io", options.IoBenchOptions, "tiermem.tools.bench.io.bench_io", _STOPPED)
 register(
-    bench, "bench adam", options.AdamBenchOptions, "tiermem.tools.bench.adam.bench_adam", "stopped; nothing was written"
+    bench,
+    "bench adam",
+    options.AdamBenchOptions,
+    "tiermem.tools.bench.adam.bench_adam",
+    "stopped; nothing was written",
 )
-register(bench, "bench step", options.StepBenchOptions, "tiermem.tools.bench.step.bench_step", _STOPPED)
+register(
+    bench, "bench step", options.StepBenchOptions, "tiermem.tools.bench.step.bench_step", _STOPPED
+)
 
 app.add_typer(bench, name="bench")
 

@@ -1,10 +1,11 @@
 """Corpus: text files as tokens. Each byte is a token, 0 to 255, so no tokenizer is needed.
 
-This is data for demonstrations: a model that has a tokenizer is not trained on it, and files of records are refused.
+This is data for demonstrations: a model that has a tokenizer is not trained on it, and files of
+records are refused.
 
-Files are read in the order of their paths, up to a bounded number of bytes. The text is cut into windows of the sequence
-length, and a seed shuffles the windows. The same files and seed give the same batches to the trainer,
-plain PyTorch and DeepSpeed.
+Files are read in the order of their paths, up to a bounded number of bytes. The text is cut into
+windows of the sequence length, and a seed shuffles the windows. The same files and seed give the
+same batches to the trainer, plain PyTorch and DeepSpeed.
 """
 
 from __future__ import annotations
@@ -24,9 +25,24 @@ DEFAULT_BYTES = 4 << 20
 _RECORDS = {".jsonl", ".ndjson", ".parquet", ".arrow"}
 """Endings of files of records, whose syntax is no text to train on."""
 _NAMED_RECORDS = _RECORDS | {".json"}  # a folder of sources has .json files that are no data
-_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+_TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+)
 _INSTEAD = "TiermemTrainer or TRL trains on tokens (docs/huggingface.md)"
-_SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
+_SKIPPED_FOLDERS = {
+    "__pycache__",
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+}
 
 
 Example = dict[str, "torch.Tensor"]
@@ -35,11 +51,12 @@ Example = dict[str, "torch.Tensor"]
 class Corpus:
     """Windows of `seq` tokens over text files.
 
-    Any loader of map-style datasets takes it: an item is {"input_ids", "labels"} of one window, int64. A Hugging Face model
-    shifts the labels itself.
+    Any loader of map-style datasets takes it: an item is {"input_ids", "labels"} of one window,
+    int64. A Hugging Face model shifts the labels itself.
 
     Args:
-        paths: files and folders; empty: Python's documentation topics and standard library on this machine.
+        paths: files and folders; empty: Python's documentation topics and standard library on this
+            machine.
         seq: tokens of one window.
         seed: of the order.
         max_bytes: reading stops there.
@@ -49,15 +66,20 @@ class Corpus:
         ValueError: fewer bytes than one window, or a file of records, such as jsonl or parquet.
     """
 
-    def __init__(self, paths: Sequence[Path], seq: int, seed: int, max_bytes: int = DEFAULT_BYTES) -> None:
+    def __init__(
+        self, paths: Sequence[Path], seq: int, seed: int, max_bytes: int = DEFAULT_BYTES
+    ) -> None:
         self.seq = seq
         self._text, whole_bytes = _read(_files(paths) if paths else _python_files(), max_bytes)
         names = ", ".join(map(str, paths)) or "Python's own files"
         if len(self._text) < seq:
-            raise ValueError(f"{names}: {len(self._text)} bytes of text are fewer than one sequence of {seq}")
+            raise ValueError(
+                f"{names}: {len(self._text)} bytes of text are fewer than one sequence of {seq}"
+            )
         read = "all" if whole_bytes == len(self._text) else "the first"
         self.source = (
-            f"data: {read} {format_bytes(len(self._text))} of the {format_bytes(whole_bytes)} of {names}, a byte is a token: "
+            f"data: {read} {format_bytes(len(self._text))} of the {format_bytes(whole_bytes)} of "
+            f"{names}, a byte is a token: "
             "this shows memory and speed, and makes no model to use"
         )
         """One line: what was read, and what for."""
@@ -88,11 +110,13 @@ class Corpus:
 
 
 def check_bytes_suit(model: Path) -> None:
-    """Raises ValueError for a model's folder that holds a tokenizer: bytes are no tokens of that model."""
+    """Raises ValueError for a model's folder that holds a tokenizer: bytes are no tokens of that
+    model."""
     found = next((name for name in _TOKENIZERS if (model / name).is_file()), None)
     if found is not None:
         raise ValueError(
-            f"--model: {model} has a tokenizer ({found}), and `tiermem train` gives bytes of text to a model as its tokens, "
+            f"--model: {model} has a tokenizer ({found}), and `tiermem train` gives bytes of text "
+            "to a model as its tokens, "
             f"which would spoil this one: {_INSTEAD}"
         )
 
@@ -127,7 +151,8 @@ def _files(paths: Sequence[Path]) -> Iterator[Path]:
 def _check_text(file: Path, records: set[str]) -> None:
     if file.suffix.lower() in records:
         raise ValueError(
-            f"--data: {file} holds records, and `tiermem train` reads text, each byte of which is a token: {_INSTEAD}"
+            f"--data: {file} holds records, and `tiermem train` reads text, each byte of which is "
+            f"a token: {_INSTEAD}"
         )
 
 

@@ -1,6 +1,8 @@
-"""MemoryLimit: a cap on the memory of one child process and its descendants, in force before its program is loaded.
+"""MemoryLimit: a cap on the memory of one child process and its descendants, in force before its
+program is loaded.
 
-Four kinds are tried in this order; `why` says which one is in force and why the earlier ones failed:
+Four kinds are tried in this order; `why` says which one is in force and why the earlier ones
+failed:
 
     cgroup-v1      <memory hierarchy>/<own cgroup>/tiermem-<pid>-<n>: limit_in_bytes, memsw (no swap), swappiness 0
     cgroup-v2      the same below a cgroup whose memory controller is delegated: memory.max, memory.swap.max 0
@@ -8,9 +10,9 @@ Four kinds are tried in this order; `why` says which one is in force and why the
     watch          the kernel enforces no cap; the launcher samples the process tree and kills it: a run may exceed the cap
                    between two samples
 
-A child joins the cgroup by writing its own pid before exec, so the first page of its program counts already. The kernel also
-charges page cache to a cgroup: `peak_bytes` includes it, `anonymous_bytes` does not. `close()` removes the cgroup. The next
-launcher removes the cgroups of killed launchers.
+A child joins the cgroup by writing its own pid before exec, so the first page of its program counts
+already. The kernel also charges page cache to a cgroup: `peak_bytes` includes it, `anonymous_bytes`
+does not. `close()` removes the cgroup. The next launcher removes the cgroups of killed launchers.
 """
 
 from __future__ import annotations
@@ -41,13 +43,15 @@ class Charge(NamedTuple):
     peak_bytes: int | None = None  # the most ever charged
     anonymous_bytes: int | None = None  # now: not page cache
     num_kills: int | None = None  # processes the kernel killed for memory
-    num_hits: int | None = None  # times the cap was reached (mostly answered by dropping page cache)
+    # times the cap was reached (mostly answered by dropping page cache)
+    num_hits: int | None = None
 
 
 class MemoryLimit(contextlib.AbstractContextManager["MemoryLimit"]):
     """No limit, and the base of those that are one.
 
-    Use as a context manager, or `close()`; the child must have ended by then, what is left of it is killed.
+    Use as a context manager, or `close()`; the child must have ended by then, what is left of it is
+    killed.
     """
 
     kind = "none"
@@ -67,12 +71,18 @@ class MemoryLimit(contextlib.AbstractContextManager["MemoryLimit"]):
         """Tells which process was started, for kinds that find their cgroup by it."""
 
     def charge(self, in_full: bool) -> Charge:
-        """The kernel's counts now: every field that the kernel can fill if `in_full`, else usage and peak, which cost less."""
+        """The kernel's counts now: every field that the kernel can fill if `in_full`, else usage
+        and peak, which cost less."""
         return Charge()
 
     def is_over(self, resident_bytes: int) -> bool:
-        """Whether the launcher must stop the run: only where a watch of the process tree is the cap."""
-        return self.kind == "watch" and self.limit_bytes is not None and resident_bytes > self.limit_bytes
+        """Whether the launcher must stop the run: only where a watch of the process tree is the
+        cap."""
+        return (
+            self.kind == "watch"
+            and self.limit_bytes is not None
+            and resident_bytes > self.limit_bytes
+        )
 
     def close(self) -> None:
         """Removes what was made for the cap. Calling it twice does nothing."""
@@ -85,7 +95,8 @@ class CgroupLimit(MemoryLimit):
         OSError: it cannot be made, limited or joined here.
     """
 
-    _limit_files: tuple[tuple[str, str, bool], ...] = ()  # name, value ("{}": the cap), whether it must be there
+    # name, value ("{}": the cap), whether it must be there
+    _limit_files: tuple[tuple[str, str, bool], ...] = ()
 
     def __init__(self, parent: Path, limit_bytes: int, why: str) -> None:
         super().__init__(limit_bytes, why)
@@ -135,7 +146,8 @@ class CgroupV1Limit(CgroupLimit):
 
     def charge(self, in_full: bool) -> Charge:
         charge = Charge(
-            _number(self.folder / "memory.usage_in_bytes"), _number(self.folder / "memory.max_usage_in_bytes")
+            _number(self.folder / "memory.usage_in_bytes"),
+            _number(self.folder / "memory.max_usage_in_bytes"),
         )
         if not in_full:
             return charge
@@ -144,7 +156,9 @@ class CgroupV1Limit(CgroupLimit):
         return charge._replace(
             anonymous_bytes=None if anonymous is None else anonymous + kernel,
             num_kills=_table(self.folder / "memory.oom_control").get("oom_kill"),
-            num_hits=sum(_number(self.folder / f"memory.{name}failcnt") or 0 for name in ("", "memsw.")),
+            num_hits=sum(
+                _number(self.folder / f"memory.{name}failcnt") or 0 for name in ("", "memsw.")
+            ),
         )
 
 
@@ -183,7 +197,16 @@ class SystemdScopeLimit(MemoryLimit):
     def wrap(self, command: Sequence[str]) -> list[str]:
         self._unit = f"{_PREFIX}{os.getpid()}-{next(_serial)}.scope"
         limits = ["-p", f"MemoryMax={self.limit_bytes}", "-p", "MemorySwapMax=0"]
-        return ["systemd-run", "--user", "--scope", "--quiet", f"--unit={self._unit}", *limits, "--", *command]
+        return [
+            "systemd-run",
+            "--user",
+            "--scope",
+            "--quiet",
+            f"--unit={self._unit}",
+            *limits,
+            "--",
+            *command,
+        ]
 
     def attach(self, pid: int) -> None:
         """Finds the scope's cgroup, which systemd-run enters before it execs the command."""
@@ -196,10 +219,13 @@ class SystemdScopeLimit(MemoryLimit):
             time.sleep(0.01)
 
     def charge(self, in_full: bool) -> Charge:
-        """The scope's folder goes with its last process: systemd remembers whether that was killed for memory."""
+        """The scope's folder goes with its last process: systemd remembers whether that was killed
+        for memory."""
         if self._folder:
             now = _charge_v2(self._folder, in_full)
-            self._last = Charge(*(new if new is not None else old for new, old in zip(now, self._last, strict=True)))
+            self._last = Charge(
+                *(new if new is not None else old for new, old in zip(now, self._last, strict=True))
+            )
         if (
             in_full
             and not self._last.num_kills
@@ -218,7 +244,9 @@ class SystemdScopeLimit(MemoryLimit):
         """What systemctl prints about the scope; empty where it fails."""
         command = ["systemctl", "--user", *words, self._unit]
         try:
-            return subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout.strip()
+            return subprocess.run(
+                command, capture_output=True, text=True, timeout=10, check=False
+            ).stdout.strip()
         except (OSError, subprocess.SubprocessError):
             return ""
 
@@ -234,12 +262,15 @@ class SystemdScopeLimit(MemoryLimit):
         finally:
             self.close()
         if done.returncode:
-            raise OSError(f"systemd-run --user: {(done.stderr.strip() or 'failed').splitlines()[-1]}")
+            raise OSError(
+                f"systemd-run --user: {(done.stderr.strip() or 'failed').splitlines()[-1]}"
+            )
         return done.stdout.strip()
 
 
 class WatchLimit(MemoryLimit):
-    """The launcher's own eyes: it kills the run when a sample of the process tree is over the cap."""
+    """The launcher's own eyes: it kills the run when a sample of the process tree is over the
+    cap."""
 
     kind = "watch"
 
@@ -262,14 +293,16 @@ _AUTO_PART = 0.9
 
 
 def parse_memory(text: str) -> int:
-    """A size, or "auto": nine tenths of what is free now, here and in every cgroup around this process. Raises ValueError."""
+    """A size, or "auto": nine tenths of what is free now, here and in every cgroup around this
+    process. Raises ValueError."""
     if text.strip().lower() != "auto":
         return parse_bytes(text)
     return int(_AUTO_PART * min(available_bytes(), *_left_in_cgroups())) & -(1 << 20)
 
 
 def _left_in_cgroups() -> list[int]:
-    """Bytes that the cgroups around this process still grant; at least one figure, which may be no limit at all."""
+    """Bytes that the cgroups around this process still grant; at least one figure, which may be no
+    limit at all."""
     left = [1 << 62]
     for controller, limit, usage in (
         ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
@@ -300,11 +333,14 @@ def _open(kind: str, limit_bytes: int, why: str) -> MemoryLimit:
             return CgroupV2Limit(parent, limit_bytes, why)
         except OSError as error:
             refusals.append(str(error))
-    raise OSError("; ".join(refusals) or "no cgroup whose memory controller is delegated to this process")
+    raise OSError(
+        "; ".join(refusals) or "no cgroup whose memory controller is delegated to this process"
+    )
 
 
 def _parents_v2() -> list[Path]:
-    """Cgroups whose children have the memory controller: the own one (only if it may hold no process), or its parent."""
+    """Cgroups whose children have the memory controller: the own one (only if it may hold no
+    process), or its parent."""
     own = own_cgroup("")
     if own is None:
         return []
@@ -312,9 +348,11 @@ def _parents_v2() -> list[Path]:
 
 
 def own_cgroup(controller: str, pid: int | str = "self") -> Path | None:
-    """The folder of a process's cgroup in the hierarchy of a version 1 controller, or for "" in the unified hierarchy.
+    """The folder of a process's cgroup in the hierarchy of a version 1 controller, or for "" in the
+    unified hierarchy.
 
-    None where that is not mounted. A process without a cgroup counts to the whole version 1 hierarchy.
+    None where that is not mounted. A process without a cgroup counts to the whole version 1
+    hierarchy.
     """
     fs_type = "cgroup" if controller else "cgroup2"
     for line in read_word("/proc/self/mountinfo").splitlines():
@@ -328,7 +366,9 @@ def own_cgroup(controller: str, pid: int | str = "self") -> Path | None:
     for line in read_word(f"/proc/{pid}/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if (controller in controllers.split(",")) if controller else not controllers:
-            folder = Path(point, os.path.relpath(path, root)) if path.startswith(root) else Path(point)
+            folder = (
+                Path(point, os.path.relpath(path, root)) if path.startswith(root) else Path(point)
+            )
             return folder.resolve() if folder.is_dir() else Path(point)
     return Path(point) if controller else None
 
@@ -340,7 +380,9 @@ def _charge_v2(folder: Path, in_full: bool) -> Charge:
     stat = _table(folder / "memory.stat")
     events = _table(folder / "memory.events")
     anonymous = None if "anon" not in stat else stat["anon"] + stat.get("kernel", 0)
-    return charge._replace(anonymous_bytes=anonymous, num_kills=events.get("oom_kill"), num_hits=events.get("max"))
+    return charge._replace(
+        anonymous_bytes=anonymous, num_kills=events.get("oom_kill"), num_hits=events.get("max")
+    )
 
 
 def _remove_dead(parent: Path) -> None:
@@ -364,7 +406,11 @@ def _number(file: Path) -> int | None:
 
 def _table(file: Path) -> dict[str, int]:
     words = _words(file)
-    return {name: int(value) for name, value in zip(words[::2], words[1::2], strict=False) if value.isdigit()}
+    return {
+        name: int(value)
+        for name, value in zip(words[::2], words[1::2], strict=False)
+        if value.isdigit()
+    }
 
 
 def _words(file: Path) -> list[str]:

@@ -1,9 +1,11 @@
-"""Mistakes: the answer to a command line that was typed wrongly: one sentence, and the command that works.
+"""Mistakes: the answer to a command line that was typed wrongly: one sentence, and the command that
+works.
 
     tiermem train --ofload nvme     ->     tiermem train: there is no option --ofload; write: tiermem train --offload nvme
 
-typer finds what no command has: other words for commands and options, missing values. The dataclasses of options.py and the
-jobs made of them find the rest, and raise a Mistake. Both know which words to write instead of which.
+typer finds what no command has: other words for commands and options, missing values. The
+dataclasses of options.py and the jobs made of them find the rest, and raise a Mistake. Both know
+which words to write instead of which.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from tiermem.tools.presets import PRESETS
 PROGRAM = "tiermem"
 
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
-"""What typer raises for a command line that it cannot read: a class of its own copy of click, or of click."""
+"""What typer raises for a command line that it cannot read: a class of its own copy of click, or of
+click."""
 
 EXAMPLES = {
     "--preset": "419m",
@@ -67,7 +70,8 @@ _EXTRA = re.compile(r"Got unexpected extra argument\S* \((.*?)\)")
 
 
 def answer(error: Any, given: Sequence[str]) -> str:
-    """The line for a usage error of typer's: the command, what is wrong, and the command line to write instead."""
+    """The line for a usage error of typer's: the command, what is wrong, and the command line to
+    write instead."""
     context = error.ctx
     command = None if context is None else context.command
     options = _options_of(command)
@@ -101,7 +105,9 @@ def answer(error: Any, given: Sequence[str]) -> str:
         said = f"{_name_of(parameter) or parameter.metavar or parameter.name} is missing"
         arguments = _arguments_of(command)
         missing = arguments[arguments.index(parameter) :] if parameter in arguments else [parameter]
-        instead = {f"<{each.name}>": f"{_name_of(each)} {_example(each)}".strip() for each in missing}
+        instead = {
+            f"<{each.name}>": f"{_name_of(each)} {_example(each)}".strip() for each in missing
+        }
     elif parameter is not None:
         name = _name_of(parameter)
         said = f"{name}: {said}"
@@ -109,7 +115,9 @@ def answer(error: Any, given: Sequence[str]) -> str:
     return _sentence(path, said, corrected(given, instead))
 
 
-def _without(name: str, given: Sequence[str], num_words: int, command: Any) -> tuple[str, list[str]]:
+def _without(
+    name: str, given: Sequence[str], num_words: int, command: Any
+) -> tuple[str, list[str]]:
     """What is wrong with an option that a command does not have, and the command line to write."""
     said = f"there is no option {name}"
     words = list(given)
@@ -131,7 +139,8 @@ def _without(name: str, given: Sequence[str], num_words: int, command: Any) -> t
 
 
 def corrected(given: Sequence[str], instead: Mapping[str, str]) -> list[str]:
-    """The command line with other words in place of an option and its value, or of a word; what is not there is added."""
+    """The command line with other words in place of an option and its value, or of a word; what is
+    not there is added."""
     words = list[str]()
     left = dict(instead)
     position = 0
@@ -142,7 +151,12 @@ def corrected(given: Sequence[str], instead: Mapping[str, str]) -> list[str]:
         if name not in instead:
             words.append(word)
             continue
-        if name.startswith("-") and not equals and position < len(given) and not given[position].startswith("-"):
+        if (
+            name.startswith("-")
+            and not equals
+            and position < len(given)
+            and not given[position].startswith("-")
+        ):
             position += 1
         words += left.pop(name, "").split()
     return [*words, *(each for more in left.values() for each in more.split())]
@@ -158,8 +172,11 @@ def _sentence(command: str, said: str, words: Sequence[str]) -> str:
 
 
 def _renamed(given: Sequence[str], name: str, other: str) -> list[str]:
-    """The command line with an option under another name; with an example of its value where it is the last word."""
-    words = [other + word[len(name) :] if word.partition("=")[0] == name else word for word in given]
+    """The command line with an option under another name; with an example of its value where it is
+    the last word."""
+    words = [
+        other + word[len(name) :] if word.partition("=")[0] == name else word for word in given
+    ]
     return [*words, EXAMPLES[other]] if words[-1] == other and other in EXAMPLES else words
 
 
@@ -177,7 +194,12 @@ def _near(word: str, there: Iterable[str]) -> str | None:
 
 
 def _options_of(command: Any) -> list[str]:
-    return [name for parameter in getattr(command, "params", ()) for name in parameter.opts if name.startswith("-")]
+    return [
+        name
+        for parameter in getattr(command, "params", ())
+        for name in parameter.opts
+        if name.startswith("-")
+    ]
 
 
 def _arguments_of(command: Any) -> list[Any]:
@@ -188,7 +210,11 @@ def _option_for(word: str, options: Sequence[str]) -> str:
     """The option that a word without one probably belongs to, and the word."""
     if word.lower() in PRESETS and "--preset" in options:
         return f"--preset {word.lower()}"
-    for name, fits in (("--config", word.endswith(".json")), ("--model", Path(word).is_dir()), ("--path", True)):
+    for name, fits in (
+        ("--config", word.endswith(".json")),
+        ("--model", Path(word).is_dir()),
+        ("--path", True),
+    ):
         if fits and name in options:
             return f"{name} {word}"
     return ""

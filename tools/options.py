@@ -1,10 +1,12 @@
-"""The options of every command: a dataclass for each, whose docstring is its help and whose fields the command works with.
+"""The options of every command: a dataclass for each, whose docstring is its help and whose fields
+the command works with.
 
     preset: str | None = option(None, "a Llama of that size")                    --preset TEXT
     size_bytes: int = size("2GiB", "of the file", "--size")                      --size TEXT [default: 2GiB], 2147483648 for us
 
-cli.py makes typer's parameters and `--help` from the fields. The dataclass checks its values when it is made, so a caller in
-Python gets the same errors: ValueError or OSError, one line, before any measurement. This file imports no large package.
+cli.py makes typer's parameters and `--help` from the fields. The dataclass checks its values when
+it is made, so a caller in Python gets the same errors: ValueError or OSError, one line, before any
+measurement. This file imports no large package.
 """
 
 # ruff: noqa: RUF009   (option is dataclasses.field)
@@ -43,7 +45,8 @@ from tiermem.tools.words import (
 OFFLOADS = ("none", "cpu", "nvme")
 PRECISIONS = ("auto", "bf16", "fp32", "fp16")
 COMPUTES = ("auto", "storage", "fp32")
-STATES = ("exact", "compact", "bf16", "tiny")  # the presets of tiermem/precision.py, which imports torch
+# the presets of tiermem/precision.py, which imports torch
+STATES = ("exact", "compact", "bf16", "tiny")
 DURABILITIES = ("checkpoint", "step", "none")
 OVERLAPS = ("auto", "none", "forward", "backward")
 ENGINES = ("auto", "uring", "aio", "threads")
@@ -66,18 +69,24 @@ POSITIVE = at_least(1)
 CORES = from_to(1, num_cores, ", the cores of this process")
 ENGINE = OneOf(*ENGINES)
 
-# ---- the commands ----------------------------------------------------------------------------------------------------
+# ---- the commands --------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainOptions(Options):
     """Train a model under a memory cap, with its states on any tier."""
 
-    preset: str | None = option(None, "151m, 419m, 1b, 1.3b, 3b, 7b, 8b, 14b, 32b or 70b: a Llama of that size")
+    preset: str | None = option(
+        None, "151m, 419m, 1b, 1.3b, 3b, 7b, 8b, 14b, 32b or 70b: a Llama of that size"
+    )
     config: Path | None = option(None, "a Hugging Face config.json")
     model: Path | None = option(None, "a local checkpoint: config.json and safetensors")
-    data: Sequence[Path] = option((), "text files or folders [default: Python's own sources and documentation]")
-    offload: str | None = option(None, "home of all states: none, cpu or nvme [default: nvme]", check=OneOf(*OFFLOADS))
+    data: Sequence[Path] = option(
+        (), "text files or folders [default: Python's own sources and documentation]"
+    )
+    offload: str | None = option(
+        None, "home of all states: none, cpu or nvme [default: nvme]", check=OneOf(*OFFLOADS)
+    )
     nvme: Sequence[Path] = option((), "folders on NVMe disks [default: the run's folder]")
     memory_bytes: int | None = option(
         None,
@@ -90,14 +99,24 @@ class TrainOptions(Options):
     tuned: Path | None = option(None, "what `tiermem tune` wrote: queue, engine, paths")
     sustained: float | None = option(
         None,
-        "measure the disks past their fast caches: write until the rate has fallen, or this part of what is free, such as 20%",
+        (
+            "measure the disks past their fast caches: write until the rate has fallen, or this "
+            "part "
+            "of what is free, such as 20%"
+        ),
         parse=parse_share,
     )
-    tbw_bytes: int | None = option(None, "what the drive may be written in its life, such as 600TB", "--tbw", parse_tbw)
-    steps: int | None = option(None, "optimizer steps, with those before a resume [default: 10]", check=POSITIVE)
+    tbw_bytes: int | None = option(
+        None, "what the drive may be written in its life, such as 600TB", "--tbw", parse_tbw
+    )
+    steps: int | None = option(
+        None, "optimizer steps, with those before a resume [default: 10]", check=POSITIVE
+    )
     seq: int | None = option(None, "tokens of a sequence [default: 128]", check=POSITIVE)
     batch: int | None = option(None, "sequences of a micro-batch [default: 1]", check=POSITIVE)
-    seed: int | None = option(None, "of weights and of the order of data [default: 0]", check=from_to(0, (1 << 63) - 1))
+    seed: int | None = option(
+        None, "of weights and of the order of data [default: 0]", check=from_to(0, (1 << 63) - 1)
+    )
     lr: float | None = option(None, "learning rate of AdamW [default: 0.0001]")
     precision: str | None = option(
         None,
@@ -106,42 +125,68 @@ class TrainOptions(Options):
     )
     compute: str | None = option(
         None,
-        "what 16-bit weights are multiplied in: storage (as they rest), fp32, or auto (fp32 where 16-bit products are slow)"
+        "what 16-bit weights are multiplied in: storage (as they rest), fp32, or auto (fp32 where "
+        "16-bit products are slow)"
         " [default: storage]",
         check=OneOf(*COMPUTES),
     )
     states: str | None = option(
-        None, "precision of masters and moments: exact, compact, bf16 or tiny [default: exact]", check=OneOf(*STATES)
+        None,
+        "precision of masters and moments: exact, compact, bf16 or tiny [default: exact]",
+        check=OneOf(*STATES),
     )
     is_checkpointing: bool | None = option(
         None,
-        "recompute blocks in backward [default: where a step is predicted to be faster, or fits no other way]",
+        (
+            "recompute blocks in backward [default: where a step is predicted to be faster, or "
+            "fits no "
+            "other way]"
+        ),
         RECOMPUTE,
     )
     layers: int | None = option(None, "another number of layers", check=POSITIVE)
     resident_bytes: int | None = size(
-        None, "optimizer states kept in memory, such as 200MiB [default: what the cap leaves]", "--resident"
+        None,
+        "optimizer states kept in memory, such as 200MiB [default: what the cap leaves]",
+        "--resident",
     )
     threads: int | None = option(None, "of the maths [default: what torch takes]", check=CORES)
     resume: Path | None = option(
-        None, "go on from what --save wrote, or from a run; what is not given is as it was; without a value: list them"
+        None,
+        (
+            "go on from what --save wrote, or from a run; what is not given is as it was; without "
+            "a "
+            "value: list them"
+        ),
     )
-    save: Path | None = option(None, "folder of checkpoints [default, with --save-every: in the run's folder]")
-    save_every: int | None = option(None, "steps between two checkpoints [default: one at the end]", check=POSITIVE)
+    save: Path | None = option(
+        None, "folder of checkpoints [default, with --save-every: in the run's folder]"
+    )
+    save_every: int | None = option(
+        None, "steps between two checkpoints [default: one at the end]", check=POSITIVE
+    )
     durability: str | None = option(
         None,
         "checkpoint, step (each is durable) or none (half the disk) [default: checkpoint]",
         check=OneOf(*DURABILITIES),
     )
-    keep: int | None = option(None, "checkpoints that stay where states rest [default: 1]", check=POSITIVE)
+    keep: int | None = option(
+        None, "checkpoints that stay where states rest [default: 1]", check=POSITIVE
+    )
     overlap: str | None = option(
         None,
-        "what runs beside the tiles of an optimizer step: none, forward (the next one), backward, or auto [default: auto]",
+        (
+            "what runs beside the tiles of an optimizer step: none, forward (the next one), "
+            "backward, "
+            "or auto [default: auto]"
+        ),
         check=OneOf(*OVERLAPS),
     )
     json_file: Path | None = option(None, "write the figures here", "--json")
     runs: Path = option(Path("runs"), "folder that keeps a folder per run")
-    tensorboard: Path | None = option(None, "also write every step's figures into this folder, for TensorBoard")
+    tensorboard: Path | None = option(
+        None, "also write every step's figures into this folder, for TensorBoard"
+    )
     is_verbose: bool = option(False, "show every phase and step, and all tables", "--verbose")
     is_debug: bool = option(False, "show tracebacks and what the trainer prints", "--debug")
 
@@ -152,20 +197,33 @@ class TrainOptions(Options):
 
 @dataclasses.dataclass(frozen=True)
 class PlanOptions(Options):
-    """Say what a training would take of every tier and how long a step would last, without the machine for it."""
+    """Say what a training would take of every tier and how long a step would last, without the
+    machine for it."""
 
     MADE_BY = "tiermem plan"
 
-    config: Path | None = option(None, "a DeepSpeed-style JSON config [default: made of the options]")
-    preset: str | None = option(None, "151m, 419m, 1b, 1.3b, 3b, 7b, 8b, 14b, 32b or 70b: a Llama of that size")
+    config: Path | None = option(
+        None, "a DeepSpeed-style JSON config [default: made of the options]"
+    )
+    preset: str | None = option(
+        None, "151m, 419m, 1b, 1.3b, 3b, 7b, 8b, 14b, 32b or 70b: a Llama of that size"
+    )
     model: Path | None = option(None, "a Hugging Face config.json, or the folder it lies in")
     shows_paper: bool = option(
-        False, "show the ZeRO-Infinity paper's table and the estimators of a model (7b), and plan nothing", "--paper"
+        False,
+        "show the ZeRO-Infinity paper's table and the estimators of a model (7b), and plan nothing",
+        "--paper",
     )
-    offload: str | None = option(None, "home of all states: none, cpu or nvme [default: nvme]", check=OneOf(*OFFLOADS))
-    precision: str | None = option(None, "of weights: as in `train` [default: auto]", check=OneOf(*PRECISIONS))
+    offload: str | None = option(
+        None, "home of all states: none, cpu or nvme [default: nvme]", check=OneOf(*OFFLOADS)
+    )
+    precision: str | None = option(
+        None, "of weights: as in `train` [default: auto]", check=OneOf(*PRECISIONS)
+    )
     states: str | None = option(
-        None, "precision of masters and moments: exact, compact, bf16 or tiny [default: exact]", check=OneOf(*STATES)
+        None,
+        "precision of masters and moments: exact, compact, bf16 or tiny [default: exact]",
+        check=OneOf(*STATES),
     )
     batch: int | None = option(None, "sequences of a micro-batch [default: 1]", check=POSITIVE)
     accumulation: int | None = option(None, "micro-batches of a step [default: 1]", check=POSITIVE)
@@ -174,31 +232,53 @@ class PlanOptions(Options):
     nodes: int = option(1, "nodes", check=POSITIVE)
     gpu_bytes: int | None = size(
         None,
-        "of each rank's GPU, such as 80GiB [default: of this machine's; without one the maths runs on the CPU]",
+        (
+            "of each rank's GPU, such as 80GiB [default: of this machine's; without one the maths "
+            "runs "
+            "on the CPU]"
+        ),
         "--gpu-memory",
         _OF_A_MACHINE,
     )
     host_bytes: int | None = size(
         None, "of each node, such as 512GiB [default: no limit]", "--host-memory", _OF_A_MACHINE
     )
-    nvme_bytes: int | None = size(None, "of each node, such as 7TB [default: no limit]", "--nvme-size", _OF_A_MACHINE)
-    nvme_rate: str | None = option(None, "GB/s read and written by a node's disks, such as 3.6,7.0 [default: measured]")
+    nvme_bytes: int | None = size(
+        None, "of each node, such as 7TB [default: no limit]", "--nvme-size", _OF_A_MACHINE
+    )
+    nvme_rate: str | None = option(
+        None, "GB/s read and written by a node's disks, such as 3.6,7.0 [default: measured]"
+    )
     is_duplex: bool = option(False, "the disks read and write at full speed at once", "--duplex")
-    rates: Path | None = option(None, "what `tiermem tune` wrote: its measured rates, and those seen in runs")
+    rates: Path | None = option(
+        None, "what `tiermem tune` wrote: its measured rates, and those seen in runs"
+    )
     sustained: float | None = option(
         None,
-        "measure the disks past their fast caches: write until the rate has fallen, or this part of what is free, such as 20%",
+        (
+            "measure the disks past their fast caches: write until the rate has fallen, or this "
+            "part "
+            "of what is free, such as 20%"
+        ),
         parse=parse_share,
     )
     flops: float | None = option(
         None,
-        "operations a second that a rank reaches, such as 150T [default: measured here; 150T is assumed of a GPU]",
+        (
+            "operations a second that a rank reaches, such as 150T [default: measured here; 150T "
+            "is "
+            "assumed of a GPU]"
+        ),
         parse=parse_flops,
         check=above_zero,
     )
     link_bytes_s: float | None = size(
         None,
-        "bytes a second between memory and GPU, each way [default: measured where there is a GPU, else 25GB]",
+        (
+            "bytes a second between memory and GPU, each way [default: measured where there is a "
+            "GPU, "
+            "else 25GB]"
+        ),
         "--link",
         above_zero,
     )
@@ -208,14 +288,23 @@ class PlanOptions(Options):
         "--gpu-bandwidth",
         above_zero,
     )
-    network_bytes_s: float = size("10GB", "bytes a second that a rank sends to others", "--network", above_zero)
+    network_bytes_s: float = size(
+        "10GB", "bytes a second that a rank sends to others", "--network", above_zero
+    )
     near_bytes_s: float | None = size(
-        None, "bytes a second that it sends within its node; as --network when left out", "--near-network", above_zero
+        None,
+        "bytes a second that it sends within its node; as --network when left out",
+        "--near-network",
+        above_zero,
     )
     seq: int = option(2048, "tokens of a sequence", check=POSITIVE)
     is_checkpointing: bool | None = option(
         None,
-        "recompute blocks in backward [default: where a step is predicted to be faster, or fits no other way]",
+        (
+            "recompute blocks in backward [default: where a step is predicted to be faster, or "
+            "fits no "
+            "other way]"
+        ),
         RECOMPUTE,
     )
     json_file: Path | None = option(None, "write the figures here", "--json")
@@ -226,21 +315,31 @@ class PlanOptions(Options):
         if (self.preset is None) == (self.model is None):
             said = "both are given" if self.preset else "none is given"
             instead = {"--model": ""} if self.preset else {"--preset": "--preset 7b"}
-            raise Mistake(f"a model is named by exactly one of --preset and --model; {said}", instead)
-        decided = {f"--{name}": "" for name in (*MADE_OF, "accumulation") if getattr(self, name) is not None}
+            raise Mistake(
+                f"a model is named by exactly one of --preset and --model; {said}", instead
+            )
+        decided = {
+            f"--{name}": ""
+            for name in (*MADE_OF, "accumulation")
+            if getattr(self, name) is not None
+        }
         if self.config is not None and decided:
             raise Mistake(f"{', '.join(decided)}: --config decides this", decided)
         if self.nvme_rate is not None and self.rates is not None:
-            raise ValueError("--nvme-rate and --rates both say how fast the disks are; give one of them")
+            raise ValueError(
+                "--nvme-rate and --rates both say how fast the disks are; give one of them"
+            )
         if self.sustained is not None and (self.nvme_rate is not None or self.rates is not None):
             raise ValueError(
-                "--sustained measures the disks; --nvme-rate and --rates say how fast they are: give one of them"
+                "--sustained measures the disks; --nvme-rate and --rates say how fast they are: "
+                "give one of them"
             )
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckOptions(Options):
-    """Say what this machine offers: engines, direct I/O, limits, kernels, GPU, disk. Or what becomes of a config's keys."""
+    """Say what this machine offers: engines, direct I/O, limits, kernels, GPU, disk. Or what
+    becomes of a config's keys."""
 
     paths: Sequence[Path] = option((), "folders whose disks are measured [default: this]", "--path")
     seconds: float = option(5.0, "of each disk measurement", check=above_zero)
@@ -250,7 +349,8 @@ class CheckOptions(Options):
 
 @dataclasses.dataclass(frozen=True)
 class TuneOptions(Options):
-    """Find the block size, depth, engine and path weights that suit these disks, and write them as a config section.
+    """Find the block size, depth, engine and path weights that suit these disks, and write them as
+    a config section.
 
     Use it with `tiermem train --tuned tiermem.json`, or in Python with
     tiermem.initialize(model=model, config=tiermem.with_tuned("ds.json", "tiermem.json")).
@@ -261,73 +361,127 @@ class TuneOptions(Options):
     out: Path = option(Path("tiermem.json"), "the config section to write")
     seconds: float = option(50.0, "for all of it, about", check=above_zero)
     size_bytes: int = size(
-        "1GiB", "of the file to measure on, in each folder", "--size", at_least(8 << 20, format_bytes)
+        "1GiB",
+        "of the file to measure on, in each folder",
+        "--size",
+        at_least(8 << 20, format_bytes),
     )
     engines: Sequence[str] = several(
-        "auto", "those to try: auto (all that run), or some of uring,aio,threads", "--engine", check=ENGINE
+        "auto",
+        "those to try: auto (all that run), or some of uring,aio,threads",
+        "--engine",
+        check=ENGINE,
     )
     sustained: float | None = option(
         None,
-        "measure the disks past their fast caches: write until the rate has fallen, or this part of what is free, such as 20%",
+        (
+            "measure the disks past their fast caches: write until the rate has fallen, or this "
+            "part "
+            "of what is free, such as 20%"
+        ),
         parse=parse_share,
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class IoBenchOptions(Options):
-    """Measure a folder's disk: GB/s, latencies and CPU time of every engine, block size, depth and pattern."""
+    """Measure a folder's disk: GB/s, latencies and CPU time of every engine, block size, depth and
+    pattern."""
 
     MADE_BY = "tiermem bench io"
 
-    paths: Sequence[Path] = option(..., "folders on the disks: each alone, then all at once", "--path", check=folders)
+    paths: Sequence[Path] = option(
+        ..., "folders on the disks: each alone, then all at once", "--path", check=folders
+    )
     size_bytes: int = size("2GiB", "of the file in each folder, for each rank", "--size")
     blocks: Sequence[int] = several("256KiB,1MiB,4MiB", "block sizes", "--block", parse_bytes)
     depths: Sequence[int] = several("1,8,32", "blocks in flight", "--depth", int, from_to(1, 4096))
-    engines: Sequence[str] = several("auto", "some of auto,uring,aio,threads", "--engine", check=ENGINE)
-    modes: Sequence[str] = several(
-        "read,write,mixed,random", "some of read,write,mixed,random,tensors,sustained", "--mode", check=OneOf(*MODES)
+    engines: Sequence[str] = several(
+        "auto", "some of auto,uring,aio,threads", "--engine", check=ENGINE
     )
-    ranks: Sequence[int] = several("1", "processes at once, such as 1,4", "--ranks", int, from_to(1, 1024))
+    modes: Sequence[str] = several(
+        "read,write,mixed,random",
+        "some of read,write,mixed,random,tensors,sustained",
+        "--mode",
+        check=OneOf(*MODES),
+    )
+    ranks: Sequence[int] = several(
+        "1", "processes at once, such as 1,4", "--ranks", int, from_to(1, 1024)
+    )
     loops: int = option(5, "passes of each setting, turn and turn about", check=POSITIVE)
     random_block_bytes: int = size("4KiB", "block size of random", "--random-block")
     sync: bool = option(False, "end each writing pass with a sync", "--fsync")
-    threads: int = option(0, "of the threads engine [default: it chooses]", check=from_to(0, 1024), shows_default=False)
+    threads: int = option(
+        0,
+        "of the threads engine [default: it chooses]",
+        check=from_to(0, 1024),
+        shows_default=False,
+    )
     sustained_bytes: int = size("64GiB", "that sustained writes", "--bytes")
-    sustained_s: float | None = option(None, "after which sustained stops", "--seconds", check=above_zero)
-    json_file: Path | None = option(None, "write machine, rows and best here", "--json", check=ends_in(".json"))
+    sustained_s: float | None = option(
+        None, "after which sustained stops", "--seconds", check=above_zero
+    )
+    json_file: Path | None = option(
+        None, "write machine, rows and best here", "--json", check=ends_in(".json")
+    )
     csv_file: Path | None = option(None, "write the rows here", "--csv", check=ends_in(".csv"))
-    plot_file: Path | None = option(None, "draw heat maps, as a PNG", "--plot", check=ends_in(".png"))
+    plot_file: Path | None = option(
+        None, "draw heat maps, as a PNG", "--plot", check=ends_in(".png")
+    )
     has_fio: bool = option(False, "fio on the same file, when it is installed", "--fio")
-    yardstick: Path | None = option(None, "build/yardsticks/bare_loop, from `make yardsticks`", check=program)
-    peer_python: Path | None = option(None, "an interpreter that has DeepSpeed: its aio_handle", check=program)
+    yardstick: Path | None = option(
+        None, "build/yardsticks/bare_loop, from `make yardsticks`", check=program
+    )
+    peer_python: Path | None = option(
+        None, "an interpreter that has DeepSpeed: its aio_handle", check=program
+    )
 
     def check_together(self) -> None:
         used = [*self.blocks, *([self.random_block_bytes] if "random" in self.modes else [])]
         for each in (self.size_bytes, *used):
             if each < _PAGE_BYTES or each % _PAGE_BYTES:
-                raise ValueError(f"a size or block of {each} bytes is given; allowed are multiples of {_PAGE_BYTES}")
+                raise ValueError(
+                    f"a size or block of {each} bytes is given; allowed are multiples of "
+                    f"{_PAGE_BYTES}"
+                )
         if max(used) > self.size_bytes:
-            raise ValueError(f"--block {format_bytes(max(used))} is larger than --size {format_bytes(self.size_bytes)}")
+            raise ValueError(
+                f"--block {format_bytes(max(used))} is larger than --size "
+                f"{format_bytes(self.size_bytes)}"
+            )
         if "sustained" in self.modes and self.sustained_bytes < max(self.blocks):
-            raise ValueError(f"--bytes {self.sustained_bytes} is less than a block of {max(self.blocks)} bytes")
+            raise ValueError(
+                f"--bytes {self.sustained_bytes} is less than a block of {max(self.blocks)} bytes"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
 class AdamBenchOptions(Options):
-    """Time AdamW in every precision, beside the memory's own speed, torch's fused AdamW and DeepSpeedCPUAdam."""
+    """Time AdamW in every precision, beside the memory's own speed, torch's fused AdamW and
+    DeepSpeedCPUAdam."""
 
     MADE_BY = "tiermem bench adam"
 
-    num_params: int = option("128M", "parameters to step, such as 128M", "--params", parse_count, at_least(_LEAST_ADAM))
+    num_params: int = option(
+        "128M", "parameters to step, such as 128M", "--params", parse_count, at_least(_LEAST_ADAM)
+    )
     loops: int = option(9, "of each row, everybody in turn", check=POSITIVE)
     threads: int | None = option(None, "of everybody's maths [default: the cores]", check=CORES)
     rows: Sequence[str] = option((), "part of the names of rows to measure [default: all]", "--row")
     isa: str | None = option(
-        None, "hold our kernels down to plain, avx2 or avx512 [default: the best]", check=OneOf(*ISAS)
+        None,
+        "hold our kernels down to plain, avx2 or avx512 [default: the best]",
+        check=OneOf(*ISAS),
     )
-    yardstick: Path | None = option(None, "build/yardsticks/bare_stream, from `make yardsticks`", check=program)
-    peer_python: Path | None = option(None, "an interpreter that has DeepSpeed: its CPU Adam", check=program)
-    json_file: Path | None = option(None, "write machine and rows here", "--json", check=ends_in(".json"))
+    yardstick: Path | None = option(
+        None, "build/yardsticks/bare_stream, from `make yardsticks`", check=program
+    )
+    peer_python: Path | None = option(
+        None, "an interpreter that has DeepSpeed: its CPU Adam", check=program
+    )
+    json_file: Path | None = option(
+        None, "write machine and rows here", "--json", check=ends_in(".json")
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -340,19 +494,35 @@ class StepBenchOptions(Options):
         ..., "folders on the NVMe disks: the states are dealt over them", "--path", check=folders
     )
     num_params: int = option(
-        "256M", "parameters to step, such as 256M", "--params", parse_count, at_least(_LEAST_STEPPED)
+        "256M",
+        "parameters to step, such as 256M",
+        "--params",
+        parse_count,
+        at_least(_LEAST_STEPPED),
     )
-    precision: str = option("bf16", "of parameters and gradients: fp32 or bf16", check=OneOf("bf16", "fp32"))
-    preset: str = option("exact", "of states: exact, compact, bf16, tiny; several with commas are compared")
+    precision: str = option(
+        "bf16", "of parameters and gradients: fp32 or bf16", check=OneOf("bf16", "fp32")
+    )
+    preset: str = option(
+        "exact", "of states: exact, compact, bf16, tiny; several with commas are compared"
+    )
     loops: int = option(5, "steps to time", check=POSITIVE)
     resident: str = option("0", "states kept in memory; several such as 0,25%,1GiB are compared")
     only_states: bool = option(False, "keep parameters and gradients in memory", "--only-states")
-    verify: str = option("always", "checksums: always, sample, resume (none); several with commas are compared")
+    verify: str = option(
+        "always", "checksums: always, sample, resume (none); several with commas are compared"
+    )
     compares: bool = option(False, "also with either half of the pipeline off", "--compare")
-    pipelines: bool = option(False, "read, compute and write in turn", "--no-pipeline", operator.not_)
-    yardstick: Path | None = option(None, "build/yardsticks/bare_loop, from `make yardsticks`", check=program)
+    pipelines: bool = option(
+        False, "read, compute and write in turn", "--no-pipeline", operator.not_
+    )
+    yardstick: Path | None = option(
+        None, "build/yardsticks/bare_loop, from `make yardsticks`", check=program
+    )
     engine: str = option("auto", "auto, uring, aio or threads", check=ENGINE)
-    tbw_bytes: int | None = option(None, "what the drive may be written in its life, such as 600TB", "--tbw", parse_tbw)
+    tbw_bytes: int | None = option(
+        None, "what the drive may be written in its life, such as 600TB", "--tbw", parse_tbw
+    )
     json_file: Path | None = option(None, "write the figures here", "--json")
     plot_file: Path | None = option(None, "draw a step tile by tile, as a PNG", "--plot")
 
@@ -363,54 +533,76 @@ class StepBenchOptions(Options):
 
 @dataclasses.dataclass(frozen=True)
 class FsckOptions(Options):
-    """Say what is in a store: runs live or dead, which steps are durable and whole, space, what is not ours.
+    """Say what is in a store: runs live or dead, which steps are durable and whole, space, what is
+    not ours.
 
-    Exit status: 0 nothing is wrong, 1 a killed run has left its folder or a removal was cut short, 2 not all could be
-    looked at, 3 something durable is broken or damaged.
+    Exit status: 0 nothing is wrong, 1 a killed run has left its folder or a removal was cut short,
+    2 not all could be looked at, 3 something durable is broken or damaged.
     """
 
-    where: Path = option(..., "a store's path, a run's folder, a folder of checkpoints", "", metavar="DIR")
+    where: Path = option(
+        ..., "a store's path, a run's folder, a folder of checkpoints", "", metavar="DIR"
+    )
     verifies: bool = option(False, "read everything and compare checksums", "--verify")
-    removes: bool = option(False, "remove what killed runs left; only files that runs make", "--remove")
-    repairs: bool = option(False, "end removals and saves that were cut short, restore a lost `latest`", "--repair")
+    removes: bool = option(
+        False, "remove what killed runs left; only files that runs make", "--remove"
+    )
+    repairs: bool = option(
+        False, "end removals and saves that were cut short, restore a lost `latest`", "--repair"
+    )
     shows_json: bool = option(False, "print the findings as JSON", "--json")
 
 
 @dataclasses.dataclass(frozen=True)
 class InspectOptions(Options):
-    """List a durable step's tensors like `ls -l`: shapes, states and their formats, bytes, files."""
+    """List a durable step's tensors like `ls -l`: shapes, states and their formats, bytes,
+    files."""
 
-    where: Path = option(..., "a folder of checkpoints, a tag's, or a run's folder", "", metavar="DIR")
+    where: Path = option(
+        ..., "a folder of checkpoints, a tag's, or a run's folder", "", metavar="DIR"
+    )
     tag: str | None = option(None, "which of the folder's [default: its latest]")
-    patterns: Sequence[str] = option((), "only names that a pattern matches, such as '*.weight'", "--match")
+    patterns: Sequence[str] = option(
+        (), "only names that a pattern matches, such as '*.weight'", "--match"
+    )
     shows_json: bool = option(False, "print the rows as JSON", "--json")
 
 
 @dataclasses.dataclass(frozen=True)
 class ImportOptions(Options):
-    """Make a tiermem checkpoint of another system's: weights, masters, moments, steps, loss scale."""
+    """Make a tiermem checkpoint of another system's: weights, masters, moments, steps, loss
+    scale."""
 
     source: Path = option(..., "a DeepSpeed ZeRO-3 or DCP folder, a torch file, safetensors", "")
     out: Path = option(..., "the folder of checkpoints to write into", "")
     tag: str | None = option(None, "which of a DeepSpeed folder's [default: its latest]")
     new_tag: str | None = option(None, "of what is written [default: global_step<N>]")
     optimizer: Path | None = option(None, "a file with a torch optimizer's state dict")
-    config: Path | None = option(None, "the model's config.json, for train --resume [default: beside the weights]")
+    config: Path | None = option(
+        None, "the model's config.json, for train --resume [default: beside the weights]"
+    )
     shows_json: bool = option(False, "print the figures as JSON", "--json")
 
 
 @dataclasses.dataclass(frozen=True)
 class ExportOptions(Options):
-    """Write a checkpoint's weights as Hugging Face or torch files, or all of it for torch.distributed.checkpoint."""
+    """Write a checkpoint's weights as Hugging Face or torch files, or all of it for
+    torch.distributed.checkpoint."""
 
-    where: Path = option(..., "a folder of checkpoints, a tag's, or a run's folder", "", metavar="DIR")
+    where: Path = option(
+        ..., "a folder of checkpoints, a tag's, or a run's folder", "", metavar="DIR"
+    )
     out: Path = option(..., "the folder to write into", "")
     tag: str | None = option(None, "which of the folder's [default: its latest]")
     dtype: str | None = option(None, "of floats: fp32, bf16 or fp16 [default: as stored]")
     is_fp32: bool = option(False, "the fp32 masters", "--fp32")
     is_pytorch: bool = option(False, "pytorch_model.bin instead of safetensors", "--pytorch")
-    is_dcp: bool = option(False, "a torch.distributed.checkpoint folder, optimizer states included", "--dcp")
-    is_whole: bool = option(False, "a tiermem checkpoint that holds all of its bytes, to move or archive", "--whole")
+    is_dcp: bool = option(
+        False, "a torch.distributed.checkpoint folder, optimizer states included", "--dcp"
+    )
+    is_whole: bool = option(
+        False, "a tiermem checkpoint that holds all of its bytes, to move or archive", "--whole"
+    )
     max_shard_bytes: int | None = size("5GB", "of a file", "--max-shard-size")
     exclude_frozen: bool = option(False, "leave frozen parameters out", "--exclude-frozen")
     config: Path | None = option(None, "the model's config.json, to lie beside the weights")
@@ -423,7 +615,11 @@ class ExportOptions(Options):
             raise ValueError("two of --pytorch, --dcp and --whole are given; choose one")
         if self.is_whole and (self.is_fp32 or self.dtype or self.exclude_frozen or self.config):
             raise ValueError(
-                "--whole copies every byte as it is: leave --fp32, --dtype, --exclude-frozen and --config out"
+                "--whole copies every byte as it is: leave --fp32, --dtype, --exclude-frozen and "
+                "--config out"
             )
         if self.max_shard_bytes is not None and self.max_shard_bytes < 1:
-            raise ValueError(f"--max-shard-size is {self.max_shard_bytes}; give a size of 1 byte or more, such as 5GB")
+            raise ValueError(
+                f"--max-shard-size is {self.max_shard_bytes}; give a size of 1 byte or more, such "
+                "as 5GB"
+            )

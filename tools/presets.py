@@ -19,9 +19,15 @@ ModelShape = dict[str, Any]
 
 
 def llama(
-    hidden: int, intermediate: int, layers: int, heads: int, vocabulary: int, key_value_heads: int | None = None
+    hidden: int,
+    intermediate: int,
+    layers: int,
+    heads: int,
+    vocabulary: int,
+    key_value_heads: int | None = None,
 ) -> ModelShape:
-    """The shape of a Llama, without the key/value cache; key_value_heads: None: each head has keys and values of its own."""
+    """The shape of a Llama, without the key/value cache; key_value_heads: None: each head has keys
+    and values of its own."""
     return {
         "model_type": "llama",
         "vocab_size": vocabulary,
@@ -42,7 +48,9 @@ _ENCODERS = frozenset(
     {"albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "modernbert", "mpnet", "roberta",
      "xlm-roberta"}
 )  # fmt: skip
-_OF_DEEPSPEED = frozenset({"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "tiermem"})
+_OF_DEEPSPEED = frozenset(
+    {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "tiermem"}
+)
 _NUM_BYTE_VALUES = 256
 
 PRESETS: dict[str, ModelShape] = {
@@ -68,13 +76,16 @@ def preset(name: str) -> ModelShape:
 
 
 def read_shape(file: Path) -> ModelShape:
-    """A Hugging Face config.json, without the key/value cache. Raises OSError, or ValueError that says what is wrong."""
+    """A Hugging Face config.json, without the key/value cache. Raises OSError, or ValueError that
+    says what is wrong."""
     shape = read_json(file)
     if isinstance(shape, dict) and not _OF_DEEPSPEED.isdisjoint(shape):
         instead = {"--config": f"--preset 419m --deepspeed-config {file}"}
         raise Mistake(f"{file} is no Hugging Face config, but one for DeepSpeed", instead)
     if not isinstance(shape, dict) or "model_type" not in shape:
-        raise ValueError(f'{file} is no Hugging Face config: it must be an object with a "model_type"')
+        raise ValueError(
+            f'{file} is no Hugging Face config: it must be an object with a "model_type"'
+        )
     return {**shape, "use_cache": False}
 
 
@@ -93,16 +104,20 @@ def check_shape(shape: ModelShape) -> None:
     kind = shape.get("model_type")
     if kind in _ENCODERS and not shape.get("is_decoder"):
         raise ValueError(
-            f"model_type is {kind!r}, an encoder; causal language models are trained, such as llama or gpt2"
+            f"model_type is {kind!r}, an encoder; causal language models are trained, such as "
+            "llama or gpt2"
         )
     for key in _SIZES:
         value = shape.get(key)
         if value is not None and (type(value) is not int or value < 1):
-            raise ValueError(f"{key} is {value!r} in the model's config; it must be a whole number of 1 or more")
+            raise ValueError(
+                f"{key} is {value!r} in the model's config; it must be a whole number of 1 or more"
+            )
     vocabulary = shape.get("vocab_size")
     if vocabulary is not None and vocabulary < _NUM_BYTE_VALUES:
         raise ValueError(
-            f"vocab_size is {vocabulary}; bytes of text are the tokens, so at least {_NUM_BYTE_VALUES} are due"
+            f"vocab_size is {vocabulary}; bytes of text are the tokens, so at least "
+            f"{_NUM_BYTE_VALUES} are due"
         )
     hidden = None if shape.get("head_dim") else shape.get("hidden_size", shape.get("n_embd"))
     heads = shape.get("num_attention_heads", shape.get("n_head"))
@@ -112,15 +127,21 @@ def check_shape(shape: ModelShape) -> None:
         ("num_key_value_heads", few, "num_attention_heads", heads),
     ):
         if part and whole and whole % part:
-            raise ValueError(f"{key} is {part}, which does not divide {whole_key} {whole}: change one of them")
+            raise ValueError(
+                f"{key} is {part}, which does not divide {whole_key} {whole}: change one of them"
+            )
 
 
 def with_layers(shape: ModelShape, num_layers: int) -> ModelShape:
-    """The same shape with another number of layers. Raises ValueError where the model has no such key."""
+    """The same shape with another number of layers. Raises ValueError where the model has no such
+    key."""
     for key in ("num_hidden_layers", "n_layer", "num_layers"):
         if key in shape:
             return {**shape, key: num_layers}
-    raise ValueError(f"--layers: a {shape.get('model_type')} config without num_hidden_layers cannot be made deeper")
+    raise ValueError(
+        f"--layers: a {shape.get('model_type')} config without num_hidden_layers cannot be made "
+        "deeper"
+    )
 
 
 class ModelSizes(NamedTuple):
@@ -171,4 +192,6 @@ def _key(shape: Mapping[str, Any], *names: str) -> int:
     for name in names:
         if isinstance(shape.get(name), int):
             return int(shape[name])
-    raise ValueError(f"the model's config has no {names[0]}: --memory needs it to tell activations by arithmetic")
+    raise ValueError(
+        f"the model's config has no {names[0]}: --memory needs it to tell activations by arithmetic"
+    )

@@ -1,4 +1,5 @@
-"""`tiermem tune`: finds the best settings of the queue for some paths in under a minute, and writes them as a config."""
+"""`tiermem tune`: finds the best settings of the queue for some paths in under a minute, and writes
+them as a config."""
 
 from __future__ import annotations
 
@@ -27,15 +28,15 @@ from tiermem.tools.options import TuneOptions
 from tiermem.tools.record.reports import table
 from tiermem.tools.words import check_outputs, format_bytes, save_json
 
-# ---- successive halving: each round drops the worse half of the candidates -------------------------------------------
+# ---- successive halving: each round drops the worse half of the candidates -----------------------
 #
 #     round 1    64 candidates, one turn each     -> 32 remain
 #     round 2    32 candidates, some turns each   -> 16 remain
 #     ...                                            1
 #
-# The time is divided over the rounds at the start. Each sweep of a round measures all candidates once, in another order, so
-# that drift affects all of them alike. A candidate's cost is the median of its turns in all rounds, so one bad turn does not
-# drop it.
+# The time is divided over the rounds at the start. Each sweep of a round measures all candidates
+# once, in another order, so that drift affects all of them alike. A candidate's cost is the median
+# of its turns in all rounds, so one bad turn does not drop it.
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -67,10 +68,12 @@ def halve(
 ) -> list[Standing[T]]:
     """Ranks the candidates, the winner first, then those that stayed longest.
 
-    Every candidate has at least one turn; after that the time is kept to, but for the turn under way when it ends.
+    Every candidate has at least one turn; after that the time is kept to, but for the turn under
+    way when it ends.
 
     Args:
-        measure: gives a candidate a turn of about so many seconds and returns its cost, less is better.
+        measure: gives a candidate a turn of about so many seconds and returns its cost, less is
+            better.
         seconds: for all of it.
         on_round: told the round, their number and the candidates left, before each begins.
         clock: seconds; a test brings its own.
@@ -83,7 +86,8 @@ def halve(
     deadline = clock() + seconds
 
     def play(round_s: float) -> None:
-        """One round: sweeps over the candidates until its time is over, so that all have the same number of turns."""
+        """One round: sweeps over the candidates until its time is over, so that all have the same
+        number of turns."""
         turn_s = min(MOST_TURN_S, max(LEAST_TURN_S, round_s / (_TURNS_OF_ROUND * len(left))))
         start = clock()
         sweep_s = 0.0
@@ -107,7 +111,8 @@ def halve(
 
 
 def thin(candidates: Sequence[T], turn_s: Callable[[T], float], seconds: float) -> list[T]:
-    """Every second candidate, as often as needed until a turn for each fits; at least two, in their order."""
+    """Every second candidate, as often as needed until a turn for each fits; at least two, in their
+    order."""
     kept = list(candidates)
     while len(kept) > 3 and sum(map(turn_s, kept)) > seconds:
         kept = kept[::2]
@@ -124,8 +129,9 @@ def thin(candidates: Sequence[T], turn_s: Callable[[T], float], seconds: float) 
 #
 #         cost = 26 bytes / mixed rate + 4 bytes / read rate                    nanoseconds of disk per parameter and step
 #
-# Several paths are used at once, as in training: each moves its own bytes, and the rates add up. The files have no names, so
-# none is left behind. They are written once at the start, because reads of unwritten blocks do not reach the disk.
+# Several paths are used at once, as in training: each moves its own bytes, and the rates add up.
+# The files have no names, so none is left behind. They are written once at the start, because reads
+# of unwritten blocks do not reach the disk.
 #
 
 STEP_BYTES = 26
@@ -135,7 +141,8 @@ _FIRST_BYTES = 64 << 20  # written to see how fast a path is
 
 
 class Turn(NamedTuple):
-    """GB (1e9 bytes) per second of each path in one turn, all paths at once; mixed counts both directions."""
+    """GB (1e9 bytes) per second of each path in one turn, all paths at once; mixed counts both
+    directions."""
 
     mixed_gbps: tuple[float, ...]
     read_gbps: tuple[float, ...]
@@ -147,12 +154,16 @@ class Turn(NamedTuple):
 
 
 class Refused(OSError):
-    """These settings cannot run here, as the queue says: too many requests for Linux AIO, an engine that is forbidden."""
+    """These settings cannot run here, as the queue says: too many requests for Linux AIO, an engine
+    that is forbidden."""
 
 
 @contextlib.contextmanager
-def step_mix(paths: Sequence[Path], file_bytes: int, io: IoSettings, seconds: float) -> Iterator[StepMix]:
-    """Makes an unnamed file on each path; they are gone afterwards. Raises OSError: a path is not writable or has no room.
+def step_mix(
+    paths: Sequence[Path], file_bytes: int, io: IoSettings, seconds: float
+) -> Iterator[StepMix]:
+    """Makes an unnamed file on each path; they are gone afterwards. Raises OSError: a path is not
+    writable or has no room.
 
     Args:
         paths: existing folders.
@@ -161,23 +172,37 @@ def step_mix(paths: Sequence[Path], file_bytes: int, io: IoSettings, seconds: fl
         seconds: that writing them may take, about: on a slow path a part of the file is used.
     """
     check_room(paths, [("a file to measure on (--size)", file_bytes)])
-    with BenchFiles(paths, 1, file_bytes) as files, concurrent.futures.ThreadPoolExecutor(len(paths)) as pool:
-        yield StepMix([files.descriptor(place) for place in range(len(paths))], pool, file_bytes, io, seconds)
+    with (
+        BenchFiles(paths, 1, file_bytes) as files,
+        concurrent.futures.ThreadPoolExecutor(len(paths)) as pool,
+    ):
+        yield StepMix(
+            [files.descriptor(place) for place in range(len(paths))], pool, file_bytes, io, seconds
+        )
 
 
 class StepMix:
     """Turns on files of `file_bytes` each, which others open and close; for one thread.
 
-    Making it writes the files, about so many seconds long, and gives `io` the first turn. Blocks; raises OSError.
+    Making it writes the files, about so many seconds long, and gives `io` the first turn. Blocks;
+    raises OSError.
     """
 
     def __init__(
-        self, fds: Sequence[int], pool: concurrent.futures.Executor, file_bytes: int, io: IoSettings, seconds: float
+        self,
+        fds: Sequence[int],
+        pool: concurrent.futures.Executor,
+        file_bytes: int,
+        io: IoSettings,
+        seconds: float,
     ) -> None:
         self._fds = fds
         self._pool = pool
-        self._latest: dict[IoSettings, Turn] = {}  # says how many bytes settings move in the time of a turn
-        self._file_bytes = self._on_all(lambda i: _write_once(self._fds[i], file_bytes, io, seconds))
+        # says how many bytes settings move in the time of a turn
+        self._latest: dict[IoSettings, Turn] = {}
+        self._file_bytes = self._on_all(
+            lambda i: _write_once(self._fds[i], file_bytes, io, seconds)
+        )
         self._first = Turn((0.0,) * len(fds), (0.0,) * len(fds))
         self._first = self.turn(io, 0.0)
 
@@ -187,11 +212,16 @@ class StepMix:
         return min(self._file_bytes)
 
     def turn(self, io: IoSettings, seconds: float) -> Turn:
-        """Moves bytes for about `seconds`, and never fewer than fill the queue. Blocks; raises Refused and OSError."""
+        """Moves bytes for about `seconds`, and never fewer than fill the queue. Blocks; raises
+        Refused and OSError."""
         window = io.block_bytes * io.depth
         known = self._latest.get(io, self._first)
-        mixed_bytes = [max(window, int(rate * 5e8 * seconds * _MIXED_PART)) for rate in known.mixed_gbps]
-        read_bytes = [max(window, int(rate * 1e9 * seconds * (1 - _MIXED_PART))) for rate in known.read_gbps]
+        mixed_bytes = [
+            max(window, int(rate * 5e8 * seconds * _MIXED_PART)) for rate in known.mixed_gbps
+        ]
+        read_bytes = [
+            max(window, int(rate * 1e9 * seconds * (1 - _MIXED_PART))) for rate in known.read_gbps
+        ]
         with contextlib.ExitStack() as closing:
             try:
                 passes = [
@@ -206,10 +236,13 @@ class StepMix:
         return self._latest[io]
 
     def turn_s(self, io: IoSettings, seconds: float) -> float:
-        """How long a turn of about `seconds` would take with these settings, at the rates of the first."""
+        """How long a turn of about `seconds` would take with these settings, at the rates of the
+        first."""
         window = io.block_bytes * io.depth
         rates = zip(self._first.mixed_gbps, self._first.read_gbps, strict=True)
-        return max(max(seconds * _MIXED_PART, 2e-9 * window / m) + 1e-9 * window / r for m, r in rates)
+        return max(
+            max(seconds * _MIXED_PART, 2e-9 * window / m) + 1e-9 * window / r for m, r in rates
+        )
 
     def _on_all(self, work: Callable[[int], R]) -> list[R]:
         """On every path at once; waits for all before the first error is raised."""
@@ -233,11 +266,11 @@ def _write_once(fd: int, file_bytes: int, io: IoSettings, seconds: float) -> int
         return used
 
 
-# ---- the grid: settings of the queue that are worth trying -----------------------------------------------------------
+# ---- the grid: settings of the queue that are worth trying ---------------------------------------
 #
-# Bytes in flight, block size x depth, are kept between 2 and 64 MiB. Fewer bytes do not keep a disk busy; more do not make it
-# faster and take memory from the training. For the threads engine the depth is its number of threads: each serves one block
-# at a time.
+# Bytes in flight, block size x depth, are kept between 2 and 64 MiB. Fewer bytes do not keep a disk
+# busy; more do not make it faster and take memory from the training. For the threads engine the
+# depth is its number of threads: each serves one block at a time.
 
 BLOCKS = tuple(256 << 10 << power for power in range(6))  # 256 KiB to 8 MiB
 DEPTHS = (4, 8, 16, 32, 64, 128)
@@ -247,7 +280,8 @@ _MOST_WINDOW_BYTES = 64 << 20
 
 
 def engines_that_run(asked: Sequence[str]) -> list[str]:
-    """The engines to try: those named, or for "auto" all that run here. Raises OSError for a named one that does not."""
+    """The engines to try: those named, or for "auto" all that run here. Raises OSError for a named
+    one that does not."""
     found = []
     for name, (can_run, why) in try_engines().items():
         if not can_run and name in asked:
@@ -258,7 +292,8 @@ def engines_that_run(asked: Sequence[str]) -> list[str]:
 
 
 def default_of(engines: Sequence[str]) -> IoSettings:
-    """The settings without tuning, on the engine they would take, or on the first that was asked for."""
+    """The settings without tuning, on the engine they would take, or on the first that was asked
+    for."""
     queue = Queue(IoSettings("auto"))
     queue.close()
     return IoSettings() if queue.engine in engines else IoSettings(engine=engines[0])
@@ -285,30 +320,34 @@ def describe(io: IoSettings) -> str:
     return f"{io.engine}, {format_bytes(io.block_bytes)} x {io.depth}{threads}"
 
 
-# ---- the file --------------------------------------------------------------------------------------------------------
+# ---- the file ------------------------------------------------------------------------------------
 #
 #     {
-#         "aio": {"block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events"},
-#         "tiermem": {"engine", "paths": [{"path", "weight"}, ...], "measured": {"made_by": "tiermem tune", ...}}
+#         "aio": {"block_size", "queue_depth", "intra_op_parallelism", "single_submit",
+#         "overlap_events"}, "tiermem": {"engine", "paths": [{"path", "weight"}, ...], "measured":
+#         {"made_by": "tiermem tune", ...}}
 #     }
 #
 # `measured` may have "sustained", and "runs", which runs add (seen.py).
 #
-# These are two sections of a config. `load_config` reads the file as it is, and `tiermem.with_tuned` adds it to another config;
-# `measured` has no effect. The command overwrites a file only if all its content is this command's: a config that a user made
-# from it is the user's.
+# These are two sections of a config. `load_config` reads the file as it is, and
+# `tiermem.with_tuned` adds it to another config; `measured` has no effect. The command overwrites a
+# file only if all its content is this command's: a config that a user made from it is the user's.
 
 MADE_BY = "tiermem tune"
 _OWN_KEYS = {"engine", "paths", "measured"}
 
 
-def section_of(io: IoSettings, paths: Sequence[NvmePath], measured: dict[str, Any]) -> dict[str, Any]:
+def section_of(
+    io: IoSettings, paths: Sequence[NvmePath], measured: dict[str, Any]
+) -> dict[str, Any]:
     """The config section that reads back as these settings and paths."""
     threads = {"intra_op_parallelism": io.threads} if io.threads else {}
     return {
         "aio": {
             "block_size": io.block_bytes,
-            "queue_depth": io.depth // max(1, io.threads),  # of each thread, as the documentation counts
+            # of each thread, as the documentation counts
+            "queue_depth": io.depth // max(1, io.threads),
             **threads,
             "single_submit": io.single_submit,
             "overlap_events": io.overlap_events,
@@ -316,7 +355,10 @@ def section_of(io: IoSettings, paths: Sequence[NvmePath], measured: dict[str, An
         "tiermem": {
             "engine": io.engine,
             "paths": [
-                {"path": str(each.path), **({"weight": each.weight} if each.weight is not None else {})}
+                {
+                    "path": str(each.path),
+                    **({"weight": each.weight} if each.weight is not None else {}),
+                }
                 for each in paths
             ],
             "measured": measured,
@@ -325,7 +367,8 @@ def section_of(io: IoSettings, paths: Sequence[NvmePath], measured: dict[str, An
 
 
 def check_out(file: Path) -> None:
-    """Sees that the file can be written: it is missing, or holds what this command wrote and nothing else.
+    """Sees that the file can be written: it is missing, or holds what this command wrote and
+    nothing else.
 
     Raises FileExistsError, FileNotFoundError or PermissionError.
     """
@@ -334,7 +377,8 @@ def check_out(file: Path) -> None:
 
 
 def _is_ours(file: Path) -> bool:
-    """Whether a file is there, was made by this command and holds nothing that it does not write."""
+    """Whether a file is there, was made by this command and holds nothing that it does not
+    write."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         own = content["tiermem"]
@@ -344,16 +388,17 @@ def _is_ours(file: Path) -> bool:
     return bool(is_marked and set(content) == {"aio", "tiermem"} and set(own) == _OWN_KEYS)
 
 
-# ---- the command -----------------------------------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------------------
 #
 #     prepare   an unnamed file on each path, written once                                            a tenth of the time
 #     search    engine x block size x depth, by successive halving (halve, StepMix)          most of it
 #     verify    the winner against the defaults, in fresh loops that alternate                        a quarter
 #     write     {"aio": {...}, "tiermem": {"engine", "paths", "measured"}}; weights are the paths' rates while all were used
 #
-# The winner is written when it is 1 % faster than the defaults in the median of the pairs, and wins in more pairs than chance
-# would give once in twenty runs. Else the defaults are written, with a message. The search leaves out `single_submit` and
-# `overlap_events`, which only cost time, and sizes of tiles and units, which depend on the memory.
+# The winner is written when it is 1 % faster than the defaults in the median of the pairs, and wins
+# in more pairs than chance would give once in twenty runs. Else the defaults are written, with a
+# message. The search leaves out `single_submit` and `overlap_events`, which only cost time, and
+# sizes of tiles and units, which depend on the memory.
 
 _PREPARE_PART = 0.1
 _SEARCH_PART = 0.6
@@ -379,7 +424,8 @@ class Verdict(NamedTuple):
 
     @property
     def is_better(self) -> bool:
-        """Whether that is more than noise: a hundredth in the median, and more pairs won than chance gives once in twenty."""
+        """Whether that is more than noise: a hundredth in the median, and more pairs won than
+        chance gives once in twenty."""
         return self.gain >= _LEAST_GAIN and self.chance <= _MOST_CHANCE
 
     @property
@@ -391,7 +437,8 @@ class Verdict(NamedTuple):
 
 
 class TuneResult(NamedTuple):
-    """The outcome: what was tried, best first, what the winner was held to, and whether it is taken."""
+    """The outcome: what was tried, best first, what the winner was held to, and whether it is
+    taken."""
 
     standings: Sequence[Standing[IoSettings]]
     default: IoSettings
@@ -409,7 +456,8 @@ class TuneResult(NamedTuple):
 
 
 def tune(options: TuneOptions, console: Console) -> int:
-    """Measures, writes the file, says what it found; returns 0. Blocks; raises OSError and ValueError before it measures."""
+    """Measures, writes the file, says what it found; returns 0. Blocks; raises OSError and
+    ValueError before it measures."""
     check_out(options.out)
     for path in options.paths:
         probe_path(path)
@@ -434,16 +482,21 @@ def verify(mix: StepMix, winner: IoSettings, default: IoSettings, seconds: float
     turn_s = min(2 * MOST_TURN_S, max(LEAST_TURN_S, seconds / (2 * _MOST_PAIRS)))
     deadline = time.monotonic() + seconds
     turns: dict[bool, list[Turn]] = {True: [], False: []}
-    while len(turns[True]) < _LEAST_PAIRS or (len(turns[True]) < _MOST_PAIRS and time.monotonic() < deadline):
+    while len(turns[True]) < _LEAST_PAIRS or (
+        len(turns[True]) < _MOST_PAIRS and time.monotonic() < deadline
+    ):
         is_first = len(turns[True]) % 2 == 0
         for is_winner in (is_first, not is_first):
             turns[is_winner].append(mix.turn(winner if is_winner else default, turn_s))
     pairs = zip(turns[False], turns[True], strict=True)
-    return Verdict(_median(turns[False]), _median(turns[True]), tuple(d.cost_ns / w.cost_ns for d, w in pairs))
+    return Verdict(
+        _median(turns[False]), _median(turns[True]), tuple(d.cost_ns / w.cost_ns for d, w in pairs)
+    )
 
 
 def weighed(paths: Sequence[Path], turn: Turn) -> list[NvmePath]:
-    """The paths, each with its mixed rate while all were used as its weight; the slowest weighs 1, a single one nothing."""
+    """The paths, each with its mixed rate while all were used as its weight; the slowest weighs 1,
+    a single one nothing."""
     if len(paths) == 1:
         return [NvmePath(paths[0].absolute())]
     slowest = min(turn.mixed_gbps)
@@ -456,7 +509,9 @@ def _find(options: TuneOptions, console: Console) -> TuneResult:
     default = default_of(engines)
     with (
         console.status("writing the files to measure on") as status,
-        step_mix(options.paths, options.size_bytes, default, options.seconds * _PREPARE_PART) as mix,
+        step_mix(
+            options.paths, options.size_bytes, default, options.seconds * _PREPARE_PART
+        ) as mix,
     ):
         for path in options.paths:
             if not probe_path(path).is_direct:
@@ -465,13 +520,16 @@ def _find(options: TuneOptions, console: Console) -> TuneResult:
         standings = _search(mix, grid, options.seconds * _SEARCH_PART, status.update)
         winner = standings[0].candidate
         status.update(f"verifying {describe(winner)}")
-        return TuneResult(standings, default, verify(mix, winner, default, options.seconds * _VERIFY_PART))
+        return TuneResult(
+            standings, default, verify(mix, winner, default, options.seconds * _VERIFY_PART)
+        )
 
 
 def _search(
     mix: StepMix, grid: Sequence[IoSettings], seconds: float, say: Callable[[str], None]
 ) -> list[Standing[IoSettings]]:
-    """Ranks what of the grid the time allows to try; its last, the defaults, are always among them."""
+    """Ranks what of the grid the time allows to try; its last, the defaults, are always among
+    them."""
     few = thin(grid[:-1], lambda io: mix.turn_s(io, LEAST_TURN_S), seconds / 2)
 
     def measure(io: IoSettings, turn_s: float) -> float:
@@ -531,7 +589,9 @@ def _print(found: TuneResult, out: Path, paths: Sequence[dict[str, Any]], consol
     console.print(shown)
     console.print(_sentence(found))
     if len(paths) > 1:
-        console.print("weights: " + ", ".join(f"{each['path']} {each['weight']:g}" for each in paths))
+        console.print(
+            "weights: " + ", ".join(f"{each['path']} {each['weight']:g}" for each in paths)
+        )
     console.print(f"{out} holds them: tiermem train --tuned {out}, or in Python")
     console.print(f'tiermem.initialize(model=model, config=tiermem.with_tuned(config, "{out}"))')
 
@@ -540,8 +600,13 @@ def _sentence(found: TuneResult) -> str:
     gains = found.verdict.gains
     spread = f"{min(gains):.3f} to {max(gains):.3f} in {len(gains)} pairs"
     if found.is_taken:
-        return f"{describe(found.winner)}: {found.verdict.gain:.3f} times as fast as the defaults ({spread})"
+        return (
+            f"{describe(found.winner)}: {found.verdict.gain:.3f} times as fast as the defaults "
+            f"({spread})"
+        )
     if found.winner == found.default:
         return f"the defaults ({describe(found.default)}) are the fastest, and are written"
     why = f"not faster beyond noise: {found.verdict.gain:.3f} times ({spread})"
-    return f"{describe(found.winner)} is {why}; the defaults ({describe(found.default)}) are written"
+    return (
+        f"{describe(found.winner)} is {why}; the defaults ({describe(found.default)}) are written"
+    )

@@ -1,4 +1,5 @@
-"""Words: shared by all commands: byte sizes, exit statuses, stopping by signal, output files, parsing of options."""
+"""Words: shared by all commands: byte sizes, exit statuses, stopping by signal, output files,
+parsing of options."""
 
 from __future__ import annotations
 
@@ -23,9 +24,10 @@ from typing import Any, ClassVar, NamedTuple
 from tiermem.swap.base.errors import printable
 from tiermem.swap.disk import durable
 
-# ---- sizes as people write them --------------------------------------------------------------------------------------
+# ---- sizes as people write them ------------------------------------------------------------------
 #
-# KB, MB, GB, TB are powers of 1000; KiB, MiB, GiB, TiB and the bare letters K, M, G, T are powers of 1024.
+# KB, MB, GB, TB are powers of 1000; KiB, MiB, GiB, TiB and the bare letters K, M, G, T are powers
+# of 1024.
 
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
@@ -36,17 +38,23 @@ _PATTERN = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*")
 
 def parse_bytes(text: str) -> int:
     """Reads a size. Raises ValueError that says what is allowed."""
-    return _read(text, _UNITS, "is not a size; write bytes, or for example 1250MiB, 2GiB, 1.5G or 500MB")
+    return _read(
+        text, _UNITS, "is not a size; write bytes, or for example 1250MiB, 2GiB, 1.5G or 500MB"
+    )
 
 
 def parse_count(text: str) -> int:
-    """Reads a number of things: "256M", "1.3b", "4096"; K, M and B are powers of 1000. Raises ValueError."""
+    """Reads a number of things: "256M", "1.3b", "4096"; K, M and B are powers of 1000. Raises
+    ValueError."""
     powers = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
-    return _read(text, powers, "is not a number of parameters; write for example 256M, 1.3B or 4096")
+    return _read(
+        text, powers, "is not a number of parameters; write for example 256M, 1.3B or 4096"
+    )
 
 
 def parse_share(text: str) -> float:
-    """Reads a part of a whole: "20%". Raises ValueError for less than 1 % and for more than 90 %."""
+    """Reads a part of a whole: "20%". Raises ValueError for less than 1 % and for more than 90
+    %."""
     try:
         share = float(text.strip().removesuffix("%")) / 100 if text.strip().endswith("%") else 0.0
     except ValueError:
@@ -64,9 +72,12 @@ def _read(text: str, units: Mapping[str, int], wrong: str) -> int:
 
 
 def parse_flops(text: str) -> float:
-    """Reads operations a second: "150T", "2.5P", "300G", "1e14"; G, T and P are powers of 1000. Raises ValueError."""
+    """Reads operations a second: "150T", "2.5P", "300G", "1e14"; G, T and P are powers of 1000.
+    Raises ValueError."""
     powers = {"g": 1e9, "t": 1e12, "p": 1e15}
-    number, factor = (text[:-1], powers[text[-1].lower()]) if text[-1:].lower() in powers else (text, 1.0)
+    number, factor = (
+        (text[:-1], powers[text[-1].lower()]) if text[-1:].lower() in powers else (text, 1.0)
+    )
     try:
         return float(number) * factor
     except ValueError:
@@ -76,7 +87,8 @@ def parse_flops(text: str) -> float:
 
 
 def parse_list(option: str, text: str, parse: Callable[[str], Any] = str) -> tuple[Any, ...]:
-    """Reads "256KiB,1MiB" with a parser for each part; each is kept once. Raises ValueError naming the option."""
+    """Reads "256KiB,1MiB" with a parser for each part; each is kept once. Raises ValueError naming
+    the option."""
     found = []
     for part in filter(None, (word.strip() for word in text.split(","))):
         try:
@@ -88,7 +100,8 @@ def parse_list(option: str, text: str, parse: Callable[[str], Any] = str) -> tup
 
 
 def format_bytes(num_bytes: float) -> str:
-    """A size for people: MiB up to 10 GiB, so that figures of one run compare; "1250.0 MiB", "19.53 GiB"."""
+    """A size for people: MiB up to 10 GiB, so that figures of one run compare; "1250.0 MiB", "19.53
+    GiB"."""
     if abs(num_bytes) < 10 << 10:
         return f"{num_bytes:.0f} B"
     if abs(num_bytes) < 1 << 20:
@@ -98,13 +111,14 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes / (1 << 30):.2f} GiB"
 
 
-# ---- mistakes -----------------------------------------------------------------------------------------------------------
+# ---- mistakes ------------------------------------------------------------------------------------
 
 
 class Mistake(ValueError):
     """What cannot be, with the words that would do.
 
-    instead: by an option or a word of the command line, the words to write in place of it and its value. One that is not there
+    instead: by an option or a word of the command line, the words to write in place of it and its
+        value. One that is not there
     is added (mistakes.py).
     """
 
@@ -129,7 +143,7 @@ def closest(word: str, allowed: Iterable[str]) -> str:
     return (difflib.get_close_matches(meant, there, 1, 0.4) or there)[0]
 
 
-# ---- exit statuses ---------------------------------------------------------------------------------------------------
+# ---- exit statuses -------------------------------------------------------------------------------
 #
 # 0 done    1 the command's own verdict    2 the user must change something    130 stopped by Ctrl-C
 
@@ -137,7 +151,7 @@ EXIT_USER = 2
 EXIT_INTERRUPTED = 130
 
 
-# ---- stopping: SIGTERM unwinds like Ctrl-C, so that a command removes the files that it made -------------------------
+# ---- stopping: SIGTERM unwinds like Ctrl-C, so that a command removes the files that it made -----
 
 
 Handler = Callable[[int, FrameType | None], Any] | signal.Handlers
@@ -145,7 +159,8 @@ Handler = Callable[[int, FrameType | None], Any] | signal.Handlers
 
 @contextlib.contextmanager
 def handling(handlers: Mapping[int, Handler]) -> Iterator[None]:
-    """Within: signals are handled as said, afterwards as before. Elsewhere than in the main thread nothing changes."""
+    """Within: signals are handled as said, afterwards as before. Elsewhere than in the main thread
+    nothing changes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -187,9 +202,10 @@ def message_of(error: Exception) -> str:
     return printable(str(error)) or type(error).__name__
 
 
-# ---- outputs and their marks -----------------------------------------------------------------------------------------
+# ---- outputs and their marks ---------------------------------------------------------------------
 #
-# A file that exists is overwritten only when the same command made it. The mark differs with the kind of file:
+# A file that exists is overwritten only when the same command made it. The mark differs with the
+# kind of file:
 #
 #     .json   the key "made_by" at the top:         {"made_by": "tiermem bench step", ...}
 #     .csv    the first line:                       # made by tiermem bench step
@@ -203,17 +219,22 @@ _HEADER_BYTES = 1 << 16  # matplotlib writes its texts right behind the picture'
 def check_outputs(paths: Iterable[Path | None], made_by: str) -> None:
     """Sees that every file can be written. None stands for an output that was not asked for.
 
-    Raises FileExistsError for a file that `made_by` did not make, FileNotFoundError or PermissionError for a folder that is
-    missing or closed to us, ValueError when two outputs are one file.
+    Raises FileExistsError for a file that `made_by` did not make, FileNotFoundError or
+    PermissionError for a folder that is missing or closed to us, ValueError when two outputs are
+    one file.
     """
     wanted = [path for path in paths if path is not None]
     if len({path.resolve() for path in wanted}) < len(wanted):
-        raise ValueError(f"two outputs are one file: {', '.join(map(str, wanted))}; give each a name of its own")
+        raise ValueError(
+            f"two outputs are one file: {', '.join(map(str, wanted))}; give each a name of its own"
+        )
     for path in wanted:
         _check_folder(path)
         if (path.exists() or path.is_symlink()) and not _is_made_by(path, made_by):
             raise FileExistsError(
-                errno.EEXIST, f"not made by {made_by!r}, so it is not overwritten: move it, or name another", str(path)
+                errno.EEXIST,
+                f"not made by {made_by!r}, so it is not overwritten: move it, or name another",
+                str(path),
             )
 
 
@@ -268,7 +289,7 @@ Check = Callable[[str, Any], object]
 _FEW_GIB = 512
 
 
-# ---- options: the fields of a command's dataclass --------------------------------------------------------------------
+# ---- options: the fields of a command's dataclass ------------------------------------------------
 
 
 class Option(NamedTuple):
@@ -278,7 +299,8 @@ class Option(NamedTuple):
     """The default as a person would write it; ... where the option is required."""
     help: str
     name: str = "--"
-    """Such as "--size"; empty for an argument, which has a place and no name; "--": as the field's."""
+    """Such as "--size"; empty for an argument, which has a place and no name; "--": as the
+    field's."""
     parse: Callable[[Any], Any] | None = None
     check: Check | None = None
     """Raises for a value that is not None."""
@@ -304,7 +326,9 @@ def options_of(kind: Any) -> dict[str, Option]:
     }
 
 
-def several(given: Any, help: str, name: str, parse: Callable[[str], Any] = str, check: Check | None = None) -> Any:
+def several(
+    given: Any, help: str, name: str, parse: Callable[[str], Any] = str, check: Check | None = None
+) -> Any:
     """A field that is an option with values between commas, at least one."""
     return option(given, help, name, partial(parse_list, name, parse=parse), check or each_of)
 
@@ -315,17 +339,22 @@ def size(given: Any, help: str, name: str, check: Check | None = None) -> Any:
 
 
 class Options:
-    """The base of every command's dataclass: looks at the values as their fields say, then at the files to be written."""
+    """The base of every command's dataclass: looks at the values as their fields say, then at the
+    files to be written."""
 
     MADE_BY: ClassVar[str] = ""
-    """The mark in the command's own files, which it may overwrite; empty: it writes none that are marked."""
+    """The mark in the command's own files, which it may overwrite; empty: it writes none that are
+    marked."""
 
     def __post_init__(self) -> None:
         for field, said in options_of(self).items():
             value = getattr(self, field)
             if said.check is not None and value is not None:
                 said.check(said.name, value)
-        if getattr(self, "plot_file", None) is not None and importlib.util.find_spec("matplotlib") is None:
+        if (
+            getattr(self, "plot_file", None) is not None
+            and importlib.util.find_spec("matplotlib") is None
+        ):
             raise ValueError("--plot needs matplotlib: pip install matplotlib")
         if self.MADE_BY:
             outputs = [getattr(self, name, None) for name in ("json_file", "csv_file", "plot_file")]
@@ -336,18 +365,25 @@ class Options:
         """Raises ValueError for values that contradict each other; a command overrides it."""
 
     def report(self, machine: Mapping[str, Any], since_s: float, **figures: Any) -> dict[str, Any]:
-        """Figures with what was asked for, on which machine, and how long it took since a moment of time.monotonic()."""
+        """Figures with what was asked for, on which machine, and how long it took since a moment of
+        time.monotonic()."""
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
-        return {"machine": machine, "options": given, "seconds": time.monotonic() - since_s, **figures}
+        return {
+            "machine": machine,
+            "options": given,
+            "seconds": time.monotonic() - since_s,
+            **figures,
+        }
 
     def save_json(self, figures: Mapping[str, Any], allows_nan: bool = True) -> None:
-        """Writes figures with the command's mark to --json, where it was given. Raises OSError, ValueError for a NaN."""
+        """Writes figures with the command's mark to --json, where it was given. Raises OSError,
+        ValueError for a NaN."""
         file: Path | None = getattr(self, "json_file", None)
         if file is not None:
             save_json(file, {"made_by": self.MADE_BY, **figures}, allows_nan)
 
 
-# ---- checks of a field's value ---------------------------------------------------------------------------------------
+# ---- checks of a field's value -------------------------------------------------------------------
 
 
 def at_least(least: float, shown: Callable[[float], str] = str) -> Check:
@@ -395,8 +431,13 @@ def memory_of(least_bytes: int, why: str = "") -> Check:
 
     def check(name: str, value: Any) -> None:
         if value < least_bytes:
-            meant = f"{value}GiB" if value < _FEW_GIB else f"{value}MiB" if value < 1 << 20 else "1GiB"
-            said = f"{name} is {value} bytes{why}: give {format_bytes(least_bytes)} or more, with the unit"
+            meant = (
+                f"{value}GiB" if value < _FEW_GIB else f"{value}MiB" if value < 1 << 20 else "1GiB"
+            )
+            said = (
+                f"{name} is {value} bytes{why}: give {format_bytes(least_bytes)} or more, with "
+                "the unit"
+            )
             raise Mistake(said, {name: f"{name} {meant}"})
 
     return check
@@ -419,7 +460,9 @@ def program(name: str, value: Path) -> None:
 def folders(name: str, value: Sequence[Path]) -> None:
     for path in each_of(name, value):
         if not path.is_dir():
-            raise FileNotFoundError(errno.ENOENT, f"no such folder: make it first, or correct {name}", str(path))
+            raise FileNotFoundError(
+                errno.ENOENT, f"no such folder: make it first, or correct {name}", str(path)
+            )
     if len({path.resolve() for path in value}) < len(value):
         raise ValueError(f"{name} names a folder twice: {', '.join(map(str, value))}")
 

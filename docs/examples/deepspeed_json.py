@@ -1,7 +1,7 @@
 """A DeepSpeed config
 
-Keep the config and replace the import. Every key is honoured, computed and reported, or refused with the reason;
-`tiermem check --config ds.json` says which.
+Keep the config and replace the import. Every key is honoured, computed and reported, or refused
+with the reason; `tiermem check --config ds.json` says which.
 
     python deepspeed_json.py
 """
@@ -32,11 +32,15 @@ Path("ds.json").write_text(json.dumps(config))
 
 torch.manual_seed(0)
 with tiermem.zero.Init(config_dict_or_path="ds.json"):
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)), nn.Linear(64, 1))
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)), nn.Linear(64, 1)
+    )
 inputs = torch.randn(64, 64)
 data = list(zip(inputs, inputs.sum(1, keepdim=True), strict=True))
 
-engine, optimizer, loader, scheduler = tiermem.initialize(model=model, config="ds.json", training_data=data)
+engine, optimizer, loader, scheduler = tiermem.initialize(
+    model=model, config="ds.json", training_data=data
+)
 for number, (x, y) in enumerate(loader):
     x = x.to(engine.device, torch.bfloat16)
     y = y.to(engine.device)

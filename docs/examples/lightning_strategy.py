@@ -22,7 +22,9 @@ class NextByte(LightningModule):
         super().__init__()
         width = 64
         self.embed = nn.Embedding(256, width)
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(4)))
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(4))
+        )
         self.head = nn.Linear(width, 256)
 
     def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
@@ -39,10 +41,20 @@ class NextByte(LightningModule):
 text = torch.tensor(list(b"Bytes rest in a tier, and are fetched before they are used. " * 50))
 loader = DataLoader(text[:2048].view(-1, 32), batch_size=4)
 
-# Parameters of up to 100,000 elements stay in memory; all of this tiny model are smaller, so here that is 1000.
-policy = OffloadPolicy(params=Tier.NVME, optim=Tier.NVME, paths=["."], host_bytes=512 << 20, persistence_numel=1000)
+# Parameters of up to 100,000 elements stay in memory; all of this tiny model are smaller, so here
+# that is 1000.
+policy = OffloadPolicy(
+    params=Tier.NVME, optim=Tier.NVME, paths=["."], host_bytes=512 << 20, persistence_numel=1000
+)
 strategy = TiermemStrategy(policy)
-trainer = Trainer(strategy=strategy, devices=1, max_steps=31, max_epochs=2, logger=False, enable_progress_bar=False)
+trainer = Trainer(
+    strategy=strategy,
+    devices=1,
+    max_steps=31,
+    max_epochs=2,
+    logger=False,
+    enable_progress_bar=False,
+)
 trainer.fit(NextByte(), loader)
 trainer.save_checkpoint("last.ckpt")
 strategy.close()

@@ -1,7 +1,7 @@
 """Inference from NVMe
 
-The model's weights rest on the disk and are read layer by layer for each token, so a model needs the memory of two layers. A
-batch of many prompts reads each layer once for all of them.
+The model's weights rest on the disk and are read layer by layer for each token, so a model needs
+the memory of two layers. A batch of many prompts reads each layer once for all of them.
 
     pip install transformers accelerate         beside tiermem (install.md)
     python nvme_inference.py
@@ -14,10 +14,18 @@ import tiermem
 from tiermem import OffloadPolicy, Tier
 
 # A model on the disk: yours is there already.
-sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
-LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=64, **sizes)).save_pretrained("model")
+sizes = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}
+LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=64, **sizes)).save_pretrained(
+    "model"
+)
 
-# Parameters of up to 100,000 elements stay in memory; all of this tiny model are smaller, so here that is 100.
+# Parameters of up to 100,000 elements stay in memory; all of this tiny model are smaller, so here
+# that is 100.
 policy = OffloadPolicy(params=Tier.NVME, paths=["."], host_bytes=256 << 20, persistence_numel=100)
 model = tiermem.from_pretrained("model", policy=policy)
 with tiermem.shard(model, policy, is_trained=False) as shards:

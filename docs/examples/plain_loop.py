@@ -1,7 +1,8 @@
 """A plain training loop
 
-`tiermem.shard` around a model and tiermem's AdamW are the whole change. Weights, gradients and optimizer states rest on NVMe,
-here in the current folder; each layer is fetched before it runs, and released after.
+`tiermem.shard` around a model and tiermem's AdamW are the whole change. Weights, gradients and
+optimizer states rest on NVMe, here in the current folder; each layer is fetched before it runs, and
+released after.
 
     python plain_loop.py
 """
@@ -22,7 +23,9 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, batch_first=True) for _ in range(4))
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, batch_first=True) for _ in range(4)
+        )
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -36,7 +39,8 @@ class Model(nn.Module):
 text = torch.tensor(list(b"Bytes rest in a tier, and are fetched before they are used. " * 50))
 policy = OffloadPolicy(
     params=Tier.NVME, optim=Tier.NVME, paths=["."], host_bytes=512 << 20,
-    persistence_numel=1000,  # for a tiny model: parameters of up to 100,000 elements stay in memory otherwise
+    # for a tiny model: parameters of up to 100,000 elements stay in memory otherwise
+    persistence_numel=1000,
 )  # fmt: skip
 
 torch.manual_seed(0)

@@ -12,21 +12,26 @@ if TYPE_CHECKING:  # ranges imports numpy, and some commands only look at folder
 
 
 class CorruptionError(OSError):
-    """Bytes that were read do not have the checksum of the bytes that were written. The errno is EIO.
+    """Bytes that were read do not have the checksum of the bytes that were written. The errno is
+    EIO.
 
         CorruptionError        the base class: catch this one
             DamagedEntry       in the store of a run that trains
             DamagedState       in a saved step that is opened, exported or verified: checkpoint/opening/verified.py
 
-    A damaged manifest, part or pointer raises a ManifestError instead, because it holds no bytes of states.
+    A damaged manifest, part or pointer raises a ManifestError instead, because it holds no bytes of
+    states.
 
     Attributes:
         filename: the file.
-        offset, length: the first byte in the file, and the number of bytes; some of them may lie in another range.
+        offset, length: the first byte in the file, and the number of bytes; some of them may lie in
+            another range.
         written, seen: CRC-32C of the bytes written and of the bytes read.
     """
 
-    def __init__(self, what: str, filename: str, offset: int, length: int, written: int, seen: int) -> None:
+    def __init__(
+        self, what: str, filename: str, offset: int, length: int, written: int, seen: int
+    ) -> None:
         super().__init__(errno.EIO, what, filename)
         self.offset = offset
         self.length = length
@@ -47,7 +52,8 @@ class Place(NamedTuple):
 
 
 class DamagedEntry(CorruptionError):
-    """Damaged bytes of a store's entry. `filename` and `offset` are those of their first file range.
+    """Damaged bytes of a store's entry. `filename` and `offset` are those of their first file
+    range.
 
     Attributes:
         entry, entry_offset: the tensor's name in the store, and the first damaged byte in it.
@@ -59,8 +65,10 @@ class DamagedEntry(CorruptionError):
         length = place.num_bytes
         what = "" if piece is None else f"{piece}: "
         what += (
-            f"{length} bytes at offset {first.offset} are not those that were written (CRC-32C {seen:#010x}, written "
-            f"{written:#010x}; bytes {place.offset} to {place.offset + length} of {place.entry!r}). {advice}"
+            f"{length} bytes at offset {first.offset} are not those that were written (CRC-32C "
+            f"{seen:#010x}, written "
+            f"{written:#010x}; bytes {place.offset} to {place.offset + length} of "
+            f"{place.entry!r}). {advice}"
         )
         super().__init__(what, str(first.path), first.offset, length, written, seen)
         self.entry = place.entry
@@ -68,7 +76,9 @@ class DamagedEntry(CorruptionError):
         self.piece = piece
 
 
-def _again(kind: type[CorruptionError], told: tuple[Any, ...], attributes: dict[str, Any]) -> CorruptionError:
+def _again(
+    kind: type[CorruptionError], told: tuple[Any, ...], attributes: dict[str, Any]
+) -> CorruptionError:
     """Restores an error from the values that copying and pickling keep."""
     error = kind.__new__(kind)
     OSError.__init__(error, *told)
@@ -90,7 +100,8 @@ _REMEDIES: Mapping[int, str] = MappingProxyType(
 
 
 def printable(text: str) -> str:
-    """A text with every character that is none to look at as its escape, so that it does not steer a terminal.
+    """A text with every character that is none to look at as its escape, so that it does not steer
+    a terminal.
 
     Lines stay lines. Names of files, lock files and manifests may be another user's.
     """
@@ -99,9 +110,13 @@ def printable(text: str) -> str:
     lines = text.split("\n")
     if all(map(str.isprintable, lines)):
         return text
-    return "\n".join("".join(each if each.isprintable() else ascii(each)[1:-1] for each in line) for line in lines)
+    return "\n".join(
+        "".join(each if each.isprintable() else ascii(each)[1:-1] for each in line)
+        for line in lines
+    )
 
 
 def remedy(code: int | None) -> str:
-    """Returns short advice about a system error for the end of its text; empty for an error that needs none."""
+    """Returns short advice about a system error for the end of its text; empty for an error that
+    needs none."""
     return "" if code is None else _REMEDIES.get(code, "")

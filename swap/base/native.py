@@ -1,8 +1,9 @@
 """The binding: the only Python file that imports `_tiermem_native`.
 
-It turns the C API of native/tiermem.h into three objects with a lifetime (Map, Queue, Workers) and functions that call kernels
-with tensors (parts.py describes the optimizer's). tile_program.py does so for step programs. Here -errno becomes OSError, and a
-failed transfer becomes TransferError, which has path, offset and length. cffi releases the GIL during every call.
+It turns the C API of native/tiermem.h into three objects with a lifetime (Map, Queue, Workers) and
+functions that call kernels with tensors (parts.py describes the optimizer's). tile_program.py does
+so for step programs. Here -errno becomes OSError, and a failed transfer becomes TransferError,
+which has path, offset and length. cffi releases the GIL during every call.
 """
 
 from __future__ import annotations
@@ -56,9 +57,21 @@ BACKGROUND = int(lib.TM_BACKGROUND)
 
 _NUMPY_NAMES = {"uint64_t": np.uint64, "int64_t": np.int64, "int32_t": np.int32}
 _VERBS = {READ: "reading", WRITE: "writing", SYNC: "syncing"}
-_RULES = {"adamw": lib.TM_ADAMW, "adam": lib.TM_ADAM, "adagrad": lib.TM_ADAGRAD, "lion": lib.TM_LION, "sgd": lib.TM_SGD}
-SCALARS = tuple(name for name, _ in ffi.typeof("tm_step_scalars").fields)  # fields of StepRule by the same names
-_DTYPES = {None: lib.TM_NONE, torch.float32: lib.TM_F32, torch.bfloat16: lib.TM_BF16, torch.float16: lib.TM_F16}
+_RULES = {
+    "adamw": lib.TM_ADAMW,
+    "adam": lib.TM_ADAM,
+    "adagrad": lib.TM_ADAGRAD,
+    "lion": lib.TM_LION,
+    "sgd": lib.TM_SGD,
+}
+# fields of StepRule by the same names
+SCALARS = tuple(name for name, _ in ffi.typeof("tm_step_scalars").fields)
+_DTYPES = {
+    None: lib.TM_NONE,
+    torch.float32: lib.TM_F32,
+    torch.bfloat16: lib.TM_BF16,
+    torch.float16: lib.TM_F16,
+}
 
 
 class TransferError(OSError):
@@ -67,14 +80,21 @@ class TransferError(OSError):
     def __init__(self, code: int, kind: int, path: str, offset: int, length: int) -> None:
         refused = "the file system refuses this alignment or O_DIRECT"
         advice = refused if code == errno.EINVAL else remedy(code) or "see the kernel log"
-        what = f"{_VERBS.get(kind, 'moving')} {length} bytes at offset {offset} failed: {os.strerror(code)} ({advice})"
+        what = (
+            f"{_VERBS.get(kind, 'moving')} {length} bytes at offset {offset} failed: "
+            f"{os.strerror(code)} ({advice})"
+        )
         super().__init__(code, what, path)
         self.kind = kind
         self.offset = offset
         self.length = length
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.errno, self.kind, self.filename, self.offset, self.length), self.__dict__
+        return (
+            type(self),
+            (self.errno, self.kind, self.filename, self.offset, self.length),
+            self.__dict__,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,26 +112,31 @@ class IoSettings:
     single_submit: bool = False
     """Hand each block to the kernel by itself, instead of all that are ready at once."""
     overlap_events: bool = True
-    """Hand over new blocks while earlier ones are in flight; False: only when all of those have ended."""
+    """Hand over new blocks while earlier ones are in flight; False: only when all of those have
+    ended."""
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
             raise ValueError(f"engine is {self.engine!r}; allowed are auto, uring, aio and threads")
         if not ALIGNMENT <= self.block_bytes <= _MAX_BLOCK_BYTES or self.block_bytes % ALIGNMENT:
             raise ValueError(
-                f"block_bytes is {self.block_bytes}; allowed are multiples of {ALIGNMENT} up to {_MAX_BLOCK_BYTES}"
+                f"block_bytes is {self.block_bytes}; allowed are multiples of {ALIGNMENT} up to "
+                f"{_MAX_BLOCK_BYTES}"
             )
         if not 1 <= self.depth <= 4096:
             raise ValueError(f"depth is {self.depth}; allowed are 1 to 4096 blocks in flight")
         if not 0 <= self.threads <= 1024:
-            raise ValueError(f"threads is {self.threads}; allowed are 0 (the engine chooses) to 1024")
+            raise ValueError(
+                f"threads is {self.threads}; allowed are 0 (the engine chooses) to 1024"
+            )
 
 
 _USUAL = IoSettings()
 
 
 class Op(NamedTuple):
-    """One transfer between memory and a file; the memory belongs to the queue until its tag is answered."""
+    """One transfer between memory and a file; the memory belongs to the queue until its tag is
+    answered."""
 
     kind: int
     fd: int
@@ -121,7 +146,8 @@ class Op(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Many transfers of one length between memory and one file: int64 arrays of addresses and file offsets."""
+    """Many transfers of one length between memory and one file: int64 arrays of addresses and file
+    offsets."""
 
     kind: int
     fd: int
@@ -185,18 +211,22 @@ def check(code: int, what: str) -> int:
 
 
 def check_process(owner: int, what: str) -> None:
-    """Raises RuntimeError in a fork of the process that opened something: threads and arena memory are not in the child."""
+    """Raises RuntimeError in a fork of the process that opened something: threads and arena memory
+    are not in the child."""
     if os.getpid() != owner:
         raise RuntimeError(
-            f"{what} belongs to the process that opened it; a forked child may not use it. Open one in the child, or start it "
+            f"{what} belongs to the process that opened it; a forked child may not use it. Open "
+            "one in the child, or start it "
             "with spawn"
         )
 
 
 class Map:
-    """Address space, with huge pages if the system has them; only committed ranges are resident. A fork does not inherit it.
+    """Address space, with huge pages if the system has them; only committed ranges are resident. A
+    fork does not inherit it.
 
-    is_nan: it holds NaN in each format of floating-point numbers instead, takes no memory until it is written, and a fork
+    is_nan: it holds NaN in each format of floating-point numbers instead, takes no memory until it
+        is written, and a fork
     inherits it.
     """
 
@@ -204,28 +234,41 @@ class Map:
         base = ffi.new("void **")
         open_map = lib.tm_map_nan if is_nan else lib.tm_map_open
         check(open_map(num_bytes, base), f"reserving {num_bytes} bytes of address space")
-        self._base = ffi.gc(base[0], functools.partial(_unmap, num_bytes=num_bytes, owner=os.getpid()), num_bytes)
+        self._base = ffi.gc(
+            base[0], functools.partial(_unmap, num_bytes=num_bytes, owner=os.getpid()), num_bytes
+        )
         self.num_bytes = num_bytes
         self.address = int(ffi.cast("uintptr_t", self._base))
 
     def bind(self, node: int) -> None:
-        """Prefers a memory node for pages that are not resident yet. Raises OSError where the kernel refuses."""
-        check(lib.tm_map_bind(self._base, self.num_bytes, node), f"preferring memory of node {node}")
+        """Prefers a memory node for pages that are not resident yet. Raises OSError where the
+        kernel refuses."""
+        check(
+            lib.tm_map_bind(self._base, self.num_bytes, node), f"preferring memory of node {node}"
+        )
 
     def commit(self, offset: int, num_bytes: int) -> None:
-        """Makes a page-aligned range resident. Raises OSError (ENOMEM) when the system has none left."""
-        check(lib.tm_map_commit(self._base + offset, num_bytes), f"committing {num_bytes} bytes of memory")
+        """Makes a page-aligned range resident. Raises OSError (ENOMEM) when the system has none
+        left."""
+        check(
+            lib.tm_map_commit(self._base + offset, num_bytes),
+            f"committing {num_bytes} bytes of memory",
+        )
 
     def release(self, offset: int, num_bytes: int) -> None:
         """Gives the pages of a range back to the kernel; their content is lost."""
-        check(lib.tm_map_release(self._base + offset, num_bytes), f"releasing {num_bytes} bytes of memory")
+        check(
+            lib.tm_map_release(self._base + offset, num_bytes),
+            f"releasing {num_bytes} bytes of memory",
+        )
 
     def tensor(self) -> torch.Tensor:
         """The whole range as one uint8 tensor, which keeps it mapped."""
         return torch.frombuffer(ffi.buffer(self._base, self.num_bytes), dtype=torch.uint8)
 
     def close(self) -> None:
-        """Gives the memory up: it is unmapped when the last tensor that uses it is gone. May be called twice."""
+        """Gives the memory up: it is unmapped when the last tensor that uses it is gone. May be
+        called twice."""
         self._base = ffi.NULL
 
 
@@ -234,8 +277,8 @@ class Queue:
 
     Args:
         io: engine, block size and depth.
-        files: descriptors and their files' names, for errors. Those that it holds now are registered with the kernel where that
-            allows, and stay open until the queue is closed.
+        files: descriptors and their files' names, for errors. Those that it holds now are
+            registered with the kernel where that allows, and stay open until the queue is closed.
         regions: memory to register with the kernel where it allows.
         faults: lies for tests.
 
@@ -256,7 +299,9 @@ class Queue:
         self._queue = ffi.NULL
         starts = ffi.new("void *[]", [ffi.cast("void *", address) for address, _ in regions])
         sizes = ffi.new("uint64_t[]", [size for _, size in regions])
-        rules = ffi.new("tm_fault[]", [(f.serial, f.value, FAULTS[f.kind], f.repeat) for f in faults])
+        rules = ffi.new(
+            "tm_fault[]", [(f.serial, f.value, FAULTS[f.kind], f.repeat) for f in faults]
+        )
         descriptors = ffi.new("int32_t[]", list(files))
         options = ffi.new("tm_queue_options *")
         options.engine = ENGINES[io.engine]
@@ -280,7 +325,9 @@ class Queue:
             code = lib.tm_queue_open(options, queue, chosen, why, 2048)
             self.why = ffi.string(why).decode(errors="replace")
             if code < 0:
-                raise OSError(-code, f"no I/O queue (engine {io.engine!r}): {os.strerror(-code)}; {self.why}")
+                raise OSError(
+                    -code, f"no I/O queue (engine {io.engine!r}): {os.strerror(-code)}; {self.why}"
+                )
             self.engine = _ENGINE_NAMES[chosen[0]]
             self._queue = queue[0]
         except BaseException:
@@ -293,27 +340,37 @@ class Queue:
         return next(self._tags)
 
     def submit(self, ops: Sequence[Op], priority: int = NORMAL, tag: int | None = None) -> int:
-        """Starts transfers and returns the one tag that answers for all of them. Never waits. Raises OSError.
+        """Starts transfers and returns the one tag that answers for all of them. Never waits.
+        Raises OSError.
 
-        tag: a `new_tag`, for a caller that has to know it also when the call is interrupted; None: a new one.
+        tag: a `new_tag`, for a caller that has to know it also when the call is interrupted; None:
+            a new one.
         """
         tag = next(self._tags) if tag is None else tag
         cast = ffi.cast
-        rows = [(cast(_VOID, op.address), op.length, op.offset, tag, op.fd, op.kind, priority, 0) for op in ops]
+        rows = [
+            (cast(_VOID, op.address), op.length, op.offset, tag, op.fd, op.kind, priority, 0)
+            for op in ops
+        ]
         batch = ffi.new("tm_op[]", rows)
-        check(lib.tm_queue_submit(self.handle, batch, len(rows)), f"submitting {len(rows)} transfers")
+        check(
+            lib.tm_queue_submit(self.handle, batch, len(rows)), f"submitting {len(rows)} transfers"
+        )
         return tag
 
     def submit_blocks(self, blocks: Blocks, priority: int = NORMAL, tag: int | None = None) -> int:
-        """Starts many transfers of one length, and returns the one tag that answers for all. Never waits.
+        """Starts many transfers of one length, and returns the one tag that answers for all. Never
+        waits.
 
-        addresses[i] in memory goes to or comes from offsets[i] in the file; nothing is done per block in Python, so
-        that small ones are cheap. Raises ValueError for arrays of different lengths, OSError when a block is malformed.
+        addresses[i] in memory goes to or comes from offsets[i] in the file; nothing is done per
+        block in Python, so that small ones are cheap. Raises ValueError for arrays of different
+        lengths, OSError when a block is malformed.
         """
         kind, fd, addresses, offsets, length = blocks
         if addresses.ndim != 1 or addresses.shape != offsets.shape:
             raise ValueError(
-                f"addresses and offsets are two rows of one length; given {addresses.shape}, {offsets.shape}"
+                f"addresses and offsets are two rows of one length; given {addresses.shape}, "
+                f"{offsets.shape}"
             )
         tag = next(self._tags) if tag is None else tag
         ops = np.zeros(len(addresses), _OP_DTYPE)
@@ -329,16 +386,19 @@ class Queue:
         return ffi.new("tm_answer *")
 
     def wait(self, tag: int, timeout_s: float | None = None, into: Any = None) -> Answer | None:
-        """Blocks until a tag is answered; None after timeout_s. The answer may hold an error: see `raise_for`.
+        """Blocks until a tag is answered; None after timeout_s. The answer may hold an error: see
+        `raise_for`.
 
-        into: a `new_answer`, which keeps the answer when the call is interrupted, for the next call; None: nothing does.
+        into: a `new_answer`, which keeps the answer when the call is interrupted, for the next
+            call; None: nothing does.
         """
         answer = self.new_answer() if into is None else into
         timeout_ns = -1 if timeout_s is None else int(timeout_s * 1e9)
         code = lib.tm_queue_wait(self.handle, tag, timeout_ns, answer)
         if code == -errno.ETIMEDOUT:
             return None
-        if code != -errno.ENOENT or not answer.submitted_ns:  # else an interrupted call has taken it
+        # else an interrupted call has taken it
+        if code != -errno.ENOENT or not answer.submitted_ns:
             check(code, f"waiting for tag {tag}")
         a = answer[0]
         times = (answer.submitted_ns, answer.started_ns, answer.finished_ns)
@@ -360,7 +420,8 @@ class Queue:
         check(lib.tm_queue_promote(self.handle, tag, priority), f"promoting tag {tag}")
 
     def cancel(self, tag: int) -> None:
-        """Drops blocks that the kernel does not have yet. The caller must still wait for the tag."""
+        """Drops blocks that the kernel does not have yet. The caller must still wait for the
+        tag."""
         check(lib.tm_queue_cancel(self.handle, tag), f"cancelling tag {tag}")
 
     def counters(self) -> Counters:
@@ -377,7 +438,8 @@ class Queue:
         return counts
 
     def close(self) -> int:
-        """Finishes what was submitted, stops the thread; returns how many errors were not waited for."""
+        """Finishes what was submitted, stops the thread; returns how many errors were not waited
+        for."""
         queue = self._queue
         self._queue = ffi.NULL
         if queue == ffi.NULL:
@@ -402,7 +464,8 @@ def latency_edges() -> npt.NDArray[np.float64]:
 class Workers:
     """Threads that the kernels share; `num_threads` counts the caller.
 
-    cores: where they may run, one each and off the caller's own, num_threads of them at least; none: anywhere.
+    cores: where they may run, one each and off the caller's own, num_threads of them at least;
+        none: anywhere.
     """
 
     def __init__(self, num_threads: int, cores: Sequence[int] = ()) -> None:
@@ -419,12 +482,14 @@ class Workers:
 
     @property
     def handle(self) -> Any:
-        """For kernels. Raises RuntimeError in a forked child: neither the threads nor what the kernels work on are there."""
+        """For kernels. Raises RuntimeError in a forked child: neither the threads nor what the
+        kernels work on are there."""
         check_process(self._owner, "this pool of threads")
         return self._handle
 
     def close(self) -> None:
-        """Stops the threads; calling it twice does nothing, nor does calling it in a forked child."""
+        """Stops the threads; calling it twice does nothing, nor does calling it in a forked
+        child."""
         handle = self._handle
         self._handle = ffi.NULL
         if handle != ffi.NULL and os.getpid() == self._owner:
@@ -439,31 +504,47 @@ def optimizer_step(
     start_moments: bool = False,
     start_master: bool = False,
 ) -> None:
-    """Steps master and moments in place in one pass, and writes the weight the model sees. Blocks; GIL free.
+    """Steps master and moments in place in one pass, and writes the weight the model sees. Blocks;
+    GIL free.
 
-    With `dither` every part of the state below fp32 is rounded stochastically, else to nearest even. start_moments: moments
-    start at zero (adagrad: at rule.initial) without being read; start_master: the master starts from the weight. Raises
-    ValueError for parts that do not fit together. Formulas and sources: tm_optimizer_step in native/tiermem.h.
+    With `dither` every part of the state below fp32 is rounded stochastically, else to nearest
+    even. start_moments: moments start at zero (adagrad: at rule.initial) without being read;
+    start_master: the master starts from the weight. Raises ValueError for parts that do not fit
+        together. Formulas and sources: tm_optimizer_step in native/tiermem.h.
     """
-    run_steps(workers, [step_struct(rule, parts, dither, start_moments, start_master)], f"{rule.name} step")
+    run_steps(
+        workers,
+        [step_struct(rule, parts, dither, start_moments, start_master)],
+        f"{rule.name} step",
+    )
 
 
 def run_steps(workers: Workers, structs: Iterable[Any], what: str) -> None:
-    """Runs steps of `step_struct`, one after the other. Blocks; GIL free. Raises OSError; `what` begins its message."""
+    """Runs steps of `step_struct`, one after the other. Blocks; GIL free. Raises OSError; `what`
+    begins its message."""
     handle = workers.handle
     for struct in structs:
         check(lib.tm_optimizer_step(handle, struct), what)
 
 
 def step_struct(
-    rule: StepRule, parts: StepParts, dither: Dither | None, start_moments: bool = False, start_master: bool = False
+    rule: StepRule,
+    parts: StepParts,
+    dither: Dither | None,
+    start_moments: bool = False,
+    start_master: bool = False,
 ) -> Any:
-    """The tm_step of `optimizer_step`; it points into the parts, which the caller keeps alive. Raises ValueError."""
+    """The tm_step of `optimizer_step`; it points into the parts, which the caller keeps alive.
+    Raises ValueError."""
     check_parts(rule, parts, start_master)
     step = ffi.new("tm_step *")
     step.n = parts.grad.numel()
     step.rule = _RULES[rule.name]
-    for slot, part in (step.weight, parts.weight), (step.master, parts.master), (step.grad, parts.grad):
+    for slot, part in (
+        (step.weight, parts.weight),
+        (step.master, parts.master),
+        (step.grad, parts.grad),
+    ):
         _set_part(slot, part)
     for slot, kind, moment in zip(step.moments, MOMENTS[rule.name], parts.moments, strict=False):
         _set_part(slot, moment, kind.is_positive)
@@ -491,40 +572,55 @@ def step_scalars(rule: StepRule) -> Any:
 def widen_part(
     workers: Workers, part: Moment, weight: torch.Tensor | None = None, is_positive: bool = False
 ) -> torch.Tensor:
-    """Returns a part in fp32, exactly: a moment, a weight, or a split master (int16, uint16) read with its bf16 weight.
+    """Returns a part in fp32, exactly: a moment, a weight, or a split master (int16, uint16) read
+    with its bf16 weight.
 
-    is_positive: of 8-bit codes, whether they are those of a moment that is never negative. Blocks; raises ValueError.
+    is_positive: of 8-bit codes, whether they are those of a moment that is never negative. Blocks;
+        raises ValueError.
     """
     numel = check_part(part, weight)
     values = torch.empty(numel)
-    code = lib.tm_part_widen(workers.handle, numel, _part(part, is_positive), _pointer(weight), _pointer(values))
+    code = lib.tm_part_widen(
+        workers.handle, numel, _part(part, is_positive), _pointer(weight), _pointer(values)
+    )
     check(code, "widening a part")
     return values
 
 
 def narrow_part(
-    workers: Workers, values: torch.Tensor, part: Moment, weight: torch.Tensor | None = None, is_positive: bool = False
+    workers: Workers,
+    values: torch.Tensor,
+    part: Moment,
+    weight: torch.Tensor | None = None,
+    is_positive: bool = False,
 ) -> None:
-    """Writes fp32 values into a part, rounded to nearest even; a split master writes its bf16 weight too, exactly.
+    """Writes fp32 values into a part, rounded to nearest even; a split master writes its bf16
+    weight too, exactly.
 
     Blocks; raises ValueError. See `widen_part`.
     """
     numel = check_part(part, weight)
     values = values.to(torch.float32)
     check_moment("values", values, numel)
-    code = lib.tm_part_narrow(workers.handle, numel, _pointer(values), _part(part, is_positive), _pointer(weight))
+    code = lib.tm_part_narrow(
+        workers.handle, numel, _pointer(values), _part(part, is_positive), _pointer(weight)
+    )
     check(code, "narrowing to a part")
 
 
 def pack_blocks(workers: Workers | None, bits: int, values: torch.Tensor, packed: Packed) -> None:
-    """Writes the blocks of values, with codes of 8 or 4 bits: see tm_blocks_pack in native/tiermem.h.
+    """Writes the blocks of values, with codes of 8 or 4 bits: see tm_blocks_pack in
+    native/tiermem.h.
 
-    Flat contiguous CPU tensors; values in fp32, bf16 or fp16. workers: None: the caller alone. Blocks; GIL free.
+    Flat contiguous CPU tensors; values in fp32, bf16 or fp16. workers: None: the caller alone.
+    Blocks; GIL free.
     """
     numel = values.numel()
     codes = _pointer(packed.codes)
     scales = ffi.cast("float *", packed.scales.data_ptr())
-    code = lib.tm_blocks_pack(_handle(workers), bits, numel, _pointer(values), _DTYPES[values.dtype], codes, scales)
+    code = lib.tm_blocks_pack(
+        _handle(workers), bits, numel, _pointer(values), _DTYPES[values.dtype], codes, scales
+    )
     check(code, "packing blocks")
 
 
@@ -533,7 +629,9 @@ def unpack_blocks(workers: Workers | None, bits: int, packed: Packed, values: to
     numel = values.numel()
     codes = _pointer(packed.codes)
     scales = ffi.cast("float *", packed.scales.data_ptr())
-    code = lib.tm_blocks_unpack(_handle(workers), bits, numel, codes, scales, _pointer(values), _DTYPES[values.dtype])
+    code = lib.tm_blocks_unpack(
+        _handle(workers), bits, numel, codes, scales, _pointer(values), _DTYPES[values.dtype]
+    )
     check(code, "unpacking blocks")
 
 
@@ -566,42 +664,65 @@ def _set_sources(step: Any, parts: StepParts, source: StepParts) -> None:
 
 
 def store_gradient(
-    workers: Workers, dst: torch.Tensor | None, src: torch.Tensor, first_element: int = 0, accumulate: bool = False
+    workers: Workers,
+    dst: torch.Tensor | None,
+    src: torch.Tensor,
+    first_element: int = 0,
+    accumulate: bool = False,
 ) -> list[float]:
-    """Copies or adds `src` into `dst` (None: only measures) and returns the sum of squares of each norm block.
+    """Copies or adds `src` into `dst` (None: only measures) and returns the sum of squares of each
+    norm block.
 
-    Flat contiguous CPU tensors of one length, fp32, bf16 or fp16. `first_element` is the index of src[0] in its whole
-    parameter: blocks of NORM_BLOCK elements are cut there, so that the sums do not depend on tiles or threads. A sum is
-    finite if and only if every element is. Blocks; GIL free.
+    Flat contiguous CPU tensors of one length, fp32, bf16 or fp16. `first_element` is the index of
+    src[0] in its whole parameter: blocks of NORM_BLOCK elements are cut there, so that the sums do
+    not depend on tiles or threads. A sum is finite if and only if every element is. Blocks; GIL
+    free.
     """
     if src.numel() == 0:
         return []
     num_blocks = (first_element + src.numel() - 1) // NORM_BLOCK - first_element // NORM_BLOCK + 1
     sums = ffi.new("double[]", num_blocks)
-    copied = _pointer(dst), _DTYPES[None if dst is None else dst.dtype], _pointer(src), _DTYPES[src.dtype]
-    code = lib.tm_gradient_store(workers.handle, src.numel(), *copied, accumulate, first_element, sums)
+    copied = (
+        _pointer(dst),
+        _DTYPES[None if dst is None else dst.dtype],
+        _pointer(src),
+        _DTYPES[src.dtype],
+    )
+    code = lib.tm_gradient_store(
+        workers.handle, src.numel(), *copied, accumulate, first_element, sums
+    )
     check(code, "storing a gradient")
     return list(sums)
 
 
 def crc32c_of(
-    addresses: npt.NDArray[np.uint64], num_bytes: npt.NDArray[np.uint64], workers: Workers | None = None
+    addresses: npt.NDArray[np.uint64],
+    num_bytes: npt.NDArray[np.uint64],
+    workers: Workers | None = None,
 ) -> npt.NDArray[np.uint32]:
-    """The CRC-32C of num_bytes[i] bytes at addresses[i], which the caller keeps alive. Flat arrays. Blocks; GIL free."""
+    """The CRC-32C of num_bytes[i] bytes at addresses[i], which the caller keeps alive. Flat arrays.
+    Blocks; GIL free."""
     if addresses.ndim != 1 or addresses.shape != num_bytes.shape:
         raise ValueError(
-            f"addresses and lengths are two rows of one length; given {addresses.shape}, {num_bytes.shape}"
+            f"addresses and lengths are two rows of one length; given {addresses.shape}, "
+            f"{num_bytes.shape}"
         )
     addresses = np.ascontiguousarray(addresses, np.uint64)
     num_bytes = np.ascontiguousarray(num_bytes, np.uint64)
     crcs = np.empty(len(addresses), np.uint32)
-    rows = rows_of(("const void *const *", "const uint64_t *", "uint32_t *"), addresses, num_bytes, crcs)
-    check(lib.tm_crc32c(_handle(workers), len(addresses), *rows), f"checksums of {len(addresses)} pieces")
+    rows = rows_of(
+        ("const void *const *", "const uint64_t *", "uint32_t *"), addresses, num_bytes, crcs
+    )
+    check(
+        lib.tm_crc32c(_handle(workers), len(addresses), *rows),
+        f"checksums of {len(addresses)} pieces",
+    )
     return crcs
 
 
 def file_alignment(fd: int) -> tuple[int, int] | None:
-    """What O_DIRECT asks of an open file: bytes of memory, and of offsets and lengths. (0, 0): it refuses; None: unknown."""
+    """What O_DIRECT asks of an open file: bytes of memory, and of offsets and lengths. (0, 0): it
+    refuses; None: unknown."""
     memory = ffi.new("uint32_t *")
     offset = ffi.new("uint32_t *")
     code = lib.tm_file_alignment(fd, memory, offset)
@@ -609,26 +730,41 @@ def file_alignment(fd: int) -> tuple[int, int] | None:
 
 
 def trim_heap() -> None:
-    """Gives memory that was freed back to the kernel, holes in the heap included (glibc). Blocks for milliseconds."""
+    """Gives memory that was freed back to the kernel, holes in the heap included (glibc). Blocks
+    for milliseconds."""
     check(lib.tm_heap_trim(), "trimming the heap")
 
 
 def choose_isa(isa: int = -1) -> str:
-    """Chooses the kernels' instruction set (-1: the best here; 0, 1, 2: plain C, AVX2, AVX-512) and names it."""
-    return str(ffi.string(lib.tm_isa_name(check(lib.tm_isa_choose(isa), f"instruction set {isa}"))).decode())
+    """Chooses the kernels' instruction set (-1: the best here; 0, 1, 2: plain C, AVX2, AVX-512) and
+    names it."""
+    return str(
+        ffi.string(
+            lib.tm_isa_name(check(lib.tm_isa_choose(isa), f"instruction set {isa}"))
+        ).decode()
+    )
 
 
 def _unmap(base: object, num_bytes: int, owner: int) -> None:
-    if os.getpid() == owner:  # a forked child never had it, and may have mapped something else there
+    # a forked child never had it, and may have mapped something else there
+    if os.getpid() == owner:
         check(lib.tm_map_close(base, num_bytes), "unmapping the arena")
 
 
 def mirror(struct: str) -> np.dtype[Any]:
-    """The numpy type with the memory layout of a C struct of pointers, integers and arrays of integers."""
+    """The numpy type with the memory layout of a C struct of pointers, integers and arrays of
+    integers."""
     fields = dict(ffi.typeof(struct).fields)
     formats = [_format_of(field.type) for field in fields.values()]
     offsets = [f.offset for f in fields.values()]
-    return np.dtype({"names": list(fields), "formats": formats, "offsets": offsets, "itemsize": ffi.sizeof(struct)})
+    return np.dtype(
+        {
+            "names": list(fields),
+            "formats": formats,
+            "offsets": offsets,
+            "itemsize": ffi.sizeof(struct),
+        }
+    )
 
 
 def _format_of(ctype: Any) -> Any:

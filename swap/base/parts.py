@@ -6,8 +6,9 @@
     grad      fp32, bf16, fp16
     moments   fp32, bf16, fp16, or Quantised: 8-bit codes and one scale byte for 64 of them
 
-All are flat contiguous tensors of one length on one device; native code takes CPU tensors. native/tiermem.h describes formulas,
-formats and roundings. These values do not name the parameter or the tile.
+All are flat contiguous tensors of one length on one device; native code takes CPU tensors.
+native/tiermem.h describes formulas, formats and roundings. These values do not name the parameter
+or the tile.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ CPU = torch.device("cpu")
 
 
 class Quantised(NamedTuple):
-    """A moment in 8 bits: `codes` holds a byte per element, `scales` one for Q8_BLOCK of them; both uint8."""
+    """A moment in 8 bits: `codes` holds a byte per element, `scales` one for Q8_BLOCK of them; both
+    uint8."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -43,9 +45,11 @@ Moment = torch.Tensor | Quantised
 
 
 class StepParts(NamedTuple):
-    """The tensors of one step. Moments in the order of MOMENTS; those that are optional may be missing.
+    """The tensors of one step. Moments in the order of MOMENTS; those that are optional may be
+    missing.
 
-    source: what the step reads in their place, in the same dtypes; its gradient is not looked at. A tensor that is also one of
+    source: what the step reads in their place, in the same dtypes; its gradient is not looked at. A
+        tensor that is also one of
     the parts is stepped in place. None: all are. Native code alone steps parts with a source.
     """
 
@@ -62,7 +66,8 @@ class StepParts(NamedTuple):
 
 
 class StepRule(NamedTuple):
-    """The rule of one step and its scalars, in double; which rule looks at what: tm_step_scalars in native/tiermem.h."""
+    """The rule of one step and its scalars, in double; which rule looks at what: tm_step_scalars in
+    native/tiermem.h."""
 
     name: str  # a key of MOMENTS
     step_size: float
@@ -77,7 +82,8 @@ class StepRule(NamedTuple):
     initial: float = 0.0
     maximize: bool = False
     nesterov: bool = False
-    moments: tuple[str, ...] = ()  # those that are kept, under torch's keys; no kernel looks at them
+    # those that are kept, under torch's keys; no kernel looks at them
+    moments: tuple[str, ...] = ()
 
 
 class Dither(NamedTuple):
@@ -89,7 +95,8 @@ class Dither(NamedTuple):
 
 
 class MomentKind(NamedTuple):
-    """One moment of a rule. A moment that is never negative (`is_positive`) has 8-bit codes without sign."""
+    """One moment of a rule. A moment that is never negative (`is_positive`) has 8-bit codes without
+    sign."""
 
     name: str
     is_positive: bool
@@ -111,8 +118,11 @@ def num_scales(num_elements: int) -> int:
     return -(-num_elements // Q8_BLOCK)
 
 
-def check_parts(rule: StepRule, parts: StepParts, start_master: bool, device: torch.device = CPU) -> None:
-    """Raises ValueError, naming the part, when these parts cannot be stepped by this rule on this device."""
+def check_parts(
+    rule: StepRule, parts: StepParts, start_master: bool, device: torch.device = CPU
+) -> None:
+    """Raises ValueError, naming the part, when these parts cannot be stepped by this rule on this
+    device."""
     if rule.name not in MOMENTS:
         raise ValueError(f"the rule is {rule.name!r}; allowed are {', '.join(MOMENTS)}")
     numel = parts.grad.numel()
@@ -130,13 +140,18 @@ def check_parts(rule: StepRule, parts: StepParts, start_master: bool, device: to
     _check_moments(rule, parts.moments, numel, device)
     if rule.nesterov and not (rule.name == "sgd" and parts.moments):
         raise ValueError(
-            f"nesterov needs sgd with a momentum; the rule is {rule.name!r} with {len(parts.moments)} moments"
+            f"nesterov needs sgd with a momentum; the rule is {rule.name!r} with "
+            f"{len(parts.moments)} moments"
         )
     if parts.source is not None:
         check_parts(rule, parts.source._replace(grad=parts.grad), start_master, device)
-        written, read = ([getattr(p, "dtype", None) for p in each.stepped] for each in (parts, parts.source))
+        written, read = (
+            [getattr(p, "dtype", None) for p in each.stepped] for each in (parts, parts.source)
+        )
         if written != read:
-            raise ValueError(f"a step reads {read} and writes {written}: a source has the dtypes of the parts")
+            raise ValueError(
+                f"a step reads {read} and writes {written}: a source has the dtypes of the parts"
+            )
 
 
 def check_moment(name: str, moment: Moment, numel: int, device: torch.device = CPU) -> None:
@@ -148,17 +163,23 @@ def check_moment(name: str, moment: Moment, numel: int, device: torch.device = C
     _check_tensor(f"{name} scales", moment.scales, num_scales(numel), (torch.uint8,), device)
 
 
-def check_split(master: torch.Tensor, weight: torch.Tensor | None, numel: int, device: torch.device = CPU) -> None:
-    """Raises ValueError when this is no split master of so many elements beside its bf16 weight on this device."""
+def check_split(
+    master: torch.Tensor, weight: torch.Tensor | None, numel: int, device: torch.device = CPU
+) -> None:
+    """Raises ValueError when this is no split master of so many elements beside its bf16 weight on
+    this device."""
     _check_tensor("split master", master, numel, SPLIT, device)
     if weight is None or weight.dtype is not torch.bfloat16:
         given = "none" if weight is None else weight.dtype
-        raise ValueError(f"a split master is kept beside a bf16 weight; the weight given is {given}")
+        raise ValueError(
+            f"a split master is kept beside a bf16 weight; the weight given is {given}"
+        )
     _check_tensor("weight", weight, numel, STORED, device)
 
 
 def check_part(part: Moment, weight: torch.Tensor | None, device: torch.device | None = CPU) -> int:
-    """Returns the number of elements of a moment, or of a split master beside its weight; raises ValueError.
+    """Returns the number of elements of a moment, or of a split master beside its weight; raises
+    ValueError.
 
     device: where it must lie; None: where it does.
     """
@@ -172,24 +193,35 @@ def check_part(part: Moment, weight: torch.Tensor | None, device: torch.device |
     return numel
 
 
-def _check_moments(rule: StepRule, moments: Sequence[Moment], numel: int, device: torch.device) -> None:
+def _check_moments(
+    rule: StepRule, moments: Sequence[Moment], numel: int, device: torch.device
+) -> None:
     kinds = MOMENTS[rule.name]
     fewest = sum(not kind.is_optional for kind in kinds)
     if not fewest <= len(moments) <= len(kinds):
-        names = ", ".join(f"{kind.name} (optional)" if kind.is_optional else kind.name for kind in kinds)
+        names = ", ".join(
+            f"{kind.name} (optional)" if kind.is_optional else kind.name for kind in kinds
+        )
         raise ValueError(f"{len(moments)} moments given for {rule.name}, which keeps {names}")
     for kind, moment in zip(kinds, moments, strict=False):
         check_moment(kind.name, moment, numel, device)
 
 
 def _check_tensor(
-    name: str, tensor: torch.Tensor, numel: int, allowed: tuple[torch.dtype, ...], device: torch.device
+    name: str,
+    tensor: torch.Tensor,
+    numel: int,
+    allowed: tuple[torch.dtype, ...],
+    device: torch.device,
 ) -> None:
     if tensor.dtype not in allowed:
-        raise ValueError(f"{name} is {tensor.dtype}; allowed are {', '.join(str(dtype) for dtype in allowed)}")
+        raise ValueError(
+            f"{name} is {tensor.dtype}; allowed are {', '.join(str(dtype) for dtype in allowed)}"
+        )
     if tensor.device != device or not tensor.is_contiguous() or tensor.dim() != 1:
         raise ValueError(
-            f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()} on {tensor.device}; a step takes flat "
+            f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()} on "
+            f"{tensor.device}; a step takes flat "
             f"contiguous tensors on {device}: pass .view(-1)"
         )
     if tensor.numel() != numel:

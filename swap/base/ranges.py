@@ -1,4 +1,5 @@
-"""Ranges: byte ranges, sets of free ranges, columns of numbers, and things chosen by their sizes."""
+"""Ranges: byte ranges, sets of free ranges, columns of numbers, and things chosen by their
+sizes."""
 
 from __future__ import annotations
 
@@ -11,14 +12,15 @@ import numpy as np
 import numpy.typing as npt
 
 Numbers = npt.NDArray[np.int64]
-"""A column of a table: byte offsets, lengths, element starts or row numbers. A model has tens of thousands of ranges, so one
-numpy operation handles all of them."""
+"""A column of a table: byte offsets, lengths, element starts or row numbers. A model has tens of
+thousands of ranges, so one numpy operation handles all of them."""
 
 N = TypeVar("N", int, Numbers)
 
 
 def spread(first: Numbers, counts: Numbers) -> tuple[Numbers, Numbers]:
-    """Repeats each row number i counts[i] times; returns these numbers and, beside them, first[i], first[i] + 1, ..."""
+    """Repeats each row number i counts[i] times; returns these numbers and, beside them, first[i],
+    first[i] + 1, ..."""
     row = np.repeat(np.arange(len(counts)), counts)
     before = np.cumsum(counts) - counts
     return row, first[row] + np.arange(len(row)) - before[row]
@@ -32,7 +34,8 @@ class ByteRange(NamedTuple):
 
 
 class Column(NamedTuple):
-    """A state, the weights or the gradients of a tile in its bytes, one element behind the other."""
+    """A state, the weights or the gradients of a tile in its bytes, one element behind the
+    other."""
 
     place: ByteRange
     strip_bytes: int  # of each strip: a range of the tile's elements
@@ -47,7 +50,8 @@ class FileRange(NamedTuple):
 
 
 class FreeRanges:
-    """The free ranges of the arena's memory or of a segment on disk, sorted and merged. At first no range is free.
+    """The free ranges of the arena's memory or of a segment on disk, sorted and merged. At first no
+    range is free.
 
         [ held ][ free ][ held ][      free      )      first fit: the lowest free range that is long enough is cut
 
@@ -64,7 +68,9 @@ class FreeRanges:
         before = self._ranges[max(at - 1, 0) : at]
         behind = self._ranges[at : at + 1]
         if (before and before[0][1] > start) or (behind and behind[0][0] < stop):
-            raise RuntimeError(f"bytes {start} to {stop} are free already: they were given back twice")
+            raise RuntimeError(
+                f"bytes {start} to {stop} are free already: they were given back twice"
+            )
         first = last = at
         if before and before[0][1] == start:
             first = at - 1
@@ -75,7 +81,8 @@ class FreeRanges:
         self._ranges[first:last] = [(start, stop)]
 
     def take(self, num_bytes: int) -> int | None:
-        """Cuts the lowest range that is long enough and returns its start; None when there is none."""
+        """Cuts the lowest range that is long enough and returns its start; None when there is
+        none."""
         for i, (start, stop) in enumerate(self._ranges):
             if stop - start >= num_bytes:
                 rest = start + num_bytes
@@ -110,7 +117,8 @@ def round_up(value: N, unit: int) -> N:
 
 
 def within(sizes: Sequence[int], num_bytes: int) -> list[bool]:
-    """Chooses things of these sizes, evenly spread, that take at most `num_bytes` together; those of no size in any case."""
+    """Chooses things of these sizes, evenly spread, that take at most `num_bytes` together; those
+    of no size in any case."""
     due = 0
     total = sum(sizes)
     chosen = []

@@ -19,7 +19,8 @@ ALIGNMENT = 4096
 class Tier(enum.Enum):
     """A kind of memory that bytes rest in; the value is its name in configs and reports.
 
-    DEVICE: memory of the device that computes; HOST: the arena in this machine's memory; NVME: files on disks.
+    DEVICE: memory of the device that computes; HOST: the arena in this machine's memory; NVME:
+        files on disks.
     """
 
     DEVICE = "none"

@@ -1,4 +1,5 @@
-"""TileProgram: the binding of a native step program (native/tiermem.h), which steps tiles without Python and the GIL."""
+"""TileProgram: the binding of a native step program (native/tiermem.h), which steps tiles without
+Python and the GIL."""
 
 from __future__ import annotations
 
@@ -115,18 +116,25 @@ class Failure(NamedTuple):
 
 
 TileTimes = npt.NDArray[np.void]
-"""What became of tiles: an array of tm_tile_times. Pairs of CLOCK_MONOTONIC nanoseconds, 0: it did not happen."""
+"""What became of tiles: an array of tm_tile_times. Pairs of CLOCK_MONOTONIC nanoseconds, 0: it did
+not happen."""
 
 
-def piece_rows(addresses: Numbers, num_bytes: Numbers, crcs: npt.NDArray[np.uint32], is_known: Flags) -> PieceRows:
-    """Pieces from the addresses of their bytes, and the arrays of their checksums and flags, which the caller keeps alive."""
+def piece_rows(
+    addresses: Numbers, num_bytes: Numbers, crcs: npt.NDArray[np.uint32], is_known: Flags
+) -> PieceRows:
+    """Pieces from the addresses of their bytes, and the arrays of their checksums and flags, which
+    the caller keeps alive."""
     rows = np.zeros((len(addresses), len(_COLUMNS)), np.uint64)
     rows[:, _DATA], rows[:, _BYTES] = addresses, num_bytes
     return aim_rows(rows, crcs, is_known)
 
 
-def aim_rows(rows: PieceRows, crcs: npt.NDArray[np.uint32], is_known: Flags | None = None) -> PieceRows:
-    """Sets the arrays that hold the rows' checksums and flags (None: no flags). Returns the rows."""
+def aim_rows(
+    rows: PieceRows, crcs: npt.NDArray[np.uint32], is_known: Flags | None = None
+) -> PieceRows:
+    """Sets the arrays that hold the rows' checksums and flags (None: no flags). Returns the
+    rows."""
     numbers = np.arange(len(rows), dtype=np.uint64)
     rows[:, _CRC] = np.uint64(crcs.ctypes.data) + np.uint64(crcs.itemsize) * numbers
     rows[:, _IS_KNOWN] = 0 if is_known is None else np.uint64(is_known.ctypes.data) + numbers
@@ -153,7 +161,8 @@ _NO_TILE = (1 << 64) - 1
 
 
 class Taken:
-    """A tile that `TileProgram.next` has given to this thread. Native code notes it, so that an interrupt loses none."""
+    """A tile that `TileProgram.next` has given to this thread. Native code notes it, so that an
+    interrupt loses none."""
 
     def __init__(self) -> None:
         self.tile = ffi.new("uint64_t *", _NO_TILE)
@@ -182,7 +191,8 @@ def cache_bytes() -> int:
 
 
 def bytes_under_way() -> int:
-    """Most bytes of strips that a step has under way: those of which the processor's cache keeps four times as many.
+    """Most bytes of strips that a step has under way: those of which the processor's cache keeps
+    four times as many.
 
     A disk exchanges bytes faster with that cache than with memory.
     """
@@ -190,16 +200,21 @@ def bytes_under_way() -> int:
 
 
 class TileProgram:
-    """A native step program with its own thread. Methods may be called from any thread; they raise OSError as `check` does.
+    """A native step program with its own thread. Methods may be called from any thread; they raise
+    OSError as `check` does.
 
     Args:
-        workers: threads that kernels share, which outlive the program; None: kernels run in the program's own.
+        workers: threads that kernels share, which outlive the program; None: kernels run in the
+            program's own.
     """
 
     def __init__(self, workers: Workers | None) -> None:
         program = ffi.new("tm_program **")
         handle = ffi.NULL if workers is None else workers.handle
-        check(lib.tm_program_open(handle, bytes_under_way(), program), "starting the thread of a step program")
+        check(
+            lib.tm_program_open(handle, bytes_under_way(), program),
+            "starting the thread of a step program",
+        )
         self._handle = program[0]
         self._owner = os.getpid()
 
@@ -217,17 +232,26 @@ class TileProgram:
         check(code, f"beginning to read {len(tiles)} tiles")
 
     def run(
-        self, buffers: Sequence[ByteRange], tiles: Sequence[NativeTile], total: int, flags: int, priority: int = NORMAL
+        self,
+        buffers: Sequence[ByteRange],
+        tiles: Sequence[NativeTile],
+        total: int,
+        flags: int,
+        priority: int = NORMAL,
     ) -> None:
-        """Starts a run of `total` tiles, or the rest of a begun one, with the first of them; `add` gives the others.
+        """Starts a run of `total` tiles, or the rest of a begun one, with the first of them; `add`
+        gives the others.
 
         Does not block. What the tiles point at stays until the end.
         """
-        code = lib.tm_program_run(self.handle, *_buffers(buffers), _tiles(tiles), len(tiles), total, priority, flags)
+        code = lib.tm_program_run(
+            self.handle, *_buffers(buffers), _tiles(tiles), len(tiles), total, priority, flags
+        )
         check(code, f"starting a program of {total} tiles")
 
     def add(self, tiles: Sequence[NativeTile], turns: Sequence[int]) -> bool:
-        """Gives the run more tiles, while others are stepped. False: it has ended already. Does not block.
+        """Gives the run more tiles, while others are stepped. False: it has ended already. Does not
+        block.
 
         turns: a tile gets its buffer before those of later turns; 0 is that of the tiles of `run`.
         """
@@ -238,9 +262,11 @@ class TileProgram:
         return check(code, f"adding {len(tiles)} tiles to a program") == 0
 
     def next(self, timeout_s: float, taken: Taken) -> tuple[int, int] | bool:
-        """Waits for a tile that is called or brought. Returns its index and that of its buffer (-1: none).
+        """Waits for a tile that is called or brought. Returns its index and that of its buffer (-1:
+        none).
 
-        Both are the caller's until `done`. True: the run has ended. False: timeout_s has passed; negative: it never does.
+        Both are the caller's until `done`. True: the run has ended. False: timeout_s has passed;
+        negative: it never does.
         """
         code = lib.tm_program_next(self.handle, int(timeout_s * 1e9), taken.tile, taken.buffer)
         if code == -errno.ETIMEDOUT:
@@ -249,14 +275,19 @@ class TileProgram:
 
     def done(self, tile: int, has_failed: bool) -> None:
         """Ends the work on a tile of `next`."""
-        check(lib.tm_program_done(self.handle, tile, errno.EIO if has_failed else 0), "ending the work on a tile")
+        check(
+            lib.tm_program_done(self.handle, tile, errno.EIO if has_failed else 0),
+            "ending the work on a tile",
+        )
 
     def give_up(self, tile: int) -> None:
-        """Ends the work on a tile that an interrupt has left, if it has not ended: the run ends as after a failure."""
+        """Ends the work on a tile that an interrupt has left, if it has not ended: the run ends as
+        after a failure."""
         lib.tm_program_done(self.handle, tile, errno.ECANCELED)
 
     def wait(self, unit: int, is_written: bool, timeout_s: float) -> bool | None:
-        """Whether a unit's tiles are stepped, or written as well; None after timeout_s; False when the run ended before."""
+        """Whether a unit's tiles are stepped, or written as well; None after timeout_s; False when
+        the run ended before."""
         code = lib.tm_program_wait(self.handle, unit, is_written, int(timeout_s * 1e9))
         return None if code == -errno.ETIMEDOUT else check(code, f"waiting for unit {unit}") == 0
 
@@ -266,7 +297,8 @@ class TileProgram:
         return None if code == -errno.ETIMEDOUT else check(code, f"waiting for tile {tile}") == 0
 
     def take(self, tile: int, address: int) -> bool:
-        """Asks for a tile's new weights at an address; False: read them from disk. Address 0 takes the request back.
+        """Asks for a tile's new weights at an address; False: read them from disk. Address 0 takes
+        the request back.
 
         Blocks while a strip of the tile has been written and others have not.
         """
@@ -274,8 +306,11 @@ class TileProgram:
         return check(lib.tm_program_take(self.handle, tile, to), "taking a tile's weights") == 1
 
     def forget(self, unit: int) -> None:
-        """Before memory that is `kept` for a unit's tiles changes: on return nothing reads it any more."""
-        check(lib.tm_program_forget(self.handle, unit), f"forgetting what memory has for unit {unit}")
+        """Before memory that is `kept` for a unit's tiles changes: on return nothing reads it any
+        more."""
+        check(
+            lib.tm_program_forget(self.handle, unit), f"forgetting what memory has for unit {unit}"
+        )
 
     def quiet(self) -> None:
         """Blocks until no transfer is under way: a run ends first. Does nothing after `close`."""
@@ -283,27 +318,40 @@ class TileProgram:
             check(lib.tm_program_quiet(self.handle), "waiting for a step program")
 
     def stop(self) -> None:
-        """Ends a run early, or drops what was begun. Blocks for transfers in flight. Does nothing after `close`."""
+        """Ends a run early, or drops what was begun. Blocks for transfers in flight. Does nothing
+        after `close`."""
         if self._handle != ffi.NULL:
             check(lib.tm_program_stop(self.handle), "stopping a step program")
 
     def failure(self) -> Failure | None:
         """The first failure of the run."""
         failure = ffi.new("tm_failure *")
-        check(lib.tm_program_report(self.handle, ffi.NULL, 0, failure), "reading a program's failure")
-        return Failure(*(getattr(failure, name) for name in Failure._fields)) if failure.error else None
+        check(
+            lib.tm_program_report(self.handle, ffi.NULL, 0, failure), "reading a program's failure"
+        )
+        return (
+            Failure(*(getattr(failure, name) for name in Failure._fields))
+            if failure.error
+            else None
+        )
 
     @property
     def num_tiles(self) -> int:
         """The tiles that the run has been given."""
-        return check(lib.tm_program_report(self.handle, ffi.NULL, 0, ffi.new("tm_failure *")), "counting a run's tiles")
+        return check(
+            lib.tm_program_report(self.handle, ffi.NULL, 0, ffi.new("tm_failure *")),
+            "counting a run's tiles",
+        )
 
     def times(self) -> TileTimes:
         """What became of each tile of the run, which has ended."""
         num_tiles = self.num_tiles
         times = ffi.new("tm_tile_times[]", num_tiles)
         failure = ffi.new("tm_failure *")
-        check(lib.tm_program_report(self.handle, times, num_tiles, failure), "reading a program's report")
+        check(
+            lib.tm_program_report(self.handle, times, num_tiles, failure),
+            "reading a program's report",
+        )
         return np.frombuffer(ffi.buffer(times), _TILE_TIMES)
 
     def close(self) -> None:
@@ -315,7 +363,8 @@ class TileProgram:
 
 
 def end_kernels(programs: Sequence[TileProgram], workers: Workers) -> None:
-    """Closes programs, then the threads that their kernels share. Blocks for transfers. A second call does nothing."""
+    """Closes programs, then the threads that their kernels share. Blocks for transfers. A second
+    call does nothing."""
     for program in programs:
         program.close()
     workers.close()

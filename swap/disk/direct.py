@@ -1,7 +1,8 @@
-"""Direct: opens files past the page cache (O_DIRECT) where possible, preallocates them, and reads facts about a folder.
+"""Direct: opens files past the page cache (O_DIRECT) where possible, preallocates them, and reads
+facts about a folder.
 
-Transfers are aligned to ALIGNMENT. A file system that does not support O_DIRECT, or needs a larger alignment, is used buffered;
-`why_buffered` says why:
+Transfers are aligned to ALIGNMENT. A file system that does not support O_DIRECT, or needs a larger
+alignment, is used buffered; `why_buffered` says why:
 
     open with O_DIRECT   refused               buffered
     STATX_DIOALIGN       (0, 0)                buffered: not this file (encrypted, or data in the journal)
@@ -32,9 +33,11 @@ _PUNCH_HOLE = 2
 
 
 def open_direct(file: Path, flags: int, own: Owned | None = None) -> tuple[Owned, str]:
-    """Opens an existing file, direct where that is possible; the descriptor, and why it is buffered ("": it is not).
+    """Opens an existing file, direct where that is possible; the descriptor, and why it is buffered
+    ("": it is not).
 
-    own: gets the descriptor, and is returned; its holder closes it after an interrupt. Raises OSError.
+    own: gets the descriptor, and is returned; its holder closes it after an interrupt. Raises
+        OSError.
     """
     own = Owned() if own is None else own
     try:
@@ -70,9 +73,10 @@ def open_unnamed(folder: Path) -> tuple[Owned, str]:
 def preallocate(fd: int, start: int, num_bytes: int) -> None:
     """Gives a range of a file its blocks, as posix_fallocate. Raises OSError.
 
-    If the file system cannot preallocate (ext2, vfat, NFS 3), libc writes a byte into every block instead. A direct descriptor
-    refuses single bytes, so a buffered descriptor is used, and its pages are dropped from the cache. If there is no such system
-    call (ENOSYS: a sandbox), the range is written again, with zeros where it has no bytes, at the disk's speed.
+    If the file system cannot preallocate (ext2, vfat, NFS 3), libc writes a byte into every block
+    instead. A direct descriptor refuses single bytes, so a buffered descriptor is used, and its
+    pages are dropped from the cache. If there is no such system call (ENOSYS: a sandbox), the range
+    is written again, with zeros where it has no bytes, at the disk's speed.
     """
     try:
         os.posix_fallocate(fd, start, num_bytes)
@@ -90,7 +94,8 @@ def preallocate(fd: int, start: int, num_bytes: int) -> None:
 
 
 def _write_again(fd: int, start: int, num_bytes: int) -> None:
-    """Writes a range of a file as it is, zeros where it has no bytes, so that all of it has blocks."""
+    """Writes a range of a file as it is, zeros where it has no bytes, so that all of it has
+    blocks."""
     while num_bytes:
         data = os.pread(fd, min(num_bytes, _CHUNK_BYTES), start)
         data += bytes(min(num_bytes, _CHUNK_BYTES) - len(data))
@@ -100,7 +105,8 @@ def _write_again(fd: int, start: int, num_bytes: int) -> None:
 
 
 def take_room(fd: int, start: int, num_bytes: int, name: Path) -> None:
-    """As `preallocate`; its OSError names the file, the needed and the free bytes, and what to do."""
+    """As `preallocate`; its OSError names the file, the needed and the free bytes, and what to
+    do."""
     try:
         preallocate(fd, start, num_bytes)
     except OSError as error:
@@ -113,7 +119,8 @@ def take_room(fd: int, start: int, num_bytes: int, name: Path) -> None:
 
 
 def check_room(folder: Path, num_bytes: int) -> None:
-    """Raises OSError with the arithmetic when a folder has no space for num_bytes; it takes the space and gives it back.
+    """Raises OSError with the arithmetic when a folder has no space for num_bytes; it takes the
+    space and gives it back.
 
     For files that other libraries write there, whose own errors say less.
     """
@@ -124,10 +131,13 @@ def check_room(folder: Path, num_bytes: int) -> None:
 def give_back(fd: int, start: int, num_bytes: int) -> None:
     """Frees the blocks of a range of a file; the file keeps its length and reads zeros there.
 
-    Raises OSError: EOPNOTSUPP if the file system cannot. It calls libc because Python has no fallocate that frees blocks.
+    Raises OSError: EOPNOTSUPP if the file system cannot. It calls libc because Python has no
+    fallocate that frees blocks.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.fallocate(fd, _KEEP_SIZE | _PUNCH_HOLE, ctypes.c_int64(start), ctypes.c_int64(num_bytes)):
+    if libc.fallocate(
+        fd, _KEEP_SIZE | _PUNCH_HOLE, ctypes.c_int64(start), ctypes.c_int64(num_bytes)
+    ):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
 
@@ -143,12 +153,16 @@ def why_buffered(fd: int) -> str:
     if not memory or not offset:
         return "its files take no direct I/O, says the kernel (STATX_DIOALIGN)"
     if max(memory, offset) > ALIGNMENT:
-        return f"O_DIRECT asks for memory at multiples of {memory} and offsets of {offset} bytes, more than {ALIGNMENT}"
+        return (
+            f"O_DIRECT asks for memory at multiples of {memory} and offsets of {offset} bytes, "
+            f"more than {ALIGNMENT}"
+        )
     return ""
 
 
 class PathFacts(NamedTuple):
-    """Facts about a path: free bytes for this user, type of its file system, whether transfers go past the page cache."""
+    """Facts about a path: free bytes for this user, type of its file system, whether transfers go
+    past the page cache."""
 
     path: Path
     free_bytes: int
@@ -161,14 +175,19 @@ class PathFacts(NamedTuple):
 def probe_path(path: Path) -> PathFacts:
     """Reads the facts about a folder; makes an unnamed file in it for that.
 
-    Raises OSError that names the folder and says what to do, when it does not exist or is not writable.
+    Raises OSError that names the folder and says what to do, when it does not exist or is not
+    writable.
     """
     if not path.is_dir():
-        raise FileNotFoundError(errno.ENOENT, "no such folder: make it first, or correct nvme_path", str(path))
+        raise FileNotFoundError(
+            errno.ENOENT, "no such folder: make it first, or correct nvme_path", str(path)
+        )
     try:
         own, why = open_unnamed(path)
     except OSError as error:
-        raise OSError(error.errno, f"cannot write here: {os.strerror(error.errno or 0)}", str(path)) from None
+        raise OSError(
+            error.errno, f"cannot write here: {os.strerror(error.errno or 0)}", str(path)
+        ) from None
     own.close()
     stats = os.statvfs(path)
     free_bytes = stats.f_bavail * stats.f_frsize
@@ -187,7 +206,8 @@ def file_system_of(path: Path) -> str:
     for line in mounts:
         point, fs_type = line.split()[1:3]
         mount = Path(re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), point))
-        if resolved.is_relative_to(mount) and len(mount.parts) >= best:  # of two on one point the later covers
+        # of two on one point the later covers
+        if resolved.is_relative_to(mount) and len(mount.parts) >= best:
             best = len(mount.parts)
             kind = fs_type
     return kind

@@ -1,4 +1,5 @@
-"""Durable: every sync, rename, removal and small file of tiermem, so that their results survive a crash.
+"""Durable: every sync, rename, removal and small file of tiermem, so that their results survive a
+crash.
 
     read_file    a small file's bytes; raises an error at once for anything but a regular file
     NewFile      a file in the making; until it is whole it is named <random>.NAME.new in the same folder
@@ -7,16 +8,17 @@
     make_folder  mkdir -> sync the folder above
     sync         puts the bytes written through a descriptor, and the file's length, on the disk
 
-So NAME has the complete old content or the complete new content, whenever the machine stops. A killed process may leave a
-`.new` file; tiermem never reads it, and the next save removes it (checkpoint/saving/publish.py).
+So NAME has the complete old content or the complete new content, whenever the machine stops. A
+killed process may leave a `.new` file; tiermem never reads it, and the next save removes it
+(checkpoint/saving/publish.py).
 
-Others may have written into the folder: a stranger's archive was unpacked there, or users share it. So a new file never opens
-what is there. Its folder is opened once, its name is random and taken with O_EXCL and O_NOFOLLOW, and a rename replaces a
-link without following it.
+Others may have written into the folder: a stranger's archive was unpacked there, or users share it.
+So a new file never opens what is there. Its folder is opened once, its name is random and taken
+with O_EXCL and O_NOFOLLOW, and a rename replaces a link without following it.
 
-Observers get each step before and after it is done; tests stop a program at every step. Freezes, thaws and changes of slots
-also change what a crash leaves on the disk; their code announces them with `step`. If an observer raises, the step fails. The
-list of observers is the only state here.
+Observers get each step before and after it is done; tests stop a program at every step. Freezes,
+thaws and changes of slots also change what a crash leaves on the disk; their code announces them
+with `step`. If an observer raises, the step fails. The list of observers is the only state here.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ _observers: list[Observer] = []
 
 @contextlib.contextmanager
 def watch(observer: Observer) -> Iterator[None]:
-    """Calls an observer for every step of any thread within the block. The step raises the observer's exception."""
+    """Calls an observer for every step of any thread within the block. The step raises the
+    observer's exception."""
     _observers.append(observer)
     try:
         yield
@@ -87,10 +90,12 @@ def named(name: Path) -> Iterator[None]:
 def open_regular(path: Path, flags: int = os.O_RDONLY, follows: bool = False) -> int:
     """Opens a regular file and returns its descriptor; never waits, as opening a FIFO does.
 
-    follows: a link in the place of the file may lead to it. The files of runs and checkpoints are no links; folders above them
+    follows: a link in the place of the file may lead to it. The files of runs and checkpoints are
+        no links; folders above them
     may be, and what a user names or another system wrote.
 
-    Raises OSError that names the path: ELOOP for a link, EINVAL for a FIFO, a device or a socket, EISDIR for a folder.
+    Raises OSError that names the path: ELOOP for a link, EINVAL for a FIFO, a device or a socket,
+    EISDIR for a folder.
     """
     flags |= os.O_NONBLOCK | os.O_CLOEXEC | (0 if follows else os.O_NOFOLLOW)
     with named(path):
@@ -98,25 +103,31 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, follows: bool = False) ->
             opened = Owned([os.open(path, flags, 0o600)])
         except OSError as error:
             if error.errno == errno.ELOOP and path.is_symlink():
-                raise OSError(errno.ELOOP, "is a symbolic link where a regular file is due") from None
+                raise OSError(
+                    errno.ELOOP, "is a symbolic link where a regular file is due"
+                ) from None
             raise
         check_regular(opened[0])
     return opened.pop()
 
 
 def check_regular(fd: int) -> None:
-    """Raises OSError unless a descriptor that was opened with O_NONBLOCK is a regular file's; takes O_NONBLOCK off it."""
+    """Raises OSError unless a descriptor that was opened with O_NONBLOCK is a regular file's; takes
+    O_NONBLOCK off it."""
     mode = os.fstat(fd).st_mode
     if stat.S_ISDIR(mode):
         raise OSError(errno.EISDIR, "is a folder where a regular file is due")
     if not stat.S_ISREG(mode):
-        kind = "a FIFO" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
+        kind = (
+            "a FIFO" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
+        )
         raise OSError(errno.EINVAL, f"is {kind} where a regular file is due")
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_NONBLOCK)
 
 
 def exists(path: Path) -> bool:
-    """Whether a name is taken, also by a link that leads nowhere. Raises OSError where that cannot be seen, by EIO for one."""
+    """Whether a name is taken, also by a link that leads nowhere. Raises OSError where that cannot
+    be seen, by EIO for one."""
     try:
         path.lstat()
     except OSError as error:
@@ -127,18 +138,22 @@ def exists(path: Path) -> bool:
 
 
 def read_file(path: Path, most_bytes: int, follows: bool = False) -> bytes:
-    """Returns the first most_bytes + 1 bytes of a file; the extra byte shows that it is longer. Blocks. Raises OSError."""
+    """Returns the first most_bytes + 1 bytes of a file; the extra byte shows that it is longer.
+    Blocks. Raises OSError."""
     with open(open_regular(path, follows=follows), "rb") as file, named(path):
-        return file.read(min(os.fstat(file.fileno()).st_size, most_bytes) + 1)  # it takes this much memory at once
+        # it takes this much memory at once
+        return file.read(min(os.fstat(file.fileno()).st_size, most_bytes) + 1)
 
 
 class Owned(list[int]):
-    """Descriptors that are closed once: at the end of a `with` block, which gets the first, or when this object is gone.
+    """Descriptors that are closed once: at the end of a `with` block, which gets the first, or when
+    this object is gone.
 
     `Owned([os.open(...)])` is one expression of C: an interrupt at a later line finds the owner.
     """
 
-    _close_one = staticmethod(os.close)  # an interpreter that ends empties modules before it collects the last objects
+    # an interpreter that ends empties modules before it collects the last objects
+    _close_one = staticmethod(os.close)
 
     def __enter__(self) -> int:
         return self[0]
@@ -155,7 +170,8 @@ class Owned(list[int]):
 
 
 class NewFile:
-    """A file in the making: `sync` makes its bytes durable, `place` gives it the name `path`, `close` removes it before that.
+    """A file in the making: `sync` makes its bytes durable, `place` gives it the name `path`,
+    `close` removes it before that.
 
     Attributes:
         name: the random one. Its process holds a flock on the file while it writes.
@@ -169,7 +185,9 @@ class NewFile:
         self._is_placed = False
         self._own, self._own_folder = Owned(), Owned()
         with named(path):
-            self._own_folder.append(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+            self._own_folder.append(
+                os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            )
             self._own.append(create(self.name, self._own_folder[0]))
             with contextlib.suppress(OSError):  # without locks no save removes unfinished files
                 fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -195,9 +213,15 @@ class NewFile:
         sync(self.fd, self.name)
 
     def place(self) -> None:
-        """Renames it, in place of what has the name; not synced: see `sync_names`. Raises OSError."""
+        """Renames it, in place of what has the name; not synced: see `sync_names`. Raises
+        OSError."""
         with named(self.path), step("rename", self.path):
-            os.rename(self.name.name, self.path.name, src_dir_fd=self._own_folder[0], dst_dir_fd=self._own_folder[0])
+            os.rename(
+                self.name.name,
+                self.path.name,
+                src_dir_fd=self._own_folder[0],
+                dst_dir_fd=self._own_folder[0],
+            )
         self._is_placed = True
 
     def sync_names(self) -> None:
@@ -205,7 +229,8 @@ class NewFile:
         _sync_names(self._own_folder[0], self.path.parent)
 
     def close(self) -> None:
-        """Removes the file unless it has been placed. Never raises OSError; calling it twice does nothing."""
+        """Removes the file unless it has been placed. Never raises OSError; calling it twice does
+        nothing."""
         with contextlib.suppress(OSError):
             if self._own and not self._is_placed:
                 os.unlink(self.name.name, dir_fd=self._own_folder[0])
@@ -217,14 +242,16 @@ class NewFile:
 def create(path: Path, folder: int | None = None, flags: int = 0, mode: int = 0o666) -> int:
     """Makes a file, which must not exist, and returns its descriptor, open for reading and writing.
 
-    folder: a descriptor of the folder, where it is open already. mode: before the umask. Raises OSError.
+    folder: a descriptor of the folder, where it is open already. mode: before the umask. Raises
+        OSError.
     """
     flags |= os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.open(path if folder is None else path.name, flags, mode, dir_fd=folder)
 
 
 def create_anew(path: Path) -> int:
-    """Makes an empty file in place of what has the name, which is not opened; returns its descriptor. Raises OSError."""
+    """Makes an empty file in place of what has the name, which is not opened; returns its
+    descriptor. Raises OSError."""
     with named(path), opened(path.parent) as folder:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path.name, dir_fd=folder)
@@ -232,9 +259,11 @@ def create_anew(path: Path) -> int:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Makes or replaces a small file; whole and on the disk on return. Blocks. Raises OSError that names the path.
+    """Makes or replaces a small file; whole and on the disk on return. Blocks. Raises OSError that
+    names the path.
 
-    After an error `path` is as it was, unless the error is that of the folder's sync: the folder is opened before the rename.
+    After an error `path` is as it was, unless the error is that of the folder's sync: the folder is
+    opened before the rename.
     """
     with NewFile(path) as new:
         try:
@@ -255,7 +284,8 @@ def write_all(fd: int, data: bytes, name: Path) -> None:
 
 
 def sync(fd: int, name: Path) -> None:
-    """Blocks until what was written through a descriptor is on the disk; GIL free. Raises OSError that names the file.
+    """Blocks until what was written through a descriptor is on the disk; GIL free. Raises OSError
+    that names the file.
 
     After an error, any bytes written since the last successful sync may be missing on the disk.
     """
@@ -270,18 +300,21 @@ def sync_folder(folder: Path) -> None:
 
 
 def opened(path: Path, flags: int = os.O_RDONLY | os.O_DIRECTORY) -> Owned:
-    """Opens a folder, or with other flags a file, for a `with` block, which gets the descriptor. Raises OSError."""
+    """Opens a folder, or with other flags a file, for a `with` block, which gets the descriptor.
+    Raises OSError."""
     return Owned([os.open(path, flags | os.O_CLOEXEC, 0o600)])
 
 
 def rename(old: Path, new: Path) -> None:
-    """Gives a file another name, in place of what has it; not synced: see `sync_folder`. Raises OSError."""
+    """Gives a file another name, in place of what has it; not synced: see `sync_folder`. Raises
+    OSError."""
     with named(new), step("rename", new):
         old.rename(new)
 
 
 def remove(path: Path, syncs: bool = True) -> None:
-    """Removes a file, and syncs its folder unless told not to. Raises OSError; FileNotFoundError when there is none."""
+    """Removes a file, and syncs its folder unless told not to. Raises OSError; FileNotFoundError
+    when there is none."""
     with named(path), step("remove", path):
         path.unlink()
     if syncs:
@@ -289,7 +322,8 @@ def remove(path: Path, syncs: bool = True) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Makes a folder and those above it that are missing, and syncs each one's parent. One that exists already is fine.
+    """Makes a folder and those above it that are missing, and syncs each one's parent. One that
+    exists already is fine.
 
     Raises OSError that names the folder which could not be made.
     """
@@ -319,7 +353,8 @@ def _sync_names(fd: int, folder: Path) -> None:
         try:
             os.fsync(fd)
         except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems keep no folders to sync
+            # some file systems keep no folders to sync
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
                 raise
 
 

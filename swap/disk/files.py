@@ -17,21 +17,26 @@ from tiermem.swap.disk.paths import AnyPath, NvmePath, as_paths, deal_shares
 from tiermem.swap.disk.run_folder import SEGMENT, RunFolder, RunName, leads_to, report_dead_runs
 
 GROWTH_BYTES = 64 << 20
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # what posix_fallocate answers when there is no more room
+# what posix_fallocate answers when there is no more room
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class Segment:
-    """One path's folder and preallocated file; ranges are allocated first fit and the file grows for more.
+    """One path's folder and preallocated file; ranges are allocated first fit and the file grows
+    for more.
 
         <path>/tiermem-<run id>/segment.bin      [ held ][ free ][ held ][ free ]|  grows by posix_fallocate
 
-    So a full disk raises ENOSPC before a run, and not during a write. The file is opened once, past the page cache where that
-    is possible (direct.py). It does not shrink while the run lives, except when a reservation is undone.
+    So a full disk raises ENOSPC before a run, and not during a write. The file is opened once, past
+    the page cache where that is possible (direct.py). It does not shrink while the run lives,
+    except when a reservation is undone.
 
-    If the folder is deleted during a run, the open file remains usable, but a checkpoint in it is impossible. If the file is
-    truncated, the bytes after its new end are lost: reads of them raise ENODATA. `check_whole` refuses writes then, because a
-    write would extend the file, and later reads would return zeros for lost bytes. (Writes that are in the kernel at that
-    moment still extend it. Unless one of them writes the file's last block, the next `check_whole` finds the file too short.)
+    If the folder is deleted during a run, the open file remains usable, but a checkpoint in it is
+    impossible. If the file is truncated, the bytes after its new end are lost: reads of them raise
+    ENODATA. `check_whole` refuses writes then, because a write would extend the file, and later
+    reads would return zeros for lost bytes. (Writes that are in the kernel at that moment still
+    extend it. Unless one of them writes the file's last block, the next `check_whole` finds the
+    file too short.)
 
     Args:
         path: an existing, writable folder; its cap bounds the file.
@@ -66,11 +71,17 @@ class Segment:
 
     @property
     def room_bytes(self) -> int | None:
-        """Bytes that its cap leaves for extents, in one piece, beyond what is held. None: no cap."""
-        return None if self.max_bytes is None else self.max_bytes - self.size_bytes + self._free.tail(self.size_bytes)
+        """Bytes that its cap leaves for extents, in one piece, beyond what is held. None: no
+        cap."""
+        return (
+            None
+            if self.max_bytes is None
+            else self.max_bytes - self.size_bytes + self._free.tail(self.size_bytes)
+        )
 
     def allocate(self, num_bytes: int, most_growth: int = GROWTH_BYTES) -> int:
-        """The offset of a free range; the file grows by most_growth at most, or by what is needed if that is more.
+        """The offset of a free range; the file grows by most_growth at most, or by what is needed
+        if that is more.
 
         Raises OSError (ENOSPC) with needed and free bytes when the disk or the path's cap is full.
         """
@@ -83,7 +94,8 @@ class Segment:
         return offset
 
     def free(self, offset: int, num_bytes: int) -> None:
-        """Returns a range; the file keeps its size. Raises RuntimeError when it is returned twice."""
+        """Returns a range; the file keeps its size. Raises RuntimeError when it is returned
+        twice."""
         self._free.add(offset, num_bytes)
         self.used_bytes -= num_bytes
 
@@ -94,7 +106,8 @@ class Segment:
             self._extend(missing)
 
     def take_back(self, size_bytes: int) -> None:
-        """Undoes a reservation: the file ends at size_bytes again. Nothing may have been allocated since."""
+        """Undoes a reservation: the file ends at size_bytes again. Nothing may have been allocated
+        since."""
         if size_bytes < self.size_bytes:
             self._free.drop_tail(size_bytes)
             self.size_bytes = size_bytes
@@ -106,7 +119,8 @@ class Segment:
         if length < self.size_bytes:
             raise OSError(
                 errno.ENODATA,
-                f"the file has {length} of its {self.size_bytes} bytes: something truncated it, and what rested behind "
+                f"the file has {length} of its {self.size_bytes} bytes: something truncated it, "
+                "and what rested behind "
                 "its end is lost. Nothing more is written here; close the store",
                 str(self.file),
             )
@@ -114,20 +128,26 @@ class Segment:
     def sync(self) -> None:
         """Blocks until all written bytes and the file's name are on the disk. GIL free.
 
-        Raises OSError that names the file, also when it was truncated (ENODATA) or its name leads to no or another file
-        (ENOENT). After a failed sync of direct writes the caller may sync again. After a failed sync of a buffered file the
-        kernel drops the unwritten pages and marks them clean, so every later sync raises EIO.
+        Raises OSError that names the file, also when it was truncated (ENODATA) or its name leads
+        to no or another file (ENOENT). After a failed sync of direct writes the caller may sync
+        again. After a failed sync of a buffered file the kernel drops the unwritten pages and marks
+        them clean, so every later sync raises EIO.
         """
         if self._has_dropped_pages:
             raise OSError(
                 errno.EIO,
-                "a sync has failed before, after which the kernel may have dropped what was written; this path is used "
-                f"buffered ({self.facts.why_buffered}). Save a copy elsewhere, or resume from the last checkpoint",
+                "a sync has failed before, after which the kernel may have dropped what was "
+                "written; this path is used "
+                f"buffered ({self.facts.why_buffered}). Save a copy elsewhere, or resume from the "
+                "last checkpoint",
                 str(self.file),
             )
         self.check_whole()
         if not leads_to(self.file, self.fd):
-            what = "this file was removed or replaced while the run uses it: its states could not be found again"
+            what = (
+                "this file was removed or replaced while the run uses it: its states could not "
+                "be found again"
+            )
             raise FileNotFoundError(errno.ENOENT, f"{what}. Save a copy elsewhere", str(self.file))
         try:
             durable.sync(self.fd, self.file)
@@ -150,7 +170,8 @@ class Segment:
                     give_back(fd, start, stop - start)
 
     def close(self, keep: bool) -> None:
-        """Closes the file and removes the lock file; with `keep` gives free space back, else removes file and folder."""
+        """Closes the file and removes the lock file; with `keep` gives free space back, else
+        removes file and folder."""
         self.used_bytes = 0
         try:
             if keep and self._own:
@@ -178,14 +199,16 @@ class Segment:
             raise OSError(
                 errno.ENOSPC,
                 f"{num_bytes} bytes are needed beyond the {self.size_bytes} already held, "
-                f"max_bytes={self.max_bytes} leaves {self.max_bytes - self.size_bytes}. Raise it or add a path",
+                f"max_bytes={self.max_bytes} leaves {self.max_bytes - self.size_bytes}. Raise it "
+                "or add a path",
                 str(self.facts.path),
             )
         try:
             take_room(self.fd, self.size_bytes, num_bytes, self.facts.path)
         except OSError:
             with contextlib.suppress(OSError):  # raise the first error, not this one
-                os.ftruncate(self.fd, self.size_bytes)  # gives back blocks that the failed request took
+                # gives back blocks that the failed request took
+                os.ftruncate(self.fd, self.size_bytes)
             raise
         self._free.add(self.size_bytes, num_bytes)
         self.size_bytes += num_bytes
@@ -205,22 +228,29 @@ class Extent(NamedTuple):
 class Files:
     """The segments of one run on all its paths. The store's lock guards it.
 
-    An extent goes to the path with the fewest bytes per weight; if that path is full or at its cap, to the next one. A run
-    reserves all its space once, at the start. If that fails, the error has the arithmetic, and no space stays taken.
+    An extent goes to the path with the fewest bytes per weight; if that path is full or at its cap,
+    to the next one. A run reserves all its space once, at the start. If that fails, the error has
+    the arithmetic, and no space stays taken.
 
     Args:
-        paths: existing folders with their caps and weights (None: 1); the same folder twice is refused.
+        paths: existing folders with their caps and weights (None: 1); the same folder twice is
+            refused.
         limit_bytes: most bytes of extents on all paths together; None: no bound but the disk's.
         run: names the run's folders; None: a new name.
     """
 
     def __init__(
-        self, paths: AnyPath | Sequence[AnyPath], limit_bytes: int | None = None, run: RunName | None = None
+        self,
+        paths: AnyPath | Sequence[AnyPath],
+        limit_bytes: int | None = None,
+        run: RunName | None = None,
     ) -> None:
         known = as_paths(paths)
         resolved = [each.path.resolve() for each in known]
         if len(set(resolved)) != len(resolved):
-            raise ValueError(f"a path is listed twice: {', '.join(str(each.path) for each in known)}")
+            raise ValueError(
+                f"a path is listed twice: {', '.join(str(each.path) for each in known)}"
+            )
         self.run = run or RunName.new()
         self._limit_bytes = limit_bytes
         self.segments: list[Segment] = []
@@ -235,15 +265,18 @@ class Files:
             raise
 
     def allocate(self, num_bytes: int, near: int | None = None) -> Extent:
-        """Allocates an extent of at least num_bytes, on the path with the fewest bytes per weight that has space.
+        """Allocates an extent of at least num_bytes, on the path with the fewest bytes per weight
+        that has space.
 
-        near: the index of a path that is tried first. Raises OSError (ENOSPC), or ValueError when there is no path.
+        near: the index of a path that is tried first. Raises OSError (ENOSPC), or ValueError when
+            there is no path.
         """
         size = round_up(max(num_bytes, 1), ALIGNMENT)
         most_growth = min(GROWTH_BYTES, self._check_limit(size))
         errors: list[OSError] = []
         for index in sorted(
-            range(len(self.segments)), key=lambda i: (i != near, self.segments[i].used_bytes / self.weights[i])
+            range(len(self.segments)),
+            key=lambda i: (i != near, self.segments[i].used_bytes / self.weights[i]),
         ):
             try:
                 return Extent(index, self.segments[index].allocate(size, most_growth), size)
@@ -253,13 +286,15 @@ class Files:
                 errors.append(error)
         if len(errors) == 1:
             raise errors[0]
-        raise OSError(errno.ENOSPC, "; ".join(f"{error.filename}: {error.strerror}" for error in errors))
+        raise OSError(
+            errno.ENOSPC, "; ".join(f"{error.filename}: {error.strerror}" for error in errors)
+        )
 
     def reserve(self, num_bytes: int) -> contextlib.ExitStack:
         """Preallocates space for num_bytes more, divided by weight within the paths' caps.
 
-        Closing what it returns gives that space back, if nothing was allocated since. Raises OSError (ENOSPC) with the
-        arithmetic of the path or the caps; then no space stays taken.
+        Closing what it returns gives that space back, if nothing was allocated since. Raises
+        OSError (ENOSPC) with the arithmetic of the path or the caps; then no space stays taken.
         """
         self._check_limit(num_bytes)
         with contextlib.ExitStack() as undo:
@@ -286,7 +321,8 @@ class Files:
             segment.check_whole()
 
     def sync(self) -> None:
-        """Blocks until all written bytes are on the disk, on every path. Raises OSError that names the file."""
+        """Blocks until all written bytes are on the disk, on every path. Raises OSError that names
+        the file."""
         for segment in self.segments:
             segment.sync()
 
@@ -309,10 +345,15 @@ class Files:
         rooms = [segment.room_bytes for segment in self.segments]
         bounded = [room for room in rooms if room is not None]
         if len(bounded) == len(rooms) and sum(bounded) < num_bytes:
-            caps = ", ".join(f"{s.facts.path} {s.room_bytes} (max_bytes={s.max_bytes})" for s in self.segments)
+            caps = ", ".join(
+                f"{s.facts.path} {s.room_bytes} (max_bytes={s.max_bytes})" for s in self.segments
+            )
             raise OSError(
                 errno.ENOSPC,
-                f"{num_bytes} bytes are needed, the paths' caps leave {sum(bounded)}: {caps}. Raise a cap or add a path",
+                (
+                    f"{num_bytes} bytes are needed, the paths' caps leave {sum(bounded)}: {caps}. "
+                    "Raise a cap or add a path"
+                ),
             )
         return deal_shares(num_bytes, self.weights, rooms)
 
@@ -324,16 +365,23 @@ class Files:
             if len(self.segments) == 1:
                 raise
             sharing = [s for s in self.segments[:index] if s.facts.device == segment.facts.device]
-            shared = f" ({', '.join(str(s.facts.path) for s in sharing)} took theirs there first)" if sharing else ""
+            shared = (
+                f" ({', '.join(str(s.facts.path) for s in sharing)} took theirs there first)"
+                if sharing
+                else ""
+            )
             raise OSError(
                 error.errno,
-                f"its share is {share} of {num_bytes} bytes (weight {self.weights[index]:g} of {sum(self.weights):g}): "
-                f"{error.strerror}{shared}; or cap this path with max_bytes, or give it less weight",
+                f"its share is {share} of {num_bytes} bytes (weight {self.weights[index]:g} of "
+                f"{sum(self.weights):g}): "
+                f"{error.strerror}{shared}; or cap this path with max_bytes, or give it less "
+                "weight",
                 str(segment.facts.path),
             ) from None
 
     def _check_limit(self, num_bytes: int) -> int:
-        """Bytes that the files may still grow by. Raises ValueError without a path, OSError beyond disk_bytes."""
+        """Bytes that the files may still grow by. Raises ValueError without a path, OSError beyond
+        disk_bytes."""
         if not self.segments and num_bytes:
             raise ValueError(f"nothing can rest on NVME ({num_bytes} bytes): no path was given")
         if self._limit_bytes is None:
@@ -341,15 +389,27 @@ class Files:
         if self.used_bytes + num_bytes > self._limit_bytes:
             raise OSError(
                 errno.ENOSPC,
-                f"{num_bytes} bytes more than the {self.used_bytes} held would exceed disk_bytes={self._limit_bytes}",
+                (
+                    f"{num_bytes} bytes more than the {self.used_bytes} held would exceed "
+                    f"disk_bytes={self._limit_bytes}"
+                ),
                 ", ".join(str(s.facts.path) for s in self.segments),
             )
         return max(0, self._limit_bytes - sum(s.size_bytes for s in self.segments))
 
     def _warn_once(self) -> None:
         """Warns, once per file system, about buffered paths and about paths in memory."""
-        for facts in {segment.facts.device: segment.facts for segment in reversed(self.segments)}.values():
+        for facts in {
+            segment.facts.device: segment.facts for segment in reversed(self.segments)
+        }.values():
             if not facts.is_direct:
-                logger.warning("%s (%s) is used buffered: %s", facts.path, facts.file_system, facts.why_buffered)
+                logger.warning(
+                    "%s (%s) is used buffered: %s",
+                    facts.path,
+                    facts.file_system,
+                    facts.why_buffered,
+                )
             if facts.file_system in MEMORY_FILE_SYSTEMS:
-                logger.warning("%s is %s: what rests there is memory, not disk", facts.path, facts.file_system)
+                logger.warning(
+                    "%s is %s: what rests there is memory, not disk", facts.path, facts.file_system
+                )

@@ -1,4 +1,5 @@
-"""Passes: moves the bytes of one file through a queue in one pattern and times it; measures the weights of paths."""
+"""Passes: moves the bytes of one file through a queue in one pattern and times it; measures the
+weights of paths."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ class Pass(NamedTuple):
 
 
 class Quota:
-    """A number of bytes left to move. Concurrent passes on several paths may share one; a faster pass takes more of it."""
+    """A number of bytes left to move. Concurrent passes on several paths may share one; a faster
+    pass takes more of it."""
 
     def __init__(self, num_bytes: int) -> None:
         self._left_bytes = num_bytes
@@ -59,17 +61,19 @@ class Quota:
 
 
 class Passes(AbstractContextManager["Passes"]):
-    """Moves the bytes of one open file through a queue in one pattern, and times it. A context manager; for one thread.
+    """Moves the bytes of one open file through a queue in one pattern, and times it. A context
+    manager; for one thread.
 
         read     the file in order
         write    the file in order
         mixed    both at once, as the optimizer's step does: a piece is read while one half a file away is written
         random   single blocks at random places, read by batch calls
 
-    Disk benchmarks use it, and `weigh` measures paths with it. The window of memory holds `depth` blocks and about the same
-    number of spare blocks, so that the queue stays full while the next piece waits for the oldest: a disk ends pieces in any
-    order. Each piece has its own place in the window. The memory holds random bytes, so that disks which compress or skip
-    zeros give real rates. Times include the last answer and, on request, a sync.
+    Disk benchmarks use it, and `weigh` measures paths with it. The window of memory holds `depth`
+    blocks and about the same number of spare blocks, so that the queue stays full while the next
+    piece waits for the oldest: a disk ends pieces in any order. Each piece has its own place in the
+    window. The memory holds random bytes, so that disks which compress or skip zeros give real
+    rates. Times include the last answer and, on request, a sync.
 
     Args:
         fd: open for reading and writing, with O_DIRECT where that is measured; stays the caller's.
@@ -100,17 +104,24 @@ class Passes(AbstractContextManager["Passes"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(self, mode: str, num_bytes: int | Quota | None = None, sync: bool = False, seed: int = 0) -> Pass:
-        """Moves num_bytes (default: the file once; mixed: once each way), from the start again at its end. Blocks.
+    def run(
+        self, mode: str, num_bytes: int | Quota | None = None, sync: bool = False, seed: int = 0
+    ) -> Pass:
+        """Moves num_bytes (default: the file once; mixed: once each way), from the start again at
+        its end. Blocks.
 
-        A number is rounded up to whole blocks; a Quota holds a multiple of them, and a pass may find it empty. Raises
-        OSError when a transfer fails or the file is shorter than promised.
+        A number is rounded up to whole blocks; a Quota holds a multiple of them, and a pass may
+        find it empty. Raises OSError when a transfer fails or the file is shorter than promised.
         """
         if mode not in MODES:
             raise ValueError(f"mode is {mode!r}; allowed are {', '.join(MODES)}")
         if num_bytes is None:
             num_bytes = self._file_bytes
-        quota = num_bytes if isinstance(num_bytes, Quota) else Quota(round_up(num_bytes, self._block_bytes))
+        quota = (
+            num_bytes
+            if isinstance(num_bytes, Quota)
+            else Quota(round_up(num_bytes, self._block_bytes))
+        )
         start = time.monotonic()
         if mode == "random":
             moved = self._run_random(quota, seed)
@@ -118,7 +129,11 @@ class Passes(AbstractContextManager["Passes"]):
             moved = self._run_in_order(quota, mode != "write", mode != "read")
         if sync:
             self.queue.finish(self.queue.submit([Op(SYNC, self._fd, 0, 0, 0)]))
-        return Pass(time.monotonic() - start, moved * (mode != "write"), moved * (mode in ("write", "mixed")))
+        return Pass(
+            time.monotonic() - start,
+            moved * (mode != "write"),
+            moved * (mode in ("write", "mixed")),
+        )
 
     def close(self) -> None:
         """Ends what is under way and gives the memory back."""
@@ -130,7 +145,8 @@ class Passes(AbstractContextManager["Passes"]):
         pieces[:] = np.frombuffer(np.random.default_rng().bytes(self._piece_bytes), dtype=np.uint8)
 
     def _run_in_order(self, quota: Quota, reads: bool, writes: bool) -> int:
-        """Both ways share the window: reads take its even places, writes its odd ones. Returns the bytes of one way."""
+        """Both ways share the window: reads take its even places, writes its odd ones. Returns the
+        bytes of one way."""
         places = self._num_pieces // 2 if reads and writes else self._num_pieces
         stride = 2 if reads and writes else 1
         far = self._file_bytes // 2 // self._block_bytes * self._block_bytes if reads else 0
@@ -159,7 +175,8 @@ class Passes(AbstractContextManager["Passes"]):
         return ops
 
     def _run_random(self, quota: Quota, seed: int) -> int:
-        """Batches of blocks, several under way: a place is used again when its batch has ended. Returns bytes read."""
+        """Batches of blocks, several under way: a place is used again when its batch has ended.
+        Returns bytes read."""
         num_places = self._memory.num_bytes // self._block_bytes
         batch = max(1, min(num_places // _RANDOM_BATCHES, max(self._depth, 256)))
         generator = np.random.default_rng(seed)
@@ -171,10 +188,15 @@ class Passes(AbstractContextManager["Passes"]):
                 num_blocks = quota.take(batch * self._block_bytes) // self._block_bytes
                 if not num_blocks:
                     break
-                offsets = generator.integers(0, file_blocks, num_blocks, dtype=np.int64) * self._block_bytes
+                offsets = (
+                    generator.integers(0, file_blocks, num_blocks, dtype=np.int64)
+                    * self._block_bytes
+                )
                 start = number % _RANDOM_BATCHES * batch
                 addresses = places[start : start + num_blocks]
-                tag = self.queue.submit_blocks(Blocks(READ, self._fd, addresses, offsets, self._block_bytes))
+                tag = self.queue.submit_blocks(
+                    Blocks(READ, self._fd, addresses, offsets, self._block_bytes)
+                )
                 in_flight.add(functools.partial(self.queue.finish, tag))
                 done += num_blocks * self._block_bytes
         return done
@@ -187,8 +209,8 @@ def memory_bytes(io: IoSettings) -> int:
 
 
 def mixed_rate(fd: int, file_bytes: int, io: IoSettings, seconds: float) -> float:
-    """Bytes per second, both directions together, that a file takes when read and written at once. Blocks for about
-    `seconds`; raises OSError. What the file held is overwritten."""
+    """Bytes per second, both directions together, that a file takes when read and written at once.
+    Blocks for about `seconds`; raises OSError. What the file held is overwritten."""
     with Passes(fd, file_bytes, io) as passes:
         passes.run("write")  # first writes to preallocated blocks are slower
         rates: list[float] = []
@@ -203,7 +225,9 @@ def _window(io: IoSettings) -> tuple[int, int]:
     """Bytes of a piece, and pieces in memory: the blocks in flight and those that wait."""
     piece_bytes = max(io.block_bytes, _PIECE_BYTES // io.block_bytes * io.block_bytes)
     in_flight = round_up(io.depth * io.block_bytes, piece_bytes) // piece_bytes
-    return piece_bytes, in_flight + max(_MIN_SPARE_PIECES, min(in_flight, _MAX_SPARE_BYTES // piece_bytes))
+    return piece_bytes, in_flight + max(
+        _MIN_SPARE_PIECES, min(in_flight, _MAX_SPARE_BYTES // piece_bytes)
+    )
 
 
 _FILE_BYTES = 32 << 20
@@ -218,10 +242,11 @@ logger = logging.getLogger("tiermem")
 def weigh(paths: Sequence[NvmePath], io: IoSettings) -> list[float]:
     """Each path's weight: how much of the bytes it gets. Blocks while it measures.
 
-    It writes a small unnamed file on each path once, and then reads and writes it at the same time, as the optimizer's step
-    does, on all paths at once. So two paths on one disk get about equal weights. The slowest path has weight 1. The measurement
-    takes less than a second and leaves no file. Given weights are returned unchanged, and a single path is not measured. A path
-    that cannot be measured gets weight 1, with a warning; its first use raises the error.
+    It writes a small unnamed file on each path once, and then reads and writes it at the same time,
+    as the optimizer's step does, on all paths at once. So two paths on one disk get about equal
+    weights. The slowest path has weight 1. The measurement takes less than a second and leaves no
+    file. Given weights are returned unchanged, and a single path is not measured. A path that
+    cannot be measured gets weight 1, with a warning; its first use raises the error.
 
     Raises ValueError when only some weights are given.
     """
@@ -231,7 +256,8 @@ def weigh(paths: Sequence[NvmePath], io: IoSettings) -> list[float]:
     if given:
         missing = ", ".join(str(path.path) for path in paths if path.weight is None)
         raise ValueError(
-            f"weights are given for some paths and not for {missing}: give all of them, or none to measure them"
+            f"weights are given for some paths and not for {missing}: give all of them, or none to "
+            "measure them"
         )
     if len(paths) == 1:
         return [1.0]
@@ -243,7 +269,10 @@ def weigh(paths: Sequence[NvmePath], io: IoSettings) -> list[float]:
     slowest = min((rate for rate in rates if rate), default=1.0)
     weights = [round((rate or slowest) / slowest, 3) for rate in rates]
     figures = ", ".join(
-        f"{path.path} {'not measured' if rate is None else f'{rate / 1e9:.2f} GB/s'} (weight {weight:g})"
+        (
+            f"{path.path} {'not measured' if rate is None else f'{rate / 1e9:.2f} GB/s'} (weight "
+            f"{weight:g})"
+        )
         for path, rate, weight in zip(paths, rates, weights, strict=True)
     )
     logger.info("mixed reads and writes, all paths at once: %s", figures)
@@ -252,7 +281,11 @@ def weigh(paths: Sequence[NvmePath], io: IoSettings) -> list[float]:
 
 def _rate(path: NvmePath, io: IoSettings) -> float | None:
     """Bytes per second both ways, or None, with a warning, when the path cannot be measured."""
-    num_bytes = _FILE_BYTES if path.max_bytes is None else min(_FILE_BYTES, path.max_bytes // ALIGNMENT * ALIGNMENT)
+    num_bytes = (
+        _FILE_BYTES
+        if path.max_bytes is None
+        else min(_FILE_BYTES, path.max_bytes // ALIGNMENT * ALIGNMENT)
+    )
     try:
         if num_bytes < 2 * io.block_bytes:
             raise OSError(errno.ENOSPC, f"max_bytes={path.max_bytes} leaves no room to measure")
@@ -260,5 +293,7 @@ def _rate(path: NvmePath, io: IoSettings) -> float | None:
             preallocate(fd, 0, num_bytes)
             return mixed_rate(fd, num_bytes, io, _SECONDS)
     except OSError as error:
-        logger.warning("%s could not be measured and weighs 1: %s", path.path, error.strerror or error)
+        logger.warning(
+            "%s could not be measured and weighs 1: %s", path.path, error.strerror or error
+        )
         return None

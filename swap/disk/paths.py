@@ -1,4 +1,5 @@
-"""Paths: the folders of the tier NVME, their caps and weights, and the division of bytes over them."""
+"""Paths: the folders of the tier NVME, their caps and weights, and the division of bytes over
+them."""
 
 from __future__ import annotations
 
@@ -24,16 +25,24 @@ class NvmePath:
     path: Path
     """Made absolute at once, so that a program may change its working directory."""
     max_bytes: int | None = None
-    """Most bytes that may rest here, for all ranks of the node together. None: the free bytes of the file system."""
+    """Most bytes that may rest here, for all ranks of the node together. None: the free bytes of
+    the file system."""
     weight: float | None = None
-    """The path's share of the bytes, relative to other paths. None: measured when several paths are opened."""
+    """The path's share of the bytes, relative to other paths. None: measured when several paths are
+    opened."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", Path(self.path).absolute())
         if self.max_bytes is not None and self.max_bytes < 1:
-            raise ValueError(f"{self.path}: max_bytes is {self.max_bytes}; it must be at least 1, or None for no cap")
+            raise ValueError(
+                f"{self.path}: max_bytes is {self.max_bytes}; it must be at least 1, or None for "
+                "no cap"
+            )
         if self.weight is not None and not 0 < self.weight < math.inf:
-            raise ValueError(f"{self.path}: weight is {self.weight}; it must be more than 0, or None to measure it")
+            raise ValueError(
+                f"{self.path}: weight is {self.weight}; it must be more than 0, or None to measure "
+                "it"
+            )
 
 
 AnyPath = str | os.PathLike[str] | NvmePath
@@ -41,17 +50,21 @@ AnyPath = str | os.PathLike[str] | NvmePath
 
 def as_paths(paths: AnyPath | Sequence[AnyPath]) -> tuple[NvmePath, ...]:
     """Returns one path or several, given in any type, as NvmePath values."""
-    several: Iterable[AnyPath] = (paths,) if isinstance(paths, (str, os.PathLike, NvmePath)) else paths
+    several: Iterable[AnyPath] = (
+        (paths,) if isinstance(paths, (str, os.PathLike, NvmePath)) else paths
+    )
     return tuple(path if isinstance(path, NvmePath) else NvmePath(Path(path)) for path in several)
 
 
 def deal_shares(num_bytes: int, weights: Sequence[float], rooms: Sequence[int | None]) -> list[int]:
-    """Divides num_bytes over paths by weight; no path gets more than its room in bytes (None: no bound).
+    """Divides num_bytes over paths by weight; no path gets more than its room in bytes (None: no
+    bound).
 
         100 GiB over weights 1 : 1 : 2          25    25    50
         the third has room for 20 only          40    40    20     the others get the rest
 
-    Rooms must be multiples of ALIGNMENT; shares are rounded up to it. Raises ValueError when all rooms together are too small.
+    Rooms must be multiples of ALIGNMENT; shares are rounded up to it. Raises ValueError when all
+    rooms together are too small.
     """
     shares = [0] * len(weights)
     exact = [Fraction(weight) for weight in weights]

@@ -1,4 +1,5 @@
-"""Queues: one native queue per path behind one interface; its counters and events; streams of pieces in flight."""
+"""Queues: one native queue per path behind one interface; its counters and events; streams of
+pieces in flight."""
 
 from __future__ import annotations
 
@@ -32,8 +33,9 @@ from tiermem.swap.base.ranges import ByteRange
 
 
 class Event(NamedTuple):
-    """One span of time on a lane: "read", "write", "compute", "check" (checksums; native steps of tiles have theirs in
-    "compute"), "wait", "gather", "reduce", "unit" (held by its module's forward or backward) or a phase's name."""
+    """One span of time on a lane: "read", "write", "compute", "check" (checksums; native steps of
+    tiles have theirs in "compute"), "wait", "gather", "reduce", "unit" (held by its module's
+    forward or backward) or a phase's name."""
 
     lane: str
     name: str
@@ -43,14 +45,16 @@ class Event(NamedTuple):
 
 
 _Row = tuple[str, str, int, int, int]
-"""The fields of an Event. Python's collector forgets such a tuple, and would go over all Events that are kept."""
+"""The fields of an Event. Python's collector forgets such a tuple, and would go over all Events
+that are kept."""
 
 
 class Recorder:
     """The newest events, for pictures and reports, and the seconds of waiting so far.
 
-    Every transfer, tile step, phase and wait adds one Event. Times are CLOCK_MONOTONIC nanoseconds, the clock of the native
-    queue's answers, so that events of all lanes are comparable. Old events are dropped, so memory is bounded in long runs.
+    Every transfer, tile step, phase and wait adds one Event. Times are CLOCK_MONOTONIC nanoseconds,
+    the clock of the native queue's answers, so that events of all lanes are comparable. Old events
+    are dropped, so memory is bounded in long runs.
 
     Args:
         max_events: how many of the newest events are kept.
@@ -132,7 +136,8 @@ class Figures(NamedTuple):
     read_bytes_s: float  # from NVMe
     written_bytes_s: float
     limits_s: Mapping[str, float]
-    """Seconds for which each resource was busy; what works while something else does is counted for both.
+    """Seconds for which each resource was busy; what works while something else does is counted for
+    both.
 
     compute   the program, without its waits and its optimizer steps     link      gathers between ranks
     disk      reads and writes, what overlaps counted once               kernels   steps of tiles, and checksums
@@ -142,7 +147,8 @@ class Figures(NamedTuple):
     waited_s: float
     """Seconds of waiting for the disk and for other ranks."""
     waits_s: Mapping[str, float]
-    """Seconds of waiting by the kind of thing waited for, the longest first: an event's name up to its first slash."""
+    """Seconds of waiting by the kind of thing waited for, the longest first: an event's name up to
+    its first slash."""
 
     @property
     def limited_by(self) -> str:
@@ -164,13 +170,15 @@ def busiest(limits_s: Mapping[str, float]) -> str:
     return max(limits_s, key=lambda name: limits_s[name])
 
 
-_RESOURCES = {"disk": ("read", "write"), "link": ("gather",), "kernels": ("compute", "check")}  # their lanes
+# their lanes
+_RESOURCES = {"disk": ("read", "write"), "link": ("gather",), "kernels": ("compute", "check")}
 
 
 class Meter:
     """Figures of a store from one look to the next; the first look begins when the meter is made.
 
-    An event counts in the look that follows its end: those of a step that goes on under a forward are told when it has ended.
+    An event counts in the look that follows its end: those of a step that goes on under a forward
+    are told when it has ended.
 
     Args:
         recorder: of the store.
@@ -185,7 +193,8 @@ class Meter:
         self._totals = stats()
 
     def look(self) -> Figures:
-        """The figures since the look before. Where events were dropped meanwhile, they are of the newest."""
+        """The figures since the look before. Where events were dropped meanwhile, they are of the
+        newest."""
         before_ns = self._seen_ns
         before = self._totals
         self._seen_ns, self._totals = time.monotonic_ns(), self._stats()
@@ -199,7 +208,8 @@ class Meter:
             spans[lane].append((start_ns, end_ns))
             if lane == "wait":
                 by_kind[name.partition("/")[0]] += end_ns - max(start_ns, begin_ns)
-        aside_ns = _covered_ns([*spans["wait"], *spans["step"]], begin_ns)  # helper threads wait at the same time
+        # helper threads wait at the same time
+        aside_ns = _covered_ns([*spans["wait"], *spans["step"]], begin_ns)
         limits_s = {"compute": max(0, self._seen_ns - begin_ns - aside_ns) * 1e-9}
         limits_s |= {
             name: _covered_ns(span for lane in lanes for span in spans[lane]) * 1e-9
@@ -230,10 +240,12 @@ Transfers = Sequence[Op] | Sequence[Blocks]
 
 
 class InFlight(contextlib.AbstractContextManager["InFlight"]):
-    """The pieces of a stream in flight, at most `count`; they end in the order in which they started.
+    """The pieces of a stream in flight, at most `count`; they end in the order in which they
+    started.
 
-    A piece is a function that waits for its transfer and then uses the bytes. It is a context manager: on leaving, it ends all
-    pieces. After an error it ends them, too, and drops their errors, so that their buffers can be used again.
+    A piece is a function that waits for its transfer and then uses the bytes. It is a context
+    manager: on leaving, it ends all pieces. After an error it ends them, too, and drops their
+        errors, so that their buffers can be used again.
     """
 
     def __init__(self, count: int) -> None:
@@ -247,7 +259,8 @@ class InFlight(contextlib.AbstractContextManager["InFlight"]):
             self.abandon()
 
     def add(self, piece: Callable[[], object]) -> None:
-        """Adds a started piece, and ends the oldest piece if no buffer is free for the next one. Raises OSError."""
+        """Adds a started piece, and ends the oldest piece if no buffer is free for the next one.
+        Raises OSError."""
         self._pieces.append(piece)
         if len(self._pieces) == self._count:
             self._end_oldest()
@@ -273,18 +286,21 @@ class InFlight(contextlib.AbstractContextManager["InFlight"]):
 
 
 class Queues:
-    """The queues of one store, one for each path, so that a slow or failing path does not delay the others.
+    """The queues of one store, one for each path, so that a slow or failing path does not delay the
+    others.
 
                          +-- queue of /mnt/nvme0   own thread, own depth, its segment and the arena registered
         one tag -- parts +
                          +-- queue of /mnt/nvme1   independent of the other
 
-    The methods are those of Queue. A transfer goes to the queue of its descriptor. A tag with transfers on several paths has
-    one part in each queue. It is answered when all parts have ended, with the first error among them, the earliest start and
-    the latest end. Thread-safe; one thread at a time waits for a tag.
+    The methods are those of Queue. A transfer goes to the queue of its descriptor. A tag with
+    transfers on several paths has one part in each queue. It is answered when all parts have ended,
+    with the first error among them, the earliest start and the latest end. Thread-safe; one thread
+    at a time waits for a tag.
 
     Args:
-        files: every open file's descriptor and name; the files stay open until the queues are closed.
+        files: every open file's descriptor and name; the files stay open until the queues are
+            closed.
         io: engine, block size and depth of each queue.
         regions: memory to register with the kernel for each queue, if it allows that.
         faults: faults that each queue produces, for tests.
@@ -331,13 +347,16 @@ class Queues:
         return "; ".join(f"{path}: {why}" for path, why in lines.items())
 
     def submit(self, transfers: Transfers, priority: int = NORMAL) -> int:
-        """Starts transfers and returns the one tag that answers for all of them. Never waits for I/O. Raises OSError.
+        """Starts transfers and returns the one tag that answers for all of them. Never waits for
+        I/O. Raises OSError.
 
-        When a later path's queue refuses its part, it first cancels the earlier parts and waits for them.
+        When a later path's queue refuses its part, it first cancels the earlier parts and waits for
+        them.
         """
         tag = next(self._tags)
         parts = list[_QueuePart]()
-        self._under_way[tag] = parts  # before a queue has them: `end_all` finds them also after an interrupt
+        # before a queue has them: `end_all` finds them also after an interrupt
+        self._under_way[tag] = parts
         ops: dict[int, list[Op]] = {}  # by descriptor, in their order
         try:
             for each in transfers:
@@ -359,7 +378,8 @@ class Queues:
         return tag
 
     def wait(self, tag: int, timeout_s: float | None = None) -> Answer | None:
-        """Blocks until every part has ended; returns None after timeout_s. The answer may hold an error: see `error_of`.
+        """Blocks until every part has ended; returns None after timeout_s. The answer may hold an
+        error: see `error_of`.
 
         It may be asked again until `end`.
 
@@ -384,7 +404,8 @@ class Queues:
         self._under_way.pop(tag, None)
 
     def end_all(self) -> None:
-        """Blocks until the kernel has none of the transfers any more; each tag keeps its answer. Raises no OSError."""
+        """Blocks until the kernel has none of the transfers any more; each tag keeps its answer.
+        Raises no OSError."""
         for part in [part for parts in list(self._under_way.values()) for part in parts]:
             part.look(None)
 
@@ -398,7 +419,8 @@ class Queues:
             part.promote()
 
     def cancel(self, tag: int) -> None:
-        """Drops blocks that the kernel does not have yet, on every path. The caller must still wait for the tag."""
+        """Drops blocks that the kernel does not have yet, on every path. The caller must still wait
+        for the tag."""
         for part in self._parts(tag):
             part.drop()
 
@@ -407,14 +429,16 @@ class Queues:
         return [queue.counters() for queue in self._queues.values()]
 
     def latencies(self, kind: int) -> npt.NDArray[np.uint64]:
-        """Blocks of a kind per bucket of latency, all paths together; see `native.latency_edges`."""
+        """Blocks of a kind per bucket of latency, all paths together; see
+        `native.latency_edges`."""
         counts: npt.NDArray[np.uint64] = np.sum(
             [q.latencies(kind) for q in self._queues.values()], axis=0, dtype=np.uint64
         )
         return counts
 
     def close(self) -> int:
-        """Finishes what was submitted and stops the threads; returns how many errors were not waited for."""
+        """Finishes what was submitted and stops the threads; returns how many errors were not
+        waited for."""
         queues = self._queues
         self._queues = {}
         errors: list[int] = []
@@ -423,7 +447,9 @@ class Queues:
                 closing.callback(lambda queue: errors.append(queue.close()), queue)
         return sum(errors)
 
-    def _open(self, fd: int, io: IoSettings, regions: Sequence[ByteRange], faults: Sequence[Fault]) -> Queue:
+    def _open(
+        self, fd: int, io: IoSettings, regions: Sequence[ByteRange], faults: Sequence[Fault]
+    ) -> Queue:
         try:
             return Queue(io, files={fd: self.files[fd]}, regions=regions, faults=faults)
         except OSError as error:
@@ -485,11 +511,14 @@ class _QueuePart:
 
 
 def _joined(answers: list[Answer]) -> Answer:
-    """Joins the answers of several parts. A disk's error wins over ECANCELED of parts that were dropped because of it."""
+    """Joins the answers of several parts. A disk's error wins over ECANCELED of parts that were
+    dropped because of it."""
     if len(answers) == 1:
         return answers[0]
     failed = [answer for answer in answers if answer.error]
-    told = next((a for a in failed if a.error != errno.ECANCELED), failed[0] if failed else answers[0])
+    told = next(
+        (a for a in failed if a.error != errno.ECANCELED), failed[0] if failed else answers[0]
+    )
     return told._replace(
         num_bytes=sum(a.num_bytes for a in answers),
         submitted_ns=min(a.submitted_ns for a in answers),

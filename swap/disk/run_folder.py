@@ -1,4 +1,5 @@
-"""RunFolder: the folder that one run owns on one path, its lock file, and the folders of killed runs.
+"""RunFolder: the folder that one run owns on one path, its lock file, and the folders of killed
+runs.
 
     <path>/tiermem-<run id>          folder of a run with one rank
     <path>/tiermem-<run id>.<rank>   folder of one of several ranks; all have the same run id
@@ -12,18 +13,21 @@ The lock file contains {"pid", "host", "started"}. Its process holds it by flock
     not held    the run was killed, and the kernel released its locks: another process takes it over, with a warning
     missing     the run was closed in order and its folder kept: the first process that asks takes it
 
-The lock file of a new folder is locked under another name and then renamed, so it is held from its first moment. A takeover
-does the same while it holds the old file; if several processes try, one of them succeeds. flock decides, because the system
-reuses pids; pid and start time are information for people. On a file system that several machines mount, another host's flock
-may be invisible, so its lock file is never taken over there.
+The lock file of a new folder is locked under another name and then renamed, so it is held from its
+first moment. A takeover does the same while it holds the old file; if several processes try, one of
+them succeeds. flock decides, because the system reuses pids; pid and start time are information for
+people. On a file system that several machines mount, another host's flock may be invisible, so its
+lock file is never taken over there.
 
-A process that only reads a kept run shares its folder (`share`: flock of the folder itself). Several ranks or jobs can then
-resume from one checkpoint, and no process takes over or removes the folder meanwhile. A forked child inherits descriptors and
-would keep the lock after its parent's end: it closes its copies at once, and never unlocks or removes a file.
+A process that only reads a kept run shares its folder (`share`: flock of the folder itself).
+Several ranks or jobs can then resume from one checkpoint, and no process takes over or removes the
+folder meanwhile. A forked child inherits descriptors and would keep the lock after its parent's
+end: it closes its copies at once, and never unlocks or removes a file.
 
-A run that saved leaves its folders without a lock file. A killed run leaves them with a lock file that no process holds. Other
-runs leave no folder. tiermem removes only files of the names above in folders of runs. It removes manifests first, so that
-an interrupted removal leaves nothing that looks like a checkpoint.
+A run that saved leaves its folders without a lock file. A killed run leaves them with a lock file
+that no process holds. Other runs leave no folder. tiermem removes only files of the names above in
+folders of runs. It removes manifests first, so that an interrupted removal leaves nothing that
+looks like a checkpoint.
 """
 
 from __future__ import annotations
@@ -52,7 +56,21 @@ from tiermem.swap.disk.direct import file_system_of
 LOCK = "lock"
 _NEW_LOCK = LOCK + durable.NEW_SUFFIX
 _ONE_HOST = frozenset(  # file systems that only one kernel mounts, so that it sees all locks
-    {"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "bcachefs", "zfs", "tmpfs", "ramfs", "vfat", "exfat", "overlay"}
+    {
+        "ext2",
+        "ext3",
+        "ext4",
+        "xfs",
+        "btrfs",
+        "f2fs",
+        "bcachefs",
+        "zfs",
+        "tmpfs",
+        "ramfs",
+        "vfat",
+        "exfat",
+        "overlay",
+    }
 )
 _MOST_LOCK_BYTES = 4096
 _LOOK_S = 0.01
@@ -63,7 +81,8 @@ logger = logging.getLogger("tiermem")
 
 
 class RunOwner(NamedTuple):
-    """The process that wrote a lock file; `started` is its start time in UTC, to the second, as ISO 8601."""
+    """The process that wrote a lock file; `started` is its start time in UTC, to the second, as ISO
+    8601."""
 
     pid: int
     host: str
@@ -76,7 +95,8 @@ class RunOwner(NamedTuple):
 
 
 UNKNOWN = RunOwner(0, "", "")
-"""The owner of an unreadable lock file: its process was killed, or the machine stopped, while it wrote the file."""
+"""The owner of an unreadable lock file: its process was killed, or the machine stopped, while it
+wrote the file."""
 
 
 @contextlib.contextmanager
@@ -85,12 +105,15 @@ def share(folder: Path, run_id: str | None = None) -> Iterator[None]:
 
     run_id: a run whose live folders may be read, too: this process's own run.
 
-    Raises OSError: EBUSY when the run lives, or may live on another host, or a process has taken the folder over.
+    Raises OSError: EBUSY when the run lives, or may live on another host, or a process has taken
+    the folder over.
     """
     with durable.opened(folder) as fd:
         _flock_folder(fd, folder, fcntl.LOCK_SH)
         owner = owner_of(folder)
-        if owner is not None and not (run_id and folder.name.partition("-")[2].partition(".")[0] == run_id):
+        if owner is not None and not (
+            run_id and folder.name.partition("-")[2].partition(".")[0] == run_id
+        ):
             if is_live(folder):
                 raise _lives(folder)
             _check_host(folder, owner)
@@ -98,10 +121,13 @@ def share(folder: Path, run_id: str | None = None) -> Iterator[None]:
 
 
 def owner_of(folder: Path) -> RunOwner | None:
-    """Returns the process that a folder's lock file names; UNKNOWN if the file is unreadable, None if there is none."""
+    """Returns the process that a folder's lock file names; UNKNOWN if the file is unreadable, None
+    if there is none."""
     try:
         told = json.loads(durable.read_file(folder / LOCK, _MOST_LOCK_BYTES) or b"{}")
-        return RunOwner(int(told["pid"]), printable(str(told["host"])), printable(str(told.get("started", ""))))
+        return RunOwner(
+            int(told["pid"]), printable(str(told["host"])), printable(str(told.get("started", "")))
+        )
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -110,12 +136,17 @@ def owner_of(folder: Path) -> RunOwner | None:
 
 def is_live(folder: Path) -> bool:
     """Whether a process of this machine, this one included, holds a folder's lock."""
-    return is_held(folder / LOCK) or (not os.path.lexists(folder / LOCK) and is_held(folder / _NEW_LOCK))
+    return is_held(folder / LOCK) or (
+        not os.path.lexists(folder / LOCK) and is_held(folder / _NEW_LOCK)
+    )
 
 
 def is_dead(folder: Path) -> bool:
-    """Whether a folder's process was killed: no process holds its lock file. False for an unreadable file of another user."""
-    return (os.access(folder / LOCK, os.R_OK) and not is_held(folder / LOCK)) or is_stillborn(folder)
+    """Whether a folder's process was killed: no process holds its lock file. False for an
+    unreadable file of another user."""
+    return (os.access(folder / LOCK, os.R_OK) and not is_held(folder / LOCK)) or is_stillborn(
+        folder
+    )
 
 
 def is_stillborn(folder: Path) -> bool:
@@ -125,7 +156,11 @@ def is_stillborn(folder: Path) -> bool:
     """
     try:
         is_bare = {file.name for file in folder.iterdir()} <= {_NEW_LOCK}
-        return is_bare and time.time() - folder.stat().st_mtime > _BIRTH_S and not is_held(folder / _NEW_LOCK)
+        return (
+            is_bare
+            and time.time() - folder.stat().st_mtime > _BIRTH_S
+            and not is_held(folder / _NEW_LOCK)
+        )
     except OSError:  # gone, or another user's
         return False
 
@@ -136,7 +171,8 @@ def is_of_one_host(folder: Path) -> bool:
 
 
 def leads_to(path: Path, fd: int) -> bool:
-    """Whether a path names the file or folder that a descriptor has open; False when it names none."""
+    """Whether a path names the file or folder that a descriptor has open; False when it names
+    none."""
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(path.stat(), os.fstat(fd))
     return False
@@ -150,7 +186,8 @@ def this_process() -> RunOwner:
 def _lock(folder: Path) -> int:
     """Puts a lock file that this process holds in place of any other one; returns its descriptor.
 
-    Only the maker of the folder or the holder of its lock file may call this. Raises OSError; then the lock file is as it was.
+    Only the maker of the folder or the holder of its lock file may call this. Raises OSError; then
+    the lock file is as it was.
     """
     new = folder / _NEW_LOCK
     new.unlink(missing_ok=True)  # left by a process that was killed at this point
@@ -158,7 +195,8 @@ def _lock(folder: Path) -> int:
         own = durable.Owned([durable.create(new, mode=0o600)])
         fd = own[0]
         with durable.named(new):
-            fcntl.flock(fd, fcntl.LOCK_EX)  # at most `is_live` of another process holds it, for a moment
+            # at most `is_live` of another process holds it, for a moment
+            fcntl.flock(fd, fcntl.LOCK_EX)
             durable.write_all(fd, json.dumps(this_process()._asdict()).encode(), new)
         durable.rename(new, folder / LOCK)
     except BaseException:
@@ -170,27 +208,34 @@ def _lock(folder: Path) -> int:
 def _take_over(folder: Path) -> durable.Owned:
     """Locks the folder of a run that was closed or killed; a warning names a killed owner.
 
-    Returns the descriptors of the lock file and of the folder. Raises OSError: EBUSY when the run lives, or may live on
-    another host, or a process reads the folder.
+    Returns the descriptors of the lock file and of the folder. Raises OSError: EBUSY when the run
+    lives, or may live on another host, or a process reads the folder.
     """
     while True:
         owner = None  # of an empty file: there was none, or its run was killed before it wrote it
         with contextlib.ExitStack() as undo:
-            with durable.Owned([durable.open_regular(folder / LOCK, os.O_RDWR | os.O_CREAT)]) as old:
+            with durable.Owned(
+                [durable.open_regular(folder / LOCK, os.O_RDWR | os.O_CREAT)]
+            ) as old:
                 _hold(old, folder)
-                if not leads_to(folder / LOCK, old):  # another process took it over and has ended since: try again
+                # another process took it over and has ended since: try again
+                if not leads_to(folder / LOCK, old):
                     continue
                 if os.fstat(old).st_size:
                     owner = owner_of(folder) or UNKNOWN
                     _check_host(folder, owner)
                 else:
                     undo.callback((folder / LOCK).unlink, missing_ok=True)
-                own = durable.Owned([os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)])
+                own = durable.Owned(
+                    [os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)]
+                )
                 _flock_folder(own[0], folder, fcntl.LOCK_EX)
                 own.insert(0, _lock(folder))
             undo.pop_all()
         if owner is not None:
-            logger.warning("%s was left by %s, which has ended: its lock is taken over", folder, owner)
+            logger.warning(
+                "%s was left by %s, which has ended: its lock is taken over", folder, owner
+            )
         return own
 
 
@@ -209,15 +254,22 @@ def _hold(fd: int, folder: Path) -> None:
 
 def _lives(folder: Path) -> OSError:
     what = f"its run lives: {owner_of(folder) or UNKNOWN} holds {LOCK}"
-    return OSError(errno.EBUSY, f"{what}. Wait for its end, or stop it, or use another folder", str(folder))
+    return OSError(
+        errno.EBUSY, f"{what}. Wait for its end, or stop it, or use another folder", str(folder)
+    )
 
 
 def _flock_folder(fd: int, folder: Path, kind: int) -> None:
-    """Locks a folder itself, if its file system can (NFS cannot lock for writers). Raises OSError (EBUSY)."""
+    """Locks a folder itself, if its file system can (NFS cannot lock for writers). Raises OSError
+    (EBUSY)."""
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
-        doing = "another process reads it" if kind == fcntl.LOCK_EX else "another process has taken it over"
+        doing = (
+            "another process reads it"
+            if kind == fcntl.LOCK_EX
+            else "another process has taken it over"
+        )
         raise OSError(errno.EBUSY, f"{doing}: wait for its end", str(folder)) from None
     except OSError as error:
         if error.errno not in (errno.EBADF, errno.ENOLCK, errno.ENOTSUP, errno.EINVAL):
@@ -230,8 +282,10 @@ def _check_host(folder: Path, owner: RunOwner) -> None:
     if owner != UNKNOWN and owner.host != here and not is_of_one_host(folder):
         raise OSError(
             errno.EBUSY,
-            f"it belongs to {owner}, and it cannot be seen from {here} whether that lives: this is {kind}, which several "
-            f"machines may share. Open it on {owner.host}; or, when that process has ended for certain, remove the file {LOCK}",
+            f"it belongs to {owner}, and it cannot be seen from {here} whether that lives: this is "
+            f"{kind}, which several "
+            f"machines may share. Open it on {owner.host}; or, when that process has ended for "
+            f"certain, remove the file {LOCK}",
             str(folder),
         )
 
@@ -256,7 +310,9 @@ def _started(pid: int) -> str:
         ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
         lines = Path("/proc/stat").read_text().splitlines()
         booted = int(next(line for line in lines if line.startswith("btime ")).split()[1])
-        at = datetime.datetime.fromtimestamp(booted + ticks // os.sysconf("SC_CLK_TCK"), datetime.timezone.utc)
+        at = datetime.datetime.fromtimestamp(
+            booted + ticks // os.sysconf("SC_CLK_TCK"), datetime.timezone.utc
+        )
         return at.isoformat()
     return ""
 
@@ -284,7 +340,9 @@ FOLDER_PREFIX = "tiermem-"
 SEGMENT = "segment.bin"
 _RUN_ID = r"[A-Za-z0-9_-]{1,64}"
 _FOLDER = re.compile(rf"{FOLDER_PREFIX}({_RUN_ID})(?:\.(\d{{1,9}}))?")
-_OF_COMMIT = re.compile(rf"{durable.NEW_PREFIX}?(?:manifest-\d+\.json|part-\d+-\d+\.json|data-\d+\.bin)(?:\.new)?")
+_OF_COMMIT = re.compile(
+    rf"{durable.NEW_PREFIX}?(?:manifest-\d+\.json|part-\d+-\d+\.json|data-\d+\.bin)(?:\.new)?"
+)
 _MADE = re.compile(rf"segment\.bin|lock(?:\.new)?|{_OF_COMMIT.pattern}")
 _STATES = re.compile(r"(?:segment|data-\d+)\.bin")
 _PART = re.compile(r"part-\d+-\d+\.json")
@@ -310,28 +368,34 @@ class RunName(NamedTuple):
 
     @property
     def folder_name(self) -> str:
-        """The name of the folder below each path. Raises ValueError for an invalid run id or rank."""
+        """The name of the folder below each path. Raises ValueError for an invalid run id or
+        rank."""
         name = f"{FOLDER_PREFIX}{self.run_id}" + ("" if self.rank is None else f".{self.rank}")
         if RunName.of(Path(name)) != self:
             raise ValueError(
-                f"run id {self.run_id!r} and rank {self.rank!r} name no folder; allowed: {_RUN_ID}, 0 or more"
+                f"run id {self.run_id!r} and rank {self.rank!r} name no folder; allowed: "
+                f"{_RUN_ID}, 0 or more"
             )
         return name
 
 
 class RunFolder:
-    """A folder whose lock this process holds: a new one (`new`), or one that an earlier run left (`claim`)."""
+    """A folder whose lock this process holds: a new one (`new`), or one that an earlier run left
+    (`claim`)."""
 
     def __init__(self, folder: Path, own: durable.Owned) -> None:
         self.folder = folder
-        self._own = own  # of the lock file, and of a folder that was taken over: its flock keeps others from sharing it
+        # of the lock file, and of a folder that was taken over: its flock keeps others from sharing
+        # it
+        self._own = own
         self._pid = os.getpid()
         self._made: list[str] = []  # files that this object made
         call_in_child(self, RunFolder._unlock)
 
     @classmethod
     def new(cls, path: Path, run: RunName) -> RunFolder:
-        """Makes a run's folder in an existing, writable folder. Raises OSError; then the new folder is removed."""
+        """Makes a run's folder in an existing, writable folder. Raises OSError; then the new folder
+        is removed."""
         folder = path / run.folder_name
         try:
             with durable.step("folder", folder):
@@ -350,15 +414,19 @@ class RunFolder:
     def claim(cls, folder: Path) -> RunFolder:
         """Takes over the folder of a closed or killed run, to read or to remove it.
 
-        Raises OSError: EBUSY when the run lives or may live on another host; ENOENT when the folder is no run's.
+        Raises OSError: EBUSY when the run lives or may live on another host; ENOENT when the folder
+        is no run's.
         """
         is_left = any((folder / name).exists() for name in (LOCK, SEGMENT)) or is_stillborn(folder)
         if RunName.of(folder) is None or not is_left:
-            raise FileNotFoundError(errno.ENOENT, "this is no folder that a run has left", str(folder))
+            raise FileNotFoundError(
+                errno.ENOENT, "this is no folder that a run has left", str(folder)
+            )
         return cls(folder, _take_over(folder))
 
     def make(self, name: str, flags: int) -> int:
-        """Makes a new file, open for reading and writing with `flags`. Returns its descriptor, which the caller closes.
+        """Makes a new file, open for reading and writing with `flags`. Returns its descriptor,
+        which the caller closes.
 
         Raises OSError.
         """
@@ -366,10 +434,11 @@ class RunFolder:
         return durable.create(self.folder / name, flags=flags, mode=0o600)
 
     def close(self, keep: bool) -> None:
-        """Removes the lock file; without `keep` also removes the files that runs make, and the folder.
+        """Removes the lock file; without `keep` also removes the files that runs make, and the
+        folder.
 
-        Never raises OSError: a warning names files that cannot be removed and files that were missing already. Does nothing
-        in a forked child.
+        Never raises OSError: a warning names files that cannot be removed and files that were
+        missing already. Does nothing in a forked child.
         """
         if not self._own or os.getpid() != self._pid:
             return
@@ -389,14 +458,20 @@ class RunFolder:
 
 
 def remove_dead_runs(path: Path, pid: int) -> list[str]:
-    """Removes the folders that a killed process left on a path, except folders with checkpoints; returns their names.
+    """Removes the folders that a killed process left on a path, except folders with checkpoints;
+    returns their names.
 
-    The process that started the killed one calls it. A warning names a folder that cannot be taken over.
+    The process that started the killed one calls it. A warning names a folder that cannot be taken
+    over.
     """
     removed = []
     for folder in run_folders(path):
         owner = owner_of(folder)
-        if owner is None or (owner.pid, owner.host) != (pid, socket.gethostname()) or not is_dead(folder):
+        if (
+            owner is None
+            or (owner.pid, owner.host) != (pid, socket.gethostname())
+            or not is_dead(folder)
+        ):
             continue
         try:
             if not has_saved(folder):
@@ -413,7 +488,9 @@ def report_dead_runs(path: Path) -> None:
     if dead:
         size = sum(_size_of(folder / SEGMENT) for folder in dead)
         names = ", ".join(f.name for f in dead)
-        logger.warning("%s holds %d bytes of runs that ended without closing: %s", path, size, names)
+        logger.warning(
+            "%s holds %d bytes of runs that ended without closing: %s", path, size, names
+        )
 
 
 def run_folders(path: Path) -> list[Path]:
@@ -428,7 +505,8 @@ def is_made(name: str) -> bool:
 
 
 def holds_states(name: str) -> bool:
-    """Whether files of this name hold states: those on NVMe, or those in memory that a checkpoint saves."""
+    """Whether files of this name hold states: those on NVMe, or those in memory that a checkpoint
+    saves."""
     return _STATES.fullmatch(name) is not None
 
 
@@ -438,12 +516,16 @@ def is_of_commit(name: str) -> bool:
 
 
 def has_saved(folder: Path) -> bool:
-    """Whether a folder holds part of a checkpoint: a manifest (only in rank 0's folder) or a rank's part."""
-    return any(_MANIFEST.fullmatch(file.name) or _PART.fullmatch(file.name) for file in folder.iterdir())
+    """Whether a folder holds part of a checkpoint: a manifest (only in rank 0's folder) or a rank's
+    part."""
+    return any(
+        _MANIFEST.fullmatch(file.name) or _PART.fullmatch(file.name) for file in folder.iterdir()
+    )
 
 
 def _remove_made(folder: Path, expected: list[str]) -> None:
-    """Removes every file that runs make, except the lock file. Removes and syncs manifests first; while one stays, all stay."""
+    """Removes every file that runs make, except the lock file. Removes and syncs manifests first;
+    while one stays, all stay."""
     try:
         names = {name for name in os.listdir(folder) if _MADE.fullmatch(name) and name != LOCK}
     except FileNotFoundError:
@@ -451,17 +533,21 @@ def _remove_made(folder: Path, expected: list[str]) -> None:
     except OSError as error:
         logger.warning("%s is left: %s", folder, error.strerror)
         return
-    for name in sorted(names.union(expected), key=lambda name: (not _MANIFEST.fullmatch(name), name)):
+    for name in sorted(
+        names.union(expected), key=lambda name: (not _MANIFEST.fullmatch(name), name)
+    ):
         is_manifest = _MANIFEST.fullmatch(name) is not None
         if not remove(folder / name, syncs=is_manifest, is_expected=True) and is_manifest:
             return
 
 
 def remove(file: Path, syncs: bool = True, is_expected: bool = False) -> bool:
-    """Removes a file of a run or a checkpoint if it exists; returns whether it is gone. Never raises OSError. Blocks.
+    """Removes a file of a run or a checkpoint if it exists; returns whether it is gone. Never
+    raises OSError. Blocks.
 
-    A warning names a file that cannot be removed, a folder that cannot be synced, and a missing file that is expected. While a
-    manifest exists, the files that it names stay and its slots are not written to.
+    A warning names a file that cannot be removed, a folder that cannot be synced, and a missing
+    file that is expected. While a manifest exists, the files that it names stay and its slots are
+    not written to.
     """
     try:
         durable.remove(file, syncs)

@@ -1,6 +1,7 @@
 """DeviceKernels: what steps states and adds squares on a device that is not the CPU.
 
-A Triton kernel where triton is installed and the device is exact (`runs_triton`), else torch operations, to the same bits.
+A Triton kernel where triton is installed and the device is exact (`runs_triton`), else torch
+operations, to the same bits.
 """
 
 from __future__ import annotations

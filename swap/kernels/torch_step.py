@@ -1,23 +1,28 @@
-"""The optimizer step in torch operations: the same definition as the native kernel's (native/tiermem.h), on any device.
+"""The optimizer step in torch operations: the same definition as the native kernel's
+(native/tiermem.h), on any device.
 
-    stored parts -> widen to fp32 -> the rule's formula, one torch operation for each of the kernel's -> narrow -> stored parts
+    stored parts -> widen to fp32 -> the rule's formula, one torch operation for each of the
+    kernel's -> narrow -> stored parts
 
-Every operation rounds once: it uses no addcdiv, lerp or alpha, which fuse a product with a sum. Scalars are rounded to fp32 as
-in the kernel. So the stored values equal the kernel's to the bit, except the payload of a NaN. Temporary memory is bounded: it
-steps CHUNK elements at a time.
+Every operation rounds once: it uses no addcdiv, lerp or alpha, which fuse a product with a sum.
+Scalars are rounded to fp32 as in the kernel. So the stored values equal the kernel's to the bit,
+except the payload of a NaN. Temporary memory is bounded: it steps CHUNK elements at a time.
 
-Stored elements are converted to and from fp32 as in native/loops_element.h and native/loops_q8.h, to the bit:
+Stored elements are converted to and from fp32 as in native/loops_element.h and native/loops_q8.h,
+to the bit:
 
     fp32, bf16, fp16    torch's own conversions to nearest even; stochastically by random words
     split               integer sums of the weight's pattern and the low half
     8-bit blocks        integer sums of codes and scale bytes, drawn in native/loops_q8.h
 
-Bit patterns are int32 numbers, which wrap like the kernel's unsigned numbers: torch has few operations on uint32. The host
-never waits for the device. So masked_fill inserts scalars: torch.where would copy them to the device and wait. The payload of
-a NaN may differ from the kernel's, except in a split master.
+Bit patterns are int32 numbers, which wrap like the kernel's unsigned numbers: torch has few
+operations on uint32. The host never waits for the device. So masked_fill inserts scalars:
+torch.where would copy them to the device and wait. The payload of a NaN may differ from the
+kernel's, except in a split master.
 
-Do not use torch.compile here: it may fuse products with sums and change bits. The device must keep subnormals, divide exactly
-and support float64, as CPUs (unless torch.set_flush_denormal(True)) and CUDA do.
+Do not use torch.compile here: it may fuse products with sums and change bits. The device must keep
+subnormals, divide exactly and support float64, as CPUs (unless torch.set_flush_denormal(True)) and
+CUDA do.
 """
 
 from __future__ import annotations
@@ -58,10 +63,14 @@ _STEP_STRIDES = (0x9E3779B9, 0x6A09E667, 0xBB67AE85, 0xA54FF53B)
 
 
 @torch.no_grad()
-def widen_in_torch(stored: Moment, weight: torch.Tensor | None = None, is_positive: bool = False) -> torch.Tensor:
-    """Returns a part in fp32, exactly, in memory of its own on its device; as `widen_part` in swap/base/native.py.
+def widen_in_torch(
+    stored: Moment, weight: torch.Tensor | None = None, is_positive: bool = False
+) -> torch.Tensor:
+    """Returns a part in fp32, exactly, in memory of its own on its device; as `widen_part` in
+    swap/base/native.py.
 
-    Does not wait for the device. Scale bytes of 1 to 47, which are never written, may be read as other numbers.
+    Does not wait for the device. Scale bytes of 1 to 47, which are never written, may be read as
+    other numbers.
     """
     check_part(stored, weight, device=None)
     if isinstance(stored, Quantised):
@@ -71,7 +80,8 @@ def widen_in_torch(stored: Moment, weight: torch.Tensor | None = None, is_positi
     assert weight is not None  # the low half, read as a signed number, is what rounding took away
     upper = weight.view(torch.int16)
     low = stored.view(torch.int16)
-    is_left = ((upper & 0x7FFF) == 0) & (low < 0)  # from a weight that the user has overwritten by zero
+    # from a weight that the user has overwritten by zero
+    is_left = ((upper & 0x7FFF) == 0) & (low < 0)
     bits = (upper.to(torch.int32) << 16) + low.masked_fill(is_left, 0)
     return bits.view(torch.float32)
 
@@ -84,15 +94,18 @@ def narrow_in_torch(
     is_positive: bool = False,
     words: torch.Tensor | None = None,
 ) -> None:
-    """Writes fp32 values into a part on their device, to nearest even; as `narrow_part` in swap/base/native.py.
+    """Writes fp32 values into a part on their device, to nearest even; as `narrow_part` in
+    swap/base/native.py.
 
-    A split master writes its bf16 weight too, and keeps every pattern, but NaNs that would round to zero lose a bit.
-    words: random ones, by which parts below fp32 that are not split are rounded stochastically instead. Does not wait for the
-    device.
+    A split master writes its bf16 weight too, and keeps every pattern, but NaNs that would round to
+    zero lose a bit. words: random ones, by which parts below fp32 that are not split are rounded
+    stochastically instead. Does not wait for the device.
     """
     numel = check_part(stored, weight, device=None)
     values = values.to(torch.float32)
-    check_moment("values", values, numel, (stored.codes if isinstance(stored, Quantised) else stored).device)
+    check_moment(
+        "values", values, numel, (stored.codes if isinstance(stored, Quantised) else stored).device
+    )
     if isinstance(stored, Quantised):
         _encode(values, stored, is_positive, words)
     elif stored.dtype in SPLIT:
@@ -111,7 +124,8 @@ def narrow_in_torch(
 def random_words(dither: Dither, number: int, numel: int, device: torch.device) -> torch.Tensor:
     """The words, as int32, of so many elements from dither.first_element on: native/rounding.h.
 
-    number: the part's, 0 and 1 for the first two moments, 2 for the master, 3 for the largest second moment.
+    number: the part's, 0 and 1 for the first two moments, 2 for the master, 3 for the largest
+        second moment.
     """
     first = dither.first_element
     left = (1 << 32) - first % (1 << 32)
@@ -128,10 +142,15 @@ def random_words(dither: Dither, number: int, numel: int, device: torch.device) 
 
 
 def salts_of(dither: Dither, number: int) -> tuple[int, int, int]:
-    """Start, salt and offset of a part's words, as int32 numbers, up to the next multiple of 2^32: native/rounding.h."""
+    """Start, salt and offset of a part's words, as int32 numbers, up to the next multiple of 2^32:
+    native/rounding.h."""
     first = dither.first_element
     salt = _mix(_mix(dither.key + (number // 2 + 1) * 0x9E3779B97F4A7C15) + (first >> 32))
-    return _signed(first * _HASH_STRIDE + salt), _signed(salt >> 32), _signed(dither.step * _STEP_STRIDES[number])
+    return (
+        _signed(first * _HASH_STRIDE + salt),
+        _signed(salt >> 32),
+        _signed(dither.step * _STEP_STRIDES[number]),
+    )
 
 
 def _mix(x: int) -> int:
@@ -148,11 +167,12 @@ def _signed(x: int) -> int:
     return (x & 0xFFFFFFFF) - ((x & 0x80000000) << 1)
 
 
-# ---- bf16 and fp16, stochastically ------------------------------------------------------------------------------------
+# ---- bf16 and fp16, stochastically ---------------------------------------------------------------
 
 
 def _dithered_bf16(values: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-    """Up when the half that is cut off is above the word's upper half; next to infinity as to nearest."""
+    """Up when the half that is cut off is above the word's upper half; next to infinity as to
+    nearest."""
     bits = values.view(torch.int32)
     upper = bits >> 16
     cut = bits & 0xFFFF
@@ -163,7 +183,8 @@ def _dithered_bf16(values: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
 
 
 def _dithered_fp16(values: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-    """As bf16; a subnormal result is a whole number of units of 2^-24 and a share of one, compared with the word."""
+    """As bf16; a subnormal result is a whole number of units of 2^-24 and a share of one, compared
+    with the word."""
     bits = values.view(torch.int32)
     size = bits & 0x7FFFFFFF
     share = _shifted(~words, 19).masked_fill(size >= 0x477FE000, 0x1000)
@@ -182,7 +203,7 @@ def _shifted(words: torch.Tensor, count: int) -> torch.Tensor:
     return (words >> count) & ((1 << 32 - count) - 1)
 
 
-# ---- 8-bit blocks -----------------------------------------------------------------------------------------------------
+# ---- 8-bit blocks --------------------------------------------------------------------------------
 
 
 def _decode(stored: Quantised, is_positive: bool) -> torch.Tensor:
@@ -201,7 +222,9 @@ def _decode(stored: Quantised, is_positive: bool) -> torch.Tensor:
     return bits.view(torch.float32).view(-1)[:numel]
 
 
-def _encode(values: torch.Tensor, stored: Quantised, is_positive: bool, words: torch.Tensor | None) -> None:
+def _encode(
+    values: torch.Tensor, stored: Quantised, is_positive: bool, words: torch.Tensor | None
+) -> None:
     blocks = _in_blocks(values)
     bits = blocks.view(torch.int32)
     if is_positive:
@@ -239,13 +262,15 @@ def _q8_base(scales: torch.Tensor, is_positive: bool) -> torch.Tensor:
 
 def _q8_scales(largest: torch.Tensor, is_positive: bool) -> torch.Tensor:
     """The scale bytes, as int32, of blocks by the pattern of their largest size."""
-    carry = 0x1FFFFF if is_positive else 0x0FFFFF  # a mantissa beyond the largest code's takes the next scale
+    # a mantissa beyond the largest code's takes the next scale
+    carry = 0x1FFFFF if is_positive else 0x0FFFFF
     scales = ((largest.clamp(max=_INFINITE) + carry) >> 23).clamp(min=48)
     return scales.masked_fill(scales >= 254, 255).masked_fill(largest == 0, 0)
 
 
 CHUNK = 1 << 21
-"""Elements that are stepped or measured at a time: a multiple of NORM_BLOCK, and that of Q8_BLOCK."""
+"""Elements that are stepped or measured at a time: a multiple of NORM_BLOCK, and that of
+Q8_BLOCK."""
 
 SCRATCH_BYTES = 64
 """What a step takes for an element of a chunk beside its parts at most, on their device."""
@@ -254,13 +279,14 @@ _SUM_BYTES = 24  # the same, of `block_sums_in_torch`
 
 
 def step_scratch_bytes(numel: int, is_all_there: bool) -> int:
-    """What an accelerator takes beside the states of a tile that it steps, at most: fp32 values of a chunk, and, unless they
-    rest there, its weights and gradients."""
+    """What an accelerator takes beside the states of a tile that it steps, at most: fp32 values of
+    a chunk, and, unless they rest there, its weights and gradients."""
     return min(numel, CHUNK) * SCRATCH_BYTES + numel * 8 * (not is_all_there)
 
 
 def sum_scratch_bytes(numel: int) -> int:
-    """What an accelerator takes at most beside so many elements whose squares `block_sums_in_torch` adds up."""
+    """What an accelerator takes at most beside so many elements whose squares `block_sums_in_torch`
+    adds up."""
     return min(numel, CHUNK) * _SUM_BYTES
 
 
@@ -278,9 +304,11 @@ def step_in_torch(
     start_moments: bool = False,
     start_master: bool = False,
 ) -> None:
-    """Steps master and moments in place, and writes the weight, on their device; as `optimizer_step` in swap/base/native.py.
+    """Steps master and moments in place, and writes the weight, on their device; as
+    `optimizer_step` in swap/base/native.py.
 
-    Does not wait for the device. Raises ValueError for parts that do not fit together or lie on several devices.
+    Does not wait for the device. Raises ValueError for parts that do not fit together or lie on
+    several devices.
     """
     numel = parts.grad.numel()
     check_parts(rule, parts, start_master, parts.grad.device)
@@ -288,13 +316,18 @@ def step_in_torch(
     for begin in range(0, numel, CHUNK):
         end = min(begin + CHUNK, numel)
         chunk = parts_between(parts, begin, end)
-        own = None if dither is None else dither._replace(first_element=dither.first_element + begin)
+        own = (
+            None if dither is None else dither._replace(first_element=dither.first_element + begin)
+        )
         _step_chunk(rule, one_minus, chunk, own, start_moments, start_master)
 
 
 def parts_between(parts: StepParts, begin: int, end: int) -> StepParts:
-    """Views of the elements [begin, end) of all parts. begin: a multiple of Q8_BLOCK where a moment is in 8 bits."""
-    weight, master = (None if part is None else part[begin:end] for part in (parts.weight, parts.master))
+    """Views of the elements [begin, end) of all parts. begin: a multiple of Q8_BLOCK where a moment
+    is in 8 bits."""
+    weight, master = (
+        None if part is None else part[begin:end] for part in (parts.weight, parts.master)
+    )
     moments: list[Moment] = []
     for moment in parts.moments:
         if isinstance(moment, Quantised):
@@ -307,12 +340,15 @@ def parts_between(parts: StepParts, begin: int, end: int) -> StepParts:
 
 @torch.no_grad()
 def block_sums_in_torch(grad: torch.Tensor, first: int) -> torch.Tensor:
-    """Returns the sum of squares, in float64 on the gradient's device, of each norm block that a flat gradient touches.
+    """Returns the sum of squares, in float64 on the gradient's device, of each norm block that a
+    flat gradient touches.
 
-    first: the index of grad[0] in its whole parameter. The blocks are those of `store_gradient` in swap/base/native.py, and
-    a sum is finite if and only if every element is. Squares are added as a binary tree over their places in the block, the
-    kernel's in 16 lanes. So a sum may differ from the kernel's by a few units in its last place, but has the same bits on every
-    device and however the parameter is cut at blocks. Does not wait for the device.
+    first: the index of grad[0] in its whole parameter. The blocks are those of `store_gradient` in
+        swap/base/native.py, and
+    a sum is finite if and only if every element is. Squares are added as a binary tree over their
+    places in the block, the kernel's in 16 lanes. So a sum may differ from the kernel's by a few
+    units in its last place, but has the same bits on every device and however the parameter is cut
+    at blocks. Does not wait for the device.
     """
     if grad.numel() == 0:
         return torch.empty(0, dtype=torch.float64, device=grad.device)
@@ -331,7 +367,8 @@ def block_sums_in_torch(grad: torch.Tensor, first: int) -> torch.Tensor:
 
 
 def memory_traffic(work: Callable[[], object]) -> int:
-    """Runs torch operations and returns the bytes of memory that they read and write: of every tensor of each, once.
+    """Runs torch operations and returns the bytes of memory that they read and write: of every
+    tensor of each, once.
 
     Operations that make views move nothing.
     """
@@ -351,12 +388,16 @@ class _Traffic(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not func.is_view:
-            moved = {id(each): each.nbytes for each in tree_leaves((args, result)) if isinstance(each, torch.Tensor)}
+            moved = {
+                id(each): each.nbytes
+                for each in tree_leaves((args, result))
+                if isinstance(each, torch.Tensor)
+            }
             self.num_bytes += sum(moved.values())
         return result
 
 
-# ---- one chunk --------------------------------------------------------------------------------------------------------
+# ---- one chunk -----------------------------------------------------------------------------------
 
 
 class OneMinus(NamedTuple):
@@ -368,8 +409,11 @@ class OneMinus(NamedTuple):
 
 
 def rounded_scalars(rule: StepRule, start_moments: bool) -> tuple[StepRule, OneMinus]:
-    """Returns a rule whose scalars are fp32 numbers (tm_constants in native/loops.h), and one minus some of them."""
-    one_minus = OneMinus(1.0 - rule.beta1, 1.0 - rule.beta2, 1.0 if start_moments else 1.0 - rule.dampening)
+    """Returns a rule whose scalars are fp32 numbers (tm_constants in native/loops.h), and one minus
+    some of them."""
+    one_minus = OneMinus(
+        1.0 - rule.beta1, 1.0 - rule.beta2, 1.0 if start_moments else 1.0 - rule.dampening
+    )
     rule = rule._replace(
         grad_scale=-rule.grad_scale if rule.maximize else rule.grad_scale,
         initial=rule.initial if rule.name == "adagrad" else 0.0,
@@ -398,15 +442,19 @@ def _step_chunk(
         moments = [torch.full_like(p, rule.initial) for _ in parts.moments]
     else:
         moments = [
-            widen_in_torch(part, None, kind.is_positive) for part, kind in zip(parts.moments, kinds, strict=False)
+            widen_in_torch(part, None, kind.is_positive)
+            for part, kind in zip(parts.moments, kinds, strict=False)
         ]
     p, moments = _FORMULAS[rule.name](rule, one_minus, p, g, moments)
-    for number, part, kind, values in zip(_DITHERED_MOMENTS, parts.moments, kinds, moments, strict=False):
+    for number, part, kind, values in zip(
+        _DITHERED_MOMENTS, parts.moments, kinds, moments, strict=False
+    ):
         narrow_in_torch(values, part, None, kind.is_positive, _words_for(part, number, dither))
     if master is None:
         narrow_in_torch(p, held, None, False, _words_for(held, _DITHERED_MASTER, dither))
     elif is_split:
-        narrow_in_torch(p.masked_fill(p != p, math.nan), master, weight)  # a NaN that the weight shows
+        # a NaN that the weight shows
+        narrow_in_torch(p.masked_fill(p != p, math.nan), master, weight)
     else:
         narrow_in_torch(p, master)
         if weight is not None:
@@ -421,14 +469,16 @@ def _words_for(part: Moment, number: int, dither: Dither | None) -> torch.Tensor
     return random_words(dither, number, stored.numel(), stored.device)
 
 
-# ---- the rules: formulas and order of operations as in native/tiermem.h -----------------------------------------------
+# ---- the rules: formulas and order of operations as in native/tiermem.h --------------------------
 
 
 _Tensors = list[torch.Tensor]
 _Stepped = tuple[torch.Tensor, _Tensors]
 
 
-def _adam(rule: StepRule, one_minus: OneMinus, p: torch.Tensor, g: torch.Tensor, moments: _Tensors) -> _Stepped:
+def _adam(
+    rule: StepRule, one_minus: OneMinus, p: torch.Tensor, g: torch.Tensor, moments: _Tensors
+) -> _Stepped:
     m, v, *largest = moments
     if rule.name == "adamw":
         p = p * rule.decay
@@ -443,13 +493,17 @@ def _adam(rule: StepRule, one_minus: OneMinus, p: torch.Tensor, g: torch.Tensor,
     return p, [m, v, w][: len(moments)]
 
 
-def _adagrad(rule: StepRule, one_minus: OneMinus, p: torch.Tensor, g: torch.Tensor, moments: _Tensors) -> _Stepped:
+def _adagrad(
+    rule: StepRule, one_minus: OneMinus, p: torch.Tensor, g: torch.Tensor, moments: _Tensors
+) -> _Stepped:
     g = g + p * rule.decay
     total = moments[0] + g * g
     return p - (g / (_sqrt(total) + rule.eps)) * rule.step_size, [total]
 
 
-def _lion(rule: StepRule, one_minus: OneMinus, p: torch.Tensor, g: torch.Tensor, moments: _Tensors) -> _Stepped:
+def _lion(
+    rule: StepRule, one_minus: OneMinus, p: torch.Tensor, g: torch.Tensor, moments: _Tensors
+) -> _Stepped:
     m = moments[0]
     u = m * rule.beta1 + g * one_minus.beta1
     has_no_size = (u == 0) | (u != u)  # zeros keep their sign, NaN stays NaN
@@ -457,7 +511,9 @@ def _lion(rule: StepRule, one_minus: OneMinus, p: torch.Tensor, g: torch.Tensor,
     return p * rule.decay - sign * rule.step_size, [m * rule.beta2 + g * one_minus.beta2]
 
 
-def _sgd(rule: StepRule, one_minus: OneMinus, p: torch.Tensor, g: torch.Tensor, moments: _Tensors) -> _Stepped:
+def _sgd(
+    rule: StepRule, one_minus: OneMinus, p: torch.Tensor, g: torch.Tensor, moments: _Tensors
+) -> _Stepped:
     g = g + p * rule.decay
     if not moments:
         return p - g * rule.step_size, []
@@ -466,7 +522,9 @@ def _sgd(rule: StepRule, one_minus: OneMinus, p: torch.Tensor, g: torch.Tensor, 
     return p - update * rule.step_size, [m]
 
 
-_FORMULAS: dict[str, Callable[[StepRule, OneMinus, torch.Tensor, torch.Tensor, _Tensors], _Stepped]] = {
+_FORMULAS: dict[
+    str, Callable[[StepRule, OneMinus, torch.Tensor, torch.Tensor, _Tensors], _Stepped]
+] = {
     "adamw": _adam,
     "adam": _adam,
     "adagrad": _adagrad,
@@ -476,8 +534,10 @@ _FORMULAS: dict[str, Callable[[StepRule, OneMinus, torch.Tensor, torch.Tensor, _
 
 
 def _sqrt(x: torch.Tensor) -> torch.Tensor:
-    """Correctly rounded, which torch's in fp32 is not on every CPU (MKL's on AMD: a sixth are neighbours).
+    """Correctly rounded, which torch's in fp32 is not on every CPU (MKL's on AMD: a sixth are
+    neighbours).
 
-    No square root of an fp32 number lies within 4 units of float64 of where fp32 rounds up or down: 1 unit of error is no harm.
+    No square root of an fp32 number lies within 4 units of float64 of where fp32 rounds up or down:
+    1 unit of error is no harm.
     """
     return x.double().sqrt().float()

@@ -1,6 +1,8 @@
-"""The optimizer step of swap/kernels/torch_step.py as one Triton kernel, in one pass over memory, on CUDA and ROCm.
+"""The optimizer step of swap/kernels/torch_step.py as one Triton kernel, in one pass over memory,
+on CUDA and ROCm.
 
-    stored parts, each read once -> fp32 in registers -> the rule's formula -> stored parts, each written once
+    stored parts, each read once -> fp32 in registers -> the rule's formula -> stored parts, each
+    written once
 
     rules              adamw, adam (both with amsgrad), adagrad, lion, sgd (momentum, nesterov), the two steps of a matrix rule
     weight             fp32, bf16, fp16, none
@@ -10,17 +12,20 @@
     rounding           to nearest, stochastic
     first step         moments that start, a master that starts from the weight
 
-Torch operations (`step_in_torch`) do the rest: a matrix's products; devices of other kinds, such as XPU, whose Triton does not
-promise exact quotients and roots; and a kernel that does not compile, or whose bits differ, on this device.
+Torch operations (`step_in_torch`) do the rest: a matrix's products; devices of other kinds, such as
+XPU, whose Triton does not promise exact quotients and roots; and a kernel that does not compile, or
+whose bits differ, on this device.
 
-Every operation rounds once. The compiler may not fuse a product with a sum (`enable_fp_fusion`); quotients and roots are those
-of IEEE 754; subnormals are kept; scalars are fp32 numbers, which the host rounded. So stored values equal those of torch
-operations to the bit, except the payload of a NaN. The tests run the kernel in Triton's interpreter, and compile it without a
-GPU and read its instructions; an H200 has run it. Other GPUs have not, so each variant of the kernel is tried when a process
-first uses it on a device: on some thousand numbers, beside torch operations.
+Every operation rounds once. The compiler may not fuse a product with a sum (`enable_fp_fusion`);
+quotients and roots are those of IEEE 754; subnormals are kept; scalars are fp32 numbers, which the
+host rounded. So stored values equal those of torch operations to the bit, except the payload of a
+NaN. The tests run the kernel in Triton's interpreter, and compile it without a GPU and read its
+instructions; an H200 has run it. Other GPUs have not, so each variant of the kernel is tried when a
+process first uses it on a device: on some thousand numbers, beside torch operations.
 
-Triton compiles a variant in about a second, when it is first used, and keeps it on disk (TRITON_CACHE_DIR). It needs a C
-compiler. This module imports triton, so only device_kernels.py imports it, where triton is installed: torch for CUDA brings it.
+Triton compiles a variant in about a second, when it is first used, and keeps it on disk
+(TRITON_CACHE_DIR). It needs a C compiler. This module imports triton, so only device_kernels.py
+imports it, where triton is installed: torch for CUDA brings it.
 """
 
 from __future__ import annotations
@@ -44,7 +49,13 @@ from tiermem.swap.base.parts import (
     check_parts,
     num_scales,
 )
-from tiermem.swap.kernels.torch_step import narrow_in_torch, parts_between, rounded_scalars, salts_of, step_in_torch
+from tiermem.swap.kernels.torch_step import (
+    narrow_in_torch,
+    parts_between,
+    rounded_scalars,
+    salts_of,
+    step_in_torch,
+)
 
 _logger = logging.getLogger("tiermem")
 
@@ -64,13 +75,16 @@ def step_in_triton(
     start_moments: bool = False,
     start_master: bool = False,
 ) -> None:
-    """Steps the parts in place, on their device, as `step_in_torch` in swap/kernels/torch_step.py, in one kernel on the
-    current stream.
+    """Steps the parts in place, on their device, as `step_in_torch` in swap/kernels/torch_step.py,
+    in one kernel on the current stream.
 
-    Waits for the device when a variant is first used there, then no more. Raises ValueError for parts that do not fit together.
+    Waits for the device when a variant is first used there, then no more. Raises ValueError for
+    parts that do not fit together.
     """
     check_parts(rule, parts, start_master, parts.grad.device)
-    dtypes = tuple(None if part is None else _stored(part).dtype for part in (*parts[:3], *parts.moments))
+    dtypes = tuple(
+        None if part is None else _stored(part).dtype for part in (*parts[:3], *parts.moments)
+    )
     variant = (rule.name, rule.nesterov, dtypes, dither is not None, start_moments, start_master)
     step = launch if _is_exact(parts.grad.device, *variant) else step_in_torch
     step(rule, parts, dither, start_moments=start_moments, start_master=start_master)
@@ -84,11 +98,13 @@ def launch(
     start_moments: bool = False,
     start_master: bool = False,
 ) -> None:
-    """Queues the kernel on parts that were checked. Raises what Triton raises where it cannot compile or start it."""
+    """Queues the kernel on parts that were checked. Raises what Triton raises where it cannot
+    compile or start it."""
     numel = parts.grad.numel()
     flags = {"start_moments": start_moments, "start_master": start_master}
     left = numel if dither is None else (1 << 32) - dither.first_element % (1 << 32)
-    if dither is not None and left < numel:  # the upper half of an element's number is mixed into the salts
+    # the upper half of an element's number is mixed into the salts
+    if dither is not None and left < numel:
         rest = dither._replace(first_element=dither.first_element + left)
         if left % Q8_BLOCK and any(isinstance(moment, Quantised) for moment in parts.moments):
             return step_in_torch(rule, parts, dither, **flags)
@@ -97,11 +113,16 @@ def launch(
     if numel == 0:
         return None
     rule, one_minus = rounded_scalars(rule, start_moments)
-    scalars = _Scalars._make([*(getattr(rule, name) for name in _Scalars._fields[: -len(one_minus)]), *one_minus])
+    scalars = _Scalars._make(
+        [*(getattr(rule, name) for name in _Scalars._fields[: -len(one_minus)]), *one_minus]
+    )
     with torch.accelerator.device_index(parts.grad.device.index):
         _step[(triton.cdiv(numel, _ROWS.value * Q8_BLOCK),)](
             *(pointer_to(part) for part in parts[:3]),
-            tuple((pointer_to(part), part.scales if isinstance(part, Quantised) else None) for part in parts.moments),
+            tuple(
+                (pointer_to(part), part.scales if isinstance(part, Quantised) else None)
+                for part in parts.moments
+            ),
             numel,
             scalars,
             *_words_of(dither),
@@ -133,7 +154,8 @@ class _Scalars(NamedTuple):
 
 
 def _words_of(dither: Dither | None) -> list[int]:
-    """Start and salt of the two hashes, each of which serves two parts; then the offsets of the four parts."""
+    """Start and salt of the two hashes, each of which serves two parts; then the offsets of the
+    four parts."""
     parts = [(0, 0, 0) if dither is None else salts_of(dither, number) for number in range(4)]
     return [*parts[0][:2], *parts[2][:2], *(offset for _, _, offset in parts)]
 
@@ -150,7 +172,7 @@ def pointer_to(part: Moment | None) -> torch.Tensor | None:
     return stored.view(torch.int16) if stored.dtype in (torch.bfloat16, torch.uint16) else stored
 
 
-# ---- is it exact here? ------------------------------------------------------------------------------------------------
+# ---- is it exact here? ---------------------------------------------------------------------------
 
 
 @functools.cache
@@ -163,7 +185,8 @@ def _is_exact(
     start_moments: bool,
     start_master: bool,
 ) -> bool:
-    """Whether this variant of the kernel runs on the device and gives the bits of torch operations. Waits for the device."""
+    """Whether this variant of the kernel runs on the device and gives the bits of torch operations.
+    Waits for the device."""
     rule = StepRule(name, 0.03, 0.97, 0.37, 0.9, 0.95, 1e-8, 4.5, 0.8, 0.3, 0.1, nesterov=nesterov)
     flags = {"start_moments": start_moments, "start_master": start_master}
     dither = Dither(0xFEDCBA9876543210, 1234567, (1 << 32) - 2048) if is_dithered else None
@@ -171,20 +194,31 @@ def _is_exact(
         seen, wanted = (_parts_to_try(name, dtypes, device) for _ in "12")
         step_in_torch(rule, wanted, dither, **flags)
         for begin, end in _TRIED:
-            own = None if dither is None else dither._replace(first_element=dither.first_element + begin)
+            own = (
+                None
+                if dither is None
+                else dither._replace(first_element=dither.first_element + begin)
+            )
             launch(rule, parts_between(seen, begin, end), own, **flags)
         fault = "its bits differ from those of torch operations"
         if all(map(torch.equal, _bytes_of(seen), _bytes_of(wanted))):
             return True
-    except Exception as error:  # Triton's compiler, the C compiler, the driver: each raises its own kinds
+    # Triton's compiler, the C compiler, the driver: each raises its own kinds
+    except Exception as error:
         fault = f"{type(error).__name__}: {error}"
     _logger.warning(
-        "Triton cannot step %s of %s on %s; torch operations do, to the same bits: %s", name, dtypes, device, fault
+        "Triton cannot step %s of %s on %s; torch operations do, to the same bits: %s",
+        name,
+        dtypes,
+        device,
+        fault,
     )
     return False
 
 
-def _parts_to_try(name: str, dtypes: tuple[torch.dtype | None, ...], device: torch.device) -> StepParts:
+def _parts_to_try(
+    name: str, dtypes: tuple[torch.dtype | None, ...], device: torch.device
+) -> StepParts:
     """The same numbers, of many sizes, for the same dtypes; none overflows."""
     numel = _TRIED[-1][-1]
     generator = torch.Generator().manual_seed(1)
@@ -206,20 +240,32 @@ def _parts_to_try(name: str, dtypes: tuple[torch.dtype | None, ...], device: tor
 
 
 def _bytes_of(parts: StepParts) -> list[torch.Tensor]:
-    held: list[Any] = [part for part in (parts.weight, parts.master, *parts.moments) if part is not None]
+    held: list[Any] = [
+        part for part in (parts.weight, parts.master, *parts.moments) if part is not None
+    ]
     flat = [tensor for part in held for tensor in (part if isinstance(part, Quantised) else [part])]
     return [tensor.view(torch.uint8) for tensor in flat]
 
 
-# ---- the kernel -------------------------------------------------------------------------------------------------------
+# ---- the kernel ----------------------------------------------------------------------------------
 #
-# A program steps ROWS blocks. `rows` are the blocks' numbers, `_at` the elements', a matrix. Pointers tell formats: float32;
-# float16; int16 for bf16 and split masters; uint8 for codes. Bit patterns are int32 numbers. Rules and conversions are those of
-# swap/kernels/torch_step.py, operation by operation, and so are their comments.
+# A program steps ROWS blocks. `rows` are the blocks' numbers, `_at` the elements', a matrix.
+# Pointers tell formats: float32; float16; int16 for bf16 and split masters; uint8 for codes. Bit
+# patterns are int32 numbers. Rules and conversions are those of swap/kernels/torch_step.py,
+# operation by operation, and so are their comments.
 
 
 @triton.jit(
-    do_not_specialize=["start_0", "salt_0", "start_2", "salt_2", "offset_0", "offset_1", "offset_2", "offset_3"]
+    do_not_specialize=[
+        "start_0",
+        "salt_0",
+        "start_2",
+        "salt_2",
+        "offset_0",
+        "offset_1",
+        "offset_2",
+        "offset_3",
+    ]
 )
 def _step(
     weight: tl.tensor,
@@ -244,7 +290,11 @@ def _step(
     start_master: tl.constexpr,
 ) -> None:
     rows = tl.program_id(0).to(tl.int64) * _ROWS + tl.arange(0, _ROWS)
-    p = _read(weight, None, rows, numel, False) if start_master else _read_master(weight, master, rows, numel)
+    p = (
+        _read(weight, None, rows, numel, False)
+        if start_master
+        else _read_master(weight, master, rows, numel)
+    )
     g = _read(grad, None, rows, numel, False) * scalars.grad_scale
     m = None
     v = None
@@ -268,7 +318,11 @@ def _step(
         p, m = _lion(p, g, m, scalars)
     else:
         p, m = _sgd(p, g, m, scalars, num_moments > 0, nesterov)
-    words = ((start_0, start_2), (salt_0, salt_2), (offset_0, offset_1, offset_2, offset_3)) if dithered else None
+    words = (
+        ((start_0, start_2), (salt_0, salt_2), (offset_0, offset_1, offset_2, offset_3))
+        if dithered
+        else None
+    )
     if num_moments > 0:
         _write(m, moments[0][0], moments[0][1], rows, numel, words, 0, rule == "adagrad")
     if num_moments > 1:
@@ -284,13 +338,16 @@ def _at(rows: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _read_master(weight: tl.tensor, master: tl.tensor, rows: tl.tensor, numel: tl.tensor) -> tl.tensor:
+def _read_master(
+    weight: tl.tensor, master: tl.tensor, rows: tl.tensor, numel: tl.tensor
+) -> tl.tensor:
     if master is None:
         p = _read(weight, None, rows, numel, False)
     elif master.dtype.element_ty == tl.int16:
         low = tl.load(master + _at(rows), _at(rows) < numel, 0)
         upper = _bits(_read(weight, None, rows, numel, False))
-        is_left = ((upper & 0x7FFFFFFF) == 0) & (low < 0)  # from a weight that the user has overwritten by zero
+        # from a weight that the user has overwritten by zero
+        is_left = ((upper & 0x7FFFFFFF) == 0) & (low < 0)
         p = float_of(upper + tl.where(is_left, 0, low.to(tl.int32)))
     else:
         p = _read(master, None, rows, numel, False)
@@ -299,7 +356,12 @@ def _read_master(weight: tl.tensor, master: tl.tensor, rows: tl.tensor, numel: t
 
 @triton.jit
 def _write_master(
-    p: tl.tensor, weight: tl.tensor, master: tl.tensor, rows: tl.tensor, numel: tl.tensor, words: tl.tuple
+    p: tl.tensor,
+    weight: tl.tensor,
+    master: tl.tensor,
+    rows: tl.tensor,
+    numel: tl.tensor,
+    words: tl.tuple,
 ) -> None:
     at = _at(rows)
     if master is None:
@@ -314,7 +376,7 @@ def _write_master(
             _write(p, weight, None, rows, numel, None, 2, False)
 
 
-# ---- the rules --------------------------------------------------------------------------------------------------------
+# ---- the rules -----------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -356,7 +418,12 @@ def _lion(p: tl.tensor, g: tl.tensor, m: tl.tensor, c: tl.tuple) -> tl.tuple:
 
 @triton.jit
 def _sgd(
-    p: tl.tensor, g: tl.tensor, m: tl.tensor, c: tl.tuple, has_moment: tl.constexpr, nesterov: tl.constexpr
+    p: tl.tensor,
+    g: tl.tensor,
+    m: tl.tensor,
+    c: tl.tuple,
+    has_moment: tl.constexpr,
+    nesterov: tl.constexpr,
 ) -> tl.tuple:
     g = g + p * c.decay
     update = g
@@ -368,7 +435,7 @@ def _sgd(
     return p - update * c.step_size, m
 
 
-# ---- formats ----------------------------------------------------------------------------------------------------------
+# ---- formats -------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -484,7 +551,8 @@ def _encoded(values: tl.tensor, word: tl.tensor, is_positive: tl.constexpr) -> t
     if is_positive:  # negative numbers are not allowed, but -0
         size = tl.where((bits < 0) & (size != 0), 0x7F800000, size)
     largest = tl.max(size, 1)
-    carry = 0x1FFFFF if is_positive else 0x0FFFFF  # a mantissa beyond the largest code's takes the next scale
+    # a mantissa beyond the largest code's takes the next scale
+    carry = 0x1FFFFF if is_positive else 0x0FFFFF
     scale = (tl.minimum(largest, 0x7F800000) + carry) >> 23
     scale = tl.where(largest == 0, 0, tl.where(scale >= 254, 255, tl.maximum(scale, 48)))
     base = (scale[:, None] - (31 if is_positive else 15)) << 23

@@ -1,10 +1,12 @@
-"""Sums of squares of a gradient as one Triton kernel: those of `block_sums_in_torch`, to the bit, in one pass over memory.
+"""Sums of squares of a gradient as one Triton kernel: those of `block_sums_in_torch`, to the bit,
+in one pass over memory.
 
     a norm block, 64 rows --(6 times two halves are added)--> 1024 columns --(10 times)--> its sum
 
-Torch operations make the same sums in some twenty passes, each a launch for every 2 Mi elements, which costs a fast device more
-than the backward that it follows. A square of an fp32 number is exact in float64, so bits depend on the order of the additions
-alone. Each dtype is tried when a process first uses it on a device, as in triton_step.py; like it, this module imports triton.
+Torch operations make the same sums in some twenty passes, each a launch for every 2 Mi elements,
+which costs a fast device more than the backward that it follows. A square of an fp32 number is
+exact in float64, so bits depend on the order of the additions alone. Each dtype is tried when a
+process first uses it on a device, as in triton_step.py; like it, this module imports triton.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ _ROWS = tl.constexpr(64)
 _COLUMNS = tl.constexpr(NORM_BLOCK // 64)
 
 _TRIED = ((2 * NORM_BLOCK, 0), (NORM_BLOCK + 1003, 5), (77, NORM_BLOCK - 16))
-"""Elements, and the place of the first: whole blocks, then ranges that cut the first and the last."""
+"""Elements, and the place of the first: whole blocks, then ranges that cut the first and the
+last."""
 
 
 def block_sums_in_triton(grad: torch.Tensor, first: int) -> torch.Tensor:
@@ -41,34 +44,46 @@ def launch(grad: torch.Tensor, first: int) -> torch.Tensor:
     """Queues the kernel. Raises what Triton raises where it cannot compile or start it."""
     numel = grad.numel()
     before = first % NORM_BLOCK
-    sums = torch.empty(triton.cdiv(before + numel, NORM_BLOCK) if numel else 0, dtype=torch.float64, device=grad.device)
+    sums = torch.empty(
+        triton.cdiv(before + numel, NORM_BLOCK) if numel else 0,
+        dtype=torch.float64,
+        device=grad.device,
+    )
     if numel:
         with torch.accelerator.device_index(grad.device.index):
-            _sum[(sums.numel(),)](pointer_to(grad), sums, numel, before, enable_fp_fusion=False, num_warps=8)
+            _sum[(sums.numel(),)](
+                pointer_to(grad), sums, numel, before, enable_fp_fusion=False, num_warps=8
+            )
     return sums
 
 
 @functools.cache
 def _is_exact(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernel runs on the device and gives the bits of torch operations. Waits for the device."""
+    """Whether the kernel runs on the device and gives the bits of torch operations. Waits for the
+    device."""
     generator = torch.Generator().manual_seed(1)
     try:
         for numel, first in _TRIED:
-            values = torch.randn(numel, generator=generator) * torch.exp2(torch.randn(numel, generator=generator) * 4)
+            values = torch.randn(numel, generator=generator) * torch.exp2(
+                torch.randn(numel, generator=generator) * 4
+            )
             grad = values.to(dtype).to(device)
             if not torch.equal(launch(grad, first), block_sums_in_torch(grad, first)):
                 raise ArithmeticError("its bits differ from those of torch operations")
     except Exception as error:  # as in triton_step.py
         fault = f"{type(error).__name__}: {error}"
-        _logger.warning("Triton cannot add squares of %s on %s; torch operations do: %s", dtype, device, fault)
+        _logger.warning(
+            "Triton cannot add squares of %s on %s; torch operations do: %s", dtype, device, fault
+        )
         return False
     return True
 
 
-# ---- the kernel -------------------------------------------------------------------------------------------------------
+# ---- the kernel ----------------------------------------------------------------------------------
 #
-# A program adds up one norm block, a matrix of ROWS x COLUMNS elements. Halves are added first, as in `block_sums_in_torch`:
-# row r and row r + 32, then what these give for r and r + 16. `_rows_64` asks for that from its end, so that few rows are held.
+# A program adds up one norm block, a matrix of ROWS x COLUMNS elements. Halves are added first, as
+# in `block_sums_in_torch`: row r and row r + 32, then what these give for r and r + 16. `_rows_64`
+# asks for that from its end, so that few rows are held.
 
 
 @triton.jit

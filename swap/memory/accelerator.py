@@ -9,9 +9,9 @@
     pinning    PageLock                                         pinned host memory, for asynchronous copies
     the rest   facts_of, rng_state, set_rng_state, backends_of, control_device
 
-It is written on torch.accelerator and the device's own module (`torch.cuda`, `torch.xpu`, ...), so that CUDA, ROCm, XPU and
-devices of extensions take one path. Asking which kind of device there is takes none of it: a run on the CPU makes no context
-and pins nothing.
+It is written on torch.accelerator and the device's own module (`torch.cuda`, `torch.xpu`, ...), so
+that CUDA, ROCm, XPU and devices of extensions take one path. Asking which kind of device there is
+takes none of it: a run on the CPU makes no context and pins nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every context, not that of the calling thread alone."""
 
 
-# ---- devices ---------------------------------------------------------------------------------------------------------
+# ---- devices -------------------------------------------------------------------------------------
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -47,22 +47,26 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def runs_triton(device: torch.device) -> bool:
-    """Whether Triton divides and takes roots exactly there: on CUDA and ROCm, which torch names alike."""
+    """Whether Triton divides and takes roots exactly there: on CUDA and ROCm, which torch names
+    alike."""
     return device.type == "cuda"
 
 
 def find_device(asked: torch.device | str | None = None) -> torch.device:
-    """The device that this process computes on: the one asked for, else its accelerator, else the CPU.
+    """The device that this process computes on: the one asked for, else its accelerator, else the
+    CPU.
 
-    A rank that a launcher has started takes the accelerator of its LOCAL_RANK; ranks share them where there are fewer. Raises
-    ValueError for a device that is not there, and when nothing is asked for and torch cannot use its accelerator because the
-    driver is too old: the CPU would be many times slower. CUDA_VISIBLE_DEVICES that is empty asks for the CPU.
+    A rank that a launcher has started takes the accelerator of its LOCAL_RANK; ranks share them
+    where there are fewer. Raises ValueError for a device that is not there, and when nothing is
+    asked for and torch cannot use its accelerator because the driver is too old: the CPU would be
+    many times slower. CUDA_VISIBLE_DEVICES that is empty asks for the CPU.
     """
     device = kind_of_device() if asked is None else torch.device(asked)
     if not is_accelerator(device):
         if asked is None and device.type == "cpu" and (fault := _fault_of_driver()):
             raise ValueError(
-                f"{fault}. Update the driver, install a torch that was built for it, or compute on the CPU: device='cpu', or "
+                f"{fault}. Update the driver, install a torch that was built for it, or compute on "
+                "the CPU: device='cpu', or "
                 "CUDA_VISIBLE_DEVICES= in the environment"
             )
         return device
@@ -72,16 +76,22 @@ def find_device(asked: torch.device | str | None = None) -> torch.device:
         return torch.device(device.type, _own_index(device))
     if device.index is None or device.index >= count:
         there = torch.accelerator.current_accelerator(check_available=True)
-        has = "no accelerator" if there is None else f"{torch.accelerator.device_count()} of type {there.type!r}"
+        has = (
+            "no accelerator"
+            if there is None
+            else f"{torch.accelerator.device_count()} of type {there.type!r}"
+        )
         fault = f" ({_fault_of_driver()})" if there is None and _fault_of_driver() else ""
         raise ValueError(
-            f"device {str(asked)!r} is not there: this machine has {has}{fault}. Name one of those, or device='cpu'"
+            f"device {str(asked)!r} is not there: this machine has {has}{fault}. Name one of "
+            "those, or device='cpu'"
         )
     return device
 
 
 def _fault_of_driver() -> str:
-    """Why torch finds no accelerator of the kind that it was built for, if the driver is too old for it; else empty."""
+    """Why torch finds no accelerator of the kind that it was built for, if the driver is too old
+    for it; else empty."""
     kind = torch.accelerator.current_accelerator()  # also of devices that are not there
     if kind is None or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return ""
@@ -106,7 +116,8 @@ def activate(device: torch.device) -> None:
 
 
 def open_context(device: torch.device) -> int:
-    """Makes this process's context on a device; does nothing for the CPU, or if there is one. Blocks.
+    """Makes this process's context on a device; does nothing for the CPU, or if there is one.
+    Blocks.
 
     Returns the bytes of host memory that the process took for it, which it keeps: whole MiB.
     """
@@ -133,11 +144,12 @@ def _module_of(device: torch.device) -> Any:
     return torch.get_device_module(device)
 
 
-# ---- streams and events ----------------------------------------------------------------------------------------------
+# ---- streams and events --------------------------------------------------------------------------
 #
-# Streams and events are of the device module's classes. torch.Event ignores `blocking` on CUDA: a thread that waits for it
-# spins. And torch.Stream does not wait for an event of the module's class, without a word (torch/csrc/cuda/Event.h: the
-# CUDA event lies beside the one of torch.Event, which torch.Stream.wait_event reads).
+# Streams and events are of the device module's classes. torch.Event ignores `blocking` on CUDA: a
+# thread that waits for it spins. And torch.Stream does not wait for an event of the module's class,
+# without a word (torch/csrc/cuda/Event.h: the CUDA event lies beside the one of torch.Event, which
+# torch.Stream.wait_event reads).
 
 
 def new_stream(device: torch.device) -> torch.Stream:
@@ -153,7 +165,8 @@ def current_stream(device: torch.device) -> torch.Stream:
 
 
 def new_event(device: torch.device, enable_timing: bool = False) -> torch.Event:
-    """An event that has not been recorded. A thread that waits for it sleeps, and leaves its core to kernels of the CPU."""
+    """An event that has not been recorded. A thread that waits for it sleeps, and leaves its core
+    to kernels of the CPU."""
     make = _module_of(device).Event
     event: torch.Event = make(enable_timing=enable_timing, **_words_for_sleep(make))
     return event
@@ -173,17 +186,23 @@ def record(stream: torch.Stream) -> torch.Event:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether this thread's work on a device is captured as a graph (torch.cuda.graph) instead of being done."""
+    """Whether this thread's work on a device is captured as a graph (torch.cuda.graph) instead of
+    being done."""
     ask = getattr(_module_of(device), "is_current_stream_capturing", None)
     return ask is not None and bool(ask())
 
 
-# ---- small copies ----------------------------------------------------------------------------------------------------
+# ---- small copies --------------------------------------------------------------------------------
 
 
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A small tensor of the CPU on a device, through torch's pinned memory: no thread waits. On the CPU: the tensor itself."""
-    return _pinned_like(values).copy_(values).to(device, non_blocking=True) if is_accelerator(device) else values
+    """A small tensor of the CPU on a device, through torch's pinned memory: no thread waits. On the
+    CPU: the tensor itself."""
+    return (
+        _pinned_like(values).copy_(values).to(device, non_blocking=True)
+        if is_accelerator(device)
+        else values
+    )
 
 
 class ToHost:
@@ -214,18 +233,22 @@ def _pinned_like(values: torch.Tensor) -> torch.Tensor:
         return torch.empty(values.shape, dtype=values.dtype)
 
 
-# ---- memory ----------------------------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------
 
 
 def free_and_total(device: torch.device) -> tuple[int, int]:
-    """Bytes that can still be allocated, torch's cached blocks among them, and bytes of the whole device."""
+    """Bytes that can still be allocated, torch's cached blocks among them, and bytes of the whole
+    device."""
     free, total = _module_of(device).mem_get_info(device)
-    cached = _module_of(device).memory_reserved(device) - _module_of(device).memory_allocated(device)
+    cached = _module_of(device).memory_reserved(device) - _module_of(device).memory_allocated(
+        device
+    )
     return int(free) + int(cached), int(total)
 
 
 class Usage(NamedTuple):
-    """Bytes of a device that this process has: in tensors, and reserved for them by torch; now and at most so far."""
+    """Bytes of a device that this process has: in tensors, and reserved for them by torch; now and
+    at most so far."""
 
     allocated_bytes: int
     reserved_bytes: int
@@ -234,37 +257,46 @@ class Usage(NamedTuple):
 
 
 def usage(device: torch.device) -> Usage:
-    """What this process has of a device's memory; peaks are since the start, or since `reset_peak`."""
+    """What this process has of a device's memory; peaks are since the start, or since
+    `reset_peak`."""
     stats = torch.accelerator.memory_stats(device)
-    kinds = (f"{what}_bytes.all.{when}" for when in ("current", "peak") for what in ("allocated", "reserved"))
+    kinds = (
+        f"{what}_bytes.all.{when}"
+        for when in ("current", "peak")
+        for what in ("allocated", "reserved")
+    )
     return Usage(*(int(stats.get(kind, 0)) for kind in kinds))
 
 
 def give_back_cached(device: torch.device) -> None:
-    """Returns torch's cached blocks to the driver, for other processes; does nothing for the CPU. Waits for the device."""
+    """Returns torch's cached blocks to the driver, for other processes; does nothing for the CPU.
+    Waits for the device."""
     if is_accelerator(device):
         torch.accelerator.empty_cache()
 
 
 def reset_peak(device: torch.device) -> None:
-    """Returns torch's cached blocks to the driver and begins to count peaks anew. Waits for the device: for tools."""
+    """Returns torch's cached blocks to the driver and begins to count peaks anew. Waits for the
+    device: for tools."""
     give_back_cached(device)
     torch.accelerator.reset_peak_memory_stats(device)
 
 
-# ---- pinning ---------------------------------------------------------------------------------------------------------
+# ---- pinning -------------------------------------------------------------------------------------
 
 
 class PageLock:
-    """Host memory that is registered with a device's driver, so that copies to and from it run asynchronously.
+    """Host memory that is registered with a device's driver, so that copies to and from it run
+    asynchronously.
 
     Args:
-        slots: memory that is copied whole, in the order of addresses. Those that lie one behind the other are registered in one
-            call, of 8 GiB or one slot at most: no copy crosses the end of a registration.
+        slots: memory that is copied whole, in the order of addresses. Those that lie one behind the
+            other are registered in one call, of 8 GiB or one slot at most: no copy crosses the end
+            of a registration.
 
-    Where the device registers no host memory, or the driver refuses, the slots from there on are not pinned, and a warning says
-    how many bytes that are and what it costs. `num_bytes` are pinned: the first slots, since a limit of the driver leaves room
-    for those.
+    Where the device registers no host memory, or the driver refuses, the slots from there on are
+    not pinned, and a warning says how many bytes that are and what it costs. `num_bytes` are
+    pinned: the first slots, since a limit of the driver leaves room for those.
     """
 
     def __init__(self, device: torch.device, slots: Sequence[ByteRange]) -> None:
@@ -277,8 +309,10 @@ class PageLock:
                 self._take(chunk)
         except RuntimeError as error:
             logger.warning(
-                "host memory is not pinned (%d of %d bytes: %s): copies to and from %s there block the thread that starts them "
-                "and run at a part of the link's rate. Raise the limit on locked memory (ulimit -l), or lower the budget",
+                "host memory is not pinned (%d of %d bytes: %s): copies to and from %s there block "
+                "the thread that starts them "
+                "and run at a part of the link's rate. Raise the limit on locked memory (ulimit "
+                "-l), or lower the budget",
                 wanted - self.num_bytes,
                 wanted,
                 str(error).splitlines()[0],
@@ -286,7 +320,8 @@ class PageLock:
             )
 
     def _take(self, slots: Sequence[ByteRange]) -> None:
-        """Registers slots that lie one behind the other; if the driver refuses them together, as many of them as it takes."""
+        """Registers slots that lie one behind the other; if the driver refuses them together, as
+        many of them as it takes."""
         size = sum(each for _, each in slots)
         try:
             _register(self._device, slots[0].offset, size)
@@ -334,7 +369,8 @@ def _register(device: torch.device, address: int, num_bytes: int) -> None:
 
 
 def _forget_error(device: torch.device) -> None:
-    """Takes away the error that a refusal leaves in this thread: torch would raise it at the thread's next kernel."""
+    """Takes away the error that a refusal leaves in this thread: torch would raise it at the
+    thread's next kernel."""
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device=device)
 
@@ -347,11 +383,12 @@ def _unregister(device: torch.device, address: int) -> None:
         module.host_unregister(address)
 
 
-# ---- the rest --------------------------------------------------------------------------------------------------------
+# ---- the rest ------------------------------------------------------------------------------------
 
 
 def facts_of(device: torch.device) -> dict[str, int | float | str]:
-    """What a device says of itself: its name, and whatever of torch's properties is a number or a text."""
+    """What a device says of itself: its name, and whatever of torch's properties is a number or a
+    text."""
     properties = _module_of(device).get_device_properties(device)
     found = {key: getattr(properties, key) for key in dir(properties) if not key.startswith("_")}
     facts = {key: value for key, value in found.items() if isinstance(value, (int, float, str))}
@@ -361,12 +398,17 @@ def facts_of(device: torch.device) -> dict[str, int | float | str]:
 def pci_addresses(device: torch.device, num_ranks: int) -> list[str | None]:
     """Where the devices of this node's ranks sit on the PCI bus, as sysfs writes it (0000:3b:00.0).
 
-    Rank i takes device i, as in find_device; a rank alone has `device`. None for the CPU, and if torch does not say.
+    Rank i takes device i, as in find_device; a rank alone has `device`. None for the CPU, and if
+    torch does not say.
     """
     if not is_accelerator(device):
         return [None] * num_ranks
     count = int(_module_of(device).device_count())
-    devices = [device] if num_ranks == 1 else [torch.device(device.type, rank % count) for rank in range(num_ranks)]
+    devices = (
+        [device]
+        if num_ranks == 1
+        else [torch.device(device.type, rank % count) for rank in range(num_ranks)]
+    )
     return [_pci_address(device) for device in devices]
 
 
@@ -388,7 +430,8 @@ def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
 
 
 def backends_of(device: torch.device) -> str:
-    """What torch.distributed is asked for: gloo for tensors on the CPU, and the device's own for those on it."""
+    """What torch.distributed is asked for: gloo for tensors on the CPU, and the device's own for
+    those on it."""
     if not is_accelerator(device):
         return "gloo"
     return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device.type)}"
@@ -401,15 +444,18 @@ def device_taken(group: dist.ProcessGroup | None, device: torch.device) -> torch
 
 
 def control_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """Where small tensors must lie that the ranks of a device exchange: on the CPU if the group takes them there.
+    """Where small tensors must lie that the ranks of a device exchange: on the CPU if the group
+    takes them there.
 
     Raises ValueError for a group that takes no tensors of the device.
     """
     takes = {each.type for each in group._device_types}
     if device.type not in takes:
         raise ValueError(
-            f"the process group exchanges tensors of {', '.join(sorted(takes))}, and the model is on {device}: make the group "
-            f"with init_process_group({backends_of(device)!r}), leave it to tiermem, or shard with device='cpu'"
+            f"the process group exchanges tensors of {', '.join(sorted(takes))}, and the model is "
+            f"on {device}: make the group "
+            f"with init_process_group({backends_of(device)!r}), leave it to tiermem, or shard with "
+            "device='cpu'"
         )
     return torch.device("cpu") if "cpu" in takes else device
 

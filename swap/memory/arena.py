@@ -1,14 +1,17 @@
 """Arena: the one allocation of HOST memory, and the slots carved out of it.
 
-The arena reserves address space for the whole budget once. It makes pages resident when it carves them for the first time,
-or a little before, with huge pages, and rounds sizes up to 4096 bytes only. The pages of a slot that is given back stay
-resident, and low addresses are carved first. Memory for copies to and from an accelerator is carved from a separate part, the
-*link slab*. Only the link slab is registered with the device's driver (pinned), so that those copies run asynchronously:
+The arena reserves address space for the whole budget once. It makes pages resident when it carves
+them for the first time, or a little before, with huge pages, and rounds sizes up to 4096 bytes
+only. The pages of a slot that is given back stay resident, and low addresses are carved first.
+Memory for copies to and from an accelerator is carved from a separate part, the *link slab*. Only
+the link slab is registered with the device's driver (pinned), so that those copies run
+asynchronously:
 
     [ link slab: shards, buffers of shards | everything else: states, gradients, tiles ]
 
     Arena   carves slots of any size, first fit; raises BudgetError with the arithmetic when a slot does not fit. With
-            another budget (`renew`) it gives free pages back and carves from a new part of address space
+            another budget (`renew`) it gives free pages back and carves from a new part of address
+            space
     Pool    lends equal slots that it carved at once, before a run
 
 The arena knows no file and no tensor's name.
@@ -30,7 +33,8 @@ from tiermem.swap.memory.accelerator import PageLock
 PAGE_BYTES = 4096
 HUGE_BYTES = 2 << 20
 _AHEAD = 16
-"""For so many bytes one more becomes resident before it is carved, so that all cores make many at once."""
+"""For so many bytes one more becomes resident before it is carved, so that all cores make many at
+once."""
 _LEAST_AHEAD_BYTES = 64 << 20
 _MOST_AHEAD_BYTES = 1 << 30
 
@@ -52,7 +56,8 @@ class Slot(NamedTuple):
 
 
 class _Part:
-    """Address space of an arena: the arena's offsets from `start` on. Pages below `committed` are resident."""
+    """Address space of an arena: the arena's offsets from `start` on. Pages below `committed` are
+    resident."""
 
     def __init__(self, start: int, num_bytes: int) -> None:
         self.start = start
@@ -75,7 +80,8 @@ class _Part:
         return self.map.address + offset - self.start
 
     def commit(self, stop: int) -> None:
-        """Makes all pages below an offset of the arena resident, and some of those that follow. Raises OSError."""
+        """Makes all pages below an offset of the arena resident, and some of those that follow.
+        Raises OSError."""
         if (due := stop - self.start) > self._committed:
             ahead = min(due // _AHEAD, _MOST_AHEAD_BYTES) // HUGE_BYTES * HUGE_BYTES
             due = min(due + (ahead if ahead >= _LEAST_AHEAD_BYTES else 0), self.map.num_bytes)
@@ -83,7 +89,8 @@ class _Part:
             self._committed = due
 
     def release(self, start: int, stop: int) -> None:
-        """Gives the resident pages between two offsets of the arena back to the kernel. Raises OSError."""
+        """Gives the resident pages between two offsets of the arena back to the kernel. Raises
+        OSError."""
         if (stop := min(stop, self.committed)) > start:
             self.map.release(start - self.start, stop - start)
 
@@ -108,12 +115,14 @@ class Arena:
     def __init__(self, limit_bytes: int, link_bytes: int = 0) -> None:
         if limit_bytes <= 0:
             raise ValueError(
-                f"a budget of {limit_bytes} bytes of HOST memory holds nothing; give at least {PAGE_BYTES}"
+                f"a budget of {limit_bytes} bytes of HOST memory holds nothing; give at least "
+                f"{PAGE_BYTES}"
             )
         self.limit_bytes = round_up(limit_bytes, PAGE_BYTES)
         self.peak_bytes = 0
         self.carved_bytes = 0
-        self._parts: list[_Part] = []  # ascending; carving goes low first, so that a part is resident from its start
+        # ascending; carving goes low first, so that a part is resident from its start
+        self._parts: list[_Part] = []
         self._link_bytes = min(round_up(link_bytes, PAGE_BYTES), self.limit_bytes)
         self._link, self._free = FreeRanges(), FreeRanges()
         self._given_up = FreeRanges()  # without pages, and not carved again
@@ -122,7 +131,8 @@ class Arena:
         self._locks: list[PageLock] = []
         self._locked_bytes = 0  # of the link slab, from its start
         self._is_closed = False
-        self._lock = threading.RLock()  # guards everything above; an interrupt may leave it to this thread
+        # guards everything above; an interrupt may leave it to this thread
+        self._lock = threading.RLock()
         self._owner = os.getpid()
 
     @property
@@ -139,16 +149,18 @@ class Arena:
         return found
 
     def bind(self, node: int) -> None:
-        """Prefers a memory node for what is carved from now on. Raises OSError where the kernel refuses."""
+        """Prefers a memory node for what is carved from now on. Raises OSError where the kernel
+        refuses."""
         for part in self._parts:
             part.map.bind(node)
 
     def renew(self, limit_bytes: int, link_bytes: int = 0) -> None:
         """Goes on with another budget, which counts what is carved. Slots keep their memory.
 
-        Free pages are given back, except pinned ones, and later slots are carved from new address space; so slots of any size
-        fit, whatever the free ranges were. No transfer may be in flight, and nothing registered with the kernel's I/O. Raises
-        OSError when the address space cannot be reserved; then nothing is changed.
+        Free pages are given back, except pinned ones, and later slots are carved from new address
+        space; so slots of any size fit, whatever the free ranges were. No transfer may be in
+        flight, and nothing registered with the kernel's I/O. Raises OSError when the address space
+        cannot be reserved; then nothing is changed.
         """
         limit_bytes = round_up(limit_bytes, PAGE_BYTES)
         with self._lock:
@@ -156,7 +168,8 @@ class Arena:
             linked = sum(self._link_slots.values())
             due_link = max(0, link_bytes - linked)
             due = due_link + max(0, limit_bytes - link_bytes - (self.carved_bytes - linked))
-            part = _Part(self._parts[-1].stop + PAGE_BYTES, due) if due else None  # the page between keeps ranges apart
+            # the page between keeps ranges apart
+            part = _Part(self._parts[-1].stop + PAGE_BYTES, due) if due else None
             self._give_up(self._free)
             self._free = FreeRanges()
             if not self._locks:
@@ -199,7 +212,8 @@ class Arena:
             return Slot(offset, part.bytes[first : first + num_bytes])
 
     def give_back(self, slot: Slot) -> None:
-        """Frees a slot; its pages stay resident. Raises RuntimeError when the slot is given back twice."""
+        """Frees a slot; its pages stay resident. Raises RuntimeError when the slot is given back
+        twice."""
         size = _size_of(slot.num_bytes)
         with self._lock:
             if self._link_slots.pop(slot.offset, None) is not None:
@@ -210,7 +224,8 @@ class Arena:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether every slot of the link slab is registered with a device's driver, and there is one."""
+        """Whether every slot of the link slab is registered with a device's driver, and there is
+        one."""
         with self._lock:
             pinned = sum(lock.num_bytes for lock in self._locks)
             return 0 < sum(self._link_slots.values()) <= pinned
@@ -218,15 +233,21 @@ class Arena:
     def pin(self, device: torch.device) -> None:
         """Registers new slots of the link slab with a device's driver. Blocks."""
         with self._lock:
-            slots = [slot for slot in sorted(self._link_slots.items()) if slot[0] >= self._locked_bytes]
+            slots = [
+                slot for slot in sorted(self._link_slots.items()) if slot[0] >= self._locked_bytes
+            ]
             if slots:
                 self._locks.append(
-                    PageLock(device, [ByteRange(self._part_of(at).address(at), size) for at, size in slots])
+                    PageLock(
+                        device,
+                        [ByteRange(self._part_of(at).address(at), size) for at, size in slots],
+                    )
                 )
                 self._locked_bytes = sum(slots[-1])
 
     def close(self) -> None:
-        """Gives the memory back; tensors that still refer to it keep it alive until the last of them is gone.
+        """Gives the memory back; tensors that still refer to it keep it alive until the last of
+        them is gone.
 
         No transfer may be in flight. Does nothing in a forked child and in a second call.
         """
@@ -278,12 +299,16 @@ class Pool:
         crosses_link: whether they are carved from the link slab.
     """
 
-    def __init__(self, arena: Arena, slot_bytes: int, count: int, what: str, crosses_link: bool = False) -> None:
+    def __init__(
+        self, arena: Arena, slot_bytes: int, count: int, what: str, crosses_link: bool = False
+    ) -> None:
         self._memory: Memory = arena
         slots: list[Slot] = []
         try:
             for i in range(count):
-                slots.append(arena.take(slot_bytes, f"buffer {i + 1} of {count} for {what}", crosses_link))
+                slots.append(
+                    arena.take(slot_bytes, f"buffer {i + 1} of {count} for {what}", crosses_link)
+                )
         except BaseException:
             for slot in slots:
                 arena.give_back(slot)
@@ -309,28 +334,35 @@ class Pool:
         self.give_back_all([slot])
 
     def give_back_all(self, slots: list[Slot]) -> None:
-        """Takes back the slots of a list, which is empty then. An interrupt leaves none outside both."""
+        """Takes back the slots of a list, which is empty then. An interrupt leaves none outside
+        both."""
         held = {free.offset for free in self._free}
         for slot in slots:
             if slot.offset in held:
-                raise RuntimeError(f"the slot at {slot.offset} is in the pool already: it was given back twice")
+                raise RuntimeError(
+                    f"the slot at {slot.offset} is in the pool already: it was given back twice"
+                )
         _move_all(slots, self._free)
 
     def reset(self) -> None:
-        """Takes every slot back, whoever has it: after an interrupt, when no transfer or thread uses any of them."""
+        """Takes every slot back, whoever has it: after an interrupt, when no transfer or thread
+        uses any of them."""
         self._free = list(reversed(self._slots))
 
     def close(self) -> None:
         """Returns every slot to the arena. All must have been given back."""
         if len(self._free) != self.count:
-            raise RuntimeError(f"{self.count - len(self._free)} of {self.count} slots are still in use")
+            raise RuntimeError(
+                f"{self.count - len(self._free)} of {self.count} slots are still in use"
+            )
         for slot in self._slots:
             self._memory.give_back(slot)
         self._set([], self.slot_bytes)
 
 
 def _move_all(slots: list[Slot], into: list[Slot]) -> None:
-    """Moves slots, the last one first: one call of C code, which Python's signals do not interrupt."""
+    """Moves slots, the last one first: one call of C code, which Python's signals do not
+    interrupt."""
     into.extend(map(list.pop, repeat(slots, len(slots))))
 
 

@@ -1,11 +1,13 @@
-"""DeviceMemory: the memory of the tier DEVICE, carved from few allocations (slabs), which can go to HOST memory for a while.
+"""DeviceMemory: the memory of the tier DEVICE, carved from few allocations (slabs), which can go to
+HOST memory for a while.
 
-torch's allocator rounds each allocation up, CUDA's to multiples of 2 MiB. Tensors of one kind therefore share a slab, so that
-the device holds their bytes and one rounding. A slab may leave: its bytes are copied to HOST memory and its device memory is
-freed, for another program. When it comes back, its tensors are views of the same storage, at another address.
+torch's allocator rounds each allocation up, CUDA's to multiples of 2 MiB. Tensors of one kind
+therefore share a slab, so that the device holds their bytes and one rounding. A slab may leave: its
+bytes are copied to HOST memory and its device memory is freed, for another program. When it comes
+back, its tensors are views of the same storage, at another address.
 
-    reserve, for each slot of a kind --first take--> one slab for all --take--> Slot --give_back--> free
-    a slab without slots goes back to torch
+    reserve, for each slot of a kind --first take--> one slab for all --take--> Slot --give_back-->
+    free a slab without slots goes back to torch
 
     a kind:  THERE --leave--> AWAY --come_back--> THERE
 
@@ -37,7 +39,8 @@ class _Slab:
 
 
 class DeviceMemory:
-    """Slots of the device's memory, by kind: the part of an entry's name before its first slash. Thread-safe.
+    """Slots of the device's memory, by kind: the part of an entry's name before its first slash.
+    Thread-safe.
 
     Args:
         device: where the memory is; may be the CPU.
@@ -46,22 +49,28 @@ class DeviceMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._slabs: list[_Slab] = []
-        self._due: dict[str, int] = {}  # bytes of announced slots that no slab has room for yet, by kind
+        # bytes of announced slots that no slab has room for yet, by kind
+        self._due: dict[str, int] = {}
         self._kinds_away: set[str] = set()
-        self._away: list[tuple[_Slab, torch.Tensor | None]] = []  # what has left, each with its bytes in HOST memory
+        # what has left, each with its bytes in HOST memory
+        self._away: list[tuple[_Slab, torch.Tensor | None]] = []
         self._arena: Arena | None = None  # has those bytes
-        self._lock = threading.RLock()  # guards everything above; an interrupt may leave it to this thread
+        # guards everything above; an interrupt may leave it to this thread
+        self._lock = threading.RLock()
 
     def reserve(self, name: str, num_bytes: int) -> None:
-        """Announces a slot of the kind of this name: the next slab of the kind has room for it. Allocates nothing."""
+        """Announces a slot of the kind of this name: the next slab of the kind has room for it.
+        Allocates nothing."""
         kind = _kind_of(name)
         with self._lock:
             self._due[kind] = self._due.get(kind, 0) + round_up(num_bytes, ALIGNMENT)
 
     def take(self, name: str, num_bytes: int) -> Slot:
-        """A slot, content undefined, of a slab of its kind, or of a new one. Raises torch's OutOfMemoryError.
+        """A slot, content undefined, of a slab of its kind, or of a new one. Raises torch's
+        OutOfMemoryError.
 
-        The memory is that of the stream that is current when its slab is made: other streams have to wait for it.
+        The memory is that of the stream that is current when its slab is made: other streams have
+        to wait for it.
         """
         size = round_up(num_bytes, ALIGNMENT)
         kind = _kind_of(name)
@@ -82,7 +91,9 @@ class DeviceMemory:
         """Frees a slot. Raises RuntimeError when it is given back twice."""
         storage = slot.tensor.untyped_storage()._cdata
         with self._lock:
-            slab = next(each for each in self._slabs if each.memory.untyped_storage()._cdata == storage)
+            slab = next(
+                each for each in self._slabs if each.memory.untyped_storage()._cdata == storage
+            )
             slab.free.add(slot.offset, round_up(slot.num_bytes, ALIGNMENT))
             slab.num_slots -= 1
             if not slab.num_slots:
@@ -94,11 +105,14 @@ class DeviceMemory:
         return sum(slab.memory.numel() for slab in self._there(kinds))
 
     def leave(self, kinds: Collection[str], without_bytes: Collection[str] = ()) -> None:
-        """Copies the slabs of these kinds to HOST memory, pinned if there is a driver, and frees their memory. Blocks.
+        """Copies the slabs of these kinds to HOST memory, pinned if there is a driver, and frees
+        their memory. Blocks.
 
-        without_bytes: kinds that leave, too, and whose content is undefined when they have come back. Work on other streams
-        must be waited for by the current stream. Raises RuntimeError for a second call, OSError when there is no HOST memory;
-        then nothing has left. Until `come_back` tensors of these kinds have no memory: `check_there` says so.
+        without_bytes: kinds that leave, too, and whose content is undefined when they have come
+            back. Work on other streams
+        must be waited for by the current stream. Raises RuntimeError for a second call, OSError
+        when there is no HOST memory; then nothing has left. Until `come_back` tensors of these
+        kinds have no memory: `check_there` says so.
         """
         if self._kinds_away:
             raise RuntimeError("device memory has left already: let it come back first")
@@ -108,7 +122,10 @@ class DeviceMemory:
             total = sum(slab.memory.numel() for slab in due)
             arena = Arena(total, total)
             try:
-                slots = [arena.take(each.memory.numel(), "memory that leaves", crosses_link=True) for each in due]
+                slots = [
+                    arena.take(each.memory.numel(), "memory that leaves", crosses_link=True)
+                    for each in due
+                ]
                 if is_accelerator(self._device):
                     arena.pin(self._device)
                 for each, slot in zip(due, slots, strict=True):
@@ -118,15 +135,19 @@ class DeviceMemory:
                 arena.close()
                 raise
             self._arena = arena
-        self._away = [(slab, None) for slab in self._there(without_bytes)] + list(zip(due, copies, strict=True))
+        self._away = [(slab, None) for slab in self._there(without_bytes)] + list(
+            zip(due, copies, strict=True)
+        )
         self._kinds_away = {*kinds, *without_bytes}
         for slab, _ in self._away:
             slab.memory.untyped_storage().resize_(0)
 
     def come_back(self) -> None:
-        """Brings back what has left. Blocks until it is there, for every stream. Does nothing when nothing has left.
+        """Brings back what has left. Blocks until it is there, for every stream. Does nothing when
+        nothing has left.
 
-        Raises torch's OutOfMemoryError; what did not fit is still in HOST memory then, and a later call goes on.
+        Raises torch's OutOfMemoryError; what did not fit is still in HOST memory then, and a later
+        call goes on.
         """
         if not self._kinds_away:
             return
@@ -146,7 +167,9 @@ class DeviceMemory:
     def check_there(self, name: str) -> None:
         """Raises RuntimeError while the memory of this kind of names has left."""
         if _kind_of(name) in self._kinds_away:
-            raise RuntimeError(f"{name!r} has left the device (offload_states): call reload_states first")
+            raise RuntimeError(
+                f"{name!r} has left the device (offload_states): call reload_states first"
+            )
 
     def _there(self, kinds: Collection[str]) -> list[_Slab]:
         away = [slab for slab, _ in self._away]
@@ -157,12 +180,14 @@ class DeviceMemory:
             record(current_stream(self._device)).synchronize()
 
     def _end(self, slab: _Slab) -> None:
-        """Before a slab goes back to torch, which lends its memory again when the current stream has come here."""
+        """Before a slab goes back to torch, which lends its memory again when the current stream
+        has come here."""
         if is_accelerator(self._device):
             slab.memory.record_stream(current_stream(self._device))
 
     def close(self) -> None:
-        """Frees all memory, also what has left, in the order of the current stream, which has waited for its users."""
+        """Frees all memory, also what has left, in the order of the current stream, which has
+        waited for its users."""
         with self._lock:
             for slab in self._there({each.kind for each in self._slabs}):
                 self._end(slab)
@@ -175,9 +200,11 @@ class DeviceMemory:
 
 
 class DevicePool(Pool):
-    """Equal buffers of the device's memory, carved from one slab of a kind until the pool is closed.
+    """Equal buffers of the device's memory, carved from one slab of a kind until the pool is
+    closed.
 
-    Streams wait as for `DeviceMemory.take`, and for those that used a buffer before. Raises torch's OutOfMemoryError.
+    Streams wait as for `DeviceMemory.take`, and for those that used a buffer before. Raises torch's
+    OutOfMemoryError.
     """
 
     def __init__(self, memory: DeviceMemory, slot_bytes: int, count: int, kind: str) -> None:
@@ -187,7 +214,8 @@ class DevicePool(Pool):
         self._set([memory.take(kind, slot_bytes) for _ in range(count)], slot_bytes)
 
     def take(self) -> Slot | None:
-        """The slot that has been free for longest, in which other streams have ended soonest; None when all are lent."""
+        """The slot that has been free for longest, in which other streams have ended soonest; None
+        when all are lent."""
         return self._free.pop(0) if self._free else None
 
 

@@ -1,4 +1,5 @@
-"""Program: reads, checks, computes, sums and writes tiles at the same time, through a fixed number of buffers.
+"""Program: reads, checks, computes, sums and writes tiles at the same time, through a fixed number
+of buffers.
 
     buffers   those of one pool; a tile holds one from the start of its read to the end of its write. Native steps need a part
               of one: they go through a tile in strips
@@ -7,12 +8,14 @@
     compute   one tile at a time: the first in order whose bytes have arrived
     write     runs while the next tiles are computed (without `write_behind`: ends before the next tile)
 
-Tiles are independent of each other. Tiles from fast paths overtake a tile on a slow path, and the results do not depend on the
-order. A native thread runs all of it (native/program.cpp) for tiles whose work is a list of native steps: no Python runs
-between the read and the write of such a tile. A thread of the program brings what such a tile needs beside the bytes on disk:
-gradients of an accelerator. The work of other tiles is a function of the caller, which `run` calls in its own thread when the
-tile's bytes have arrived. It may leave the rest of its work, such as waiting for an accelerator, to a thread of the program.
-Where all tiles rest in memory there is no buffer, and `run` needs a thread only for native work beside that of its caller.
+Tiles are independent of each other. Tiles from fast paths overtake a tile on a slow path, and the
+results do not depend on the order. A native thread runs all of it (native/program.cpp) for tiles
+whose work is a list of native steps: no Python runs between the read and the write of such a tile.
+A thread of the program brings what such a tile needs beside the bytes on disk: gradients of an
+accelerator. The work of other tiles is a function of the caller, which `run` calls in its own
+thread when the tile's bytes have arrived. It may leave the rest of its work, such as waiting for an
+accelerator, to a thread of the program. Where all tiles rest in memory there is no buffer, and
+`run` needs a thread only for native work beside that of its caller.
 
         Program.begin                         run, or start ... read the bytes of a unit ... finish
     ... backward ........................| read the rest | compute | write |
@@ -20,12 +23,13 @@ Where all tiles rest in memory there is no buffer, and `run` needs a thread only
 
         attempt ... attempt ... commit        a tentative run: its results are of use when its caller says so, else dropped
 
-A run that was started goes on while its caller does other work. `read` gives the caller bytes that the run changes: a tile that
-is not written yet is copied from its buffer when it is computed, any other is read from disk (RunRead).
+A run that was started goes on while its caller does other work. `read` gives the caller bytes that
+the run changes: a tile that is not written yet is copied from its buffer when it is computed, any
+other is read from disk (RunRead).
 
-After an error, the program cancels reads in flight and waits for writes, then raises the error. So no buffer is given back
-while the kernel may still use it, and no computed tile is partly written. The program knows no optimizer: the caller defines
-the tiles.
+After an error, the program cancels reads in flight and waits for writes, then raises the error. So
+no buffer is given back while the kernel may still use it, and no computed tile is partly written.
+The program knows no optimizer: the caller defines the tiles.
 """
 
 from __future__ import annotations
@@ -71,7 +75,8 @@ class Program(Generic[T]):
 
     Args:
         store: of the bytes that are read and written.
-        pool: lends the buffers, from the first read until the end of the run; None: every tile rests in memory.
+        pool: lends the buffers, from the first read until the end of the run; None: every tile
+            rests in memory.
         workers: threads that the kernels share; None: no tile has native steps.
     """
 
@@ -87,11 +92,14 @@ class Program(Generic[T]):
         self._tentative: Running[T] | None = None
         self._helper: concurrent.futures.ThreadPoolExecutor | None = None  # made when it is needed
         self._brought: threading.Thread | None = None  # serves the run under way
-        self._left: dict[concurrent.futures.Future[None], int] = {}  # work on tiles of that run, in other threads
+        # work on tiles of that run, in other threads
+        self._left: dict[concurrent.futures.Future[None], int] = {}
         self._taken = Taken()  # by a caller of `next`, until `done`
-        self._attempting = concurrent.futures.Future[bool]()  # the last `attempt`, in another thread
+        # the last `attempt`, in another thread
+        self._attempting = concurrent.futures.Future[bool]()
         self._attempting.cancel()
-        self._reading = threading.RLock()  # held while a read begins, perhaps in another thread, and while a run ends
+        # held while a read begins, perhaps in another thread, and while a run ends
+        self._reading = threading.RLock()
         self.num_native = 0  # tiles so far whose work was native steps
         self.num_called = 0  # those for which `compute` was called
         self.dropped_bytes = 0  # that tiles wrote in tentative runs which were dropped
@@ -107,10 +115,11 @@ class Program(Generic[T]):
         return [each.tile for each in self._begun]
 
     def begin(self, tiles: Iterable[T], work: TileWork[T]) -> None:
-        """Starts to read the first tiles, one for each buffer, behind all other transfers; the run raises errors of the reads.
+        """Starts to read the first tiles, one for each buffer, behind all other transfers; the run
+        raises errors of the reads.
 
-        Does nothing if it has been done already. A caller that changes these tiles at home must call `drop`; the run then reads
-        them again. Raises OSError.
+        Does nothing if it has been done already. A caller that changes these tiles at home must
+        call `drop`; the run then reads them again. Raises OSError.
         """
         self._end_attempt()
         if self._begun or self._running is not None or self._tentative is not None:
@@ -128,10 +137,11 @@ class Program(Generic[T]):
             raise
 
     def drop(self) -> None:
-        """Ends what was begun or started early, and gives the buffers back: tiles of a run are then old or new.
+        """Ends what was begun or started early, and gives the buffers back: tiles of a run are then
+        old or new.
 
-        All tiles of a tentative run are old. Blocks for transfers in flight; never raises OSError. An interrupt leaves the rest
-        to the next call.
+        All tiles of a tentative run are old. Blocks for transfers in flight; never raises OSError.
+        An interrupt leaves the rest to the next call.
         """
         self._end_attempt()
         self._drop()
@@ -161,11 +171,18 @@ class Program(Generic[T]):
             self._give_slots_back()
 
     def run(
-        self, tiles: Sequence[T], work: TileWork[T], read_ahead: bool = True, write_behind: bool = True, lane: str = ""
+        self,
+        tiles: Sequence[T],
+        work: TileWork[T],
+        read_ahead: bool = True,
+        write_behind: bool = True,
+        lane: str = "",
     ) -> None:
-        """Reads, computes and writes every tile. Blocks until the last write has ended; an interrupt ends the run early.
+        """Reads, computes and writes every tile. Blocks until the last write has ended; an
+        interrupt ends the run early.
 
-        Without a pool this thread computes the tiles, one after the other, unless it can call `compute` beside native work.
+        Without a pool this thread computes the tiles, one after the other, unless it can call
+        `compute` beside native work.
         """
         if self._pool is None:
             self.drop()
@@ -181,30 +198,46 @@ class Program(Generic[T]):
             self.drop()
 
     def start(
-        self, tiles: Sequence[T], work: TileWork[T], flags: int = 0, priority: int = BACKGROUND, lane: str = ""
+        self,
+        tiles: Sequence[T],
+        work: TileWork[T],
+        flags: int = 0,
+        priority: int = BACKGROUND,
+        lane: str = "",
     ) -> None:
-        """Starts to read, compute and write every tile; `finish` ends it, in any case. Does not block for transfers.
+        """Starts to read, compute and write every tile; `finish` ends it, in any case. Does not
+        block for transfers.
 
-        Tiles are planned while earlier ones run. They, what they point at and the buffers are the program's until the end.
-        Tiles of `begin` go first; without read-ahead they are dropped and read again.
+        Tiles are planned while earlier ones run. They, what they point at and the buffers are the
+        program's until the end. Tiles of `begin` go first; without read-ahead they are dropped and
+        read again.
 
         Args:
             flags: ONE_READ, ONE_WRITE and AWAITED of swap/base/tile_program.py, or-ed.
             priority: of the reads; the default is behind all other transfers.
             lane: of the recorder, for native work.
 
-        Raises RuntimeError when the pool has no free buffer, what `work` raises, NoSlotError and OSError as a write does. Then
-        the run has been ended early.
+        Raises RuntimeError when the pool has no free buffer, what `work` raises, NoSlotError and
+        OSError as a write does. Then the run has been ended early.
         """
         self._end_attempt()
         is_all_begun = {id(tile) for tile in self.begun} <= {id(tile) for tile in tiles}
-        if flags & ONE_READ or self._tentative is not None or self._running is not None or not is_all_begun:
+        if (
+            flags & ONE_READ
+            or self._tentative is not None
+            or self._running is not None
+            or not is_all_begun
+        ):
             self.drop()
         is_begun = {id(tile) for tile in self.begun}
-        plans = self._plan([*self.begun, *(tile for tile in tiles if id(tile) not in is_begun)], work)
+        plans = self._plan(
+            [*self.begun, *(tile for tile in tiles if id(tile) not in is_begun)], work
+        )
         try:
             planned = list(itertools.islice(plans, max(len(is_begun), _CHUNK)))
-            self._program().run(self._buffers(), [each.native for each in planned], len(tiles), flags, priority)
+            self._program().run(
+                self._buffers(), [each.native for each in planned], len(tiles), flags, priority
+            )
             self._running = Running(planned, work, lane, bool(flags & AWAITED))
             self._add(self._running, plans)
             self._begun.clear()
@@ -214,14 +247,17 @@ class Program(Generic[T]):
             raise
 
     def attempt(self, tiles: Iterable[T], work: TileWork[T], total: int, lane: str = "") -> bool:
-        """Gives tiles to a tentative run, which begins with the first of them. Does not block for transfers.
+        """Gives tiles to a tentative run, which begins with the first of them. Does not block for
+        transfers.
 
-        Its tiles are read, computed and written as those of a run, beside the bytes that they replace. Until `commit` no read
-        finds the results. `drop`, `start` and `run` discard them. Tiles that need their caller are left out. Later
-        tiles run first, in the order of the next forward. Tiles whose gradients are copied from an accelerator run in the order
-        given. Tiles that `commit` adds run before all others.
+        Its tiles are read, computed and written as those of a run, beside the bytes that they
+        replace. Until `commit` no read finds the results. `drop`, `start` and `run` discard them.
+        Tiles that need their caller are left out. Later tiles run first, in the order of the next
+        forward. Tiles whose gradients are copied from an accelerator run in the order given. Tiles
+        that `commit` adds run before all others.
 
-        total: the number of tiles of the run that it may become. Raises what `work` raises, NoSlotError and OSError as a write
+        total: the number of tiles of the run that it may become. Raises what `work` raises,
+            NoSlotError and OSError as a write
         does; then nothing is given. False: the run has failed, or another one is under way.
         """
         self._end_attempt()
@@ -229,14 +265,20 @@ class Program(Generic[T]):
             return False
         self._attempting = concurrent.futures.Future[bool]()
         try:
-            # The C library gives each thread its own part of the heap: plans would fill the holes that gradients leave here.
-            self._help().submit(_fulfil, self._attempting, functools.partial(self._attempt, tiles, work, total, lane))
+            # The C library gives each thread its own part of the heap: plans would fill the holes
+            # that gradients leave here.
+            self._help().submit(
+                _fulfil,
+                self._attempting,
+                functools.partial(self._attempt, tiles, work, total, lane),
+            )
             return self._attempting.result()
         finally:
             self._end_attempt()  # also after an interrupt
 
     def _end_attempt(self) -> None:
-        """Waits for an attempt that its caller has left at an interrupt; one whose thread has not begun never does."""
+        """Waits for an attempt that its caller has left at an interrupt; one whose thread has not
+        begun never does."""
         if not self._attempting.cancel():
             concurrent.futures.wait([self._attempting])
 
@@ -244,10 +286,13 @@ class Program(Generic[T]):
     def attempted(self) -> list[T]:
         """The tiles of the tentative run, in order."""
         self._end_attempt()
-        return [] if self._tentative is None else [each.tile for each in self._given(self._tentative)]
+        return (
+            [] if self._tentative is None else [each.tile for each in self._given(self._tentative)]
+        )
 
     def commit(self, tiles: Sequence[T], work: TileWork[T]) -> None:
-        """Makes the tentative run the run of these tiles: adds those that it does not have. `finish` ends it, in any case.
+        """Makes the tentative run the run of these tiles: adds those that it does not have.
+        `finish` ends it, in any case.
 
         work: does with its tiles what they were given for, to the bit. Raises as `start`.
         """
@@ -265,7 +310,8 @@ class Program(Generic[T]):
             raise
 
     def forget(self, unit: int) -> None:
-        """Before memory changes that `TileWork.kept` has named for a unit: on return no run reads it. Does not block."""
+        """Before memory changes that `TileWork.kept` has named for a unit: on return no run reads
+        it. Does not block."""
         if self._native is not None:
             self._native.forget(unit)
 
@@ -276,7 +322,8 @@ class Program(Generic[T]):
 
     @property
     def is_native(self) -> bool:
-        """Whether no tile of the run under way is computed by `compute`, so that it goes on without its caller."""
+        """Whether no tile of the run under way is computed by `compute`, so that it goes on without
+        its caller."""
         return self._running is None or self._running.is_native
 
     @property
@@ -285,22 +332,26 @@ class Program(Generic[T]):
         return self._native is not None and self._native.failure() is not None
 
     def is_stepped(self, unit: int) -> bool:
-        """Whether every tile of a unit has been computed, or no run is under way. Does not block."""
+        """Whether every tile of a unit has been computed, or no run is under way. Does not
+        block."""
         return self._running is None or self._program().wait(unit, False, 0.0) is True
 
     def wait(self, unit: int) -> None:
-        """Blocks until every tile of a unit has been computed; they go before all others. Raises the error of the run."""
+        """Blocks until every tile of a unit has been computed; they go before all others. Raises
+        the error of the run."""
         self._wait(lambda timeout_s: self._program().wait(unit, False, timeout_s))
 
     def computed(self, unit: int) -> Iterator[T]:
-        """The tiles of a unit that the run under way changes, each when it has been computed: `wait`, piece by piece."""
+        """The tiles of a unit that the run under way changes, each when it has been computed:
+        `wait`, piece by piece."""
         running = self._running
         for index, tile in running.of_unit.get(unit, ()) if running is not None else ():
             self._wait(functools.partial(self._program().await_tile, index))
             yield tile
 
     def _wait(self, look: Callable[[float], bool | None]) -> None:
-        """Blocks until `look` is True; it is given the seconds that it may take. Raises the error of the run if it is False."""
+        """Blocks until `look` is True; it is given the seconds that it may take. Raises the error
+        of the run if it is False."""
         running = self._running
         found = None
         while running is not None and not found:
@@ -310,28 +361,39 @@ class Program(Generic[T]):
             if found is False or running.is_cut:
                 raise self._error(running, True)
 
-    def read(self, ranges: Sequence[Range], name: str, unit: int, priority: int = NORMAL) -> Move | RunRead:
-        """Starts reading ranges of entries, as `TensorStore.read`; of bytes that a run changes, the new ones. Does not block.
+    def read(
+        self, ranges: Sequence[Range], name: str, unit: int, priority: int = NORMAL
+    ) -> Move | RunRead:
+        """Starts reading ranges of entries, as `TensorStore.read`; of bytes that a run changes, the
+        new ones. Does not block.
 
-        Each tile of the run that changes an entry lies inside one of the ranges of it. May be called from any thread. If the
-        run has failed before it had the bytes, `wait` raises its error.
+        Each tile of the run that changes an entry lies inside one of the ranges of it. May be
+        called from any thread. If the run has failed before it had the bytes, `wait` raises its
+        error.
 
         Args:
-            unit: the number of the unit whose bytes these are; the run goes on to its tiles first when `wait` is called.
+            unit: the number of the unit whose bytes these are; the run goes on to its tiles first
+                when `wait` is called.
         """
         with self._reading:
             running = self._running
-            is_changed = running is not None and (running.is_cut or any(each[0] in running.shown for each in ranges))
+            is_changed = running is not None and (
+                running.is_cut or any(each[0] in running.shown for each in ranges)
+            )
             if running is None or not is_changed:
                 return self._store.read(ranges, name, priority)
             return self._read(running, ranges, name, unit, priority)
 
-    def _read(self, running: Running[T], ranges: Sequence[Range], name: str, unit: int, priority: int) -> RunRead:
+    def _read(
+        self, running: Running[T], ranges: Sequence[Range], name: str, unit: int, priority: int
+    ) -> RunRead:
         taken = list[int]()
         on_disk = list[Range]()
         move: Move | None = None
         try:
-            has_all = not running.is_cut and all(self._take(running, each, taken, on_disk) for each in ranges)
+            has_all = not running.is_cut and all(
+                self._take(running, each, taken, on_disk) for each in ranges
+            )
             if has_all and on_disk:
                 move = self._store.read(on_disk, name, priority)
         except BaseException:
@@ -345,14 +407,17 @@ class Program(Generic[T]):
             self._store.recorder.add("wait", f"step of {name}", start_ns, end_ns)
 
         error = functools.partial(self._error, running)
-        return RunRead(self._program(), running.state, unit, taken if has_all else None, move, error, waited)
+        return RunRead(
+            self._program(), running.state, unit, taken if has_all else None, move, error, waited
+        )
 
     def finish(self) -> None:
         """Blocks until the last write of a run has ended. Does nothing when none is under way.
 
-        It does the work of tiles that is not native, unless a thread serves the run. Raises the run's error, unless `wait` or a
-        read has raised it: OSError when a transfer or the thread's work failed, and the error of `compute`. An interrupt leaves
-        a run of native tiles under way, unless this thread was bringing what one of them needs.
+        It does the work of tiles that is not native, unless a thread serves the run. Raises the
+        run's error, unless `wait` or a read has raised it: OSError when a transfer or the thread's
+        work failed, and the error of `compute`. An interrupt leaves a run of native tiles under
+        way, unless this thread was bringing what one of them needs.
         """
         running = self._running
         if running is None:
@@ -381,7 +446,7 @@ class Program(Generic[T]):
         if self._native is not None:
             self._native.close()
 
-    # ---- planning ----------------------------------------------------------------------------------------------------
+    # ---- planning --------------------------------------------------------------------------------
 
     def _plan(self, tiles: Sequence[T], work: TileWork[T]) -> Iterator[TilePlan[T]]:
         """The tiles of a run, one by one."""
@@ -389,7 +454,9 @@ class Program(Generic[T]):
         if not self._slots:
             self._take_slots()
         if self._pool is not None and not self._slots:
-            raise RuntimeError(f"none of the {self._pool.count} buffers of {self._pool.slot_bytes} bytes is free")
+            raise RuntimeError(
+                f"none of the {self._pool.count} buffers of {self._pool.slot_bytes} bytes is free"
+            )
         self._store.plans.check_writable()
         for tile in tiles:
             yield self._plans.whole(tile, work, self._first_slot, begun.get(id(tile)))
@@ -402,7 +469,10 @@ class Program(Generic[T]):
             self._take_slots()
         try:
             self._store.plans.check_writable()
-            plans = [self._plans.whole(tile, work, self._first_slot, None, is_apart=True) for tile in tiles]
+            plans = [
+                self._plans.whole(tile, work, self._first_slot, None, is_apart=True)
+                for tile in tiles
+            ]
             plans = [each for each in plans if each.is_native]
             if is_first and plans:
                 self._program().run(self._buffers(), [], total, 0, BACKGROUND)
@@ -415,7 +485,9 @@ class Program(Generic[T]):
             self._give_slots_back()
             return True
         num_given = len(self._given(self._tentative))
-        is_given = self._give(self._tentative, plans, [total - num_given * (not each.is_brought) for each in plans])
+        is_given = self._give(
+            self._tentative, plans, [total - num_given * (not each.is_brought) for each in plans]
+        )
         self._serve_aside(self._tentative)
         return is_given and not self.has_failed
 
@@ -427,8 +499,11 @@ class Program(Generic[T]):
                 break  # it has failed: `finish` raises the error
         running.show()
 
-    def _give(self, running: Running[T], plans: Sequence[TilePlan[T]], turns: Sequence[int]) -> bool:
-        """Adds tiles to a run, which may be brought before this returns. False: it has failed, and does not have them."""
+    def _give(
+        self, running: Running[T], plans: Sequence[TilePlan[T]], turns: Sequence[int]
+    ) -> bool:
+        """Adds tiles to a run, which may be brought before this returns. False: it has failed, and
+        does not have them."""
         running.add(plans)
         is_given = self._program().add([each.native for each in plans], turns)
         if not is_given:
@@ -436,21 +511,24 @@ class Program(Generic[T]):
         return is_given
 
     def _given(self, running: Running[T]) -> Sequence[TilePlan[T]]:
-        """The tiles of a run that native code was given. An interrupt may have left others behind them, which are removed."""
+        """The tiles of a run that native code was given. An interrupt may have left others behind
+        them, which are removed."""
         running.trim(self._program().num_tiles)
         return running.planned
 
     def _help(self) -> concurrent.futures.ThreadPoolExecutor:
-        """Threads of the program, for what is not to be done in its caller's: one plans while the other brings."""
+        """Threads of the program, for what is not to be done in its caller's: one plans while the
+        other brings."""
         self._helper = self._helper or concurrent.futures.ThreadPoolExecutor(2, "tiermem-program")
         return self._helper
 
-    # ---- running -----------------------------------------------------------------------------------------------------
+    # ---- running ---------------------------------------------------------------------------------
 
     def _compute_here(
         self, planned: Sequence[tuple[T, Sequence[NativeStep] | None]], work: TileWork[T], lane: str
     ) -> None:
-        """Computes tiles that rest in memory, in this thread. All are planned before: a kernel leaves nothing in the caches."""
+        """Computes tiles that rest in memory, in this thread. All are planned before: a kernel
+        leaves nothing in the caches."""
         for tile, steps in planned:
             start_ns = time.monotonic_ns()
             if steps is None:
@@ -458,13 +536,16 @@ class Program(Generic[T]):
                 work.compute(tile, None)
                 continue
             assert self._workers is not None
-            run_steps(self._workers, [step.struct for step in steps], f"stepping {work.name(tile)!r}")
+            run_steps(
+                self._workers, [step.struct for step in steps], f"stepping {work.name(tile)!r}"
+            )
             self.num_native += 1
             if lane:
                 self._store.recorder.add(lane, work.name(tile), start_ns, time.monotonic_ns())
 
     def _call_next(self, running: Running[T], timeout_s: float) -> bool:
-        """Does or brings what the next tile needs beside native work, unless a thread does. True: the run has ended."""
+        """Does or brings what the next tile needs beside native work, unless a thread does. True:
+        the run has ended."""
         program = self._program()
         if self._brought is not None:
             return program.wait(-1, True, timeout_s) is not None
@@ -481,7 +562,9 @@ class Program(Generic[T]):
                 self._left[future] = index
                 self._taken = Taken()  # from here on `drop` ends what the thread does not
                 is_left = True
-                self._help().submit(_fulfil, future, functools.partial(self._end_work, running, index, rest))
+                self._help().submit(
+                    _fulfil, future, functools.partial(self._end_work, running, index, rest)
+                )
             has_failed = False
         except Exception as error:
             running.causes.append(error)  # before the run ends
@@ -492,8 +575,11 @@ class Program(Generic[T]):
                 self._taken = Taken()
         return False
 
-    def _begin_work(self, running: Running[T], index: int, buffer: int) -> Callable[[], object] | None:
-        """Does the work on a tile that needs its caller's thread. Returns the rest, which may block in any thread."""
+    def _begin_work(
+        self, running: Running[T], index: int, buffer: int
+    ) -> Callable[[], object] | None:
+        """Does the work on a tile that needs its caller's thread. Returns the rest, which may block
+        in any thread."""
         each = running.planned[index]
         if each.is_native:  # and brought: its native steps follow
             return functools.partial(running.work.bring, each.tile, self._slots[buffer])
@@ -501,14 +587,16 @@ class Program(Generic[T]):
         return running.work.compute(each.tile, None if buffer < 0 else self._slots[buffer])
 
     def _serve_aside(self, running: Running[T]) -> None:
-        """Brings what the tiles of a run need, in a thread, if nothing else is to be done for them."""
+        """Brings what the tiles of a run need, in a thread, if nothing else is to be done for
+        them."""
         if self._brought is None and running.is_brought:
             of_this = self._program(), weakref.ref(self), weakref.ref(running)
             self._brought = threading.Thread(target=serve, args=of_this, name="tiermem-brings")
             self._help().submit(self._brought.start).result()
 
     def serve(self, running: Running[T]) -> bool:
-        """Does what the next tile of a run needs beside native work. Blocks up to SLICE_S. True: the run has ended."""
+        """Does what the next tile of a run needs beside native work. Blocks up to SLICE_S. True:
+        the run has ended."""
         found = self._program().next(SLICE_S, Taken())
         if isinstance(found, tuple):
             self._end_work(running, found[0], functools.partial(self._work_on, running, *found))
@@ -530,8 +618,11 @@ class Program(Generic[T]):
         finally:
             self._program().done(index, has_failed)
 
-    def _take(self, running: Running[T], wanted: Range, taken: list[int], rest: list[Range]) -> bool:
-        """Asks for the tiles of a run that change a range: adds those that will be copied to `taken`, other bytes to `rest`.
+    def _take(
+        self, running: Running[T], wanted: Range, taken: list[int], rest: list[Range]
+    ) -> bool:
+        """Asks for the tiles of a run that change a range: adds those that will be copied to
+        `taken`, other bytes to `rest`.
 
         False: a write has failed, perhaps that of these bytes.
         """
@@ -539,7 +630,9 @@ class Program(Generic[T]):
         at = offset
         end = offset + data.numel()
         written = list[int]()
-        for index, start, num_bytes in sorted(running.shown.get(entry, ()), key=lambda each: each.offset):
+        for index, start, num_bytes in sorted(
+            running.shown.get(entry, ()), key=lambda each: each.offset
+        ):
             assert offset <= start and start + num_bytes <= end, f"a range of {entry!r} cuts a tile"
             if self._program().take(index, data.data_ptr() + start - offset):
                 taken.append(index)
@@ -564,7 +657,8 @@ class Program(Generic[T]):
             running.noted.add(index)  # after an interrupt it is noted again
 
     def _error(self, running: Running[T], is_raised: bool) -> OSError:
-        """The error of a run that ended early; if it is raised, `finish` does not raise it again."""
+        """The error of a run that ended early; if it is raised, `finish` does not raise it
+        again."""
         if is_raised:
             running.state.tell()
         if running.state.error is not None:
@@ -586,7 +680,8 @@ class Program(Generic[T]):
     def _report(self, program: TileProgram, running: Running[T], failed: int | None) -> None:
         """Tells the store of the writes of a run, and the recorder what became of its tiles.
 
-        failed: the tile whose write failed, -1: none did; None: the run was tentative, and its writes are dropped.
+        failed: the tile whose write failed, -1: none did; None: the run was tentative, and its
+            writes are dropped.
         """
         planned = self._given(running)
         times = program.times()
@@ -599,12 +694,13 @@ class Program(Generic[T]):
         self.num_native += int(np.count_nonzero(is_native & (times["is_ended"] != 0)))
         tell(planned, times, self._store.recorder, running.lane, running.is_awaited)
 
-    # ---- buffers -----------------------------------------------------------------------------------------------------
+    # ---- buffers ---------------------------------------------------------------------------------
 
     def _program(self) -> TileProgram:
         if self._native is None:
             self._native = TileProgram(self._workers)
-            self._store.programs.append(self._native)  # the queues and the arena outlive what it has under way
+            # the queues and the arena outlive what it has under way
+            self._store.programs.append(self._native)
         return self._native
 
     def _buffers(self) -> list[ByteRange]:
@@ -626,7 +722,8 @@ class Program(Generic[T]):
 
 
 def _fulfil(future: concurrent.futures.Future[R], act: Callable[[], R]) -> None:
-    """Calls a function for a future, unless `drop` or what follows has cancelled it: then it is never called."""
+    """Calls a function for a future, unless `drop` or what follows has cancelled it: then it is
+    never called."""
     if not future.set_running_or_notify_cancel():
         return
     try:

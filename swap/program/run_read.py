@@ -1,4 +1,5 @@
-"""Running: a run of a step program; RunRead: a read of bytes that it changes. Where the new bytes of a tile come from:
+"""Running: a run of a step program; RunRead: a read of bytes that it changes. Where the new bytes
+of a tile come from:
 
     a tile that is not computed yet             the program copies its new bytes when it has computed them
     a tile that is computed, and not written    they are copied from its buffer at once
@@ -29,7 +30,8 @@ SLICE_S = 0.1
 
 @dataclasses.dataclass
 class RunState:
-    """What a run and its reads know of each other. The native program forgets a run when the next one begins."""
+    """What a run and its reads know of each other. The native program forgets a run when the next
+    one begins."""
 
     is_told: bool = False  # whether its failure has been raised
     is_over: bool = False
@@ -62,9 +64,12 @@ class Running(Generic[T]):
     lane: str
     is_awaited: bool  # its caller does nothing but wait
     shown: dict[str, list[ShownBy]] = dataclasses.field(default_factory=dict)  # by entry
-    of_unit: dict[int, list[tuple[int, T]]] = dataclasses.field(default_factory=dict)  # its tiles with their indexes
-    noted: set[int] = dataclasses.field(default_factory=set)  # tiles whose writes the store knows of
-    causes: list[Exception] = dataclasses.field(default_factory=list)  # of tiles that were not brought
+    # its tiles with their indexes
+    of_unit: dict[int, list[tuple[int, T]]] = dataclasses.field(default_factory=dict)
+    # tiles whose writes the store knows of
+    noted: set[int] = dataclasses.field(default_factory=set)
+    # of tiles that were not brought
+    causes: list[Exception] = dataclasses.field(default_factory=list)
     is_cut: bool = False  # it failed before it was given all tiles
     state: RunState = dataclasses.field(default_factory=RunState)
 
@@ -82,7 +87,8 @@ class Running(Generic[T]):
         self.planned.extend(plans)
 
     def trim(self, num_given: int) -> None:
-        """Removes the tiles behind those that the native program was given: it refused them, or an interrupt came before."""
+        """Removes the tiles behind those that the native program was given: it refused them, or an
+        interrupt came before."""
         del self.planned[num_given:]
 
     def _look_at(self, plans: Sequence[TilePlan[T]]) -> None:
@@ -100,7 +106,8 @@ class Running(Generic[T]):
         return self._has_brought and not self._has_called
 
     def take_on(self, work: TileWork[T]) -> None:
-        """Turns the speculative run into the committed run of `work`, which describes the same tiles."""
+        """Turns the speculative run into the committed run of `work`, which describes the same
+        tiles."""
         self.work = work
 
     def show(self) -> None:
@@ -108,7 +115,9 @@ class Running(Generic[T]):
         for index, each in enumerate(self.planned):
             self.of_unit.setdefault(each.native.unit, []).append((index, each.tile))
             if (shown := each.shown) is not None:
-                self.shown.setdefault(shown.entry, []).append(ShownBy(index, shown.offset, shown.memory.num_bytes))
+                self.shown.setdefault(shown.entry, []).append(
+                    ShownBy(index, shown.offset, shown.memory.num_bytes)
+                )
 
 
 class RunRead:
@@ -118,9 +127,11 @@ class RunRead:
         program: of the run.
         run: its state.
         unit: the number of the unit whose bytes these are.
-        tiles: the tiles whose bytes are copied when they are computed; None: the run has failed, and `wait` raises its error.
+        tiles: the tiles whose bytes are copied when they are computed; None: the run has failed,
+            and `wait` raises its error.
         move: the read of the others.
-        failure: makes the error of a run that has ended before the unit was computed; told whether it is raised.
+        failure: makes the error of a run that has ended before the unit was computed; told whether
+            it is raised.
         waited: told the times of a wait.
     """
 
@@ -144,14 +155,16 @@ class RunRead:
         self._waited = waited
 
     def wait(self) -> None:
-        """Blocks until the bytes have arrived. Raises OSError: the error of the run, if it ended before; ECANCELED."""
+        """Blocks until the bytes have arrived. Raises OSError: the error of the run, if it ended
+        before; ECANCELED."""
         if not self._await_run():
             raise self._failure(True)
         if self._move is not None:
             self._move.wait()
 
     def outcome(self) -> OSError | None:
-        """Blocks as `wait` and returns its error instead of raising it; None also after `cancel`."""
+        """Blocks as `wait` and returns its error instead of raising it; None also after
+        `cancel`."""
         try:
             if not self._await_run():
                 return self._failure(False)
@@ -160,7 +173,8 @@ class RunRead:
         return None if self._move is None else self._move.outcome()
 
     def _await_run(self) -> bool:
-        """Whether the unit has been computed, when it has or the run has ended. Raises ECANCELED after `cancel`."""
+        """Whether the unit has been computed, when it has or the run has ended. Raises ECANCELED
+        after `cancel`."""
         start_ns = time.monotonic_ns()
         is_computed = self._look(0.0)
         if is_computed is None:
@@ -172,7 +186,8 @@ class RunRead:
         return is_computed is True
 
     def _look(self, timeout_s: float) -> bool | None:
-        """Whether the unit has been computed; False: the run has ended before; None: not within the time."""
+        """Whether the unit has been computed; False: the run has ended before; None: not within the
+        time."""
         found = None if self._run.is_over else self._program.wait(self._unit, False, timeout_s)
         if self._tiles is None:
             return False
@@ -205,9 +220,12 @@ class Server(Protocol):
 
 
 def serve(
-    native: TileProgram, server_of: Callable[[], Server | None], running_of: Callable[[], Running[Any] | None]
+    native: TileProgram,
+    server_of: Callable[[], Server | None],
+    running_of: Callable[[], Running[Any] | None],
 ) -> None:
-    """Serves a run until it ends, in a thread. A run that is never committed is stopped with its program, or the process."""
+    """Serves a run until it ends, in a thread. A run that is never committed is stopped with its
+    program, or the process."""
     while threading.main_thread().is_alive():
         server = server_of()
         running = running_of()

@@ -1,9 +1,10 @@
-"""TilePlan: a tile as a step program gets it: its transfers, its checksums, its native steps, and the slots that it writes to.
+"""TilePlan: a tile as a step program gets it: its transfers, its checksums, its native steps, and
+the slots that it writes to.
 
-The caller of a program describes its tiles (TileWork). A plan is made when the tile is given to the program, and used again
-while nothing but scalars and checksums has changed: it is kept for each choice of slots. A plan *apart* writes beside the
-bytes that it replaces: they stay readable, with their checksums, until `note`. Without `note` the plan has changed nothing
-that a read finds.
+The caller of a program describes its tiles (TileWork). A plan is made when the tile is given to the
+program, and used again while nothing but scalars and checksums has changed: it is kept for each
+choice of slots. A plan *apart* writes beside the bytes that it replaces: they stay readable, with
+their checksums, until `note`. Without `note` the plan has changed nothing that a read finds.
 """
 
 from __future__ import annotations
@@ -61,14 +62,17 @@ class NativeStep(NamedTuple):
 
     @staticmethod
     def of(step: KernelStep) -> NativeStep:
-        """The native step of these arguments. Raises ValueError for parts that do not fit together."""
+        """The native step of these arguments. Raises ValueError for parts that do not fit
+        together."""
         return NativeStep(step_struct(*step), step.parts)
 
 
 class TileWork(Protocol[T_contra]):
-    """What the caller says of a tile. `slot` is the buffer that it gets, or the first one, which stands for it; None: none.
+    """What the caller says of a tile. `slot` is the buffer that it gets, or the first one, which
+    stands for it; None: none.
 
-    A subclass says `name`, `early_reads`, `writes` and `compute`; the rest is by default that of a tile which `compute` steps.
+    A subclass says `name`, `early_reads`, `writes` and `compute`; the rest is by default that of a
+    tile which `compute` steps.
     """
 
     def name(self, tile: T_contra) -> str:
@@ -86,7 +90,8 @@ class TileWork(Protocol[T_contra]):
         return ()
 
     def kept(self, tile: T_contra) -> int:
-        """The address of memory that has the bytes of `late_reads`, one behind the other, until `Program.forget`; 0: none."""
+        """The address of memory that has the bytes of `late_reads`, one behind the other, until
+        `Program.forget`; 0: none."""
         return 0
 
     def writes(self, tile: T_contra, slot: Slot | None) -> Sequence[Range]:
@@ -105,15 +110,17 @@ class TileWork(Protocol[T_contra]):
         return None
 
     def columns(self, tile: T_contra) -> Sequence[Column]:
-        """What its reads and writes hold, in its buffer, for native steps in strips; none: they step all of it at once.
+        """What its reads and writes hold, in its buffer, for native steps in strips; none: they
+        step all of it at once.
 
-        Every column begins at a multiple of the disk's alignment in the buffer and on disk, and so does each strip of it. A
-        piece with a checksum lies in one strip.
+        Every column begins at a multiple of the disk's alignment in the buffer and on disk, and so
+        does each strip of it. A piece with a checksum lies in one strip.
         """
         return ()
 
     def is_brought(self, tile: T_contra) -> bool:
-        """Whether its buffer gets more than its reads: from `bring`, before its native steps, or from `compute`."""
+        """Whether its buffer gets more than its reads: from `bring`, before its native steps, or
+        from `compute`."""
         return False
 
     def bring(self, tile: T_contra, slot: Slot) -> None:
@@ -121,8 +128,9 @@ class TileWork(Protocol[T_contra]):
         return
 
     def compute(self, tile: T_contra, slot: Slot | None) -> Callable[[], object] | None:
-        """Changes the buffer, or memory, in place; blocks. Returns the rest of the work, which a thread of the program does
-        before the buffer is written, such as waiting for an accelerator; None: nothing. A tile without buffer has no rest."""
+        """Changes the buffer, or memory, in place; blocks. Returns the rest of the work, which a
+        thread of the program does before the buffer is written, such as waiting for an accelerator;
+        None: nothing. A tile without buffer has no rest."""
 
 
 class Shown(NamedTuple):
@@ -149,7 +157,8 @@ class TilePlan(Generic[T]):
     keep: object = None  # what native memory points at
 
     def is_again(self, flags: int, steps: Sequence[NativeStep] | None, planned: TileRanges) -> bool:
-        """Whether a run gets the tile as before: with steps that may have new scalars, and checksums that may be others."""
+        """Whether a run gets the tile as before: with steps that may have new scalars, and
+        checksums that may be others."""
         native = self.native
         return native.flags == flags and self.steps is steps and native.checks is planned.checks
 
@@ -163,7 +172,9 @@ class TilePlan(Generic[T]):
         """Whether a function of the caller completes its buffer before its native steps."""
         return bool(self.native.flags & BROUGHT)
 
-    def error_of(self, failure: Failure, causes: Sequence[Exception], store: TensorStore) -> OSError:
+    def error_of(
+        self, failure: Failure, causes: Sequence[Exception], store: TensorStore
+    ) -> OSError:
         """The error of a run that failed at this tile. causes: of work that is not native."""
         files = store.queues.files
         if failure.stage == CHECK_STAGE and failure.num_wrong:
@@ -177,13 +188,22 @@ class TilePlan(Generic[T]):
         return TransferError(failure.error, failure.kind, path, failure.offset, failure.length)
 
 
-def tell(planned: Sequence[TilePlan[Any]], times: TileTimes, recorder: Recorder, lane: str, is_awaited: bool) -> None:
-    """Tells a recorder what became of the tiles of a run. lane: of native work; is_awaited: the caller did nothing but wait."""
+def tell(
+    planned: Sequence[TilePlan[Any]],
+    times: TileTimes,
+    recorder: Recorder,
+    lane: str,
+    is_awaited: bool,
+) -> None:
+    """Tells a recorder what became of the tiles of a run. lane: of native work; is_awaited: the
+    caller did nothing but wait."""
     names = [each.name for each in planned]
 
     def add(lane: str, spans: Numbers, num_bytes: Numbers | int = 0) -> None:
         columns = *spans.T, np.broadcast_to(num_bytes, len(times))
-        rows = zip(itertools.repeat(lane), names, *(column.tolist() for column in columns), strict=False)
+        rows = zip(
+            itertools.repeat(lane), names, *(column.tolist() for column in columns), strict=False
+        )
         recorder.add_rows(lane, [row for row in rows if row[3]])
 
     add("read", times["begun_ns"], times["read_bytes"])
@@ -193,7 +213,13 @@ def tell(planned: Sequence[TilePlan[Any]], times: TileTimes, recorder: Recorder,
     for index in np.flatnonzero(times["check_ns"][:, 1]).tolist():
         expected, (start_ns, end_ns) = planned[index].expected, times["check_ns"][index].tolist()
         num_bytes = sum(int(part.num_bytes.sum()) for part in expected)
-        recorder.add("check", f"{sum(len(part.crcs) for part in expected)} pieces", start_ns, end_ns, num_bytes)
+        recorder.add(
+            "check",
+            f"{sum(len(part.crcs) for part in expected)} pieces",
+            start_ns,
+            end_ns,
+            num_bytes,
+        )
     if lane:
         is_native = np.array([each.is_native for each in planned], np.bool_)
         add(lane, times["step_ns"] * is_native[:, None], times["written_bytes"])
@@ -233,20 +259,32 @@ class TilePlans:
         planned = TileRanges(self._store.plans, work.early_reads(tile, slot))
         planned.renew()
         reads, writes = planned.transfers.native
-        native = NativeTile(id(tile), work.unit(tile), 0, reads, planned.checks, (), NO_PIECES, writes)
-        return TilePlan(tile, work.name(tile), native, planned.transfers.reads, planned.expected, keep=planned)
+        native = NativeTile(
+            id(tile), work.unit(tile), 0, reads, planned.checks, (), NO_PIECES, writes
+        )
+        return TilePlan(
+            tile, work.name(tile), native, planned.transfers.reads, planned.expected, keep=planned
+        )
 
     def whole(
-        self, tile: T, work: TileWork[T], slot: Slot | None, begun: TilePlan[T] | None, is_apart: bool = False
+        self,
+        tile: T,
+        work: TileWork[T],
+        slot: Slot | None,
+        begun: TilePlan[T] | None,
+        is_apart: bool = False,
     ) -> TilePlan[T]:
-        """The plan of a tile of a run. begun: what was read before. Raises what `work` raises, NoSlotError and OSError."""
+        """The plan of a tile of a run. begun: what was read before. Raises what `work` raises,
+        NoSlotError and OSError."""
         found = self._ranges(tile, work, slot, begun is not None, is_apart)
         steps = work.steps(tile, slot)
         planned = found.planned
         shown = found.shown
         planned.renew()
         planned.transfers.set_kept(work.kept(tile))
-        flags = CALLED * (steps is None) | BROUGHT * work.is_brought(tile) | BEGUN * (begun is not None)
+        flags = (
+            CALLED * (steps is None) | BROUGHT * work.is_brought(tile) | BEGUN * (begun is not None)
+        )
         kept: TilePlan[T] | None = planned.transfers.plan
         if kept is not None and kept.is_again(flags, steps, planned):
             return kept
@@ -261,7 +299,9 @@ class TilePlans:
             sums=planned.sums,
             writes=writes,
             weights=NOTHING if shown is None else shown.memory,
-            columns=NO_COLUMNS if flags or slot is None else columns_of(work.columns(tile), slot.tensor.data_ptr()),
+            columns=NO_COLUMNS
+            if flags or slot is None
+            else columns_of(work.columns(tile), slot.tensor.data_ptr()),
         )
         ops = planned.transfers.reads
         expected = planned.expected
@@ -281,9 +321,13 @@ class TilePlans:
             planned.transfers.keep(plan)
         return plan
 
-    def _ranges(self, tile: T, work: TileWork[T], slot: Slot | None, is_begun: bool, is_apart: bool) -> _Ranges:
+    def _ranges(
+        self, tile: T, work: TileWork[T], slot: Slot | None, is_begun: bool, is_apart: bool
+    ) -> _Ranges:
         """The ranges of a tile: the kept ones if they are like these."""
-        likeness = None if is_begun or (like := work.likeness(tile, slot)) is None else (like, is_apart)
+        likeness = (
+            None if is_begun or (like := work.likeness(tile, slot)) is None else (like, is_apart)
+        )
         kept = self._kept.get(tile) if likeness is not None else None
         if kept is not None and kept.likeness == likeness and kept.planned.is_current:
             return kept

@@ -1,18 +1,21 @@
-"""Checksums: the CRC-32C of a store's entries, computed when bytes are written and compared when they are read.
+"""Checksums: the CRC-32C of a store's entries, computed when bytes are written and compared when
+they are read.
 
     protect(entry, pieces)     gives an entry's pieces checksums from now on
     write     computes checksums before the write starts; the bytes must not change until the write has ended
     read      keeps the expected checksums when the read starts, and computes those of the bytes before the caller gets them.
               If they differ, the Move fails with DamagedEntry, which names file, offset and piece
 
-The kernels' threads compute checksums while the disk makes other transfers. Reads of a part of a piece are not verified.
+The kernels' threads compute checksums while the disk makes other transfers. Reads of a part of a
+piece are not verified.
 
     crc(A + B) = combine(crc(A), crc(B), len(B))
 
-So the checksum of a message does not depend on the pieces in which it was written. CRC-32C is the CRC of iSCSI (RFC 3720). It
-detects every error burst of up to 32 bits, and misses other errors with a probability of 2**-32. native/checksum*.cpp computes
-it; tests/native/test_checksum.cpp checks it with the published vectors. Other libraries do not fit: Debian's ISA-L has no
-static archive, Debian's Abseil has no CRC yet, and google-crc32c needs a Python call for each piece.
+So the checksum of a message does not depend on the pieces in which it was written. CRC-32C is the
+CRC of iSCSI (RFC 3720). It detects every error burst of up to 32 bits, and misses other errors with
+a probability of 2**-32. native/checksum*.cpp computes it; tests/native/test_checksum.cpp checks it
+with the published vectors. Other libraries do not fit: Debian's ISA-L has no static archive,
+Debian's Abseil has no CRC yet, and google-crc32c needs a Python call for each piece.
 """
 
 from __future__ import annotations
@@ -41,32 +44,42 @@ Crcs = npt.NDArray[np.uint32]
 """Checksums, a flat array."""
 
 Verify = Literal["always", "sample", "resume"]
-"""The reads that are verified: "always" all; "sample" one in 16 of each piece, another sixteenth of the entries each time;
-"resume" none."""
+"""The reads that are verified: "always" all; "sample" one in 16 of each piece, another sixteenth of
+the entries each time; "resume" none."""
 
 Range = tuple[str, int, torch.Tensor]
 """An entry, a byte offset in it, and the uint8 buffer that is read into or written from."""
 
 
 def crc32c(tensors: Sequence[torch.Tensor], workers: Workers | None = None) -> list[int]:
-    """The CRC-32C of the bytes of each tensor: contiguous, on the CPU, of any dtype. Blocks; GIL free."""
+    """The CRC-32C of the bytes of each tensor: contiguous, on the CPU, of any dtype. Blocks; GIL
+    free."""
     for tensor in tensors:
         if not tensor.is_contiguous() or tensor.device.type != "cpu":
             raise ValueError(
-                f"a checksum is that of a contiguous CPU tensor, not of {tuple(tensor.shape)} on {tensor.device}"
+                f"a checksum is that of a contiguous CPU tensor, not of {tuple(tensor.shape)} on "
+                f"{tensor.device}"
             )
     addresses = np.array([tensor.data_ptr() for tensor in tensors], np.uint64)
     num_bytes = np.array([tensor.nbytes for tensor in tensors], np.uint64)
     return [int(crc) for crc in crc32c_of(addresses, num_bytes, workers)]
 
 
-def crc32c_join(first: Numbers, crcs: npt.NDArray[np.uint32], num_bytes: Numbers) -> npt.NDArray[np.uint32]:
-    """The CRC-32C of messages first[i] to first[i + 1] behind one another, from theirs and their lengths. Flat arrays."""
+def crc32c_join(
+    first: Numbers, crcs: npt.NDArray[np.uint32], num_bytes: Numbers
+) -> npt.NDArray[np.uint32]:
+    """The CRC-32C of messages first[i] to first[i + 1] behind one another, from theirs and their
+    lengths. Flat arrays."""
     if crcs.shape != num_bytes.shape or not len(first) or int(first[-1]) > len(crcs):
-        raise ValueError(f"{len(crcs)} checksums of {len(num_bytes)} messages, joined up to {first[-1:]}")
+        raise ValueError(
+            f"{len(crcs)} checksums of {len(num_bytes)} messages, joined up to {first[-1:]}"
+        )
     joined: npt.NDArray[np.uint32] = np.empty(len(first) - 1, np.uint32)
     dtypes = np.uint64, np.uint32, np.uint64
-    given = [np.ascontiguousarray(row, dtype) for row, dtype in zip((first, crcs, num_bytes), dtypes, strict=True)]
+    given = [
+        np.ascontiguousarray(row, dtype)
+        for row, dtype in zip((first, crcs, num_bytes), dtypes, strict=True)
+    ]
     kinds = "const uint64_t *", "const uint32_t *", "const uint64_t *", "uint32_t *"
     check(lib.tm_crc32c_join(len(joined), *rows_of(kinds, *given, joined)), "joining checksums")
     return joined
@@ -95,9 +108,11 @@ class PieceTable:
         a write of a part of it       makes it unknown, until the whole piece is written or `put`
         a write that fails            leaves the intended checksum, so that a later read of those bytes fails verification
 
-    A piece is a range with one checksum; the table knows it by its number. numpy handles all pieces at once.
+    A piece is a range with one checksum; the table knows it by its number. numpy handles all pieces
+    at once.
 
-    entry: its name; serial: a number of it, so that each round of reads verifies another sixteenth of the entries.
+    entry: its name; serial: a number of it, so that each round of reads verifies another sixteenth
+        of the entries.
 
     Raises ValueError for pieces that are empty, out of order or overlap.
     """
@@ -127,7 +142,8 @@ class PieceTable:
         return slice(first, max(first, last))
 
     def touching(self, offset: int, num_bytes: int) -> slice:
-        """Returns the pieces that share at least one byte with a range of the entry; none for an empty range."""
+        """Returns the pieces that share at least one byte with a range of the entry; none for an
+        empty range."""
         first = int(self.pieces.stops.searchsorted(offset, "right"))
         last = int(self.pieces.starts.searchsorted(offset + num_bytes, "left"))
         return slice(first, max(first, last) if num_bytes else first)
@@ -149,15 +165,15 @@ class PieceTable:
         return numbers
 
     def rows(self, which: slice | Numbers, base: int, crcs: Crcs | None = None) -> PieceRows:
-        """These pieces for a program. base: the address at which the entry would begin. crcs: their checksums; None: those of
-        the table, with its flags."""
+        """These pieces for a program. base: the address at which the entry would begin. crcs: their
+        checksums; None: those of the table, with its flags."""
         rows = moved_rows(self._rows[which], base)
         return rows if crcs is None else aim_rows(rows, crcs)
 
     @contextlib.contextmanager
     def patching(self, offset: int, num_bytes: int) -> Iterator[None]:
-        """Around writes that change nothing outside a range: pieces outside keep their checksums, those that it touches have
-        none afterwards."""
+        """Around writes that change nothing outside a range: pieces outside keep their checksums,
+        those that it touches have none afterwards."""
         crcs = self.crcs.copy()
         is_known = self.is_known.copy()
         touched = self.touching(offset, num_bytes)
@@ -172,17 +188,23 @@ class PieceTable:
         return np.flatnonzero(~self.is_known)
 
     def take_over(self, other: PieceTable) -> None:
-        """Copies the known checksums of another table of this entry for the pieces that both have."""
+        """Copies the known checksums of another table of this entry for the pieces that both
+        have."""
         if not len(other.pieces.starts):
             return
-        at = np.searchsorted(other.pieces.starts, self.pieces.starts).clip(max=len(other.pieces.starts) - 1)
-        same = (other.pieces.starts[at] == self.pieces.starts) & (other.pieces.stops[at] == self.pieces.stops)
+        at = np.searchsorted(other.pieces.starts, self.pieces.starts).clip(
+            max=len(other.pieces.starts) - 1
+        )
+        same = (other.pieces.starts[at] == self.pieces.starts) & (
+            other.pieces.stops[at] == self.pieces.stops
+        )
         self.crcs[:] = np.where(same, other.crcs[at], 0)
         self.is_known[:] = same & other.is_known[at]
 
 
 class Sums:
-    """The tables of one store's entries; none at first. Its methods are called under the store's lock, but for `of_write`.
+    """The tables of one store's entries; none at first. Its methods are called under the store's
+    lock, but for `of_write`.
 
     Args:
         recorder: gets an event on lane "check" for every read and write that is summed.
@@ -200,9 +222,12 @@ class Sums:
         self._advice = advice
 
     def use(self, workers: Workers | None, verify: Verify) -> None:
-        """Chooses the threads that sum, and which reads are checked. Raises ValueError for a word that is not allowed."""
+        """Chooses the threads that sum, and which reads are checked. Raises ValueError for a word
+        that is not allowed."""
         if verify not in get_args(Verify):
-            raise ValueError(f"verify is {verify!r}; allowed are {', '.join(map(repr, get_args(Verify)))}")
+            raise ValueError(
+                f"verify is {verify!r}; allowed are {', '.join(map(repr, get_args(Verify)))}"
+            )
         self._workers = workers
         self._verify = verify
 
@@ -226,7 +251,8 @@ class Sums:
         return self._tables.get(entry)
 
     def complete(self, entry: str, read: Callable[[int, int], torch.Tensor]) -> PieceTable | None:
-        """Makes every checksum of an entry known, by reading what was written in parts. Blocks; raises what `read` raises.
+        """Makes every checksum of an entry known, by reading what was written in parts. Blocks;
+        raises what `read` raises.
 
         read: (start, stop) -> those bytes of the entry.
         """
@@ -260,10 +286,11 @@ class Sums:
 
     @contextlib.contextmanager
     def patching(self, entry: str, offset: int, data: torch.Tensor) -> Iterator[None]:
-        """Encloses writes of whole blocks that change `data` at `offset` of an entry; their other bytes were read before.
+        """Encloses writes of whole blocks that change `data` at `offset` of an entry; their other
+        bytes were read before.
 
-        Pieces fully inside `data` get new checksums. Pieces partly inside lose theirs. Others keep theirs: the bytes that were
-        read around `data` are not summed.
+        Pieces fully inside `data` get new checksums. Pieces partly inside lose theirs. Others keep
+        theirs: the bytes that were read around `data` are not summed.
         """
         table = self._tables.get(entry)
         if table is None:
@@ -289,7 +316,14 @@ class Sums:
         for entry, offset, data in ranges:
             if (table := self._tables.get(entry)) is not None:
                 place = offset, data.numel()
-                found.append(PiecesIn(table, data.data_ptr() - offset, table.inside(*place), table.touching(*place)))
+                found.append(
+                    PiecesIn(
+                        table,
+                        data.data_ptr() - offset,
+                        table.inside(*place),
+                        table.touching(*place),
+                    )
+                )
         return found
 
     def due_of(self, pieces: Iterable[PiecesIn]) -> Expected:
@@ -302,7 +336,8 @@ class Sums:
         return expected
 
     def due_again(self, pieces: Sequence[PiecesIn], expected: Expected) -> bool:
-        """Whether a read that starts now must bring what `due_of` has found for an earlier one, and all pieces of the ranges.
+        """Whether a read that starts now must bring what `due_of` has found for an earlier one, and
+        all pieces of the ranges.
 
         Then `expected` has their checksums of now.
         """
@@ -315,7 +350,13 @@ class Sums:
         return True
 
     def damage(
-        self, expected: Expected, number: int, seen: int, num_wrong: int, ops: Sequence[Op], files: Mapping[int, str]
+        self,
+        expected: Expected,
+        number: int,
+        seen: int,
+        num_wrong: int,
+        ops: Sequence[Op],
+        files: Mapping[int, str],
     ) -> DamagedEntry:
         """The error for a piece of a read that is not what was written.
 
@@ -328,17 +369,24 @@ class Sums:
             number -= len(each.numbers)
         start = int(each.starts[number])
         length = int(each.num_bytes[number])
-        place = Place(each.table.entry, start, length, _in_files(each.base + start, length, ops, files))
+        place = Place(
+            each.table.entry, start, length, _in_files(each.base + start, length, ops, files)
+        )
         piece = each.table.pieces.name(int(each.numbers[number]))
         written = int(each.crcs[number])
-        others = f"{num_wrong - 1} more pieces of this read are wrong as well. " if num_wrong > 1 else ""
+        others = (
+            f"{num_wrong - 1} more pieces of this read are wrong as well. " if num_wrong > 1 else ""
+        )
         return DamagedEntry(place, piece, written, seen, f"{others}{self._advice(place)}")
 
     def _check(
         self, expected: Expected, ops: Sequence[Op], files: Callable[[], Mapping[int, str]]
     ) -> DamagedEntry | None:
-        """Sums what has come; an error for the first piece that is not what was written. Blocks; needs no lock."""
-        seen = self._sum([each.base + each.starts for each in expected], [each.num_bytes for each in expected])
+        """Sums what has come; an error for the first piece that is not what was written. Blocks;
+        needs no lock."""
+        seen = self._sum(
+            [each.base + each.starts for each in expected], [each.num_bytes for each in expected]
+        )
         wrong = np.flatnonzero(seen != np.concatenate([each.crcs for each in expected]))
         if not len(wrong):
             return None
@@ -349,7 +397,9 @@ class Sums:
         start_ns = time.monotonic_ns()
         lengths = np.concatenate(num_bytes).astype(np.uint64)
         crcs = crc32c_of(np.concatenate(addresses).astype(np.uint64), lengths, self._workers)
-        self._recorder.add("check", f"{len(crcs)} pieces", start_ns, time.monotonic_ns(), int(lengths.sum()))
+        self._recorder.add(
+            "check", f"{len(crcs)} pieces", start_ns, time.monotonic_ns(), int(lengths.sum())
+        )
         return crcs
 
 
@@ -366,7 +416,8 @@ class PiecesIn(NamedTuple):
         return np.zeros(self.inside.stop - self.inside.start, np.uint32)
 
     def summed(self, crcs: Crcs | None) -> PieceRows:
-        """Those inside for a program, which writes and sums them. crcs: gets their checksums; None: the table does."""
+        """Those inside for a program, which writes and sums them. crcs: gets their checksums; None:
+        the table does."""
         return self.table.rows(self.inside, self.base, crcs)
 
     def begin(self) -> None:
@@ -375,7 +426,8 @@ class PiecesIn(NamedTuple):
             self.table.is_known[self.touching] = False
 
     def overwrite(self, crcs: Crcs) -> None:
-        """Records a write: sets the checksums of those inside; those that the range cuts become unknown."""
+        """Records a write: sets the checksums of those inside; those that the range cuts become
+        unknown."""
         self.begin()
         self.table.put(self.inside, crcs)
 
@@ -412,7 +464,9 @@ Expected = list[_Expected]
 """The pieces that a read must bring, entry by entry."""
 
 
-def _in_files(address: int, num_bytes: int, ops: Sequence[Op], files: Mapping[int, str]) -> tuple[FileRange, ...]:
+def _in_files(
+    address: int, num_bytes: int, ops: Sequence[Op], files: Mapping[int, str]
+) -> tuple[FileRange, ...]:
     """The ranges of files that memory was filled from, in order."""
     found = []
     for op in sorted(ops, key=lambda op: op.address):

@@ -1,6 +1,7 @@
 """DeviceCopy: a fetched tensor's copy in an accelerator's memory, until it is released.
 
-fetch(name, to=Tier.DEVICE) --> the Move of the fetch --(wait)--> the copy, on the current stream --(release)--> home
+fetch(name, to=Tier.DEVICE) --> the Move of the fetch --(wait)--> the copy, on the current stream
+--(release)--> home
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class DeviceCopy(Move):
         self._copied: torch.Event | None = None
 
     def wait(self) -> torch.Tensor:
-        """Blocks until the bytes are in HOST memory; returns the copy, which the current stream fills. Raises OSError."""
+        """Blocks until the bytes are in HOST memory; returns the copy, which the current stream
+        fills. Raises OSError."""
         if self._copy is None:
             self._host = self._copy = self._move.wait()
             if is_accelerator(self._device):
@@ -62,7 +64,8 @@ class DeviceCopy(Move):
         self._move.cancel()
 
     def end(self, is_dirty: bool) -> None:
-        """Ends the copy: HOST memory may be given away afterwards. With `is_dirty` it has the copy's bytes. Blocks."""
+        """Ends the copy: HOST memory may be given away afterwards. With `is_dirty` it has the
+        copy's bytes. Blocks."""
         if self._copied is None:
             return
         assert self._host is not None and self._copy is not None

@@ -1,4 +1,5 @@
-"""Entry: one named tensor of a store, its state machine, its extents on NVMe, and the freezes that hold them."""
+"""Entry: one named tensor of a store, its state machine, its extents on NVMe, and the freezes that
+hold them."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ class NoSlotError(RuntimeError):
 
 
 class Slots:
-    """For each byte of an entry: the slot (extent) that holds it now, and the slots that freezes hold.
+    """For each byte of an entry: the slot (extent) that holds it now, and the slots that freezes
+    hold.
 
         bytes of the entry   0 ......... a ......... b ......... end
         current slot             1           0           1
@@ -51,9 +53,10 @@ class Slots:
         freeze    holds the current slot of every byte
         thaw      ends that freeze's holds
 
-    So a write never overwrites frozen bytes, and a write of a part never copies the rest. A run without freezes stays in slot
-    0. A failed write makes its bytes in that slot *lost* until the next write of them; lost bytes cannot be frozen. At first
-    all bytes are in slot 0, and no freeze holds them.
+    So a write never overwrites frozen bytes, and a write of a part never copies the rest. A run
+    without freezes stays in slot 0. A failed write makes its bytes in that slot *lost* until the
+    next write of them; lost bytes cannot be frozen. At first all bytes are in slot 0, and no freeze
+    holds them.
 
     The class computes with numbers only. Bisection finds a piece. The store's lock guards it.
 
@@ -79,30 +82,42 @@ class Slots:
         first, last = self._touching(start, stop)
         if last == first + 1:
             return self._pieces[first].likeness
-        return tuple([(piece.start, piece.stop, piece.likeness) for piece in self._within(start, stop)])
+        return tuple(
+            [(piece.start, piece.stop, piece.likeness) for piece in self._within(start, stop)]
+        )
 
     def targets(self, start: int, stop: int, is_apart: bool = False) -> list[SlotPart]:
-        """Returns the slots that a write of bytes [start, stop) uses, and changes nothing. Raises NoSlotError.
+        """Returns the slots that a write of bytes [start, stop) uses, and changes nothing. Raises
+        NoSlotError.
 
         is_apart: the write must not overwrite the current slots either.
         """
         pieces = self._within(start, stop)
-        return _joined([SlotPart(piece.start, piece.stop, self._target(piece, is_apart)) for piece in pieces])
+        return _joined(
+            [SlotPart(piece.start, piece.stop, self._target(piece, is_apart)) for piece in pieces]
+        )
 
     def write(self, part: SlotPart) -> None:
-        """Makes a slot of `targets` current, once its write has started. Freezes may have ended since `targets`."""
+        """Makes a slot of `targets` current, once its write has started. Freezes may have ended
+        since `targets`."""
         start, stop, slot = part
         first, last = self._touching(start, stop)
         for piece in self._pieces[first:last]:
             if piece.current != slot or piece.lost:
                 self._change(
-                    start, stop, lambda p: _EntryPiece(p.start, p.stop, slot, p.holds, p.lost and p.lost - {slot})
+                    start,
+                    stop,
+                    lambda p: _EntryPiece(
+                        p.start, p.stop, slot, p.holds, p.lost and p.lost - {slot}
+                    ),
                 )
                 break
 
     def lose(self, part: SlotPart) -> None:
         """Marks the bytes of a failed write as lost in its slot."""
-        self._change(part.start, part.stop, lambda piece: piece._replace(lost=piece.lost | {part.slot}))
+        self._change(
+            part.start, part.stop, lambda piece: piece._replace(lost=piece.lost | {part.slot})
+        )
 
     def lost(self, freeze: int) -> list[SlotPart]:
         """Returns the lost bytes among those that a freeze holds."""
@@ -130,7 +145,13 @@ class Slots:
         """Ends the holds of a freeze, if it has any here."""
         self._merge(
             [
-                _EntryPiece(start, stop, current, frozenset([hold for hold in holds if hold[0] != freeze]), lost)
+                _EntryPiece(
+                    start,
+                    stop,
+                    current,
+                    frozenset([hold for hold in holds if hold[0] != freeze]),
+                    lost,
+                )
                 for start, stop, current, holds, lost in self._pieces
             ]
         )
@@ -148,8 +169,10 @@ class Slots:
         if free is None:
             holders = "freezes and what is current" if is_apart else "freezes"
             raise NoSlotError(
-                f"bytes {piece.start} to {piece.stop} cannot be written: {holders} hold all {self.num_slots} slots of them. "
-                "Thaw one first, or open the store with more slots: num_slots is one more than the freezes held at a time"
+                f"bytes {piece.start} to {piece.stop} cannot be written: {holders} hold all "
+                f"{self.num_slots} slots of them. "
+                "Thaw one first, or open the store with more slots: num_slots is one more than the "
+                "freezes held at a time"
             )
         return free
 
@@ -158,7 +181,10 @@ class Slots:
         first, last = self._touching(start, stop)
         if last == first + 1:
             return [_EntryPiece(start, stop, *self._pieces[first][2:])]
-        return [p._replace(start=max(p.start, start), stop=min(p.stop, stop)) for p in self._pieces[first:last]]
+        return [
+            p._replace(start=max(p.start, start), stop=min(p.stop, stop))
+            for p in self._pieces[first:last]
+        ]
 
     def _touching(self, start: int, stop: int) -> tuple[int, int]:
         if start >= stop:
@@ -171,8 +197,9 @@ class Slots:
         self._starts = [piece.start for piece in self._pieces]
 
     def _change(self, start: int, stop: int, change: Callable[[_EntryPiece], _EntryPiece]) -> None:
-        """Changes the pieces of [start, stop), which are cut at both ends. Equal neighbours stay apart until the next freeze or
-        thaw, because the next write is likely to have the same ends."""
+        """Changes the pieces of [start, stop), which are cut at both ends. Equal neighbours stay
+        apart until the next freeze or thaw, because the next write is likely to have the same
+        ends."""
         first, last = self._touching(start, stop)
         if first == last:
             return
@@ -186,7 +213,10 @@ class Slots:
             changed.insert(0, before._replace(stop=start))
         if behind.stop > stop:
             changed.append(behind._replace(start=stop))
-        self._pieces[first:last], self._starts[first:last] = changed, [piece.start for piece in changed]
+        self._pieces[first:last], self._starts[first:last] = (
+            changed,
+            [piece.start for piece in changed],
+        )
 
 
 class _EntryPiece(NamedTuple):
@@ -200,7 +230,11 @@ class _EntryPiece(NamedTuple):
 
     @property
     def likeness(self) -> Hashable:
-        return (self.current, frozenset([slot for _, slot in self.holds])) if self.holds else self.current
+        return (
+            (self.current, frozenset([slot for _, slot in self.holds]))
+            if self.holds
+            else self.current
+        )
 
 
 def _joined(pieces: list[P]) -> list[P]:
@@ -215,7 +249,8 @@ def _joined(pieces: list[P]) -> list[P]:
 
 
 class FrozenRows(NamedTuple):
-    """The places of many byte ranges: flat int64 arrays with one row for each part of a range, in order."""
+    """The places of many byte ranges: flat int64 arrays with one row for each part of a range, in
+    order."""
 
     request: Numbers  # index of the range
     start: Numbers  # byte of the entry
@@ -233,10 +268,12 @@ class Stored(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Freeze:
-    """The places of all durable entries on NVME at one moment. The store writes nothing there until the thaw.
+    """The places of all durable entries on NVME at one moment. The store writes nothing there until
+    the thaw.
 
-    `TensorStore.freeze` makes it and `thaw` ends it. It also covers entries that were dropped since. The `parts` of an entry
-    are in the order of its bytes and cover the entry, rounded up to blocks of 4096 bytes.
+    `TensorStore.freeze` makes it and `thaw` ends it. It also covers entries that were dropped
+    since. The `parts` of an entry are in the order of its bytes and cover the entry, rounded up to
+    blocks of 4096 bytes.
     """
 
     number: int
@@ -247,8 +284,11 @@ class Freeze:
         """Returns the segment file of each path; a `path_index` is an index into this tuple."""
         return self.paths
 
-    def find(self, entries: Sequence[str], entry: Numbers, offset: Numbers, num_bytes: Numbers) -> FrozenRows:
-        """Finds bytes [offset[i], offset[i] + num_bytes[i]) of entries[entry[i]], for all i at once.
+    def find(
+        self, entries: Sequence[str], entry: Numbers, offset: Numbers, num_bytes: Numbers
+    ) -> FrozenRows:
+        """Finds bytes [offset[i], offset[i] + num_bytes[i]) of entries[entry[i]], for all i at
+        once.
 
         Raises KeyError for an entry that is not frozen, ValueError for bytes outside an entry.
         """
@@ -256,12 +296,17 @@ class Freeze:
         table = np.array([(start, *extent) for start, extent in parts], np.int64).reshape(-1, 4)
         ends = np.cumsum([len(self.parts[name]) for name in entries], dtype=np.int64)
         sizes = table[ends - 1, 0] + table[ends - 1, 3]
-        outside = np.flatnonzero((offset < 0) | (num_bytes < 0) | (offset + num_bytes > sizes[entry]))
+        outside = np.flatnonzero(
+            (offset < 0) | (num_bytes < 0) | (offset + num_bytes > sizes[entry])
+        )
         if len(outside):
             i = outside[0]
             name = entries[entry[i]]
             size = sizes[entry[i]]
-            raise ValueError(f"bytes {offset[i]} to {offset[i] + num_bytes[i]} lie outside {name!r} ({size} bytes)")
+            raise ValueError(
+                f"bytes {offset[i]} to {offset[i] + num_bytes[i]} lie outside {name!r} ({size} "
+                "bytes)"
+            )
         bases = np.cumsum(sizes) - sizes  # one address space: all entries one after the other
         own = np.repeat(bases, np.diff(ends, prepend=0))
         starts, (first, path_index, file_offset, _) = table[:, 0] + own, table.T
@@ -274,27 +319,37 @@ class Freeze:
         begin = np.maximum(low[request], starts[part])
         end = np.minimum(high[request], stops[part])
         within = begin - starts[part]
-        return FrozenRows(request, first[part] + within, path_index[part], file_offset[part] + within, end - begin)
+        return FrozenRows(
+            request, first[part] + within, path_index[part], file_offset[part] + within, end - begin
+        )
 
     def ranges(self, entry: str, offset: int, num_bytes: int) -> list[Extent]:
-        """Returns the extents of bytes [offset, offset + num_bytes) of an entry, in order; the range needs no alignment.
+        """Returns the extents of bytes [offset, offset + num_bytes) of an entry, in order; the
+        range needs no alignment.
 
         Raises KeyError for an entry that is not frozen, ValueError for bytes outside the entry.
         """
         found = self.find([entry], *np.array([[0], [offset], [num_bytes]], np.int64))
-        columns = zip(found.path_index.tolist(), found.file_offset.tolist(), found.num_bytes.tolist(), strict=True)
+        columns = zip(
+            found.path_index.tolist(),
+            found.file_offset.tolist(),
+            found.num_bytes.tolist(),
+            strict=True,
+        )
         return [Extent(*each) for each in columns]
 
 
 class NvmeHome:
-    """The extents of one entry on NVME, one for each slot that a write has used so far. Each has the entry's size.
+    """The extents of one entry on NVME, one for each slot that a write has used so far. Each has
+    the entry's size.
 
         entry     [ 0 .................. a .......... end )
         slot 0    [ frozen               |  live          )     path 0, 1 MiB on       allocated with the entry
         slot 1    [ live                 |                )     path 0, 64 MiB on      allocated by the first write to it
 
-    The other slots' extents lie on the path of slot 0 if that path has space. An extent is freed when the entry is dropped and
-    no freeze holds it. The store's lock guards it. Raises OSError when there is no space for slot 0.
+    The other slots' extents lie on the path of slot 0 if that path has space. An extent is freed
+    when the entry is dropped and no freeze holds it. The store's lock guards it. Raises OSError
+    when there is no space for slot 0.
 
     Args:
         files: allocates the extents.
@@ -313,7 +368,8 @@ class NvmeHome:
         self._files = files
 
     def targets(self, start: int, stop: int, is_apart: bool = False) -> list[SlotPart]:
-        """Returns the slots that a write of bytes [start, stop) uses, as `Slots`, and allocates their missing extents.
+        """Returns the slots that a write of bytes [start, stop) uses, as `Slots`, and allocates
+        their missing extents.
 
         Raises NoSlotError; OSError when there is no space, or a file was truncated.
         """
@@ -321,27 +377,41 @@ class NvmeHome:
         for slot in {part.slot for part in targets}:
             extent = self.extents[slot]
             if extent is None:
-                self.extents[slot] = extent = self._files.allocate(self.num_bytes, near=self.first.path_index)
+                self.extents[slot] = extent = self._files.allocate(
+                    self.num_bytes, near=self.first.path_index
+                )
             self._files.segment_of(extent).check_whole()
         return targets
 
     def ops(self, kind: int, parts: Iterable[SlotPart], address: int) -> list[Op]:
-        """Returns one transfer for each part. `address` is the address that byte 0 of the entry would have in memory."""
+        """Returns one transfer for each part. `address` is the address that byte 0 of the entry
+        would have in memory."""
         ops = []
         for start, stop, slot in parts:
             extent = self._extent(slot)
             ops.append(
-                Op(kind, self._files.segment_of(extent).fd, address + start, stop - start, extent.offset + start)
+                Op(
+                    kind,
+                    self._files.segment_of(extent).fd,
+                    address + start,
+                    stop - start,
+                    extent.offset + start,
+                )
             )
         return ops
 
     def blocks(self, offsets: Numbers, block_bytes: int, address: int) -> list[Blocks]:
-        """Returns reads of equal blocks into consecutive memory; cuts the blocks that cross from one slot to the next."""
-        ops = self.ops(READ, self.slots.current(int(offsets.min()), int(offsets.max()) + block_bytes), 0)
+        """Returns reads of equal blocks into consecutive memory; cuts the blocks that cross from
+        one slot to the next."""
+        ops = self.ops(
+            READ, self.slots.current(int(offsets.min()), int(offsets.max()) + block_bytes), 0
+        )
         starts = np.array([op.address for op in ops], np.int64)
         addresses = address + np.arange(len(offsets), dtype=np.int64) * block_bytes
         found = np.searchsorted(starts, offsets, "right") - 1
-        if len(ops) > 1 and bool((np.searchsorted(starts, offsets + block_bytes - 1, "right") - 1 != found).any()):
+        if len(ops) > 1 and bool(
+            (np.searchsorted(starts, offsets + block_bytes - 1, "right") - 1 != found).any()
+        ):
             offsets, addresses, block_bytes = _cut(starts, offsets, addresses, block_bytes)
             found = np.searchsorted(starts, offsets, "right") - 1
         in_file = offsets + np.array([op.offset - op.address for op in ops], np.int64)[found]
@@ -359,7 +429,9 @@ class NvmeHome:
         found = []
         for start, stop, slot in self.slots.freeze(number):
             extent = self._extent(slot)
-            found.append(Stored(start, extent._replace(offset=extent.offset + start, num_bytes=stop - start)))
+            found.append(
+                Stored(start, extent._replace(offset=extent.offset + start, num_bytes=stop - start))
+            )
         return found
 
     def thaw(self, number: int) -> None:
@@ -387,7 +459,9 @@ class NvmeHome:
         return extent
 
 
-def _cut(starts: Numbers, offsets: Numbers, addresses: Numbers, block_bytes: int) -> tuple[Numbers, Numbers, int]:
+def _cut(
+    starts: Numbers, offsets: Numbers, addresses: Numbers, block_bytes: int
+) -> tuple[Numbers, Numbers, int]:
     """Cuts blocks into smaller blocks of one length, so that none crosses a start."""
     length = block_bytes
     for start in starts.tolist():
@@ -403,7 +477,8 @@ class EntryState(enum.Enum):
     HOME = enum.auto()
     """No memory: the bytes are at home."""
     COMING = enum.auto()
-    """A slot of HOST memory that is being filled. The bytes are at home, or in a write-back that the fetch follows."""
+    """A slot of HOST memory that is being filled. The bytes are at home, or in a write-back that
+    the fetch follows."""
     PRESENT = enum.auto()
     """A slot of HOST memory. Home has the same bytes, unless the caller changed them."""
     LEAVING = enum.auto()
@@ -421,15 +496,20 @@ class Entry:
         LEAVING --come--> COMING      the fetch follows the write and sees the new bytes
         LOST    --come--> COMING      the fetch fails with the write's error
 
-    An entry whose home is HOST or DEVICE is always PRESENT. Each arrow has one method; any other arrow raises a RuntimeError
-    that names both states. The caller holds the store's lock.
+    An entry whose home is HOST or DEVICE is always PRESENT. Each arrow has one method; any other
+    arrow raises a RuntimeError that names both states. The caller holds the store's lock.
 
     Args:
         nvme: the extents of an entry whose home is NVME.
     """
 
     def __init__(
-        self, name: str, home: Tier, dtype: torch.dtype, shape: Sequence[int], nvme: NvmeHome | None = None
+        self,
+        name: str,
+        home: Tier,
+        dtype: torch.dtype,
+        shape: Sequence[int],
+        nvme: NvmeHome | None = None,
     ) -> None:
         self.name = name
         self.home = home
@@ -439,47 +519,61 @@ class Entry:
         self.padded_bytes = round_up(max(self.num_bytes, 1), ALIGNMENT)
         self.state = EntryState.HOME
         self.nvme = nvme
-        self.slot: Slot | None = None  # while COMING or PRESENT; the home itself when home is HOST or DEVICE
+        # while COMING or PRESENT; the home itself when home is HOST or DEVICE
+        self.slot: Slot | None = None
         self.owns_slot = True  # False: the caller lent the slot
         self.coming: Move | None = None  # the fetch in flight
-        self.device_copy: DeviceCopy | None = None  # of a tensor whose home is not DEVICE, until it is released
+        # of a tensor whose home is not DEVICE, until it is released
+        self.device_copy: DeviceCopy | None = None
         self.leaving: Move | None = None  # the write-back in flight, or the failed one
 
     def check_range(self, offset: int, buffer: torch.Tensor) -> NvmeHome:
-        """Returns its home on NVME. Raises ValueError for a range outside the entry or one that O_DIRECT would refuse."""
+        """Returns its home on NVME. Raises ValueError for a range outside the entry or one that
+        O_DIRECT would refuse."""
         home = self.nvme_home()
         length = buffer.numel()
         address = buffer.data_ptr()
         if offset < 0 or offset + length > home.num_bytes:
-            raise ValueError(f"bytes {offset} to {offset + length} lie outside {self.name!r} ({home.num_bytes} bytes)")
+            raise ValueError(
+                f"bytes {offset} to {offset + length} lie outside {self.name!r} ({home.num_bytes} "
+                "bytes)"
+            )
         self._check_bytes(buffer)
         if offset % ALIGNMENT or length % ALIGNMENT or address % ALIGNMENT:
             raise ValueError(
-                f"{self.name!r}: offset {offset}, length {length} and address {address:#x} must be multiples of "
+                f"{self.name!r}: offset {offset}, length {length} and address {address:#x} must be "
+                "multiples of "
                 f"{ALIGNMENT}; odd ranges pass through a Bounce"
             )
         return home
 
     def check_blocks(self, offsets: Numbers, block_bytes: int, into: torch.Tensor) -> NvmeHome:
-        """As `check_range`, for equal blocks that are read into consecutive memory. numpy checks all blocks at once."""
+        """As `check_range`, for equal blocks that are read into consecutive memory. numpy checks
+        all blocks at once."""
         home = self.nvme_home()
         address = into.data_ptr()
         num_bytes = len(offsets) * block_bytes
         if offsets.dtype != np.int64 or offsets.ndim != 1:
-            raise ValueError(f"{self.name!r}: offsets are a flat int64 array, not {offsets.ndim}-d {offsets.dtype}")
+            raise ValueError(
+                f"{self.name!r}: offsets are a flat int64 array, not {offsets.ndim}-d "
+                f"{offsets.dtype}"
+            )
         if block_bytes <= 0 or block_bytes % ALIGNMENT or address % ALIGNMENT:
             raise ValueError(
-                f"{self.name!r}: blocks of {block_bytes} bytes at address {address:#x}; both must be multiples of {ALIGNMENT}"
+                f"{self.name!r}: blocks of {block_bytes} bytes at address {address:#x}; both must "
+                f"be multiples of {ALIGNMENT}"
             )
         self._check_bytes(into)
         if into.numel() != num_bytes:
             raise ValueError(
-                f"{self.name!r}: {len(offsets)} blocks of {block_bytes} bytes need a buffer of {num_bytes}, not {into.numel()}"
+                f"{self.name!r}: {len(offsets)} blocks of {block_bytes} bytes need a buffer of "
+                f"{num_bytes}, not {into.numel()}"
             )
         first, last = (int(offsets.min()), int(offsets.max())) if num_bytes else (0, -block_bytes)
         if first < 0 or last + block_bytes > home.num_bytes:
             raise ValueError(
-                f"blocks at {first} to {last + block_bytes} lie outside {self.name!r} ({home.num_bytes} bytes)"
+                f"blocks at {first} to {last + block_bytes} lie outside {self.name!r} "
+                f"({home.num_bytes} bytes)"
             )
         if int(np.bitwise_or.reduce(offsets)) % ALIGNMENT:
             odd = int(offsets[offsets % ALIGNMENT != 0][0])
@@ -489,7 +583,9 @@ class Entry:
     def nvme_home(self) -> NvmeHome:
         """Returns its home on NVME. Raises RuntimeError when its home is another tier."""
         if self.nvme is None:
-            raise RuntimeError(f"{self.name!r} rests on {self.home.name}: there is no file to read or write")
+            raise RuntimeError(
+                f"{self.name!r} rests on {self.home.name}: there is no file to read or write"
+            )
         return self.nvme
 
     def tensor(self, slot: Slot) -> torch.Tensor:
@@ -504,10 +600,12 @@ class Entry:
         self.state = EntryState.PRESENT
 
     def exchange(self, slot: Slot) -> Slot:
-        """PRESENT -> PRESENT: another slot becomes the home of an entry on HOST. Returns the one before."""
+        """PRESENT -> PRESENT: another slot becomes the home of an entry on HOST. Returns the one
+        before."""
         if self.home is not Tier.HOST or self.slot is None or slot.num_bytes != self.slot.num_bytes:
             raise ValueError(
-                f"{self.name!r} of {self.num_bytes} bytes on {self.home.name} cannot rest in {slot.num_bytes} bytes of HOST"
+                f"{self.name!r} of {self.num_bytes} bytes on {self.home.name} cannot rest in "
+                f"{slot.num_bytes} bytes of HOST"
             )
         self.slot, before = slot, self.slot
         return before
@@ -560,7 +658,9 @@ class Entry:
         """Raises RuntimeError, naming both states, unless the entry is in an allowed state."""
         if self.state not in allowed:
             names = " or ".join(state.name for state in allowed)
-            raise RuntimeError(f"{self.name!r} is {self.state.name}; only what is {names} can be {wish}")
+            raise RuntimeError(
+                f"{self.name!r} is {self.state.name}; only what is {names} can be {wish}"
+            )
 
     def check_written(self, freeze: int) -> None:
         """Raises OSError when the last write of bytes that a freeze holds failed."""
@@ -569,12 +669,14 @@ class Entry:
         for start, stop, _ in self.nvme.slots.lost(freeze) if self.nvme is not None else ():
             raise OSError(
                 errno.EIO,
-                f"bytes {start} to {stop} of {self.name!r} are lost: the last write of them failed. Write them again, or drop "
+                f"bytes {start} to {stop} of {self.name!r} are lost: the last write of them "
+                "failed. Write them again, or drop "
                 "the entry, before it is frozen",
             )
 
     def give_up(self) -> Slot | None:
-        """Drops the entry: frees its extents, and returns the slot of memory that the store must free, if any."""
+        """Drops the entry: frees its extents, and returns the slot of memory that the store must
+        free, if any."""
         slot = self.slot
         self.slot = None
         if self.nvme is not None:
@@ -582,14 +684,16 @@ class Entry:
         return slot if self.owns_slot else None
 
     def to_device(self, move: Move, device: torch.device) -> Move:
-        """The copy on a device of a tensor that `move` brings to HOST memory; the move itself when its home is DEVICE."""
+        """The copy on a device of a tensor that `move` brings to HOST memory; the move itself when
+        its home is DEVICE."""
         if self.home is Tier.DEVICE:
             return move
         self.device_copy = self.device_copy or DeviceCopy(move, device)
         return self.device_copy
 
     def end_device_copy(self, is_dirty: bool) -> None:
-        """Before a release: ends the copy on the device, if there is one, and brings its changes to HOST memory. Blocks."""
+        """Before a release: ends the copy on the device, if there is one, and brings its changes to
+        HOST memory. Blocks."""
         copy = self.device_copy
         self.device_copy = None
         if copy is not None:
@@ -597,4 +701,6 @@ class Entry:
 
     def _check_bytes(self, buffer: torch.Tensor) -> None:
         if buffer.dtype != torch.uint8 or not buffer.is_contiguous():
-            raise ValueError(f"{self.name!r}: a buffer is a contiguous uint8 tensor, not {buffer.dtype}")
+            raise ValueError(
+                f"{self.name!r}: a buffer is a contiguous uint8 tensor, not {buffer.dtype}"
+            )

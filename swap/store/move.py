@@ -1,8 +1,9 @@
 """Move: transfers in flight, as a value.
 
-A Move owns the buffers of its bytes until they have arrived. `wait()` returns when they have, and raises the error if they
-have not. A Move may follow another one (`Later`): a fetch of bytes that are still being written starts when that write has
-ended, in the first thread that calls one of its methods. If the write failed, the fetch fails with the write's error.
+A Move owns the buffers of its bytes until they have arrived. `wait()` returns when they have, and
+raises the error if they have not. A Move may follow another one (`Later`): a fetch of bytes that
+are still being written starts when that write has ended, in the first thread that calls one of its
+methods. If the write failed, the fetch fails with the write's error.
 
     later --(the other move has ended)--> moving --(a thread asks the queue)--> arrived | failed | cancelled
 """
@@ -26,15 +27,18 @@ _GLANCE_S = 1e-3  # seconds to wait for one move before looking at the others
 def wait_for_any(moves: Sequence[Move]) -> None:
     """Blocks until one of the moves has ended, with or without error.
 
-    The first one's transfers become urgent, as in `wait`. The others are checked every millisecond, because one call cannot
-    wait for several queues. Errors are raised by each move's own `wait`, not here.
+    The first one's transfers become urgent, as in `wait`. The others are checked every millisecond,
+    because one call cannot wait for several queues. Errors are raised by each move's own `wait`,
+    not here.
     """
     start_ns = 0
     while True:
         for move in moves:
             if move.is_done():
                 if start_ns:
-                    move._queue.recorder.add("wait", move.name, start_ns, max(start_ns, move._answered_ns))
+                    move._queue.recorder.add(
+                        "wait", move.name, start_ns, max(start_ns, move._answered_ns)
+                    )
                 return
         start_ns = start_ns or time.monotonic_ns()
         moves[0]._glance(_GLANCE_S if len(moves) > 1 else None)
@@ -52,16 +56,17 @@ class Move:
     """One or several transfers that end together. Thread-safe.
 
     Args:
-        queue: the queues that have the transfers; must outlive the move. Their recorder receives the times of transfers and
-            waits.
-        transfers: their tag in the queues, or those to submit later; their memory is inside `owns`. None: there are none, and
-            the move is done at once.
+        queue: the queues that have the transfers; must outlive the move. Their recorder receives
+            the times of transfers and waits.
+        transfers: their tag in the queues, or those to submit later; their memory is inside `owns`.
+            None: there are none, and the move is done at once.
         owns: objects that must stay alive until the end (slots, tensors); `wait` returns it.
         name: the name in events and errors.
         is_write: whether the transfers are writes.
-        on_end: called with whether the bytes have arrived, before any `wait` returns: once, and again after an interrupt.
-        check: called once before on_end, if the bytes have arrived and the move is not cancelled. If it returns an error, the
-            move fails with that error.
+        on_end: called with whether the bytes have arrived, before any `wait` returns: once, and
+            again after an interrupt.
+        check: called once before on_end, if the bytes have arrived and the move is not cancelled.
+            If it returns an error, the move fails with that error.
     """
 
     def __init__(
@@ -79,20 +84,25 @@ class Move:
         self._queue = queue
         self._owns = owns
         self._tag = transfers if isinstance(transfers, int) else None
-        self._later = transfers if isinstance(transfers, Later) else None  # None once they are submitted
+        # None once they are submitted
+        self._later = transfers if isinstance(transfers, Later) else None
         self._on_end = on_end
         self._check = check
         self._is_done = False
-        self._answered_ns = 0  # time of the queue's answer; a check after it does not count as waiting
-        self._failure: OSError | None = None  # `wait` raises a copy, because a raised exception keeps its frames alive
+        # time of the queue's answer; a check after it does not count as waiting
+        self._answered_ns = 0
+        # `wait` raises a copy, because a raised exception keeps its frames alive
+        self._failure: OSError | None = None
         self._result: Any = owns
-        # Held by the thread that asks the queue; taken before the store's lock. An interrupt may leave it to this thread.
+        # Held by the thread that asks the queue; taken before the store's lock. An interrupt may
+        # leave it to this thread.
         self._lock = threading.RLock()
         if transfers is None:
             self._end()
 
     def wait(self) -> Any:
-        """Blocks until the bytes have arrived and returns what the move owns. Raises OSError; safe to call again."""
+        """Blocks until the bytes have arrived and returns what the move owns. Raises OSError; safe
+        to call again."""
         if not self._is_done:
             with self._lock:
                 self._wait()
@@ -101,7 +111,8 @@ class Move:
         return self._result
 
     def outcome(self) -> OSError | None:
-        """Blocks as `wait` and returns its error instead of raising it; None also when the move was cancelled."""
+        """Blocks as `wait` and returns its error instead of raising it; None also when the move was
+        cancelled."""
         try:
             self.wait()
         except OSError as error:
@@ -109,9 +120,11 @@ class Move:
         return None
 
     def is_done(self) -> bool:
-        """Whether `wait` would return or raise at once; False while another thread waits. Does not wait for the disk.
+        """Whether `wait` would return or raise at once; False while another thread waits. Does not
+        wait for the disk.
 
-        It submits the transfers if the preceding move has ended, and runs `check` if the bytes have arrived.
+        It submits the transfers if the preceding move has ended, and runs `check` if the bytes have
+        arrived.
         """
         self._glance(0.0)
         return self._is_done
@@ -147,7 +160,8 @@ class Move:
     def cancel(self) -> None:
         """Drops transfers that have not started and waits for the others. Never raises OSError.
 
-        Afterwards `wait` raises ECANCELED, unless the bytes had arrived and need no check. The preceding move continues.
+        Afterwards `wait` raises ECANCELED, unless the bytes had arrived and need no check. The
+        preceding move continues.
         """
         if self._is_done:
             return
@@ -155,10 +169,15 @@ class Move:
         with self._lock:
             if self._is_done:
                 return
-            if self._check is not None:  # skip the check, and fail, so that no caller uses unverified bytes
-                self._check = lambda: OSError(errno.ECANCELED, f"{self.name!r} was cancelled before it was verified")
+            # skip the check, and fail, so that no caller uses unverified bytes
+            if self._check is not None:
+                self._check = lambda: OSError(
+                    errno.ECANCELED, f"{self.name!r} was cancelled before it was verified"
+                )
             if self._tag is None:
-                self._end(OSError(errno.ECANCELED, f"{self.name!r} was cancelled before it started"))
+                self._end(
+                    OSError(errno.ECANCELED, f"{self.name!r} was cancelled before it started")
+                )
                 return
             self._drop()
             self._ask(timeout_s=None)
@@ -188,7 +207,8 @@ class Move:
             self._lock.release()
 
     def _start(self) -> bool:
-        """Whether the transfers are submitted. Submits them if the preceding move succeeded; fails with its error if not."""
+        """Whether the transfers are submitted. Submits them if the preceding move succeeded; fails
+        with its error if not."""
         if self._later is None:
             return True
         after, ops, priority = self._later
@@ -201,7 +221,12 @@ class Move:
             self._tag = self._queue.submit(ops, priority)
             self._later = None
         except OSError as error:
-            self._end(OSError(error.errno or errno.EIO, f"{self.name!r} could not be started: {error.strerror}"))
+            self._end(
+                OSError(
+                    error.errno or errno.EIO,
+                    f"{self.name!r} could not be started: {error.strerror}",
+                )
+            )
             return False
         return True
 
@@ -215,7 +240,9 @@ class Move:
         try:
             answer = self._queue.wait(self._tag, timeout_s)
         except OSError as error:
-            self._end(OSError(error.errno or errno.EIO, f"{self.name!r} was under way: {error.strerror}"))
+            self._end(
+                OSError(error.errno or errno.EIO, f"{self.name!r} was under way: {error.strerror}")
+            )
             return
         if answer is not None:
             self._finish(answer)
@@ -224,8 +251,12 @@ class Move:
         self._answered_ns = time.monotonic_ns()
         if answer.started_ns:
             lane = "write" if self.is_write else "read"
-            self._queue.recorder.add(lane, self.name, answer.started_ns, answer.finished_ns, answer.num_bytes)
-        self._end(self._queue.error_of(answer) or (self._check() if self._check is not None else None))
+            self._queue.recorder.add(
+                lane, self.name, answer.started_ns, answer.finished_ns, answer.num_bytes
+            )
+        self._end(
+            self._queue.error_of(answer) or (self._check() if self._check is not None else None)
+        )
 
     def _end(self, failure: OSError | None = None) -> None:
         """Ends the move. After an interrupt the queue is asked again, and this is done again."""

@@ -1,8 +1,10 @@
-"""Place: a byte range of an entry where it rests and where it is in memory; the transfers of reads and writes.
+"""Place: a byte range of an entry where it rests and where it is in memory; the transfers of reads
+and writes.
 
-TileRanges are the places that a tile is read from and written to in one run of a step program after the other. The program
-makes these transfers by itself (program.py). Its tiles are the same in every step, and rest in few slots, so that a transfer is
-described once for each choice of slots, and a checksummed piece once.
+TileRanges are the places that a tile is read from and written to in one run of a step program after
+the other. The program makes these transfers by itself (program.py). Its tiles are the same in every
+step, and rest in few slots, so that a transfer is described once for each choice of slots, and a
+checksummed piece once.
 """
 
 from __future__ import annotations
@@ -42,8 +44,11 @@ class EntryPlace(NamedTuple):
         return self.home.targets(self.start, self.stop, is_apart)
 
 
-def places_of(entries: Mapping[str, Entry], ranges: Iterable[tuple[str, int, torch.Tensor]]) -> list[EntryPlace]:
-    """The places of byte ranges: the name of an entry, an offset in it, a buffer. Raises ValueError as `Entry.check_range`.
+def places_of(
+    entries: Mapping[str, Entry], ranges: Iterable[tuple[str, int, torch.Tensor]]
+) -> list[EntryPlace]:
+    """The places of byte ranges: the name of an entry, an offset in it, a buffer. Raises ValueError
+    as `Entry.check_range`.
 
     The caller of this and of what follows holds the store's lock.
     """
@@ -88,9 +93,14 @@ class WritePlan:
             home.slots.lose(part)
 
 
-def changing(targets: Sequence[tuple[NvmeHome, SlotPart]], name: str) -> contextlib.AbstractContextManager[None]:
-    """Announces to observers (`durable.watch`) a write that changes the current slot of some bytes."""
-    if durable.is_watched() and any(home.slots.current(part.start, part.stop) != [part] for home, part in targets):
+def changing(
+    targets: Sequence[tuple[NvmeHome, SlotPart]], name: str
+) -> contextlib.AbstractContextManager[None]:
+    """Announces to observers (`durable.watch`) a write that changes the current slot of some
+    bytes."""
+    if durable.is_watched() and any(
+        home.slots.current(part.start, part.stop) != [part] for home, part in targets
+    ):
         return durable.step("slot", name)
     return contextlib.nullcontext()
 
@@ -115,7 +125,8 @@ class TileTransfers:
         self.plan = plan
 
     def set_kept(self, address: int) -> None:
-        """Sets where memory has the bytes of late reads, one behind the other; 0: it does not have them."""
+        """Sets where memory has the bytes of late reads, one behind the other; 0: it does not have
+        them."""
         for row, place in self.late:
             row.kept = ffi.cast("void *", address + place if address else 0)
 
@@ -129,7 +140,11 @@ class Plans:
     """
 
     def __init__(
-        self, entries: Mapping[str, Entry], sums: Sums, held: Resources, lock: AbstractContextManager[object]
+        self,
+        entries: Mapping[str, Entry],
+        sums: Sums,
+        held: Resources,
+        lock: AbstractContextManager[object],
     ) -> None:
         self.entries = entries
         self.sums = sums
@@ -141,16 +156,21 @@ class Plans:
         self._held.check_usable()
 
     def check_writable(self) -> None:
-        """Before plans of writes: raises as `check_usable`, and OSError (ENODATA) when a file has been truncated."""
+        """Before plans of writes: raises as `check_usable`, and OSError (ENODATA) when a file has
+        been truncated."""
         self.check_usable()
         self._held.files.check_whole()
 
     def queues(self) -> Queues:
-        """The store's queues; opens them first if need be. The caller holds the lock. Raises OSError."""
+        """The store's queues; opens them first if need be. The caller holds the lock. Raises
+        OSError."""
         return self._held.queues()
 
-    def note(self, plan: WritePlan, name: str, has_failed: bool, written: Sequence[WrittenBytes] = ()) -> None:
-        """Notes that the writes of a plan have been made, or that they failed, and the checksums of writes apart."""
+    def note(
+        self, plan: WritePlan, name: str, has_failed: bool, written: Sequence[WrittenBytes] = ()
+    ) -> None:
+        """Notes that the writes of a plan have been made, or that they failed, and the checksums of
+        writes apart."""
         with self.lock, changing(plan.targets, name):
             self.sums.keep(written)
             plan.begin()
@@ -159,14 +179,18 @@ class Plans:
 
 
 class TileRanges:
-    """The ranges of one tile. `renew` begins another run; what it sets belongs to that run until the next `renew`.
+    """The ranges of one tile. `renew` begins another run; what it sets belongs to that run until
+    the next `renew`.
 
-    Transfers are kept for each choice of slots. Before plans of writes, the caller calls `Plans.check_writable`.
+    Transfers are kept for each choice of slots. Before plans of writes, the caller calls
+    `Plans.check_writable`.
 
     Args:
         plans: of the store.
-        early, late, writes: the ranges; `early` and `late` are read. Their buffers are not kept alive.
-        is_apart: the bytes that are replaced can be read until `Plans.note`. Without `note` they stay.
+        early, late, writes: the ranges; `early` and `late` are read. Their buffers are not kept
+            alive.
+        is_apart: the bytes that are replaced can be read until `Plans.note`. Without `note` they
+            stay.
 
     Raises ValueError as `Entry.check_range`.
     """
@@ -192,14 +216,19 @@ class TileRanges:
         reads = [*early, *late]
         plans.check_usable()
         with plans.lock:
-            self._reads, self._writes = places_of(plans.entries, reads), places_of(plans.entries, writes)
+            self._reads, self._writes = (
+                places_of(plans.entries, reads),
+                places_of(plans.entries, writes),
+            )
             self._ranges = list(dict.fromkeys(place[:3] for place in self._reads + self._writes))
             names = dict.fromkeys(name for name, _, _ in (*reads, *writes))
             self._tables = [(name, plans.sums.of(name)) for name in names]
             self._read, self._written = plans.sums.pieces_of(reads), plans.sums.pieces_of(writes)
         self.written = [WrittenBytes(each, each.new_crcs()) for each in self._written if is_apart]
         into = [each.crcs for each in self.written] if is_apart else [None] * len(self._written)
-        self.sums = join_rows([each.summed(crcs) for each, crcs in zip(self._written, into, strict=True)])
+        self.sums = join_rows(
+            [each.summed(crcs) for each, crcs in zip(self._written, into, strict=True)]
+        )
         self.expected, self.checks = [], join_rows([])
 
     @property
@@ -211,7 +240,8 @@ class TileRanges:
         return all(table_of(name) is table for name, table in self._tables)
 
     def renew(self) -> None:
-        """Notes where the bytes are now, and their checksums. Raises NoSlotError and OSError as a write does."""
+        """Notes where the bytes are now, and their checksums. Raises NoSlotError and OSError as a
+        write does."""
         plans = self._plans
         with plans.lock:
             queues = plans.queues() if self._ranges else None

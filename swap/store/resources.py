@@ -20,10 +20,12 @@ from tiermem.swap.store.move import Move
 
 
 class Resources:
-    """The system resources of a store: memory and files from the start, queues from the first transfer on.
+    """The system resources of a store: memory and files from the start, queues from the first
+    transfer on.
 
-    It is a separate object so that `weakref.finalize` can close it when the program drops the store without closing it. The
-    store's lock guards it. The arguments are those of TensorStore. Raises OSError and ValueError; then it holds nothing.
+    It is a separate object so that `weakref.finalize` can close it when the program drops the store
+    without closing it. The store's lock guards it. The arguments are those of TensorStore. Raises
+    OSError and ValueError; then it holds nothing.
     """
 
     def __init__(
@@ -55,7 +57,8 @@ class Resources:
         self._io = io
         self._faults = tuple(faults)
         self._recorder = recorder
-        self._past = [add_counters([]) for _ in self.files.segments]  # counters of closed queues, per path
+        # counters of closed queues, per path
+        self._past = [add_counters([]) for _ in self.files.segments]
 
     def __del__(self) -> None:
         """Closes them, if an interrupt came before their store could."""
@@ -69,7 +72,8 @@ class Resources:
             raise RuntimeError("this store is closed")
 
     def queues(self) -> Queues:
-        """Returns the queues. Opens them first if need be, and registers the memory carved so far. Raises OSError."""
+        """Returns the queues. Opens them first if need be, and registers the memory carved so far.
+        Raises OSError."""
         if self.open_queues is None:
             regions = self.arena.regions
             files = self.files.by_descriptor()
@@ -96,7 +100,9 @@ class Resources:
         queues = self.open_queues
         paths = tuple(
             PathStats(s.facts.path, weight, count.read_bytes, count.written_bytes, s.used_bytes)
-            for s, weight, count in zip(self.files.segments, self.files.weights, self._counters(queues), strict=True)
+            for s, weight, count in zip(
+                self.files.segments, self.files.weights, self._counters(queues), strict=True
+            )
         )
         why = "no transfer has been made yet"
         if queues:
@@ -118,9 +124,11 @@ class Resources:
         self.keeps_files = keep
 
     def close(self) -> None:
-        """Closes programs, queues, memory and files, in this order: no transfer may outlive its memory or its file."""
+        """Closes programs, queues, memory and files, in this order: no transfer may outlive its
+        memory or its file."""
         self.is_closed = True
-        with contextlib.ExitStack() as closing:  # the last one first; an error does not keep the others open
+        # the last one first; an error does not keep the others open
+        with contextlib.ExitStack() as closing:
             closing.callback(self.files.close, self.keeps_files)
             closing.callback(self.arena.close)
             closing.callback(self.end_queues)
@@ -130,7 +138,9 @@ class Resources:
     def _counters(self, queues: Queues | None) -> list[Counters]:
         if queues is None:
             return self._past
-        return [add_counters(pair) for pair in zip(self._past, queues.counters_by_path(), strict=True)]
+        return [
+            add_counters(pair) for pair in zip(self._past, queues.counters_by_path(), strict=True)
+        ]
 
 
 class UnderWay:
@@ -140,7 +150,8 @@ class UnderWay:
     """
 
     def __init__(self) -> None:
-        self._entries: dict[Move, tuple[Entry, ...]] = {}  # the entries that each move reads or writes
+        # the entries that each move reads or writes
+        self._entries: dict[Move, tuple[Entry, ...]] = {}
 
     def add(self, move: Move, entries: tuple[Entry, ...]) -> None:
         """Keeps a move until it has ended; keeps a failed write until `forget`."""
@@ -157,7 +168,11 @@ class UnderWay:
 
     def unfinished(self, is_write: bool | None = None) -> list[Move]:
         """Returns moves in flight: writes, reads, or with None both."""
-        return [move for move in self._entries if is_write in (None, move.is_write) and not move.is_done()]
+        return [
+            move
+            for move in self._entries
+            if is_write in (None, move.is_write) and not move.is_done()
+        ]
 
     def forget(self, moves: Iterable[Move]) -> None:
         """Drops moves; the caller raises their errors."""

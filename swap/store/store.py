@@ -1,4 +1,5 @@
-"""TensorStore: named tensors that rest on a home tier; callers fetch them before use and release them after.
+"""TensorStore: named tensors that rest on a home tier; callers fetch them before use and release
+them after.
 
     with TensorStore(paths=["/mnt/nvme0"], host_bytes=2 << 30) as store:
         store.put("layers.3", weights, home=Tier.NVME)
@@ -11,20 +12,23 @@
     freeze        syncs all bytes on NVMe and keeps them unchanged until `thaw`
     settle        waits for writes                              close     ends all transfers and frees everything
 
-entry.py has the state diagram of an entry. An entry whose home is HOST or DEVICE is always PRESENT: fetching it returns the
-home itself. `fetch(to=Tier.DEVICE)` brings a tensor of any home to the accelerator's memory, until its release. Callers with
-buffers of their own (step programs) use byte ranges and order their transfers themselves. The store knows no module,
-gradient, rank or optimizer.
+entry.py has the state diagram of an entry. An entry whose home is HOST or DEVICE is always PRESENT:
+fetching it returns the home itself. `fetch(to=Tier.DEVICE)` brings a tensor of any home to the
+accelerator's memory, until its release. Callers with buffers of their own (step programs) use byte
+ranges and order their transfers themselves. The store knows no module, gradient, rank or optimizer.
 
-A freeze needs a sync and copies no byte. Until the thaw, writes do not overwrite frozen bytes; they go to other slots (see
-`num_slots`). `close` removes the files, unless `keep_files` was called: a run that saved keeps its store's files.
+A freeze needs a sync and copies no byte. Until the thaw, writes do not overwrite frozen bytes; they
+go to other slots (see `num_slots`). `close` removes the files, unless `keep_files` was called: a
+run that saved keeps its store's files.
 
-With several paths, entries are divided by weight (passes.py), and each path has its own queue (queue.py): a slow, full or
-failing path does not affect the others. After a transfer error the store remains usable. An entry whose write failed is LOST,
-and fetching or freezing it raises the error; other entries do not change.
+With several paths, entries are divided by weight (passes.py), and each path has its own queue
+(queue.py): a slow, full or failing path does not affect the others. After a transfer error the
+store remains usable. An entry whose write failed is LOST, and fetching or freezing it raises the
+error; other entries do not change.
 
-There are two kinds of lock. A thread holds a move's lock while it waits for the move. A thread holds the store's lock briefly,
-and takes it last. The store never waits for a move while it holds its own lock.
+There are two kinds of lock. A thread holds a move's lock while it waits for the move. A thread
+holds the store's lock briefly, and takes it last. The store never waits for a move while it holds
+its own lock.
 """
 
 from __future__ import annotations
@@ -65,22 +69,25 @@ class TensorStore(AbstractContextManager["TensorStore"]):
     """Named tensors on DEVICE, HOST and NVME, moved by one queue for each path. Thread-safe.
 
     Args:
-        paths: folders on NVMe file systems, one or several; empty when no tensor rests on NVME. Several paths without weights
-            are measured first, which blocks for less than a second.
-        host_bytes: budget of HOST memory in bytes. A request beyond it raises BudgetError with the arithmetic.
+        paths: folders on NVMe file systems, one or several; empty when no tensor rests on NVME.
+            Several paths without weights are measured first, which blocks for less than a second.
+        host_bytes: budget of HOST memory in bytes. A request beyond it raises BudgetError with the
+            arithmetic.
         io: engine, block size and depth of each path's queue.
         disk_bytes: most bytes on all paths together; None: no bound but the disks'.
         device: the device of the tier DEVICE; default: the CPU, that is this process's own memory.
         link_bytes: the part of host_bytes for copies to and from the accelerator; `settle` pins it.
         faults: faults that the fault-injecting engine produces, for tests.
-        num_slots: most extents of an entry on NVME: one more than the number of freezes held while it is written.
+        num_slots: most extents of an entry on NVME: one more than the number of freezes held while
+            it is written.
         run: the name of the run's folders; None: a new name.
 
-    `close` removes the store's files, unless they are to be kept, and no other file. A forked child cannot use or delete the
-    store.
+    `close` removes the store's files, unless they are to be kept, and no other file. A forked child
+    cannot use or delete the store.
 
     Raises:
-        ValueError: host_bytes or num_slots is not positive, a path is listed twice, or only some paths have weights.
+        ValueError: host_bytes or num_slots is not positive, a path is listed twice, or only some
+            paths have weights.
         OSError: a path is missing, not writable or too full.
     """
 
@@ -107,14 +114,19 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         self._entries: dict[str, Entry] = {}
         self._under_way = UnderWay()
         self._is_starting = False  # a transfer has no owner yet
-        self._frozen: dict[int, list[NvmeHome]] = {}  # by the freeze's number; dropped entries included
+        # by the freeze's number; dropped entries included
+        self._frozen: dict[int, list[NvmeHome]] = {}
         self._freeze_numbers = itertools.count(1)
         self._lock = threading.RLock()  # guards the entries and everything above
         self._owner = os.getpid()
         settings = io or IoSettings()
-        self._no_queues = Queues({}, settings, recorder=self.recorder)  # for moves without transfers
-        self._held = Resources(paths, host_bytes, disk_bytes, self.run, settings, link_bytes, faults, self.recorder)
-        self._finalizer = weakref.finalize(self, self._held.close)  # for a program that drops the store without `close`
+        # for moves without transfers
+        self._no_queues = Queues({}, settings, recorder=self.recorder)
+        self._held = Resources(
+            paths, host_bytes, disk_bytes, self.run, settings, link_bytes, faults, self.recorder
+        )
+        # for a program that drops the store without `close`
+        self._finalizer = weakref.finalize(self, self._held.close)
         self.arena = self._held.arena
         self._files = self._held.files
         self.programs = self._held.programs
@@ -127,7 +139,7 @@ class TensorStore(AbstractContextManager["TensorStore"]):
     def __contains__(self, name: str) -> bool:
         return name in self._entries
 
-    # ---- homes -----------------------------------------------------------------------------------------------------
+    # ---- homes -----------------------------------------------------------------------------------
 
     def reserve(
         self,
@@ -140,10 +152,12 @@ class TensorStore(AbstractContextManager["TensorStore"]):
     ) -> None:
         """Takes space for a tensor at its home; its content is undefined.
 
-        is_durable: whether freezes include it when it rests on NVME; a tensor that is not durable has one slot.
+        is_durable: whether freezes include it when it rests on NVME; a tensor that is not durable
+            has one slot.
         crosses_link: whether a tensor on HOST is copied to the accelerator and back.
 
-        Raises ValueError for a name that exists, BudgetError, OSError (ENOSPC) or, for DEVICE, torch's OutOfMemoryError.
+        Raises ValueError for a name that exists, BudgetError, OSError (ENOSPC) or, for DEVICE,
+        torch's OutOfMemoryError.
         """
         self._check_usable()
         with self._lock:
@@ -152,22 +166,28 @@ class TensorStore(AbstractContextManager["TensorStore"]):
             nvme = None
             if home is Tier.NVME:
                 num_bytes = dtype.itemsize * math.prod(shape)
-                nvme = NvmeHome(self._files, num_bytes, self.num_slots if is_durable else 1, is_durable)
+                nvme = NvmeHome(
+                    self._files, num_bytes, self.num_slots if is_durable else 1, is_durable
+                )
             entry = self._entries[name] = Entry(name, home, dtype, shape, nvme)
         try:
             if home is Tier.DEVICE:
                 entry.occupy(self.on_device.take(name, entry.padded_bytes))
             elif home is Tier.HOST:
-                entry.occupy(self._take(entry.num_bytes, f"{name!r}, resting on HOST,", crosses_link))
+                entry.occupy(
+                    self._take(entry.num_bytes, f"{name!r}, resting on HOST,", crosses_link)
+                )
         except BaseException:
             self.drop(name)
             raise
 
     def reserve_disk(self, num_bytes: int, why: str = "") -> ExitStack:
-        """Preallocates NVME space for all slots of later entries, divided over the paths by weight within their caps.
+        """Preallocates NVME space for all slots of later entries, divided over the paths by weight
+        within their caps.
 
-        Closing what it returns gives that space back, if nothing was stored since. why: a sentence about the size, for the
-        error. Raises OSError (ENOSPC) with the arithmetic; then no space is taken.
+        Closing what it returns gives that space back, if nothing was stored since. why: a sentence
+        about the size, for the error. Raises OSError (ENOSPC) with the arithmetic; then no space is
+        taken.
         """
         self._check_usable()
         with self._lock:
@@ -183,7 +203,8 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         return self._entries[name].home
 
     def drop(self, name: str) -> None:
-        """Removes a tensor and frees its home. Cancels its fetch and write-back; waits for byte ranges in flight.
+        """Removes a tensor and frees its home. Cancels its fetch and write-back; waits for byte
+        ranges in flight.
 
         Bytes that a freeze holds stay until the thaw.
         """
@@ -203,13 +224,14 @@ class TensorStore(AbstractContextManager["TensorStore"]):
             if slot is not None:
                 (self.on_device if entry.home is Tier.DEVICE else self.arena).give_back(slot)
 
-    # ---- entries -------------------------------------------------------------------------------------------------
+    # ---- entries ---------------------------------------------------------------------------------
 
     def put(self, name: str, tensor: torch.Tensor, home: Tier) -> Move:
-        """Copies a tensor to its home. On return `tensor` may change; the write to NVME continues in the background.
+        """Copies a tensor to its home. On return `tensor` may change; the write to NVME continues
+        in the background.
 
-        Blocks for write-backs when the budget has no room for the copy. Raises BudgetError or OSError; then the store has
-        no entry of that name.
+        Blocks for write-backs when the budget has no room for the copy. Raises BudgetError or
+        OSError; then the store has no entry of that name.
         """
         self.reserve(name, tensor.shape, tensor.dtype, home)
         entry = self._entries[name]
@@ -225,33 +247,44 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         assert move is not None
         return move
 
-    def fetch(self, name: str, into: Slot | None = None, priority: int = NORMAL, *, to: Tier = Tier.HOST) -> Move:
-        """Starts reading a tensor into HOST memory; the Move's `wait()` returns it with its dtype and shape.
+    def fetch(
+        self, name: str, into: Slot | None = None, priority: int = NORMAL, *, to: Tier = Tier.HOST
+    ) -> Move:
+        """Starts reading a tensor into HOST memory; the Move's `wait()` returns it with its dtype
+        and shape.
 
-        With `to=Tier.DEVICE` its `wait()` returns a copy in the device's memory, which lasts until `release` (then the call may
-        block for the copy's end). A tensor whose home is DEVICE is itself returned.
+        With `to=Tier.DEVICE` its `wait()` returns a copy in the device's memory, which lasts until
+        `release` (then the call may block for the copy's end). A tensor whose home is DEVICE is
+        itself returned.
 
-        `into` lends a slot of at least the tensor's bytes rounded up to 4096; without it the store carves one. A tensor that is
-        PRESENT or COMING is not fetched again. Blocks only while the budget needs write-backs in flight to end. The Move of
-        an entry whose write-back failed fails with that error. Raises KeyError, BudgetError.
+        `into` lends a slot of at least the tensor's bytes rounded up to 4096; without it the store
+        carves one. A tensor that is PRESENT or COMING is not fetched again. Blocks only while the
+        budget needs write-backs in flight to end. The Move of an entry whose write-back failed
+        fails with that error. Raises KeyError, BudgetError.
         """
         self._check_usable()
         while True:
             try:
                 with self._lock:
                     move = self._fetch(self._entries[name], into, priority)
-                    return move if to is Tier.HOST else self._entries[name].to_device(move, self.device)
+                    return (
+                        move
+                        if to is Tier.HOST
+                        else self._entries[name].to_device(move, self.device)
+                    )
             except BudgetError:
                 if not self._await_some():
                     raise
 
     def release(self, name: str, dirty: bool = False) -> Move | None:
-        """Releases a fetched tensor; with `dirty` starts the write to its home and returns that Move.
+        """Releases a fetched tensor; with `dirty` starts the write to its home and returns that
+        Move.
 
-        Blocks only for the end of its copy on the device, if it has one; with `dirty` the copy's bytes go home.
+        Blocks only for the end of its copy on the device, if it has one; with `dirty` the copy's
+        bytes go home.
 
-        The caller may reuse memory lent by `into` at once after a clean release, and after the Move's end after a dirty one.
-        Raises RuntimeError when the tensor is not PRESENT.
+        The caller may reuse memory lent by `into` at once after a clean release, and after the
+        Move's end after a dirty one. Raises RuntimeError when the tensor is not PRESENT.
         """
         self._check_usable()
         self._entries[name].end_device_copy(dirty)
@@ -270,7 +303,8 @@ class TensorStore(AbstractContextManager["TensorStore"]):
             return None
 
     def view(self, name: str) -> torch.Tensor:
-        """Returns the home itself of a tensor on HOST or DEVICE; changes need no write-back. Raises RuntimeError on NVME."""
+        """Returns the home itself of a tensor on HOST or DEVICE; changes need no write-back. Raises
+        RuntimeError on NVME."""
         slot = self._slot_of(name)
         return self._entries[name].tensor(slot)
 
@@ -279,9 +313,11 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         return self._slot_of(name).tensor.data_ptr()
 
     def exchange(self, name: str, slot: Slot) -> Slot:
-        """Makes a slot of the arena the home of a tensor on HOST; returns the slot that was its home, which the caller owns.
+        """Makes a slot of the arena the home of a tensor on HOST; returns the slot that was its
+        home, which the caller owns.
 
-        The tensor has the bytes of the new slot from now on. Raises ValueError on another tier, and for another size.
+        The tensor has the bytes of the new slot from now on. Raises ValueError on another tier, and
+        for another size.
         """
         self._check_usable()
         with self._lock:
@@ -291,19 +327,25 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         """Whether a tensor is PRESENT, so that it may be released."""
         return self._entries[name].state is EntryState.PRESENT
 
-    # ---- byte ranges, for callers with buffers of their own ---------------------------------------------------------
+    # ---- byte ranges, for callers with buffers of their own --------------------------------------
 
-    def read(self, ranges: Sequence[Range], name: str, priority: int = NORMAL, is_checked: bool = True) -> Move:
-        """Starts reading entries on NVME into buffers, as one Move. Each range is (entry, byte offset, uint8 buffer).
+    def read(
+        self, ranges: Sequence[Range], name: str, priority: int = NORMAL, is_checked: bool = True
+    ) -> Move:
+        """Starts reading entries on NVME into buffers, as one Move. Each range is (entry, byte
+        offset, uint8 buffer).
 
-        Offsets, lengths and addresses are multiples of 4096 bytes. The Move owns the buffers until it has ended.
-        is_checked: whether pieces with a checksum are verified. Raises ValueError for ranges outside an entry or unaligned.
+        Offsets, lengths and addresses are multiples of 4096 bytes. The Move owns the buffers until
+        it has ended. is_checked: whether pieces with a checksum are verified. Raises ValueError for
+        ranges outside an entry or unaligned.
         """
         self._check_usable()
         with self._lock:
             entries = tuple(self._entries[entry_name] for entry_name, _, _ in ranges)
             ops = reads_of(places_of(self._entries, ranges))
-            check = self.sums.check_of(ranges, ops, self._files.by_descriptor) if is_checked else None
+            check = (
+                self.sums.check_of(ranges, ops, self._files.by_descriptor) if is_checked else None
+            )
             buffers = [buffer for _, _, buffer in ranges]
             if not ops:
                 return self._nothing_to_move(buffers, name)
@@ -314,9 +356,11 @@ class TensorStore(AbstractContextManager["TensorStore"]):
             return move
 
     def write(self, ranges: Sequence[Range], name: str, priority: int = BACKGROUND) -> Move:
-        """Starts writing buffers into entries on NVME, with ranges as in `read`. Blocks while it computes checksums.
+        """Starts writing buffers into entries on NVME, with ranges as in `read`. Blocks while it
+        computes checksums.
 
-        Raises NoSlotError when freezes hold all slots of a range, OSError (ENOSPC) when the disk has no space for another slot.
+        Raises NoSlotError when freezes hold all slots of a range, OSError (ENOSPC) when the disk
+        has no space for another slot.
         """
         self._check_usable()
         summed = self.sums.of_write(ranges)
@@ -332,10 +376,12 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         title: str | None = None,
         priority: int = NORMAL,
     ) -> Move:
-        """Starts reading blocks of equal size of one entry on NVME into consecutive places of a buffer, as one Move.
+        """Starts reading blocks of equal size of one entry on NVME into consecutive places of a
+        buffer, as one Move.
 
-        `offsets` is a flat int64 array of byte offsets. Offsets, block_bytes and the buffer's address are multiples of 4096.
-        It suits rows of an embedding: Python does no work per block. `title` names the Move. Checksums are not verified.
+        `offsets` is a flat int64 array of byte offsets. Offsets, block_bytes and the buffer's
+        address are multiples of 4096. It suits rows of an embedding: Python does no work per block.
+        `title` names the Move. Checksums are not verified.
         """
         self._check_usable()
         with self._lock:
@@ -344,28 +390,35 @@ class TensorStore(AbstractContextManager["TensorStore"]):
             blocks = home.blocks(offsets, block_bytes, into.data_ptr()) if len(offsets) else []
             return self._start((entry,), blocks, priority, into, title or name)
 
-    # ---- the store as a whole ---------------------------------------------------------------------------------------
+    # ---- the store as a whole --------------------------------------------------------------------
 
     @property
     def queues(self) -> Queues:
-        """The queues, one per path. The first transfer opens them and registers the memory carved so far. Raises OSError."""
+        """The queues, one per path. The first transfer opens them and registers the memory carved
+        so far. Raises OSError."""
         self._check_usable()
         with self._lock:
             return self._held.queues()
 
     def freeze(self) -> Freeze:
-        """Makes all durable entries on NVME durable: they are on the disk on return, and do not change there until the thaw.
+        """Makes all durable entries on NVME durable: they are on the disk on return, and do not
+        change there until the thaw.
 
-        It covers each durable entry as last given to `put`, `release(dirty=True)` or `write` before the call. Changes to a
-        PRESENT tensor that is not released yet are not included. Blocks for writes in flight and a sync. Other threads may
-        continue; their writes go to other slots.
+        It covers each durable entry as last given to `put`, `release(dirty=True)` or `write` before
+        the call. Changes to a PRESENT tensor that is not released yet are not included. Blocks for
+        writes in flight and a sync. Other threads may continue; their writes go to other slots.
 
-        Raises OSError when a write failed and was not repeated, or a sync fails; then nothing is frozen. The caller may retry
-        after a failed sync, except on buffered paths, where the kernel may have dropped the bytes.
+        Raises OSError when a write failed and was not repeated, or a sync fails; then nothing is
+        frozen. The caller may retry after a failed sync, except on buffered paths, where the kernel
+        may have dropped the bytes.
         """
         self._check_usable()
         with self._lock:
-            homes = {e: e.nvme for e in self._entries.values() if e.nvme is not None and e.nvme.is_durable}
+            homes = {
+                e: e.nvme
+                for e in self._entries.values()
+                if e.nvme is not None and e.nvme.is_durable
+            }
             number = next(self._freeze_numbers)
             parts = {entry.name: home.freeze(number) for entry, home in homes.items()}
             freeze = Freeze(number, tuple(segment.file for segment in self._files.segments), parts)
@@ -385,7 +438,8 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         return freeze
 
     def thaw(self, freeze: Freeze) -> None:
-        """Ends a freeze: bytes that no other freeze holds may be overwritten again. A second call does nothing."""
+        """Ends a freeze: bytes that no other freeze holds may be overwritten again. A second call
+        does nothing."""
         self.check_process()
         with durable.step("thaw", self.run.folder_name), self._lock:
             self._let_go(freeze)
@@ -395,11 +449,13 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         check_process(self._owner, "this store")
 
     def folders(self) -> tuple[Path, ...]:
-        """Returns the run's folder on each path. `close` also removes other files there whose names run_folder.py knows."""
+        """Returns the run's folder on each path. `close` also removes other files there whose names
+        run_folder.py knows."""
         return tuple(segment.folder for segment in self._files.segments)
 
     def settle(self) -> None:
-        """Waits for every write and raises the first error among them; pins and registers memory carved since. Blocks."""
+        """Waits for every write and raises the first error among them; pins and registers memory
+        carved since. Blocks."""
         self._check_usable()
         if is_accelerator(self.device):
             self.arena.pin(self.device)
@@ -412,7 +468,8 @@ class TensorStore(AbstractContextManager["TensorStore"]):
                 self._end_queues()
 
     def renew_host(self, host_bytes: int, link_bytes: int) -> None:
-        """Goes on with another budget of HOST memory (`Arena.renew`). Blocks for every transfer. Raises OSError."""
+        """Goes on with another budget of HOST memory (`Arena.renew`). Blocks for every transfer.
+        Raises OSError."""
         self._end_queues()
         self.arena.renew(host_bytes, link_bytes)
 
@@ -422,14 +479,17 @@ class TensorStore(AbstractContextManager["TensorStore"]):
             return self._held.stats()
 
     def keep_files(self, keep: bool = True) -> None:
-        """Sets whether the store's folders stay, without their lock file, when the store is closed or dropped unclosed."""
+        """Sets whether the store's folders stay, without their lock file, when the store is closed
+        or dropped unclosed."""
         self._held.keep_files(keep)
 
     def close(self, keep: bool = False) -> None:
-        """Ends every transfer, frees memory and removes the store's files. Blocks. Raises the first error of a write-back.
+        """Ends every transfer, frees memory and removes the store's files. Blocks. Raises the first
+        error of a write-back.
 
-        With `keep`, or after `keep_files`, the folders stay without their lock file and with the frozen bytes; other disk
-        space is given back. A second call does nothing, nor does a call in a forked child.
+        With `keep`, or after `keep_files`, the folders stay without their lock file and with the
+        frozen bytes; other disk space is given back. A second call does nothing, nor does a call in
+        a forked child.
         """
         if self._finalizer.detach() is None:
             return
@@ -453,7 +513,7 @@ class TensorStore(AbstractContextManager["TensorStore"]):
             self.on_device.close()
             self._held.close()
 
-    # ---- inside --------------------------------------------------------------------------------------------------------
+    # ---- inside ----------------------------------------------------------------------------------
 
     def _check_usable(self) -> None:
         self._held.check_usable()
@@ -465,7 +525,10 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         home = self._entries[name].home
         slot = self._entries[name].slot
         if home is Tier.NVME or slot is None:
-            raise RuntimeError(f"{name!r} rests on {home.name}; only what rests in memory can be looked at in place")
+            raise RuntimeError(
+                f"{name!r} rests on {home.name}; only what rests in memory can be looked at in "
+                "place"
+            )
         return slot
 
     def _fetch(self, entry: Entry, into: Slot | None, priority: int) -> Move:
@@ -475,7 +538,10 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         if entry.coming is not None:
             return entry.coming
         if into is not None and into.num_bytes < entry.padded_bytes:
-            raise ValueError(f"{entry.name!r} needs a slot of {entry.padded_bytes} bytes; it has {into.num_bytes}")
+            raise ValueError(
+                f"{entry.name!r} needs a slot of {entry.padded_bytes} bytes; it has "
+                f"{into.num_bytes}"
+            )
         owns = into is None
         queues = self._before_start()
         slot = into or self.arena.take(entry.padded_bytes, f"{entry.name!r}, being fetched,")
@@ -483,7 +549,8 @@ class TensorStore(AbstractContextManager["TensorStore"]):
 
         def came(arrived: bool) -> None:
             with self._lock:
-                if entry.coming is not None:  # a second call, after an interrupt, completes the first
+                # a second call, after an interrupt, completes the first
+                if entry.coming is not None:
                     end = entry.arrive if arrived else entry.turn_back
                     end()
                 while owned and not arrived:
@@ -517,7 +584,8 @@ class TensorStore(AbstractContextManager["TensorStore"]):
 
         def left(arrived: bool) -> None:
             with self._lock:
-                if entry.state in (EntryState.LEAVING, EntryState.COMING):  # else a second call, after an interrupt
+                # else a second call, after an interrupt
+                if entry.state in (EntryState.LEAVING, EntryState.COMING):
                     entry.end_leaving(arrived)
                 while owned:
                     self.arena.give_back(owned.pop())
@@ -536,7 +604,8 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         summed: Sequence[WrittenBytes],
         on_end: Callable[[bool], None] | None = None,
     ) -> Move:
-        """Starts a write to free slots. These slots become current when the write starts, and lost if it fails."""
+        """Starts a write to free slots. These slots become current when the write starts, and lost
+        if it fails."""
         plan = WritePlan(places_of(self._entries, ranges))
         entries = tuple(self._entries[each[0]] for each in ranges)
 
@@ -554,7 +623,13 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         return move
 
     def _start(
-        self, entries: tuple[Entry, ...], transfers: Transfers, priority: int, owns: object, name: str, **how: Any
+        self,
+        entries: tuple[Entry, ...],
+        transfers: Transfers,
+        priority: int,
+        owns: object,
+        name: str,
+        **how: Any,
     ) -> Move:
         """Starts transfers of entries. Holds the lock; `how` are further arguments of Move."""
         if not transfers:
@@ -566,8 +641,9 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         return move
 
     def _before_start(self) -> Queues:
-        """The queues, marked until a move owns what starts. A mark that is left tells of an interrupt: a transfer without an
-        owner, which is waited for before its buffer is used again."""
+        """The queues, marked until a move owns what starts. A mark that is left tells of an
+        interrupt: a transfer without an owner, which is waited for before its buffer is used
+            again."""
         if self._is_starting:
             self.end_transfers()
         self._is_starting = True
@@ -577,7 +653,8 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         return Move(self._no_queues, None, result, name)
 
     def _take(self, num_bytes: int, what: str, crosses_link: bool = False) -> Slot:
-        """Carves a slot of HOST memory; if need be, waits for write-backs to give memory back. Raises BudgetError."""
+        """Carves a slot of HOST memory; if need be, waits for write-backs to give memory back.
+        Raises BudgetError."""
         while True:
             try:
                 return self.arena.take(num_bytes, what, crosses_link)
@@ -586,7 +663,8 @@ class TensorStore(AbstractContextManager["TensorStore"]):
                     raise
 
     def _await_some(self) -> bool:
-        """Waits until a write-back in flight has ended; False when no write-back could free memory."""
+        """Waits until a write-back in flight has ended; False when no write-back could free
+        memory."""
         carved = self.arena.carved_bytes
         with self._lock:
             writes = self._under_way.unfinished(is_write=True)
@@ -599,7 +677,8 @@ class TensorStore(AbstractContextManager["TensorStore"]):
             home.thaw(freeze.number)
 
     def _end_writes(self, writes: Sequence[Move]) -> None:
-        """Waits for writes and raises the first error among them; a later call does not raise it again."""
+        """Waits for writes and raises the first error among them; a later call does not raise it
+        again."""
         errors = [move.outcome() for move in writes]
         with self._lock:
             self._under_way.forget(writes)
@@ -608,7 +687,8 @@ class TensorStore(AbstractContextManager["TensorStore"]):
                 raise error
 
     def end_transfers(self) -> None:
-        """Blocks until the kernel has no transfer of the store's moves, also one that an interrupt has left without a move.
+        """Blocks until the kernel has no transfer of the store's moves, also one that an interrupt
+        has left without a move.
 
         Raises no OSError: each move keeps its answer.
         """

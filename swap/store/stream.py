@@ -1,11 +1,13 @@
-"""Streams: move byte ranges of entries and files through a few aligned buffers, past the page cache.
+"""Streams: move byte ranges of entries and files through a few aligned buffers, past the page
+cache.
 
     Bounce        bytes of a store's entries, at any offset and in any memory
     ReadAhead     ranges of files into a fixed memory, several groups of them at once
     FileReader    ranges of one file
     FileWriter    a new file of a known size, from front to back
 
-O_DIRECT needs aligned offsets, lengths and memory. A read covers whole blocks, and the requested bytes are copied out of them.
+O_DIRECT needs aligned offsets, lengths and memory. A read covers whole blocks, and the requested
+bytes are copied out of them.
 """
 
 from __future__ import annotations
@@ -37,10 +39,12 @@ from tiermem.swap.store.store import TensorStore
 
 
 class Bounce:
-    """A few small buffers for transfers between entries and ordinary memory, or at unaligned offsets. For one thread at a time.
+    """A few small buffers for transfers between entries and ordinary memory, or at unaligned
+    offsets. For one thread at a time.
 
-    The store's own transfers go directly between arena and disk. A user's tensor is not in the arena and may lack the alignment
-    that O_DIRECT needs. It is copied through these buffers in pieces, several of them in flight.
+    The store's own transfers go directly between arena and disk. A user's tensor is not in the
+    arena and may lack the alignment that O_DIRECT needs. It is copied through these buffers in
+    pieces, several of them in flight.
 
     Args:
         store: the store of the entries; its arena lends the buffers for its whole life.
@@ -50,14 +54,20 @@ class Bounce:
 
     def __init__(self, store: TensorStore, piece_bytes: int = 1 << 20, count: int = 4) -> None:
         if piece_bytes <= 0 or piece_bytes % ALIGNMENT or count < 1:
-            raise ValueError(f"{count} buffers of {piece_bytes} bytes; give at least one, of a multiple of {ALIGNMENT}")
+            raise ValueError(
+                f"{count} buffers of {piece_bytes} bytes; give at least one, of a multiple of "
+                f"{ALIGNMENT}"
+            )
         self._store = store
-        self._pieces = [store.arena.take(piece_bytes, "a bounce buffer").tensor for _ in range(count)]
+        self._pieces = [
+            store.arena.take(piece_bytes, "a bounce buffer").tensor for _ in range(count)
+        ]
         self._piece_bytes = piece_bytes
         self._is_used = False
 
     def read(self, entry: str, start: int, stop: int, into: torch.Tensor) -> None:
-        """Copies bytes [start, stop) of an entry on NVME into a uint8 tensor of that length. Blocks; raises OSError."""
+        """Copies bytes [start, stop) of an entry on NVME into a uint8 tensor of that length.
+        Blocks; raises OSError."""
         _check_range(start, stop, into)
         with self._in_use() as in_flight:
             for offset, piece in self._cut(start, stop):
@@ -76,14 +86,16 @@ class Bounce:
                 first = max(start, offset)
                 last = min(stop, offset + piece.numel())
                 if last - first < piece.numel():
-                    # Not verified: damaged bytes may be the ones to overwrite, and the others keep their checksums.
+                    # Not verified: damaged bytes may be the ones to overwrite, and the others keep
+                    # their checksums.
                     self._store.read([(entry, offset, piece)], entry, is_checked=False).wait()
                 piece[first - offset : last - offset] = data[first - start : last - start]
                 in_flight.add(self._store.write([(entry, offset, piece)], entry).wait)
 
     @contextlib.contextmanager
     def _in_use(self) -> Iterator[InFlight]:
-        """A block that uses the buffers. After an interrupt the next one waits for transfers that are left in them."""
+        """A block that uses the buffers. After an interrupt the next one waits for transfers that
+        are left in them."""
         if self._is_used:
             self._store.end_transfers()
         self._is_used = True
@@ -92,9 +104,12 @@ class Bounce:
         self._is_used = False
 
     def _cut(self, start: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yields (offset, buffer) of each piece of the aligned range around [start, stop); it uses the buffers in turn."""
+        """Yields (offset, buffer) of each piece of the aligned range around [start, stop); it uses
+        the buffers in turn."""
         base = start // ALIGNMENT * ALIGNMENT
-        for number, offset in enumerate(range(base, stop, self._piece_bytes) if start < stop else ()):
+        for number, offset in enumerate(
+            range(base, stop, self._piece_bytes) if start < stop else ()
+        ):
             length = min(self._piece_bytes, round_up(stop - offset, ALIGNMENT))
             yield offset, self._pieces[number % len(self._pieces)][:length]
 
@@ -102,19 +117,21 @@ class Bounce:
 def _check_range(start: int, stop: int, data: torch.Tensor) -> None:
     if start < 0 or data.dtype != torch.uint8 or data.numel() != stop - start:
         raise ValueError(
-            f"bytes {start} to {stop} pass through a uint8 tensor of that length, not {data.numel()} {data.dtype}"
+            f"bytes {start} to {stop} pass through a uint8 tensor of that length, not "
+            f"{data.numel()} {data.dtype}"
         )
 
 
 def _copy_out(move: Move, shift: int, piece: torch.Tensor, into: torch.Tensor) -> None:
-    """Waits for a piece and copies its requested bytes. The piece begins at byte `shift` of `into` (negative: before it)."""
+    """Waits for a piece and copies its requested bytes. The piece begins at byte `shift` of `into`
+    (negative: before it)."""
     move.wait()
     first = max(0, shift)
     last = min(into.numel(), shift + piece.numel())
     into[first:last] = piece[first - shift : last - shift]
 
 
-# ---- reading files ---------------------------------------------------------------------------------------------------
+# ---- reading files -------------------------------------------------------------------------------
 
 _MOST_FILES = 8  # files that stay open
 
@@ -124,7 +141,8 @@ class ReadFile:
 
         file    [ block ][ block ] ... [ block ][ tail ]        blocks of 4096 bytes; the tail is read without the queue
 
-    Reads raise OSError (ENODATA) when the file is now shorter than at opening; they never return fewer bytes.
+    Reads raise OSError (ENODATA) when the file is now shorter than at opening; they never return
+    fewer bytes.
     """
 
     def __init__(self, path: Path) -> None:
@@ -150,20 +168,23 @@ class ReadFile:
             raise self._past_end(start, stop, self.num_bytes)
 
     def read_tail(self, offset: int, num_bytes: int, buffer: torch.Tensor) -> None:
-        """Reads the file's last bytes, less than a block, into a buffer of a block. Blocks; raises OSError."""
+        """Reads the file's last bytes, less than a block, into a buffer of a block. Blocks; raises
+        OSError."""
         num_read = os.preadv(self.fd, [buffer.numpy()], offset)  # type: ignore[list-item]  # numpy is a buffer
         if num_read < num_bytes:
             raise self._past_end(offset, offset + num_bytes, offset + num_read)
 
     def _past_end(self, start: int, stop: int, end: int) -> OSError:
         what = (
-            f"bytes {start} to {stop} are asked for, the file ends at {end}: it is truncated, or another file is meant"
+            f"bytes {start} to {stop} are asked for, the file ends at {end}: it is truncated, "
+            "or another file is meant"
         )
         return OSError(errno.ENODATA, what, str(self.path))
 
 
 class ReadAhead:
-    """Reads ranges of files into a fixed memory, several groups of ranges at once. For one thread at a time.
+    """Reads ranges of files into a fixed memory, several groups of ranges at once. For one thread
+    at a time.
 
         start(ranges)      carves memory and submits the reads; returns a Reading, or None while there is too little memory
         Reading.wait()     blocks and returns the bytes of each range, in that memory
@@ -172,7 +193,8 @@ class ReadAhead:
     One queue serves all files. The caller releases each Reading, also after an error.
 
     Args:
-        areas: uint8 tensors, page-aligned, of whole pages. The caller must not use them until `close`.
+        areas: uint8 tensors, page-aligned, of whole pages. The caller must not use them until
+            `close`.
     """
 
     def __init__(self, areas: Sequence[torch.Tensor]) -> None:
@@ -180,12 +202,14 @@ class ReadAhead:
         for area, free in self._areas:
             free.add(0, area.numel())
         self._files: collections.OrderedDict[Path, ReadFile] = collections.OrderedDict()
-        self._num_users: collections.Counter[Path] = collections.Counter()  # ranges that are not released
+        # ranges that are not released
+        self._num_users: collections.Counter[Path] = collections.Counter()
         self._names: dict[int, str] = {}
         self._queue: Queue | None = None
 
     def start(self, ranges: Sequence[FileRange]) -> Reading | None:
-        """Starts reading; returns None while unreleased readings leave too little memory for all ranges.
+        """Starts reading; returns None while unreleased readings leave too little memory for all
+        ranges.
 
         Raises OSError: a file that cannot be opened, or has fewer bytes (ENODATA).
         """
@@ -214,8 +238,8 @@ class ReadAhead:
     def open(self, path: Path) -> ReadFile:
         """Opens a file, or returns the open one. Raises OSError, also when no queue can be opened.
 
-        At most 8 unused files stay open. The first file always stays open: the queue chose its engine for that file system, and
-        the kernel may have registered the file.
+        At most 8 unused files stay open. The first file always stays open: the queue chose its
+        engine for that file system, and the kernel may have registered the file.
         """
         if path not in self._files:
             unused = [each for each in self._files if not self._num_users[each]]
@@ -253,7 +277,9 @@ class ReadAhead:
             if at is not None:
                 self._num_users[file.path] += 1
                 buffer = area[at : at + size]
-                return _StreamPart(file, index, at, buffer, base, buffer[start - base : stop - base])
+                return _StreamPart(
+                    file, index, at, buffer, base, buffer[start - base : stop - base]
+                )
         return None
 
     def _give_back(self, parts: Sequence[_StreamPart]) -> None:
@@ -265,14 +291,16 @@ class ReadAhead:
 
 @dataclasses.dataclass
 class Reading:
-    """Ranges that are being read into the memory of a ReadAhead, until `release`. ReadAhead makes it."""
+    """Ranges that are being read into the memory of a ReadAhead, until `release`. ReadAhead makes
+    it."""
 
     _in_flight: tuple[Queue, int] | None  # a queue and its tag, until they are waited for
     _parts: list[_StreamPart]
     _give_back: Callable[[Sequence[_StreamPart]], None]
 
     def wait(self) -> list[torch.Tensor]:
-        """Returns the bytes of each range, valid until `release`. Blocks; raises OSError that names the file."""
+        """Returns the bytes of each range, valid until `release`. Blocks; raises OSError that names
+        the file."""
         if self._in_flight is not None:
             queue, tag = self._in_flight
             queue.finish(tag)
@@ -282,10 +310,12 @@ class Reading:
         return [part.data for part in self._parts]
 
     def release(self) -> None:
-        """Gives the memory back, after it has cancelled or waited for reads in flight. A second call does nothing."""
+        """Gives the memory back, after it has cancelled or waited for reads in flight. A second
+        call does nothing."""
         if self._in_flight is not None:
             queue, tag = self._in_flight
-            with contextlib.suppress(OSError):  # ENOENT: it was answered, and its error was raised or an interrupt came
+            # ENOENT: it was answered, and its error was raised or an interrupt came
+            with contextlib.suppress(OSError):
                 queue.cancel(tag)
                 queue.wait(tag)
             self._in_flight = None
@@ -314,7 +344,9 @@ class _StreamPart(NamedTuple):
         whole = self.num_whole
         num_bytes = min(self.buffer.numel(), self.file.num_bytes - self.base) - whole
         if num_bytes > 0:
-            self.file.read_tail(self.base + whole, num_bytes, self.buffer[whole : whole + ALIGNMENT])
+            self.file.read_tail(
+                self.base + whole, num_bytes, self.buffer[whole : whole + ALIGNMENT]
+            )
 
 
 _READ_PIECE_BYTES = 4 << 20
@@ -324,8 +356,9 @@ _NUM_PIECES = 4
 class FileReader(contextlib.AbstractContextManager["FileReader"]):
     """An open file with its own queue, for reading checkpoints. Use it in a `with` block.
 
-    It does not use mmap, and never holds the whole file in memory. Raises OSError when the file cannot be opened. Thread-safe:
-    reads of several threads take turns, and the end of the block waits for the read that goes on.
+    It does not use mmap, and never holds the whole file in memory. Raises OSError when the file
+    cannot be opened. Thread-safe: reads of several threads take turns, and the end of the block
+    waits for the read that goes on.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -350,7 +383,8 @@ class FileReader(contextlib.AbstractContextManager["FileReader"]):
     def read(self, start: int, num_bytes: int) -> torch.Tensor:
         """A uint8 tensor with bytes [start, start + num_bytes).
 
-        Blocks. Raises OSError (ENODATA) past the end, ValueError for no range, and after the end of the `with` block.
+        Blocks. Raises OSError (ENODATA) past the end, ValueError for no range, and after the end of
+        the `with` block.
         """
         with self._turn:
             if self._closing is None:
@@ -370,7 +404,9 @@ class FileReader(contextlib.AbstractContextManager["FileReader"]):
                 last = min(offset + _READ_PIECE_BYTES, stop)
                 reading = self._ahead.start([FileRange(self.path, first, last - first)])
                 assert reading is not None  # the memory holds as many pieces as are in flight
-                in_flight.add(functools.partial(_take_out, reading, out[first - start : last - start]))
+                in_flight.add(
+                    functools.partial(_take_out, reading, out[first - start : last - start])
+                )
         return out
 
 
@@ -382,18 +418,20 @@ def _take_out(reading: Reading, into: torch.Tensor) -> None:
         reading.release()
 
 
-# ---- writing files ---------------------------------------------------------------------------------------------------
+# ---- writing files -------------------------------------------------------------------------------
 
 _WRITE_PIECE_BYTES = 1 << 20
 
 
 class FileWriter(contextlib.AbstractContextManager["FileWriter"]):
-    """A new file that is written from front to back, by one thread at a time. After an error the file is removed.
+    """A new file that is written from front to back, by one thread at a time. After an error the
+    file is removed.
 
         put(bytes) -> a few aligned buffers in turn -> the queue -> disk        close: last bytes, exact length, sync
 
-    It writes states that have no home on disk, once, when they are saved. It takes the disk space first, so that a full disk
-    raises before the first write. `abandon`, or an error in the `with` block, removes the file.
+    It writes states that have no home on disk, once, when they are saved. It takes the disk space
+    first, so that a full disk raises before the first write. `abandon`, or an error in the `with`
+    block, removes the file.
 
     Args:
         path: must not exist.
@@ -424,7 +462,10 @@ class FileWriter(contextlib.AbstractContextManager["FileWriter"]):
                 take_room(self._fd, 0, round_up(num_bytes, ALIGNMENT), self.path)
             arena = Arena(_WRITE_PIECE_BYTES * _NUM_PIECES)
             closing.callback(arena.close)
-            self._pieces = [arena.take(_WRITE_PIECE_BYTES, "a write buffer").tensor.numpy() for _ in range(_NUM_PIECES)]
+            self._pieces = [
+                arena.take(_WRITE_PIECE_BYTES, "a write buffer").tensor.numpy()
+                for _ in range(_NUM_PIECES)
+            ]
             self._queue = Queue(files={self._fd: str(self.path)})
             closing.callback(self._queue.close)
             opened.pop_all()
@@ -444,13 +485,16 @@ class FileWriter(contextlib.AbstractContextManager["FileWriter"]):
     def put(self, data: torch.Tensor | npt.NDArray[np.uint8]) -> None:
         """Adds a flat uint8 CPU tensor or array; the caller may change it after the return.
 
-        Blocks while all buffers are in flight. Raises OSError of this or an earlier write, ValueError beyond num_bytes.
+        Blocks while all buffers are in flight. Raises OSError of this or an earlier write,
+        ValueError beyond num_bytes.
         """
         data = data.numpy() if isinstance(data, torch.Tensor) else data
         num_bytes = len(data)
         done = 0
         if self.position + num_bytes > self.num_bytes:
-            raise ValueError(f"{self.path}: byte {self.position + num_bytes} of a file of {self.num_bytes} bytes")
+            raise ValueError(
+                f"{self.path}: byte {self.position + num_bytes} of a file of {self.num_bytes} bytes"
+            )
         while done < num_bytes:
             taken = min(num_bytes - done, _WRITE_PIECE_BYTES - self._filled)
             self._piece()[self._filled : self._filled + taken] = data[done : done + taken]
@@ -465,7 +509,8 @@ class FileWriter(contextlib.AbstractContextManager["FileWriter"]):
             self.put(np.zeros(position - self.position, np.uint8))
 
     def close(self) -> None:
-        """Ends every write and syncs the file. Its name is durable after a sync of the folder. Blocks.
+        """Ends every write and syncs the file. Its name is durable after a sync of the folder.
+        Blocks.
 
         Raises OSError, or ValueError when fewer than num_bytes were put; then the file is removed.
         """
@@ -506,7 +551,9 @@ class FileWriter(contextlib.AbstractContextManager["FileWriter"]):
     def _write(self) -> None:
         """Starts writing the present buffer, in whole blocks."""
         length = round_up(self._filled, ALIGNMENT)
-        tag = self._queue.submit([Op(WRITE, self._fd, self._piece().ctypes.data, length, self._offset)])
+        tag = self._queue.submit(
+            [Op(WRITE, self._fd, self._piece().ctypes.data, length, self._offset)]
+        )
         self._offset = self._offset + self._filled
         self._filled = 0
         self._in_flight.add(functools.partial(self._queue.finish, tag))

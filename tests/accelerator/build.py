@@ -38,9 +38,11 @@ def missing_for_build() -> str | None:
 
 
 def built() -> Path:
-    """Returns the library, which is built first if these sources have not been built. Blocks, for about half a minute.
+    """Returns the library, which is built first if these sources have not been built. Blocks, for
+    about half a minute.
 
-    Raises NoCompilerError without a compiler or Python's headers, RuntimeError with the compiler's words if it fails.
+    Raises NoCompilerError without a compiler or Python's headers, RuntimeError with the compiler's
+    words if it fails.
     """
     if missing := missing_for_build():
         raise NoCompilerError(missing)
@@ -67,15 +69,32 @@ def _build(folder: Path) -> None:
     whole.write_text("".join(f'#include "{source}"\n' for source in sorted(_SOURCES.glob("*.cpp"))))
     torch_folder = Path(torch.__file__).parent
     include = torch_folder / "include"
-    folders = [include, include / "torch" / "csrc" / "api" / "include", sysconfig.get_paths()["include"]]
-    flags = [*_FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", f"-I{_SOURCES}"]
+    folders = [
+        include,
+        include / "torch" / "csrc" / "api" / "include",
+        sysconfig.get_paths()["include"],
+    ]
+    flags = [
+        *_FLAGS,
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        f"-I{_SOURCES}",
+    ]
     flags += [word for each in folders for word in ("-isystem", str(each))]
     library = torch_folder / "lib"
-    libraries = [f"-L{library}", f"-Wl,-rpath,{library}", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
+    libraries = [
+        f"-L{library}",
+        f"-Wl,-rpath,{library}",
+        "-lc10",
+        "-ltorch_cpu",
+        "-ltorch",
+        "-ltorch_python",
+    ]
     command = [str(_compiler()), *flags, str(whole), *libraries, "-o", str(folder / "_sim.so")]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"the simulated device does not compile: {' '.join(command)}\n{done.stderr[-8000:]}")
+        raise RuntimeError(
+            f"the simulated device does not compile: {' '.join(command)}\n{done.stderr[-8000:]}"
+        )
     (folder / "warnings.txt").write_text(done.stderr)
 
 
@@ -102,6 +121,9 @@ def _key() -> str:
 
 def _remove_old(keep: str) -> None:
     """Removes all but the three newest builds: other worktrees' Pythons may use one of them."""
-    folders = sorted((f for f in _KEPT.iterdir() if f.is_dir() and f.name != keep), key=lambda f: f.stat().st_mtime)
+    folders = sorted(
+        (f for f in _KEPT.iterdir() if f.is_dir() and f.name != keep),
+        key=lambda f: f.stat().st_mtime,
+    )
     for folder in folders[:-3]:
         shutil.rmtree(folder, ignore_errors=True)

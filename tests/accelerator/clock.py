@@ -1,20 +1,23 @@
-"""The clock: replays a recording with a cost per operation, and says how long it takes and what hides behind what.
+"""The clock: replays a recording with a cost per operation, and says how long it takes and what
+hides behind what.
 
     torch.sim.record(True); step(); torch.sim.record(False)
     replay = clock.replay(torch.sim.recording(), RATES)
     replay.makespan_s, replay.busy_s["compute"], replay.hidden_share("to device", behind="compute")
 
-A recording has the order in which the host issued things. Its entries are dicts: `id`, `kind`, `name`, `thread`, and
+A recording has the order in which the host issued things. Its entries are dicts: `id`, `kind`,
+`name`, `thread`, and
 
     operation     lane, place, bytes, flops     runs after what stands before it in its stream
     stream_wait   place, after                  what follows in its stream also runs after the mark `after`
     host_wait     after                         what the thread issues next, it issues when the mark is reached
     host_work     lane, bytes, flops, needs     runs after the entries `needs`; `blocks`: its thread waits for its end
 
-A mark is (device, stream, index): a place in a stream. Times are virtual: an operation starts when all that it runs after has
-ended and its lane is free; a lane serves one operation at a time, in the order in which they become ready. The main thread
-and autograd's are one thread, since one waits for the other. What else one thread waits for of another is not in the
-recording unless host work says so.
+A mark is (device, stream, index): a place in a stream. Times are virtual: an operation starts when
+all that it runs after has ended and its lane is free; a lane serves one operation at a time, in the
+order in which they become ready. The main thread and autograd's are one thread, since one waits for
+the other. What else one thread waits for of another is not in the recording unless host work says
+so.
 """
 
 from __future__ import annotations
@@ -33,20 +36,23 @@ Span = tuple[float, float]
 
 @dataclasses.dataclass(frozen=True)
 class Rate:
-    """What a lane does in a second. An operation takes the latency, and the longer of its bytes and its arithmetic."""
+    """What a lane does in a second. An operation takes the latency, and the longer of its bytes and
+    its arithmetic."""
 
     bytes_per_s: float = math.inf
     flops_per_s: float = math.inf
     latency_s: float = 0.0
     shared: str = ""
-    """Lanes that name the same resource here take turns: the two directions of a disk that serves one at a time."""
+    """Lanes that name the same resource here take turns: the two directions of a disk that serves
+    one at a time."""
 
     def seconds(self, num_bytes: float, flops: float) -> float:
         return self.latency_s + max(num_bytes / self.bytes_per_s, flops / self.flops_per_s)
 
 
 Rates = Mapping[str, Rate]
-"""By lane: compute, to device, to host, between devices, collective, and the lanes of host work that the caller named."""
+"""By lane: compute, to device, to host, between devices, collective, and the lanes of host work
+that the caller named."""
 
 CARD_24GB: Rates = {
     "compute": Rate(bytes_per_s=900e9, flops_per_s=150e12),
@@ -89,11 +95,14 @@ class Replay:
     def busy_spans(self, lane: str) -> list[Span]:
         """When a lane worked, in order."""
         return sorted(
-            span for work, span in zip(self.works, self.spans, strict=True) if work.lane == lane and span[1] > span[0]
+            span
+            for work, span in zip(self.works, self.spans, strict=True)
+            if work.lane == lane and span[1] > span[0]
         )
 
     def hidden_share(self, lane: str, behind: str = "compute") -> float:
-        """The share of a lane's busy time in which another lane is busy, too. 1.0 for a lane that is never busy."""
+        """The share of a lane's busy time in which another lane is busy, too. 1.0 for a lane that
+        is never busy."""
         total = sum(end - start for start, end in self.busy_spans(lane))
         hidden = sum(
             max(0.0, min(end, other_end) - max(start, other_start))
@@ -104,28 +113,36 @@ class Replay:
         return hidden / total if total else 1.0
 
 
-def replay(recording: Sequence[Entry], rates: Rates, issue_s: float = 0.0, size_of: SizeOf | None = None) -> Replay:
+def replay(
+    recording: Sequence[Entry], rates: Rates, issue_s: float = 0.0, size_of: SizeOf | None = None
+) -> Replay:
     """Replays a recording.
 
     issue_s: what it costs a host thread to issue an operation.
-    size_of: gives the bytes and flops that an entry stands for, where the recorded shapes are shrunk.
+    size_of: gives the bytes and flops that an entry stands for, where the recorded shapes are
+        shrunk.
     """
-    return run(works_of(recording, rates, issue_s, size_of), {lane: rate.shared for lane, rate in rates.items()})
+    return run(
+        works_of(recording, rates, issue_s, size_of),
+        {lane: rate.shared for lane, rate in rates.items()},
+    )
 
 
 SizeOf = Callable[[Entry], tuple[float, float]]
 
 
-# ---- a recording as works --------------------------------------------------------------------------------------------
+# ---- a recording as works ------------------------------------------------------------------------
 
 
 def works_of(
     recording: Sequence[Entry], rates: Rates, issue_s: float = 0.0, size_of: SizeOf | None = None
 ) -> list[Work]:
-    """The works of a recording; its entries keep their numbers, the costs of issuing come after them."""
+    """The works of a recording; its entries keep their numbers, the costs of issuing come after
+    them."""
     works: list[Work] = []
     issues: list[Work] = []
-    in_stream: dict[tuple[int, int], list[tuple[int, int]]] = {}  # (index, entry), by device and stream
+    # (index, entry), by device and stream
+    in_stream: dict[tuple[int, int], list[tuple[int, int]]] = {}
     in_thread: dict[Any, int] = {}  # what the thread's next entry waits for
 
     def reached(mark: tuple[int, int, int]) -> Iterator[int]:
@@ -144,7 +161,9 @@ def works_of(
             device, stream, index = entry["place"]
             if issue_s and kind == "operation":
                 in_thread[thread] = len(recording) + len(issues)
-                issues.append(Work(f"issue {entry['name']}", f"host {thread}", issue_s, tuple(needs)))
+                issues.append(
+                    Work(f"issue {entry['name']}", f"host {thread}", issue_s, tuple(needs))
+                )
                 needs = [in_thread[thread]]
             needs += reached(entry["place"])
             in_stream.setdefault((device, stream), []).append((index, number))
@@ -170,16 +189,19 @@ def _seconds(entry: Entry, rates: Rates, size_of: SizeOf | None) -> float:
     if not entry["lane"]:
         return 0.0
     if entry["lane"] not in rates:
-        raise ValueError(f"no rate for lane {entry['lane']!r} of {entry['name']!r}: rates has {sorted(rates)}")
+        raise ValueError(
+            f"no rate for lane {entry['lane']!r} of {entry['name']!r}: rates has {sorted(rates)}"
+        )
     num_bytes, flops = size_of(entry) if size_of else (entry["bytes"], entry["flops"])
     return rates[entry["lane"]].seconds(num_bytes, flops)
 
 
-# ---- works in virtual time -------------------------------------------------------------------------------------------
+# ---- works in virtual time -----------------------------------------------------------------------
 
 
 def run(works: Sequence[Work], shared: Mapping[str, str] | None = None) -> Replay:
-    """Runs works on their lanes; `shared` names the resource of lanes that take turns. Raises ValueError for a circle."""
+    """Runs works on their lanes; `shared` names the resource of lanes that take turns. Raises
+    ValueError for a circle."""
     followers: list[list[int]] = [[] for _ in works]
     num_missing = [0] * len(works)
     for number, work in enumerate(works):
@@ -205,5 +227,7 @@ def run(works: Sequence[Work], shared: Mapping[str, str] | None = None) -> Repla
                 ready_at = max(spans[need][1] for need in works[follower].needs)  # type: ignore[index]
                 heapq.heappush(ready, (ready_at, follower))
     if None in spans:
-        raise ValueError(f"work {spans.index(None)} ({works[spans.index(None)].name}) waits for itself")
+        raise ValueError(
+            f"work {spans.index(None)} ({works[spans.index(None)].name}) waits for itself"
+        )
     return Replay(works, [span for span in spans if span is not None])

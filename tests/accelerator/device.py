@@ -12,12 +12,14 @@
         set_capacity(bytes, device)                         for torch.OutOfMemoryError
         set_segments_like_cudas(bool)                       whether segments are 2 MiB, 20 MiB or multiples of 2 MiB
         set_strict_frees(bool)                              whether freed memory is overwritten at once, as it is
-        host_register(address, bytes), host_unregister(address), registered(), set_register_limit(bytes)
+        host_register(address, bytes), host_unregister(address), registered(),
+        set_register_limit(bytes)
         record(True), recording(), mark(...)                what clock.py replays
         was_touched()                                       whether this process has a context
         plug(), unplug(), reset()                           for tests that share a process: fixture.py
 
-Environment: TIERMEM_SIM_DEVICES (2), TIERMEM_SIM_SCHEDULE (at_once), TIERMEM_SIM_CAPACITY (bytes; 16 GiB).
+Environment: TIERMEM_SIM_DEVICES (2), TIERMEM_SIM_SCHEDULE (at_once), TIERMEM_SIM_CAPACITY (bytes;
+    16 GiB).
 """
 
 from __future__ import annotations
@@ -34,7 +36,13 @@ import torch
 
 from . import build, group
 
-SCHEDULES = ["at_once", "late", "main_first", "side_first", *(f"random:{seed}" for seed in range(20))]
+SCHEDULES = [
+    "at_once",
+    "late",
+    "main_first",
+    "side_first",
+    *(f"random:{seed}" for seed in range(20)),
+]
 """A correct program computes the same under each of them."""
 
 _Device = torch.device | str | int | None
@@ -44,7 +52,8 @@ _CAPACITY = int(os.environ.get("TIERMEM_SIM_CAPACITY", 16 << 30))
 
 
 def load() -> ModuleType:
-    """Makes the device type "sim"; returns torch.sim. Blocks while the simulator is built, the first time.
+    """Makes the device type "sim"; returns torch.sim. Blocks while the simulator is built, the
+    first time.
 
     Raises build.NoCompilerError where it cannot be built.
     """
@@ -73,7 +82,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'torch.sim' has no attribute {name!r}")
 
 
-# ---- devices ---------------------------------------------------------------------------------------------------------
+# ---- devices -------------------------------------------------------------------------------------
 
 
 def is_available() -> bool:
@@ -86,7 +95,8 @@ def device_count() -> int:
 
 
 def unplug() -> None:
-    """Makes torch see no device (is_available, device_count), so that other tests of the process run as without one."""
+    """Makes torch see no device (is_available, device_count), so that other tests of the process
+    run as without one."""
     global _is_plugged
     _is_plugged = False
 
@@ -97,7 +107,8 @@ def plug() -> None:
 
 
 def is_initialized() -> bool:
-    """Whether this process has a context: it has allocated, created a stream or registered memory."""
+    """Whether this process has a context: it has allocated, created a stream or registered
+    memory."""
     return _sim.has_context()
 
 
@@ -167,7 +178,7 @@ def _index(device: _Device) -> int:
     return current_device() if device.index is None else device.index
 
 
-# ---- streams and events ----------------------------------------------------------------------------------------------
+# ---- streams and events --------------------------------------------------------------------------
 
 
 def Stream(device: _Device = None, priority: int = 0) -> torch.Stream:  # noqa: N802
@@ -179,7 +190,9 @@ class Event(torch.Event):
 
     blocking: bool
 
-    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Event:
+    def __new__(
+        cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
+    ) -> Event:
         made = super().__new__(cls, "sim", enable_timing=enable_timing)
         made.blocking = blocking
         return made
@@ -205,7 +218,7 @@ def synchronize(device: _Device = None) -> None:
     torch.accelerator.synchronize(_index(device))
 
 
-# ---- memory ----------------------------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------
 
 
 def empty_cache() -> None:
@@ -242,24 +255,28 @@ def mem_get_info(device: _Device = None) -> tuple[int, int]:
 
 
 def set_segments_like_cudas(are_alike: bool) -> None:
-    """Sets whether segments have the sizes of CUDA's. Call it while nothing is allocated or cached."""
+    """Sets whether segments have the sizes of CUDA's. Call it while nothing is allocated or
+    cached."""
     _sim.set_segments_like_cudas(are_alike)
 
 
 def set_capacity(num_bytes: int, device: _Device = None) -> None:
-    """Sets the bytes that a device can reserve. Fewer than are reserved: the next new segment fails."""
+    """Sets the bytes that a device can reserve. Fewer than are reserved: the next new segment
+    fails."""
     _sim.set_capacity(_index(device), num_bytes)
 
 
 def set_strict_frees(is_strict: bool) -> None:
-    """Overwrites freed memory in the order of its stream at once (the start), or when its stream allocates it again.
+    """Overwrites freed memory in the order of its stream at once (the start), or when its stream
+    allocates it again.
 
-    CUDA does the latter: FSDP2 frees gradients that another stream still reads, and has the owner wait before it goes on.
+    CUDA does the latter: FSDP2 frees gradients that another stream still reads, and has the owner
+    wait before it goes on.
     """
     _sim.set_strict_frees(is_strict)
 
 
-# ---- random numbers --------------------------------------------------------------------------------------------------
+# ---- random numbers ------------------------------------------------------------------------------
 
 
 def manual_seed(seed: int) -> None:
@@ -293,7 +310,7 @@ def set_rng_state_all(states: Sequence[torch.Tensor]) -> None:
         set_rng_state(state, index)
 
 
-# ---- mixed precision -------------------------------------------------------------------------------------------------
+# ---- mixed precision -----------------------------------------------------------------------------
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
@@ -304,11 +321,12 @@ def is_bf16_supported(including_emulation: bool = True) -> bool:
     return True
 
 
-# ---- the simulator's own ---------------------------------------------------------------------------------------------
+# ---- the simulator's own -------------------------------------------------------------------------
 
 
 def reset() -> None:
-    """Finishes what is pending, then restores the schedule, capacities, limits, counts and current devices of the start.
+    """Finishes what is pending, then restores the schedule, capacities, limits, counts and current
+    devices of the start.
 
     Errors of pending operations are dropped. Memory that tensors hold stays theirs.
     """
@@ -335,20 +353,25 @@ def reset() -> None:
 
 
 def set_schedule(schedule: str) -> None:
-    """Runs streams "at_once", as "late" as a thread waits, or at "random:SEED". What is pending stays pending.
+    """Runs streams "at_once", as "late" as a thread waits, or at "random:SEED". What is pending
+    stays pending.
 
-    "main_first": the default streams at once, all others late; "side_first": the other way round. "threads": each stream has
+    "main_first": the default streams at once, all others late; "side_first": the other way round.
+        "threads": each stream has
     a thread, which runs its operations while the host goes on, so that times can be measured.
     """
     kind, _, seed = schedule.partition(":")
     kinds = {name.lower(): value for name, value in _sim.Schedule.__members__.items()}
     if kind not in kinds or (seed and not seed.isdecimal()):
-        raise ValueError(f"schedule {schedule!r}: at_once, late, main_first, side_first, threads or random:SEED")
+        raise ValueError(
+            f"schedule {schedule!r}: at_once, late, main_first, side_first, threads or random:SEED"
+        )
     _sim.set_schedule(kinds[kind], int(seed or 0))
 
 
 def set_pace(lane: str, bytes_per_s: float) -> None:
-    """Makes operations of a lane that are issued from now on take no less time than their bytes at this rate. 0: no bound.
+    """Makes operations of a lane that are issued from now on take no less time than their bytes at
+    this rate. 0: no bound.
 
     They sleep for what is left of it, so that a slow link takes no core. Lanes: see clock.py.
     """
@@ -366,7 +389,8 @@ def host_waits() -> dict[str, int]:
 
 
 def copies() -> dict[str, int]:
-    """Returns to_device_bytes, to_host_bytes and between_devices_bytes of the copies issued, and num_pageable copies."""
+    """Returns to_device_bytes, to_host_bytes and between_devices_bytes of the copies issued, and
+    num_pageable copies."""
     return _sim.copy_counts()
 
 
@@ -378,22 +402,26 @@ def reset_counts() -> None:
 
 
 def undeferred() -> dict[str, int]:
-    """Returns the operators that ran at once, because no Meta kernel tells their shapes, and how often."""
+    """Returns the operators that ran at once, because no Meta kernel tells their shapes, and how
+    often."""
     return _sim.undeferred()
 
 
 def host_register(address: int, num_bytes: int) -> None:
-    """Page-locks a range of host memory. Raises RuntimeError if it overlaps one or the driver's limit refuses it."""
+    """Page-locks a range of host memory. Raises RuntimeError if it overlaps one or the driver's
+    limit refuses it."""
     _sim.host_register(address, num_bytes)
 
 
 def host_unregister(address: int) -> None:
-    """Ends a registration. Raises RuntimeError if there is none, or if a copy of the range is pending."""
+    """Ends a registration. Raises RuntimeError if there is none, or if a copy of the range is
+    pending."""
     _sim.host_unregister(address)
 
 
 def set_register_limit(num_bytes: int | None) -> None:
-    """Makes the driver refuse to page-lock more bytes than these; 0 refuses everything, None nothing."""
+    """Makes the driver refuse to page-lock more bytes than these; 0 refuses everything, None
+    nothing."""
     _sim.set_register_limit(num_bytes)
 
 
@@ -413,16 +441,26 @@ def record(is_on: bool) -> None:
 
 
 def recording() -> list[dict[str, Any]]:
-    """Returns what was recorded, in the order in which the host issued it; clock.py describes the entries."""
+    """Returns what was recorded, in the order in which the host issued it; clock.py describes the
+    entries."""
     return _sim.recording()
 
 
 def mark(
-    name: str, lane: str = "", num_bytes: int = 0, flops: float = 0.0, needs: Sequence[int] = (), blocks: bool = False
+    name: str,
+    lane: str = "",
+    num_bytes: int = 0,
+    flops: float = 0.0,
+    needs: Sequence[int] = (),
+    blocks: bool = False,
 ) -> int:
-    """Adds host work (a disk read, a CPU kernel) to the recording, which starts after the entries `needs`.
+    """Adds host work (a disk read, a CPU kernel) to the recording, which starts after the entries
+    `needs`.
 
-    blocks: the thread goes on when the work is done; else at once. With needs and no lane: the thread's wait for them.
+    blocks: the thread goes on when the work is done; else at once. With needs and no lane: the
+        thread's wait for them.
     Returns the entry's number, -1 while nothing is recorded.
     """
-    return _sim.add_host_work(name, lane, num_bytes, flops, [need for need in needs if need >= 0], blocks)
+    return _sim.add_host_work(
+        name, lane, num_bytes, flops, [need for need in needs if need >= 0], blocks
+    )

@@ -1,4 +1,5 @@
-"""Run by test_device_id.py on each of four ranks: MiCS and a copy in the background in a world whose group has its device."""
+"""Run by test_device_id.py on each of four ranks: MiCS and a copy in the background in a world
+whose group has its device."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ if __name__ == "__main__":
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     own = torch.device("sim", rank % 2)
     sim.set_device(own)
-    policy = OffloadPolicy(params=Tier.HOST, optim=Tier.HOST, shard_group_size=2, timeout_s=20, persistence_numel=0)
+    policy = OffloadPolicy(
+        params=Tier.HOST, optim=Tier.HOST, shard_group_size=2, timeout_s=20, persistence_numel=0
+    )
     found = weights_after_training(policy, own)
     world = dist.group.WORLD
     assert world is not None and world.bound_device_id == own
@@ -44,5 +47,6 @@ if __name__ == "__main__":
         with pytest.raises(ValueError, match="make it without device_id"):
             group_aside(find_topology(3, half, 20, own))
     torch.save(found, folder / f"{rank}.pt")
-    dist.barrier(aside)  # the first rank's process has the store through which the others make their groups
+    # the first rank's process has the store through which the others make their groups
+    dist.barrier(aside)
     dist.destroy_process_group()

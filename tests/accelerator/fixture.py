@@ -1,8 +1,10 @@
-"""The fixture `sim`: the simulated device, plugged in for one test, with nothing left of the test before.
+"""The fixture `sim`: the simulated device, plugged in for one test, with nothing left of the test
+before.
 
-A conftest or test module imports it (`from accelerator.fixture import sim`). The import loads the device type, because autograd
-makes its threads per device at the process's first backward. Until a test asks for the fixture the device is not
-plugged in: torch.accelerator.is_available() is False, as on a machine without one.
+A conftest or test module imports it (`from accelerator.fixture import sim`). The import loads the
+device type, because autograd makes its threads per device at the process's first backward. Until a
+test asks for the fixture the device is not plugged in: torch.accelerator.is_available() is False,
+as on a machine without one.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ if WHY_SKIPPED is None:
 
 @pytest.fixture
 def sim() -> Iterator[ModuleType]:
-    """torch.sim, plugged in, at once. What the test changes of schedule, capacity and limits ends with it."""
+    """torch.sim, plugged in, at once. What the test changes of schedule, capacity and limits ends
+    with it."""
     if WHY_SKIPPED is not None:
         pytest.skip(WHY_SKIPPED)
     device.plug()
@@ -31,7 +34,10 @@ def sim() -> Iterator[ModuleType]:
     try:
         yield device
     finally:
-        if device.is_initialized() and any(map(device.memory_allocated, range(device.device_count()))):
-            gc.collect()  # slow, so only where tensors are left, which a circle or a traceback may hold
+        if device.is_initialized() and any(
+            map(device.memory_allocated, range(device.device_count()))
+        ):
+            # slow, so only where tensors are left, which a circle or a traceback may hold
+            gc.collect()
         device.reset()
         device.unplug()

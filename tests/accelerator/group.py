@@ -1,9 +1,10 @@
-"""The process group of device tensors, "simccl", which torch.distributed makes where NCCL would be made for CUDA.
+"""The process group of device tensors, "simccl", which torch.distributed makes where NCCL would be
+made for CUDA.
 
     dist.init_process_group("cpu:gloo,sim:simccl")      or "simccl" alone; new_group and DeviceMesh follow
 
-Collectives run when their stream gets there; `work.wait()` makes the current stream wait, not the host. The bytes travel by
-gloo. simulator/group.h says how ranks that are late wait for one another.
+Collectives run when their stream gets there; `work.wait()` makes the current stream wait, not the
+host. The bytes travel by gloo. simulator/group.h says how ranks that are late wait for one another.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ def register(sim: Any) -> None:
         return
 
     def create(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> Any:
-        gloo = dist.ProcessGroupGloo(dist.PrefixStore("simccl-gloo", store), rank, size, timeout=timeout)
+        gloo = dist.ProcessGroupGloo(
+            dist.PrefixStore("simccl-gloo", store), rank, size, timeout=timeout
+        )
         made = sim.Group(gloo, store, rank, size, timeout)
         world = dist.group.WORLD  # None while it is made
         if world is not None and world.bound_device_id is not None:

@@ -1,4 +1,5 @@
-"""Run by test_group.py on each rank: collectives of device tensors beside the same ones of CPU tensors, by gloo."""
+"""Run by test_group.py on each rank: collectives of device tensors beside the same ones of CPU
+tensors, by gloo."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from accelerator.device import SCHEDULES
 from accelerator.programs import VOCAB, Transformer
 
 sim = device.load()
-torch.ones(1, device="meta").add(1)  # imports what Meta kernels in Python need, once before the ranks are forked
+# imports what Meta kernels in Python need, once before the ranks are forked
+torch.ones(1, device="meta").add(1)
 
 Collective = Callable[[torch.Tensor, int, int], torch.Tensor]
 """(this rank's tensor of 12 elements, rank, number of ranks) -> what the collective leaves"""
@@ -84,7 +86,9 @@ def gather_and_scatter(x: torch.Tensor, rank: int, size: int) -> torch.Tensor:
 def ring(x: torch.Tensor, rank: int, size: int) -> torch.Tensor:
     output = torch.empty_like(x)
     there, back = (rank + 1) % size, (rank - 1) % size
-    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, x, there), dist.P2POp(dist.irecv, output, back)]):
+    for work in dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, x, there), dist.P2POp(dist.irecv, output, back)]
+    ):
         work.wait()
     return output
 
@@ -134,7 +138,9 @@ def equal_gloos(rank: int, size: int) -> None:
             start = torch.randn(12, generator=torch.Generator().manual_seed(rank)).to(dtype)
             expected = act(start.clone(), rank, size)
             found = act(start.to(HERE) * 1, rank, size)
-            assert found.device == HERE and torch.equal(found.cpu(), expected), f"{name}: {found.cpu()}, not {expected}"
+            assert found.device == HERE and torch.equal(found.cpu(), expected), (
+                f"{name}: {found.cpu()}, not {expected}"
+            )
 
 
 def move_8_bit_floats(rank: int, size: int) -> None:
@@ -150,9 +156,14 @@ def train_as_on_cpus(rank: int, size: int) -> None:
         model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 3)).to(where)
         optim = torch.optim.AdamW(model.parameters(), 1e-2, foreach=False)
         for step in range(3):
-            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank)).to(where)
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank)).to(
+                where
+            )
             model(x).square().mean().backward()
-            works = [dist.all_reduce(p.grad, dist.ReduceOp.AVG, async_op=True) for p in model.parameters()]
+            works = [
+                dist.all_reduce(p.grad, dist.ReduceOp.AVG, async_op=True)
+                for p in model.parameters()
+            ]
             for work in works:
                 work.wait()
             optim.step()
@@ -176,10 +187,12 @@ def shard_by_fsdp(rank: int, size: int) -> None:
         optim = torch.optim.AdamW(model.parameters(), 1e-2, foreach=False)
         losses = []
         for step in range(3):
-            tokens = torch.randint(0, VOCAB, (2, 10), generator=torch.Generator().manual_seed(10 * step + rank)).to(
-                where
+            tokens = torch.randint(
+                0, VOCAB, (2, 10), generator=torch.Generator().manual_seed(10 * step + rank)
+            ).to(where)
+            losses.append(
+                F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
             )
-            losses.append(F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()))
             losses[-1].backward()
             optim.step()
             optim.zero_grad()
@@ -246,7 +259,8 @@ def coalesce(rank: int, size: int) -> None:
 
 
 def launch_a_group_of_calls_at_its_end(rank: int, size: int) -> None:
-    """`startCoalescing`: the calls start together, after all that was queued before the end on the group's stream."""
+    """`startCoalescing`: the calls start together, after all that was queued before the end on the
+    group's stream."""
     x = torch.full((3,), rank + 1.0, device=HERE)
     sims._start_coalescing(HERE)
     sims.allreduce([x])
@@ -258,20 +272,37 @@ def launch_a_group_of_calls_at_its_end(rank: int, size: int) -> None:
 
 
 def copy_a_list_out_before_its_group_is_launched(rank: int, size: int) -> None:
-    """`allgather`: its copies from the flat buffer are queued by the call. Memory that is new here is NaN."""
+    """`allgather`: its copies from the flat buffer are queued by the call. Memory that is new here
+    is NaN."""
     for is_grouped in (False, True):
-        x, outputs = torch.full((3,), rank + 1.0, device=HERE), [torch.zeros(3, device=HERE) for _ in range(size)]
-        grouped = dist._coalescing_manager(sims, HERE, async_ops=True) if is_grouped else contextlib.nullcontext()
+        x, outputs = (
+            torch.full((3,), rank + 1.0, device=HERE),
+            [torch.zeros(3, device=HERE) for _ in range(size)],
+        )
+        grouped = (
+            dist._coalescing_manager(sims, HERE, async_ops=True)
+            if is_grouped
+            else contextlib.nullcontext()
+        )
         with grouped as works:
             work = dist.all_gather(outputs, x, group=sims, async_op=True)
         (works or work).wait()
         found = torch.stack(outputs).cpu()
-        assert bool(found.isnan().all()) if is_grouped else found[:, 0].tolist() == [1.0 + each for each in range(size)]
+        assert (
+            bool(found.isnan().all())
+            if is_grouped
+            else found[:, 0].tolist() == [1.0 + each for each in range(size)]
+        )
 
 
 def run_a_synchronous_call_on_the_callers_stream(rank: int, size: int) -> None:
-    """`collective`: with asyncOp false the current stream runs it, so nothing is to be waited for and no Work comes."""
-    x, side, options = torch.full((3,), rank + 1.0, device=HERE), torch.Stream(HERE), dist.AllreduceOptions()
+    """`collective`: with asyncOp false the current stream runs it, so nothing is to be waited for
+    and no Work comes."""
+    x, side, options = (
+        torch.full((3,), rank + 1.0, device=HERE),
+        torch.Stream(HERE),
+        dist.AllreduceOptions(),
+    )
     options.asyncOp = False
     side.wait_stream(sim.current_stream())
     with sim.stream(side):
@@ -282,7 +313,8 @@ def run_a_synchronous_call_on_the_callers_stream(rank: int, size: int) -> None:
 
 
 def keep_tensors_until_the_wait(rank: int, size: int) -> None:
-    """`stashed_for_allocator_safety_`: an asynchronous call's tensors live until its Work is waited for."""
+    """`stashed_for_allocator_safety_`: an asynchronous call's tensors live until its Work is waited
+    for."""
     before = sim.memory_allocated()
     work = dist.all_reduce(torch.ones(1000, device=HERE), async_op=True)
     assert sim.memory_allocated() >= before + 4000
@@ -339,7 +371,9 @@ def block_the_host_in_a_barrier(rank: int, size: int) -> None:
 
 if __name__ == "__main__":
     meeting, rank, size = sys.argv[1], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("cpu:gloo,sim:simccl", init_method=f"file://{meeting}", rank=rank, world_size=size)
+    dist.init_process_group(
+        "cpu:gloo,sim:simccl", init_method=f"file://{meeting}", rank=rank, world_size=size
+    )
     assert not sim.was_touched()
     HERE = torch.device("sim", rank % sim.device_count())
     sim.set_device(HERE)
@@ -350,7 +384,13 @@ if __name__ == "__main__":
         for act in (equal_gloos, train_as_on_cpus, wait_on_the_stream_alone, coalesce):
             sim.set_schedule(schedule)
             act(rank, size)
-    for act in (show_a_missing_wait, help_ranks_that_wait, poll, move_8_bit_floats, refuse_what_nccl_refuses):
+    for act in (
+        show_a_missing_wait,
+        help_ranks_that_wait,
+        poll,
+        move_8_bit_floats,
+        refuse_what_nccl_refuses,
+    ):
         act(rank, size)
     for act in (
         launch_a_group_of_calls_at_its_end,
@@ -362,6 +402,11 @@ if __name__ == "__main__":
         for schedule in ("at_once", "late", "random:0"):
             sim.set_schedule(schedule)
             act(rank, size)
-    for act in (make_a_communicator_at_first_use, use_a_mesh, block_the_host_in_a_barrier, shard_by_fsdp):
+    for act in (
+        make_a_communicator_at_first_use,
+        use_a_mesh,
+        block_the_host_in_a_barrier,
+        shard_by_fsdp,
+    ):
         act(rank, size)
     dist.destroy_process_group()

@@ -1,7 +1,9 @@
-"""A whole iteration on the simulated device, to be replayed: a model in blocks, whose steps the CPU does tile by tile.
+"""A whole iteration on the simulated device, to be replayed: a model in blocks, whose steps the CPU
+does tile by tile.
 
-The recording has what the library asked of the device, and which thread waited for which tile's step. test_iteration_time.py
-replays it with the sizes and rates of 8B on a card; test_measured_time.py with rates of this CPU, beside a run of it.
+The recording has what the library asked of the device, and which thread waited for which tile's
+step. test_iteration_time.py replays it with the sizes and rates of 8B on a card;
+test_measured_time.py with rates of this CPU, beside a run of it.
 """
 
 from __future__ import annotations
@@ -38,14 +40,18 @@ class Sizes(NamedTuple):
 
 
 class Model(nn.Module):
-    """A chain of checkpointed blocks between an embedding and a head: forward twice, as in training of such a size."""
+    """A chain of checkpointed blocks between an embedding and a head: forward twice, as in training
+    of such a size."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         width = sizes.width
         self.embed = nn.Embedding(sizes.vocabulary, width)
         self.layers = nn.ModuleList(
-            [nn.Sequential(nn.Linear(width, width, bias=False), nn.Tanh()) for _ in range(sizes.layers)]
+            [
+                nn.Sequential(nn.Linear(width, width, bias=False), nn.Tanh())
+                for _ in range(sizes.layers)
+            ]
         )
         self.head = nn.Linear(width, sizes.vocabulary, bias=False)
 
@@ -56,7 +62,9 @@ class Model(nn.Module):
         return self.head(x).float().square().mean()
 
 
-def policy_of(overlap: str, tile_numel: int, by_layer: bool = False, **fields: Any) -> OffloadPolicy:
+def policy_of(
+    overlap: str, tile_numel: int, by_layer: bool = False, **fields: Any
+) -> OffloadPolicy:
     """by_layer: the micro-batches of a step go through the model block by block."""
     if by_layer:
         fields |= {"accumulation": "layers"}
@@ -67,7 +75,8 @@ def policy_of(overlap: str, tile_numel: int, by_layer: bool = False, **fields: A
 
 
 class Marks:
-    """Adds to a recording: the steps of tiles on the lane "cpu", and which thread waits for them."""
+    """Adds to a recording: the steps of tiles on the lane "cpu", and which thread waits for
+    them."""
 
     def __init__(self, sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
         self._sim = sim
@@ -76,9 +85,16 @@ class Marks:
         self._by_unit: dict[int, list[int]] = defaultdict(list)
         self._by_range: dict[tuple[int, int], int] = {}  # by unit and first element
         self._by_buffer: dict[int, int] = {}
-        self._attempted: dict[Any, int] = {}  # tiles that are stepped beside what they replace, since when
-        self._stepped: set[int] = set()  # units that the main thread knows to be stepped, in virtual time
-        start, finish, attempt, commit = Program.start, Program.finish, Program.attempt, Program.commit
+        # tiles that are stepped beside what they replace, since when
+        self._attempted: dict[Any, int] = {}
+        # units that the main thread knows to be stepped, in virtual time
+        self._stepped: set[int] = set()
+        start, finish, attempt, commit = (
+            Program.start,
+            Program.finish,
+            Program.attempt,
+            Program.commit,
+        )
         await_unit, stepped, bring = StepRun.await_unit, StepRun.stepped, TilePass.bring
 
         def started(program: Program[Any], *args: Any, **kwargs: Any) -> None:
@@ -117,15 +133,20 @@ class Marks:
             self._stepped.add(unit)
 
         def is_stepped(run: StepRun, unit: int) -> bool:
-            """In virtual time this thread waits for each unit in turn, and no later one is stepped by then."""
+            """In virtual time this thread waits for each unit in turn, and no later one is stepped
+            by then."""
             return not run.is_under_way or unit in self._stepped
 
         def brought(work: TilePass, tile: Any, slot: Any) -> None:
             since = self._attempted.pop(tile, -1)
-            self._await([self.starts[-1] if since < 0 else since, self._by_buffer.get(slot.offset, -1)])
+            self._await(
+                [self.starts[-1] if since < 0 else since, self._by_buffer.get(slot.offset, -1)]
+            )
             bring(work, tile, slot)
-            states = sum(part.num_bytes(tile.numel) for part in tile.layout.parts)  # without a small tile's rounding
-            ways = 2 if since < 0 else 3  # read and written; a second copy is also fetched to be written
+            # without a small tile's rounding
+            states = sum(part.num_bytes(tile.numel) for part in tile.layout.parts)
+            # read and written; a second copy is also fetched to be written
+            ways = 2 if since < 0 else 3
             num_bytes = ways * (states + tile.slice_bytes) + tile.grad_bytes
             step = sim.mark(f"step {tile.entry}", "cpu", num_bytes, flops=tile.numel)
             self._by_unit[tile.live.unit.index].append(step)
@@ -148,7 +169,9 @@ class Marks:
 class Training:
     """A sharded model on the simulated device, and its iterations."""
 
-    def __init__(self, sizes: Sizes, overlap: str, max_norm: float, by_layer: bool = False, **fields: Any) -> None:
+    def __init__(
+        self, sizes: Sizes, overlap: str, max_norm: float, by_layer: bool = False, **fields: Any
+    ) -> None:
         torch.manual_seed(0)
         self._model, self._max_norm = Model(sizes).bfloat16(), max_norm
         self._tokens = torch.arange(sizes.rows, device="sim") % sizes.vocabulary
@@ -165,7 +188,8 @@ class Training:
         self.shards.close()
 
     def iterate(self, num_micros: int = 1, is_late: bool = False, is_apart: bool = False) -> None:
-        """Forwards, backwards, a step. is_late: backward is long, as in virtual time: what it has attempted is done.
+        """Forwards, backwards, a step. is_late: backward is long, as in virtual time: what it has
+        attempted is done.
 
         is_apart: the step begins when the device has no maths left.
         """

@@ -2,7 +2,8 @@
 
     MUTANTS[name] = Mutant(where the line is, the line, what it becomes, the program and the homes that see it)
 
-`applied` rebuilds one function from its source, in the layout of `ast.unparse`, with the line changed, for as long as a test lasts.
+`applied` rebuilds one function from its source, in the layout of `ast.unparse`, with the line
+changed, for as long as a test lasts.
 """
 
 from __future__ import annotations

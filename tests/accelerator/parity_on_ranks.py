@@ -2,7 +2,8 @@
 
     parity_on_ranks.py FOLDER BACKEND NAMES WAY ...
 
-NAMES: a mutant, all, or "on four": those that need four ranks. WAY: the schedule of each step, as late,late,random:3. All ways
+NAMES: a mutant, all, or "on four": those that need four ranks. WAY: the schedule of each step, as
+    late,late,random:3. All ways
 have as many steps.
 """
 
@@ -29,36 +30,63 @@ from tiermem import OffloadPolicy, Precision, Tier
 from tiermem.optim.tentative import History
 
 sim = device.load()
-torch.ones(1, device="meta").add(1)  # imports what Meta kernels in Python need, once before the ranks are forked
+# imports what Meta kernels in Python need, once before the ranks are forked
+torch.ones(1, device="meta").add(1)
 
 _HOST = {"params": Tier.HOST, "optim": Tier.HOST}
 _NVME = {"params": Tier.NVME, "optim": Tier.NVME}
 _TINY = Precision.preset("tiny")
 CASES: dict[str, dict[str, Any]] = {
     **{f"stage {stage}": {"stage": stage} for stage in range(4)},
-    **{f"stage {stage}, states on host": {"stage": stage, "optim": Tier.HOST} for stage in (1, 2, 3)},
+    **{
+        f"stage {stage}, states on host": {"stage": stage, "optim": Tier.HOST}
+        for stage in (1, 2, 3)
+    },
     "stage 3, host": _HOST,
     "stage 3, nvme": _NVME,
     "stage 3, host, by Init": _HOST,
     "stage 3, nvme, by Init": _NVME,
     "stage 3, nvme, stepped in backward": {**_NVME, "step_in_backward": True},
     "stage 3, nvme, widened": {**_NVME, "compute_dtype": "fp32"},
-    "stage 3, all streamed": {"persistence_numel": 0},  # no gather of resident weights stands before those of forward
+    # no gather of resident weights stands before those of forward
+    "stage 3, all streamed": {"persistence_numel": 0},
     "stage 3, host, activations there": {**_HOST, "activations": Tier.HOST},
     "stage 3, host, activations on nvme": {**_HOST, "activations": Tier.NVME},
     "stage 3, host, one parameter at a time": {**_HOST, "gather_way": "single"},
     "stage 3, host, all_reduce": {**_HOST, "gather_way": "all_reduce"},
     "stage 3, host, cut": {**_HOST, "reduce_bucket_numel": 1000},
     "stage 1, gathers cut": {"stage": 1, "allgather_bucket_numel": 1000},
-    "stage 2, gathers cut, states on host": {"stage": 2, "optim": Tier.HOST, "allgather_bucket_numel": 1000},
+    "stage 2, gathers cut, states on host": {
+        "stage": 2,
+        "optim": Tier.HOST,
+        "allgather_bucket_numel": 1000,
+    },
     "stage 2, tiny": {"stage": 2, "precision": _TINY},
-    "stage 3, host, stepped early": {**_HOST, "grads": Tier.DEVICE, "overlap": "backward", "precision": _TINY},
-    "stage 3, half of the states": {**_HOST, "precision": Precision.preset("compact"), "optim_ratio": 0.5},
-    "stage 3, host, half sent": {**_HOST, "precision": Precision.preset("tiny"), "streamed_ratio": 0.5},
+    "stage 3, host, stepped early": {
+        **_HOST,
+        "grads": Tier.DEVICE,
+        "overlap": "backward",
+        "precision": _TINY,
+    },
+    "stage 3, half of the states": {
+        **_HOST,
+        "precision": Precision.preset("compact"),
+        "optim_ratio": 0.5,
+    },
+    "stage 3, host, half sent": {
+        **_HOST,
+        "precision": Precision.preset("tiny"),
+        "streamed_ratio": 0.5,
+    },
     "stage 2, states on nvme, sent": {"stage": 2, "optim": Tier.NVME, "streamed_ratio": 1.0},
     "MiCS": {**_HOST, "shard_group_size": 2},
     "hpZ": {**_HOST, "secondary_group_size": 2},
-    "two-stage gathers": {**_HOST, "shard_group_size": 4, "secondary_group_size": 2, "two_stage_gather": True},
+    "two-stage gathers": {
+        **_HOST,
+        "shard_group_size": 4,
+        "secondary_group_size": 2,
+        "two_stage_gather": True,
+    },
     "two-stage gathers, one parameter at a time": {
         **_HOST,
         "shard_group_size": 4,
@@ -66,7 +94,11 @@ CASES: dict[str, dict[str, Any]] = {
         "two_stage_gather": True,
         "gather_way": "single",
     },
-    "MiCS, gathers cut": {"shard_group_size": 2, "persistence_numel": 1 << 20, "allgather_bucket_numel": 1000},
+    "MiCS, gathers cut": {
+        "shard_group_size": 2,
+        "persistence_numel": 1 << 20,
+        "allgather_bucket_numel": 1000,
+    },
     "qgZ in two stages": {**_HOST, "secondary_group_size": 2, "quantised_reduction": True},
     "qwZ": {**_HOST, "quantised_gather": True},
     "qgZ": {**_HOST, "quantised_reduction": True},
@@ -78,7 +110,8 @@ CHANGE_NO_BIT = {
     *("persistence_numel", "gather_way", "allgather_bucket_numel", "reduce_bucket_numel"),
     *("shard_group_size", "secondary_group_size", "two_stage_gather"),
 }
-"""Cases that differ in these fields alone have one twin: devices must have the same bits wherever things rest.
+"""Cases that differ in these fields alone have one twin: devices must have the same bits wherever
+things rest.
 
 On four ranks the last three change the order of sums, and CPUs are up to 1e-5 apart there.
 """
@@ -106,11 +139,15 @@ ON_DEVICES_ALONE = ["stage 1", "stage 3, nvme", "stage 3, host, by Init", "qwZ",
 def twin_of(name: str, policy: OffloadPolicy) -> str:
     """Names what a case computes: cases with one name are compared with one training."""
     is_quantised = policy.quantised_reduction
-    kinds = {key: value for key, value in CASES[name].items() if is_quantised or key not in CHANGE_NO_BIT}
+    kinds = {
+        key: value for key, value in CASES[name].items() if is_quantised or key not in CHANGE_NO_BIT
+    }
     return f"{kinds}, {policy.stage == 0}, {policy.activations is None}, {'by Init' in name}"
 
 
-def batches_of(policy: OffloadPolicy, num: int, rank: int, device: torch.device) -> list[list[torch.Tensor]]:
+def batches_of(
+    policy: OffloadPolicy, num: int, rank: int, device: torch.device
+) -> list[list[torch.Tensor]]:
     """Tokens and targets of every step, and of what follows, on the device.
 
     A copy from pageable memory would wait for the step before.
@@ -124,15 +161,23 @@ def loss_on(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> to
     return F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten())
 
 
-def train(where: str, policy: OffloadPolicy, way: list[str], rank: int, by_init: bool) -> dict[str, Any]:
-    """What is computed in steps under these schedules, of which CPUs have none; the first is that of the start, too."""
+def train(
+    where: str, policy: OffloadPolicy, way: list[str], rank: int, by_init: bool
+) -> dict[str, Any]:
+    """What is computed in steps under these schedules, of which CPUs have none; the first is that
+    of the start, too."""
     schedule_by(way[0], where)
     with tiermem.zero.Init(policy=policy, enabled=by_init):
-        model = seeded(Tower if policy.activations is None else lambda: zoo.Tower(checkpoint=False)).to(
-            torch.bfloat16 if policy.compute_dtype == "fp32" or policy.precision != Precision() else torch.float32
+        model = seeded(
+            Tower if policy.activations is None else lambda: zoo.Tower(checkpoint=False)
+        ).to(
+            torch.bfloat16
+            if policy.compute_dtype == "fp32" or policy.precision != Precision()
+            else torch.float32
         )
     with tiermem.shard(model, policy, device=where) as shards:
-        # Where a gradient's terms cancel, what is left is rounding, of which AdamW with its usual eps makes a whole step.
+        # Where a gradient's terms cancel, what is left is rounding, of which AdamW with its usual
+        # eps makes a whole step.
         optim = tiermem.AdamW(model.parameters(), lr=1e-2, eps=1e-5)
         losses, norms, is_early = [], [], policy.overlap == "backward"
         *batches, last = batches_of(policy, len(way) + 1, rank, shards.device)
@@ -151,7 +196,8 @@ def train(where: str, policy: OffloadPolicy, way: list[str], rank: int, by_init:
             with torch.no_grad():
                 losses.append(loss_on(model, *given))
                 if rank:
-                    losses[-1].item()  # this rank asks for the others' weights while their steps may be pending
+                    # this rank asks for the others' weights while their steps may be pending
+                    losses[-1].item()
             losses.append(loss.detach())
         assert not is_early or shards.steps.num_redone == 0
         losses += replaced_while_read(model, last)
@@ -174,7 +220,8 @@ def replaced_while_read(model: nn.Module, given: list[torch.Tensor]) -> list[tor
 
 
 def overwritten_after_close(own: str) -> float:
-    """How many tensors lose their values to a model that was trained and closed on a stream beside, whose memory they got."""
+    """How many tensors lose their values to a model that was trained and closed on a stream beside,
+    whose memory they got."""
     model, num = seeded(Tower), 0
     tokens, targets = (each.to(own) for each in batch(0))
     shards = tiermem.shard(model, OffloadPolicy(stage=2), device=own)
@@ -196,7 +243,9 @@ def apart(mine: dict[str, Any], theirs: dict[str, Any]) -> float:
     assert mine.keys() == theirs.keys()
     pairs = ((torch.as_tensor(mine[name]), torch.as_tensor(theirs[name])) for name in mine)
     return (
-        torch.tensor([0.0, *((a - b).abs().max().item() for a, b in pairs if a.numel())]).max().item()
+        torch.tensor([0.0, *((a - b).abs().max().item() for a, b in pairs if a.numel())])
+        .max()
+        .item()
     )  # NaN if any is
 
 
@@ -228,7 +277,9 @@ def main() -> None:
             grads = None if there == "cpu" else policy.grads
             same = twin_of(name, policy)
             if same not in twins:
-                twins[same] = train(there, dataclasses.replace(policy, grads=grads), at_once, rank, by_init)
+                twins[same] = train(
+                    there, dataclasses.replace(policy, grads=grads), at_once, rank, by_init
+                )
             expected = twins[same]
             if dist.get_world_size() > 2:  # whose sums have another order on CPUs
                 on_device = train(own, policy, at_once, rank, by_init)
@@ -236,7 +287,9 @@ def main() -> None:
                 expected = on_device
             for way in ways:
                 with mutation():
-                    found[f"{name}; {','.join(way)}"] = apart(train(own, policy, way, rank, by_init), expected)
+                    found[f"{name}; {','.join(way)}"] = apart(
+                        train(own, policy, way, rank, by_init), expected
+                    )
                 if names in ON_RANKS and is_seen(found):
                     break
         torch.save(found, out)
@@ -261,7 +314,8 @@ def cases_of(backend: str, names: str, world: int) -> list[str]:
     return (
         [*stages, "stage 3, nvme", "qwZ", "qgZ", "qwZ and qgZ, nvme", *sorted(ON_FOUR)]
         if world == 4
-        else [ASIDE, *(name for name in CASES if name not in ON_FOUR)]  # first, while its memory is new
+        # first, while its memory is new
+        else [ASIDE, *(name for name in CASES if name not in ON_FOUR)]
     )
 
 

@@ -1,4 +1,5 @@
-"""Programs: small models trained in plain PyTorch, on any device, which the simulated device must compute as the CPU does."""
+"""Programs: small models trained in plain PyTorch, on any device, which the simulated device must
+compute as the CPU does."""
 
 from __future__ import annotations
 
@@ -21,8 +22,12 @@ class Attention(nn.Module):
         self.out = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x).split(WIDTH, -1))
-        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x).split(WIDTH, -1)
+        )
+        return self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
 
 
 class Block(nn.Module):
@@ -30,7 +35,9 @@ class Block(nn.Module):
         super().__init__()
         self.norms = nn.ModuleList([nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)])
         self.attention = Attention()
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 50), nn.GELU(), nn.Linear(50, WIDTH), nn.Dropout(0.1))
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 50), nn.GELU(), nn.Linear(50, WIDTH), nn.Dropout(0.1)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norms[0](x))
@@ -59,7 +66,9 @@ class Transformer(nn.Module):
 class Mlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, 40), nn.SiLU(), nn.Linear(40, VOCAB))
+        self.layers = nn.Sequential(
+            nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, 40), nn.SiLU(), nn.Linear(40, VOCAB)
+        )
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.layers(tokens)
@@ -77,7 +86,8 @@ class Program:
 
 class Trained(NamedTuple):
     losses: list[float]
-    tensors: dict[str, torch.Tensor]  # parameters, the last gradients, and optimizer states, on the CPU
+    # parameters, the last gradients, and optimizer states, on the CPU
+    tensors: dict[str, torch.Tensor]
 
 
 def train(program: Program, device: str) -> Trained:
@@ -89,12 +99,17 @@ def train(program: Program, device: str) -> Trained:
     for step in range(program.num_steps):
         optim.zero_grad()
         for micro in range(program.num_micro):
-            tokens = torch.randint(0, VOCAB, (2, 10), generator=torch.Generator().manual_seed(100 * step + micro)).to(
-                device
-            )
-            with torch.autocast(torch.device(device).type, program.autocast, enabled=program.autocast is not None):
+            tokens = torch.randint(
+                0, VOCAB, (2, 10), generator=torch.Generator().manual_seed(100 * step + micro)
+            ).to(device)
+            with torch.autocast(
+                torch.device(device).type, program.autocast, enabled=program.autocast is not None
+            ):
                 logits = model(tokens[:, :-1])
-            loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten()) / program.num_micro
+            loss = (
+                F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+                / program.num_micro
+            )
             loss.backward()
             losses.append(loss.detach())
         nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False)
@@ -109,5 +124,9 @@ def train(program: Program, device: str) -> Trained:
 def assert_same(found: Trained, expected: Trained) -> None:
     """Equal to the bit."""
     assert found.losses == expected.losses
-    different = [name for name, tensor in expected.tensors.items() if not torch.equal(found.tensors[name], tensor)]
+    different = [
+        name
+        for name, tensor in expected.tensors.items()
+        if not torch.equal(found.tensors[name], tensor)
+    ]
     assert found.tensors.keys() == expected.tensors.keys() and not different

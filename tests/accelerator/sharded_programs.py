@@ -1,9 +1,11 @@
-"""Programs: what users do with a sharded model, each run on the CPU and on a device, to be compared to the bit.
+"""Programs: what users do with a sharded model, each run on the CPU and on a device, to be compared
+to the bit.
 
     program(place) -> {"losses": [...], "weights": {...}, ...}      place: where the maths runs, and under which policy
 
-All use CPU arithmetic in the end: the simulated device runs the CPU's kernels. What differs is when: a wait that is missing, a
-buffer that is given back early or a home that is written while it is read gives other bits under some schedule.
+All use CPU arithmetic in the end: the simulated device runs the CPU's kernels. What differs is
+when: a wait that is missing, a buffer that is given back early or a home that is written while it
+    is read gives other bits under some schedule.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ class Place:
     folder: Path
 
     def shard(self, model: nn.Module, **settings: Any) -> Shards:
-        return tiermem.shard(model, dataclasses.replace(self.policy, **settings), device=self.device)
+        return tiermem.shard(
+            model, dataclasses.replace(self.policy, **settings), device=self.device
+        )
 
     def loss_of(self, model: nn.Module, step: int) -> torch.Tensor:
         return twins.loss_of(model, step, self.device)
@@ -60,7 +64,8 @@ class Place:
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[Callable[[], None]]:
-        """Work on a stream that waits for nothing; the function that it gives makes the current stream wait for that work."""
+        """Work on a stream that waits for nothing; the function that it gives makes the current
+        stream wait for that work."""
         if self.device == "cpu":
             yield lambda: None
             return
@@ -69,7 +74,8 @@ class Place:
             yield lambda: torch.accelerator.current_stream().wait_stream(stream)
 
     def settle(self) -> None:
-        """Waits for the device: what any stream still does to memory that others use by now has happened then."""
+        """Waits for the device: what any stream still does to memory that others use by now has
+        happened then."""
         if self.device != "cpu":
             torch.accelerator.synchronize()
 
@@ -78,7 +84,12 @@ Program = Callable[[Place], Found]
 
 
 def train(
-    place: Place, model: nn.Module, num_steps: int = 3, max_norm: float = 0.0, micros: int = 1, **settings: Any
+    place: Place,
+    model: nn.Module,
+    num_steps: int = 3,
+    max_norm: float = 0.0,
+    micros: int = 1,
+    **settings: Any,
 ) -> Found:
     losses = []
     with place.shard(model, **settings) as shards:
@@ -93,13 +104,20 @@ def train(
         return found(shards, model, optim, losses)
 
 
-def found(shards: Shards, model: nn.Module, optim: tiermem.AdamW | None, losses: list[torch.Tensor]) -> Found:
-    result: Found = {"losses": [loss.item() for loss in losses], "weights": values_of(model.state_dict())}
+def found(
+    shards: Shards, model: nn.Module, optim: tiermem.AdamW | None, losses: list[torch.Tensor]
+) -> Found:
+    result: Found = {
+        "losses": [loss.item() for loss in losses],
+        "weights": values_of(model.state_dict()),
+    }
     if optim is not None:
         tiles = optim.tiles_of(shards)
         live = [shard for each, shard in shards.parameters() if each.unit.is_trainable]
         result["states"] = {
-            f"{s.name}.{n}": tiles.state(s, n) for s in live for n in ("master", "exp_avg", "exp_avg_sq")
+            f"{s.name}.{n}": tiles.state(s, n)
+            for s in live
+            for n in ("master", "exp_avg", "exp_avg_sq")
         }
     return result
 
@@ -108,7 +126,7 @@ def values_of(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: value.detach().to("cpu", copy=True) for name, value in state.items()}
 
 
-# ---- programs ----------------------------------------------------------------------------------------------------------
+# ---- programs ------------------------------------------------------------------------------------
 
 
 def plain(place: Place) -> Found:
@@ -215,14 +233,18 @@ def clipped_by_torch(place: Place) -> Found:
         for step in range(3):
             loss = place.loss_of(model, step)
             loss.backward()
-            norms += torch._foreach_norm([param.grad for param in model.parameters()])  # as torch does on CUDA
+            # as torch does on CUDA
+            norms += torch._foreach_norm([param.grad for param in model.parameters()])
             norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
             gradient = shards.gradient(model.layers[0].up.weight)
             optim.step()
             optim.zero_grad(set_to_none=step % 2 == 0)
             losses.append(loss.detach())
         assert gradient is not None
-        return found(shards, model, optim, losses) | {"norms": [n.item() for n in norms], "gradient": gradient.cpu()}
+        return found(shards, model, optim, losses) | {
+            "norms": [n.item() for n in norms],
+            "gradient": gradient.cpu(),
+        }
 
 
 def autocast(place: Place) -> Found:
@@ -242,7 +264,8 @@ def autocast(place: Place) -> Found:
 
 
 def scaled_by_torch(place: Place) -> Found:
-    """GradScaler under autocast in fp16. A step that overflows is left out and halves the scale; others are clipped or not."""
+    """GradScaler under autocast in fp16. A step that overflows is left out and halves the scale;
+    others are clipped or not."""
     model, losses, scales = seeded(Tower), [], []
     kind = torch.device(place.device).type
     scaler = torch.amp.GradScaler(kind, init_scale=2.0**12, growth_interval=2)
@@ -252,7 +275,9 @@ def scaled_by_torch(place: Place) -> Found:
             tokens, targets = (each.to(place.device) for each in batch(step))
             with torch.autocast(kind, dtype=torch.float16):
                 logits = model(tokens)
-            loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()) * (1e6 if step == 2 else 1)
+            loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()) * (
+                1e6 if step == 2 else 1
+            )
             scaler.scale(loss).backward()
             if step % 2:
                 scaler.unscale_(optim)
@@ -267,7 +292,8 @@ def scaled_by_torch(place: Place) -> Found:
 
 
 def in_fp16(place: Place) -> Found:
-    """fp16 weights with a loss scale of one's own; the first steps overflow and leave everything as it was."""
+    """fp16 weights with a loss scale of one's own; the first steps overflow and leave everything as
+    it was."""
     model, losses, scale, num_skipped = seeded(Tower).half(), [], 2.0**22, 0
     with place.shard(model) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-3)
@@ -284,18 +310,27 @@ def in_fp16(place: Place) -> Found:
 
 
 def read_after_steps(place: Place) -> Found:
-    """Weights are read where they rest as soon as a step has returned; none on the device, whose copy would wait for it."""
+    """Weights are read where they rest as soon as a step has returned; none on the device, whose
+    copy would wait for it."""
     model, losses, read = seeded(Tower), [], []
     with place.shard(model) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         for step in range(2):
             losses.append(_step(place, model, optim, step))
-            read.append({str(number): shards.weight(layer.up.weight) for number, layer in enumerate(model.layers)})
-        return found(shards, model, optim, losses) | {f"read {step}": values for step, values in enumerate(read)}
+            read.append(
+                {
+                    str(number): shards.weight(layer.up.weight)
+                    for number, layer in enumerate(model.layers)
+                }
+            )
+        return found(shards, model, optim, losses) | {
+            f"read {step}": values for step, values in enumerate(read)
+        }
 
 
 def sharded_again(place: Place) -> Found:
-    """Memory of a model is used for other values, and theirs for the next model, while work in it may be pending."""
+    """Memory of a model is used for other values, and theirs for the next model, while work in it
+    may be pending."""
     tokens, outputs = batch(0)[0].to(place.device), []  # a copy of them would wait for the device
     for step in range(2):
         model = seeded(Tower, step).bfloat16()
@@ -312,7 +347,8 @@ def sharded_again(place: Place) -> Found:
 
 
 def batches_there(place: Place) -> Found:
-    """Batches lie on the device before training, so that no copy of them waits for the step before."""
+    """Batches lie on the device before training, so that no copy of them waits for the step
+    before."""
     batches = [[each.to(place.device) for each in batch(step)] for step in range(4)]
     model, losses = seeded(Tower), []
     with place.shard(model) as shards:
@@ -327,10 +363,15 @@ def batches_there(place: Place) -> Found:
 
 
 def kept_present(place: Place) -> Found:
-    """All units are held present, twice; what they compute is pending when they are let go, and when they are held again."""
+    """All units are held present, twice; what they compute is pending when they are let go, and
+    when they are held again."""
     model, losses = seeded(Tower), []
-    tokens, targets = (each.to(place.device) for each in batch(0))  # a copy of them would wait for the device
-    with tiermem.shard(model, place.policy, device=place.device, is_trained=False) as shards, torch.no_grad():
+    # a copy of them would wait for the device
+    tokens, targets = (each.to(place.device) for each in batch(0))
+    with (
+        tiermem.shard(model, place.policy, device=place.device, is_trained=False) as shards,
+        torch.no_grad(),
+    ):
         for _ in range(2):
             with tiermem.zero.unwrap_model_for_generation(model):
                 losses.append(F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()))
@@ -342,10 +383,14 @@ def kept_present(place: Place) -> Found:
 
 
 def held_and_let_go(place: Place) -> Found:
-    """All units are held present on a stream of the user's, and let go. Then others are, before that stream is waited for."""
+    """All units are held present on a stream of the user's, and let go. Then others are, before
+    that stream is waited for."""
     model, losses = seeded(Tower), []
     tokens, targets = (each.to(place.device) for each in batch(0))
-    with tiermem.shard(model, place.policy, device=place.device, is_trained=False) as shards, torch.no_grad():
+    with (
+        tiermem.shard(model, place.policy, device=place.device, is_trained=False) as shards,
+        torch.no_grad(),
+    ):
         for seed in range(2):
             with place.apart() as join, tiermem.zero.unwrap_model_for_generation(model):
                 pass
@@ -357,18 +402,22 @@ def held_and_let_go(place: Place) -> Found:
 
 
 def held_until_backward_ends(place: Place) -> Found:
-    """The first block runs twice. Its first input needs no gradient, so the block is let go at the end of backward, on another
-    stream than that which computes with it. Then an evaluation, on a third stream, needs its memory."""
+    """The first block runs twice. Its first input needs no gradient, so the block is let go at the
+    end of backward, on another stream than that which computes with it. Then an evaluation, on a
+    third stream, needs its memory."""
     batches = [[each.to(place.device) for each in batch(step)] for step in range(6)]
     model, losses = seeded(Tower), []
     model.embed.requires_grad_(False)
     model.layers.insert(0, model.layers[0])
     place.settle()
-    with place.shard(model, persistence_numel=0) as shards:  # no step writes what the device reads in place
+    # no step writes what the device reads in place
+    with place.shard(model, persistence_numel=0) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
 
         def loss_of(number: int) -> torch.Tensor:
-            return F.cross_entropy(model(batches[number][0]).flatten(0, 1), batches[number][1].flatten())
+            return F.cross_entropy(
+                model(batches[number][0]).flatten(0, 1), batches[number][1].flatten()
+            )
 
         for step in range(0, 6, 2):
             with place.aside():
@@ -382,8 +431,9 @@ def held_until_backward_ends(place: Place) -> Found:
 
 
 def evaluated_aside(place: Place) -> Found:
-    """What an evaluation on a stream of the user's reads is pending while a step counts. The next backward begins with a unit
-    of which a parameter is not used: it is copied before any gradient is waited for."""
+    """What an evaluation on a stream of the user's reads is pending while a step counts. The next
+    backward begins with a unit of which a parameter is not used: it is copied before any gradient
+    is waited for."""
     batches = [[each.to(place.device) for each in batch(step)] for step in range(8)]
     model, losses = seeded(Tower).bfloat16(), []
     model.head.forward = lambda x: F.linear(x, model.head.weight)
@@ -394,7 +444,10 @@ def evaluated_aside(place: Place) -> Found:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         for number, (tokens, targets) in enumerate(batches):
             is_aside = number % 2 == 1
-            with place.apart() if is_aside else contextlib.nullcontext(), torch.set_grad_enabled(not is_aside):
+            with (
+                place.apart() if is_aside else contextlib.nullcontext(),
+                torch.set_grad_enabled(not is_aside),
+            ):
                 losses.append(F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()))
             if is_aside:
                 optim.step()
@@ -406,7 +459,8 @@ def evaluated_aside(place: Place) -> Found:
 
 
 def branches_stepped_in_backward(place: Place) -> Found:
-    """Blocks beside each other, each on a stream of its own: no gradient waits for the step of another block."""
+    """Blocks beside each other, each on a stream of its own: no gradient waits for the step of
+    another block."""
     model, losses = seeded(Tower), []
     with place.shard(model, step_in_backward=True, grads=None) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
@@ -425,7 +479,8 @@ def branches_stepped_in_backward(place: Place) -> Found:
 
 
 def left_and_closed(place: Place) -> Found:
-    """A store's memory on the device leaves, comes back, and has left again when the store is closed."""
+    """A store's memory on the device leaves, comes back, and has left again when the store is
+    closed."""
     with TensorStore(device=torch.device(place.device)) as store:
         store.reserve("kind/name", (5000,), torch.float32, Tier.DEVICE)
         values = store.view("kind/name").fill_(1.5)
@@ -457,13 +512,17 @@ def evaluated_between(place: Place) -> Found:
 
 def inference(place: Place) -> Found:
     model = seeded(Tower)
-    with tiermem.shard(model, place.policy, device=place.device, is_trained=False) as shards, torch.no_grad():
+    with (
+        tiermem.shard(model, place.policy, device=place.device, is_trained=False) as shards,
+        torch.no_grad(),
+    ):
         losses = [place.loss_of(model, step) for step in range(4)]
         return found(shards, model, None, losses)
 
 
 def on_side_streams(place: Place) -> Found:
-    """Forward and backward on a stream of the user's, another every step; evaluation on the usual one between them."""
+    """Forward and backward on a stream of the user's, another every step; evaluation on the usual
+    one between them."""
     model, losses = seeded(Tower), []
     with place.shard(model) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
@@ -522,15 +581,20 @@ def after_exceptions(place: Place) -> Found:
 
 
 def loaded_while_copies_are_pending(place: Place) -> Found:
-    """Weights are replaced while the device may still be reading the old ones; what was computed before stays so."""
+    """Weights are replaced while the device may still be reading the old ones; what was computed
+    before stays so."""
     model, outputs = seeded(Tower), []
     others = [seeded(Tower, seed).state_dict() for seed in (5, 6)]
-    tokens, targets = (each.to(place.device) for each in batch(0))  # a copy of them would wait for the device
+    # a copy of them would wait for the device
+    tokens, targets = (each.to(place.device) for each in batch(0))
 
     def loss() -> torch.Tensor:
         return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
-    with tiermem.shard(model, place.policy, device=place.device, is_trained=False) as shards, torch.no_grad():
+    with (
+        tiermem.shard(model, place.policy, device=place.device, is_trained=False) as shards,
+        torch.no_grad(),
+    ):
         for other in others:
             outputs.append(loss())
             model.load_state_dict(other)
@@ -559,7 +623,8 @@ def saved_and_resumed(place: Place) -> Found:
 
 
 def state_dicts_moved(place: Place) -> Found:
-    """The model's and the optimizer's state dicts, taken from one sharded model and put into another."""
+    """The model's and the optimizer's state dicts, taken from one sharded model and put into
+    another."""
     first, second, losses = seeded(Tower), seeded(Tower, 3), []
     with place.shard(first) as shards:
         optim = tiermem.AdamW(first.parameters(), lr=1e-2)
@@ -615,18 +680,21 @@ def pageable_copies(place: Place) -> Found:
 
 
 def offloaded(place: Place, home: Tier, reentrant: bool, num_blocks: int = 4) -> Found:
-    """Inputs of checkpointed blocks rest elsewhere: two forwards before one backward, a backward that raises, a graph that is
-    kept."""
+    """Inputs of checkpointed blocks rest elsewhere: two forwards before one backward, a backward
+    that raises, a graph that is kept."""
     model, losses = seeded(lambda: zoo.Tower(checkpoint=reentrant, num_blocks=num_blocks)), []
 
     def loss_of(step: int) -> torch.Tensor:
-        tokens, targets = (each.to(place.device) for each in batch(step, samples=16, length=40))  # 79,360 bytes
+        # 79,360 bytes
+        tokens, targets = (each.to(place.device) for each in batch(step, samples=16, length=40))
         return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
     with place.shard(model, activations=home) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         for step in range(3):
-            handle = model.layers[-1].down.register_full_backward_pre_hook(lambda *given: _raise(*given, None))
+            handle = model.layers[-1].down.register_full_backward_pre_hook(
+                lambda *given: _raise(*given, None)
+            )
             with contextlib.suppress(ZeroDivisionError):
                 loss_of(80 + step).backward()  # its graph is dropped while an input comes
             handle.remove()
@@ -647,7 +715,8 @@ def activations_on_host(place: Place) -> Found:
 
 
 def activations_on_nvme(place: Place) -> Found:
-    return offloaded(place, Tier.NVME, reentrant=False, num_blocks=10)  # more than there are buffers
+    # more than there are buffers
+    return offloaded(place, Tier.NVME, reentrant=False, num_blocks=10)
 
 
 def activations_of_reentrant_blocks(place: Place) -> Found:
@@ -677,7 +746,8 @@ class _Raises(torch.autograd.Function):
 
 
 def seen_from_outside(place: Place) -> Found:
-    """Between backward and step gradients are clipped by value, read and written; then averages are taken, and exports."""
+    """Between backward and step gradients are clipped by value, read and written; then averages are
+    taken, and exports."""
     model, losses, seen = seeded(Tower), [], {}
     with place.shard(model) as shards:
         optim, ema = tiermem.AdamW(model.parameters(), lr=1e-2), tiermem.EMA(model, 0.9)
@@ -685,7 +755,10 @@ def seen_from_outside(place: Place) -> Found:
             loss = place.loss_of(model, step)
             loss.backward()
             nn.utils.clip_grad_value_(model.parameters(), 1e-2)
-            seen |= {f"largest of {name}, {step}": p.grad.abs().max().cpu() for name, p in model.named_parameters()}
+            seen |= {
+                f"largest of {name}, {step}": p.grad.abs().max().cpu()
+                for name, p in model.named_parameters()
+            }
             grad = model.head.weight.grad
             grad.add_(torch.ones_like(grad), alpha=1e-3)
             optim.step()
@@ -696,7 +769,10 @@ def seen_from_outside(place: Place) -> Found:
             losses.append(place.loss_of(model, 3))
         losses.append(place.loss_of(model, 3))
         seen |= values_of(dict(tiermem.export_weights(model)))
-        result = found(shards, model, optim, losses) | {"seen": seen, "averages": ema.state_dict()["averages"]}
+        result = found(shards, model, optim, losses) | {
+            "seen": seen,
+            "averages": ema.state_dict()["averages"],
+        }
         ema.close()
         return result
 

@@ -1,4 +1,5 @@
-"""Do inputs of checkpointed blocks leave the device, and come back in time? (Their bits: test_parity.py.)"""
+"""Do inputs of checkpointed blocks leave the device, and come back in time? (Their bits:
+test_parity.py.)"""
 
 from __future__ import annotations
 
@@ -23,17 +24,27 @@ INPUT_BYTES = 40 * 50 * 31 * 4  # samples x tokens x width x fp32
 CHUNK = 1 << 20
 
 
-def train(folder: Path, num_blocks: int = 4, num_steps: int = 3, reentrant: bool = False, **fields: Any) -> Any:
+def train(
+    folder: Path, num_blocks: int = 4, num_steps: int = 3, reentrant: bool = False, **fields: Any
+) -> Any:
     """Trains a tower; yields the shards after each step."""
     policy = OffloadPolicy(
-        **{"params": Tier.HOST, "optim": Tier.HOST, "paths": [folder], "persistence_numel": 0, "unit_buffers": 2}
+        **{
+            "params": Tier.HOST,
+            "optim": Tier.HOST,
+            "paths": [folder],
+            "persistence_numel": 0,
+            "unit_buffers": 2,
+        }
         | fields
     )
     model = seeded(lambda: zoo.Tower(checkpoint=reentrant, num_blocks=num_blocks))
     with tiermem.shard(model, policy, device="sim") as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         for step in range(num_steps):
-            tokens, targets = (each.pin_memory().to("sim", non_blocking=True) for each in batch(step, 40, 50))
+            tokens, targets = (
+                each.pin_memory().to("sim", non_blocking=True) for each in batch(step, 40, 50)
+            )
             logits = model(tokens)
             yield "forward", shards
             loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -50,7 +61,8 @@ def train(folder: Path, num_blocks: int = 4, num_steps: int = 3, reentrant: bool
 def test_the_peak_of_the_device_is_flat_in_depth(
     reentrant: bool, home: Tier, schedule: str, sim: ModuleType, tmp_path: Path
 ) -> None:
-    """Between forward and backward the device has one input beside what a model of two blocks has; at the peak, too."""
+    """Between forward and backward the device has one input beside what a model of two blocks has;
+    at the peak, too."""
     peaks: dict[tuple[Tier | None, int], tuple[int, int]] = {}
     sim.set_schedule(schedule)
     for activations, num_blocks in [(None, 3), (None, 7), (home, 3), (home, 7)]:
@@ -70,7 +82,9 @@ def test_the_peak_of_the_device_is_flat_in_depth(
 
 
 @pytest.mark.parametrize("home", [Tier.HOST, Tier.NVME])
-def test_every_input_crosses_the_link_once_each_way_and_none_waits(home: Tier, sim: ModuleType, tmp_path: Path) -> None:
+def test_every_input_crosses_the_link_once_each_way_and_none_waits(
+    home: Tier, sim: ModuleType, tmp_path: Path
+) -> None:
     """And the forecast counts the bytes of every edge."""
     sim.set_schedule("late")
     edges = {"to_host_bytes": "DEVICE -> HOST", "to_device_bytes": "HOST -> DEVICE"}
@@ -84,14 +98,21 @@ def test_every_input_crosses_the_link_once_each_way_and_none_waits(home: Tier, s
             copies, stats = sim.copies(), shards.store.stats()
             sim.reset_counts()
             assert copies["num_pageable"] == 0 or phase == "forward"  # nothing is pageable
-            assert (waits["main"], waits["autograd"]) == (0, 0) or phase == "forward", waits  # the step waits before it
+            # the step waits before it
+            assert (waits["main"], waits["autograd"]) == (0, 0) or phase == "forward", waits
             now = copies | {name: getattr(stats, name) for name in edges if name.startswith("nvme")}
-            counts[phase] = {name: now[name] - before[name] * name.startswith("nvme") for name in edges}
+            counts[phase] = {
+                name: now[name] - before[name] * name.startswith("nvme") for name in edges
+            }
             before = now
-            forecast = forecast_shards(shards, Compute(1e-9, 2e-9), Rates(1e9, 1e9), input_bytes=INPUT_BYTES)
+            forecast = forecast_shards(
+                shards, Compute(1e-9, 2e-9), Rates(1e9, 1e9), input_bytes=INPUT_BYTES
+            )
         moved.append({name: counts["forward"][name] + counts["backward"][name] for name in edges})
         foretold.append({name: forecast.edge_bytes(edge) for name, edge in edges.items()})
-    more, expected = ({name: after[name] - first[name] for name in edges} for first, after in (moved, foretold))
+    more, expected = (
+        {name: after[name] - first[name] for name in edges} for first, after in (moved, foretold)
+    )
     on_disk = home is Tier.NVME
     assert expected == {
         "to_host_bytes": 4 * INPUT_BYTES,
@@ -100,14 +121,19 @@ def test_every_input_crosses_the_link_once_each_way_and_none_waits(home: Tier, s
         "nvme_read_bytes": on_disk * 3 * INPUT_BYTES,
     }
     whole = -(-INPUT_BYTES // 4096) * 4096 / INPUT_BYTES  # the disk moves whole pages
-    assert more == {name: round(size * (whole if name.startswith("nvme") else 1)) for name, size in expected.items()}
+    assert more == {
+        name: round(size * (whole if name.startswith("nvme") else 1))
+        for name, size in expected.items()
+    }
 
 
 def test_a_room_that_is_too_small_keeps_inputs_on_the_device(
     sim: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "tiermem"):
-        for _, shards in train(tmp_path, num_steps=1, activations=Tier.HOST, activation_bytes=2 * CHUNK):
+        for _, shards in train(
+            tmp_path, num_steps=1, activations=Tier.HOST, activation_bytes=2 * CHUNK
+        ):
             [row] = [row for row in shards.plan.rows if row.what == "activations"]
             assert (row.tier, row.num_bytes) == (Tier.HOST, 2 * CHUNK)
     assert caplog.text.count("stays on sim:0, and so do others") == 1
@@ -127,7 +153,9 @@ def test_a_tensor_that_several_blocks_share_stays(sim: ModuleType, tmp_path: Pat
     class Masked(zoo.Tower):
         def through(self, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
             mask = self.mask if layer is not self.layers[0] else self.new_mask(x)
-            return zoo.recompute(lambda y, m: zoo.logits_of(layer(y)) * m, x, mask, use_reentrant=False)
+            return zoo.recompute(
+                lambda y, m: zoo.logits_of(layer(y)) * m, x, mask, use_reentrant=False
+            )
 
         def new_mask(self, x: torch.Tensor) -> torch.Tensor:
             self.mask = torch.ones_like(x).detach()
@@ -145,7 +173,8 @@ def test_a_tensor_that_several_blocks_share_stays(sim: ModuleType, tmp_path: Pat
 
 
 def test_cpu_checkpointing_sends_inputs_of_checkpointed_blocks_to_host(sim: ModuleType) -> None:
-    """From a config as DeepSpeed's users have it; partition_activations is accepted, and computed."""
+    """From a config as DeepSpeed's users have it; partition_activations is accepted, and
+    computed."""
     moved = []
     for section in ({}, {"cpu_checkpointing": True, "partition_activations": True}):
         config = {
@@ -172,8 +201,13 @@ def test_cpu_checkpointing_sends_inputs_of_checkpointed_blocks_to_host(sim: Modu
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_loss_in_chunks_takes_the_gradient_of_its_weight_once(dtype: torch.dtype, sim: ModuleType) -> None:
-    hidden, weight = (torch.randn(n, 96, generator=torch.Generator().manual_seed(n)).to(dtype) for n in (300, 5000))
+def test_a_loss_in_chunks_takes_the_gradient_of_its_weight_once(
+    dtype: torch.dtype, sim: ModuleType
+) -> None:
+    hidden, weight = (
+        torch.randn(n, 96, generator=torch.Generator().manual_seed(n)).to(dtype)
+        for n in (300, 5000)
+    )
     targets = torch.arange(300) * 7
     leaves = [each.to("sim").requires_grad_() for each in (hidden, weight)]
     sim.synchronize()
@@ -182,8 +216,14 @@ def test_a_loss_in_chunks_takes_the_gradient_of_its_weight_once(dtype: torch.dty
     tiermem.chunked_cross_entropy(*leaves, targets.to("sim"), chunk_tokens=7).backward()
     chunk_bytes = 7 * 5000 * (2 * dtype.itemsize + 12)
     most = before + weight.nbytes + 2 * hidden.nbytes + chunk_bytes + (64 << 10)
-    assert before + weight.nbytes < sim.max_memory_allocated("sim") < most < before + 2 * weight.nbytes
+    assert (
+        before + weight.nbytes < sim.max_memory_allocated("sim") < most < before + 2 * weight.nbytes
+    )
     on_cpu = [each.clone().requires_grad_() for each in (hidden, weight)]
     tiermem.chunked_cross_entropy(*on_cpu, targets, chunk_tokens=7).backward()
     for here, there in zip(on_cpu, leaves, strict=True):
-        assert here.grad is not None and there.grad is not None and torch.equal(here.grad, there.grad.cpu())
+        assert (
+            here.grad is not None
+            and there.grad is not None
+            and torch.equal(here.grad, there.grad.cpu())
+        )

@@ -1,4 +1,5 @@
-"""Does torch.compile work where weights are streamed to a device, and are CUDA graphs refused there?"""
+"""Does torch.compile work where weights are streamed to a device, and are CUDA graphs refused
+there?"""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def engine_of(zero: dict[str, Any]) -> Any:
         ({"backend": "cudagraphs"}, "backend='cudagraphs'"),
     ],
 )
-def test_graphs_are_refused_where_addresses_change(options: dict[str, Any], asked: str, sim: ModuleType) -> None:
+def test_graphs_are_refused_where_addresses_change(
+    options: dict[str, Any], asked: str, sim: ModuleType
+) -> None:
     engine = engine_of(STREAMED)
     with pytest.raises(ValueError, match=f"compile: {asked} captures CUDA graphs"):
         engine.compile(**options)

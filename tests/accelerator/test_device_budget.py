@@ -60,25 +60,36 @@ def wide() -> nn.Module:
 
 @pytest.mark.parametrize("is_rounded", [False, True], ids=["", "segments of CUDA"])
 @pytest.mark.parametrize("name", POLICIES)
-def test_what_is_reserved_is_the_plan(name: str, is_rounded: bool, sim: ModuleType, tmp_path: Path) -> None:
+def test_what_is_reserved_is_the_plan(
+    name: str, is_rounded: bool, sim: ModuleType, tmp_path: Path
+) -> None:
     sim.set_segments_like_cudas(is_rounded)
     policy = OffloadPolicy(paths=[tmp_path], persistence_numel=1100, **POLICIES[name])
     model = large() if is_rounded else wide()
     check_reserved(
-        model.bfloat16() if policy.compute_dtype == "fp32" else model, policy, "sim", SLABS[name], is_rounded
+        model.bfloat16() if policy.compute_dtype == "fp32" else model,
+        policy,
+        "sim",
+        SLABS[name],
+        is_rounded,
     )
 
 
 @pytest.mark.skipif(WHY_SKIPPED is not None, reason=str(WHY_SKIPPED))
 @pytest.mark.parametrize("which", ["selected", pytest.param("all", marks=pytest.mark.slow)])
 def test_what_two_ranks_reserve_is_the_plan(which: str, tmp_path: Path) -> None:
-    """With the buffers of what passes between ranks: gradients in every stage, blocks of weights."""
+    """With the buffers of what passes between ranks: gradients in every stage, blocks of
+    weights."""
     assert all(launch(HERE / "reserved.py", 2, tmp_path, "cpu:gloo,sim:simccl", which))
 
 
 def shard_within(device_bytes: int | None, folder: Path) -> tuple[Plan, Found]:
     policy = OffloadPolicy(
-        params=Tier.NVME, optim=Tier.NVME, paths=[folder], persistence_numel=0, device_bytes=device_bytes
+        params=Tier.NVME,
+        optim=Tier.NVME,
+        paths=[folder],
+        persistence_numel=0,
+        device_bytes=device_bytes,
     )
     place = Place("sim", policy, folder)
     model = seeded(Tower)
@@ -89,7 +100,8 @@ def shard_within(device_bytes: int | None, folder: Path) -> tuple[Plan, Found]:
 
 @pytest.mark.parametrize("schedule", ["at_once", "late", "random:3"])
 def test_units_that_stay_change_no_bit(schedule: str, sim: ModuleType, tmp_path: Path) -> None:
-    """With room for none, two and all units beside what passes; what stays is not read from the disk again."""
+    """With room for none, two and all units beside what passes; what stays is not read from the
+    disk again."""
     sim.set_schedule(schedule)
     num_streamed, expected = [], on_cpu("plain")
     least, _ = shard_within(None, tmp_path)
@@ -104,12 +116,21 @@ def test_units_that_stay_change_no_bit(schedule: str, sim: ModuleType, tmp_path:
 def test_a_budget_that_is_one_byte_too_small_is_refused_before_anything_is_allocated(
     sim: ModuleType, tmp_path: Path
 ) -> None:
-    """Neither memory of the device, nor pinned memory, nor a folder on the path; a byte more trains."""
-    fields = {"params": Tier.NVME, "optim": Tier.NVME, "paths": [tmp_path], "unit_buffers": 2, "resident_bytes": 0}
+    """Neither memory of the device, nor pinned memory, nor a folder on the path; a byte more
+    trains."""
+    fields = {
+        "params": Tier.NVME,
+        "optim": Tier.NVME,
+        "paths": [tmp_path],
+        "unit_buffers": 2,
+        "resident_bytes": 0,
+    }
     with pytest.raises(ValueError, match="host_bytes=1 per node") as error:
         tiermem.shard(seeded(Tower), OffloadPolicy(host_bytes=1, **fields), device="sim")
     needed = int(str(error.value).partition("the smallest plan needs ")[2].partition(" ")[0])
-    with tiermem.shard(seeded(Tower), OffloadPolicy(host_bytes=needed, **fields), device="sim") as shards:
+    with tiermem.shard(
+        seeded(Tower), OffloadPolicy(host_bytes=needed, **fields), device="sim"
+    ) as shards:
         assert shards.plan.host_bytes == needed
         device_bytes = shards.plan.device_bytes
     before = sim.memory_allocated("sim"), sim.registered(), list(tmp_path.iterdir())
@@ -119,7 +140,9 @@ def test_a_budget_that_is_one_byte_too_small_is_refused_before_anything_is_alloc
         assert (sim.memory_allocated("sim"), sim.registered(), list(tmp_path.iterdir())) == before
 
 
-def test_the_context_that_sharding_makes_counts_in_the_budget(sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_context_that_sharding_makes_counts_in_the_budget(
+    sim: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     policy = OffloadPolicy(params=Tier.HOST, optim=Tier.HOST)
     monkeypatch.setattr("tiermem.run.shards.open_context", lambda device: 64 << 20)
     with tiermem.shard(seeded(Tower), policy, device="sim") as shards:
@@ -138,7 +161,10 @@ def test_a_plan_that_the_card_cannot_hold_is_refused_before_anything_is_allocate
     others = torch.empty(4096, dtype=torch.uint8, device="sim")  # another process's
     before = sim.memory_reserved("sim")
     sim.set_capacity(before + needed - 1)
-    with pytest.raises(ValueError, match=f"the plan needs {needed} bytes of the accelerator, and {needed - 1} of its"):
+    with pytest.raises(
+        ValueError,
+        match=f"the plan needs {needed} bytes of the accelerator, and {needed - 1} of its",
+    ):
         tiermem.shard(seeded(Tower), policy, device="sim")
     assert sim.memory_reserved("sim") == before
     too_much = OffloadPolicy(params=Tier.HOST, optim=Tier.HOST, device_bytes=2 * (before + needed))

@@ -1,4 +1,5 @@
-"""Does the process group know its rank's device, and do all ranks take part where groups are split from it?"""
+"""Does the process group know its rank's device, and do all ranks take part where groups are split
+from it?"""
 
 from __future__ import annotations
 

@@ -1,8 +1,11 @@
-"""Do states that an accelerator steps end with the CPU kernel's bits: every optimizer, precision, stage?
+"""Do states that an accelerator steps end with the CPU kernel's bits: every optimizer, precision,
+stage?
 
-They rest on it, all of them or a part; or they rest on HOST or NVMe, and all of their tiles or a part are sent to it.
+They rest on it, all of them or a part; or they rest on HOST or NVMe, and all of their tiles or a
+part are sent to it.
 
-The twin trains on the CPU with everything in memory. What is compared: losses, weights, and every state in fp32.
+The twin trains on the CPU with everything in memory. What is compared: losses, weights, and every
+state in fp32.
 """
 
 from __future__ import annotations
@@ -41,18 +44,26 @@ def adam(**fields: Any) -> Make:
 def muon(model: nn.Module) -> torch.optim.Optimizer:
     apart = [model.embed.weight, model.head.weight]
     hidden = [p for p in model.parameters() if all(p is not other for other in apart)]
-    return tiermem.Muon([{"params": hidden}, {"params": apart, "use_muon": False, "eps": 1e-6}], lr=1e-2)
+    return tiermem.Muon(
+        [{"params": hidden}, {"params": apart, "use_muon": False, "eps": 1e-6}], lr=1e-2
+    )
 
 
 OPTIMIZERS: dict[str, Make] = {
     "AdamW": adam(),
     "AdamW amsgrad": adam(amsgrad=True),
     "Adam": lambda model: tiermem.Adam(model.parameters(), lr=1e-2, weight_decay=0.1),
-    "Adagrad": lambda model: tiermem.Adagrad(model.parameters(), 1e-2, lr_decay=0.1, initial_accumulator_value=0.1),
+    "Adagrad": lambda model: tiermem.Adagrad(
+        model.parameters(), 1e-2, lr_decay=0.1, initial_accumulator_value=0.1
+    ),
     "Lion": lambda model: tiermem.Lion(model.parameters(), lr=1e-3, weight_decay=0.1),
     "SGD": lambda model: tiermem.SGD(model.parameters(), lr=1e-2, weight_decay=0.1),
-    "SGD momentum": lambda model: tiermem.SGD(model.parameters(), lr=1e-2, momentum=0.9, dampening=0.2),
-    "SGD nesterov": lambda model: tiermem.SGD(model.parameters(), lr=1e-2, momentum=0.9, nesterov=True),
+    "SGD momentum": lambda model: tiermem.SGD(
+        model.parameters(), lr=1e-2, momentum=0.9, dampening=0.2
+    ),
+    "SGD nesterov": lambda model: tiermem.SGD(
+        model.parameters(), lr=1e-2, momentum=0.9, nesterov=True
+    ),
     "Muon": muon,
 }
 PRECISIONS = PRESETS | {
@@ -75,19 +86,33 @@ FEW = {
     ("Adagrad", "bf16"),
     ("Lion", "compact"),
 }
-FEW |= {("SGD", "stochastic bf16"), ("SGD momentum", "fp16"), ("SGD nesterov", "fp32 gradients"), ("Muon", "nearest")}
+FEW |= {
+    ("SGD", "stochastic bf16"),
+    ("SGD momentum", "fp16"),
+    ("SGD nesterov", "fp32 gradients"),
+    ("Muon", "nearest"),
+}
 
 
 def policy_of(precision: str, folder: Path, **fields: Any) -> OffloadPolicy:
-    fields = {"persistence_numel": 50, "tile_numel": 4096, "num_moments": 3, "paths": [folder]} | fields
+    fields = {
+        "persistence_numel": 50,
+        "tile_numel": 4096,
+        "num_moments": 3,
+        "paths": [folder],
+    } | fields
     return OffloadPolicy(precision=PRECISIONS[precision], **fields)
 
 
 def build(precision: str) -> nn.Module:
-    return seeded(lambda: Tower(num_blocks=2)).to(torch.float16 if precision == "fp16" else torch.bfloat16)
+    return seeded(lambda: Tower(num_blocks=2)).to(
+        torch.float16 if precision == "fp16" else torch.bfloat16
+    )
 
 
-def take_steps(model: nn.Module, optim: Any, steps: range, where: str, micros: int = 2) -> list[torch.Tensor]:
+def take_steps(
+    model: nn.Module, optim: Any, steps: range, where: str, micros: int = 2
+) -> list[torch.Tensor]:
     losses = []
     for step in steps:
         for micro in range(micros):
@@ -108,7 +133,9 @@ def found(model: nn.Module, optim: Any, losses: list[torch.Tensor]) -> Found:
     return {"losses": [loss.item() for loss in losses], "weights": weights, "states": states}
 
 
-def train(make: Make, precision: str, where: str, policy: OffloadPolicy, num_steps: int = 3) -> Found:
+def train(
+    make: Make, precision: str, where: str, policy: OffloadPolicy, num_steps: int = 3
+) -> Found:
     model = build(precision)
     with tiermem.shard(model, policy, device=where):
         optim = make(model)
@@ -121,36 +148,53 @@ def on_cpu(optimizer: str, precision: str, num_steps: int = 3) -> Found:
     return train(OPTIMIZERS[optimizer], precision, "cpu", policy, num_steps)
 
 
-# ---- every optimizer, precision and stage ----------------------------------------------------------------------------
+# ---- every optimizer, precision and stage --------------------------------------------------------
 
 
 @pytest.mark.parametrize("home", THERE)
 @pytest.mark.parametrize(
     ("optimizer", "precision"),
-    [pytest.param(o, p, marks=[] if (o, p) in FEW else [pytest.mark.slow]) for o in OPTIMIZERS for p in PRECISIONS],
+    [
+        pytest.param(o, p, marks=[] if (o, p) in FEW else [pytest.mark.slow])
+        for o in OPTIMIZERS
+        for p in PRECISIONS
+    ],
 )
 def test_states_on_the_device_have_the_cpu_kernels_bits(
     optimizer: str, precision: str, home: str, sim: ModuleType, tmp_path: Path
 ) -> None:
-    size = {"tile_numel": 16384} if optimizer == "Muon" and "sent" in home else {}  # which holds a whole matrix
+    # which holds a whole matrix
+    size = {"tile_numel": 16384} if optimizer == "Muon" and "sent" in home else {}
     for schedule in ("late", "random:2"):
         sim.set_schedule(schedule)
-        mine = train(OPTIMIZERS[optimizer], precision, "sim", policy_of(precision, tmp_path, **THERE[home], **size))
+        mine = train(
+            OPTIMIZERS[optimizer],
+            precision,
+            "sim",
+            policy_of(precision, tmp_path, **THERE[home], **size),
+        )
         assert differences(mine, on_cpu(optimizer, precision)) == [], schedule
 
 
 @pytest.mark.parametrize(
-    ("stage", "home"), [*((stage, Tier.DEVICE) for stage in range(4)), (3, Tier.HOST), (3, Tier.NVME)]
+    ("stage", "home"),
+    [*((stage, Tier.DEVICE) for stage in range(4)), (3, Tier.HOST), (3, Tier.NVME)],
 )
-def test_every_stage_steps_on_the_device(stage: int, home: Tier, sim: ModuleType, tmp_path: Path) -> None:
+def test_every_stage_steps_on_the_device(
+    stage: int, home: Tier, sim: ModuleType, tmp_path: Path
+) -> None:
     sim.set_schedule("late")
     policy = policy_of("tiny", tmp_path, stage=stage, params=home)
-    assert differences(train(OPTIMIZERS["AdamW"], "tiny", "sim", policy), on_cpu("AdamW", "tiny")) == []
+    assert (
+        differences(train(OPTIMIZERS["AdamW"], "tiny", "sim", policy), on_cpu("AdamW", "tiny"))
+        == []
+    )
 
 
 @pytest.mark.parametrize("precision", ["exact", "tiny"])
 def test_masters_of_init_reach_the_device(precision: str, sim: ModuleType, tmp_path: Path) -> None:
-    """fp32 values that the model had before it was built in bf16: the first step on the device makes masters of them."""
+    """fp32 values that the model had before it was built in bf16: the first step on the device
+    makes masters of them."""
 
     def run(where: str, **fields: Any) -> Found:
         policy = policy_of(precision, tmp_path, master_from="init", **fields)
@@ -166,10 +210,13 @@ def test_masters_of_init_reach_the_device(precision: str, sim: ModuleType, tmp_p
     nvme = {"params": Tier.NVME, "optim": Tier.NVME}
     assert differences(run("sim", **nvme, optim_ratio=0.5), expected) == []
     assert differences(run("sim", **nvme, streamed_ratio=0.5), expected) == []
-    assert differences(run("sim", params=Tier.HOST, optim=Tier.HOST, streamed_ratio=1.0), expected) == []
+    assert (
+        differences(run("sim", params=Tier.HOST, optim=Tier.HOST, streamed_ratio=1.0), expected)
+        == []
+    )
 
 
-# ---- a part of the states --------------------------------------------------------------------------------------------
+# ---- a part of the states ------------------------------------------------------------------------
 
 HOMES: dict[str, dict[str, Any]] = {
     "host": {"params": Tier.HOST, "optim": Tier.HOST},
@@ -185,7 +232,9 @@ HOMES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("ratio", "home"),
     [
-        pytest.param(ratio, home, marks=[] if ratio == 0.5 or home == "host" else [pytest.mark.slow])
+        pytest.param(
+            ratio, home, marks=[] if ratio == 0.5 or home == "host" else [pytest.mark.slow]
+        )
         for ratio in (0.0, 0.5, 1.0)
         for home in HOMES
     ],
@@ -201,10 +250,17 @@ def test_bits_are_equal_whatever_the_ratio(
 
 
 @pytest.mark.parametrize("home", [Tier.HOST, Tier.NVME])
-def test_the_ratio_is_the_part_of_the_states_that_rests_elsewhere(home: Tier, sim: ModuleType, tmp_path: Path) -> None:
-    model, policy = build("exact"), policy_of("exact", tmp_path, params=home, optim=home, num_moments=2)
+def test_the_ratio_is_the_part_of_the_states_that_rests_elsewhere(
+    home: Tier, sim: ModuleType, tmp_path: Path
+) -> None:
+    model, policy = (
+        build("exact"),
+        policy_of("exact", tmp_path, params=home, optim=home, num_moments=2),
+    )
     for ratio in (0.0, 0.25, 0.5, 1.0):
-        with tiermem.shard(model, dataclasses.replace(policy, optim_ratio=ratio), device="sim") as shards:
+        with tiermem.shard(
+            model, dataclasses.replace(policy, optim_ratio=ratio), device="sim"
+        ) as shards:
             tiles = tiermem.AdamW(model.parameters()).tiles_of(shards).tiles
             total = sum(tile.state_bytes for tile in tiles)
             there = sum(tile.state_bytes for tile in tiles if tile.home is Tier.DEVICE)
@@ -222,33 +278,45 @@ def test_the_ratio_is_the_part_of_the_states_that_rests_elsewhere(home: Tier, si
 
 def test_without_an_accelerator_the_rest_is_in_memory(tmp_path: Path) -> None:
     model = build("compact")
-    policy = policy_of("compact", tmp_path, params=Tier.NVME, optim=Tier.NVME, optim_ratio=0.5, resident_bytes=0)
+    policy = policy_of(
+        "compact", tmp_path, params=Tier.NVME, optim=Tier.NVME, optim_ratio=0.5, resident_bytes=0
+    )
     with tiermem.shard(model, policy, device="cpu") as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         homes = [tile.home for tile in optim.tiles_of(shards).tiles]
         assert {Tier.HOST, Tier.NVME} == set(homes)
         assert (
-            differences(found(model, optim, take_steps(model, optim, range(3), "cpu")), on_cpu("AdamW", "compact"))
+            differences(
+                found(model, optim, take_steps(model, optim, range(3), "cpu")),
+                on_cpu("AdamW", "compact"),
+            )
             == []
         )
 
 
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
+# ---- checkpoints ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", pytest.param("Muon", marks=pytest.mark.slow)])
-def test_checkpoints_open_across_device_and_nvme(optimizer: str, sim: ModuleType, tmp_path: Path) -> None:
-    """DEVICE, NVMe, half of each, NVMe sent to the device, the CPU's memory and DEVICE again: each opens what the one before
-    has saved."""
+def test_checkpoints_open_across_device_and_nvme(
+    optimizer: str, sim: ModuleType, tmp_path: Path
+) -> None:
+    """DEVICE, NVMe, half of each, NVMe sent to the device, the CPU's memory and DEVICE again: each
+    opens what the one before has saved."""
     sim.set_schedule("late")
-    make, losses, places = OPTIMIZERS[optimizer], list[torch.Tensor](), list[tuple[str, dict[str, Any]]]()
+    make, losses, places = (
+        OPTIMIZERS[optimizer],
+        list[torch.Tensor](),
+        list[tuple[str, dict[str, Any]]](),
+    )
     nvme = {"params": Tier.NVME, "optim": Tier.NVME}
     places += [("sim", ALL_THERE), ("sim", nvme), ("sim", nvme | {"optim_ratio": 0.5})]
     places += [("sim", nvme | {"streamed_ratio": 0.5})]
     places += [("cpu", {"params": Tier.HOST, "optim": Tier.HOST}), ("sim", ALL_THERE)]
     for number, (where, fields) in enumerate(places):
         model = build("tiny") if number == 0 else seeded(lambda: Tower(num_blocks=2), 9).bfloat16()
-        policy = policy_of("tiny", tmp_path, tile_numel=16384, **fields)  # which holds a whole matrix
+        # which holds a whole matrix
+        policy = policy_of("tiny", tmp_path, tile_numel=16384, **fields)
         with tiermem.shard(model, policy, device=where) as shards:
             optim = make(model)
             if number:
@@ -262,7 +330,8 @@ def test_checkpoints_open_across_device_and_nvme(optimizer: str, sim: ModuleType
 def test_a_checkpoint_holds_the_part_that_was_sent(
     sim: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A start that does not say which part it is warns of another one; the same part, and one that is said, does not."""
+    """A start that does not say which part it is warns of another one; the same part, and one that
+    is said, does not."""
     host, told = {"params": Tier.HOST, "optim": Tier.HOST}, []
     for ratio in (0.5, None, 0.5, 0.0):
         model, policy = build("exact"), policy_of("exact", tmp_path, **host, streamed_ratio=ratio)
@@ -278,7 +347,7 @@ def test_a_checkpoint_holds_the_part_that_was_sent(
     assert told == [False, True, False, False]
 
 
-# ---- failures --------------------------------------------------------------------------------------------------------
+# ---- failures ------------------------------------------------------------------------------------
 
 
 STEPPED_THERE: dict[str, dict[str, Any]] = {
@@ -291,9 +360,14 @@ STEPPED_THERE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("home", STEPPED_THERE)
 @pytest.mark.parametrize("error", [ZeroDivisionError, torch.OutOfMemoryError])
 def test_a_step_that_fails_half_way_ends_its_copies(
-    error: type[Exception], home: str, sim: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    error: type[Exception],
+    home: str,
+    sim: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    """The model says that it is torn, and closing it unregisters no memory that the device still writes."""
+    """The model says that it is torn, and closing it unregisters no memory that the device still
+    writes."""
     sim.set_schedule("late")
     model, calls = build("compact"), list[None]()
 
@@ -316,10 +390,14 @@ def test_a_step_that_fails_half_way_ends_its_copies(
     assert sim.registered() == before
 
 
-def test_a_read_that_fails_beside_tiles_that_are_sent_ends_their_copies(sim: ModuleType, tmp_path: Path) -> None:
+def test_a_read_that_fails_beside_tiles_that_are_sent_ends_their_copies(
+    sim: ModuleType, tmp_path: Path
+) -> None:
     sim.set_schedule("late")
     model, before = build("compact"), sim.registered()
-    policy = policy_of("compact", tmp_path, streamed_ratio=0.9, persistence_numel=0, **HOMES["nvme"])
+    policy = policy_of(
+        "compact", tmp_path, streamed_ratio=0.9, persistence_numel=0, **HOMES["nvme"]
+    )
     with tiermem.shard(model, policy, device="sim") as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         take_steps(model, optim, range(1), "sim")
@@ -334,7 +412,7 @@ def test_a_read_that_fails_beside_tiles_that_are_sent_ends_their_copies(sim: Mod
     assert sim.registered() == before
 
 
-# ---- waits -----------------------------------------------------------------------------------------------------------
+# ---- waits ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -350,7 +428,8 @@ def test_a_read_that_fails_beside_tiles_that_are_sent_ends_their_copies(sim: Mod
 def test_an_iteration_waits_for_the_device_at_most_so_often(
     fields: dict[str, Any], num_waits: int, sim: ModuleType, tmp_path: Path
 ) -> None:
-    """For the norm, where sums of squares are there, and for tiles that were sent; not for every tile. No copy is pageable."""
+    """For the norm, where sums of squares are there, and for tiles that were sent; not for every
+    tile. No copy is pageable."""
     sim.set_schedule("late")
     model = build("compact")
     policy = policy_of("compact", tmp_path, **{"params": Tier.HOST, "optim": Tier.HOST} | fields)

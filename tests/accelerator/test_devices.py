@@ -21,7 +21,9 @@ def test_tensors_of_two_devices_do_not_mix(sim: ModuleType) -> None:
 
 
 def test_a_device_that_is_not_there(sim: ModuleType) -> None:
-    with pytest.raises(RuntimeError, match="invalid device ordinal: sim:2, and there are 2 devices"):
+    with pytest.raises(
+        RuntimeError, match="invalid device ordinal: sim:2, and there are 2 devices"
+    ):
         torch.ones(1, device="sim:2")
     with pytest.raises(RuntimeError, match="invalid device ordinal"):
         torch.accelerator.set_device_index(2)
@@ -70,7 +72,9 @@ def test_each_device_has_a_capacity_and_statistics(sim: ModuleType) -> None:
     with pytest.raises(torch.OutOfMemoryError, match="Device sim:1"):
         torch.empty(2 * MIB, dtype=torch.uint8, device="sim:1")
     kept = torch.empty(1000, dtype=torch.uint8, device="sim:1")
-    assert torch.accelerator.memory_allocated(0) == 0 and torch.accelerator.memory_allocated(1) == 1024
+    assert (
+        torch.accelerator.memory_allocated(0) == 0 and torch.accelerator.memory_allocated(1) == 1024
+    )
     assert torch.accelerator.get_memory_info(1) == (MIB - 1024, MIB)
     del kept
 

@@ -34,7 +34,9 @@ def test_a_device_whose_events_know_no_sleep_gets_its_own_class(
     assert type(accelerator.new_event(SIM)) is torch.Event
 
 
-def test_streams_are_of_the_devices_own_class(sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_are_of_the_devices_own_class(
+    sim: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """torch.Stream would not wait for an event of the device module's class."""
     made = []
     monkeypatch.setattr(sim, "Stream", lambda device=None, priority=0: made.append(device))

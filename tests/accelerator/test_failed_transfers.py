@@ -1,4 +1,5 @@
-"""Is what a helper thread meets raised where it matters, with nothing left, and does the model train on?"""
+"""Is what a helper thread meets raised where it matters, with nothing left, and does the model
+train on?"""
 
 from __future__ import annotations
 
@@ -25,7 +26,12 @@ from tiermem.weights.unit_state import LiveUnit, UnitState
 
 
 def policy(folder: Path, **fields: Any) -> OffloadPolicy:
-    settings: dict[str, Any] = {"params": Tier.NVME, "optim": Tier.HOST, "paths": [folder], "persistence_numel": 50}
+    settings: dict[str, Any] = {
+        "params": Tier.NVME,
+        "optim": Tier.HOST,
+        "paths": [folder],
+        "persistence_numel": 50,
+    }
     return OffloadPolicy(**settings | {"unit_buffers": 3} | fields)
 
 
@@ -93,7 +99,8 @@ def test_a_read_that_fails_is_raised_in_forward_and_the_next_one_serves(
 def test_a_gradient_that_cannot_be_stored_ends_the_backward(
     sim: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error of the helper thread is backward's own; the gradients of that step are forgotten, and training goes on."""
+    """The error of the helper thread is backward's own; the gradients of that step are forgotten,
+    and training goes on."""
     expected = []
     put, fails = GradientStore.put, [0]
 
@@ -119,7 +126,9 @@ def test_a_gradient_that_cannot_be_stored_ends_the_backward(
     assert expected[0] == expected[1]
 
 
-def test_closing_with_reads_and_copies_under_way_leaves_nothing(sim: ModuleType, tmp_path: Path) -> None:
+def test_closing_with_reads_and_copies_under_way_leaves_nothing(
+    sim: ModuleType, tmp_path: Path
+) -> None:
     sim.set_schedule("late")
     for _ in range(3):
         model = seeded(Tower)
@@ -160,7 +169,8 @@ def test_a_unit_is_dropped_only_when_the_thread_that_starts_its_copy_has_done_so
 def test_a_step_that_fails_amid_a_unit_is_raised_at_its_copy_and_loses_no_slot(
     sim: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first tiles of the unit have been copied; the forward that needs it raises, and the model says that it is torn."""
+    """The first tiles of the unit have been copied; the forward that needs it raises, and the model
+    says that it is torn."""
     bring, fill, copied, is_due = TilePass.bring, LiveUnit._fill, threading.Event(), [False]
 
     def failing(work: TilePass, tile: Tile, slot: Slot) -> None:
@@ -177,7 +187,13 @@ def test_a_step_that_fails_amid_a_unit_is_raised_at_its_copy_and_loses_no_slot(
     monkeypatch.setattr(TilePass, "bring", failing)
     monkeypatch.setattr(LiveUnit, "_fill", filling)
     sim.set_schedule("late")
-    fields = {"params": Tier.HOST, "grads": Tier.DEVICE, "tile_numel": 4096, "overlap": "forward", "unit_buffers": 2}
+    fields = {
+        "params": Tier.HOST,
+        "grads": Tier.DEVICE,
+        "tile_numel": 4096,
+        "overlap": "forward",
+        "unit_buffers": 2,
+    }
     model = seeded(Tower)
     with tiermem.shard(model, policy(tmp_path, **fields), device="sim") as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
@@ -188,5 +204,7 @@ def test_a_step_that_fails_amid_a_unit_is_raised_at_its_copy_and_loses_no_slot(
         assert str(caught.value.__cause__) == "no gradients"
         with pytest.raises(RuntimeError, match="failed half-way"):
             shards.check_whole()
-        assert shards.prefetcher._full.keys() <= {live.unit.index for live in shards.units if live.is_present}
+        assert shards.prefetcher._full.keys() <= {
+            live.unit.index for live in shards.units if live.is_present
+        }
     assert helpers() == [] and sim.registered().num_ranges == 0

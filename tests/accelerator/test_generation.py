@@ -21,7 +21,12 @@ from tiermem.zero import kv_cache_bytes, unwrap_model_for_generation
 
 transformers: Any = pytest.importorskip("transformers")
 
-SIZES: dict[str, Any] = {"vocab_size": 60, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
+SIZES: dict[str, Any] = {
+    "vocab_size": 60,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024}
 SEQUENCES, TOKENS = 8, 200
 
@@ -38,9 +43,22 @@ def planned(is_gpu: bool, **fields: Any) -> Plan:
 
 
 def generated(model: Any, device: torch.device | str) -> list[list[int]]:
-    prompts = torch.arange(SEQUENCES * 20, device="cpu").view(SEQUENCES, 20).remainder(59).add(1).to(device)
-    asked = {"max_new_tokens": TOKENS - 20, "min_new_tokens": TOKENS - 20, "do_sample": False, "pad_token_id": 0}
-    found: list[list[int]] = model.generate(prompts, attention_mask=torch.ones_like(prompts), **asked).tolist()
+    prompts = (
+        torch.arange(SEQUENCES * 20, device="cpu")
+        .view(SEQUENCES, 20)
+        .remainder(59)
+        .add(1)
+        .to(device)
+    )
+    asked = {
+        "max_new_tokens": TOKENS - 20,
+        "min_new_tokens": TOKENS - 20,
+        "do_sample": False,
+        "pad_token_id": 0,
+    }
+    found: list[list[int]] = model.generate(
+        prompts, attention_mask=torch.ones_like(prompts), **asked
+    ).tolist()
     return found
 
 
@@ -65,10 +83,14 @@ def test_units_give_way_to_the_cache_of_a_generation() -> None:
     budget = least.device_bytes + 2 * max(unit.full_bytes for unit in least.division.units)
     without = planned(True, device_bytes=budget, **fields)
     with_cache = planned(True, device_bytes=budget, kv_bytes=budget - least.device_bytes, **fields)
-    staying = [sum(unit.is_resident for unit in plan.division.units) for plan in (without, with_cache)]
+    staying = [
+        sum(unit.is_resident for unit in plan.division.units) for plan in (without, with_cache)
+    ]
     assert staying[0] > staying[1] == 0
     assert max(without.device_bytes, with_cache.device_bytes) <= budget
-    assert {row.what: row.num_bytes for row in with_cache.rows}["KV cache"] == budget - least.device_bytes
+    assert {row.what: row.num_bytes for row in with_cache.rows}[
+        "KV cache"
+    ] == budget - least.device_bytes
     assert planned(True, kv_bytes=kv_bytes, **fields).device_bytes == least.device_bytes + kv_bytes
 
 
@@ -76,19 +98,24 @@ def test_units_give_way_to_the_cache_of_a_generation() -> None:
 def test_one_byte_less_is_refused_with_the_cache_in_the_arithmetic(is_gpu: bool) -> None:
     fields: dict[str, Any] = {"params": Tier.HOST, "unit_buffers": 2, "kv_bytes": 123_457}
     needed = planned(is_gpu, **fields)
-    budget, num_bytes = ("device_bytes", needed.device_bytes) if is_gpu else ("host_bytes", needed.host_bytes)
+    budget, num_bytes = (
+        ("device_bytes", needed.device_bytes) if is_gpu else ("host_bytes", needed.host_bytes)
+    )
     if not is_gpu:
         assert needed.host_bytes - needed.arena_bytes == 123_457  # torch's own
     assert planned(is_gpu, **fields | {budget: num_bytes}) is not None
     with pytest.raises(
-        ValueError, match=rf"{budget}={num_bytes - 1}.*KV cache 0\.1 MiB \(left to a generation: kv_bytes\)"
+        ValueError,
+        match=rf"{budget}={num_bytes - 1}.*KV cache 0\.1 MiB \(left to a generation: kv_bytes\)",
     ) as error:
         planned(is_gpu, **fields | {budget: num_bytes - 1})
     assert re.search(rf"needs {num_bytes} ", str(error.value))
 
 
 @pytest.mark.parametrize("params", [Tier.HOST, Tier.NVME])
-def test_a_generation_takes_no_more_of_the_device_than_its_plan(params: Tier, sim: ModuleType, tmp_path: Path) -> None:
+def test_a_generation_takes_no_more_of_the_device_than_its_plan(
+    params: Tier, sim: ModuleType, tmp_path: Path
+) -> None:
     expected = generated(llama(), "cpu")
     kv_bytes = kv_cache_bytes(llama().config, SEQUENCES, TOKENS)
     model = llama()
@@ -108,7 +135,9 @@ def test_weights_are_not_kept_in_the_room_of_the_cache(
     sim: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = llama()
-    policy = OffloadPolicy(params=Tier.HOST, paths=[tmp_path], kv_bytes=1 << 20, persistence_numel=0)
+    policy = OffloadPolicy(
+        params=Tier.HOST, paths=[tmp_path], kv_bytes=1 << 20, persistence_numel=0
+    )
     with tiermem.shard(model, policy, device="sim", is_trained=False) as shards:
         streamed = sum(live.unit.full_bytes for live in shards.units if live.is_streamed)
         for spare, is_kept in ((0, True), (-512, False)):

@@ -1,4 +1,5 @@
-"""Do collectives of device tensors leave what gloo leaves, in stream order, whichever rank waits?"""
+"""Do collectives of device tensors leave what gloo leaves, in stream order, whichever rank
+waits?"""
 
 from __future__ import annotations
 
@@ -47,13 +48,16 @@ dist.distributed_c10d.os._exit(0)
 
 
 def _left_alone(folder: Path, word: str) -> tuple[int, str, float]:
-    """How rank 0 ends, what it says, and after how many seconds, when rank 1 is gone before their second collective."""
+    """How rank 0 ends, what it says, and after how many seconds, when rank 1 is gone before their
+    second collective."""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     command = [sys.executable, "-c", _LONELY]
     words = [f"file://{folder}/meeting", word]
     other = subprocess.Popen([*command, "1", *words], env=environment)
     since = time.monotonic()
-    done = subprocess.run([*command, "0", *words], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [*command, "0", *words], env=environment, capture_output=True, text=True, timeout=60
+    )
     assert other.wait() == 0
     return done.returncode, done.stdout + done.stderr, time.monotonic() - since
 
@@ -66,7 +70,9 @@ def test_a_peer_that_is_gone_is_silence_until_the_watchdog_ends_the_process(tmp_
 
 
 @pytest.mark.skipif(WHY_SKIPPED is not None, reason=str(WHY_SKIPPED))
-def test_aborting_a_communicator_ends_what_is_pending_and_refuses_what_follows(tmp_path: Path) -> None:
+def test_aborting_a_communicator_ends_what_is_pending_and_refuses_what_follows(
+    tmp_path: Path,
+) -> None:
     code, said, _ = _left_alone(tmp_path, "aborted")
     assert code == 0 and "the communicator was aborted" in said and "watchdog" not in said
 
@@ -74,4 +80,9 @@ def test_aborting_a_communicator_ends_what_is_pending_and_refuses_what_follows(t
 @pytest.mark.skipif(WHY_SKIPPED is not None, reason=str(WHY_SKIPPED))
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_collectives_on_ranks(num_ranks: int, tmp_path: Path) -> None:
-    launch_ranks(Path(__file__).parent / "group_on_ranks.py", num_ranks, str(tmp_path / "meeting"), timeout_s=120)
+    launch_ranks(
+        Path(__file__).parent / "group_on_ranks.py",
+        num_ranks,
+        str(tmp_path / "meeting"),
+        timeout_s=120,
+    )

@@ -22,7 +22,9 @@ def slot(sim: ModuleType) -> Iterator[torch.Tensor]:
     sim.host_unregister(host.data_ptr())
 
 
-def test_copy_from_a_pinned_slot_reads_it_when_its_stream_gets_there(sim: ModuleType, slot: torch.Tensor) -> None:
+def test_copy_from_a_pinned_slot_reads_it_when_its_stream_gets_there(
+    sim: ModuleType, slot: torch.Tensor
+) -> None:
     sim.set_schedule("late")
     device = torch.empty(NUM, device="sim")
     device.copy_(slot, non_blocking=True)
@@ -83,7 +85,9 @@ def test_what_is_converted_on_the_host_is_pageable(sim: ModuleType, slot: torch.
     assert sim.copies()["num_pageable"] == 2
 
 
-def test_a_copy_into_a_part_of_a_device_tensor_stays_direct(sim: ModuleType, slot: torch.Tensor) -> None:
+def test_a_copy_into_a_part_of_a_device_tensor_stays_direct(
+    sim: ModuleType, slot: torch.Tensor
+) -> None:
     sim.set_schedule("late")
     wide = torch.zeros(32, 64, device="sim")
     wide[:, :32].copy_(slot.view(32, 32), non_blocking=True)
@@ -134,7 +138,9 @@ def test_ranges_do_not_overlap(sim: ModuleType, slot: torch.Tensor) -> None:
     assert sim.registered() == (1, NUM_BYTES)
 
 
-def test_unregistering_needs_a_range_without_pending_copies(sim: ModuleType, slot: torch.Tensor) -> None:
+def test_unregistering_needs_a_range_without_pending_copies(
+    sim: ModuleType, slot: torch.Tensor
+) -> None:
     sim.set_schedule("late")
     with pytest.raises(RuntimeError, match="does not correspond to a registered"):
         sim.host_unregister(slot.data_ptr() + 64)

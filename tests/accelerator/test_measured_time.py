@@ -1,17 +1,19 @@
-"""Does the clock tell what a run takes? A deep model's iteration is predicted from its recording, then run and timed.
+"""Does the clock tell what a run takes? A deep model's iteration is predicted from its recording,
+then run and timed.
 
-The run is on the simulated device with a thread for each stream (schedule "threads"), so that each lane of the recording is
-something that happens on this machine:
+The run is on the simulated device with a thread for each stream (schedule "threads"), so that each
+lane of the recording is something that happens on this machine:
 
     compute               products, norms and the rest, in the stream's thread: one core, since torch has one thread
     to device, to host    a copy, in the stream's thread, which then sleeps until a link of LINK would be done
     cpu                   the kernels of a tile's step: native, on a thread of their own, on the other core
 
-Lanes wait for each other as the library orders it, not the clock. What the CPU takes for an operator and for an element of a
-step is measured on a shallow model without overlap; what an operation takes beside that (Python, threads that wake each other)
-is what the clock lacks of that model's iteration. Micro-batches go through the models block by block: norms of gradients, which
-take turns with products, are ready in time then. The link to the host is slow, for a step longer than a forward: then each
-window saves what can be told.
+Lanes wait for each other as the library orders it, not the clock. What the CPU takes for an
+operator and for an element of a step is measured on a shallow model without overlap; what an
+operation takes beside that (Python, threads that wake each other) is what the clock lacks of that
+model's iteration. Micro-batches go through the models block by block: norms of gradients, which
+take turns with products, are ready in time then. The link to the host is slow, for a step longer
+than a forward: then each window saves what can be told.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from accelerator.iteration import Marks, Sizes, Training, record
 from tiermem import Tier
 
 NORMS = {"none": 1e-3, "forward": 1e-3, "backward": 0.0}
-"""By overlap: the norm to which gradients are clipped; 0.0: they are not, as steps under backward assume."""
+"""By overlap: the norm to which gradients are clipped; 0.0: they are not, as steps under backward
+assume."""
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +49,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-# ---- what a run does, counted ----------------------------------------------------------------------------------------
+# ---- what a run does, counted --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("by_layer", [False, True])
@@ -54,14 +57,17 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_recording_has_the_operations_and_tiles_of_a_run(
     overlap: str, by_layer: bool, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By lane, name, bytes and arithmetic. Streams with threads run them in another order, and no virtual time helps them.
+    """By lane, name, bytes and arithmetic. Streams with threads run them in another order, and no
+    virtual time helps them.
 
-    by_layer: three micro-batches go through the model block by block; else one. A run fetches some units once more: a unit that
-    was fetched for one pass has left its buffer for another, as steps happened to end. That decides into how many pieces the
-    copy of a unit is cut, too.
+    by_layer: three micro-batches go through the model block by block; else one. A run fetches some
+        units once more: a unit that
+    was fetched for one pass has left its buffer for another, as steps happened to end. That decides
+    into how many pieces the copy of a unit is cut, too.
     """
     sizes = Sizes(width=160, layers=6, vocabulary=61, rows=210, tile_numel=8192)
-    numel, num_tiles = 6 * 7 * 4096 + 2 * 3 * 4096, 6 * 4 + 2 * 2  # with the padding of units; the last tile is a half
+    # with the padding of units; the last tile is a half
+    numel, num_tiles = 6 * 7 * 4096 + 2 * 3 * 4096, 6 * 4 + 2 * 2
     num_micros, fields = (3, {"activations": Tier.HOST}) if by_layer else (1, {})
     with monkeypatch.context() as patch:
         marks = Marks(sim, patch)
@@ -78,7 +84,11 @@ def test_a_recording_has_the_operations_and_tiles_of_a_run(
         training.quiet()
         sim.record(False)
         assert training.shards.steps.num_redone == 0
-        num_stepped, kernels, copied = training.num_tiles - num_native, training.kernels[num_events:], sim.copies()
+        num_stepped, kernels, copied = (
+            training.num_tiles - num_native,
+            training.kernels[num_events:],
+            sim.copies(),
+        )
     steps = [entry for entry in planned if entry.get("lane") == "cpu"]
     assert len(steps) == len(kernels) == num_stepped == 3 * num_tiles
     assert sum(entry["flops"] for entry in steps) == 3 * numel
@@ -108,17 +118,24 @@ def _operations(entries: Sequence[Any]) -> Counter[Any]:
 
 def _bytes(entries: Sequence[Any]) -> dict[str, int]:
     """What crosses the link, each way."""
-    return {lane: sum(entry["bytes"] for entry in entries if entry.get("lane") == lane) for lane in _LINK}
+    return {
+        lane: sum(entry["bytes"] for entry in entries if entry.get("lane") == lane)
+        for lane in _LINK
+    }
 
 
-# ---- and how long it takes -------------------------------------------------------------------------------------------
+# ---- and how long it takes -----------------------------------------------------------------------
 
 LINK = {"to device": 0.75e9, "to host": 0.0625e9}  # bytes a second
-SHALLOW, DEEP = (Sizes(width=1408, layers=layers, vocabulary=97, rows=128, tile_numel=1_179_648) for layers in (3, 8))
+SHALLOW, DEEP = (
+    Sizes(width=1408, layers=layers, vocabulary=97, rows=128, tile_numel=1_179_648)
+    for layers in (3, 8)
+)
 """A layer has a tile and a tail, which take 38 and 26 ms of the link."""
 NUM_MICROS, NUM_TIMED = 4, 2
 FEWEST_TURNS, MOST_TURNS = 2, 6
-"""What else runs on this machine makes a turn longer, so the shortest ones count, and more are made until they agree."""
+"""What else runs on this machine makes a turn longer, so the shortest ones count, and more are made
+until they agree."""
 Recorded = tuple[Sequence[Any], Sequence[int]]
 """Entries, and those that start steps."""
 
@@ -148,7 +165,11 @@ def turn(sim: ModuleType, training: Training, is_calibration: bool) -> Turn:
             work[entry["name"]] += entry["flops"] or entry["bytes"]
             taken[entry["name"]] += entry["ran_s"]
     kernels = training.kernels[num_events:]
-    kernel_s = sum(event.end_ns - event.start_ns for event in kernels) * 1e-9 / (NUM_TIMED * training.numel)
+    kernel_s = (
+        sum(event.end_ns - event.start_ns for event in kernels)
+        * 1e-9
+        / (NUM_TIMED * training.numel)
+    )
     return Turn(seconds, {name: taken[name] / work[name] for name in work if work[name]}, kernel_s)
 
 
@@ -157,7 +178,9 @@ def predicted(recorded: Recorded, least: Turn, gap_s: float = 0.0) -> float:
 
     def seconds_of(entry: Any) -> tuple[float, float]:
         if entry["lane"] == "compute":
-            return least.operation_s.get(entry["name"], 0.0) * (entry["flops"] or entry["bytes"]), 0.0
+            return least.operation_s.get(entry["name"], 0.0) * (
+                entry["flops"] or entry["bytes"]
+            ), 0.0
         if entry["lane"] == "cpu":
             return least.kernel_s * entry["flops"], 0.0
         return entry["bytes"] / LINK[entry["lane"]], 0.0
@@ -177,8 +200,11 @@ def gap_of(recorded: Recorded, least: Turn) -> float:
 
 
 @pytest.mark.slow
-def test_the_clock_tells_what_iterations_of_a_deep_model_take(sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To 10 %, for each overlap. Each saves about a tenth, and both the clock and the run show at least half of that."""
+def test_the_clock_tells_what_iterations_of_a_deep_model_take(
+    sim: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To 10 %, for each overlap. Each saves about a tenth, and both the clock and the run show at
+    least half of that."""
     recordings = dict[str, Recorded]()
     for name, sizes in {"calibration": SHALLOW, **dict.fromkeys(NORMS, DEEP)}.items():
         overlap = name if name in NORMS else "none"
@@ -192,7 +218,10 @@ def test_the_clock_tells_what_iterations_of_a_deep_model_take(sim: ModuleType, m
     shallow, timed = list[Turn](), defaultdict[str, list[float]](list)
     with ExitStack() as stack:
         calibrated = stack.enter_context(Training(SHALLOW, "none", NORMS["none"], by_layer=True))
-        deep = {name: stack.enter_context(Training(DEEP, name, norm, by_layer=True)) for name, norm in NORMS.items()}
+        deep = {
+            name: stack.enter_context(Training(DEEP, name, norm, by_layer=True))
+            for name, norm in NORMS.items()
+        }
         for training in (calibrated, *deep.values()):
             for _ in range(3):  # the order of units, states, and whether steps are attempted
                 training.iterate(NUM_MICROS)
@@ -210,4 +239,6 @@ def test_the_clock_tells_what_iterations_of_a_deep_model_take(sim: ModuleType, m
         assert not any(training.shards.steps.num_redone for training in deep.values())
     assert found == pytest.approx(seen, rel=0.10)
     for times in (found, seen):
-        assert times["none"] > 1.05 * times["forward"] and times["forward"] > 1.05 * times["backward"], times
+        assert (
+            times["none"] > 1.05 * times["forward"] and times["forward"] > 1.05 * times["backward"]
+        ), times

@@ -1,4 +1,5 @@
-"""Does device memory behave as a GPU's: out of the host's reach, bounded, cached when freed, given back in stream order?"""
+"""Does device memory behave as a GPU's: out of the host's reach, bounded, cached when freed, given
+back in stream order?"""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def test_freed_memory_is_reused_in_stream_order(sim: ModuleType, schedule: str) 
 
 
 @pytest.mark.parametrize("is_recorded", [True, False])
-def test_block_used_on_another_stream_is_safe_only_if_recorded(sim: ModuleType, is_recorded: bool) -> None:
+def test_block_used_on_another_stream_is_safe_only_if_recorded(
+    sim: ModuleType, is_recorded: bool
+) -> None:
     sim.set_schedule("late")
     source, other = torch.full((1000,), 3.0, device="sim"), torch.Stream("sim")
     other.wait_stream(sim.current_stream())
@@ -61,7 +64,9 @@ def test_block_used_on_another_stream_is_safe_only_if_recorded(sim: ModuleType, 
 
 
 @pytest.mark.parametrize("is_strict", [True, False])
-def test_freeing_before_the_owner_waits_is_an_error_only_if_strict(sim: ModuleType, is_strict: bool) -> None:
+def test_freeing_before_the_owner_waits_is_an_error_only_if_strict(
+    sim: ModuleType, is_strict: bool
+) -> None:
     sim.set_schedule("late")
     sim.set_strict_frees(is_strict)
     source, other = torch.full((1000,), 3.0, device="sim"), torch.Stream("sim")
@@ -69,7 +74,8 @@ def test_freeing_before_the_owner_waits_is_an_error_only_if_strict(sim: ModuleTy
     with other:
         doubled = source * 2
     del source
-    sim.current_stream().wait_stream(other)  # before the memory has a new owner, but after it was freed
+    # before the memory has a new owner, but after it was freed
+    sim.current_stream().wait_stream(other)
     torch.full((1000,), 5.0, device="sim")
     assert doubled.sum().item() == 6000 or is_strict
     assert not is_strict or doubled.isnan().all().item()
@@ -93,7 +99,10 @@ def test_released_storage_is_an_error_that_names_shape_and_bytes(sim: ModuleType
     unit = torch.arange(64.0, device="sim")
     view = unit.view(8, 8).t()
     unit.untyped_storage().resize_(0)
-    with pytest.raises(RuntimeError, match=r"illegal memory access.*shape \[8, 8\].*256 bytes of a storage of 0 bytes"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"illegal memory access.*shape \[8, 8\].*256 bytes of a storage of 0 bytes",
+    ):
         view.sum()
     unit.untyped_storage().resize_(256)
     assert view.isnan().all().item()
@@ -122,14 +131,15 @@ def test_growing_a_storage_keeps_its_bytes(sim: ModuleType) -> None:
     assert grown[:4].tolist() == [0, 1, 2, 3] and grown[4:].isnan().all().item()
 
 
-# ---- capacity and statistics -----------------------------------------------------------------------------------------
+# ---- capacity and statistics ---------------------------------------------------------------------
 
 
 def test_out_of_memory_says_what_was_asked_and_what_is_there(sim: ModuleType) -> None:
     sim.set_capacity(4 * MIB)
     kept = torch.empty(3 * MIB, dtype=torch.uint8, device="sim")
     with pytest.raises(
-        torch.OutOfMemoryError, match=r"Tried to allocate 2.0 MiB. Device sim:0 has a total capacity of 4.0 MiB"
+        torch.OutOfMemoryError,
+        match=r"Tried to allocate 2.0 MiB. Device sim:0 has a total capacity of 4.0 MiB",
     ):
         torch.empty(2 * MIB, dtype=torch.uint8, device="sim")
     assert torch.accelerator.memory_stats()["num_ooms"] >= 1
@@ -194,11 +204,12 @@ def test_empty_cache_waits_for_what_still_uses_the_memory(sim: ModuleType) -> No
     del tensor
     sim.empty_cache()
     assert sim.pending() == 0 and sim.host_waits()["main"] == 1
-    assert torch.empty(2 * MIB, device="sim").isnan().all().item()  # addresses that were used before
+    # addresses that were used before
+    assert torch.empty(2 * MIB, device="sim").isnan().all().item()
     assert doubled.sum().item() == 6 * MIB
 
 
-# ---- the context -----------------------------------------------------------------------------------------------------
+# ---- the context ---------------------------------------------------------------------------------
 
 
 def test_a_fork_cannot_use_the_devices_of_its_parent(sim: ModuleType) -> None:

@@ -16,7 +16,13 @@ from tiermem.swap.memory import accelerator
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 
-SCHEDULES = ["late", "side_first", "main_first", *(f"random:{seed}" for seed in range(20)), "at_once"]
+SCHEDULES = [
+    "late",
+    "side_first",
+    "main_first",
+    *(f"random:{seed}" for seed in range(20)),
+    "at_once",
+]
 
 
 @pytest.fixture
@@ -55,7 +61,9 @@ ALWAYS = {
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if number % SAMPLED == 0 or name in ALWAYS else pytest.mark.slow)
+        pytest.param(
+            name, marks=() if number % SAMPLED == 0 or name in ALWAYS else pytest.mark.slow
+        )
         for number, name in enumerate(MUTANTS)
     ],
 )
@@ -67,7 +75,9 @@ def test_a_mutant_is_seen(name: str, sim: ModuleType, unpinned: None, tmp_path: 
         for number, schedule in enumerate(SCHEDULES):
             sim.set_schedule(schedule)
             try:
-                seen = differences(run(mutant.program, mutant.home, "sim", tmp_path / str(number)), expected)
+                seen = differences(
+                    run(mutant.program, mutant.home, "sim", tmp_path / str(number)), expected
+                )
             except (RuntimeError, AssertionError) as error:
                 seen = [str(error)]
             if seen:

@@ -1,4 +1,5 @@
-"""Do states, gradients and weights that rest on the device leave it, give its memory back, and return to the bit?"""
+"""Do states, gradients and weights that rest on the device leave it, give its memory back, and
+return to the bit?"""
 
 from __future__ import annotations
 
@@ -17,8 +18,16 @@ from tiermem.policy import Tier
 CONFIGS: dict[str, dict[str, Any]] = {
     "all on the device": {"stage": 3},
     "stage 2": {"stage": 2},
-    "weights on host": {"stage": 3, "offload_param": {"device": "cpu"}, "stage3_param_persistence_threshold": 50},
-    "half of the states": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}, "sub_group_size": 4096},
+    "weights on host": {
+        "stage": 3,
+        "offload_param": {"device": "cpu"},
+        "stage3_param_persistence_threshold": 50,
+    },
+    "half of the states": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "ratio": 0.5},
+        "sub_group_size": 4096,
+    },
     "gradients there, a step goes on": {
         "stage": 3,
         "offload_optimizer": {"device": "cpu"},
@@ -27,7 +36,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sub_group_size": 2048,
     },
 }
-OWN: dict[str, dict[str, Any]] = {"gradients there, a step goes on": {"grads": "device", "overlap": "forward"}}
+OWN: dict[str, dict[str, Any]] = {
+    "gradients there, a step goes on": {"grads": "device", "overlap": "forward"}
+}
 
 
 def started(zero: dict[str, Any], device: str = "sim", **own: Any) -> Engine:
@@ -42,7 +53,8 @@ def started(zero: dict[str, Any], device: str = "sim", **own: Any) -> Engine:
 
 
 def trained(engine: Engine, sim: ModuleType, sleeps: bool) -> tuple[list[Any], list[int]]:
-    """Losses and weights of three steps of two micro-batches; and what the driver has while the states are away."""
+    """Losses and weights of three steps of two micro-batches; and what the driver has while the
+    states are away."""
     found, reserved = [], []
     for step in range(6):
         found += train_engine(engine, [step])
@@ -57,15 +69,25 @@ def trained(engine: Engine, sim: ModuleType, sleeps: bool) -> tuple[list[Any], l
 
 @pytest.mark.parametrize("schedule", ["late", "random:3"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_what_rests_on_the_device_leaves_and_comes_back_to_the_bit(name: str, schedule: str, sim: ModuleType) -> None:
+def test_what_rests_on_the_device_leaves_and_comes_back_to_the_bit(
+    name: str, schedule: str, sim: ModuleType
+) -> None:
     """Between micro-batches as well, when gradients rest there."""
     sim.set_schedule(schedule)
     twin, engine = (started(CONFIGS[name], **OWN.get(name, {})) for _ in range(2))
     expected, _ = trained(twin, sim, sleeps=False)
     found, given_back = trained(engine, sim, sleeps=True)
-    assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(found, expected, strict=True))
-    states = [row for row in engine.shards.plan.rows if row.tier is Tier.DEVICE and row.what != "step"]
-    assert given_back[-1] >= 0.99 * sum(row.num_bytes for row in states) - (1 << 16), (given_back, states)
+    assert all(
+        torch.equal(torch.as_tensor(a), torch.as_tensor(b))
+        for a, b in zip(found, expected, strict=True)
+    )
+    states = [
+        row for row in engine.shards.plan.rows if row.tier is Tier.DEVICE and row.what != "step"
+    ]
+    assert given_back[-1] >= 0.99 * sum(row.num_bytes for row in states) - (1 << 16), (
+        given_back,
+        states,
+    )
     engine.close()
     twin.close()
 
@@ -79,15 +101,19 @@ def test_tiles_and_gradients_on_the_device_share_one_allocation_each(sim: Module
     assert len(tiles) > 3 and all(tile.home is Tier.DEVICE for tile in tiles)
     states = {store.view(tile.entry).untyped_storage().data_ptr() for tile in tiles}
     grads = {
-        store.view(f"grad/{u.index}/{u.name}").untyped_storage().data_ptr() for u in engine.shards.plan.division.units
+        store.view(f"grad/{u.index}/{u.name}").untyped_storage().data_ptr()
+        for u in engine.shards.plan.division.units
     }
     assert len(states) == len(grads) == 1 and states != grads
     engine.close()
 
 
 @pytest.mark.parametrize("config", ["all on the device", "weights on host"])
-def test_views_of_weights_that_stay_follow_them_and_outlive_the_model(config: str, sim: ModuleType) -> None:
-    """All of them lie in one slab. Its storage comes back under them, and ends with the last view."""
+def test_views_of_weights_that_stay_follow_them_and_outlive_the_model(
+    config: str, sim: ModuleType
+) -> None:
+    """All of them lie in one slab. Its storage comes back under them, and ends with the last
+    view."""
     sim.set_schedule("late")
     engine = started(CONFIGS[config])
     norms = [layer.norm.weight.detach() for layer in engine.module.layers]
@@ -139,14 +165,18 @@ def test_nothing_runs_while_states_are_away(sim: ModuleType, tmp_path: Any) -> N
     engine.close()  # also while they are away
 
 
-def test_a_budget_without_room_for_what_leaves_is_refused_before_anything_moves(sim: ModuleType) -> None:
+def test_a_budget_without_room_for_what_leaves_is_refused_before_anything_moves(
+    sim: ModuleType,
+) -> None:
     first = started({"stage": 3})
     needed = first.shards.plan.host_bytes
     first.close()
     engine = started({"stage": 3}, host_bytes=needed + 8192)
     train_engine(engine, [0])
     before = sim.memory_reserved("sim")
-    with pytest.raises(ValueError, match=r"offload_states takes \d+ bytes of host memory, .* the plan leaves 8192"):
+    with pytest.raises(
+        ValueError, match=r"offload_states takes \d+ bytes of host memory, .* the plan leaves 8192"
+    ):
         engine.offload_states()
     assert sim.memory_reserved("sim") == before
     train_engine(engine, [1])

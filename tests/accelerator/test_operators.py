@@ -15,21 +15,35 @@ FUNCTIONS: dict[str, tuple[Function, list[tuple[int, ...]]]] = {
     "linear": (F.linear, [(2, 5, 7), (3, 7), (3,)]),
     "layer_norm": (lambda x, w, b: F.layer_norm(x, (7,), w, b), [(2, 5, 7), (7,), (7,)]),
     "rms_norm": (lambda x, w: F.rms_norm(x, (7,), w), [(5, 7), (7,)]),
-    "batch_norm": (lambda x, w, b: F.batch_norm(x, None, None, w, b, True), [(4, 3, 5), (3,), (3,)]),
+    "batch_norm": (
+        lambda x, w, b: F.batch_norm(x, None, None, w, b, True),
+        [(4, 3, 5), (3,), (3,)],
+    ),
     "group_norm": (lambda x, w, b: F.group_norm(x, 2, w, b), [(3, 4, 5), (4,), (4,)]),
     "conv2d": (lambda x, w: F.conv2d(x, w, padding=1), [(2, 3, 6, 6), (4, 3, 3, 3)]),
     "softmax": (lambda x: x.softmax(-1), [(5, 7)]),
     "silu": (F.silu, [(5, 7)]),
     "gelu": (F.gelu, [(5, 7)]),
     "mse_loss": (F.mse_loss, [(5, 7), (5, 7)]),
-    "attention": (lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True), [(2, 2, 5, 8)]),
-    "attention with a mask": (
-        lambda q: F.scaled_dot_product_attention(q, q, q, torch.ones(5, 5, device=q.device).tril().bool()),
+    "attention": (
+        lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True),
         [(2, 2, 5, 8)],
     ),
-    "embedding": (lambda w: F.embedding(torch.tensor([[1, 2], [0, 1]], device=w.device), w), [(4, 3)]),
+    "attention with a mask": (
+        lambda q: F.scaled_dot_product_attention(
+            q, q, q, torch.ones(5, 5, device=q.device).tril().bool()
+        ),
+        [(2, 2, 5, 8)],
+    ),
+    "embedding": (
+        lambda w: F.embedding(torch.tensor([[1, 2], [0, 1]], device=w.device), w),
+        [(4, 3)],
+    ),
     "index by numbers": (lambda x: x[torch.tensor([2, 0, 2]), 1:], [(5, 7)]),
-    "cat, split and stack": (lambda x, y: torch.stack(torch.cat([x, y]).split(2)), [(2, 7), (4, 7)]),
+    "cat, split and stack": (
+        lambda x, y: torch.stack(torch.cat([x, y]).split(2)),
+        [(2, 7), (4, 7)],
+    ),
     "views": (lambda x: x.t().unflatten(0, (-1, 2)).flip(0).expand(3, -1, -1, -1) * 2, [(5, 8)]),
     "sort": (lambda x: x.sort(-1).values.cumsum(0), [(5, 7)]),
     "einsum": (lambda x, y: torch.einsum("bi,bj->ij", x, y), [(5, 7), (5, 3)]),
@@ -41,14 +55,19 @@ FUNCTIONS: dict[str, tuple[Function, list[tuple[int, ...]]]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_result_and_gradients_equal_the_cpus(sim: ModuleType, name: str, dtype: torch.dtype) -> None:
+def test_result_and_gradients_equal_the_cpus(
+    sim: ModuleType, name: str, dtype: torch.dtype
+) -> None:
     if name == "fft" and dtype is torch.bfloat16:
         pytest.skip("torch has no fft of bfloat16")
 
     def compute(device: str) -> list[torch.Tensor]:
         draw = torch.Generator().manual_seed(0)
         function, shapes = FUNCTIONS[name]
-        leaves = [torch.randn(shape, generator=draw).to(dtype).to(device).requires_grad_() for shape in shapes]
+        leaves = [
+            torch.randn(shape, generator=draw).to(dtype).to(device).requires_grad_()
+            for shape in shapes
+        ]
         result = function(*leaves)
         grads = torch.autograd.grad(result, leaves, torch.ones_like(result))
         return [result.detach(), *grads]

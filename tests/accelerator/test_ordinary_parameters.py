@@ -1,4 +1,5 @@
-"""Do parameters that their owner keeps on a device step as on the CPU, to the bit, with their states on HOST or NVMe?"""
+"""Do parameters that their owner keeps on a device step as on the CPU, to the bit, with their
+states on HOST or NVMe?"""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from tiermem import OffloadPolicy, Precision, Tier
 SCHEDULES = ("at_once", "late", "random:1", "random:2", "random:3")
 
 
-def trained(device: str, policy: OffloadPolicy, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+def trained(
+    device: str, policy: OffloadPolicy, dtype: torch.dtype = torch.float32
+) -> dict[str, Any]:
     model = seeded(Tower).to(device, dtype)
     optim = tiermem.AdamW(model.parameters(), lr=1e-2, policy=policy)
     losses = []
@@ -34,7 +37,11 @@ def trained(device: str, policy: OffloadPolicy, dtype: torch.dtype = torch.float
     found = {
         "losses": [loss.item() for loss in losses],
         "weights": {name: value.cpu() for name, value in model.state_dict().items()},
-        "states": {f"{number}.{name}": value for number, entry in states.items() for name, value in entry.items()},
+        "states": {
+            f"{number}.{name}": value
+            for number, entry in states.items()
+            for name, value in entry.items()
+        },
     }
     optim.close()
     return found
@@ -42,10 +49,19 @@ def trained(device: str, policy: OffloadPolicy, dtype: torch.dtype = torch.float
 
 @pytest.mark.parametrize("preset", ["exact", "compact"])
 @pytest.mark.parametrize("home", ["host", "nvme", "both"])
-def test_states_away_from_a_device_change_no_bit(home: str, preset: str, sim: ModuleType, tmp_path: Path) -> None:
-    """On both tiers, a tile whose states rest in memory has its weights where another tile's states are read to."""
-    dtype, precision = (torch.float32 if preset == "exact" else torch.bfloat16), Precision.preset(preset)
-    where: dict[str, Any] = {"optim": Tier.HOST if home == "host" else Tier.NVME, "paths": [tmp_path]}
+def test_states_away_from_a_device_change_no_bit(
+    home: str, preset: str, sim: ModuleType, tmp_path: Path
+) -> None:
+    """On both tiers, a tile whose states rest in memory has its weights where another tile's states
+    are read to."""
+    dtype, precision = (
+        (torch.float32 if preset == "exact" else torch.bfloat16),
+        Precision.preset(preset),
+    )
+    where: dict[str, Any] = {
+        "optim": Tier.HOST if home == "host" else Tier.NVME,
+        "paths": [tmp_path],
+    }
     if home == "both":
         where |= {"host_bytes": 1 << 24, "resident_bytes": 99_000}
     policy = OffloadPolicy(**where, tile_numel=4096, tile_buffers=3, precision=precision)

@@ -1,4 +1,5 @@
-"""Where does a model go on a machine with an accelerator, and what does a run on the CPU touch of it?"""
+"""Where does a model go on a machine with an accelerator, and what does a run on the CPU touch of
+it?"""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ def test_sharding_takes_a_model_to_the_accelerator(sim: ModuleType, policy: Offl
     weights = {name: value.cpu() for name, value in shards.model.state_dict().items()}
     shards.close(materialize=True)
     assert {str(param.device) for param in shards.model.parameters()} == {"sim:0"}
-    assert all(torch.equal(weights[name], value.cpu()) for name, value in shards.model.state_dict().items())
+    assert all(
+        torch.equal(weights[name], value.cpu()) for name, value in shards.model.state_dict().items()
+    )
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -59,8 +62,16 @@ def test_stages_without_offload_keep_everything_on_the_device(stage: int, sim: M
             "gradient_clipping": 0.5,
         },
     )
-    assert (engine.device, engine.local_rank, engine.global_rank, engine.world_size) == (torch.device("sim:0"), 0, 0, 1)
-    assert {row.what for row in engine.shards.plan.rows if row.tier is not Tier.DEVICE} <= {"context", "small copies"}
+    assert (engine.device, engine.local_rank, engine.global_rank, engine.world_size) == (
+        torch.device("sim:0"),
+        0,
+        0,
+        1,
+    )
+    assert {row.what for row in engine.shards.plan.rows if row.tier is not Tier.DEVICE} <= {
+        "context",
+        "small copies",
+    }
     losses = train_engine(engine, [0, 1, 0])
     assert losses[2] < losses[0]
     engine.close()
@@ -78,7 +89,8 @@ def test_resident_weights_leave_the_device_and_come_back_as_they_were(sim: Modul
         before = [param.cpu() for param in engine.module.parameters()]
         weights, reserved = sum(each.nbytes for each in before), sim.memory_reserved("sim")
         engine.offload_states()
-        assert sim.memory_reserved("sim") <= reserved - weights  # the driver has it again, for other processes
+        # the driver has it again, for other processes
+        assert sim.memory_reserved("sim") <= reserved - weights
         assert not any(live.is_present for live in engine.shards.units)
         engine.reload_states()
         assert all(live.is_present for live in engine.shards.units)
@@ -88,14 +100,20 @@ def test_resident_weights_leave_the_device_and_come_back_as_they_were(sim: Modul
     engine.close()
 
 
-TOO_OLD = "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver by"
+TOO_OLD = (
+    "The NVIDIA driver on your system is too old (found version 11040). Please update your "
+    "GPU driver by"
+)
 
 
-@pytest.mark.parametrize(("said", "is_hidden"), [(TOO_OLD, False), (TOO_OLD, True), ("Found no NVIDIA driver", False)])
+@pytest.mark.parametrize(
+    ("said", "is_hidden"), [(TOO_OLD, False), (TOO_OLD, True), ("Found no NVIDIA driver", False)]
+)
 def test_a_driver_that_is_too_old_is_an_error_and_no_training_on_the_cpu(
     said: str, is_hidden: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A torch for CUDA on a machine whose driver it refuses, as torch says it, whether "cuda" was asked for or nothing."""
+    """A torch for CUDA on a machine whose driver it refuses, as torch says it, whether "cuda" was
+    asked for or nothing."""
 
     def init() -> None:
         raise RuntimeError(said)
@@ -113,7 +131,8 @@ def test_a_driver_that_is_too_old_is_an_error_and_no_training_on_the_cpu(
     is_fault = said == TOO_OLD and not is_hidden
     if is_fault:
         with pytest.raises(
-            ValueError, match=r"too old \(found version 11040\) for torch .*\. Update the driver, .*'cpu'"
+            ValueError,
+            match=r"too old \(found version 11040\) for torch .*\. Update the driver, .*'cpu'",
         ):
             tiermem.shard(seeded(Tower), policy)
     with pytest.raises(ValueError, match="too old" if is_fault else "has no accelerator\\. Name"):
@@ -122,14 +141,17 @@ def test_a_driver_that_is_too_old_is_an_error_and_no_training_on_the_cpu(
         assert shards.device == torch.device("cpu")
 
 
-def test_a_model_stays_on_the_cpu_when_that_is_asked_for(sim: ModuleType, policy: OffloadPolicy) -> None:
+def test_a_model_stays_on_the_cpu_when_that_is_asked_for(
+    sim: ModuleType, policy: OffloadPolicy
+) -> None:
     model = seeded(Counted)
     with tiermem.shard(model, policy, device="cpu") as shards:
         optim = tiermem.AdamW(model.parameters())
         loss_of(model, 0).backward()
         optim.step()
         assert {
-            each.device.type for each in (*model.parameters(), *model.buffers(), shards.weight(model.head.weight))
+            each.device.type
+            for each in (*model.parameters(), *model.buffers(), shards.weight(model.head.weight))
         } == {"cpu"}
 
 
@@ -153,16 +175,22 @@ def _values(model: nn.Module) -> dict[str, torch.Tensor]:
         return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def test_only_what_crosses_the_link_is_registered_in_one_call(sim: ModuleType, tmp_path: Path) -> None:
+def test_only_what_crosses_the_link_is_registered_in_one_call(
+    sim: ModuleType, tmp_path: Path
+) -> None:
     before = sim.registered()
     policy = OffloadPolicy(params=Tier.HOST, optim=Tier.HOST, persistence_numel=50)
     with tiermem.shard(seeded(Tower), policy) as shards:
         tiermem.AdamW(shards.model.parameters())
-        ranges, num_bytes = (after - early for after, early in zip(sim.registered(), before, strict=True))
+        ranges, num_bytes = (
+            after - early for after, early in zip(sim.registered(), before, strict=True)
+        )
         assert (ranges, num_bytes) == (1, shards.plan.link_bytes)
         assert num_bytes < shards.plan.host_bytes / 2  # states and gradients are not pinned
     assert sim.registered() == before
-    with tiermem.shard(seeded(Tower), OffloadPolicy(params=Tier.HOST, pin_memory=False, optim=Tier.HOST)):
+    with tiermem.shard(
+        seeded(Tower), OffloadPolicy(params=Tier.HOST, pin_memory=False, optim=Tier.HOST)
+    ):
         assert sim.registered() == before
 
 
@@ -198,16 +226,22 @@ def test_a_driver_with_a_limit_pins_the_buffers_and_tells_what_it_does_not(
 
 def test_a_device_that_is_not_there_is_named(sim: ModuleType, policy: OffloadPolicy) -> None:
     for asked in ("sim:7", "cuda", "xpu:0"):
-        with pytest.raises(ValueError, match=f"device '{asked}' is not there: this machine has 2 of type 'sim'"):
+        with pytest.raises(
+            ValueError, match=f"device '{asked}' is not there: this machine has 2 of type 'sim'"
+        ):
             tiermem.shard(seeded(Tower), policy, device=asked)
     sim.unplug()
-    with pytest.raises(ValueError, match="device 'cuda' is not there: this machine has no accelerator"):
+    with pytest.raises(
+        ValueError, match="device 'cuda' is not there: this machine has no accelerator"
+    ):
         tiermem.shard(seeded(Tower), policy, device="cuda")
     with pytest.raises(ValueError, match="grads=DEVICE without an accelerator"):
         tiermem.shard(seeded(Tower), OffloadPolicy(grads=Tier.DEVICE))
 
 
-def test_generators_of_the_device_are_in_checkpoints(sim: ModuleType, policy: OffloadPolicy, tmp_path: Path) -> None:
+def test_generators_of_the_device_are_in_checkpoints(
+    sim: ModuleType, policy: OffloadPolicy, tmp_path: Path
+) -> None:
     drawn = []
     for is_resumed in (False, True):
         model = seeded(Tower)
@@ -224,14 +258,19 @@ def test_generators_of_the_device_are_in_checkpoints(sim: ModuleType, policy: Of
     assert drawn[0] == drawn[1]
 
 
-def test_out_of_memory_in_a_step_ends_it_and_leaves_the_step_before(sim: ModuleType, tmp_path: Path) -> None:
-    """A step that fails half-way is told as torn; the last durable step opens and goes on as if nothing had been."""
+def test_out_of_memory_in_a_step_ends_it_and_leaves_the_step_before(
+    sim: ModuleType, tmp_path: Path
+) -> None:
+    """A step that fails half-way is told as torn; the last durable step opens and goes on as if
+    nothing had been."""
     losses: list[list[float]] = []
     failures: list[str] = []
     for fails in (False, True):
         folder = tmp_path / str(fails)
         folder.mkdir()
-        policy = OffloadPolicy(params=Tier.HOST, optim=Tier.DEVICE, persistence_numel=50, paths=[folder])
+        policy = OffloadPolicy(
+            params=Tier.HOST, optim=Tier.DEVICE, persistence_numel=50, paths=[folder]
+        )
         model = seeded(Tower)
         with tiermem.shard(model, policy) as shards:
             optim = tiermem.AdamW(model.parameters(), lr=1e-2)
@@ -287,6 +326,8 @@ print("untouched")
 """
 
 
-def test_a_run_on_the_cpu_makes_no_context_and_pins_nothing(sim: ModuleType, tmp_path: Path) -> None:
+def test_a_run_on_the_cpu_makes_no_context_and_pins_nothing(
+    sim: ModuleType, tmp_path: Path
+) -> None:
     script = UNTOUCHED.format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path))
     assert "untouched" in python("-c", script)

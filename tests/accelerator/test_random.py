@@ -1,4 +1,5 @@
-"""Are random numbers those of the CPU's generator, drawn in the order of the host, saved and restored per device?"""
+"""Are random numbers those of the CPU's generator, drawn in the order of the host, saved and
+restored per device?"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Do ranks, each on a simulated device of its own, compute what they compute on CPUs?
 
-With two ranks sums have two terms, so that they are equal to the bit. With four the CPUs add up in another order: there every
-schedule equals the device's own first one to the bit, and that one the CPUs' to 1e-5.
+With two ranks sums have two terms, so that they are equal to the bit. With four the CPUs add up in
+another order: there every schedule equals the device's own first one to the bit, and that one the
+CPUs' to 1e-5.
 """
 
 from __future__ import annotations
@@ -36,12 +37,16 @@ def random_ways(num: int) -> list[str]:
 
 
 def assert_equal(folder: Path, backend: str, *ways: str, timeout_s: float = 400.0) -> None:
-    for found in launch(HERE / "parity_on_ranks.py", 2, folder, backend, "all", *ways, timeout_s=timeout_s):
+    for found in launch(
+        HERE / "parity_on_ranks.py", 2, folder, backend, "all", *ways, timeout_s=timeout_s
+    ):
         assert {name: apart for name, apart in found.items() if apart} == {}
 
 
 def assert_close_and_equal(folder: Path, names: str, *ways: str, timeout_s: float = 400.0) -> None:
-    for found in launch(HERE / "parity_on_ranks.py", 4, folder, BOTH, names, *ways, timeout_s=timeout_s):
+    for found in launch(
+        HERE / "parity_on_ranks.py", 4, folder, BOTH, names, *ways, timeout_s=timeout_s
+    ):
         beside = {name: apart for name, apart in found.items() if name.endswith("beside CPUs")}
         assert beside
         assert {name: apart for name, apart in beside.items() if not apart < 1e-5} == {}
@@ -66,7 +71,8 @@ def test_four_ranks_on_devices_compute_what_they_compute_on_cpus(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in ON_RANKS]
+    "name",
+    [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in ON_RANKS],
 )
 def test_a_mutant_is_seen(name: str, tmp_path: Path) -> None:
     found = launch(HERE / "parity_on_ranks.py", 2, tmp_path, BOTH, name, LATE, *random_ways(10))

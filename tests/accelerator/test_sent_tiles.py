@@ -1,4 +1,5 @@
-"""Tiles that rest on HOST or NVMe and are stepped on an accelerator: how many, which bytes cross the link, do copies hide?"""
+"""Tiles that rest on HOST or NVMe and are stepped on an accelerator: how many, which bytes cross
+the link, do copies hide?"""
 
 from __future__ import annotations
 
@@ -33,13 +34,18 @@ def tiles_of(optim: Any, shards: tiermem.Shards) -> list[Tile]:
 
 
 @pytest.mark.parametrize("home", HOMES)
-def test_the_ratio_is_the_part_of_the_elements_that_is_sent(home: str, sim: ModuleType, tmp_path: Path) -> None:
+def test_the_ratio_is_the_part_of_the_elements_that_is_sent(
+    home: str, sim: ModuleType, tmp_path: Path
+) -> None:
     for ratio in (None, 0.0, 0.25, 0.5, 1.0):
         policy = policy_of("exact", tmp_path, **HOMES[home] | {"streamed_ratio": ratio})
         model = build("exact")
         with tiermem.shard(model, policy, device="sim") as shards:
             tiles = tiles_of(tiermem.AdamW(model.parameters()), shards)
-            total, sent = sum(tile.numel for tile in tiles), sum(tile.numel for tile in tiles if tile.is_sent)
+            total, sent = (
+                sum(tile.numel for tile in tiles),
+                sum(tile.numel for tile in tiles if tile.is_sent),
+            )
             due, largest = (ratio or 0.0) * total, max(tile.numel for tile in tiles)
             assert due - largest < sent <= due
             assert Tier.DEVICE not in {tile.home for tile in tiles}
@@ -49,7 +55,9 @@ def test_a_tile_comes_after_the_last_use_of_what_its_buffer_was_before(sim: Modu
     sim.set_schedule("side_first")
     numel, where = 1 << 14, torch.device("sim")
     memory, arena = DeviceMemory(where), Arena(1 << 20, 1 << 20)
-    states = arena.take(4 * numel, "states", crosses_link=True).tensor.view(torch.float32).fill_(3.0)
+    states = (
+        arena.take(4 * numel, "states", crosses_link=True).tensor.view(torch.float32).fill_(3.0)
+    )
     arena.pin(where)
     earlier = torch.empty(numel, device=where)
     address, total = earlier.data_ptr(), earlier.fill_(7.0).sum()
@@ -66,20 +74,29 @@ def test_a_tile_comes_after_the_last_use_of_what_its_buffer_was_before(sim: Modu
 
 
 def test_what_stays_on_the_device_is_not_sent(sim: ModuleType, tmp_path: Path) -> None:
-    policy = policy_of("exact", tmp_path, params=Tier.HOST, optim=Tier.HOST, optim_ratio=0.5, streamed_ratio=1.0)
+    policy = policy_of(
+        "exact", tmp_path, params=Tier.HOST, optim=Tier.HOST, optim_ratio=0.5, streamed_ratio=1.0
+    )
     model = build("exact")
     with tiermem.shard(model, policy, device="sim") as shards:
         tiles = tiles_of(tiermem.AdamW(model.parameters()), shards)
-        assert {(tile.home, tile.is_sent) for tile in tiles} == {(Tier.DEVICE, False), (Tier.HOST, True)}
+        assert {(tile.home, tile.is_sent) for tile in tiles} == {
+            (Tier.DEVICE, False),
+            (Tier.HOST, True),
+        }
 
 
-def test_a_part_that_the_forecast_chooses_trains_to_the_same_bits(sim: ModuleType, tmp_path: Path) -> None:
+def test_a_part_that_the_forecast_chooses_trains_to_the_same_bits(
+    sim: ModuleType, tmp_path: Path
+) -> None:
     policy = policy_of("compact", tmp_path, params=Tier.HOST, optim=Tier.HOST, host_bytes=1 << 28)
     fast_link = Rates(1e9, 1e9, link_bytes_s=50e9, kernel_bytes_s=1e9, tile_s=0)
     choice = choose(build("compact"), policy, fast_link, Compute(1e-12, 2e-12), is_gpu=True)
     assert choice.policy.streamed_ratio
     kept = dataclasses.replace(policy, streamed_ratio=0.0)
-    sent, stepped = (train(OPTIMIZERS["AdamW"], "compact", "sim", each) for each in (choice.policy, kept))
+    sent, stepped = (
+        train(OPTIMIZERS["AdamW"], "compact", "sim", each) for each in (choice.policy, kept)
+    )
     assert differences(sent, stepped) == []
 
 
@@ -91,7 +108,9 @@ def test_without_an_accelerator_none_is_sent(tmp_path: Path) -> None:
         assert shards.plan.streams.num == 0
 
 
-def test_a_whole_matrix_that_is_larger_than_a_buffer_is_stepped_on_the_cpu(sim: ModuleType, tmp_path: Path) -> None:
+def test_a_whole_matrix_that_is_larger_than_a_buffer_is_stepped_on_the_cpu(
+    sim: ModuleType, tmp_path: Path
+) -> None:
     model = build("exact")
     policy = policy_of("exact", tmp_path, params=Tier.HOST, optim=Tier.HOST, streamed_ratio=1.0)
     with tiermem.shard(model, policy, device="sim") as shards:
@@ -100,7 +119,9 @@ def test_a_whole_matrix_that_is_larger_than_a_buffer_is_stepped_on_the_cpu(sim: 
         assert {tile.is_sent for tile in tiles} == {True, False}
 
 
-def recorded(sim: ModuleType, policy: OffloadPolicy, precision: str) -> tuple[tiermem.Shards, StateTiles]:
+def recorded(
+    sim: ModuleType, policy: OffloadPolicy, precision: str
+) -> tuple[tiermem.Shards, StateTiles]:
     """A model and its states; what their second step asked of the device is recorded."""
     model = seeded(lambda: Tower(num_blocks=6)).bfloat16()
     shards = tiermem.shard(model, policy, device="sim")
@@ -125,13 +146,21 @@ def test_the_bytes_that_cross_the_link_are_those_that_are_said(
     policy = policy_of(precision, tmp_path, **fields)
     shards, states = recorded(sim, policy, precision)
     with shards:
-        sent = [sent_bytes(tile.live.unit, tile.numel, shards.plan, policy) for tile in states.tiles if tile.is_sent]
+        sent = [
+            sent_bytes(tile.live.unit, tile.numel, shards.plan, policy)
+            for tile in states.tiles
+            if tile.is_sent
+        ]
         assert states._stream is not None
         for stream, due in (
             (states._stream._down, sum(each.down for each in sent)),
             (states._stream._up, sum(each.up for each in sent)),
         ):
-            copies = (e for e in sim.recording() if e["kind"] == "operation" and e["place"][1] == stream.stream_id)
+            copies = (
+                e
+                for e in sim.recording()
+                if e["kind"] == "operation" and e["place"][1] == stream.stream_id
+            )
             assert sum(entry["bytes"] for entry in copies) == due > 0
 
 
@@ -139,8 +168,11 @@ def test_the_bytes_that_cross_the_link_are_those_that_are_said(
 def test_copies_of_tiles_hide_behind_each_other_and_behind_the_step(
     home: Tier, sim: ModuleType, tmp_path: Path
 ) -> None:
-    """In simulated time, where each lane takes a second for all tiles: a step takes little more than that."""
-    policy = policy_of("exact", tmp_path, params=home, optim=home, streamed_ratio=1.0, persistence_numel=0)
+    """In simulated time, where each lane takes a second for all tiles: a step takes little more
+    than that."""
+    policy = policy_of(
+        "exact", tmp_path, params=home, optim=home, streamed_ratio=1.0, persistence_numel=0
+    )
     sim.set_schedule("late")
     shards, states = recorded(sim, policy, "exact")
     shards.close()

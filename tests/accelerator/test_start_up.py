@@ -56,12 +56,20 @@ for num_threads in (1, 2):  # those of autograd are running
 
 @needs_simulator
 def test_import_torch_loads_the_device_and_cpu_work_makes_no_context() -> None:
-    python("-c", SCRIPT, TIERMEM_SIM_DEVICES="3", TIERMEM_SIM_SCHEDULE="late", TIERMEM_SIM_CAPACITY=str(1 << 20))
+    python(
+        "-c",
+        SCRIPT,
+        TIERMEM_SIM_DEVICES="3",
+        TIERMEM_SIM_SCHEDULE="late",
+        TIERMEM_SIM_CAPACITY=str(1 << 20),
+    )
 
 
 @needs_simulator
 def test_a_machine_without_devices() -> None:
-    python("-c", "import torch; assert not torch.accelerator.is_available()", TIERMEM_SIM_DEVICES="0")
+    python(
+        "-c", "import torch; assert not torch.accelerator.is_available()", TIERMEM_SIM_DEVICES="0"
+    )
 
 
 @needs_simulator
@@ -72,7 +80,8 @@ def test_without_the_fixture_no_device_is_plugged_in() -> None:
 def test_what_one_test_set_does_not_reach_the_next(sim: ModuleType) -> None:
     sim.set_schedule("late")
     sim.set_capacity(1 << 20)
-    torch.nn.functional.embedding(torch.tensor([9], device="sim"), torch.ones(3, 2, device="sim"))  # an error, pending
+    # an error, pending
+    torch.nn.functional.embedding(torch.tensor([9], device="sim"), torch.ones(3, 2, device="sim"))
     sim.set_device(1)
     sim.reset()
     assert sim.pending() == 0 and sim.mem_get_info()[1] == 16 << 30 and sim.current_device() == 0
@@ -80,7 +89,9 @@ def test_what_one_test_set_does_not_reach_the_next(sim: ModuleType) -> None:
 
 def test_a_schedule_that_does_not_exist(sim: ModuleType) -> None:
     for wrong in ("later", "random:x"):
-        with pytest.raises(ValueError, match="at_once, late, main_first, side_first, threads or random:SEED"):
+        with pytest.raises(
+            ValueError, match="at_once, late, main_first, side_first, threads or random:SEED"
+        ):
             sim.set_schedule(wrong)
 
 

@@ -1,6 +1,8 @@
-"""Does what a user starts run whole on a machine with an accelerator: the command, the README's lines, a Hugging Face model?
+"""Does what a user starts run whole on a machine with an accelerator: the command, the README's
+lines, a Hugging Face model?
 
-The device is the simulated one, as late as may be, found by torch as an installed plugin of a device is.
+The device is the simulated one, as late as may be, found by torch as an installed plugin of a
+device is.
 """
 
 from __future__ import annotations
@@ -87,8 +89,12 @@ print("all ran")
 """
 
 
-def test_the_readmes_lines_init_with_initialize_and_generate_run_whole(sim: ModuleType, tmp_path: Path) -> None:
-    assert "all ran" in python("-c", LINES.format(folder=str(tmp_path)), TIERMEM_SIM_SCHEDULE="late")
+def test_the_readmes_lines_init_with_initialize_and_generate_run_whole(
+    sim: ModuleType, tmp_path: Path
+) -> None:
+    assert "all ran" in python(
+        "-c", LINES.format(folder=str(tmp_path)), TIERMEM_SIM_SCHEDULE="late"
+    )
 
 
 @pytest.mark.slow  # tests/gpu/test_train_command.py trains in `make test`
@@ -103,10 +109,19 @@ def test_train_and_resume_run_whole(offload: str, sim: ModuleType, tmp_path: Pat
         ["--save", str(tmp_path / "saved"), "--json", str(tmp_path / "first.json")],
         {"TIERMEM_SIM_SCHEDULE": "late"},
     )
-    rest = ["--resume", str(tmp_path / "saved"), "--steps", "4", "--json", str(tmp_path / "rest.json")]
+    rest = [
+        "--resume",
+        str(tmp_path / "saved"),
+        "--steps",
+        "4",
+        "--json",
+        str(tmp_path / "rest.json"),
+    ]
     python(*first, "--steps", "4", "--json", str(tmp_path / "whole.json"), **late)
     python(*first, "--steps", "2", *save, TIERMEM_SIM_SCHEDULE="random:3")
     python(*train, *rest, **late)
-    whole, begun, rest = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("whole", "first", "rest"))
+    whole, begun, rest = (
+        json.loads((tmp_path / f"{name}.json").read_text()) for name in ("whole", "first", "rest")
+    )
     assert [*begun["losses"], *rest["losses"]] == whole["losses"]
     assert whole["device"] == "sim:0"

@@ -57,7 +57,8 @@ def test_a_missing_wait_is_seen(sim: ModuleType) -> None:
         seen.append(doubled_on_a_side_stream(sim, is_waited_for=False) != 600)
     assert seen[0] and sum(seen[1:]) >= 5  # late: always; random: by several of 20 seeds
     sim.set_schedule("at_once")
-    assert doubled_on_a_side_stream(sim, is_waited_for=False) == 600  # which is why at once proves nothing
+    # which is why at once proves nothing
+    assert doubled_on_a_side_stream(sim, is_waited_for=False) == 600
 
 
 def test_events_are_done_when_their_stream_gets_there(sim: ModuleType) -> None:

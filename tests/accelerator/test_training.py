@@ -1,4 +1,5 @@
-"""Does a correct program compute on the device what it computes on the CPU, to the bit, under every schedule?"""
+"""Does a correct program compute on the device what it computes on the CPU, to the bit, under every
+schedule?"""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ PROGRAMS = {
     "autocast": Program(Transformer, torch.bfloat16),
     "checkpointed": Program(functools.partial(Transformer, "non-reentrant")),
     "checkpointed, reentrant": Program(functools.partial(Transformer, "reentrant")),
-    "checkpointed, autocast": Program(functools.partial(Transformer, "non-reentrant"), torch.bfloat16),
+    "checkpointed, autocast": Program(
+        functools.partial(Transformer, "non-reentrant"), torch.bfloat16
+    ),
 }
 
 
@@ -37,7 +40,9 @@ def test_training_equals_the_cpu_under_every_schedule(sim: ModuleType, name: str
 
 
 @pytest.mark.slow
-def test_the_one_with_most_operations_equals_the_cpu_under_the_other_schedules(sim: ModuleType) -> None:
+def test_the_one_with_most_operations_equals_the_cpu_under_the_other_schedules(
+    sim: ModuleType,
+) -> None:
     assert_equal_under(SCHEDULES[5:], "checkpointed, autocast", sim)
 
 
@@ -65,7 +70,8 @@ def test_float16_with_a_gradient_scaler_equals_the_cpu(sim: ModuleType) -> None:
         for step in range(6):
             x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step)).to(device)
             with torch.autocast(device, torch.float16):
-                loss = model(x).float().square().mean() * (1e6 if step == 2 else 1)  # which overflows once
+                # which overflows once
+                loss = model(x).float().square().mean() * (1e6 if step == 2 else 1)
             optim.zero_grad()
             scaler.scale(loss).backward()
             scaler.step(optim)
@@ -76,7 +82,8 @@ def test_float16_with_a_gradient_scaler_equals_the_cpu(sim: ModuleType) -> None:
     sim.set_schedule("late")
     expected = losses("cpu")
     scale = 2.0**14
-    assert expected[1::2] == [scale, 2 * scale, scale, scale, 2 * scale, 2 * scale]  # the overflow halves it
+    # the overflow halves it
+    assert expected[1::2] == [scale, 2 * scale, scale, scale, 2 * scale, 2 * scale]
     assert losses("sim") == expected
 
 
@@ -86,6 +93,8 @@ def test_autocast_chooses_as_on_a_gpu(sim: ModuleType) -> None:
         assert (x @ x).dtype == torch.bfloat16
         assert nn.functional.layer_norm((x @ x), (4,)).dtype == torch.float32
         assert (x @ x).softmax(-1).dtype == torch.float32
-        assert nn.functional.scaled_dot_product_attention(*[x[None, None]] * 3).dtype == torch.bfloat16
+        assert (
+            nn.functional.scaled_dot_product_attention(*[x[None, None]] * 3).dtype == torch.bfloat16
+        )
     with torch.autocast("sim"):
         assert (x @ x).dtype == torch.float16

@@ -1,6 +1,7 @@
 """In simulated time: what of a training step hides behind what?
 
-The graph is what the library has asked of the device; its disk reads are added where it started and awaited them.
+The graph is what the library has asked of the device; its disk reads are added where it started and
+awaited them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ WIDTH, DEPTH = 64, 8
 class Blocks(nn.Module):
     def __init__(self, width: int = WIDTH, depth: int = DEPTH, bias: bool = True) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(width, width, bias), nn.Tanh()) for _ in range(depth)])
+        self.layers = nn.ModuleList(
+            [nn.Sequential(nn.Linear(width, width, bias), nn.Tanh()) for _ in range(depth)]
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -52,9 +55,11 @@ class Ring:
 
 @pytest.fixture
 def waits(sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[dict[int, int]]:
-    """Adds to the recording: disk reads, additions to gradients at home on the lane "cpu", and which thread waits for them.
+    """Adds to the recording: disk reads, additions to gradients at home on the lane "cpu", and
+    which thread waits for them.
 
-    A read or an addition that was begun before the recording is taken for done: `record` forgets it.
+    A read or an addition that was begun before the recording is taken for done: `record` forgets
+    it.
     """
     read, wait, staged_wait = TensorStore.read, Move.wait, StagedRead.wait
     send, take, join = GradientLink.send, GradientLink._take, GradientLink.join
@@ -108,9 +113,13 @@ def record(
     waits: Sequence[dict[int, int]] = (),
     depth: int = DEPTH,
 ) -> tuple[list[Any], list[Any]]:
-    """What the forward and the backward of one pass ask of the device, the order of units being known."""
-    model = Blocks(depth=depth, bias=depth == DEPTH)  # without, a layer's bytes are those of its one weight
-    policy = OffloadPolicy(params=tier, optim=Tier.HOST, paths=[folder], persistence_numel=0, unit_buffers=4)
+    """What the forward and the backward of one pass ask of the device, the order of units being
+    known."""
+    # without, a layer's bytes are those of its one weight
+    model = Blocks(depth=depth, bias=depth == DEPTH)
+    policy = OffloadPolicy(
+        params=tier, optim=Tier.HOST, paths=[folder], persistence_numel=0, unit_buffers=4
+    )
     sim.set_schedule("late")
     with tiermem.shard(model, policy, is_trained=is_trained) as shards:
         x, found = torch.ones(4 * WIDTH, WIDTH, device="sim"), []
@@ -133,7 +142,8 @@ def record(
 
 
 def _begin(sim: ModuleType, shards: tiermem.Shards, waits: Sequence[dict[int, int]]) -> None:
-    """Starts to record when no helper thread has work, so that what was begun before is not in the recording."""
+    """Starts to record when no helper thread has work, so that what was begun before is not in the
+    recording."""
     for thread in (shards._passage.starter, shards._passage.reader):
         if thread is not None:
             thread.submit(int).result()
@@ -149,23 +159,30 @@ def _recorded(sim: ModuleType) -> list[Any]:
 
 
 def rates(compute_per_copy: float, **lanes: Rate) -> dict[str, Rate]:
-    """A block's product takes `compute_per_copy` times as long as the copy of its weights, which takes a second."""
+    """A block's product takes `compute_per_copy` times as long as the copy of its weights, which
+    takes a second."""
     copied, flops = 4 * (WIDTH * WIDTH + WIDTH), 2 * 4 * WIDTH**3
-    found = {"compute": Rate(flops_per_s=flops / compute_per_copy), "to device": Rate(bytes_per_s=copied)}
+    found = {
+        "compute": Rate(flops_per_s=flops / compute_per_copy),
+        "to device": Rate(bytes_per_s=copied),
+    }
     return found | {"to host": Rate(bytes_per_s=copied)} | lanes
 
 
 def test_copies_of_weights_on_host_hide_behind_forward(sim: ModuleType, tmp_path: Path) -> None:
-    """The first units are there from the pass before, and what is copied last is for the next one."""
+    """The first units are there from the pass before, and what is copied last is for the next
+    one."""
     entries, _ = record(sim, Tier.HOST, tmp_path, is_trained=False)
     replay = clock.replay(entries, rates(2.5))
-    assert replay.busy_spans("compute")[-1][1] == pytest.approx(replay.busy_s["compute"])  # it never waits
+    # it never waits
+    assert replay.busy_spans("compute")[-1][1] == pytest.approx(replay.busy_s["compute"])
     bound = clock.replay(entries, rates(0.5))
     copies = bound.busy_spans("to device")
-    assert copies[-1][1] == pytest.approx(bound.busy_s["to device"], rel=0.1)  # the link never waits
+    # the link never waits
+    assert copies[-1][1] == pytest.approx(bound.busy_s["to device"], rel=0.1)
 
 
-# ---- the rates of an 8B model on a card of 24 GB ---------------------------------------------------------------------
+# ---- the rates of an 8B model on a card of 24 GB -------------------------------------------------
 
 LAYERS, LAYER_NUMEL = 32, 218e6
 """Of a Llama of 8B."""
@@ -175,20 +192,30 @@ LAYERS, LAYER_NUMEL = 32, 218e6
 def test_forward_and_backward_of_8b_take_the_longest_of_compute_link_and_disk(
     tier: Tier, sim: ModuleType, waits: list[dict[int, int]], tmp_path: Path
 ) -> None:
-    """Each at most 1.05 of its own longest lane, at 8k and at 16k tokens: 150 TFLOPS, 22 GB/s each way, NVMe of 7 GB/s.
+    """Each at most 1.05 of its own longest lane, at 8k and at 16k tokens: 150 TFLOPS, 22 GB/s each
+    way, NVMe of 7 GB/s.
 
-    Where the disk bounds it, backward ends with one unit's copy, maths, way home and addition after the last read.
+    Where the disk bounds it, backward ends with one unit's copy, maths, way home and addition after
+    the last read.
     """
-    phases = dict(zip(("forward", "backward"), record(sim, tier, tmp_path, True, waits, LAYERS), strict=True))
+    phases = dict(
+        zip(("forward", "backward"), record(sim, tier, tmp_path, True, waits, LAYERS), strict=True)
+    )
     numel = WIDTH * WIDTH
     for tokens in (8192, 16384):
 
         def size_of(entry: Any, tokens: int = tokens) -> tuple[float, float]:
-            if entry["lane"] == "compute":  # the products; what is small in a layer of 4096 is not counted
+            # the products; what is small in a layer of 4096 is not counted
+            if entry["lane"] == "compute":
                 return 0.0, entry["flops"] * (LAYER_NUMEL / numel) * (tokens / (4 * WIDTH))
             return entry["bytes"] * (2 * LAYER_NUMEL) / (4 * numel), 0.0
 
         for phase, entries in phases.items():
             replay = clock.replay(entries, clock.CARD_24GB, size_of=size_of)
             longest = max(replay.busy_s.values())
-            assert replay.makespan_s <= 1.05 * longest, (phase, tokens, replay.busy_s, replay.makespan_s)
+            assert replay.makespan_s <= 1.05 * longest, (
+                phase,
+                tokens,
+                replay.busy_s,
+                replay.makespan_s,
+            )

@@ -1,4 +1,5 @@
-"""Does the host wait for the device in a step? Neither per unit nor per parameter: helper threads do."""
+"""Does the host wait for the device in a step? Neither per unit nor per parameter: helper threads
+do."""
 
 from __future__ import annotations
 
@@ -50,9 +51,12 @@ def test_no_wait_in_forward_and_backward_and_no_pageable_copy_in_a_step(
 
 
 @pytest.mark.parametrize("home", STEPPED_THERE)
-def test_units_that_are_stepped_in_backward_wait_once(home: str, sim: ModuleType, tmp_path: Path) -> None:
-    """In all, for the last unit that the device steps. A helper thread waits for each unit's gradients and for the step that
-    has read the buffer before; autograd's thread waits for that thread, because gradients may be refused."""
+def test_units_that_are_stepped_in_backward_wait_once(
+    home: str, sim: ModuleType, tmp_path: Path
+) -> None:
+    """In all, for the last unit that the device steps. A helper thread waits for each unit's
+    gradients and for the step that has read the buffer before; autograd's thread waits for that
+    thread, because gradients may be refused."""
     sim.set_schedule("late")
     found = count("sim", tmp_path, step_in_backward=True, **STEPPED_THERE[home])
     assert_no_waits(found)
@@ -72,7 +76,8 @@ def test_units_that_are_stepped_in_backward_wait_once(home: str, sim: ModuleType
 def test_gradients_that_rest_on_the_device_wait_once(
     homes: dict[str, Any], overlap: str, sim: ModuleType, tmp_path: Path
 ) -> None:
-    """For their norm. A helper thread waits for each tile's; nothing waits for weights that come back."""
+    """For their norm. A helper thread waits for each tile's; nothing waits for weights that come
+    back."""
     sim.set_schedule("late")
     found = count("sim", tmp_path, overlap=overlap, **homes)
     assert_no_waits(found)
@@ -90,8 +95,11 @@ def test_clipping_by_torch_waits_once(home: str, sim: ModuleType, tmp_path: Path
 
 @pytest.mark.parametrize("home", ["host", "nvme"])
 @pytest.mark.parametrize("clips", ["scaler", "scaler, stepped"])
-def test_unscaling_clipping_and_stepping_wait_once(clips: str, home: str, sim: ModuleType, tmp_path: Path) -> None:
-    """Norms are scaled on the device; the step waits, for the factors, or torch before it, which asks for an overflow."""
+def test_unscaling_clipping_and_stepping_wait_once(
+    clips: str, home: str, sim: ModuleType, tmp_path: Path
+) -> None:
+    """Norms are scaled on the device; the step waits, for the factors, or torch before it, which
+    asks for an overflow."""
     sim.set_schedule("late")
     found = count("sim", tmp_path, clips=clips, **HOMES[home])
     assert_no_waits(found)
@@ -103,7 +111,8 @@ def test_unscaling_clipping_and_stepping_wait_once(clips: str, home: str, sim: M
 def test_gradients_on_the_device_are_unscaled_clipped_and_stepped_with_one_wait(
     clips: str, homes: dict[str, Any], sim: ModuleType, tmp_path: Path
 ) -> None:
-    """Norms and the search for an overflow need no number of the device; the step waits for sums and factors together."""
+    """Norms and the search for an overflow need no number of the device; the step waits for sums
+    and factors together."""
     sim.set_schedule("late")
     found = count("sim", tmp_path, clips=clips, **homes)
     for phase in ("forward", "backward"):
@@ -114,12 +123,13 @@ def test_gradients_on_the_device_are_unscaled_clipped_and_stepped_with_one_wait(
 def test_helper_threads_alone_wait_for_reads_and_never_poll(
     sim: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thread that waits for a read does so once, in the kernel, until it has ended. When the model is closed, main waits for
-    the end of a read that it has cancelled, if one is under way."""
+    """A thread that waits for a read does so once, in the kernel, until it has ended. When the
+    model is closed, main waits for the end of a read that it has cancelled, if one is under way."""
     ask, cancel, waited, cancelled = Move._ask, Move.cancel, list[tuple[str, Move]](), set[Move]()
 
     def noting(move: Move, timeout_s: float | None) -> None:
-        if not move.is_write and move not in cancelled and timeout_s != 0.0:  # else it looks whether the read has ended
+        # else it looks whether the read has ended
+        if not move.is_write and move not in cancelled and timeout_s != 0.0:
             assert timeout_s is None
             waited.append((threading.current_thread().name, move))
         ask(move, timeout_s)
@@ -139,14 +149,17 @@ def test_helper_threads_alone_wait_for_reads_and_never_poll(
 @pytest.mark.skipif(WHY_SKIPPED is not None, reason=str(WHY_SKIPPED))
 def test_no_wait_on_two_ranks(tmp_path: Path) -> None:
     backend = "cpu:gloo,sim:simccl"
-    for found in launch(Path(__file__).parent / "waits.py", 2, tmp_path, backend, "host", "nvme", "states on host"):
+    for found in launch(
+        Path(__file__).parent / "waits.py", 2, tmp_path, backend, "host", "nvme", "states on host"
+    ):
         for counts in found.values():
             assert_no_waits(counts)
             assert counts["step"] | NONE == counts["step"], found
 
 
 def test_norms_on_the_device_are_those_of_the_elements(sim: ModuleType) -> None:
-    """Of parameters with many blocks and with few, all at once and one by one: equal, and without a wait."""
+    """Of parameters with many blocks and with few, all at once and one by one: equal, and without a
+    wait."""
     model = seeded(lambda: Tower(width=67, inner=1021, num_blocks=2))
     with tiermem.shard(model, OffloadPolicy(**THERE), device="sim"):
         loss_of(model, 0, "sim").backward()
@@ -163,7 +176,8 @@ def test_norms_on_the_device_are_those_of_the_elements(sim: ModuleType) -> None:
 def test_what_is_stepped_is_copied_while_the_rest_of_its_unit_is(
     sim: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the second step the last tile of a block is stepped after the others have been copied to the device."""
+    """In the second step the last tile of a block is stepped after the others have been copied to
+    the device."""
     sizes = Sizes(width=130, layers=3, vocabulary=64, rows=8, tile_numel=4096)
     due, copied, num_steps = set[int](), threading.Event(), [0]
     fill, bring = LiveUnit._fill, TilePass.bring

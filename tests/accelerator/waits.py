@@ -1,4 +1,5 @@
-"""Waits of the host for the device in a training step, by phase and thread; also run on each rank by test_waits.py."""
+"""Waits of the host for the device in a training step, by phase and thread; also run on each rank
+by test_waits.py."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ THERE: dict[str, Any] = {"params": Tier.DEVICE, "optim": Tier.DEVICE}
 GRADIENTS_THERE: dict[str, Any] = {"params": Tier.HOST, "optim": Tier.HOST, "grads": Tier.DEVICE}
 
 Counts = dict[str, dict[str, int]]
-"""By phase: waits of the threads main, autograd and other, and copies from or to pageable memory."""
+"""By phase: waits of the threads main, autograd and other, and copies from or to pageable
+memory."""
 
 
 def count(where: str, folder: Path, clips: str = "", **fields: Any) -> Counts:
@@ -35,13 +37,20 @@ def count(where: str, folder: Path, clips: str = "", **fields: Any) -> Counts:
     sim, counts = device.load(), {}
     model = seeded(lambda: Tower(num_blocks=8))
     policy = OffloadPolicy(
-        paths=[folder], persistence_numel=50, unit_buffers=3, tile_numel=8192, timeout_s=60, **fields
+        paths=[folder],
+        persistence_numel=50,
+        unit_buffers=3,
+        tile_numel=8192,
+        timeout_s=60,
+        **fields,
     )
     with tiermem.shard(model, policy, device=where):
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         scaler = torch.amp.GradScaler(torch.device(where).type, enabled="scaler" in clips)
         for step in range(3):
-            tokens, targets = (each.pin_memory().to(where, non_blocking=True) for each in batch(step))
+            tokens, targets = (
+                each.pin_memory().to(where, non_blocking=True) for each in batch(step)
+            )
             sim.reset_counts()
             logits = model(tokens)
             _note(counts, "forward")

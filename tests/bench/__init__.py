@@ -1,4 +1,5 @@
-"""Instruments: programs that judge tiermem itself, beside peers and yardsticks. `make bench RUN="overlap --path DIR"` runs one.
+"""Instruments: programs that judge tiermem itself, beside peers and yardsticks. `make bench
+RUN="overlap --path DIR"` runs one.
 
 overlap, iterations   an iteration whose step goes on under the next forward, beside a bare loop of its least bytes
 ranks                 a step on several ranks beside FSDP2's
@@ -15,4 +16,6 @@ from pathlib import Path
 
 def python_path() -> str:
     """PYTHONPATH of a process that is to import this package."""
-    return os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
+    return os.pathsep.join(
+        filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")))
+    )

@@ -1,4 +1,5 @@
-"""The command line of the instruments: `make bench RUN="overlap --path DIR"`, or `python -m bench` in the folder of tests."""
+"""The command line of the instruments: `make bench RUN="overlap --path DIR"`, or `python -m bench`
+in the folder of tests."""
 
 from __future__ import annotations
 
@@ -13,11 +14,29 @@ from tiermem.tools.cli import register, run_app
 _STOPPED = "stopped; nothing is left on the paths"
 
 app = typer.Typer(
-    help="Judge tiermem beside peers and yardsticks.", no_args_is_help=True, pretty_exceptions_enable=False
+    help="Judge tiermem beside peers and yardsticks.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
 )
-register(app, "overlap", options.OverlapBenchOptions, "bench.overlap.bench_overlap", _STOPPED, "bench")
-register(app, "ranks", options.RanksBenchOptions, "bench.ranks.bench_ranks", "stopped; nothing was written", "bench")
-register(app, "curves", options.CurvesOptions, "bench.curves.bench_curves", "stopped; nothing was written", "bench")
+register(
+    app, "overlap", options.OverlapBenchOptions, "bench.overlap.bench_overlap", _STOPPED, "bench"
+)
+register(
+    app,
+    "ranks",
+    options.RanksBenchOptions,
+    "bench.ranks.bench_ranks",
+    "stopped; nothing was written",
+    "bench",
+)
+register(
+    app,
+    "curves",
+    options.CurvesOptions,
+    "bench.curves.bench_curves",
+    "stopped; nothing was written",
+    "bench",
+)
 register(app, "peers", options.PeersOptions, "bench.peers.compare.bench_peers", None, "bench")
 
 

@@ -1,11 +1,14 @@
-"""Curves: one small model trained with its states in several precisions, the losses beside each other.
+"""Curves: one small model trained with its states in several precisions, the losses beside each
+other.
 
-    the demo's data, byte by byte --> a Llama of 0.9 M parameters in bf16 --> 300 steps of AdamW, warmed up, cosine to nothing
+    the demo's data, byte by byte --> a Llama of 0.9 M parameters in bf16 --> 300 steps of AdamW,
+    warmed up, cosine to nothing
                                   --> under each preset, for each seed    --> table, JSON, picture
 
-Weights, data and their order are the same for every preset and differ between seeds. Curves of one seed differ by what the
-states lose, and by chance: a change of one bit moves the final loss by some tenths of a per cent. Several seeds and their
-standard error show how much is chance. The final loss is the mean of the last tenth of the steps. Speed is not measured here.
+Weights, data and their order are the same for every preset and differ between seeds. Curves of one
+seed differ by what the states lose, and by chance: a change of one bit moves the final loss by some
+tenths of a per cent. Several seeds and their standard error show how much is chance. The final loss
+is the mean of the last tenth of the steps. Speed is not measured here.
 """
 
 from __future__ import annotations
@@ -42,15 +45,20 @@ _COLOURS = {"exact": "#4c78a8", "compact": "#54a24b", "tiny": "#f58518", "bf16":
 
 
 def bench_curves(options: CurvesOptions, console: Console) -> int:
-    """Trains under every preset, reports, and returns the exit status. Raises ValueError and OSError for the options."""
+    """Trains under every preset, reports, and returns the exit status. Raises ValueError and
+    OSError for the options."""
     seeds = range(options.seed, options.seed + options.repeats)
     corpora = {seed: Corpus(options.data, _SEQ, seed) for seed in seeds}
     losses: dict[str, list[list[float]]] = {name: [] for name in options.presets}
     with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("training", total=options.steps * len(options.presets) * len(seeds))
+        task = progress.add_task(
+            "training", total=options.steps * len(options.presets) * len(seeds)
+        )
         for seed, name in itertools.product(seeds, options.presets):
             progress.update(task, description=f"training, states {name}, seed {seed}")
-            curve = train_curve(name, corpora[seed], options.steps, seed, lambda: progress.advance(task))
+            curve = train_curve(
+                name, corpora[seed], options.steps, seed, lambda: progress.advance(task)
+            )
             losses[name].append(curve)
     figures = {
         "machine": machine_facts(),
@@ -68,7 +76,9 @@ def bench_curves(options: CurvesOptions, console: Console) -> int:
     return 0
 
 
-def train_curve(name: str, corpus: Corpus, steps: int, seed: int, on_step: Any = lambda: None) -> list[float]:
+def train_curve(
+    name: str, corpus: Corpus, steps: int, seed: int, on_step: Any = lambda: None
+) -> list[float]:
     """The loss of every step of a fresh model whose states are kept as a preset says."""
     engine, _, _, _ = tiermem.initialize(model=_build(seed), config=_config(name, steps, seed))
     device = torch.device("cpu")
@@ -86,19 +96,29 @@ def train_curve(name: str, corpus: Corpus, steps: int, seed: int, on_step: Any =
 
 
 def rows_of(losses: dict[str, list[list[float]]]) -> list[dict[str, Any]]:
-    """A row per preset: its parts, its mean curve, and how its final losses stand to the first preset's, seed by seed."""
+    """A row per preset: its parts, its mean curve, and how its final losses stand to the first
+    preset's, seed by seed."""
     finals = {
-        name: [statistics.fmean(curve[-max(1, len(curve) // 10) :]) for curve in own] for name, own in losses.items()
+        name: [statistics.fmean(curve[-max(1, len(curve) // 10) :]) for curve in own]
+        for name, own in losses.items()
     }
     first = next(iter(finals.values()))
-    apart = {name: [mine / other - 1.0 for mine, other in zip(own, first, strict=True)] for name, own in finals.items()}
+    apart = {
+        name: [mine / other - 1.0 for mine, other in zip(own, first, strict=True)]
+        for name, own in finals.items()
+    }
     return [
         {
             "preset": name,
-            **{part: getattr(PRESETS[name], part) for part in ("master", "moments", "grads", "rounding")},
+            **{
+                part: getattr(PRESETS[name], part)
+                for part in ("master", "moments", "grads", "rounding")
+            },
             "final_loss": statistics.fmean(finals[name]),
             "against_first": statistics.fmean(apart[name]),
-            "standard_error": statistics.stdev(apart[name]) / len(own) ** 0.5 if len(own) > 1 else None,
+            "standard_error": statistics.stdev(apart[name]) / len(own) ** 0.5
+            if len(own) > 1
+            else None,
             "against_first_by_seed": apart[name],
             "losses": [statistics.fmean(at_step) for at_step in zip(*own, strict=True)],
             "losses_by_seed": own,
@@ -114,7 +134,9 @@ def draw_curves(figures: dict[str, Any]) -> Figure:
     for row in figures["rows"]:
         curve = _smoothed(row["losses"])
         colour = _COLOURS[row["preset"]]
-        states = f"{row['preset']} (master {row['master']}, moments {row['moments']}, {row['rounding']})"
+        states = (
+            f"{row['preset']} (master {row['master']}, moments {row['moments']}, {row['rounding']})"
+        )
         label = f"{states}: {row['final_loss']:.4f} ({_apart(row)})"
         top.plot(range(1, len(curve) + 1), curve, color=colour, label=label, linewidth=1.4)
         apart = [100.0 * (mine / other - 1.0) for mine, other in zip(curve, first, strict=True)]
@@ -125,8 +147,13 @@ def draw_curves(figures: dict[str, Any]) -> Figure:
     bottom.set_xlabel("step")
     for ax in (top, bottom):
         ax.grid(alpha=0.25)
-    sizes = f"{figures['steps']} steps of {figures['tokens_per_step']} tokens, mean of {len(figures['seeds'])} seeds"
-    top.set_title(f"states in several precisions: {sizes}, moving mean of {_SMOOTHED} steps", fontsize=11)
+    sizes = (
+        f"{figures['steps']} steps of {figures['tokens_per_step']} tokens, mean of "
+        f"{len(figures['seeds'])} seeds"
+    )
+    top.set_title(
+        f"states in several precisions: {sizes}, moving mean of {_SMOOTHED} steps", fontsize=11
+    )
     figure.supxlabel(caption(figures["machine"]), fontsize=7, color="#666666")
     return figure
 
@@ -139,14 +166,21 @@ def _build(seed: int) -> nn.Module:
 
 
 def _config(preset: str, steps: int, seed: int) -> dict[str, Any]:
-    warmup = {"warmup_num_steps": min(_WARMUP_STEPS, steps), "total_num_steps": max(steps, _WARMUP_STEPS + 1)}
+    warmup = {
+        "warmup_num_steps": min(_WARMUP_STEPS, steps),
+        "total_num_steps": max(steps, _WARMUP_STEPS + 1),
+    }
     return {
         "train_micro_batch_size_per_gpu": _BATCH,
         "optimizer": {"type": "AdamW", "params": {"lr": _LR, "weight_decay": 0.01}},
         "scheduler": {"type": "WarmupCosineLR", "params": {**warmup, "cos_min_ratio": 0.0}},
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu"},
+            "offload_param": {"device": "cpu"},
+        },
         "tiermem": {"precision": {"preset": preset, "seed": seed}},
         "steps_per_print": None,
     }
@@ -155,7 +189,9 @@ def _config(preset: str, steps: int, seed: int) -> dict[str, Any]:
 def _smoothed(curve: Sequence[float]) -> list[float]:
     """The mean of each step and those before it, at most _SMOOTHED."""
     sums = [0.0, *itertools.accumulate(curve)]
-    return [(sums[i] - sums[max(0, i - _SMOOTHED)]) / min(i, _SMOOTHED) for i in range(1, len(sums))]
+    return [
+        (sums[i] - sums[max(0, i - _SMOOTHED)]) / min(i, _SMOOTHED) for i in range(1, len(sums))
+    ]
 
 
 def _apart(row: dict[str, Any]) -> str:
@@ -165,7 +201,10 @@ def _apart(row: dict[str, Any]) -> str:
 
 
 def _table(figures: dict[str, Any]) -> Table:
-    title = f"{figures['steps']} steps of {figures['tokens_per_step']} tokens, means over {len(figures['seeds'])} seeds"
+    title = (
+        f"{figures['steps']} steps of {figures['tokens_per_step']} tokens, means over "
+        f"{len(figures['seeds'])} seeds"
+    )
     numbers = (">first loss", ">final loss", ">against the first row")
     shown = table(title, "states", "master", "moments", "rounding", *numbers)
     for row in figures["rows"]:

@@ -10,10 +10,11 @@
     trace          a training under the profiler: the share of copies hidden gpu_trace.py
     models         8B on each tier, beside peers, and 7B: tokens/s           gpu_models.py
 
-A part that fails is reported with its reason and the others go on; the JSON is written after every part, so that a run that
-is stopped leaves what it found. It runs on a bare machine: `python3 -m bench.gpu` needs torch, numpy, cffi,
-pydantic and the native module; a part that needs more says what. Exit status: 0 all went well, 1 a part failed or losses
-differ, 2 no accelerator or a wrong option, 130 stopped.
+A part that fails is reported with its reason and the others go on; the JSON is written after every
+part, so that a run that is stopped leaves what it found. It runs on a bare machine: `python3 -m
+bench.gpu` needs torch, numpy, cffi, pydantic and the native module; a part that needs more says
+what. Exit status: 0 all went well, 1 a part failed or losses differ, 2 no accelerator or a wrong
+option, 130 stopped.
 """
 
 from __future__ import annotations
@@ -65,7 +66,17 @@ from tiermem.tools.words import (
 )
 
 EXIT_FAILED = 1
-PARTS = ("environment", "registration", "copies", "step", "tests", "training", "passes", "trace", "models")
+PARTS = (
+    "environment",
+    "registration",
+    "copies",
+    "step",
+    "tests",
+    "training",
+    "passes",
+    "trace",
+    "models",
+)
 TRACED = ("host", "nvme")
 """Places that are trained under the profiler."""
 _STATES = ("exact", "compact", "bf16", "tiny")
@@ -77,12 +88,14 @@ _STEPPED = {
 """Masters and moments of the timed steps, beside bf16 weights and gradients; None: 8-bit blocks."""
 _TRACE_SAMPLES = 64
 _TRACE_WIDTH = 4
-"""Times the samples and the width of the small training, with half its blocks: kernels must last as long as the copies that
-they are to hide, and longer than Python takes to start them."""
+"""Times the samples and the width of the small training, with half its blocks: kernels must last as
+long as the copies that they are to hide, and longer than Python takes to start them."""
 _TRACED_BYTES = 32
-"""Of host memory, and of the disk, for a parameter that is traced: the model, its states and gradients, and room."""
+"""Of host memory, and of the disk, for a parameter that is traced: the model, its states and
+gradients, and room."""
 _PASS_PART = 4
-"""The passes train a model of this part of the width, half the blocks and this part of the samples: a sanitizer is slow."""
+"""The passes train a model of this part of the width, half the blocks and this part of the samples:
+a sanitizer is slow."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -96,14 +109,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_USER
     except KeyboardInterrupt:
         left = (
-            f"{given.json} has the parts that ended" if given.json and given.json.is_file() else "nothing was written"
+            f"{given.json} has the parts that ended"
+            if given.json and given.json.is_file()
+            else "nothing was written"
         )
         print(f"{MADE_BY}: stopped; {left}", file=sys.stderr)
         return EXIT_INTERRUPTED
 
 
 def bench_gpu(given: argparse.Namespace) -> int:
-    """Measures every part asked for. Raises ValueError without an accelerator, OSError for files that cannot be written."""
+    """Measures every part asked for. Raises ValueError without an accelerator, OSError for files
+    that cannot be written."""
     plot = given.plot or (given.json.with_suffix(".png") if given.json else None)
     folder = (given.path or (given.json.parent if given.json is not None else Path())).resolve()
     beside = given.json or folder / "gpu.json"
@@ -114,7 +130,8 @@ def bench_gpu(given: argparse.Namespace) -> int:
     device = accelerator.find_device()
     if not accelerator.is_accelerator(device):
         raise ValueError(
-            f"no accelerator: torch {torch.__version__} finds none on this machine. See whether the driver is loaded, torch is "
+            f"no accelerator: torch {torch.__version__} finds none on this machine. See whether "
+            "the driver is loaded, torch is "
             "built for the device, and CUDA_VISIBLE_DEVICES does not hide it"
         )
     is_simulated = str(accelerator.facts_of(device)["name"]).startswith("simulated")
@@ -140,7 +157,8 @@ def bench_gpu(given: argparse.Namespace) -> int:
 
 
 def show(file: Path, plot: Path | None) -> int:
-    """Prints a report that was written, and draws its picture: measures nothing. Raises OSError, ValueError."""
+    """Prints a report that was written, and draws its picture: measures nothing. Raises OSError,
+    ValueError."""
     report = read_json(file)
     if not isinstance(report, dict) or report.get("made_by") != MADE_BY:
         raise ValueError(f"--show: {file} was not written by `{MADE_BY} --json`")
@@ -150,7 +168,8 @@ def show(file: Path, plot: Path | None) -> int:
 
 
 def show_report(report: dict[str, Any], file: Path | None, plot: Path | None) -> int:
-    """Prints the table, draws the picture, names the files; returns the exit status of what was found."""
+    """Prints the table, draws the picture, names the files; returns the exit status of what was
+    found."""
     print_report(report)
     if plot is not None:
         reason = draw_report(report, plot)
@@ -182,8 +201,8 @@ def find_environment(device: torch.device) -> dict[str, Any]:
 
 
 def measure_steps(device: torch.device, numel: int) -> dict[str, Any]:
-    """Seconds of a step of so many elements (fewer where memory is short), in each form and precision, and of their gradients'
-    norm; bytes that must move."""
+    """Seconds of a step of so many elements (fewer where memory is short), in each form and
+    precision, and of their gradients' norm; bytes that must move."""
     numel = min(numel, accelerator.free_and_total(device)[0] // 128)
     rule = StepRule("adamw", 1e-3, 0.999, beta1=0.9, beta2=0.999, eps=1e-8)
     forms = {"torch operations": DeviceKernels()}
@@ -194,7 +213,9 @@ def measure_steps(device: torch.device, numel: int) -> dict[str, Any]:
             from tiermem.swap.kernels import triton_step, triton_sums
 
             forms["Triton"] = DeviceKernels(triton_step.launch, triton_sums.launch)
-    weight, grad = (torch.full((numel,), value, dtype=torch.bfloat16, device=device) for value in (0.5, 1e-3))
+    weight, grad = (
+        torch.full((numel,), value, dtype=torch.bfloat16, device=device) for value in (0.5, 1e-3)
+    )
 
     def measure(states: str, form: str, num_bytes: int, work: Callable[[], object]) -> None:
         with noting_failure(failures, f"{states}, {form}"):
@@ -206,12 +227,32 @@ def measure_steps(device: torch.device, numel: int) -> dict[str, Any]:
                 torch.accelerator.synchronize(device)
                 times.append(time.perf_counter() - start)
             seconds = statistics.median(times[1:])
-            rows.append({"states": states, "form": form, "numel": numel, "num_bytes": num_bytes, "step_s": seconds})
+            rows.append(
+                {
+                    "states": states,
+                    "form": form,
+                    "numel": numel,
+                    "num_bytes": num_bytes,
+                    "step_s": seconds,
+                }
+            )
 
     for states, (master, moment) in _STEPPED.items():
-        size = [(numel, moment)] if moment is not None else [(numel, torch.uint8), (num_scales(numel), torch.uint8)]
-        held, *others = (torch.zeros(n, dtype=dtype, device=device) for n, dtype in [(numel, master), *size, *size])
-        parts = StepParts(weight, held, grad, others if moment else [Quantised(*others[:2]), Quantised(*others[2:])])
+        size = (
+            [(numel, moment)]
+            if moment is not None
+            else [(numel, torch.uint8), (num_scales(numel), torch.uint8)]
+        )
+        held, *others = (
+            torch.zeros(n, dtype=dtype, device=device)
+            for n, dtype in [(numel, master), *size, *size]
+        )
+        parts = StepParts(
+            weight,
+            held,
+            grad,
+            others if moment else [Quantised(*others[:2]), Quantised(*others[2:])],
+        )
         read = [grad, held, *others] if states == "exact" else [weight, grad, held, *others]
         num_bytes = sum(tensor.nbytes for tensor in (*read, weight, held, *others))
         dither = None if states == "exact" else Dither(1, 1, 0)
@@ -223,18 +264,27 @@ def measure_steps(device: torch.device, numel: int) -> dict[str, Any]:
 
 
 def _measures(
-    given: argparse.Namespace, device: torch.device, folder: Path, traces: dict[str, Path], has_peers: bool
+    given: argparse.Namespace,
+    device: torch.device,
+    folder: Path,
+    traces: dict[str, Path],
+    has_peers: bool,
 ) -> dict[str, Callable[[], Any]]:
     """What measures each part."""
     sizes = Sizes(given.width, given.blocks, given.samples, given.steps)
     small = Sizes(
-        max(32, sizes.width // _PASS_PART), max(2, sizes.blocks // 2), max(4, sizes.samples // _PASS_PART), sizes.steps
+        max(32, sizes.width // _PASS_PART),
+        max(2, sizes.blocks // 2),
+        max(4, sizes.samples // _PASS_PART),
+        sizes.steps,
     )
     traced = sizes._replace(samples=given.trace_samples or _TRACE_SAMPLES * sizes.samples)
     wide = traced._replace(width=_TRACE_WIDTH * sizes.width, blocks=max(2, sizes.blocks // 2))
     if given.trace_width:
         traced = traced._replace(width=given.trace_width)
-    elif _TRACED_BYTES * 8 * wide.blocks * wide.width**2 <= min(available_bytes(), shutil.disk_usage(folder).free):
+    elif _TRACED_BYTES * 8 * wide.blocks * wide.width**2 <= min(
+        available_bytes(), shutil.disk_usage(folder).free
+    ):
         traced = wide
     shape = preset("8b") if given.model is None else read_shape(given.model)
     model = ModelRun(
@@ -256,7 +306,9 @@ def _measures(
 
     return {
         "environment": lambda: find_environment(device),
-        "registration": lambda: measure_registration(device, parse_list("--register", given.register, parse_bytes)),
+        "registration": lambda: measure_registration(
+            device, parse_list("--register", given.register, parse_bytes)
+        ),
         "copies": lambda: measure_copies(device, parse_bytes(given.most), given.seconds),
         "step": lambda: measure_steps(device, given.step_numel),
         "tests": lambda: run_tests(given.tests or [ROOT / "tests/gpu"]),
@@ -268,21 +320,42 @@ def _measures(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=MADE_BY, description="Try tiermem on this machine's accelerator.")
+    parser = argparse.ArgumentParser(
+        prog=MADE_BY, description="Try tiermem on this machine's accelerator."
+    )
     parser.add_argument("--json", type=Path, help="write everything here, after every part")
-    parser.add_argument("--plot", type=Path, help="draw the picture here [default: beside the JSON]")
-    parser.add_argument("--show", type=Path, metavar="JSON", help="print and draw what --json wrote; measure nothing")
-    parser.add_argument("--path", type=Path, help="folder for what trains on NVMe [default: the JSON's, or here]")
+    parser.add_argument(
+        "--plot", type=Path, help="draw the picture here [default: beside the JSON]"
+    )
+    parser.add_argument(
+        "--show",
+        type=Path,
+        metavar="JSON",
+        help="print and draw what --json wrote; measure nothing",
+    )
+    parser.add_argument(
+        "--path", type=Path, help="folder for what trains on NVMe [default: the JSON's, or here]"
+    )
     parser.add_argument("--part", default=",".join(PARTS), help=f"some of {','.join(PARTS)}")
-    parser.add_argument("--register", default="64MiB,1GiB,4GiB", help="sizes to register; too large ones are left out")
+    parser.add_argument(
+        "--register",
+        default="64MiB,1GiB,4GiB",
+        help="sizes to register; too large ones are left out",
+    )
     parser.add_argument("--most", default="256MiB", help="largest copy")
     parser.add_argument("--seconds", type=float, default=0.1, help="least time of each rate")
-    parser.add_argument("--step-numel", type=int, default=1 << 26, help="elements of the step that is timed")
-    parser.add_argument("--tests", type=Path, nargs="+", help="files and folders of tests [default: all of a GPU]")
+    parser.add_argument(
+        "--step-numel", type=int, default=1 << 26, help="elements of the step that is timed"
+    )
+    parser.add_argument(
+        "--tests", type=Path, nargs="+", help="files and folders of tests [default: all of a GPU]"
+    )
     for name, value in (("width", 1024), ("blocks", 8), ("samples", 256), ("steps", 6)):
         parser.add_argument(f"--{name}", type=int, default=value, help="of the small training")
     parser.add_argument(
-        "--trace-samples", type=int, help=f"of the traced training [default: {_TRACE_SAMPLES} x --samples]"
+        "--trace-samples",
+        type=int,
+        help=f"of the traced training [default: {_TRACE_SAMPLES} x --samples]",
     )
     parser.add_argument(
         "--trace-width",
@@ -290,15 +363,28 @@ def _parser() -> argparse.ArgumentParser:
         help=f"of the traced training [default: {_TRACE_WIDTH} x --width, if memory and disk allow]",
     )
     parser.add_argument(
-        "--model", type=Path, metavar="CONFIG", help="a Hugging Face config.json instead of an 8B Llama's"
+        "--model",
+        type=Path,
+        metavar="CONFIG",
+        help="a Hugging Face config.json instead of an 8B Llama's",
     )
-    parser.add_argument("--model-layers", type=int, help="of the large model at most [default: all that fit]")
-    for name, value in (("seq", 2048), ("batch", 4), ("steps", 4)):
-        parser.add_argument(f"--model-{name}", type=int, default=value, help="of the large model's training")
-    parser.add_argument("--model-states", default="exact", choices=_STATES, help="precision of its states")
-    parser.add_argument("--model-timeout", type=float, default=1800.0, help="seconds for each row, with its peers")
     parser.add_argument(
-        "--peer-python", type=Path, help="an interpreter that has DeepSpeed [default: this one, if it has]"
+        "--model-layers", type=int, help="of the large model at most [default: all that fit]"
+    )
+    for name, value in (("seq", 2048), ("batch", 4), ("steps", 4)):
+        parser.add_argument(
+            f"--model-{name}", type=int, default=value, help="of the large model's training"
+        )
+    parser.add_argument(
+        "--model-states", default="exact", choices=_STATES, help="precision of its states"
+    )
+    parser.add_argument(
+        "--model-timeout", type=float, default=1800.0, help="seconds for each row, with its peers"
+    )
+    parser.add_argument(
+        "--peer-python",
+        type=Path,
+        help="an interpreter that has DeepSpeed [default: this one, if it has]",
     )
     return parser
 
@@ -307,20 +393,32 @@ def _driver() -> str:
     """The driver's own words; empty where it is not known."""
     said = read_word("/proc/driver/nvidia/version").splitlines()
     return (
-        said[0] if said else read_word("/sys/module/amdgpu/version") or "".join(_nvidia_smi("driver_version").values())
+        said[0]
+        if said
+        else read_word("/sys/module/amdgpu/version")
+        or "".join(_nvidia_smi("driver_version").values())
     )
 
 
 def _link(facts: dict[str, Any]) -> dict[str, str]:
-    """Speed and width of the device's PCIe link, now and at most; a link that rests may be slow now. Empty: not known."""
+    """Speed and width of the device's PCIe link, now and at most; a link that rests may be slow
+    now. Empty: not known."""
     known = (facts.get(key) for key in ("pci_domain_id", "pci_bus_id", "pci_device_id"))
     place = [number for number in known if isinstance(number, int)]
     found: dict[str, str] = {}
     if len(place) == 3:
         folder = "/sys/bus/pci/devices/{:04x}:{:02x}:{:02x}.0".format(*place)
-        names = ("current_link_speed", "current_link_width", "max_link_speed", "max_link_width", "numa_node")
+        names = (
+            "current_link_speed",
+            "current_link_width",
+            "max_link_speed",
+            "max_link_width",
+            "numa_node",
+        )
         found = {name: word for name in names if (word := read_word(f"{folder}/{name}"))}
-    return found | _nvidia_smi("pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max")
+    return found | _nvidia_smi(
+        "pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max"
+    )
 
 
 def _nvidia_smi(asked: str) -> dict[str, str]:
@@ -330,7 +428,9 @@ def _nvidia_smi(asked: str) -> dict[str, str]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
         if done.returncode == 0 and done.stdout.strip():
             first = done.stdout.strip().splitlines()[0]
-            return dict(zip(asked.split(","), (word.strip() for word in first.split(",")), strict=False))
+            return dict(
+                zip(asked.split(","), (word.strip() for word in first.split(",")), strict=False)
+            )
     return {}
 
 

@@ -1,7 +1,9 @@
-"""GpuReport: what `bench gpu` found, as a table, as a picture, and as the faults that decide its exit status."""
+"""GpuReport: what `bench gpu` found, as a table, as a picture, and as the faults that decide its
+exit status."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,17 +29,33 @@ SIMULATED = "the device is simulated: no figure here is a GPU's"
 
 
 def print_report(report: Mapping[str, Any]) -> None:
-    """One table of plain text: part, what, figure. After it the rows of models as the README has them, and the verdict."""
-    parts = {part: list(rows_of(report[part])) for part, rows_of in _ROWS_OF.items() if part in report}
+    """One table of plain text: part, what, figure. After it the rows of models as the README has
+    them, and the verdict."""
+    parts = {
+        part: list(rows_of(report[part])) for part, rows_of in _ROWS_OF.items() if part in report
+    }
     for part, words in report["failures"].items():
         parts.setdefault(part, []).append(("failed", _last_of(words)))
-    widths = max(map(len, parts), default=0), max((len(what) for rows in parts.values() for what, _ in rows), default=0)
+    widths = (
+        max(map(len, parts), default=0),
+        max((len(what) for rows in parts.values() for what, _ in rows), default=0),
+    )
     for part, rows in parts.items():
         for number, (what, figure) in enumerate(rows):
             print(f"{'' if number else part:<{widths[0]}}  {what:<{widths[1]}}  {figure}")
     print(caption(report["machine"]))
-    if any(row.get("tokens_per_s") for row in report.get("models", {}).get("rows", [])) and not report["is_simulated"]:
-        print("\n".join(["for the README:", *readme_table(report["models"], device_of(report), _date_of(report))]))
+    if (
+        any(row.get("tokens_per_s") for row in report.get("models", {}).get("rows", []))
+        and not report["is_simulated"]
+    ):
+        print(
+            "\n".join(
+                [
+                    "for the README:",
+                    *readme_table(report["models"], device_of(report), _date_of(report)),
+                ]
+            )
+        )
     if report["is_simulated"]:
         print(SIMULATED)
     if not report["is_complete"]:
@@ -58,7 +76,11 @@ def faults_of(report: Mapping[str, Any]) -> list[str]:
     if not training.get("is_equal_to_the_bit", True):
         faults.append("losses of places that compute alike differ")
     apart = training.get("apart", {}).items()
-    faults += [f"losses in {place!r} are {part:.2%} apart" for place, part in apart if not part <= MOST_APART]
+    faults += [
+        f"losses in {place!r} are {part:.2%} apart"
+        for place, part in apart
+        if not part <= MOST_APART
+    ]
     for name, found in report.get("passes", {}).items():
         if "not_run" in found or found["is_advice"]:
             continue
@@ -85,7 +107,7 @@ def _last_of(words: str) -> str:
     return words.strip().splitlines()[-1][:200]
 
 
-# ---- the table -------------------------------------------------------------------------------------------------------
+# ---- the table -----------------------------------------------------------------------------------
 
 
 def _environment_rows(found: Mapping[str, Any]) -> Iterator[Row]:
@@ -106,7 +128,9 @@ def _registration_rows(registrations: Sequence[Mapping[str, Any]]) -> Iterator[R
             continue
         figure = "refused by the driver"
         if row["is_pinned"]:
-            times = f"{row['register_s'] * 1e3:.2f} ms; taken back in {row['unregister_s'] * 1e3:.2f}"
+            times = (
+                f"{row['register_s'] * 1e3:.2f} ms; taken back in {row['unregister_s'] * 1e3:.2f}"
+            )
             figure = f"{row['s_per_gib']:.3f} s/GiB ({times})"
         yield f"{size}, {'touched' if row['is_touched'] else 'fresh'}", figure
 
@@ -116,7 +140,9 @@ def _copy_rows(copies: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
         rates = list(of_size)
         said = []
         for direction in DIRECTIONS:
-            pair = [f"{rate['bytes_s'] / 1e9:.2f}" for rate in rates if rate["direction"] == direction]
+            pair = [
+                f"{rate['bytes_s'] / 1e9:.2f}" for rate in rates if rate["direction"] == direction
+            ]
             said.append(f"{direction} {' / '.join(pair)}")
         is_pinned = any(rate["is_pinned"] for rate in rates)
         note = "pinned / pageable" if is_pinned else "refused to pin / pageable"
@@ -127,7 +153,10 @@ def _step_rows(steps: Mapping[str, Any]) -> Iterator[Row]:
     for row in steps["rows"]:
         ns = row["step_s"] / row["numel"] * 1e9
         rate = row["num_bytes"] / row["step_s"] / 1e9
-        yield f"{row['states']}, {row['form']}", f"{ns:.4f} ns an element, {rate:.1f} GB/s by the bytes that must move"
+        yield (
+            f"{row['states']}, {row['form']}",
+            f"{ns:.4f} ns an element, {rate:.1f} GB/s by the bytes that must move",
+        )
     for each, words in steps["failures"].items():
         yield each, f"failed: {_last_of(words)}"
 
@@ -136,10 +165,16 @@ def _test_rows(tests: Mapping[str, Any]) -> Iterator[Row]:
     if "not_run" in tests:
         yield "pytest -m gpu", f"not run: {tests['not_run']}"
         return
-    totals = f"{tests['num_passed']} passed, {tests['num_failed']} failed, {tests['num_skipped']} skipped"
+    totals = (
+        f"{tests['num_passed']} passed, {tests['num_failed']} failed, {tests['num_skipped']} "
+        "skipped"
+    )
     yield "pytest -m gpu", totals
     for each in tests["failed"]:
-        yield "failed", f"{each['test']}: {each['message'].splitlines()[0] if each['message'] else ''}"
+        yield (
+            "failed",
+            f"{each['test']}: {each['message'].splitlines()[0] if each['message'] else ''}",
+        )
 
 
 def _training_rows(training: Mapping[str, Any]) -> Iterator[Row]:
@@ -150,7 +185,10 @@ def _training_rows(training: Mapping[str, Any]) -> Iterator[Row]:
         if "peak_allocated_bytes" in run:
             device = format_bytes(run["peak_allocated_bytes"])
             memory += f", device {device} ({format_bytes(run['peak_reserved_bytes'])} reserved)"
-        yield f"{place} on {run['device']}", f"{times} ms forward / backward / step, {losses}, peak {memory}"
+        yield (
+            f"{place} on {run['device']}",
+            f"{times} ms forward / backward / step, {losses}, peak {memory}",
+        )
     for place, words in training.get("failures", {}).items():
         yield f"{place} failed", _last_of(words)
     if "is_equal_to_the_bit" in training:
@@ -166,9 +204,17 @@ def _pass_rows(passes: Mapping[str, Any]) -> Iterator[Row]:
         if "not_run" in found:
             yield name, f"not run: {found['not_run']}"
             continue
-        said = "losses equal to the bit" if found["is_equal"] else f"losses DIFFER or are missing ({found['why']})"
+        said = (
+            "losses equal to the bit"
+            if found["is_equal"]
+            else f"losses DIFFER or are missing ({found['why']})"
+        )
         said += f", {found['num_errors']} errors" if found["num_errors"] else ""
-        yield name, said + (" (advice, no failure)" if found["is_advice"] and not found["is_equal"] else "")
+        yield (
+            name,
+            said
+            + (" (advice, no failure)" if found["is_advice"] and not found["is_equal"] else ""),
+        )
 
 
 def _trace_rows(traces: Mapping[str, Any]) -> Iterator[Row]:
@@ -181,10 +227,14 @@ def _trace_rows(traces: Mapping[str, Any]) -> Iterator[Row]:
             found = hidden[way]
             if found["share"] is not None:
                 size = (
-                    f"{found['num_copies']} copies, {format_bytes(found['num_bytes'])}, {found['copy_s'] * 1e3:.1f} ms"
+                    f"{found['num_copies']} copies, {format_bytes(found['num_bytes'])}, "
+                    f"{found['copy_s'] * 1e3:.1f} ms"
                 )
                 most = f"{found['most_share']:.0%} at most"
-                yield f"{place}, {way}", f"{found['share']:.1%} of copy time under kernels ({most}; {size})"
+                yield (
+                    f"{place}, {way}",
+                    f"{found['share']:.1%} of copy time under kernels ({most}; {size})",
+                )
         yield f"{place}, trace", f"{run['trace']} (opens in ui.perfetto.dev)"
 
 
@@ -194,14 +244,26 @@ def _model_rows(models: Mapping[str, Any]) -> Iterator[Row]:
         return
     for row in models["rows"]:
         fewer = f" ({row['why_fewer']})" if "why_fewer" in row else ""
-        size = f"{row['layers']} of {row['of_layers']} layers{fewer}, {row['batch']} x {row['seq']} tokens"
+        size = (
+            f"{row['layers']} of {row['of_layers']} layers{fewer}, {row['batch']} x "
+            f"{row['seq']} tokens"
+        )
         if "not_run" in row or not row["tokens_per_s"]:
             yield row["who"], f"{size}: {row.get('not_run') or row['error'] or row['outcome']}"
             continue
         times = " / ".join(f"{row[f'{phase}_s']:.3f}" for phase in PHASES)
         card = row["device_peak_bytes"]
-        memory = f"host {format_bytes(row['peak_rss_bytes'])}" + (f", device {format_bytes(card)}" if card else "")
-        yield row["who"], f"{row['tokens_per_s']:,.1f} tokens/s ({times} s), peak {memory}, on {row['device']}; {size}"
+        memory = f"host {format_bytes(row['peak_rss_bytes'])}" + (
+            f", device {format_bytes(card)}" if card else ""
+        )
+        yield (
+            row["who"],
+            (
+                f"{row['tokens_per_s']:,.1f} tokens/s ({times} s), peak {memory}, on "
+                f"{row['device']}; "
+                f"{size}"
+            ),
+        )
     for name, words in models["failures"].items():
         yield f"{name} failed", _last_of(words)
 
@@ -219,7 +281,7 @@ _ROWS_OF: dict[str, Callable[[Any], Iterator[Row]]] = {
 }
 
 
-# ---- the picture -----------------------------------------------------------------------------------------------------
+# ---- the picture ---------------------------------------------------------------------------------
 #
 #     the link's rates by size      a step's kernels and copies, from a trace       tokens a second of models
 #
@@ -234,14 +296,18 @@ _WINDOW_PART = 3
 def draw_report(report: Mapping[str, Any], file: Path) -> str | None:
     """Draws the picture of a report; returns why there is none, or None. Raises OSError."""
     if importlib.util.find_spec("matplotlib") is None:
-        return "matplotlib is not installed (pip install matplotlib); --show draws it from the JSON elsewhere"
+        return (
+            "matplotlib is not installed (pip install matplotlib); --show draws it from the "
+            "JSON elsewhere"
+        )
     panels: list[tuple[float, Callable[[Axes], None]]] = []
     if report.get("copies"):
         panels.append((3.0, lambda ax: _draw_copies(ax, report["copies"])))
     for place, run in report.get("trace", {}).items():
         lanes = split(read_trace(file.parent / run["trace"]))
         if any(lanes.values()):
-            panels.append((1.8, lambda ax, place=place, run=run, lanes=lanes: _draw_trace(ax, place, run, lanes)))  # type: ignore[misc]
+            trace = functools.partial(_draw_trace, place=place, run=run, lanes=lanes)
+            panels.append((1.8, trace))
     rows = [row for row in report.get("models", {}).get("rows", []) if row.get("tokens_per_s")]
     if rows:
         panels.append((0.6 + 0.4 * len(rows), lambda ax: _draw_models(ax, rows)))
@@ -252,7 +318,9 @@ def draw_report(report: Mapping[str, Any], file: Path) -> str | None:
     for ax, (_, draw) in zip(axes, panels, strict=True):
         draw(ax)
     title = f"{MADE_BY}: {device_of(report)}, {_date_of(report)}"
-    figure.suptitle(f"{title}\n{SIMULATED.upper()}" if report["is_simulated"] else title, fontsize=12)
+    figure.suptitle(
+        f"{title}\n{SIMULATED.upper()}" if report["is_simulated"] else title, fontsize=12
+    )
     save_figure(figure, file, MADE_BY)
     return None
 
@@ -260,10 +328,21 @@ def draw_report(report: Mapping[str, Any], file: Path) -> str | None:
 def _draw_copies(ax: Axes, copies: Sequence[Mapping[str, Any]]) -> None:
     for direction, colour in zip(DIRECTIONS, ("#4c78a8", "#f58518", "#b279a2"), strict=True):
         for is_pinned, line in ((True, "-"), (False, ":")):
-            rates = [each for each in copies if (each["direction"], each["is_pinned"]) == (direction, is_pinned)]
+            rates = [
+                each
+                for each in copies
+                if (each["direction"], each["is_pinned"]) == (direction, is_pinned)
+            ]
             sizes = [each["num_bytes"] / (1 << 20) for each in rates]
             label = f"{direction}, {'pinned' if is_pinned else 'pageable'}"
-            ax.plot(sizes, [each["bytes_s"] / 1e9 for each in rates], line, marker="o", color=colour, label=label)
+            ax.plot(
+                sizes,
+                [each["bytes_s"] / 1e9 for each in rates],
+                line,
+                marker="o",
+                color=colour,
+                label=label,
+            )
     ax.set_xscale("log", base=2)
     ax.set_ylim(0, None)
     ax.set(xlabel="MiB in one copy", ylabel="GB/s")
@@ -272,12 +351,18 @@ def _draw_copies(ax: Axes, copies: Sequence[Mapping[str, Any]]) -> None:
     ax.grid(alpha=0.25)
 
 
-def _draw_trace(ax: Axes, place: str, run: Mapping[str, Any], lanes: Mapping[str, Sequence[Span]]) -> None:
+def _draw_trace(
+    ax: Axes, place: str, run: Mapping[str, Any], lanes: Mapping[str, Sequence[Span]]
+) -> None:
     first = min(spans[0][0] for spans in lanes.values() if spans)
     last = max(end for spans in lanes.values() for _, end in spans)
     start = last - (last - first) / _WINDOW_PART
     for number, (lane, spans) in enumerate(lanes.items()):
-        bars = [((max(a, start) - start) / 1e3, (b - max(a, start)) / 1e3) for a, b in spans if b > start]
+        bars = [
+            ((max(a, start) - start) / 1e3, (b - max(a, start)) / 1e3)
+            for a, b in spans
+            if b > start
+        ]
         ax.broken_barh(bars, (number + 0.1, 0.8), facecolors=_LANE_COLOURS[lane])
     ax.set_yticks([each + 0.5 for each in range(len(lanes))], list(lanes), fontsize=9)
     ax.invert_yaxis()
@@ -290,7 +375,10 @@ def _draw_trace(ax: Axes, place: str, run: Mapping[str, Any], lanes: Mapping[str
 
 
 def _draw_models(ax: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
-    names = [f"{row['who']}\n{row['layers']} of {row['of_layers']} layers, {row['device']}" for row in rows]
+    names = [
+        f"{row['who']}\n{row['layers']} of {row['of_layers']} layers, {row['device']}"
+        for row in rows
+    ]
     speeds = [row["tokens_per_s"] for row in rows]
     ours = [_LANE_COLOURS["kernels"] if row["who"].startswith("tiermem") else _GREY for row in rows]
     places = range(len(rows))

@@ -1,11 +1,13 @@
-"""GpuTrace: a profiler's trace of a training, and the share of its copies over the link that lie under kernels.
+"""GpuTrace: a profiler's trace of a training, and the share of its copies over the link that lie
+under kernels.
 
     kernels      |■■■■■■■■■■■■■   ■■■■■■|
     to device    |  ■■■■    ■■■■■       |      hidden: the microseconds of copies in which a kernel runs, too
     to host      |         ■■■       ■■■|
 
-A copy under a kernel costs no time of its own. Kernels shorter than the copies can hide no more than their own time, so the
-share is given beside the most that could be hidden. Copies within the device are neither: they use no link.
+A copy under a kernel costs no time of its own. Kernels shorter than the copies can hide no more
+than their own time, so the share is given beside the most that could be hidden. Copies within the
+device are neither: they use no link.
 """
 
 from __future__ import annotations
@@ -29,7 +31,15 @@ Span = tuple[float, float]
 """Start and end in microseconds."""
 
 _COPY = "gpu_memcpy"
-_KEPT = ("kernel", _COPY, "gpu_memset", "cuda_runtime", "cuda_driver", "user_annotation", "gpu_user_annotation")
+_KEPT = (
+    "kernel",
+    _COPY,
+    "gpu_memset",
+    "cuda_runtime",
+    "cuda_driver",
+    "user_annotation",
+    "gpu_user_annotation",
+)
 _WAY = (
     ("to device", re.compile(r"HtoD|HostToDevice|H2D|M2D", re.IGNORECASE)),
     ("to host", re.compile(r"DtoH|DeviceToHost|D2H|D2M", re.IGNORECASE)),
@@ -48,10 +58,11 @@ def split(events: Iterable[Mapping[str, Any]]) -> dict[str, list[Span]]:
 
 
 def hidden_share(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Seconds of kernels, and of copies each way: how many, their bytes, their seconds, those under kernels, their share.
+    """Seconds of kernels, and of copies each way: how many, their bytes, their seconds, those under
+    kernels, their share.
 
-    Copies of one direction that run at once count once. `share` is None where there are no copies; `most_share` is the part
-    of the copies' time for which there are kernels at all.
+    Copies of one direction that run at once count once. `share` is None where there are no copies;
+    `most_share` is the part of the copies' time for which there are kernels at all.
     """
     lanes = split(events)
     kernels = _merged(lanes["kernels"])
@@ -73,12 +84,14 @@ def hidden_share(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def profiled(train: Callable[..., dict[str, Any]], num_steps: int, file: Path) -> dict[str, Any]:
-    """Calls `train(after_step=...)` under torch's profiler, writes the device's part of the trace; returns the training's
-    figures and, under "hidden", those of `hidden_share`. The first two steps are not traced. Raises ValueError, OSError.
+    """Calls `train(after_step=...)` under torch's profiler, writes the device's part of the trace;
+    returns the training's figures and, under "hidden", those of `hidden_share`. The first two steps
+    are not traced. Raises ValueError, OSError.
     """
     if num_steps <= _UNSEEN_STEPS:
         raise ValueError(
-            f"{num_steps} steps are to be traced; give at least {_UNSEEN_STEPS + 1}: the first two are not"
+            f"{num_steps} steps are to be traced; give at least {_UNSEEN_STEPS + 1}: the first two "
+            "are not"
         )
     events: list[dict[str, Any]] = []
 
@@ -93,11 +106,16 @@ def profiled(train: Callable[..., dict[str, Any]], num_steps: int, file: Path) -
     with torch.profiler.profile(activities=kinds, schedule=steps, on_trace_ready=keep) as profiler:
         figures = train(after_step=profiler.step)
     save_json(file, {"made_by": MADE_BY, "traceEvents": events})
-    return {**figures, "hidden": hidden_share(events), "num_traced_steps": num_steps - _UNSEEN_STEPS}
+    return {
+        **figures,
+        "hidden": hidden_share(events),
+        "num_traced_steps": num_steps - _UNSEEN_STEPS,
+    }
 
 
 def read_trace(file: Path) -> list[dict[str, Any]]:
-    """The events of a Chrome trace; empty if there is no such file. Raises ValueError for a file that is none."""
+    """The events of a Chrome trace; empty if there is no such file. Raises ValueError for a file
+    that is none."""
     if not file.is_file():
         return []
     found = read_json(file)

@@ -1,11 +1,13 @@
-"""Iterations: a training under a memory cap that makes a turn of iterations whenever it is asked, for `bench overlap`.
+"""Iterations: a training under a memory cap that makes a turn of iterations whenever it is asked,
+for `bench overlap`.
 
     python -m bench.iterations JOB          JOB is a file that launcher.Job wrote
     us -> facts                it -> what the plan and the least bytes are
     us -> turn 3               it -> seconds of the last two of three iterations, and what all three moved
     us -> quit
 
-Answers are lines of JSON, or begin with "error". stdout is theirs alone; what else the process prints goes to stderr.
+Answers are lines of JSON, or begin with "error". stdout is theirs alone; what else the process
+prints goes to stderr.
 """
 
 from __future__ import annotations
@@ -51,10 +53,10 @@ from tiermem.tools.words import message_of
 from tiermem.units.unit import Unit
 from tiermem.weights.step_run import overlap_of
 
-# ---- the least bytes that an iteration moves -------------------------------------------------------------------------
+# ---- the least bytes that an iteration moves -----------------------------------------------------
 #
-# Of one rank, one micro-batch an iteration, with the plan's memory: what rests there moves no byte, and a unit buffer that is
-# full at the end of forward needs no read in backward.
+# Of one rank, one micro-batch an iteration, with the plan's memory: what rests there moves no byte,
+# and a unit buffer that is full at the end of forward needs no read in backward.
 #
 #     what                  read                                        written
 #     optimizer states      those that rest on NVMe                     the same
@@ -129,7 +131,7 @@ def _bytes_of(units: Sequence[Unit]) -> int:
     return sum(unit.shard_bytes for unit in units)
 
 
-# ---- Python in steps -------------------------------------------------------------------------------------------------
+# ---- Python in steps -----------------------------------------------------------------------------
 
 _CALLS: Sequence[tuple[type, str]] = (
     (ShardedModel, "step"),
@@ -142,7 +144,8 @@ _CALLS: Sequence[tuple[type, str]] = (
 
 
 class StepPython:
-    """Counts the CPU time of Python in optimizer steps: of the calls that make them, in every thread, without native work.
+    """Counts the CPU time of Python in optimizer steps: of the calls that make them, in every
+    thread, without native work.
 
     Making it wraps these calls for the rest of the process.
     """
@@ -165,7 +168,8 @@ class StepPython:
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             is_inside = getattr(self._thread, "is_inside", False)
-            if is_inside is not is_native:  # a call in a counted one, or native work outside of them
+            # a call in a counted one, or native work outside of them
+            if is_inside is not is_native:
                 return call(*args, **kwargs)
             self._thread.is_inside, start_s = True, time.thread_time()
             try:
@@ -177,15 +181,19 @@ class StepPython:
         setattr(owner, name, counted)
 
 
-# ---- the training ----------------------------------------------------------------------------------------------------
+# ---- the training --------------------------------------------------------------------------------
 
 
 class Turn(NamedTuple):
-    """What a turn took. Seconds are of an iteration, counts are of the whole turn, with nothing under way at either end."""
+    """What a turn took. Seconds are of an iteration, counts are of the whole turn, with nothing
+    under way at either end."""
 
-    iteration_s: float  # the mean of all but the first: begin of a forward to begin of the next, while steps may go on
-    phases_s: dict[str, float]  # of an iteration as the program sees it, the median of all but the first
-    limits_s: dict[str, float] | None  # for which resources were busy in an iteration, the median of all but the first
+    # the mean of all but the first: begin of a forward to begin of the next, while steps may go on
+    iteration_s: float
+    # of an iteration as the program sees it, the median of all but the first
+    phases_s: dict[str, float]
+    # for which resources were busy in an iteration, the median of all but the first
+    limits_s: dict[str, float] | None
     python_s: float  # of steps, in an iteration, the median of all but the first
     written_in_backward_bytes: int  # of an iteration, the median of all but the first
     store: IoCounts
@@ -210,7 +218,11 @@ class Training(contextlib.AbstractContextManager["Training"]):
         config = job.config if budget is None else with_host_bytes(job.config, budget.left_bytes)
         with large_blocks_mapped():
             model = build_model(
-                job.shape, job.seed, bool(job.is_checkpointing), job.batch * job.seq, config_dict_or_path=config
+                job.shape,
+                job.seed,
+                bool(job.is_checkpointing),
+                job.batch * job.seq,
+                config_dict_or_path=config,
             )
             self._engine: Engine = tiermem.initialize(model=model, config=config)[0]
         self._python = StepPython()
@@ -224,7 +236,8 @@ class Training(contextlib.AbstractContextManager["Training"]):
         return self._engine.shards
 
     def facts(self) -> dict[str, Any]:
-        """What the benchmark shows of the plan; `least` has the bytes of an iteration by what they are."""
+        """What the benchmark shows of the plan; `least` has the bytes of an iteration by what they
+        are."""
         shards = self.shards
         overlap = overlap_of(shards.policy, shards.plan, is_accelerator(shards.device))
         assert isinstance(self._engine.optimizer, NativeOptimizer)
@@ -236,12 +249,15 @@ class Training(contextlib.AbstractContextManager["Training"]):
             "threads": torch.get_num_threads(),
             "least": least_bytes(shards.plan, uses, tiles, overlap)._asdict(),
             "plan_host_bytes": shards.plan.host_bytes,
-            "resident_state_bytes": sum(tile.state_bytes for tile in tiles if tile.home is Tier.HOST),
+            "resident_state_bytes": sum(
+                tile.state_bytes for tile in tiles if tile.home is Tier.HOST
+            ),
             "engine": shards.store.stats().engine,
         }
 
     def turn(self, count: int) -> Turn:
-        """Makes iterations one after the other, and ends what the last one has begun. Blocks; raises what training raises."""
+        """Makes iterations one after the other, and ends what the last one has begun. Blocks;
+        raises what training raises."""
         store = self.shards.store
         counts_at_rest(store)
         ours = store_counts(store)
@@ -254,10 +270,15 @@ class Training(contextlib.AbstractContextManager["Training"]):
         timed = steps[1:]
         return Turn(
             iteration_s=(steps[-1]["end_ns"] - steps[0]["end_ns"]) * 1e-9 / max(1, len(timed)),
-            phases_s={f"{name}_s": statistics.median(each[f"{name}_s"] for each in timed or steps) for name in PHASES},
+            phases_s={
+                f"{name}_s": statistics.median(each[f"{name}_s"] for each in timed or steps)
+                for name in PHASES
+            },
             limits_s=median_limits(steps),
             python_s=statistics.median(each["python_s"] for each in timed or steps),
-            written_in_backward_bytes=round(statistics.median(each["written_bytes"] for each in timed or steps)),
+            written_in_backward_bytes=round(
+                statistics.median(each["written_bytes"] for each in timed or steps)
+            ),
             store=moved,
             kernel=moved_by_kernel,
             by_path=[now.since(then) for now, then in zip(self._by_path(), by_path, strict=True)],
@@ -283,17 +304,26 @@ class Training(contextlib.AbstractContextManager["Training"]):
         engine.step()
         times.append(time.monotonic_ns())
         seconds = {
-            f"{name}_s": (end - start) * 1e-9 for name, start, end in zip(PHASES, times, times[1:], strict=False)
+            f"{name}_s": (end - start) * 1e-9
+            for name, start, end in zip(PHASES, times, times[1:], strict=False)
         }
-        figures = {"limits_s": meter.look().limits_s, "loss": float(loss.detach()), "written_bytes": written, **seconds}
+        figures = {
+            "limits_s": meter.look().limits_s,
+            "loss": float(loss.detach()),
+            "written_bytes": written,
+            **seconds,
+        }
         figures["python_s"] = self._python.seconds - python_s
         return {"start_ns": times[0], "end_ns": times[-1], **figures}
 
     def _by_path(self) -> list[IoCounts]:
-        return [IoCounts(each.read_bytes, each.written_bytes) for each in self.shards.store.stats().paths]
+        return [
+            IoCounts(each.read_bytes, each.written_bytes)
+            for each in self.shards.store.stats().paths
+        ]
 
 
-# ---- the program -----------------------------------------------------------------------------------------------------
+# ---- the program ---------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -308,7 +338,8 @@ def _answers_alone() -> Iterator[int]:
 
 
 def main() -> int:
-    """Builds the training of the job that the first argument names, and answers until it is told to quit."""
+    """Builds the training of the job that the first argument names, and answers until it is told to
+    quit."""
     with _answers_alone() as answers:
 
         def answer(text: str) -> None:

@@ -18,15 +18,25 @@ from tiermem.tools.options import (
     STATES,
     TrainOptions,
 )
-from tiermem.tools.words import OneOf, Options, at_least, ends_in, folders, memory_of, option, program
+from tiermem.tools.words import (
+    OneOf,
+    Options,
+    at_least,
+    ends_in,
+    folders,
+    memory_of,
+    option,
+    program,
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class OverlapBenchOptions(Options):
-    """Time an iteration whose step goes on under the next forward, beside the same maths and a bare loop of its least bytes.
+    """Time an iteration whose step goes on under the next forward, beside the same maths and a bare
+    loop of its least bytes.
 
-    Exit status: 0 it moves at most 1.02 of the least bytes, and takes at most 1.1 of the maths beside the loop or 0.70 of
-    an iteration with overlap=none; 1 it does not.
+    Exit status: 0 it moves at most 1.02 of the least bytes, and takes at most 1.1 of the maths
+    beside the loop or 0.70 of an iteration with overlap=none; 1 it does not.
     """
 
     MADE_BY = "bench overlap"
@@ -34,33 +44,54 @@ class OverlapBenchOptions(Options):
     paths: Sequence[Path] = option(
         ..., "folders on the NVMe disks: all states are dealt over them", "--path", check=folders
     )
-    preset: str = option("419m", "151m, 419m, 1b, 1.3b, 3b, 7b, 8b, 14b, 32b or 70b: a Llama of that size")
+    preset: str = option(
+        "419m", "151m, 419m, 1b, 1.3b, 3b, 7b, 8b, 14b, 32b or 70b: a Llama of that size"
+    )
     config: Path | None = option(None, "a Hugging Face config.json, instead of a preset")
-    data: Sequence[Path] = option((), "text files or folders [default: Python's own sources and documentation]")
+    data: Sequence[Path] = option(
+        (), "text files or folders [default: Python's own sources and documentation]"
+    )
     seq: int = option(128, "tokens of a sequence", check=POSITIVE)
     batch: int = option(1, "sequences of a micro-batch", check=POSITIVE)
     states: str = option(
-        "exact", "precision of masters and moments: exact, compact, bf16 or tiny", check=OneOf(*STATES)
+        "exact",
+        "precision of masters and moments: exact, compact, bf16 or tiny",
+        check=OneOf(*STATES),
     )
     precision: str = option("auto", "of weights: as in `train`", check=OneOf(*PRECISIONS))
     memory_bytes: int = option(
-        "1250MiB", "hard limit of each training's memory", "--memory", parse_memory, memory_of(LEAST_MEMORY_BYTES)
+        "1250MiB",
+        "hard limit of each training's memory",
+        "--memory",
+        parse_memory,
+        memory_of(LEAST_MEMORY_BYTES),
     )
     is_checkpointing: bool = option(False, "recompute activations in backward", "--checkpointing")
-    overlap: str = option("forward", "what the steps run beside: forward or backward", check=OneOf(*OVERLAPS[2:]))
+    overlap: str = option(
+        "forward", "what the steps run beside: forward or backward", check=OneOf(*OVERLAPS[2:])
+    )
     clipping: float | None = option(
-        None, "most norm of the gradients [default: that of `train`; 0, none, with backward]", check=at_least(0)
+        None,
+        "most norm of the gradients [default: that of `train`; 0, none, with backward]",
+        check=at_least(0),
     )
     rounds: int = option(3, "turns of each, one after the other", check=POSITIVE)
     iterations: int = option(2, "timed in each turn", check=POSITIVE)
-    threads: int | None = option(None, "of everybody's maths [default: what torch takes]", check=CORES)
-    yardstick: Path | None = option(None, "build/yardsticks/bare_loop, from `make yardsticks`", check=program)
-    json_file: Path | None = option(None, "write machine and figures here", "--json", check=ends_in(".json"))
+    threads: int | None = option(
+        None, "of everybody's maths [default: what torch takes]", check=CORES
+    )
+    yardstick: Path | None = option(
+        None, "build/yardsticks/bare_loop, from `make yardsticks`", check=program
+    )
+    json_file: Path | None = option(
+        None, "write machine and figures here", "--json", check=ends_in(".json")
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class RanksBenchOptions(Options):
-    """Time a step on several ranks with everything in memory beside FSDP2's, and the Python around a unit."""
+    """Time a step on several ranks with everything in memory beside FSDP2's, and the Python around
+    a unit."""
 
     MADE_BY = "bench ranks"
 
@@ -69,8 +100,12 @@ class RanksBenchOptions(Options):
     num_blocks: int = option(8, "of the model", "--blocks", check=POSITIVE)
     width: int = option(512, "of a block; it holds 8 x width^2 parameters", check=POSITIVE)
     num_samples: int = option(512, "rows of each rank's batch", "--samples", check=POSITIVE)
-    num_empty: int = option(64, "units that compute next to nothing, for the overhead", "--empty", check=POSITIVE)
-    json_file: Path | None = option(None, "write machine and figures here", "--json", check=ends_in(".json"))
+    num_empty: int = option(
+        64, "units that compute next to nothing, for the overhead", "--empty", check=POSITIVE
+    )
+    json_file: Path | None = option(
+        None, "write machine and figures here", "--json", check=ends_in(".json")
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,22 +116,33 @@ class CurvesOptions(Options):
 
     steps: int = option(300, "optimizer steps under each preset", check=POSITIVE)
     presets: Sequence[str] = option(
-        "exact,compact,tiny,bf16", "of states, to be compared with the first", parse=lambda text: tuple(text.split(","))
+        "exact,compact,tiny,bf16",
+        "of states, to be compared with the first",
+        parse=lambda text: tuple(text.split(",")),
     )
-    data: Sequence[Path] = option((), "text files or folders [default: Python's own sources and documentation]")
+    data: Sequence[Path] = option(
+        (), "text files or folders [default: Python's own sources and documentation]"
+    )
     seed: int = option(0, "of weights, data and rounding: the first")
     repeats: int = option(3, "seeds whose means are compared", check=POSITIVE)
     json_file: Path | None = option(None, "write the losses here", "--json")
     plot_file: Path | None = option(None, "draw the losses, as a PNG", "--plot")
 
     def check_together(self) -> None:
-        if not self.presets or not set(self.presets) <= set(STATES) or len(set(self.presets)) < len(self.presets):
+        if (
+            not self.presets
+            or not set(self.presets) <= set(STATES)
+            or len(set(self.presets)) < len(self.presets)
+        ):
             given = ",".join(self.presets)
-            raise ValueError(f"--presets is {given!r}; allowed are some of {', '.join(STATES)}, each once")
+            raise ValueError(
+                f"--presets is {given!r}; allowed are some of {', '.join(STATES)}, each once"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
 class PeersOptions(TrainOptions):
-    """Train as `tiermem train` with the same options, then with plain PyTorch, FSDP2 (with a GPU) and DeepSpeed."""
+    """Train as `tiermem train` with the same options, then with plain PyTorch, FSDP2 (with a GPU)
+    and DeepSpeed."""
 
     peer_python: Path | None = option(None, "an interpreter that has DeepSpeed")

@@ -1,12 +1,15 @@
-"""The parity report, `make report`: what was tried on this machine and commit, and what was seen, as docs/parity.md.
+"""The parity report, `make report`: what was tried on this machine and commit, and what was seen,
+as docs/parity.md.
 
     bits      a small model trained in every way (tier x engine x tile) in each precision, on one rank and on several: one
-              digest of all losses, weights and states a training. Trainings whose digests are equal are equal to the bit
+              digest of all losses, weights and states a training. Trainings whose digests are equal
+              are equal to the bit
     harms     tests/crash, in a checkout: runs that are killed, whose disk forgets, whose nth system call or allocation fails
 
     python -m bench.parity --out docs/parity.md --ranks 1,2 --cases 100
 
-Nothing in the report is written by hand. Exit status 0: no training and no case differed; 1: some did, and the report says so.
+Nothing in the report is written by hand. Exit status 0: no training and no case differed; 1: some
+did, and the report says so.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ from tiermem.utils import safe_get_full_fp32_param, safe_get_full_optimizer_stat
 
 EXIT_DIFFERS = 1
 
-# ---- bits ------------------------------------------------------------------------------------------------------------
+# ---- bits ----------------------------------------------------------------------------------------
 
 STEPS = 4
 WIDTH = 64
@@ -65,12 +68,17 @@ def ways() -> list[Way]:
     nvme = {"params": Tier.NVME, "optim": Tier.NVME}
     found = [
         Way("all in host memory", {"params": Tier.HOST, "optim": Tier.HOST}),
-        Way("weights on the device (the CPU's memory), states in host memory", {"optim": Tier.HOST}),
+        Way(
+            "weights on the device (the CPU's memory), states in host memory", {"optim": Tier.HOST}
+        ),
         Way("states on NVMe", {"params": Tier.HOST, "optim": Tier.NVME}),
         Way("weights on NVMe", {"params": Tier.NVME, "optim": Tier.HOST}),
         Way("all on NVMe, gradients too", {**nvme, "grads": Tier.NVME}),
         Way("all on NVMe, tiles of 4,096 elements", {**nvme, "tile_numel": 4096}),
-        Way("all on NVMe, half of the states resident", {**nvme, "tile_numel": 4096, "resident_bytes": 500_000}),
+        Way(
+            "all on NVMe, half of the states resident",
+            {**nvme, "tile_numel": 4096, "resident_bytes": 500_000},
+        ),
         Way(
             "all on NVMe, no reading ahead, no writing behind",
             {**nvme, "pipeline_read": False, "pipeline_write": False},
@@ -82,12 +90,15 @@ def ways() -> list[Way]:
 
 
 def digest_of(way: Way, precision: str, folder: Path) -> str:
-    """Trains a tower of blocks; returns a digest of its losses, weights, masters and moments. Collective; blocks."""
+    """Trains a tower of blocks; returns a digest of its losses, weights, masters and moments.
+    Collective; blocks."""
     dtype, states = PRECISIONS[precision]
     torch.manual_seed(0)
     model = Tower([*(Block(WIDTH) for _ in range(NUM_BLOCKS)), nn.Linear(WIDTH, 8)]).to(dtype)
     io = IoSettings(way.engine, block_bytes=1 << 16, depth=8)
-    policy = OffloadPolicy(persistence_numel=100, precision=Precision.preset(states), io=io, paths=[folder])
+    policy = OffloadPolicy(
+        persistence_numel=100, precision=Precision.preset(states), io=io, paths=[folder]
+    )
     policy = dataclasses.replace(policy, **way.fields)
     found = hashlib.sha256()
     with tiermem.shard(model, policy, device="cpu") as shards:
@@ -111,12 +122,18 @@ def digest_of(way: Way, precision: str, folder: Path) -> str:
 
 
 def run_rank(rank: int, num_ranks: int, folder: Path) -> None:
-    """Trains in every way and precision on one rank; writes {precision: {way: digest}} into <rank>.json."""
+    """Trains in every way and precision on one rank; writes {precision: {way: digest}} into
+    <rank>.json."""
     torch.set_num_threads(1)
     hold_no_group()
     store = torch._C._distributed_c10d.FileStore(str(folder / "store"), num_ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=120))
-    found = {precision: {way.name: digest_of(way, precision, folder) for way in ways()} for precision in PRECISIONS}
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=120)
+    )
+    found = {
+        precision: {way.name: digest_of(way, precision, folder) for way in ways()}
+        for precision in PRECISIONS
+    }
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
@@ -145,7 +162,7 @@ def differing(digests: Digests) -> list[str]:
     ]
 
 
-# ---- harms -----------------------------------------------------------------------------------------------------------
+# ---- harms ---------------------------------------------------------------------------------------
 
 
 class Harm(NamedTuple):
@@ -174,10 +191,23 @@ def do_harm(harm: Harm, tests: Path) -> dict[str, Any]:
     """Runs a program; returns what it counted, or why it did not run. Blocks for minutes."""
     with tempfile.TemporaryDirectory(prefix="tiermem-parity-", dir=".") as name:
         totals = Path(name).absolute() / "totals.json"
-        command = [sys.executable, harm.script, f"{totals.parent}/runs", "--totals", str(totals), *harm.words]
-        done = subprocess.run(command, cwd=tests / "crash", capture_output=True, text=True, check=False)
+        command = [
+            sys.executable,
+            harm.script,
+            f"{totals.parent}/runs",
+            "--totals",
+            str(totals),
+            *harm.words,
+        ]
+        done = subprocess.run(
+            command, cwd=tests / "crash", capture_output=True, text=True, check=False
+        )
         if not totals.exists():
-            return {"not_run": " ".join((done.stderr.strip().splitlines() or ["it said nothing"])[-1].split())}
+            return {
+                "not_run": " ".join(
+                    (done.stderr.strip().splitlines() or ["it said nothing"])[-1].split()
+                )
+            }
         found: dict[str, Any] = json.loads(totals.read_text())
         return found
 
@@ -187,11 +217,15 @@ def num_cases_of(counted: Mapping[str, Any]) -> int:
     return sum(cases.values()) if isinstance(cases, dict) else int(cases)
 
 
-# ---- the report ------------------------------------------------------------------------------------------------------
+# ---- the report ----------------------------------------------------------------------------------
 
 
 def report(
-    facts: dict[str, Any], commit: str, command: str, bits: Mapping[int, Digests], harmed: Mapping[Harm, Any]
+    facts: dict[str, Any],
+    commit: str,
+    command: str,
+    bits: Mapping[int, Digests],
+    harmed: Mapping[Harm, Any],
 ) -> str:
     """The page, as Markdown."""
     return "\n".join([*_head(facts, commit, command), *_bits(bits), *_harms(harmed), ""])
@@ -200,24 +234,40 @@ def report(
 def _head(facts: dict[str, Any], commit: str, command: str) -> Iterator[str]:
     yield "<!-- Written by `make report`. Do not edit it. -->\n"
     yield "# Parity report\n"
-    yield "What was tried on one machine, and what was seen. `make report` runs all of it again and writes this page.\n"
+    yield (
+        "What was tried on one machine, and what was seen. `make report` runs all of it again "
+        "and writes this page.\n"
+    )
     yield f"- machine: {caption(facts)}"
     yield f"- commit: {commit}"
     yield f"- torch {torch.__version__}, Python {facts['python']}"
     yield f"- command: {command}\n"
-    yield "No accelerator was there." if not torch.accelerator.is_available() else "Everything ran on the CPU."
+    yield (
+        "No accelerator was there."
+        if not torch.accelerator.is_available()
+        else "Everything ran on the CPU."
+    )
     yield "Tests train on a simulated device; `make gpu` writes the report of a GPU.\n"
 
 
 def _bits(bits: Mapping[int, Digests]) -> Iterator[str]:
     yield "## Bits\n"
-    yield f"A tower of {NUM_BLOCKS} blocks (width {WIDTH}), {STEPS} steps of AdamW with clipping, another batch on each rank."
-    yield "A cell is the beginning of the SHA-256 of all losses, weights, masters and moments on rank 0; a difference on any"
+    yield (
+        f"A tower of {NUM_BLOCKS} blocks (width {WIDTH}), {STEPS} steps of AdamW with clipping, "
+        "another batch on each rank."
+    )
+    yield (
+        "A cell is the beginning of the SHA-256 of all losses, weights, masters and moments on "
+        "rank 0; a difference on any"
+    )
     yield "rank is told. Equal cells of a column are trainings that are equal to the bit.\n"
     for num_ranks, digests in bits.items():
         wrong = differing(digests)
         num_trainings = sum(map(len, digests.values()))
-        yield f"### {num_ranks} rank{'s' * (num_ranks > 1)}: {num_trainings - len(wrong)} of {num_trainings} trainings equal\n"
+        yield (
+            f"### {num_ranks} rank{'s' * (num_ranks > 1)}: {num_trainings - len(wrong)} of "
+            f"{num_trainings} trainings equal\n"
+        )
         yield f"| way | {' | '.join(digests)} |"
         yield "|---" * (len(digests) + 1) + "|"
         for way in next(iter(digests.values())):
@@ -231,8 +281,14 @@ def _bits(bits: Mapping[int, Digests]) -> Iterator[str]:
 
 def _harms(harmed: Mapping[Harm, Any]) -> Iterator[str]:
     yield "## Harms\n"
-    yield "Programs of tests/crash. After each case the last durable step, or a later one, must open to the bit, and"
-    yield "`tiermem fsck` must find nothing broken. A run that goes on must have the losses of the run that nothing happened"
+    yield (
+        "Programs of tests/crash. After each case the last durable step, or a later one, must "
+        "open to the bit, and"
+    )
+    yield (
+        "`tiermem fsck` must find nothing broken. A run that goes on must have the losses of the "
+        "run that nothing happened"
+    )
     yield "to. The seed chooses the cases.\n"
     yield "| what happens | cases | failed | seed | seconds |"
     yield "|---|---|---|---|---|"
@@ -241,12 +297,16 @@ def _harms(harmed: Mapping[Harm, Any]) -> Iterator[str]:
             yield f"| {harm.title} (`{harm.script}`) | not run: {found['not_run']} | | | |"
         else:
             cases = f"{num_cases_of(found):,}" + (f" of {found['of']:,}" if "of" in found else "")
-            yield f"| {harm.title} (`{harm.script}`) | {cases} | {found['failed']} | {found['seed']} | {found['seconds']} |"
+            yield (
+                f"| {harm.title} (`{harm.script}`) | {cases} | {found['failed']} | "
+                f"{found['seed']} | {found['seconds']} |"
+            )
     yield ""
     for harm, found in harmed.items():
         for title, counts in found.items():
             if isinstance(counts, dict) and counts:
-                ends: collections.Counter[str] = collections.Counter()  # of "open, once: went on": "went on"
+                # of "open, once: went on": "went on"
+                ends: collections.Counter[str] = collections.Counter()
                 for name, count in counts.items():
                     ends[name.partition(": ")[2] or name] += count
                 said = "; ".join(f"{name} {count:,}" for name, count in ends.most_common())
@@ -254,17 +314,30 @@ def _harms(harmed: Mapping[Harm, Any]) -> Iterator[str]:
 
 
 def commit_of(folder: Path) -> str:
-    """The commit of a checkout, and whether its program or tests differ from it; "not a checkout" elsewhere."""
+    """The commit of a checkout, and whether its program or tests differ from it; "not a checkout"
+    elsewhere."""
 
     def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=False).stdout.strip()
+        return subprocess.run(
+            ["git", *words], cwd=folder, capture_output=True, text=True, check=False
+        ).stdout.strip()
 
     if not folder.is_dir():
         return "not a checkout"
     changed = git(
-        "status", "--porcelain", "--untracked-files=no", "--", ":/native", ":/swap", ":/tiermem", ":/tools", ":/tests"
+        "status",
+        "--porcelain",
+        "--untracked-files=no",
+        "--",
+        ":/native",
+        ":/swap",
+        ":/tiermem",
+        ":/tools",
+        ":/tests",
     )
-    return (git("log", "-1", "--format=%h of %cs") or "not a checkout") + (", with changes" if changed else "")
+    return (git("log", "-1", "--format=%h of %cs") or "not a checkout") + (
+        ", with changes" if changed else ""
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -272,19 +345,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.parity", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="the page to write")
     parser.add_argument("--ranks", default="1,2", help="numbers of ranks, such as 1,2,4")
-    parser.add_argument("--cases", type=int, default=100, help="about so many of each harm; 0: none")
+    parser.add_argument(
+        "--cases", type=int, default=100, help="about so many of each harm; 0: none"
+    )
     parser.add_argument("--tests", type=Path, default=Path("tests"), help="the tests of a checkout")
     given = parser.parse_args(arguments)
     facts = machine_facts()
     commit = commit_of(given.tests)
     started = time.monotonic()
     try:
-        bits = {int(num_ranks): compare_bits(int(num_ranks)) for num_ranks in given.ranks.split(",")}
+        bits = {
+            int(num_ranks): compare_bits(int(num_ranks)) for num_ranks in given.ranks.split(",")
+        }
     except (ValueError, OSError) as error:
         print(f"parity: {message_of(error)}", file=sys.stderr)
         return EXIT_USER
-    harmed = {harm: do_harm(harm, given.tests) for harm in (harms(given.cases) if given.cases else ())}
-    words = " ".join(["python -m bench.parity", *(sys.argv[1:] if arguments is None else arguments)])
+    harmed = {
+        harm: do_harm(harm, given.tests) for harm in (harms(given.cases) if given.cases else ())
+    }
+    words = " ".join(
+        ["python -m bench.parity", *(sys.argv[1:] if arguments is None else arguments)]
+    )
     command = f"`{words}`, which took {time.monotonic() - started:.0f} s"
     given.out.write_text(report(facts, commit, command, bits, harmed), "utf-8")
     num_wrong = sum(len(differing(each)) for each in bits.values()) + sum(

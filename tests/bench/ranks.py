@@ -31,11 +31,12 @@ from tiermem.tools.measure.phases import PHASES, timed
 from tiermem.tools.record.reports import table
 from tiermem.tools.words import stopped_by_sigterm
 
-# ---- what each rank runs ---------------------------------------------------------------------------------------------
+# ---- what each rank runs -------------------------------------------------------------------------
 #
 #     steps      forward, backward and optimizer of a tower of blocks; a loop is one step of ours, then one of FSDP2's
 #     overhead   forward and backward of units that compute next to nothing: CPU seconds of this thread beyond the same
-#                modules unsharded, per unit and pass; a loop is one pass of the plain modules, of ours and of FSDP2's
+#                modules unsharded, per unit and pass; a loop is one pass of the plain modules, of
+#                ours and of FSDP2's
 #                  python   over a group whose collectives return at once and move nothing: the Python around a unit
 #                  gloo     the same with gloo's calls
 
@@ -63,7 +64,9 @@ def run_rank(rank: int, options: RanksBenchOptions, folder: Path) -> None:
     hold_no_group()
     store = torch._C._distributed_c10d.FileStore(str(folder / "store"), options.num_ranks)
     patience = timedelta(seconds=120)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=options.num_ranks, timeout=patience)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=options.num_ranks, timeout=patience
+    )
     group = dist.group.WORLD
     idle = _idle_group()
     assert group is not None
@@ -78,7 +81,8 @@ def run_rank(rank: int, options: RanksBenchOptions, folder: Path) -> None:
 
 
 def _idle_group() -> dist.ProcessGroup | None:
-    """A group of all ranks whose collectives return at once and move nothing between them; None where torch has no such."""
+    """A group of all ranks whose collectives return at once and move nothing between them; None
+    where torch has no such."""
     with contextlib.suppress(ImportError):  # of torch's own tests, so private
         importlib.import_module("torch.testing._internal.distributed.fake_pg")
         group: dist.ProcessGroup = dist.new_group(backend="fake")
@@ -94,21 +98,29 @@ def _steps(options: RanksBenchOptions, group: dist.ProcessGroup) -> dict[str, Lo
     with _sharded(ours, theirs, group):
         first = tiermem.AdamW(ours.parameters())
         second = torch.optim.AdamW(theirs.parameters(), fused=True)
-        return _in_turn(options, tiermem=lambda: _step(ours, first, x), fsdp2=lambda: _step(theirs, second, x))
+        return _in_turn(
+            options, tiermem=lambda: _step(ours, first, x), fsdp2=lambda: _step(theirs, second, x)
+        )
 
 
 def _step(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor) -> dict[str, float]:
-    _, seconds = timed(time.perf_counter, lambda: model(x).square().mean(), optim.step, optim.zero_grad)
+    _, seconds = timed(
+        time.perf_counter, lambda: model(x).square().mean(), optim.step, optim.zero_grad
+    )
     return seconds | {"whole": sum(seconds.values())}
 
 
 def _overhead(options: RanksBenchOptions, group: dist.ProcessGroup) -> dict[str, Loops]:
-    """Of each contestant, CPU seconds of this thread per unit in forward and in backward, beyond the plain modules'."""
+    """Of each contestant, CPU seconds of this thread per unit in forward and in backward, beyond
+    the plain modules'."""
     plain, ours, theirs = (Tower([Empty() for _ in range(options.num_empty)]) for _ in range(3))
     x = torch.randn(2, _EMPTY_NUMEL)
     with _sharded(ours, theirs, group):
         found = _in_turn(
-            options, plain=lambda: _pass(plain, x), tiermem=lambda: _pass(ours, x), fsdp2=lambda: _pass(theirs, x)
+            options,
+            plain=lambda: _pass(plain, x),
+            tiermem=lambda: _pass(ours, x),
+            fsdp2=lambda: _pass(theirs, x),
         )
     bare = found.pop("plain")
     return {
@@ -124,8 +136,11 @@ def _pass(model: nn.Module, x: torch.Tensor) -> dict[str, float]:
     return timed(time.thread_time, lambda: model(x).sum(), model.zero_grad)[1]
 
 
-def _in_turn(options: RanksBenchOptions, **contestants: Callable[[], dict[str, float]]) -> dict[str, Loops]:
-    """What each contestant gave in every loop; the first two loops learn the order and warm memory."""
+def _in_turn(
+    options: RanksBenchOptions, **contestants: Callable[[], dict[str, float]]
+) -> dict[str, Loops]:
+    """What each contestant gave in every loop; the first two loops learn the order and warm
+    memory."""
     found: dict[str, Loops] = {name: [] for name in contestants}
     for _ in range(options.loops + _WARM_UP_LOOPS):
         for name, measure_once in contestants.items():
@@ -150,10 +165,10 @@ def _sharded(ours: Tower, theirs: Tower, group: dist.ProcessGroup) -> Iterator[N
         yield
 
 
-# ---- the command -----------------------------------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------------------
 #
-# Both systems shard the same model over the same gloo processes and step in turn, so that a disturbance meets both;
-# medians are compared.
+# Both systems shard the same model over the same gloo processes and step in turn, so that a
+# disturbance meets both; medians are compared.
 
 _COLUMNS = (*PHASES, "whole")
 _PASSES = ("forward", "backward")
@@ -164,7 +179,8 @@ _PATIENCE_S = 1800.0
 
 
 def bench_ranks(options: RanksBenchOptions, console: Console) -> int:
-    """Measures, prints and writes what was asked for; returns the exit status. Raises ValueError, OSError, RuntimeError."""
+    """Measures, prints and writes what was asked for; returns the exit status. Raises ValueError,
+    OSError, RuntimeError."""
     start = time.monotonic()
     with stopped_by_sigterm(), console.status(f"stepping on {options.num_ranks} ranks"):
         measured = measure(options)
@@ -191,10 +207,14 @@ def measure(options: RanksBenchOptions) -> dict[str, Any]:
 
 def summary(measured: dict[str, Any]) -> dict[str, Any]:
     """Medians of the loops, and what they mean."""
-    overhead = {way: _medians(contestants, 1e6) for way, contestants in measured["overhead"].items()}
+    overhead = {
+        way: _medians(contestants, 1e6) for way, contestants in measured["overhead"].items()
+    }
     ratios = [
         ours["whole"] / theirs["whole"]
-        for ours, theirs in zip(measured["steps"]["tiermem"], measured["steps"]["fsdp2"], strict=True)
+        for ours, theirs in zip(
+            measured["steps"]["tiermem"], measured["steps"]["fsdp2"], strict=True
+        )
     ]
     return {
         "step_s": _medians(measured["steps"]),
@@ -220,7 +240,9 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     for who, seconds in report["step_s"].items():
         shown.add_row(who, *(f"{seconds[phase] * 1e3:.2f}" for phase in _COLUMNS))
     console.print(shown)
-    console.print(f"a step of ours takes {report['ratio']:.3f} of FSDP2's (median of ratios, loop by loop)")
+    console.print(
+        f"a step of ours takes {report['ratio']:.3f} of FSDP2's (median of ratios, loop by loop)"
+    )
     _print_overhead(report["overhead_us_per_unit_and_pass"], options["num_empty"], console)
 
 
@@ -235,7 +257,8 @@ def _print_overhead(overhead: dict[str, Any], num_units: int, console: Console) 
         ours = overhead["python"]["tiermem"]
         is_met = all(ours[each] <= _MOST_US for each in _PASSES)
         console.print(
-            f"Python around a unit of ours: {ours['forward']:.0f} us forward, {ours['backward']:.0f} us backward: "
+            f"Python around a unit of ours: {ours['forward']:.0f} us forward, "
+            f"{ours['backward']:.0f} us backward: "
             f"{'within' if is_met else 'more than'} the {_MOST_US} us that we allow"
         )
     else:

@@ -1,14 +1,16 @@
-"""SmallTraining: one small model trained with its weights and states in each place, so that the places can be compared.
+"""SmallTraining: one small model trained with its weights and states in each place, so that the
+places can be compared.
 
     cpu       all in memory, the maths on the CPU: the twin           host   weights, gradients and states on HOST
     weights   weights on DEVICE, states on HOST                       nvme   weights, gradients and states on NVMe
     device    weights and states on DEVICE, which steps them
 
-`weights`, `host` and `nvme` compute the same in the same places, so their losses are equal to the bit. `cpu` and `device` do
-their sums elsewhere, in another order. The model is bf16 with fp32 masters; data are noise. Needs torch and tiermem alone.
+`weights`, `host` and `nvme` compute the same in the same places, so their losses are equal to the
+bit. `cpu` and `device` do their sums elsewhere, in another order. The model is bf16 with fp32
+masters; data are noise. Needs torch and tiermem alone.
 
-`python -m bench.small_training --folder F --json J` trains in some places in a process of its own, so that a
-sanitizer, or the driver's environment variables, see a whole process (gpu_passes.py).
+`python -m bench.small_training --folder F --json J` trains in some places in a process of its own,
+so that a sanitizer, or the driver's environment variables, see a whole process (gpu_passes.py).
 """
 
 from __future__ import annotations
@@ -62,9 +64,12 @@ class Sizes(NamedTuple):
 
 
 class Block(nn.Module):
-    """Two matrices of a transformer's feed-forward shape, with a residual: 8 x width^2 parameters."""
+    """Two matrices of a transformer's feed-forward shape, with a residual: 8 x width^2
+    parameters."""
 
-    def __init__(self, width: int, activation: Callable[[torch.Tensor], torch.Tensor] = torch.relu) -> None:
+    def __init__(
+        self, width: int, activation: Callable[[torch.Tensor], torch.Tensor] = torch.relu
+    ) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
@@ -90,11 +95,15 @@ class Tower(nn.Module):
         return x
 
 
-def train_in(place: str, sizes: Sizes, folder: Path, after_step: Callable[[], object] | None = None) -> dict[str, Any]:
-    """Trains in one of PLACES; returns losses, seconds of each phase (medians, the first step left out) and bytes. Blocks.
+def train_in(
+    place: str, sizes: Sizes, folder: Path, after_step: Callable[[], object] | None = None
+) -> dict[str, Any]:
+    """Trains in one of PLACES; returns losses, seconds of each phase (medians, the first step left
+    out) and bytes. Blocks.
 
-    Each phase waits for the device, so that its time is its own. With `after_step`, which is called after every step, nothing
-    waits before the end: the steps overlap as in a training, and the seconds are those of starting the work.
+    Each phase waits for the device, so that its time is its own. With `after_step`, which is called
+    after every step, nothing waits before the end: the steps overlap as in a training, and the
+    seconds are those of starting the work.
     """
     params, optim = PLACES[place]
     paths = [folder] if Tier.NVME in (params, optim) else []
@@ -102,7 +111,9 @@ def train_in(place: str, sizes: Sizes, folder: Path, after_step: Callable[[], ob
     blocks = [Block(sizes.width) for _ in range(sizes.blocks)]
     model = Tower([*blocks, nn.Linear(sizes.width, _NUM_CLASSES)]).bfloat16()
     matrices_come_and_go = 8 * sizes.width
-    policy = OffloadPolicy(params=params, optim=optim, paths=paths, persistence_numel=matrices_come_and_go)
+    policy = OffloadPolicy(
+        params=params, optim=optim, paths=paths, persistence_numel=matrices_come_and_go
+    )
     num_params = sum(param.numel() for param in model.parameters())
     losses: list[torch.Tensor] = []
     seconds: list[dict[str, float]] = []
@@ -125,7 +136,10 @@ def train_in(place: str, sizes: Sizes, folder: Path, after_step: Callable[[], ob
         return {
             "device": str(device),
             "losses": [each.item() for each in losses],
-            **{f"{phase}_s": statistics.median(each[phase] for each in seconds[1:] or seconds) for phase in PHASES},
+            **{
+                f"{phase}_s": statistics.median(each[phase] for each in seconds[1:] or seconds)
+                for phase in PHASES
+            },
             "num_params": num_params,
             "host_peak_bytes": stats.host_peak_bytes,
             "nvme_read_bytes": stats.nvme_read_bytes,
@@ -136,10 +150,13 @@ def train_in(place: str, sizes: Sizes, folder: Path, after_step: Callable[[], ob
 
 
 def compare(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Whether the places that must be equal are, and how far the others are from `host`, as a part of its losses."""
+    """Whether the places that must be equal are, and how far the others are from `host`, as a part
+    of its losses."""
     same = [runs[place]["losses"] for place in SAME if place in runs]
     apart = {
-        place: _apart(runs[place]["losses"], runs["host"]["losses"]) for place in ("cpu", "device") if place in runs
+        place: _apart(runs[place]["losses"], runs["host"]["losses"])
+        for place in ("cpu", "device")
+        if place in runs
     }
     is_equal = all(losses == same[0] for losses in same)
     return {
@@ -166,14 +183,16 @@ def _loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor
     return nn.functional.cross_entropy(model(x).float(), y)
 
 
-# ---- the program -----------------------------------------------------------------------------------------------------
+# ---- the program ---------------------------------------------------------------------------------
 #
-# Algorithms are deterministic where torch has such (CUBLAS_WORKSPACE_CONFIG is the caller's to set); torch's warnings about
-# others are kept. A place that fails is told with its traceback, and the others are trained.
+# Algorithms are deterministic where torch has such (CUBLAS_WORKSPACE_CONFIG is the caller's to
+# set); torch's warnings about others are kept. A place that fails is told with its traceback, and
+# the others are trained.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Trains as the options say and writes {"runs", "failures", "warnings"}; 0 unless a place failed."""
+    """Trains as the options say and writes {"runs", "failures", "warnings"}; 0 unless a place
+    failed."""
     given = _parser().parse_args(arguments)
     sizes = Sizes(given.width, given.blocks, given.samples, given.steps)
     runs: dict[str, Any] = {}
@@ -183,9 +202,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("default")
         for place in parse_list("--places", given.places):
-            with tempfile.TemporaryDirectory(dir=given.folder) as home, noting_failure(failures, place):
+            with (
+                tempfile.TemporaryDirectory(dir=given.folder) as home,
+                noting_failure(failures, place),
+            ):
                 train = functools.partial(train_in, place, sizes, Path(home))
-                runs[place] = train() if given.trace is None else profiled(train, sizes.steps, given.trace)
+                runs[place] = (
+                    train() if given.trace is None else profiled(train, sizes.steps, given.trace)
+                )
     said = {str(each.message).splitlines()[0] for each in warned}
     found = sorted(each for each in said if "deterministic" in each)
     save_json(given.json, {"runs": runs, "failures": failures, "warnings": found})

@@ -1,6 +1,8 @@
-"""Folders laid out as DeepSpeed 0.19 lays out a ZeRO-3 checkpoint, made by hand: odd sizes, tied, frozen, several sub-groups.
+"""Folders laid out as DeepSpeed 0.19 lays out a ZeRO-3 checkpoint, made by hand: odd sizes, tied,
+frozen, several sub-groups.
 
-The classes that it pickles along stand in modules of its names while the files are written, and nowhere when they are read.
+The classes that it pickles along stand in modules of its names while the files are written, and
+nowhere when they are read.
 """
 
 from __future__ import annotations
@@ -55,7 +57,10 @@ def write_deepspeed(
     (folder / "latest").write_text(TAG)
     for rank in range(num_ranks):
         base = f"zero_pp_rank_{rank}_mp_rank_00"
-        torch.save(_model_states(states, buffers, dtype, rank, num_ranks), folder / TAG / f"{base}_model_states.pt")
+        torch.save(
+            _model_states(states, buffers, dtype, rank, num_ranks),
+            folder / TAG / f"{base}_model_states.pt",
+        )
         prefix = "" if dtype == torch.float32 else "bf16_"
         with _their_classes() as classes:
             optim = _optim_states(states, rank, num_ranks, classes, is_dynamic, stage)
@@ -64,7 +69,11 @@ def write_deepspeed(
 
 
 def _model_states(
-    states: States, buffers: Mapping[str, torch.Tensor], dtype: torch.dtype, rank: int, num_ranks: int
+    states: States,
+    buffers: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
+    rank: int,
+    num_ranks: int,
 ) -> dict[str, Any]:
     names = [*buffers, *states, "head.weight"]
     return {
@@ -74,7 +83,9 @@ def _model_states(
         "param_shapes": [{n: torch.Size(s) for n, s in group.items()} for group in SUB_GROUPS],
         "frozen_param_shapes": {name: torch.Size(shape) for name, shape in FROZEN.items()},
         "shared_params": {"head.weight": "embed.weight"} if rank == 0 else {},
-        "frozen_param_fragments": {name: _part(states[name]["weight"], rank, num_ranks) for name in FROZEN},
+        "frozen_param_fragments": {
+            name: _part(states[name]["weight"], rank, num_ranks) for name in FROZEN
+        },
         "lr_scheduler": {"last_epoch": 3, "base_lrs": [2e-3, 1e-3]},
         "skipped_steps": 1,
         "global_steps": 4,
@@ -91,13 +102,21 @@ def _optim_states(
     states: States, rank: int, num_ranks: int, classes: Any, is_dynamic: bool, stage: int
 ) -> dict[str, Any]:
     def flat(group: Mapping[str, Any], state: str) -> torch.Tensor:
-        return torch.cat([_part(states[n].get(state, states[n]["weight"]), rank, num_ranks) for n in group])
+        return torch.cat(
+            [_part(states[n].get(state, states[n]["weight"]), rank, num_ranks) for n in group]
+        )
 
     kept = {
-        i: {"step": torch.tensor(3.0), **{state: flat(group, state) for state in ("exp_avg", "exp_avg_sq")}}
+        i: {
+            "step": torch.tensor(3.0),
+            **{state: flat(group, state) for state in ("exp_avg", "exp_avg_sq")},
+        }
         for i, group in enumerate(SUB_GROUPS)
     }
-    groups = [{"lr": 5e-4, "betas": (0.9, 0.95), "params": [0, 1]}, {"lr": 1e-4, "betas": (0.9, 0.95), "params": [2]}]
+    groups = [
+        {"lr": 5e-4, "betas": (0.9, 0.95), "params": [0, 1]},
+        {"lr": 1e-4, "betas": (0.9, 0.95), "params": [2]},
+    ]
     inner = {
         "zero_stage": classes.ZeroStageEnum(stage),
         "loss_scaler": classes.DynamicLossScaler() if is_dynamic else classes.LossScaler(),
@@ -124,14 +143,18 @@ def _their_classes() -> Iterator[Any]:
     config, scaler = "deepspeed.runtime.zero.config", "deepspeed.runtime.fp16.loss_scaler"
     names = {".".join(full.split(".")[: i + 1]) for full in (config, scaler) for i in range(4)}
     modules = {name: types.ModuleType(name) for name in names}
-    stage = enum.Enum("ZeroStageEnum", {"optimizer_states": 1, "gradients": 2, "weights": 3}, module=config)  # type: ignore[misc]
+    stage = enum.Enum(
+        "ZeroStageEnum", {"optimizer_states": 1, "gradients": 2, "weights": 3}, module=config
+    )  # type: ignore[misc]
     static = type("LossScaler", (), {"__module__": scaler, "__init__": _static})
     dynamic = type("DynamicLossScaler", (), {"__module__": scaler, "__init__": _dynamic})
     vars(modules[config])["ZeroStageEnum"] = stage
     vars(modules[scaler]).update(LossScaler=static, DynamicLossScaler=dynamic)
     sys.modules.update(modules)
     try:
-        yield types.SimpleNamespace(ZeroStageEnum=stage, LossScaler=static, DynamicLossScaler=dynamic)
+        yield types.SimpleNamespace(
+            ZeroStageEnum=stage, LossScaler=static, DynamicLossScaler=dynamic
+        )
     finally:
         for name in modules:
             del sys.modules[name]
@@ -143,5 +166,10 @@ def _static(self: Any) -> None:
 
 def _dynamic(self: Any) -> None:
     vars(self).update(
-        cur_scale=512.0, dynamic=True, cur_iter=40, last_overflow_iter=29, cur_hysteresis=2, dtype=torch.half
+        cur_scale=512.0,
+        dynamic=True,
+        cur_iter=40,
+        last_overflow_iter=29,
+        cur_hysteresis=2,
+        dtype=torch.half,
     )

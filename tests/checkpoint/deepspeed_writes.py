@@ -1,4 +1,5 @@
-"""Run by a Python that has DeepSpeed: trains three steps of ZeRO-3 and writes its checkpoint, and what is expected in it.
+"""Run by a Python that has DeepSpeed: trains three steps of ZeRO-3 and writes its checkpoint, and
+what is expected in it.
 
 python deepspeed_writes.py FOLDER RANKS fp32|bf16 RANK     ->  FOLDER/ds, FOLDER/expected.pt
 """
@@ -31,21 +32,32 @@ class Net(nn.Module):
         self.register_buffer("seen", torch.arange(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.back(torch.tanh(self.hidden(self.frozen(self.embed(x))))) * self.scale)
+        return self.head(
+            self.back(torch.tanh(self.hidden(self.frozen(self.embed(x))))) * self.scale
+        )
 
 
 def main(folder: Path, num_ranks: int, precision: str, rank: int) -> None:
     deepspeed: Any = importlib.import_module("deepspeed")
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_SIZE=str(num_ranks))
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_SIZE=str(num_ranks)
+    )
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=num_ranks)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=num_ranks
+    )
     deepspeed.init_distributed(dist_backend="gloo")
     torch.manual_seed(0)
     net = Net()
     wide = [p for p in net.parameters() if p.requires_grad and p.dim() > 1]
     flat = [p for p in net.parameters() if p.requires_grad and p.dim() == 1]
-    optimizer = torch.optim.AdamW([{"params": wide, "weight_decay": 0.1}, {"params": flat, "lr": 1e-4}], lr=1e-3)
-    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4, "zero_allow_untested_optimizer": True}
+    optimizer = torch.optim.AdamW(
+        [{"params": wide, "weight_decay": 0.1}, {"params": flat, "lr": 1e-4}], lr=1e-3
+    )
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_allow_untested_optimizer": True,
+    }
     config["zero_optimization"] = {"stage": 3, "sub_group_size": 60}
     if precision == "bf16":
         config["bf16"] = {"enabled": True}
@@ -70,7 +82,10 @@ def _states(deepspeed: Any, param: nn.Parameter) -> dict[str, torch.Tensor]:
     if param.requires_grad:
         if param.dtype != torch.float32:
             found["master"] = utils.safe_get_full_fp32_param(param)
-        found |= {name: utils.safe_get_full_optimizer_state(param, name) for name in ("exp_avg", "exp_avg_sq")}
+        found |= {
+            name: utils.safe_get_full_optimizer_state(param, name)
+            for name in ("exp_avg", "exp_avg_sq")
+        }
     return found
 
 

@@ -1,4 +1,5 @@
-"""In each rank: FSDP2 trains and saves with torch.distributed.checkpoint, and goes on; so does what tiermem made of it.
+"""In each rank: FSDP2 trains and saves with torch.distributed.checkpoint, and goes on; so does what
+tiermem made of it.
 
 fsdp_writes.py FOLDER DCP     rank 0 writes {"states": what is in DCP, "losses": of the first, "again": of the second}
 """
@@ -33,14 +34,20 @@ def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     fully_shard(net)
     wide = [p for p in net.parameters() if p.dim() > 1]
     flat = [p for p in net.parameters() if p.dim() == 1]
-    return net, torch.optim.AdamW([{"params": wide, "weight_decay": 0.1}, {"params": flat, "lr": 3e-3}], lr=1e-2)
+    return net, torch.optim.AdamW(
+        [{"params": wide, "weight_decay": 0.1}, {"params": flat, "lr": 3e-3}], lr=1e-2
+    )
 
 
 def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range, rank: int) -> list[float]:
     losses = []
     for step in steps:
         optimizer.zero_grad()
-        loss = net(torch.randn(4, 7, generator=torch.Generator().manual_seed(10 * step + rank))).square().mean()
+        loss = (
+            net(torch.randn(4, 7, generator=torch.Generator().manual_seed(10 * step + rank)))
+            .square()
+            .mean()
+        )
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -59,7 +66,9 @@ def main(rank: int, out: Path, folder: Path) -> None:
     states = {}
     for name, param in net.named_parameters():
         states[name] = {"weight": whole(param.detach())}
-        states[name] |= {key: whole(value) for key, value in optimizer.state[param].items() if key != "step"}
+        states[name] |= {
+            key: whole(value) for key, value in optimizer.state[param].items() if key != "step"
+        }
     losses = train(net, optimizer, range(3, 6), rank)
     if rank == 0:
         write_checkpoint(read_dcp(folder), folder.with_name("ours"))
@@ -71,7 +80,10 @@ def main(rank: int, out: Path, folder: Path) -> None:
     dcp.load({"model": model, "optim": optim}, checkpoint_id=folder.with_name("again"))
     set_state_dict(other, optimizer, model_state_dict=model, optim_state_dict=optim)
     again = train(other, optimizer, range(3, 6), rank)
-    ends = [whole(p.detach()) for p in net.parameters()], [whole(p.detach()) for p in other.parameters()]
+    ends = (
+        [whole(p.detach()) for p in net.parameters()],
+        [whole(p.detach()) for p in other.parameters()],
+    )
     torch.save({"states": states, "losses": losses, "again": again, "ends": ends}, out)
     dist.barrier()
 

@@ -1,4 +1,5 @@
-"""The readers that are fuzzed: one table. Each makes a scene, a small valid checkpoint, and reads it with one file changed."""
+"""The readers that are fuzzed: one table. Each makes a scene, a small valid checkpoint, and reads
+it with one file changed."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ EVERY_KIND: Any = {
 
 
 class Scene:
-    """A folder with a valid checkpoint of another system. `files` are those that are fuzzed, each with the path to open."""
+    """A folder with a valid checkpoint of another system. `files` are those that are fuzzed, each
+    with the path to open."""
 
     def __init__(self, folder: Path, files: Mapping[Path, Path]) -> None:
         self.folder, self._path_of = folder, files
@@ -72,7 +74,8 @@ class Scene:
                 each.write_bytes(self._all[each])
 
     def read(self, file: Path) -> None:
-        """Reads all of the checkpoint, a piece at a time, after `file` was changed. Raises ValueError, OSError."""
+        """Reads all of the checkpoint, a piece at a time, after `file` was changed. Raises
+        ValueError, OSError."""
         for parameter in read_foreign(self._path_of[file]).parameters:
             for state in parameter.states.values():
                 for piece in state.pieces():
@@ -83,7 +86,7 @@ class Scene:
         return [file]
 
 
-# ---- tiermem's own files ---------------------------------------------------------------------------------------------
+# ---- tiermem's own files -------------------------------------------------------------------------
 
 PARSERS: dict[str, Callable[[bytes, str], Any]] = {
     "manifest": parse_manifest,
@@ -93,12 +96,15 @@ PARSERS: dict[str, Callable[[bytes, str], Any]] = {
 
 
 class OwnScene(Scene):
-    """A complete copy of a step. The sizes and checksums by which files name each other are set right after a change."""
+    """A complete copy of a step. The sizes and checksums by which files name each other are set
+    right after a change."""
 
-    _parsed: tuple[Callable[[bytes, str], Any], Any, int] | None = None  # of the case that was read last
+    # of the case that was read last
+    _parsed: tuple[Callable[[bytes, str], Any], Any, int] | None = None
 
     def bounded(self, case: bytes, cpu_s_per_byte: float = 20e-6) -> Bound:
-        """Reads the case, and writes again what it says: apart, since a writer that lacks memory ends the process."""
+        """Reads the case, and writes again what it says: apart, since a writer that lacks memory
+        ends the process."""
         took = super().bounded(case, cpu_s_per_byte)
         if self._parsed is not None:
             parse, value, version = self._parsed
@@ -107,7 +113,8 @@ class OwnScene(Scene):
         return took
 
     def read(self, file: Path) -> None:
-        """Parses the changed file. If it is valid, opens and reads the step, decodes its values, and surveys the folder."""
+        """Parses the changed file. If it is valid, opens and reads the step, decodes its values,
+        and surveys the folder."""
         self._parsed = None
         if (parse := PARSERS.get(file.stem.partition("-")[0])) is not None:
             data = file.read_bytes()
@@ -134,8 +141,13 @@ class OwnScene(Scene):
                 decode(part.rng, "value")
 
     def prepare(self, file: Path) -> list[Path]:
-        """Gives the files that name the changed one, or that it names, the right sizes and checksums."""
-        beside = [*file.parent.glob("part-*.json"), *file.parent.glob("manifest-*.json"), file.parent / "tiermem.json"]
+        """Gives the files that name the changed one, or that it names, the right sizes and
+        checksums."""
+        beside = [
+            *file.parent.glob("part-*.json"),
+            *file.parent.glob("manifest-*.json"),
+            file.parent / "tiermem.json",
+        ]
         linked = beside[beside.index(file) :] if file in beside else [file]
         for each in linked:
             _fit(each)
@@ -143,7 +155,8 @@ class OwnScene(Scene):
 
 
 def _fit(file: Path) -> None:
-    """Gives every object of a file that names another file the right size and checksum of that file."""
+    """Gives every object of a file that names another file the right size and checksum of that
+    file."""
     try:
         content = json.loads(file.read_bytes())
         own = content.pop("crc32c")
@@ -152,7 +165,10 @@ def _fit(file: Path) -> None:
             named = file.parent / each["folder"] / each["file"] if "bytes" in each else file
             if named != file and named.is_file():
                 data = named.read_bytes()
-                each["bytes"], each["crc32c_of" if each is content else "crc32c"] = len(data), f"{crc32c(data):08x}"
+                each["bytes"], each["crc32c_of" if each is content else "crc32c"] = (
+                    len(data),
+                    f"{crc32c(data):08x}",
+                )
         if json.dumps(content) != before and isinstance(own, str):
             file.write_bytes(sealed(json.dumps(content, separators=(",", ":")).encode()[:-1]))
     except (ValueError, TypeError, KeyError, AttributeError, OSError, RecursionError):
@@ -170,18 +186,23 @@ def _ours(folder: Path) -> Path:
             parameter.copy_(torch.arange(float(parameter.numel())).view(parameter.shape))
     names = iter(f"{n:012x}" for n in range(1, 100))
     with mock.patch.object(secrets, "token_hex", side_effect=names):
-        shards = tiermem.shard(model, runs.policy("cpu", folder, precision=Precision(moments="8bit")))
+        shards = tiermem.shard(
+            model, runs.policy("cpu", folder, precision=Precision(moments="8bit"))
+        )
         optimizer = tiermem.AdamW(model.parameters(), lr=0.1)
         for tag in ("global_step0", "global_step1"):
             model(torch.ones(2, 5, dtype=torch.bfloat16)).sum().backward()
             optimizer.step()
-            tiermem.checkpoint.save(shards, optimizer, folder, tag=tag, copy=True, client_state=EVERY_KIND)
+            tiermem.checkpoint.save(
+                shards, optimizer, folder, tag=tag, copy=True, client_state=EVERY_KIND
+            )
         shards.close()
     return folder
 
 
 def of_ours(kind: str) -> Callable[[Path], Scene]:
-    """A scene in which a file of this kind is changed. It is opened at the place that names the file."""
+    """A scene in which a file of this kind is changed. It is opened at the place that names the
+    file."""
 
     def scene(folder: Path) -> Scene:
         _ours(folder)
@@ -197,7 +218,7 @@ def of_ours(kind: str) -> Callable[[Path], Scene]:
     return scene
 
 
-# ---- other systems' files --------------------------------------------------------------------------------------------
+# ---- other systems' files ------------------------------------------------------------------------
 
 
 def _trained() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -224,8 +245,15 @@ def _torch(folder: Path) -> None:
     net, optimizer = _trained()
     state = net.state_dict()
     torch.save(state, folder / "b.bin")
-    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(state, "b.bin")}))
-    both = {"model": state, "optimizer": optimizer.state_dict(), "step": 1, "note": [1, ("a", None)]}
+    (folder / "pytorch_model.bin.index.json").write_text(
+        json.dumps({"weight_map": dict.fromkeys(state, "b.bin")})
+    )
+    both = {
+        "model": state,
+        "optimizer": optimizer.state_dict(),
+        "step": 1,
+        "note": [1, ("a", None)],
+    }
     torch.save(both, folder / "a.pt")
 
 
@@ -248,7 +276,10 @@ def of_others(write: Callable[[Path], None]) -> Callable[[Path], Scene]:
         folder.mkdir(parents=True)
         write(folder)
         files = sorted(each for each in folder.rglob("*") if each.is_file())
-        return Scene(folder, {each: each if each.suffix == ".pt" and write is _torch else folder for each in files})
+        return Scene(
+            folder,
+            {each: each if each.suffix == ".pt" and write is _torch else folder for each in files},
+        )
 
     return scene
 
@@ -257,4 +288,5 @@ READERS: dict[str, Callable[[Path], Scene]] = {
     **{kind: of_ours(kind) for kind in ("manifest", "part", "pointer")},
     **{each.__name__[1:]: of_others(each) for each in (_safetensors, _torch, _deepspeed, _dcp)},
 }
-"""Makes a scene in a new folder, by the name of the reader. `pointer` is also the reader of `latest`."""
+"""Makes a scene in a new folder, by the name of the reader. `pointer` is also the reader of
+`latest`."""

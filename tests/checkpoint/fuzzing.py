@@ -1,12 +1,13 @@
-"""Fuzzing: mutations of checkpoint files, bounds that hold for each reading, and a coverage-guided run (atheris).
+"""Fuzzing: mutations of checkpoint files, bounds that hold for each reading, and a coverage-guided
+run (atheris).
 
     a case      b"<name of a file in the scene>\n" + the bytes that replace the file
     a scene     a folder that holds a small valid checkpoint of one kind; fuzz_readers.py makes and reads it
     the corpus  fixtures/fuzz_corpus.tar.xz: <reader>/<case>; `make test` reads them again
 
-As a program: `fuzzing.py READER CASES SECONDS OUT` runs libFuzzer over a reader, adds cases to the folder CASES,
-and writes totals and findings to OUT. A finding does not end the run. `fuzzing.py keep CASES` makes the corpus
-of the cases in CASES/<reader>.
+As a program: `fuzzing.py READER CASES SECONDS OUT` runs libFuzzer over a reader, adds cases to the
+folder CASES, and writes totals and findings to OUT. A finding does not end the run. `fuzzing.py
+keep CASES` makes the corpus of the cases in CASES/<reader>.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from tiermem.checkpoint.opening.verified import DamagedState
 CORPUS = Path(__file__).parent / "fixtures" / "fuzz_corpus.tar.xz"
 CANARY = "executed"  # the folder that a program in a pickle makes, if the program is run
 
-# ---- mutations -------------------------------------------------------------------------------------------------------
+# ---- mutations -----------------------------------------------------------------------------------
 
 _SPLICES = (b"[", b"{", b'"', b"-", b"9" * 30, b"1e999", b"NaN", b"null", b"\0", b"\xff" * 8)
 POOL: tuple[Any, ...] = (
@@ -62,22 +63,31 @@ _OBJECTS: tuple[Any, ...] = (
 )  # fmt: skip
 
 
-def mutated(case: bytes, chance: random.Random, scramble: Callable[[bytes], bytes] | None = None) -> bytes:
-    """A case with another content of its file: other bytes, or other values in its structure, its checksum right again."""
+def mutated(
+    case: bytes, chance: random.Random, scramble: Callable[[bytes], bytes] | None = None
+) -> bytes:
+    """A case with another content of its file: other bytes, or other values in its structure, its
+    checksum right again."""
     name, _, data = case.partition(b"\n")
     scramble = scramble or (lambda data: scrambled(data, chance))
-    ways: list[Callable[[], bytes]] = [lambda: scramble(data), lambda: data[: chance.randrange(len(data) + 1)]]
+    ways: list[Callable[[], bytes]] = [
+        lambda: scramble(data),
+        lambda: data[: chance.randrange(len(data) + 1)],
+    ]
     if b'"crc32c":' in data[-30:]:
         ways += [lambda: sealed(scramble(data[:-22]))] * 4
         ways += [
-            lambda: sealed(json.dumps(replaced(_unsealed(data), chance), separators=(",", ":")).encode()[:-1])
+            lambda: sealed(
+                json.dumps(replaced(_unsealed(data), chance), separators=(",", ":")).encode()[:-1]
+            )
         ] * 12
     elif name.endswith(b".safetensors"):
         ways += [lambda: _with_header(data, chance)] * 6
     elif name.endswith(b".json"):
         ways += [lambda: json.dumps(replaced(json.loads(data), chance), default=str).encode()] * 4
     elif name.endswith(b".metadata"):
-        load: Callable[[bytes], Any] = vars(pickle)["_loads"]  # in Python: a number in the file is no list's length
+        # in Python: a number in the file is no list's length
+        load: Callable[[bytes], Any] = vars(pickle)["_loads"]
         ways += [lambda: pickle.dumps(replaced(load(data), chance, _OBJECTS))] * 6
         ways += [lambda: with_program(data, chance, CANARY), lambda: scramble(data[:-1]) + b"."]
     elif name.endswith((b".pt", b".bin")):
@@ -118,7 +128,8 @@ def replaced(content: Any, chance: random.Random, more: tuple[Any, ...] = ()) ->
         found = list(slots(content))
         if not found:
             break
-        holder, key = chance.choice(found[: chance.choice([8, 40, 200, None])])  # the first ones are near the top
+        # the first ones are near the top
+        holder, key = chance.choice(found[: chance.choice([8, 40, 200, None])])
         inside = holder if isinstance(holder, dict | list) else vars(holder)
         how = chance.random()
         if how < 0.15:
@@ -129,11 +140,15 @@ def replaced(content: Any, chance: random.Random, more: tuple[Any, ...] = ()) ->
             inside.insert(key, copy.deepcopy(inside[key]))
         elif how < 0.5:
             other, place = chance.choice(found)
-            inside[key] = copy.deepcopy((other if isinstance(other, dict | list) else vars(other))[place])
+            inside[key] = copy.deepcopy(
+                (other if isinstance(other, dict | list) else vars(other))[place]
+            )
         else:
             value = chance.choice(POOL + more)
             is_next = isinstance(inside[key], int | float) and how < 0.7
-            inside[key] = inside[key] + chance.choice([-1, 1, 4096]) if is_next else copy.deepcopy(value)
+            inside[key] = (
+                inside[key] + chance.choice([-1, 1, 4096]) if is_next else copy.deepcopy(value)
+            )
     return content
 
 
@@ -142,7 +157,9 @@ def slots(content: Any) -> Iterator[tuple[Any, Any]]:
     left = collections.deque([content])
     while left:
         holder = left.popleft()
-        inside = getattr(holder, "__dict__", None) if not isinstance(holder, dict | list) else holder
+        inside = (
+            getattr(holder, "__dict__", None) if not isinstance(holder, dict | list) else holder
+        )
         if isinstance(inside, list):
             items: list[tuple[Any, Any]] = list(enumerate(inside))
         elif isinstance(inside, dict) and not isinstance(holder, torch.Tensor):
@@ -172,7 +189,10 @@ def _saved_anew(data: bytes, chance: random.Random) -> bytes:
 def _with_pickle(data: bytes, change: Callable[[bytes], bytes]) -> bytes:
     """A torch file with another program in it."""
     out = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as new:
+    with (
+        zipfile.ZipFile(io.BytesIO(data)) as old,
+        zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as new,
+    ):
         for name in old.namelist():
             inner = old.read(name)
             new.writestr(name, change(inner) if name.endswith("data.pkl") else inner)
@@ -202,7 +222,7 @@ def with_program(data: bytes, chance: random.Random, canary: str) -> bytes:
     return data[:at] + program + data[at:]
 
 
-# ---- one reading, and what must hold for it --------------------------------------------------------------------------
+# ---- one reading, and what must hold for it ------------------------------------------------------
 
 MEMORY_TIMES, SPARE_BYTES = 10, 64 << 20
 MOST_CPU_S = 0.7  # beside what the bytes take
@@ -227,7 +247,9 @@ class Bound(NamedTuple):
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
-    if _forbidden is not None and (event in _CHANGES or (event == "open" and int(arguments[2] or 0) & _WRITES)):
+    if _forbidden is not None and (
+        event in _CHANGES or (event == "open" and int(arguments[2] or 0) & _WRITES)
+    ):
         _forbidden.append(f"{event}{arguments!r:.200}")
 
 
@@ -235,8 +257,9 @@ sys.addaudithook(_audit)
 
 
 def bounded(read: Callable[[], object], num_bytes: int, cpu_s_per_byte: float = 20e-6) -> Bound:
-    """Reads a file of so many bytes. Raises Wrong for an error that is not documented, too much memory or CPU time, a change
-    to the disk, a program that was run, and a descriptor that stays open."""
+    """Reads a file of so many bytes. Raises Wrong for an error that is not documented, too much
+    memory or CPU time, a change to the disk, a program that was run, and a descriptor that stays
+    open."""
     global _forbidden
     most = MEMORY_TIMES * num_bytes + SPARE_BYTES
     descriptors = _descriptors()
@@ -272,7 +295,9 @@ def _check_error(error: ValueError | OSError, num_bytes: int) -> None:
     if isinstance(error, DamagedState):
         is_ours = error.errno == errno.EIO
     if not is_ours or not 0 < len(str(error)) < 20_000 + num_bytes:
-        raise Wrong(f"{type(error).__qualname__} of {len(str(error))} characters: {error!s:.300}") from error
+        raise Wrong(
+            f"{type(error).__qualname__} of {len(str(error))} characters: {error!s:.300}"
+        ) from error
 
 
 def _status(name: str) -> int:
@@ -284,7 +309,7 @@ def _descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-# ---- the corpus, and a run -------------------------------------------------------------------------------------------
+# ---- the corpus, and a run -----------------------------------------------------------------------
 
 
 def kept_cases(reader: str) -> Iterator[tuple[str, bytes]]:
@@ -303,13 +328,19 @@ def _instrument() -> None:
         if callable(found) and hasattr(found, "__code__"):
             module = getattr(found, "__module__", None) or ""
             if module.startswith(
-                ("tiermem.checkpoint", "tiermem.weights_io", "torch._weights_only_unpickler", "pickle")
+                (
+                    "tiermem.checkpoint",
+                    "tiermem.weights_io",
+                    "torch._weights_only_unpickler",
+                    "pickle",
+                )
             ):
                 atheris.instrument_func(found)
 
 
 def _keep(cases: Path) -> None:
-    """Writes the corpus: of each reader the smallest cases that reach all branches, smallest first."""
+    """Writes the corpus: of each reader the smallest cases that reach all branches, smallest
+    first."""
     from checkpoint.fuzz_readers import READERS
 
     with tempfile.TemporaryDirectory() as folder, tarfile.open(CORPUS, "w:xz") as archive:
@@ -317,7 +348,9 @@ def _keep(cases: Path) -> None:
             scene, seen = make(Path(folder) / name), set[tuple[str, int, int]]()
             read = {
                 case: None
-                for _, case in sorted((file.stat().st_size, file.read_bytes()) for file in (cases / name).iterdir())
+                for _, case in sorted(
+                    (file.stat().st_size, file.read_bytes()) for file in (cases / name).iterdir()
+                )
             }
             for case in read:
                 with contextlib.suppress(Wrong):
@@ -356,7 +389,11 @@ def _edges(run: Callable[[], object]) -> set[tuple[str, int, int]]:
 
 def _finding(error: BaseException, case: bytes, out: Path) -> None:
     """Keeps a case, once for each place and kind of the failure."""
-    place = "".join(line for line in traceback.format_exc().splitlines(True) if "File" in line or "Error" in line)
+    place = "".join(
+        line
+        for line in traceback.format_exc().splitlines(True)
+        if "File" in line or "Error" in line
+    )
     name = f"{type(error).__name__}-{hashlib.sha256(re.sub(r'[0-9]+', '', place).encode()).hexdigest()[:8]}"
     if not (out / name).exists():
         (out / name).write_bytes(case)
@@ -376,7 +413,14 @@ def _run(name: str, cases: Path, seconds: int, out: Path) -> None:
         (cases / f"seed-{number}").write_bytes(case)
     for kept, case in kept_cases(name) if CORPUS.exists() else ():
         (cases / Path(kept).name).write_bytes(case)
-    totals = {"executions": 0, "read": 0, "cpu_s": 0.0, "most_cpu_s": 0.0, "most_grown_bytes": 0, "findings": 0}
+    totals = {
+        "executions": 0,
+        "read": 0,
+        "cpu_s": 0.0,
+        "most_cpu_s": 0.0,
+        "most_grown_bytes": 0,
+        "findings": 0,
+    }
 
     told_s = 0.0
 
@@ -414,7 +458,9 @@ def _run(name: str, cases: Path, seconds: int, out: Path) -> None:
         "-rss_limit_mb=4000",
         "-print_final_stats=1",
     ]
-    atheris.Setup([sys.argv[0], *limits, f"-artifact_prefix={out}/", str(cases)], one, custom_mutator=mutate)
+    atheris.Setup(
+        [sys.argv[0], *limits, f"-artifact_prefix={out}/", str(cases)], one, custom_mutator=mutate
+    )
     atheris.Fuzz()
 
 

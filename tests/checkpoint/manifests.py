@@ -1,4 +1,5 @@
-"""Manifests made by hand: two ranks, a parameter that is cut unevenly, an 8-bit moment, a buffer."""
+"""Manifests made by hand: two ranks, a parameter that is cut unevenly, an 8-bit moment, a
+buffer."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from tiermem.checkpoint.format.manifest import Manifest, Parameter, Part, PartFi
 RUN = "0123456789ab"
 
 
-def piece(param: str, state: str, kind: str, start: int, numel: int, offset: int, file: int = 0) -> Piece:
+def piece(
+    param: str, state: str, kind: str, start: int, numel: int, offset: int, file: int = 0
+) -> Piece:
     """A piece whose bytes are what its kind asks for."""
     return Piece(param, state, kind, start, numel, file, offset, kinds.bytes_of(kind, numel))
 
@@ -28,7 +31,11 @@ def parts() -> list[Part]:
         ]
         if rank == 0:
             pieces.append(piece("b", "weight", "fp32", 0, 6, 0, file=1))
-        found.append(Part(RUN, 3, rank, {"torch": None}, {}, ("segment.bin", "data-3.bin"), states_of(pieces)))
+        found.append(
+            Part(
+                RUN, 3, rank, {"torch": None}, {}, ("segment.bin", "data-3.bin"), states_of(pieces)
+            )
+        )
     return found
 
 
@@ -38,8 +45,13 @@ def manifest(of: list[Part] | None = None) -> Manifest:
     for part in of or parts():
         data = part.dump()
         folder = "." if part.rank == 0 else f"../tiermem-{RUN}.1"
-        files.append(PartFile(part.rank, folder, f"part-3-{part.rank}.json", len(data), crc32c(data)))
-    sums = {"w": dict.fromkeys(["weight", "master", "exp_avg", "exp_avg.scales"], (7,)), "b": {"weight": (9,)}}
+        files.append(
+            PartFile(part.rank, folder, f"part-3-{part.rank}.json", len(data), crc32c(data))
+        )
+    sums = {
+        "w": dict.fromkeys(["weight", "master", "exp_avg", "exp_avg.scales"], (7,)),
+        "b": {"weight": (9,)},
+    }
     return Manifest(
         RUN, 3, "global_step3", 3, 2, 2, tuple(files), {"name": "AdamW", "groups": []}, None, {"scale": 1024.0},
         {"global_steps": 3}, {"note": "x"}, {}, (
@@ -54,5 +66,14 @@ def pointer() -> Pointer:
     """To that manifest."""
     data = manifest().dump()
     return Pointer(
-        RUN, 3, f"/mnt/nvme0/tiermem-{RUN}", "manifest-3.json", len(data), crc32c(data), "global_step3", 3, "abc", 7
+        RUN,
+        3,
+        f"/mnt/nvme0/tiermem-{RUN}",
+        "manifest-3.json",
+        len(data),
+        crc32c(data),
+        "global_step3",
+        3,
+        "abc",
+        7,
     )

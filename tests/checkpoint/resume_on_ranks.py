@@ -1,6 +1,8 @@
-"""Checkpoints that pass from one number of ranks to another; run in 4 processes by test_resume_on_ranks.py.
+"""Checkpoints that pass from one number of ranks to another; run in 4 processes by
+test_resume_on_ranks.py.
 
-The group of each stage is the first ranks; the others wait. What rank 0 finds out is written: losses, states before and after.
+The group of each stage is the first ranks; the others wait. What rank 0 finds out is written:
+losses, states before and after.
 """
 
 from __future__ import annotations
@@ -41,13 +43,20 @@ def batch(step: int, rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 @contextlib.contextmanager
-def trained(world: int, folder: Path, way: str, tile_numel: int, preset: str) -> Iterator[tuple[Shards, tiermem.AdamW]]:
+def trained(
+    world: int, folder: Path, way: str, tile_numel: int, preset: str
+) -> Iterator[tuple[Shards, tiermem.AdamW]]:
     group = GROUPS[world]
     model = seeded(Tower, 11)
     if preset != "fp32":
         model = model.bfloat16()
     precision = Precision() if preset == "fp32" else Precision.preset(preset)
-    fields = {"paths": [folder], "tile_numel": tile_numel, "persistence_numel": 100, "precision": precision}
+    fields = {
+        "paths": [folder],
+        "tile_numel": tile_numel,
+        "persistence_numel": 100,
+        "precision": precision,
+    }
     with tiermem.shard(model, OffloadPolicy(**(fields | WAYS[way])), group=group) as shards:
         yield shards, tiermem.AdamW(model.parameters(), lr=1e-2)
 
@@ -72,7 +81,9 @@ def states(shards: Shards) -> dict[str, torch.Tensor]:
     return found
 
 
-def passed_on(rank: int, folder: Path, nvme: Path, worlds: list[int], ways: list[str], preset: str) -> dict[str, Any]:
+def passed_on(
+    rank: int, folder: Path, nvme: Path, worlds: list[int], ways: list[str], preset: str
+) -> dict[str, Any]:
     """One step on each number of ranks; states after each step, and after each opening."""
     found: dict[str, Any] = {"stepped": [], "opened": []}
     for number, (world, way) in enumerate(zip(worlds, ways, strict=True)):
@@ -91,7 +102,8 @@ def passed_on(rank: int, folder: Path, nvme: Path, worlds: list[int], ways: list
 
 
 def one_fails(rank: int, folder: Path, nvme: Path) -> dict[str, str]:
-    """Rank 1 cannot read its part of the newest tag: an error on all, no step; the older one opens, on all."""
+    """Rank 1 cannot read its part of the newest tag: an error on all, no step; the older one opens,
+    on all."""
     said = {}
     if rank < 2:
         with trained(2, nvme, "nvme", 4096, "fp32") as (shards, optim):
@@ -118,7 +130,9 @@ def one_fails(rank: int, folder: Path, nvme: Path) -> dict[str, str]:
             loaded = checkpoint.load(shards, optim, folder, allow_older=True)
             assert loaded is not None
             after = states(shards)
-            said["older"] = str(all(torch.equal(before[name], after[name]) for name in before) and loaded.tag)
+            said["older"] = str(
+                all(torch.equal(before[name], after[name]) for name in before) and loaded.tag
+            )
     dist.barrier()
     return said
 
@@ -127,7 +141,11 @@ def spoil(folder: Path) -> None:
     """Flips a bit of the last elements of a moment, which rank 1 holds."""
     with checkpoint.Source.open(folder) as source:
         part = source.parts[1]
-        piece = next(each for each in pieces_of(part) if (each.param, each.state) == ("head.weight", "exp_avg"))
+        piece = next(
+            each
+            for each in pieces_of(part)
+            if (each.param, each.state) == ("head.weight", "exp_avg")
+        )
         file = source.file.parent / part.files[piece.file]
     with open(file, "r+b") as stream:
         stream.seek(piece.offset)
@@ -140,10 +158,13 @@ if __name__ == "__main__":
     with as_rank() as (rank, out, words):
         torch.set_num_threads(1)
         nvme = Path(words[0])
-        alone = [dist.new_group([each]) for each in range(4)]  # torch names groups by how many a rank is in
+        # torch names groups by how many a rank is in
+        alone = [dist.new_group([each]) for each in range(4)]
         GROUPS = {1: alone[rank]} | {size: dist.new_group(list(range(size))) for size in (2, 3, 4)}
         found = {
-            "fp32": passed_on(rank, nvme / "a", nvme, [2, 4, 1, 3], ["nvme", "host", "nvme", "stage 1"], "fp32"),
+            "fp32": passed_on(
+                rank, nvme / "a", nvme, [2, 4, 1, 3], ["nvme", "host", "nvme", "stage 1"], "fp32"
+            ),
             "compact": passed_on(rank, nvme / "b", nvme, [3, 2], ["nvme", "nvme"], "compact"),
             "one fails": one_fails(rank, nvme / "c", nvme),
         }

@@ -17,12 +17,19 @@ import tiermem
 from tiermem import OffloadPolicy, Tier
 from tiermem.checkpoint.format.fields import crc32c
 from tiermem.checkpoint.format.finding import cover
-from tiermem.checkpoint.format.manifest import Manifest, Part, parse_manifest, parse_part, parse_pointer
+from tiermem.checkpoint.format.manifest import (
+    Manifest,
+    Part,
+    parse_manifest,
+    parse_part,
+    parse_pointer,
+)
 from tiermem.swap.disk import durable
 
 
 class Small(nn.Module):
-    """Odd sizes, a tied weight, a parameter without dimensions, an empty one, buffers, and a frozen layer."""
+    """Odd sizes, a tied weight, a parameter without dimensions, an empty one, buffers, and a frozen
+    layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,11 +74,14 @@ def policy(where: str, path: Path, **fields: Any) -> OffloadPolicy:
     tier = {"nvme": Tier.NVME, "cpu": Tier.HOST, "none": Tier.DEVICE}[where]
     fields = {"stage": 3, "persistence_numel": 20, "tile_numel": 4096, **fields}
     params = tier if fields["stage"] == 3 else Tier.DEVICE
-    return OffloadPolicy(params=params, optim=tier, paths=[path] if where == "nvme" else [], **fields)
+    return OffloadPolicy(
+        params=params, optim=tier, paths=[path] if where == "nvme" else [], **fields
+    )
 
 
 def opened(save_dir: Path, tag: str) -> tuple[Path, Manifest, list[tuple[Path, Part]]]:
-    """A tag's manifest and parts, with the folders they lie in; every size and checksum is compared, and what they cover."""
+    """A tag's manifest and parts, with the folders they lie in; every size and checksum is
+    compared, and what they cover."""
     pointer = parse_pointer((save_dir / tag / "tiermem.json").read_bytes(), "pointer")
     file = save_dir / tag / pointer.folder / pointer.file
     data = file.read_bytes()
@@ -92,7 +102,8 @@ def opened_at(file: Path) -> tuple[Manifest, list[tuple[Path, Part]]]:
 
 
 def states_in(save_dir: Path, tag: str) -> dict[tuple[str, str], bytes]:
-    """The bytes of every state of a tag, read with nothing but `open`; every MiB's checksum is compared."""
+    """The bytes of every state of a tag, read with nothing but `open`; every MiB's checksum is
+    compared."""
     return states_at(opened(save_dir, tag)[0])
 
 
@@ -127,14 +138,18 @@ def live_states(shards: tiermem.Shards) -> dict[tuple[str, str], torch.Tensor]:
 def files_below(*folders: Path) -> Iterator[str]:
     """Every file, for comparing what is left."""
     for folder in folders:
-        yield from sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+        yield from sorted(
+            str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()
+        )
 
 
 def counts(text: str) -> Any:
     return json.loads(text)
 
 
-def failing(kind: str, ending: str, number: int = 1, code: int = errno.ENOSPC) -> AbstractContextManager[None]:
+def failing(
+    kind: str, ending: str, number: int = 1, code: int = errno.ENOSPC
+) -> AbstractContextManager[None]:
     """The number-th step of a kind on files of some name raises, before it is done."""
     left = [number]
 
@@ -148,7 +163,8 @@ def failing(kind: str, ending: str, number: int = 1, code: int = errno.ENOSPC) -
 
 
 def read_only_from(number: int) -> AbstractContextManager[None]:
-    """From the number-th change to the disk on every one is refused, also those that take back what was done before."""
+    """From the number-th change to the disk on every one is refused, also those that take back what
+    was done before."""
     left = [number]
 
     def observe(step: durable.Step) -> None:

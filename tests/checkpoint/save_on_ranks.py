@@ -1,4 +1,5 @@
-"""Run by test_save_on_ranks.py, once per rank: several cases in one process group; each leaves checkpoints to be looked at."""
+"""Run by test_save_on_ranks.py, once per rank: several cases in one process group; each leaves
+checkpoints to be looked at."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ CASES: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
 }
 
 
-def saved_equals_live(saved: dict[Any, bytes], live: dict[Any, torch.Tensor], precision: str) -> list[Any]:
+def saved_equals_live(
+    saved: dict[Any, bytes], live: dict[Any, torch.Tensor], precision: str
+) -> list[Any]:
     """Weights (and in fp32 every state) that are not saved as they are."""
     return [
         key
@@ -89,7 +92,12 @@ def fail_on(rank: int, failing_rank: int, kind: str, ending: str) -> Any:
     """An observer that raises on one rank, before one kind of step on files of some name."""
 
     def observe(step: durable.Step) -> None:
-        if rank == failing_rank and step.when == "before" and step.kind == kind and step.name.endswith(ending):
+        if (
+            rank == failing_rank
+            and step.when == "before"
+            and step.kind == kind
+            and step.name.endswith(ending)
+        ):
             raise OSError(28, "No space left on device", step.name)
 
     return durable.watch(observe)
@@ -105,7 +113,8 @@ FAULTS = [
 
 
 def run_faults(rank: int, folder: Path) -> list[Any]:
-    """A tag stays as it was, whatever fails while the next one is saved, and the one after is fine."""
+    """A tag stays as it was, whatever fails while the next one is saved, and the one after is
+    fine."""
     out, found, made = folder / "out" / "faults", [], model()
     with tiermem.shard(made, policy("nvme", folder)) as shards:
         optimizer = tiermem.AdamW(made.parameters(), lr=0.01)
@@ -114,7 +123,9 @@ def run_faults(rank: int, folder: Path) -> list[Any]:
         train(made, optimizer, 1, seed=rank)
         saved, used = states_in(out, "first"), None
         for number, (failing, kind, ending) in enumerate(FAULTS):
-            ending = ending.replace("part-3", f"part-{number + 2}").replace("manifest-4", f"manifest-{number + 2}")
+            ending = ending.replace("part-3", f"part-{number + 2}").replace(
+                "manifest-4", f"manifest-{number + 2}"
+            )
             try:
                 with fail_on(rank, failing, kind, ending):
                     checkpoint.save(shards, optimizer, out, "second")
@@ -125,7 +136,15 @@ def run_faults(rank: int, folder: Path) -> list[Any]:
             files = sorted(path.name for path in shards.store.folders()[0].iterdir())
             left = sorted(str(path.relative_to(out)) for path in out.rglob("*"))
             used = shards.store.stats().nvme_bytes if number == 0 else used
-            found.append((said, states_in(out, "first") == saved, files, left, shards.store.stats().nvme_bytes == used))
+            found.append(
+                (
+                    said,
+                    states_in(out, "first") == saved,
+                    files,
+                    left,
+                    shards.store.stats().nvme_bytes == used,
+                )
+            )
         checkpoint.save(shards, optimizer, out, "second")
         live = whole_states(shards)
         found.append(saved_equals_live(states_in(out, "second"), live, "exact"))
@@ -133,7 +152,8 @@ def run_faults(rank: int, folder: Path) -> list[Any]:
 
 
 def run_steps(rank: int, folder: Path) -> dict[str, Any]:
-    """durability="step", whose steps go on: what is durable (rank 0's manifests) after each part of a program."""
+    """durability="step", whose steps go on: what is durable (rank 0's manifests) after each part of
+    a program."""
     found: dict[str, Any] = {}
     place = folder / "steps"
     place.mkdir(exist_ok=True)
@@ -165,7 +185,9 @@ def run_steps(rank: int, folder: Path) -> dict[str, Any]:
         checkpoint.wait(shards)
         note("waited")
         live = whole_states(shards)
-        found["wrong"] = [saved_equals_live(states_at(file), live, "exact") for file in store.glob("manifest-*")]
+        found["wrong"] = [
+            saved_equals_live(states_at(file), live, "exact") for file in store.glob("manifest-*")
+        ]
         train(made, optimizer, 1, seed=rank)
     note("closed")
     shards, optimizer, made, store = begin()
@@ -193,7 +215,10 @@ def run_blocks(rank: int, folder: Path) -> dict[str, Any]:
         checkpoint.save(shards, optimizer, folder / "out" / "blocks", "t")
         after = shards.store.stats()
         saved, live = states_in(folder / "out" / "blocks", "t"), whole_states(shards)
-    moved = after.nvme_written_bytes - before.nvme_written_bytes, after.nvme_read_bytes - before.nvme_read_bytes
+    moved = (
+        after.nvme_written_bytes - before.nvme_written_bytes,
+        after.nvme_read_bytes - before.nvme_read_bytes,
+    )
     return {
         "wrong": saved_equals_live(saved, live, "exact"),
         "moved": moved,
@@ -202,7 +227,8 @@ def run_blocks(rank: int, folder: Path) -> dict[str, Any]:
 
 
 def run_disagreements(rank: int, folder: Path) -> list[str]:
-    """Tags that differ, flags that differ, a client state that one rank cannot save, and buffers that are no variants."""
+    """Tags that differ, flags that differ, a client state that one rank cannot save, and buffers
+    that are no variants."""
     out, said, made = folder / "out" / "apart", [], model()
     records: list[logging.LogRecord] = []
     handler = logging.Handler()

@@ -1,13 +1,16 @@
-"""Checkpoints that an older tiermem wrote: the runs that wrote them, and the runs that open them again.
+"""Checkpoints that an older tiermem wrote: the runs that wrote them, and the runs that open them
+again.
 
     run(...)       trains two steps, saves the same step in place and as a copy, and goes on for two steps
     go_on(...)     opens one of the two and goes on for the same two steps
 
-`python saved_before.py write <folder>` writes a new archive with the tiermem that is installed (fixtures/README.md).
+`python saved_before.py write <folder>` writes a new archive with the tiermem that is installed
+(fixtures/README.md).
 
-The figures must be the same to the bit on every machine. So the model multiplies and adds element by element, which IEEE 754
-rounds alike everywhere, and nothing is summed but two ranks' gradients and the loss, for which `math.fsum` rounds once.
-Every step draws its data from torch's generator, so a checkpoint that loses the generator's state shows.
+The figures must be the same to the bit on every machine. So the model multiplies and adds element
+by element, which IEEE 754 rounds alike everywhere, and nothing is summed but two ranks' gradients
+and the loss, for which `math.fsum` rounds once. Every step draws its data from torch's generator,
+so a checkpoint that loses the generator's state shows.
 """
 
 from __future__ import annotations
@@ -75,7 +78,10 @@ def start(nvme: Path, preset: str, seed: int) -> tiermem.Engine:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}},
-        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 20, "warmup_num_steps": 3}},
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {"total_num_steps": 20, "warmup_num_steps": 3},
+        },
         "zero_optimization": {
             "stage": 3,
             "stage3_param_persistence_threshold": 0,
@@ -116,7 +122,10 @@ def states(engine: tiermem.Engine) -> dict[str, torch.Tensor]:
     found = {f"{name}.weight": value.clone() for name, value in engine.module.state_dict().items()}
     for name, param in engine.module.named_parameters():
         if param.requires_grad:
-            values = [safe_get_full_fp32_param(param), *(safe_get_full_optimizer_state(param, each) for each in STATES)]
+            values = [
+                safe_get_full_fp32_param(param),
+                *(safe_get_full_optimizer_state(param, each) for each in STATES),
+            ]
             for state, value in zip(("master", *STATES), values, strict=True):
                 assert value is not None
                 found[f"{name}.{state}"] = value.clone()
@@ -134,7 +143,13 @@ def digest(found: dict[str, torch.Tensor]) -> str:
 
 def counters(engine: tiermem.Engine) -> list[Any]:
     assert engine.lr_scheduler is not None
-    return [engine.global_steps, engine.global_samples, engine.skipped_steps, engine.micro_steps, engine.get_lr()]
+    return [
+        engine.global_steps,
+        engine.global_samples,
+        engine.skipped_steps,
+        engine.micro_steps,
+        engine.get_lr(),
+    ]
 
 
 def facts(engine: tiermem.Engine) -> dict[str, Any]:
@@ -142,7 +157,8 @@ def facts(engine: tiermem.Engine) -> dict[str, Any]:
 
 
 def run(place: Path, preset: str) -> dict[str, Any]:
-    """Trains, saves in place (`<place>/in_place`, where the states rest) and as a copy, goes on. What must be found again."""
+    """Trains, saves in place (`<place>/in_place`, where the states rest) and as a copy, goes on.
+    What must be found again."""
     nvme = place / "in_place"
     nvme.mkdir(parents=True, exist_ok=True)
     engine = start(nvme, preset, seed=0)
@@ -151,24 +167,36 @@ def run(place: Path, preset: str) -> dict[str, Any]:
     engine.save_checkpoint(nvme, "tag", CLIENT_STATE)
     engine.save_checkpoint(place / "copied", "tag", CLIENT_STATE, copy=True)
     engine.wait_checkpoint()
-    found = {"saved": saved, "losses": steps(engine), "after": digest(states(engine)), "end": counters(engine)}
+    found = {
+        "saved": saved,
+        "losses": steps(engine),
+        "after": digest(states(engine)),
+        "end": counters(engine),
+    }
     engine.close()
     return found
 
 
 def go_on(saved: Path, preset: str, nvme: Path) -> dict[str, Any]:
-    """Opens what `run` saved, in an engine of other weights, and goes on: the same facts, and what was given back."""
+    """Opens what `run` saved, in an engine of other weights, and goes on: the same facts, and what
+    was given back."""
     nvme.mkdir(parents=True, exist_ok=True)
     engine = start(nvme, preset, seed=3)
     path, client_state = engine.load_checkpoint(saved)
     opened = facts(engine)
-    found = {"saved": opened, "losses": steps(engine), "after": digest(states(engine)), "end": counters(engine)}
+    found = {
+        "saved": opened,
+        "losses": steps(engine),
+        "after": digest(states(engine)),
+        "end": counters(engine),
+    }
     engine.close()
     return found | {"path": path, "client_state": client_state}
 
 
 def write_archive(folder: Path) -> Path:
-    """Writes the checkpoints of every number of ranks and precision, and what is to be found in them, as one archive."""
+    """Writes the checkpoints of every number of ranks and precision, and what is to be found in
+    them, as one archive."""
     for world in WORLDS:
         launch_ranks(Path(__file__), world, str(folder), "run")
     archive = folder / "checkpoints.tar.xz"
@@ -182,7 +210,8 @@ def write_archive(folder: Path) -> Path:
 
 
 def main(folder: Path, what: str, *words: str) -> None:
-    """As one rank: `run` under <folder>/<world>, or `open` what lies under the folder given, with its own files in <folder>."""
+    """As one rank: `run` under <folder>/<world>, or `open` what lies under the folder given, with
+    its own files in <folder>."""
     world = dist.get_world_size()
     found: dict[str, Any] = {}
     for preset in PRESETS:

@@ -16,14 +16,22 @@ DATA = torch.randint(0, 256, (3 * MIB + 12345,), dtype=torch.uint8)
 
 
 def run(start: int, stop: int) -> Run:
-    return Run(start, stop - start, crc32c([DATA[at : at + n].clone() for at, n in cuts(start, stop - start)]))
+    return Run(
+        start,
+        stop - start,
+        crc32c([DATA[at : at + n].clone() for at, n in cuts(start, stop - start)]),
+    )
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_runs_of_any_sizes_give_the_checksums_of_whole_blocks(seed: int) -> None:
     chance = random.Random(seed)
     edges = sorted(
-        {0, DATA.numel(), *(chance.choice([chance.randrange(DATA.numel()), MIB, 2 * MIB]) for _ in range(9))}
+        {
+            0,
+            DATA.numel(),
+            *(chance.choice([chance.randrange(DATA.numel()), MIB, 2 * MIB]) for _ in range(9)),
+        }
     )
     runs = [run(start, stop) for start, stop in itertools.pairwise(edges)]
     chance.shuffle(runs)

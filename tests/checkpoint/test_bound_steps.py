@@ -1,7 +1,9 @@
-"""Is a step bound to its tag and to `latest`, so that another step is told and never opened in its place? Does a crash open?
+"""Is a step bound to its tag and to `latest`, so that another step is told and never opened in its
+place? Does a crash open?
 
-Steps 1, 2 and 3 have the tags t1, t2 and t3; `latest` names t3. The files are exchanged, put back or changed as an attacker, a
-broken disk or a careless copy would, and as a crash at each point of a save leaves them.
+Steps 1, 2 and 3 have the tags t1, t2 and t3; `latest` names t3. The files are exchanged, put back
+or changed as an attacker, a broken disk or a careless copy would, and as a crash at each point of a
+save leaves them.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ Save = Callable[..., None]
 
 
 def training(where: str, folder: Path, use: Callable[[Save], None]) -> None:
-    """Trains; `use` gets a function that takes a step and saves it. `folder` holds both the run and the tags."""
+    """Trains; `use` gets a function that takes a step and saves it. `folder` holds both the run and
+    the tags."""
     made = model()
     with tiermem.shard(made, policy(where, folder, keep=3)) as shards:
         optimizer = tiermem.AdamW(made.parameters(), lr=0.01)
@@ -69,7 +72,8 @@ def step_of(where: Path, tag: str | None = None) -> int:
 
 
 def check_told(where: Path, tag: str | None, *words: str) -> None:
-    """Opening raises an error with these words, and a survey of the folder reports damage with them."""
+    """Opening raises an error with these words, and a survey of the folder reports damage with
+    them."""
     with pytest.raises(ManifestError) as caught:
         step_of(where, tag)
     folder = where if where.name == "saved" else where.parent
@@ -80,7 +84,7 @@ def check_told(where: Path, tag: str | None, *words: str) -> None:
         assert word in str(caught.value) and word in told, (word, str(caught.value), told)
 
 
-# ---- another tag ---------------------------------------------------------------------------------------------------------
+# ---- another tag ---------------------------------------------------------------------------------
 
 
 def exchange(one: Path, other: Path) -> None:
@@ -114,7 +118,9 @@ def test_a_pointer_and_a_manifest_that_differ_are_told(place: Path) -> None:
         shutil.copy(place / "kept", place / "t2" / "tiermem.json")
 
 
-def test_a_folder_that_was_moved_may_have_any_name_and_a_link_too(saved: Path, tmp_path: Path) -> None:
+def test_a_folder_that_was_moved_may_have_any_name_and_a_link_too(
+    saved: Path, tmp_path: Path
+) -> None:
     for folder in saved.glob("tiermem-*"):
         (tmp_path / folder.name).symlink_to(folder)
     shutil.copytree(saved / "t1", tmp_path / "best")
@@ -123,7 +129,7 @@ def test_a_folder_that_was_moved_may_have_any_name_and_a_link_too(saved: Path, t
     assert (step_of(tmp_path / "linked"), step_of(tmp_path / "linked" / "t2")) == (3, 2)
 
 
-# ---- another time --------------------------------------------------------------------------------------------------------
+# ---- another time --------------------------------------------------------------------------------
 
 
 def saved_again(folder: Path, where: str, save_latest: bool) -> Path:
@@ -149,7 +155,11 @@ def test_an_older_pointer_is_told(tmp_path: Path, where: str, save_latest: bool)
     assert (latest_of(folder), step_of(folder, "best")) == ("best" if save_latest else "other", 2)
     shutil.copy(aside / "tiermem.json", folder / "best" / "tiermem.json")
     check_told(
-        folder, "best", "step 1 (tag 'best'", "step 2 (tag 'best'", "an older file was put in the place of a newer one"
+        folder,
+        "best",
+        "step 1 (tag 'best'",
+        "step 2 (tag 'best'",
+        "an older file was put in the place of a newer one",
     )
     assert repair(survey(folder)) == []  # it knows no better
     if save_latest:
@@ -175,7 +185,9 @@ def test_a_tag_that_latest_names_stays_named_when_it_is_saved_again(tmp_path: Pa
 def test_a_flipped_bit_of_latest_is_told(place: Path) -> None:
     data = (place / "latest").read_bytes()
     for at in range(len(data)):
-        (place / "latest").write_bytes(data[:at] + bytes([data[at] ^ (1 << at % 8)]) + data[at + 1 :])
+        (place / "latest").write_bytes(
+            data[:at] + bytes([data[at] ^ (1 << at % 8)]) + data[at + 1 :]
+        )
         with pytest.raises((ManifestError, NothingSaved), match="latest"):
             find(place)
     (place / "latest").write_bytes(data[:-30])
@@ -195,7 +207,9 @@ def test_a_stale_latest_is_told_and_repaired(place: Path, stale: str) -> None:
     assert repair(survey(place)) == []
 
 
-def test_a_save_while_the_folder_is_opened_is_no_stale_latest(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_while_the_folder_is_opened_is_no_stale_latest(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     newest, read = (place / "latest").read_bytes(), finding.pointers_of
 
     def read_late(where: Path) -> list[tuple[Path, Pointer, Path]]:
@@ -217,7 +231,7 @@ def test_tags_of_another_folder_may_be_put_beside(place: Path, tmp_path: Path) -
     assert not survey(place).is_damaged
 
 
-# ---- crashes -------------------------------------------------------------------------------------------------------------
+# ---- crashes -------------------------------------------------------------------------------------
 
 
 def crash_states(folder: Path, aside: Path) -> durable.Observer:
@@ -225,7 +239,11 @@ def crash_states(folder: Path, aside: Path) -> durable.Observer:
 
     def observe(step: durable.Step) -> None:
         if step.when == "after" and step.kind in ("sync", "rename", "remove"):
-            shutil.copytree(folder, aside / str(len(list(aside.iterdir()))), ignore=shutil.ignore_patterns("lock"))
+            shutil.copytree(
+                folder,
+                aside / str(len(list(aside.iterdir()))),
+                ignore=shutil.ignore_patterns("lock"),
+            )
 
     return observe
 
@@ -249,7 +267,11 @@ def test_a_crash_at_any_point_of_a_save_opens_the_step_before_or_the_new_one(
     steps = [step_of(each) for each in states]
     assert steps == sorted(steps) and set(steps) == {1, 2}
     assert not any(survey(each).faults for each in states)
-    cut = next(each for each, step in zip(states, steps, strict=True) if step == 2) if tag == "t" else states[-1]
+    cut = (
+        next(each for each, step in zip(states, steps, strict=True) if step == 2)
+        if tag == "t"
+        else states[-1]
+    )
     for _ in range(2):  # a crash after the pointer, and one more: each time another run goes on
         kept = (cut / "latest").read_bytes()
         training("cpu", cut, lambda save: save(tag))
@@ -259,18 +281,28 @@ def test_a_crash_at_any_point_of_a_save_opens_the_step_before_or_the_new_one(
     assert (latest_of(cut), step_of(cut), step_of(cut, tag)) == ("last", 1, 1)
 
 
-# ---- version 1 -----------------------------------------------------------------------------------------------------------
+# ---- version 1 -----------------------------------------------------------------------------------
 
 
 def as_version_1(folder: Path, tag: str) -> None:
-    """Writes a copy's pointer and manifest, and `latest`, as version 1 did. (fixtures/ has a whole checkpoint of version 1.)"""
+    """Writes a copy's pointer and manifest, and `latest`, as version 1 did. (fixtures/ has a whole
+    checkpoint of version 1.)"""
     manifest = next((folder / tag).glob("manifest-*.json"))
     content = json.loads(manifest.read_bytes())
-    parameters = [{name: value for name, value in each.items() if name != "at_rest"} for each in content["parameters"]]
+    parameters = [
+        {name: value for name, value in each.items() if name != "at_rest"}
+        for each in content["parameters"]
+    ]
     rewrite(manifest, version=1, parameters=parameters, choices=None)
     data = manifest.read_bytes()
     new = dict.fromkeys(("tag", "step", "series", "number"))
-    rewrite(folder / tag / "tiermem.json", version=1, bytes=len(data), crc32c_of=f"{crc32c(data):08x}", **new)
+    rewrite(
+        folder / tag / "tiermem.json",
+        version=1,
+        bytes=len(data),
+        crc32c_of=f"{crc32c(data):08x}",
+        **new,
+    )
     (folder / "latest").write_text(tag)
 
 

@@ -1,6 +1,8 @@
-"""On a file system that can share blocks, does a complete copy share the store's, and is it a copy all the same?
+"""On a file system that can share blocks, does a complete copy share the store's, and is it a copy
+all the same?
 
-On xfs and btrfs of their own, on loop devices; skipped, with the reason, where these cannot be made or mounted.
+On xfs and btrfs of their own, on loop devices; skipped, with the reason, where these cannot be made
+or mounted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Does a copy take a share of the time while training goes on, and all of it once somebody waits?"""
+"""Does a copy take a share of the time while training goes on, and all of it once somebody
+waits?"""
 
 from __future__ import annotations
 
@@ -28,8 +29,11 @@ class Counted(Pace):
         super().rest(busy_s)
 
 
-def test_a_copy_behind_rests_until_it_is_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "_BUSY_SHARE", 1e-6)  # as good as for ever: without being hurried the test does not end
+def test_a_copy_behind_rests_until_it_is_awaited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # as good as for ever: without being hurried the test does not end
+    monkeypatch.setattr(copies, "_BUSY_SHARE", 1e-6)
     monkeypatch.setattr(copies, "Pace", Counted)
     made, out = model(), tmp_path / "out"
     with tiermem.shard(made, policy("nvme", tmp_path, keep=2)) as shards:
@@ -41,7 +45,11 @@ def test_a_copy_behind_rests_until_it_is_awaited(tmp_path: Path, monkeypatch: py
         assert isinstance(pace, Counted)
         train(made, optimizer, 2)
         copying = saver_of(shards)._copies._thread
-        assert copying is not None and copying.is_alive() and not (out / "copy" / "tiermem.json").exists()
+        assert (
+            copying is not None
+            and copying.is_alive()
+            and not (out / "copy" / "tiermem.json").exists()
+        )
         assert pace.num_rests <= 1
         checkpoint.wait(shards)
         assert pace.num_rests >= 1

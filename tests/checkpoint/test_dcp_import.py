@@ -1,4 +1,5 @@
-"""Is what torch.distributed.checkpoint wrote read to the bit, cut over ranks or not, and is none of its pickle executed?"""
+"""Is what torch.distributed.checkpoint wrote read to the bit, cut over ranks or not, and is none of
+its pickle executed?"""
 
 from __future__ import annotations
 
@@ -80,7 +81,9 @@ def test_a_common_first_key_and_none_at_all_are_understood(tmp_path: Path) -> No
 def test_members_of_enumerations_are_read_as_early_pythons_3_11_pickle_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(enum.Enum, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
+    monkeypatch.setattr(
+        enum.Enum, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name))
+    )
     net = Net()
     save(get_state_dict(net, [])[0], tmp_path)
     assert b"getattr" in (tmp_path / ".metadata").read_bytes()
@@ -89,7 +92,8 @@ def test_members_of_enumerations_are_read_as_early_pythons_3_11_pickle_them(
 
 @pytest.mark.slow
 def test_two_ranks_of_fsdp2_go_on_through_us_to_the_bit(tmp_path: Path) -> None:
-    """FSDP2 saves; we read it, and write it again; FSDP2 opens that and goes on as the first goes on."""
+    """FSDP2 saves; we read it, and write it again; FSDP2 opens that and goes on as the first goes
+    on."""
     ranks = tmp_path / "ranks"
     ranks.mkdir()
     found = launch(HERE / "fsdp_writes.py", 2, ranks, str(tmp_path / "dcp"))
@@ -150,8 +154,13 @@ def double_chunk(found: Any) -> None:
 
 
 def share_bytes(found: Any) -> None:
-    """Two values of one size lie on the same bytes: tensors of terabytes would stand in a small file."""
-    places = [info for key, info in found.storage_data.items() if key.fqn.endswith((".running_mean", ".running_var"))]
+    """Two values of one size lie on the same bytes: tensors of terabytes would stand in a small
+    file."""
+    places = [
+        info
+        for key, info in found.storage_data.items()
+        if key.fqn.endswith((".running_mean", ".running_var"))
+    ]
     places[0].offset = places[1].offset
 
 
@@ -181,7 +190,9 @@ def lose_all(found: Any) -> None:
         (lose_all, "not the metadata"),
     ],
 )
-def test_metadata_that_lies_is_refused(tmp_path: Path, change: Callable[[Any], None], reason: str) -> None:
+def test_metadata_that_lies_is_refused(
+    tmp_path: Path, change: Callable[[Any], None], reason: str
+) -> None:
     save({"model": Net().state_dict()}, tmp_path)
     found = pickle.loads((tmp_path / ".metadata").read_bytes())
     change(found)
@@ -192,7 +203,9 @@ def test_metadata_that_lies_is_refused(tmp_path: Path, change: Callable[[Any], N
 
 def test_a_pickle_that_claims_terabytes_takes_none(tmp_path: Path) -> None:
     for code in (b"\x96", b"\x8e", b"\x8d"):  # BYTEARRAY8, BINBYTES8, BINUNICODE8
-        (tmp_path / ".metadata").write_bytes(b"\x80\x05" + code + (1 << 44).to_bytes(8, "little") + b"x.")
+        (tmp_path / ".metadata").write_bytes(
+            b"\x80\x05" + code + (1 << 44).to_bytes(8, "little") + b"x."
+        )
         with pytest.raises(ValueError, match=r"\.metadata: "):
             read_dcp(tmp_path)
 

@@ -1,4 +1,5 @@
-"""Are weights, masters, moments and scalars of a DeepSpeed ZeRO-3 folder read to the bit, and is a bad folder refused?"""
+"""Are weights, masters, moments and scalars of a DeepSpeed ZeRO-3 folder read to the bit, and is a
+bad folder refused?"""
 
 from __future__ import annotations
 
@@ -60,7 +61,9 @@ def test_scalars_come_along(tmp_path: Path) -> None:
 def test_members_of_enumerations_are_read_as_early_pythons_3_11_pickle_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(enum.Enum, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
+    monkeypatch.setattr(
+        enum.Enum, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name))
+    )
     write_deepspeed(tmp_path, 1, torch.float32)
     assert b"getattr" in (tmp_path / TAG / "zero_pp_rank_0_mp_rank_00_optim_states.pt").read_bytes()
     assert len(read_deepspeed(tmp_path).parameters) == 10
@@ -72,7 +75,11 @@ def test_members_of_enumerations_are_read_as_early_pythons_3_11_pickle_them(
 def test_a_tags_folder_is_opened_as_well(tmp_path: Path) -> None:
     write_deepspeed(tmp_path, 1, torch.float32)
     assert is_deepspeed(tmp_path / TAG) and is_deepspeed(tmp_path)
-    assert len(read_deepspeed(tmp_path / TAG).parameters) == len(read_deepspeed(tmp_path, TAG).parameters) == 10
+    assert (
+        len(read_deepspeed(tmp_path / TAG).parameters)
+        == len(read_deepspeed(tmp_path, TAG).parameters)
+        == 10
+    )
     assert not is_deepspeed(tmp_path / "nowhere")
 
 
@@ -89,7 +96,9 @@ class Runs:
 def test_a_hostile_pickle_is_named_and_never_run(tmp_path: Path) -> None:
     write_deepspeed(tmp_path, 1, torch.float32)
     file = tmp_path / TAG / "zero_pp_rank_0_mp_rank_00_model_states.pt"
-    torch.save({"module": {}, "param_shapes": [], "buffer_names": [], "x": Runs(tmp_path / "pwned")}, file)
+    torch.save(
+        {"module": {}, "param_shapes": [], "buffer_names": [], "x": Runs(tmp_path / "pwned")}, file
+    )
     with pytest.raises(ValueError, match=r"model_states.pt: it holds posix.mkdir, which is code"):
         read_deepspeed(tmp_path)
     assert not (tmp_path / "pwned").exists()
@@ -139,12 +148,16 @@ def test_a_truncated_file_is_named(tmp_path: Path, keep: int) -> None:
         read_deepspeed(tmp_path)
 
 
-@pytest.mark.parametrize("key", ["shared_params", "frozen_param_fragments", "buffer_names", "module"])
+@pytest.mark.parametrize(
+    "key", ["shared_params", "frozen_param_fragments", "buffer_names", "module"]
+)
 def test_names_that_are_no_strings_are_refused(tmp_path: Path, key: str) -> None:
     write_deepspeed(tmp_path, 1, torch.float32)
     file = tmp_path / TAG / "zero_pp_rank_0_mp_rank_00_model_states.pt"
     found = torch.load(file)
-    found[key] = [3] if key == "buffer_names" else {3: torch.ones(1)} if key == "module" else [("a", "b")]
+    found[key] = (
+        [3] if key == "buffer_names" else {3: torch.ones(1)} if key == "module" else [("a", "b")]
+    )
     torch.save(found, file)
     with pytest.raises(ValueError, match=f"no model states of ZeRO: {key}"):
         read_deepspeed(tmp_path)
@@ -153,20 +166,43 @@ def test_names_that_are_no_strings_are_refused(tmp_path: Path, key: str) -> None
 def test_masters_that_were_on_nvme_are_missed(tmp_path: Path) -> None:
     write_deepspeed(tmp_path, 1, torch.float32)
     file = tmp_path / TAG / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-    found = {"optimizer_state_dict": {"zero_stage": 3, "partition_count": 1, "fp32_flat_groups": [torch.empty(0)] * 3}}
+    found = {
+        "optimizer_state_dict": {
+            "zero_stage": 3,
+            "partition_count": 1,
+            "fp32_flat_groups": [torch.empty(0)] * 3,
+        }
+    }
     torch.save(found, file)
-    with pytest.raises(ValueError, match="the masters of sub-group 0 of rank 0 are not in the file: they were on NVMe"):
+    with pytest.raises(
+        ValueError,
+        match="the masters of sub-group 0 of rank 0 are not in the file: they were on NVMe",
+    ):
         read_deepspeed(tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("TIERMEM_PEER_PYTHON" not in os.environ, reason="TIERMEM_PEER_PYTHON names a Python with DeepSpeed")
+@pytest.mark.skipif(
+    "TIERMEM_PEER_PYTHON" not in os.environ,
+    reason="TIERMEM_PEER_PYTHON names a Python with DeepSpeed",
+)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_what_deepspeed_itself_wrote_is_read(tmp_path: Path, num_ranks: int, precision: str) -> None:
+def test_what_deepspeed_itself_wrote_is_read(
+    tmp_path: Path, num_ranks: int, precision: str
+) -> None:
     script = Path(__file__).parent / "deepspeed_writes.py"
-    command = [os.environ["TIERMEM_PEER_PYTHON"], "-I", str(script), str(tmp_path), str(num_ranks), precision]
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"DS_ACCELERATOR": "cpu"}
+    command = [
+        os.environ["TIERMEM_PEER_PYTHON"],
+        "-I",
+        str(script),
+        str(tmp_path),
+        str(num_ranks),
+        precision,
+    ]
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {
+        "DS_ACCELERATOR": "cpu"
+    }
     done = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(num_ranks)]
     assert [process.wait(300) for process in done] == [0] * num_ranks
     expected = torch.load(tmp_path / "expected.pt")

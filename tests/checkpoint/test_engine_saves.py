@@ -29,8 +29,16 @@ class Blocks(nn.Module):
 
 def engine_on(path: Path, own: dict[str, Any] | None = None, **sections: Any) -> tiermem.Engine:
     nvme = {"device": "nvme", "nvme_path": str(path)}
-    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "offload_param": nvme, "offload_optimizer": nvme}
-    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
+    zero = {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,
+        "offload_param": nvme,
+        "offload_optimizer": nvme,
+    }
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+    }
     config |= {"zero_optimization": zero, "steps_per_print": None, "tiermem": own or {}, **sections}
     torch.manual_seed(0)
     return tiermem.initialize(model=Blocks(), config=config)[0]
@@ -52,14 +60,20 @@ def test_the_default_tag_counts_steps_and_latest_names_it(tmp_path: Path) -> Non
     assert manifest.engine["global_steps"] == 3 and manifest.engine["micro_steps"] == 3
     assert manifest.config["train_micro_batch_size_per_gpu"] == 1
     engine.save_checkpoint(tmp_path / "out", 7, save_latest=False)
-    assert (tmp_path / "out" / "7" / "tiermem.json").exists() and latest_of(tmp_path / "out") == "global_step3"
+    assert (tmp_path / "out" / "7" / "tiermem.json").exists() and latest_of(
+        tmp_path / "out"
+    ) == "global_step3"
     assert engine.load_checkpoint(tmp_path / "out", 7)[0] is not None  # type: ignore[arg-type]  # as it was saved
     engine.close()
 
 
 @pytest.mark.parametrize("method", ["save_checkpoint", "load_checkpoint", "save_16bit_model"])
-@pytest.mark.parametrize(("given", "told"), [("", "empty"), (None, "None"), (7, "7"), (b"out", "b'out'")])
-def test_what_names_no_folder_is_refused(given: Any, told: str, method: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("given", "told"), [("", "empty"), (None, "None"), (7, "7"), (b"out", "b'out'")]
+)
+def test_what_names_no_folder_is_refused(
+    given: Any, told: str, method: str, tmp_path: Path
+) -> None:
     engine = engine_on(tmp_path)
     with pytest.raises(ValueError, match=rf"_dir is {told}; give the folder of checkpoints"):
         getattr(engine, method)(given)
@@ -76,18 +90,26 @@ def test_a_save_within_an_accumulation_warns_and_changes_no_step(
     stage: int, overlap: str, copy: bool, tmp_path: Path
 ) -> None:
     nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 0} | ({"offload_optimizer": nvme} if stage else {})
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0} | (
+        {"offload_optimizer": nvme} if stage else {}
+    )
     if stage == 3:
         zero["offload_param"] = nvme
     found = []
     for is_saved in (False, True):
-        engine = engine_on(tmp_path, {"overlap": overlap}, zero_optimization=zero, gradient_accumulation_steps=2)
+        engine = engine_on(
+            tmp_path, {"overlap": overlap}, zero_optimization=zero, gradient_accumulation_steps=2
+        )
         step(engine, 2)
         ended = weights_of(engine)
         for number in range(4):
-            engine.backward(engine(torch.randn(3, 67, generator=torch.Generator().manual_seed(number))))
+            engine.backward(
+                engine(torch.randn(3, 67, generator=torch.Generator().manual_seed(number)))
+            )
             if is_saved:  # also before the step that ends an accumulation
-                with pytest.warns(UserWarning, match=rf"gradients of {number % 2 + 1} micro-batches .* not saved"):
+                with pytest.warns(
+                    UserWarning, match=rf"gradients of {number % 2 + 1} micro-batches .* not saved"
+                ):
                     engine.save_checkpoint(tmp_path / "out", f"{overlap}{number}", copy=copy)
             engine.step()
             if is_saved and number == 0:
@@ -187,4 +209,6 @@ def test_a_copy_is_made_while_training_goes_on(tmp_path: Path) -> None:
     engine.wait_checkpoint()
     engine.close()
     assert states_in(tmp_path / "out", "copy") == saved
-    assert all(file.parent == tmp_path / "out" / "copy" for file in (tmp_path / "out" / "copy").rglob("*"))
+    assert all(
+        file.parent == tmp_path / "out" / "copy" for file in (tmp_path / "out" / "copy").rglob("*")
+    )

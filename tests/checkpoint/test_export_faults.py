@@ -1,4 +1,5 @@
-"""When an export fails, is the error what went wrong, and is nothing left of it, whatever the format?"""
+"""When an export fails, is the error what went wrong, and is nothing left of it, whatever the
+format?"""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def saved(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_damaged_state_ends_the_export_and_is_what_is_raised(tmp_path: Path, saved: Path, way: str) -> None:
+def test_a_damaged_state_ends_the_export_and_is_what_is_raised(
+    tmp_path: Path, saved: Path, way: str
+) -> None:
     with checkpoint.Source.open(saved) as source:
         (file,) = source.files("embed.weight", "weight")
         file.write_bytes(bytes(file.stat().st_size))
@@ -48,7 +51,9 @@ def test_a_damaged_state_ends_the_export_and_is_what_is_raised(tmp_path: Path, s
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["rename", "sync"])
-def test_an_export_that_fails_at_any_step_leaves_nothing(tmp_path: Path, saved: Path, way: str, kind: str) -> None:
+def test_an_export_that_fails_at_any_step_leaves_nothing(
+    tmp_path: Path, saved: Path, way: str, kind: str
+) -> None:
     out = tmp_path / "out" / "x"
     (tmp_path / "out").mkdir()
     with checkpoint.Source.open(saved) as source:
@@ -57,7 +62,10 @@ def test_an_export_that_fails_at_any_step_leaves_nothing(tmp_path: Path, saved: 
                 error = error_of(lambda: WAYS[way](source, out))
             if error is None:
                 break
-            assert (error.errno, str(error.filename).startswith(str(tmp_path / "out"))) == (errno.EIO, True)
+            assert (error.errno, str(error.filename).startswith(str(tmp_path / "out"))) == (
+                errno.EIO,
+                True,
+            )
             assert "it fails" in str(error)
             assert not list(files_below(tmp_path / "out")), number
     assert number > 1 and list(files_below(out))
@@ -67,7 +75,12 @@ def test_an_import_that_cannot_be_named_latest_leaves_nothing(tmp_path: Path, sa
     with checkpoint.Source.open(saved) as source:
         export_weights(weights_of(source), tmp_path / "plain", None)
     foreign = read_torch(tmp_path / "plain")
-    for kind, name in [("rename", "latest"), ("rename", "tag"), ("write", "latest.new"), ("sync", ".bin")]:
+    for kind, name in [
+        ("rename", "latest"),
+        ("rename", "tag"),
+        ("write", "latest.new"),
+        ("sync", ".bin"),
+    ]:
         with failing(kind, name, code=errno.EIO), pytest.raises(OSError, match="it fails"):
             write_checkpoint(foreign, tmp_path / "out", "tag")
         assert not list((tmp_path / "out").iterdir())

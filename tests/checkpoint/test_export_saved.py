@@ -1,4 +1,5 @@
-"""Are weights, masters and moments exported from what tiermem saved, in every precision and tier, what the run had?"""
+"""Are weights, masters and moments exported from what tiermem saved, in every precision and tier,
+what the run had?"""
 
 from __future__ import annotations
 
@@ -35,7 +36,10 @@ class Net(nn.Module):
         self.scale = nn.Parameter(torch.tensor(1.5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.gain(self.norm(self.frozen(self.embed(x)).float()).to(self.scale.dtype)) * self.scale)
+        return self.head(
+            self.gain(self.norm(self.frozen(self.embed(x)).float()).to(self.scale.dtype))
+            * self.scale
+        )
 
 
 @pytest.fixture
@@ -68,7 +72,9 @@ def test_what_is_exported_is_what_the_run_had(
     model.norm.float()  # its statistics
     paths = [str(nvme)] if tier is Tier.NVME else []
     precision = Precision.preset(preset)
-    policy = OffloadPolicy(params=tier, optim=tier, paths=paths, host_bytes=64 << 20, precision=precision)
+    policy = OffloadPolicy(
+        params=tier, optim=tier, paths=paths, host_bytes=64 << 20, precision=precision
+    )
     with tiermem.shard(model, policy) as shards:
         optimizer = tiermem.AdamW(model.parameters(), lr=1e-2)
         for _ in range(2):
@@ -81,7 +87,10 @@ def test_what_is_exported_is_what_the_run_had(
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         masters = {name: safe_get_full_fp32_param(p) for name, p in trained}
         moments = {
-            name: {state: safe_get_full_optimizer_state(p, state) for state in ("exp_avg", "exp_avg_sq")}
+            name: {
+                state: safe_get_full_optimizer_state(p, state)
+                for state in ("exp_avg", "exp_avg_sq")
+            }
             for name, p in trained
         }
         buffers = {name: value.clone() for name, value in model.named_buffers()}

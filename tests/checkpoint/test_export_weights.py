@@ -1,4 +1,5 @@
-"""Are exported weights the saved ones to the bit, in every format, opened by others, and written in little memory?"""
+"""Are exported weights the saved ones to the bit, in every format, opened by others, and written in
+little memory?"""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def saved(tmp_path: Path) -> tuple[Path, dict[str, dict[str, torch.Tensor]]]:
     return tmp_path / "ckpt", states
 
 
-def test_weights_are_exported_as_they_are_stored(saved: tuple[Path, dict[str, dict[str, torch.Tensor]]]) -> None:
+def test_weights_are_exported_as_they_are_stored(
+    saved: tuple[Path, dict[str, dict[str, torch.Tensor]]],
+) -> None:
     where, states = saved
     with Source.open(where) as source:
         shards = export_weights(weights_of(source), where.parent / "out", None, config='{"a": 1}')
@@ -77,7 +80,9 @@ def test_masters_are_exported_in_fp32(
 ) -> None:
     where, states = saved
     with Source.open(where) as source:
-        shards = export_weights(weights_of(source, torch.float32), where.parent / "out", None, is_safetensors)
+        shards = export_weights(
+            weights_of(source, torch.float32), where.parent / "out", None, is_safetensors
+        )
     file = where.parent / "out" / shards[0].name
     found = load_file(file) if is_safetensors else torch.load(file, weights_only=True)
     assert set(found) == set(states)
@@ -85,7 +90,9 @@ def test_masters_are_exported_in_fp32(
         assert torch.equal(value, master_of(states[name])), name
 
 
-def test_another_dtype_is_rounded_from_the_master(saved: tuple[Path, dict[str, dict[str, torch.Tensor]]]) -> None:
+def test_another_dtype_is_rounded_from_the_master(
+    saved: tuple[Path, dict[str, dict[str, torch.Tensor]]],
+) -> None:
     where, states = saved
     with Source.open(where) as source:
         export_weights(weights_of(source, torch.float16), where.parent / "out", None)
@@ -107,11 +114,15 @@ def test_shards_are_as_full_as_they_can_be_and_indexed(
     names = [f"{base}-0000{i}-of-00003.{suffix}" for i in (1, 2, 3)]
     index = json.loads(
         (
-            where.parent / "out" / f"{'model.safetensors' if is_safetensors else 'pytorch_model.bin'}.index.json"
+            where.parent
+            / "out"
+            / f"{'model.safetensors' if is_safetensors else 'pytorch_model.bin'}.index.json"
         ).read_text()
     )
     assert index["metadata"] == {"total_size": 3972}
-    assert index["weight_map"] == dict(zip(states, [names[0], *[names[1]] * 3, names[2]], strict=True))
+    assert index["weight_map"] == dict(
+        zip(states, [names[0], *[names[1]] * 3, names[2]], strict=True)
+    )
     found = {}
     for name in names:
         file = where.parent / "out" / name
@@ -120,7 +131,9 @@ def test_shards_are_as_full_as_they_can_be_and_indexed(
 
 
 def test_tied_names_are_there_once(tmp_path: Path) -> None:
-    tied = ForeignParameter("a.weight", (3, 2), {"weight": of_tensor(torch.randn(3, 2))}, aliases=("b.weight",))
+    tied = ForeignParameter(
+        "a.weight", (3, 2), {"weight": of_tensor(torch.randn(3, 2))}, aliases=("b.weight",)
+    )
     write_checkpoint(Foreign("test", [tied]), tmp_path / "ckpt", "t")
     with Source.open(tmp_path / "ckpt") as source:
         export_weights(weights_of(source), tmp_path / "hf", None)
@@ -130,11 +143,16 @@ def test_tied_names_are_there_once(tmp_path: Path) -> None:
     assert found["a.weight"].data_ptr() == found["b.weight"].data_ptr()
 
 
-def test_a_file_that_is_there_is_not_touched(saved: tuple[Path, dict[str, dict[str, torch.Tensor]]]) -> None:
+def test_a_file_that_is_there_is_not_touched(
+    saved: tuple[Path, dict[str, dict[str, torch.Tensor]]],
+) -> None:
     where, _ = saved
     (where.parent / "out").mkdir()
     (where.parent / "out" / "model.safetensors").write_bytes(b"mine")
-    with Source.open(where) as source, pytest.raises(FileExistsError, match=r"model\.safetensors there already"):
+    with (
+        Source.open(where) as source,
+        pytest.raises(FileExistsError, match=r"model\.safetensors there already"),
+    ):
         export_weights(weights_of(source), where.parent / "out", None)
     assert os.listdir(where.parent / "out") == ["model.safetensors"]
     assert (where.parent / "out" / "model.safetensors").read_bytes() == b"mine"
@@ -148,7 +166,10 @@ def test_a_damaged_state_ends_the_export_and_leaves_nothing(
         data = bytearray(file.read_bytes())
         data[-1] ^= 1
         file.write_bytes(data)
-    with Source.open(where) as source, pytest.raises(OSError, match="is not what was saved at step 1"):
+    with (
+        Source.open(where) as source,
+        pytest.raises(OSError, match="is not what was saved at step 1"),
+    ):
         export_weights(weights_of(source), where.parent / "out", 1000)
     assert os.listdir(where.parent / "out") == []
 
@@ -173,10 +194,13 @@ print(memory_of("VmHWM") - before, *pieces)
 
 
 def test_memory_does_not_grow_with_a_shard(tmp_path: Path) -> None:
-    """A process grows by the 16 MiB that are read into, a piece of 16 MiB and some more: not by the shard of 224 MiB."""
+    """A process grows by the 16 MiB that are read into, a piece of 16 MiB and some more: not by the
+    shard of 224 MiB."""
     write(tmp_path / "ckpt", {"w": {"weight": torch.zeros(14 * CHUNK_NUMEL + 3)}})
     command = [sys.executable, "-c", EXPORT, str(tmp_path / "ckpt"), str(tmp_path / "out")]
-    grown, *pieces = map(int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+    grown, *pieces = map(
+        int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    )
     assert pieces == [4 * CHUNK_NUMEL] * 14 + [12]
     assert grown < 96 << 20
 
@@ -199,8 +223,14 @@ def test_the_reference_systems_conversion_writes_files(
 ) -> None:
     where, states = saved
     out = where.parent / "out"
-    zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(str(where), str(out), safe_serialization=safe, tag="step1")
-    found = load_file(out / "model.safetensors") if safe else torch.load(out / "pytorch_model.bin", weights_only=True)
+    zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(
+        str(where), str(out), safe_serialization=safe, tag="step1"
+    )
+    found = (
+        load_file(out / "model.safetensors")
+        if safe
+        else torch.load(out / "pytorch_model.bin", weights_only=True)
+    )
     assert all(torch.equal(found[name], master_of(states[name])) for name in states)
 
 
@@ -209,7 +239,9 @@ def test_an_ordinary_model_is_filled(tmp_path: Path) -> None:
     model, other = nn.Linear(7, 5), nn.Linear(7, 5)
     write(tmp_path, {name: {"weight": value} for name, value in model.state_dict().items()})
     assert zero_to_fp32.load_state_dict_from_zero_checkpoint(other, tmp_path) is other
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True)
+    )
 
 
 def test_transformers_open_what_was_exported(tmp_path: Path) -> None:
@@ -224,12 +256,20 @@ def test_transformers_open_what_was_exported(tmp_path: Path) -> None:
         vocab_size=31, tie_word_embeddings=True,
     )  # fmt: skip
     model = LlamaForCausalLM(config).to(torch.bfloat16)
-    states = {name: {"weight": value} for name, value in model.state_dict().items() if name != "lm_head.weight"}
+    states = {
+        name: {"weight": value}
+        for name, value in model.state_dict().items()
+        if name != "lm_head.weight"
+    }
     write(tmp_path / "ckpt", states, world=2, most_numel=100)
     with Source.open(tmp_path / "ckpt") as source:
-        export_weights(weights_of(source), tmp_path / "out", 2000, config=json.dumps(config.to_dict()))
+        export_weights(
+            weights_of(source), tmp_path / "out", 2000, config=json.dumps(config.to_dict())
+        )
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
-    opened, said = LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16, output_loading_info=True)
+    opened, said = LlamaForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.bfloat16, output_loading_info=True
+    )
     assert not said["missing_keys"] and not said["unexpected_keys"]
     for (name, a), b in zip(model.named_parameters(), opened.parameters(), strict=True):
         assert torch.equal(a, b), name

@@ -1,9 +1,11 @@
-"""When a file system turns read-only or fills up, is what was saved untouched, and does a run go on from it to the bit?
+"""When a file system turns read-only or fills up, is what was saved untouched, and does a run go on
+from it to the bit?
 
-Every test has file systems of its own on loop devices; the faults are the kernel's, and the tests are skipped, with the reason,
-where mounting is not allowed. The same faults without a mount: test_save_faults.py. While files are open for writing the kernel
-refuses `mount -o remount,ro`; what turns a file system read-only under a run is an error that it finds in itself, and that is
-what is set off here.
+Every test has file systems of its own on loop devices; the faults are the kernel's, and the tests
+are skipped, with the reason, where mounting is not allowed. The same faults without a mount:
+test_save_faults.py. While files are open for writing the kernel refuses `mount -o remount,ro`; what
+turns a file system read-only under a run is an error that it finds in itself, and that is what is
+set off here.
 
     what happens                        read-only                full
     a store is made                     here                     here, test_failing_disks (swap)
@@ -47,7 +49,8 @@ BLOCK = 4096
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Run]]:
-    """start(path, **policy fields): a model on that path after two steps. What was not closed is closed, whatever it says."""
+    """start(path, **policy fields): a model on that path after two steps. What was not closed is
+    closed, whatever it says."""
     begun: list[tiermem.Shards] = []
 
     def make(path: Path, **fields: Any) -> Run:
@@ -77,9 +80,13 @@ def turn_read_only(point: Path) -> None:
 
 
 def mount_again(point: Path) -> None:
-    """Repaired, as after a restart. The kernel ends an io_uring a little after it is closed: until then it is busy."""
+    """Repaired, as after a restart. The kernel ends an io_uring a little after it is closed: until
+    then it is busy."""
     deadline = time.monotonic() + 5
-    while subprocess.run(["umount", str(point)], capture_output=True).returncode and time.monotonic() < deadline:
+    while (
+        subprocess.run(["umount", str(point)], capture_output=True).returncode
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.01)
     subprocess.run(["mount", "-o", "loop", f"{point}.image", str(point)], check=True)
 
@@ -90,13 +97,16 @@ def files_of(*folders: Path) -> dict[str, str]:
     for folder in folders:
         for file in sorted(folder.rglob("*")):
             if file.name not in ("filler", "lost+found"):
-                data = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else "a folder"
+                data = (
+                    hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else "a folder"
+                )
                 found[str(file)] = data
     return found
 
 
 def check_goes_on(out: Path, tag: str, saved: Any, due: list[float], path: Path) -> None:
-    """A run on another path opens a tag, has its states, and trains as the run did that saved it."""
+    """A run on another path opens a tag, has its states, and trains as the run did that saved
+    it."""
     assert states_in(out, tag) == saved
     made = model(seed=7)
     path.mkdir()
@@ -106,7 +116,7 @@ def check_goes_on(out: Path, tag: str, saved: Any, due: list[float], path: Path)
         assert train(made, optimizer, len(due)) == due
 
 
-# ---- read-only -----------------------------------------------------------------------------------------------------------
+# ---- read-only -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("what", ["step", "save", "durable step", "copy", "open"])
@@ -114,7 +124,9 @@ def test_a_file_system_that_turns_read_only_under_a_run_keeps_what_was_saved(
     mount: Mount, start: Callable[..., Run], tmp_path: Path, what: str
 ) -> None:
     point, out = mount("ext4", 64 * MIB, "errors=remount-ro"), tmp_path / "mounted ext4" / "out"
-    made, shards, optimizer = start(point, durability="step" if what == "durable step" else "checkpoint", keep=2)
+    made, shards, optimizer = start(
+        point, durability="step" if what == "durable step" else "checkpoint", keep=2
+    )
     checkpoint.save(shards, optimizer, out, "kept")
     saved, due = states_in(out, "kept"), train(made, optimizer, 1)
     before = files_of(out)
@@ -155,22 +167,31 @@ def test_a_copy_behind_whose_disk_turns_read_only_is_told_and_the_run_goes_on(
 
     def turn(step: durable.Step) -> None:
         is_behind = threading.current_thread() is not threading.main_thread()
-        if is_behind and step.when == "before" and step.kind == "sync" and step.name.endswith(".bin"):
+        if (
+            is_behind
+            and step.when == "before"
+            and step.kind == "sync"
+            and step.name.endswith(".bin")
+        ):
             turn_read_only(point)
 
     with durable.watch(turn):
         checkpoint.save(shards, optimizer, point / "out", "new", copy=True)
         with pytest.raises(OSError, match=r"Read-only file system \(.*kernel log\)") as caught:
             checkpoint.wait(shards)
-    assert (caught.value.errno, str(caught.value.filename).startswith(str(point))) == (errno.EROFS, True)
+    assert (caught.value.errno, str(caught.value.filename).startswith(str(point))) == (
+        errno.EROFS,
+        True,
+    )
     assert {name: data for name, data in files_of(point).items() if "/new" not in name} == before
-    checkpoint.save(shards, optimizer, tmp_path / "nvme" / "out", "here")  # the run's own disk is whole
+    # the run's own disk is whole
+    checkpoint.save(shards, optimizer, tmp_path / "nvme" / "out", "here")
     due = train(made, optimizer, 2)
     check_goes_on(tmp_path / "nvme" / "out", "here", saved, due, tmp_path / "other")
     check_goes_on(point / "out", "kept", saved, due, tmp_path / "third")
 
 
-# ---- full ----------------------------------------------------------------------------------------------------------------
+# ---- full ----------------------------------------------------------------------------------------
 
 
 def leave_free(filler: Path, num_blocks: int) -> None:
@@ -180,7 +201,8 @@ def leave_free(filler: Path, num_blocks: int) -> None:
 
 
 def until_it_fits(point: Path, act: Callable[[], object], unchanged: Callable[[], object]) -> int:
-    """Does something with no free block, one, two, ...: how often that was ENOSPC, each time with everything as before."""
+    """Does something with no free block, one, two, ...: how often that was ENOSPC, each time with
+    everything as before."""
     before = unchanged()
     for num_blocks in range(200):
         leave_free(fill(point), num_blocks)
@@ -194,37 +216,48 @@ def until_it_fits(point: Path, act: Callable[[], object], unchanged: Callable[[]
     raise AssertionError("it never fits")
 
 
-def test_a_store_that_does_not_fit_is_refused_with_the_arithmetic(mount: Mount, tmp_path: Path) -> None:
+def test_a_store_that_does_not_fit_is_refused_with_the_arithmetic(
+    mount: Mount, tmp_path: Path
+) -> None:
     point = mount("ext4", 8 * MIB)
     fill(point)
     before = files_of(point)
-    with pytest.raises(OSError, match=r"\d+ bytes are needed.* are free: No space left on device") as refusal:
+    with pytest.raises(
+        OSError, match=r"\d+ bytes are needed.* are free: No space left on device"
+    ) as refusal:
         tiermem.shard(model(), policy("nvme", point))
     assert (refusal.value.errno, refusal.value.filename) == (errno.ENOSPC, str(point))
     assert files_of(point) == before
 
 
-@pytest.mark.parametrize("way", ["in place", "in place, same tag", "a step", "a copy", "a copy behind"])
+@pytest.mark.parametrize(
+    "way", ["in place", "in place, same tag", "a step", "a copy", "a copy behind"]
+)
 def test_a_save_onto_a_full_disk_changes_nothing_wherever_it_ends(
     mount: Mount, start: Callable[..., Run], tmp_path: Path, way: str
 ) -> None:
     point, path = mount("ext4", 8 * MIB), tmp_path / "nvme"
     path.mkdir()
     is_copy = "copy" in way
-    made, shards, optimizer = start(path if is_copy else point, keep=1 if way == "a copy" else 2, durability="step")
+    made, shards, optimizer = start(
+        path if is_copy else point, keep=1 if way == "a copy" else 2, durability="step"
+    )
     out = point / "out"
     checkpoint.save(shards, optimizer, out, "kept", copy=is_copy)
     checkpoint.wait(shards)
     saved, due = states_in(out, "kept"), train(made, optimizer, 1)
     checkpoint.wait(shards)
     if way == "a copy":
-        checkpoint.save(shards, optimizer, path / "out", "held")  # leaves steps no slot: the copy is whole on return
+        # leaves steps no slot: the copy is whole on return
+        checkpoint.save(shards, optimizer, path / "out", "held")
 
     def act() -> None:
         if way == "a step":
             checkpoint.make_durable(shards, optimizer)
         else:
-            checkpoint.save(shards, optimizer, out, "kept" if "same tag" in way else "new", copy=is_copy)
+            checkpoint.save(
+                shards, optimizer, out, "kept" if "same tag" in way else "new", copy=is_copy
+            )
             checkpoint.wait(shards)
 
     num_refused = until_it_fits(point, act, lambda: (files_of(point), states_in(out, "kept")))
@@ -259,9 +292,16 @@ def test_an_export_or_import_onto_a_full_disk_leaves_nothing(
             elif way == "import":
                 write_checkpoint(foreign, out)
             else:
-                export_weights(weights_of(source), out, 3000, way == "safetensors", config="{}" * 3000)
+                export_weights(
+                    weights_of(source), out, 3000, way == "safetensors", config="{}" * 3000
+                )
 
-        assert until_it_fits(point, act, lambda: [name for name in files_of(point) if name != str(out)]) > 2
+        assert (
+            until_it_fits(
+                point, act, lambda: [name for name in files_of(point) if name != str(out)]
+            )
+            > 2
+        )
     assert len(list(out.rglob("*"))) > 1
 
 
@@ -283,7 +323,10 @@ def test_a_limit_of_the_process_cuts_writes_short_and_changes_nothing(
                 checkpoint.save(shards, optimizer, out, "new")
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        assert (caught.value.errno, str(caught.value.filename).startswith(str(tmp_path))) == (errno.EFBIG, True)
+        assert (caught.value.errno, str(caught.value.filename).startswith(str(tmp_path))) == (
+            errno.EFBIG,
+            True,
+        )
         assert files_of(tmp_path) == before
     checkpoint.save(shards, optimizer, out, "new")
     check_goes_on(out, "kept", saved, due, tmp_path / "other")

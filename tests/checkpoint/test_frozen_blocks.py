@@ -1,4 +1,5 @@
-"""Does a checkpoint of frozen weights in blocks hold the blocks, and open under every other form of the same weights?"""
+"""Does a checkpoint of frozen weights in blocks hold the blocks, and open under every other form of
+the same weights?"""
 
 from __future__ import annotations
 
@@ -22,8 +23,15 @@ NAME = "layers.1.up.weight"
 FORMS = [*FORMATS, None]
 
 
-def sharded(folder: Path, form: str | None, tier: Tier, seed: int = 0) -> tuple[Shards, tiermem.AdamW]:
-    fields: dict[str, Any] = {"params": tier, "optim": tier, "paths": [folder], "persistence_numel": 50}
+def sharded(
+    folder: Path, form: str | None, tier: Tier, seed: int = 0
+) -> tuple[Shards, tiermem.AdamW]:
+    fields: dict[str, Any] = {
+        "params": tier,
+        "optim": tier,
+        "paths": [folder],
+        "persistence_numel": 50,
+    }
     model = seeded(zoo.frozen_tower, seed).bfloat16()
     shards = tiermem.shard(model, OffloadPolicy(**fields, frozen_quant_type=form))
     return shards, tiermem.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
@@ -35,12 +43,16 @@ def weights(shards: Shards) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.NVME])
 @pytest.mark.parametrize("form", FORMATS)
-def test_it_holds_the_blocks_and_opens_under_every_form(form: str, tier: Tier, tmp_path: Path) -> None:
+def test_it_holds_the_blocks_and_opens_under_every_form(
+    form: str, tier: Tier, tmp_path: Path
+) -> None:
     shards, optim = sharded(tmp_path, form, tier)
     with shards:
         due = weights(shards)
         live, shard = shards.find(shards.model.get_parameter(NAME))
-        held = shards.values.blocks(live, slice(shard.shard_offset, shard.shard_offset + shard.shard_numel))
+        held = shards.values.blocks(
+            live, slice(shard.shard_offset, shard.shard_offset + shard.shard_numel)
+        )
         checkpoint.save(shards, optim, tmp_path / "saved")
     with Source.open(tmp_path / "saved") as source:
         param = source.parameters[NAME]
@@ -52,7 +64,9 @@ def test_it_holds_the_blocks_and_opens_under_every_form(form: str, tier: Tier, t
             assert sum(source.verify(NAME, state)) == source.bytes_of(NAME, state)
         found = source.blocks(NAME, 0, param.numel, FORMATS[form])
         assert found is not None and torch.equal(found, held[: found.numel()])
-        assert torch.equal(source.weight(NAME, 100, 900, torch.bfloat16), due[NAME].view(-1)[100:1000])
+        assert torch.equal(
+            source.weight(NAME, 100, 900, torch.bfloat16), due[NAME].view(-1)[100:1000]
+        )
         assert source.parameters["layers.1.up.bias"].at_rest is None
     for other in FORMS:
         shards, optim = sharded(tmp_path, other, tier, seed=1)
@@ -62,7 +76,9 @@ def test_it_holds_the_blocks_and_opens_under_every_form(form: str, tier: Tier, t
         if other in (form, None):
             assert all(torch.equal(opened[name], value) for name, value in due.items())
         else:  # packed from the values
-            assert (opened[NAME].float() - due[NAME].float()).abs().max() <= due[NAME].abs().max() * 0.16
+            assert (opened[NAME].float() - due[NAME].float()).abs().max() <= due[
+                NAME
+            ].abs().max() * 0.16
 
 
 def test_weights_that_were_saved_as_they_are_are_packed_when_opened(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
-"""Is any damaged or hostile checkpoint a documented error, within bounds of memory and time, with nothing written or executed?
+"""Is any damaged or hostile checkpoint a documented error, within bounds of memory and time, with
+nothing written or executed?
 
-`make test` reads the kept cases again, and a few new ones. `make soak` runs atheris over each reader for ten minutes.
+`make test` reads the kept cases again, and a few new ones. `make soak` runs atheris over each
+reader for ten minutes.
 """
 
 from __future__ import annotations
@@ -42,14 +44,18 @@ def test_kept_cases_are_read_or_refused(scenes: dict[str, Scene], reader: str) -
 
 @settings(max_examples=40, deadline=None, phases=[Phase.generate])
 @given(reader=st.sampled_from(sorted(READERS)), seed=st.integers(0, 1 << 32))
-def test_changed_files_are_read_or_refused(scenes: dict[str, Scene], reader: str, seed: int) -> None:
+def test_changed_files_are_read_or_refused(
+    scenes: dict[str, Scene], reader: str, seed: int
+) -> None:
     chance = random.Random(seed)
     scenes[reader].bounded(mutated(chance.choice(list(scenes[reader].seeds())), chance))
 
 
 def test_the_programs_would_run(scenes: dict[str, Scene], tmp_path: Path) -> None:
     """Where a pickle is trusted they make the folder that the other tests look for."""
-    data = next(case for case in scenes["dcp"].seeds() if case.startswith(b".metadata")).partition(b"\n")[2]
+    data = next(case for case in scenes["dcp"].seeds() if case.startswith(b".metadata")).partition(
+        b"\n"
+    )[2]
     num_run = 0
     for seed in range(40):
         canary = tmp_path / str(seed)
@@ -59,7 +65,7 @@ def test_the_programs_would_run(scenes: dict[str, Scene], tmp_path: Path) -> Non
     assert num_run > 15
 
 
-# ---- each bound is seen when it is passed ----------------------------------------------------------------------------
+# ---- each bound is seen when it is passed --------------------------------------------------------
 
 
 def _spins(_: Path) -> None:
@@ -102,12 +108,13 @@ def test_too_much_memory_is_seen() -> None:
         bounded(lambda: bytearray(200 << 20), 1000)
 
 
-# ---- ten minutes of each reader --------------------------------------------------------------------------------------
+# ---- ten minutes of each reader ------------------------------------------------------------------
 
 
 @pytest.fixture
 def totals_folder(tmp_path: Path) -> Iterator[Path]:
-    """Keeps the totals and findings of a run where TIERMEM_SOAK_TOTALS says, also those of a run that failed."""
+    """Keeps the totals and findings of a run where TIERMEM_SOAK_TOTALS says, also those of a run
+    that failed."""
     yield tmp_path / "out"
     if (keep := os.environ.get("TIERMEM_SOAK_TOTALS")) is not None:
         for file in (tmp_path / "out").iterdir():
@@ -117,11 +124,21 @@ def totals_folder(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.soak
 @pytest.mark.skipif(
-    importlib.util.find_spec("atheris") is None, reason="atheris has no wheel for this Python: make .venv/.fuzz"
+    importlib.util.find_spec("atheris") is None,
+    reason="atheris has no wheel for this Python: make .venv/.fuzz",
 )
 @pytest.mark.parametrize("reader", READERS)
-def test_ten_minutes_of_each_reader_find_nothing(totals_folder: Path, tmp_path: Path, reader: str) -> None:
-    command = [sys.executable, fuzzing.__file__, reader, str(tmp_path / "cases"), str(RUN_S), str(totals_folder)]
+def test_ten_minutes_of_each_reader_find_nothing(
+    totals_folder: Path, tmp_path: Path, reader: str
+) -> None:
+    command = [
+        sys.executable,
+        fuzzing.__file__,
+        reader,
+        str(tmp_path / "cases"),
+        str(RUN_S),
+        str(totals_folder),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_S + 600)
     totals = json.loads((totals_folder / f"{reader}.json").read_text())
     print(totals)

@@ -1,4 +1,5 @@
-"""Do time and memory of opening and importing grow with the bytes of the file, whatever it lists, repeats or nests?"""
+"""Do time and memory of opening and importing grow with the bytes of the file, whatever it lists,
+repeats or nests?"""
 
 from __future__ import annotations
 
@@ -22,14 +23,27 @@ from hypothesis import strategies as st
 
 from tiermem.checkpoint.format.fields import crc32c, decode
 from tiermem.checkpoint.format.finding import cover
-from tiermem.checkpoint.format.manifest import Manifest, Part, PartFile, PartState, parse_manifest, parse_part
-from tiermem.checkpoint.interchange.foreign import Foreign, ForeignParameter, of_tensor, optimizer_of
+from tiermem.checkpoint.format.manifest import (
+    Manifest,
+    Part,
+    PartFile,
+    PartState,
+    parse_manifest,
+    parse_part,
+)
+from tiermem.checkpoint.interchange.foreign import (
+    Foreign,
+    ForeignParameter,
+    of_tensor,
+    optimizer_of,
+)
 from tiermem.checkpoint.interchange.from_dcp import Plain
 from tiermem.checkpoint.interchange.from_dcp import _DcpReader as DcpReader
 from tiermem.checkpoint.interchange.write import read_foreign
 
 CPU_S_PER_BYTE = 2e-6
-"""A bound that linear readers keep with room to spare; a quadratic one takes more at these sizes."""
+"""A bound that linear readers keep with room to spare; a quadratic one takes more at these
+sizes."""
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +52,7 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Scene]:
     return {name: make(folder / name) for name, make in READERS.items()}
 
 
-# ---- any value of any file, grown ------------------------------------------------------------------------------------
+# ---- any value of any file, grown ----------------------------------------------------------------
 
 HOW = ("repeated", "different", "long", "deep")
 _DEEP = "a value that is nested"
@@ -86,7 +100,9 @@ def grown_file(data: bytes, name: str, chance: random.Random, how: str, num: int
     """The same for the file of a scene."""
     if name.endswith((".pt", ".bin", ".metadata")):
         out = io.BytesIO()
-        load, save = (pickle.loads, pickle.dump) if name.endswith(".metadata") else (_loaded, torch.save)
+        load, save = (
+            (pickle.loads, pickle.dump) if name.endswith(".metadata") else (_loaded, torch.save)
+        )
         deep: Any = 1
         for _ in range(min(num, 200)):
             deep = [deep]
@@ -112,7 +128,8 @@ def _loaded(data: bytes) -> Any:
 def try_one(scene: Scene, chance: random.Random, how: str, num: int) -> None:
     """Grows a value of a file of a scene, and reads it within the bounds."""
     name, _, data = chance.choice(list(scene.seeds())).partition(b"\n")
-    if name.endswith((b"latest", b".distcp", b"_optim_states.pt")):  # no structure, or classes that do not exist here
+    # no structure, or classes that do not exist here
+    if name.endswith((b"latest", b".distcp", b"_optim_states.pt")):
         return
     try:
         file = grown_file(data, name.decode(), chance, how, num)
@@ -140,7 +157,9 @@ def test_any_grown_value_is_read_or_refused_in_linear_time(
     try_one(scenes[reader], random.Random(seed), how, min(num, 5_000))
 
 
-def test_a_shape_of_thousands_of_dimensions_is_refused_in_one_line(scenes: dict[str, Scene]) -> None:
+def test_a_shape_of_thousands_of_dimensions_is_refused_in_one_line(
+    scenes: dict[str, Scene],
+) -> None:
     try_one(scenes["dcp"], random.Random(48_496), "different", 48_496)
 
 
@@ -152,7 +171,7 @@ def test_any_value_of_100000_entries_is_read_or_refused_in_linear_time(
     try_one(scenes[reader], random.Random(seed), how, num)
 
 
-# ---- structures that passed for valid and took quadratic time or more ------------------------------------------------
+# ---- structures that passed for valid and took quadratic time or more ----------------------------
 
 
 def _of_manifest(num: int, folder: Path) -> None:
@@ -192,7 +211,9 @@ def _decode(folder: Path) -> None:
 
 def _of_ties(num: int, folder: Path) -> None:
     """Names of one tensor, in a safetensors file."""
-    header: Any = {f"w{i}": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for i in range(num)}
+    header: Any = {
+        f"w{i}": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for i in range(num)
+    }
     header["__metadata__"] = {f"tied{i}": f"w{i}" for i in range(num)}
     text = json.dumps(header).encode()
     (folder / "a.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
@@ -208,7 +229,10 @@ def _of_groups(num: int, folder: Path) -> None:
     weights = {f"w{i}": torch.zeros(1)[:0].view(0, i + 1) for i in range(num // 4)}
     state = {i: {"exp_avg": value} for i, value in enumerate(weights.values())}
     groups = [{"lr": 0.1, "params": [i]} for i in range(num // 4)]
-    torch.save({"model": weights, "optimizer": {"state": state, "param_groups": groups}}, folder / "pytorch_model.bin")
+    torch.save(
+        {"model": weights, "optimizer": {"state": state, "param_groups": groups}},
+        folder / "pytorch_model.bin",
+    )
 
 
 def _of_sub_group(num: int, folder: Path) -> None:
@@ -220,8 +244,14 @@ def _of_sub_group(num: int, folder: Path) -> None:
         "fp32_flat_groups": [torch.zeros(num)],
         "optimizer_state_dict": kept,
     }
-    torch.save({"optimizer_state_dict": optim}, folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
-    model = {"module": {}, "param_shapes": [{f"w{i}": (1,) for i in range(num)}], "buffer_names": []}
+    torch.save(
+        {"optimizer_state_dict": optim}, folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    )
+    model = {
+        "module": {},
+        "param_shapes": [{f"w{i}": (1,) for i in range(num)}],
+        "buffer_names": [],
+    }
     torch.save(model, folder / "zero_pp_rank_0_mp_rank_00_model_states.pt")
 
 
@@ -229,7 +259,11 @@ def _of_wrong_types(num: int, folder: Path) -> None:
     """Values of wrong types in every list and object of DeepSpeed's model file."""
     _of_sub_group(4, folder)
     shapes = [dict.fromkeys(range(num), "x"), {"w": ("x",) * num}, *["x"] * num]
-    model = {"module": dict.fromkeys(range(num)), "param_shapes": shapes, "buffer_names": [*range(num)]}
+    model = {
+        "module": dict.fromkeys(range(num)),
+        "param_shapes": shapes,
+        "buffer_names": [*range(num)],
+    }
     torch.save(model, folder / "zero_pp_rank_0_mp_rank_00_model_states.pt")
 
 
@@ -241,7 +275,12 @@ def _order_one_group(folder: Path) -> None:
     names = (folder / "names").read_text().split()
     states = {"weight": of_tensor(torch.zeros(1))}
     optimizer_of(
-        Foreign("", [ForeignParameter(name, (1,), states, group=0) for name in names], [{"params": names}]), []
+        Foreign(
+            "",
+            [ForeignParameter(name, (1,), states, group=0) for name in names],
+            [{"params": names}],
+        ),
+        [],
     )
 
 
@@ -253,7 +292,10 @@ class _Number(Plain):
 def _order_flat_groups(folder: Path) -> None:
     """The settings of each parameter, as a flattened state dict has them."""
     names = (folder / "names").read_text().split()
-    where = {("optim", f"param_groups.{name}.lr"): _Number(folder, i, 0, name) for i, name in enumerate(names)}
+    where = {
+        ("optim", f"param_groups.{name}.lr"): _Number(folder, i, 0, name)
+        for i, name in enumerate(names)
+    }
     assert len(DcpReader(folder, where).foreign().groups) == len(names)
 
 
@@ -263,7 +305,8 @@ def _of_shared_lists(num: int, folder: Path) -> None:
     for _ in range(round(math.log2(num)) * 3):
         value = [value, value]
     torch.save(
-        {"model": {}, "note": value, "optimizer": {"state": {}, "param_groups": [value]}}, folder / "pytorch_model.bin"
+        {"model": {}, "note": value, "optimizer": {"state": {}, "param_groups": [value]}},
+        folder / "pytorch_model.bin",
     )
 
 
@@ -286,12 +329,15 @@ CASES: dict[str, tuple[int, Callable[[int, Path], None], Callable[[Path], object
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "manifest" else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+    "name",
+    [name if name == "manifest" else pytest.param(name, marks=pytest.mark.slow) for name in CASES],
 )
 def test_a_large_file_takes_time_and_memory_as_its_bytes(tmp_path: Path, name: str) -> None:
     num, write, read = CASES[name]
     write(num, tmp_path)
     took = bounded(
-        lambda: read(tmp_path), num_bytes := sum(file.stat().st_size for file in tmp_path.iterdir()), CPU_S_PER_BYTE
+        lambda: read(tmp_path),
+        num_bytes := sum(file.stat().st_size for file in tmp_path.iterdir()),
+        CPU_S_PER_BYTE,
     )
     print(name, num_bytes, took, took.cpu_s / num_bytes)

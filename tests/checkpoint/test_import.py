@@ -1,4 +1,5 @@
-"""Is what was imported a whole checkpoint, equal to its source to the bit, and is nothing left when it cannot be?"""
+"""Is what was imported a whole checkpoint, equal to its source to the bit, and is nothing left when
+it cannot be?"""
 
 from __future__ import annotations
 
@@ -14,7 +15,12 @@ from checkpoint.deepspeed_folders import write_deepspeed
 from checkpoint.test_deepspeed_import import values_of
 from saved_by_hand import latest_of
 
-from tiermem.checkpoint.interchange.foreign import Foreign, ForeignParameter, ForeignState, of_tensor
+from tiermem.checkpoint.interchange.foreign import (
+    Foreign,
+    ForeignParameter,
+    ForeignState,
+    of_tensor,
+)
 from tiermem.checkpoint.interchange.from_deepspeed import read_deepspeed
 from tiermem.checkpoint.interchange.write import write_checkpoint
 from tiermem.checkpoint.opening.source import Source
@@ -26,28 +32,43 @@ def check(out: Path, foreign: Foreign) -> None:
         assert list(source.parameters) == [p.name for p in foreign.parameters]
         for p in foreign.parameters:
             opened = source.parameters[p.name]
-            assert (opened.shape, opened.aliases, opened.num_steps) == (p.shape, p.aliases, p.num_steps)
+            assert (opened.shape, opened.aliases, opened.num_steps) == (
+                p.shape,
+                p.aliases,
+                p.num_steps,
+            )
             assert source.states(p.name) == (tuple(p.states) if opened.numel else ())
             for state, value in values_of(p).items():
                 if opened.numel:
-                    assert torch.equal(source.read(p.name, state, 0, opened.numel), value.view(-1)), (p.name, state)
+                    assert torch.equal(
+                        source.read(p.name, state, 0, opened.numel), value.view(-1)
+                    ), (p.name, state)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_a_deepspeed_checkpoint_becomes_ours(tmp_path: Path, num_ranks: int, dtype: torch.dtype) -> None:
+def test_a_deepspeed_checkpoint_becomes_ours(
+    tmp_path: Path, num_ranks: int, dtype: torch.dtype
+) -> None:
     write_deepspeed(tmp_path / "ds", num_ranks, dtype)
     foreign = read_deepspeed(tmp_path / "ds")
     done = write_checkpoint(foreign, tmp_path / "out")
-    assert (done.tag, done.step, done.folder) == ("global_step4", 4, tmp_path / "out" / "global_step4")
+    assert (done.tag, done.step, done.folder) == (
+        "global_step4",
+        4,
+        tmp_path / "out" / "global_step4",
+    )
     assert latest_of(tmp_path / "out") == "global_step4"
-    assert done.num_bytes == sum(v.nbytes for p in foreign.parameters for v in values_of(p).values())
+    assert done.num_bytes == sum(
+        v.nbytes for p in foreign.parameters for v in values_of(p).values()
+    )
     assert list(done.left_behind) == []
     check(tmp_path / "out", foreign)
 
 
 def test_sizes_around_blocks_and_buffers_are_whole(tmp_path: Path) -> None:
-    """Pieces that do not divide a block of 1 MiB, states that end on one and beside one, empty and 0-dim parameters."""
+    """Pieces that do not divide a block of 1 MiB, states that end on one and beside one, empty and
+    0-dim parameters."""
     mib = 1 << 18  # elements of fp32
     shapes = [(0,), (), (1,), (mib - 1,), (mib,), (mib + 1,), (16 * mib,), (17 * mib + 5,), (3, 0)]
     torch.manual_seed(0)
@@ -60,7 +81,9 @@ def test_sizes_around_blocks_and_buffers_are_whole(tmp_path: Path) -> None:
 
     parameters = [
         ForeignParameter(
-            f"p{i}", shape, {"weight": cut(torch.randn(shape)), "exp_avg": of_tensor(torch.randn(shape).half())}
+            f"p{i}",
+            shape,
+            {"weight": cut(torch.randn(shape)), "exp_avg": of_tensor(torch.randn(shape).half())},
         )
         for i, shape in enumerate(shapes)
     ]
@@ -102,7 +125,9 @@ def test_values_that_are_not_as_announced_leave_nothing(tmp_path: Path, numel: i
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_a_full_disk_is_met_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_met_before_anything_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def pieces() -> Iterator[torch.Tensor]:
         raise AssertionError("read")
 
@@ -126,13 +151,24 @@ def test_what_is_no_plain_value_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"), [("", (3,)), ("a\0b", (3,)), ("\ud800", (3,)), ("w" * 5000, (3,)), ("w", (0, 1 << 62, 1 << 62))]
+    ("name", "shape"),
+    [
+        ("", (3,)),
+        ("a\0b", (3,)),
+        ("\ud800", (3,)),
+        ("w" * 5000, (3,)),
+        ("w", (0, 1 << 62, 1 << 62)),
+    ],
 )
-def test_what_would_not_open_again_is_not_imported(tmp_path: Path, name: str, shape: tuple[int, ...]) -> None:
+def test_what_would_not_open_again_is_not_imported(
+    tmp_path: Path, name: str, shape: tuple[int, ...]
+) -> None:
     def pieces() -> Iterator[torch.Tensor]:
         raise AssertionError("it is refused before a value is read")
 
-    foreign = Foreign("test", [ForeignParameter(name, shape, {"weight": ForeignState(torch.float32, pieces)})])
+    foreign = Foreign(
+        "test", [ForeignParameter(name, shape, {"weight": ForeignState(torch.float32, pieces)})]
+    )
     with pytest.raises(ValueError, match=r"cannot be saved.*parameters\[0\]: (name|shape)"):
         write_checkpoint(foreign, tmp_path / "out")
     assert not (tmp_path / "out").exists()

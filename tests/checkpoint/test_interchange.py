@@ -1,4 +1,5 @@
-"""Does training go on through tiermem and back: torch -> tiermem, tiermem -> torch, with optimizer states?"""
+"""Does training go on through tiermem and back: torch -> tiermem, tiermem -> torch, with optimizer
+states?"""
 
 from __future__ import annotations
 
@@ -49,15 +50,25 @@ def test_what_torch_saved_goes_on_in_tiermem(tmp_path: Path, kind: str, is_dcp: 
         model, optim = get_state_dict(net, optimizer)
         save({"model": model, "optim": optim}, tmp_path / "src")
     else:
-        torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "src")
+        torch.save(
+            {"model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "src"
+        )
     write_checkpoint(read_foreign(tmp_path / "src"), tmp_path / "ours")
     ours = Net()
     policy = OffloadPolicy(params=Tier.HOST, optim=Tier.HOST, num_moments=3)
     with tiermem.shard(ours, policy) as shards:
         flat = [p for p in ours.parameters() if p.dim() == 1]
         wide = [p for p in ours.parameters() if p.dim() > 1]
-        groups = [{"params": flat}, {"params": wide}] if kind == "two_groups" else [{"params": flat + wide}]
-        stepper = tiermem.Adam(groups, lr=1.0, amsgrad=True) if len(groups) > 1 else tiermem.AdamW(groups, lr=1.0)
+        groups = (
+            [{"params": flat}, {"params": wide}]
+            if kind == "two_groups"
+            else [{"params": flat + wide}]
+        )
+        stepper = (
+            tiermem.Adam(groups, lr=1.0, amsgrad=True)
+            if len(groups) > 1
+            else tiermem.AdamW(groups, lr=1.0)
+        )
         loaded = load(shards, stepper, tmp_path / "ours")
         assert loaded is not None
         assert loaded.has_states
@@ -106,13 +117,17 @@ class Odd(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_deepspeed_checkpoint_fills_model_and_optimizer(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_a_deepspeed_checkpoint_fills_model_and_optimizer(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
     written = write_deepspeed(tmp_path / "ds", 2, dtype)
     write_checkpoint(read_foreign(tmp_path / "ds"), tmp_path / "ours")
     model = Odd().to(dtype)
     model.mean = model.mean.float()
     (tmp_path / "nvme").mkdir()
-    policy = OffloadPolicy(params=Tier.NVME, optim=Tier.NVME, paths=[str(tmp_path / "nvme")], host_bytes=64 << 20)
+    policy = OffloadPolicy(
+        params=Tier.NVME, optim=Tier.NVME, paths=[str(tmp_path / "nvme")], host_bytes=64 << 20
+    )
     with tiermem.shard(model, policy) as shards:
         wide = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
         flat = [p for p in model.parameters() if p.requires_grad and p.dim() == 1]
@@ -127,9 +142,13 @@ def test_a_deepspeed_checkpoint_fills_model_and_optimizer(tmp_path: Path, dtype:
             states = written.states[name]
             assert torch.equal(shards.weight(param), states["weight"]), name
             if param.requires_grad:
-                assert torch.equal(safe_get_full_fp32_param(param), states.get("master", states["weight"])), name
+                assert torch.equal(
+                    safe_get_full_fp32_param(param), states.get("master", states["weight"])
+                ), name
                 for state in ("exp_avg", "exp_avg_sq"):
-                    assert torch.equal(safe_get_full_optimizer_state(param, state), states[state]), name
+                    assert torch.equal(
+                        safe_get_full_optimizer_state(param, state), states[state]
+                    ), name
     assert {name for group in SUB_GROUPS for name in group} < set(written.states)
 
 
@@ -141,7 +160,9 @@ def test_fp32_weights_become_split_masters_to_the_bit(tmp_path: Path) -> None:
     write_checkpoint(read_foreign(tmp_path / "a.pt"), tmp_path / "ours")
     model = nn.Linear(33, 17).bfloat16()
     precision = Precision.preset("compact")
-    with tiermem.shard(model, OffloadPolicy(params=Tier.HOST, optim=Tier.HOST, precision=precision)) as shards:
+    with tiermem.shard(
+        model, OffloadPolicy(params=Tier.HOST, optim=Tier.HOST, precision=precision)
+    ) as shards:
         optimizer = tiermem.AdamW(model.parameters())
         load(shards, optimizer, tmp_path / "ours")
         for name, param in model.named_parameters():

@@ -1,4 +1,5 @@
-"""Do load_checkpoint's arguments mean what the reference documents, and do its errors say what to do?"""
+"""Do load_checkpoint's arguments mean what the reference documents, and do its errors say what to
+do?"""
 
 from __future__ import annotations
 
@@ -44,10 +45,12 @@ def weights(engine: tiermem.Engine) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in engine.module.state_dict().items()}
 
 
-# ---- what is taken -------------------------------------------------------------------------------------------------------
+# ---- what is taken -------------------------------------------------------------------------------
 
 
-def test_the_module_alone_leaves_states_counters_and_schedule(saved: tiermem.Engine, tmp_path: Path) -> None:
+def test_the_module_alone_leaves_states_counters_and_schedule(
+    saved: tiermem.Engine, tmp_path: Path
+) -> None:
     other = started(tmp_path, seed=3)
     train(other, range(1))
     before, moments = counters(other), {n: v for n, v in states(other).items() if "exp_avg" in n}
@@ -74,7 +77,8 @@ def test_without_optimizer_states_masters_are_exact_or_the_weights_and_moments_n
         assert torch.equal(found[f"{name}.weight"], value)
         if f"{name}.master" in found:
             assert torch.equal(
-                found[f"{name}.master"], due[f"{name}.master"] if loads_masters else value.float().view(-1)
+                found[f"{name}.master"],
+                due[f"{name}.master"] if loads_masters else value.float().view(-1),
             )
     assert other.global_steps == 3
     assert other.get_lr() == first.get_lr()
@@ -85,7 +89,9 @@ def test_without_optimizer_states_masters_are_exact_or_the_weights_and_moments_n
     other.optimizer.param_groups[0]["weight_decay"] = 0.0
     other.step()  # the first step starts from the masters that were put
     after = states(other)
-    assert all(torch.equal(after[name], value) for name, value in before.items() if name.endswith("master"))
+    assert all(
+        torch.equal(after[name], value) for name, value in before.items() if name.endswith("master")
+    )
     first.close()
     other.close()
 
@@ -133,7 +139,10 @@ def test_an_engine_for_inference_takes_the_weights(saved: tiermem.Engine, tmp_pa
     torch.manual_seed(5)
     config = {
         "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": "nvme", "nvme_path": str(tmp_path)},
+        },
     }
     other = tiermem.initialize(model=zoo.tied_tower(), config=config)[0]
     other.load_checkpoint(tmp_path / "ck")
@@ -158,7 +167,9 @@ def test_gradients_that_have_added_up_are_dropped(tmp_path: Path) -> None:
 
 def test_the_plain_face_opens_what_it_saved(tmp_path: Path) -> None:
     model = zoo.Tower()
-    policy = tiermem.OffloadPolicy(optim=tiermem.Tier.NVME, params=tiermem.Tier.NVME, paths=[tmp_path])
+    policy = tiermem.OffloadPolicy(
+        optim=tiermem.Tier.NVME, params=tiermem.Tier.NVME, paths=[tmp_path]
+    )
     beside = nn.Parameter(torch.randn(7))
     with tiermem.shard(model, policy) as shards:
         optim = tiermem.AdamW([*model.parameters(), beside], lr=0.1)
@@ -172,7 +183,11 @@ def test_the_plain_face_opens_what_it_saved(tmp_path: Path) -> None:
             optim.zero_grad()
         loaded = checkpoint.load(shards, optim, tmp_path / "ck")
         assert loaded is not None
-        assert (loaded.step, loaded.tag, loaded.client_state) == (2, "global_step2", {"seen": (1, 2)})
+        assert (loaded.step, loaded.tag, loaded.client_state) == (
+            2,
+            "global_step2",
+            {"seen": (1, 2)},
+        )
         assert torch.equal(beside, kept)
         assert int(optim.state[beside]["step"]) == 2
         assert optim.param_groups[0]["lr"] == 0.1
@@ -193,7 +208,7 @@ def test_frozen_parameters_that_were_left_out_stay_as_they_are(tmp_path: Path) -
     other.close()
 
 
-# ---- what does not fit ---------------------------------------------------------------------------------------------------
+# ---- what does not fit ---------------------------------------------------------------------------
 
 
 def test_other_parameters_are_an_error_with_both_lists_or_a_warning(
@@ -223,14 +238,19 @@ def test_another_shape_and_another_optimizer_are_refused_before_anything_changes
 ) -> None:
     lion = started(tmp_path, seed=3, optimizer={"type": "Lion", "params": {"lr": 1e-3}})
     before = states(lion)
-    with pytest.raises(ValueError, match=r"saved by AdamW, and this optimizer is Lion: .* load_optimizer_states=False"):
+    with pytest.raises(
+        ValueError,
+        match=r"saved by AdamW, and this optimizer is Lion: .* load_optimizer_states=False",
+    ):
         lion.load_checkpoint(tmp_path / "ck")
     assert_same_tensors(states(lion), before)
     lion.load_checkpoint(tmp_path / "ck", load_optimizer_states=False)
     assert_same_tensors(weights(lion), weights(saved))
     lion.close()
     narrow = started(tmp_path, build=lambda: nn.ModuleDict({"embed": nn.Embedding(5, 31)}))
-    with pytest.raises(ValueError, match=r"embed.weight is \(61, 31\) in the checkpoint and \(5, 31\) in the model"):
+    with pytest.raises(
+        ValueError, match=r"embed.weight is \(61, 31\) in the checkpoint and \(5, 31\) in the model"
+    ):
         narrow.load_checkpoint(tmp_path / "ck", load_module_strict=False)
     narrow.close()
 
@@ -247,7 +267,7 @@ def test_nothing_saved_is_a_warning_and_a_missing_tag_an_error(
         saved.save_checkpoint("")
 
 
-# ---- damage --------------------------------------------------------------------------------------------------------------
+# ---- damage --------------------------------------------------------------------------------------
 
 
 def flip_in_segment(folder: Path, param: str, state: str) -> None:
@@ -261,7 +281,9 @@ def flip_in_segment(folder: Path, param: str, state: str) -> None:
         stream.write(bytes([byte ^ 16]))
 
 
-def test_a_flipped_bit_on_nvme_is_named_and_the_older_tag_opens(saved: tiermem.Engine, tmp_path: Path) -> None:
+def test_a_flipped_bit_on_nvme_is_named_and_the_older_tag_opens(
+    saved: tiermem.Engine, tmp_path: Path
+) -> None:
     saved.close()
     flip_in_segment(tmp_path / "ck", "layers.1.up.weight", "exp_avg_sq")
     other = started(tmp_path, seed=3)
@@ -284,7 +306,9 @@ def test_a_flipped_bit_on_nvme_is_named_and_the_older_tag_opens(saved: tiermem.E
     other.close()
 
 
-def test_a_deleted_or_cut_segment_leaves_the_engine_as_it_was(saved: tiermem.Engine, tmp_path: Path) -> None:
+def test_a_deleted_or_cut_segment_leaves_the_engine_as_it_was(
+    saved: tiermem.Engine, tmp_path: Path
+) -> None:
     saved.close()
     (segment,) = tmp_path.glob("tiermem-*/segment.bin")
     os.truncate(segment, 4096)
@@ -318,12 +342,16 @@ print("held", flush=True); sys.stdin.read(); folder.close(keep=True)
 """
 
 
-def test_the_store_of_another_live_process_is_refused(saved: tiermem.Engine, tmp_path: Path) -> None:
+def test_the_store_of_another_live_process_is_refused(
+    saved: tiermem.Engine, tmp_path: Path
+) -> None:
     saved.close()
     (segment,) = tmp_path.glob("tiermem-*/segment.bin")
     command: list[Any] = [sys.executable, "-c", HOLD, segment.parent]
     other = started(tmp_path, seed=3)
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
         assert holder.stdout is not None
         assert holder.stdin is not None
         assert holder.stdout.readline() == "held\n"
@@ -336,16 +364,22 @@ def test_the_store_of_another_live_process_is_refused(saved: tiermem.Engine, tmp
     other.close()
 
 
-def test_tags_without_latest_are_listed_or_the_newest_is_opened(saved: tiermem.Engine, tmp_path: Path) -> None:
+def test_tags_without_latest_are_listed_or_the_newest_is_opened(
+    saved: tiermem.Engine, tmp_path: Path
+) -> None:
     (tmp_path / "ck" / "latest").unlink()
-    with pytest.raises(NothingSaved, match=r"no file named latest.*: new, old; or give newest=True"):
+    with pytest.raises(
+        NothingSaved, match=r"no file named latest.*: new, old; or give newest=True"
+    ):
         saved.load_checkpoint(tmp_path / "ck")
     path, _ = saved.load_checkpoint(tmp_path / "ck", newest=True)
     assert path == str(tmp_path / "ck" / "new")
 
 
 RESEALED = {
-    "client_state": {"x": {"$": "tensor", "dtype": "fp32", "shape": [0, 1 << 47, 1 << 47], "value": ""}},
+    "client_state": {
+        "x": {"$": "tensor", "dtype": "fp32", "shape": [0, 1 << 47, 1 << 47], "value": ""}
+    },
     "config": {"x": {"$": "ndarray", "dtype": "f4", "shape": [0, 1 << 47, 1 << 47], "value": ""}},
     "scheduler": [1],
     "loss_scaler": "x",

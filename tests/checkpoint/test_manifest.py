@@ -1,4 +1,5 @@
-"""Is a manifest read back as it was written, and is everything that is wrong with one an error that says what?"""
+"""Is a manifest read back as it was written, and is everything that is wrong with one an error that
+says what?"""
 
 from __future__ import annotations
 
@@ -77,7 +78,10 @@ def test_every_flipped_bit_is_noticed() -> None:
 
 WRONG = [
     (put("format", "other"), "format"),
-    (put("version", 3), "version 3 of the format; this tiermem reads version 2: open it with a newer one"),
+    (
+        put("version", 3),
+        "version 3 of the format; this tiermem reads version 2: open it with a newer one",
+    ),
     (put("version", True), "version"),
     (put("run_id", ""), "run_id"),
     (put("commit", -1), "commit"),
@@ -96,10 +100,19 @@ WRONG = [
     (put("parts", 1, "crc32c", "zz"), "crc32c"),
     (put("parts", 1, "folder", "a\0b"), "folder"),
     (put("parts", 1, "folder", "."), None),
-    (lambda content: content["parts"][1].update(folder=".", file="part-3-0.json"), "a path is listed twice"),
+    (
+        lambda content: content["parts"][1].update(folder=".", file="part-3-0.json"),
+        "a path is listed twice",
+    ),
     (put("optimizer", {"$": "eval", "value": "1"}), "optimizer"),
-    (put("client_state", {"$": "tensor", "dtype": "float32", "shape": [1 << 40], "value": ""}), "client_state"),
-    (put("client_state", {"$": "tensor", "dtype": "fp32", "shape": [1 << 40], "value": ""}), "bytes, in base64"),
+    (
+        put("client_state", {"$": "tensor", "dtype": "float32", "shape": [1 << 40], "value": ""}),
+        "client_state",
+    ),
+    (
+        put("client_state", {"$": "tensor", "dtype": "fp32", "shape": [1 << 40], "value": ""}),
+        "bytes, in base64",
+    ),
     (put("parameters", 0, "shape", [-1]), "shape"),
     (put("parameters", 0, "shape", [1 << 40, 1 << 40]), "shape"),
     (put("parameters", 0, "shape", [1] * 65), "shape"),
@@ -120,15 +133,33 @@ WRONG = [
     (put("version", 1), "choices is due since version 2 of the format, and not in version 1"),
     (put("choices", {"overlap": "backward", "compute_dtype": "fp32"}), None),
     (put("choices", {"streamed_ratio": "0.5"}), None),
-    (put("choices", {"streamed_ratio": "1.5"}), "choices: '1.5' is unknown: it was written by a newer tiermem"),
-    (put("choices", {"streamed_ratio": "half"}), "choices: could not convert string to float: 'half'"),
-    (put("choices", {"overlap": "auto"}), "choices: 'auto' is unknown: it was written by a newer tiermem"),
-    (put("choices", {"layout": "rows"}), "choices: 'layout' is unknown: it was written by a newer tiermem"),
-    (put("choices", {"compute_dtype": "fp8"}), "choices: 'fp8' is unknown: it was written by a newer tiermem"),
+    (
+        put("choices", {"streamed_ratio": "1.5"}),
+        "choices: '1.5' is unknown: it was written by a newer tiermem",
+    ),
+    (
+        put("choices", {"streamed_ratio": "half"}),
+        "choices: could not convert string to float: 'half'",
+    ),
+    (
+        put("choices", {"overlap": "auto"}),
+        "choices: 'auto' is unknown: it was written by a newer tiermem",
+    ),
+    (
+        put("choices", {"layout": "rows"}),
+        "choices: 'layout' is unknown: it was written by a newer tiermem",
+    ),
+    (
+        put("choices", {"compute_dtype": "fp8"}),
+        "choices: 'fp8' is unknown: it was written by a newer tiermem",
+    ),
     (put("choices", []), "choices is a list"),
     (put("choices", None), "choices is due since version 2"),
     (lambda content: content.pop("choices"), "choices is due since version 2"),
-    (put("parameters", 0, "at_rest", "fp4"), "at_rest: 'fp4' is unknown: it was written by a newer tiermem"),
+    (
+        put("parameters", 0, "at_rest", "fp4"),
+        "at_rest: 'fp4' is unknown: it was written by a newer tiermem",
+    ),
     (put("surplus", 1), "no such field"),
     (lambda content: content.pop("step"), "step is missing"),
 ]
@@ -174,7 +205,10 @@ def test_pieces_that_overlap_leave_holes_or_belong_to_nobody_are_refused() -> No
     def with_piece(index: int, **fields: Any) -> list[Any]:
         pieces = list(pieces_of(both[1]))
         pieces[index] = pieces[index]._replace(**fields)
-        states = (PartState(p.param, p.state, p.kind, [(p.start, p.numel, p.file, p.offset)]) for p in pieces)
+        states = (
+            PartState(p.param, p.state, p.kind, [(p.start, p.numel, p.file, p.offset)])
+            for p in pieces
+        )
         return [both[0], dataclasses.replace(both[1], states=tuple(states))]
 
     for fields, said in [
@@ -196,10 +230,16 @@ def test_pieces_that_overlap_leave_holes_or_belong_to_nobody_are_refused() -> No
     assert piece("w", "weight", "bf16", 0, 3, 0).num_bytes == 6
 
 
-@pytest.mark.parametrize(("at_rest", "said"), [("nf4", "is bf16; the parameter is nf4"), (None, None)])
-def test_a_form_at_rest_that_the_weight_does_not_have_is_refused(at_rest: str | None, said: str | None) -> None:
+@pytest.mark.parametrize(
+    ("at_rest", "said"), [("nf4", "is bf16; the parameter is nf4"), (None, None)]
+)
+def test_a_form_at_rest_that_the_weight_does_not_have_is_refused(
+    at_rest: str | None, said: str | None
+) -> None:
     weight, *others = manifest().parameters
-    changed = dataclasses.replace(manifest(), parameters=(dataclasses.replace(weight, at_rest=at_rest), *others))
+    changed = dataclasses.replace(
+        manifest(), parameters=(dataclasses.replace(weight, at_rest=at_rest), *others)
+    )
     with pytest.raises(ManifestError, match=said) if said else contextlib.nullcontext():
         cover(changed, parts(), "m")
 
@@ -210,24 +250,34 @@ def test_states_that_lack_scales_or_have_sums_alone_are_refused() -> None:
     def with_pieces(change: Callable[[Piece], Piece | None]) -> list[Part]:
         return [
             dataclasses.replace(
-                part, states=states_of([new for p in pieces_of(part) if (new := change(p)) is not None])
+                part,
+                states=states_of([new for p in pieces_of(part) if (new := change(p)) is not None]),
             )
             for part in both
         ]
 
     with pytest.raises(ManifestError, match="exp_avg of 'w' is quantised and has no scales"):
         cover(manifest(), with_pieces(lambda p: None if p.state == "exp_avg.scales" else p), "m")
-    with pytest.raises(ManifestError, match="exp_avg of 'w': is 8bit-scales, which no such state is"):
+    with pytest.raises(
+        ManifestError, match="exp_avg of 'w': is 8bit-scales, which no such state is"
+    ):
         cover(
             manifest(),
             with_pieces(
-                lambda p: p._replace(kind="8bit-scales", num_bytes=2, offset=20480) if p.state == "exp_avg" else p
+                lambda p: (
+                    p._replace(kind="8bit-scales", num_bytes=2, offset=20480)
+                    if p.state == "exp_avg"
+                    else p
+                )
             ),
             "m",
         )
     with pytest.raises(ManifestError, match="checksums: 'b' has no 'master'"):
         cover(
-            dataclasses.replace(manifest(), checksums={**manifest().checksums, "b": {"weight": (9,), "master": (1,)}}),
+            dataclasses.replace(
+                manifest(),
+                checksums={**manifest().checksums, "b": {"weight": (9,), "master": (1,)}},
+            ),
             both,
             "m",
         )
@@ -302,7 +352,9 @@ def test_a_file_of_a_checkpoint_is_not_copied_to_be_checked() -> None:
     tracemalloc.start()
     try:
         unseal(data, "m")
-        assert tracemalloc.get_traced_memory()[1] < 2.5 * len(data), "its text, and what is made of it"
+        assert tracemalloc.get_traced_memory()[1] < 2.5 * len(data), (
+            "its text, and what is made of it"
+        )
     finally:
         tracemalloc.stop()
 
@@ -310,5 +362,7 @@ def test_a_file_of_a_checkpoint_is_not_copied_to_be_checked() -> None:
 def test_a_file_that_opening_calls_too_long_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = manifest()
     monkeypatch.setattr(fields_of_files, "MOST_BYTES", 100)
-    with pytest.raises(ManifestError, match=r"cannot be saved.* manifest: has \d+ bytes; 100 are allowed"):
+    with pytest.raises(
+        ManifestError, match=r"cannot be saved.* manifest: has \d+ bytes; 100 are allowed"
+    ):
         whole.dump()

@@ -1,4 +1,5 @@
-"""Does the work grow with the number of parameters, and no faster? From `shard` to `tiermem inspect`."""
+"""Does the work grow with the number of parameters, and no faster? From `shard` to `tiermem
+inspect`."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ Work = Callable[[], float]
 
 
 MOST_CALLS = {"save": 168, "copy": 150, "open": 30, "fsck": 30, "inspect": 82}
-"""Calls for each parameter, which has six states. The rest of the work is done on arrays and columns."""
+"""Calls for each parameter, which has six states. The rest of the work is done on arrays and
+columns."""
 
 
 class Small(nn.Module):
@@ -43,7 +45,9 @@ class Small(nn.Module):
 
 def layers(num: int) -> nn.Sequential:
     """So many parameters, 40 in a layer."""
-    return nn.Sequential(*(nn.Sequential(*(Small() for _ in range(10))) for _ in range(num // 40))).to(torch.bfloat16)
+    return nn.Sequential(
+        *(nn.Sequential(*(Small() for _ in range(10))) for _ in range(num // 40))
+    ).to(torch.bfloat16)
 
 
 def phases(num: int, folder: Path, where: str, work: Work) -> dict[str, float]:
@@ -57,7 +61,10 @@ def phases(num: int, folder: Path, where: str, work: Work) -> dict[str, float]:
         found[name] = work() - before
 
     folder.mkdir()
-    model, fields = layers(num), {"persistence_numel": 0, "host_bytes": 1 << 30, "precision": Precision.preset("tiny")}
+    model, fields = (
+        layers(num),
+        {"persistence_numel": 0, "host_bytes": 1 << 30, "precision": Precision.preset("tiny")},
+    )
     with contextlib.ExitStack() as closing:
         with phase("shard"):
             shards = closing.enter_context(tiermem.shard(model, policy(where, folder, **fields)))
@@ -119,4 +126,6 @@ def test_100_000_parameters_take_ten_times_as_long_as_10_000(where: str, tmp_pat
     few = phases(10_000, tmp_path / "few", where, cpu_s)
     many = phases(100_000, tmp_path / "many", where, cpu_s)
     print(where, {name: round(value, 1) for name, value in many.items()})
-    assert {name: (few[name], value) for name, value in many.items() if value > 15 * few[name]} == {}
+    assert {
+        name: (few[name], value) for name, value in many.items() if value > 15 * few[name]
+    } == {}

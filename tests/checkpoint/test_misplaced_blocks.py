@@ -1,4 +1,5 @@
-"""Is a saved block found that is valid, but of another place or another time? The manifest holds the checksums, not the block.
+"""Is a saved block found that is valid, but of another place or another time? The manifest holds
+the checksums, not the block.
 
 Misdirected and lost writes leave such blocks. (Of running training: tests/zero/test_checksums.py.)
 """
@@ -74,7 +75,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check_named(where: Path, *damaged: Placed) -> None:
-    """Opening names the file (with the run), the offset, the tensor, the state and the step; fsck says the same of a tag."""
+    """Opening names the file (with the run), the offset, the tensor, the state and the step; fsck
+    says the same of a tag."""
     said: dict[str, list[str]] = {}
     for tag, file, piece in damaged:
         with Source.open(where, tag) as source, pytest.raises(DamagedState) as caught:
@@ -82,7 +84,9 @@ def check_named(where: Path, *damaged: Placed) -> None:
         error = caught.value
         assert (error.param, error.state, error.step) == (piece.param, piece.state, int(tag[-1]))
         assert error.start <= piece.start < error.stop
-        assert f"{piece.state} of {piece.param}, elements" in str(error) and f"at offset {error.offset}" in str(error)
+        assert f"{piece.state} of {piece.param}, elements" in str(
+            error
+        ) and f"at offset {error.offset}" in str(error)
         assert error.filename.endswith(f"{file.parent.name}/{file.name}")
         said.setdefault(tag, []).append(f"{error.filename}: {error.strerror}".partition(". ")[0])
     for step in survey(where, verifies=True).steps:
@@ -94,7 +98,10 @@ Of = Callable[[Piece, Piece], bool]
 
 EXCHANGES: dict[str, tuple[str, Of]] = {
     "one tensor": ("t2", lambda a, b: (a.param, a.state) == (b.param, b.state)),
-    "two states": ("t2", lambda a, b: a.param == b.param and a.state != b.state and a.start == b.start),
+    "two states": (
+        "t2",
+        lambda a, b: a.param == b.param and a.state != b.state and a.start == b.start,
+    ),
     "two tensors": ("t2", lambda a, b: a.param != b.param and a.state == b.state),
     "two steps": ("t1", lambda a, b: a[:5] == b[:5]),
 }
@@ -107,7 +114,9 @@ def test_exchanged_blocks_are_named(saved: Path, tmp_path: Path, what: str) -> N
     one, other = next(
         (a, b)
         for a, b in itertools.product(pieces(where, tag), pieces(where, "t2"))
-        if a.piece.num_bytes == b.piece.num_bytes > 1000 and of(a.piece, b.piece) and a.read() != b.read()
+        if a.piece.num_bytes == b.piece.num_bytes > 1000
+        and of(a.piece, b.piece)
+        and a.read() != b.read()
     )
     exchange(one, other)
     check_named(where, one, other)
@@ -117,9 +126,18 @@ def test_exchanged_blocks_are_named(saved: Path, tmp_path: Path, what: str) -> N
 
 
 def test_blocks_of_two_ranks_that_were_exchanged_are_named(tmp_path: Path) -> None:
-    write(tmp_path, {"w": {"weight": torch.arange(4000.0)}, "v": {"weight": torch.ones(2)}}, "t1", world=2)
+    write(
+        tmp_path,
+        {"w": {"weight": torch.arange(4000.0)}, "v": {"weight": torch.ones(2)}},
+        "t1",
+        world=2,
+    )
     with Source.open(tmp_path) as source:
-        parts = [(tmp_path / "t1" / part.files[each.file], each) for part in source.parts for each in pieces_of(part)]
+        parts = [
+            (tmp_path / "t1" / part.files[each.file], each)
+            for part in source.parts
+            for each in pieces_of(part)
+        ]
     one, other = (Placed("t1", *each) for each in parts if each[1].param == "w")
     exchange(one, other)
     check_named(tmp_path, one)

@@ -1,4 +1,5 @@
-"""Does a file of a checkpoint name others so that they are found from anywhere, and after both have moved?"""
+"""Does a file of a checkpoint name others so that they are found from anywhere, and after both have
+moved?"""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from tiermem.checkpoint.opening.source import Source
 
 @pytest.mark.parametrize("is_linked", [False, True])
 @pytest.mark.parametrize(
-    ("path", "base"), [("a", "a"), ("a/x", "a"), ("x", "a"), ("b/x", "a"), ("b/c/x", "a/d"), ("b/x", "a/d")]
+    ("path", "base"),
+    [("a", "a"), ("a/x", "a"), ("x", "a"), ("b/x", "a"), ("b/c/x", "a/d"), ("b/x", "a/d")],
 )
 def test_what_is_written_is_found_from_the_folder_it_is_written_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, base: str, is_linked: bool
@@ -39,7 +41,9 @@ def test_a_step_saved_with_relative_paths_is_opened_from_elsewhere(
     (tmp_path / "run" / "nvme").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     model = nn.Linear(33, 17)
-    policy = OffloadPolicy(params=Tier.NVME, optim=Tier.NVME, paths=["run/nvme"], host_bytes=64 << 20)
+    policy = OffloadPolicy(
+        params=Tier.NVME, optim=Tier.NVME, paths=["run/nvme"], host_bytes=64 << 20
+    )
     with tiermem.shard(model, policy) as shards:
         optimizer = tiermem.AdamW(model.parameters())
         model(torch.randn(3, 33)).sum().backward()

@@ -1,4 +1,5 @@
-"""Do Python values come back from JSON as they went in, and is what has no place there refused by name?"""
+"""Do Python values come back from JSON as they went in, and is what has no place there refused by
+name?"""
 
 from __future__ import annotations
 
@@ -42,26 +43,39 @@ def test_tensors_come_back_to_the_bit(dtype: torch.dtype, shape: tuple[int, ...]
     value = torch.randn(shape).mul(100).to(dtype)
     found = there_and_back({"deep": [value]})["deep"][0]
     assert found.dtype == dtype and found.shape == shape and torch.equal(found, value)
-    assert torch.equal(there_and_back(torch.arange(12).view(3, 4).t()), torch.arange(12).view(3, 4).t())
+    assert torch.equal(
+        there_and_back(torch.arange(12).view(3, 4).t()), torch.arange(12).view(3, 4).t()
+    )
 
 
 def test_arrays_and_generators_come_back() -> None:
     state = np.random.RandomState(7).get_state(legacy=False)
     found = there_and_back(state)
     assert (
-        np.array_equal(found["state"]["key"], state["state"]["key"]) and found["state"]["pos"] == state["state"]["pos"]
+        np.array_equal(found["state"]["key"], state["state"]["key"])
+        and found["state"]["pos"] == state["state"]["pos"]
     )
     scalar = there_and_back(np.float32(1.5))
     assert scalar == np.float32(1.5) and type(scalar) is np.float32
     assert np.isnan(there_and_back(float("nan")))
     big = np.arange(6, dtype=">i4").reshape(2, 3)
     assert np.array_equal(there_and_back(big), big)
-    assert there_and_back(np.random.default_rng(1).bit_generator.state) == np.random.default_rng(1).bit_generator.state
+    assert (
+        there_and_back(np.random.default_rng(1).bit_generator.state)
+        == np.random.default_rng(1).bit_generator.state
+    )
 
 
 @pytest.mark.parametrize(
     "value",
-    [object(), argparse.Namespace(a=1), lambda: 0, np.array([object()]), torch.empty(2, device="meta"), Exception],
+    [
+        object(),
+        argparse.Namespace(a=1),
+        lambda: 0,
+        np.array([object()]),
+        torch.empty(2, device="meta"),
+        Exception,
+    ],
 )
 def test_what_has_no_place_is_refused_by_name(value: Any) -> None:
     with pytest.raises(TypeError, match=r"client_state\['args'\]\[1\]"):

@@ -1,7 +1,8 @@
-"""Others may have written into the folders of a user. Does any write of ours go through what they put there?
+"""Others may have written into the folders of a user. Does any write of ours go through what they
+put there?
 
-The list of names is not kept by hand: a first run notes every file that it creates, opens for writing or renames to. Then each
-of these names is planted as a link, and everything is run again.
+The list of names is not kept by hand: a first run notes every file that it creates, opens for
+writing or renames to. Then each of these names is planted as a link, and everything is run again.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ def _note(event: str, arguments: tuple[Any, ...]) -> None:
         return
     name = arguments[1] if event == "os.rename" else arguments[0]
     flags = arguments[2] if event == "open" else os.O_CREAT | os.O_EXCL
-    if isinstance(name, str | bytes | os.PathLike) and flags & (os.O_CREAT | os.O_WRONLY | os.O_RDWR):
+    if isinstance(name, str | bytes | os.PathLike) and flags & (
+        os.O_CREAT | os.O_WRONLY | os.O_RDWR
+    ):
         _seen.append((os.fsdecode(name), flags))
 
 
@@ -56,9 +59,11 @@ def noting() -> Iterator[list[tuple[str, int]]]:
 
 
 def run_all(place: Path) -> None:
-    """A training that saves in the store, a copy and the weights; then export, repair, whole copies and a run's records.
+    """A training that saves in the store, a copy and the weights; then export, repair, whole copies
+    and a run's records.
 
-    A step that a planted name makes impossible ends with an OSError; the others are run all the same.
+    A step that a planted name makes impossible ends with an OSError; the others are run all the
+    same.
     """
     nvme, saved, out = place / "nvme", place / "saved", place / "out"
     refused = contextlib.suppress(OSError, ValueError)
@@ -95,7 +100,8 @@ def fresh(place: Path) -> Path:
 
 
 def below(place: Path, seen: list[tuple[str, int]]) -> dict[str, int]:
-    """The names below a place without their random part, and flags. A name that came with a descriptor is found by its like."""
+    """The names below a place without their random part, and flags. A name that came with a
+    descriptor is found by its like."""
     found: dict[str, int] = {}
     files = {file.name: str(file.relative_to(place)) for file in place.rglob("*")}
     for name, flags in seen:
@@ -122,7 +128,8 @@ def test_every_file_is_made_exclusively_or_opened_without_following(names: dict[
         if flags & os.O_TMPFILE != os.O_TMPFILE
         and not (flags & os.O_CREAT and flags & os.O_EXCL)
         and not flags & os.O_NOFOLLOW
-        and ".e--dcp.new/" not in name  # torch writes into a folder that was made with a random name
+        # torch writes into a folder that was made with a random name
+        and ".e--dcp.new/" not in name
     }
     assert careless == {}
 
@@ -139,12 +146,15 @@ def test_the_list_has_what_each_kind_of_write_makes(names: dict[str, int]) -> No
         "loss.png",
     ):
         assert name in told
-    assert re.search(r"nvme/tiermem-\w+/segment\.bin", told) and re.search(r"saved/t2/data-\w+-\d+-0\.bin", told)
+    assert re.search(r"nvme/tiermem-\w+/segment\.bin", told) and re.search(
+        r"saved/t2/data-\w+-\d+-0\.bin", told
+    )
 
 
 @pytest.mark.parametrize("planted", ["ends", "names", "latest"])
 def test_no_planted_link_is_followed(names: dict[str, int], tmp_path: Path, planted: str) -> None:
-    """Names with the random id of a run cannot be planted. "ends": the names of unfinished files were once predictable."""
+    """Names with the random id of a run cannot be planted. "ends": the names of unfinished files
+    were once predictable."""
     predictable = {name for name in names if not re.search(r"[0-9a-f]{12}", name)}
     assert len(predictable) >= 8
     if planted == "ends":
@@ -160,7 +170,10 @@ def test_no_planted_link_is_followed(names: dict[str, int], tmp_path: Path, plan
     run_all(place)
     assert keep.read_text() == PRECIOUS
     if planted == "ends":
-        assert all((place / name).exists() for name in predictable if not name.startswith("saved/t1"))  # t3 dropped it
+        # t3 dropped it
+        assert all(
+            (place / name).exists() for name in predictable if not name.startswith("saved/t1")
+        )
 
 
 def test_a_folder_of_a_tag_that_is_a_link_is_refused(tmp_path: Path) -> None:
@@ -189,7 +202,11 @@ def test_run_folders_are_private_and_named_files_follow_the_umask(tmp_path: Path
             checkpoint.wait(shards)
             (run,) = (place / "nvme").glob("tiermem-*")
             assert stat.S_IMODE(run.stat().st_mode) == 0o700
-        modes = {stat.S_IMODE(file.stat().st_mode) for file in (place / "saved").rglob("*") if file.is_file()}
+        modes = {
+            stat.S_IMODE(file.stat().st_mode)
+            for file in (place / "saved").rglob("*")
+            if file.is_file()
+        }
         assert modes == {0o644}
     finally:
         os.umask(before)

@@ -1,4 +1,5 @@
-"""Do arrays say of what rests on NVMe, however it is cut, frozen and known, what going through it row by row says?"""
+"""Do arrays say of what rests on NVMe, however it is cut, frozen and known, what going through it
+row by row says?"""
 
 from __future__ import annotations
 
@@ -27,23 +28,33 @@ MIB, BLOCK = 1 << 20, 4096
 
 
 class Made:
-    """States of a few parameters, cut into stretches that lie in entries, whose parts lie in files, all at random."""
+    """States of a few parameters, cut into stretches that lie in entries, whose parts lie in files,
+    all at random."""
 
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
         self.bytes: dict[tuple[str, str, str], torch.Tensor] = {}
         self.entries: dict[str, torch.Tensor] = {}
         self.stretches: list[Stretch] = []
-        names = [("w", "weight", "bf16"), ("w", "m", "8bit"), ("w", "m.scales", "8bit-scales"), ("v", "m", "fp32")]
+        names = [
+            ("w", "weight", "bf16"),
+            ("w", "m", "8bit"),
+            ("w", "m.scales", "8bit-scales"),
+            ("v", "m", "fp32"),
+        ]
         for param, state, kind in names:
             numel = 64 * self.chance.randrange(1, 30_000) + self.chance.randrange(64)
             data = torch.randint(0, 256, (kinds.bytes_of(kind, numel),), dtype=torch.uint8)
             self.bytes[param, state, kind] = data
-            edges = sorted({0, numel, *(64 * self.chance.randrange(numel // 64 + 1) for _ in range(4))})
+            edges = sorted(
+                {0, numel, *(64 * self.chance.randrange(numel // 64 + 1) for _ in range(4))}
+            )
             for start, stop in itertools.pairwise(edges):
                 first, end = kinds.bytes_of(kind, start), kinds.bytes_of(kind, stop)
                 place = self._put(data[first:end])
-                self.stretches.append(Stretch(param, state, kind, start, stop - start, first, place))
+                self.stretches.append(
+                    Stretch(param, state, kind, start, stop - start, first, place)
+                )
         self.chance.shuffle(self.stretches)
 
     def _put(self, data: torch.Tensor) -> tuple[str, int]:
@@ -58,7 +69,9 @@ class Made:
         """Entries cut at whole blocks and strewn over two files."""
         files, parts = [bytearray(), bytearray()], {}
         for name, data in self.entries.items():
-            self.entries[name] = data = torch.cat([data, torch.zeros(-data.numel() % BLOCK, dtype=torch.uint8)])
+            self.entries[name] = data = torch.cat(
+                [data, torch.zeros(-data.numel() % BLOCK, dtype=torch.uint8)]
+            )
             blocks = data.numel() // BLOCK
             edges = sorted({0, blocks, *(self.chance.randrange(blocks) for _ in range(5))})
             parts[name] = []
@@ -66,7 +79,9 @@ class Made:
                 number = self.chance.randrange(2)
                 files[number] += bytes(BLOCK * self.chance.randrange(1, 3))
                 length = (stop - start) * BLOCK
-                parts[name].append(Stored(start * BLOCK, Extent(number, len(files[number]), length)))
+                parts[name].append(
+                    Stored(start * BLOCK, Extent(number, len(files[number]), length))
+                )
                 files[number] += data[start * BLOCK : stop * BLOCK].numpy().tobytes()
         paths = (folder / "a", folder / "b")
         for path, held in zip(paths, files, strict=True):
@@ -74,7 +89,8 @@ class Made:
         return Freeze(1, paths, parts)
 
     def sums(self) -> Sums:
-        """What a store knows: nothing of one entry, of the others most of what it has pieces for."""
+        """What a store knows: nothing of one entry, of the others most of what it has pieces
+        for."""
         made = Sums(Recorder(1))
         for entry in self.entries.keys() - {"entry0"}:
             found = []
@@ -82,8 +98,13 @@ class Made:
                 assert isinstance(each.place, tuple)
                 if each.place[0] == entry and each.start % 3:
                     shift = each.place[1] - each.first_byte
-                    for at, size in cuts(each.first_byte, each.num_bytes):  # as a save has them, or in two
-                        edges = sorted({at, at + size // 2 + 1, at + size} if each.start // 64 % 2 else {at, at + size})
+                    # as a save has them, or in two
+                    for at, size in cuts(each.first_byte, each.num_bytes):
+                        edges = sorted(
+                            {at, at + size // 2 + 1, at + size}
+                            if each.start // 64 % 2
+                            else {at, at + size}
+                        )
                         found += [(a + shift, b + shift) for a, b in itertools.pairwise(edges)]
             made.protect(entry, Pieces(*np.array(sorted(found), np.int64).reshape(-1, 2).T))
             table = made.of(entry)
@@ -124,17 +145,26 @@ def test_pieces_and_checksums_are_those_of_the_bytes(seed: int, tmp_path: Path) 
         sums = resting.sums(known, read_entry, workers)
         num_read = len(read)
         assert resting.sums(known, read_entry, workers) == sums
-        assert len(read) - num_read < num_read or not known.of("entry1")  # what had a place in a table is known since
+        # what had a place in a table is known since
+        assert len(read) - num_read < num_read or not known.of("entry1")
     for (param, state, kind), data in made.bytes.items():
-        [own] = [each for each in rows.states() if (each.param, each.state, each.kind) == (param, state, kind)]
+        [own] = [
+            each
+            for each in rows.states()
+            if (each.param, each.state, each.kind) == (param, state, kind)
+        ]
         assert crc32c([data]) == whole(own.pieces, kind, freeze.files())
         assert len(sums[param, state]) == 1
-        assert checksums(sums[param, state], state) == tuple(crc32c([part.clone() for part in data.split(MIB)]))
+        assert checksums(sums[param, state], state) == tuple(
+            crc32c([part.clone() for part in data.split(MIB)])
+        )
     extents, moved = lay_out(rows, 8192, file=0)
     copy = bytearray(extents[-1].place + extents[-1].num_bytes)
     for file, offset, num_bytes, place in extents:
         assert {offset % BLOCK, num_bytes % BLOCK, place % BLOCK} == {0}
-        copy[place : place + num_bytes] = freeze.files()[file].read_bytes()[offset : offset + num_bytes]
+        copy[place : place + num_bytes] = freeze.files()[file].read_bytes()[
+            offset : offset + num_bytes
+        ]
     (tmp_path / "copy").write_bytes(copy)
     for own in moved.states():
         data = made.bytes[own.param, own.state, own.kind]
@@ -152,7 +182,9 @@ def test_nothing_rests_on_nvme(tmp_path: Path) -> None:
 
 
 def test_keys_of_several_rows_become_one() -> None:
-    a = rows_of([("w", "m", "fp32"), ("v", "m", "fp32")], [(1, 0, 5, 0, 64, 20), (0, 3, 3, 0, 0, 12)])
+    a = rows_of(
+        [("w", "m", "fp32"), ("v", "m", "fp32")], [(1, 0, 5, 0, 64, 20), (0, 3, 3, 0, 0, 12)]
+    )
     b = rows_of([("v", "m", "fp32"), ("w", "m", "fp32")], [(1, 0, 3, 1, 0, 12)])
     assert [dataclasses.astuple(each) for each in joined_rows([a, b]).states()] == [
         ("w", "m", "fp32", [[0, 3, 1, 0], [3, 3, 0, 0]]),

@@ -24,7 +24,11 @@ def started(
     folder: Path, stage: int = 3, offload: str = "nvme", preset: str | None = None, build: Build = zoo.tied_tower,
     seed: int = 0, own: dict[str, Any] | None = None, loads_masters: bool = True, **keys: Any,
 ) -> tiermem.Engine:  # fmt: skip
-    zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 50, "sub_group_size": 8192}
+    zero: dict[str, Any] = {
+        "stage": stage,
+        "stage3_param_persistence_threshold": 50,
+        "sub_group_size": 8192,
+    }
     zero["load_from_fp32_weights"] = loads_masters
     if offload != "none":
         zero["offload_optimizer"] = {"device": offload, "nvme_path": str(folder)}
@@ -34,9 +38,13 @@ def started(
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}},
-        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 20, "warmup_num_steps": 3}},
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {"total_num_steps": 20, "warmup_num_steps": 3},
+        },
         "zero_optimization": zero,
-        "tiermem": {**(own or {}), "strict": True} | ({} if preset is None else {"precision": preset}),
+        "tiermem": {**(own or {}), "strict": True}
+        | ({} if preset is None else {"precision": preset}),
     } | keys
     if preset is not None:
         config["bf16"] = {"enabled": True}
@@ -47,7 +55,8 @@ def started(
 def train(engine: tiermem.Engine, steps: range) -> list[float]:
     losses = []
     for micro in range(
-        steps.start * engine.gradient_accumulation_steps(), steps.stop * engine.gradient_accumulation_steps()
+        steps.start * engine.gradient_accumulation_steps(),
+        steps.stop * engine.gradient_accumulation_steps(),
     ):
         loss = loss_of(engine, micro)
         engine.backward(loss)
@@ -79,7 +88,8 @@ def counters(engine: tiermem.Engine) -> list[Any]:
 
 
 def check_goes_on(folder: Path, other: dict[str, Any] | None = None, **fields: Any) -> None:
-    """Saves after three steps and goes on; a new engine, of other weights, goes on from there as the first one did."""
+    """Saves after three steps and goes on; a new engine, of other weights, goes on from there as
+    the first one did."""
     first = started(folder, **fields)
     train(first, range(3))
     assert first.save_checkpoint(folder / "ck", client_state={"epoch": 7})
@@ -88,7 +98,10 @@ def check_goes_on(folder: Path, other: dict[str, Any] | None = None, **fields: A
     first.wait_checkpoint()
     second = started(folder, **(fields | {"seed": 3} | (other or {})))
     train(second, range(1))
-    assert second.load_checkpoint(folder / "ck") == (str(folder / "ck" / "global_step3"), {"epoch": 7})
+    assert second.load_checkpoint(folder / "ck") == (
+        str(folder / "ck" / "global_step3"),
+        {"epoch": 7},
+    )
     check_same(second, *saved)
     assert train(second, range(3, 5)) == losses
     check_same(second, *after)
@@ -96,19 +109,23 @@ def check_goes_on(folder: Path, other: dict[str, Any] | None = None, **fields: A
     second.close()
 
 
-def check_same(engine: tiermem.Engine, due_states: dict[str, torch.Tensor], due_counters: list[Any]) -> None:
+def check_same(
+    engine: tiermem.Engine, due_states: dict[str, torch.Tensor], due_counters: list[Any]
+) -> None:
     assert_same_tensors(states(engine), due_states)
     assert counters(engine) == due_counters
 
 
-# ---- the same arrangement ------------------------------------------------------------------------------------------------
+# ---- the same arrangement ------------------------------------------------------------------------
 
 ARRANGEMENTS = [*itertools.product((1, 2, 3), ("none", "cpu", "nvme")), (0, "none")]
 
 
 @pytest.mark.parametrize("preset", ["exact", "tiny"])
 @pytest.mark.parametrize(("stage", "offload"), [(0, "none"), (1, "nvme"), (2, "cpu"), (3, "nvme")])
-def test_a_new_engine_goes_on_to_the_bit(stage: int, offload: str, preset: str, tmp_path: Path) -> None:
+def test_a_new_engine_goes_on_to_the_bit(
+    stage: int, offload: str, preset: str, tmp_path: Path
+) -> None:
     check_goes_on(tmp_path, stage=stage, offload=offload, preset=preset)
 
 
@@ -119,7 +136,13 @@ def test_a_new_engine_goes_on_to_the_bit(stage: int, offload: str, preset: str, 
 def test_every_arrangement_goes_on_to_the_bit(
     stage: int, offload: str, preset: str | None, accumulation: int, tmp_path: Path
 ) -> None:
-    check_goes_on(tmp_path, stage=stage, offload=offload, preset=preset, gradient_accumulation_steps=accumulation)
+    check_goes_on(
+        tmp_path,
+        stage=stage,
+        offload=offload,
+        preset=preset,
+        gradient_accumulation_steps=accumulation,
+    )
 
 
 @pytest.mark.parametrize("build", [zoo.frozen_tower, zoo.BareContainers, zoo.NanoGPT])
@@ -150,7 +173,7 @@ def test_the_engine_that_saved_opens_it_right_away_and_later(tmp_path: Path) -> 
     engine.close()
 
 
-# ---- another arrangement -------------------------------------------------------------------------------------------------
+# ---- another arrangement -------------------------------------------------------------------------
 
 OTHERS: dict[str, dict[str, Any]] = {
     "memory": {"offload": "none"},
@@ -162,7 +185,9 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("preset", [None, "compact"])
 @pytest.mark.parametrize("other", OTHERS)
-def test_other_tiers_and_stages_go_on_to_the_bit(other: str, preset: str | None, tmp_path: Path) -> None:
+def test_other_tiers_and_stages_go_on_to_the_bit(
+    other: str, preset: str | None, tmp_path: Path
+) -> None:
     check_goes_on(tmp_path, OTHERS[other], preset=preset)
 
 
@@ -187,7 +212,8 @@ def test_other_tile_sizes_and_paths_go_on_to_the_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("saved", "opened"), [("exact", "compact"), ("compact", "exact"), ("exact", "tiny"), ("tiny", "bf16")]
+    ("saved", "opened"),
+    [("exact", "compact"), ("compact", "exact"), ("exact", "tiny"), ("tiny", "bf16")],
 )
 def test_another_precision_goes_through_fp32_and_says_so(
     saved: str, opened: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -197,7 +223,9 @@ def test_another_precision_goes_through_fp32_and_says_so(
     first.save_checkpoint(tmp_path / "ck")
     with caplog.at_level(logging.INFO, "tiermem"):
         second.load_checkpoint(tmp_path / "ck")
-    told = [record.message for record in caplog.records if "restored in other formats" in record.message]
+    told = [
+        record.message for record in caplog.records if "restored in other formats" in record.message
+    ]
     assert len(told) == 1
     assert "exp_avg" in told[0]
     before, after = states(first), states(second)
@@ -208,7 +236,10 @@ def test_another_precision_goes_through_fp32_and_says_so(
         else:
             close = 0.13 if "tiny" in (saved, opened) and "exp_avg" in name else 0.01
             assert torch.allclose(
-                value.float(), before[name].float(), rtol=close, atol=close * before[name].abs().max().item()
+                value.float(),
+                before[name].float(),
+                rtol=close,
+                atol=close * before[name].abs().max().item(),
             ), name
     assert abs(train(second, range(3, 4))[0] - train(first, range(3, 4))[0]) < 0.02
     first.close()
@@ -222,19 +253,27 @@ def test_a_bf16_model_opens_in_fp32_and_back(tmp_path: Path) -> None:
     second.load_checkpoint(tmp_path / "bf16")
     halves, wholes = states(first), states(second)
     for name in halves:
-        own = name if not name.endswith(".weight.weight") and not name.endswith(".bias.weight") else None
+        own = (
+            name
+            if not name.endswith(".weight.weight") and not name.endswith(".bias.weight")
+            else None
+        )
         if own is not None and own.endswith((".master", ".exp_avg", ".exp_avg_sq")):
             assert torch.equal(wholes[own], halves[own]), own
     train(second, range(3, 4))
     second.save_checkpoint(tmp_path / "fp32")
     first.load_checkpoint(tmp_path / "fp32")
     halves, wholes = states(first), states(second)
-    assert all(torch.equal(halves[name], wholes[name]) for name in halves if name.endswith((".master", ".exp_avg")))
+    assert all(
+        torch.equal(halves[name], wholes[name])
+        for name in halves
+        if name.endswith((".master", ".exp_avg"))
+    )
     first.close()
     second.close()
 
 
-# ---- other ways to keep states -------------------------------------------------------------------------------------------
+# ---- other ways to keep states -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("durability", ["none", "step"])
@@ -278,7 +317,10 @@ def test_what_runs_beside_steps_is_as_it_was_unless_it_is_named(
 @pytest.mark.parametrize(
     ("own", "lacks"),
     [
-        ({}, r"needs \d+ bytes \(.* MiB\) more on disk, for which not every rank has room: .*disk_bytes="),
+        (
+            {},
+            r"needs \d+ bytes \(.* MiB\) more on disk, for which not every rank has room: .*disk_bytes=",
+        ),
         ({"overlap": "backward"}, r"needs \d+ bytes \(.* MiB\) more on disk"),
     ],
 )
@@ -302,6 +344,13 @@ def test_a_start_that_cannot_begin_steps_under_backward_as_before_says_what_is_m
 
 
 def test_frozen_weights_in_8_bits_go_on(tmp_path: Path) -> None:
-    zero = {"stage": 3, "zero_quantized_nontrainable_weights": True, "stage3_param_persistence_threshold": 50}
-    zero["offload_param"] = zero["offload_optimizer"] = {"device": "nvme", "nvme_path": str(tmp_path)}
+    zero = {
+        "stage": 3,
+        "zero_quantized_nontrainable_weights": True,
+        "stage3_param_persistence_threshold": 50,
+    }
+    zero["offload_param"] = zero["offload_optimizer"] = {
+        "device": "nvme",
+        "nvme_path": str(tmp_path),
+    }
     check_goes_on(tmp_path, build=zoo.frozen_tower, preset="exact", zero_optimization=zero)

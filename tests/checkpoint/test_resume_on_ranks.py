@@ -19,7 +19,12 @@ import tiermem
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     nvme = tmp_path_factory.mktemp("nvme")
-    return launch(Path(__file__).with_name("resume_on_ranks.py"), 4, tmp_path_factory.mktemp("ranks"), str(nvme))
+    return launch(
+        Path(__file__).with_name("resume_on_ranks.py"),
+        4,
+        tmp_path_factory.mktemp("ranks"),
+        str(nvme),
+    )
 
 
 @pytest.mark.parametrize("way", ["fp32", "compact"])

@@ -25,7 +25,17 @@ from typing import Any
 
 import pytest
 import torch
-from runs import Small, error_of, failing, files_below, model, policy, read_only_from, states_in, train
+from runs import (
+    Small,
+    error_of,
+    failing,
+    files_below,
+    model,
+    policy,
+    read_only_from,
+    states_in,
+    train,
+)
 from saved_by_hand import latest_of
 
 import tiermem
@@ -47,15 +57,23 @@ def test_a_step_that_cannot_be_made_durable_leaves_the_one_before(tmp_path: Path
         optimizer = tiermem.AdamW(made.parameters(), lr=0.01)
         train_durably(shards, optimizer, 2)
         folder = shards.store.folders()[0]
-        before = {name: (folder / name).read_bytes() for name in ("manifest-2.json", "part-2-0.json", "data-2.bin")}
+        before = {
+            name: (folder / name).read_bytes()
+            for name in ("manifest-2.json", "part-2-0.json", "data-2.bin")
+        }
         for kind, ending in [("sync", "segment.bin"), ("sync", "data-4.bin"), ("write", "part-5-0.json.new"),
                              ("rename", "manifest-6.json")]:  # fmt: skip
-            with failing(kind, ending, code=errno.EIO), pytest.raises(OSError, match="it fails") as caught:
+            with (
+                failing(kind, ending, code=errno.EIO),
+                pytest.raises(OSError, match="it fails") as caught,
+            ):
                 train_durably(shards, optimizer, 1)
             assert caught.value.errno == errno.EIO
             optimizer.zero_grad()
             assert {name: (folder / name).read_bytes() for name in before} == before
-            assert sorted(path.name for path in folder.iterdir()) == sorted([*before, "lock", "segment.bin"])
+            assert sorted(path.name for path in folder.iterdir()) == sorted(
+                [*before, "lock", "segment.bin"]
+            )
         train_durably(shards, optimizer, 1)
         assert (folder / "manifest-7.json").exists() and not (folder / "manifest-2.json").exists()
 
@@ -83,7 +101,9 @@ def steps_in(folder: Path) -> dict[int | None, str]:
     return {each.step: each.state for each in survey(folder, verifies=True).steps}
 
 
-def test_what_a_manifest_of_an_earlier_run_names_stays_while_it_cannot_be_removed(tmp_path: Path) -> None:
+def test_what_a_manifest_of_an_earlier_run_names_stays_while_it_cannot_be_removed(
+    tmp_path: Path,
+) -> None:
     for number in range(2):
         made = model()
         with tiermem.shard(made, policy("nvme", tmp_path)) as shards:
@@ -91,9 +111,13 @@ def test_what_a_manifest_of_an_earlier_run_names_stays_while_it_cannot_be_remove
             if number:
                 checkpoint.load(shards, optimizer, tmp_path / "out")
             train(made, optimizer, 1, seed=number)
-            with failing("remove", "manifest-1.json", code=errno.EIO):  # of the first run, when the second saves
+            # of the first run, when the second saves
+            with failing("remove", "manifest-1.json", code=errno.EIO):
                 checkpoint.save(shards, optimizer, tmp_path / "out", f"tag{number}")
-    assert steps_in(tmp_path) == {1: "whole", 2: "whole"} and steps_in(tmp_path / "out") == {1: "whole", 2: "whole"}
+    assert steps_in(tmp_path) == {1: "whole", 2: "whole"} and steps_in(tmp_path / "out") == {
+        1: "whole",
+        2: "whole",
+    }
 
 
 def test_an_earlier_run_whose_folder_cannot_be_looked_through_is_left_and_not_held(
@@ -106,13 +130,18 @@ def test_an_earlier_run_whose_folder_cannot_be_looked_through_is_left_and_not_he
         made = model()
         with tiermem.shard(made, policy("nvme", tmp_path)) as shards:
             if number:
-                monkeypatch.setattr(publish, "manifest_name", fail)  # once the folder of the first run is claimed
+                # once the folder of the first run is claimed
+                monkeypatch.setattr(publish, "manifest_name", fail)
             checkpoint.save(shards, None, tmp_path / "out", f"tag{number}")
     assert "is left" in caplog.text and not list(tmp_path.glob("tiermem-*/lock"))
-    assert len(steps_in(tmp_path)) == 1 and {each.state for each in survey(tmp_path / "out").steps} == {"whole"}
+    assert len(steps_in(tmp_path)) == 1 and {
+        each.state for each in survey(tmp_path / "out").steps
+    } == {"whole"}
 
 
-def test_a_file_that_cannot_be_looked_at_is_no_missing_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_looked_at_is_no_missing_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real, latest = {"stat": os.stat, "lstat": os.lstat}, tmp_path / "out" / "latest"
 
     def fail_in(call: str) -> Callable[..., os.stat_result]:
@@ -137,7 +166,9 @@ def test_a_file_that_cannot_be_looked_at_is_no_missing_file(tmp_path: Path, monk
         assert latest_of(tmp_path / "out") == "first"  # what was not written is not taken back
 
 
-def copy_behind_a_step(made: Small, shards: tiermem.Shards, optimizer: tiermem.AdamW, out: Path) -> None:
+def copy_behind_a_step(
+    made: Small, shards: tiermem.Shards, optimizer: tiermem.AdamW, out: Path
+) -> None:
     checkpoint.save(shards, optimizer, out, "second", copy=True)
     train(made, optimizer, 1)
     checkpoint.wait(shards)
@@ -154,9 +185,15 @@ def test_a_copy_that_fails_is_told_and_leaves_nothing(tmp_path: Path, is_behind:
         for number, (kind, ending) in enumerate(
             [("sync", ".bin"), ("write", "0.json.new"), ("rename", "tiermem.json")]
         ):
-            with failing(kind, ending, 3 if kind == "sync" else 1), pytest.raises(OSError, match="it fails"):
+            with (
+                failing(kind, ending, 3 if kind == "sync" else 1),
+                pytest.raises(OSError, match="it fails"),
+            ):
                 copy_behind_a_step(made, shards, optimizer, out)
-            assert list(files_below(tmp_path)) == files and not (out / "second").exists(), (number, ending)
+            assert list(files_below(tmp_path)) == files and not (out / "second").exists(), (
+                number,
+                ending,
+            )
             assert states_in(out, "first") == saved
             train(made, optimizer, 1)  # nothing is held that a step would write to
         checkpoint.wait(shards)  # an error is told once
@@ -172,7 +209,8 @@ def test_a_copy_without_a_free_slot_is_whole_on_return(tmp_path: Path) -> None:
     with tiermem.shard(made, policy("nvme", tmp_path)) as shards:
         optimizer = tiermem.AdamW(made.parameters(), lr=0.01)
         train(made, optimizer, 1)
-        checkpoint.save(shards, optimizer, tmp_path / "out", "tag")  # holds the one slot beside the live one
+        # holds the one slot beside the live one
+        checkpoint.save(shards, optimizer, tmp_path / "out", "tag")
         train(made, optimizer, 1)
         threads = threading.active_count()
         checkpoint.save(shards, optimizer, tmp_path / "out", "copy", copy=True)
@@ -220,11 +258,15 @@ def test_masters_that_wait_for_the_first_step_are_saved(tmp_path: Path, where: s
 
 
 @pytest.mark.parametrize("way", ["in place", "a step", "a copy"])
-def test_a_disk_that_is_read_only_from_any_moment_keeps_what_was_saved(tmp_path: Path, way: str) -> None:
-    """Without a mount (test_failing_file_systems.py has those): what cannot be taken back goes with the next save."""
+def test_a_disk_that_is_read_only_from_any_moment_keeps_what_was_saved(
+    tmp_path: Path, way: str
+) -> None:
+    """Without a mount (test_failing_file_systems.py has those): what cannot be taken back goes with
+    the next save."""
     made, out = model(), tmp_path / "out"
     with tiermem.shard(
-        made, policy("nvme", tmp_path, keep=2, durability="step" if way == "a step" else "checkpoint")
+        made,
+        policy("nvme", tmp_path, keep=2, durability="step" if way == "a step" else "checkpoint"),
     ) as shards:
         optimizer = tiermem.AdamW(made.parameters(), lr=0.01)
         train(made, optimizer, 1)
@@ -244,7 +286,10 @@ def test_a_disk_that_is_read_only_from_any_moment_keeps_what_was_saved(tmp_path:
                 error = error_of(act)
             if error is None:
                 break
-            assert (error.errno, str(error.filename).startswith(str(tmp_path))) == (errno.EROFS, True)
+            assert (error.errno, str(error.filename).startswith(str(tmp_path))) == (
+                errno.EROFS,
+                True,
+            )
             assert "see the kernel log" in str(error)
             assert states_in(out, "kept") == saved, number
         assert number > 5
@@ -252,8 +297,11 @@ def test_a_disk_that_is_read_only_from_any_moment_keeps_what_was_saved(tmp_path:
         act()
         commits = {"in place": 2, "a step": 2, "a copy": 0}[way]
         assert len(list(tmp_path.glob("tiermem-*/manifest-*"))) == commits
-        assert len(list(tmp_path.glob("tiermem-*/*"))) == 2 + 3 * commits  # lock, segment; manifest, part, data
-        assert len(list(out.rglob("*.*"))) == (8 if way == "a copy" else 2 if way == "a step" else 4)
+        # lock, segment; manifest, part, data
+        assert len(list(tmp_path.glob("tiermem-*/*"))) == 2 + 3 * commits
+        assert len(list(out.rglob("*.*"))) == (
+            8 if way == "a copy" else 2 if way == "a step" else 4
+        )
         assert states_in(out, "kept") == saved
 
 
@@ -268,7 +316,8 @@ def test_a_name_that_opening_refuses_is_refused_by_the_save(tmp_path: Path, name
         made._buffers[name] = torch.ones(3)
         for copy in (False, True):
             with pytest.raises(
-                checkpoint.ManifestError, match=r"cannot be saved, because it would not open again.*name"
+                checkpoint.ManifestError,
+                match=r"cannot be saved, because it would not open again.*name",
             ):
                 checkpoint.save(shards, optimizer, tmp_path / "out", "u", copy=copy)
         assert sorted(files_below(tmp_path)) == files

@@ -33,22 +33,35 @@ def test_every_state_is_saved_to_the_bit(tmp_path: Path, where: str, stage: int)
         assert saved["norm.running_mean", "weight"] == made.norm.running_mean.numpy().tobytes()
         assert latest_of(tmp_path / "out") == "first"
         assert set(states_in(tmp_path / "out", "first")) == {
-            (name, state) for (name, state), value in live.items() if value.numel() and state != "master"
-        } | {(f"norm.{name}", "weight") for name in ("running_mean", "running_var", "num_batches_tracked")}
+            (name, state)
+            for (name, state), value in live.items()
+            if value.numel() and state != "master"
+        } | {
+            (f"norm.{name}", "weight")
+            for name in ("running_mean", "running_var", "num_batches_tracked")
+        }
 
 
 def test_the_manifest_says_what_there_is(tmp_path: Path) -> None:
     made = model()
     with tiermem.shard(made, policy("cpu", tmp_path)) as shards:
         optimizer = tiermem.AdamW(
-            [{"params": [made.scale], "lr": 0.5}, {"params": list(made.layers.parameters())}], lr=0.01
+            [{"params": [made.scale], "lr": 0.5}, {"params": list(made.layers.parameters())}],
+            lr=0.01,
         )
         train(made, optimizer, 3)
         checkpoint.save(shards, optimizer, tmp_path, client_state={"epoch": (1, 2)})
         _, manifest, [(_, part)] = opened(tmp_path, "global_step3")
     by_name = {each.name: each for each in manifest.parameters}
-    assert by_name["embed.weight"].aliases == ("head.weight",) and by_name["embed.weight"].group is None
-    assert by_name["scale"].shape == () and by_name["scale"].group == 0 and by_name["scale"].num_steps == 3
+    assert (
+        by_name["embed.weight"].aliases == ("head.weight",)
+        and by_name["embed.weight"].group is None
+    )
+    assert (
+        by_name["scale"].shape == ()
+        and by_name["scale"].group == 0
+        and by_name["scale"].num_steps == 3
+    )
     assert by_name["layers.1.bias"].group == 1
     assert by_name["empty"].shape == (0, 3) and not by_name["frozen.weight"].is_trainable
     assert by_name["norm.running_var"].role == "buffer" and "passing" not in by_name
@@ -74,7 +87,9 @@ def test_smaller_states_are_saved_as_they_are_kept(tmp_path: Path, preset: str) 
     assert kinds.get((name, "master")) == (None if preset == "bf16" else "split")
     assert kinds[name, "exp_avg"] == ("8bit" if preset == "tiny" else "bf16")
     if preset == "tiny":
-        assert len(saved[name, "exp_avg_sq"]) == numel and len(saved[name, "exp_avg_sq.scales"]) == -(-numel // 64)
+        assert len(saved[name, "exp_avg_sq"]) == numel and len(
+            saved[name, "exp_avg_sq.scales"]
+        ) == -(-numel // 64)
 
 
 def test_what_was_never_stepped_has_weights_alone(tmp_path: Path) -> None:
@@ -105,7 +120,12 @@ def test_parameters_beside_the_model_are_saved_with_their_states(tmp_path: Path)
         saved, (_, manifest, _) = states_in(tmp_path, "t"), opened(tmp_path, "t")
     [own] = [each for each in manifest.parameters if each.role == "ordinary"]
     assert own.numel == 70 and own.num_steps == 1
-    assert {state for name, state in saved if name == own.name} == {"weight", "master", "exp_avg", "exp_avg_sq"}
+    assert {state for name, state in saved if name == own.name} == {
+        "weight",
+        "master",
+        "exp_avg",
+        "exp_avg_sq",
+    }
     assert saved[own.name, "exp_avg"] == optimizer.state[beside]["exp_avg"].numpy().tobytes()
 
 
@@ -118,18 +138,24 @@ def test_a_tag_saved_again_replaces_it_and_leaves_nothing_behind(tmp_path: Path)
         train(made, optimizer, 1)
         checkpoint.save(shards, optimizer, tmp_path / "out", "t", save_latest=False)
         assert states_in(tmp_path / "out", "t")["scale", "weight"] != before["scale", "weight"]
-        assert len(list(files_below(tmp_path / "out"))) == 5  # latest, pointer, manifest, part, data
+        # latest, pointer, manifest, part, data
+        assert len(list(files_below(tmp_path / "out"))) == 5
 
 
 @pytest.mark.parametrize("tag", ["", "..", "/a", "a\0b", "x" * 300])
 def test_a_tag_that_is_no_folder_is_refused(tmp_path: Path, tag: str) -> None:
     made = model()
-    with tiermem.shard(made, policy("cpu", tmp_path)) as shards, pytest.raises(ValueError, match="tag is"):
+    with (
+        tiermem.shard(made, policy("cpu", tmp_path)) as shards,
+        pytest.raises(ValueError, match="tag is"),
+    ):
         checkpoint.save(shards, None, tmp_path / "out", tag)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_client_state_that_has_no_place_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_client_state_that_has_no_place_is_refused_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
     made, state = model(), {"args": object()}
     with (
         tiermem.shard(made, policy("cpu", tmp_path)) as shards,
@@ -142,7 +168,10 @@ def test_a_client_state_that_has_no_place_is_refused_before_anything_is_written(
 def test_a_folder_that_cannot_be_written_changes_nothing(tmp_path: Path) -> None:
     made: Any = model()
     (tmp_path / "out").write_text("a file")
-    with tiermem.shard(made, policy("cpu", tmp_path)) as shards, pytest.raises(OSError, match="out"):
+    with (
+        tiermem.shard(made, policy("cpu", tmp_path)) as shards,
+        pytest.raises(OSError, match="out"),
+    ):
         checkpoint.save(shards, None, tmp_path / "out", "t")
     assert (tmp_path / "out").read_text() == "a file"
 

@@ -1,6 +1,8 @@
-"""Do checkpoints that commit 47ff4ce wrote open to the bit, and go on to the bit, on as many ranks as wrote them?
+"""Do checkpoints that commit 47ff4ce wrote open to the bit, and go on to the bit, on as many ranks
+as wrote them?
 
-fixtures/checkpoints.tar.xz holds them, and what is to be found in them; saved_before.py is the run that wrote it.
+fixtures/checkpoints.tar.xz holds them, and what is to be found in them; saved_before.py is the run
+that wrote it.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ def check(found: dict[str, Any], due: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_step_that_one_rank_saved_opens_and_goes_on(saved: Path, tmp_path: Path, preset: str, place: str) -> None:
+def test_a_step_that_one_rank_saved_opens_and_goes_on(
+    saved: Path, tmp_path: Path, preset: str, place: str
+) -> None:
     due = torch.load(saved / "1" / "0.pt", weights_only=False)[preset]
     check(go_on(saved / "1" / preset / place, preset, tmp_path / "nvme"), due)
 

@@ -46,9 +46,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return where
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(ranges=st.lists(st.tuples(st.integers(0, NUMEL), st.integers(0, NUMEL)), min_size=1, max_size=6))
-def test_any_range_is_what_was_saved_however_it_is_cut(folder: Path, ranges: list[tuple[int, int]]) -> None:
+@settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    ranges=st.lists(st.tuples(st.integers(0, NUMEL), st.integers(0, NUMEL)), min_size=1, max_size=6)
+)
+def test_any_range_is_what_was_saved_however_it_is_cut(
+    folder: Path, ranges: list[tuple[int, int]]
+) -> None:
     saved = states()["big"]
     with Source.open(folder) as source:
         for a, b in ranges:
@@ -78,11 +84,14 @@ def test_a_source_says_what_it_holds(folder: Path) -> None:
         assert source.find("small") == source.parameters["small"]
         assert source.find("nobody") is None
         assert source.num_bytes == sum(t.nbytes for own in states().values() for t in own.values())
-        with pytest.raises(ValueError, match=re.escape("stored as torch.int16; it cannot be read into torch.float32")):
+        with pytest.raises(
+            ValueError,
+            match=re.escape("stored as torch.int16; it cannot be read into torch.float32"),
+        ):
             source.read_into("small", "master", 0, torch.empty(3))
 
 
-# ---- damage --------------------------------------------------------------------------------------------------------------
+# ---- damage --------------------------------------------------------------------------------------
 
 
 def two_tags(where: Path) -> None:
@@ -103,7 +112,8 @@ def test_a_flipped_bit_is_named_and_the_older_step_is_whole(tmp_path: Path) -> N
     error = caught.value
     assert isinstance(error, CorruptionError) and error.errno == errno.EIO
     assert (error.param, error.state, error.step) == ("big", "exp_avg", 20)
-    assert Path(error.filename).parent.samefile(file.parent)  # a block may begin in another rank's file
+    # a block may begin in another rank's file
+    assert Path(error.filename).parent.samefile(file.parent)
     with Source.open(tmp_path) as source:
         sums = source.manifest.checksums["big"]["exp_avg"]
     assert error.written in sums and error.seen != error.written
@@ -119,7 +129,9 @@ def test_a_flipped_bit_is_named_and_the_older_step_is_whole(tmp_path: Path) -> N
 def test_a_whole_block_is_verified_even_for_one_element(tmp_path: Path) -> None:
     folder = write(tmp_path, states())
     with Source.open(tmp_path) as source:
-        piece = next(p for p in pieces_of(source.parts[0]) if (p.param, p.state) == ("big", "master"))
+        piece = next(
+            p for p in pieces_of(source.parts[0]) if (p.param, p.state) == ("big", "master")
+        )
         flip(folder / source.parts[0].files[piece.file], piece.offset + CHECKSUM_BYTES - 1)
         with pytest.raises(DamagedState, match="elements 0 to 262144"):
             source.read("big", "master", 0, 1)
@@ -144,7 +156,9 @@ def damaged(what: str, folder: Path) -> None:
     elif what == "a data file is gone":
         (folder / "more-1.bin").unlink()
     elif what == "the part of another step":
-        (folder / "part-2-0.json").write_bytes((folder.parent / "old" / "part-1-0.json").read_bytes())
+        (folder / "part-2-0.json").write_bytes(
+            (folder.parent / "old" / "part-1-0.json").read_bytes()
+        )
 
 
 SAID = {
@@ -184,11 +198,13 @@ def test_a_newer_version_says_what_to_do(tmp_path: Path, monkeypatch: pytest.Mon
     with monkeypatch.context() as newer:
         newer.setattr("tiermem.checkpoint.format.manifest.VERSION", 3)
         write(tmp_path, states(7))
-    with pytest.raises(ManifestError, match="version 3 of the format; this tiermem reads version 2"):
+    with pytest.raises(
+        ManifestError, match="version 3 of the format; this tiermem reads version 2"
+    ):
         Source.open(tmp_path)
 
 
-# ---- finding -------------------------------------------------------------------------------------------------------------
+# ---- finding -------------------------------------------------------------------------------------
 
 
 def test_latest_is_what_opens_and_a_tag_what_is_asked_for(tmp_path: Path) -> None:
@@ -221,7 +237,9 @@ def test_what_is_not_there_is_said_with_what_is(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a folder below the checkpoint"):
         Source.open(tmp_path, "../other")
     (tmp_path / "latest").write_text("gone")
-    with pytest.raises(NothingSaved, match="latest names 'gone', which is not there; other tags: here"):
+    with pytest.raises(
+        NothingSaved, match="latest names 'gone', which is not there; other tags: here"
+    ):
         Source.open(tmp_path)
     (tmp_path / "latest").unlink()
     with pytest.raises(NothingSaved, match="name one of its tags: here"):

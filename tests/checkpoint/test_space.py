@@ -1,4 +1,5 @@
-"""Is what runs take on the disk told by who needs it, step by step and path by path, and is the sum what stat says?"""
+"""Is what runs take on the disk told by who needs it, step by step and path by path, and is the sum
+what stat says?"""
 
 from __future__ import annotations
 
@@ -16,7 +17,15 @@ from torch import nn
 
 import tiermem
 from tiermem import NvmePath, checkpoint
-from tiermem.checkpoint.survey import BLOCK_BYTES, PathReport, RunReport, Survey, blocks, length, survey
+from tiermem.checkpoint.survey import (
+    BLOCK_BYTES,
+    PathReport,
+    RunReport,
+    Survey,
+    blocks,
+    length,
+    survey,
+)
 
 WIDTH = 256
 BASE_BYTES = WIDTH * WIDTH * 4
@@ -31,7 +40,9 @@ def half_frozen() -> nn.Module:
 
 def started(path: Path, **fields: object) -> tuple[tiermem.Shards, tiermem.AdamW]:
     made = half_frozen()
-    shards = tiermem.shard(made, policy("nvme", path, tile_numel=1 << 15, unit_numel=WIDTH * WIDTH, **fields))
+    shards = tiermem.shard(
+        made, policy("nvme", path, tile_numel=1 << 15, unit_numel=WIDTH * WIDTH, **fields)
+    )
     return shards, tiermem.AdamW([p for p in made.parameters() if p.requires_grad], lr=0.01)
 
 
@@ -44,7 +55,13 @@ def step(shards: tiermem.Shards, optimizer: tiermem.AdamW) -> None:
 
 def check_sums(found: Survey) -> None:
     def total(report: RunReport | PathReport) -> int:
-        kinds = (report.durable_bytes, report.live_bytes, report.free_bytes, report.unclear_bytes, report.record_bytes)
+        kinds = (
+            report.durable_bytes,
+            report.live_bytes,
+            report.free_bytes,
+            report.unclear_bytes,
+            report.record_bytes,
+        )
         assert min(kinds) >= 0
         return sum(kinds)
 
@@ -63,8 +80,12 @@ def test_steps_share_what_is_frozen_and_own_what_was_stepped(tmp_path: Path) -> 
         check_sums(empty)
         assert empty.runs[0].state == "live"
         assert empty.runs[0].durable_bytes == 0
-        assert empty.runs[0].live_bytes >= BASE_BYTES + WIDTH * WIDTH * 4, "the weights have been written"
-        assert empty.runs[0].free_bytes >= 2 * TRAINED_BYTES, "room for what checkpoints hold has not"
+        assert empty.runs[0].live_bytes >= BASE_BYTES + WIDTH * WIDTH * 4, (
+            "the weights have been written"
+        )
+        assert empty.runs[0].free_bytes >= 2 * TRAINED_BYTES, (
+            "room for what checkpoints hold has not"
+        )
         for tag in ("a", "b"):
             step(shards, optimizer)
             checkpoint.save(shards, optimizer, tmp_path / "out", tag)
@@ -90,9 +111,13 @@ def test_each_path_tells_its_own(tmp_path: Path) -> None:
     for folder in folders:
         folder.mkdir()
     own = policy("nvme", tmp_path, tile_numel=1 << 12, unit_numel=WIDTH * WIDTH)
-    own = tiermem.OffloadPolicy(**{**vars(own), "paths": [NvmePath(folder, weight=1.0) for folder in folders]})
+    own = tiermem.OffloadPolicy(
+        **{**vars(own), "paths": [NvmePath(folder, weight=1.0) for folder in folders]}
+    )
     with tiermem.shard(half_frozen(), own) as shards:
-        optimizer = tiermem.AdamW([p for p in shards.model.parameters() if p.requires_grad], lr=0.01)
+        optimizer = tiermem.AdamW(
+            [p for p in shards.model.parameters() if p.requires_grad], lr=0.01
+        )
         step(shards, optimizer)
         checkpoint.save(shards, optimizer, tmp_path / "one" / "out", "t")
     found = survey(tmp_path)
@@ -130,8 +155,16 @@ def test_what_a_step_that_cannot_be_read_may_name_is_not_called_free(tmp_path: P
 @given(st.lists(st.tuples(st.integers(0, 30_000), st.integers(1, 9_000)), max_size=8))
 def test_blocks_hold_every_byte_and_no_other_block(drawn: list[tuple[int, int]]) -> None:
     ranges = [(start, start + num_bytes) for start, num_bytes in drawn]
-    due = {number for start, stop in ranges for number in range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES))}
+    due = {
+        number
+        for start, stop in ranges
+        for number in range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES))
+    }
     found = blocks([np.array(ranges, np.int64).reshape(-1, 2)]).tolist()
-    assert {number for start, stop in found for number in range(start // BLOCK_BYTES, stop // BLOCK_BYTES)} == due
+    assert {
+        number
+        for start, stop in found
+        for number in range(start // BLOCK_BYTES, stop // BLOCK_BYTES)
+    } == due
     assert length(np.array(found).reshape(-1, 2)) == len(due) * BLOCK_BYTES
     assert all(one[1] < other[0] for one, other in itertools.pairwise(found))

@@ -1,4 +1,5 @@
-"""A parameter group that was saved and is now several: are they refused where they differ, and opened where they do not?"""
+"""A parameter group that was saved and is now several: are they refused where they differ, and
+opened where they do not?"""
 
 from __future__ import annotations
 
@@ -51,7 +52,10 @@ def folder(tmp_path: Path) -> Path:
 
 def test_groups_that_differ_and_were_one_are_refused(folder: Path) -> None:
     save(folder)
-    with pytest.raises(ValueError, match=r"groups 0 and 1 of the optimizer differ in weight_decay.*one saved group, 0"):
+    with pytest.raises(
+        ValueError,
+        match=r"groups 0 and 1 of the optimizer differ in weight_decay.*one saved group, 0",
+    ):
         opened(folder, *DECAYS)
 
 

@@ -1,4 +1,5 @@
-"""Is each step of durability="step" durable before the next backward, as it was when it returned, and not before its end?"""
+"""Is each step of durability="step" durable before the next backward, as it was when it returned,
+and not before its end?"""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def sharded(made: nn.Module, path: Path, overlap: str = "auto", **fields: Any) -
 
 
 class Loop:
-    """A training loop: `go(n)` makes the nth step, which draws random numbers in its forward and changes the rate after it."""
+    """A training loop: `go(n)` makes the nth step, which draws random numbers in its forward and
+    changes the rate after it."""
 
     def __init__(self, path: Path, overlap: str = "auto", **fields: Any) -> None:
         self.made = model()
@@ -77,7 +79,8 @@ HOMES: dict[str, dict[str, Any]] = {
 def test_what_is_durable_is_the_step_as_it_was_when_it_returned(
     home: str, overlap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The forwards in between change buffers and draw random numbers, and the rate of the next step is set."""
+    """The forwards in between change buffers and draw random numbers, and the rate of the next step
+    is set."""
     monkeypatch.setattr(History, "is_due", True)
     monkeypatch.setattr(History, "is_last", lambda *_: True)
     at_once, later, made = list[Any](), list[Any](), 4
@@ -105,7 +108,9 @@ def test_what_is_durable_is_the_step_as_it_was_when_it_returned(
     assert later == at_once
 
 
-def test_a_step_returns_before_it_is_durable_and_only_the_next_backward_ends_it(tmp_path: Path) -> None:
+def test_a_step_returns_before_it_is_durable_and_only_the_next_backward_ends_it(
+    tmp_path: Path,
+) -> None:
     loop = Loop(tmp_path)
     loop.go(3)
     assert loop.shards.program.is_running and loop.durable() == [(2, None)]
@@ -171,7 +176,9 @@ COMMITS: dict[str, Callable[[Loop], object]] = {
 
 
 @pytest.mark.parametrize("way", COMMITS)
-def test_a_change_a_save_and_the_end_make_the_last_step_durable_before(way: str, tmp_path: Path) -> None:
+def test_a_change_a_save_and_the_end_make_the_last_step_durable_before(
+    way: str, tmp_path: Path
+) -> None:
     """And as it was before the change."""
     loop = Loop(tmp_path, keep=2)
     loop.go()
@@ -181,16 +188,23 @@ def test_a_change_a_save_and_the_end_make_the_last_step_durable_before(way: str,
     assert (3, None) not in loop.durable()
     COMMITS[way](loop)
     assert (3, None) in loop.durable()
-    file = next(file for file in loop.folder.glob("manifest-*.json") if opened_at(file)[0].step == 3)
+    file = next(
+        file for file in loop.folder.glob("manifest-*.json") if opened_at(file)[0].step == 3
+    )
     saved = states_at(file)
     for (name, state), value in due.items():
         if value.numel() and (name, state) in saved:
-            assert saved[name, state] == value.contiguous().view(-1).view(torch.uint8).numpy().tobytes(), (name, state)
+            assert (
+                saved[name, state]
+                == value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            ), (name, state)
     loop.shards.close()
 
 
 @pytest.mark.parametrize("kind", ["sync", "rename"])
-def test_a_commit_that_fails_is_raised_by_the_backward_and_training_goes_on(kind: str, tmp_path: Path) -> None:
+def test_a_commit_that_fails_is_raised_by_the_backward_and_training_goes_on(
+    kind: str, tmp_path: Path
+) -> None:
     loop = Loop(tmp_path)
     loop.go(2)
     loss = loop.forward()
@@ -206,7 +220,9 @@ def test_a_commit_that_fails_is_raised_by_the_backward_and_training_goes_on(kind
     loop.shards.close()
 
 
-def test_an_interrupt_leaves_the_commit_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_leaves_the_commit_due(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loop = Loop(tmp_path)
     loop.go(2)
 

@@ -1,4 +1,5 @@
-"""Does a step that a killed run could no longer remove go with what the same run had put in its place?"""
+"""Does a step that a killed run could no longer remove go with what the same run had put in its
+place?"""
 
 from __future__ import annotations
 
@@ -16,14 +17,17 @@ from tiermem import checkpoint
 
 
 def _killed_after_its_tag(tmp_path: Path) -> Path:
-    """A run's folder as it is when the run dies between a tag's manifest and the removal of the step before, without a tag."""
+    """A run's folder as it is when the run dies between a tag's manifest and the removal of the
+    step before, without a tag."""
     made = model()
     with tiermem.shard(made, policy("nvme", tmp_path, durability="step")) as shards:
         optimizer = tiermem.AdamW(made.parameters(), lr=0.01)
         train(made, optimizer, 1, seed=1)
         checkpoint.wait(shards)
         folder = shards.store.folders()[0]
-        shutil.copytree(folder, tmp_path / "aside", ignore=shutil.ignore_patterns("segment.bin", "lock"))
+        shutil.copytree(
+            folder, tmp_path / "aside", ignore=shutil.ignore_patterns("segment.bin", "lock")
+        )
         checkpoint.save(shards, optimizer, tmp_path / "out", "first")
     shutil.copytree(tmp_path / "aside", folder, dirs_exist_ok=True)
     shutil.rmtree(tmp_path / "aside")

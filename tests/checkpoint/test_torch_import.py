@@ -1,4 +1,5 @@
-"""Are state dicts, safetensors and torch optimizers' states read, matched by name or order, and refused when unclear?"""
+"""Are state dicts, safetensors and torch optimizers' states read, matched by name or order, and
+refused when unclear?"""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(self.hidden(self.norm(self.embed(x))))
-        return self.head(self.back(hidden) + (self.twin(hidden) if isinstance(self.twin, nn.Linear) else 0))
+        return self.head(
+            self.back(hidden) + (self.twin(hidden) if isinstance(self.twin, nn.Linear) else 0)
+        )
 
 
 def train(net: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int = 3) -> None:
@@ -65,8 +68,12 @@ def plain(net: nn.Module) -> torch.optim.Optimizer:
 
 
 def two_groups(net: nn.Module) -> torch.optim.Optimizer:
-    """Weight decay for matrices alone: torch numbers the parameters in another order than the model's."""
-    flat, wide = [p for p in net.parameters() if p.dim() == 1], [p for p in net.parameters() if p.dim() > 1]
+    """Weight decay for matrices alone: torch numbers the parameters in another order than the
+    model's."""
+    flat, wide = (
+        [p for p in net.parameters() if p.dim() == 1],
+        [p for p in net.parameters() if p.dim() > 1],
+    )
     return torch.optim.Adam(
         [{"params": flat, "weight_decay": 0.0}, {"params": wide, "weight_decay": 0.1}], amsgrad=True
     )
@@ -78,7 +85,8 @@ def by_name(net: nn.Module) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("make", [plain, two_groups, by_name])
 @pytest.mark.parametrize(
-    "keys", [("model", "optimizer"), ("model_state_dict", "optimizer_state_dict"), ("module", "optim")]
+    "keys",
+    [("model", "optimizer"), ("model_state_dict", "optimizer_state_dict"), ("module", "optim")],
 )
 def test_a_file_of_both_is_read(
     tmp_path: Path, make: Callable[[nn.Module], torch.optim.Optimizer], keys: tuple[str, str]
@@ -87,10 +95,14 @@ def test_a_file_of_both_is_read(
     net = Net()
     optimizer = make(net)
     train(net, optimizer)
-    torch.save({keys[0]: net.state_dict(), keys[1]: optimizer.state_dict(), "epoch": 4}, tmp_path / "a.pt")
+    torch.save(
+        {keys[0]: net.state_dict(), keys[1]: optimizer.state_dict(), "epoch": 4}, tmp_path / "a.pt"
+    )
     found = read_torch(tmp_path / "a.pt")
     check(found, net, optimizer)
-    assert [group["lr"] for group in found.groups] == [group["lr"] for group in optimizer.param_groups]
+    assert [group["lr"] for group in found.groups] == [
+        group["lr"] for group in optimizer.param_groups
+    ]
     assert found.global_steps == 3
     assert found.left_behind == ["'epoch' of the file"]
 
@@ -146,7 +158,10 @@ def test_states_that_could_go_two_ways_are_refused(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad])
     train(net, optimizer)
     torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
-    with pytest.raises(ValueError, match=r"in more than one way; make the optimizer with model.named_parameters\(\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"in more than one way; make the optimizer with model.named_parameters\(\)",
+    ):
         read_torch(tmp_path / "a.pt")
 
 
@@ -167,7 +182,10 @@ def test_safetensors_are_read(tmp_path: Path, dtype: torch.dtype) -> None:
     state = {name: value for name, value in net.state_dict().items() if name != "head.weight"}
     first = dict(list(state.items())[:4])
     save_file(first, tmp_path / "a.safetensors", {"format": "pt", "head.weight": "embed.weight"})
-    save_file({name: value for name, value in state.items() if name not in first}, tmp_path / "b.safetensors")
+    save_file(
+        {name: value for name, value in state.items() if name not in first},
+        tmp_path / "b.safetensors",
+    )
     check(read_torch(tmp_path), net, plain(net))
 
 
@@ -179,7 +197,8 @@ def test_shards_of_pickles_are_read(tmp_path: Path) -> None:
     place = {name: f"pytorch_model-{1 if i < 5 else 2}.bin" for i, (name, _) in enumerate(state)}
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": place}))
     found = read_torch(tmp_path)
-    assert {p.name for p in found.parameters} == set(net.state_dict())  # ties across files are not seen
+    # ties across files are not seen
+    assert {p.name for p in found.parameters} == set(net.state_dict())
 
 
 @pytest.mark.parametrize("what", ["model.pt", "optimizer.pt", "pytorch_model.bin"])
@@ -204,7 +223,9 @@ def test_a_few_bytes_do_not_say_that_they_are_terabytes(tmp_path: Path) -> None:
 
 
 def test_a_few_bytes_take_no_more_memory_than_a_few_times_as_many(tmp_path: Path) -> None:
-    takes = b"\x80\x02cbuiltins\nbytearray\n\x8a\x04" + (600 << 20).to_bytes(4, "little") + b"\x85R."
+    takes = (
+        b"\x80\x02cbuiltins\nbytearray\n\x8a\x04" + (600 << 20).to_bytes(4, "little") + b"\x85R."
+    )
     (tmp_path / "legacy.pt").write_bytes(takes)
     with zipfile.ZipFile(tmp_path / "zip.pt", "w") as file:
         file.writestr("zip/data.pkl", takes)
@@ -227,7 +248,9 @@ def test_tensors_on_the_same_bytes_are_not_written_again_and_again(tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", ["device", "fifo"])
-@pytest.mark.parametrize("name", ["a.pt", "folder/pytorch_model.bin", "folder/model.safetensors", "folder/.metadata"])
+@pytest.mark.parametrize(
+    "name", ["a.pt", "folder/pytorch_model.bin", "folder/model.safetensors", "folder/.metadata"]
+)
 def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, name: str, kind: str) -> None:
     file = tmp_path / name
     file.parent.mkdir(exist_ok=True)
@@ -240,7 +263,8 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, name: str, k
     signal.alarm(20)
     try:
         with pytest.raises(
-            OSError, match=r"is a (device|FIFO) where a regular file|no such file|no checkpoint that is known"
+            OSError,
+            match=r"is a (device|FIFO) where a regular file|no such file|no checkpoint that is known",
         ):
             read_foreign(file if name == "a.pt" else file.parent)
     finally:

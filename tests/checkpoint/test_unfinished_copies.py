@@ -35,7 +35,8 @@ def test_copy_without_manifest_is_removed_with_its_folder(tmp_path: Path) -> Non
 def test_files_of_others_stay(tmp_path: Path) -> None:
     tag = _make(tmp_path / "step3", DATA, "notes.txt")
     empty = _make(tmp_path / "empty")
-    run = _make(tmp_path / "tiermem-0a1b2c", "part-2-0.json", "data-2.bin")  # begins to save for the first time
+    # begins to save for the first time
+    run = _make(tmp_path / "tiermem-0a1b2c", "part-2-0.json", "data-2.bin")
     remove_unfinished(tmp_path)
     assert [file.name for file in tag.iterdir()] == ["notes.txt"]
     assert empty.is_dir() and len(list(run.iterdir())) == 2
@@ -49,9 +50,13 @@ def test_copy_with_manifest_and_no_pointer_stays(tmp_path: Path) -> None:
 
 def test_beside_a_pointer_only_what_it_names_stays(tmp_path: Path) -> None:
     tag = _make(tmp_path / "step3", DATA, PART, MANIFEST, "data-77-1-0.bin")
-    (tag / "tiermem.json").write_bytes(Pointer("0a1b2c", 3, ".", MANIFEST, 1, 0, "t", 3, "s", 1).dump())
+    (tag / "tiermem.json").write_bytes(
+        Pointer("0a1b2c", 3, ".", MANIFEST, 1, 0, "t", 3, "s", 1).dump()
+    )
     remove_unfinished(tmp_path)
-    assert sorted(file.name for file in tag.iterdir()) == sorted([DATA, PART, MANIFEST, "tiermem.json"])
+    assert sorted(file.name for file in tag.iterdir()) == sorted(
+        [DATA, PART, MANIFEST, "tiermem.json"]
+    )
 
 
 def test_folder_that_is_saved_into_stays_until_that_ends(tmp_path: Path) -> None:
@@ -65,7 +70,9 @@ def test_folder_that_is_saved_into_stays_until_that_ends(tmp_path: Path) -> None
         assert not (tmp_path / "step3").exists()
 
 
-def test_nothing_is_removed_where_another_host_may_be_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_removed_where_another_host_may_be_saving(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(publish, "is_of_one_host", lambda folder: False)
     tag = _make(tmp_path / "step3", DATA)
     remove_unfinished(tmp_path)

@@ -1,4 +1,5 @@
-"""Does training go on to the bit from a checkpoint that was taken before, or after, parameters were unfrozen?"""
+"""Does training go on to the bit from a checkpoint that was taken before, or after, parameters were
+unfrozen?"""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ GROUPS = ("head", "layers", "embed")
 
 def sharded(model: nn.Module, home: str, nvme: Path, **fields: Any) -> tiermem.Shards:
     return tiermem.shard(
-        model, OffloadPolicy(paths=[nvme], persistence_numel=50, **HOMES[home], **fields), device="cpu"
+        model,
+        OffloadPolicy(paths=[nvme], persistence_numel=50, **HOMES[home], **fields),
+        device="cpu",
     )
 
 
@@ -43,11 +46,14 @@ def head_only(seed: int = 0) -> nn.Module:
 def grouped(model: nn.Module) -> tiermem.AdamW:
     """One group for each part, frozen or not."""
     rates = zip(GROUPS, (1e-2, 5e-3, 2e-3), strict=True)
-    return tiermem.AdamW([{"params": model.get_submodule(name).parameters(), "lr": lr} for name, lr in rates])
+    return tiermem.AdamW(
+        [{"params": model.get_submodule(name).parameters(), "lr": lr} for name, lr in rates]
+    )
 
 
 def expected() -> tuple[list[float], list[dict[str, torch.Tensor]]]:
-    """Plain training: the head for 2 steps, then the first blocks too. The losses, and the weights after steps 2, 4 and 7."""
+    """Plain training: the head for 2 steps, then the first blocks too. The losses, and the weights
+    after steps 2, 4 and 7."""
     model = head_only()
     optim = grouped(model)
     losses, weights = train_steps(model, optim, range(2)), []
@@ -93,7 +99,9 @@ def test_a_checkpoint_opens_on_either_side_of_unfreezing(home: str, tmp_path: Pa
                 assert_same_tensors(dict(model.state_dict()), weights[2])
 
 
-def test_without_room_states_of_frozen_parameters_are_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_room_states_of_frozen_parameters_are_left(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     _, weights = expected()
     saved("nvme", tmp_path)
     with sharded(head_only(), "nvme", tmp_path) as shards:
@@ -156,11 +164,15 @@ def train_and_die(moment: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "moment", [next(iter(KILLS)), *(pytest.param(each, marks=pytest.mark.slow) for each in list(KILLS)[1:])]
+    "moment",
+    [next(iter(KILLS)), *(pytest.param(each, marks=pytest.mark.slow) for each in list(KILLS)[1:])],
 )
 def test_a_kill_around_unfreezing_leaves_the_last_durable_step(moment: str, tmp_path: Path) -> None:
     losses, weights = expected()
-    code = f"import sys; sys.path[:0] = {sys.path}; import test_unfrozen; test_unfrozen.train_and_die(*sys.argv[1:])"
+    code = (
+        f"import sys; sys.path[:0] = {sys.path}; import test_unfrozen; "
+        "test_unfrozen.train_and_die(*sys.argv[1:])"
+    )
     killed = fork_server.run(["-c", code, moment, str(tmp_path)], 120)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     model = head_only(seed=1)
@@ -183,7 +195,8 @@ def test_groups_that_were_set_are_those_whose_states_are_opened(tmp_path: Path) 
         optim, whole = tiermem.AdamW(model.head.parameters()), grouped(head_only())
         groups = zip(whole.param_groups, GROUPS, strict=True)
         optim.param_groups = [
-            {**group, "params": list(model.get_submodule(name).parameters())} for group, name in groups
+            {**group, "params": list(model.get_submodule(name).parameters())}
+            for group, name in groups
         ]
         load(shards, optim, tmp_path / "saved", "after")
         model.layers[:2].requires_grad_(True)

@@ -1,4 +1,5 @@
-"""When bytes on the paths turn out to be wrong, is the durable step named that does not hold them, and is no more claimed?"""
+"""When bytes on the paths turn out to be wrong, is the durable step named that does not hold them,
+and is no more claimed?"""
 
 from __future__ import annotations
 
@@ -25,7 +26,11 @@ def trained(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 
     def make(**fields: Any) -> Run:
         made = model(dtype=torch.bfloat16)
-        opened.append(tiermem.shard(made, policy("nvme", tmp_path, resident_bytes=0, overlap="none", **fields)))
+        opened.append(
+            tiermem.shard(
+                made, policy("nvme", tmp_path, resident_bytes=0, overlap="none", **fields)
+            )
+        )
         optimizer = tiermem.AdamW(made.parameters(), lr=0.01)
         train(made, optimizer, 2)
         return made, opened[-1], optimizer
@@ -41,7 +46,11 @@ def spoil(shards: Shards, path: Path, param: str) -> None:
     shards.drop_head_start()
     shard = next(shard for _, shard in shards.parameters() if shard.name == param)
     tile, elements = shards.states.pieces(shard)[0]
-    data = shards.values.read_part(tile.entry, torch.uint8, slice(0, tile.state_bytes)).numpy().tobytes()
+    data = (
+        shards.values.read_part(tile.entry, torch.uint8, slice(0, tile.state_bytes))
+        .numpy()
+        .tobytes()
+    )
     (file,) = path.glob("tiermem-*/segment.bin")
     place = file.read_bytes().index(data) + tile.place_of(elements).start * 4
     with file.open("r+b") as opened:
@@ -53,14 +62,17 @@ def spoil(shards: Shards, path: Path, param: str) -> None:
         os.fsync(opened.fileno())
 
 
-def test_a_step_that_was_written_over_elsewhere_is_whole(trained: Callable[..., Run], tmp_path: Path) -> None:
+def test_a_step_that_was_written_over_elsewhere_is_whole(
+    trained: Callable[..., Run], tmp_path: Path
+) -> None:
     made, shards, optimizer = trained()
     checkpoint.save(shards, optimizer, tmp_path / "out", "a")
     saved = states_in(tmp_path / "out", "a")
     train(made, optimizer, 1)
     spoil(shards, tmp_path, "layers.1.weight")
     with pytest.raises(
-        CorruptionError, match=r"master of layers.1.weight.* Step 2 \(tag 'a'\) holds none of these bytes: .* open "
+        CorruptionError,
+        match=r"master of layers.1.weight.* Step 2 \(tag 'a'\) holds none of these bytes: .* open ",
     ) as caught:
         train(made, optimizer, 1)
     manifest = Path(str(caught.value.strerror).rpartition("open ")[2])
@@ -68,17 +80,22 @@ def test_a_step_that_was_written_over_elsewhere_is_whole(trained: Callable[..., 
     assert states_in(tmp_path / "out", "a") == saved
 
 
-def test_a_step_that_holds_the_bytes_is_not_called_whole(trained: Callable[..., Run], tmp_path: Path) -> None:
+def test_a_step_that_holds_the_bytes_is_not_called_whole(
+    trained: Callable[..., Run], tmp_path: Path
+) -> None:
     made, shards, optimizer = trained()
     checkpoint.save(shards, optimizer, tmp_path / "out", "a")
     spoil(shards, tmp_path, "layers.1.weight")
     with pytest.raises(
-        CorruptionError, match=r"Step 2 \(tag 'a'\) holds these bytes as well; go back to a complete copy"
+        CorruptionError,
+        match=r"Step 2 \(tag 'a'\) holds these bytes as well; go back to a complete copy",
     ):
         train(made, optimizer, 1)
 
 
-def test_a_step_that_is_damaged_elsewhere_is_not_called_whole(trained: Callable[..., Run], tmp_path: Path) -> None:
+def test_a_step_that_is_damaged_elsewhere_is_not_called_whole(
+    trained: Callable[..., Run], tmp_path: Path
+) -> None:
     made, shards, optimizer = trained()
     checkpoint.save(shards, optimizer, tmp_path / "out", "a")
     (file,) = tmp_path.glob("tiermem-*/segment.bin")
@@ -86,14 +103,20 @@ def test_a_step_that_is_damaged_elsewhere_is_not_called_whole(trained: Callable[
     train(made, optimizer, 1)
     shards.drop_head_start()
     data = file.read_bytes()
-    kept = [place for place in range(0, min(len(data), len(at_save)), 4096) if any(data[place : place + 4096])]
+    kept = [
+        place
+        for place in range(0, min(len(data), len(at_save)), 4096)
+        if any(data[place : place + 4096])
+    ]
     with file.open("r+b") as opened:  # a bit of each block, those of the saved step too
         for place in kept:
             opened.seek(place)
             opened.write(bytes([data[place] ^ 1]))
         opened.flush()
         os.fsync(opened.fileno())
-    with pytest.raises(CorruptionError, match=r"[Ss]tep 2 \(tag 'a'\) holds none of these bytes: .* open ") as caught:
+    with pytest.raises(
+        CorruptionError, match=r"[Ss]tep 2 \(tag 'a'\) holds none of these bytes: .* open "
+    ) as caught:
         train(made, optimizer, 1)
     assert "whole:" not in str(caught.value)
     optimizer.zero_grad()
@@ -101,7 +124,9 @@ def test_a_step_that_is_damaged_elsewhere_is_not_called_whole(trained: Callable[
         checkpoint.load(shards, optimizer, tmp_path / "out")
 
 
-def test_an_older_tag_is_named_when_the_newest_holds_the_bytes(trained: Callable[..., Run], tmp_path: Path) -> None:
+def test_an_older_tag_is_named_when_the_newest_holds_the_bytes(
+    trained: Callable[..., Run], tmp_path: Path
+) -> None:
     made, shards, optimizer = trained(keep=2)
     checkpoint.save(shards, optimizer, tmp_path / "out", "a")
     train(made, optimizer, 1)
@@ -114,7 +139,9 @@ def test_an_older_tag_is_named_when_the_newest_holds_the_bytes(trained: Callable
         train(made, optimizer, 1)
 
 
-def test_a_run_that_saved_nothing_where_it_rests_says_so(trained: Callable[..., Run], tmp_path: Path) -> None:
+def test_a_run_that_saved_nothing_where_it_rests_says_so(
+    trained: Callable[..., Run], tmp_path: Path
+) -> None:
     made, shards, optimizer = trained()
     checkpoint.save(shards, optimizer, tmp_path / "out", "a", copy=True)
     checkpoint.wait(shards)
@@ -123,7 +150,9 @@ def test_a_run_that_saved_nothing_where_it_rests_says_so(trained: Callable[..., 
         train(made, optimizer, 1)
 
 
-def test_a_run_goes_on_from_the_step_that_is_whole(trained: Callable[..., Run], tmp_path: Path) -> None:
+def test_a_run_goes_on_from_the_step_that_is_whole(
+    trained: Callable[..., Run], tmp_path: Path
+) -> None:
     made, shards, optimizer = trained()
     checkpoint.save(shards, optimizer, tmp_path / "out", "a")
     due = train(made, optimizer, 1)

@@ -1,4 +1,5 @@
-"""Is what is read ahead the same to the bit whatever was told, each block read once, within the memory that was lent?"""
+"""Is what is read ahead the same to the bit whatever was told, each block read once, within the
+memory that was lent?"""
 
 from __future__ import annotations
 
@@ -26,11 +27,15 @@ NUMEL = 9 * CHECKSUM_BYTES // 4 + 101
 def states() -> dict[str, dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
     names = ("weight", "master", "exp_avg")
-    return {f"p{i}": {name: torch.randn(NUMEL, generator=generator) for name in names} for i in range(2)}
+    return {
+        f"p{i}": {name: torch.randn(NUMEL, generator=generator) for name in names} for i in range(2)
+    }
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, states: dict[str, dict[str, torch.Tensor]]) -> Path:
+def folder(
+    tmp_path_factory: pytest.TempPathFactory, states: dict[str, dict[str, torch.Tensor]]
+) -> Path:
     where = tmp_path_factory.mktemp("ahead")
     write(where, states, world=2, most_numel=400_003)
     return where
@@ -74,10 +79,16 @@ def tiles(numel: int = 300_001) -> list[Elements]:
     ]
 
 
-def read_all(source: Source, asked: list[Elements], states: dict[str, dict[str, torch.Tensor]]) -> None:
+def read_all(
+    source: Source, asked: list[Elements], states: dict[str, dict[str, torch.Tensor]]
+) -> None:
     for param, state, start, numel in asked:
         found = source.read(param, state, start, numel)
-        assert torch.equal(found, states[param][state][start : start + numel]), (param, state, start)
+        assert torch.equal(found, states[param][state][start : start + numel]), (
+            param,
+            state,
+            start,
+        )
 
 
 def test_tiles_that_were_told_are_read_once_and_ahead(
@@ -92,7 +103,9 @@ def test_tiles_that_were_told_are_read_once_and_ahead(
 
 
 @pytest.mark.parametrize("told", ["nothing", "others", "backwards", "more", "shuffled"])
-def test_what_was_told_changes_no_bit(folder: Path, states: dict[str, dict[str, torch.Tensor]], told: str) -> None:
+def test_what_was_told_changes_no_bit(
+    folder: Path, states: dict[str, dict[str, torch.Tensor]], told: str
+) -> None:
     asked = tiles()
     hints = {
         "nothing": [],
@@ -111,9 +124,13 @@ def test_pieces_too_many_for_the_memory_are_read_one_by_one(
     folder: Path, states: dict[str, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
     few = {"p0": {"weight": states["p0"]["weight"]}}
-    write(tmp_path, few, most_numel=300)  # each with a block before and behind it: more than twice its bytes
+    # each with a block before and behind it: more than twice its bytes
+    write(tmp_path, few, most_numel=300)
     arena = Arena(verified_module.LEAST_AREA_BYTES)
-    with Source.open(tmp_path) as source, source.lent([arena.take(verified_module.LEAST_AREA_BYTES).tensor]):
+    with (
+        Source.open(tmp_path) as source,
+        source.lent([arena.take(verified_module.LEAST_AREA_BYTES).tensor]),
+    ):
         read_all(source, tiles()[:9:3], states)
     arena.close()
 
@@ -122,7 +139,9 @@ def test_verify_reads_every_block_once(folder: Path, monkeypatch: pytest.MonkeyP
     watched = Watched(monkeypatch)
     with Source.open(folder) as source:
         num_bytes = sum(
-            sum(source.verify(param, state)) for param in source.parameters for state in source.states(param)
+            sum(source.verify(param, state))
+            for param in source.parameters
+            for state in source.states(param)
         )
         assert num_bytes == source.num_bytes == watched.num_bytes
 
@@ -140,7 +159,9 @@ def step(made: torch.nn.Module, optimizer: tiermem.AdamW) -> None:
     optimizer.zero_grad()
 
 
-def test_resuming_reads_ahead_in_the_buffers_of_the_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resuming_reads_ahead_in_the_buffers_of_the_tiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made, own = wide(tmp_path)
     with tiermem.shard(made, own) as shards:
         optimizer = tiermem.AdamW(made.parameters(), lr=0.01)

@@ -1,4 +1,5 @@
-"""Does a save say where its bytes lie, can all of them be taken along, and does the error afterwards name what lay where?"""
+"""Does a save say where its bytes lie, can all of them be taken along, and does the error
+afterwards name what lay where?"""
 
 from __future__ import annotations
 
@@ -79,7 +80,9 @@ def test_a_dropped_tag_takes_its_readme_along(place: Path) -> None:
     assert not (place / "saved" / "t2" / "README.txt").exists()  # it holds all of it now
 
 
-def test_an_export_of_the_whole_is_moved_and_continues(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_export_of_the_whole_is_moved_and_continues(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder, states = saved(place)
     assert main(["export", str(folder), str(place / "out"), "--whole"]) == 0
     assert "all that a run needs" in capsys.readouterr().out
@@ -97,7 +100,9 @@ def test_an_export_of_the_whole_is_moved_and_continues(place: Path, capsys: pyte
     assert main(["fsck", str(place / "moved"), "--verify"]) == 0
 
 
-def test_an_export_of_a_damaged_step_leaves_nothing(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_export_of_a_damaged_step_leaves_nothing(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder, _ = saved(place)
     (segment,) = (place / "nvme").glob("tiermem-*/segment.bin")
     segment.write_bytes(bytes(byte ^ 1 for byte in segment.read_bytes()))
@@ -106,7 +111,9 @@ def test_an_export_of_a_damaged_step_leaves_nothing(place: Path, capsys: pytest.
     assert not list((place / "out").iterdir())
 
 
-def test_whole_goes_with_nothing_that_changes_values(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_whole_goes_with_nothing_that_changes_values(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for words, said in ((("--fp32",), "leave --fp32"), (("--dcp",), "choose one")):
         assert main(["export", str(place), str(place / "out"), "--whole", *words]) == 2
         assert said in capsys.readouterr().err
@@ -142,6 +149,8 @@ def test_the_error_afterwards_names_what_lay_where(place: Path, victim: str) -> 
     else:
         next(run.glob(f"{victim}-*.json")).unlink()
     now = "which is not there" if victim == "folder" else "which holds it no more"
-    with pytest.raises(FileNotFoundError, match=rf"the step's bytes lay in {run}, {now}\. .*copy=True"):
+    with pytest.raises(
+        FileNotFoundError, match=rf"the step's bytes lay in {run}, {now}\. .*copy=True"
+    ):
         Source.open(folder)
     shutil.rmtree(place / "nvme")

@@ -43,8 +43,12 @@ OPTIM = ZERO + "offload_optimizer."
 
 STAGE_2 = {"zero_optimization": {"stage": 2}}
 STAGE_3 = {"zero_optimization": {"stage": 3}}
-NVME_PARAM = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/a"}}}
-NVME_OPTIM = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/a"}}}
+NVME_PARAM = {
+    "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/a"}}
+}
+NVME_OPTIM = {
+    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/a"}}
+}
 CPU_OPTIM = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
 STRICT = {"tiermem": {"strict": True}}
 BF16 = {"bf16": {"enabled": True}}

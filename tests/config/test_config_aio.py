@@ -29,7 +29,9 @@ def test_every_key_becomes_an_io_setting() -> None:
             "tiermem": {"engine": "aio", "strict": True},
         }
     )
-    expected = IoSettings("aio", 8192, depth=192, threads=3, single_submit=True, overlap_events=False)
+    expected = IoSettings(
+        "aio", 8192, depth=192, threads=3, single_submit=True, overlap_events=False
+    )
     assert config.policy().io == expected
 
 
@@ -69,14 +71,22 @@ def test_each_thread_keeps_queue_depth_requests_in_flight(aio: dict[str, int], d
 
 
 def test_more_in_flight_than_a_queue_takes_is_refused_with_the_arithmetic() -> None:
-    with pytest.raises(ConfigError, match=r"queue_depth 128 \* intra_op_parallelism 33 = 4224 .* at most 4096"):
+    with pytest.raises(
+        ConfigError, match=r"queue_depth 128 \* intra_op_parallelism 33 = 4224 .* at most 4096"
+    ):
         io_of(queue_depth=128, num_threads=33)
     with pytest.raises(ConfigError, match=r"aio\.queue_depth: queue_depth 5000 requests in flight"):
         io_of(queue_depth=5000)
 
 
 @pytest.mark.parametrize(
-    "aio", [{"block_size": 1000}, {"block_size": 2 << 30}, {"queue_depth": 1, "num_threads": 1025}, {"queue_depth": 0}]
+    "aio",
+    [
+        {"block_size": 1000},
+        {"block_size": 2 << 30},
+        {"queue_depth": 1, "num_threads": 1025},
+        {"queue_depth": 0},
+    ],
 )
 def test_value_that_the_queue_does_not_take_is_refused(aio: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="aio"):

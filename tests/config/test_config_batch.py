@@ -1,4 +1,5 @@
-"""Do the batch sizes that are given determine the rest, and is a wrong product refused with the arithmetic?"""
+"""Do the batch sizes that are given determine the rest, and is a wrong product refused with the
+arithmetic?"""
 
 from __future__ import annotations
 
@@ -12,13 +13,19 @@ SIZES = st.integers(1, 64)
 
 
 @given(micro=SIZES, accumulation=SIZES, ranks=SIZES, left_out=st.integers(0, 2))
-def test_any_two_sizes_determine_the_third(micro: int, accumulation: int, ranks: int, left_out: int) -> None:
+def test_any_two_sizes_determine_the_third(
+    micro: int, accumulation: int, ranks: int, left_out: int
+) -> None:
     sizes = [micro * accumulation * ranks, micro, accumulation]
     known = [None if i == left_out else size for i, size in enumerate(sizes)]
-    assert solve_batch(known[0], known[1], known[2], ranks) == BatchSizes(micro, accumulation, sizes[0])
+    assert solve_batch(known[0], known[1], known[2], ranks) == BatchSizes(
+        micro, accumulation, sizes[0]
+    )
 
 
-@given(total=st.none() | SIZES, micro=st.none() | SIZES, accumulation=st.none() | SIZES, ranks=SIZES)
+@given(
+    total=st.none() | SIZES, micro=st.none() | SIZES, accumulation=st.none() | SIZES, ranks=SIZES
+)
 def test_solution_multiplies_out_and_keeps_what_was_given(
     total: int | None, micro: int | None, accumulation: int | None, ranks: int
 ) -> None:
@@ -39,21 +46,32 @@ def test_total_alone_accumulates_nothing() -> None:
 
 
 def test_micro_batch_alone_accumulates_nothing() -> None:
-    assert load_config({"train_micro_batch_size_per_gpu": 3}).batch(num_ranks=4) == BatchSizes(3, 1, 12)
+    assert load_config({"train_micro_batch_size_per_gpu": 3}).batch(num_ranks=4) == BatchSizes(
+        3, 1, 12
+    )
 
 
 def test_wrong_product_shows_the_arithmetic() -> None:
     config = load_config(
-        {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
+        {
+            "train_batch_size": 32,
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": 3,
+        }
     )
-    with pytest.raises(ConfigError, match=r"train_batch_size 32 is not .* 2 \* .* 3 \* ranks 4 = 24"):
+    with pytest.raises(
+        ConfigError, match=r"train_batch_size 32 is not .* 2 \* .* 3 \* ranks 4 = 24"
+    ):
         config.batch(num_ranks=4)
 
 
 @pytest.mark.parametrize("other", ["train_micro_batch_size_per_gpu", "gradient_accumulation_steps"])
 def test_total_that_does_not_divide_shows_the_nearest(other: str) -> None:
     config = load_config({"train_batch_size": 10, other: 2})
-    with pytest.raises(ConfigError, match=rf"10 is not a multiple of {other} 2 \* ranks 2 = 4; the nearest that is: 8"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"10 is not a multiple of {other} 2 \* ranks 2 = 4; the nearest that is: 8",
+    ):
         config.batch(num_ranks=2)
 
 

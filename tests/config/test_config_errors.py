@@ -23,14 +23,26 @@ def problems(config: dict[str, Any]) -> dict[str, str]:
     ("config", "path", "nearest"),
     [
         ({"zero_optimisation": {}}, "zero_optimisation", "zero_optimization"),
-        ({"zero_optimization": {"sub_group_sizes": 1}}, "zero_optimization.sub_group_sizes", "sub_group_size"),
-        ({"zero_optimization": {"nvme_path": "/a"}}, "zero_optimization.nvme_path", "offload_param.nvme_path"),
+        (
+            {"zero_optimization": {"sub_group_sizes": 1}},
+            "zero_optimization.sub_group_sizes",
+            "sub_group_size",
+        ),
+        (
+            {"zero_optimization": {"nvme_path": "/a"}},
+            "zero_optimization.nvme_path",
+            "offload_param.nvme_path",
+        ),
         ({"offload_optimizer": {}}, "offload_optimizer", "zero_optimization.offload_optimizer"),
         ({"aio": {"queue_dept": 8}}, "aio.queue_dept", "aio.queue_depth"),
         ({"bfloat16": {"enable": True}}, "bfloat16.enable", "bf16.enabled"),
         ({"tiermem": {"host_byte": 1}}, "tiermem.host_byte", "tiermem.host_bytes"),
         ({"tensorbord": {}}, "tensorbord", "tensorboard"),
-        ({"optimizer": {"type": "Adam", "params": {"beta": 1}}}, "optimizer.params.beta", "optimizer.params.betas"),
+        (
+            {"optimizer": {"type": "Adam", "params": {"beta": 1}}},
+            "optimizer.params.beta",
+            "optimizer.params.betas",
+        ),
         (
             {"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 1}}},
             "scheduler.params.warmup_steps",
@@ -38,7 +50,9 @@ def problems(config: dict[str, Any]) -> dict[str, str]:
         ),
     ],
 )
-def test_unknown_key_names_its_path_and_the_nearest_known(config: dict[str, Any], path: str, nearest: str) -> None:
+def test_unknown_key_names_its_path_and_the_nearest_known(
+    config: dict[str, Any], path: str, nearest: str
+) -> None:
     found = problems(config)
     assert list(found) == [path]
     assert nearest in found[path]
@@ -67,9 +81,12 @@ def test_what_no_key_can_give_is_told_by_what_to_use_instead() -> None:
 
 @pytest.mark.parametrize("key", ["train_batch_size", "train_micro_batch_size_per_gpu"])
 def test_a_batch_size_that_a_trainer_would_fill_in_is_told(key: str, tmp_path: Path) -> None:
-    (tmp_path / "ds.json").write_text(json.dumps({key: "auto", "gradient_accumulation_steps": "auto"}), "utf-8")
+    (tmp_path / "ds.json").write_text(
+        json.dumps({key: "auto", "gradient_accumulation_steps": "auto"}), "utf-8"
+    )
     with pytest.raises(
-        ConfigError, match=f'^{tmp_path}/ds.json: neither .* is given; .*; {key} "auto" is for a Trainer'
+        ConfigError,
+        match=f'^{tmp_path}/ds.json: neither .* is given; .*; {key} "auto" is for a Trainer',
     ):
         tiermem.initialize(model=torch.nn.Linear(2, 2), config=tmp_path / "ds.json")
     with pytest.raises(ConfigError, match=r"^the config: neither [^']*are to be accumulated$"):
@@ -81,7 +98,11 @@ def test_problems_are_found_all_at_once() -> None:
         {
             "train_batch_size": 0,
             "gradient_clipping": "much",
-            "zero_optimization": {"stage": 9, "zenflow": {"topk_ratio": 0.1}, "offload_param": {"device": "disk"}},
+            "zero_optimization": {
+                "stage": 9,
+                "zenflow": {"topk_ratio": 0.1},
+                "offload_param": {"device": "disk"},
+            },
             "optimizer": {"type": "Lamb", "params": {"max_coeff": 1}},
             "fp16": {"enabled": True, "loss_scale_window": 0},
             "typo": 1,
@@ -101,7 +122,9 @@ def test_problems_are_found_all_at_once() -> None:
 
 def test_wrong_value_is_shown_with_what_is_allowed() -> None:
     found = problems({"zero_optimization": {"offload_optimizer": {"device": "disk"}}})
-    assert found == {"zero_optimization.offload_optimizer.device": "'disk' given; allowed is 'none', 'cpu' or 'nvme'"}
+    assert found == {
+        "zero_optimization.offload_optimizer.device": "'disk' given; allowed is 'none', 'cpu' or 'nvme'"
+    }
 
 
 def test_message_lists_every_problem_on_its_line() -> None:
@@ -111,14 +134,22 @@ def test_message_lists_every_problem_on_its_line() -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("train_batch_size", True), ("seed", False), ("steps_per_print", True), ("gradient_clipping", True)],
+    [
+        ("train_batch_size", True),
+        ("seed", False),
+        ("steps_per_print", True),
+        ("gradient_clipping", True),
+    ],
 )
 def test_boolean_is_no_number(key: str, value: bool) -> None:
     assert "not a boolean" in problems({key: value})[key]
 
 
 def test_float_without_fraction_is_a_count() -> None:
-    assert load_config({"zero_optimization": {"sub_group_size": 5e8}}).zero_optimization.sub_group_size == 500_000_000
+    assert (
+        load_config({"zero_optimization": {"sub_group_size": 5e8}}).zero_optimization.sub_group_size
+        == 500_000_000
+    )
 
 
 def test_float_with_fraction_is_no_count() -> None:
@@ -127,7 +158,9 @@ def test_float_with_fraction_is_no_count() -> None:
 
 
 def test_two_spellings_of_one_key_are_refused() -> None:
-    found = problems({"zero_optimization": {"prefetch_bucket_size": 1, "stage3_prefetch_bucket_size": 2}})
+    found = problems(
+        {"zero_optimization": {"prefetch_bucket_size": 1, "stage3_prefetch_bucket_size": 2}}
+    )
     assert "another spelling" in found["zero_optimization.prefetch_bucket_size"]
 
 
@@ -150,7 +183,11 @@ def test_max_grad_norm_points_at_gradient_clipping() -> None:
     [
         ({"optimizer": {"type": "adamx"}}, "optimizer.type", "Adam"),
         ({"tiermem": {"durability": "stp"}}, "tiermem.durability", "step"),
-        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvm"}}}, "offload_param.device", "nvme"),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvm"}}},
+            "offload_param.device",
+            "nvme",
+        ),
     ],
 )
 def test_a_word_that_is_none_of_those_allowed_names_the_nearest(

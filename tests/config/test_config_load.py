@@ -15,8 +15,14 @@ from tiermem.config import ConfigError, OffloadDevice, TiermemConfig, load_confi
 FULL: dict[str, Any] = {
     "train_batch_size": 8,
     "bf16": {"enabled": True},
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}},
-    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme_data"}},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": 1e-3, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7},
+    },
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme_data"},
+    },
 }
 
 
@@ -35,7 +41,10 @@ def test_config_that_is_read_already_is_returned() -> None:
 
 
 def test_given_dict_is_not_changed() -> None:
-    given = {"zero_optimization": {"cpu_offload": True, "stage": 2}, "tensorboard": {"enabled": False}}
+    given = {
+        "zero_optimization": {"cpu_offload": True, "stage": 2},
+        "tensorboard": {"enabled": False},
+    }
     before = json.dumps(given)
     with pytest.warns(DeprecationWarning, match="cpu_offload"):
         load_config(given)
@@ -57,13 +66,17 @@ def test_broken_json_names_file_line_and_column(tmp_path: Path) -> None:
 def test_hjson_is_read_where_its_package_is_installed(tmp_path: Path) -> None:
     file = tmp_path / "ds.hjson"
     file.write_text("{\n  # a comment\n  train_batch_size: 4\n  zero_optimization: {stage: 2}\n}\n")
-    assert load_config(file) == load_config({"train_batch_size": 4, "zero_optimization": {"stage": 2}})
+    assert load_config(file) == load_config(
+        {"train_batch_size": 4, "zero_optimization": {"stage": 2}}
+    )
     file.write_text("{\n  # a comment\n  train_batch_size: 4\n  train_batch_size: 5\n}\n")
     with pytest.raises(ConfigError, match="train_batch_size: appears twice"):
         load_config(file)
 
 
-def test_without_the_package_of_hjson_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_of_hjson_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "hjson", None)
     with pytest.raises(ConfigError, match=r"not JSON at line 1, column 3.*pip install hjson"):
         load_config("{ train_batch_size: 4 }")
@@ -90,12 +103,17 @@ def test_words_may_be_written_in_any_case(given: dict[str, Any], meant: dict[str
 def test_overlap_is_read_as_it_acts() -> None:
     for given in ({}, {"overlap_comm": None}, {"overlap_comm": "auto"}):
         assert load_config({"zero_optimization": given}).zero_optimization.overlap_comm is True
-    assert load_config({"zero_optimization": {"overlap_comm": False}}).zero_optimization.overlap_comm is False
+    assert (
+        load_config({"zero_optimization": {"overlap_comm": False}}).zero_optimization.overlap_comm
+        is False
+    )
 
 
 def test_lists_of_leaf_modules_stay_lists() -> None:
     leaf = {"classes": ["A", "B"], "names": "layers.0", "name_suffixes": []}
-    found = load_config({"zero_optimization": {"stage": 3, "leaf_module": leaf}}).zero_optimization.leaf_module
+    found = load_config(
+        {"zero_optimization": {"stage": 3, "leaf_module": leaf}}
+    ).zero_optimization.leaf_module
     assert (found.classes, found.names, found.name_suffixes) == (["A", "B"], ["layers.0"], [])
 
 
@@ -124,7 +142,11 @@ def test_auto_is_as_if_the_key_were_absent_anywhere() -> None:
             "bf16": {"enabled": "auto"},
             "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
             "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
-            "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "offload_param": {"device": "auto"}},
+            "zero_optimization": {
+                "stage": 3,
+                "reduce_bucket_size": "auto",
+                "offload_param": {"device": "auto"},
+            },
         }
     )
     assert config.train_batch_size is None
@@ -168,7 +190,10 @@ def test_hidden_size_below_one_is_refused() -> None:
     [
         ({"stage": 2, "cpu_offload": True}, "offload_optimizer"),
         ({"stage": 3, "cpu_offload_param": True}, "offload_param"),
-        ({"stage3_gather_fp16_weights_on_model_save": True}, "stage3_gather_16bit_weights_on_model_save"),
+        (
+            {"stage3_gather_fp16_weights_on_model_save": True},
+            "stage3_gather_16bit_weights_on_model_save",
+        ),
     ],
 )
 def test_deprecated_key_names_its_successor(zero: dict[str, Any], new: str) -> None:
@@ -240,9 +265,15 @@ def test_config_is_frozen() -> None:
 
 @pytest.mark.parametrize("beside", [{}, {"cpu_offload": False}])
 def test_deprecated_pinning_of_nothing_is_accepted_and_says_so(beside: dict[str, Any]) -> None:
-    with pytest.warns(DeprecationWarning, match="use pin_memory in offload_optimizer and offload_param"):
-        config = load_config({"zero_optimization": {"stage": 2, "cpu_offload_use_pin_memory": True, **beside}})
-    (row,) = (row for row in config.report() if row.key == "zero_optimization.cpu_offload_use_pin_memory")
+    with pytest.warns(
+        DeprecationWarning, match="use pin_memory in offload_optimizer and offload_param"
+    ):
+        config = load_config(
+            {"zero_optimization": {"stage": 2, "cpu_offload_use_pin_memory": True, **beside}}
+        )
+    (row,) = (
+        row for row in config.report() if row.key == "zero_optimization.cpu_offload_use_pin_memory"
+    )
     assert row.note == "matters with cpu_offload or cpu_offload_param, and neither is on"
 
 

@@ -1,4 +1,5 @@
-"""Which optimizers the section knows, their settings, and how many moments the plan makes room for."""
+"""Which optimizers the section knows, their settings, and how many moments the plan makes room
+for."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def test_every_optimizer_is_known_in_any_case(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "near"), [("AdaGrd", "Adagrad"), ("adamm", "Adam"), ("Mounn", "Muon"), ("lyon", "Lion")]
+    ("given", "near"),
+    [("AdaGrd", "Adagrad"), ("adamm", "Adam"), ("Mounn", "Muon"), ("lyon", "Lion")],
 )
 def test_an_unknown_optimizer_names_the_nearest(given: str, near: str) -> None:
     said = problems({"type": given})["optimizer.type"]
@@ -35,7 +37,10 @@ def test_an_unknown_optimizer_names_the_nearest(given: str, near: str) -> None:
 
 @pytest.mark.parametrize("name", ["Lamb", "OneBitAdam", "RMSprop"])
 def test_an_optimizer_that_does_not_exist_here_is_refused(name: str) -> None:
-    assert "allowed is 'Adam', 'AdamW'" in problems({"type": name, "params": {"max_coeff": 1}})["optimizer.type"]
+    assert (
+        "allowed is 'Adam', 'AdamW'"
+        in problems({"type": name, "params": {"max_coeff": 1}})["optimizer.type"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -67,7 +72,9 @@ def test_room_for_two_moments_when_no_optimizer_is_named() -> None:
         ("Adagrad", "lr_decai", "optimizer.params.lr_decay"),
     ],
 )
-def test_an_unknown_setting_names_the_nearest_of_this_optimizer(kind: str, key: str, near: str) -> None:
+def test_an_unknown_setting_names_the_nearest_of_this_optimizer(
+    kind: str, key: str, near: str
+) -> None:
     said = problems({"type": kind, "params": {key: 1}})[f"optimizer.params.{key}"]
     assert f"unknown key of {kind}; did you mean {near}?" in said
 
@@ -76,16 +83,25 @@ def test_an_unknown_setting_names_the_nearest_of_this_optimizer(kind: str, key: 
     ("kind", "key"), [("Adam", "momentum"), ("Lion", "eps"), ("SGD", "betas"), ("Muon", "maximize")]
 )
 def test_a_setting_of_another_optimizer_is_refused(kind: str, key: str) -> None:
-    assert f"unknown key of {kind}" in problems({"type": kind, "params": {key: 1}})[f"optimizer.params.{key}"]
+    assert (
+        f"unknown key of {kind}"
+        in problems({"type": kind, "params": {key: 1}})[f"optimizer.params.{key}"]
+    )
 
 
 @pytest.mark.parametrize("kind", ["Adam", "Adagrad", "Lion", "SGD", "Muon"])
 def test_errors_of_settings_name_their_path(kind: str) -> None:
-    assert "greater than or equal to 0" in problems({"type": kind, "params": {"lr": -1}})["optimizer.params.lr"]
+    assert (
+        "greater than or equal to 0"
+        in problems({"type": kind, "params": {"lr": -1}})["optimizer.params.lr"]
+    )
 
 
 def test_nesterov_needs_momentum() -> None:
-    assert "momentum above 0" in problems({"type": "SGD", "params": {"nesterov": True}})["optimizer.params.nesterov"]
+    assert (
+        "momentum above 0"
+        in problems({"type": "SGD", "params": {"nesterov": True}})["optimizer.params.nesterov"]
+    )
 
 
 @pytest.mark.parametrize("key", ["amsgrad", "maximize"])
@@ -97,7 +113,9 @@ def test_what_changes_the_step_reaches_the_optimizer(key: str) -> None:
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "Adagrad", "Lion", "SGD"])
 def test_every_setting_is_an_argument_of_the_optimizer(name: str) -> None:
     section = OptimizerConfig.model_validate({"type": name})
-    assert set(section.params.settings()) <= set(inspect.signature(KINDS[section.name].__init__).parameters)
+    assert set(section.params.settings()) <= set(
+        inspect.signature(KINDS[section.name].__init__).parameters
+    )
 
 
 @pytest.mark.parametrize("ratio", [-0.1, 1.5, float("nan"), "half"])
@@ -107,5 +125,8 @@ def test_a_ratio_that_is_no_part_is_one_error_with_its_key(ratio: Any) -> None:
         load_config({"zero_optimization": zero})
     assert len(error.value.problems) == 1
     if not isinstance(ratio, str):
-        with pytest.raises(ValueError, match=r"optim_ratio is .*; it is the offloaded part of the states, from 0 to 1"):
+        with pytest.raises(
+            ValueError,
+            match=r"optim_ratio is .*; it is the offloaded part of the states, from 0 to 1",
+        ):
             OffloadPolicy(optim=Tier.HOST, optim_ratio=ratio)

@@ -1,4 +1,5 @@
-"""Paths in a config: every form of them, both sections and `tiermem.paths` together, and what clashes."""
+"""Paths in a config: every form of them, both sections and `tiermem.paths` together, and what
+clashes."""
 
 from __future__ import annotations
 
@@ -13,13 +14,18 @@ A, B, C = (NvmePath(name) for name in ("/a", "/b", "/c"))  # type: ignore[arg-ty
 WEIGHED = [{"path": "/a", "weight": 2.5}, {"path": "/b", "weight": 1}]
 
 
-def config_of(param: Any = None, optim: Any = None, own: Any = None, device: str = "nvme") -> dict[str, Any]:
+def config_of(
+    param: Any = None, optim: Any = None, own: Any = None, device: str = "nvme"
+) -> dict[str, Any]:
     """Stage 3 with both sections; a section without paths has no such key."""
     sections = {
         name: {"device": device, **({"nvme_path": paths} if paths is not None else {})}
         for name, paths in (("offload_param", param), ("offload_optimizer", optim))
     }
-    return {"zero_optimization": {"stage": 3, **sections}, **({"tiermem": {"paths": own}} if own is not None else {})}
+    return {
+        "zero_optimization": {"stage": 3, **sections},
+        **({"tiermem": {"paths": own}} if own is not None else {}),
+    }
 
 
 def policy_of(*args: Any, **kwargs: Any) -> OffloadPolicy:
@@ -73,7 +79,10 @@ def test_nvme_without_a_path_is_refused(section: str, path: dict[str, Any]) -> N
 
 
 def test_nvme_without_a_path_points_at_both_places() -> None:
-    assert "or set tiermem.paths" in problems(config_of("/a"))["zero_optimization.offload_optimizer.nvme_path"]
+    assert (
+        "or set tiermem.paths"
+        in problems(config_of("/a"))["zero_optimization.offload_optimizer.nvme_path"]
+    )
 
 
 def test_own_paths_give_weights_to_the_folders_that_sections_name() -> None:
@@ -81,7 +90,9 @@ def test_own_paths_give_weights_to_the_folders_that_sections_name() -> None:
     assert paths == (NvmePath("/a", None, 2.5), NvmePath("/b", None, 1.0))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("param", "optim"), [("/a", "/b"), (["/a", "/b"], None), (None, ["/b", "/a"])])
+@pytest.mark.parametrize(
+    ("param", "optim"), [("/a", "/b"), (["/a", "/b"], None), (None, ["/b", "/a"])]
+)
 def test_own_paths_may_stand_for_sections_that_name_none(param: Any, optim: Any) -> None:
     assert len(policy_of(param, optim, WEIGHED).paths) == 2
 
@@ -90,7 +101,8 @@ def test_own_paths_that_differ_from_a_section_s_are_refused_with_both() -> None:
     found = problems(config_of("/a", ["/a", "/b"], ["/a", "/c"]))
     assert found == {
         "tiermem.paths": "/a, /c given, but zero_optimization.offload_param.nvme_path and "
-        "zero_optimization.offload_optimizer.nvme_path name /a, /b; remove one of the two, or name the same folders in "
+        "zero_optimization.offload_optimizer.nvme_path name /a, /b; remove one of the two, or name "
+        "the same folders in "
         "both"
     }
 
@@ -124,15 +136,27 @@ def test_weights_for_some_paths_alone_are_refused() -> None:
 @pytest.mark.parametrize(
     ("written", "path", "said"),
     [
-        ([{"path": "/a", "max_byte": 1}], "tiermem.paths.0.max_byte", "did you mean tiermem.paths.max_bytes?"),
-        (["/a", {"path": "/b", "weights": 1}], "tiermem.paths.1.weights", "did you mean tiermem.paths.weight?"),
+        (
+            [{"path": "/a", "max_byte": 1}],
+            "tiermem.paths.0.max_byte",
+            "did you mean tiermem.paths.max_bytes?",
+        ),
+        (
+            ["/a", {"path": "/b", "weights": 1}],
+            "tiermem.paths.1.weights",
+            "did you mean tiermem.paths.weight?",
+        ),
         ([{"weight": 1}], "tiermem.paths.0.path", "is missing"),
         (["/a", ""], "tiermem.paths.1", "an empty path given"),
         ([{"path": " "}], "tiermem.paths.0", "an empty path given"),
         (7, "tiermem.paths", "7 given"),
         ([7], "tiermem.paths.0", "7 given; allowed is the path of a folder"),
         ([{"path": "/a", "weight": 0}], "tiermem.paths.0.weight", "greater than 0"),
-        ([{"path": "/a", "max_bytes": 0}], "tiermem.paths.0.max_bytes", "greater than or equal to 1"),
+        (
+            [{"path": "/a", "max_bytes": 0}],
+            "tiermem.paths.0.max_bytes",
+            "greater than or equal to 1",
+        ),
         ([{"path": "/a", "max_bytes": "much"}], "tiermem.paths.0.max_bytes", "'much' given"),
     ],
 )
@@ -149,7 +173,10 @@ def test_unknown_key_of_a_section_s_path_names_the_nearest() -> None:
 
 
 def test_report_shows_paths_as_they_are_written() -> None:
-    rows = {row.key: row for row in load_config(config_of("/a", "/a", [{"path": "/a", "max_bytes": 4096}])).report()}
+    rows = {
+        row.key: row
+        for row in load_config(config_of("/a", "/a", [{"path": "/a", "max_bytes": 4096}])).report()
+    }
     assert rows["zero_optimization.offload_param.nvme_path"].value == ["/a"]
     assert rows["tiermem.paths"][1:4] == ([{"path": "/a", "max_bytes": 4096}], "honoured", "")
 

@@ -1,4 +1,5 @@
-"""From keys to the policy: what is set goes through, what is not is planned, what contradicts is refused."""
+"""From keys to the policy: what is set goes through, what is not is planned, what contradicts is
+refused."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ def nvme(**keys: Any) -> dict[str, Any]:
 
 
 def test_empty_config_is_the_default_policy_of_stage_zero() -> None:
-    assert load_config({}).policy() == OffloadPolicy(stage=0, early_steps=True, sizes_are_least=True)
+    assert load_config({}).policy() == OffloadPolicy(
+        stage=0, early_steps=True, sizes_are_least=True
+    )
 
 
 def test_offload_without_counts_leaves_every_size_to_the_plan() -> None:
@@ -51,17 +54,28 @@ def test_size_that_is_set_goes_through(key: str, field: str) -> None:
 
 @pytest.mark.parametrize(
     ("key", "field"),
-    [("buffer_count", "unit_buffers"), ("buffer_size", "unit_numel"), ("max_in_cpu", "host_param_numel")],
+    [
+        ("buffer_count", "unit_buffers"),
+        ("buffer_size", "unit_numel"),
+        ("max_in_cpu", "host_param_numel"),
+    ],
 )
 def test_parameter_buffers_matter_on_nvme_alone(key: str, field: str) -> None:
-    config = {"zero_optimization": {"stage": 3, "offload_param": nvme(**{key: 7})}, "tiermem": {"strict": True}}
+    config = {
+        "zero_optimization": {"stage": 3, "offload_param": nvme(**{key: 7})},
+        "tiermem": {"strict": True},
+    }
     assert getattr(load_config(config).policy(), field) == 7
-    assert getattr(policy_of({"stage": 3, "offload_param": {"device": "cpu", key: 7}}), field) is None
+    assert (
+        getattr(policy_of({"stage": 3, "offload_param": {"device": "cpu", key: 7}}), field) is None
+    )
 
 
 @pytest.mark.parametrize(("count", "tiles"), [(4, 1), (5, 1), (8, 2), (12, 3)])
 def test_four_optimizer_buffers_are_one_tile(count: int, tiles: int) -> None:
-    assert policy_of({"stage": 2, "offload_optimizer": nvme(buffer_count=count)}).tile_buffers == tiles
+    assert (
+        policy_of({"stage": 2, "offload_optimizer": nvme(buffer_count=count)}).tile_buffers == tiles
+    )
 
 
 def test_fewer_buffers_than_one_tile_takes_are_refused_with_the_arithmetic() -> None:
@@ -99,8 +113,13 @@ SMALL = {
 
 
 def test_small_numbers_are_least_and_that_is_told_in_one_line() -> None:
-    keys = "offload_param.buffer_count, .*offload_optimizer.buffer_count, .*sub_group_size, aio.block_size, aio.queue_depth"
-    with pytest.warns(UserWarning, match=f"more than these .* where memory allows: .*{keys}; ") as told:
+    keys = (
+        "offload_param.buffer_count, .*offload_optimizer.buffer_count, .*sub_group_size, "
+        "aio.block_size, aio.queue_depth"
+    )
+    with pytest.warns(
+        UserWarning, match=f"more than these .* where memory allows: .*{keys}; "
+    ) as told:
         policy = load_config(SMALL).policy()
     assert len(told) == 1
     assert policy.sizes_are_least and policy.unit_numel is None
@@ -108,12 +127,18 @@ def test_small_numbers_are_least_and_that_is_told_in_one_line() -> None:
 
 
 def test_numbers_that_are_usual_are_no_news() -> None:
-    """Five units are more than a plan takes by itself; without pipelines four tiles are all that it takes."""
+    """Five units are more than a plan takes by itself; without pipelines four tiles are all that it
+    takes."""
     optim = nvme(buffer_count=16, pipeline_read=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         policy_of(
-            {"stage": 3, "offload_param": nvme(buffer_count=5), "offload_optimizer": optim, "sub_group_size": 1 << 20}
+            {
+                "stage": 3,
+                "offload_param": nvme(buffer_count=5),
+                "offload_optimizer": optim,
+                "sub_group_size": 1 << 20,
+            }
         )
 
 
@@ -140,8 +165,12 @@ def test_pipelines_are_on_unless_switched_off(key: str) -> None:
     assert getattr(policy_of({"stage": 2, "offload_optimizer": nvme(**{key: False})}), key) is False
 
 
-@pytest.mark.parametrize(("param", "optim", "pinned"), [(None, None, True), (False, None, False), (False, True, True)])
-def test_arena_is_pinned_unless_every_section_says_no(param: bool | None, optim: bool | None, pinned: bool) -> None:
+@pytest.mark.parametrize(
+    ("param", "optim", "pinned"), [(None, None, True), (False, None, False), (False, True, True)]
+)
+def test_arena_is_pinned_unless_every_section_says_no(
+    param: bool | None, optim: bool | None, pinned: bool
+) -> None:
     sections = {
         name: {"device": "cpu"} | ({} if pin is None else {"pin_memory": pin})
         for name, pin in (("offload_param", param), ("offload_optimizer", optim))
@@ -172,7 +201,11 @@ def test_own_section_maps_to_fields_of_the_same_name() -> None:
         "timeout_s": 5,
     }
     policy = policy_of({"stage": 3}, tiermem=own)
-    assert (policy.host_bytes, policy.disk_bytes, policy.resident_bytes) == (2 << 30, 10**12, 512 << 20)
+    assert (policy.host_bytes, policy.disk_bytes, policy.resident_bytes) == (
+        2 << 30,
+        10**12,
+        512 << 20,
+    )
     assert (policy.grads, policy.on_nonfinite, policy.master_from, policy.timeout_s) == (
         Tier.HOST,
         "raise",
@@ -181,7 +214,9 @@ def test_own_section_maps_to_fields_of_the_same_name() -> None:
     )
 
 
-@pytest.mark.parametrize(("text", "size"), [(1, 1), ("7", 7), ("1.5KiB", 1536), ("2gb", 2 * 10**9), ("3M", 3 * 10**6)])
+@pytest.mark.parametrize(
+    ("text", "size"), [(1, 1), ("7", 7), ("1.5KiB", 1536), ("2gb", 2 * 10**9), ("3M", 3 * 10**6)]
+)
 def test_sizes_are_bytes_or_have_a_unit(text: Any, size: int) -> None:
     assert load_config({"tiermem": {"host_bytes": text}}).tiermem.host_bytes == size
 
@@ -209,7 +244,10 @@ def test_gradients_rest_elsewhere_from_stage_one_on() -> None:
     [
         ({}, "gradient_clipping 1.0 \\(the default\\)"),
         ({"gradient_clipping": 2}, "gradient_clipping 2.0,"),
-        ({"gradient_clipping": 0, "gradient_accumulation_steps": 2}, "gradient_accumulation_steps 2"),
+        (
+            {"gradient_clipping": 0, "gradient_accumulation_steps": 2},
+            "gradient_accumulation_steps 2",
+        ),
         ({"gradient_clipping": 0, "fp16": {"enabled": True}}, "dynamic loss scale"),
     ],
 )
@@ -220,7 +258,9 @@ def test_step_in_backward_excludes_what_needs_all_gradients(top: dict[str, Any],
 
 def test_step_in_backward_excludes_skipping() -> None:
     with pytest.raises(ConfigError, match="on_nonfinite"):
-        load_config({"gradient_clipping": 0, "tiermem": {"step_in_backward": True, "on_nonfinite": "skip"}})
+        load_config(
+            {"gradient_clipping": 0, "tiermem": {"step_in_backward": True, "on_nonfinite": "skip"}}
+        )
 
 
 def test_overrides_win_over_keys() -> None:
@@ -235,8 +275,12 @@ COUNTS = st.integers(0, 20)
 
 @given(
     stage=st.integers(0, 3),
-    param=st.fixed_dictionaries({"device": DEVICES}, optional={"buffer_count": COUNTS, "nvme_path": st.just("/a")}),
-    optim=st.fixed_dictionaries({"device": DEVICES}, optional={"buffer_count": COUNTS, "nvme_path": st.just("/b")}),
+    param=st.fixed_dictionaries(
+        {"device": DEVICES}, optional={"buffer_count": COUNTS, "nvme_path": st.just("/a")}
+    ),
+    optim=st.fixed_dictionaries(
+        {"device": DEVICES}, optional={"buffer_count": COUNTS, "nvme_path": st.just("/b")}
+    ),
     own=st.fixed_dictionaries(
         {}, optional={"grads": DEVICES, "resident_bytes": COUNTS, "step_in_backward": st.booleans()}
     ),
@@ -247,7 +291,9 @@ def test_config_that_is_accepted_always_gives_a_policy(
 ) -> None:
     zero = {"stage": stage, "offload_param": param, "offload_optimizer": optim}
     try:
-        config = load_config({"zero_optimization": zero, "tiermem": own, "gradient_clipping": clipping})
+        config = load_config(
+            {"zero_optimization": zero, "tiermem": own, "gradient_clipping": clipping}
+        )
     except ConfigError:
         return
     policy = config.policy()
@@ -256,7 +302,7 @@ def test_config_that_is_accepted_always_gives_a_policy(
     assert policy.optim is Tier(optim["device"])
 
 
-# ---- one definition ----------------------------------------------------------------------------------------------------
+# ---- one definition ------------------------------------------------------------------------------
 
 
 def test_a_policy_is_replaced_pickled_and_compared_by_its_flat_fields() -> None:
@@ -270,13 +316,19 @@ def test_a_policy_is_replaced_pickled_and_compared_by_its_flat_fields() -> None:
 
 def test_all_contradictions_of_a_policy_are_told_at_once_and_a_config_names_its_keys() -> None:
     with pytest.raises(
-        ValueError, match=r"quantised_gather=True with stage 2, .*; two_stage_gather=True without shard_"
+        ValueError,
+        match=r"quantised_gather=True with stage 2, .*; two_stage_gather=True without shard_",
     ):
         OffloadPolicy(stage=2, quantised_gather=True, two_stage_gather=True)
     zero = {"stage": 3, "mics_hierarchical_params_gather": True}
-    with pytest.raises(ConfigError, match=r"params_gather: True without zero_optimization\.mics_shard_size"):
+    with pytest.raises(
+        ConfigError, match=r"params_gather: True without zero_optimization\.mics_shard_size"
+    ):
         policy_of(zero)
-    with pytest.raises(ConfigError, match=r'tiermem\.durability: "step" makes durable what rests on NVME, and nothing'):
+    with pytest.raises(
+        ConfigError,
+        match=r'tiermem\.durability: "step" makes durable what rests on NVME, and nothing',
+    ):
         load_config({"tiermem": {"durability": "step"}})
 
 
@@ -285,7 +337,10 @@ def test_activations_have_one_home_from_either_key() -> None:
     assert load_config({"tiermem": nvme}).policy().activations is Tier.NVME
     assert load_config({"tiermem": nvme}).policy().paths
     assert load_config({"activation_checkpointing": None}) == load_config({})
-    with pytest.raises(ConfigError, match=r"tiermem\.activations: nvme given, but activation_checkpointing\.cpu_check"):
+    with pytest.raises(
+        ConfigError,
+        match=r"tiermem\.activations: nvme given, but activation_checkpointing\.cpu_check",
+    ):
         load_config({"tiermem": nvme, "activation_checkpointing": {"cpu_checkpointing": True}})
     with pytest.raises(ConfigError, match=r"tiermem\.activations: nvme given without a path"):
         load_config({"tiermem": {"activations": "nvme"}})
@@ -293,8 +348,25 @@ def test_activations_have_one_home_from_either_key() -> None:
         load_config({"tiermem": {"activation_bytes": 4096}})
 
 
-SHARED = [field.name for field in dataclasses.fields(OffloadPolicy) if field.name in OwnConfig.model_fields]
-WORDS = ["skip", "raise", "apply", "param", "init", "checkpoint", "step", "none", "always", "sample", "resume", "x"]
+SHARED = [
+    field.name
+    for field in dataclasses.fields(OffloadPolicy)
+    if field.name in OwnConfig.model_fields
+]
+WORDS = [
+    "skip",
+    "raise",
+    "apply",
+    "param",
+    "init",
+    "checkpoint",
+    "step",
+    "none",
+    "always",
+    "sample",
+    "resume",
+    "x",
+]
 
 
 @pytest.mark.parametrize(
@@ -303,10 +375,17 @@ WORDS = ["skip", "raise", "apply", "param", "init", "checkpoint", "step", "none"
 def test_a_key_of_our_own_has_the_default_and_the_range_of_its_field(name: str) -> None:
     default = OwnConfig.model_fields[name].default
     assert default == getattr(OffloadPolicy(), name)
-    for value in WORDS if isinstance(default, str) else (0, 1) if isinstance(default, bool) else (-1, 0, 1):
-        needed = {"durability": {"optim": Tier.NVME, "paths": "/a"}, "activation_bytes": {"activations": Tier.HOST}}
+    for value in (
+        WORDS if isinstance(default, str) else (0, 1) if isinstance(default, bool) else (-1, 0, 1)
+    ):
+        needed = {
+            "durability": {"optim": Tier.NVME, "paths": "/a"},
+            "activation_bytes": {"activations": Tier.HOST},
+        }
         beside = needed.get(name, {})
-        assert is_allowed(OwnConfig, {name: value}) == is_allowed(OffloadPolicy, {name: value, **beside}), value
+        assert is_allowed(OwnConfig, {name: value}) == is_allowed(
+            OffloadPolicy, {name: value, **beside}
+        ), value
 
 
 def is_allowed(made: Any, fields: dict[str, Any]) -> bool:

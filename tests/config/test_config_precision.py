@@ -45,7 +45,9 @@ def test_window_and_least_scale_are_whole_numbers(key: str, value: Any) -> None:
 def test_window_and_least_scale_must_be_positive_when_the_scale_is_dynamic(key: str) -> None:
     with pytest.raises(ConfigError, match=key):
         load_config({"fp16": {"enabled": True, key: 0}})
-    assert load_config({"fp16": {"enabled": True, "loss_scale": 128, key: 0}}).fp16.loss_scale == 128
+    assert (
+        load_config({"fp16": {"enabled": True, "loss_scale": 128, key: 0}}).fp16.loss_scale == 128
+    )
     assert load_config({"fp16": {"enabled": False, key: 0}}).precision == "fp32"
 
 
@@ -62,7 +64,9 @@ def test_loss_scale_zero_is_dynamic(scale: float, dynamic: bool) -> None:
         ({"type": "ADAM", "params": {"adam_w_mode": False}}, False),
     ],
 )
-def test_adam_means_adamw_unless_adam_w_mode_is_false(section: dict[str, Any], decoupled: bool) -> None:
+def test_adam_means_adamw_unless_adam_w_mode_is_false(
+    section: dict[str, Any], decoupled: bool
+) -> None:
     assert OptimizerConfig.model_validate(section).is_decoupled is decoupled
 
 

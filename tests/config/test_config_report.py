@@ -34,7 +34,9 @@ def test_key_that_is_always_on_is_computed_whatever_its_value() -> None:
 def test_planned_key_is_computed_until_it_is_set() -> None:
     key = "zero_optimization.sub_group_size"
     assert rows_of(load_config({}))[key].how == "computed"
-    assert rows_of(load_config({"zero_optimization": {"sub_group_size": 10}}))[key].how == "honoured"
+    assert (
+        rows_of(load_config({"zero_optimization": {"sub_group_size": 10}}))[key].how == "honoured"
+    )
 
 
 def test_auto_key_says_so() -> None:
@@ -42,12 +44,18 @@ def test_auto_key_says_so() -> None:
     key = "zero_optimization.reduce_bucket_size"
     assert rows_of(config)[key].note.startswith("auto")
     resolved = rows_of(resolve_auto(config, hidden_size=8))[key]
-    assert (resolved.value, resolved.how, resolved.note) == (64, "computed", "auto: from the hidden size")
+    assert (resolved.value, resolved.how, resolved.note) == (
+        64,
+        "computed",
+        "auto: from the hidden size",
+    )
 
 
 def test_nvme_key_on_another_device_says_that_it_does_not_matter() -> None:
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu", "buffer_count": 3}}
-    row = rows_of(load_config({"zero_optimization": zero}))["zero_optimization.offload_optimizer.buffer_count"]
+    row = rows_of(load_config({"zero_optimization": zero}))[
+        "zero_optimization.offload_optimizer.buffer_count"
+    ]
     assert row.note == "matters with device nvme; device is cpu"
 
 

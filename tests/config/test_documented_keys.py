@@ -82,19 +82,25 @@ FIELDS = [(cls, name, value) for cls, defaults in CLASSES for name, value in def
 
 
 @pytest.mark.parametrize(("cls", "name", "value"), FIELDS)
-def test_documented_key_has_its_documented_default(cls: type[pydantic.BaseModel], name: str, value: Any) -> None:
+def test_documented_key_has_its_documented_default(
+    cls: type[pydantic.BaseModel], name: str, value: Any
+) -> None:
     assert getattr(cls(), name) == value
 
 
 @pytest.mark.parametrize(("cls", "name", "value"), [f for f in FIELDS if f[2] is not None])
-def test_documented_default_can_be_written_out(cls: type[pydantic.BaseModel], name: str, value: Any) -> None:
+def test_documented_default_can_be_written_out(
+    cls: type[pydantic.BaseModel], name: str, value: Any
+) -> None:
     assert getattr(cls(**{ALIASES.get(name, name): value}), name) == value
 
 
 @pytest.mark.parametrize(("name", "alias"), ALIASES.items())
 def test_alias_and_name_set_the_same_field(name: str, alias: str) -> None:
     value = True if name.startswith("gather") else 7
-    assert tc.ZeroConfig.model_validate({alias: value}) == tc.ZeroConfig.model_validate({name: value})
+    assert tc.ZeroConfig.model_validate({alias: value}) == tc.ZeroConfig.model_validate(
+        {name: value}
+    )
 
 
 @pytest.mark.parametrize(
@@ -140,9 +146,18 @@ def test_stage_outside_0_to_3_is_refused(stage: Any) -> None:
 
 def test_precision_sections_have_their_defaults() -> None:
     fp16, bf16 = tc.Fp16Config(), tc.Bf16Config()
-    assert (fp16.enabled, fp16.loss_scale, fp16.initial_scale_power, fp16.loss_scale_window) == (False, 0, 16, 1000)
+    assert (fp16.enabled, fp16.loss_scale, fp16.initial_scale_power, fp16.loss_scale_window) == (
+        False,
+        0,
+        16,
+        1000,
+    )
     assert (fp16.hysteresis, fp16.consecutive_hysteresis, fp16.min_loss_scale) == (2, False, 1)
-    assert (bf16.enabled, bf16.check_grad_overflow, bf16.immediate_grad_update) == (False, True, False)
+    assert (bf16.enabled, bf16.check_grad_overflow, bf16.immediate_grad_update) == (
+        False,
+        True,
+        False,
+    )
 
 
 def test_aio_section_has_its_defaults() -> None:
@@ -160,7 +175,10 @@ def test_gradients_are_clipped_to_norm_one_by_default() -> None:
     [
         ({}, ("DEVICE", "DEVICE")),
         ({"offload_optimizer": {"device": "cpu"}}, ("DEVICE", "HOST")),
-        ({"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}, ("HOST", "HOST")),
+        (
+            {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+            ("HOST", "HOST"),
+        ),
         (
             {
                 "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme_data"},
@@ -170,7 +188,9 @@ def test_gradients_are_clipped_to_norm_one_by_default() -> None:
         ),
     ],
 )
-def test_documented_examples_rest_where_they_say(offload: dict[str, Any], tiers: tuple[str, str]) -> None:
+def test_documented_examples_rest_where_they_say(
+    offload: dict[str, Any], tiers: tuple[str, str]
+) -> None:
     params = {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}
     config = load_config(
         {
@@ -183,7 +203,14 @@ def test_documented_examples_rest_where_they_say(offload: dict[str, Any], tiers:
     assert (policy.stage, policy.params.name, policy.optim.name) == (3, *tiers)
 
 
-OTHER_SECTIONS = (tc.TiermemConfig, tc.Fp16Config, tc.Bf16Config, tc.AioConfig, tc.OwnConfig, tc.AdamParams)
+OTHER_SECTIONS = (
+    tc.TiermemConfig,
+    tc.Fp16Config,
+    tc.Bf16Config,
+    tc.AioConfig,
+    tc.OwnConfig,
+    tc.AdamParams,
+)
 
 
 @pytest.mark.parametrize("model", [*(cls for cls, _ in CLASSES), *OTHER_SECTIONS])

@@ -47,7 +47,8 @@ def beside_computed(path: str) -> dict[str, Any]:
 
 
 def leaves() -> Iterator[Key]:
-    """Every key that holds a value, not a section of keys; one row for keys that several optimizers share."""
+    """Every key that holds a value, not a section of keys; one row for keys that several optimizers
+    share."""
     sections = {model.section for model in every_model()} - {"tiermem.paths", "tiermem.precision"}
     seen = set()
     for section in catalogue():
@@ -83,7 +84,8 @@ def test_a_key_changes_the_fields_of_the_policy_that_it_claims(path: str) -> Non
     if path.startswith("tiermem.paths."):
         pytest.skip("a key of one path, not of the config: tests/config/test_config_paths.py")
     before, after = (
-        load_config(config).policy() for config in (claim.beside, with_key(claim.beside, path, claim.value))
+        load_config(config).policy()
+        for config in (claim.beside, with_key(claim.beside, path, claim.value))
     )
     changed = {name: value for name, value in vars(after).items() if value != getattr(before, name)}
     assert changed == dict(claim.policy)
@@ -111,14 +113,16 @@ def test_a_computed_key_takes_any_value_changes_nothing_and_says_what_happens(pa
 
 
 def test_the_documented_default_of_an_honoured_key_is_the_one_that_acts() -> None:
-    """A key that is not given sets no field, so the policy's default acts; planned keys are computed instead."""
+    """A key that is not given sets no field, so the policy's default acts; planned keys are
+    computed instead."""
     acts = OffloadPolicy()
     compared = 0
     for model in (ZeroConfig, TiermemConfig, OwnConfig):
         for name, field in model.model_fields.items():
             sets = next((each for each in field.metadata if isinstance(each, Sets)), None)
             key = model.path_of(name)
-            if sets is None or key in PLANNED or name == "stage":  # the documents' stage 0 is the policy's 3
+            # the documents' stage 0 is the policy's 3
+            if sets is None or key in PLANNED or name == "stage":
                 continue
             documented = field.get_default(call_default_factory=True)
             documented = sets.values.get(documented, documented)
@@ -137,7 +141,7 @@ def test_every_deprecated_key_warns_and_names_its_successor() -> None:
         assert any("use " in str(each.message) for each in caught)
 
 
-# ---- misspelt keys ---------------------------------------------------------------------------------------------------
+# ---- misspelt keys -------------------------------------------------------------------------------
 
 
 def misspelt(key: str) -> str:
@@ -177,7 +181,9 @@ def text_of(file: str) -> str:
     """A test file, with what it runs or imports from beside it."""
     text = (ROOT / file).read_text(encoding="utf-8")
     near = (ROOT / file).parent.glob("*.py")
-    beside = [each for each in near if f'"{each.name}"' in text or f"from {each.stem} import" in text]
+    beside = [
+        each for each in near if f'"{each.name}"' in text or f"from {each.stem} import" in text
+    ]
     return text + "".join(each.read_text(encoding="utf-8") for each in beside)
 
 

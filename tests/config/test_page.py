@@ -41,7 +41,9 @@ dataloader_drop_last comms_logger tensorboard wandb csv_monitor flops_profiler a
 
 def test_page_is_what_the_models_say() -> None:
     made = page()
-    assert PAGE.read_text(encoding="utf-8") == made, "run: python docs/config_keys.py > docs/keys.md"
+    assert PAGE.read_text(encoding="utf-8") == made, (
+        "run: python docs/config_keys.py > docs/keys.md"
+    )
 
 
 @pytest.mark.parametrize("key", DOCUMENTED.split())
@@ -58,7 +60,12 @@ def test_every_key_has_a_row_with_kind_default_and_fate() -> None:
 
 
 def test_refused_and_computed_keys_give_a_reason() -> None:
-    unexplained = [k.path for s in catalogue() for k in s.keys if k.fate in ("refused", "computed") and not k.note]
+    unexplained = [
+        k.path
+        for s in catalogue()
+        for k in s.keys
+        if k.fate in ("refused", "computed") and not k.note
+    ]
     assert not unexplained
 
 

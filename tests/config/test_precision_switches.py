@@ -1,4 +1,5 @@
-"""Do the precision switches mean what the reference's mean, and is exactly what it refuses refused?"""
+"""Do the precision switches mean what the reference's mean, and is exactly what it refuses
+refused?"""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def problems(raw: dict[str, Any]) -> dict[str, str]:
     return {problem.path: problem.message for problem in caught.value.problems}
 
 
-# ---- the matrix: bf16_master_weights_and_grads x bf16_optimizer_states x offload x stage ------------------------------
+# ---- the matrix: bf16_master_weights_and_grads x bf16_optimizer_states x offload x stage ---------
 
 ROWS: dict[tuple[bool, bool, str], Precision | None] = {
     (False, False, "none"): EXACT,
@@ -58,7 +59,9 @@ def test_every_row_of_the_matrix_is_here() -> None:
 
 @pytest.mark.parametrize(("row", "expected"), ROWS.items())
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_row_of_the_matrix(stage: int, row: tuple[bool, bool, str], expected: Precision | None) -> None:
+def test_row_of_the_matrix(
+    stage: int, row: tuple[bool, bool, str], expected: Precision | None
+) -> None:
     master, states, device = row
     raw = config(stage, device, bf16={"enabled": True, MASTER: master, STATES: states})
     if expected is not None:
@@ -89,10 +92,12 @@ def test_stage_0_without_switches_is_exact() -> None:
     assert precision_of({"bf16": {"enabled": True}}) == EXACT
 
 
-# ---- fp16 ------------------------------------------------------------------------------------------------------------
+# ---- fp16 ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spelling", ["fp16_master_weights_and_grads", "fp16_master_weights_and_gradients"])
+@pytest.mark.parametrize(
+    "spelling", ["fp16_master_weights_and_grads", "fp16_master_weights_and_gradients"]
+)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("stage", STAGES)
 def test_fp16_master_needs_stage_and_offload(stage: int, device: str, spelling: str) -> None:
@@ -104,11 +109,17 @@ def test_fp16_master_needs_stage_and_offload(stage: int, device: str, spelling: 
         return
     found = problems(raw)
     said = found["fp16.fp16_master_weights_and_grads"]
-    assert ("zero_optimization.stage 0" if stage == 0 else "offload_optimizer.device cpu and nvme") in said
+    assert (
+        "zero_optimization.stage 0" if stage == 0 else "offload_optimizer.device cpu and nvme"
+    ) in said
 
 
 def test_both_spellings_at_once_are_refused() -> None:
-    fp16 = {"enabled": True, "fp16_master_weights_and_grads": True, "fp16_master_weights_and_gradients": True}
+    fp16 = {
+        "enabled": True,
+        "fp16_master_weights_and_grads": True,
+        "fp16_master_weights_and_gradients": True,
+    }
     (said,) = problems(config(fp16=fp16)).values()
     assert "another spelling" in said
 
@@ -118,7 +129,9 @@ def test_both_spellings_at_once_are_refused() -> None:
     [("bf16", MASTER), ("fp16", "fp16_master_weights_and_grads")],
 )
 @pytest.mark.parametrize("on", [None, "bf16", "fp16"])
-def test_a_master_of_a_section_that_is_off_is_refused(section: str, key: str, on: str | None) -> None:
+def test_a_master_of_a_section_that_is_off_is_refused(
+    section: str, key: str, on: str | None
+) -> None:
     if on == section:
         return
     sections: dict[str, Any] = {section: {key: True}}
@@ -134,7 +147,7 @@ def test_both_masters_are_refused() -> None:
     assert f"bf16.{MASTER} is true" in problems(raw)["fp16.fp16_master_weights_and_grads"]
 
 
-# ---- optimizer.params.fp32_optimizer_states ---------------------------------------------------------------------------
+# ---- optimizer.params.fp32_optimizer_states ------------------------------------------------------
 
 
 def adam(**params: Any) -> dict[str, Any]:
@@ -155,7 +168,7 @@ def test_fp32_states_contradict_bf16_states() -> None:
     assert f"bf16.{STATES} is true" in found["optimizer.params.fp32_optimizer_states"]
 
 
-# ---- gradients -------------------------------------------------------------------------------------------------------
+# ---- gradients -----------------------------------------------------------------------------------
 
 SPELLINGS = [
     *((name, "fp32") for name in ("fp32", "float32", "float", "torch.float32", "FP32")),
@@ -175,16 +188,26 @@ def test_accumulating_in_fp32_goes_with_a_bf16_master() -> None:
     assert precision_of(raw) == Precision(master="bf16", grads="fp32", rounding="nearest")
 
 
-@pytest.mark.parametrize("key", ["data_types.grad_accum_dtype", "communication_data_type", "torch_autocast.dtype"])
+@pytest.mark.parametrize(
+    "key", ["data_types.grad_accum_dtype", "communication_data_type", "torch_autocast.dtype"]
+)
 @pytest.mark.parametrize("value", ["int8", "fp8", 16, True])
 def test_other_dtypes_are_refused(key: str, value: Any) -> None:
     section, _, name = key.rpartition(".")
-    assert "'fp32', 'bf16' or 'fp16'" in problems({section: {name: value}} if section else {name: value})[key]
+    assert (
+        "'fp32', 'bf16' or 'fp16'"
+        in problems({section: {name: value}} if section else {name: value})[key]
+    )
 
 
 def test_param_dtype_is_what_the_sections_say() -> None:
-    assert precision_of({"bf16": {"enabled": True}, "data_types": {"param_dtype": "bfloat16"}}) == EXACT
-    said = problems({"bf16": {"enabled": True}, "data_types": {"param_dtype": "fp16"}})["data_types.param_dtype"]
+    assert (
+        precision_of({"bf16": {"enabled": True}, "data_types": {"param_dtype": "bfloat16"}})
+        == EXACT
+    )
+    said = problems({"bf16": {"enabled": True}, "data_types": {"param_dtype": "fp16"}})[
+        "data_types.param_dtype"
+    ]
     assert "fp16 given, but bf16 and fp16 say bf16" in said
 
 
@@ -194,7 +217,7 @@ def test_gradients_are_reduced_in_what_is_asked(name: str) -> None:
     assert load_config({}).policy().reduce_dtype is None
 
 
-# ---- check_grad_overflow ------------------------------------------------------------------------------------------------
+# ---- check_grad_overflow -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -205,7 +228,13 @@ def test_gradients_are_reduced_in_what_is_asked(name: str) -> None:
         ({"bf16": {"enabled": True, "check_grad_overflow": True}}, "skip"),
         ({"bf16": {"enabled": True, "check_grad_overflow": False}}, "apply"),
         ({"bf16": {"enabled": False, "check_grad_overflow": False}}, "skip"),
-        ({"bf16": {"enabled": True, "check_grad_overflow": True}, "tiermem": {"on_nonfinite": "raise"}}, "raise"),
+        (
+            {
+                "bf16": {"enabled": True, "check_grad_overflow": True},
+                "tiermem": {"on_nonfinite": "raise"},
+            },
+            "raise",
+        ),
         ({"tiermem": {"on_nonfinite": "apply"}}, "apply"),
     ],
 )
@@ -222,33 +251,49 @@ def test_a_check_that_contradicts_our_own_key_is_refused(check: bool, own: str) 
 
 def test_a_dynamic_loss_scale_has_to_skip() -> None:
     fp16: dict[str, Any] = {"enabled": True}
-    assert "fp16.loss_scale" in problems({"fp16": fp16, "tiermem": {"on_nonfinite": "apply"}})["tiermem.on_nonfinite"]
+    assert (
+        "fp16.loss_scale"
+        in problems({"fp16": fp16, "tiermem": {"on_nonfinite": "apply"}})["tiermem.on_nonfinite"]
+    )
     fp16 |= {"loss_scale": 128}
-    assert load_config({"fp16": fp16, "tiermem": {"on_nonfinite": "apply"}}).policy().on_nonfinite == "apply"
+    assert (
+        load_config({"fp16": fp16, "tiermem": {"on_nonfinite": "apply"}}).policy().on_nonfinite
+        == "apply"
+    )
 
 
 def test_keys_of_a_section_that_is_off_say_so_in_the_report() -> None:
-    config = load_config({"bf16": {"check_grad_overflow": False}, "torch_autocast": {"dtype": "bf16"}})
+    config = load_config(
+        {"bf16": {"check_grad_overflow": False}, "torch_autocast": {"dtype": "bf16"}}
+    )
     notes = {row.key: row.note for row in config.report()}
     assert notes["bf16.check_grad_overflow"] == "matters with bf16.enabled"
     assert notes["torch_autocast.dtype"] == "matters with torch_autocast.enabled"
 
 
-# ---- tiermem.precision --------------------------------------------------------------------------------------------------
+# ---- tiermem.precision ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_by_name(name: str) -> None:
-    assert precision_of({"bf16": {"enabled": True}, "tiermem": {"precision": name}}) == PRESETS[name]
+    assert (
+        precision_of({"bf16": {"enabled": True}, "tiermem": {"precision": name}}) == PRESETS[name]
+    )
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
         ({"master": "split", "moments": "8bit"}, Precision(master="split", moments="8bit")),
-        ({"moments": "bf16", "rounding": "nearest", "seed": 7}, Precision(moments="bf16", rounding="nearest", seed=7)),
+        (
+            {"moments": "bf16", "rounding": "nearest", "seed": 7},
+            Precision(moments="bf16", rounding="nearest", seed=7),
+        ),
         ({"grads": "float32"}, Precision(grads="fp32")),
-        ({"preset": "compact", "grads": "fp32"}, Precision(master="split", moments="bf16", grads="fp32")),
+        (
+            {"preset": "compact", "grads": "fp32"},
+            Precision(master="split", moments="bf16", grads="fp32"),
+        ),
         ({}, EXACT),
     ],
 )
@@ -267,18 +312,39 @@ def test_an_unknown_preset_names_the_nearest() -> None:
     assert "did you mean compact?" in said
 
 
-@pytest.mark.parametrize(("part", "value"), [("master", "fp8"), ("moments", "4bit"), ("rounding", "up"), ("seed", -1)])
+@pytest.mark.parametrize(
+    ("part", "value"), [("master", "fp8"), ("moments", "4bit"), ("rounding", "up"), ("seed", -1)]
+)
 def test_a_part_that_does_not_exist_is_refused(part: str, value: Any) -> None:
-    assert "allowed is" in problems({"tiermem": {"precision": {part: value}}})[f"tiermem.precision.{part}"]
+    assert (
+        "allowed is"
+        in problems({"tiermem": {"precision": {part: value}}})[f"tiermem.precision.{part}"]
+    )
 
 
 @pytest.mark.parametrize(
     ("own", "path", "said"),
     [
-        ("compact", "tiermem.precision", f"preset 'compact' has master 'split', but bf16.{MASTER} asks for 'bf16'"),
-        ({"master": "fp32"}, "tiermem.precision.master", f"'fp32' given, but bf16.{MASTER} asks for 'bf16'"),
-        ({"moments": "8bit"}, "tiermem.precision.moments", f"'8bit' given, but bf16.{STATES} asks for 'bf16'"),
-        ({"grads": "fp32"}, "tiermem.precision.grads", f"'fp32' given, but bf16.{MASTER} asks for 'bf16'"),
+        (
+            "compact",
+            "tiermem.precision",
+            f"preset 'compact' has master 'split', but bf16.{MASTER} asks for 'bf16'",
+        ),
+        (
+            {"master": "fp32"},
+            "tiermem.precision.master",
+            f"'fp32' given, but bf16.{MASTER} asks for 'bf16'",
+        ),
+        (
+            {"moments": "8bit"},
+            "tiermem.precision.moments",
+            f"'8bit' given, but bf16.{STATES} asks for 'bf16'",
+        ),
+        (
+            {"grads": "fp32"},
+            "tiermem.precision.grads",
+            f"'fp32' given, but bf16.{MASTER} asks for 'bf16'",
+        ),
     ],
 )
 def test_our_own_section_may_not_contradict_a_switch(own: Any, path: str, said: str) -> None:
@@ -289,12 +355,16 @@ def test_our_own_section_may_not_contradict_a_switch(own: Any, path: str, said: 
 def test_our_own_section_may_add_to_the_switches() -> None:
     bf16 = {"enabled": True, MASTER: True, STATES: True}
     assert precision_of(config(bf16=bf16, tiermem={"precision": "bf16"})) == ALL_BF16
-    stochastic = Precision(master="bf16", moments="bf16", grads="bf16", rounding="stochastic", seed=3)
+    stochastic = Precision(
+        master="bf16", moments="bf16", grads="bf16", rounding="stochastic", seed=3
+    )
     own = {"precision": {"rounding": "stochastic", "seed": 3}}
     assert precision_of(config(bf16=bf16, tiermem=own)) == stochastic
 
 
-@pytest.mark.parametrize(("section", "master"), [("fp16", "split"), ("fp16", "bf16"), ("bf16", "fp16")])
+@pytest.mark.parametrize(
+    ("section", "master"), [("fp16", "split"), ("fp16", "bf16"), ("bf16", "fp16")]
+)
 def test_a_master_that_the_parameters_cannot_have_is_refused(section: str, master: str) -> None:
     raw = {section: {"enabled": True}, "tiermem": {"precision": {"master": master}}}
     assert f"{section}.enabled" in problems(raw)["tiermem.precision"]

@@ -1,6 +1,8 @@
-"""Do the keys about gradients between ranks become the policy's fields, and contradict each other where they do?
+"""Do the keys about gradients between ranks become the policy's fields, and contradict each other
+where they do?
 
-What each field does is seen on ranks: tests/ranks/test_grads_on_ranks.py, tests/engine/test_accumulation.py.
+What each field does is seen on ranks: tests/ranks/test_grads_on_ranks.py,
+tests/engine/test_accumulation.py.
 """
 
 from __future__ import annotations
@@ -46,7 +48,10 @@ def test_top_of_the_config(top: dict[str, Any], field: str, value: Any) -> None:
     ("top", "said"),
     [
         ({"fp32_allreduce": True, "communication_data_type": "bf16"}, "remove fp32_allreduce"),
-        ({"prescale_gradients": True, "gradient_predivide_factor": 2.0}, "which divides by the ranks; remove one"),
+        (
+            {"prescale_gradients": True, "gradient_predivide_factor": 2.0},
+            "which divides by the ranks; remove one",
+        ),
         ({"gradient_predivide_factor": 0}, "greater than 0"),
         ({"gradient_allreduce_op": "max"}, "mean"),
     ],

@@ -1,4 +1,5 @@
-"""Is a key whose effect does not exist refused with its reason, and accepted where it asks for nothing?"""
+"""Is a key whose effect does not exist refused with its reason, and accepted where it asks for
+nothing?"""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ def test_what_does_nothing_is_dropped_with_one_warning_unless_strict() -> None:
     assert {problem.path for problem in refused.value.problems} == set(INERT)
 
 
-@pytest.mark.parametrize("key", ["compile", "tensorboard", "flops_profiler", "disable_python_gc", "log_level"])
+@pytest.mark.parametrize(
+    "key", ["compile", "tensorboard", "flops_profiler", "disable_python_gc", "log_level"]
+)
 def test_sections_that_monitor_or_compile_do_not_stop_a_run(key: str) -> None:
     with pytest.warns(UserWarning, match=key):
         load_config({key: {"enabled": True}})

@@ -15,7 +15,11 @@ from tiermem.policy import IoSettings, NvmePath
 
 TUNED: dict[str, Any] = {
     "aio": {"block_size": 1 << 22, "queue_depth": 16, "intra_op_parallelism": 1},
-    "tiermem": {"engine": "aio", "paths": [{"path": "/a"}], "measured": {"made_by": "tiermem tune", "engine": "auto"}},
+    "tiermem": {
+        "engine": "aio",
+        "paths": [{"path": "/a"}],
+        "measured": {"made_by": "tiermem tune", "engine": "auto"},
+    },
 }
 BASE: dict[str, Any] = {
     "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/a"}},
@@ -35,7 +39,9 @@ def test_files_are_read_and_nothing_is_changed(tmp_path: Path) -> None:
     (tmp_path / "base.json").write_text(json.dumps(BASE))
     (tmp_path / "tuned.json").write_text(json.dumps(TUNED))
     before = json.dumps([BASE, TUNED])
-    assert with_tuned(tmp_path / "base.json", str(tmp_path / "tuned.json")) == with_tuned(BASE, TUNED)
+    assert with_tuned(tmp_path / "base.json", str(tmp_path / "tuned.json")) == with_tuned(
+        BASE, TUNED
+    )
     assert json.dumps([BASE, TUNED]) == before
 
 
@@ -45,7 +51,10 @@ def test_plain_merge_serves_a_config_without_these_sections() -> None:
 
 
 def test_notes_act_on_nothing_but_whether_small_numbers_stand() -> None:
-    without = {**TUNED, "tiermem": {key: value for key, value in TUNED["tiermem"].items() if key != "measured"}}
+    without = {
+        **TUNED,
+        "tiermem": {key: value for key, value in TUNED["tiermem"].items() if key != "measured"},
+    }
     tuned, other = (load_config(with_tuned(BASE, each)).policy() for each in (TUNED, without))
     assert (tuned.io.depth, other.io.depth) == (16, IoSettings.depth)
     assert tuned == dataclasses.replace(other, io=tuned.io)
@@ -55,7 +64,9 @@ def test_notes_act_on_nothing_but_whether_small_numbers_stand() -> None:
 
 def test_folders_other_than_the_config_s_are_refused() -> None:
     tuned = {"tiermem": {"paths": ["/elsewhere"]}}
-    with pytest.raises(ConfigError, match=r"/elsewhere given, but .*offload_optimizer\.nvme_path names /a"):
+    with pytest.raises(
+        ConfigError, match=r"/elsewhere given, but .*offload_optimizer\.nvme_path names /a"
+    ):
         load_config(with_tuned(BASE, tuned))
 
 
@@ -69,7 +80,9 @@ def test_folders_other_than_the_config_s_are_refused() -> None:
         ('{"tiermem": {"host_bytes": 1}}', "tiermem.host_bytes"),
     ],
 )
-def test_file_that_tune_did_not_write_is_refused_by_name(tmp_path: Path, text: str, said: str) -> None:
+def test_file_that_tune_did_not_write_is_refused_by_name(
+    tmp_path: Path, text: str, said: str
+) -> None:
     file = tmp_path / "tuned.json"
     file.write_text(text)
     with pytest.raises(ValueError, match=said) as caught:

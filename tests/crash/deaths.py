@@ -4,11 +4,13 @@
     reference    the run that nobody kills, of each scene: its losses, its last digest, its turns (before and after each of its
                  durable steps), its phases
     case         a run is killed at one of these turns, or at a random moment of a phase; then the power may fail; then what is
-                 left is verified, and another run opens it and trains to the end (and may be killed first, too)
+                 left is verified, and another run opens it and trains to the end (and may be killed
+                 first, too)
 
-Every loss that any of them says must be the reference's, to the bit, and so the digest at the end; a run must open the last
-state that was said to be durable, or a later one; every manifest that a death leaves must speak of whole states. A case's
-chances are those of its number and the seed, so that it can be run alone.
+Every loss that any of them says must be the reference's, to the bit, and so the digest at the end;
+a run must open the last state that was said to be durable, or a later one; every manifest that a
+death leaves must speak of whole states. A case's chances are those of its number and the seed, so
+that it can be run alone.
 
     python deaths.py FOLDER --count 100 --seed 1 --totals totals.json [--only 1234 --workers 1]
 """
@@ -49,9 +51,19 @@ PLANS = (
     Plan(durability="step", save_every=1, keep=2, precision="tiny", num_steps=3, overlap="none"),
     Plan(copies=True, precision="exact", save_every=1, num_steps=3),
     Plan(keep=2, save_every=1, num_steps=3, tile_numel=8192),
-    Plan(durability="step", save_every=0, num_steps=8, overlap="backward", clipping=100.0, steep=5),  # undoes one step
-    Plan(save_every=3, num_steps=8, overlap="backward", clipping=100.0, steep=5, precision="exact", params="cpu"),
-    Plan(durability="step", save_every=3, keep=2, num_steps=7, params="cpu"),  # weights go to a file of the commit
+    # undoes one step
+    Plan(durability="step", save_every=0, num_steps=8, overlap="backward", clipping=100.0, steep=5),
+    Plan(
+        save_every=3,
+        num_steps=8,
+        overlap="backward",
+        clipping=100.0,
+        steep=5,
+        precision="exact",
+        params="cpu",
+    ),
+    # weights go to a file of the commit
+    Plan(durability="step", save_every=3, keep=2, num_steps=7, params="cpu"),
 )
 
 
@@ -83,7 +95,9 @@ def refer(plan: Plan, num_ranks: int, scene: Scene, folder: Path, dies_at: int) 
     """Runs once, undisturbed."""
     place = set_out(plan, num_ranks, scene, folder, dies_at)
     ended = run_ranks(place, plan, num_ranks, train)
-    assert ended.how == ["ended"] * num_ranks, f"the reference run of {plan} ended as {ended}\n{errors_of(place)}"
+    assert ended.how == ["ended"] * num_ranks, (
+        f"the reference run of {plan} ended as {ended}\n{errors_of(place)}"
+    )
     said = [lines_of(place / f"said.{rank}") for rank in range(num_ranks)]
     losses = [{line["step"]: line["loss"] for line in lines if "step" in line} for lines in said]
     turns = [turns_of(place, rank) for rank in range(num_ranks)]
@@ -92,7 +106,8 @@ def refer(plan: Plan, num_ranks: int, scene: Scene, folder: Path, dies_at: int) 
 
 
 def set_out(plan: Plan, num_ranks: int, scene: Scene, folder: Path, dies_at: int) -> Path:
-    """The place that a case begins with. What a killed run leaves is made once, for pointers are absolute in each folder.
+    """The place that a case begins with. What a killed run leaves is made once, for pointers are
+    absolute in each folder.
 
     dies_at: the turn at which that run is killed.
     """
@@ -101,7 +116,9 @@ def set_out(plan: Plan, num_ranks: int, scene: Scene, folder: Path, dies_at: int
         return place
     if not left.exists():
         ended = run_ranks(place, plan, num_ranks, train, Death(0, dies_at))
-        assert ended.is_killed and list(place.glob("*/*/*manifest*")), f"{plan}: {ended}\n{errors_of(place)}"
+        assert ended.is_killed and list(place.glob("*/*/*manifest*")), (
+            f"{plan}: {ended}\n{errors_of(place)}"
+        )
         _mark_dead(place, num_ranks)
         shutil.copytree(place, left)
         return place
@@ -112,17 +129,23 @@ def set_out(plan: Plan, num_ranks: int, scene: Scene, folder: Path, dies_at: int
 def last_save(plan: Plan, reference: Reference) -> int:
     """The turn at which the last training step begins to be saved."""
     freezes = [at for at, turn in enumerate(reference.turns[0]) if turn == "before freeze"]
-    return freezes[-2 if plan.durability == "step" and plan.save_every else -1]  # a step, and then its tag
+    # a step, and then its tag
+    return freezes[-2 if plan.durability == "step" and plan.save_every else -1]
 
 
 def run_case(case: Case, reference: Reference, folder: Path, chance: random.Random) -> list[Ended]:
-    """Goes through a case; returns how the runs before the last one ended. Raises AssertionError with what went wrong."""
+    """Goes through a case; returns how the runs before the last one ended. Raises AssertionError
+    with what went wrong."""
     place = set_out(case.plan, case.num_ranks, case.scene, folder, reference.dies_at)
     before, found = set[str](), list[Ended]()
     for death in (*case.deaths, None):
         shutil.rmtree(folder / "notes", ignore_errors=True)
         before = {each.name for each in (place / "nvme").iterdir()}
-        disk = Disk([place / "nvme", place / "saved"], folder / "notes") if case.loss and death else None
+        disk = (
+            Disk([place / "nvme", place / "saved"], folder / "notes")
+            if case.loss and death
+            else None
+        )
         ended = run_ranks(place, case.plan, case.num_ranks, train, death, disk)
         if death is None or not ended.is_killed:
             assert ended.how == ["ended"] * case.num_ranks, f"ranks {ended}\n{errors_of(place)}"
@@ -148,7 +171,9 @@ def _check_whole(place: Path) -> None:
     """What looks like a durable step in the stores is one, to the last byte."""
 
     def look() -> int:
-        wrong = [each for each in survey(place / "nvme", verifies=True).steps if each.state != "whole"]
+        wrong = [
+            each for each in survey(place / "nvme", verifies=True).steps if each.state != "whole"
+        ]
         print(*wrong, sep="\n")
         return len(wrong)
 
@@ -164,28 +189,39 @@ def _check_said(case: Case, reference: Reference, place: Path) -> None:
                 expected = reference.losses[rank][line["step"]]
                 assert line["loss"] == expected, f"rank {rank}, {line}, not {expected}\n{lines}"
             if "opened" in line:
-                assert line["opened"] >= is_durable, f"step {is_durable} was durable; opened {line}\n{lines}"
+                assert line["opened"] >= is_durable, (
+                    f"step {is_durable} was durable; opened {line}\n{lines}"
+                )
             is_durable = max(is_durable, line.get("durable", 0))
         assert lines[-1].get("end") == reference.end, f"rank {rank} ended with {lines[-1]}"
 
 
 def _check_left(case: Case, before: set[str], place: Path) -> None:
-    """No more runs' states are left than `keep` asks for, and one for each that died before it could be found by its tag.
+    """No more runs' states are left than `keep` asks for, and one for each that died before it
+    could be found by its tag.
 
-    before: the folders that were there when the last run began: killed ones may leave what they were writing.
+    before: the folders that were there when the last run began: killed ones may leave what they
+        were writing.
     """
     runs = list((place / "nvme").iterdir())
-    saved = {folder.name.partition(".")[0] for folder in runs if list(folder.glob("manifest-*.json"))}
+    saved = {
+        folder.name.partition(".")[0] for folder in runs if list(folder.glob("manifest-*.json"))
+    }
     num_deaths = len(case.deaths) + (case.scene == "left")
     most = case.plan.keep + (case.plan.durability == "step") + num_deaths
     assert len(saved) <= most, f"{len(saved)} runs' states are kept: {sorted(saved)}"
     closed = [folder for folder in runs if folder.name not in before]
-    odd = [str(file) for folder in closed for file in folder.iterdir() if file.name == "lock" or file.suffix == ".new"]
+    odd = [
+        str(file)
+        for folder in closed
+        for file in folder.iterdir()
+        if file.name == "lock" or file.suffix == ".new"
+    ]
     odd += [str(file) for file in (place / "saved").rglob("*.new")][num_deaths:]
     assert not odd, f"left behind: {odd}"
 
 
-# ---- many of them -------------------------------------------------------------------------------------------------------
+# ---- many of them --------------------------------------------------------------------------------
 
 
 def every_turn(plan: Plan, num_ranks: int, scene: Scene, reference: Reference) -> Iterator[Case]:
@@ -198,13 +234,20 @@ def every_turn(plan: Plan, num_ranks: int, scene: Scene, reference: Reference) -
 
 
 def at_random(
-    plan: Plan, num_ranks: int, count: int, references: dict[Scene, Reference], chance: random.Random
+    plan: Plan,
+    num_ranks: int,
+    count: int,
+    references: dict[Scene, Reference],
+    chance: random.Random,
 ) -> Iterator[Case]:
-    """Deaths at any moment of a phase, of each of its phases but the last as many; one in four dies once more, opening."""
+    """Deaths at any moment of a phase, of each of its phases but the last as many; one in four dies
+    once more, opening."""
     phases = [each for each in PHASES[:-1] if references["fresh"].has(each)]
     for number in range(count):
         phase = phases[number % len(phases)]
-        scenes: list[Scene] = [each for each, reference in references.items() if reference.has(phase)]
+        scenes: list[Scene] = [
+            each for each, reference in references.items() if reference.has(phase)
+        ]
         scene: Scene = "left" if phase == "opening" else chance.choice(scenes)
         deaths = [_moment(phase, num_ranks, references[scene], chance)]
         if chance.random() < 0.25:
@@ -224,17 +267,27 @@ class Totals:
     """What has been done, counted; adds up over workers."""
 
     def __init__(self) -> None:
-        self.counts: dict[str, Counter[str]] = {name: Counter() for name in ("cases", "moments", "turns")}
+        self.counts: dict[str, Counter[str]] = {
+            name: Counter() for name in ("cases", "moments", "turns")
+        }
         self.failures: list[str] = []
 
     def add(self, case: Case, found: list[Ended]) -> None:
         """Counts a case that went well."""
         ranks = f"{case.num_ranks} rank" + "s" * (case.num_ranks > 1)
-        power = {None: "power stays", "all": "all that is not synced is lost", "some": "some of it is lost"}[case.loss]
+        power = {
+            None: "power stays",
+            "all": "all that is not synced is lost",
+            "some": "some of it is lost",
+        }[case.loss]
         kind = "at a turn" if case.deaths[0].at is not None else "at a moment"
         self.counts["cases"][f"{ranks}, {case.scene} folder, {kind}, {power}"] += 1
         for death, ended in zip(case.deaths, found, strict=False):
-            where = f"{ranks}, {ended.phase}" if ended.is_killed else f"{ranks}, ended before it was to die"
+            where = (
+                f"{ranks}, {ended.phase}"
+                if ended.is_killed
+                else f"{ranks}, ended before it was to die"
+            )
             if death.at is None:
                 self.counts["moments"][where] += 1
             else:
@@ -263,14 +316,21 @@ def cases_of(args: argparse.Namespace) -> Iterator[tuple[int, Case, Reference]]:
             references: dict[Scene, Reference] = {"fresh": first, "left": second}
             for scene, reference in references.items():
                 known = list(every_turn(plan, num_ranks, scene, reference))
-                known = chance.sample(known, max(1, int(len(known) * args.share))) if args.share < 1 else known
+                known = (
+                    chance.sample(known, max(1, int(len(known) * args.share)))
+                    if args.share < 1
+                    else known
+                )
                 yield from zip(numbers, known, itertools.repeat(reference))
             for case in at_random(plan, num_ranks, args.count, references, chance):
                 yield next(numbers), case, references[case.scene]
 
 
-def work(args: argparse.Namespace, cases: Iterable[tuple[int, Case, Reference]], folder: Path) -> None:
-    """Goes through cases; a failure is noted, and the next one follows. Says now and then how far it is."""
+def work(
+    args: argparse.Namespace, cases: Iterable[tuple[int, Case, Reference]], folder: Path
+) -> None:
+    """Goes through cases; a failure is noted, and the next one follows. Says now and then how far
+    it is."""
     totals, started = Totals(), time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     for done, (number, case, reference) in enumerate(cases):
@@ -278,9 +338,13 @@ def work(args: argparse.Namespace, cases: Iterable[tuple[int, Case, Reference]],
             totals.write(folder / "totals")
             print(f"{folder.name}: {done} cases in {time.monotonic() - started:.0f} s", flush=True)
         try:
-            totals.add(case, run_case(case, reference, folder, random.Random(f"{args.seed} {number}")))
+            totals.add(
+                case, run_case(case, reference, folder, random.Random(f"{args.seed} {number}"))
+            )
         except Exception:  # one of a thousand: the others are to be known as well
-            totals.failures.append(f"seed {args.seed}, case {number}: {case}\n{traceback.format_exc()[-6000:]}")
+            totals.failures.append(
+                f"seed {args.seed}, case {number}: {case}\n{traceback.format_exc()[-6000:]}"
+            )
             print(totals.failures[-1], file=sys.stderr, flush=True)
             if args.sabotage:  # that is what was to be seen
                 break
@@ -303,9 +367,15 @@ def main() -> int:
         pids.append(forked(functools.partial(work, args, cases[worker :: args.workers], folder)))
     for worker, pid in enumerate(pids):
         if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
-            raise RuntimeError(f"worker {worker} has ended before its time: what it printed says why")
+            raise RuntimeError(
+                f"worker {worker} has ended before its time: what it printed says why"
+            )
         totals.merge(args.folder / f"worker-{worker}" / "totals")
-    said = {"seed": args.seed, "seconds": round(time.monotonic() - started), "failed": len(totals.failures)}
+    said = {
+        "seed": args.seed,
+        "seconds": round(time.monotonic() - started),
+        "failed": len(totals.failures),
+    }
     sorted_counts = {name: dict(sorted(counts.items())) for name, counts in totals.counts.items()}
     args.totals.write_text(json.dumps({**said, **sorted_counts}, indent=1))
     shutil.rmtree(args.folder)
@@ -319,11 +389,17 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--plans", type=int, nargs="+", default=list(range(len(PLANS))))
-    parser.add_argument("--count", type=int, default=100, help="random moments for each plan and number of ranks")
+    parser.add_argument(
+        "--count", type=int, default=100, help="random moments for each plan and number of ranks"
+    )
     parser.add_argument("--share", type=float, default=1.0, help="of the deaths at known steps")
     parser.add_argument("--only", type=int, nargs="+", default=[], help="cases, by number")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--sabotage", choices=sorted(sabotage.WAYS), help="break the library first: a case must fail")
+    parser.add_argument(
+        "--sabotage",
+        choices=sorted(sabotage.WAYS),
+        help="break the library first: a case must fail",
+    )
     return parser.parse_args()
 
 

@@ -1,17 +1,21 @@
-"""Interrupts: a small run is interrupted at a line of the library, goes on, and is compared with one that was not.
+"""Interrupts: a small run is interrupted at a line of the library, goes on, and is compared with
+one that was not.
 
     record       a run of a setting in which nothing is interrupted notes the lines that each part of it executes
     case         the run of a setting in which an exception is raised at one of these lines; then it goes on as a user's next
                  cell of a notebook does: zero_grad, and two more steps
     held         losses and weights are to the bit those of a run without an interrupt, in which the interrupted step was made
-                 or was not; or an error says that the model is torn, and opening a checkpoint, or closing, is as it says
+                 or was not; or an error says that the model is torn, and opening a checkpoint, or
+                 closing, is as it says
     two ranks    one rank or both are interrupted; each goes on to the bit, or says that the model or the other rank is lost
 
-A place is a line, in its first execution and in a later one that the seed chooses, and each opcode of the functions that commit
-(COMMITS). After a run no file, thread, folder or buffer of it may be left. Exceptions are a signal's KeyboardInterrupt, and
-SystemExit, CancelledError and MemoryError raised in place; the seed chooses.
+A place is a line, in its first execution and in a later one that the seed chooses, and each opcode
+of the functions that commit (COMMITS). After a run no file, thread, folder or buffer of it may be
+left. Exceptions are a signal's KeyboardInterrupt, and SystemExit, CancelledError and MemoryError
+raised in place; the seed chooses.
 
-    python interrupts.py FOLDER --totals totals.json --seed 1 [--sample 20 --settings 0 --parts train --only 17]
+    python interrupts.py FOLDER --totals totals.json --seed 1 [--sample 20 --settings 0 --parts
+    train --only 17]
 """
 
 from __future__ import annotations
@@ -55,10 +59,14 @@ LONGEST_S = 60
 PARTS = ("train", "evaluate", "gather", "save", "load", "close", "build")
 KINDS = ("signal", "SystemExit", "CancelledError", "MemoryError")
 _COMMITTING = (
-    "ShardedModel.step StateTiles.step StateTiles._accept StepRun.start StepRun.finish_tiles TentativeStep.end "
-    "LiveUnit.land LiveUnit.drop LiveUnit.hold LiveUnit.let_go LiveUnit.let_all_go LiveUnit.exchange LiveUnit._become "
-    "UnitMemory.free UnitMemory.allocate_slot UnitMemory.take_slot UnitMemory._end_loan Pool.take Pool.give_back "
-    "Move._ask Move._end Queues.wait Program.start Program.commit Program.drop Program.finish Prefetcher._evict"
+    "ShardedModel.step StateTiles.step StateTiles._accept StepRun.start StepRun.finish_tiles "
+    "TentativeStep.end "
+    "LiveUnit.land LiveUnit.drop LiveUnit.hold LiveUnit.let_go LiveUnit.let_all_go "
+    "LiveUnit.exchange LiveUnit._become "
+    "UnitMemory.free UnitMemory.allocate_slot UnitMemory.take_slot UnitMemory._end_loan Pool.take "
+    "Pool.give_back "
+    "Move._ask Move._end Queues.wait Program.start Program.commit Program.drop Program.finish "
+    "Prefetcher._evict"
 )
 COMMITS = frozenset(_COMMITTING.split())
 _LIBRARY = tuple({f"{Path(module.__file__ or '').parent}/" for module in (tiermem, tiermem.swap)})
@@ -122,7 +130,7 @@ class Case(NamedTuple):
     ranks: tuple[int, ...] = (0,)
 
 
-# ---- the run ---------------------------------------------------------------------------------------------------------
+# ---- the run -------------------------------------------------------------------------------------
 
 
 class Run:
@@ -227,14 +235,17 @@ class Run:
         found = hashlib.sha256()
         states = self.optim.state_dict()["state"]
         for name, value in self.model.state_dict().items():
-            found.update(name.encode() + value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+            found.update(
+                name.encode() + value.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            )
         for _, entry in sorted(states.items()):
             for key in sorted(entry):
                 found.update(key.encode() + entry[key].contiguous().numpy().tobytes())
         return found.hexdigest()
 
     def footprint(self) -> dict[str, Any]:
-        """The buffers in use when no module runs, and the memory that is carved. An exception may be kept, and its frames."""
+        """The buffers in use when no module runs, and the memory that is carved. An exception may
+        be kept, and its frames."""
         shards = self.shards
         shards.check_whole()
         shards.program.drop()
@@ -261,20 +272,23 @@ def open_files() -> list[str]:
     return [name for name in found if "/nvme/" in name]
 
 
-# ---- the interrupt ---------------------------------------------------------------------------------------------------
+# ---- the interrupt -------------------------------------------------------------------------------
 
 
 @functools.cache
 def ends_of_blocks(code: types.CodeType) -> frozenset[int]:
     """The offsets at which a `with` block that went well calls `__exit__`.
 
-    No signal and no exception for a thread comes between the block and that call: CPython looks for them after calls, at jumps
-    back and where functions begin, so that a lock is released. Only a trace function can raise there.
+    No signal and no exception for a thread comes between the block and that call: CPython looks for
+    them after calls, at jumps back and where functions begin, so that a lock is released. Only a
+    trace function can raise there.
     """
     found = list(dis.get_instructions(code))
     starts = [
         number
-        for number, (*three, _) in enumerate(zip(found, found[1:], found[2:], found[3:], strict=False))
+        for number, (*three, _) in enumerate(
+            zip(found, found[1:], found[2:], found[3:], strict=False)
+        )
         if all(each.opname == "LOAD_CONST" and each.argval is None for each in three)
     ]
     offsets = set[int]()
@@ -293,7 +307,9 @@ class Tracer:
         self.seen: Counter[tuple[str, int, int, str]] = Counter()
         self.raised: BaseException | None = None
         self._case = case
-        self._wanted = None if case is None else (case.place.file, case.place.line, case.place.opcode)
+        self._wanted = (
+            None if case is None else (case.place.file, case.place.line, case.place.opcode)
+        )
         self._left = 0 if case is None else case.place.nth
         self._names: dict[types.CodeType, str | None] = {}
 
@@ -309,7 +325,9 @@ class Tracer:
         if code not in self._names:
             home = next((home for home in _LIBRARY if code.co_filename.startswith(home)), None)
             self._names[code] = None if home is None else code.co_filename
-        if self._names[code] is None or (self._wanted is not None and self._wanted[0] != code.co_filename):
+        if self._names[code] is None or (
+            self._wanted is not None and self._wanted[0] != code.co_filename
+        ):
             return None
         frame.f_trace_opcodes = code.co_qualname in COMMITS
         return self._trace
@@ -331,7 +349,11 @@ class Tracer:
         assert self._case is not None
         self._left = -1
         kind = self._case.kind
-        made = {"SystemExit": SystemExit, "CancelledError": asyncio.CancelledError, "MemoryError": MemoryError}
+        made = {
+            "SystemExit": SystemExit,
+            "CancelledError": asyncio.CancelledError,
+            "MemoryError": MemoryError,
+        }
         self.raised = KeyboardInterrupt() if kind == "signal" else made[kind]("interrupted here")
         if kind != "signal":
             raise self.raised
@@ -351,7 +373,8 @@ def is_of(error: BaseException | None, tracer: Tracer) -> bool:
 
 
 def ended(act: Callable[[], Any], tracer: Tracer) -> str:
-    """Does what is interrupted; returns how it ended. Raises what it raises but for the interrupt."""
+    """Does what is interrupted; returns how it ended. Raises what it raises but for the
+    interrupt."""
     try:
         with tracer:
             act()
@@ -363,24 +386,29 @@ def ended(act: Callable[[], Any], tracer: Tracer) -> str:
 
 
 def end_step(run: Run) -> None:
-    """With step_in_backward: a backward that has ended has made its step. Raises RuntimeError after one that has not."""
+    """With step_in_backward: a backward that has ended has made its step. Raises RuntimeError after
+    one that has not."""
     run.optim.step()
     run.optim.zero_grad()
 
 
 def go_on(run: Run) -> float:
-    """A step. After an interrupt between a backward that steps and its `step`, an error may say that the step was made."""
+    """A step. After an interrupt between a backward that steps and its `step`, an error may say
+    that the step was made."""
     try:
         return run.train()
     except RuntimeError as error:
-        if not run.setting.in_backward or "the step was made: go on with the next one" not in str(error):
+        if not run.setting.in_backward or "the step was made: go on with the next one" not in str(
+            error
+        ):
             raise
     run.optim.zero_grad()
     return run.train()
 
 
 def again(run: Run, said: Said) -> None:
-    """After half a load: a forward says so, or nothing was changed; then what was to be loaded is loaded."""
+    """After half a load: a forward says so, or nothing was changed; then what was to be loaded is
+    loaded."""
     try:
         run.evaluate()
     except RuntimeError as error:
@@ -396,16 +424,24 @@ TORN = ("half-way", "torn")
 def says_torn(error: BaseException) -> bool:
     """Whether an error says that the model is torn, and how to go on."""
     text = str(error)
-    return isinstance(error, RuntimeError) and any(word in text for word in TORN) and "open a checkpoint" in text
+    return (
+        isinstance(error, RuntimeError)
+        and any(word in text for word in TORN)
+        and "open a checkpoint" in text
+    )
 
 
 def is_told(error: BaseException, setting: Setting) -> bool:
-    """Whether an error says that the model is torn; on two ranks also that the other rank is lost."""
+    """Whether an error says that the model is torn; on two ranks also that the other rank is
+    lost."""
     return says_torn(error) or (setting.world > 1 and isinstance(error, RankLost))
 
 
-def go(place: Path, case: Case | None, setting: Setting, said: Said, part: str, num_steps: int) -> None:
-    """The run of a case: says what it found. case: None: nothing is interrupted here; `part` is recorded."""
+def go(
+    place: Path, case: Case | None, setting: Setting, said: Said, part: str, num_steps: int
+) -> None:
+    """The run of a case: says what it found. case: None: nothing is interrupted here; `part` is
+    recorded."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     run, tracer = Run(place, setting), Tracer(case)
@@ -484,7 +520,7 @@ def threads_left() -> list[str]:
     return [each.name for each in threading.enumerate() if each.name.startswith("tiermem")]
 
 
-# ---- cases -----------------------------------------------------------------------------------------------------------
+# ---- cases ---------------------------------------------------------------------------------------
 
 
 class Bench:
@@ -495,18 +531,24 @@ class Bench:
         self._references: dict[int, list[list[dict[str, Any]]]] = {}
 
     def recorded(self, setting: int, part: str) -> list[tuple[Place, int]]:
-        """The places of a part, in their first execution, each with the number of its executions."""
+        """The places of a part, in their first execution, each with the number of its
+        executions."""
         lines = self._run(None, setting, part, 2)[0]
         seen = next((line["seen"] for line in lines if "seen" in line), None)
         assert seen is not None, f"{setting} {part}: {lines}\n{self._errors()}"
-        return [(Place(file, line, opcode, 1, function), count) for file, line, opcode, function, count in seen]
+        return [
+            (Place(file, line, opcode, 1, function), count)
+            for file, line, opcode, function, count in seen
+        ]
 
     def references(self, setting: int) -> list[list[dict[str, Any]]]:
         """What each rank says in runs of two and three further steps."""
         if setting not in self._references:
             ranks: list[list[dict[str, Any]]] = [[] for _ in range(SETTINGS[setting].world)]
             for num_steps in (2, 3):
-                for lines, found in zip(self._run(None, setting, "evaluate", num_steps), ranks, strict=True):
+                for lines, found in zip(
+                    self._run(None, setting, "evaluate", num_steps), ranks, strict=True
+                ):
                     said = next((line for line in lines if "digest" in line), None)
                     assert said is not None, f"{setting}: {lines}\n{self._errors()}"
                     found.append(said)
@@ -514,7 +556,8 @@ class Bench:
         return self._references[setting]
 
     def run(self, case: Case) -> str:
-        """Goes through a case and returns how it ended. Raises AssertionError with what went wrong."""
+        """Goes through a case and returns how it ended. Raises AssertionError with what went
+        wrong."""
         references = self.references(case.setting)
         ranks = self._run(case, case.setting, case.part, 2)
         shown = "\n".join([*map(str, ranks), self._errors()])
@@ -533,16 +576,21 @@ class Bench:
         return f"{how}, torn" if is_torn else how
 
     def _compare(self, said: dict[str, Any], references: list[dict[str, Any]], shown: str) -> bool:
-        """Whether the interrupted step was made. Raises AssertionError where a run has gone on otherwise."""
+        """Whether the interrupted step was made. Raises AssertionError where a run has gone on
+        otherwise."""
         repeated, made = references
         same = said["losses"] == repeated["losses"] and said["digest"] == repeated["digest"]
         is_ahead = said["losses"][2:] == made["losses"][3:] and said["digest"] == made["digest"]
         assert same or is_ahead, f"wrong bits\n{shown}\nrepeated {repeated}\nmade {made}"
         for left in ("footprint", "files"):
-            assert said[left] == repeated[left], f"leaked: instead of {left} {repeated[left]}\n{shown}"
+            assert said[left] == repeated[left], (
+                f"leaked: instead of {left} {repeated[left]}\n{shown}"
+            )
         return is_ahead and not same
 
-    def _run(self, case: Case | None, setting: int, part: str, num_steps: int) -> list[list[dict[str, Any]]]:
+    def _run(
+        self, case: Case | None, setting: int, part: str, num_steps: int
+    ) -> list[list[dict[str, Any]]]:
         """Runs a case; returns the lines that each rank has said."""
         shutil.rmtree(self._place, ignore_errors=True)
         (self._place / "nvme").mkdir(parents=True)
@@ -555,10 +603,20 @@ class Bench:
                 at = f"tcp://127.0.0.1:{port}"
                 dist.init_process_group("gloo", init_method=at, rank=rank, world_size=world)
             mine = case if case is None or rank in case.ranks else case._replace(place=_NOWHERE)
-            go(self._place, mine, SETTINGS[setting], Said(self._place / f"said.{rank}"), part, num_steps)
+            go(
+                self._place,
+                mine,
+                SETTINGS[setting],
+                Said(self._place / f"said.{rank}"),
+                part,
+                num_steps,
+            )
             faulthandler.cancel_dump_traceback_later()
 
-        pids = [forked(functools.partial(be, rank), self._place / f"printed.{rank}") for rank in range(world)]
+        pids = [
+            forked(functools.partial(be, rank), self._place / f"printed.{rank}")
+            for rank in range(world)
+        ]
         ends = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
         self._status = next((end for end in ends if end), 0)
         return [lines_of(self._place / f"said.{rank}") for rank in range(world)]
@@ -567,8 +625,11 @@ class Bench:
         return "\n".join(file.read_text()[-5000:] for file in sorted(self._place.glob("printed.*")))
 
 
-def cases_of(bench: Bench, settings: list[int], parts: list[str], functions: list[str], seed: int) -> Iterator[Case]:
-    """Every case: each place in its first execution, and in a later one if there is one. functions: only theirs; empty: all."""
+def cases_of(
+    bench: Bench, settings: list[int], parts: list[str], functions: list[str], seed: int
+) -> Iterator[Case]:
+    """Every case: each place in its first execution, and in a later one if there is one. functions:
+    only theirs; empty: all."""
     for setting in settings:
         for part in [each for each in parts if each != "build" or SETTINGS[setting].world == 1]:
             for place, count in bench.recorded(setting, part):
@@ -589,7 +650,10 @@ def work(args: argparse.Namespace, cases: list[tuple[int, Case]], bench: Bench, 
         if args.seconds and time.monotonic() - started > args.seconds:
             break
         if done % 200 == 0:
-            print(f"{file.name}: {done} of {len(cases)} cases in {time.monotonic() - started:.0f} s", flush=True)
+            print(
+                f"{file.name}: {done} of {len(cases)} cases in {time.monotonic() - started:.0f} s",
+                flush=True,
+            )
         try:
             totals[f"{case.part}, {case.kind}: {bench.run(case)}"] += 1
         except Exception:
@@ -599,7 +663,8 @@ def work(args: argparse.Namespace, cases: list[tuple[int, Case]], bench: Bench, 
 
 
 def arguments(text: str | None) -> argparse.ArgumentParser:
-    """What every program of interrupts is asked: where it works, where totals go, the seed, and some of SETTINGS."""
+    """What every program of interrupts is asked: where it works, where totals go, the seed, and
+    some of SETTINGS."""
     parser = argparse.ArgumentParser(description=text)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--totals", type=Path, required=True)
@@ -613,11 +678,19 @@ def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--functions", nargs="+", default=[], help="only places in these")
-    parser.add_argument("--sample", type=int, default=0, help="so many cases, chosen by the seed; 0: all")
+    parser.add_argument(
+        "--sample", type=int, default=0, help="so many cases, chosen by the seed; 0: all"
+    )
     parser.add_argument("--only", type=int, nargs="+", default=[], help="cases, by number")
-    parser.add_argument("--seconds", type=float, default=0.0, help="ends after so long; 0: with the last case")
+    parser.add_argument(
+        "--seconds", type=float, default=0.0, help="ends after so long; 0: with the last case"
+    )
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--sabotage", choices=sorted(sabotage.WAYS), help="break the library first: a case must fail")
+    parser.add_argument(
+        "--sabotage",
+        choices=sorted(sabotage.WAYS),
+        help="break the library first: a case must fail",
+    )
     args = parser.parse_args()
     started, folder = time.monotonic(), args.folder / "interrupts"
     shutil.rmtree(folder, ignore_errors=True)
@@ -635,7 +708,9 @@ def main() -> int:
     files, pids = [folder / f"totals-{number}" for number in range(args.workers)], []
     for number, file in enumerate(files):
         bench = Bench(folder / f"worker-{number}")
-        pids.append(forked(functools.partial(work, args, cases[number :: args.workers], bench, file)))
+        pids.append(
+            forked(functools.partial(work, args, cases[number :: args.workers], bench, file))
+        )
     statuses = [os.waitpid(pid, 0)[1] for pid in pids]
     totals, failures = Counter[str](), list[str]()
     for file in files:
@@ -643,8 +718,17 @@ def main() -> int:
             found = json.loads(file.read_text())
             totals.update(found["totals"])
             failures += found["failures"]
-    said = {"seed": args.seed, "cases": sum(totals.values()) + len(failures), "of": whole, "failed": len(failures)}
-    said |= {"seconds": round(time.monotonic() - started), "totals": dict(sorted(totals.items())), "failures": failures}
+    said = {
+        "seed": args.seed,
+        "cases": sum(totals.values()) + len(failures),
+        "of": whole,
+        "failed": len(failures),
+    }
+    said |= {
+        "seconds": round(time.monotonic() - started),
+        "totals": dict(sorted(totals.items())),
+        "failures": failures,
+    }
     args.totals.write_text(json.dumps(said, indent=1))
     shutil.rmtree(folder)
     print("\n".join(each[:1500] for each in failures[:4]), file=sys.stderr)

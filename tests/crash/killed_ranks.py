@@ -1,10 +1,12 @@
-"""KilledRanks: a run of one or several ranks, each a fork of this process, that may be killed on the way.
+"""KilledRanks: a run of one or several ranks, each a fork of this process, that may be killed on
+the way.
 
     at a step      a rank kills itself before or after one of its durable steps (tiermem.swap.disk.durable): at a turn, by
     number at a moment    so long after a phase of a rank has begun: opening, training, saving, ending
 
-Forks are of a process that has imported everything and computed nothing, so that a run takes a fraction of a second. Ranks
-share one page of memory in which each writes the phase that it is in, so that whoever kills knows what was hit.
+Forks are of a process that has imported everything and computed nothing, so that a run takes a
+fraction of a second. Ranks share one page of memory in which each writes the phase that it is in,
+so that whoever kills knows what was hit.
 
     <place>/turns.<rank>     its turns: "before sync of manifest-N.json.new"     <place>/errors.<rank>    what it has printed
     <place>/phases.<rank>    its phases and when they began, in seconds
@@ -51,7 +53,8 @@ Body = Callable[[Path, Plan, int, Begin], None]
 
 
 class Death(NamedTuple):
-    """When a rank is killed (None: all of them): at one of its turns, or so long after the nth time of a phase."""
+    """When a rank is killed (None: all of them): at one of its turns, or so long after the nth time
+    of a phase."""
 
     rank: int | None = None
     at: int | None = None
@@ -74,14 +77,21 @@ class Ended(NamedTuple):
 
 
 def run_ranks(
-    place: Path, plan: Plan, num_ranks: int, body: Body, death: Death | None = None, disk: Disk | None = None
+    place: Path,
+    plan: Plan,
+    num_ranks: int,
+    body: Body,
+    death: Death | None = None,
+    disk: Disk | None = None,
 ) -> Ended:
     """Runs until every rank has ended. Blocks."""
     with _Phases(num_ranks) as phases:
         port = free_port()
         pids = []
         for rank in range(num_ranks):
-            act = functools.partial(_be_a_rank, place, plan, rank, num_ranks, port, death, disk, body, phases)
+            act = functools.partial(
+                _be_a_rank, place, plan, rank, num_ranks, port, death, disk, body, phases
+            )
             pids.append(forked(act, place / f"errors.{rank}"))
         ended = _watch(pids, phases, death, disk is not None)
         dying = 0 if death is None or death.rank is None else death.rank
@@ -102,7 +112,9 @@ def fresh(place: Path) -> Path:
 
 def errors_of(place: Path) -> str:
     """What ranks have printed."""
-    return "\n".join(f"{file.name}: {file.read_text()[-3000:]}" for file in sorted(place.glob("errors.*")))
+    return "\n".join(
+        f"{file.name}: {file.read_text()[-3000:]}" for file in sorted(place.glob("errors.*"))
+    )
 
 
 def turns_of(place: Path, rank: int) -> list[str]:
@@ -117,7 +129,8 @@ def phases_of(place: Path, rank: int) -> list[tuple[str, float]]:
 
 
 class _Phases:
-    """The phase of each rank and how often each one has begun, in memory that forks share. Use it in a `with` block."""
+    """The phase of each rank and how often each one has begun, in memory that forks share. Use it
+    in a `with` block."""
 
     def __init__(self, num_ranks: int) -> None:
         self._shared = mmap.mmap(-1, mmap.PAGESIZE * num_ranks)
@@ -149,7 +162,9 @@ class _Phases:
         struct.pack_into("i", self._shared, mmap.PAGESIZE * rank + 4 * index, value)
 
 
-def _watch(pids: list[int], phases: _Phases, death: Death | None, fails_power: bool) -> dict[int, int]:
+def _watch(
+    pids: list[int], phases: _Phases, death: Death | None, fails_power: bool
+) -> dict[int, int]:
     """Waits for all ranks and kills who is to die; returns each one's status."""
     ended: dict[int, int] = {}
     deadline, kills_at = time.monotonic() + _LONGEST_S, None
@@ -159,13 +174,18 @@ def _watch(pids: list[int], phases: _Phases, death: Death | None, fails_power: b
             if found:
                 ended[rank] = status
                 if os.WIFSIGNALED(status):  # the power of all, or the patience of a launcher
-                    deadline = min(deadline, time.monotonic() + (0.0 if fails_power else _PATIENCE_S))
+                    deadline = min(
+                        deadline, time.monotonic() + (0.0 if fails_power else _PATIENCE_S)
+                    )
         now = time.monotonic()
         if death is not None and death.at is None:
             if kills_at is None and phases.count(death.rank or 0, death.phase) > death.nth:
                 kills_at = now + death.after_s
             if kills_at is not None and now >= kills_at:
-                _kill(pids if death.rank is None else pids[death.rank : death.rank + 1], [pids[rank] for rank in ended])
+                _kill(
+                    pids if death.rank is None else pids[death.rank : death.rank + 1],
+                    [pids[rank] for rank in ended],
+                )
         if now > deadline:
             _kill(pids, [pids[rank] for rank in ended])
         time.sleep(0.001)
@@ -204,7 +224,8 @@ def _be_a_rank(
 
 
 def in_fork(place: Path, act: Callable[[], int]) -> int:
-    """Does something in a fork of its own, which prints to errors.0; returns the exit status, RAISED after an exception."""
+    """Does something in a fork of its own, which prints to errors.0; returns the exit status,
+    RAISED after an exception."""
     return os.waitstatus_to_exitcode(os.waitpid(forked(act, place / "errors.0"), 0)[1])
 
 
@@ -223,7 +244,9 @@ def _noted(place: Path, rank: int, phases: _Phases) -> Iterator[Begin]:
 
 
 @contextlib.contextmanager
-def _watched(place: Path, rank: int, death: Death | None, disk: Disk | None, begin: Begin) -> Iterator[None]:
+def _watched(
+    place: Path, rank: int, death: Death | None, disk: Disk | None, begin: Begin
+) -> Iterator[None]:
     """Counts turns, notes what is synced, and dies where it is told to."""
     names: list[str] = []
     at = death.at if death is not None and death.rank == rank else None
@@ -258,7 +281,11 @@ def _ranks(rank: int, num_ranks: int, port: int) -> Iterator[None]:
     if num_ranks == 1:
         yield
         return
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+    }
     os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     dist.init_process_group("gloo", timeout=timedelta(seconds=_LONGEST_S))
     yield

@@ -1,14 +1,17 @@
-"""Notebook: a process that is stopped by Ctrl-C at random moments and goes on with the next cell, many times; and commands.
+"""Notebook: a process that is stopped by Ctrl-C at random moments and goes on with the next cell,
+many times; and commands.
 
-A timer in another thread sends SIGINT after a seeded time. The loop catches KeyboardInterrupt as a notebook does, keeps the
-traceback as `sys.last_traceback` does, and calls zero_grad and the next step. A state is known by the digest of its weights.
-After each interrupt the model is in the state before or after the interrupted step of an undisturbed run, or an error says that
-it is torn; then a checkpoint is opened.
+A timer in another thread sends SIGINT after a seeded time. The loop catches KeyboardInterrupt as a
+notebook does, keeps the traceback as `sys.last_traceback` does, and calls zero_grad and the next
+step. A state is known by the digest of its weights. After each interrupt the model is in the state
+before or after the interrupted step of an undisturbed run, or an error says that it is torn; then a
+checkpoint is opened.
 
     steps      a cell makes steps of a model, or of an engine
     trainer    a cell calls `train` of a TiermemTrainer
     command    the trainer of `tiermem train` is stopped, each time a new one. It ends with status 0, has said the losses of an
-               undisturbed run as far as it came, leaves nothing, and goes on from the step that it saved last
+               undisturbed run as far as it came, leaves nothing, and goes on from the step that it
+               saved last
 
     python notebook.py FOLDER --totals totals.json --seed 1 --kinds steps --settings 1 --count 200
 """
@@ -36,7 +39,17 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 import torch
 from forks import forked
-from interrupts import LONGEST_S, SETTINGS, Run, arguments, end_step, go_on, open_files, says_torn, threads_left
+from interrupts import (
+    LONGEST_S,
+    SETTINGS,
+    Run,
+    arguments,
+    end_step,
+    go_on,
+    open_files,
+    says_torn,
+    threads_left,
+)
 from small_run import Small
 
 NUM_STEPS = 3
@@ -118,7 +131,8 @@ def trained(run: Run) -> list[tuple[str, str]]:
 
 
 def built_anew(run: AnyRun, place: Path) -> AnyRun:
-    """What follows a torn model: an engine opens a checkpoint; without one it is closed and another model built."""
+    """What follows a torn model: an engine opens a checkpoint; without one it is closed and another
+    model built."""
     if run.engine is not None:
         return run
     run.close()
@@ -141,7 +155,8 @@ def cell(run: AnyRun, after_s: float) -> str:
 
 
 def loop(kind: type[AnyRun], place: Path, setting: int, seed: int, count: int) -> dict[str, int]:
-    """Goes through the cells. Raises AssertionError for wrong bits and for an exception that says nothing."""
+    """Goes through the cells. Raises AssertionError for wrong bits and for an exception that says
+    nothing."""
     chosen, found = random.Random(f"{seed} {setting}"), Counter[str]()
     run = kind(place, SETTINGS[setting])
     run.build()
@@ -167,7 +182,9 @@ def loop(kind: type[AnyRun], place: Path, setting: int, seed: int, count: int) -
             assert at is not None, f"cell {number}, {outcome}: the weights are of no step"
             for loss, digest in due[at:]:
                 made = go_on(run).hex(), run.digest()
-                assert made == (loss, digest), f"cell {number}, {outcome}: wrong bits after step {at}"
+                assert made == (loss, digest), (
+                    f"cell {number}, {outcome}: wrong bits after step {at}"
+                )
             found["right"] += 1
         except RuntimeError as error:
             if not says_torn(error):
@@ -186,7 +203,7 @@ def loop(kind: type[AnyRun], place: Path, setting: int, seed: int, count: int) -
     return dict(found)
 
 
-# ---- the command -----------------------------------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------------------
 
 _SHAPE = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 300,
@@ -202,14 +219,27 @@ def job_of(place: Path, *words: str) -> Path:
     def train() -> None:
         os.chdir(place)
         (place / "shape.json").write_text(json.dumps(_SHAPE))
-        cli.main(["train", *words, "--steps", str(_NUM_STEPS), "--batch", "1", "--save", str(place / "saved")])
+        cli.main(
+            [
+                "train",
+                *words,
+                "--steps",
+                str(_NUM_STEPS),
+                "--batch",
+                "1",
+                "--save",
+                str(place / "saved"),
+            ]
+        )
 
     ended = os.waitstatus_to_exitcode(os.waitpid(forked(train, place / "printed"), 0)[1])
     assert ended == 0, (place / "printed").read_text()[-3000:]
     return next(place.glob("runs/*/job.json"))
 
 
-def trainer(place: Path, job: Path, after_s: float | None = None) -> tuple[int, list[dict[str, Any]]]:
+def trainer(
+    place: Path, job: Path, after_s: float | None = None
+) -> tuple[int, list[dict[str, Any]]]:
     """A trainer of a job, stopped after a time; its exit status and what it has said."""
     from tiermem.tools.train import trainer
 
@@ -235,32 +265,55 @@ def losses_of(said: list[dict[str, Any]]) -> list[float]:
 
 
 def stop_commands(place: Path, seed: int, count: int) -> dict[str, int]:
-    """Stops trainers. Raises AssertionError for wrong losses, for what is left behind, and for a run that does not go on."""
+    """Stops trainers. Raises AssertionError for wrong losses, for what is left behind, and for a
+    run that does not go on."""
     import tiermem.tools.train.training  # noqa: F401  (here once, not in every trainer)
 
     chosen, found, saved = random.Random(f"{seed} command"), Counter[str](), place / "saved"
-    words = "--config", "shape.json", "--seq", "16", "--save-every", "2", "--offload", "nvme", "--durability", "step"
+    words = (
+        "--config",
+        "shape.json",
+        "--seq",
+        "16",
+        "--save-every",
+        "2",
+        "--offload",
+        "nvme",
+        "--durability",
+        "step",
+    )
     begins, goes_on = job_of(place, *words), place / "goes_on.json"
-    again = {**json.loads(begins.read_text()), "resume": str(saved), "steps": _NUM_STEPS + 1, "events_file": None}
+    again = {
+        **json.loads(begins.read_text()),
+        "resume": str(saved),
+        "steps": _NUM_STEPS + 1,
+        "events_file": None,
+    }
     goes_on.write_text(json.dumps(again))
     shutil.rmtree(saved)
     started = time.monotonic()
     status, said = trainer(place, begins)
     longest_s, due = time.monotonic() - started, losses_of(said)
-    assert status == 0 and len(due) == _NUM_STEPS, (said[-1:], (place / "printed").read_text()[-3000:])
+    assert status == 0 and len(due) == _NUM_STEPS, (
+        said[-1:],
+        (place / "printed").read_text()[-3000:],
+    )
     for number in range(count):
         for old in [saved, *place.glob("runs/*/tiermem-*")]:
             shutil.rmtree(old, ignore_errors=True)
         after_s = chosen.uniform(0.0, longest_s)
         status, said = trainer(place, begins, after_s)
         shown = (
-            f"trainer {number}, stopped after {after_s:.3f} s: {said[-2:]}\n{(place / 'printed').read_text()[-4000:]}"
+            f"trainer {number}, stopped after {after_s:.3f} s: "
+            f"{said[-2:]}\n{(place / 'printed').read_text()[-4000:]}"
         )
         losses, last = losses_of(said), said[-1]
         assert status == 0 and last["kind"] in ("interrupted", "done"), shown
         assert losses == due[: len(losses)], f"wrong losses {losses}\n{shown}"
         assert losses or not list(place.glob("runs/*/tiermem-*")), f"left files\n{shown}"
-        found["interrupted" if last["kind"] == "interrupted" else f"ended after step {len(losses)}"] += 1
+        found[
+            "interrupted" if last["kind"] == "interrupted" else f"ended after step {len(losses)}"
+        ] += 1
         if losses:
             status, said = trainer(place, goes_on)
             went_on = losses_of(said)
@@ -284,7 +337,8 @@ def main() -> int:
     settings = [each for each in args.settings if SETTINGS[each].world == 1]
     for kind, setting in itertools.product(args.kinds, settings):
         name = kind if kind == "command" else f"{kind}, setting {setting}"
-        is_for_loops = SETTINGS[setting].has_engine or SETTINGS[setting].in_backward  # a Trainer looks at gradients
+        # a Trainer looks at gradients
+        is_for_loops = SETTINGS[setting].has_engine or SETTINGS[setting].in_backward
         if name in told or (kind == "trainer" and is_for_loops):
             continue
         place = args.folder / name.replace(", ", "-").replace(" ", "-")
@@ -294,7 +348,9 @@ def main() -> int:
         def be(place: Path = place, setting: int = setting, kind: str = kind) -> None:
             torch.set_num_threads(1)
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            faulthandler.dump_traceback_later(LONGEST_S * (args.count if kind == "command" else 10), exit=True)
+            faulthandler.dump_traceback_later(
+                LONGEST_S * (args.count if kind == "command" else 10), exit=True
+            )
             if kind == "command":
                 found = stop_commands(place.absolute(), args.seed, args.count)
             else:
@@ -311,7 +367,9 @@ def main() -> int:
             told[name] = (place / "printed.all").read_text()[-6000:]
             print(f"{name}, seed {args.seed}: {told[name]}", file=sys.stderr)
     cases = sum(args.count for found in told.values() if isinstance(found, dict))
-    args.totals.write_text(json.dumps({"seed": args.seed, "cases": cases, "settings": told}, indent=1))
+    args.totals.write_text(
+        json.dumps({"seed": args.seed, "cases": cases, "settings": told}, indent=1)
+    )
     return status
 
 

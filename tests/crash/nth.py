@@ -1,11 +1,13 @@
-"""Nth: a small run opens, trains and saves, and its nth system call fails, or its nth allocation, for every n.
+"""Nth: a small run opens, trains and saves, and its nth system call fails, or its nth allocation,
+for every n.
 
     reference    the run of a plan in which nothing fails: its losses, the digest of its states after each step, its calls
     case         the run of a plan in which one call fails (once), or that call and all later ones of its kind (for good)
 
-A run begins with what another one has saved. It goes on after a save that fails, as a user's program may, and saves once more
-after a step that fails. It must go on or raise an exception of docs/errors.md; then fsck finds nothing broken, and a process of
-its own opens the last step that was durable, or a later one, to the bit. Kinds of calls: supervisor.py, allocations.cpp.
+A run begins with what another one has saved. It goes on after a save that fails, as a user's
+program may, and saves once more after a step that fails. It must go on or raise an exception of
+docs/errors.md; then fsck finds nothing broken, and a process of its own opens the last step that
+was durable, or a later one, to the bit. Kinds of calls: supervisor.py, allocations.cpp.
 
     python nth.py FOLDER --totals totals.json --seed 1 [--sample 20 --plans 0 --only 17 --workers 1]
 """
@@ -66,7 +68,8 @@ ALLOCATIONS = (
     "mmap of the module",
     "thread of the module",
 )  # in allocations.cpp's order
-COMPLETION = "completion"  # of a block, whatever the engine: the queue's own fault engine answers in the kernel's place
+# of a block, whatever the engine: the queue's own fault engine answers in the kernel's place
+COMPLETION = "completion"
 _MOST = (1 << 31) - 1
 _ROUNDS = tuple(call for call in CALLS if call.startswith("io_") or call in ("eventfd", "mmap"))
 
@@ -87,9 +90,14 @@ SCENES = (
     Scene(_THREADS._replace(durability="step", save_every=0), _FILES),
     Scene(_THREADS._replace(engine="uring"), (*_ROUNDS, *ALLOCATIONS[1:], COMPLETION)),
     Scene(_THREADS._replace(engine="aio"), (*_ROUNDS, *ALLOCATIONS[1:], COMPLETION)),
-    Scene(_THREADS._replace(engine="auto"), ("io_uring_setup", "eventfd", "mmap", *ALLOCATIONS[1:])),
+    Scene(
+        _THREADS._replace(engine="auto"), ("io_uring_setup", "eventfd", "mmap", *ALLOCATIONS[1:])
+    ),
     Scene(_THREADS, ("fsync", "fdatasync", "pwrite", "write"), buffered=True),
-    Scene(_THREADS._replace(num_steps=4), ("fsync", "fdatasync", "rename", "renameat", "unlink", "unlinkat")),
+    Scene(
+        _THREADS._replace(num_steps=4),
+        ("fsync", "fdatasync", "rename", "renameat", "unlink", "unlinkat"),
+    ),
 )
 
 
@@ -108,7 +116,7 @@ class Case(NamedTuple):
     rule: Rule
 
 
-# ---- the run ---------------------------------------------------------------------------------------------------------
+# ---- the run -------------------------------------------------------------------------------------
 
 
 def go(place: Path, plan: Plan, said: Said, folder: Path | None, has_digests: bool = False) -> None:
@@ -149,7 +157,8 @@ def go(place: Path, plan: Plan, said: Said, folder: Path | None, has_digests: bo
         if has_digests:
             said(at=engine.global_steps, digest=digest(engine))
         if is_sound and plan.save_every and not tried("save", save):
-            is_sound = not engine.shards.steps.is_torn  # the save may end a step, which then has failed
+            # the save may end a step, which then has failed
+            is_sound = not engine.shards.steps.is_torn
             if is_sound:
                 tried("save again", save)
     if is_open and not is_sound:
@@ -186,10 +195,11 @@ def documented() -> set[str]:
 
 
 def _is_in_order(line: dict[str, Any], known: set[str]) -> bool:
-    """Whether an exception is one of the list, or the OSError that its text promises, and names a path or an error.
+    """Whether an exception is one of the list, or the OSError that its text promises, and names a
+    path or an error.
 
-    After a step that failed a model may refuse to be saved, and says so. Where an old step could not be removed, as a warning
-    has said, its bytes are not written over.
+    After a step that failed a model may refuse to be saved, and says so. Where an old step could
+    not be removed, as a warning has said, its bytes are not written over.
     """
     if line["raised"] == ("RuntimeError" if line["part"] == "last save" else "NoSlotError"):
         return True
@@ -199,14 +209,17 @@ def _is_in_order(line: dict[str, Any], known: set[str]) -> bool:
 
 
 class _Queues:
-    """Counts the completions of every queue that this process opens from now on, and lets them fail by a rule."""
+    """Counts the completions of every queue that this process opens from now on, and lets them fail
+    by a rule."""
 
     def __init__(self, rule: Rule | None) -> None:
         self.num_completions = 0  # of queues that were closed
         owner = self
 
         class Lying(native.Queue):
-            def __init__(self, *args: Any, faults: Sequence[native.Fault] = (), **more: Any) -> None:
+            def __init__(
+                self, *args: Any, faults: Sequence[native.Fault] = (), **more: Any
+            ) -> None:
                 super().__init__(*args, faults=(*faults, *owner._faults(rule)), **more)
 
             def close(self) -> int:
@@ -222,11 +235,12 @@ class _Queues:
         return [native.Fault(max(first, 0), "error", rule.code, _MOST if rule.is_for_good else 1)]
 
 
-# ---- a case ----------------------------------------------------------------------------------------------------------
+# ---- a case --------------------------------------------------------------------------------------
 
 
 class Bench:
-    """One worker's folder, with what the runs of each scene begin with and the reference of each."""
+    """One worker's folder, with what the runs of each scene begin with and the reference of
+    each."""
 
     def __init__(self, folder: Path, library: Path) -> None:
         self._folder, self._place, self._library = folder, folder / "case", library
@@ -240,17 +254,24 @@ class Bench:
             ended = self._run(number, None, has_digests=True)
             lines = lines_of(self._place / "said.0")
             losses = {line["step"]: line["loss"] for line in lines if "step" in line}
-            digests = {line["at"]: line["digest"] for line in lines if "at" in line} | {1: found["digest"]}
+            digests = {line["at"]: line["digest"] for line in lines if "at" in line} | {
+                1: found["digest"]
+            }
             known = set(range(1, SCENES[number].plan.num_steps + 1))
             assert ended.status == 0 and set(digests) == known, f"{lines}\n{errors_of(self._place)}"
             ended = self._run(number, None)
             counts = ended.counts()
-            counts.update(next(line["counts"] for line in lines_of(self._place / "said.0") if "counts" in line))
+            counts.update(
+                next(
+                    line["counts"] for line in lines_of(self._place / "said.0") if "counts" in line
+                )
+            )
             self._references[number] = Reference(losses, digests, counts)
         return self._references[number]
 
     def run(self, case: Case, seed: int) -> str:
-        """Goes through a case and returns how it ended. Raises AssertionError with what went wrong."""
+        """Goes through a case and returns how it ended. Raises AssertionError with what went
+        wrong."""
         reference = self.reference(case.scene)
         ended = self._run(case.scene, case.rule, seed=seed)
         lines = lines_of(self._place / "said.0")
@@ -260,22 +281,32 @@ class Bench:
         known = documented()
         for line in lines:
             if "step" in line:
-                assert line["loss"] == reference.losses[line["step"]], f"wrong bits: {line}\n{shown}"
+                assert line["loss"] == reference.losses[line["step"]], (
+                    f"wrong bits: {line}\n{shown}"
+                )
             if "raised" in line:
                 assert _is_in_order(line, known), (
-                    f"not in docs/errors.md: {line['raised']} from {line['part']}: {line['text']}\n{line['trace']}"
+                    f"not in docs/errors.md: {line['raised']} from {line['part']}: "
+                    f"{line['text']}\n{line['trace']}"
                 )
-            assert not line.get("left") or case.rule.is_for_good, f"left open: {line['left']}\n{shown}"
+            assert not line.get("left") or case.rule.is_for_good, (
+                f"left open: {line['left']}\n{shown}"
+            )
         durable = [line["durable"] for line in lines if "durable" in line]
         self.check(case.scene, max([1, *durable]), shown)
         has_failed = ended.num_failed or any(line.get("failed") for line in lines)
         raised = [f"{line['raised']} from {line['part']}" for line in lines if "raised" in line]
-        return "not reached" if not has_failed else " then ".join(dict.fromkeys(raised)) or "went on"
+        return (
+            "not reached" if not has_failed else " then ".join(dict.fromkeys(raised)) or "went on"
+        )
 
     def check(self, number: int, durable: int, shown: str) -> int:
-        """What is left is whole, and opens at this step or a later one, to the bit. Returns which."""
+        """What is left is whole, and opens at this step or a later one, to the bit. Returns
+        which."""
         found = self._open(number, shown)
-        assert found["opened"] >= durable, f"step {durable} was durable, step {found['opened']} was opened\n{shown}"
+        assert found["opened"] >= durable, (
+            f"step {durable} was durable, step {found['opened']} was opened\n{shown}"
+        )
         digest_then = self.reference(number).digests[found["opened"]]
         assert found["digest"] == digest_then, f"wrong bits in what was opened: {found}\n{shown}"
         return int(found["opened"])
@@ -288,7 +319,8 @@ class Bench:
         return found
 
     def begin(self, number: int) -> list[Path]:
-        """Puts what a scene's run begins with in its place; returns the folders that it writes to."""
+        """Puts what a scene's run begins with in its place; returns the folders that it writes
+        to."""
         shutil.rmtree(self._place)
         shutil.copytree(self._folder / f"left-{_name(SCENES[number].plan)}", self._place)
         (self._place / "said.0").unlink()
@@ -298,7 +330,9 @@ class Bench:
         place = fresh(self._place)
         one = plan._replace(num_steps=1, save_every=1 if plan.durability == "checkpoint" else 0)
         pid = forked(lambda: go(place, one, Said(place / "said.0"), None), place / "errors.0")
-        assert os.waitpid(pid, 0)[1] == 0 and not [line for line in lines_of(place / "said.0") if "raised" in line]
+        assert os.waitpid(pid, 0)[1] == 0 and not [
+            line for line in lines_of(place / "said.0") if "raised" in line
+        ]
         left = self._folder / f"left-{_name(plan)}"
         shutil.rmtree(left, ignore_errors=True)
         shutil.copytree(place, left)
@@ -321,20 +355,26 @@ class Bench:
         roots += [] if log is None else [self._place / "said.0"]
         return Supervisor(pid, calls, roots, rule, scene.buffered, seed, log).watch(LONGEST_S)
 
-    def _be_the_run(self, scene: Scene, rule: Rule | None, calls: list[str], has_digests: bool) -> None:
+    def _be_the_run(
+        self, scene: Scene, rule: Rule | None, calls: list[str], has_digests: bool
+    ) -> None:
         torch.set_num_threads(1)
         library = ctypes.CDLL(str(self._library))
         library.allocations_count.restype = ctypes.c_uint64
         assert library.allocations_patch(b"_tiermem_native") >= len(ALLOCATIONS)
         said, folder = Said(self._place / "said.0"), newest(self._place, scene.plan)
         if rule is not None and rule.call in ALLOCATIONS:
-            library.allocations_fail(ALLOCATIONS.index(rule.call), ctypes.c_uint64(rule.nth), int(rule.is_for_good))
+            library.allocations_fail(
+                ALLOCATIONS.index(rule.call), ctypes.c_uint64(rule.nth), int(rule.is_for_good)
+            )
         queues = _Queues(rule if rule is not None and rule.call == COMPLETION else None)
         hold(calls)
         go(self._place, scene.plan, said, folder, has_digests)
         gc.collect()  # of what the exceptions held
         said(left=[name for name in _open_files() if name.startswith(str(self._place / "nvme"))])
-        counts = {name: int(library.allocations_count(number)) for number, name in enumerate(ALLOCATIONS)}
+        counts = {
+            name: int(library.allocations_count(number)) for number, name in enumerate(ALLOCATIONS)
+        }
         counts[COMPLETION] = queues.num_completions
         said(counts=counts, failed=rule is not None and counts.get(rule.call, 0) >= rule.nth)
 
@@ -345,7 +385,11 @@ class Bench:
         def look() -> None:
             for where in (place / "nvme", place / "saved"):
                 found = survey(where, verifies=True)
-                said(wrong=[str(step) for step in found.steps if step.state not in ("whole", "removed")])
+                said(
+                    wrong=[
+                        str(step) for step in found.steps if step.state not in ("whole", "removed")
+                    ]
+                )
                 said(wrong=list(found.faults))
             torch.set_num_threads(1)
             engine, *_ = tiermem.initialize(model=Small(), config=config_of(place, plan))
@@ -359,7 +403,9 @@ class Bench:
         lines = lines_of(place / "said.0")
         wrong = [each for line in lines for each in line.get("wrong", ())]
         assert not wrong, f"fsck finds broken: {wrong}\n{shown}"
-        assert status == 0, f"what is left cannot be opened: status {status}\n{errors_of(place)}\n{shown}"
+        assert status == 0, (
+            f"what is left cannot be opened: status {status}\n{errors_of(place)}\n{shown}"
+        )
         return lines[-1]
 
 
@@ -375,7 +421,7 @@ def _name(plan: Plan) -> str:
     return "-".join(map(str, plan))
 
 
-# ---- many of them ----------------------------------------------------------------------------------------------------
+# ---- many of them --------------------------------------------------------------------------------
 
 
 def cases_of(calls: list[str], bench: Bench, scenes: list[int]) -> Iterator[Case]:
@@ -398,13 +444,21 @@ def _rules(call: str, nth: int) -> Iterator[Rule]:
 
 
 def work(
-    args: argparse.Namespace, cases: list[tuple[int, Any]], bench: Any, kind: Callable[[Any], str], file: Path
+    args: argparse.Namespace,
+    cases: list[tuple[int, Any]],
+    bench: Any,
+    kind: Callable[[Any], str],
+    file: Path,
 ) -> None:
-    """Goes through cases; a failure is noted, and the next one follows. Says now and then how far it is."""
+    """Goes through cases; a failure is noted, and the next one follows. Says now and then how far
+    it is."""
     totals, failures, started = Counter[str](), list[str](), time.monotonic()
     for done, (number, case) in enumerate(cases):
         if done % 50 == 0:
-            print(f"{file.name}: {done} of {len(cases)} cases in {time.monotonic() - started:.0f} s", flush=True)
+            print(
+                f"{file.name}: {done} of {len(cases)} cases in {time.monotonic() - started:.0f} s",
+                flush=True,
+            )
         try:
             totals[f"{kind(case)}: {bench.run(case, args.seed + number)}"] += 1
         except Exception:  # one of thousands: the others are to be known as well
@@ -415,11 +469,16 @@ def work(
 
 
 def run_all(
-    args: argparse.Namespace, bench: Any, cases_of: Callable[..., Iterator[Any]], kind: Callable[[Any], str]
+    args: argparse.Namespace,
+    bench: Any,
+    cases_of: Callable[..., Iterator[Any]],
+    kind: Callable[[Any], str],
 ) -> int:
-    """Goes through all cases that were asked for, in several processes; writes the seed and the totals.
+    """Goes through all cases that were asked for, in several processes; writes the seed and the
+    totals.
 
-    bench: makes what `run`s a case, from a folder and the compiled library. kind: what a case is counted as.
+    bench: makes what `run`s a case, from a folder and the compiled library. kind: what a case is
+        counted as.
     """
     started, folder = time.monotonic(), args.folder / Path(sys.argv[0]).stem
     shutil.rmtree(folder, ignore_errors=True)
@@ -439,7 +498,9 @@ def run_all(
     pids, files = [], [folder / f"totals-{number}" for number in range(args.workers)]
     for number, file in enumerate(files):
         own = bench(_made(folder / f"worker-{number}"), library) if number else first
-        pids.append(forked(functools.partial(work, args, cases[number :: args.workers], own, kind, file)))
+        pids.append(
+            forked(functools.partial(work, args, cases[number :: args.workers], own, kind, file))
+        )
     statuses = [os.waitpid(pid, 0)[1] for pid in pids]
     totals, failures = Counter[str](), list[str]()
     for file in files:
@@ -447,8 +508,17 @@ def run_all(
             found = json.loads(file.read_text())
             totals.update(found["totals"])
             failures += found["failures"]
-    said = {"seed": args.seed, "cases": sum(totals.values()) + len(failures), "of": whole, "failed": len(failures)}
-    said |= {"seconds": round(time.monotonic() - started), "totals": dict(sorted(totals.items())), "failures": failures}
+    said = {
+        "seed": args.seed,
+        "cases": sum(totals.values()) + len(failures),
+        "of": whole,
+        "failed": len(failures),
+    }
+    said |= {
+        "seconds": round(time.monotonic() - started),
+        "totals": dict(sorted(totals.items())),
+        "failures": failures,
+    }
     args.totals.write_text(json.dumps(said, indent=1))
     shutil.rmtree(folder)
     return 1 if failures or any(statuses) else 0
@@ -467,17 +537,24 @@ def main() -> int:
 
     parser = parser_of(__doc__, range(len(SCENES)))
     parser.add_argument(
-        "--calls", nargs="+", choices=(*CALLS, *ALLOCATIONS, COMPLETION), default=[], help="only these kinds"
+        "--calls",
+        nargs="+",
+        choices=(*CALLS, *ALLOCATIONS, COMPLETION),
+        default=[],
+        help="only these kinds",
     )
     args = parser.parse_args()
     return run_all(args, Bench, functools.partial(cases_of, args.calls), kind)
 
 
 def compiled(folder: Path) -> Path:
-    """The library that lets allocations fail. Raises CalledProcessError when the compiler refuses it."""
+    """The library that lets allocations fail. Raises CalledProcessError when the compiler refuses
+    it."""
     library, source = folder / "allocations.so", Path(__file__).with_name("allocations.cpp")
     options = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
-    subprocess.run([os.environ.get("CXX", "c++"), *options, "-o", str(library), str(source)], check=True)
+    subprocess.run(
+        [os.environ.get("CXX", "c++"), *options, "-o", str(library), str(source)], check=True
+    )
     return library
 
 
@@ -488,10 +565,16 @@ def parser_of(text: str | None, scenes: Iterable[int]) -> argparse.ArgumentParse
     parser.add_argument("--totals", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--scenes", type=int, nargs="+", default=list(scenes))
-    parser.add_argument("--sample", type=int, default=0, help="so many cases, chosen by the seed; 0: all")
+    parser.add_argument(
+        "--sample", type=int, default=0, help="so many cases, chosen by the seed; 0: all"
+    )
     parser.add_argument("--only", type=int, nargs="+", default=[], help="cases, by number")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--sabotage", choices=sorted(sabotage.WAYS), help="break the library first: a case must fail")
+    parser.add_argument(
+        "--sabotage",
+        choices=sorted(sabotage.WAYS),
+        help="break the library first: a case must fail",
+    )
     return parser
 
 

@@ -1,12 +1,14 @@
 """Operations: thousands of short runs on one folder, chosen at random, that leave nothing behind.
 
     train on 1 to 3 ranks and save | be killed at a durable step or at any moment | fsck | inspect | export
-    tidy: what a user does who looks after a folder: removes the dead, and complete copies but for the newest
+    tidy: what a user does who looks after a folder: removes the dead, and complete copies but for
+        the newest
 
-After every operation what lies below the folder is looked at: files of known names and no more bytes than the runs and copies
-there are may take. A run that has saved leaves in the folders of tags nothing that no pointer names. Every run looks at its own
-descriptors before it ends. States come out of a save, on whatever number of ranks, as they went in, to the bit. At the end,
-after one more run and a tidying, one run and what it has saved are left.
+After every operation what lies below the folder is looked at: files of known names and no more
+bytes than the runs and copies there are may take. A run that has saved leaves in the folders of
+tags nothing that no pointer names. Every run looks at its own descriptors before it ends. States
+come out of a save, on whatever number of ranks, as they went in, to the bit. At the end, after one
+more run and a tidying, one run and what it has saved are left.
 
     python operations.py FOLDER --count 2000 --seed 1 --totals totals.json
 """
@@ -47,7 +49,8 @@ _KNOWN = re.compile(
     rf"|saved/{_NEW}latest(\.new)?"
     rf"|saved/global_step\d+(/(README\.txt|{_NEW}(tiermem|(manifest|part|data)-[0-9a-f]+-\d+(-\d+)?)\.(json|bin)(\.new)?))?)"
 )
-_MOST_RUN_BYTES = 3 << 19  # three slots and a copy of states of a fifth of a megabyte, in whole blocks
+# three slots and a copy of states of a fifth of a megabyte, in whole blocks
+_MOST_RUN_BYTES = 3 << 19
 _MOST_COPIES = 3
 
 
@@ -61,13 +64,16 @@ class World:
         self.most_bytes = 0  # that a folder held
         self.num_dead = 0  # runs since the last tidying
         self.num_copies = 0  # that may be there
-        self.num_late = 0  # runs killed since one saved in its store and ended: each may have left an older one
+        # runs killed since one saved in its store and ended: each may have left an older one
+        self.num_late = 0
 
     def train(self) -> None:
-        """Trains a few steps on some ranks from `latest`, saves, and ends, or is killed on the way."""
+        """Trains a few steps on some ranks from `latest`, saves, and ends, or is killed on the
+        way."""
         num_ranks, num_steps = self.chance.choice((1, 1, 1, 2, 3)), self.chance.choice((1, 2))
         durability = self.chance.choice(("checkpoint", "checkpoint", "step"))
-        copies = durability == "checkpoint" and self.chance.random() < 0.3  # else its last step is left as well
+        # else its last step is left as well
+        copies = durability == "checkpoint" and self.chance.random() < 0.3
         plan = Plan(durability, copies=copies, keep=self.chance.choice((1, 2)), num_steps=num_steps)
         death = self.chance.choice((None, self._death(num_ranks)))
         ended = run_ranks(self.place, plan, num_ranks, train_on, death)
@@ -80,7 +86,9 @@ class World:
         self.num_copies += copies
         if not ended.is_killed:
             self._check_tags()
-        self.totals[f"train on {num_ranks}, {'killed while ' + ended.phase if ended.is_killed else 'ended'}"] += 1
+        self.totals[
+            f"train on {num_ranks}, {'killed while ' + ended.phase if ended.is_killed else 'ended'}"
+        ] += 1
 
     def look(self) -> None:
         """fsck or inspect: never a traceback, and never anything changed."""
@@ -88,7 +96,9 @@ class World:
         words = self.chance.choice((["fsck"], ["fsck", "--verify"], ["inspect"]))
         where = self.chance.choice(("nvme", "saved"))
         status = command([words[0], str(self.place / where), *words[1:]], self.place)
-        assert status in (0, 1, 2, 3, 4), f"{words} on {where}: status {status}\n{errors_of(self.place)}"
+        assert status in (0, 1, 2, 3, 4), (
+            f"{words} on {where}: status {status}\n{errors_of(self.place)}"
+        )
         assert _listing(self.place) == before, f"{words} changed something"
         self.totals[words[0]] += 1
 
@@ -103,18 +113,30 @@ class World:
         self.totals["export"] += 1
 
     def tidy(self) -> None:
-        """fsck --remove takes the dead that hold nothing durable, and the others that it is told to take."""
+        """fsck --remove takes the dead that hold nothing durable, and the others that it is told to
+        take."""
         command(["fsck", str(self.place / "nvme"), "--remove"], self.place)
         pointers = [file.read_text() for file in self.place.glob("saved/*/tiermem.json")]
         for folder in sorted((self.place / "nvme").iterdir()):
             run = folder.name.split(".")[0]
             if (folder / "lock").exists() and not any(run in pointer for pointer in pointers):
                 command(["fsck", str(folder), "--remove"], self.place)
-        left = {folder.name.split(".")[0] for folder in (self.place / "nvme").iterdir() if not has_saved(folder)}
-        self.num_dead = len(left)  # killed a moment ago, before they had a lock: that may still be a run that begins
+        left = {
+            folder.name.split(".")[0]
+            for folder in (self.place / "nvme").iterdir()
+            if not has_saved(folder)
+        }
+        # killed a moment ago, before they had a lock: that may still be a run that begins
+        self.num_dead = len(left)
         latest = known_latest(self.place / "saved")
-        tags = sorted((self.place / "saved").glob("global_step*"), key=lambda tag: int(tag.name[11:]))
-        copies = [tag for tag in tags if list(tag.glob("manifest-*.json")) and tag.name != (latest and latest.tag)]
+        tags = sorted(
+            (self.place / "saved").glob("global_step*"), key=lambda tag: int(tag.name[11:])
+        )
+        copies = [
+            tag
+            for tag in tags
+            if list(tag.glob("manifest-*.json")) and tag.name != (latest and latest.tag)
+        ]
         for tag in copies[:-_MOST_COPIES]:
             shutil.rmtree(tag)
         for tag in tags:
@@ -131,7 +153,9 @@ class World:
             if not self.num_dead:
                 break
             time.sleep(0.1)  # until it is certain that they are dead: see is_stillborn
-        assert command(["fsck", str(self.place / "nvme"), "--verify"], self.place) == 0, errors_of(self.place)
+        assert command(["fsck", str(self.place / "nvme"), "--verify"], self.place) == 0, errors_of(
+            self.place
+        )
         [run] = (self.place / "nvme").iterdir()
         assert sorted(re.sub(r"\d+", "N", file.name) for file in run.iterdir()) == [
             "manifest-N.json",
@@ -139,13 +163,16 @@ class World:
             "segment.bin",
         ]
         stores = [
-            tag for tag in (self.place / "saved").glob("*/tiermem.json") if not list(tag.parent.glob("manifest*"))
+            tag
+            for tag in (self.place / "saved").glob("*/tiermem.json")
+            if not list(tag.parent.glob("manifest*"))
         ]
         assert len(stores) == 1, f"tags of runs that are gone: {stores}"
         self.check()
 
     def check(self) -> None:
-        """Only files that are known, and no more of them, and no more bytes, than there are runs."""
+        """Only files that are known, and no more of them, and no more bytes, than there are
+        runs."""
         odd = [name for name in _listing(self.place) if not _KNOWN.fullmatch(name)]
         assert not odd, f"unknown files: {odd}"
         runs = {folder.name.split(".")[0] for folder in (self.place / "nvme").iterdir()}
@@ -154,18 +181,26 @@ class World:
         tags = [tag.name for tag in (self.place / "saved").glob("global_step*")]
         most = self.num_dead + self.num_late + self.num_copies + 2
         assert len(tags) <= most, f"tags after {self.num_dead} deaths: {sorted(tags)}"
-        for folder in [*(self.place / "nvme").iterdir(), *(self.place / "saved" / tag for tag in tags)]:
+        for folder in [
+            *(self.place / "nvme").iterdir(),
+            *(self.place / "saved" / tag for tag in tags),
+        ]:
             held = sum(file.stat().st_blocks * 512 for file in folder.iterdir())
             assert held <= _MOST_RUN_BYTES, f"{folder.name} holds {held} bytes"
             self.most_bytes = max(self.most_bytes, held)
 
     def _check_tags(self) -> None:
-        """In the folder of a tag lies its pointer and, if that points there, the copy that it names."""
+        """In the folder of a tag lies its pointer and, if that points there, the copy that it
+        names."""
         for tag in (self.place / "saved").glob("global_step*"):
             names = {file.name for file in tag.iterdir()} - {"tiermem.json", "README.txt"}
             if (tag / "tiermem.json").exists():
                 pointer = json.loads((tag / "tiermem.json").read_text())
-                names = {name for name in names if f"-{pointer['run_id']}-{pointer['commit']}" not in name}
+                names = {
+                    name
+                    for name in names
+                    if f"-{pointer['run_id']}-{pointer['commit']}" not in name
+                }
             elif any(name.startswith("manifest") for name in names):
                 continue  # a whole copy, killed just before its pointer
             assert not names, f"{tag.name}: no pointer names {sorted(names)}"
@@ -175,12 +210,16 @@ class World:
         if self.chance.random() < 0.5:
             return Death(rank, self.chance.randrange(120))
         phase = self.chance.choice((*PHASES[:4], PHASES[-1]))
-        return Death(self.chance.choice((rank, None)), phase=phase, after_s=self.chance.uniform(0.0, 0.1))
+        return Death(
+            self.chance.choice((rank, None)), phase=phase, after_s=self.chance.uniform(0.0, 0.1)
+        )
 
     def _check_said(self, file: Path) -> None:
         for line in lines_of(file):
             if "opened" in line and line["opened"] in self.digest_at:
-                assert line["digest"] == self.digest_at[line["opened"]], f"{line}: not what was saved"
+                assert line["digest"] == self.digest_at[line["opened"]], (
+                    f"{line}: not what was saved"
+                )
             if "saved" in line:
                 self.digest_at[line["saved"]] = line["digest"]
             assert not line.get("left"), f"left open: {line['left']}"
@@ -201,7 +240,8 @@ def train_on(place: Path, plan: Plan, rank: int, begin: Begin) -> None:
         step_once(engine, rank)
     found = digest(engine)
     begin("saving")
-    said(saved=engine.global_steps, digest=found)  # said before, so that whoever finds it knows what it must be
+    # said before, so that whoever finds it knows what it must be
+    said(saved=engine.global_steps, digest=found)
     engine.save_checkpoint(str(place / "saved"), **({"copy": True} if plan.copies else {}))
     begin("ending")
     engine.destroy()
@@ -209,7 +249,8 @@ def train_on(place: Path, plan: Plan, rank: int, begin: Begin) -> None:
 
 
 def _descriptors() -> dict[int, str]:
-    """What this process has open; on several ranks without what belongs to their process groups, which outlive an engine."""
+    """What this process has open; on several ranks without what belongs to their process groups,
+    which outlive an engine."""
     found = {}
     for fd in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(FileNotFoundError):  # of the listing itself
@@ -248,13 +289,17 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=2000)
     parser.add_argument(
-        "--sabotage", choices=sorted(sabotage.WAYS), help="break the library first: an operation must fail"
+        "--sabotage",
+        choices=sorted(sabotage.WAYS),
+        help="break the library first: an operation must fail",
     )
     args = parser.parse_args()
     if args.sabotage:
         sabotage.WAYS[args.sabotage]()
     started, world = time.monotonic(), World(args.folder / "world", random.Random(args.seed))
-    operations: list[Callable[[], None]] = [world.train] * 6 + [world.look] * 2 + [world.export, world.tidy]
+    operations: list[Callable[[], None]] = (
+        [world.train] * 6 + [world.look] * 2 + [world.export, world.tidy]
+    )
     descriptors = len(os.listdir("/proc/self/fd"))
     for number in range(args.count):
         if number % 100 == 0:
@@ -264,11 +309,20 @@ def main() -> None:
             operation()
             world.check()
         except AssertionError as error:
-            raise AssertionError(f"seed {args.seed}, operation {number} ({operation.__name__}): {error}") from None
+            raise AssertionError(
+                f"seed {args.seed}, operation {number} ({operation.__name__}): {error}"
+            ) from None
     world.finish()
     assert len(os.listdir("/proc/self/fd")) == descriptors
-    said = {"seed": args.seed, "operations": args.count, "seconds": round(time.monotonic() - started)}
-    said |= {"most_bytes_of_a_folder": world.most_bytes, "totals": dict(sorted(world.totals.items()))}
+    said = {
+        "seed": args.seed,
+        "operations": args.count,
+        "seconds": round(time.monotonic() - started),
+    }
+    said |= {
+        "most_bytes_of_a_folder": world.most_bytes,
+        "totals": dict(sorted(world.totals.items())),
+    }
     args.totals.write_text(json.dumps(said, indent=1))
 
 

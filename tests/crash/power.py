@@ -3,10 +3,11 @@
     file      its bytes when its last sync began         folder    its names when its last sync began
     and since then    each sector may have arrived                 and each change of its names, up to any of them
 
-A run tells of its durable steps (tiermem.swap.disk.durable); `Disk` notes beside the run's folders what each sync has made
-lasting, and what the names were after each change. After the run's death `fail` makes the folders what a power failure would
-have left of them: nothing that was not synced, or a random part of it, sector by sector, and the changes of each folder up
-to a random one. A folder's names lead to files by inode, so that a rename that was not synced is undone.
+A run tells of its durable steps (tiermem.swap.disk.durable); `Disk` notes beside the run's folders
+what each sync has made lasting, and what the names were after each change. After the run's death
+`fail` makes the folders what a power failure would have left of them: nothing that was not synced,
+or a random part of it, sector by sector, and the changes of each folder up to a random one. A
+folder's names lead to files by inode, so that a rename that was not synced is undone.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class Disk:
         elif step.when == "after" and step.kind in ("write", "rename", "remove", "folder"):
             with self._alone():
                 self._note_names(path.parent)
-                if step.kind == "folder" and path.is_dir():  # it may have the inode of one that is gone
+                # it may have the inode of one that is gone
+                if step.kind == "folder" and path.is_dir():
                     (self._notes / f"{path.stat().st_ino}.names").unlink(missing_ok=True)
 
     @contextlib.contextmanager
@@ -89,10 +91,12 @@ class Disk:
             os.replace(changed, note)
 
     def _hold(self, folder: Path) -> Names:
-        """The names in a folder; no other file gets the inode of one of its files, whatever becomes of it."""
+        """The names in a folder; no other file gets the inode of one of its files, whatever becomes
+        of it."""
         names = _names_in(folder)
         for name, (inode, _) in names.items():
-            with contextlib.suppress(FileExistsError, FileNotFoundError, PermissionError):  # a folder; gone meanwhile
+            # a folder; gone meanwhile
+            with contextlib.suppress(FileExistsError, FileNotFoundError, PermissionError):
                 os.link(folder / name, self._notes / f"{inode}.held")
         return names
 
@@ -105,7 +109,13 @@ class Disk:
             fresh.rename(root)
 
     def _rebuild(
-        self, old: Path | None, inode: int, new: Path, loss: Loss, chance: random.Random, found: dict[int, Path]
+        self,
+        old: Path | None,
+        inode: int,
+        new: Path,
+        loss: Loss,
+        chance: random.Random,
+        found: dict[int, Path],
     ) -> None:
         new.mkdir()
         note = self._notes / f"{inode}.names"
@@ -115,7 +125,8 @@ class Disk:
         names = chance.choice(seen) if loss == "some" else seen[0]
         for name, (number, is_folder) in names.items():
             at = found.get(number)
-            if at is not None and at.is_dir() != is_folder:  # a folder that is gone, whose inode has another use
+            # a folder that is gone, whose inode has another use
+            if at is not None and at.is_dir() != is_folder:
                 at = None
             if is_folder:
                 self._rebuild(at, number, new / name, loss, chance, found)
@@ -134,15 +145,21 @@ class Disk:
         length = chance.choice([len(synced), len(now)])
         padded, since = synced.ljust(length, b"\0")[:length], now.ljust(length, b"\0")[:length]
         sectors = range(0, length, SECTOR)
-        return b"".join((since if chance.random() < 0.5 else padded)[at : at + SECTOR] for at in sectors)
+        return b"".join(
+            (since if chance.random() < 0.5 else padded)[at : at + SECTOR] for at in sectors
+        )
 
 
 def _names_in(folder: Path) -> Names:
-    return {each.name: (each.inode(), each.is_dir(follow_symlinks=False)) for each in os.scandir(folder)}
+    return {
+        each.name: (each.inode(), each.is_dir(follow_symlinks=False)) for each in os.scandir(folder)
+    }
 
 
 def _by_inode(root: Path) -> dict[int, Path]:
     found: dict[int, Path] = {}
     for folder, _, _ in os.walk(root):
-        found.update({number: Path(folder) / name for name, (number, _) in _names_in(Path(folder)).items()})
+        found.update(
+            {number: Path(folder) / name for name, (number, _) in _names_in(Path(folder)).items()}
+        )
     return found

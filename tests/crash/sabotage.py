@@ -1,7 +1,7 @@
 """Sabotage: ways to break what keeps states whole, each of which a harness must notice.
 
-Each is done to this process, before it forks. They are what somebody might get wrong: a sync left out, an order turned round,
-a slot given back too early, a file, a descriptor or a range forgotten.
+Each is done to this process, before it forks. They are what somebody might get wrong: a sync left
+out, an order turned round, a slot given back too early, a file, a descriptor or a range forgotten.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from tiermem.weights.step_run import StepRun
 
 
 def counts_come_before_the_mark() -> None:
-    """A step counts itself before it marks the model as torn, and only an exception in its tiles' run does."""
+    """A step counts itself before it marks the model as torn, and only an exception in its tiles'
+    run does."""
     step, enter = StateTiles.step, contextlib.nullcontext()
     StepRun.changing_all = lambda steps: enter  # type: ignore[method-assign]
 
@@ -206,5 +207,7 @@ LEAKS: dict[str, Callable[[], None]] = {
 FAULTS: dict[str, Callable[[], None]] = {
     each.__name__: each for each in (failed_syncs_are_not_told, files_go_before_their_manifest)
 }
-INTERRUPTS: dict[str, Callable[[], None]] = {counts_come_before_the_mark.__name__: counts_come_before_the_mark}
+INTERRUPTS: dict[str, Callable[[], None]] = {
+    counts_come_before_the_mark.__name__: counts_come_before_the_mark
+}
 WAYS = DEATHS | LEAKS | FAULTS | INTERRUPTS

@@ -3,12 +3,13 @@
     <place>/nvme      the path of its store          <place>/saved    where it saves
     <place>/said      one line of JSON for each thing that has happened: survives whatever happens to the run
 
-It opens the newest durable state that it finds, trains to the last step and saves on the way. Data is a function of the step
-alone, so that a run that was killed and opened says the same losses, to the bit, as one that was not. It tells which phase
-it is in: with durability="step", saving also follows a freeze, as a backward begins. A window is the forward under which the
-step before goes on; speculation is what follows the first tile that a backward steps; an undo is a step that drops such tiles
-and steps them again, with the forward under which it goes on. With durability="step" it says that a step is durable when the
-next backward has ended.
+It opens the newest durable state that it finds, trains to the last step and saves on the way. Data
+is a function of the step alone, so that a run that was killed and opened says the same losses, to
+the bit, as one that was not. It tells which phase it is in: with durability="step", saving also
+follows a freeze, as a backward begins. A window is the forward under which the step before goes on;
+speculation is what follows the first tile that a backward steps; an undo is a step that drops such
+tiles and steps them again, with the forward under which it goes on. With durability="step" it says
+that a step is durable when the next backward has ended.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ class Small(nn.Module):
         x = self.embed(tokens) * self.gain
         for block in self.blocks:
             x = block(x)
-        return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), tokens.roll(1, 1).flatten())
+        return nn.functional.cross_entropy(
+            self.head(x).float().flatten(0, 1), tokens.roll(1, 1).flatten()
+        )
 
 
 def config_of(place: Path, plan: Plan) -> dict[str, Any]:
@@ -99,7 +102,8 @@ def config_of(place: Path, plan: Plan) -> dict[str, Any]:
 
 
 def train(place: Path, plan: Plan, rank: int, begin: Callable[[str], None]) -> None:
-    """Trains to the last step, from the newest durable state that there is; tells of its phases. Every rank calls it."""
+    """Trains to the last step, from the newest durable state that there is; tells of its phases.
+    Every rank calls it."""
     said, copied = Said(place / f"said.{rank}"), 0
     begin("opening")
     torch.manual_seed(7)
@@ -112,7 +116,13 @@ def train(place: Path, plan: Plan, rank: int, begin: Callable[[str], None]) -> N
         begin("window" if num_redone == engine.shards.steps.num_redone else "undo")
         num_redone = engine.shards.steps.num_redone
         steepness = 4.0 if engine.global_steps == plan.steep else 1.0
-        loss = step_once(engine, rank, lambda: begin("training"), lambda: say_durable(engine, plan, said), steepness)
+        loss = step_once(
+            engine,
+            rank,
+            lambda: begin("training"),
+            lambda: say_durable(engine, plan, said),
+            steepness,
+        )
         said(step=engine.global_steps, loss=loss.hex())
         if plan.overlap == "none":
             say_durable(engine, plan, said)
@@ -158,7 +168,8 @@ def step_once(
     after_backward: Callable[[], None] = lambda: None,
     steepness: float = 1.0,
 ) -> float:
-    """One step on data that is a function of the step and the rank; returns its loss, without `steepness`, which scales it."""
+    """One step on data that is a function of the step and the rank; returns its loss, without
+    `steepness`, which scales it."""
     generator = torch.Generator().manual_seed(100 * engine.global_steps + rank)
     loss = engine(torch.randint(0, 31, (2, 9), generator=generator))
     after_forward()
@@ -173,7 +184,9 @@ def digest(engine: Any) -> str:
     found = hashlib.sha256()
     for name, param in engine.module.named_parameters():
         values = [utils.safe_get_full_fp32_param(param)]
-        values += [utils.safe_get_full_optimizer_state(param, state) for state in ("exp_avg", "exp_avg_sq")]
+        values += [
+            utils.safe_get_full_optimizer_state(param, state) for state in ("exp_avg", "exp_avg_sq")
+        ]
         for value in values:
             assert value is not None
             found.update(name.encode() + value.contiguous().numpy().tobytes())
@@ -196,8 +209,11 @@ def lines_of(file: Path) -> list[dict[str, Any]]:
 
 
 def newest(place: Path, plan: Plan) -> Path | None:
-    """The folder that holds `latest`, or that of the run with the newest manifest: what the user of a killed run opens."""
-    manifests = sorted((place / "nvme").glob("tiermem-*/manifest-*.json"), key=lambda file: file.stat().st_mtime_ns)
+    """The folder that holds `latest`, or that of the run with the newest manifest: what the user of
+    a killed run opens."""
+    manifests = sorted(
+        (place / "nvme").glob("tiermem-*/manifest-*.json"), key=lambda file: file.stat().st_mtime_ns
+    )
     if plan.durability == "step" and manifests:
         return manifests[-1].parent
     return place / "saved" if (place / "saved" / "latest").exists() else None

@@ -1,13 +1,16 @@
-"""Supervisor: answers chosen system calls of another process in the kernel's place, and writes down all that it sees.
+"""Supervisor: answers chosen system calls of another process in the kernel's place, and writes down
+all that it sees.
 
     the run, a fork    --a filter (seccomp) holds each call of these kinds-->    this process: "go on", or -errno
 
-A filter sees every call of every thread, also those of io_uring and Linux AIO, for which the C library has no function. Counted
-are calls on files below some folders, by path or descriptor, the native module's memory maps, and the calls that drive
-asynchronous I/O. Needs Linux 5.9 and no privilege; `why_not` says what is missing.
+A filter sees every call of every thread, also those of io_uring and Linux AIO, for which the C
+library has no function. Counted are calls on files below some folders, by path or descriptor, the
+native module's memory maps, and the calls that drive asynchronous I/O. Needs Linux 5.9 and no
+privilege; `why_not` says what is missing.
 
-A failed call does nothing, except that a failed `close` closes, as the kernel's does, and that a failed sync of a file without
-O_DIRECT loses what was written since the last one: the kernel marks such pages clean and may drop them.
+A failed call does nothing, except that a failed `close` closes, as the kernel's does, and that a
+failed sync of a file without O_DIRECT loses what was written since the last one: the kernel marks
+such pages clean and may drop them.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-_MACHINES = {"x86_64": (0xC000003E, 317), "aarch64": (0xC00000B7, 277)}  # AUDIT_ARCH and the number of seccomp(2)
+# AUDIT_ARCH and the number of seccomp(2)
+_MACHINES = {"x86_64": (0xC000003E, 317), "aarch64": (0xC00000B7, 277)}
 _PIDFD_GETFD = 438
 _NEW_LISTENER, _SET_FILTER, _NO_NEW_PRIVS = 8, 1, 38
 _ALLOW, _NOTIFY = 0x7FFF0000, 0x7FC00000
@@ -45,7 +49,8 @@ Place = Literal["path", "path at", "descriptor", "memory", "anything"]
 
 
 class Call(NamedTuple):
-    """A kind of system call: where its arguments name a file, how it may fail, its numbers (x86-64, aarch64)."""
+    """A kind of system call: where its arguments name a file, how it may fail, its numbers (x86-64,
+    aarch64)."""
 
     place: Place
     codes: tuple[int, ...]
@@ -69,7 +74,9 @@ CALLS: dict[str, Call] = {
     "mkdirat": Call("path at", (errno.EIO, errno.ENOSPC), {258: 34}),
     "rmdir": Call("path", _IO, {84: None}),
     "ftruncate": Call("descriptor", _IO, {77: 46}),
-    "fallocate": Call("descriptor", (errno.ENOSPC, errno.EIO, errno.EINTR, errno.EOPNOTSUPP), {285: 47}),
+    "fallocate": Call(
+        "descriptor", (errno.ENOSPC, errno.EIO, errno.EINTR, errno.EOPNOTSUPP), {285: 47}
+    ),
     "flock": Call("descriptor", (errno.ENOLCK, errno.EINTR), {73: 32}),
     "fcntl": Call("descriptor", (errno.ENOLCK, errno.EMFILE), {72: 25}),
     "getdents": Call("descriptor", _IO, {217: 61}),
@@ -90,7 +97,9 @@ CALLS: dict[str, Call] = {
     "io_submit": Call("anything", (errno.EAGAIN, errno.EIO), {209: 2}),
     "io_getevents": Call("anything", (errno.EINTR, errno.EIO), {208: 4}),
     "io_uring_setup": Call("anything", (errno.ENOMEM, errno.EPERM), {425: 425}),
-    "io_uring_enter": Call("anything", (errno.EINTR, errno.EAGAIN, errno.EBUSY, errno.EIO), {426: 426}),
+    "io_uring_enter": Call(
+        "anything", (errno.EINTR, errno.EAGAIN, errno.EBUSY, errno.EIO), {426: 426}
+    ),
     "io_uring_register": Call("anything", (errno.ENOMEM,), {427: 427}),
 }
 SYNCS = frozenset(("fsync", "fdatasync"))
@@ -110,7 +119,8 @@ class Rule(NamedTuple):
 
 
 def rules_for(call: str, nth: int) -> Iterator[Rule]:
-    """The ways for a call to fail: once with each error, and for good with the first that is no "interrupted" or "again"."""
+    """The ways for a call to fail: once with each error, and for good with the first that is no
+    "interrupted" or "again"."""
     codes = CALLS[call].codes
     yield from (Rule(call, nth, code, is_for_good=False) for code in codes)
     lasting = [code for code in codes if code not in _TRANSIENT or call == "io_setup"]
@@ -165,15 +175,20 @@ def why_not() -> str:
         except OSError as error:
             os._exit(error.errno or 0)
     try:
-        ended = Supervisor(pid, ["eventfd"], [], Rule("eventfd", 1, errno.EMFILE, is_for_good=False)).watch(10.0)
+        ended = Supervisor(
+            pid, ["eventfd"], [], Rule("eventfd", 1, errno.EMFILE, is_for_good=False)
+        ).watch(10.0)
     except OSError as error:
         return f"a filter's calls cannot be answered here: {error}"
-    is_answered = ended.status is not None and os.waitstatus_to_exitcode(ended.status) == errno.EMFILE
+    is_answered = (
+        ended.status is not None and os.waitstatus_to_exitcode(ended.status) == errno.EMFILE
+    )
     return "" if is_answered else "seccomp filters are not allowed here"
 
 
 def hold(calls: list[str]) -> None:
-    """Lets the supervisor answer these kinds of calls of this process from now on, which must have one thread.
+    """Lets the supervisor answer these kinds of calls of this process from now on, which must have
+    one thread.
 
     Raises OSError where that is not allowed.
     """
@@ -187,14 +202,20 @@ def hold(calls: list[str]) -> None:
     lines += [(0x15, len(numbers) - at, 0, number) for at, number in enumerate(numbers)]
     lines += [(0x06, 0, 0, _ALLOW), (0x06, 0, 0, _NOTIFY)]
     code = ctypes.create_string_buffer(b"".join(struct.pack("<HBBI", *line) for line in lines))
-    program = ctypes.create_string_buffer(struct.pack("<HxxxxxxQ", len(lines), ctypes.addressof(code)))
+    program = ctypes.create_string_buffer(
+        struct.pack("<HxxxxxxQ", len(lines), ctypes.addressof(code))
+    )
     if libc.syscall(seccomp, _SET_FILTER, _NEW_LISTENER, program) < 0:
         raise OSError(ctypes.get_errno(), "seccomp: " + os.strerror(ctypes.get_errno()))
 
 
 def _numbers(call: str) -> list[int]:
     pairs = CALLS[call].numbers.items()
-    found = [pair[0] for pair in pairs] if platform.machine() == "x86_64" else [pair[1] for pair in pairs]
+    found = (
+        [pair[0] for pair in pairs]
+        if platform.machine() == "x86_64"
+        else [pair[1] for pair in pairs]
+    )
     return [number for number in found if number is not None]
 
 
@@ -235,7 +256,8 @@ class Supervisor:
             self._synced = {file.stat().st_ino: file.read_bytes() for file in files}
 
     def watch(self, longest_s: float) -> Supervised:
-        """Answers until the process has ended; kills it when that takes too long, or on an OSError. Blocks."""
+        """Answers until the process has ended; kills it when that takes too long, or on an OSError.
+        Blocks."""
         deadline, ended, listener = time.monotonic() + longest_s, os.pidfd_open(self._pid), -1
         try:
             listener = self._listener(ended)
@@ -244,7 +266,9 @@ class Supervisor:
                 if descriptor >= 0:
                     poll.register(descriptor, select.POLLIN)
             while True:
-                ready = [descriptor for descriptor, events in poll.poll(1000.0) if events & select.POLLIN]
+                ready = [
+                    descriptor for descriptor, events in poll.poll(1000.0) if events & select.POLLIN
+                ]
                 if ended in ready:
                     return Supervised(os.waitpid(self._pid, 0)[1], self._seen)
                 if listener in ready:
@@ -267,7 +291,8 @@ class Supervisor:
         os.waitpid(self._pid, 0)
 
     def _listener(self, ended: int) -> int:
-        """This process's descriptor of the filter, once there is one; -1 when no calls are held, or the process has ended."""
+        """This process's descriptor of the filter, once there is one; -1 when no calls are held, or
+        the process has ended."""
         if not self._names:
             return -1
         libc, folder = ctypes.CDLL(None, use_errno=True), Path(f"/proc/{self._pid}/fd")
@@ -281,8 +306,12 @@ class Supervisor:
                     self._memory = os.open(f"/proc/{self._pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
                     listener = int(libc.syscall(_PIDFD_GETFD, ended, int(each), 0))
                     if listener < 0:
-                        raise OSError(ctypes.get_errno(), "pidfd_getfd: " + os.strerror(ctypes.get_errno()))
-                    libc.ioctl(listener, ctypes.c_ulong(_SET_FLAGS), ctypes.c_ulong(_SWITCH_AT_ONCE))
+                        raise OSError(
+                            ctypes.get_errno(), "pidfd_getfd: " + os.strerror(ctypes.get_errno())
+                        )
+                    libc.ioctl(
+                        listener, ctypes.c_ulong(_SET_FLAGS), ctypes.c_ulong(_SWITCH_AT_ONCE)
+                    )
                     return listener
         return -1
 
@@ -297,9 +326,17 @@ class Supervisor:
         try:
             if code and self._names[number] == "close":
                 null = os.open(os.devnull, os.O_RDWR)
-                fcntl.ioctl(listener, _ADD_DESCRIPTOR, struct.pack("<QIIII", identity, _REPLACE, null, arguments[0], 0))
+                fcntl.ioctl(
+                    listener,
+                    _ADD_DESCRIPTOR,
+                    struct.pack("<QIIII", identity, _REPLACE, null, arguments[0], 0),
+                )
                 os.close(null)
-            fcntl.ioctl(listener, _SEND, bytearray(struct.pack("<QqiI", identity, 0, -code, 0 if code else _GO_ON)))
+            fcntl.ioctl(
+                listener,
+                _SEND,
+                bytearray(struct.pack("<QqiI", identity, 0, -code, 0 if code else _GO_ON)),
+            )
         except OSError as error:
             if error.errno != errno.ENOENT:  # it was interrupted, or is gone
                 raise
@@ -321,7 +358,8 @@ class Supervisor:
         return self._rule.code if has_failed and self._rule is not None else 0
 
     def _file_of(self, call: str, thread: int, arguments: list[int]) -> str | None:
-        """The file that a call is about, "" for one without that counts, None for one that does not."""
+        """The file that a call is about, "" for one without that counts, None for one that does
+        not."""
         place = CALLS[call].place
         if place == "anything":
             return ""
@@ -336,7 +374,8 @@ class Supervisor:
         return name if name.startswith(self._roots) else None
 
     def _is_native(self, call: str, thread: int, arguments: list[int]) -> bool:
-        """Whether memory is of the native module, which alone asks for it in these ways, or a buffer of a page's start."""
+        """Whether memory is of the native module, which alone asks for it in these ways, or a
+        buffer of a page's start."""
         if call == "mmap":
             _, _, protection, flags, descriptor, _ = arguments
             if not flags & _ANONYMOUS:
@@ -356,10 +395,18 @@ class Supervisor:
 
     def _below(self, thread: int, descriptor: int, name: str) -> str:
         """A name that is relative to a folder's descriptor, with the folder."""
-        return name if name.startswith("/") else os.path.join(self._link(thread, descriptor), name).rstrip("/")
+        return (
+            name
+            if name.startswith("/")
+            else os.path.join(self._link(thread, descriptor), name).rstrip("/")
+        )
 
     def _text(self, address: int) -> str:
-        return os.pread(self._memory, _MOST_PATH_BYTES, address).partition(b"\0")[0].decode(errors="replace")
+        return (
+            os.pread(self._memory, _MOST_PATH_BYTES, address)
+            .partition(b"\0")[0]
+            .decode(errors="replace")
+        )
 
     def _entry(self, call: str, name: str, thread: int, arguments: list[int]) -> Entry:
         data, offset, other = b"", 0, ""
@@ -367,7 +414,9 @@ class Supervisor:
             data = os.pread(self._memory, arguments[2], arguments[1])
             assert len(data) == arguments[2]
             positions = Path(f"/proc/{thread}/fdinfo/{arguments[0]}").read_text()
-            offset = arguments[3] if call == "pwrite" else int(positions.split("pos:")[1].split()[0])
+            offset = (
+                arguments[3] if call == "pwrite" else int(positions.split("pos:")[1].split()[0])
+            )
         elif call in ("rename", "renameat"):
             other = self._text(arguments[3 if call == "renameat" else 1])
             if call == "renameat":
@@ -375,14 +424,17 @@ class Supervisor:
         return Entry(call, name, arguments, data, offset, other)
 
     def _note_sync(self, link: str, has_failed: bool) -> None:
-        """Keeps what a sync makes lasting; takes pages back when it fails and they were in the page cache."""
+        """Keeps what a sync makes lasting; takes pages back when it fails and they were in the page
+        cache."""
         if not os.path.isfile(link):
             return
         inode, now = os.stat(link).st_ino, Path(link).read_bytes()
         if not has_failed:
             self._synced[inode] = now
             return
-        flags = int(Path(link.replace("/fd/", "/fdinfo/")).read_text().split("flags:")[1].split()[0], 8)
+        flags = int(
+            Path(link.replace("/fd/", "/fdinfo/")).read_text().split("flags:")[1].split()[0], 8
+        )
         if flags & os.O_DIRECT:
             return
         before = self._synced.get(inode, b"").ljust(len(now), b"\0")

@@ -1,6 +1,8 @@
-"""Does a run that is killed at any moment, or whose disk loses what was not synced, go on from its last durable state?
+"""Does a run that is killed at any moment, or whose disk loses what was not synced, go on from its
+last durable state?
 
-And would it be seen if it did not: each way of sabotage.py breaks something that keeps states whole, or leaves something.
+And would it be seen if it did not: each way of sabotage.py breaks something that keeps states
+whole, or leaves something.
 """
 
 from __future__ import annotations
@@ -14,7 +16,19 @@ from harness import totals_of
 
 
 def test_some_deaths_lose_nothing(tmp_path: Path) -> None:
-    words = ("--plans", "5", "6", "--ranks", "1", "--share", "0.01", "--count", "6", "--workers", "1")
+    words = (
+        "--plans",
+        "5",
+        "6",
+        "--ranks",
+        "1",
+        "--share",
+        "0.01",
+        "--count",
+        "6",
+        "--workers",
+        "1",
+    )
     assert sum(totals_of("deaths.py", tmp_path, *words)["cases"].values()) >= 12
 
 
@@ -26,7 +40,20 @@ def test_some_operations_leave_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("way", sorted(sabotage.DEATHS))
 def test_death_is_noticed(way: str, tmp_path: Path) -> None:
     plan = "3" if way.startswith("copies") else "1" if way.startswith("commits") else "0"
-    words = ("--plans", plan, "--ranks", "1", "--share", "0.3", "--count", "6", "--workers", "1", "--seed", "4")
+    words = (
+        "--plans",
+        plan,
+        "--ranks",
+        "1",
+        "--share",
+        "0.3",
+        "--count",
+        "6",
+        "--workers",
+        "1",
+        "--seed",
+        "4",
+    )
     with pytest.raises(AssertionError, match="AssertionError"):
         totals_of("deaths.py", tmp_path, *words, "--sabotage", way)
     shutil.rmtree(tmp_path / "runs")  # what is left of the case that failed
@@ -53,4 +80,5 @@ def test_no_death_loses_anything(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_no_operation_leaves_anything(tmp_path: Path) -> None:
-    assert sum(totals_of("operations.py", tmp_path, "--seed", "3")["totals"].values()) > 2000  # and the last tidying
+    # and the last tidying
+    assert sum(totals_of("operations.py", tmp_path, "--seed", "3")["totals"].values()) > 2000

@@ -1,4 +1,5 @@
-"""Does a run that is interrupted at any line of the library go on to the bit, or say that it is torn?"""
+"""Does a run that is interrupted at any line of the library go on to the bit, or say that it is
+torn?"""
 
 from __future__ import annotations
 
@@ -40,7 +41,16 @@ def test_ctrl_c_at_random_moments_leaves_a_notebook_that_trains_right_or_is_told
 
 @pytest.mark.slow
 def test_counts_that_change_before_the_mark_are_noticed(tmp_path: Path) -> None:
-    words = ("--sample", "40", "--settings", "0", "--parts", "train", "--functions", "ShardedModel.step")
+    words = (
+        "--sample",
+        "40",
+        "--settings",
+        "0",
+        "--parts",
+        "train",
+        "--functions",
+        "ShardedModel.step",
+    )
     words = (*words, "--sabotage", "counts_come_before_the_mark")
     with pytest.raises(AssertionError, match="wrong bits"):
         totals_of("interrupts.py", tmp_path, *words)
@@ -49,7 +59,8 @@ def test_counts_that_change_before_the_mark_are_noticed(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("setting", range(14))
 def test_no_interrupt_leaves_a_run_that_is_silently_wrong(setting: int, tmp_path: Path) -> None:
-    """All settings take 40 minutes, and TIERMEM_SOAK_SEED chooses the order of cases: each seed goes through other ones."""
+    """All settings take 40 minutes, and TIERMEM_SOAK_SEED chooses the order of cases: each seed
+    goes through other ones."""
     seed = os.environ.get("TIERMEM_SOAK_SEED", "1")
     words = ("--settings", str(setting), "--seconds", "170", "--seed", seed)
     found = totals_of("interrupts.py", tmp_path, *words, name=f"interrupts-{setting}-seed-{seed}")
@@ -60,6 +71,10 @@ def test_no_interrupt_leaves_a_run_that_is_silently_wrong(setting: int, tmp_path
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("kind", "count"), [("steps", 200), ("trainer", 200), ("command", 200)])
-def test_no_ctrl_c_leaves_a_training_that_is_silently_wrong(kind: str, count: int, tmp_path: Path) -> None:
-    found = totals_of("notebook.py", tmp_path, "--kinds", kind, "--count", str(count), name=f"ctrl-c-{kind}")
+def test_no_ctrl_c_leaves_a_training_that_is_silently_wrong(
+    kind: str, count: int, tmp_path: Path
+) -> None:
+    found = totals_of(
+        "notebook.py", tmp_path, "--kinds", kind, "--count", str(count), name=f"ctrl-c-{kind}"
+    )
     assert found["cases"] >= count

@@ -1,6 +1,8 @@
-"""Does a run whose nth system call or allocation fails go on or say so, and is its last durable step whole?
+"""Does a run whose nth system call or allocation fails go on or say so, and is its last durable
+step whole?
 
-The same of a disk that forgets, reorders and tears what it was not told to keep. And would it be seen if it were not?
+The same of a disk that forgets, reorders and tears what it was not told to keep. And would it be
+seen if it were not?
 """
 
 from __future__ import annotations
@@ -23,11 +25,19 @@ pytestmark = pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT)
 
 
 def test_some_failing_calls_lose_nothing(tmp_path: Path) -> None:
-    assert totals_of("nth.py", tmp_path, "--scenes", "0", "--sample", "3", "--workers", "1")["cases"] == 3
+    assert (
+        totals_of("nth.py", tmp_path, "--scenes", "0", "--sample", "3", "--workers", "1")["cases"]
+        == 3
+    )
 
 
 def test_some_power_failures_lose_nothing(tmp_path: Path) -> None:
-    assert totals_of("write_log.py", tmp_path, "--scenes", "2", "--sample", "3", "--workers", "1")["cases"] == 3
+    assert (
+        totals_of("write_log.py", tmp_path, "--scenes", "2", "--sample", "3", "--workers", "1")[
+            "cases"
+        ]
+        == 3
+    )
 
 
 def test_linux_aio_ends_every_transfer_when_the_kernel_takes_none_any_more(tmp_path: Path) -> None:
@@ -46,7 +56,9 @@ def test_linux_aio_ends_every_transfer_when_the_kernel_takes_none_any_more(tmp_p
         return 0 if answer is None else answer.error
 
     pid = forked(write, tmp_path / "printed")
-    ended = Supervisor(pid, ["io_submit"], [tmp_path], Rule("io_submit", 2, errno.EIO, is_for_good=True)).watch(60.0)
+    ended = Supervisor(
+        pid, ["io_submit"], [tmp_path], Rule("io_submit", 2, errno.EIO, is_for_good=True)
+    ).watch(60.0)
     assert ended.status is not None and os.waitstatus_to_exitcode(ended.status) == errno.EIO
 
 
@@ -61,7 +73,9 @@ def test_linux_aio_ends_every_transfer_when_the_kernel_takes_none_any_more(tmp_p
         ("renames_are_not_synced", "write_log.py", ("--scenes", "0", "--sample", "100")),
     ],
 )
-def test_what_is_broken_is_noticed(way: str, script: str, words: tuple[str, ...], tmp_path: Path) -> None:
+def test_what_is_broken_is_noticed(
+    way: str, script: str, words: tuple[str, ...], tmp_path: Path
+) -> None:
     with pytest.raises(AssertionError, match="seed 1, case"):
         totals_of(script, tmp_path, *words, "--sabotage", way)
     shutil.rmtree(tmp_path / "runs")

@@ -1,12 +1,15 @@
-"""Write log: what a disk may hold if the power fails after any write of a run, from one log of all that the run wrote.
+"""Write log: what a disk may hold if the power fails after any write of a run, from one log of all
+that the run wrote.
 
-    a supervised run --> log: every write with its bytes, every change of a name or a length, every sync, in their order
-    a cut of the log --> what was synced before the cut lasts; of what came since, each sector of each write may have arrived or
+    a supervised run --> log: every write with its bytes, every change of a name or a length, every
+    sync, in their order a cut of the log --> what was synced before the cut lasts; of what came
+    since, each sector of each write may have arrived or
                          not, in any order; a folder has the names of any moment since its last sync
 
-power.py does this where a run was killed, with what its files held then. The log also knows what was written in between: a
-sector that is written twice between two syncs may keep the first of both. After each cut fsck must find nothing broken, and a
-process must open the last step that was durable then, or a later one, to the bit.
+power.py does this where a run was killed, with what its files held then. The log also knows what
+was written in between: a sector that is written twice between two syncs may keep the first of both.
+After each cut fsck must find nothing broken, and a process must open the last step that was durable
+then, or a later one, to the bit.
 
     python write_log.py FOLDER --totals totals.json --seed 1 [--sample 20 --only 17 --workers 1]
 """
@@ -161,16 +164,31 @@ class Disk:
 
     def _names(self, folder: str) -> dict[str, int]:
         start = folder + "/"
-        paths = [path for path in self._now if path.startswith(start) and "/" not in path[len(start) :]]
+        paths = [
+            path for path in self._now if path.startswith(start) and "/" not in path[len(start) :]
+        ]
         return {path[len(start) :]: self._now[path] for path in paths}
 
 
-# ---- every cut -------------------------------------------------------------------------------------------------------
+# ---- every cut -----------------------------------------------------------------------------------
 
 _CHANGES = frozenset(
-    ("open", "write", "pwrite", "fsync", "fdatasync", "rename", "renameat", "unlink", "unlinkat", "mkdir", "mkdirat")
+    (
+        "open",
+        "write",
+        "pwrite",
+        "fsync",
+        "fdatasync",
+        "rename",
+        "renameat",
+        "unlink",
+        "unlinkat",
+        "mkdir",
+        "mkdirat",
+    )
 ) | {"rmdir", "ftruncate", "fallocate"}
-PLANS = (0, 1, 2)  # scenes of nth.py with different plans, on threads: the log sees system calls, not completions
+# scenes of nth.py with different plans, on threads: the log sees system calls, not completions
+PLANS = (0, 1, 2)
 
 
 class Cut(NamedTuple):
@@ -192,8 +210,15 @@ class Cuts:
         """All that the run of a scene writes."""
         if scene not in self._logs:
             entries = self._bench.log(scene)
-            makes = [entry.call != "open" or bool(entry.arguments[2] & (os.O_CREAT | os.O_TRUNC)) for entry in entries]
-            changes = [each for each, is_made in zip(entries, makes, strict=True) if each.call in _CHANGES and is_made]
+            makes = [
+                entry.call != "open" or bool(entry.arguments[2] & (os.O_CREAT | os.O_TRUNC))
+                for entry in entries
+            ]
+            changes = [
+                each
+                for each, is_made in zip(entries, makes, strict=True)
+                if each.call in _CHANGES and is_made
+            ]
             self._logs[scene] = changes
         return self._logs[scene]
 
@@ -204,7 +229,9 @@ class Cuts:
         disk.play(entries)
         disk.fail(cut.loss, random.Random(seed))
         durable = [line["durable"] for line in lines_in(entries) if "durable" in line]
-        opened = self._bench.check(cut.scene, max([1, *durable]), f"after {entries[-1].call} of {entries[-1].name}")
+        opened = self._bench.check(
+            cut.scene, max([1, *durable]), f"after {entries[-1].call} of {entries[-1].name}"
+        )
         return f"{cut.loss} lost: step {opened} opened"
 
 

@@ -1,7 +1,8 @@
 """Does every snippet of the ZeRO documentation work when its imports are replaced?
 
-Typos of the document are corrected here and nowhere else: commas between sections of a config, `super().__init__()` without
-`self`, `backward(loss)`, `safe_set_*` where it says `safe_get_*` to set, the local tensor made like `ds_tensor`.
+Typos of the document are corrected here and nowhere else: commas between sections of a config,
+`super().__init__()` without `self`, `backward(loss)`, `safe_set_*` where it says `safe_get_*` to
+set, the local tensor made like `ds_tensor`.
 """
 
 from __future__ import annotations
@@ -19,11 +20,15 @@ from twins import VOCAB, Block, batch, seeded
 import tiermem
 from tiermem import zero
 
-OPTIMIZER = {"type": "AdamW", "params": {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}}
+OPTIMIZER = {
+    "type": "AdamW",
+    "params": {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7},
+}
 
 
 def example(number: int, nvme: Path) -> dict[str, Any]:
-    """The example configurations, with the `...` filled in: a micro-batch, and an optimizer where none is shown."""
+    """The example configurations, with the `...` filled in: a micro-batch, and an optimizer where
+    none is shown."""
     sections: list[dict[str, Any]] = [
         {"stage": 3},
         {"stage": 3, "offload_optimizer": {"device": "cpu"}},
@@ -35,8 +40,13 @@ def example(number: int, nvme: Path) -> dict[str, Any]:
         },
         {"stage": 3, "mics_shard_size": 1},
     ]
-    config: dict[str, Any] = {"zero_optimization": sections[number - 1], "train_micro_batch_size_per_gpu": 2}
-    precision: dict[str, Any] = {"fp16": {"enabled": True}} if number == 1 else {"bf16": {"enabled": True}}
+    config: dict[str, Any] = {
+        "zero_optimization": sections[number - 1],
+        "train_micro_batch_size_per_gpu": 2,
+    }
+    precision: dict[str, Any] = (
+        {"fp16": {"enabled": True}} if number == 1 else {"bf16": {"enabled": True}}
+    )
     return config | precision | {"optimizer": OPTIMIZER}
 
 
@@ -88,12 +98,14 @@ def test_massive_models_are_built_in_the_context_and_the_cache_is_emptied(tmp_pa
 def test_init_needs_no_config() -> None:
     with zero.Init():
         model = MyLargeModel()
-    engine, _, _, _ = tiermem.initialize(model=model, config=example(2, Path()) | {"bf16": {"enabled": False}})
+    engine, _, _, _ = tiermem.initialize(
+        model=model, config=example(2, Path()) | {"bf16": {"enabled": False}}
+    )
     assert engine(*batch(0)).isfinite()
     engine.destroy()
 
 
-# ---- external parameters ---------------------------------------------------------------------------------------------
+# ---- external parameters -------------------------------------------------------------------------
 
 
 def compute_logits(output: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -156,12 +168,17 @@ def test_external_parameters_are_coordinated(kind: type[nn.Module], tmp_path: Pa
     model = seeded(kind)
     plain = copy.deepcopy(model)
     config = example(4, tmp_path) | {"bf16": {"enabled": False}, "gradient_clipping": 0.0}
-    config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+    config["zero_optimization"] |= {
+        "stage3_param_persistence_threshold": 0,
+        "stage3_max_reuse_distance": 0,
+    }
     engine, _, _, _ = tiermem.initialize(model=model, config=config)
     optim = torch.optim.AdamW(plain.parameters(), **OPTIMIZER["params"])
     for step in range(3):
         inputs, labels = batch(step)
-        loss, twin = (F.cross_entropy(m(inputs).flatten(0, 1), labels.flatten()) for m in (engine, plain))
+        loss, twin = (
+            F.cross_entropy(m(inputs).flatten(0, 1), labels.flatten()) for m in (engine, plain)
+        )
         assert loss.item() == pytest.approx(twin.item(), rel=1e-6)
         engine.backward(loss)
         engine.step()
@@ -176,7 +193,7 @@ def test_registering_what_is_no_parameter_raises() -> None:
         zero.register_external_parameter(nn.Linear(2, 2), torch.zeros(2))
 
 
-# ---- debugging ---------------------------------------------------------------------------------------------------------
+# ---- debugging -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [2, 4])
@@ -239,7 +256,8 @@ def test_states_are_set_to_zero(number: int, tmp_path: Path) -> None:
         engine.step()
         for _, lp in model.named_parameters():
             if is_local:
-                # For zero stage 3, each process sets its local fp32 parameters and their local optimizer states individually
+                # For zero stage 3, each process sets its local fp32 parameters and their local
+                # optimizer states individually
                 zero_tensor_local = torch.zeros_like(lp.ds_tensor)
 
                 safe_set_local_fp32_param(lp, zero_tensor_local)

@@ -1,4 +1,5 @@
-"""What an engine does with whole weights on several ranks; run once per rank by test_engine_on_ranks.py.
+"""What an engine does with whole weights on several ranks; run once per rank by
+test_engine_on_ranks.py.
 
 engine_on_ranks.py OUT NVME          writes OUT/<rank>.pt, and the files that rank 0 saves
 engine_on_ranks.py OUT NVME away     rank 1 stays away from a full state: the others stop
@@ -87,4 +88,7 @@ if __name__ == "__main__":
         stay_away(Path(sys.argv[2]))
     else:
         with as_rank() as (_, out, (nvme,)):
-            torch.save({f"stage {stage}": weights_of(stage, out.parent, Path(nvme)) for stage in (1, 3)}, out)
+            torch.save(
+                {f"stage {stage}": weights_of(stage, out.parent, Path(nvme)) for stage in (1, 3)},
+                out,
+            )

@@ -18,10 +18,14 @@ from twins import seeded
 def runs_on(rank: int, nvme: Path) -> dict[str, list[Run]]:
     """By batches and by layers."""
     found = {}
-    for name, build, device, num_micro in (("tied", zoo.tied_tower, "nvme", 3), ("plain", zoo.Tower, "cpu", 2)):
+    for name, build, device, num_micro in (
+        ("tied", zoo.tied_tower, "nvme", 3),
+        ("plain", zoo.Tower, "cpu", 2),
+    ):
         model = seeded(build)
         found[name] = [
-            train(copy.deepcopy(model), order, num_micro, device, nvme, rank=rank) for order in ("batches", "layers")
+            train(copy.deepcopy(model), order, num_micro, device, nvme, rank=rank)
+            for order in ("batches", "layers")
         ]
     return found
 

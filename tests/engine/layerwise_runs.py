@@ -45,7 +45,9 @@ def cross_entropy(output: Any, labels: torch.Tensor) -> torch.Tensor:
 
 def micro_batches(step: int, num: int, first: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Of different lengths."""
-    return [batch(100 * step + first + micro, length=9 + (first + micro) % 3) for micro in range(num)]
+    return [
+        batch(100 * step + first + micro, length=9 + (first + micro) % 3) for micro in range(num)
+    ]
 
 
 @contextlib.contextmanager
@@ -59,7 +61,10 @@ def engine_of(
     own: Mapping[str, Any] | None = None,
 ) -> Iterator[tiermem.Engine]:
     """An engine all of whose states rest on one tier."""
-    place = {"device": device, **({"nvme_path": tempfile.mkdtemp(dir=folder)} if device == "nvme" else {})}
+    place = {
+        "device": device,
+        **({"nvme_path": tempfile.mkdtemp(dir=folder)} if device == "nvme" else {}),
+    }
     keys = dict(keys or {})
     of_params = {**place, **keys.pop("zero_optimization", {}).get("offload_param", {})}
     config = {
@@ -73,7 +78,11 @@ def engine_of(
             "offload_param": of_params,
             "offload_optimizer": place,
         },
-        "tiermem": {"accumulation": order, **({"grads": device} if device == "nvme" else {}), **(own or {})},
+        "tiermem": {
+            "accumulation": order,
+            **({"grads": device} if device == "nvme" else {}),
+            **(own or {}),
+        },
         **keys,
     }
     engine = tiermem.initialize(model=model, config=config, device="cpu")[0]
@@ -94,7 +103,8 @@ def train(
     own: Mapping[str, Any] | None = None,
     rank: int = 0,
 ) -> Run:
-    """Four steps, and what they have left; the third has ended when the fourth begins. rank: chooses the data."""
+    """Four steps, and what they have left; the third has ended when the fourth begins. rank:
+    chooses the data."""
     with engine_of(model, order, num_micro, device, folder, keys, own) as engine:
         store, losses, norms = engine.shards.store, [], []
         for step in range(NUM_STEPS):
@@ -102,7 +112,13 @@ def train(
                 engine.shards.steps.finish()
                 store.settle()
                 before, kernel_before = store.stats(), kernel_bytes()
-            losses.append(float(engine.train_batch(micro_batches(step, num_micro, rank * num_micro), cross_entropy)))
+            losses.append(
+                float(
+                    engine.train_batch(
+                        micro_batches(step, num_micro, rank * num_micro), cross_entropy
+                    )
+                )
+            )
             norms.append(engine.get_global_grad_norm())
         engine.shards.steps.finish()
         store.settle()
@@ -119,7 +135,12 @@ def train(
             for name in ("exp_avg", "exp_avg_sq")
         }
         return Run(
-            losses, norms, engine.module_state_dict(), states, engine.skipped_steps, Moved(read, written, largest)
+            losses,
+            norms,
+            engine.module_state_dict(),
+            states,
+            engine.skipped_steps,
+            Moved(read, written, largest),
         )
 
 

@@ -1,5 +1,6 @@
-"""Looks at and changes states on several ranks; run once per rank by test_state_access_on_ranks.py. Every rank sees the
-same batches, so that values are the same on any number of ranks, but for the rounding of sums over them.
+"""Looks at and changes states on several ranks; run once per rank by test_state_access_on_ranks.py.
+Every rank sees the same batches, so that values are the same on any number of ranks, but for the
+rounding of sums over them.
 
 state_access_on_ranks.py OUT NVME     writes OUT/<rank>.pt: {case: what that case found}
 """
@@ -36,7 +37,8 @@ from tiermem.utils import (
 
 TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
 
-CASES: dict[str, tuple[int, str, str]] = {  # stage, where things rest, precision of a bf16 model; "" for fp32
+# stage, where things rest, precision of a bf16 model; "" for fp32
+CASES: dict[str, tuple[int, str, str]] = {
     "stage 0": (0, "none", "exact"),
     "stage 1": (1, "none", ""),
     "stage 1 nvme": (1, "nvme", "exact"),
@@ -120,7 +122,9 @@ def local_states(model: nn.Module, stage: int) -> dict[str, torch.Tensor]:
 
 def value_for(param: nn.Parameter, seed: int) -> torch.Tensor:
     """Values that every precision of the ladder keeps exactly: small powers of two."""
-    exponents = torch.randint(-3, 3, param.shape, generator=torch.Generator().manual_seed(seed + param.numel()))
+    exponents = torch.randint(
+        -3, 3, param.shape, generator=torch.Generator().manual_seed(seed + param.numel())
+    )
     return torch.ldexp(torch.ones(param.shape), exponents)
 
 

@@ -111,7 +111,10 @@ def test_not_managed_every_step_is_the_boundary(stage: int, tmp_path: Path) -> N
                 assert not each.engine.is_gradient_accumulation_boundary()
             each.engine.step()
         each.assert_same()
-        with pytest.raises(RuntimeError, match=r"managed_gradient_accumulation false: every step\(\) is the boundary"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"managed_gradient_accumulation false: every step\(\) is the boundary",
+        ):
             each.engine.set_gradient_accumulation_boundary(True)
 
 
@@ -147,7 +150,8 @@ def test_gradients_are_reduced_when_asked_before_the_step(stage: int, tmp_path: 
         each.backward(0, 0)
         each.engine.allreduce_gradients()
         weight = each.engine.module.head.weight
-        assert (each.engine.shards.gradient(weight) is not None) == (stage >= 2)  # not at a boundary yet
+        # not at a boundary yet
+        assert (each.engine.shards.gradient(weight) is not None) == (stage >= 2)
     with runs(stage, tmp_path) as each:
         each.engine.set_gradient_accumulation_boundary(True)
         for step in range(NUM_STEPS):
@@ -179,7 +183,11 @@ def test_neither_a_step_nor_another_block_is_allowed_in_a_block(
     outer: str, inner: str, stage: int, tmp_path: Path
 ) -> None:
     said = rf"{inner}.* inside {outer}"
-    with runs(stage, tmp_path) as each, getattr(each.engine, outer)(), pytest.raises(RuntimeError, match=said):
+    with (
+        runs(stage, tmp_path) as each,
+        getattr(each.engine, outer)(),
+        pytest.raises(RuntimeError, match=said),
+    ):
         use(each.engine, inner)
 
 
@@ -192,7 +200,9 @@ def use(engine: tiermem.Engine, name: str) -> None:
             pass
 
 
-@pytest.mark.parametrize("name", ["no_sync", "coalesce_grad_reduction", "set_gradient_accumulation_boundary"])
+@pytest.mark.parametrize(
+    "name", ["no_sync", "coalesce_grad_reduction", "set_gradient_accumulation_boundary"]
+)
 def test_with_step_in_backward_nothing_accumulates(name: str) -> None:
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -204,7 +214,10 @@ def test_with_step_in_backward_nothing_accumulates(name: str) -> None:
     engine, _, _, _ = tiermem.initialize(model=seeded(zoo.Tower), config=config)
     with pytest.raises(RuntimeError, match=f"{name}.* with step_in_backward"):
         use(engine, name)
-    with pytest.raises(RuntimeError, match="no_sync with step_in_backward"), engine.shards.no_sync():
+    with (
+        pytest.raises(RuntimeError, match="no_sync with step_in_backward"),
+        engine.shards.no_sync(),
+    ):
         pass
     engine.close()
 
@@ -232,7 +245,7 @@ def test_micro_batches_of_a_bf16_model_add_up_in_the_dtype_that_is_asked_for(sta
     engine.close()
 
 
-# ---- gradients between the last backward and the step ------------------------------------------------------------------------
+# ---- gradients between the last backward and the step --------------------------------------------
 
 
 def own_backward(each: Runs, loss: torch.Tensor) -> None:
@@ -251,7 +264,8 @@ def engine_backward(each: Runs, loss: torch.Tensor) -> None:
 def at_the_boundary(
     stage: int, backward: Any, folder: Path, **keys: Any
 ) -> Iterator[tuple[Runs, list[tuple[nn.Parameter, nn.Parameter]]]]:
-    """An engine after the last backward of its first step, and its parameters beside those of a twin with the mean gradient."""
+    """An engine after the last backward of its first step, and its parameters beside those of a
+    twin with the mean gradient."""
     model = seeded(zoo.Tower)
     twin = copy.deepcopy(model)
     for micro in range(NUM_MICRO):
@@ -299,7 +313,9 @@ def put_vectorised(pairs: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
 
 @pytest.mark.parametrize("backward", [own_backward, engine_backward])
 @pytest.mark.parametrize("put", [put_full, put_local, put_vectorised])
-def test_a_gradient_put_at_the_boundary_is_the_one_that_is_stepped(put: Any, backward: Any, tmp_path: Path) -> None:
+def test_a_gradient_put_at_the_boundary_is_the_one_that_is_stepped(
+    put: Any, backward: Any, tmp_path: Path
+) -> None:
     sgd = {"type": "SGD", "params": {"lr": 0.5}}
     with at_the_boundary(3, backward, tmp_path, optimizer=sgd) as (each, pairs):
         put(pairs)

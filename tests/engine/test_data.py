@@ -1,4 +1,5 @@
-"""Do ranks see disjoint, equal parts in an order that the seed decides, and does repeating go on for ever?"""
+"""Do ranks see disjoint, equal parts in an order that the seed decides, and does repeating go on
+for ever?"""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ def test_ranks_see_disjoint_parts_of_equal_size(num_ranks: int) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_seed_decides_the_order(num_ranks: int) -> None:
-    first, again, other = (seen(build_loader(Numbers(40), 4, 0, num_ranks, seed=seed)) for seed in (1, 1, 2))
+    first, again, other = (
+        seen(build_loader(Numbers(40), 4, 0, num_ranks, seed=seed)) for seed in (1, 1, 2)
+    )
     assert first == again
     assert first != other
 
@@ -77,7 +80,9 @@ def test_impossible_arguments_are_refused(micro: int, rank: int, ranks: int, wha
 
 def test_repeating_loader_begins_again_with_another_order() -> None:
     loader = RepeatingLoader(build_loader(Numbers(12), 3, rank=0, num_ranks=2))
-    epochs = [[int(v) for v in torch.cat([next(loader) for _ in range(len(loader))])] for _ in range(3)]
+    epochs = [
+        [int(v) for v in torch.cat([next(loader) for _ in range(len(loader))])] for _ in range(3)
+    ]
     assert len({tuple(epoch) for epoch in epochs}) == 3
 
 

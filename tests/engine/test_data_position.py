@@ -34,9 +34,13 @@ class Stream(IterableDataset[int]):
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("drop_last", [True, False])
 @pytest.mark.parametrize("num_before", [0, 1, 4, 5, 6, 11, 13])
-def test_the_next_batch_is_the_one_that_would_have_come(num_ranks: int, drop_last: bool, num_before: int) -> None:
+def test_the_next_batch_is_the_one_that_would_have_come(
+    num_ranks: int, drop_last: bool, num_before: int
+) -> None:
     def build(data: Dataset[int]) -> RepeatingLoader[Any]:
-        return RepeatingLoader(build_loader(data, 4, num_ranks - 1, num_ranks, seed=3, drop_last=drop_last))
+        return RepeatingLoader(
+            build_loader(data, 4, num_ranks - 1, num_ranks, seed=3, drop_last=drop_last)
+        )
 
     first = build(Watched())
     for _ in range(num_before):
@@ -71,7 +75,9 @@ def test_a_stream_passes_over_what_was_seen() -> None:
     seen = [next(batches).tolist() for _ in range(2)]
     again = build_loader(Stream(), 4)
     again.load_state_dict(first.state_dict())
-    assert seen + [batch.tolist() for batch in again] == [batch.tolist() for batch in build_loader(Stream(), 4)]
+    assert seen + [batch.tolist() for batch in again] == [
+        batch.tolist() for batch in build_loader(Stream(), 4)
+    ]
 
 
 def test_a_loader_that_does_not_know_its_place_says_so() -> None:

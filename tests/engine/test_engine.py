@@ -40,7 +40,9 @@ def run(engine: tiermem.Engine, num_steps: int = 4) -> list[float]:
     return train_engine(engine, range(num_steps * engine.gradient_accumulation_steps()))
 
 
-def plain_run(model: nn.Module, num_steps: int = 4, accumulation: int = 1, lr: float = 1e-2) -> list[float]:
+def plain_run(
+    model: nn.Module, num_steps: int = 4, accumulation: int = 1, lr: float = 1e-2
+) -> list[float]:
     optim, losses = tiermem.AdamW(model.parameters(), lr=lr, weight_decay=0.01), []
     for micro in range(num_steps * accumulation):
         loss = loss_of(model, micro)
@@ -52,7 +54,7 @@ def plain_run(model: nn.Module, num_steps: int = 4, accumulation: int = 1, lr: f
     return losses
 
 
-# ---- training --------------------------------------------------------------------------------------------------------
+# ---- training ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
@@ -67,7 +69,9 @@ def test_engine_trains_as_a_plain_loop(
     model = seeded(zoo.tied_tower)
     plain = copy.deepcopy(model).to(torch.bfloat16 if precision == "bf16" else torch.float32)
     keys = {"gradient_accumulation_steps": accumulation, "bf16": {"enabled": precision == "bf16"}}
-    engine, _, _, _ = tiermem.initialize(model=model, config=config(offload, tmp_path, stage, **keys))
+    engine, _, _, _ = tiermem.initialize(
+        model=model, config=config(offload, tmp_path, stage, **keys)
+    )
     assert run(engine) == plain_run(plain, accumulation=accumulation)
     assert engine.global_steps == 4
     assert_same_tensors(dict(model.state_dict()), dict(plain.state_dict()))
@@ -90,12 +94,18 @@ def test_weights_built_under_init_train_as_plain_ones(offload: str, tmp_path: Pa
 
 @pytest.mark.parametrize("offload", OFFLOADS)
 def test_fp16_with_a_dynamic_scale_skips_and_recovers(offload: str, tmp_path: Path) -> None:
-    """The scale starts too high: steps are skipped, states untouched to the bit, until it fits; then training goes on."""
+    """The scale starts too high: steps are skipped, states untouched to the bit, until it fits;
+    then training goes on."""
     model = seeded(zoo.Tower)
     twin = copy.deepcopy(model).half()
     fp16 = {"enabled": True, "initial_scale_power": 24, "loss_scale_window": 3, "hysteresis": 1}
     engine, _, _, _ = tiermem.initialize(model=model, config=config(offload, tmp_path, fp16=fp16))
-    expected, losses, scale, good = tiermem.AdamW(twin.parameters(), lr=1e-2, weight_decay=0.01), [], 2.0**24, 0
+    expected, losses, scale, good = (
+        tiermem.AdamW(twin.parameters(), lr=1e-2, weight_decay=0.01),
+        [],
+        2.0**24,
+        0,
+    )
     for micro in range(16):
         assert engine.loss_scale() == scale
         loss = loss_of(twin, micro)
@@ -122,7 +132,9 @@ def test_a_static_scale_changes_no_loss(offload: str, tmp_path: Path) -> None:
     losses = []
     for scale in (1, 256):
         fp16 = {"enabled": True, "loss_scale": scale}
-        engine, _, _, _ = tiermem.initialize(model=seeded(zoo.Tower), config=config(offload, tmp_path, fp16=fp16))
+        engine, _, _, _ = tiermem.initialize(
+            model=seeded(zoo.Tower), config=config(offload, tmp_path, fp16=fp16)
+        )
         losses.append(run(engine))
         engine.close()
     assert losses[0] == pytest.approx(losses[1], rel=1e-2)
@@ -131,7 +143,9 @@ def test_a_static_scale_changes_no_loss(offload: str, tmp_path: Path) -> None:
 def test_clipping_and_the_global_norm(tmp_path: Path) -> None:
     model = seeded(zoo.Tower)
     plain = copy.deepcopy(model)
-    engine, _, _, _ = tiermem.initialize(model=model, config=config("nvme", tmp_path, gradient_clipping=0.05))
+    engine, _, _, _ = tiermem.initialize(
+        model=model, config=config("nvme", tmp_path, gradient_clipping=0.05)
+    )
     train_engine(engine, [0])
     loss_of(plain, 0).backward()
     norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05).item()
@@ -176,7 +190,8 @@ def test_an_optimizer_that_is_given_keeps_its_groups(given: str, tmp_path: Path)
 def test_the_groups_of_a_given_optimizer_stay_those_of_both(kind: Any, tmp_path: Path) -> None:
     model = seeded(zoo.Tower)
     given = kind(model.parameters(), lr=1e-2)
-    schedule = torch.optim.lr_scheduler.LambdaLR(given, lambda step: 1.0 / (1 + step))  # the user steps it
+    # the user steps it
+    schedule = torch.optim.lr_scheduler.LambdaLR(given, lambda step: 1.0 / (1 + step))
     cfg = config("nvme", tmp_path)
     del cfg["optimizer"]
     engine, optim, _, _ = tiermem.initialize(model=model, optimizer=given, config=cfg)
@@ -192,7 +207,9 @@ def test_the_groups_of_a_given_optimizer_stay_those_of_both(kind: Any, tmp_path:
 def test_a_scheduler_that_is_given_steps_with_the_engine(tmp_path: Path) -> None:
     factory = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
     cfg = config("cpu", tmp_path, gradient_accumulation_steps=2)
-    engine, _, _, scheduler = tiermem.initialize(model=seeded(zoo.Tower), lr_scheduler=factory, config=cfg)
+    engine, _, _, scheduler = tiermem.initialize(
+        model=seeded(zoo.Tower), lr_scheduler=factory, config=cfg
+    )
     run(engine, num_steps=4)
     assert scheduler is engine.lr_scheduler
     assert engine.get_lr() == [pytest.approx(1e-2 / 4)]
@@ -209,7 +226,7 @@ def test_step_in_backward_trains_as_stepping_after_it(tmp_path: Path) -> None:
     assert losses[0] == losses[1]
 
 
-# ---- inference -------------------------------------------------------------------------------------------------------
+# ---- inference -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -226,7 +243,9 @@ def test_generate_gives_the_plain_models_tokens(offload: str, tied: bool, tmp_pa
     assert torch.equal(engine.module.generate(prompt, **settings), expected)
     assert torch.equal(engine.generate(prompt, **settings), expected)
     assert (engine.shards.store.stats().nvme_read_bytes > 0) == (offload == "nvme")
-    assert not [row for row in engine.shards.plan.rows if "gradient" in row.what or "states" in row.what]
+    assert not [
+        row for row in engine.shards.plan.rows if "gradient" in row.what or "states" in row.what
+    ]
     engine.close()
 
 
@@ -241,7 +260,7 @@ def test_an_engine_for_inference_refuses_to_train(tmp_path: Path) -> None:
     engine.close()
 
 
-# ---- bad input: one clear error, before any byte is written ---------------------------------------------------------
+# ---- bad input: one clear error, before any byte is written --------------------------------------
 
 
 def refused(folder: Path, error: type[Exception], match: str, **given: Any) -> None:
@@ -286,9 +305,25 @@ def test_a_model_may_come_first_or_after_args(tmp_path: Path) -> None:
     for arguments, keywords in (
         ((model(),), {"config": cfg}),
         ((None, model()), {"config": cfg}),
-        ((argparse.Namespace(deepspeed_config=cfg), model(), lambda params: optim(params, lr=1e-3)), {}),
+        (
+            (
+                argparse.Namespace(deepspeed_config=cfg),
+                model(),
+                lambda params: optim(params, lr=1e-3),
+            ),
+            {},
+        ),
         ((None, model(), None, None, None, None, 29500, Mpu(), None, None, cfg, (1, 1), None), {}),
-        ((), {"model": model(), "config_params": cfg, "mpu": Mpu(), "dist_init_required": None, "mesh_param": None}),
+        (
+            (),
+            {
+                "model": model(),
+                "config_params": cfg,
+                "mpu": Mpu(),
+                "dist_init_required": None,
+                "mesh_param": None,
+            },
+        ),
     ):
         engine, optimizer, _, _ = tiermem.initialize(*arguments, **keywords)
         assert isinstance(optimizer, tiermem.AdamW)
@@ -304,10 +339,22 @@ def test_a_model_may_come_first_or_after_args(tmp_path: Path) -> None:
         ({"mesh_param": 2}, ValueError, "mesh_param is 2: sequence parallelism does not exist"),
         ({"mpu": "x"}, ValueError, "mpu is 'x'; give an object with get_data_parallel_group"),
         ({"model": "gpt2"}, ValueError, r"model is 'gpt2'; give a torch.nn.Module"),
-        ({"optimizer": "adam"}, ValueError, "optimizer is 'adam'; give an optimizer, or a function"),
-        ({"lr_scheduler": "WarmupLR"}, ValueError, "lr_scheduler is 'WarmupLR'; give a schedule, or a function"),
+        (
+            {"optimizer": "adam"},
+            ValueError,
+            "optimizer is 'adam'; give an optimizer, or a function",
+        ),
+        (
+            {"lr_scheduler": "WarmupLR"},
+            ValueError,
+            "lr_scheduler is 'WarmupLR'; give a schedule, or a function",
+        ),
         ({"model_parameters": 3}, ValueError, "model_parameters is 3; give parameters or groups"),
-        ({"model_parameters": "weight"}, ValueError, "model_parameters is 'weight'; give parameters or groups"),
+        (
+            {"model_parameters": "weight"},
+            ValueError,
+            "model_parameters is 'weight'; give parameters or groups",
+        ),
         ({"training_data": 3}, ValueError, "training_data is 3; give a data set"),
         ({"dist_init_required": False}, RuntimeError, "there is no process group"),
     ],
@@ -327,7 +374,9 @@ def test_arguments_that_ask_for_what_is_not_there_are_refused(
         ("train_batch", None, "train_batch takes an iterator of micro-batches; given None"),
     ],
 )
-def test_an_engine_names_what_it_cannot_take(name: str, given: Any, said: str, tmp_path: Path) -> None:
+def test_an_engine_names_what_it_cannot_take(
+    name: str, given: Any, said: str, tmp_path: Path
+) -> None:
     engine = tiermem.initialize(model=seeded(zoo.Tower), config=config("cpu", tmp_path))[0]
     with pytest.raises(ValueError, match=said):
         getattr(engine, name)(given)
@@ -337,7 +386,9 @@ def test_an_engine_names_what_it_cannot_take(name: str, given: Any, said: str, t
 
 
 def test_shard_names_what_it_cannot_take() -> None:
-    with pytest.raises(ValueError, match=r"policy is a dict; give an OffloadPolicy: tiermem.config.load_config"):
+    with pytest.raises(
+        ValueError, match=r"policy is a dict; give an OffloadPolicy: tiermem.config.load_config"
+    ):
         tiermem.shard(zoo.Tower(), {"stage": 3})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"model is 'gpt2'; give a torch.nn.Module"):
         tiermem.shard("gpt2")  # type: ignore[arg-type]
@@ -357,11 +408,20 @@ def test_an_engine_is_not_cast_or_moved_silently(tmp_path: Path) -> None:
         lambda: engine.to(torch.float16),
         lambda: engine.to("meta"),
     ):
-        with pytest.raises(RuntimeError, match=r"weights rest on tiers.*ask for a dtype in the config"):
+        with pytest.raises(
+            RuntimeError, match=r"weights rest on tiers.*ask for a dtype in the config"
+        ):
             casts()
-    for same in (engine.float, engine.cpu, lambda: engine.to("cpu"), lambda: engine.to(torch.float32)):
+    for same in (
+        engine.float,
+        engine.cpu,
+        lambda: engine.to("cpu"),
+        lambda: engine.to(torch.float32),
+    ):
         assert same() is engine
-    with pytest.raises(RuntimeError, match=r"setting data writes a parameter of shape .*GatheredParameters"):
+    with pytest.raises(
+        RuntimeError, match=r"setting data writes a parameter of shape .*GatheredParameters"
+    ):
         engine.module.half()
     assert engine.module.to("cpu") is engine.module
     assert {param.dtype for param in engine.module.parameters()} == {torch.float32}
@@ -370,15 +430,24 @@ def test_an_engine_is_not_cast_or_moved_silently(tmp_path: Path) -> None:
 
 def test_an_optimizer_without_parameters_is_refused(tmp_path: Path) -> None:
     cfg = config("nvme", tmp_path)
-    refused(tmp_path, ValueError, "no parameters", model=zoo.Tower().requires_grad_(False), config=cfg)
-    refused(tmp_path, ValueError, "no parameters", model=zoo.Tower(), model_parameters=[], config=cfg)
+    refused(
+        tmp_path, ValueError, "no parameters", model=zoo.Tower().requires_grad_(False), config=cfg
+    )
+    refused(
+        tmp_path, ValueError, "no parameters", model=zoo.Tower(), model_parameters=[], config=cfg
+    )
 
 
 def test_an_optimizer_of_another_kind_is_refused(tmp_path: Path) -> None:
     model = zoo.Tower()
     given = torch.optim.RMSprop(model.parameters())
-    said = "RMSprop cannot step states.*allowed are AdamW, Adam, Adagrad, Lion, SGD, Muon of tiermem.*Give the nearest of these"
-    refused(tmp_path, ValueError, said, model=model, optimizer=given, config=config("nvme", tmp_path))
+    said = (
+        "RMSprop cannot step states.*allowed are AdamW, Adam, Adagrad, Lion, SGD, Muon of "
+        "tiermem.*Give the nearest of these"
+    )
+    refused(
+        tmp_path, ValueError, said, model=model, optimizer=given, config=config("nvme", tmp_path)
+    )
 
 
 def test_a_loss_of_several_elements_is_refused(tmp_path: Path) -> None:
@@ -432,7 +501,10 @@ def test_adapters_in_another_dtype_than_a_base_that_zero_init_built_keep_it(
                 model.base.weight.convert_to_zero_parameters(adapters)
             given = torch.optim.AdamW(adapters, lr=1e-2)
             engine, optim, _, _ = tiermem.initialize(model=model, optimizer=given, config=cfg)
-            assert (model.base.weight.dtype, model.low.weight.dtype) == (torch.bfloat16, torch.float32)
+            assert (model.base.weight.dtype, model.low.weight.dtype) == (
+                torch.bfloat16,
+                torch.float32,
+            )
         for _ in range(3):
             loss = (model if is_plain else engine)(torch.ones(2, 16, dtype=torch.bfloat16))
             loss.backward() if is_plain else engine.backward(loss)
@@ -449,7 +521,9 @@ def test_adapters_in_another_dtype_than_a_base_that_zero_init_built_keep_it(
 def test_non_finite_gradients_are_skipped_or_raise_as_asked(precision: str, tmp_path: Path) -> None:
     for choice in ("skip", "raise"):
         keys = {"tiermem": {"on_nonfinite": choice}, "bf16": {"enabled": precision == "bf16"}}
-        engine, _, _, _ = tiermem.initialize(model=seeded(zoo.Tower), config=config("nvme", tmp_path, **keys))
+        engine, _, _, _ = tiermem.initialize(
+            model=seeded(zoo.Tower), config=config("nvme", tmp_path, **keys)
+        )
         before = dict(engine.module.state_dict())
         engine.backward(loss_of(engine, 0) * float("nan"))
         if choice == "raise":

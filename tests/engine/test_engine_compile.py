@@ -1,4 +1,5 @@
-"""Does a compiled engine compute what a compiled plain model does, with its hooks outside the graphs?"""
+"""Does a compiled engine compute what a compiled plain model does, with its hooks outside the
+graphs?"""
 
 from __future__ import annotations
 

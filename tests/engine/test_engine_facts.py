@@ -20,7 +20,10 @@ def started(tmp_path: Path, **keys: Any) -> tiermem.Engine:
         "gradient_clipping": 0.5,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.8, 0.9]}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": 0.1}},
-        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)},
+        },
     }
     engine, _, _, _ = tiermem.initialize(model=seeded(zoo.Tower), config=config | keys)
     return engine
@@ -36,7 +39,11 @@ def test_the_answers_are_the_configs(tmp_path: Path) -> None:
     assert engine.zero_offload_param() is None
     assert engine.zero_offload_optimizer().device == "nvme"
     assert (engine.zero_cpu_offload(), engine.zero_nvme_offload_optimizer()) == (False, True)
-    assert (engine.bfloat16_enabled(), engine.fp16_enabled(), engine.torch_autocast_enabled()) == (True, False, False)
+    assert (engine.bfloat16_enabled(), engine.fp16_enabled(), engine.torch_autocast_enabled()) == (
+        True,
+        False,
+        False,
+    )
     assert (engine.optimizer_name(), engine.scheduler_name()) == ("AdamW", "WarmupLR")
     assert (engine.loss_scale(), engine.dynamic_loss_scale()) == (1.0, False)
     assert (engine.get_data_parallel_rank(), engine.dp_world_size) == (0, 1)
@@ -67,9 +74,16 @@ def test_counters_count_steps_samples_and_micro_batches(tmp_path: Path) -> None:
 
 
 def test_a_skipped_step_was_not_applied_and_shows_as_overflow(tmp_path: Path) -> None:
-    engine = started(tmp_path, gradient_accumulation_steps=1, fp16={"enabled": True, "initial_scale_power": 8})
+    engine = started(
+        tmp_path, gradient_accumulation_steps=1, fp16={"enabled": True, "initial_scale_power": 8}
+    )
     optimizer = engine.optimizer
-    assert optimizer.loss_scaler.loss_scale == optimizer.loss_scaler.cur_scale == engine.loss_scale() == 256.0
+    assert (
+        optimizer.loss_scaler.loss_scale
+        == optimizer.loss_scaler.cur_scale
+        == engine.loss_scale()
+        == 256.0
+    )
     engine.backward(loss_of(engine, 0) * float("inf"))
     engine.step()
     assert (engine.was_step_applied(), optimizer.overflow, engine.skipped_steps) == (False, True, 1)
@@ -102,7 +116,9 @@ def test_the_batch_size_changes_by_micro_batches(tmp_path: Path) -> None:
     for number in range(4):
         train_engine(engine, [number])
     assert engine.global_steps == 2
-    with pytest.raises(ValueError, match="train_batch_size 5 is not a multiple of train_micro_batch_size_per_gpu 2"):
+    with pytest.raises(
+        ValueError, match="train_batch_size 5 is not a multiple of train_micro_batch_size_per_gpu 2"
+    ):
         engine.set_train_batch_size(5)
     engine.close()
 
@@ -125,7 +141,9 @@ def test_destroy_ends_the_engine_and_can_be_repeated(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("own", ["scale", "plain"])
-def test_the_users_own_backward_trains_as_the_engines(own: str, accumulation: int, tmp_path: Path) -> None:
+def test_the_users_own_backward_trains_as_the_engines(
+    own: str, accumulation: int, tmp_path: Path
+) -> None:
     losses = []
     for is_own in (False, True):
         keys = {"gradient_accumulation_steps": accumulation, "gradient_clipping": 0.0}
@@ -145,9 +163,13 @@ def test_the_users_own_backward_trains_as_the_engines(own: str, accumulation: in
 
 
 def test_fp16_wants_a_scaled_loss(tmp_path: Path) -> None:
-    engine = started(tmp_path, gradient_accumulation_steps=1, fp16={"enabled": True, "initial_scale_power": 8})
+    engine = started(
+        tmp_path, gradient_accumulation_steps=1, fp16={"enabled": True, "initial_scale_power": 8}
+    )
     loss_of(engine, 0).backward()
-    with pytest.raises(RuntimeError, match=r"use engine.backward\(loss\), or engine.scale\(loss\).backward\(\)"):
+    with pytest.raises(
+        RuntimeError, match=r"use engine.backward\(loss\), or engine.scale\(loss\).backward\(\)"
+    ):
         engine.step()
     engine.optimizer.zero_grad()
     engine.scale(loss_of(engine, 0)).backward()
@@ -162,7 +184,8 @@ def test_both_ways_in_one_step_are_an_error(tmp_path: Path) -> None:
     engine.step()
     engine.scale(loss_of(engine, 1)).backward()
     with pytest.raises(
-        RuntimeError, match=r"1 losses of this step went through engine.backward.*and 1 through engine.scale"
+        RuntimeError,
+        match=r"1 losses of this step went through engine.backward.*and 1 through engine.scale",
     ):
         engine.step()
     engine.close()

@@ -1,4 +1,5 @@
-"""Are an engine's whole weights whole on two ranks, written once, and does a rank that stays away get named?"""
+"""Are an engine's whole weights whole on two ranks, written once, and does a rank that stays away
+get named?"""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def test_rank_0_has_the_consolidated_weights_and_writes_them(
     assert_same_tensors(found[0]["consolidated"], found[0]["whole"])
     assert found[1]["consolidated"] is None
     assert sorted(os.listdir(folder)) == ["model.safetensors", "pytorch_model.bin"]
-    assert_same_tensors(torch.load(folder / "pytorch_model.bin", weights_only=True), found[0]["whole"])
+    assert_same_tensors(
+        torch.load(folder / "pytorch_model.bin", weights_only=True), found[0]["whole"]
+    )
     saved = safetensors.torch.load_file(folder / "model.safetensors")
     assert_same_tensors(saved, {name: found[0]["whole"][name] for name in saved})
 
@@ -55,12 +58,16 @@ def test_while_all_units_are_present_nothing_is_gathered(
 
 
 @stages
-def test_what_rank_0_cannot_write_is_an_error_on_both(stage: int, launched: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_what_rank_0_cannot_write_is_an_error_on_both(
+    stage: int, launched: tuple[Path, list[dict[str, Any]]]
+) -> None:
     errors = [rank[f"stage {stage}"]["error"] for rank in launched[1]]
     assert "Not a directory" in errors[0]
     assert errors[1].startswith("rank 0 could not write")
     assert "Not a directory" in errors[1]
-    assert_same_tensors(launched[1][0][f"stage {stage}"]["after"], launched[1][1][f"stage {stage}"]["after"])
+    assert_same_tensors(
+        launched[1][0][f"stage {stage}"]["after"], launched[1][1][f"stage {stage}"]["after"]
+    )
 
 
 @pytest.mark.slow
@@ -70,13 +77,22 @@ def test_a_rank_that_stays_away_from_a_full_state_is_named(tmp_path: Path) -> No
         port = str(free.getsockname()[1])
     ranks = []
     for rank in range(2):
-        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        place = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+        }
         ranks.append(
             subprocess.Popen(
                 [sys.executable, str(SCRIPT), str(tmp_path), str(tmp_path), "away"],
                 env=os.environ
                 | place
-                | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(SCRIPT.parents[1])},
+                | {
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": port,
+                    "PYTHONPATH": str(SCRIPT.parents[1]),
+                },
                 stderr=subprocess.PIPE,
                 text=True,
             )

@@ -1,4 +1,5 @@
-"""Does an engine give memory back between phases, generate with everything in memory, and live beside another?"""
+"""Does an engine give memory back between phases, generate with everything in memory, and live
+beside another?"""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from tiermem.zero import OffloadDeviceEnum, OffloadStateTypeEnum, unwrap_model_f
 DEVICES = ["none", "cpu", "nvme"]
 
 
-def started(folder: Path, model: torch.nn.Module, device: str = "nvme", **keys: Any) -> tiermem.Engine:
+def started(
+    folder: Path, model: torch.nn.Module, device: str = "nvme", **keys: Any
+) -> tiermem.Engine:
     zero: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 50}
     if device != "none":
         for section in ("offload_optimizer", "offload_param"):
@@ -39,7 +42,7 @@ def num_present(engine: tiermem.Engine) -> int:
     return sum(live.is_present and not live.unit.is_resident for live in engine.shards.units)
 
 
-# ---- giving memory back ------------------------------------------------------------------------------------------------------
+# ---- giving memory back --------------------------------------------------------------------------
 
 
 def test_empty_partition_cache_lets_every_unit_go(tmp_path: Path) -> None:
@@ -69,23 +72,31 @@ def test_states_are_offloaded_and_training_goes_on(device: str, tmp_path: Path) 
     twin.close()
 
 
-def test_what_cannot_be_offloaded_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_offloaded_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     engine = started(tmp_path, seeded(zoo.Tower))
-    with pytest.raises(ValueError, match="offload_states to nvme: states have one home for a whole run"):
+    with pytest.raises(
+        ValueError, match="offload_states to nvme: states have one home for a whole run"
+    ):
         engine.offload_states(device=OffloadDeviceEnum.nvme)
-    with pytest.raises(ValueError, match=r"'activations'.*allowed are optim_states, hp_params, lp_params, lp_grads"):
+    with pytest.raises(
+        ValueError, match=r"'activations'.*allowed are optim_states, hp_params, lp_params, lp_grads"
+    ):
         engine.offload_states(include=["activations"])
     with pytest.raises(ValueError, match="include is 'lp_params'; give a list"):
         engine.offload_states(include="lp_params")
     with caplog.at_level(logging.WARNING, "tiermem"):
         engine.offload_states(device=OffloadDeviceEnum.none)
     assert "device is none, so nothing is offloaded" in caplog.text
-    engine.offload_states(include=[OffloadStateTypeEnum.optim_states, "lp_grads"], pin_memory=False, non_blocking=True)
+    engine.offload_states(
+        include=[OffloadStateTypeEnum.optim_states, "lp_grads"], pin_memory=False, non_blocking=True
+    )
     engine.reload_states(non_blocking=True)
     engine.close()
 
 
-# ---- generation --------------------------------------------------------------------------------------------------------------
+# ---- generation ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -101,7 +112,9 @@ def test_generation_reads_every_unit_once(device: str, tmp_path: Path) -> None:
         assert unwrapped is engine
         assert torch.equal(engine.generate(prompt, **settings), plain.generate(prompt, **settings))
         read = engine.shards.store.stats().nvme_read_bytes - before
-        at_home = sum(live.unit.shard_bytes for live in engine.shards.units if live.entry is not None)
+        at_home = sum(
+            live.unit.shard_bytes for live in engine.shards.units if live.entry is not None
+        )
         assert at_home <= read <= 2 * at_home  # and what shares 4096-byte blocks
     assert num_present(engine) == 0
     twin = started(tmp_path, plain, device)
@@ -134,7 +147,9 @@ def test_weights_do_not_change_while_all_are_present(tmp_path: Path) -> None:
             lambda: safe_set_full_fp32_param(engine.module.head.weight, torch.zeros(61, 31)),
             lambda: engine.module.load_state_dict(engine.module.state_dict()),
         ):
-            with pytest.raises(RuntimeError, match="inside unwrap_model_for_generation: leave its block first"):
+            with pytest.raises(
+                RuntimeError, match="inside unwrap_model_for_generation: leave its block first"
+            ):
                 change()
     engine.step()
     engine.close()
@@ -144,7 +159,9 @@ def test_a_model_larger_than_what_the_budget_leaves_is_streamed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = seeded(zoo.Tower)
-    policy = OffloadPolicy(params=Tier.NVME, optim=Tier.NVME, paths=[tmp_path], persistence_numel=50)
+    policy = OffloadPolicy(
+        params=Tier.NVME, optim=Tier.NVME, paths=[tmp_path], persistence_numel=50
+    )
     with tiermem.shard(copy.deepcopy(model), policy) as probe:
         needed = probe.plan.host_bytes
     tight = OffloadPolicy(
@@ -160,7 +177,10 @@ def test_a_model_larger_than_what_the_budget_leaves_is_streamed(
             assert loss_of(model, 0).isfinite()
             assert not all(live.is_present for live in shards.units)
         assert "does not fit on rank 0" in caplog.text
-        assert f"host_bytes {needed + 9000} // 1 ranks - {shards.plan.host_bytes} planned" in caplog.text
+        assert (
+            f"host_bytes {needed + 9000} // 1 ranks - {shards.plan.host_bytes} planned"
+            in caplog.text
+        )
 
 
 def test_a_model_that_is_not_sharded_is_yielded_as_it_is() -> None:
@@ -169,13 +189,16 @@ def test_a_model_that_is_not_sharded_is_yielded_as_it_is() -> None:
         assert unwrapped is model
 
 
-# ---- several engines ---------------------------------------------------------------------------------------------------------
+# ---- several engines -----------------------------------------------------------------------------
 
 
 def test_closing_one_engine_leaves_the_other(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    one, other = started(tmp_path / "a", seeded(zoo.Tower)), started(tmp_path / "b", seeded(zoo.tied_tower, 1))
+    one, other = (
+        started(tmp_path / "a", seeded(zoo.Tower)),
+        started(tmp_path / "b", seeded(zoo.tied_tower, 1)),
+    )
     same_path = started(tmp_path / "a", seeded(zoo.Tower))
     for number in range(2):
         assert train_engine(one, [number]) == train_engine(same_path, [number])

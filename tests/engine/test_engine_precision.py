@@ -1,4 +1,5 @@
-"""Does the engine keep states as the config says, skip without a trace, and reduce and compute in what is asked?"""
+"""Does the engine keep states as the config says, skip without a trace, and reduce and compute in
+what is asked?"""
 
 from __future__ import annotations
 
@@ -21,7 +22,11 @@ OFFLOADS = ["none", "cpu", "nvme"]
 
 def config(offload: str, folder: Path, **keys: Any) -> dict[str, Any]:
     target = {"device": offload, "nvme_path": str(folder)}
-    zero: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 50, "sub_group_size": 4096}
+    zero: dict[str, Any] = {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 50,
+        "sub_group_size": 4096,
+    }
     if offload != "none":
         zero |= {"offload_optimizer": target, "offload_param": target}
     return {
@@ -55,12 +60,14 @@ def everything(engine: tiermem.Engine) -> dict[str, torch.Tensor]:
     return found
 
 
-# ---- steps that are skipped, and those that are not ------------------------------------------------------------------
+# ---- steps that are skipped, and those that are not ----------------------------------------------
 
 
 @pytest.mark.parametrize("offload", OFFLOADS)
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_skipped_step_leaves_every_state_as_it_is(preset: str, offload: str, tmp_path: Path) -> None:
+def test_a_skipped_step_leaves_every_state_as_it_is(
+    preset: str, offload: str, tmp_path: Path
+) -> None:
     """Also what rounding is drawn from: training goes on as if the step had never been."""
     keys = {"bf16": {"enabled": True}, "tiermem": {"precision": preset}}
     losses = []
@@ -80,8 +87,13 @@ def test_a_skipped_step_leaves_every_state_as_it_is(preset: str, offload: str, t
 
 @pytest.mark.parametrize("offload", ["cpu", "nvme"])
 @pytest.mark.parametrize("preset", ["exact", "compact", "bf16"])
-def test_without_the_check_a_step_is_applied_whatever_it_holds(preset: str, offload: str, tmp_path: Path) -> None:
-    keys = {"bf16": {"enabled": True, "check_grad_overflow": False}, "tiermem": {"precision": preset}}
+def test_without_the_check_a_step_is_applied_whatever_it_holds(
+    preset: str, offload: str, tmp_path: Path
+) -> None:
+    keys = {
+        "bf16": {"enabled": True, "check_grad_overflow": False},
+        "tiermem": {"precision": preset},
+    }
     engine = start(zoo.Tower, config(offload, tmp_path, **keys))
     step(engine, 0)
     loss = loss_of(engine, 1)
@@ -90,7 +102,11 @@ def test_without_the_check_a_step_is_applied_whatever_it_holds(preset: str, offl
     engine.step()
     assert (engine.skipped_steps, engine.global_steps) == (0, 2)
     assert not torch.tensor(engine.get_global_grad_norm()).isfinite()  # told as it is, not as +1
-    assert all(value.isnan().all() for name, value in engine.module.state_dict().items() if "layers" in name)
+    assert all(
+        value.isnan().all()
+        for name, value in engine.module.state_dict().items()
+        if "layers" in name
+    )
     engine.close()
 
 
@@ -107,7 +123,8 @@ def test_a_loss_scale_waits_for_its_hysteresis(hysteresis: int, tmp_path: Path) 
 
 def test_a_run_that_overflows_at_the_least_scale_ends_with_an_error(tmp_path: Path) -> None:
     engine = start(
-        zoo.Tower, config("cpu", tmp_path, fp16={"enabled": True, "initial_scale_power": 1, "hysteresis": 1})
+        zoo.Tower,
+        config("cpu", tmp_path, fp16={"enabled": True, "initial_scale_power": 1, "hysteresis": 1}),
     )
     before = everything(engine)
     step(engine, 0, float("nan"))
@@ -120,7 +137,7 @@ def test_a_run_that_overflows_at_the_least_scale_ends_with_an_error(tmp_path: Pa
     engine.close()
 
 
-# ---- states as asked -------------------------------------------------------------------------------------------------
+# ---- states as asked -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("offload", ["cpu", "nvme"])
@@ -130,18 +147,27 @@ def test_fp32_moments_beside_a_bf16_master_stay_fp32(offload: str, tmp_path: Pat
     engine = start(zoo.Tower, config(offload, tmp_path, bf16=bf16))
     for micro in range(3):
         step(engine, micro)
-    states = {name: value for name, value in everything(engine).items() if name.startswith("exp_avg ")}
+    states = {
+        name: value for name, value in everything(engine).items() if name.startswith("exp_avg ")
+    }
     assert states
-    assert all((value != value.bfloat16().float()).any() for name, value in states.items() if "weight" in name)
+    assert all(
+        (value != value.bfloat16().float()).any()
+        for name, value in states.items()
+        if "weight" in name
+    )
     engine.close()
 
 
 @pytest.mark.parametrize("half", ["bf16", "fp16"])
 def test_states_are_kept_in_what_the_switches_say(half: str, tmp_path: Path) -> None:
-    """Bytes of states written per parameter and step: a master of 4, of 2 that is the weight itself, and moments of 2."""
+    """Bytes of states written per parameter and step: a master of 4, of 2 that is the weight
+    itself, and moments of 2."""
     written, dtype = [], {"bf16": torch.bfloat16, "fp16": torch.float16}[half]
     for has_master, is_fp32 in ((False, True), (True, True), (True, False)):
-        section = {"enabled": True} | ({f"{half}_master_weights_and_grads": True} if has_master else {})
+        section = {"enabled": True} | (
+            {f"{half}_master_weights_and_grads": True} if has_master else {}
+        )
         section |= {"initial_scale_power": 4} if half == "fp16" else {}
         optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "fp32_optimizer_states": is_fp32}}
         engine = start(zoo.Tower, config("nvme", tmp_path, **{half: section}, optimizer=optimizer))
@@ -153,7 +179,9 @@ def test_states_are_kept_in_what_the_switches_say(half: str, tmp_path: Path) -> 
         engine.shards.check_whole()
         engine.shards.store.settle()
         written.append(engine.shards.store.stats().nvme_written_bytes - before)
-        moments = [value for name, value in everything(engine).items() if name.startswith("exp_avg ")]
+        moments = [
+            value for name, value in everything(engine).items() if name.startswith("exp_avg ")
+        ]
         is_rounded = all(torch.equal(value.float(), value.to(dtype).float()) for value in moments)
         assert is_rounded != is_fp32
         assert engine.skipped_steps == 0
@@ -162,9 +190,13 @@ def test_states_are_kept_in_what_the_switches_say(half: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("betas", "is_stalling"), [([0.9, 0.999], True), ([0.9, 0.98], False)], ids=["beta2 0.999", "beta2 0.98"]
+    ("betas", "is_stalling"),
+    [([0.9, 0.999], True), ([0.9, 0.98], False)],
+    ids=["beta2 0.999", "beta2 0.98"],
 )
-def test_bf16_states_warn_once_with_the_arithmetic(betas: list[float], is_stalling: bool, tmp_path: Path) -> None:
+def test_bf16_states_warn_once_with_the_arithmetic(
+    betas: list[float], is_stalling: bool, tmp_path: Path
+) -> None:
     bf16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     optimizer = {"type": "AdamW", "params": {"lr": 1e-3, "betas": betas}}
     with warnings.catch_warnings(record=True) as caught:
@@ -186,7 +218,7 @@ def test_stochastic_bf16_states_do_not_warn(tmp_path: Path) -> None:
         start(zoo.Tower, config("cpu", tmp_path, bf16={"enabled": True}, tiermem=own)).close()
 
 
-# ---- optimizers --------------------------------------------------------------------------------------------------------
+# ---- optimizers ----------------------------------------------------------------------------------
 
 SECTIONS: dict[str, dict[str, Any]] = {
     "AdamW": {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True},
@@ -200,7 +232,9 @@ SECTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("offload", OFFLOADS)
 @pytest.mark.parametrize("name", SECTIONS)
-def test_every_optimizer_trains_as_on_ordinary_parameters(name: str, offload: str, tmp_path: Path) -> None:
+def test_every_optimizer_trains_as_on_ordinary_parameters(
+    name: str, offload: str, tmp_path: Path
+) -> None:
     kind, params = name.split()[0], SECTIONS[name]
     model = seeded(zoo.tied_tower)
     twin = copy.deepcopy(model)
@@ -228,7 +262,11 @@ def test_muon_steps_hidden_matrices_and_adamw_the_rest(offload: str, tmp_path: P
     names = {id(shard.param): shard.name for _, shard in engine.shards.parameters()}
     groups = {group["use_muon"]: group for group in engine.optimizer.param_groups}
     by_muon = {names[id(param)] for param in groups[True]["params"]}
-    assert by_muon == {name for name in names.values() if name.endswith(("up.weight", "down.weight", "head.weight"))}
+    assert by_muon == {
+        name
+        for name in names.values()
+        if name.endswith(("up.weight", "down.weight", "head.weight"))
+    }
     assert (groups[True]["lr"], groups[False]["lr"]) == (2e-2, 1e-3)
     first = loss_of(engine, 0).item()
     for _ in range(8):
@@ -262,7 +300,9 @@ class Normed(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+        self.inner = torch.nn.Sequential(
+            torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(x).float().square().mean()
@@ -271,9 +311,13 @@ class Normed(torch.nn.Module):
 @pytest.mark.parametrize("half", ["bf16", "fp16"])
 def test_a_batch_norm_on_the_cpu_names_the_key_that_makes_it_run(half: str, tmp_path: Path) -> None:
     cfg = config("cpu", tmp_path, **{half: {"enabled": True}})
-    with pytest.raises(ValueError, match=rf'module .inner.1.: .*Set data_types.buffer_dtype to "{half}"'):
+    with pytest.raises(
+        ValueError, match=rf'module .inner.1.: .*Set data_types.buffer_dtype to "{half}"'
+    ):
         tiermem.initialize(model=Normed(), config=cfg)
-    engine, _, _, _ = tiermem.initialize(model=Normed(), config=cfg | {"data_types": {"buffer_dtype": half}})
+    engine, _, _, _ = tiermem.initialize(
+        model=Normed(), config=cfg | {"data_types": {"buffer_dtype": half}}
+    )
     before = engine.module.inner[1].running_mean.clone()
     engine.backward(engine(torch.ones(4, 8).to(before.dtype)))
     engine.step()
@@ -281,17 +325,22 @@ def test_a_batch_norm_on_the_cpu_names_the_key_that_makes_it_run(half: str, tmp_
     engine.close()
 
 
-# ---- autocast --------------------------------------------------------------------------------------------------------
+# ---- autocast ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("offload", OFFLOADS)
 @pytest.mark.parametrize("weights", ["fp32", "bf16"])
 @pytest.mark.parametrize("checkpoint", [None, False])
-def test_forward_runs_under_autocast(checkpoint: bool | None, weights: str, offload: str, tmp_path: Path) -> None:
+def test_forward_runs_under_autocast(
+    checkpoint: bool | None, weights: str, offload: str, tmp_path: Path
+) -> None:
     build = functools.partial(zoo.Tower, checkpoint=checkpoint)
     twin = seeded(build).to(torch.bfloat16 if weights == "bf16" else torch.float32)
     plain = tiermem.AdamW(twin.parameters(), lr=1e-2, weight_decay=0.01)
-    keys = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, "bf16": {"enabled": weights == "bf16"}}
+    keys = {
+        "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
+        "bf16": {"enabled": weights == "bf16"},
+    }
     engine = start(build, config(offload, tmp_path, gradient_clipping=0.0, **keys))
     for micro in range(3):
         with torch.autocast("cpu", torch.bfloat16):
@@ -305,13 +354,18 @@ def test_forward_runs_under_autocast(checkpoint: bool | None, weights: str, offl
 
 
 @pytest.mark.parametrize("inside", ["fp32", "bf16", "autocast"])
-def test_the_config_decides_the_precision_under_the_caller_s_autocast(inside: str, tmp_path: Path) -> None:
+def test_the_config_decides_the_precision_under_the_caller_s_autocast(
+    inside: str, tmp_path: Path
+) -> None:
     autocast = {"enabled": inside == "autocast", "dtype": "bf16"}
     keys = {"bf16": {"enabled": inside == "bf16"}, "torch_autocast": autocast}
     found = []
     for outer in (None, torch.float16, torch.bfloat16):
         engine = start(zoo.Tower, config("cpu", tmp_path, **keys))
-        with torch.autocast("cpu", outer, enabled=outer is not None), warnings.catch_warnings(record=True) as told:
+        with (
+            torch.autocast("cpu", outer, enabled=outer is not None),
+            warnings.catch_warnings(record=True) as told,
+        ):
             warnings.simplefilter("always")
             loss = loss_of(engine, 0)
             assert torch.is_autocast_enabled("cpu") == (outer is not None)
@@ -319,7 +373,9 @@ def test_the_config_decides_the_precision_under_the_caller_s_autocast(inside: st
         engine.step()
         found.append((loss.item(), everything(engine)))
         is_told = outer is not None and (inside, outer) != ("autocast", torch.bfloat16)
-        assert [str(each.message).startswith("the caller's torch.autocast") for each in told] == [True] * is_told
+        assert [str(each.message).startswith("the caller's torch.autocast") for each in told] == [
+            True
+        ] * is_told
         engine.close()
     for loss, states in found[1:]:
         assert loss == found[0][0]
@@ -327,7 +383,10 @@ def test_the_config_decides_the_precision_under_the_caller_s_autocast(inside: st
 
 
 def test_autocast_to_fp16_scales_the_loss(tmp_path: Path) -> None:
-    keys = {"torch_autocast": {"enabled": True, "dtype": "fp16"}, "fp16": {"initial_scale_power": 4, "hysteresis": 1}}
+    keys = {
+        "torch_autocast": {"enabled": True, "dtype": "fp16"},
+        "fp16": {"initial_scale_power": 4, "hysteresis": 1},
+    }
     engine = start(zoo.Tower, config("cpu", tmp_path, **keys))
     assert engine.loss_scale() == 16
     step(engine, 0, float("inf"))

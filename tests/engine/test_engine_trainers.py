@@ -1,7 +1,8 @@
 """Does an engine stand the sequence of calls that Hugging Face's Accelerate and Trainer make?
 
-Accelerate's own wrappers of the reference's engine, optimizer and scheduler are used as they are. What is called is
-written down in the order in which the Trainer calls it: prepare, train, clip, save.
+Accelerate's own wrappers of the reference's engine, optimizer and scheduler are used as they are.
+What is called is written down in the order in which the Trainer calls it: prepare, train, clip,
+save.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def accelerator() -> Iterator[None]:
 
 
 def prepare(model: torch.nn.Module, folder: Path, **keys: Any) -> tuple[Any, ...]:
-    """As Accelerate prepares: the batch sizes filled in, the parameters given, 'auto' left where it is."""
+    """As Accelerate prepares: the batch sizes filled in, the parameters given, 'auto' left where it
+    is."""
     config = {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": 2,
@@ -50,7 +52,9 @@ def prepare(model: torch.nn.Module, folder: Path, **keys: Any) -> tuple[Any, ...
         },
     }
     return tiermem.initialize(
-        model=model, config_params=config | keys, model_parameters=(p for p in model.parameters() if p.requires_grad)
+        model=model,
+        config_params=config | keys,
+        model_parameters=(p for p in model.parameters() if p.requires_grad),
     )
 
 
@@ -58,7 +62,10 @@ def test_a_training_loop_of_accelerate_trains_as_plain_torch(tmp_path: Path) -> 
     model = seeded(zoo.Tower)
     plain = copy.deepcopy(model)
     engine, optimizer, _, _ = prepare(model, tmp_path)
-    wrapped, wrapped_optimizer = DeepSpeedEngineWrapper(engine), DeepSpeedOptimizerWrapper(optimizer)
+    wrapped, wrapped_optimizer = (
+        DeepSpeedEngineWrapper(engine),
+        DeepSpeedOptimizerWrapper(optimizer),
+    )
     twin = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.0)
     engine.train()
     for number in range(8):  # the last step has two micro-batches, as at the end of an epoch
@@ -77,7 +84,9 @@ def test_a_training_loop_of_accelerate_trains_as_plain_torch(tmp_path: Path) -> 
             twin.step()
             twin.zero_grad()
     assert engine.global_steps == 3
-    for mine, other_weight in zip(engine.module_state_dict().values(), plain.state_dict().values(), strict=True):
+    for mine, other_weight in zip(
+        engine.module_state_dict().values(), plain.state_dict().values(), strict=True
+    ):
         assert torch.allclose(mine, other_weight, rtol=1e-4, atol=1e-6)
     engine.destroy()
 
@@ -89,15 +98,23 @@ def test_a_trainer_saves_through_the_engine(tmp_path: Path) -> None:
     state = engine._zero3_consolidated_16bit_state_dict()
     assert_same_tensors(state, dict(engine.module.state_dict()))
     assert engine.save_16bit_model(str(tmp_path / "checkpoint-1"), "pytorch_model.bin")
-    assert_same_tensors(torch.load(tmp_path / "checkpoint-1" / "pytorch_model.bin", weights_only=True), state)
+    assert_same_tensors(
+        torch.load(tmp_path / "checkpoint-1" / "pytorch_model.bin", weights_only=True), state
+    )
     engine.destroy()
 
 
 def test_a_step_that_overflows_is_told(tmp_path: Path) -> None:
     engine, optimizer, _, _ = prepare(
-        seeded(zoo.Tower), tmp_path, fp16={"enabled": True, "initial_scale_power": 4}, gradient_accumulation_steps=1
+        seeded(zoo.Tower),
+        tmp_path,
+        fp16={"enabled": True, "initial_scale_power": 4},
+        gradient_accumulation_steps=1,
     )
-    wrapped, wrapped_optimizer = DeepSpeedEngineWrapper(engine), DeepSpeedOptimizerWrapper(optimizer)
+    wrapped, wrapped_optimizer = (
+        DeepSpeedEngineWrapper(engine),
+        DeepSpeedOptimizerWrapper(optimizer),
+    )
     wrapped.backward(loss_of(engine, 0) * float("inf"))
     assert wrapped_optimizer.step_was_skipped
     wrapped.backward(loss_of(engine, 0))
@@ -115,6 +132,8 @@ def test_reinforcement_learners_call_these_too(tmp_path: Path) -> None:
     engine.offload_states()
     engine.reload_states()
     with tiermem.zero.unwrap_model_for_generation(engine) as unwrapped:
-        tokens = unwrapped.module.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=4, do_sample=False)
+        tokens = unwrapped.module.generate(
+            torch.ones(1, 3, dtype=torch.long), max_new_tokens=4, do_sample=False
+        )
     assert tokens.shape[0] == 1
     engine.destroy()

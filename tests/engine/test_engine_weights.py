@@ -1,4 +1,5 @@
-"""Does an engine save its weights whole, in one file that others read, with one parameter in memory at a time?"""
+"""Does an engine save its weights whole, in one file that others read, with one parameter in memory
+at a time?"""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ GATHER = "stage3_gather_16bit_weights_on_model_save"
 
 
 class Odd(nn.Module):
-    """Tied weights, buffers that are saved and one that is not, a frozen weight, a 0-dim and an empty one."""
+    """Tied weights, buffers that are saved and one that is not, a frozen weight, a 0-dim and an
+    empty one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,9 +59,12 @@ def started(folder: Path, stage: int = 3, device: str = "nvme", **keys: Any) -> 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
 @pytest.mark.parametrize(
-    ("stage", "device"), [(0, "none"), (1, "nvme"), (2, "cpu"), (3, "none"), (3, "cpu"), (3, "nvme")]
+    ("stage", "device"),
+    [(0, "none"), (1, "nvme"), (2, "cpu"), (3, "none"), (3, "cpu"), (3, "nvme")],
 )
-def test_what_is_saved_is_the_state_dict(stage: int, device: str, name: str, tmp_path: Path) -> None:
+def test_what_is_saved_is_the_state_dict(
+    stage: int, device: str, name: str, tmp_path: Path
+) -> None:
     engine = started(tmp_path, stage, device, **{GATHER: True})
     assert engine.save_16bit_model(tmp_path / "out", name)
     assert os.listdir(tmp_path / "out") == [name]
@@ -87,7 +92,9 @@ def test_a_saved_model_loads_into_a_plain_one(tmp_path: Path) -> None:
     engine.close()
     for load in (
         lambda model: tiermem.load_safetensors(model, tmp_path / "model.safetensors"),
-        lambda model: model.load_state_dict(torch.load(tmp_path / "pytorch_model.bin", weights_only=True)),
+        lambda model: model.load_state_dict(
+            torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+        ),
     ):
         plain = Odd().bfloat16()
         load(plain)
@@ -101,13 +108,19 @@ def test_frozen_parameters_can_be_left_out(name: str, tmp_path: Path) -> None:
     load = torch.load if name.endswith(".bin") else safetensors.torch.load_file
     found = set(load(tmp_path / name))
     whole = engine.module_state_dict()
-    assert {each for each in whole if each not in found} >= {each for each in whole if ".layers.0." in each}
+    assert {each for each in whole if each not in found} >= {
+        each for each in whole if ".layers.0." in each
+    }
     assert not [each for each in found if ".layers.0." in each]
-    assert set(engine.module_state_dict(exclude_frozen_parameters=True)) == {e for e in whole if ".layers.0." not in e}
+    assert set(engine.module_state_dict(exclude_frozen_parameters=True)) == {
+        e for e in whole if ".layers.0." not in e
+    }
     engine.close()
 
 
-def test_partitioned_weights_are_not_saved_unless_asked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_partitioned_weights_are_not_saved_unless_asked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     engine = started(tmp_path)
     with caplog.at_level(logging.WARNING, "tiermem"):
         assert not engine.save_16bit_model(tmp_path / "out")
@@ -151,7 +164,9 @@ def test_a_disk_without_room_is_an_error_and_leaves_the_old_file(
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
-def test_one_parameter_is_in_memory_at_a_time(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_parameter_is_in_memory_at_a_time(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every whole value dies before the one after the next is gathered."""
     engine = started(tmp_path, **{GATHER: True})
     shards, alive, most = engine.shards, 0, 0

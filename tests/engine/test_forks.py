@@ -1,4 +1,5 @@
-"""Is a forked child, which has neither arena nor threads, refused at every entry to a model? Else it ends with SIGSEGV."""
+"""Is a forked child, which has neither arena nor threads, refused at every entry to a model? Else
+it ends with SIGSEGV."""
 
 from __future__ import annotations
 
@@ -18,8 +19,16 @@ from tiermem.zero import GatheredParameters
 
 PLACES: dict[str, dict[str, Any]] = {
     "persistent": {"stage": 3},
-    "host": {"stage": 3, "stage3_param_persistence_threshold": 0, "offload_param": {"device": "cpu"}},
-    "nvme": {"stage": 3, "stage3_param_persistence_threshold": 50, "offload_param": {"device": "nvme"}},
+    "host": {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,
+        "offload_param": {"device": "cpu"},
+    },
+    "nvme": {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 50,
+        "offload_param": {"device": "nvme"},
+    },
     "stage 0": {"stage": 0},
 }
 HARMLESS = {
@@ -28,7 +37,8 @@ HARMLESS = {
     *("set_train_batch_size", "set_train_micro_batch_size"),
     *("coalesce_grad_reduction", "is_gradient_accumulation_boundary", "compile"),
     *("empty_partition_cache", "offload_states", "reload_states"),  # nothing is gathered in a child
-    *("apply", "save_fp16_model", "save_16bit_model"),  # tried below: "writes" and "module_state_dict" do the same
+    # tried below: "writes" and "module_state_dict" do the same
+    *("apply", "save_fp16_model", "save_16bit_model"),
 }
 """Public names of Engine that need no refusal, or are others' names."""
 
@@ -42,7 +52,8 @@ REFUSALS = [
 
 
 def entries(engine: tiermem.Engine, folder: Path) -> dict[str, Callable[[], object]]:
-    """Everything that would use the parent's memory, by the name of a method of the engine or of a function."""
+    """Everything that would use the parent's memory, by the name of a method of the engine or of a
+    function."""
     model, shards, optimizer, x = engine.module, engine.shards, engine.optimizer, batch(0)[0]
     assert optimizer is not None
     param = model.head.weight
@@ -51,7 +62,10 @@ def entries(engine: tiermem.Engine, folder: Path) -> dict[str, Callable[[], obje
     safe = {f"get_{form}_fp32_param": (param,) for form in ("full", *partly)}
     found: dict[str, tuple[Any, ...]] = dict(safe)
     for form, value in (("full", whole), *((each, part) for each in partly)):
-        found |= {f"set_{form}_fp32_param": (param, value), f"get_{form}_optimizer_state": (param, states)}
+        found |= {
+            f"set_{form}_fp32_param": (param, value),
+            f"get_{form}_optimizer_state": (param, states),
+        }
         found |= {f"set_{form}_optimizer_state": (param, value, states)}
         found |= {f"get_{form}_grad": (param,), f"set_{form}_grad": (param, value)}
     found["update_full_grad_vectorized"] = ([param], lambda value, param: value)
@@ -95,7 +109,10 @@ def entries(engine: tiermem.Engine, folder: Path) -> dict[str, Callable[[], obje
 def test_a_forked_child_is_refused_at_every_entry(place: str, tmp_path: Path) -> None:
     zero = dict(PLACES[place])
     if "offload_param" in zero:
-        zero["offload_param"] = zero["offload_optimizer"] = {**zero["offload_param"], "nvme_path": str(tmp_path)}
+        zero["offload_param"] = zero["offload_optimizer"] = {
+            **zero["offload_param"],
+            "nvme_path": str(tmp_path),
+        }
     config = {"train_batch_size": 2, "optimizer": {"type": "AdamW"}, "zero_optimization": zero}
     engine = tiermem.initialize(model=seeded(Tower), config=config)[0]
     engine.backward(loss_of(engine, 0))
@@ -106,7 +123,11 @@ def test_a_forked_child_is_refused_at_every_entry(place: str, tmp_path: Path) ->
 
     def use_all() -> None:
         torch.set_num_threads(1)  # a child has no threads of OpenMP to wait for
-        assert all(each.ds_tensor.isnan().all() for each in engine.module.parameters() if hasattr(each, "ds_tensor"))
+        assert all(
+            each.ds_tensor.isnan().all()
+            for each in engine.module.parameters()
+            if hasattr(each, "ds_tensor")
+        )
         for name, use in uses.items():
             with pytest.raises((RuntimeError, OSError), match="|".join(REFUSALS)):
                 print(name, use())

@@ -1,7 +1,7 @@
 """Does a key of the config change what a run does: its bytes, its steps, its lines of progress?
 
-One test for each key or family whose effect no other file looks at; tests/config/test_every_key.py says which key is looked at
-where.
+One test for each key or family whose effect no other file looks at; tests/config/test_every_key.py
+says which key is looked at where.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ NVME = "nvme"
 
 
 @contextmanager
-def engine_of(folder: Path, zero: dict[str, Any] | None = None, **sections: Any) -> Iterator[tiermem.Engine]:
+def engine_of(
+    folder: Path, zero: dict[str, Any] | None = None, **sections: Any
+) -> Iterator[tiermem.Engine]:
     """An engine of a small model under a config; closed in the end."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
@@ -56,7 +58,7 @@ def weights_of(engine: tiermem.Engine) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in engine.module.state_dict().items()}
 
 
-# ---- the top of the config -------------------------------------------------------------------------------------------
+# ---- the top of the config -----------------------------------------------------------------------
 
 
 class Numbers(torch.utils.data.Dataset[int]):
@@ -69,7 +71,9 @@ class Numbers(torch.utils.data.Dataset[int]):
 
 def loader_of(**keys: Any) -> Any:
     config = {"zero_optimization": {"stage": 3}, **keys}
-    engine, _, loader, _ = tiermem.initialize(model=zoo.Tower(), config=config, training_data=Numbers())
+    engine, _, loader, _ = tiermem.initialize(
+        model=zoo.Tower(), config=config, training_data=Numbers()
+    )
     engine.close()
     return loader
 
@@ -82,7 +86,9 @@ def loader_of(**keys: Any) -> Any:
         {"train_batch_size": 6, "gradient_accumulation_steps": 2},
     ],
 )
-def test_any_two_batch_sizes_give_micro_batches_and_steps(sizes: dict[str, int], tmp_path: Path) -> None:
+def test_any_two_batch_sizes_give_micro_batches_and_steps(
+    sizes: dict[str, int], tmp_path: Path
+) -> None:
     assert [len(batch) for batch in loader_of(**sizes)] == [3, 3, 3, 2]
     config = {"optimizer": {"type": "SGD"}, **sizes}
     engine, _, _, _ = tiermem.initialize(model=seeded(zoo.Tower), config=config)
@@ -97,7 +103,10 @@ def test_dataloader_drop_last_leaves_out_the_batch_that_is_not_full() -> None:
 
 
 def test_seed_decides_the_order_of_training_data() -> None:
-    orders = [torch.cat(list(loader_of(train_micro_batch_size_per_gpu=3, seed=seed))).tolist() for seed in (1, 1, 2)]
+    orders = [
+        torch.cat(list(loader_of(train_micro_batch_size_per_gpu=3, seed=seed))).tolist()
+        for seed in (1, 1, 2)
+    ]
     assert orders[0] == orders[1] != orders[2]
     assert sorted(orders[2]) == list(range(11))
 
@@ -108,18 +117,27 @@ def test_gradient_clipping_bounds_the_step(tmp_path: Path) -> None:
         with engine_of(tmp_path, gradient_clipping=clip, optimizer=sgd) as engine:
             before = weights_of(engine)
             train(engine)
-            moved = torch.cat([(value - before[name]).flatten() for name, value in weights_of(engine).items()]).norm()
+            moved = torch.cat(
+                [(value - before[name]).flatten() for name, value in weights_of(engine).items()]
+            ).norm()
             assert engine.get_global_grad_norm() > 0.25
             assert moved.item() == pytest.approx(clip or engine.get_global_grad_norm(), rel=1e-3)
 
 
-@pytest.mark.parametrize(("every", "steps"), [(2, [2, 4]), (1, [1, 2, 3, 4, 5]), (0, []), (None, [])])
+@pytest.mark.parametrize(
+    ("every", "steps"), [(2, [2, 4]), (1, [1, 2, 3, 4, 5]), (0, []), (None, [])]
+)
 def test_steps_per_print_spaces_the_lines_of_progress(
     every: int | None, steps: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO, "tiermem"), engine_of(tmp_path, steps_per_print=every) as engine:
+    with (
+        caplog.at_level(logging.INFO, "tiermem"),
+        engine_of(tmp_path, steps_per_print=every) as engine,
+    ):
         train(engine, 5)
-    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("step ")]
+    lines = [
+        record.getMessage() for record in caplog.records if record.getMessage().startswith("step ")
+    ]
     assert [int(line.split()[1].rstrip(",")) for line in lines] == steps
 
 
@@ -130,7 +148,9 @@ def test_wall_clock_breakdown_adds_the_phases_to_a_line_of_progress(
     keys = {"steps_per_print": 2, "wall_clock_breakdown": is_on}
     with caplog.at_level(logging.INFO, "tiermem"), engine_of(tmp_path, **keys) as engine:
         train(engine, 4)
-    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("step ")]
+    lines = [
+        record.getMessage() for record in caplog.records if record.getMessage().startswith("step ")
+    ]
     assert len(lines) == 2
     for line in lines:
         assert all((f", {phase} " in line) == is_on for phase in ("forward", "backward", "step"))
@@ -138,8 +158,13 @@ def test_wall_clock_breakdown_adds_the_phases_to_a_line_of_progress(
 
 
 @pytest.mark.parametrize("is_on", [True, False])
-def test_dump_state_logs_every_key_at_the_start(is_on: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "tiermem"), engine_of(tmp_path, dump_state=is_on, seed=7) as engine:
+def test_dump_state_logs_every_key_at_the_start(
+    is_on: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        caplog.at_level(logging.INFO, "tiermem"),
+        engine_of(tmp_path, dump_state=is_on, seed=7) as engine,
+    ):
         rows = engine.config.report()
     logged = [record.getMessage() for record in caplog.records]
     assert ("seed = 7 (honoured)" in logged) == is_on
@@ -151,7 +176,9 @@ def test_buffer_dtype_casts_floating_point_buffers_alone(tmp_path: Path) -> None
         model = seeded(zoo.Tower)
         model.register_buffer("frequencies", torch.rand(5))
         model.register_buffer("places", torch.arange(5))
-        with engine_of(tmp_path, model=model, bf16={"enabled": True}, data_types={"buffer_dtype": given}):
+        with engine_of(
+            tmp_path, model=model, bf16={"enabled": True}, data_types={"buffer_dtype": given}
+        ):
             assert model.frequencies.dtype is expected
             assert model.places.dtype is torch.int64
 
@@ -173,10 +200,15 @@ class Biased(zoo.Tower):
 @pytest.mark.parametrize("section", ["bf16", "fp16"])
 @pytest.mark.parametrize("is_built_inside", [False, True])
 @pytest.mark.parametrize("names", ["auto", ["sca*e"], []])
-def test_listed_buffers_are_fp32(names: Any, is_built_inside: bool, section: str, tmp_path: Path) -> None:
+def test_listed_buffers_are_fp32(
+    names: Any, is_built_inside: bool, section: str, tmp_path: Path
+) -> None:
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}[section]
     kept = {"auto": {"router.score_bias", "scale"} if section == "fp16" else {"router.score_bias"}}
-    sections = {section: {"enabled": True}, "data_types": {"buffer_dtype": section, "keep_in_fp32_modules": names}}
+    sections = {
+        section: {"enabled": True},
+        "data_types": {"buffer_dtype": section, "keep_in_fp32_modules": names},
+    }
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}, **sections}
     with tiermem.zero.Init(config_dict_or_path=config, enabled=is_built_inside):
         model = nn.Sequential(Biased())
@@ -185,11 +217,19 @@ def test_listed_buffers_are_fp32(names: Any, is_built_inside: bool, section: str
             buffer.data = buffer.data.to(half) if buffer.is_floating_point() else buffer.data
     assert before is torch.float32
     expected = kept.get(str(names)) or ({"scale"} if names else set())
-    dtypes = {name: each.dtype for name, each in model[0].named_buffers() if each.is_floating_point()}
-    assert {name for name, each in dtypes.items() if each is torch.float32} == (expected if is_built_inside else set())
+    dtypes = {
+        name: each.dtype for name, each in model[0].named_buffers() if each.is_floating_point()
+    }
+    assert {name for name, each in dtypes.items() if each is torch.float32} == (
+        expected if is_built_inside else set()
+    )
     with engine_of(tmp_path, model=model, **sections):
-        dtypes = {name: each.dtype for name, each in model[0].named_buffers() if each.is_floating_point()}
-    assert dtypes == {name: torch.float32 if name in expected else half for name in ("router.score_bias", "scale")}
+        dtypes = {
+            name: each.dtype for name, each in model[0].named_buffers() if each.is_floating_point()
+        }
+    assert dtypes == {
+        name: torch.float32 if name in expected else half for name in ("router.score_bias", "scale")
+    }
 
 
 class Features(nn.Module):
@@ -215,7 +255,12 @@ def test_auto_cast_gives_the_model_fp16_inputs(is_on: bool, tmp_path: Path) -> N
 
 
 def test_a_scheduler_by_name_changes_the_rate_of_each_step(tmp_path: Path) -> None:
-    params = {"warmup_min_lr": 0.0, "warmup_max_lr": 0.5, "warmup_num_steps": 2, "warmup_type": "linear"}
+    params = {
+        "warmup_min_lr": 0.0,
+        "warmup_max_lr": 0.5,
+        "warmup_num_steps": 2,
+        "warmup_type": "linear",
+    }
     with engine_of(tmp_path, scheduler={"type": "WarmupLR", "params": params}) as engine:
         rates = []
         for step in range(4):
@@ -248,10 +293,20 @@ FLIPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "maximize": True,
         },
     ),
-    "Lion": ({"lr": 1e-2}, {"lr": 1e-3, "weight_decay": 0.5, "betas": [0.1, 0.5], "maximize": True}),
+    "Lion": (
+        {"lr": 1e-2},
+        {"lr": 1e-3, "weight_decay": 0.5, "betas": [0.1, 0.5], "maximize": True},
+    ),
     "SGD": (
         {"lr": 1e-2, "momentum": 0.9},
-        {"lr": 1e-3, "weight_decay": 0.5, "momentum": 0.5, "dampening": 0.5, "nesterov": True, "maximize": True},
+        {
+            "lr": 1e-3,
+            "weight_decay": 0.5,
+            "momentum": 0.5,
+            "dampening": 0.5,
+            "nesterov": True,
+            "maximize": True,
+        },
     ),
     "Muon": (
         {"lr": 1e-2},
@@ -272,10 +327,17 @@ FLIPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 def test_every_setting_of_every_optimizer_is_flipped_below() -> None:
     """All but those about what states are kept in, and those that are refused or computed."""
-    rows = {(s.title, k.path.rpartition(".")[2]) for s in catalogue() for k in s.keys if k.fate == "honoured"}
+    rows = {
+        (s.title, k.path.rpartition(".")[2])
+        for s in catalogue()
+        for k in s.keys
+        if k.fate == "honoured"
+    }
     for name, (_, flips) in FLIPS.items():
         title = f"optimizer.params of {name}{' and AdamW' if name == 'Adam' else ''}"
-        assert {key for where, key in rows if where == title} - {"fp32_optimizer_states"} == set(flips)
+        assert {key for where, key in rows if where == title} - {"fp32_optimizer_states"} == set(
+            flips
+        )
 
 
 @pytest.mark.parametrize("name", FLIPS)
@@ -286,11 +348,15 @@ def test_a_setting_of_an_optimizer_changes_the_weights(name: str, tmp_path: Path
             return torch.cat([value.flatten() for value in weights_of(engine).values()])
 
     before = trained(FLIPS[name][0])
-    unchanged = [k for k, value in FLIPS[name][1].items() if torch.equal(before, trained(FLIPS[name][0] | {k: value}))]
+    unchanged = [
+        k
+        for k, value in FLIPS[name][1].items()
+        if torch.equal(before, trained(FLIPS[name][0] | {k: value}))
+    ]
     assert not unchanged
 
 
-# ---- zero_optimization -----------------------------------------------------------------------------------------------
+# ---- zero_optimization ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -321,12 +387,18 @@ def test_a_deprecated_key_plans_and_runs_as_its_successor(
             with engine_of(tmp_path, zero) as engine:
                 train(engine)
                 found.append(
-                    (engine.shards.policy, engine.shards.plan.rows, weights_of(engine)["head.weight"].tolist())
+                    (
+                        engine.shards.policy,
+                        engine.shards.plan.rows,
+                        weights_of(engine)["head.weight"].tolist(),
+                    )
                 )
     assert found[0] == found[1]
 
 
-def test_masters_are_loaded_or_made_from_the_weights_as_load_from_fp32_weights_says(tmp_path: Path) -> None:
+def test_masters_are_loaded_or_made_from_the_weights_as_load_from_fp32_weights_says(
+    tmp_path: Path,
+) -> None:
     masters = []
     for loads in (True, False):
         keys = {"load_from_fp32_weights": loads, "offload_optimizer": {"device": "cpu"}}
@@ -337,7 +409,9 @@ def test_masters_are_loaded_or_made_from_the_weights_as_load_from_fp32_weights_s
             saved = engine.optimizer.state_dict()
             engine.optimizer.load_state_dict(saved)
             loaded = engine.optimizer.state_dict()["state"][0]["master"]
-            masters.append((saved["state"][0]["master"], loaded, weights_of(engine)["embed.weight"]))
+            masters.append(
+                (saved["state"][0]["master"], loaded, weights_of(engine)["embed.weight"])
+            )
     kept, made = masters
     assert torch.equal(kept[0], made[0])  # the same run so far
     assert torch.equal(kept[1], kept[0])
@@ -347,7 +421,9 @@ def test_masters_are_loaded_or_made_from_the_weights_as_load_from_fp32_weights_s
 
 def test_parameter_buffers_on_nvme_are_as_many_as_buffer_count(tmp_path: Path) -> None:
     for count in (2, 4):
-        with engine_of(tmp_path, offloaded(tmp_path, {"buffer_count": count}), tiermem={"strict": True}) as engine:
+        with engine_of(
+            tmp_path, offloaded(tmp_path, {"buffer_count": count}), tiermem={"strict": True}
+        ) as engine:
             assert engine.shards.plan.units.num == count
 
 
@@ -355,14 +431,18 @@ def test_a_unit_larger_than_buffer_size_is_refused(tmp_path: Path) -> None:
     zero, strict = offloaded(tmp_path, {"buffer_size": 1000}), {"strict": True}
     with pytest.raises(ValueError, match="unit"), engine_of(tmp_path, zero, tiermem=strict):
         pass
-    with engine_of(tmp_path, offloaded(tmp_path, {"buffer_size": 100_000}), tiermem=strict) as engine:
+    with engine_of(
+        tmp_path, offloaded(tmp_path, {"buffer_size": 100_000}), tiermem=strict
+    ) as engine:
         assert engine.shards.plan.units.slot_bytes <= 400_000
 
 
 def test_max_in_cpu_keeps_parameters_off_the_disk(tmp_path: Path) -> None:
     read_bytes = []
     for numel in (0, 10_000, 1_000_000):
-        with engine_of(tmp_path, offloaded(tmp_path, {"max_in_cpu": numel}, device="cpu")) as engine:
+        with engine_of(
+            tmp_path, offloaded(tmp_path, {"max_in_cpu": numel}, device="cpu")
+        ) as engine:
             train(engine, 2)
             read_bytes.append(engine.shards.store.stats().nvme_read_bytes)
     assert read_bytes[0] > read_bytes[1] > read_bytes[2] == 0
@@ -370,7 +450,9 @@ def test_max_in_cpu_keeps_parameters_off_the_disk(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("count", "tiles"), [(4, 1), (8, 2), (12, 3)])
 def test_four_optimizer_buffers_hold_one_tile(count: int, tiles: int, tmp_path: Path) -> None:
-    with engine_of(tmp_path, offloaded(tmp_path, buffer_count=count), tiermem={"strict": True}) as engine:
+    with engine_of(
+        tmp_path, offloaded(tmp_path, buffer_count=count), tiermem={"strict": True}
+    ) as engine:
         assert engine.shards.plan.tiles.num == tiles
 
 
@@ -395,7 +477,9 @@ def test_small_numbers_are_least_where_memory_allows_more(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("key", ["pipeline_read", "pipeline_write"])
-def test_a_pipeline_that_is_off_takes_fewer_buffers_and_ends_each_tile_first(key: str, tmp_path: Path) -> None:
+def test_a_pipeline_that_is_off_takes_fewer_buffers_and_ends_each_tile_first(
+    key: str, tmp_path: Path
+) -> None:
     slots = []
     for is_on in (True, False):
         zero = {**offloaded(tmp_path, **{key: is_on}), "sub_group_size": 4096}
@@ -408,16 +492,24 @@ def test_a_pipeline_that_is_off_takes_fewer_buffers_and_ends_each_tile_first(key
     tiles = [e for e in events if e.lane == "compute"]
     assert tiles
     for move in (e for e in events if e.lane == moves):  # of the run without the pipeline
-        assert not any(tile.start_ns < move.end_ns and move.start_ns < tile.end_ns for tile in tiles)
+        assert not any(
+            tile.start_ns < move.end_ns and move.start_ns < tile.end_ns for tile in tiles
+        )
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_states_on_nvme_rest_in_files_in_every_stage_that_shards_them(stage: int, tmp_path: Path) -> None:
+def test_states_on_nvme_rest_in_files_in_every_stage_that_shards_them(
+    stage: int, tmp_path: Path
+) -> None:
     """The reference takes nvme below stage 3 for cpu without a word."""
     zero = {"stage": stage, "offload_optimizer": {"device": NVME, "nvme_path": str(tmp_path)}}
     with engine_of(tmp_path, zero, tiermem={"resident_bytes": 0}) as engine:
         (folder,) = tmp_path.glob("tiermem-*")
-        assert sum(file.stat().st_size for file in folder.iterdir()) >= engine.shards.plan.disk_bytes > 0
+        assert (
+            sum(file.stat().st_size for file in folder.iterdir())
+            >= engine.shards.plan.disk_bytes
+            > 0
+        )
         train(engine, 2)
         stats = engine.shards.store.stats()
         num_params = sum(param.numel() for param in engine.module.parameters())
@@ -428,13 +520,17 @@ def test_states_on_nvme_rest_in_files_in_every_stage_that_shards_them(stage: int
 def test_sub_group_size_cuts_the_step_into_tiles(tmp_path: Path) -> None:
     tiles = []
     for numel in (1 << 20, 1024):
-        with engine_of(tmp_path, {**offloaded(tmp_path), "sub_group_size": numel}, tiermem={"strict": True}) as engine:
+        with engine_of(
+            tmp_path, {**offloaded(tmp_path), "sub_group_size": numel}, tiermem={"strict": True}
+        ) as engine:
             train(engine)
-            tiles.append(sum(event.lane == "compute" for event in engine.shards.store.recorder.events))
+            tiles.append(
+                sum(event.lane == "compute" for event in engine.shards.store.recorder.events)
+            )
     assert tiles[1] > tiles[0]
 
 
-# ---- tiermem ---------------------------------------------------------------------------------------------------------
+# ---- tiermem -------------------------------------------------------------------------------------
 
 
 def test_host_bytes_is_what_the_arena_takes_at_most(tmp_path: Path) -> None:
@@ -442,13 +538,19 @@ def test_host_bytes_is_what_the_arena_takes_at_most(tmp_path: Path) -> None:
         assert engine.shards.plan.host_bytes <= 32 << 20
         assert engine.shards.plan.resident_bytes > 0
     little = {"host_bytes": "64KiB"}
-    with pytest.raises(ValueError, match="smallest plan needs"), engine_of(tmp_path, tiermem=little):
+    with (
+        pytest.raises(ValueError, match="smallest plan needs"),
+        engine_of(tmp_path, tiermem=little),
+    ):
         pass
 
 
 def test_disk_bytes_is_what_the_files_take_at_most(tmp_path: Path) -> None:
     little = {"disk_bytes": "64KiB"}
-    with pytest.raises(OSError, match="disk"), engine_of(tmp_path, offloaded(tmp_path), tiermem=little):
+    with (
+        pytest.raises(OSError, match="disk"),
+        engine_of(tmp_path, offloaded(tmp_path), tiermem=little),
+    ):
         pass
 
 
@@ -467,7 +569,10 @@ def test_grads_says_where_gradients_rest(home: str, is_written: bool, tmp_path: 
     with engine_of(tmp_path, {"offload_optimizer": {"device": "cpu"}}, tiermem=own) as engine:
         train(engine)
         events = engine.shards.store.recorder.events
-        assert any(event.lane == "write" and event.name.startswith("grad") for event in events) == is_written
+        assert (
+            any(event.lane == "write" and event.name.startswith("grad") for event in events)
+            == is_written
+        )
 
 
 @pytest.mark.parametrize(
@@ -515,7 +620,9 @@ def test_overlap_says_whether_a_step_goes_on_under_the_next_forward(
 
 @pytest.mark.parametrize("key", ["intra_op_parallelism", "thread_count", "num_threads"])
 def test_engine_says_who_moves_the_blocks(key: str, tmp_path: Path) -> None:
-    with engine_of(tmp_path, offloaded(tmp_path), tiermem={"engine": "threads"}, aio={key: 2}) as engine:
+    with engine_of(
+        tmp_path, offloaded(tmp_path), tiermem={"engine": "threads"}, aio={key: 2}
+    ) as engine:
         train(engine)
         stats = engine.shards.store.stats()
         assert (stats.engine, stats.nvme_read_bytes > 0) == ("threads", True)

@@ -1,4 +1,5 @@
-"""Does accumulation by layers give the bits of accumulation by batches, and read weights twice a step whatever its length?"""
+"""Does accumulation by layers give the bits of accumulation by batches, and read weights twice a
+step whatever its length?"""
 
 from __future__ import annotations
 
@@ -41,9 +42,15 @@ CASES = {
     "frozen parameters": Case(zoo.frozen_tower),
     "a root with parameters and two embeddings": Case(zoo.NanoGPT),
     "blocks checkpointed by the model": Case(lambda: zoo.Tower(checkpoint=False)),
-    "blocks that are split": Case(keys={"zero_optimization": {"offload_param": {"buffer_size": 3200}}}),
-    "bf16, gradients in fp32": Case(keys={"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}),
-    "fp16 whose scale overflows": Case(keys={"fp16": {"enabled": True, "initial_scale_power": 19, "hysteresis": 1}}),
+    "blocks that are split": Case(
+        keys={"zero_optimization": {"offload_param": {"buffer_size": 3200}}}
+    ),
+    "bf16, gradients in fp32": Case(
+        keys={"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+    ),
+    "fp16 whose scale overflows": Case(
+        keys={"fp16": {"enabled": True, "initial_scale_power": 19, "hysteresis": 1}}
+    ),
     "autocast": Case(keys={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}),
     "compact states": Case(keys={"bf16": {"enabled": True}}, own={"precision": "compact"}),
     "a Llama, its loss in its output": Case(functools.partial(zoo.llama, use_cache=False)),
@@ -51,7 +58,9 @@ CASES = {
     "a Llama that checkpoints, reentrant": Case(functools.partial(zoo.checkpointed_llama, True)),
     "a GPT-2, activations on NVMe": Case(lambda: gpt2(), own={"activations": "nvme"}),
     "a Sequential": Case(
-        lambda: nn.Sequential(nn.Embedding(VOCAB, 16), *(nn.Linear(16, 16) for _ in range(3)), Head())
+        lambda: nn.Sequential(
+            nn.Embedding(VOCAB, 16), *(nn.Linear(16, 16) for _ in range(3)), Head()
+        )
     ),
 }
 
@@ -59,7 +68,8 @@ CASES = {
 def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = {"n_embd": 1024, "n_layer": 3, "n_head": 4, "n_inner": 64}  # block inputs of 64 KiB and more move
+    # block inputs of 64 KiB and more move
+    sizes = {"n_embd": 1024, "n_layer": 3, "n_head": 4, "n_inner": 64}
     no_dropout = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
     return GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, use_cache=False, **sizes, **no_dropout))
 
@@ -74,7 +84,9 @@ def test_layers_give_the_bits_of_batches(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     model = seeded(case.build)
     runs = [
-        train(copy.deepcopy(model), order, case.num_micro, case.device, tmp_path, case.keys, case.own)
+        train(
+            copy.deepcopy(model), order, case.num_micro, case.device, tmp_path, case.keys, case.own
+        )
         for order in ("batches", "layers")
     ]
     assert_same_runs(*runs)
@@ -99,7 +111,9 @@ def test_two_ranks_give_the_bits_of_batches(tmp_path: Path) -> None:
             assert_same_tensors(batches.weights, layers.weights)
 
 
-def test_dropout_draws_the_same_numbers_on_every_tier_and_those_of_batches_for_one(tmp_path: Path) -> None:
+def test_dropout_draws_the_same_numbers_on_every_tier_and_those_of_batches_for_one(
+    tmp_path: Path,
+) -> None:
     model = seeded(Dropping)
 
     def run(order: str, num_micro: int, device: str) -> Run:
@@ -120,40 +134,52 @@ class Dropping(zoo.Tower):
     def __init__(self) -> None:
         super().__init__(num_blocks=1)
         self.drop = nn.Dropout(0.3)
-        self.layers = nn.ModuleList([nn.Sequential(zoo.Block(31, 97), nn.Dropout(0.3)) for _ in range(3)])
+        self.layers = nn.ModuleList(
+            [nn.Sequential(zoo.Block(31, 97), nn.Dropout(0.3)) for _ in range(3)]
+        )
 
 
-# ---- bytes -----------------------------------------------------------------------------------------------------------
+# ---- bytes ---------------------------------------------------------------------------------------
 
 
 def test_weights_are_read_twice_and_gradients_written_once(tmp_path: Path) -> None:
-    """The tolerance is what is read ahead at both ends of a step, and the embedding, which the tail's forward reads again.
+    """The tolerance is what is read ahead at both ends of a step, and the embedding, which the
+    tail's forward reads again.
 
-    Reading weights once more would cost 14 units. What is read ahead depends on the time that reads take; no step goes on
-    under a forward, as what that one reads depends on the time that writes take.
+    Reading weights once more would cost 14 units. What is read ahead depends on the time that reads
+    take; no step goes on under a forward, as what that one reads depends on the time that writes
+    take.
     """
     model = seeded(lambda: zoo.Tower(num_blocks=12))
     once, two, six, batches = (
-        train(copy.deepcopy(model), order, num, "nvme", tmp_path, None, {"overlap": "none"}).of_last_step
+        train(
+            copy.deepcopy(model), order, num, "nvme", tmp_path, None, {"overlap": "none"}
+        ).of_last_step
         for order, num in (("batches", 1), ("layers", 2), ("layers", 6), ("batches", 2))
     )
     tolerance, weights = 9 * six.largest_unit, 14 * six.largest_unit
     assert two.written == six.written == once.written
     assert abs(two.read - once.read) <= tolerance
     assert abs(six.read - once.read) <= tolerance
-    assert batches.written - once.written > 0.8 * weights  # what each further micro-batch writes otherwise
+    # what each further micro-batch writes otherwise
+    assert batches.written - once.written > 0.8 * weights
     assert batches.read - once.read > 2 * weights
 
 
-# ---- beside the step -------------------------------------------------------------------------------------------------
+# ---- beside the step -----------------------------------------------------------------------------
 
 
 def steps_of(model: nn.Module, overlap: str, grads: str, folder: Path) -> Run:
-    keys, own = {"gradient_clipping": 0.0, "bf16": {"enabled": True}}, {"overlap": overlap, "grads": grads}
+    keys, own = (
+        {"gradient_clipping": 0.0, "bf16": {"enabled": True}},
+        {"overlap": overlap, "grads": grads},
+    )
     return train(copy.deepcopy(model), "layers", 3, "nvme", folder, keys, own)
 
 
-def test_a_step_goes_on_under_the_forward_of_all_micro_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_goes_on_under_the_forward_of_all_micro_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first step makes states, and ends before the next forward; `train` ends the third."""
     model = seeded(zoo.Tower)
     expected, under_way = steps_of(model, "none", "nvme", tmp_path), list[bool]()
@@ -172,7 +198,8 @@ def test_a_step_goes_on_under_the_forward_of_all_micro_batches(tmp_path: Path, m
 def test_units_are_stepped_when_the_last_micro_batch_has_passed_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the third step on: the first makes states, the second finds what was assumed. Each tile is attempted once.
+    """From the third step on: the first makes states, the second finds what was assumed. Each tile
+    is attempted once.
 
     Gradients on NVMe may be on their way there when backward ends; the step then takes their tiles.
     """
@@ -219,7 +246,7 @@ def test_an_exception_in_a_forward_leaves_the_step_under_it_whole(tmp_path: Path
         assert_same_tensors(engine.module_state_dict(), expected.weights)
 
 
-# ---- exceptions, saves, refusals -------------------------------------------------------------------------------------
+# ---- exceptions, saves, refusals -----------------------------------------------------------------
 
 
 def test_an_exception_in_one_micro_batch_forgets_the_step(tmp_path: Path) -> None:
@@ -250,7 +277,8 @@ def test_an_exception_in_one_micro_batch_forgets_the_step(tmp_path: Path) -> Non
         with pytest.raises(StopIteration):
             engine.train_batch([], cross_entropy)
         losses = [
-            float(engine.train_batch(micro_batches(step, 3), cross_entropy)) for step in range(len(expected.losses))
+            float(engine.train_batch(micro_batches(step, 3), cross_entropy))
+            for step in range(len(expected.losses))
         ]
         assert losses == expected.losses
         assert_same_tensors(engine.module_state_dict(), expected.weights)
@@ -317,8 +345,14 @@ def tower_of(block: type[nn.Module]) -> Callable[[], nn.Module]:
 
 REFUSED = {
     "used twice": (lambda: zoo.Tower(rounds=2), "layers.0 is called 2 times in one forward"),
-    "changed between blocks": (Residual, "layers.1 takes no tensors of the output of the block before"),
-    "another way in the next forward": (lambda: zoo.Tower(skips=True), "a forward called layers.. where others called"),
+    "changed between blocks": (
+        Residual,
+        "layers.1 takes no tensors of the output of the block before",
+    ),
+    "another way in the next forward": (
+        lambda: zoo.Tower(skips=True),
+        "a forward called layers.. where others called",
+    ),
     "output in an object": (
         lambda: zoo.Tower(outputs="dataclass"),
         "takes no tensors of the output of the block before",
@@ -327,10 +361,19 @@ REFUSED = {
         lambda: zoo.Tower(checkpoint=True),
         "called without gradients, as reentrant checkpointing",
     ),
-    "a loss of an earlier output": (Deep, "the loss depends on the output of layers.0 in another way"),
-    "a loss kept on a block": (tower_of(Collecting), "layers.2.extra is made by the block and would lose its gradient"),
+    "a loss of an earlier output": (
+        Deep,
+        "the loss depends on the output of layers.0 in another way",
+    ),
+    "a loss kept on a block": (
+        tower_of(Collecting),
+        "layers.2.extra is made by the block and would lose its gradient",
+    ),
     "arguments changed in place": (tower_of(Changing), "layers.0 changes its arguments"),
-    "a cache": (zoo.llama, r"model.layers.0 changes its arguments.*give it no cache \(use_cache=False\)"),
+    "a cache": (
+        zoo.llama,
+        r"model.layers.0 changes its arguments.*give it no cache \(use_cache=False\)",
+    ),
     "no list": (lambda: Flat(), "this Flat has no ModuleList or Sequential"),
 }
 
@@ -369,7 +412,10 @@ def test_other_ways_to_train_are_refused(engine: tiermem.Engine) -> None:
         engine.backward(cross_entropy(engine(batch(0)[0]), batch(0)[1]))
     with pytest.raises(RuntimeError, match="outside no_sync"), engine.no_sync():
         engine.train_batch(micro_batches(0, 2), cross_entropy)
-    with pytest.raises(ValueError, match=r"the engine's and TiermemTrainer's, which see all micro-batches of a step"):
+    with pytest.raises(
+        ValueError,
+        match=r"the engine's and TiermemTrainer's, which see all micro-batches of a step",
+    ):
         tiermem.shard(seeded(zoo.Tower), OffloadPolicy(accumulation=LAYERS))
 
 
@@ -381,5 +427,7 @@ def test_a_stage_or_a_setting_that_has_no_use_for_it_is_refused() -> None:
 
 
 def test_an_output_without_a_loss_is_refused(engine: tiermem.Engine) -> None:
-    with pytest.raises(TypeError, match="a Tensor, has no loss of one element: give train_batch a loss_fn"):
+    with pytest.raises(
+        TypeError, match="a Tensor, has no loss of one element: give train_batch a loss_fn"
+    ):
         engine.train_batch([tokens for tokens, _ in micro_batches(0, 2)])

@@ -26,7 +26,15 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("WarmupLR", {"warmup_num_steps": 5}),
     ("WarmupDecayLR", {"warmup_num_steps": 3, "total_num_steps": 8, "warmup_type": "linear"}),
     ("WarmupCosineLR", {"warmup_num_steps": 3, "total_num_steps": 8}),
-    ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0, "cycle_first_step_size": 4, "decay_step_size": 2}),
+    (
+        "OneCycle",
+        {
+            "cycle_min_lr": 0.1,
+            "cycle_max_lr": 1.0,
+            "cycle_first_step_size": 4,
+            "decay_step_size": 2,
+        },
+    ),
     ("LRRangeTest", {"lr_range_test_step_size": 2}),
 ]
 
@@ -47,7 +55,9 @@ def rates(schedule: LRScheduler, num_steps: int) -> list[float]:
 
 
 def test_linear_warmup_rises_by_equal_steps_and_stays() -> None:
-    schedule = WarmupLR(adam(), warmup_min_lr=0.0, warmup_max_lr=1.0, warmup_num_steps=4, warmup_type="linear")
+    schedule = WarmupLR(
+        adam(), warmup_min_lr=0.0, warmup_max_lr=1.0, warmup_num_steps=4, warmup_type="linear"
+    )
     assert rates(schedule, 7) == [0.0, 0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
 
 
@@ -72,14 +82,19 @@ def test_warmup_defaults_are_the_documented_ones() -> None:
         ("WarmupCosineLR", {"total_num_steps": 99}),
     ],
 )
-def test_warmup_without_a_highest_rate_rises_to_each_group_s_own(name: str, params: dict[str, Any]) -> None:
+def test_warmup_without_a_highest_rate_rises_to_each_group_s_own(
+    name: str, params: dict[str, Any]
+) -> None:
     optimizer = adam(num_groups=2)
     optimizer.param_groups[0]["lr"] = 3e-5
     section = SchedulerConfig(type=name, params={**params, "warmup_num_steps": 3})
     schedule = build_scheduler(section, optimizer)
     highest = [0.0, 0.0]
     for _ in range(6):
-        highest = [max(high, float(group["lr"])) for high, group in zip(highest, optimizer.param_groups, strict=True)]
+        highest = [
+            max(high, float(group["lr"]))
+            for high, group in zip(highest, optimizer.param_groups, strict=True)
+        ]
         optimizer.step()
         schedule.step()
     assert highest == pytest.approx([3e-5, 0.5], rel=0.01)
@@ -93,7 +108,12 @@ def test_a_schedule_built_after_another_rises_to_the_first_rate() -> None:
 
 def test_decay_falls_on_a_line_to_the_least_rate_and_stays() -> None:
     schedule = WarmupDecayLR(
-        adam(), total_num_steps=6, warmup_min_lr=1.0, warmup_max_lr=2.0, warmup_num_steps=2, warmup_type="linear"
+        adam(),
+        total_num_steps=6,
+        warmup_min_lr=1.0,
+        warmup_max_lr=2.0,
+        warmup_num_steps=2,
+        warmup_type="linear",
     )
     assert rates(schedule, 9) == pytest.approx([1.0, 1.0, 1.5, 2.0, 1.75, 1.5, 1.25, 1.0, 1.0])
 
@@ -107,19 +127,33 @@ def test_cosine_falls_from_the_optimizer_s_rate_to_its_ratio_and_stays() -> None
 
 
 def test_cosine_warms_up_from_its_least_ratio() -> None:
-    schedule = WarmupCosineLR(adam(lr=2.0), 100, warmup_min_ratio=0.25, warmup_num_steps=2, warmup_type="linear")
+    schedule = WarmupCosineLR(
+        adam(lr=2.0), 100, warmup_min_ratio=0.25, warmup_num_steps=2, warmup_type="linear"
+    )
     assert rates(schedule, 3) == pytest.approx([0.5, 0.5, 1.25])
 
 
 def test_one_cycle_rises_falls_and_decays() -> None:
     schedule = OneCycle(
-        adam(), 1.0, 3.0, cycle_first_step_size=2, cycle_second_step_size=4, decay_step_size=2, decay_lr_rate=1.0
+        adam(),
+        1.0,
+        3.0,
+        cycle_first_step_size=2,
+        cycle_second_step_size=4,
+        decay_step_size=2,
+        decay_lr_rate=1.0,
     )
     assert rates(schedule, 9) == pytest.approx([1.0, 2.0, 3.0, 2.5, 2.0, 1.5, 1.0, 1 / 1.5, 0.5])
 
 
 def test_one_cycle_without_decay_stays_at_the_least_rate() -> None:
-    assert rates(OneCycle(adam(), 1.0, 3.0, cycle_first_step_size=1), 5) == [1.0, 3.0, 1.0, 1.0, 1.0]
+    assert rates(OneCycle(adam(), 1.0, 3.0, cycle_first_step_size=1), 5) == [
+        1.0,
+        3.0,
+        1.0,
+        1.0,
+        1.0,
+    ]
 
 
 def test_one_cycle_moves_in_stairs() -> None:
@@ -128,7 +162,9 @@ def test_one_cycle_moves_in_stairs() -> None:
 
 
 def test_momentum_runs_opposite_to_the_rate_and_leaves_the_second_beta() -> None:
-    schedule = OneCycle(adam(), 0.0, 1.0, cycle_first_step_size=2, cycle_min_mom=0.8, cycle_max_mom=0.9)
+    schedule = OneCycle(
+        adam(), 0.0, 1.0, cycle_first_step_size=2, cycle_min_mom=0.8, cycle_max_mom=0.9
+    )
     seen = []
     for _ in range(5):
         seen.append(schedule.optimizer.param_groups[0]["betas"])
@@ -166,7 +202,8 @@ def test_optimizer_without_betas_is_scheduled_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("staircase", "expected"), [(False, [1.0, 1.25, 1.5, 1.75, 2.0]), (True, [1.0, 1.0, 1.5, 1.5, 2.0])]
+    ("staircase", "expected"),
+    [(False, [1.0, 1.25, 1.5, 1.75, 2.0]), (True, [1.0, 1.0, 1.5, 1.5, 2.0])],
 )
 def test_range_test_rises_without_end(staircase: bool, expected: list[float]) -> None:
     schedule = LRRangeTest(adam(), 1.0, 2, 0.5, staircase)
@@ -186,13 +223,25 @@ _CYCLE = {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0}
 @pytest.mark.parametrize(
     ("name", "params", "told"),
     [
-        ("WarmupLR", {"warmup_num_steps": 0}, "warmup_num_steps is 0; it must be a positive whole number"),
+        (
+            "WarmupLR",
+            {"warmup_num_steps": 0},
+            "warmup_num_steps is 0; it must be a positive whole number",
+        ),
         ("WarmupLR", {"warmup_min_lr": None}, "warmup_min_lr is None; it must be a finite number"),
         ("WarmupLR", {"warmup_max_lr": "1e-3"}, "warmup_max_lr is '1e-3'"),
         ("WarmupLR", {"warmup_max_lr": [0.1, None]}, "warmup_max_lr is None"),
-        ("WarmupLR", {"warmup_max_lr": [1, 2], "warmup_min_lr": [1, 2, 3]}, "warmup_max_lr has 2 values"),
+        (
+            "WarmupLR",
+            {"warmup_max_lr": [1, 2], "warmup_min_lr": [1, 2, 3]},
+            "warmup_max_lr has 2 values",
+        ),
         ("WarmupCosineLR", {"total_num_steps": 9, "cos_min_ratio": "x"}, "cos_min_ratio is 'x'"),
-        ("WarmupCosineLR", {"total_num_steps": 9, "warmup_min_ratio": [0.1]}, "warmup_min_ratio is"),
+        (
+            "WarmupCosineLR",
+            {"total_num_steps": 9, "warmup_min_ratio": [0.1]},
+            "warmup_min_ratio is",
+        ),
         ("OneCycle", {**_CYCLE, "cycle_second_step_size": -1}, "cycle_second_step_size is -1"),
         ("OneCycle", {**_CYCLE, "cycle_min_mom": "low"}, "cycle_min_mom is 'low'"),
         ("OneCycle", {**_CYCLE, "cycle_first_stair_count": 1.5}, "cycle_first_stair_count is 1.5"),
@@ -240,7 +289,12 @@ def test_schedule_continues_after_a_save_and_a_load(name: str, params: dict[str,
     assert head + rates(second, 7) == unbroken
 
 
-WARMUP = {"warmup_min_lr": 0.1, "warmup_max_lr": 2.0, "warmup_num_steps": 6, "warmup_type": "linear"}
+WARMUP = {
+    "warmup_min_lr": 0.1,
+    "warmup_max_lr": 2.0,
+    "warmup_num_steps": 6,
+    "warmup_type": "linear",
+}
 FLIPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "WarmupLR": ({"warmup_num_steps": 4}, {**WARMUP, "last_batch_iteration": 2}),
     "WarmupDecayLR": (
@@ -294,7 +348,9 @@ FLIPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
     ),
 }  # a schedule's arguments, and for each of all those it has another value
-ONE_BY_ONE = [(name, key, value) for name, (_, flips) in FLIPS.items() for key, value in flips.items()]
+ONE_BY_ONE = [
+    (name, key, value) for name, (_, flips) in FLIPS.items() for key, value in flips.items()
+]
 
 
 def test_every_argument_of_every_documented_schedule_is_flipped_below() -> None:
@@ -310,7 +366,9 @@ def test_every_argument_changes_what_steps_run_with(name: str, key: str, value: 
         optimizer, seen = adam(), []
         schedule = build_scheduler(SchedulerConfig(type=name, params=params), optimizer)
         for _ in range(14):
-            seen.append((float(optimizer.param_groups[0]["lr"]), optimizer.param_groups[0]["betas"][0]))
+            seen.append(
+                (float(optimizer.param_groups[0]["lr"]), optimizer.param_groups[0]["betas"][0])
+            )
             optimizer.step()
             schedule.step()
         runs.append(seen)
@@ -326,7 +384,9 @@ def test_schedule_begins_where_last_batch_iteration_says(name: str, params: dict
 
 
 @pytest.mark.parametrize(("name", "params"), CASES)
-def test_schedule_continues_from_the_state_that_deepspeed_saves(name: str, params: dict[str, Any]) -> None:
+def test_schedule_continues_from_the_state_that_deepspeed_saves(
+    name: str, params: dict[str, Any]
+) -> None:
     section = SchedulerConfig(type=name, params=params)
     whole = rates(build_scheduler(section, adam()), 12)
     resumed = build_scheduler(section, adam())
@@ -336,7 +396,9 @@ def test_schedule_continues_from_the_state_that_deepspeed_saves(name: str, param
 
 
 def test_schedule_of_torch_is_built_by_its_name() -> None:
-    schedule = build_scheduler(SchedulerConfig(type="StepLR", params={"step_size": 2, "gamma": 0.1}), adam(lr=1.0))
+    schedule = build_scheduler(
+        SchedulerConfig(type="StepLR", params={"step_size": 2, "gamma": 0.1}), adam(lr=1.0)
+    )
     assert rates(schedule, 3) == pytest.approx([1.0, 1.0, 0.1])
 
 
@@ -348,7 +410,9 @@ def test_name_that_is_no_schedule_is_refused(name: str) -> None:
 
 def test_argument_that_is_missing_is_named_when_built() -> None:
     with pytest.raises(ValueError, match="WarmupDecayLR needs total_num_steps"):
-        build_scheduler(SchedulerConfig(type="WarmupDecayLR", params={"total_num_steps": "auto"}), adam())
+        build_scheduler(
+            SchedulerConfig(type="WarmupDecayLR", params={"total_num_steps": "auto"}), adam()
+        )
 
 
 def test_argument_of_the_wrong_type_is_a_value_error() -> None:

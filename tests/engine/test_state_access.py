@@ -1,7 +1,8 @@
-"""Does a user of the reference system's `safe_get_*` and `safe_set_*` see, and change, what a plain model's optimizer holds?
+"""Does a user of the reference system's `safe_get_*` and `safe_set_*` see, and change, what a plain
+model's optimizer holds?
 
-The twin is the same model, unsharded, stepped by the same optimizer: what is looked at is compared with it to the bit, and
-what is put is put there too. Several ranks: test_state_access_on_ranks.py.
+The twin is the same model, unsharded, stepped by the same optimizer: what is looked at is compared
+with it to the bit, and what is put is put there too. Several ranks: test_state_access_on_ranks.py.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def pairs(model: nn.Module, twin: nn.Module) -> Iterator[tuple[nn.Parameter, nn.
     return zip(model.parameters(), twin.parameters(), strict=True)
 
 
-# ---- looking -----------------------------------------------------------------------------------------------------------------
+# ---- looking -------------------------------------------------------------------------------------
 
 
 @homes
@@ -78,8 +79,13 @@ def test_the_debugging_loop_sees_what_a_plain_model_holds(home: str, tmp_path: P
             assert torch.equal(safe_get_full_fp32_param(mine), other)
             assert torch.equal(safe_get_full_grad(mine), other.grad)
             for key in KEYS:
-                assert torch.equal(safe_get_full_optimizer_state(mine, key), twin_optim.state[other][key])
-                assert torch.equal(safe_get_local_optimizer_state(mine, key), twin_optim.state[other][key].flatten())
+                assert torch.equal(
+                    safe_get_full_optimizer_state(mine, key), twin_optim.state[other][key]
+                )
+                assert torch.equal(
+                    safe_get_local_optimizer_state(mine, key),
+                    twin_optim.state[other][key].flatten(),
+                )
             assert torch.equal(safe_get_local_fp32_param(mine), other.detach().flatten())
             assert torch.equal(safe_get_local_grad(mine), other.grad.flatten())
 
@@ -96,7 +102,9 @@ def test_a_master_is_seen_in_every_precision(home: str, preset: str, tmp_path: P
             master = safe_get_full_fp32_param(param)
             assert master.dtype == torch.float32
             assert torch.equal(master.flatten(), states[f"{name}.master"])
-            assert torch.equal(safe_get_full_optimizer_state(param, "exp_avg").flatten(), states[f"{name}.exp_avg"])
+            assert torch.equal(
+                safe_get_full_optimizer_state(param, "exp_avg").flatten(), states[f"{name}.exp_avg"]
+            )
             assert torch.allclose(master, shards.weight(param).float(), rtol=2**-8)
 
 
@@ -121,7 +129,7 @@ def test_what_is_returned_is_a_copy(tmp_path: Path) -> None:
             assert torch.equal(get(param), before)
 
 
-# ---- putting -----------------------------------------------------------------------------------------------------------------
+# ---- putting -------------------------------------------------------------------------------------
 
 
 @homes
@@ -135,7 +143,9 @@ def test_what_is_put_is_what_training_goes_on_with(home: str, form: str, tmp_pat
         train_steps(model, optim, [0])
         train_steps(twin, twin_optim, [0])
         for mine, other in pairs(model, twin):
-            value, first, second = torch.randn(3, *other.shape, generator=torch.Generator().manual_seed(other.numel()))
+            value, first, second = torch.randn(
+                3, *other.shape, generator=torch.Generator().manual_seed(other.numel())
+            )
             other.data.copy_(value)
             twin_optim.state[other]["exp_avg"].copy_(first)
             twin_optim.state[other]["exp_avg_sq"].copy_(second.square())
@@ -171,7 +181,9 @@ def test_putting_back_what_was_seen_changes_no_bit(home: str, preset: str, tmp_p
                 safe_set_full_fp32_param(param, safe_get_full_fp32_param(param))
                 safe_set_full_grad(param, safe_get_full_grad(param))
                 for key in KEYS:
-                    safe_set_full_optimizer_state(param, safe_get_full_optimizer_state(param, key), key)
+                    safe_set_full_optimizer_state(
+                        param, safe_get_full_optimizer_state(param, key), key
+                    )
             optim.step()
             found.append(states_of(shards, optim) | dict(model.state_dict()))
             assert optim.grad_norm > 0
@@ -189,7 +201,10 @@ def test_a_low_precision_weight_follows_its_master(home: str, tmp_path: Path) ->
             safe_set_full_fp32_param(param, value)
             assert torch.equal(safe_get_full_fp32_param(param), value)
         for value in model.state_dict().values():
-            assert torch.equal(value, torch.randn(value.shape, generator=torch.Generator().manual_seed(1)).bfloat16())
+            assert torch.equal(
+                value,
+                torch.randn(value.shape, generator=torch.Generator().manual_seed(1)).bfloat16(),
+            )
 
 
 @homes
@@ -204,7 +219,11 @@ def test_states_can_be_put_before_the_first_step(home: str, tmp_path: Path) -> N
             value = torch.full(other.shape, 0.5)
             safe_set_full_optimizer_state(mine, value, "exp_avg")
             zero = torch.zeros_like(other)
-            twin_optim.state[other] = {"step": torch.tensor(0.0), "exp_avg": value.clone(), "exp_avg_sq": zero}
+            twin_optim.state[other] = {
+                "step": torch.tensor(0.0),
+                "exp_avg": value.clone(),
+                "exp_avg_sq": zero,
+            }
         saved = optim.state_dict()
         assert saved["state"][0]["step"] == 0
         assert torch.equal(saved["state"][0]["exp_avg"], torch.full(model.embed.weight.shape, 0.5))
@@ -212,9 +231,14 @@ def test_states_can_be_put_before_the_first_step(home: str, tmp_path: Path) -> N
         train_steps(twin, twin_optim, [0])
         for mine, other in pairs(model, twin):
             assert torch.allclose(safe_get_full_fp32_param(mine), other, rtol=1e-5, atol=1e-6)
-            assert torch.allclose(safe_get_full_optimizer_state(mine, "exp_avg"), twin_optim.state[other]["exp_avg"])
+            assert torch.allclose(
+                safe_get_full_optimizer_state(mine, "exp_avg"), twin_optim.state[other]["exp_avg"]
+            )
         optim.load_state_dict(saved)
-        assert torch.equal(safe_get_full_optimizer_state(model.embed.weight, "exp_avg"), saved["state"][0]["exp_avg"])
+        assert torch.equal(
+            safe_get_full_optimizer_state(model.embed.weight, "exp_avg"),
+            saved["state"][0]["exp_avg"],
+        )
         assert optim.state_dict()["state"][0]["step"] == 0
 
 
@@ -231,7 +255,7 @@ def test_a_master_that_was_put_before_the_first_step_is_saved(tmp_path: Path) ->
         assert torch.equal(safe_get_full_fp32_param(model.head.weight), value)
 
 
-# ---- gradients -------------------------------------------------------------------------------------------------------------
+# ---- gradients -----------------------------------------------------------------------------------
 
 
 @homes
@@ -292,7 +316,11 @@ def test_gradients_are_there_between_backward_and_step_alone(tmp_path: Path) -> 
     with tiermem.shard(model, policy("nvme", tmp_path)):
         optim, param = tiermem.AdamW(model.parameters()), model.head.weight
         said = r"no gradient of head\.weight now: there are gradients after backward.*until the step or zero_grad"
-        for get in (safe_get_full_grad, safe_get_local_grad, lambda p: safe_set_full_grad(p, torch.zeros_like(p))):
+        for get in (
+            safe_get_full_grad,
+            safe_get_local_grad,
+            lambda p: safe_set_full_grad(p, torch.zeros_like(p)),
+        ):
             with pytest.raises(RuntimeError, match=said):
                 get(param)
         loss_of(model, 0).backward()
@@ -344,7 +372,9 @@ def test_a_gradient_that_has_not_been_reduced_is_that_of_this_rank(stage: int) -
             torch.testing.assert_close(found, twin.head.weight.grad)
             found.zero_()  # a copy
         if stage < 2 and micro == 0:
-            with pytest.raises(RuntimeError, match="has not been reduced over the ranks yet: below stage 2"):
+            with pytest.raises(
+                RuntimeError, match="has not been reduced over the ranks yet: below stage 2"
+            ):
                 safe_set_full_grad(weight, torch.zeros_like(found))
         engine.step()
     assert engine.was_step_applied()
@@ -360,7 +390,7 @@ def test_gradients_that_are_used_up_in_backward_are_not_shown(tmp_path: Path) ->
             safe_get_full_grad(model.head.weight)
 
 
-# ---- many at once --------------------------------------------------------------------------------------------------------
+# ---- many at once --------------------------------------------------------------------------------
 
 
 @homes
@@ -378,10 +408,14 @@ def test_a_visit_changes_what_single_puts_change(home: str, preset: str, tmp_pat
                 safe_update_local_states_vectorized(chosen, halve)
             for param in () if is_vectorised else chosen:
                 safe_set_full_fp32_param(param, safe_get_full_fp32_param(param) * 0.5)
-                safe_set_full_optimizer_state(param, safe_get_full_optimizer_state(param, "exp_avg") * 0.25, "exp_avg")
+                safe_set_full_optimizer_state(
+                    param, safe_get_full_optimizer_state(param, "exp_avg") * 0.25, "exp_avg"
+                )
             found.append(states_of(shards, optim) | dict(model.state_dict()))
             optim.step()
-            found[-1] |= {f"{name}, stepped": value for name, value in states_of(shards, optim).items()}
+            found[-1] |= {
+                f"{name}, stepped": value for name, value in states_of(shards, optim).items()
+            }
     assert_same_tensors(*found)
 
 
@@ -407,7 +441,9 @@ def test_a_visit_reads_and_writes_each_tile_once(tmp_path: Path) -> None:
         safe_update_local_states_vectorized(model.parameters(), note)
         tiles = [tile for tile in optim.tiles_of(shards).tiles if tile.home is Tier.NVME]
         after = shards.store.stats()
-        streamed = sum(tile.state_bytes + (tile.slice_bytes if tile.live.entry else 0) for tile in tiles)
+        streamed = sum(
+            tile.state_bytes + (tile.slice_bytes if tile.live.entry else 0) for tile in tiles
+        )
         assert after.nvme_read_bytes - before.nvme_read_bytes == streamed
         assert after.nvme_written_bytes - before.nvme_written_bytes == streamed
         for param in model.parameters():
@@ -432,11 +468,12 @@ def test_a_visit_before_the_first_step_makes_the_states(tmp_path: Path) -> None:
         assert_same_tensors(dict(model.state_dict()), weights)
         train_steps(model, optim, [0])
         assert (
-            safe_get_full_optimizer_state(model.head.weight, "exp_avg")[-1, -1] / expected[-1, -1] - 0.9
+            safe_get_full_optimizer_state(model.head.weight, "exp_avg")[-1, -1] / expected[-1, -1]
+            - 0.9
         ).abs() < 1e-3
 
 
-# ---- what is asked wrongly ---------------------------------------------------------------------------------------------------
+# ---- what is asked wrongly -----------------------------------------------------------------------
 
 
 def test_an_unknown_state_names_those_there_are(tmp_path: Path) -> None:
@@ -476,7 +513,9 @@ def test_every_optimizers_states_have_torchs_names(
             train_steps(twin, twin_optim, [number])
         for mine, other in pairs(model, twin):
             for key in keys:
-                assert torch.equal(safe_get_full_optimizer_state(mine, key), twin_optim.state[other][key])
+                assert torch.equal(
+                    safe_get_full_optimizer_state(mine, key), twin_optim.state[other][key]
+                )
 
 
 def test_frozen_parameters_have_no_master_gradient_or_state(tmp_path: Path) -> None:
@@ -503,16 +542,22 @@ def test_values_of_another_shape_are_refused(tmp_path: Path) -> None:
     with tiermem.shard(model, policy("cpu", tmp_path)):
         tiermem.AdamW(model.parameters())
         with pytest.raises(
-            ValueError, match=r"head\.weight has shape \(61, 31\); the value that was given has \(31, 61\)"
+            ValueError,
+            match=r"head\.weight has shape \(61, 31\); the value that was given has \(31, 61\)",
         ):
             safe_set_full_fp32_param(model.head.weight, torch.zeros(31, 61))
-        with pytest.raises(ValueError, match=r"part of head\.weight has shape \(1891,\).*has \(61, 31\)"):
+        with pytest.raises(
+            ValueError, match=r"part of head\.weight has shape \(1891,\).*has \(61, 31\)"
+        ):
             safe_set_local_fp32_param(model.head.weight, torch.zeros(61, 31))
 
 
 def test_a_parameter_without_shards_or_optimizer_is_an_error_that_says_so(tmp_path: Path) -> None:
     plain = nn.Linear(3, 5)
-    with pytest.raises(ValueError, match=r"shape \(5, 3\) is not one of a sharded model: it needs tiermem.initialize"):
+    with pytest.raises(
+        ValueError,
+        match=r"shape \(5, 3\) is not one of a sharded model: it needs tiermem.initialize",
+    ):
         safe_get_full_fp32_param(plain.weight)
     model = seeded(Tower)
     with tiermem.shard(model, policy("cpu", tmp_path)):
@@ -551,5 +596,7 @@ def test_a_closed_model_has_no_states_left(tmp_path: Path) -> None:
     tiermem.AdamW(model.parameters())
     shards.close(materialize=True)
     assert isinstance(shards, Shards)
-    with pytest.raises(ValueError, match="once the engine or the shards are closed, its states are gone"):
+    with pytest.raises(
+        ValueError, match="once the engine or the shards are closed, its states are gone"
+    ):
         safe_get_full_fp32_param(model.head.weight)

@@ -1,7 +1,8 @@
-"""Are states seen whole on every rank, in parts that fit, and changed everywhere, on 1, 2 and 3 ranks in every stage?
+"""Are states seen whole on every rank, in parts that fit, and changed everywhere, on 1, 2 and 3
+ranks in every stage?
 
-One launch for each number of ranks runs every case (state_access_on_ranks.py). No parameter's size can
-be divided by 2 or 3.
+One launch for each number of ranks runs every case (state_access_on_ranks.py). No parameter's size
+can be divided by 2 or 3.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 @many_ranks
 @cases
-def test_full_states_are_the_same_on_all_ranks_and_as_on_one(case: str, ranks: int, found: Found) -> None:
+def test_full_states_are_the_same_on_all_ranks_and_as_on_one(
+    case: str, ranks: int, found: Found
+) -> None:
     alone = found[1][0][case]["full"]
     for rank in found[ranks]:
         assert_same_tensors(rank[case]["full"], found[ranks][0][case]["full"])
@@ -55,7 +58,9 @@ def test_full_states_are_the_same_on_all_ranks_and_as_on_one(case: str, ranks: i
 
 @many_ranks
 @cases
-def test_local_states_are_the_parts_of_the_full_ones_with_zeros_behind(case: str, ranks: int, found: Found) -> None:
+def test_local_states_are_the_parts_of_the_full_ones_with_zeros_behind(
+    case: str, ranks: int, found: Found
+) -> None:
     if CASES[case][0] == 0:
         assert not found[ranks][0][case]["local"]
         return
@@ -71,12 +76,19 @@ def test_local_states_are_the_parts_of_the_full_ones_with_zeros_behind(case: str
 @cases
 def test_what_is_put_is_seen_on_every_rank(case: str, ranks: int, found: Found) -> None:
     for rank in found[ranks]:
-        for what, seeds in (("put", (1, 2, 3)), ("put locally", (4, 5, 6) if CASES[case][0] else (1, 2, 3))):
+        for what, seeds in (
+            ("put", (1, 2, 3)),
+            ("put locally", (4, 5, 6) if CASES[case][0] else (1, 2, 3)),
+        ):
             for name, param in PARAMS.items():
                 for kind, seed in zip(("fp32", "grad", "state"), seeds, strict=True):
-                    assert torch.equal(rank[case][what][f"{name} {kind}"], value_for(param, seed)), (name, kind)
+                    assert torch.equal(
+                        rank[case][what][f"{name} {kind}"], value_for(param, seed)
+                    ), (name, kind)
         for name, param in PARAMS.items():  # the weights that the maths sees
-            assert torch.equal(rank[case]["shown"][name].float(), value_for(param, 4 if CASES[case][0] else 1))
+            assert torch.equal(
+                rank[case]["shown"][name].float(), value_for(param, 4 if CASES[case][0] else 1)
+            )
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow), 3])
@@ -86,30 +98,43 @@ def test_vectorised_forms_see_every_element_once(case: str, ranks: int, found: F
     for rank in found[ranks]:
         for name, param in PARAMS.items():
             visited = rank[case]["visited"]
-            assert torch.equal(visited[f"{name} fp32"].flatten(), torch.arange(param.numel()) % 2 + 1.0)
+            assert torch.equal(
+                visited[f"{name} fp32"].flatten(), torch.arange(param.numel()) % 2 + 1.0
+            )
             assert torch.equal(visited[f"{name} grad"], value_for(param, seed[0]) + 0.5)
             assert torch.equal(visited[f"{name} state"], value_for(param, seed[1]) * 0.5)
 
 
 @many_ranks
 @cases
-def test_the_step_after_it_is_the_same_on_any_number_of_ranks(case: str, ranks: int, found: Found) -> None:
+def test_the_step_after_it_is_the_same_on_any_number_of_ranks(
+    case: str, ranks: int, found: Found
+) -> None:
     """Nothing of what it starts from was summed over ranks but the norm."""
     alone = found[1][0][case]
     gradients = [value for name, value in alone["visited"].items() if name.endswith("grad")]
-    assert alone["norm"] == pytest.approx(torch.cat([g.flatten() for g in gradients]).double().norm().item(), rel=1e-6)
+    assert alone["norm"] == pytest.approx(
+        torch.cat([g.flatten() for g in gradients]).double().norm().item(), rel=1e-6
+    )
     for rank in found[ranks]:
         assert rank[case]["norm"] == pytest.approx(alone["norm"], rel=1e-6)
-        assert rank[case]["loss"] == pytest.approx(alone["loss"], rel=1e-5 if CASES[case][2] == "" else 0.05)
+        assert rank[case]["loss"] == pytest.approx(
+            alone["loss"], rel=1e-5 if CASES[case][2] == "" else 0.05
+        )
         assert_same_tensors(rank[case]["weights"], found[ranks][0][case]["weights"])
 
 
 @many_ranks
 @pytest.mark.parametrize("case", [name for name, (_, _, preset) in CASES.items() if not preset])
-def test_in_no_sync_a_gradient_is_that_of_the_rank_or_reduced(found: Found, case: str, ranks: int) -> None:
-    """Below stage 2 no backward in the block reduces; from there on each does, since a rank has room for its part alone."""
+def test_in_no_sync_a_gradient_is_that_of_the_rank_or_reduced(
+    found: Found, case: str, ranks: int
+) -> None:
+    """Below stage 2 no backward in the block reduces; from there on each does, since a rank has
+    room for its part alone."""
     own = [rank[case]["of this rank"] for rank in found[ranks]]
     mean = [torch.stack(each).mean(0) for each in zip(*own, strict=True)]
     for rank, mine in zip(found[ranks], own, strict=True):
-        for seen, expected in zip(rank[case]["in no_sync"], mine if CASES[case][0] < 2 else mean, strict=True):
+        for seen, expected in zip(
+            rank[case]["in no_sync"], mine if CASES[case][0] < 2 else mean, strict=True
+        ):
             torch.testing.assert_close(seen, expected)

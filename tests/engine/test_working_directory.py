@@ -1,4 +1,5 @@
-"""Do relative paths mean the folder where they were given, after the program has changed its working directory?"""
+"""Do relative paths mean the folder where they were given, after the program has changed its
+working directory?"""
 
 from __future__ import annotations
 
@@ -69,7 +70,9 @@ def test_an_engine_trains_saves_and_removes_its_files(
         "global_step1",
         "global_step2",
     ]
-    again = tiermem.initialize(model=layers(), config={**CONFIG, "zero_optimization": {"stage": 3}, "tiermem": {}})[0]
+    again = tiermem.initialize(
+        model=layers(), config={**CONFIG, "zero_optimization": {"stage": 3}, "tiermem": {}}
+    )[0]
     again.load_checkpoint("out")
     assert all(torch.equal(value, saved[name]) for name, value in again.module.state_dict().items())
     again.close()

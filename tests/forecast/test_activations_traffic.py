@@ -1,4 +1,5 @@
-"""Does a forecast count the inputs of checkpointed blocks and steps on a device, and does a choice place them by cost?"""
+"""Does a forecast count the inputs of checkpointed blocks and steps on a device, and does a choice
+place them by cost?"""
 
 from __future__ import annotations
 
@@ -15,7 +16,16 @@ from twins import batch, seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
-from tiermem.forecast import Choice, Forecast, Placement, Rates, choose, forecast_shards, forecast_step, uses_of
+from tiermem.forecast import (
+    Choice,
+    Forecast,
+    Placement,
+    Rates,
+    choose,
+    forecast_shards,
+    forecast_step,
+    uses_of,
+)
 from tiermem.forecast.loads import gradient_traffic, torch_traffic
 from tiermem.forecast.rates import Compute
 from tiermem.forecast.steps import DEVICE_TO_HOST, HOST_TO_DEVICE, HOST_TO_NVME, NVME_TO_HOST
@@ -27,9 +37,11 @@ from tiermem.ranks.topology import Topology
 from tiermem.units.state_layout import StateLayout
 from tiermem.units.unit import divide
 
-WIDEN, NARROW = 8 + 6 + 8 + 8 + 8, 8 + 8 + 8 + 6  # master, gradient, its scale, moments; moments, master, weight
+# master, gradient, its scale, moments; moments, master, weight
+WIDEN, NARROW = 8 + 6 + 8 + 8 + 8, 8 + 8 + 8 + 6
 FIRST, SECOND = 12 + 8 + 12, 8 + 8 + 8 + 12  # m + (g - m) x; v x + g g x
-UPDATE = 8 + (12 + 16 + 12) + 8 + 8 + 12 + 8 + 12  # decay; a square root in float64; p - m / (... x + eps) x
+# decay; a square root in float64; p - m / (... x + eps) x
+UPDATE = 8 + (12 + 16 + 12) + 8 + 8 + 12 + 8 + 12
 EXACT = WIDEN + FIRST + SECOND + UPDATE + NARROW
 NORM = 10 + 16 + 16 + 24  # to float64, squared, padded, and added as a tree
 EDGES = (DEVICE_TO_HOST, HOST_TO_DEVICE, HOST_TO_NVME, NVME_TO_HOST)
@@ -39,14 +51,20 @@ MIB = 1 << 20
 
 
 def played(
-    home: Tier | None, is_gpu: bool, compute: Compute = SLOW_MATHS, rates: Rates = RATES, **fields: Any
+    home: Tier | None,
+    is_gpu: bool,
+    compute: Compute = SLOW_MATHS,
+    rates: Rates = RATES,
+    **fields: Any,
 ) -> tuple[Plan, Forecast]:
     own = policy(activations=home, host_bytes=None, **fields)
     model, topology = tall(), Topology(None, 0, 1, 1, 0)
     division = divide(model, own, 1)
     plan = make_plan(division, own, topology, is_gpu, 1)
     uses = uses_of(model, division, compute)
-    return plan, forecast_step(division, plan, own, topology, uses, rates, is_gpu, num_micro=2, input_bytes=INPUT)
+    return plan, forecast_step(
+        division, plan, own, topology, uses, rates, is_gpu, num_micro=2, input_bytes=INPUT
+    )
 
 
 @pytest.mark.parametrize("is_gpu", [True, False])
@@ -56,10 +74,12 @@ def test_every_input_leaves_and_all_but_the_last_come_back(home: Tier, is_gpu: b
     stayed, moved = played(None, is_gpu)[1], played(home, is_gpu)[1]
     more = {edge: moved.edge_bytes(edge) - stayed.edge_bytes(edge) for edge in EDGES}
     link, disk = is_gpu, home is Tier.NVME
-    assert more == dict(zip(EDGES, (link * away, link * back, disk * away, disk * back), strict=True))
-    assert moved.moved_bytes.get(DEVICE_TO_HOST, {}).get("step", 0) == stayed.moved_bytes.get(DEVICE_TO_HOST, {}).get(
-        "step", 0
+    assert more == dict(
+        zip(EDGES, (link * away, link * back, disk * away, disk * back), strict=True)
     )
+    assert moved.moved_bytes.get(DEVICE_TO_HOST, {}).get("step", 0) == stayed.moved_bytes.get(
+        DEVICE_TO_HOST, {}
+    ).get("step", 0)
 
 
 def test_long_blocks_hide_inputs_and_short_ones_wait_for_the_slowest_of_link_and_disk() -> None:
@@ -83,16 +103,26 @@ def test_a_step_on_the_device_takes_its_time_and_crosses_no_link() -> None:
     assert forecast.busy_s["maths"]["step"] == pytest.approx(numel * EXACT / 50e9, rel=0.01)
     once = played(None, True, rates=dataclasses.replace(rates, step_passes=1, tile_s=0), **there)[1]
     assert once.busy_s["maths"]["step"] == pytest.approx(numel * (24 + 2 + 2) / 50e9, rel=0.01)
-    slow = dataclasses.replace(rates, step_passes=1, tile_s=1e-3)  # of Python, which issues a tile's step
+    # of Python, which issues a tile's step
+    slow = dataclasses.replace(rates, step_passes=1, tile_s=1e-3)
     num_tiles = sum(-(-unit.shard_numel // (1 << 16)) for unit in plan.division.units)
-    assert played(None, True, rates=slow, **there)[1].busy_s["maths"]["step"] == pytest.approx(num_tiles * 1e-3)
-    on_host = played(None, True, rates=rates, params=Tier.DEVICE, optim=Tier.HOST, grads=Tier.HOST)[1]
+    assert played(None, True, rates=slow, **there)[1].busy_s["maths"]["step"] == pytest.approx(
+        num_tiles * 1e-3
+    )
+    on_host = played(None, True, rates=rates, params=Tier.DEVICE, optim=Tier.HOST, grads=Tier.HOST)[
+        1
+    ]
     added = forecast.busy_s["maths"]["backward"] - on_host.busy_s["maths"]["backward"]
-    assert added == pytest.approx(2 * numel * (4 + NORM) / 50e9, rel=0.02)  # of two micro-batches: copied, summed
+    # of two micro-batches: copied, summed
+    assert added == pytest.approx(2 * numel * (4 + NORM) / 50e9, rel=0.02)
     assert not any(forecast.edge_bytes(edge) for edge in EDGES)
-    plan, from_host = played(None, True, rates=rates, **there | {"params": Tier.HOST, "grads": Tier.HOST})
+    plan, from_host = played(
+        None, True, rates=rates, **there | {"params": Tier.HOST, "grads": Tier.HOST}
+    )
     ahead = plan.units.num * plan.units.slot_bytes  # of the next forward
-    assert from_host.moved_bytes[HOST_TO_DEVICE]["step"] == pytest.approx(numel * 4 + ahead, rel=0.01)
+    assert from_host.moved_bytes[HOST_TO_DEVICE]["step"] == pytest.approx(
+        numel * 4 + ahead, rel=0.01
+    )
     assert from_host.moved_bytes[DEVICE_TO_HOST]["step"] == pytest.approx(numel * 2, rel=0.01)
     on_cpu = played(None, True, rates=rates, params=Tier.DEVICE, optim=Tier.HOST)[1]
     assert not on_cpu.busy_s["maths"].get("step") and on_cpu.busy_s["kernels"]["step"] > 0
@@ -101,23 +131,28 @@ def test_a_step_on_the_device_takes_its_time_and_crosses_no_link() -> None:
 @pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
 def test_gradients_on_the_device_cross_the_link_once_when_the_cpu_steps_them(overlap: str) -> None:
     """In the step, after two micro-batches, and never in backward."""
-    plan, forecast = played(None, True, params=Tier.HOST, optim=Tier.HOST, grads=Tier.DEVICE, overlap=overlap)
+    plan, forecast = played(
+        None, True, params=Tier.HOST, optim=Tier.HOST, grads=Tier.DEVICE, overlap=overlap
+    )
     num_bytes = 2 * sum(unit.shard_numel for unit in plan.division.units)
     assert plan.brings_gradients
-    assert {phase: moved for phase, moved in forecast.moved_bytes[DEVICE_TO_HOST].items() if moved} == {
-        "step": num_bytes
-    }
+    assert {
+        phase: moved for phase, moved in forecast.moved_bytes[DEVICE_TO_HOST].items() if moved
+    } == {"step": num_bytes}
 
 
 def test_a_step_that_the_device_takes_part_in_ends_before_the_next_forward() -> None:
     """As it is run: Python steps the device's tiles."""
     homes = {"params": Tier.HOST, "optim": Tier.HOST, "grads": Tier.HOST}
     in_part = {
-        overlap: played(None, True, overlap=overlap, optim_ratio=0.5, **homes)[1] for overlap in ("none", "forward")
+        overlap: played(None, True, overlap=overlap, optim_ratio=0.5, **homes)[1]
+        for overlap in ("none", "forward")
     }
     assert in_part["forward"] == in_part["none"]
     assert in_part["none"].busy_s["maths"]["step"] > 0
-    on_cpu = {overlap: played(None, True, overlap=overlap, **homes)[1] for overlap in ("none", "forward")}
+    on_cpu = {
+        overlap: played(None, True, overlap=overlap, **homes)[1] for overlap in ("none", "forward")
+    }
     assert on_cpu["forward"].total_s < on_cpu["none"].total_s
 
 
@@ -129,33 +164,43 @@ def test_inputs_move_as_many_bytes_beside_a_step_that_goes_on(home: Tier) -> Non
             for overlap in ("none", "forward")
             for tier in (None, home)
         }
-        assert moved["forward", home] - moved["forward", None] == moved["none", home] - moved["none", None]
+        assert (
+            moved["forward", home] - moved["forward", None]
+            == moved["none", home] - moved["none", None]
+        )
 
 
 def test_a_step_and_a_norm_move_the_bytes_of_their_operations() -> None:
-    """Counted by hand from swap/kernels/torch_step.py: what each operation reads and writes of an element."""
+    """Counted by hand from swap/kernels/torch_step.py: what each operation reads and writes of an
+    element."""
     bf16, fp32 = torch.bfloat16, torch.float32
     assert torch_traffic(StateLayout(bf16, Precision(), 2), bf16) == EXACT
     scaled = 3 * 8 + 4 * 12 + 8 + 12  # sgd with a momentum: its sums and products
     assert torch_traffic(StateLayout(fp32, Precision(), 1), fp32) > scaled
     assert gradient_traffic(bf16) == pytest.approx(4 + NORM, rel=1e-3)
     tiny = StateLayout(bf16, Precision.preset("tiny"), 2)
-    assert torch_traffic(tiny, bf16) > 3 * EXACT  # blocks of 8 bits and random words take many operations on 32 bits
+    # blocks of 8 bits and random words take many operations on 32 bits
+    assert torch_traffic(tiny, bf16) > 3 * EXACT
 
 
-# ---- the choice ------------------------------------------------------------------------------------------------------
+# ---- the choice ----------------------------------------------------------------------------------
 
 WORKING = 40 * MIB
 
 
-def chosen(card_mib: int, compute: Compute = SLOW_MATHS, rates: Rates = RATES, **fields: Any) -> Choice:
-    """The choice on a card: activations take WORKING and all 12 inputs of 16 MiB, or two where the others leave."""
+def chosen(
+    card_mib: int, compute: Compute = SLOW_MATHS, rates: Rates = RATES, **fields: Any
+) -> Choice:
+    """The choice on a card: activations take WORKING and all 12 inputs of 16 MiB, or two where the
+    others leave."""
     card = card_mib * MIB
     kept, few = card - WORKING - BLOCKS * INPUT, card - WORKING - 2 * INPUT
     placements = [Placement(None, None, max(1, kept))]
     placements += [Placement(home, BLOCKS * INPUT, max(1, few)) for home in (Tier.HOST, Tier.NVME)]
     own = policy(**{"host_bytes": 1 << 30} | fields)
-    return choose(tall(), own, rates, compute, is_gpu=True, placements=placements, input_bytes=INPUT)
+    return choose(
+        tall(), own, rates, compute, is_gpu=True, placements=placements, input_bytes=INPUT
+    )
 
 
 def test_a_card_with_room_keeps_inputs_and_weights() -> None:
@@ -166,18 +211,29 @@ def test_a_card_with_room_keeps_inputs_and_weights() -> None:
 
 
 def test_units_stream_where_that_hides_the_step_of_them_under_the_next_forward() -> None:
-    """A step waits for the units that stay. Where the maths is slow, the link is free to bring the others: 17 % faster."""
-    choice, in_turn = (chosen(300, host_bytes=90 * MIB, **more) for more in ({}, {"overlap": "none"}))
+    """A step waits for the units that stay. Where the maths is slow, the link is free to bring the
+    others: 17 % faster."""
+    choice, in_turn = (
+        chosen(300, host_bytes=90 * MIB, **more) for more in ({}, {"overlap": "none"})
+    )
     assert choice.policy.device_bytes is None
-    assert not any(unit.is_resident and unit.numel > MIB for unit in choice.chosen.plan.division.units)
-    assert 1.1 * choice.chosen.forecast.total_s < choice.rule.forecast.total_s == in_turn.chosen.forecast.total_s
+    assert not any(
+        unit.is_resident and unit.numel > MIB for unit in choice.chosen.plan.division.units
+    )
+    assert (
+        1.1 * choice.chosen.forecast.total_s
+        < choice.rule.forecast.total_s
+        == in_turn.chosen.forecast.total_s
+    )
     little = chosen(400)  # a gain of 1 % is not enough
     assert all(unit.is_resident for unit in little.chosen.plan.division.units)
 
 
 def test_inputs_leave_a_card_that_has_no_room_for_them() -> None:
     choice = chosen(100)
-    assert choice.policy.activations is Tier.HOST and choice.policy.activation_bytes == BLOCKS * INPUT
+    assert (
+        choice.policy.activations is Tier.HOST and choice.policy.activation_bytes == BLOCKS * INPUT
+    )
     assert choice.chosen.plan.activation_bytes == BLOCKS * INPUT
     assert choice.chosen.plan.device_bytes <= 100 * MIB - WORKING - 2 * INPUT
     assert "inputs of checkpointed blocks rest on HOST" in str(choice)
@@ -190,13 +246,16 @@ def test_inputs_go_to_the_disk_where_host_memory_is_short_too() -> None:
 
 
 def test_inputs_leave_when_weights_pay_more_for_the_room() -> None:
-    """A card that has room for the inputs, or for the weights: a slow disk reads weights twice a step."""
+    """A card that has room for the inputs, or for the weights: a slow disk reads weights twice a
+    step."""
     slow = Rates(disk_read_bytes_s=0.2e9, disk_write_bytes_s=8e9, link_bytes_s=50e9)
     choice = chosen(245, FAST_MATHS, slow, host_param_numel=0)
     assert choice.rule.fields.get("activations") is None  # the rule keeps them
     assert choice.policy.activations is Tier.HOST
     assert choice.chosen.forecast.total_s < choice.rule.forecast.total_s
-    assert choice.chosen.forecast.edge_bytes(NVME_TO_HOST) < choice.rule.forecast.edge_bytes(NVME_TO_HOST)
+    assert choice.chosen.forecast.edge_bytes(NVME_TO_HOST) < choice.rule.forecast.edge_bytes(
+        NVME_TO_HOST
+    )
 
 
 @pytest.mark.parametrize("compute", [FAST_MATHS, SLOW_MATHS])
@@ -206,11 +265,14 @@ def test_a_card_to_fill_makes_no_plan_much_slower(host_mib: int, compute: Comput
     own = policy(host_bytes=host_mib * MIB)
     without = choose(tall(), own, RATES, compute, is_gpu=True, input_bytes=INPUT)
     choice = chosen(300, compute, host_bytes=host_mib * MIB)
-    # the best of a search may be slower by the least gain of a change, and the second search's must be 10 % faster
+    # the best of a search may be slower by the least gain of a change, and the second search's must
+    # be 10 % faster
     assert choice.chosen.forecast.total_s <= 1.02 * 1.1 * without.chosen.forecast.total_s
 
 
-FAST_LINK = dataclasses.replace(RATES, link_bytes_s=50e9, kernel_bytes_s=10e9, host_memory_bytes_s=1e12)
+FAST_LINK = dataclasses.replace(
+    RATES, link_bytes_s=50e9, kernel_bytes_s=10e9, host_memory_bytes_s=1e12
+)
 
 
 def on_host(rates: Rates, compute: Compute = FAST_MATHS, **fields: Any) -> Choice:
@@ -219,27 +281,40 @@ def on_host(rates: Rates, compute: Compute = FAST_MATHS, **fields: Any) -> Choic
 
 @pytest.mark.parametrize("home", [Tier.HOST, Tier.NVME])
 def test_tiles_are_sent_to_the_device_where_that_is_far_faster(home: Tier) -> None:
-    """With kernels that are slower than the link; and not where the link is slow, or the policy says how many."""
+    """With kernels that are slower than the link; and not where the link is slow, or the policy
+    says how many."""
     rates = dataclasses.replace(FAST_LINK, disk_read_bytes_s=1e12, disk_write_bytes_s=1e12)
     choice, kept = (on_host(rates, optim=home, **own) for own in ({}, {"streamed_ratio": 0.0}))
-    assert choice.policy.streamed_ratio and choice.chosen.plan.streamed_part == choice.policy.streamed_ratio
+    assert (
+        choice.policy.streamed_ratio
+        and choice.chosen.plan.streamed_part == choice.policy.streamed_ratio
+    )
     assert 1.1 * choice.chosen.forecast.total_s < kept.chosen.forecast.total_s
     assert choice.chosen.plan.device_bytes <= 400 * MIB - WORKING - 2 * INPUT
-    assert f"the accelerator steps a part of {choice.policy.streamed_ratio} of the tiles that rest elsewhere: " in str(
-        choice
-    )
+    assert (
+        f"the accelerator steps a part of {choice.policy.streamed_ratio} of the tiles that rest "
+        "elsewhere: "
+    ) in str(choice)
     assert kept.policy.streamed_ratio == 0.0
     slow = dataclasses.replace(rates, link_bytes_s=1e9, kernel_bytes_s=50e9)
     assert on_host(slow, optim=home).policy.streamed_ratio is None
 
 
-def test_no_tiles_are_sent_where_kernels_and_copies_share_a_memory_that_kernels_alone_keep_busy() -> None:
-    """A tile moves as many bytes of HOST's memory when it is copied both ways as when the CPU steps it."""
+def test_no_tiles_are_sent_where_kernels_and_copies_share_a_memory_that_kernels_alone_keep_busy() -> (
+    None
+):
+    """A tile moves as many bytes of HOST's memory when it is copied both ways as when the CPU steps
+    it."""
     memory = FAST_LINK.kernel_bytes_s
-    shared, wide = (dataclasses.replace(FAST_LINK, host_memory_bytes_s=each) for each in (1.1 * memory, 10 * memory))
+    shared, wide = (
+        dataclasses.replace(FAST_LINK, host_memory_bytes_s=each)
+        for each in (1.1 * memory, 10 * memory)
+    )
     assert on_host(shared).policy.streamed_ratio is None
     assert on_host(wide).policy.streamed_ratio == on_host(FAST_LINK).policy.streamed_ratio
-    half, alone = (on_host(rates, streamed_ratio=0.5).chosen.forecast for rates in (shared, FAST_LINK))
+    half, alone = (
+        on_host(rates, streamed_ratio=0.5).chosen.forecast for rates in (shared, FAST_LINK)
+    )
     none = on_host(shared, streamed_ratio=0.0).chosen.forecast
     assert half.seconds["step"] > 1.5 * alone.seconds["step"]
     assert none.seconds == on_host(FAST_LINK, streamed_ratio=0.0).chosen.forecast.seconds
@@ -247,15 +322,20 @@ def test_no_tiles_are_sent_where_kernels_and_copies_share_a_memory_that_kernels_
 
 
 @pytest.mark.parametrize("fields", [{"streamed_ratio": 0.5}, {"optim_ratio": 0.5}], ids=str)
-def test_merged_tiles_take_the_time_of_single_ones_where_two_places_step(fields: dict[str, float]) -> None:
+def test_merged_tiles_take_the_time_of_single_ones_where_two_places_step(
+    fields: dict[str, float],
+) -> None:
     """With tiles of the CPU and of the accelerator in turns."""
-    own = policy(params=Tier.HOST, optim=Tier.HOST, host_bytes=None, **fields | {"tile_numel": 1 << 14})
+    own = policy(
+        params=Tier.HOST, optim=Tier.HOST, host_bytes=None, **fields | {"tile_numel": 1 << 14}
+    )
     model, topology = tall(), Topology(None, 0, 1, 1, 0)
     division = divide(model, own, 1)
     plan, uses = make_plan(division, own, topology, True, 1), uses_of(model, division, FAST_MATHS)
     rates = dataclasses.replace(FAST_LINK, tile_s=0, host_memory_bytes_s=12e9)
     whole, merged = (
-        forecast_step(division, plan, own, topology, uses, rates, True, most_tiles=most) for most in (20_000, 100)
+        forecast_step(division, plan, own, topology, uses, rates, True, most_tiles=most)
+        for most in (20_000, 100)
     )
     assert merged.moved_bytes == whole.moved_bytes
     assert merged.limits_s == pytest.approx(whole.limits_s)
@@ -264,16 +344,20 @@ def test_merged_tiles_take_the_time_of_single_ones_where_two_places_step(fields:
 
 def test_a_gain_of_4_percent_or_a_card_without_room_for_buffers_sends_no_tiles() -> None:
     slower = dataclasses.replace(FAST_LINK, link_bytes_s=5e9)
-    little, kept, sent = (on_host(slower, **own) for own in ({}, {"streamed_ratio": 0.0}, {"streamed_ratio": 0.5}))
+    little, kept, sent = (
+        on_host(slower, **own) for own in ({}, {"streamed_ratio": 0.0}, {"streamed_ratio": 0.5})
+    )
     assert 1.03 < kept.chosen.forecast.total_s / sent.chosen.forecast.total_s < 1.1
     assert little.policy.streamed_ratio is None
-    least = on_host(FAST_LINK, device_bytes=12 * MIB).chosen.plan.device_bytes  # two unit buffers beside those of tiles
+    # two unit buffers beside those of tiles
+    least = on_host(FAST_LINK, device_bytes=12 * MIB).chosen.plan.device_bytes
     assert on_host(FAST_LINK, device_bytes=least - 1).policy.streamed_ratio is None
     assert on_host(FAST_LINK, device_bytes=least).policy.streamed_ratio == 1.0
 
 
 def test_no_tiles_are_sent_where_maths_hides_the_kernels_or_the_device_steps_all() -> None:
-    """A step that an accelerator takes part in ends before the next forward; one of the CPU goes on under it."""
+    """A step that an accelerator takes part in ends before the next forward; one of the CPU goes on
+    under it."""
     assert on_host(FAST_LINK, SLOW_MATHS, device_bytes=60 * MIB).policy.streamed_ratio is None
     assert on_host(FAST_LINK, params=Tier.DEVICE, optim=Tier.DEVICE).policy.streamed_ratio is None
 
@@ -288,14 +372,20 @@ def test_a_card_without_room_for_any_plan_is_refused() -> None:
         chosen(75)
 
 
-# ---- what a run moves ------------------------------------------------------------------------------------------------
+# ---- what a run moves ----------------------------------------------------------------------------
 
 
 def test_a_forecast_counts_the_inputs_that_a_step_writes_and_reads(tmp_path: Path) -> None:
     """On the CPU, with inputs on NVMe."""
     input_bytes = 40 * 50 * 31 * 4  # samples x tokens x width x fp32
     model = seeded(lambda: zoo.Tower(checkpoint=False, num_blocks=4))
-    own = OffloadPolicy(params=Tier.HOST, optim=Tier.HOST, paths=[tmp_path], persistence_numel=0, activations=Tier.NVME)
+    own = OffloadPolicy(
+        params=Tier.HOST,
+        optim=Tier.HOST,
+        paths=[tmp_path],
+        persistence_numel=0,
+        activations=Tier.NVME,
+    )
     with tiermem.shard(model, own) as shards:
         optim, counts = tiermem.AdamW(model.parameters(), lr=1e-2), []
         for step in range(2):
@@ -309,14 +399,21 @@ def test_a_forecast_counts_the_inputs_that_a_step_writes_and_reads(tmp_path: Pat
         rested = -(-input_bytes // 4096) * 4096
         forecast = forecast_shards(shards, Compute(1e-9, 2e-9), Rates(1e9, 1e9), input_bytes=rested)
     moved = tuple(after - before for before, after in zip(*counts, strict=True))
-    assert moved == (forecast.edge_bytes(NVME_TO_HOST), forecast.edge_bytes(HOST_TO_NVME)) == (3 * rested, 4 * rested)
+    assert (
+        moved
+        == (forecast.edge_bytes(NVME_TO_HOST), forecast.edge_bytes(HOST_TO_NVME))
+        == (3 * rested, 4 * rested)
+    )
 
 
 @pytest.mark.parametrize("home", [Tier.HOST, Tier.NVME])
 def test_tiles_that_are_sent_cross_the_link_both_ways(home: Tier) -> None:
-    """Their states, weights and gradients; on lanes that are busy at the same time, not one after the other."""
+    """Their states, weights and gradients; on lanes that are busy at the same time, not one after
+    the other."""
     fields = {"params": home, "optim": home, "overlap": "none", "tile_numel": 1 << 16}
-    rates = dataclasses.replace(RATES, disk_read_bytes_s=1e12, disk_write_bytes_s=1e12, device_memory_bytes_s=1e12)
+    rates = dataclasses.replace(
+        RATES, disk_read_bytes_s=1e12, disk_write_bytes_s=1e12, device_memory_bytes_s=1e12
+    )
     kept = played(None, True, FAST_MATHS, rates, **fields)[1]
     sent_plan, sent = played(None, True, FAST_MATHS, rates, streamed_ratio=1.0, **fields)
     own = policy(host_bytes=None, **fields)

@@ -1,4 +1,5 @@
-"""Does predicted time choose another plan on another machine, a better one, and the same on every rank?"""
+"""Does predicted time choose another plan on another machine, a better one, and the same on every
+rank?"""
 
 from __future__ import annotations
 
@@ -24,7 +25,10 @@ FAST_MATHS, SLOW_MATHS = Compute(1e-12, 2e-12), Compute(2e-8, 4e-8)
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(width, 2 * width, bias=False), nn.Linear(2 * width, width, bias=False)
+        self.up, self.down = (
+            nn.Linear(width, 2 * width, bias=False),
+            nn.Linear(2 * width, width, bias=False),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden: torch.Tensor = self.down(self.up(x).relu())
@@ -50,8 +54,15 @@ def tall() -> nn.Module:
 
 
 def policy(**fields: Any) -> OffloadPolicy:
-    settings: dict[str, Any] = {"params": Tier.NVME, "optim": Tier.NVME, "paths": ["/tmp"], "host_bytes": 60 << 20}
-    return OffloadPolicy(**(settings | {"tile_numel": 1 << 16, "tile_buffers": 4, "grads": Tier.HOST} | fields))
+    settings: dict[str, Any] = {
+        "params": Tier.NVME,
+        "optim": Tier.NVME,
+        "paths": ["/tmp"],
+        "host_bytes": 60 << 20,
+    }
+    return OffloadPolicy(
+        **(settings | {"tile_numel": 1 << 16, "tile_buffers": 4, "grads": Tier.HOST} | fields)
+    )
 
 
 def test_a_slow_disk_keeps_units_and_slow_maths_keeps_states() -> None:
@@ -62,16 +73,22 @@ def test_a_slow_disk_keeps_units_and_slow_maths_keeps_states() -> None:
     assert on_fast_disk.chosen.plan.resident_bytes > on_slow_disk.chosen.plan.resident_bytes
 
 
-def test_what_is_chosen_is_forecast_faster_than_the_rule_and_no_slower_than_what_the_other_machine_chose() -> None:
+def test_what_is_chosen_is_forecast_faster_than_the_rule_and_no_slower_than_what_the_other_machine_chose() -> (
+    None
+):
     here = choose(tall(), policy(), SLOW_DISK, FAST_MATHS, num_micro=4)
     assert here.chosen.forecast.total_s < 0.9 * here.rule.forecast.total_s
     there = choose(tall(), here.policy, FAST_DISK, SLOW_MATHS, num_micro=4)
     own = choose(tall(), policy(), FAST_DISK, SLOW_MATHS, num_micro=4)
-    assert own.chosen.forecast.total_s < 1.001 * there.chosen.forecast.total_s  # maths hides all but the ends of either
+    # maths hides all but the ends of either
+    assert own.chosen.forecast.total_s < 1.001 * there.chosen.forecast.total_s
 
 
-def test_gradients_leave_memory_where_backward_hides_their_writes_and_states_need_the_room() -> None:
-    """Backward lasts longer than its transfers; of the step, a byte of states moves twice, one of gradients once."""
+def test_gradients_leave_memory_where_backward_hides_their_writes_and_states_need_the_room() -> (
+    None
+):
+    """Backward lasts longer than its transfers; of the step, a byte of states moves twice, one of
+    gradients once."""
     slow = Rates(disk_read_bytes_s=0.5e9, disk_write_bytes_s=0.5e9)
     hidden = choose(tall(), policy(grads=None, params=Tier.HOST), slow, SLOW_MATHS)
     assert hidden.rule.plan.grads is Tier.HOST

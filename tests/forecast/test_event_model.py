@@ -38,14 +38,29 @@ def test_a_free_lane_takes_the_lowest_priority_number_then_who_waited_longest() 
 
 
 def test_a_task_without_seconds_passes_through_a_lane() -> None:
-    played = play([Task("a", "x", 0.0), Task("b", "x", 0.0, (0,)), Task("c", "y", 1.0, (1,)), Task("d", "x", 2.0)])
+    played = play(
+        [
+            Task("a", "x", 0.0),
+            Task("b", "x", 0.0, (0,)),
+            Task("c", "y", 1.0, (1,)),
+            Task("d", "x", 2.0),
+        ]
+    )
     assert played.end_s == [0.0, 0.0, 1.0, 2.0]  # equally long ready: b has the lower number
 
 
 def test_figures_of_a_phase() -> None:
-    tasks = [Task("a", "x", 1.0, phase="p"), Task("b", "x", 2.0, phase="q"), Task("c", "y", 4.0, phase="p")]
+    tasks = [
+        Task("a", "x", 1.0, phase="p"),
+        Task("b", "x", 2.0, phase="q"),
+        Task("c", "y", 4.0, phase="p"),
+    ]
     played = play(tasks)
-    assert (played.phase_end_s("p"), played.phase_end_s("none"), played.busy_s("x", "p")) == (4.0, 0.0, 1.0)
+    assert (played.phase_end_s("p"), played.phase_end_s("none"), played.busy_s("x", "p")) == (
+        4.0,
+        0.0,
+        1.0,
+    )
 
 
 @pytest.mark.parametrize("after", [(0,), (1,), (-1,)])
@@ -61,7 +76,13 @@ def programs(draw: st.DrawFn) -> list[Task]:
         after = draw(st.sets(st.integers(0, number - 1), max_size=3)) if number else set()
         seconds = float(draw(st.integers(0, 5)))
         tasks.append(
-            Task(str(number), draw(st.sampled_from("abc")), seconds, tuple(after), priority=draw(st.integers(0, 1)))
+            Task(
+                str(number),
+                draw(st.sampled_from("abc")),
+                seconds,
+                tuple(after),
+                priority=draw(st.integers(0, 1)),
+            )
         )
     return tasks
 
@@ -80,4 +101,5 @@ def test_no_lane_does_two_things_and_nobody_idles_without_a_reason(tasks: list[T
             if other.lane == task.lane and i != number
             if played.end_s[i] > ready and played.begin_s[i] < played.begin_s[number]
         )
-        assert busy == played.begin_s[number] - ready  # somebody else had the lane all the time it waited
+        # somebody else had the lane all the time it waited
+        assert busy == played.begin_s[number] - ready

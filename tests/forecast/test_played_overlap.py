@@ -1,4 +1,5 @@
-"""What does a forecast say of a step that goes on under the next forward: its seconds, its bytes and what limits it?"""
+"""What does a forecast say of a step that goes on under the next forward: its seconds, its bytes
+and what limits it?"""
 
 from __future__ import annotations
 
@@ -21,7 +22,12 @@ from tiermem.precision import Precision
 from tiermem.ranks.topology import Topology
 from tiermem.units.unit import divide
 
-HOMES: dict[str, Any] = {"params": Tier.NVME, "optim": Tier.NVME, "persistence_numel": 50, "tile_numel": 4096}
+HOMES: dict[str, Any] = {
+    "params": Tier.NVME,
+    "optim": Tier.NVME,
+    "persistence_numel": 50,
+    "tile_numel": 4096,
+}
 RATES = Rates(1e9, 2e9, kernel_bytes_s=1e12, use_s=0.0, tile_s=0.0)
 
 
@@ -41,15 +47,22 @@ def forecast(
     num_blocks: int = 4,
     **fields: Any,
 ) -> tuple[Forecast, int]:
-    """The forecast, and the bytes of weights on NVMe. seconds: of a parameter's forward; its backward takes as many."""
+    """The forecast, and the bytes of weights on NVMe. seconds: of a parameter's forward; its
+    backward takes as many."""
     policy = OffloadPolicy(paths=[folder], overlap=overlap, **(HOMES | fields))
     model: nn.Module = seeded(lambda: Tower(num_blocks=num_blocks)).to(torch.bfloat16)
     topology = Topology(None, 0, 1, 1, 0)
     division = divide(model, policy, 1)
     plan = make_plan(division, policy, topology, is_gpu, 1)
-    weights = sum(unit.shard_bytes for unit in plan.division.units if plan.unit_homes.get(unit.index) is Tier.NVME)
+    weights = sum(
+        unit.shard_bytes
+        for unit in plan.division.units
+        if plan.unit_homes.get(unit.index) is Tier.NVME
+    )
     uses = uses_of(model, division, Compute(seconds, seconds))
-    return forecast_step(division, plan, policy, topology, uses, rates, is_gpu, num_micro=num_micro), weights
+    return forecast_step(
+        division, plan, policy, topology, uses, rates, is_gpu, num_micro=num_micro
+    ), weights
 
 
 @pytest.mark.parametrize("states", ["exact", "compact"])
@@ -78,7 +91,8 @@ def test_by_layer_the_forwards_of_all_micro_batches_hide_the_step(tmp_path: Path
 
 
 def test_an_iteration_takes_what_its_longest_resource_takes(tmp_path: Path) -> None:
-    """Where a forward takes as long as the step's bytes, the step is hidden; where the maths is short, the disk limits."""
+    """Where a forward takes as long as the step's bytes, the step is hidden; where the maths is
+    short, the disk limits."""
     none, _ = forecast("none", 8e-9, tmp_path)
     window, _ = forecast("forward", 8e-9, tmp_path)
     assert none.total_s > 1.2 * window.total_s
@@ -93,12 +107,19 @@ def test_an_iteration_takes_what_its_longest_resource_takes(tmp_path: Path) -> N
 def test_a_forward_is_bound_by_the_step_under_it(tmp_path: Path) -> None:
     found, _ = forecast("forward", 1e-9, tmp_path)
     assert found.bound_of("forward") == "disk"
-    assert 0.9 * found.seconds["forward"] <= found.busy_s["disk"]["forward"] <= 1.001 * found.seconds["forward"]
+    assert (
+        0.9 * found.seconds["forward"]
+        <= found.busy_s["disk"]["forward"]
+        <= 1.001 * found.seconds["forward"]
+    )
 
 
 def test_kernels_share_the_cores_with_the_maths(tmp_path: Path) -> None:
-    """On a CPU an iteration is no shorter than both together; with a GPU the kernels have the cores for themselves."""
-    slow = dataclasses.replace(RATES, disk_read_bytes_s=1e12, disk_write_bytes_s=1e12, kernel_bytes_s=1e9)
+    """On a CPU an iteration is no shorter than both together; with a GPU the kernels have the cores
+    for themselves."""
+    slow = dataclasses.replace(
+        RATES, disk_read_bytes_s=1e12, disk_write_bytes_s=1e12, kernel_bytes_s=1e9
+    )
     window, _ = forecast("forward", 64e-9, tmp_path, slow)
     assert window.total_s >= 0.999 * (window.limits_s["compute"] + window.limits_s["kernels"])
     on_gpu, _ = forecast("forward", 64e-9, tmp_path, slow, is_gpu=True)
@@ -125,8 +146,11 @@ def test_states_in_memory_go_on_beside_a_gpu(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_micro", [1, 3])
 @pytest.mark.parametrize("grads", [Tier.HOST, Tier.NVME])
-def test_a_step_under_backward_takes_the_disk_when_it_is_free(grads: Tier, num_micro: int, tmp_path: Path) -> None:
-    """It writes the same bytes. The next forward reads weights that are stepped there, whose gradients were in memory."""
+def test_a_step_under_backward_takes_the_disk_when_it_is_free(
+    grads: Tier, num_micro: int, tmp_path: Path
+) -> None:
+    """It writes the same bytes. The next forward reads weights that are stepped there, whose
+    gradients were in memory."""
     given: dict[str, Any] = {"grads": grads, "num_micro": num_micro, "num_blocks": 40}
     window, weights = forecast("forward", 16e-9, tmp_path, **given)
     early, _ = forecast("backward", 16e-9, tmp_path, **given)
@@ -138,20 +162,33 @@ def test_a_step_under_backward_takes_the_disk_when_it_is_free(grads: Tier, num_m
 
 
 def test_without_time_under_backward_all_is_stepped_after_it(tmp_path: Path) -> None:
-    window, early = (forecast(overlap, 0.0, tmp_path, num_blocks=40)[0] for overlap in ("forward", "backward"))
+    window, early = (
+        forecast(overlap, 0.0, tmp_path, num_blocks=40)[0] for overlap in ("forward", "backward")
+    )
     assert early.edge_bytes(NVME_TO_HOST) == window.edge_bytes(NVME_TO_HOST)
     assert early.total_s == pytest.approx(window.total_s, rel=0.02)
 
 
 @pytest.mark.parametrize("grads", [Tier.DEVICE, Tier.HOST])
-def test_states_in_memory_are_stepped_under_backward_by_kernels_that_have_time(grads: Tier, tmp_path: Path) -> None:
-    """Beside an accelerator, those of units that have a second copy: half of them take more of the next forward."""
-    given: dict[str, Any] = {"params": Tier.HOST, "optim": Tier.HOST, "grads": grads, "num_blocks": 40, "is_gpu": True}
+def test_states_in_memory_are_stepped_under_backward_by_kernels_that_have_time(
+    grads: Tier, tmp_path: Path
+) -> None:
+    """Beside an accelerator, those of units that have a second copy: half of them take more of the
+    next forward."""
+    given: dict[str, Any] = {
+        "params": Tier.HOST,
+        "optim": Tier.HOST,
+        "grads": grads,
+        "num_blocks": 40,
+        "is_gpu": True,
+    }
     rates = dataclasses.replace(RATES, kernel_bytes_s=2e9)
     times = {}
     for share in (0.0, 0.5, 1.0):
         least = planned("forward", tmp_path, **given).host_bytes
         most = planned("backward", tmp_path, **given).host_bytes
         budget = round(least + share * (most - least)) + 8192
-        times[share] = forecast("backward", 4e-9, tmp_path, rates, host_bytes=budget, **given)[0].total_s
+        times[share] = forecast("backward", 4e-9, tmp_path, rates, host_bytes=budget, **given)[
+            0
+        ].total_s
     assert times[1.0] < times[0.5] < 0.97 * times[0.0]

@@ -23,7 +23,13 @@ from tiermem.ranks.topology import Topology
 from tiermem.units.unit import divide
 
 RATES = Rates(disk_read_bytes_s=1e9, disk_write_bytes_s=2e9)
-ALL_ON_NVME = {"overlap": "none", "params": Tier.NVME, "optim": Tier.NVME, "persistence_numel": 50, "tile_numel": 4096}
+ALL_ON_NVME = {
+    "overlap": "none",
+    "params": Tier.NVME,
+    "optim": Tier.NVME,
+    "persistence_numel": 50,
+    "tile_numel": 4096,
+}
 
 
 def forecast_of(model: nn.Module, policy: OffloadPolicy, num_micro: int = 1) -> Forecast:
@@ -86,7 +92,9 @@ def test_bytes_of_three_micro_batches(grads: Tier, tmp_path: Path) -> None:
     policy = OffloadPolicy(paths=[tmp_path], **ALL_ON_NVME, grads=grads)
     model = seeded(zoo.Tower)
     said = forecast_of(model, policy, num_micro=3)
-    assert (said.edge_bytes(NVME_TO_HOST), said.edge_bytes(HOST_TO_NVME)) == measured(model, policy, num_micro=3)
+    assert (said.edge_bytes(NVME_TO_HOST), said.edge_bytes(HOST_TO_NVME)) == measured(
+        model, policy, num_micro=3
+    )
 
 
 def test_a_resident_share_takes_its_bytes_off_both_edges(tmp_path: Path) -> None:
@@ -94,14 +102,19 @@ def test_a_resident_share_takes_its_bytes_off_both_edges(tmp_path: Path) -> None
     model = seeded(zoo.Tower)
     without = forecast_of(model, policy)
     with_some = forecast_of(model, dataclasses.replace(policy, resident_bytes=12 * 4096 * 2))
-    saved = [without.edge_bytes(edge) - with_some.edge_bytes(edge) for edge in (NVME_TO_HOST, HOST_TO_NVME)]
+    saved = [
+        without.edge_bytes(edge) - with_some.edge_bytes(edge)
+        for edge in (NVME_TO_HOST, HOST_TO_NVME)
+    ]
     assert saved[0] == saved[1] > 0
 
 
 def test_what_is_stepped_in_backward_moves_there(tmp_path: Path) -> None:
     model = seeded(zoo.Tower)
     held = forecast_of(model, OffloadPolicy(paths=[tmp_path], **ALL_ON_NVME))
-    stepped = forecast_of(model, OffloadPolicy(paths=[tmp_path], **ALL_ON_NVME, step_in_backward=True))
+    stepped = forecast_of(
+        model, OffloadPolicy(paths=[tmp_path], **ALL_ON_NVME, step_in_backward=True)
+    )
     assert held.moved_bytes[HOST_TO_NVME].get("backward", 0) == 0
     assert stepped.moved_bytes[HOST_TO_NVME].get("step", 0) == 0
     assert stepped.edge_bytes(HOST_TO_NVME) == held.edge_bytes(HOST_TO_NVME)
@@ -116,7 +129,10 @@ def test_checksums_take_their_time_as_often_as_they_are_taken(tmp_path: Path) ->
         policy = OffloadPolicy(paths=[tmp_path], **ALL_ON_NVME, **fields)
         division, topology = divide(model, policy, 1), Topology(None, 0, 1, 1, 0)
         plan = make_plan(division, policy, topology, False, 1)
-        uses, rates = uses_of(model, division, Compute(1e-9, 2e-9)), dataclasses.replace(RATES, sum_bytes_s=1e6)
+        uses, rates = (
+            uses_of(model, division, Compute(1e-9, 2e-9)),
+            dataclasses.replace(RATES, sum_bytes_s=1e6),
+        )
         said = forecast_step(division, plan, policy, topology, uses, rates)
         return sum(said.busy_s["maths"].values())
 
@@ -130,11 +146,17 @@ def test_checksums_take_their_time_as_often_as_they_are_taken(tmp_path: Path) ->
 
 def test_by_layer_a_further_micro_batch_moves_no_byte_and_takes_its_maths(tmp_path: Path) -> None:
     model = seeded(lambda: zoo.Tower(num_blocks=12))
-    by_layer = OffloadPolicy(paths=[tmp_path], **ALL_ON_NVME, grads=Tier.NVME, accumulation="layers")
+    by_layer = OffloadPolicy(
+        paths=[tmp_path], **ALL_ON_NVME, grads=Tier.NVME, accumulation="layers"
+    )
     once, often = (forecast_of(model, by_layer, num) for num in (1, 6))
     for edge in (HOST_TO_NVME, NVME_TO_HOST):
         assert often.edge_bytes(edge) == once.edge_bytes(edge)
-    of_one = sum(use.forward_s for use in uses_of(model, divide(model, by_layer, 1), Compute(1e-9, 2e-9)))
-    assert often.busy_s["maths"]["forward"] - once.busy_s["maths"]["forward"] == pytest.approx(5 * of_one)
+    of_one = sum(
+        use.forward_s for use in uses_of(model, divide(model, by_layer, 1), Compute(1e-9, 2e-9))
+    )
+    assert often.busy_s["maths"]["forward"] - once.busy_s["maths"]["forward"] == pytest.approx(
+        5 * of_one
+    )
     batches = forecast_of(model, dataclasses.replace(by_layer, accumulation="batches"), 6)
     assert often.total_s < 0.5 * batches.total_s

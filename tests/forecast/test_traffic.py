@@ -1,4 +1,5 @@
-"""Are the bytes that a step hands to collectives and to the disk those of its forecast, on two ranks and on three?"""
+"""Are the bytes that a step hands to collectives and to the disk those of its forecast, on two
+ranks and on three?"""
 
 from __future__ import annotations
 

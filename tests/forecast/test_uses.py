@@ -1,4 +1,5 @@
-"""Is a forward's maths counted once, by the parameters that multiply, whether their units come and go or stay?"""
+"""Is a forward's maths counted once, by the parameters that multiply, whether their units come and
+go or stay?"""
 
 from __future__ import annotations
 
@@ -20,12 +21,18 @@ def total(model: nn.Module, persistence_numel: int, compute: Compute) -> tuple[f
 
 
 def matrices(model: nn.Module) -> int:
-    embedded = {param for m in model.modules() if isinstance(m, nn.Embedding) for param in m.parameters()}
-    return sum(param.numel() for param in model.parameters() if param.dim() > 1 and param not in embedded)
+    embedded = {
+        param for m in model.modules() if isinstance(m, nn.Embedding) for param in m.parameters()
+    }
+    return sum(
+        param.numel() for param in model.parameters() if param.dim() > 1 and param not in embedded
+    )
 
 
 @pytest.mark.parametrize("persistence_numel", [0, 50, 4000, 1 << 30])
-def test_every_matrix_multiplies_once_also_when_it_is_always_present(persistence_numel: int) -> None:
+def test_every_matrix_multiplies_once_also_when_it_is_always_present(
+    persistence_numel: int,
+) -> None:
     model = seeded(zoo.Tower)
     forward_s, backward_s = total(model, persistence_numel, Compute(1.0, 2.0))
     assert (forward_s, backward_s) == (matrices(model), 2 * matrices(model))

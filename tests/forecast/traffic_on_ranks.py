@@ -1,4 +1,5 @@
-"""Launched by test_traffic.py: trains the cases of traffic_cases.py and says what a step handed to collectives and to the disk.
+"""Launched by test_traffic.py: trains the cases of traffic_cases.py and says what a step handed to
+collectives and to the disk.
 
 traffic_on_ranks.py FOLDER NVME     every rank writes {case: {"said": ..., "sent": ...}}, both by rank edge and disk edge
 """
@@ -30,7 +31,9 @@ def measured(case: Case, nvme: Path) -> tuple[Bytes, Bytes]:
     if case.is_frozen:
         model.requires_grad_(False)
         model.layers[0].requires_grad_(True)
-    policy = OffloadPolicy(paths=[nvme], overlap="none", persistence_numel=50, tile_numel=4096, **case.fields)
+    policy = OffloadPolicy(
+        paths=[nvme], overlap="none", persistence_numel=50, tile_numel=4096, **case.fields
+    )
     with tiermem.shard(model, policy) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         counts = []
@@ -52,7 +55,10 @@ def measured(case: Case, nvme: Path) -> tuple[Bytes, Bytes]:
         sent["read"], sent["written"] = (counts[-1][i] - counts[-2][i] for i in (0, 1))
         forecast = forecast_shards(shards, Compute(1e-9, 2e-9), Rates(1e9, 1e9), case.num_micro)
     said = {among: sum(phases.values()) for among, phases in forecast.payload_bytes.items()}
-    said |= {"read": forecast.edge_bytes(NVME_TO_HOST), "written": forecast.edge_bytes(HOST_TO_NVME)}
+    said |= {
+        "read": forecast.edge_bytes(NVME_TO_HOST),
+        "written": forecast.edge_bytes(HOST_TO_NVME),
+    }
     return said, dict(sent)
 
 

@@ -1,10 +1,12 @@
-"""What tests of a GPU run on: the accelerator of this machine, else the simulated one, else nothing, with the reason.
+"""What tests of a GPU run on: the accelerator of this machine, else the simulated one, else
+nothing, with the reason.
 
-`make gpu` runs them where a GPU is; `make test` runs them on the simulated device, where they are quick and show little of
-what a GPU would.
+`make gpu` runs them where a GPU is; `make test` runs them on the simulated device, where they are
+quick and show little of what a GPU would.
 
-Algorithms are deterministic where torch has such, and cuBLAS has a fixed workspace: else its products may differ in a bit from
-one stream or run to the next, and a test of parity would fail without a defect.
+Algorithms are deterministic where torch has such, and cuBLAS has a fixed workspace: else its
+products may differ in a bit from one stream or run to the next, and a test of parity would fail
+without a defect.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ import pytest
 import torch
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
-IS_REAL = torch.accelerator.is_available()  # before the simulated device is loaded, which would hide it
+# before the simulated device is loaded, which would hide it
+IS_REAL = torch.accelerator.is_available()
 
 if not IS_REAL and Path(__file__).parent.parent.joinpath("accelerator").is_dir():
     from accelerator.fixture import sim
@@ -35,10 +38,13 @@ else:
 
     @pytest.fixture(scope="session")
     def accelerator(warmed_up: None) -> torch.device:
-        """The device, in use: its context, threads, files and workspaces stay, and no test is to be blamed for them."""
+        """The device, in use: its context, threads, files and workspaces stay, and no test is to be
+        blamed for them."""
         found = torch.accelerator.current_accelerator(check_available=True)
         if found is None:
-            pytest.skip("needs an accelerator, and tests/accelerator, the simulated one, is not there")
+            pytest.skip(
+                "needs an accelerator, and tests/accelerator, the simulated one, is not there"
+            )
         a = torch.ones(64, 64, dtype=torch.bfloat16, device=found, requires_grad=True)
         with torch.Stream(found):
             a.detach().clone()

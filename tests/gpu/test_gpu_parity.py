@@ -1,4 +1,5 @@
-"""On a GPU: the tier of the weights changes no bit, whichever way a model comes in, and memory follows from the units."""
+"""On a GPU: the tier of the weights changes no bit, whichever way a model comes in, and memory
+follows from the units."""
 
 from __future__ import annotations
 
@@ -60,7 +61,9 @@ def train(params: Tier, optim: Tier, path: Path) -> list[float]:
         assert is_accelerator(shards.device)
         assert {each.device for each in (*model.parameters(), *model.buffers())} == {shards.device}
         optimizer = tiermem.AdamW(model.parameters(), **OPTIMIZER)
-        return train_steps(model, optimizer, range(STEPS), functools.partial(loss_of, device=shards.device))
+        return train_steps(
+            model, optimizer, range(STEPS), functools.partial(loss_of, device=shards.device)
+        )
 
 
 def config_of(home: str, path: Path) -> dict[str, Any]:
@@ -91,7 +94,9 @@ def test_losses_equal_those_of_weights_on_the_device_to_the_bit(
     assert train(tier, tier, tmp_path) == train(Tier.DEVICE, Tier.HOST, tmp_path)
 
 
-def test_states_on_the_device_are_stepped_there_as_on_the_cpu(accelerator: torch.device, tmp_path: Path) -> None:
+def test_states_on_the_device_are_stepped_there_as_on_the_cpu(
+    accelerator: torch.device, tmp_path: Path
+) -> None:
     there = train(Tier.DEVICE, Tier.DEVICE, tmp_path)
     assert there == pytest.approx(train(Tier.HOST, Tier.HOST, tmp_path), rel=1e-2)
     assert there[-1] < there[0]
@@ -105,28 +110,44 @@ def test_blocks_are_unpacked_there_as_on_the_cpu(
     def losses(model: Model, params: Tier, frozen_quant_type: Any) -> list[float]:
         model.layers[1:].requires_grad_(False)
         policy = OffloadPolicy(
-            params=params, optim=Tier.HOST, paths=[tmp_path], frozen_quant_type=frozen_quant_type, **SETTINGS
+            params=params,
+            optim=Tier.HOST,
+            paths=[tmp_path],
+            frozen_quant_type=frozen_quant_type,
+            **SETTINGS,
         )
         with tiermem.shard(model, policy) as shards:
             assert any(live.unit.is_packed for live in shards.units) is bool(frozen_quant_type)
-            optimizer = tiermem.AdamW([param for param in model.parameters() if param.requires_grad], **OPTIMIZER)
-            return train_steps(model, optimizer, range(STEPS), functools.partial(loss_of, device=shards.device))
+            optimizer = tiermem.AdamW(
+                [param for param in model.parameters() if param.requires_grad], **OPTIMIZER
+            )
+            return train_steps(
+                model, optimizer, range(STEPS), functools.partial(loss_of, device=shards.device)
+            )
 
     twin, kind = built(), FORMATS[form]
     for param in twin.layers[1:].parameters():
         if param.dim() > 1:
             flat = param.detach().reshape(-1)
-            param.data = unpack(pack(flat, kind), flat.numel(), torch.empty_like(flat), form=kind).view(param.shape)
+            param.data = unpack(
+                pack(flat, kind), flat.numel(), torch.empty_like(flat), form=kind
+            ).view(param.shape)
     assert losses(built(), tier, form) == losses(twin, Tier.DEVICE, None)
 
 
 @pytest.mark.parametrize("home", ["cpu", "nvme"])
-def test_initialize_trains_as_shard_does(home: str, accelerator: torch.device, tmp_path: Path) -> None:
+def test_initialize_trains_as_shard_does(
+    home: str, accelerator: torch.device, tmp_path: Path
+) -> None:
     tier = Tier(home)
-    assert train_engine(built(), config_of(home, tmp_path), accelerator) == train(tier, tier, tmp_path)
+    assert train_engine(built(), config_of(home, tmp_path), accelerator) == train(
+        tier, tier, tmp_path
+    )
 
 
-def test_a_model_built_under_init_trains_on_the_device(accelerator: torch.device, tmp_path: Path) -> None:
+def test_a_model_built_under_init_trains_on_the_device(
+    accelerator: torch.device, tmp_path: Path
+) -> None:
     config = config_of("nvme", tmp_path)
     torch.manual_seed(0)
     with tiermem.zero.Init(config_dict_or_path=config):
@@ -142,7 +163,9 @@ def test_stages_without_offload_train_on_the_device(accelerator: torch.device) -
         assert losses[-1] < losses[0], stage
 
 
-def test_peak_is_live_units_gradients_of_one_unit_and_activations(accelerator: torch.device, tmp_path: Path) -> None:
+def test_peak_is_live_units_gradients_of_one_unit_and_activations(
+    accelerator: torch.device, tmp_path: Path
+) -> None:
     train(Tier.HOST, Tier.HOST, tmp_path)  # the products' workspaces are there now
     gc.collect()
     reset_peak(accelerator)
@@ -162,7 +185,10 @@ def test_peak_is_live_units_gradients_of_one_unit_and_activations(accelerator: t
 
 
 def test_nothing_synchronizes_the_whole_device(
-    accelerator: torch.device, device_module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    accelerator: torch.device,
+    device_module: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("the whole device was waited for")

@@ -1,4 +1,5 @@
-"""On a GPU: do its kernels step states and add squares to the bits of the CPU, and wait for nothing?"""
+"""On a GPU: do its kernels step states and add squares to the bits of the CPU, and wait for
+nothing?"""
 
 from __future__ import annotations
 
@@ -7,7 +8,18 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from test_torch_step import BF16, F16, F32, MASTERS, MOMENT_DTYPES, RULES, copy_of, is_same, parts_of, tensors_of
+from test_torch_step import (
+    BF16,
+    F16,
+    F32,
+    MASTERS,
+    MOMENT_DTYPES,
+    RULES,
+    copy_of,
+    is_same,
+    parts_of,
+    tensors_of,
+)
 
 from tiermem.swap.base.native import NORM_BLOCK, Workers, optimizer_step
 from tiermem.swap.base.parts import Dither
@@ -37,7 +49,9 @@ def device(accelerator: torch.device) -> torch.device:
 @pytest.fixture
 def without_waits(device: torch.device) -> Iterator[Callable[[str], None]]:
     """Called with "error", what waits for CUDA raises from then on."""
-    set_debug_mode = getattr(torch.get_device_module(device), "set_sync_debug_mode", lambda mode: None)
+    set_debug_mode = getattr(
+        torch.get_device_module(device), "set_sync_debug_mode", lambda mode: None
+    )
     yield set_debug_mode
     set_debug_mode("default")
 
@@ -45,7 +59,11 @@ def without_waits(device: torch.device) -> Iterator[Callable[[str], None]]:
 @pytest.mark.parametrize("form", ["torch", "triton"])
 @pytest.mark.parametrize("name", RULES)
 def test_a_step_gives_the_bits_of_the_cpu(
-    name: str, form: str, device: torch.device, workers: Workers, without_waits: Callable[[str], None]
+    name: str,
+    form: str,
+    device: torch.device,
+    workers: Workers,
+    without_waits: Callable[[str], None],
 ) -> None:
     """By the kernel itself, which is not tried before."""
     step_there, every = step_in_torch, 1
@@ -58,7 +76,10 @@ def test_a_step_gives_the_bits_of_the_cpu(
     combinations = list(itertools.product(MASTERS, kinds, (False, True)))
     for (weight, master), moments, is_stochastic in combinations[::every]:
         parts = parts_of(rule, workers, 5003, weight, master, moments[:num_moments], BF16)
-        there, dither = copy_of(parts, str(device)), Dither(1, 2, 2**32 - 1024) if is_stochastic else None
+        there, dither = (
+            copy_of(parts, str(device)),
+            Dither(1, 2, 2**32 - 1024) if is_stochastic else None,
+        )
         for step in range(3):
             optimizer_step(workers, rule, parts, dither, start_moments=step == 1)
             without_waits("error")
@@ -79,7 +100,9 @@ def test_sums_of_squares_have_the_bits_of_the_cpu(
         if not runs_triton(device):
             pytest.skip(f"torch operations add squares on {device.type}")
         sums_there = pytest.importorskip("tiermem.swap.kernels.triton_sums").launch
-    for first, numel in itertools.product((0, 5, NORM_BLOCK - 1, 3 * NORM_BLOCK), (1, 5003, NORM_BLOCK, 5_000_000)):
+    for first, numel in itertools.product(
+        (0, 5, NORM_BLOCK - 1, 3 * NORM_BLOCK), (1, 5003, NORM_BLOCK, 5_000_000)
+    ):
         grad = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
         for broken in (None, 0, numel - 1):
             if broken is not None:
@@ -88,4 +111,6 @@ def test_sums_of_squares_have_the_bits_of_the_cpu(
             without_waits("error")
             sums = sums_there(there, first)
             without_waits("default")
-            torch.testing.assert_close(sums.cpu(), block_sums_in_torch(grad, first), rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(
+                sums.cpu(), block_sums_in_torch(grad, first), rtol=0, atol=0, equal_nan=True
+            )

@@ -1,4 +1,5 @@
-"""Does `tiermem train` run on the GPU by itself, go on from what it saved, and tell what it took there?"""
+"""Does `tiermem train` run on the GPU by itself, go on from what it saved, and tell what it took
+there?"""
 
 from __future__ import annotations
 
@@ -22,11 +23,25 @@ SHAPE = {
 
 
 @pytest.mark.slow
-def test_training_on_nvme_runs_on_the_device_and_tells_its_memory(accelerator: torch.device, tmp_path: Path) -> None:
+def test_training_on_nvme_runs_on_the_device_and_tells_its_memory(
+    accelerator: torch.device, tmp_path: Path
+) -> None:
     for package in ("transformers", "rich", "typer"):
         pytest.importorskip(package)
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
-    words = ["train", "--config", "config.json", "--offload", "nvme", "--seq", "32", "--steps", "3", "--runs", "runs"]
+    words = [
+        "train",
+        "--config",
+        "config.json",
+        "--offload",
+        "nvme",
+        "--seq",
+        "32",
+        "--steps",
+        "3",
+        "--runs",
+        "runs",
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "tiermem.tools.cli", *words, "--nvme", ".", "--json", "run.json"],
         cwd=tmp_path,
@@ -39,5 +54,11 @@ def test_training_on_nvme_runs_on_the_device_and_tells_its_memory(accelerator: t
     run = json.loads((tmp_path / "run.json").read_text())
     assert run["device"] == str(accelerator) and len(run["losses"]) == 3
     card = run["device_memory"]
-    assert 0 < card["plan_bytes"] <= card["peak_allocated_bytes"] <= card["peak_reserved_bytes"] <= card["total_bytes"]
+    assert (
+        0
+        < card["plan_bytes"]
+        <= card["peak_allocated_bytes"]
+        <= card["peak_reserved_bytes"]
+        <= card["total_bytes"]
+    )
     assert f"{accelerator} peak" in done.stdout

@@ -26,7 +26,8 @@ from tiermem.integrations.choice import owner_of
 def loop(
     folder: Path, policy: OffloadPolicy | None, resume: str | None = None, is_sharded: bool = False
 ) -> list[float]:
-    """Six micro-batches, two to a step, a state saved after the fourth. Returns [loss, norm, rate, ...]."""
+    """Six micro-batches, two to a step, a state saved after the fourth. Returns [loss, norm, rate,
+    ...]."""
     AcceleratorState._reset_state()
     GradientState._reset_state()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
@@ -37,7 +38,11 @@ def loop(
     optimizer = kind(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
     objects = model, optimizer, DataLoader(samples("llama", 24), 2), schedule
-    prepared = accelerator.prepare(*objects) if policy is None else prepare(accelerator, *objects, policy=policy)
+    prepared = (
+        accelerator.prepare(*objects)
+        if policy is None
+        else prepare(accelerator, *objects, policy=policy)
+    )
     model, optimizer, loader, schedule = prepared
     if resume is not None:
         accelerator.load_state(resume)
@@ -65,7 +70,9 @@ def loop(
 
 def run(work: Path) -> dict[str, list[float]]:
     (work / "nvme").mkdir(exist_ok=True)
-    policy = OffloadPolicy(params=Tier.NVME, optim=Tier.NVME, paths=[work / "nvme"], persistence_numel=50)
+    policy = OffloadPolicy(
+        params=Tier.NVME, optim=Tier.NVME, paths=[work / "nvme"], persistence_numel=50
+    )
     return {
         "plain": loop(work / "plain", None),
         "sharded": loop(work / "sharded", policy),

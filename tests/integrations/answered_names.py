@@ -1,4 +1,5 @@
-"""Run under `python -m tiermem.as_deepspeed`: prints those of the names on standard input, one a line, that are answered."""
+"""Run under `python -m tiermem.as_deepspeed`: prints those of the names on standard input, one a
+line, that are answered."""
 
 from __future__ import annotations
 
@@ -14,7 +15,11 @@ def is_answered(name: str) -> bool:
         if not before:
             return importlib.import_module(name) is not None
         is_method = before == "deepspeed.DeepSpeedEngine"
-        holder = importlib.import_module("deepspeed").DeepSpeedEngine if is_method else importlib.import_module(before)
+        holder = (
+            importlib.import_module("deepspeed").DeepSpeedEngine
+            if is_method
+            else importlib.import_module(before)
+        )
         return hasattr(holder, last)
     except ImportError:
         return False

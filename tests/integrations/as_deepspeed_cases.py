@@ -1,11 +1,13 @@
-"""Uses of DeepSpeed through transformers and Accelerate, run with tiermem answering, and a table of their results.
+"""Uses of DeepSpeed through transformers and Accelerate, run with tiermem answering, and a table of
+their results.
 
     python -m tiermem.as_deepspeed tests/integrations/as_deepspeed_cases.py FOLDER [WORDS]
 
-Each case asks what a test of transformers' tests/deepspeed/test_deepspeed.py or of Accelerate's tests/deepspeed asks, under the
-same name, written anew with tiny models built from configs; the source distributions do not hold these files. FOLDER is for
-files; WORDS choose cases by a part of their name. The script prints the table of docs/as_deepspeed.md. A case is passed,
-refused with a reason, or failed.
+Each case asks what a test of transformers' tests/deepspeed/test_deepspeed.py or of Accelerate's
+tests/deepspeed asks, under the same name, written anew with tiny models built from configs; the
+source distributions do not hold these files. FOLDER is for files; WORDS choose cases by a part of
+their name. The script prints the table of docs/as_deepspeed.md. A case is passed, refused with a
+reason, or failed.
 """
 
 from __future__ import annotations
@@ -81,16 +83,26 @@ def case(library: str, test: str, done: str, *variants: Any) -> Callable[[Any], 
 
     def register(function: Any) -> Any:
         for each in variants or ((),):
-            CASES.append(Case(library, test, done, each if isinstance(each, tuple) else (each,), function))
+            CASES.append(
+                Case(library, test, done, each if isinstance(each, tuple) else (each,), function)
+            )
         return function
 
     return register
 
 
-# ---- what the cases use ------------------------------------------------------------------------------------------------
+# ---- what the cases use --------------------------------------------------------------------------
 
-AUTO = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-OPTIMIZER = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}
+AUTO = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+)
+OPTIMIZER = {
+    "type": "AdamW",
+    "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto"),
+}
 SCHEDULER = {
     "type": "WarmupLR",
     "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto"),
@@ -164,8 +176,16 @@ def arguments(folder: Path, **given: Any) -> TrainingArguments:
     return TrainingArguments(str(folder), **{**asked, **given})
 
 
-def train(folder: Path, config: Any, resume: Any = None, dtype: str = "fp32", name: str = "gpt2", **given: Any) -> Any:
-    """Trains with the plain Trainer and this DeepSpeed config (None: without one). Returns the trainer."""
+def train(
+    folder: Path,
+    config: Any,
+    resume: Any = None,
+    dtype: str = "fp32",
+    name: str = "gpt2",
+    **given: Any,
+) -> Any:
+    """Trains with the plain Trainer and this DeepSpeed config (None: without one). Returns the
+    trainer."""
     precision = {} if dtype == "fp32" else {dtype: True}
     args = arguments(folder, deepspeed=config, **precision, **given)
     trainer = Trainer(build(name), args, train_dataset=samples(name), eval_dataset=samples(name, 8))
@@ -183,11 +203,15 @@ def log(trainer: Any, *keys: str) -> list[list[float]]:
 
 
 def weights(trainer: Any) -> dict[str, torch.Tensor]:
-    return {name: each.clone().float() for name, each in trainer.deepspeed.module.state_dict().items()}
+    return {
+        name: each.clone().float() for name, each in trainer.deepspeed.module.state_dict().items()
+    }
 
 
 def close(actual: Any, expected: Any, tolerance: float = 1e-6) -> None:
-    torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        torch.tensor(actual), torch.tensor(expected), rtol=tolerance, atol=tolerance
+    )
 
 
 @contextlib.contextmanager
@@ -219,7 +243,8 @@ def begin_anew(keeps_group: bool = False) -> None:
     """Forgets the state of transformers and Accelerate, as their own tests do between tests."""
     unset_hf_deepspeed_config()
     for name in [*os.environ]:
-        if name.startswith("ACCELERATE_"):  # TrainingArguments(deepspeed=...) sets one, and leaves it
+        # TrainingArguments(deepspeed=...) sets one, and leaves it
+        if name.startswith("ACCELERATE_"):
             del os.environ[name]
     for each in (AcceleratorState, GradientState, PartialState):
         each._reset_state()
@@ -252,7 +277,7 @@ def messages(name: str = "transformers") -> Iterator[list[str]]:
         logger.setLevel(level)
 
 
-# ---- transformers: models and configs ----------------------------------------------------------------------------------
+# ---- transformers: models and configs ------------------------------------------------------------
 
 DETECTED = "Detected DeepSpeed ZeRO-3"
 
@@ -289,7 +314,9 @@ def init_zero3(folder: Path, dtype: str) -> None:
 
 
 @case(
-    "transformers", "test_init_zero3_missing_params", "weights that the files lack get the model's own initial values"
+    "transformers",
+    "test_init_zero3_missing_params",
+    "weights that the files lack get the model's own initial values",
 )
 def missing_params(folder: Path) -> None:
     import deepspeed
@@ -314,13 +341,21 @@ def missing_params(folder: Path) -> None:
         assert (model.new_head.weight == -100.0).all() and (model.new_head.bias == 100.0).all()
     plain = build("gpt2").state_dict()
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
-        torch.testing.assert_close(model.transformer.wte.weight.data, plain["transformer.wte.weight"], rtol=0, atol=0)
+        torch.testing.assert_close(
+            model.transformer.wte.weight.data, plain["transformer.wte.weight"], rtol=0, atol=0
+        )
     assert kept.is_zero3()
 
 
-@case("transformers", "test_arange_bf16", "tables that a model computes in fp32 stay fp32 under a bf16 config")
+@case(
+    "transformers",
+    "test_arange_bf16",
+    "tables that a model computes in fp32 stay fp32 under a bf16 config",
+)
 def arange_bf16(folder: Path) -> None:
-    kept = HfDeepSpeedConfig({"train_batch_size": 1, "zero_optimization": {"stage": 3}, "bf16": {"enabled": True}})
+    kept = HfDeepSpeedConfig(
+        {"train_batch_size": 1, "zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
+    )
     model = transformers.AutoModelForCausalLM.from_pretrained(saved("llama"))
     plain = build("llama")
     assert {each.dtype for each in model.parameters()} == {torch.bfloat16} and kept.is_zero3()
@@ -330,21 +365,32 @@ def arange_bf16(folder: Path) -> None:
         torch.testing.assert_close(found[name], each, rtol=0, atol=0)
 
 
-# ---- transformers: the Trainer -------------------------------------------------------------------------------------------
+# ---- transformers: the Trainer -------------------------------------------------------------------
 
 
-@case("transformers", "test_hf_ds_config_mismatch", "values that contradict TrainingArguments are listed")
+@case(
+    "transformers",
+    "test_hf_ds_config_mismatch",
+    "values that contradict TrainingArguments are listed",
+)
 def mismatch(folder: Path) -> None:
     config = config_of("zero2")
-    config |= {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4, "train_batch_size": 1000}
+    config |= {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 4,
+        "train_batch_size": 1000,
+    }
     config |= {"gradient_clipping": 1.1}
     config["optimizer"]["params"]["betas"] = [0.8, 0.89]
-    with raises("(?s)per_device_train_batch_size.*gradient_accumulation_steps.*train_batch_size.*max_grad_norm.*betas"):
+    with raises(
+        "(?s)per_device_train_batch_size.*gradient_accumulation_steps.*train_batch_size.*max_grad_norm.*betas"
+    ):
         train(folder, config)
 
 
 def warmed_up(step: int) -> float:
-    """The factor of DeepSpeed's WarmupLR, linear, two steps: its first two steps have the smallest rate."""
+    """The factor of DeepSpeed's WarmupLR, linear, two steps: its first two steps have the smallest
+    rate."""
     return min(1.0, max(0, step - 1) / 2)
 
 
@@ -352,7 +398,9 @@ def plain(folder: Path, scheduler: str, **given: Any) -> Any:
     """Trains without a DeepSpeed config; `scheduler` "ds" steps rates as WarmupLR does."""
     args = arguments(folder, **given)
     model = build("gpt2")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay
+    )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmed_up)
     optimizers = (optimizer, schedule) if scheduler == "ds" else (None, None)
     trainer = Trainer(model, args, train_dataset=samples("gpt2"), optimizers=optimizers)
@@ -362,14 +410,21 @@ def plain(folder: Path, scheduler: str, **given: Any) -> Any:
 
 def with_sections(stage: str, scheduler: str, optimizer: str) -> dict[str, Any]:
     """A config with a scheduler or an optimizer of its own ("ds"), or without ("hf")."""
-    without = [key for key, whose in (("scheduler", scheduler), ("optimizer", optimizer)) if whose == "hf"]
+    without = [
+        key for key, whose in (("scheduler", scheduler), ("optimizer", optimizer)) if whose == "hf"
+    ]
     config = config_of(stage, *without)
     if scheduler == "ds":
         config["scheduler"]["params"]["warmup_type"] = "linear"
     return config
 
 
-MIXED = [(stage, scheduler, optimizer) for stage in STAGES for scheduler in ("hf", "ds") for optimizer in ("hf", "ds")]
+MIXED = [
+    (stage, scheduler, optimizer)
+    for stage in STAGES
+    for scheduler in ("hf", "ds")
+    for optimizer in ("hf", "ds")
+]
 
 
 @case(
@@ -384,7 +439,14 @@ def pairs(folder: Path, stage: str, scheduler: str, optimizer: str) -> None:
     close(found, log(plain(folder / "plain", scheduler), "loss", "grad_norm"), 2e-6)
 
 
-@case("transformers", "test_stage3_nvme_offload", "parameters and states in a folder", "fp32", "fp16", "bf16")
+@case(
+    "transformers",
+    "test_stage3_nvme_offload",
+    "parameters and states in a folder",
+    "fp32",
+    "fp16",
+    "bf16",
+)
 def nvme(folder: Path, dtype: str) -> None:
     place = {"device": "nvme", "nvme_path": str(folder)}
     on_cpu = log(train(folder / "cpu", config_of("zero3"), dtype=dtype))
@@ -417,7 +479,12 @@ def own_optimizer(folder: Path, stage: str, dtype: str) -> None:
     assert found == log(train(folder, config_of(stage, "optimizer"), dtype=dtype), "loss")
 
 
-@case("transformers", "test_fake_notebook_no_launcher", "a process that no launcher started; losses beside fp32", *BOTH)
+@case(
+    "transformers",
+    "test_fake_notebook_no_launcher",
+    "a process that no launcher started; losses beside fp32",
+    *BOTH,
+)
 def notebook(folder: Path, stage: str, dtype: str) -> None:
     found = log(train(folder, with_sections(stage, "ds", "ds"), dtype=dtype), "loss")
     begin_anew()
@@ -440,11 +507,20 @@ def early(folder: Path, stage: str) -> None:
     assert [rate for (rate,) in log(trainer, "learning_rate")] == [0.0, 0.0]
 
 
-@case("transformers", "test_gradient_accumulation", "4 micro-batches of 4 give the weights of a batch of 16", *BOTH)
+@case(
+    "transformers",
+    "test_gradient_accumulation",
+    "4 micro-batches of 4 give the weights of a batch of 16",
+    *BOTH,
+)
 def accumulation(folder: Path, stage: str, dtype: str) -> None:
     found = []
     for micro, number in ((16, 1), (4, 4)):
-        given = {"per_device_train_batch_size": micro, "gradient_accumulation_steps": number, "max_steps": 4}
+        given = {
+            "per_device_train_batch_size": micro,
+            "gradient_accumulation_steps": number,
+            "max_steps": 4,
+        }
         trainer = train(folder, config_of(stage), dtype=dtype, name="llama", **given)
         found.append((weights(trainer), log(trainer, "loss")))
         begin_anew()
@@ -474,7 +550,9 @@ def save_checkpoints(folder: Path, stage: str, dtype: str) -> None:
         assert "optimizer.pt" not in names
 
 
-@case("transformers", "test_can_resume_training_errors", "no checkpoint, and one that does not exist")
+@case(
+    "transformers", "test_can_resume_training_errors", "no checkpoint, and one that does not exist"
+)
 def resume_errors(folder: Path) -> None:
     with raises("No valid checkpoint found in output directory"):
         train(folder, config_of("zero3"), resume=True)
@@ -483,7 +561,11 @@ def resume_errors(folder: Path) -> None:
         train(folder, config_of("zero3"), resume=str(folder / "checkpoint-bogus"))
 
 
-RESUMES = [(*both, *pair) for both in BOTH for pair in (("hf", "hf"), ("ds", "hf"), ("hf", "ds"), ("ds", "ds"))]
+RESUMES = [
+    (*both, *pair)
+    for both in BOTH
+    for pair in (("hf", "hf"), ("ds", "hf"), ("hf", "ds"), ("ds", "ds"))
+]
 
 
 @case(
@@ -523,7 +605,9 @@ def zero_to_fp32(folder: Path, stage: str, dtype: str) -> None:
 
 
 @case(
-    "transformers", "test_ds_config_object", "stage 3, then stage 2, in one process; the config goes with the trainer"
+    "transformers",
+    "test_ds_config_object",
+    "stage 3, then stage 2, in one process; the config goes with the trainer",
 )
 def config_object(folder: Path) -> None:
     trainer = train(folder, config_of("zero3"), max_steps=1)
@@ -546,51 +630,91 @@ BEST = {
 }
 
 
-@case("transformers", "test_load_best_model", "the best checkpoint is opened at the end; evaluation follows", *BOTH)
+@case(
+    "transformers",
+    "test_load_best_model",
+    "the best checkpoint is opened at the end; evaluation follows",
+    *BOTH,
+)
 def best_model(folder: Path, stage: str, dtype: str) -> None:
-    trainer = train(folder, config_of(stage, "optimizer", "scheduler"), dtype=dtype, name="t5", **BEST)
-    found = {each["step"]: each["eval_loss"] for each in trainer.state.log_history if "eval_loss" in each}
+    trainer = train(
+        folder, config_of(stage, "optimizer", "scheduler"), dtype=dtype, name="t5", **BEST
+    )
+    found = {
+        each["step"]: each["eval_loss"] for each in trainer.state.log_history if "eval_loss" in each
+    }
     step = int(trainer.state.best_model_checkpoint.rpartition("-")[2])
     close(trainer.evaluate()["eval_loss"], found[step], 1e-5)
 
 
-@case("transformers", "test_load_best_model (optim=adafactor)", "an optimizer that tiermem does not have")
+@case(
+    "transformers",
+    "test_load_best_model (optim=adafactor)",
+    "an optimizer that tiermem does not have",
+)
 def adafactor(folder: Path) -> None:
-    with refused(r"Adafactor cannot step states that rest on tiers; allowed are [\w, ]+ of tiermem"):
-        config = {**config_of("zero3", "optimizer", "scheduler"), "zero_force_ds_cpu_optimizer": False}
+    with refused(
+        r"Adafactor cannot step states that rest on tiers; allowed are [\w, ]+ of tiermem"
+    ):
+        config = {
+            **config_of("zero3", "optimizer", "scheduler"),
+            "zero_force_ds_cpu_optimizer": False,
+        }
         train(folder, config, optim="adafactor")
 
 
-@case("transformers", "test_do_eval_no_train", "evaluation alone under stage 3 gives the plain loss", "fp32", "bf16")
+@case(
+    "transformers",
+    "test_do_eval_no_train",
+    "evaluation alone under stage 3 gives the plain loss",
+    "fp32",
+    "bf16",
+)
 def eval_alone(folder: Path, dtype: str) -> None:
     found = []
     for config in (config_of("zero3"), None):
         args = arguments(folder, deepspeed=config, **({"bf16": True} if dtype == "bf16" else {}))
-        found.append(Trainer(build("gpt2"), args, eval_dataset=samples("gpt2", 8)).evaluate()["eval_loss"])
+        found.append(
+            Trainer(build("gpt2"), args, eval_dataset=samples("gpt2", 8)).evaluate()["eval_loss"]
+        )
         begin_anew()
     close(found[0], found[1], 1e-6 if dtype == "fp32" else 2e-2)
 
 
-@case("transformers", "test_resume_train_not_from_ds_checkpoint", "training from the folder of a saved model", *BOTH)
+@case(
+    "transformers",
+    "test_resume_train_not_from_ds_checkpoint",
+    "training from the folder of a saved model",
+    *BOTH,
+)
 def from_saved(folder: Path, stage: str, dtype: str) -> None:
     first = train(folder, config_of(stage), dtype=dtype)
     first.save_model(str(folder / "saved"))
     expected = weights(first)
     begin_anew()
-    args = arguments(folder, deepspeed=config_of(stage), max_steps=1, **({} if dtype == "fp32" else {dtype: True}))
+    args = arguments(
+        folder,
+        deepspeed=config_of(stage),
+        max_steps=1,
+        **({} if dtype == "fp32" else {dtype: True}),
+    )
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "saved")
     trainer = Trainer(model, args, train_dataset=samples("gpt2"), eval_dataset=samples("gpt2", 8))
-    before = trainer.evaluate if stage == "zero3" else None  # transformers evaluates under stage 3 alone
+    # transformers evaluates under stage 3 alone
+    before = trainer.evaluate if stage == "zero3" else None
     trainer.train()
     assert len(log(trainer)) == 1 and (before is None or trainer.evaluate()["eval_loss"] > 0)
     assert expected.keys() == weights(trainer).keys()
 
 
-# ---- Accelerate ----------------------------------------------------------------------------------------------------------
+# ---- Accelerate ----------------------------------------------------------------------------------
 
 
 def plugin(stage: int, **given: Any) -> DeepSpeedPlugin:
-    places = {"offload_optimizer_device": "cpu", "offload_param_device": "cpu" if stage == 3 else "none"}
+    places = {
+        "offload_optimizer_device": "cpu",
+        "offload_param_device": "cpu" if stage == 3 else "none",
+    }
     return DeepSpeedPlugin(**{"zero_stage": stage, "gradient_clipping": 1.0, **places, **given})
 
 
@@ -600,8 +724,12 @@ def accelerator_of(deepspeed_plugin: Any = None, **given: Any) -> Accelerator:
     group = (
         [InitProcessGroupKwargs(backend="gloo")] if "LOCAL_RANK" in os.environ else []
     )  # Accelerate looks for a GPU's
-    found = Accelerator(cpu=is_plain, deepspeed_plugin=deepspeed_plugin, kwargs_handlers=group, **given)
-    assert (found.distributed_type == DistributedType.DEEPSPEED) == (not is_plain), found.distributed_type
+    found = Accelerator(
+        cpu=is_plain, deepspeed_plugin=deepspeed_plugin, kwargs_handlers=group, **given
+    )
+    assert (found.distributed_type == DistributedType.DEEPSPEED) == (not is_plain), (
+        found.distributed_type
+    )
     return found
 
 
@@ -610,9 +738,13 @@ def loader(batch_size: int = 2, name: str = "llama") -> DataLoader[Any]:
 
 
 def loop(
-    deepspeed: DeepSpeedPlugin | None, dtype: str = "no", accumulation: int = 2, kind: Any = torch.optim.AdamW
+    deepspeed: DeepSpeedPlugin | None,
+    dtype: str = "no",
+    accumulation: int = 2,
+    kind: Any = torch.optim.AdamW,
 ) -> list[list[float]]:
-    """Six micro-batches with a user's optimizer and schedule. Returns [loss, norm, rate] of each."""
+    """Six micro-batches with a user's optimizer and schedule. Returns [loss, norm, rate] of
+    each."""
     accelerator = accelerator_of(
         deepspeed_plugin=deepspeed, mixed_precision=dtype, gradient_accumulation_steps=accumulation
     )
@@ -625,7 +757,11 @@ def loop(
         with accelerator.accumulate(model):
             loss = model(**batch).loss
             accelerator.backward(loss)
-            norm = accelerator.clip_grad_norm_(model.parameters(), 1.0) if accelerator.sync_gradients else 0.0
+            norm = (
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                if accelerator.sync_gradients
+                else 0.0
+            )
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
@@ -665,7 +801,9 @@ def prepare(folder: Path, optimizer_kind: str, scheduler_kind: str) -> None:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     config = config_of(
-        "zero2", *["optimizer"] * (optimizer_kind == "custom"), *["scheduler"] * (scheduler_kind == "custom")
+        "zero2",
+        *["optimizer"] * (optimizer_kind == "custom"),
+        *["scheduler"] * (scheduler_kind == "custom"),
     )
     config["fp16"]["enabled"] = config["bf16"]["enabled"] = False
     for section, key in (("optimizer", "betas"), ("optimizer", "eps")):
@@ -676,7 +814,9 @@ def prepare(folder: Path, optimizer_kind: str, scheduler_kind: str) -> None:
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=5e-5)
     schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     dummy = DummyOptim(model.parameters()), DummyScheduler(DummyOptim(model.parameters()), 10, 2)
-    wrong = dummy if (optimizer_kind, scheduler_kind) == ("custom", "custom") else (optimizer, schedule)
+    wrong = (
+        dummy if (optimizer_kind, scheduler_kind) == ("custom", "custom") else (optimizer, schedule)
+    )
     if optimizer_kind == scheduler_kind:
         with raises("specify|specifying|in the config file"):
             accelerator.prepare(model, wrong[0], loader(), wrong[1])
@@ -684,14 +824,23 @@ def prepare(folder: Path, optimizer_kind: str, scheduler_kind: str) -> None:
         with raises("You can only specify `accelerate.utils.DummyScheduler`"):
             accelerator.prepare(model, dummy[0], loader(), schedule)
         return
-    given = dummy[0] if optimizer_kind == "ds" else optimizer, dummy[1] if scheduler_kind == "ds" else schedule
+    given = (
+        dummy[0] if optimizer_kind == "ds" else optimizer,
+        dummy[1] if scheduler_kind == "ds" else schedule,
+    )
     model, optimizer, _, schedule = accelerator.prepare(model, given[0], loader(), given[1])
     assert type(model) is DeepSpeedEngine and type(optimizer) is DeepSpeedOptimizerWrapper
-    assert type(schedule) is (DeepSpeedSchedulerWrapper if scheduler_kind == "ds" else AcceleratedScheduler)
+    assert type(schedule) is (
+        DeepSpeedSchedulerWrapper if scheduler_kind == "ds" else AcceleratedScheduler
+    )
     assert type(accelerator.deepspeed_engine_wrapped) is DeepSpeedEngineWrapper
 
 
-@case("accelerate", "test_save_checkpoints", "get_state_dict without stage3_gather_16bit_weights_on_model_save")
+@case(
+    "accelerate",
+    "test_save_checkpoints",
+    "get_state_dict without stage3_gather_16bit_weights_on_model_save",
+)
 def no_state_dict(folder: Path) -> None:
     config = config_of("zero3", "fp16", "bf16", "scheduler", "optimizer")
     config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = False
@@ -722,7 +871,12 @@ def autofill(folder: Path) -> None:
     assert prepared[0].optimizer.param_groups[0]["weight_decay"] == 1e-4
 
 
-LOOPS = [(stage, dtype, number) for stage in (1, 2, 3) for dtype in ("no", "bf16", "fp16") for number in (1, 2)]
+LOOPS = [
+    (stage, dtype, number)
+    for stage in (1, 2, 3)
+    for dtype in ("no", "bf16", "fp16")
+    for number in (1, 2)
+]
 
 
 @case(
@@ -756,7 +910,12 @@ def kinds(folder: Path, name: str) -> None:
 
 
 @case(
-    "accelerate", "test_checkpoint_with_new_engine", "save_state, and load_state in a new engine, to the bit", 1, 2, 3
+    "accelerate",
+    "test_checkpoint_with_new_engine",
+    "save_state, and load_state in a new engine, to the bit",
+    1,
+    2,
+    3,
 )
 def states(folder: Path, stage: int) -> None:
     def run(first: int, last: int) -> list[float]:
@@ -764,7 +923,9 @@ def states(folder: Path, stage: int) -> None:
         model = build("llama")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
-        model, optimizer, batches, schedule = accelerator.prepare(model, optimizer, loader(), schedule)
+        model, optimizer, batches, schedule = accelerator.prepare(
+            model, optimizer, loader(), schedule
+        )
         if first:
             accelerator.load_state(str(folder / "state"))
         found = []
@@ -797,7 +958,9 @@ def group_rates(folder: Path, name: str) -> None:
     optimizer = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias]}], lr=1e-5)
     total = {"total_num_steps": 20} if name == "WarmupDecayLR" else {}
     kind = getattr(deepspeed.runtime.lr_schedules, name)
-    schedule = kind(optimizer, warmup_max_lr=[0.03, 0.0002], warmup_num_steps=4, warmup_type="linear", **total)
+    schedule = kind(
+        optimizer, warmup_max_lr=[0.03, 0.0002], warmup_num_steps=4, warmup_type="linear", **total
+    )
     for step in range(12):
         schedule.step()
         factor = step / 4 if step < 4 else (20 - step) / 16 if total else 1
@@ -858,16 +1021,20 @@ def both_train(folder: Path) -> None:
     close(found[0], found[1], 1e-6)
 
 
-@case("accelerate", "test_zero3_integration", "a process group that exists before TrainingArguments")
+@case(
+    "accelerate", "test_zero3_integration", "a process group that exists before TrainingArguments"
+)
 def group_first(folder: Path) -> None:
     import deepspeed
 
     deepspeed.init_distributed()
-    args = arguments(folder, deepspeed={"zero_optimization": {"stage": 3}, **dict.fromkeys(AUTO[:2], "auto")})
+    args = arguments(
+        folder, deepspeed={"zero_optimization": {"stage": 3}, **dict.fromkeys(AUTO[:2], "auto")}
+    )
     assert transformers.AutoModel.from_pretrained(saved("gpt2")) is not None and args.deepspeed
 
 
-# ---- the results ---------------------------------------------------------------------------------------------------------
+# ---- the results ---------------------------------------------------------------------------------
 
 
 def result_of(case: Case, folder: Path) -> str:
@@ -892,12 +1059,18 @@ def table(cases: list[Case], results: list[str]) -> list[str]:
         rows.setdefault((each.library, each.test, each.done), []).append(result)
     lines = ["| library | its test | here | variants | result |", "|---|---|---|---|---|"]
     for (library, test, done), found in rows.items():
-        lines.append(f"| {library} | `{test}` | {done} | {len(found)} | {'; '.join(dict.fromkeys(found))} |")
+        lines.append(
+            f"| {library} | `{test}` | {done} | {len(found)} | {'; '.join(dict.fromkeys(found))} |"
+        )
     return lines
 
 
 def main() -> None:
-    chosen = [each for each in CASES if all(word in f"{each.library} {each.name}" for word in sys.argv[2:])]
+    chosen = [
+        each
+        for each in CASES
+        if all(word in f"{each.library} {each.name}" for word in sys.argv[2:])
+    ]
     results = []
     for number, each in enumerate(chosen):
         results.append(result_of(each, FOLDER / str(number)))

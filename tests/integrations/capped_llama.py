@@ -1,10 +1,12 @@
-"""A Llama from safetensors through the Trainer, in a process whose memory has a cap: run by test_memory.py.
+"""A Llama from safetensors through the Trainer, in a process whose memory has a cap: run by
+test_memory.py.
 
     capped_llama.py make FOLDER      writes 1.3 B random weights in bf16
     capped_llama.py train FOLDER     three steps, a checkpoint after the second, and the model as safetensors
     capped_llama.py resume FOLDER    the third step again, from the checkpoint
 
-Each writes FOLDER/<word>.json; the last two {"losses": [...], "peaks": {phase: most resident bytes so far}}
+Each writes FOLDER/<word>.json; the last two {"losses": [...], "peaks": {phase: most resident bytes
+so far}}
 """
 
 from __future__ import annotations
@@ -82,7 +84,11 @@ def run(folder: Path, resume: str | None) -> dict[str, Any]:
         disable_tqdm=True,
     )
     trainer = TiermemTrainer(
-        model, args, train_dataset=Samples(sample), callbacks=[SaveAt(2 if resume is None else 0)], tiermem=policy
+        model,
+        args,
+        train_dataset=Samples(sample),
+        callbacks=[SaveAt(2 if resume is None else 0)],
+        tiermem=policy,
     )
     trainer.train(resume_from_checkpoint=resume)
     peaks["train"] = peak_bytes()

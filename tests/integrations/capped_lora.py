@@ -1,9 +1,12 @@
-"""LoRA beside a frozen base of 6.7 B parameters in nf4 blocks on NVMe, under a cap: run by test_memory.py.
+"""LoRA beside a frozen base of 6.7 B parameters in nf4 blocks on NVMe, under a cap: run by
+test_memory.py.
 
 capped_lora.py lora FOLDER     builds the model with random weights, trains three steps, writes FOLDER/lora.json
 
-    {"losses", "peaks": most resident bytes so far by phase, "read": bytes that the kernel read in each step, "planned": bytes
-     that a step reads by the forecast, "at rest": bytes on NVMe of the plan, "seconds": of each phase}
+    {"losses", "peaks": most resident bytes so far by phase, "read": bytes that the kernel read in
+    each step, "planned": bytes
+     that a step reads by the forecast, "at rest": bytes on NVMe of the plan, "seconds": of each
+     phase}
 """
 
 from __future__ import annotations
@@ -43,12 +46,17 @@ NUM_STEPS = 3
 
 def read_bytes() -> int:
     """The bytes that the kernel has fetched from storage for this process."""
-    return int(re.findall(r"^read_bytes: (\d+)", Path("/proc/self/io").read_text(), re.MULTILINE)[0])
+    return int(
+        re.findall(r"^read_bytes: (\d+)", Path("/proc/self/io").read_text(), re.MULTILINE)[0]
+    )
 
 
 def fill(model: torch.nn.Module) -> None:
     """Gives every parameter random values, one parameter in memory at a time."""
-    pattern = torch.randn((1 << 20) + 7, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16) * 0.02
+    pattern = (
+        torch.randn((1 << 20) + 7, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+        * 0.02
+    )
     for param in model.parameters():
         with tiermem.zero.GatheredParameters(param, modifier_rank=0), torch.no_grad():
             flat = param.view(-1)
@@ -73,7 +81,12 @@ def settle(shards: Shards) -> None:
 
 def main() -> None:
     folder = Path(sys.argv[2])
-    found: dict[str, Any] = {"losses": [], "read": [], "seconds": {}, "peaks": {"imports": peak_bytes()}}
+    found: dict[str, Any] = {
+        "losses": [],
+        "read": [],
+        "seconds": {},
+        "peaks": {"imports": peak_bytes()},
+    }
     clock = time.monotonic()
 
     def end(phase: str) -> None:
@@ -100,8 +113,12 @@ def main() -> None:
         found["compute"] = shards.compute.dtype
         found["at rest"] = shards.plan.disk_bytes
         found["host"] = shards.plan.host_bytes
-        optim = tiermem.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
-        words = torch.randint(0, 32000, (1, NUM_TOKENS + 1), generator=torch.Generator().manual_seed(1))
+        optim = tiermem.AdamW(
+            [param for param in model.parameters() if param.requires_grad], lr=1e-2
+        )
+        words = torch.randint(
+            0, 32000, (1, NUM_TOKENS + 1), generator=torch.Generator().manual_seed(1)
+        )
         for step in range(NUM_STEPS):
             settle(shards)
             before = read_bytes()
@@ -116,7 +133,9 @@ def main() -> None:
             end(f"step {step}")
         forecast = forecast_shards(shards, Compute(1e-9, 2e-9), Rates(1e9, 1e9))
         found["planned"] = forecast.edge_bytes(NVME_TO_HOST)
-        found["numel"] = sum(shard.numel for live, shard in shards.parameters() if live.unit.is_packed)
+        found["numel"] = sum(
+            shard.numel for live, shard in shards.parameters() if live.unit.is_packed
+        )
     (folder / "lora.json").write_text(json.dumps(found), "utf-8")
 
 

@@ -1,4 +1,5 @@
-"""A script that uses DeepSpeed through the Trainer and Accelerate on several ranks; as_deepspeed runs it on each.
+"""A script that uses DeepSpeed through the Trainer and Accelerate on several ranks; as_deepspeed
+runs it on each.
 
 deepspeed_on_ranks.py FOLDER     every rank writes {run: log} to FOLDER/<rank>.json
 

@@ -1,4 +1,5 @@
-"""A user's script with TrainingArguments(deepspeed=...), which knows nothing of tiermem; as_deepspeed runs it.
+"""A user's script with TrainingArguments(deepspeed=...), which knows nothing of tiermem;
+as_deepspeed runs it.
 
 deepspeed_script.py FOLDER     writes {run: log} to FOLDER/logs.json
 """
@@ -32,10 +33,18 @@ ZERO3 = {
     "stage3_max_reuse_distance": 1e9,
     "stage3_gather_16bit_weights_on_model_save": True,
 }
-SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+SIZES = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+)
 CONFIG = {**dict.fromkeys(SIZES, "auto"), "bf16": {"enabled": "auto"}, "zero_optimization": ZERO3}
 ADAMW = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}
-WARMUP = {"type": "WarmupLR", "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto")}
+WARMUP = {
+    "type": "WarmupLR",
+    "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto"),
+}
 
 
 def run(folder: Path, config: dict[str, Any], resume: str | None = None) -> list[list[float]]:
@@ -57,7 +66,9 @@ def run(folder: Path, config: dict[str, Any], resume: str | None = None) -> list
         seed=3,
         deepspeed=config,
     )
-    trainer = Trainer(build("llama"), args, train_dataset=samples("llama"), eval_dataset=samples("llama", 8))
+    trainer = Trainer(
+        build("llama"), args, train_dataset=samples("llama"), eval_dataset=samples("llama", 8)
+    )
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model()
     steps = [each for each in trainer.state.log_history if "loss" in each]
@@ -79,5 +90,7 @@ if __name__ == "__main__":
     logs["ImportError"] = refused(lambda: importlib.import_module("deepspeed.pipe"))
     logs["Trainer's optimizer"] = run(folder / "plain", CONFIG)
     logs["resumed"] = run(folder / "plain", CONFIG, str(folder / "plain" / "checkpoint-3"))
-    logs["config's optimizer"] = run(folder / "own", {**CONFIG, "optimizer": ADAMW, "scheduler": WARMUP})
+    logs["config's optimizer"] = run(
+        folder / "own", {**CONFIG, "optimizer": ADAMW, "scheduler": WARMUP}
+    )
     (folder / "logs.json").write_text(json.dumps(logs), "utf-8")

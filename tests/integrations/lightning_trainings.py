@@ -49,7 +49,8 @@ class Boring(BoringModel):
 
 
 class Words(LightningTransformer):
-    """The demo, with random words, without dropout, under AdamW; its layers are built in configure_model."""
+    """The demo, with random words, without dropout, under AdamW; its layers are built in
+    configure_model."""
 
     def __init__(self, batch: int = 2) -> None:
         LightningModule.__init__(self)
@@ -77,16 +78,20 @@ class Words(LightningTransformer):
 
 
 class Finetuning(BackboneFinetuning):
-    """Lightning's callback, which also unfreezes the backbone in a run that is resumed later (Lightning's leaves it frozen)."""
+    """Lightning's callback, which also unfreezes the backbone in a run that is resumed later
+    (Lightning's leaves it frozen)."""
 
-    def finetune_function(self, module: LightningModule, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+    def finetune_function(
+        self, module: LightningModule, epoch: int, optimizer: torch.optim.Optimizer
+    ) -> None:
         super().finetune_function(module, epoch, optimizer)
         if epoch > self.unfreeze_backbone_at_epoch:
             self.make_trainable(module.backbone)
 
 
 class Tuned(Boring):
-    """The demo behind a backbone, for callbacks that freeze the backbone and unfreeze it at an epoch."""
+    """The demo behind a backbone, for callbacks that freeze the backbone and unfreeze it at an
+    epoch."""
 
     def __init__(self, batch: int = 2) -> None:
         super().__init__(batch)
@@ -96,7 +101,9 @@ class Tuned(Boring):
         return self.layer(self.backbone(x))
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW([param for param in self.parameters() if param.requires_grad], lr=1e-2)
+        return torch.optim.AdamW(
+            [param for param in self.parameters() if param.requires_grad], lr=1e-2
+        )
 
     def configure_callbacks(self) -> list[Callback]:
         return [Finetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=1e-3, verbose=False)]
@@ -109,7 +116,9 @@ class Losses(Callback):
     def __init__(self) -> None:
         self.seen: list[float] = []
 
-    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: Any, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, module: LightningModule, outputs: Any, *_: Any
+    ) -> None:
         self.seen.append(float(trainer.strategy.reduce(outputs["loss"].detach().clone())))
 
 
@@ -128,7 +137,8 @@ def fit(
     save: Path | None = None,
     module: LightningModule | None = None,
 ) -> dict[str, Any]:
-    """Trains a demo and returns its losses and weights; `save`: where its checkpoint goes when it ends."""
+    """Trains a demo and returns its losses and weights; `save`: where its checkpoint goes when it
+    ends."""
     warnings.filterwarnings("ignore", module="lightning")
     losses, module = Losses(), module or built(name, 2 // num_devices)
     trainer = Trainer(
@@ -144,16 +154,20 @@ def fit(
 
 
 def strategy_of(nvme: Path, **options: Any) -> TiermemStrategy:
-    policy = OffloadPolicy(params=Tier.NVME, optim=Tier.NVME, paths=[nvme], persistence_numel=30, timeout_s=60)
+    policy = OffloadPolicy(
+        params=Tier.NVME, optim=Tier.NVME, paths=[nvme], persistence_numel=30, timeout_s=60
+    )
     return TiermemStrategy(policy, **options)
 
 
 def with_and_without_break(
     name: str, folder: Path, make_strategy: Callable[[], Any] = lambda: "auto", num_devices: int = 1
 ) -> dict[str, Any]:
-    """Trains without a break, and with one: half the steps, a checkpoint, a new module and Trainer, the other half.
+    """Trains without a break, and with one: half the steps, a checkpoint, a new module and Trainer,
+    the other half.
 
-    The halves are not the whole: when an epoch is resumed at its end, Lightning steps its schedule once less.
+    The halves are not the whole: when an epoch is resumed at its end, Lightning steps its schedule
+    once less.
     """
     found: dict[str, Any] = {}
     saved = folder / f"{name}.ckpt"

@@ -1,4 +1,5 @@
-"""Launched by test_memory.py: opens, trains, saves and resumes a Llama on all ranks, and takes the peak of each phase.
+"""Launched by test_memory.py: opens, trains, saves and resumes a Llama on all ranks, and takes the
+peak of each phase.
 
 llama_on_ranks.py FOLDER WORK     every rank writes {phase: the most bytes that were resident at once, less those at the start}
 
@@ -36,7 +37,9 @@ def begin() -> None:
 
 def run(work: Path, resume: str | None) -> dict[str, Any]:
     phase, found = "resumed" if resume else "trained", {}
-    policy = OffloadPolicy(params=Tier.NVME, optim=Tier.NVME, paths=[work / "nvme"], host_bytes=140 << 20)
+    policy = OffloadPolicy(
+        params=Tier.NVME, optim=Tier.NVME, paths=[work / "nvme"], host_bytes=140 << 20
+    )
     model = tiermem.from_pretrained(work / "made", policy=policy)
     found[f"opened to be {phase}"] = resident("VmHWM")
     args = arguments(
@@ -62,7 +65,9 @@ def main() -> None:
         begin()
         before = resident("VmRSS")
         found = run(folder, None) | run(folder, str(folder / "out" / "checkpoint-1"))
-    torch.save({phase: peak - before for phase, peak in found.items()}, out / f"{os.environ['RANK']}.pt")
+    torch.save(
+        {phase: peak - before for phase, peak in found.items()}, out / f"{os.environ['RANK']}.pt"
+    )
     dist.destroy_process_group()
 
 

@@ -1,11 +1,18 @@
-"""Published configs: the keys and values of DeepSpeed configs that fine-tuning projects publish, by repository and file."""
+"""Published configs: the keys and values of DeepSpeed configs that fine-tuning projects publish, by
+repository and file."""
 
 from __future__ import annotations
 
 from typing import Any
 
 _AUTO = dict.fromkeys(
-    ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto"
+    (
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+    ),
+    "auto",
 )
 _SCALE = {"loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}
 _FP16 = {"enabled": "auto", "initial_scale_power": 16, **_SCALE}
@@ -16,13 +23,26 @@ _RATES = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "
 _MONITOR = {"enabled": True, "tag": "DeepSpeedMonitor", "csv_monitor": {"enabled": False}}
 _QUIET = {"wall_clock_breakdown": False}
 _BUCKETS = dict.fromkeys(
-    ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"), "auto"
+    ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"),
+    "auto",
 )
 _LIVE = {"stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9}
 _GATHER = "stage3_gather_16bit_weights_on_model_save"
-_ZERO3 = {"stage": 3, "contiguous_gradients": True, "sub_group_size": 1e9, **_BUCKETS, **_LIVE, "overlap_comm": True}
+_ZERO3 = {
+    "stage": 3,
+    "contiguous_gradients": True,
+    "sub_group_size": 1e9,
+    **_BUCKETS,
+    **_LIVE,
+    "overlap_comm": True,
+}
 _OFFLOAD = {"offload_optimizer": _CPU, "offload_param": _CPU}
-_ZERO2 = {"stage": 2, "allgather_partitions": True, "reduce_scatter": True, "contiguous_gradients": True}
+_ZERO2 = {
+    "stage": 2,
+    "allgather_partitions": True,
+    "reduce_scatter": True,
+    "contiguous_gradients": True,
+}
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "hiyouga/LLaMA-Factory examples/deepspeed/ds_z3_offload_config.json": {
@@ -102,7 +122,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "type": "WarmupCosineLR",
             "params": dict.fromkeys(("total_num_steps", "warmup_num_steps"), "auto"),
         },
-        "zero_optimization": {**_ZERO3, **_OFFLOAD, "offload_optimizer": {**_CPU, "device": "none"}, _GATHER: True},
+        "zero_optimization": {
+            **_ZERO3,
+            **_OFFLOAD,
+            "offload_optimizer": {**_CPU, "device": "none"},
+            _GATHER: True,
+        },
         **_AUTO,
         "steps_per_print": 2000,
         **_QUIET,

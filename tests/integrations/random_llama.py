@@ -1,4 +1,5 @@
-"""Random Llamas on disk, as transformers saves them, made one file at a time: the model is never in memory."""
+"""Random Llamas on disk, as transformers saves them, made one file at a time: the model is never in
+memory."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 
 def write_llama(folder: Path, config: LlamaConfig, dtype: torch.dtype) -> int:
-    """Writes config.json, an index and one safetensors file per block. Returns the bytes of all weights."""
+    """Writes config.json, an index and one safetensors file per block. Returns the bytes of all
+    weights."""
     folder.mkdir(parents=True)
     config.architectures, config.dtype = ["LlamaForCausalLM"], dtype
     config.save_pretrained(folder)
@@ -33,4 +35,8 @@ def write_llama(folder: Path, config: LlamaConfig, dtype: torch.dtype) -> int:
 
 
 def _values(name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-    return torch.ones(shape) if "norm" in name else torch.empty(shape).normal_(0, 0.02, generator=generator)
+    return (
+        torch.ones(shape)
+        if "norm" in name
+        else torch.empty(shape).normal_(0, 0.02, generator=generator)
+    )

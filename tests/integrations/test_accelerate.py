@@ -1,4 +1,5 @@
-"""Does an Accelerator drive a sharded model as it drives a plain one: losses, norms, rates, states saved and loaded?"""
+"""Does an Accelerator drive a sharded model as it drives a plain one: losses, norms, rates, states
+saved and loaded?"""
 
 from __future__ import annotations
 

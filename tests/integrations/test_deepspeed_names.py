@@ -1,4 +1,5 @@
-"""Is each of DeepSpeed's names answered, or declined with what to use instead? Holds the code, the page and a list together.
+"""Is each of DeepSpeed's names answered, or declined with what to use instead? Holds the code, the
+page and a list together.
 
 deepspeed_names.txt                       the list: facts about DeepSpeed
 tiermem.integrations.as_deepspeed.NAMES   answers
@@ -25,7 +26,11 @@ from tiermem.zero.partition_parameters import is_zero_param
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 PAGE = (ROOT / "docs" / "from_deepspeed.md").read_text("utf-8")
-LISTED = [line for line in (HERE / "deepspeed_names.txt").read_text("utf-8").splitlines() if line and line[0] != "#"]
+LISTED = [
+    line
+    for line in (HERE / "deepspeed_names.txt").read_text("utf-8").splitlines()
+    if line and line[0] != "#"
+]
 
 
 class Row(NamedTuple):
@@ -36,7 +41,9 @@ class Row(NamedTuple):
 
 
 def rows() -> list[Row]:
-    lines = [line for line in PAGE.partition("## Declined")[2].splitlines() if line.startswith("| ")]
+    lines = [
+        line for line in PAGE.partition("## Declined")[2].splitlines() if line.startswith("| ")
+    ]
     cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[1:]]
     return [Row(re.findall(r"`(deepspeed\.[^`]*)`", names), instead) for names, instead in cells]
 
@@ -85,7 +92,9 @@ def test_what_the_page_says_of_answered_names_is_so(answered: set[str]) -> None:
 
 
 def test_add_config_arguments_serves_initialize(tmp_path: Path) -> None:
-    (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": 4, "optimizer": {"type": "AdamW"}}), "utf-8")
+    (tmp_path / "ds.json").write_text(
+        json.dumps({"train_batch_size": 4, "optimizer": {"type": "AdamW"}}), "utf-8"
+    )
     parser = tiermem.add_config_arguments(argparse.ArgumentParser())
     args = parser.parse_args(["--deepspeed", "--deepspeed_config", str(tmp_path / "ds.json")])
     assert args.deepspeed and parser.parse_args([]).deepspeed_config is None
@@ -110,7 +119,12 @@ def test_fused_optimizers_are_tiermem_s_with_deepspeed_s_arguments() -> None:
     decoupled = FusedAdam(params, 0.5, True, (0.8, 0.9), 1e-6, True, 0.1)
     assert type(decoupled) is tiermem.AdamW
     group = decoupled.param_groups[0]
-    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (0.5, (0.8, 0.9), 1e-6, 0.1)
+    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (
+        0.5,
+        (0.8, 0.9),
+        1e-6,
+        0.1,
+    )
     assert type(FusedAdam(params, adam_w_mode=False)) is tiermem.Adam
     with pytest.raises(ValueError, match="bias_correction=False is not done"):
         FusedAdam(params, bias_correction=False)
@@ -119,7 +133,11 @@ def test_fused_optimizers_are_tiermem_s_with_deepspeed_s_arguments() -> None:
 
 
 def test_set_train_micro_batch_size_changes_the_samples_of_a_step() -> None:
-    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "optimizer": {"type": "AdamW"}}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 3,
+        "optimizer": {"type": "AdamW"},
+    }
     engine = tiermem.initialize(model=torch.nn.Linear(2, 2), config=config)[0]
     engine.set_train_micro_batch_size(5)
     assert engine.get_batch_info() == (15, 5, 3)

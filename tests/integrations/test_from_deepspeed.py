@@ -1,4 +1,5 @@
-"""Does training continue from a folder that DeepSpeed's ZeRO-3 wrote: by an engine, and by the Trainer?"""
+"""Does training continue from a folder that DeepSpeed's ZeRO-3 wrote: by an engine, and by the
+Trainer?"""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from tiermem.utils import safe_get_full_fp32_param, safe_get_full_optimizer_stat
 
 
 class Net(nn.Module):
-    """The model whose checkpoint deepspeed_folders.py writes: tied, frozen and one-element parameters, buffers."""
+    """The model whose checkpoint deepspeed_folders.py writes: tied, frozen and one-element
+    parameters, buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,15 +39,23 @@ class Net(nn.Module):
         self.register_buffer("mean", torch.zeros(5))
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        hidden = self.norm(self.back(torch.tanh(self.hidden(self.frozen(self.embed(x))))) * self.scale)
+        hidden = self.norm(
+            self.back(torch.tanh(self.hidden(self.frozen(self.embed(x))))) * self.scale
+        )
         logits = self.head(hidden)
-        return {"loss": nn.functional.cross_entropy(logits.view(-1, 13), labels.view(-1)), "logits": logits}
+        return {
+            "loss": nn.functional.cross_entropy(logits.view(-1, 13), labels.view(-1)),
+            "logits": logits,
+        }
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     """Two groups, as in the folder."""
     named = dict(model.named_parameters())
-    return [{"params": [named[n] for n in names]} for names in ([*SUB_GROUPS[0], *SUB_GROUPS[1]], [*SUB_GROUPS[2]])]
+    return [
+        {"params": [named[n] for n in names]}
+        for names in ([*SUB_GROUPS[0], *SUB_GROUPS[1]], [*SUB_GROUPS[2]])
+    ]
 
 
 def samples() -> list[dict[str, torch.Tensor]]:
@@ -90,14 +100,28 @@ def test_the_trainer_resumes_from_it(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(groups_of(model), lr=1.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
     policy, data = on_nvme(tmp_path / "nvme"), samples()
-    args = arguments(tmp_path / "out", max_steps=5, max_grad_norm=0.0, gradient_accumulation_steps=1)
-    trainer = TiermemTrainer(model, args, train_dataset=data, optimizers=(optimizer, schedule), tiermem=policy)
+    args = arguments(
+        tmp_path / "out", max_steps=5, max_grad_norm=0.0, gradient_accumulation_steps=1
+    )
+    trainer = TiermemTrainer(
+        model, args, train_dataset=data, optimizers=(optimizer, schedule), tiermem=policy
+    )
     with closing(trainer):
         trainer.train(resume_from_checkpoint=str(checkpoint))
         assert trainer.state.global_step == 5
-        moved = {n: safe_get_full_fp32_param(p).clone() for n, p in model.named_parameters() if p.requires_grad}
-    assert {name for name, each in moved.items() if torch.equal(each, written.states[name]["weight"])} == set()
-    assert {name for name, each in moved.items() if (each - written.states[name]["weight"]).abs().max() > 0.1} == set()
+        moved = {
+            n: safe_get_full_fp32_param(p).clone()
+            for n, p in model.named_parameters()
+            if p.requires_grad
+        }
+    assert {
+        name for name, each in moved.items() if torch.equal(each, written.states[name]["weight"])
+    } == set()
+    assert {
+        name
+        for name, each in moved.items()
+        if (each - written.states[name]["weight"]).abs().max() > 0.1
+    } == set()
 
 
 def test_a_folder_that_cannot_be_read_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
@@ -105,7 +129,9 @@ def test_a_folder_that_cannot_be_read_is_refused_and_nothing_is_left(tmp_path: P
     before = sorted(tmp_path.rglob("*"))
     model = Net()
     config = {"train_batch_size": 2, "zero_optimization": {"stage": 3}}
-    engine, _, _, _ = tiermem.initialize(model=model, optimizer=torch.optim.AdamW(groups_of(model)), config=config)
+    engine, _, _, _ = tiermem.initialize(
+        model=model, optimizer=torch.optim.AdamW(groups_of(model)), config=config
+    )
     with pytest.raises(ValueError, match=r"ZeRO stage 2; stage 3 is read"):
         engine.load_checkpoint(tmp_path / "ds")
     assert sorted(tmp_path.rglob("*")) == before

@@ -1,4 +1,5 @@
-"""Does from_pretrained give every kind of model its weights, on its tiers, without ever holding all of them in memory?"""
+"""Does from_pretrained give every kind of model its weights, on its tiers, without ever holding all
+of them in memory?"""
 
 from __future__ import annotations
 
@@ -49,7 +50,10 @@ def test_the_trainer_trains_it_as_the_plain_one(tmp_path: Path) -> None:
         if kind is Trainer:
             model, own = AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), {}
         else:
-            model, own = tiermem.from_pretrained(tmp_path / "saved", policy=policy), {"tiermem": policy}
+            model, own = (
+                tiermem.from_pretrained(tmp_path / "saved", policy=policy),
+                {"tiermem": policy},
+            )
         asked = arguments(tmp_path / "out", max_steps=3)
         with closing(kind(model, asked, train_dataset=samples("gpt2"), **own)) as trainer:
             trainer.train()
@@ -58,7 +62,9 @@ def test_the_trainer_trains_it_as_the_plain_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
-def test_one_block_at_most_is_in_memory(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_block_at_most_is_in_memory(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = build(name)
     plain.save_pretrained(tmp_path)
     held: list[int] = []
@@ -93,13 +99,18 @@ def test_weights_that_the_files_lack_get_initial_values_and_are_named(
 
 def test_dtype_is_that_of_the_config_or_the_one_asked_for(tmp_path: Path) -> None:
     build("llama").bfloat16().save_pretrained(tmp_path)
-    for asked, expected in ((None, torch.bfloat16), (torch.float32, torch.float32), ("float16", torch.float16)):
+    for asked, expected in (
+        (None, torch.bfloat16),
+        (torch.float32, torch.float32),
+        ("float16", torch.float16),
+    ):
         model = tiermem.from_pretrained(tmp_path, **({} if asked is None else {"dtype": asked}))
         assert {param.dtype for param in model.parameters()} == {expected}
 
 
 def in_fp8(weights: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Rewrites weights as DeepSeek's and Qwen's fp8 models are stored, in blocks of 16 x 16; returns how."""
+    """Rewrites weights as DeepSeek's and Qwen's fp8 models are stored, in blocks of 16 x 16;
+    returns how."""
     for name, value in [*weights.items()]:
         if value.ndim == 2 and "layers" in name and not any(each % 16 for each in value.shape):
             blocks = value.unflatten(0, (-1, 16)).unflatten(2, (-1, 16))
@@ -110,25 +121,44 @@ def in_fp8(weights: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def in_mxfp4(weights: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Replaces experts by random values as gpt-oss is stored: blocks of 32 four-bit numbers with an exponent; returns how."""
+    """Replaces experts by random values as gpt-oss is stored: blocks of 32 four-bit numbers with an
+    exponent; returns how."""
     for name in [each for each in weights if each.endswith(("gate_up_proj", "down_proj"))]:
         experts, width, height = weights.pop(name).shape
-        weights[name + "_blocks"] = torch.randint(0, 256, (experts, height, width // 32, 16), dtype=torch.uint8)
-        weights[name + "_scales"] = torch.randint(118, 124, (experts, height, width // 32), dtype=torch.uint8)
+        weights[name + "_blocks"] = torch.randint(
+            0, 256, (experts, height, width // 32, 16), dtype=torch.uint8
+        )
+        weights[name + "_scales"] = torch.randint(
+            118, 124, (experts, height, width // 32), dtype=torch.uint8
+        )
     return {"quant_method": "mxfp4"}
 
 
 def gpt_oss() -> nn.Module:
-    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "num_local_experts": 4, "head_dim": 16}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 61, "pad_token_id": 0}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_local_experts": 4,
+        "head_dim": 16,
+    }
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 61,
+        "pad_token_id": 0,
+    }
     return AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt_oss", **sizes, **heads))
 
 
 @pytest.mark.skipif(
-    pretrained._loading is None, reason="transformers before version 5 does not dequantise while it reads"
+    pretrained._loading is None,
+    reason="transformers before version 5 does not dequantise while it reads",
 )
 @pytest.mark.parametrize("name", ["llama", "mixtral", "gpt_oss"])
-def test_a_quantised_model_has_the_values_that_transformers_gives_it(name: str, tmp_path: Path) -> None:
+def test_a_quantised_model_has_the_values_that_transformers_gives_it(
+    name: str, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     plain, policy = gpt_oss() if name == "gpt_oss" else build(name), on_nvme(tmp_path / "nvme")
     plain.save_pretrained(tmp_path / "saved")
@@ -136,7 +166,9 @@ def test_a_quantised_model_has_the_values_that_transformers_gives_it(name: str, 
     how, names = (in_mxfp4 if name == "gpt_oss" else in_fp8)(weights), {*weights}
     save_file(weights, tmp_path / "saved" / "model.safetensors", {"format": "pt"})
     config = tmp_path / "saved" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text("utf-8")) | {"quantization_config": how}), "utf-8")
+    config.write_text(
+        json.dumps(json.loads(config.read_text("utf-8")) | {"quantization_config": how}), "utf-8"
+    )
     expected = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
     model = tiermem.from_pretrained(tmp_path / "saved", policy=policy)
     assert not hasattr(model.config, "quantization_config")  # what is saved later is not quantised
@@ -148,7 +180,9 @@ def test_a_quantised_model_has_the_values_that_transformers_gives_it(name: str, 
 
 
 def test_an_adapter_is_opened_with_its_base_model(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft", reason="peft is not installed (pip install peft): CI installs it")
+    peft = pytest.importorskip(
+        "peft", reason="peft is not installed (pip install peft): CI installs it"
+    )
     build("llama").save_pretrained(tmp_path / "base")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     asked = {
@@ -162,13 +196,24 @@ def test_an_adapter_is_opened_with_its_base_model(tmp_path: Path) -> None:
     for kind in (Trainer, TiermemTrainer):
         if kind is Trainer:
             base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-            model, own = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True), {}
+            model, own = (
+                peft.PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True),
+                {},
+            )
         else:
-            model, own = tiermem.from_pretrained(tmp_path / "adapter", policy=policy), {"tiermem": policy}
+            model, own = (
+                tiermem.from_pretrained(tmp_path / "adapter", policy=policy),
+                {"tiermem": policy},
+            )
         folder = tmp_path / kind.__name__
         asked = {"save_strategy": "steps", "save_steps": 2}
         with closing(
-            kind(model, arguments(folder, max_steps=4, **asked), train_dataset=samples("llama"), **own)
+            kind(
+                model,
+                arguments(folder, max_steps=4, **asked),
+                train_dataset=samples("llama"),
+                **own,
+            )
         ) as trainer:
             trainer.train()
             found.append(log_of(trainer))
@@ -178,7 +223,9 @@ def test_an_adapter_is_opened_with_its_base_model(tmp_path: Path) -> None:
     torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-4, atol=1e-5)
     model = tiermem.from_pretrained(tmp_path / "TiermemTrainer" / "checkpoint-4", policy=policy)
     with tiermem.shard(model, policy):
-        torch.testing.assert_close(peft.get_peft_model_state_dict(model), found[1][1], rtol=0, atol=0)
+        torch.testing.assert_close(
+            peft.get_peft_model_state_dict(model), found[1][1], rtol=0, atol=0
+        )
 
 
 def test_what_cannot_be_opened_is_refused(tmp_path: Path) -> None:
@@ -187,8 +234,13 @@ def test_what_cannot_be_opened_is_refused(tmp_path: Path) -> None:
         tiermem.from_pretrained(tmp_path / "saved", colour="blue")
     config = json.loads((tmp_path / "saved" / "config.json").read_text("utf-8"))
     how = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    (tmp_path / "saved" / "config.json").write_text(json.dumps(config | {"quantization_config": how}), "utf-8")
-    with pytest.raises(ValueError, match="quantised by bitsandbytes, which cannot be dequantised while they are read"):
+    (tmp_path / "saved" / "config.json").write_text(
+        json.dumps(config | {"quantization_config": how}), "utf-8"
+    )
+    with pytest.raises(
+        ValueError,
+        match="quantised by bitsandbytes, which cannot be dequantised while they are read",
+    ):
         tiermem.from_pretrained(tmp_path / "saved")
 
 
@@ -205,7 +257,9 @@ def test_several_models_are_opened_in_one_init(tmp_path: Path) -> None:
     load_safetensors(opened["of a config"], tmp_path / "llama")
     for name, model in opened.items():
         expected = plain.get(name, plain["llama"])
-        torch.testing.assert_close(weights_of(model, policy), dict(expected.state_dict()), rtol=0, atol=0)
+        torch.testing.assert_close(
+            weights_of(model, policy), dict(expected.state_dict()), rtol=0, atol=0
+        )
 
 
 def test_a_meta_model_is_filled_from_files_and_its_empty_buffers_are_named(
@@ -218,7 +272,9 @@ def test_a_meta_model_is_filled_from_files_and_its_empty_buffers_are_named(
     with caplog.at_level("WARNING", "tiermem"):
         load_safetensors(model, tmp_path / "saved")
     assert "model.rotary_emb.inv_freq" in caplog.text
-    with pytest.raises(ValueError, match=r"model\.rotary_emb\.inv_freq.*: buffers on the meta device"):
+    with pytest.raises(
+        ValueError, match=r"model\.rotary_emb\.inv_freq.*: buffers on the meta device"
+    ):
         weights_of(model, policy)
     for module, own in zip(model.modules(), plain.modules(), strict=True):
         module._buffers.update(own._buffers)

@@ -1,4 +1,5 @@
-"""Does TiermemTrainer train as transformers' Trainer does: to the same losses, with its callbacks, from its checkpoints?"""
+"""Does TiermemTrainer train as transformers' Trainer does: to the same losses, with its callbacks,
+from its checkpoints?"""
 
 from __future__ import annotations
 
@@ -50,7 +51,11 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.parametrize(
-    "name", [each if each in ("gpt2", "llama", "t5") else pytest.param(each, marks=pytest.mark.slow) for each in MODELS]
+    "name",
+    [
+        each if each in ("gpt2", "llama", "t5") else pytest.param(each, marks=pytest.mark.slow)
+        for each in MODELS
+    ],
 )
 def test_losses_equal_the_plain_trainers_also_when_resumed(name: str, tmp_path: Path) -> None:
     plain, sharded = kinds_of(name)
@@ -58,17 +63,32 @@ def test_losses_equal_the_plain_trainers_also_when_resumed(name: str, tmp_path: 
     expected = train(plain, name, tmp_path / "plain", **saves)
     ours = tmp_path / "ours"
     assert_equal(train(sharded, name, ours, tiermem=on_nvme(tmp_path / "nvme"), **saves), expected)
-    assert_equal(train(sharded, name, ours, str(ours / "checkpoint-5"), tiermem=OffloadPolicy(), **saves), expected)
-    assert_equal(train(sharded, name, ours, str(tmp_path / "plain" / "checkpoint-5"), **saves), expected)
-    files, theirs = ({each.name for each in (tmp_path / kind / "checkpoint-5").iterdir()} for kind in ("ours", "plain"))
+    assert_equal(
+        train(sharded, name, ours, str(ours / "checkpoint-5"), tiermem=OffloadPolicy(), **saves),
+        expected,
+    )
+    assert_equal(
+        train(sharded, name, ours, str(tmp_path / "plain" / "checkpoint-5"), **saves), expected
+    )
+    files, theirs = (
+        {each.name for each in (tmp_path / kind / "checkpoint-5").iterdir()}
+        for kind in ("ours", "plain")
+    )
     assert theirs - files == {"optimizer.pt"}
-    assert all(each.startswith(("tiermem", "manifest-", "part-", "data-")) for each in files - theirs)
-    mine, other = (load_file(tmp_path / kind / "checkpoint-10" / "model.safetensors") for kind in ("ours", "plain"))
+    assert all(
+        each.startswith(("tiermem", "manifest-", "part-", "data-")) for each in files - theirs
+    )
+    mine, other = (
+        load_file(tmp_path / kind / "checkpoint-10" / "model.safetensors")
+        for kind in ("ours", "plain")
+    )
     torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)  # a step of Adam is 1e-3
 
 
 @pytest.mark.parametrize(("max_grad_norm", "is_early"), [(1e3, True), (1e-3, False)])
-def test_a_trainer_that_clips_begins_steps_under_backward(max_grad_norm: float, is_early: bool, tmp_path: Path) -> None:
+def test_a_trainer_that_clips_begins_steps_under_backward(
+    max_grad_norm: float, is_early: bool, tmp_path: Path
+) -> None:
     """By itself, and to the same bits; clipped at every step it begins none."""
     logs, counts = [], []
     for overlap in ("none", None):
@@ -81,7 +101,9 @@ def test_a_trainer_that_clips_begins_steps_under_backward(max_grad_norm: float, 
         }
         config = {"zero_optimization": zero, "tiermem": {"overlap": overlap} if overlap else {}}
         given = {"max_grad_norm": max_grad_norm}
-        with closing(trainer_of(TiermemTrainer, "llama", tmp_path, given, tiermem=config)) as trainer:
+        with closing(
+            trainer_of(TiermemTrainer, "llama", tmp_path, given, tiermem=config)
+        ) as trainer:
             trainer.train()
             steps = choice.owner_of(trainer.model).steps
             counts.append((steps.num_early, steps.num_redone))
@@ -90,20 +112,31 @@ def test_a_trainer_that_clips_begins_steps_under_backward(max_grad_norm: float, 
     assert counts == [(0, 0), (8 if is_early else 0, 0)]
 
 
-@pytest.mark.skipif(Version(accelerate.__version__) < Version("1.14"), reason="accelerate before 1.14 is refused")
-@pytest.mark.parametrize(
-    "names", [("gpt2",), pytest.param(("llama", "mixtral", "t5", "vit", "whisper", "clip"), marks=pytest.mark.slow)]
+@pytest.mark.skipif(
+    Version(accelerate.__version__) < Version("1.14"), reason="accelerate before 1.14 is refused"
 )
-def test_losses_and_tokens_equal_those_of_two_ranks_under_ddp(names: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("gpt2",),
+        pytest.param(("llama", "mixtral", "t5", "vit", "whisper", "clip"), marks=pytest.mark.slow),
+    ],
+)
+def test_losses_and_tokens_equal_those_of_two_ranks_under_ddp(
+    names: tuple[str, ...], tmp_path: Path
+) -> None:
     for folder in ("out", "work"):
         (tmp_path / folder).mkdir()
-    ranks = launch(HERE / "trainings_on_ranks.py", 2, tmp_path / "out", str(tmp_path / "work"), *names)
+    ranks = launch(
+        HERE / "trainings_on_ranks.py", 2, tmp_path / "out", str(tmp_path / "work"), *names
+    )
     for found, (plain, tokens) in ranks:
         assert torch.equal(tokens, plain)
         for name in names:
             expected, runs = found[name, "fp32"]
             for log in runs.values():
-                assert_equal(log, expected, max(TOLERANCE, 1e-5))  # a sum's last bit grows over ten steps of Adam
+                # a sum's last bit grows over ten steps of Adam
+                assert_equal(log, expected, max(TOLERANCE, 1e-5))
         for expected, runs in [found[name, "bf16"] for name in names if name != "clip"]:
             # The last bit of an fp32 weight may change the last bit of its bf16 value.
             assert runs["on NVMe"].losses == pytest.approx(expected.losses, rel=2**-8)
@@ -125,7 +158,9 @@ def test_optimizers_of_torch_are_taken_over(name: str, tmp_path: Path) -> None:
     for trainer in (Trainer, TiermemTrainer):
         model = build("gpt2")
         optimizers = (kind(model.parameters(), lr=1e-3, **settings), None)
-        found.append(train(trainer, "gpt2", tmp_path, model=model, optimizers=optimizers, max_steps=4))
+        found.append(
+            train(trainer, "gpt2", tmp_path, model=model, optimizers=optimizers, max_steps=4)
+        )
     assert_equal(found[1], found[0])
 
 
@@ -160,7 +195,9 @@ class Own(Trainer):
     """A user's trainer with groups and an optimizer of its own."""
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        self.optimizer = torch.optim.SGD([{"params": [p], "lr": 1e-2} for p in self.model.parameters()])
+        self.optimizer = torch.optim.SGD(
+            [{"params": [p], "lr": 1e-2} for p in self.model.parameters()]
+        )
         return self.optimizer
 
 
@@ -184,8 +221,13 @@ def test_a_users_trainer_takes_the_mixin(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_arguments_of_the_trainer_act_as_in_the_plain_one(given: dict[str, Any], tmp_path: Path) -> None:
-    found = [train(kind, "llama", tmp_path, **{"max_steps": 4, **given}) for kind in (Trainer, TiermemTrainer)]
+def test_arguments_of_the_trainer_act_as_in_the_plain_one(
+    given: dict[str, Any], tmp_path: Path
+) -> None:
+    found = [
+        train(kind, "llama", tmp_path, **{"max_steps": 4, **given})
+        for kind in (Trainer, TiermemTrainer)
+    ]
     assert_equal(found[1], found[0])
 
 
@@ -198,24 +240,39 @@ class Unfreezes(TrainerCallback):
 
 
 LAYERS: dict[str, dict[str, Any]] = {
-    "fewer in the last step": {"gradient_accumulation_steps": 6, "num_train_epochs": 1, "max_steps": -1},
+    "fewer in the last step": {
+        "gradient_accumulation_steps": 6,
+        "num_train_epochs": 1,
+        "max_steps": -1,
+    },
     "labels taken out": {"label_smoothing_factor": 0.1},
     "autocast": {"bf16": True},
-    "on nvme, saved": {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 3},
+    "on nvme, saved": {
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+    },
 }
 
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", LAYERS)
 def test_micro_batches_go_through_each_block_together(way: str, name: str, tmp_path: Path) -> None:
-    """Losses, norms and weights have the bits of micro-batch after micro-batch, and weights are read fewer times.
+    """Losses, norms and weights have the bits of micro-batch after micro-batch, and weights are
+    read fewer times.
 
     Without dropout, for which each micro-batch but the first draws numbers of its own.
     """
     given = {"max_steps": 4, "gradient_accumulation_steps": 4, **LAYERS[way]}
     found, read, weights = [], [], []
     for accumulation in ("batches", "layers"):
-        nvme = on_nvme(tmp_path / f"{accumulation}-nvme", accumulation=accumulation, unit_buffers=2, overlap="none")
+        nvme = on_nvme(
+            tmp_path / f"{accumulation}-nvme",
+            accumulation=accumulation,
+            unit_buffers=2,
+            overlap="none",
+        )
         trainer = trainer_of(TiermemTrainer, name, tmp_path / accumulation, given, tiermem=nvme)
         for module in trainer.model.modules():
             if isinstance(module, torch.nn.Dropout):
@@ -239,49 +296,84 @@ def test_a_training_step_of_another_class_is_refused_with_layers(tmp_path: Path)
         pass
 
     with pytest.raises(ValueError, match="Mine has a training_step of its own"):
-        train(Mine, "llama", tmp_path, tiermem=on_nvme(tmp_path / "nvme", accumulation="layers"), max_steps=1)
+        train(
+            Mine,
+            "llama",
+            tmp_path,
+            tiermem=on_nvme(tmp_path / "nvme", accumulation="layers"),
+            max_steps=1,
+        )
 
 
 def test_a_callback_unfreezes_blocks(tmp_path: Path) -> None:
     found = []
-    for kind, callbacks in ((Trainer, [Unfreezes()]), (TiermemTrainer, [Unfreezes()]), (Trainer, [])):
+    for kind, callbacks in (
+        (Trainer, [Unfreezes()]),
+        (TiermemTrainer, [Unfreezes()]),
+        (Trainer, []),
+    ):
         model, policy = build("gpt2"), on_nvme(tmp_path / "nvme")
         model.transformer.h.requires_grad_(False)
         own: dict[str, Any] = {"tiermem": policy} if kind is TiermemTrainer else {}
         blocks = list(model.transformer.h.parameters())
         rest = [param for param in model.parameters() if all(param is not each for each in blocks)]
-        own["optimizers"] = torch.optim.AdamW([{"params": rest}, {"params": blocks, "lr": 5e-4}], lr=1e-3), None
-        found.append(train(kind, "gpt2", tmp_path, model=model, callbacks=callbacks, max_steps=5, **own))
+        own["optimizers"] = (
+            torch.optim.AdamW([{"params": rest}, {"params": blocks, "lr": 5e-4}], lr=1e-3),
+            None,
+        )
+        found.append(
+            train(kind, "gpt2", tmp_path, model=model, callbacks=callbacks, max_steps=5, **own)
+        )
     assert_equal(found[1], found[0])
-    assert found[2].losses[-1] != pytest.approx(found[0].losses[-1], rel=1e-4)  # the blocks were trained
+    # the blocks were trained
+    assert found[2].losses[-1] != pytest.approx(found[0].losses[-1], rel=1e-4)
 
 
 class Worse(TrainerCallback):
     """Makes the evaluations after the first worse, so that the first stays the best."""
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **_: Any) -> None:
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, metrics: dict[str, float], **_: Any
+    ) -> None:
         metrics["eval_loss"] = float(state.global_step)
 
 
 @pytest.mark.parametrize("limit", [1, None])
-def test_the_best_model_is_loaded_and_training_stops_early(limit: int | None, tmp_path: Path) -> None:
+def test_the_best_model_is_loaded_and_training_stops_early(
+    limit: int | None, tmp_path: Path
+) -> None:
     asked = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
-    asked |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "save_total_limit": limit}
+    asked |= {
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+        "save_total_limit": limit,
+    }
     weights, steps = [], []
     for kind in (Trainer, TiermemTrainer):
         callbacks = [Worse(), EarlyStoppingCallback(2)]
-        with closing(trainer_of(kind, "gpt2", tmp_path / kind.__name__, asked, callbacks=callbacks)) as trainer:
+        with closing(
+            trainer_of(kind, "gpt2", tmp_path / kind.__name__, asked, callbacks=callbacks)
+        ) as trainer:
             trainer.train()
             steps.append(trainer.state.global_step)
-            weights.append({name: each.clone() for name, each in trainer.model.state_dict().items()})
+            weights.append(
+                {name: each.clone() for name, each in trainer.model.state_dict().items()}
+            )
             assert trainer.state.best_model_checkpoint.endswith("checkpoint-2")
     assert steps == [6, 6]
     torch.testing.assert_close(weights[1], weights[0], rtol=1e-5, atol=1e-6)
     left = [
-        sorted(each.name for each in (tmp_path / kind).glob("checkpoint-*")) for kind in ("Trainer", "TiermemTrainer")
+        sorted(each.name for each in (tmp_path / kind).glob("checkpoint-*"))
+        for kind in ("Trainer", "TiermemTrainer")
     ]
     assert left[0] == left[1]
-    train(TiermemTrainer, "gpt2", tmp_path / "again", str(tmp_path / "TiermemTrainer" / "checkpoint-2"), max_steps=3)
+    train(
+        TiermemTrainer,
+        "gpt2",
+        tmp_path / "again",
+        str(tmp_path / "TiermemTrainer" / "checkpoint-2"),
+        max_steps=3,
+    )
 
 
 def test_save_total_limit_keeps_checkpoints_in_the_files_of_the_run(tmp_path: Path) -> None:
@@ -292,7 +384,12 @@ def test_save_total_limit_keeps_checkpoints_in_the_files_of_the_run(tmp_path: Pa
     assert left == ["checkpoint-10", "checkpoint-8"]
     assert not list((tmp_path / "out").rglob("data-*"))  # nothing is copied
     again = train(
-        TiermemTrainer, "gpt2", tmp_path / "out", str(tmp_path / "out" / "checkpoint-8"), tiermem=policy, **asked
+        TiermemTrainer,
+        "gpt2",
+        tmp_path / "out",
+        str(tmp_path / "out" / "checkpoint-8"),
+        tiermem=policy,
+        **asked,
     )
     assert again == whole
 
@@ -301,13 +398,23 @@ def test_no_checkpoint_makes_a_state_dict_of_the_model(tmp_path: Path) -> None:
     model = build("gpt2")
     counted: list[int] = []
     model.register_state_dict_pre_hook(lambda *_: counted.append(1))
-    train(TiermemTrainer, "gpt2", tmp_path, model=model, max_steps=2, save_strategy="steps", save_steps=1)
+    train(
+        TiermemTrainer,
+        "gpt2",
+        tmp_path,
+        model=model,
+        max_steps=2,
+        save_strategy="steps",
+        save_steps=1,
+    )
     assert not counted
 
 
 def test_what_is_saved_opens_as_a_pretrained_model(tmp_path: Path) -> None:
     with closing(
-        trainer_of(TiermemTrainer, "llama", tmp_path, {"max_steps": 2}, tiermem=on_nvme(tmp_path / "nvme"))
+        trainer_of(
+            TiermemTrainer, "llama", tmp_path, {"max_steps": 2}, tiermem=on_nvme(tmp_path / "nvme")
+        )
     ) as trainer:
         trainer.train()
         trainer.save_model()
@@ -341,13 +448,18 @@ def test_evaluation_before_and_after_training_gives_the_plain_losses(tmp_path: P
         with closing(trainer_of(kind, "gpt2", tmp_path, {"max_steps": 3})) as trainer:
             around = [trainer.evaluate()["eval_loss"]]
             trainer.train()
-            found.append(log_of(trainer)._replace(eval_losses=[*around, trainer.evaluate()["eval_loss"]]))
+            found.append(
+                log_of(trainer)._replace(eval_losses=[*around, trainer.evaluate()["eval_loss"]])
+            )
     assert_equal(found[1], found[0])
 
 
 def test_each_call_of_model_init_is_sharded_anew(tmp_path: Path) -> None:
     trainer = TiermemTrainer(
-        None, arguments(tmp_path, max_steps=2), train_dataset=samples("gpt2"), model_init=lambda: build("gpt2")
+        None,
+        arguments(tmp_path, max_steps=2),
+        train_dataset=samples("gpt2"),
+        model_init=lambda: build("gpt2"),
     )
     with closing(trainer):
         trainer.train()
@@ -360,7 +472,8 @@ def test_each_call_of_model_init_is_sharded_anew(tmp_path: Path) -> None:
 def test_arguments_that_cannot_be_met_are_refused(
     given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")  # transformers before version 5 sets it for torch_compile
+    # transformers before version 5 sets it for torch_compile
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")
     with pytest.raises(ValueError, match=r"leave .* out|cannot step states"):
         train(TiermemTrainer, "gpt2", tmp_path, **given)
 
@@ -370,19 +483,23 @@ def test_an_accelerate_that_would_wrap_the_model_is_refused_on_ranks(
 ) -> None:
     monkeypatch.setattr(accelerate, "__version__", "1.13.0")
     monkeypatch.setattr(TrainingArguments, "world_size", 2)
-    with pytest.raises(ValueError, match=r"several ranks with accelerate 1\.13\.0, which wraps every model in DDP"):
+    with pytest.raises(
+        ValueError, match=r"several ranks with accelerate 1\.13\.0, which wraps every model in DDP"
+    ):
         train(TiermemTrainer, "gpt2", tmp_path)
 
 
 def test_materialized_weights_stay_with_the_model(tmp_path: Path) -> None:
-    trainer = trainer_of(TiermemTrainer, "gpt2", tmp_path, {"max_steps": 2}, tiermem=on_nvme(tmp_path / "nvme"))
+    trainer = trainer_of(
+        TiermemTrainer, "gpt2", tmp_path, {"max_steps": 2}, tiermem=on_nvme(tmp_path / "nvme")
+    )
     trainer.train()
     weights = {name: each.clone() for name, each in trainer.model.state_dict().items()}
     trainer.close(materialize=True)
     torch.testing.assert_close(dict(trainer.model.state_dict()), weights, rtol=0, atol=0)
 
 
-# ---- configs ---------------------------------------------------------------------------------------------------------
+# ---- configs -------------------------------------------------------------------------------------
 
 ON_NVME = {"device": "nvme", "pin_memory": True}
 SHARDED = {
@@ -399,8 +516,16 @@ AUTO = {
     "bf16": {"enabled": "auto"},
     "fp16": {"enabled": "auto"},
 }
-ADAMW = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
-WARMUP = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"}
+ADAMW = {
+    "type": "AdamW",
+    "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+}
+WARMUP = {
+    "warmup_min_lr": "auto",
+    "warmup_max_lr": "auto",
+    "warmup_num_steps": "auto",
+    "total_num_steps": "auto",
+}
 
 
 def config_in(folder: Path, **sections: Any) -> dict[str, Any]:
@@ -409,8 +534,12 @@ def config_in(folder: Path, **sections: Any) -> dict[str, Any]:
 
 def test_a_config_with_auto_trains_as_the_plain_trainer(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
-    unread = {"comms_config": {"verbose": False}, "monitor_config": {"enabled": True, "tag": "DeepSpeedMonitor"}}
-    file.write_text(json.dumps(config_in(tmp_path, **unread)), "utf-8")  # as LLaMA-Factory's examples/deepspeed
+    unread = {
+        "comms_config": {"verbose": False},
+        "monitor_config": {"enabled": True, "tag": "DeepSpeedMonitor"},
+    }
+    # as LLaMA-Factory's examples/deepspeed
+    file.write_text(json.dumps(config_in(tmp_path, **unread)), "utf-8")
     found = [train(Trainer, "llama", tmp_path, max_steps=4)]
     found.append(train(TiermemTrainer, "llama", tmp_path, tiermem=str(file), max_steps=4))
     assert_equal(found[1], found[0])
@@ -424,7 +553,9 @@ def test_a_config_s_file_and_folders_are_those_of_the_trainer_s_start(
     (tmp_path / "ds.json").write_text(json.dumps(config), "utf-8")
     monkeypatch.chdir(tmp_path)
     args = arguments(tmp_path / "out", max_steps=1, warmup_steps=1)
-    trainer = TiermemTrainer(build("gpt2"), args, train_dataset=samples("gpt2", 8), tiermem="ds.json")
+    trainer = TiermemTrainer(
+        build("gpt2"), args, train_dataset=samples("gpt2", 8), tiermem="ds.json"
+    )
     monkeypatch.chdir("/")
     with closing(trainer):
         trainer.train()
@@ -432,7 +563,9 @@ def test_a_config_s_file_and_folders_are_those_of_the_trainer_s_start(
 
 
 def test_optimizer_and_schedule_of_a_config_are_used(tmp_path: Path) -> None:
-    config = config_in(tmp_path, optimizer=ADAMW, scheduler={"type": "WarmupDecayLR", "params": WARMUP})
+    config = config_in(
+        tmp_path, optimizer=ADAMW, scheduler={"type": "WarmupDecayLR", "params": WARMUP}
+    )
     asked = {"max_steps": 6, "warmup_steps": 3, "learning_rate": 2e-3}
     found = train(TiermemTrainer, "llama", tmp_path, tiermem=config, **asked)
     engine, _, _, scheduler = tiermem.initialize(
@@ -466,7 +599,11 @@ def in_bf16(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
 
 @pytest.mark.skipif(IS_4, reason="before version 5 autocast stays on beside a config's bf16")
 @pytest.mark.parametrize(
-    "name", [each if each in ("llama", "clip") else pytest.param(each, marks=pytest.mark.slow) for each in MODELS]
+    "name",
+    [
+        each if each in ("llama", "clip") else pytest.param(each, marks=pytest.mark.slow)
+        for each in MODELS
+    ],
 )
 def test_bf16_of_a_config_equals_a_bf16_model_with_fp32_masters(name: str, tmp_path: Path) -> None:
     plain, sharded = kinds_of(name)
@@ -477,23 +614,32 @@ def test_bf16_of_a_config_equals_a_bf16_model_with_fp32_masters(name: str, tmp_p
     optimizers = (tiermem.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0), None)
     asked: dict[str, Any] = {"max_grad_norm": 0.0, "max_steps": 4}
     expected = train(plain, name, tmp_path, model=model, optimizers=optimizers, **asked)
-    asked |= {"tiermem": config_in(tmp_path), "bf16": True, "save_strategy": "steps", "save_steps": 2}
+    asked |= {
+        "tiermem": config_in(tmp_path),
+        "bf16": True,
+        "save_strategy": "steps",
+        "save_steps": 2,
+    }
     found = train(sharded, name, tmp_path / "ours", **asked)
-    resumed = train(sharded, name, tmp_path / "ours", str(tmp_path / "ours" / "checkpoint-2"), **asked)
+    resumed = train(
+        sharded, name, tmp_path / "ours", str(tmp_path / "ours" / "checkpoint-2"), **asked
+    )
     del optimizers
     assert found.losses == expected.losses
     assert resumed == found
 
 
 def test_values_that_contradict_the_training_arguments_are_listed(tmp_path: Path) -> None:
-    config = config_in(tmp_path, gradient_accumulation_steps=7, gradient_clipping=2.0, fp16={"enabled": True})
+    config = config_in(
+        tmp_path, gradient_accumulation_steps=7, gradient_clipping=2.0, fp16={"enabled": True}
+    )
     with pytest.raises(tiermem.config.ConfigError) as said:
         train(TiermemTrainer, "gpt2", tmp_path, tiermem=config)
     paths = {each.path for each in said.value.problems}
     assert paths == {"gradient_accumulation_steps", "gradient_clipping", "fp16.enabled"}
 
 
-# ---- memory="auto" ---------------------------------------------------------------------------------------------------
+# ---- memory="auto" -------------------------------------------------------------------------------
 
 
 def test_auto_chooses_the_fastest_places_that_fit(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Does a tensor have the dtype that transformers gives it, and its bits: kept in fp32, or in files of several dtypes?"""
+"""Does a tensor have the dtype that transformers gives it, and its bits: kept in fp32, or in files
+of several dtypes?"""
 
 from __future__ import annotations
 
@@ -18,11 +19,28 @@ from trainings import on_nvme
 import tiermem
 from tiermem.integrations.pretrained import save_pretrained_weights
 
-SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "pad_token_id": 0,
+}
 LLAMA = SMALL | {"intermediate_size": 64, "num_key_value_heads": 4}
-EXPERTS = LLAMA | {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
+EXPERTS = LLAMA | {
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+}
 GROUPS = EXPERTS | {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
-LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+LATENT = {
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+}
 RWKV = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
 T5 = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
 ERNIE = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 0}
@@ -61,7 +79,9 @@ def saved(case: Case, name: str, folder: Path) -> Path:
     model = kind(getattr(transformers, case.config)(**case.fields))
     plan = model._get_dtype_plan(case.dtype)
     for tensor_name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        is_kept = any(word in tensor_name for word in plan) or ("llama" in name and "norm" in tensor_name)
+        is_kept = any(word in tensor_name for word in plan) or (
+            "llama" in name and "norm" in tensor_name
+        )
         if is_kept and tensor.is_floating_point():
             tensor.data = 1 + torch.rand(tensor.shape) / 100
         elif tensor.is_floating_point() and "inv_freq" not in tensor_name:
@@ -70,7 +90,9 @@ def saved(case: Case, name: str, folder: Path) -> Path:
     model.save_pretrained(folder)
     if "llama" in name:
         file = folder / "model.safetensors"
-        values = {key: each.float() if "norm" in key else each for key, each in load_file(file).items()}
+        values = {
+            key: each.float() if "norm" in key else each for key, each in load_file(file).items()
+        }
         save_file(values, file, {"format": "pt"})
     if "no dtype" in name:
         config = json.loads((folder / "config.json").read_text())
@@ -92,8 +114,15 @@ def test_dtypes_and_bits_are_those_of_transformers(name: str, tmp_path: Path) ->
     with tiermem.shard(tiermem.from_pretrained(folder, policy=policy), policy) as shards:
         found = shards.model.state_dict()
         save_pretrained_weights(shards, tmp_path)
-    assert {key: each.dtype for key, each in found.items()} == {key: each.dtype for key, each in expected.items()}
+    assert {key: each.dtype for key, each in found.items()} == {
+        key: each.dtype for key, each in expected.items()
+    }
     assert [key for key, each in expected.items() if not torch.equal(each, found[key])] == []
-    files = load_file(tmp_path / "plain" / "model.safetensors"), load_file(tmp_path / "model.safetensors")
-    assert {key: each.dtype for key, each in files[1].items()} == {key: each.dtype for key, each in files[0].items()}
+    files = (
+        load_file(tmp_path / "plain" / "model.safetensors"),
+        load_file(tmp_path / "model.safetensors"),
+    )
+    assert {key: each.dtype for key, each in files[1].items()} == {
+        key: each.dtype for key, each in files[0].items()
+    }
     assert all(torch.equal(each, files[1][key]) for key, each in files[0].items())

@@ -1,4 +1,5 @@
-"""Does Lightning's Trainer with TiermemStrategy train its own demo modules as on a single device, and resume?"""
+"""Does Lightning's Trainer with TiermemStrategy train its own demo modules as on a single device,
+and resume?"""
 
 from __future__ import annotations
 
@@ -15,7 +16,15 @@ pytest.importorskip("lightning")
 from launch import launch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning_trainings import MODULES, NUM_STEPS, Boring, built, fit, strategy_of, with_and_without_break
+from lightning_trainings import (
+    MODULES,
+    NUM_STEPS,
+    Boring,
+    built,
+    fit,
+    strategy_of,
+    with_and_without_break,
+)
 from twins import assert_same_tensors
 
 HERE = Path(__file__).parent
@@ -26,7 +35,8 @@ WORDS = ("whole", "first", "second")
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What one device trains without tiermem, with and without a break; and the folder of its checkpoints."""
+    """What one device trains without tiermem, with and without a break; and the folder of its
+    checkpoints."""
     folder = tmp_path_factory.mktemp("plain")
     return {name: with_and_without_break(name, folder) | {"folder": folder} for name in MODULES}
 
@@ -38,11 +48,17 @@ def assert_like(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_one_rank_trains_as_a_single_device_and_resumes(name: str, plain: Any, tmp_path: Path) -> None:
+def test_one_rank_trains_as_a_single_device_and_resumes(
+    name: str, plain: Any, tmp_path: Path
+) -> None:
     before = dict(os.environ)
     found = with_and_without_break(name, tmp_path, lambda: strategy_of(tmp_path))
     assert dict(os.environ) == before  # no word of ranks that another library would join
-    assert [len(found[word]["losses"]) for word in WORDS] == [NUM_STEPS, NUM_STEPS // 2, NUM_STEPS // 2]
+    assert [len(found[word]["losses"]) for word in WORDS] == [
+        NUM_STEPS,
+        NUM_STEPS // 2,
+        NUM_STEPS // 2,
+    ]
     for word in WORDS:
         assert_like(found[word], plain[name][word])
 
@@ -63,7 +79,9 @@ def test_a_run_is_resumed_after_its_backbone_was_unfrozen(tmp_path: Path) -> Non
         assert_like(found["ours", num_steps], found["plain", num_steps])
         assert found["ours", num_steps]["rates"] == found["plain", num_steps]["rates"]
     assert len(set(found["ours", 9]["rates"])) == 2
-    before, after = (found["ours", num_steps]["weights"]["backbone.0.weight"] for num_steps in (5, 9))
+    before, after = (
+        found["ours", num_steps]["weights"]["backbone.0.weight"] for num_steps in (5, 9)
+    )
     assert not torch.equal(before, after)
 
 
@@ -92,7 +110,9 @@ def test_a_trained_module_is_tested_saved_again_and_given_back(plain: Any, tmp_p
     for _ in range(2):
         trainer.save_checkpoint(tmp_path / "last.ckpt")
     trainer.test(module, verbose=False)
-    with pytest.raises(ValueError, match=r"call strategy\.close\(materialize=True\) before another fit"):
+    with pytest.raises(
+        ValueError, match=r"call strategy\.close\(materialize=True\) before another fit"
+    ):
         trainer.fit(module)
     strategy.close(materialize=True)
     assert_same_tensors(dict(module.state_dict()), found["weights"])
@@ -110,7 +130,9 @@ class Validated(Callback):
     def __init__(self) -> None:
         self.losses: list[float] = []
 
-    def on_validation_batch_end(self, trainer: Trainer, module: LightningModule, outputs: Any, *_: Any) -> None:
+    def on_validation_batch_end(
+        self, trainer: Trainer, module: LightningModule, outputs: Any, *_: Any
+    ) -> None:
         self.losses.append(float(outputs["x"]))
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
@@ -122,7 +144,13 @@ def test_callbacks_keep_and_remove_checkpoints_and_validation_runs_in_fit(tmp_pa
     for word in ("plain", "ours"):
         strategy: Any = strategy_of(tmp_path) if word == "ours" else "auto"
         keeper = ModelCheckpoint(
-            tmp_path / word, "{step}", "step_number", save_last=True, save_top_k=2, mode="max", every_n_train_steps=1
+            tmp_path / word,
+            "{step}",
+            "step_number",
+            save_last=True,
+            save_top_k=2,
+            mode="max",
+            every_n_train_steps=1,
         )
         validated = Validated()
         trainer = Trainer(
@@ -131,15 +159,21 @@ def test_callbacks_keep_and_remove_checkpoints_and_validation_runs_in_fit(tmp_pa
             use_distributed_sampler=False,
         )  # fmt: skip
         trainer.fit(built("boring", 2))
-        found[word] = sorted(each.name for each in (tmp_path / word).iterdir()), len(validated.losses), validated.losses
+        found[word] = (
+            sorted(each.name for each in (tmp_path / word).iterdir()),
+            len(validated.losses),
+            validated.losses,
+        )
         if word == "ours":
             strategy.close()
             other, again = built("boring", 1), strategy_of(tmp_path)
-            Trainer(accelerator="cpu", strategy=again, logger=False, enable_progress_bar=False).validate(
-                other, ckpt_path=keeper.best_model_path, verbose=False
-            )
+            Trainer(
+                accelerator="cpu", strategy=again, logger=False, enable_progress_bar=False
+            ).validate(other, ckpt_path=keeper.best_model_path, verbose=False)
             again.close()
-    assert found["ours"][:2] == found["plain"][:2] == (["last.ckpt", "step=5.ckpt", "step=6.ckpt"], 6)
+    assert (
+        found["ours"][:2] == found["plain"][:2] == (["last.ckpt", "step=5.ckpt", "step=6.ckpt"], 6)
+    )
     assert found["ours"][2] == pytest.approx(found["plain"][2], rel=1e-5)
 
 
@@ -150,7 +184,9 @@ def test_several_optimizers_are_refused(tmp_path: Path) -> None:
 
     module = Two()
     module.automatic_optimization = False
-    trainer = Trainer(accelerator="cpu", strategy=strategy_of(tmp_path), max_steps=1, logger=False, barebones=True)
+    trainer = Trainer(
+        accelerator="cpu", strategy=strategy_of(tmp_path), max_steps=1, logger=False, barebones=True
+    )
     with pytest.raises(ValueError, match="gives 2 optimizers"):
         trainer.fit(module)
 

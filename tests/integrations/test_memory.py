@@ -1,4 +1,5 @@
-"""Does the Trainer keep to a memory cap with a model that is larger: opened, trained, saved and resumed?"""
+"""Does the Trainer keep to a memory cap with a model that is larger: opened, trained, saved and
+resumed?"""
 
 from __future__ import annotations
 
@@ -24,7 +25,12 @@ from tiermem.tools.memory_limit import open_limit
 
 HERE = Path(__file__).parent
 CAP = 3 << 30
-WIDTHS = {"vocab_size": 1000, "hidden_size": 384, "intermediate_size": 1024, "num_attention_heads": 4}
+WIDTHS = {
+    "vocab_size": 1000,
+    "hidden_size": 384,
+    "intermediate_size": 1024,
+    "num_attention_heads": 4,
+}
 
 
 class Output(Observer):
@@ -37,14 +43,18 @@ class Output(Observer):
         self.lines.append(line)
 
 
-def run_capped(word: str, folder: Path, script: str = "capped_llama.py", cap: int = CAP) -> dict[str, Any]:
+def run_capped(
+    word: str, folder: Path, script: str = "capped_llama.py", cap: int = CAP
+) -> dict[str, Any]:
     """Runs a script under a cap, which the kernel enforces, and returns what it wrote."""
     output = Output()
     command = [sys.executable, str(HERE / script), word, str(folder)]
     with open_limit(cap) as limit:
         if limit.kind == "watch":
             pytest.skip(f"the kernel enforces no cap here: {limit.why}")
-        paths = {"PYTHONPATH": os.pathsep.join(map(str, (HERE, HERE.parent, HERE.parent / "models")))}
+        paths = {
+            "PYTHONPATH": os.pathsep.join(map(str, (HERE, HERE.parent, HERE.parent / "models")))
+        }
         outcome = launch(command, limit, [output], environment=paths)
     assert outcome.exit_code == 0, "\n".join([outcome.describe(), *output.lines[-40:]])
     found: dict[str, Any] = json.loads((folder / f"{word}.json").read_text("utf-8"))
@@ -66,11 +76,13 @@ def test_a_llama_of_1_3_billion_trains_saves_and_resumes_under_3_gib(tmp_path: P
 
 @pytest.mark.soak
 def test_lora_on_a_base_of_7_billion_in_nf4_trains_under_4_gib(tmp_path: Path) -> None:
-    """A step reads each of the base's weights at most twice, in 4.5 bits; the kernel counts what the forecast says."""
+    """A step reads each of the base's weights at most twice, in 4.5 bits; the kernel counts what
+    the forecast says."""
     found = run_capped("lora", tmp_path, "capped_lora.py", 4 << 30)
     assert found["numel"] > 6.7e9
     assert found["at rest"] == pytest.approx(found["numel"] * 4.5 / 8, rel=0.001)
-    ahead = (32000 * 4096 + 4 * 4096**2 + 3 * 4096 * 11008) * 9 // 16  # embedding and layer 0, for the next forward
+    # embedding and layer 0, for the next forward
+    ahead = (32000 * 4096 + 4 * 4096**2 + 3 * 4096 * 11008) * 9 // 16
     assert found["read"] == [found["planned"] + ahead, found["planned"], found["planned"]]
     assert found["losses"][2] < found["losses"][1] < found["losses"][0]
 
@@ -83,4 +95,6 @@ def test_no_rank_of_two_ever_holds_the_whole_model(tmp_path: Path) -> None:
         (tmp_path / name / "nvme").mkdir()
     (tmp_path / "out").mkdir()
     for found in launch_ranks(HERE / "llama_on_ranks.py", 2, tmp_path / "out", str(tmp_path)):
-        assert {phase: peak for phase, peak in found.items() if peak > num_bytes * 2 // 3} == {}, num_bytes
+        assert {phase: peak for phase, peak in found.items() if peak > num_bytes * 2 // 3} == {}, (
+            num_bytes
+        )

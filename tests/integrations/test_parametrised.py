@@ -1,4 +1,5 @@
-"""Have weights that a parametrisation computes their values, also where the files lack them and after the model is built?"""
+"""Have weights that a parametrisation computes their values, also where the files lack them and
+after the model is built?"""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ class Normed(transformers.PreTrainedModel):
         super().__init__(config)
         make = functools.partial(nn.Linear, 6, 6)
         self.by_hook = nn.Sequential(nn.utils.weight_norm(make()), nn.utils.spectral_norm(make()))
-        self.computed = nn.Sequential(parametrizations.weight_norm(make()), parametrizations.spectral_norm(make()))
+        self.computed = nn.Sequential(
+            parametrizations.weight_norm(make()), parametrizations.spectral_norm(make())
+        )
         self.post_init()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -105,7 +108,9 @@ def assert_values(found: dict[str, Any], stored: dict[str, torch.Tensor]) -> Non
     assert 0.01 < weight.std() < 1
 
 
-def as_under_deepspeed(folder: Path, source: str, reported: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
+def as_under_deepspeed(
+    folder: Path, source: str, reported: tuple[str, ...] = ()
+) -> dict[str, torch.Tensor]:
     """The tensors that a script under as_deepspeed has found; reported: what it says on stderr."""
     (folder / "script.py").write_text(SCRIPT)
     out = folder / "found.safetensors"
@@ -118,7 +123,9 @@ def as_under_deepspeed(folder: Path, source: str, reported: tuple[str, ...] = ()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("lacks", "source"), [("", "file"), ("pos_conv_embed", "file"), (".", "config")])
+@pytest.mark.parametrize(
+    ("lacks", "source"), [("", "file"), ("pos_conv_embed", "file"), (".", "config")]
+)
 def test_weight_norm_is_finite_as_under_deepspeed(lacks: str, source: str, tmp_path: Path) -> None:
     stored = saved(tmp_path, lacks)
     assert_values(as_under_deepspeed(tmp_path, source), stored)
@@ -128,7 +135,9 @@ def assert_normed(found: dict[str, Any], stored: dict[str, torch.Tensor]) -> Non
     assert [name for name, each in found.items() if not each.isfinite().all()] == []
     assert [name for name, each in stored.items() if not torch.equal(each, found[name])] == []
     vectors = [
-        each for name, each in found.items() if name.endswith(("._u", "._v", "t_u", "weight_v")) and each.dim() == 1
+        each
+        for name, each in found.items()
+        if name.endswith(("._u", "._v", "t_u", "weight_v")) and each.dim() == 1
     ]
     assert len(vectors) == 4
     torch.testing.assert_close(torch.stack([each.norm() for each in vectors]), torch.ones(4))
@@ -143,8 +152,11 @@ def test_every_norm_has_values_as_under_deepspeed(lacks: str, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_weights_of_older_hooks_that_transformers_does_not_find_are_in_its_report(tmp_path: Path) -> None:
-    """Its loader for ZeRO-3 renames weight_g and weight_v, as if a parametrisation had them; so it does under DeepSpeed."""
+def test_weights_of_older_hooks_that_transformers_does_not_find_are_in_its_report(
+    tmp_path: Path,
+) -> None:
+    """Its loader for ZeRO-3 renames weight_g and weight_v, as if a parametrisation had them; so it
+    does under DeepSpeed."""
     stored = saved(tmp_path, "", is_normed=True)
     renamed = [f"by_hook.{name}" for name in ("0.weight_g", "0.weight_v", "1.weight_v")]
     reported = ("LOAD REPORT", "by_hook.0.weight_g", "by_hook.{0, 1}.weight_v")
@@ -153,7 +165,9 @@ def test_weights_of_older_hooks_that_transformers_does_not_find_are_in_its_repor
 
 
 @pytest.mark.parametrize("lacks", ["", ".", "weight", "_u"])
-def test_every_norm_has_values_when_opened(lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_norm_has_values_when_opened(
+    lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stored, real = saved(tmp_path, lacks, is_normed=True), torch.empty
 
     def dirty(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -172,4 +186,6 @@ def test_every_norm_has_values_when_opened(lacks: str, tmp_path: Path, monkeypat
 def test_weight_norm_is_finite_when_opened(lacks: str, tmp_path: Path) -> None:
     stored = saved(tmp_path, lacks)
     with tiermem.shard(tiermem.from_pretrained(tmp_path), tiermem.OffloadPolicy()) as shards:
-        assert_values({name: each.clone() for name, each in shards.model.state_dict().items()}, stored)
+        assert_values(
+            {name: each.clone() for name, each in shards.model.state_dict().items()}, stored
+        )

@@ -1,4 +1,5 @@
-"""Does peft work on a base that rests on a tier, also where it copies, replaces or resizes modules of the base?"""
+"""Does peft work on a base that rests on a tier, also where it copies, replaces or resizes modules
+of the base?"""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ FIELDS = {
 
 
 def with_lora(**fields: Any) -> Callable[[Any], Any]:
-    return lambda model: peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **fields))
+    return lambda model: peft.get_peft_model(
+        model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **fields)
+    )
 
 
 def resized(model: Any) -> Any:
@@ -83,7 +86,8 @@ def plain(name: str, folder: Path) -> tuple[dict[str, torch.Size], list[float]]:
 
 
 def ours(name: str, folder: Path, nvme: Path) -> tuple[dict[str, torch.Size], list[float]]:
-    """The same of a base that rests. On several ranks peft works inside zero.Init, where ranks read together."""
+    """The same of a base that rests. On several ranks peft works inside zero.Init, where ranks read
+    together."""
     kind, build = getattr(transformers, f"LlamaFor{CASES[name][0]}"), CASES[name][1]
     policy = on_nvme(nvme)
     base = tiermem.from_pretrained(folder, policy=policy, model_class=kind, dtype=torch.float32)
@@ -107,7 +111,9 @@ def test_an_adapted_model_is_the_plain_one(name: str, tmp_path: Path) -> None:
 def test_on_two_ranks_an_adapted_model_is_the_plain_one(tmp_path: Path) -> None:
     expected = {name: plain(name, tmp_path / name) for name in CASES}
     (tmp_path / "out").mkdir()
-    for found in launch(Path(__file__).with_name("peft_copies_on_ranks.py"), 2, tmp_path / "out", str(tmp_path)):
+    for found in launch(
+        Path(__file__).with_name("peft_copies_on_ranks.py"), 2, tmp_path / "out", str(tmp_path)
+    ):
         for name, (names, values) in expected.items():
             assert found[name][0] == names, name
             assert found[name][1] == pytest.approx(values, abs=1e-5), name
@@ -145,12 +151,15 @@ tiermem.shard(model, policy).close()
 
 @pytest.mark.slow
 @pytest.mark.parametrize("values", ["olora", "pissa_niter_2"])
-def test_values_computed_from_the_base_take_memory_for_one_weight(values: str, tmp_path: Path) -> None:
+def test_values_computed_from_the_base_take_memory_for_one_weight(
+    values: str, tmp_path: Path
+) -> None:
     command = [sys.executable, "-c", GROWTH, str(tmp_path), values]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     grown, whole = map(int, done.stdout.split()[-2:])
-    assert grown <= 12 * 4 < whole // 2  # in MiB: copies of one weight and its factors, and what the C library keeps
+    # in MiB: copies of one weight and its factors, and what the C library keeps
+    assert grown <= 12 * 4 < whole // 2
 
 
 SCRIPT = """
@@ -172,7 +181,13 @@ def test_a_classifier_is_copied_as_under_deepspeed(tmp_path: Path) -> None:
         transformers.LlamaConfig(**FIELDS, pad_token_id=0, num_labels=3)
     ).save_pretrained(tmp_path)
     (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "tiermem.as_deepspeed", str(tmp_path / "script.py"), str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "tiermem.as_deepspeed",
+        str(tmp_path / "script.py"),
+        str(tmp_path),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "'default', 'default'" in done.stdout

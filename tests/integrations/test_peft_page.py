@@ -1,4 +1,5 @@
-"""Does every block of docs/peft.md run, in the order of the page? Skipped where peft is not installed."""
+"""Does every block of docs/peft.md run, in the order of the page? Skipped where peft is not
+installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Is what is saved of adapters what the plain Trainer saves, whatever the tuner, so that a plain model loads it?
+"""Is what is saved of adapters what the plain Trainer saves, whatever the tuner, so that a plain
+model loads it?
 
 Under TiermemTrainer, under as_deepspeed (stage 3 with offload) and under Accelerate.
 """
@@ -39,7 +40,12 @@ FIELDS: dict[str, dict[str, Any]] = {
     "LoKr": {"r": 4},
     "Vera": {"r": 4},
     "VBLoRA": {"r": 4, "num_vectors": 8, "vector_length": 8},
-    "VBLoRA, top k alone": {"r": 4, "num_vectors": 8, "vector_length": 8, "save_only_topk_weights": True},
+    "VBLoRA, top k alone": {
+        "r": 4,
+        "num_vectors": 8,
+        "vector_length": 8,
+        "save_only_topk_weights": True,
+    },
     "RandLora": {"r": 4},
     "OFT": {"oft_block_size": 8},
     "BOFT": {"boft_block_size": 8},
@@ -77,7 +83,10 @@ def inside(model: Any) -> Any:
 
 
 BUILDS: dict[str, Callable[[Any], Any]] = {
-    **{name: (lambda model, name=name: peft.get_peft_model(model, config_of(name))) for name in FIELDS},
+    **{
+        name: (lambda model, name=name: peft.get_peft_model(model, config_of(name)))
+        for name in FIELDS
+    },
     "a second, frozen adapter": second,
     "resized embeddings": resized,
     "an adapter of transformers": inside,
@@ -88,7 +97,11 @@ BUILDS: dict[str, Callable[[Any], Any]] = {
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("base")
     config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
     )
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
@@ -106,7 +119,9 @@ def saved(
     )  # fmt: skip
     model = BUILDS[name](transformers.AutoModelForCausalLM.from_pretrained(base))
     tokens = torch.randint(3, 64, (16, 12), generator=torch.Generator().manual_seed(0))
-    trainer = kind(model, args, train_dataset=[{"input_ids": each, "labels": each} for each in tokens], **given)
+    trainer = kind(
+        model, args, train_dataset=[{"input_ids": each, "labels": each} for each in tokens], **given
+    )
     trainer.train()
     trainer.save_model(str(folder / "saved"))
     if given:
@@ -116,7 +131,11 @@ def saved(
 
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
     files = folder.rglob("*.safetensors")
-    return {f"{file.parent.name}/{key}": value for file in files for key, value in load_file(file).items()}
+    return {
+        f"{file.parent.name}/{key}": value
+        for file in files
+        for key, value in load_file(file).items()
+    }
 
 
 def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -130,7 +149,8 @@ QUICK = {"Lora", "Vera", "VBLoRA", "RandLora", "a second, frozen adapter", "resi
 
 
 @pytest.mark.parametrize(
-    "name", [each if each in QUICK else pytest.param(each, marks=pytest.mark.slow) for each in BUILDS]
+    "name",
+    [each if each in QUICK else pytest.param(each, marks=pytest.mark.slow) for each in BUILDS],
 )
 def test_a_saved_adapter_is_the_plain_trainers(name: str, base: Path, tmp_path: Path) -> None:
     expected = saved(name, base, tmp_path / "plain", Trainer)
@@ -138,11 +158,15 @@ def test_a_saved_adapter_is_the_plain_trainers(name: str, base: Path, tmp_path: 
     nvme.mkdir()
     found = saved(name, base, tmp_path / "ours", TiermemTrainer, tiermem=on_nvme(nvme))
     assert_equal(found, expected)
-    if name in FIELDS and "top k" not in name:  # of which a loaded one has other logits, also a plain one
+    # of which a loaded one has other logits, also a plain one
+    if name in FIELDS and "top k" not in name:
         plain = transformers.AutoModelForCausalLM.from_pretrained(base)
         loaded = peft.PeftModel.from_pretrained(plain, tmp_path / "ours" / "saved")
         state = peft.get_peft_model_state_dict(loaded, save_embedding_layers=False)
-        assert all(torch.equal(state[key], found[f"saved/{key}"]) for key in state.keys() & {k[6:] for k in found})
+        assert all(
+            torch.equal(state[key], found[f"saved/{key}"])
+            for key in state.keys() & {k[6:] for k in found}
+        )
 
 
 def test_under_as_deepspeed_the_same_files_are_saved(base: Path, tmp_path: Path) -> None:
@@ -150,7 +174,9 @@ def test_under_as_deepspeed_the_same_files_are_saved(base: Path, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_under_as_deepspeed_the_same_files_are_saved_of_every_tuner(base: Path, tmp_path: Path) -> None:
+def test_under_as_deepspeed_the_same_files_are_saved_of_every_tuner(
+    base: Path, tmp_path: Path
+) -> None:
     names = set(BUILDS) - QUICK
     if not torch.cuda.is_available():
         names -= {"Lora, trainable tokens"}  # peft itself gathers such tokens on CUDA in stage 3
@@ -161,14 +187,18 @@ def compare_under_as_deepspeed(names: list[str], base: Path, folder: Path) -> No
     script = Path(__file__).with_name("peft_under_deepspeed.py")
     command = ["-m", "tiermem.as_deepspeed", str(script), str(base), str(folder), *names]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, timeout=400)
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, env=environment, timeout=400
+    )
     assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
     for number, name in enumerate(names):
         expected = saved(name, base, folder / "plain" / str(number), Trainer)
         assert_equal(tensors_in(folder / str(number) / "saved"), expected)
 
 
-def test_under_accelerate_peft_saves_the_same_from_the_whole_state(base: Path, tmp_path: Path) -> None:
+def test_under_accelerate_peft_saves_the_same_from_the_whole_state(
+    base: Path, tmp_path: Path
+) -> None:
     for number, name in enumerate(sorted(QUICK)):
         torch.manual_seed(0)
         model = BUILDS[name](transformers.AutoModelForCausalLM.from_pretrained(base))
@@ -180,5 +210,13 @@ def test_under_accelerate_peft_saves_the_same_from_the_whole_state(base: Path, t
         state = accelerator.get_state_dict(prepared)
         accelerator.unwrap_model(prepared).save_pretrained(folder / "saved", state_dict=state)
         owner_of(prepared).close()
-        found = {key.removeprefix("saved/"): each for key, each in tensors_in(folder / "saved").items()}
-        assert_equal(found, {key.removeprefix("plain/"): each for key, each in tensors_in(folder / "plain").items()})
+        found = {
+            key.removeprefix("saved/"): each for key, each in tensors_in(folder / "saved").items()
+        }
+        assert_equal(
+            found,
+            {
+                key.removeprefix("plain/"): each
+                for key, each in tensors_in(folder / "plain").items()
+            },
+        )

@@ -1,4 +1,5 @@
-"""Does TiermemTrainer train adapters beside a base in nf4 blocks as the plain Trainer does, also when it is resumed?"""
+"""Does TiermemTrainer train adapters beside a base in nf4 blocks as the plain Trainer does, also
+when it is resumed?"""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ def adapted() -> Any:
     for param in model.parameters():
         flat = param.detach().reshape(-1)
         if not param.requires_grad and param.dim() > 1:
-            param.data = unpack(pack(flat, NF4), flat.numel(), torch.empty_like(flat), form=NF4).view(param.shape)
+            param.data = unpack(
+                pack(flat, NF4), flat.numel(), torch.empty_like(flat), form=NF4
+            ).view(param.shape)
     return model
 
 
@@ -34,8 +37,18 @@ def test_losses_equal_the_plain_trainers_also_when_resumed(tmp_path: Path) -> No
     saves: dict[str, Any] = {"save_strategy": "steps", "save_steps": 5}
     expected = train(Trainer, "llama", tmp_path / "plain", model=adapted(), **saves)
     ours = tmp_path / "ours"
-    assert_equal(train(TiermemTrainer, "llama", ours, model=adapted(), tiermem=policy, **saves), expected)
+    assert_equal(
+        train(TiermemTrainer, "llama", ours, model=adapted(), tiermem=policy, **saves), expected
+    )
     saved = [file.read_text("utf-8") for file in (ours / "checkpoint-5").rglob("manifest-*.json")]
     assert any('"at_rest":"nf4"' in each.replace(" ", "") for each in saved)
-    resumed = train(TiermemTrainer, "llama", ours, str(ours / "checkpoint-5"), model=adapted(), tiermem=policy, **saves)
+    resumed = train(
+        TiermemTrainer,
+        "llama",
+        ours,
+        str(ours / "checkpoint-5"),
+        model=adapted(),
+        tiermem=policy,
+        **saves,
+    )
     assert_equal(resumed, expected)

@@ -1,4 +1,5 @@
-"""Do TRL's SFT, DPO and GRPO trainers take the mixin, and train as they do without it? Skipped where trl is not installed."""
+"""Do TRL's SFT, DPO and GRPO trainers take the mixin, and train as they do without it? Skipped
+where trl is not installed."""
 
 from __future__ import annotations
 
@@ -46,7 +47,10 @@ def test_losses_equal_those_of_trl_also_when_resumed(kind: str, model: str, tmp_
     if kind == "dpo":  # the reference may rest on a tier, too
         own["ref_model"] = AutoModelForCausalLM.from_pretrained(opened).eval()
         tiermem.shard(own["ref_model"], policy, is_trained=False)
-    assert_equal(train(kind, sharded, opened, ours, str(ours / "checkpoint-3"), tiermem=policy, **own), expected)
+    assert_equal(
+        train(kind, sharded, opened, ours, str(ours / "checkpoint-3"), tiermem=policy, **own),
+        expected,
+    )
     if own:
         owner = owner_of(own["ref_model"])
         assert owner is not None
@@ -57,7 +61,9 @@ def test_losses_equal_those_of_trl_also_when_resumed(kind: str, model: str, tmp_
 def test_losses_equal_those_of_two_ranks_under_ddp(tmp_path: Path) -> None:
     for folder in ("out", "work"):
         (tmp_path / folder).mkdir()
-    for found in launch(HERE / "trl_trainings.py", 2, tmp_path / "out", str(tmp_path / "work"), *KINDS):
+    for found in launch(
+        HERE / "trl_trainings.py", 2, tmp_path / "out", str(tmp_path / "work"), *KINDS
+    ):
         for expected, log in found.values():
             assert_equal(log, expected)
 
@@ -68,7 +74,12 @@ ZERO3 = {
     "offload_optimizer": {"device": "cpu"},
     "stage3_param_persistence_threshold": 0,
 }
-SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+SIZES = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+)
 SETTINGS = """
 --max_steps 6 --per_device_train_batch_size 2 --gradient_accumulation_steps 2 --learning_rate 1e-3 --logging_steps 1
 --use_cpu true --report_to none --max_length 16 --bf16 false --dtype float32 --gradient_checkpointing false
@@ -84,18 +95,30 @@ def test_its_command_line_under_as_deepspeed_has_the_losses_of_its_own(tmp_path:
     (tmp_path / "text" / "train.jsonl").write_text("\n".join(texts))
     config = {**dict.fromkeys(SIZES, "auto"), "zero_optimization": ZERO3}
     (tmp_path / "ds.json").write_text(json.dumps(config))
-    given = ["--model_name_or_path", str(model), "--dataset_name", str(tmp_path / "text"), *SETTINGS.split()]
+    given = [
+        "--model_name_or_path",
+        str(model),
+        "--dataset_name",
+        str(tmp_path / "text"),
+        *SETTINGS.split(),
+    ]
 
     def losses(name: str, *command: str) -> list[float]:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CI": "true"}
         words = [sys.executable, "-m", *command, "--output_dir", str(tmp_path / name), *given]
-        done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=200, check=False)
+        done = subprocess.run(
+            words, capture_output=True, text=True, env=environment, timeout=200, check=False
+        )
         assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
-        state = json.loads((tmp_path / name / "checkpoint-6" / "trainer_state.json").read_text("utf-8"))
+        state = json.loads(
+            (tmp_path / name / "checkpoint-6" / "trainer_state.json").read_text("utf-8")
+        )
         return [each["loss"] for each in state["log_history"] if "loss" in each]
 
     expected = losses("plain", "trl.cli.main", "sft")
     assert len(expected) == 6
     config_file = str(tmp_path / "ds.json")
-    found = losses("ours", "tiermem.as_deepspeed", "-m", "trl.cli.main", "sft", "--deepspeed", config_file)
+    found = losses(
+        "ours", "tiermem.as_deepspeed", "-m", "trl.cli.main", "sft", "--deepspeed", config_file
+    )
     assert found == pytest.approx(expected, rel=0, abs=1e-5)

@@ -1,4 +1,5 @@
-"""Tiny models: transformers' models in tiny sizes, built from configs with one seed, and a data set for each."""
+"""Tiny models: transformers' models in tiny sizes, built from configs with one seed, and a data set
+for each."""
 
 from __future__ import annotations
 
@@ -10,7 +11,12 @@ from torch import nn
 from torch.utils.data import Dataset
 
 VOCAB = 61
-_SIZES = {"hidden_size": 32, "intermediate_size": 88, "num_hidden_layers": 2, "num_attention_heads": 4}
+_SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 88,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 
 Sample = dict[str, Any]
 
@@ -46,7 +52,10 @@ def pixels(generator: torch.Generator) -> torch.Tensor:
 
 
 def picture(generator: torch.Generator) -> Sample:
-    return {"pixel_values": pixels(generator), "labels": torch.randint(0, 3, (), generator=generator)}
+    return {
+        "pixel_values": pixels(generator),
+        "labels": torch.randint(0, 3, (), generator=generator),
+    }
 
 
 def captioned(generator: torch.Generator) -> Sample:
@@ -54,7 +63,10 @@ def captioned(generator: torch.Generator) -> Sample:
 
 
 def speech(generator: torch.Generator) -> Sample:
-    return {"input_features": torch.randn(8, 16, generator=generator), "labels": tokens(generator, 7)}
+    return {
+        "input_features": torch.randn(8, 16, generator=generator),
+        "labels": tokens(generator, 7),
+    }
 
 
 def gpt2() -> nn.Module:
@@ -67,7 +79,9 @@ def gpt2() -> nn.Module:
 def llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, pad_token_id=0, max_position_embeddings=32, **_SIZES))
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=VOCAB, pad_token_id=0, max_position_embeddings=32, **_SIZES)
+    )
 
 
 def mixtral() -> nn.Module:
@@ -93,11 +107,21 @@ def vit() -> nn.Module:
 def whisper() -> nn.Module:
     from transformers import WhisperConfig, WhisperForConditionalGeneration
 
-    layers = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in (("layers", 1), ("ffn_dim", 64))}
+    layers = {
+        f"{side}_{what}": n
+        for side in ("encoder", "decoder")
+        for what, n in (("layers", 1), ("ffn_dim", 64))
+    }
     heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_source_positions": 8}
     ids = {"decoder_start_token_id": 0, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
     config = WhisperConfig(
-        vocab_size=VOCAB, d_model=32, num_mel_bins=8, max_target_positions=16, **layers, **heads, **ids
+        vocab_size=VOCAB,
+        d_model=32,
+        num_mel_bins=8,
+        max_target_positions=16,
+        **layers,
+        **heads,
+        **ids,
     )
     return WhisperForConditionalGeneration(config)
 
@@ -105,7 +129,13 @@ def whisper() -> nn.Module:
 def clip() -> nn.Module:
     from transformers import CLIPConfig, CLIPModel
 
-    text = {"vocab_size": VOCAB, "max_position_embeddings": 16, "bos_token_id": 0, "eos_token_id": 2, **_SIZES}
+    text = {
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 16,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        **_SIZES,
+    }
     vision = {"image_size": 8, "patch_size": 4, **_SIZES}
     return CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=16))
 

@@ -1,4 +1,5 @@
-"""Launched by test_huggingface.py: trains with the plain Trainer (DDP) and with TiermemTrainer on all ranks.
+"""Launched by test_huggingface.py: trains with the plain Trainer (DDP) and with TiermemTrainer on
+all ranks.
 
 trainings_on_ranks.py FOLDER WORK NAME...     every rank writes the logs and the tokens that `generated` returns
 
@@ -20,11 +21,17 @@ from tiermem import OffloadPolicy
 
 
 def generated(name: str, work: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens of the plain model, and those of the sharded one. The ranks generate different numbers of them."""
+    """The tokens of the plain model, and those of the sharded one. The ranks generate different
+    numbers of them."""
     rank = dist.get_rank()
-    prompt, asked = torch.arange(1 + rank, 7 + rank)[None], {"max_new_tokens": 3 + 4 * rank, "do_sample": False}
+    prompt, asked = (
+        torch.arange(1 + rank, 7 + rank)[None],
+        {"max_new_tokens": 3 + 4 * rank, "do_sample": False},
+    )
     expected = build(name).eval().generate(prompt, **asked)
-    with closing(trainer_of(TiermemTrainer, name, work, {}, tiermem=on_nvme(work / "nvme"))) as trainer:
+    with closing(
+        trainer_of(TiermemTrainer, name, work, {}, tiermem=on_nvme(work / "nvme"))
+    ) as trainer:
         trainer.evaluate()
         return expected, trainer.model.generate(prompt, **asked)
 
@@ -38,17 +45,26 @@ def main() -> None:
         expected = train(plain, name, theirs, **saves)
         runs = {
             "on NVMe": train(sharded, name, ours, tiermem=on_nvme(work / "nvme"), **saves),
-            "resumed": train(sharded, name, ours, str(ours / "checkpoint-5"), tiermem=OffloadPolicy(), **saves),
-            "from plain": train(sharded, name, ours, str(theirs / "checkpoint-5"), tiermem=OffloadPolicy(), **saves),
+            "resumed": train(
+                sharded, name, ours, str(ours / "checkpoint-5"), tiermem=OffloadPolicy(), **saves
+            ),
+            "from plain": train(
+                sharded, name, ours, str(theirs / "checkpoint-5"), tiermem=OffloadPolicy(), **saves
+            ),
         }
         found[name, "fp32"] = expected, runs
         if name == "clip":  # autocast is a part of forward, which its sharded trainer does not call
             continue
-        ours, asked = work / name / "bf16", {**saves, "bf16": True, "gradient_accumulation_steps": 1}
+        ours, asked = (
+            work / name / "bf16",
+            {**saves, "bf16": True, "gradient_accumulation_steps": 1},
+        )
         expected = train(plain, name, theirs, **asked)
         runs = {
             "on NVMe": train(sharded, name, ours, tiermem=on_nvme(work / "nvme"), **asked),
-            "resumed": train(sharded, name, ours, str(ours / "checkpoint-5"), tiermem=OffloadPolicy(), **asked),
+            "resumed": train(
+                sharded, name, ours, str(ours / "checkpoint-5"), tiermem=OffloadPolicy(), **asked
+            ),
         }
         found[name, "bf16"] = expected, runs
     torch.save((found, generated("gpt2", work)), out / f"{os.environ['RANK']}.pt")

@@ -1,4 +1,5 @@
-"""The same script with TRL's SFT, DPO and GRPO trainers and with the mixin before them; on one rank, or launched on several.
+"""The same script with TRL's SFT, DPO and GRPO trainers and with the mixin before them; on one
+rank, or launched on several.
 
 trl_trainings.py FOLDER WORK KIND...     every rank writes {kind: (log of the plain run, log of the sharded run)}
 """
@@ -52,7 +53,14 @@ class Kind(NamedTuple):
 
 KINDS = {
     "sft": Kind(SFTTrainer, ShardedSFT, SFTConfig, {"text": 9}, {"max_length": 16}, {}),
-    "dpo": Kind(DPOTrainer, ShardedDPO, DPOConfig, {"prompt": 3, "chosen": 5, "rejected": 5}, {"max_length": 16}, {}),
+    "dpo": Kind(
+        DPOTrainer,
+        ShardedDPO,
+        DPOConfig,
+        {"prompt": 3, "chosen": 5, "rejected": 5},
+        {"max_length": 16},
+        {},
+    ),
     "grpo": Kind(
         GRPOTrainer,
         ShardedGRPO,
@@ -71,7 +79,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     words = {"<pad>": 0, "<end>": 1, **{f"w{number}": number for number in range(2, VOCAB)}}
     own = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     own.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=own, pad_token="<pad>", eos_token="<end>", unk_token="<pad>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=own, pad_token="<pad>", eos_token="<end>", unk_token="<pad>"
+    )
 
 
 def rows(columns: dict[str, int]) -> datasets.Dataset:
@@ -82,7 +92,10 @@ def rows(columns: dict[str, int]) -> datasets.Dataset:
         return " ".join(f"w{number}" for number in numbers.tolist())
 
     table = [
-        {name: text(100 * row + place, length + row % 3) for place, (name, length) in enumerate(columns.items())}
+        {
+            name: text(100 * row + place, length + row % 3)
+            for place, (name, length) in enumerate(columns.items())
+        }
         for row in range(24)
     ]
     return datasets.Dataset.from_list(table)
@@ -96,13 +109,19 @@ def saved(model: str, folder: Path) -> Path:
     return path
 
 
-def train(kind: str, trainer: Any, model: Path, folder: Path, resume: str | None = None, **own: Any) -> Log:
+def train(
+    kind: str, trainer: Any, model: Path, folder: Path, resume: str | None = None, **own: Any
+) -> Log:
     """Six steps in fp32 (TRL's default is bf16), with a checkpoint after the third."""
     _, _, config, columns, settings, given = KINDS[kind]
     asked = arguments(folder, max_steps=6, save_strategy="steps", save_steps=3).to_dict()
-    args = config(output_dir=str(folder), bf16=False, **{key: asked[key] for key in _TAKEN}, **settings)
+    args = config(
+        output_dir=str(folder), bf16=False, **{key: asked[key] for key in _TAKEN}, **settings
+    )
     opened = AutoModelForCausalLM.from_pretrained(model)
-    made = trainer(opened, args=args, train_dataset=rows(columns), processing_class=tokenizer(), **given, **own)
+    made = trainer(
+        opened, args=args, train_dataset=rows(columns), processing_class=tokenizer(), **given, **own
+    )
     with closing(made):
         made.train(resume_from_checkpoint=resume)
         return log_of(made)
@@ -113,7 +132,9 @@ def main() -> None:
     found, model = {}, saved("llama", work)
     for kind in kinds:
         plain = train(kind, KINDS[kind].plain, model, work / kind / "plain")
-        ours = train(kind, KINDS[kind].sharded, model, work / kind / "ours", tiermem=on_nvme(work / "nvme"))
+        ours = train(
+            kind, KINDS[kind].sharded, model, work / kind / "ours", tiermem=on_nvme(work / "nvme")
+        )
         found[kind] = plain, ours
     torch.save(found, out / f"{os.environ['RANK']}.pt")
     dist.destroy_process_group()

@@ -29,7 +29,14 @@ def adapted(model: nn.Module) -> nn.Module:
     model.requires_grad_(False)
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if isinstance(child, nn.Linear) and name in ("up", "down", "c_attn", "c_proj", "q_proj", "v_proj"):
+            if isinstance(child, nn.Linear) and name in (
+                "up",
+                "down",
+                "c_attn",
+                "c_proj",
+                "q_proj",
+                "v_proj",
+            ):
                 setattr(module, name, LoRA(child))
     return model
 
@@ -51,7 +58,9 @@ def lora_under_checkpointing(face: Face) -> Found:
     for use_reentrant in (False, True):
         model = adapted(zoo.Tower(checkpoint=use_reentrant))
         if use_reentrant:  # as transformers' enable_input_require_grads does
-            model.embed.register_forward_hook(lambda module, args, output: output.requires_grad_(True))
+            model.embed.register_forward_hook(
+                lambda module, args, output: output.requires_grad_(True)
+            )
         found[str(use_reentrant)] = fit(face, model, loss_of)
     return found
 
@@ -74,7 +83,9 @@ def only_the_last_layer_trained(face: Face) -> Found:
 
 
 def gradient_of_the_input_of_a_frozen_model(face: Face) -> Found:
-    model = face.shard(nn.Sequential(nn.Linear(13, 61), nn.Tanh(), nn.Linear(61, 53)).requires_grad_(False))
+    model = face.shard(
+        nn.Sequential(nn.Linear(13, 61), nn.Tanh(), nn.Linear(61, 53)).requires_grad_(False)
+    )
     x = noise(face.rank, 5, 13).requires_grad_()
     found = []
     for _ in range(3):
@@ -106,7 +117,8 @@ def prompt_tuning(face: Face) -> Found:
 
 
 def a_prompt_that_is_not_sharded(face: Face) -> Found:
-    """The prompt is an ordinary tensor outside the sharded model, stepped by the same class of optimizer."""
+    """The prompt is an ordinary tensor outside the sharded model, stepped by the same class of
+    optimizer."""
     model = face.shard(zoo.Tower().requires_grad_(False))
     prompt = nn.Parameter(torch.randn(1, 1, 31))
     optim = face.adamw([prompt])

@@ -1,7 +1,7 @@
 """Programs: torch.compile of blocks or of the model, before and after sharding.
 
-Backends are eager (what is traced, run as it is) and aot_eager (backward is traced too): all of torch.compile but the code that
-it would write, for which a test would need a compiler.
+Backends are eager (what is traced, run as it is) and aot_eager (backward is traced too): all of
+torch.compile but the code that it would write, for which a test would need a compiler.
 """
 
 from __future__ import annotations
@@ -48,8 +48,11 @@ WAYS: dict[str, Compile] = {
 }
 
 
-def train_compiled(face: Face, way: str, is_before: bool, backend: str | Callable[..., Any]) -> Found:
-    """Three steps, each with an evaluation after it. A backend of one's own is called for every graph."""
+def train_compiled(
+    face: Face, way: str, is_before: bool, backend: str | Callable[..., Any]
+) -> Found:
+    """Three steps, each with an evaluation after it. A backend of one's own is called for every
+    graph."""
     torch.compiler.reset()
     model = zoo.Tower(num_blocks=10)
     if is_before:

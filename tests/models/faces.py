@@ -1,4 +1,5 @@
-"""One program, two faces: a training loop as a user writes it, run on plain PyTorch and on sharded models.
+"""One program, two faces: a training loop as a user writes it, run on plain PyTorch and on sharded
+models.
 
     expected = run(program, Plain());  assert compare(run(program, Sharded(policy)), expected) == []
 
@@ -8,8 +9,9 @@
         ...
         face.step(optim)
 
-A Plain face leaves models as they are and, on several ranks, adds gradients up as DistributedDataParallel does. What a program
-returns is compared to the bit: numbers, tensors, and containers of them.
+A Plain face leaves models as they are and, on several ranks, adds gradients up as
+DistributedDataParallel does. What a program returns is compared to the bit: numbers, tensors, and
+containers of them.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ Program = Callable[["Face"], Found]
 
 
 class Face:
-    """What a program may ask for. `step` ends a step: gradients of all ranks, the optimizer, zeroing."""
+    """What a program may ask for. `step` ends a step: gradients of all ranks, the optimizer,
+    zeroing."""
 
     def __init__(self) -> None:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
@@ -124,7 +127,8 @@ def fit(
     num_steps: int = 3,
     **settings: Any,
 ) -> Found:
-    """The loop that most programs are: everything that requires gradients is trained by one AdamW."""
+    """The loop that most programs are: everything that requires gradients is trained by one
+    AdamW."""
     model = face.shard(model)
     optim = face.adamw([p for p in model.parameters() if p.requires_grad], **settings)
     losses = []
@@ -143,19 +147,36 @@ def compare(found: Any, expected: Any, name: str = "") -> list[str]:
     if isinstance(expected, Mapping):
         if list(found) != list(expected):
             return [f"{name}: {list(found)} instead of {list(expected)}"]
-        return [each for key in expected for each in compare(found[key], expected[key], f"{name}.{key}")]
+        return [
+            each for key in expected for each in compare(found[key], expected[key], f"{name}.{key}")
+        ]
     if isinstance(expected, (list, tuple)):
         if len(found) != len(expected):
             return [f"{name}: {len(found)} instead of {len(expected)}"]
-        return [e for i, pair in enumerate(zip(found, expected, strict=True)) for e in compare(*pair, f"{name}[{i}]")]
+        return [
+            e
+            for i, pair in enumerate(zip(found, expected, strict=True))
+            for e in compare(*pair, f"{name}[{i}]")
+        ]
     return [] if found == expected else [f"{name}: {found} instead of {expected}"]
 
 
 def same_tensor(a: Any, b: torch.Tensor) -> bool:
-    return isinstance(a, torch.Tensor) and a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+    return (
+        isinstance(a, torch.Tensor)
+        and a.dtype == b.dtype
+        and a.shape == b.shape
+        and torch.equal(a, b)
+    )
 
 
 def off(a: Any, b: torch.Tensor) -> str:
     if not isinstance(a, torch.Tensor) or a.shape != b.shape or a.dtype != b.dtype:
-        return f"{type(a).__name__} {getattr(a, 'shape', '')} {getattr(a, 'dtype', '')} instead of {b.shape} {b.dtype}"
-    return f"{int((a != b).sum())} of {b.numel()} elements differ, by up to {(a.double() - b.double()).abs().max():.3g}"
+        return (
+            f"{type(a).__name__} {getattr(a, 'shape', '')} {getattr(a, 'dtype', '')} instead of "
+            f"{b.shape} {b.dtype}"
+        )
+    return (
+        f"{int((a != b).sum())} of {b.numel()} elements differ, by up to "
+        f"{(a.double() - b.double()).abs().max():.3g}"
+    )

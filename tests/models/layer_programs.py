@@ -25,7 +25,7 @@ def predict(model: nn.Module, seed: int) -> torch.Tensor:
     return F.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten())
 
 
-# ---- recurrent, attention, convolution -------------------------------------------------------------------------------
+# ---- recurrent, attention, convolution -----------------------------------------------------------
 
 
 class Recurrent(nn.Module):
@@ -97,15 +97,21 @@ def convolutions_with_batch_norm(face: Face) -> Found:
     return found
 
 
-# ---- parameters that are computed from others ------------------------------------------------------------------------
+# ---- parameters that are computed from others ----------------------------------------------------
 
 
 def weight_norm_by_a_hook(face: Face) -> Found:
-    return fit(face, nn.Sequential(weight_norm(nn.Linear(13, 31)), nn.ReLU(), weight_norm(nn.Linear(31, 7))), regress)
+    return fit(
+        face,
+        nn.Sequential(weight_norm(nn.Linear(13, 31)), nn.ReLU(), weight_norm(nn.Linear(31, 7))),
+        regress,
+    )
 
 
 def spectral_norm_by_a_hook(face: Face) -> Found:
-    return fit(face, nn.Sequential(spectral_norm(nn.Linear(13, 31)), nn.ReLU(), nn.Linear(31, 7)), regress)
+    return fit(
+        face, nn.Sequential(spectral_norm(nn.Linear(13, 31)), nn.ReLU(), nn.Linear(31, 7)), regress
+    )
 
 
 def weight_norm_by_parametrization(face: Face) -> Found:
@@ -136,16 +142,19 @@ def parametrized_weights(face: Face) -> Found:
     return fit(face, model, regress)
 
 
-# ---- containers, sharing, odd sizes ----------------------------------------------------------------------------------
+# ---- containers, sharing, odd sizes --------------------------------------------------------------
 
 
 class Experts(nn.Module):
-    """A ModuleDict of which every forward uses one; the router's weight is a parameter of the root."""
+    """A ModuleDict of which every forward uses one; the router's weight is a parameter of the
+    root."""
 
     def __init__(self) -> None:
         super().__init__()
         self.gate = nn.Parameter(torch.randn(13))
-        self.experts = nn.ModuleDict({name: nn.Sequential(nn.Linear(13, 31), nn.Linear(31, 13)) for name in "abc"})
+        self.experts = nn.ModuleDict(
+            {name: nn.Sequential(nn.Linear(13, 31), nn.Linear(31, 13)) for name in "abc"}
+        )
         self.choice = "a"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -163,7 +172,8 @@ def experts_in_a_module_dict(face: Face) -> Found:
 
 
 class Odd(nn.Module):
-    """Parameters without elements, without dimensions, of one element, of none at all, and frozen integers."""
+    """Parameters without elements, without dimensions, of one element, of none at all, and frozen
+    integers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +181,9 @@ class Odd(nn.Module):
         self.one = nn.Parameter(torch.rand(1))
         self.empty = nn.Parameter(torch.empty(0, 5))
         self.register_parameter("nothing", None)
-        self.codes = nn.Parameter(torch.randint(-128, 127, (13, 31), dtype=torch.int8), requires_grad=False)
+        self.codes = nn.Parameter(
+            torch.randint(-128, 127, (13, 31), dtype=torch.int8), requires_grad=False
+        )
         self.inner = nn.Linear(13, 31, bias=False)
         self.unused = nn.Linear(13, 3)
 

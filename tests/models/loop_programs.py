@@ -16,20 +16,27 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.hooks import RemovableHandle
 from twins import VOCAB, Block, batch, logits_of, loss_of
 
-# ---- groups, schedules, clipping, scaling ----------------------------------------------------------------------------
+# ---- groups, schedules, clipping, scaling --------------------------------------------------------
 
 
 def groups_with_decay_split_and_two_rates(face: Face) -> Found:
     model = face.shard(zoo.Tower())
     groups = [
-        {"params": [p for n, p in model.named_parameters() if p.ndim > 1 and "head" not in n], "weight_decay": 0.1},
+        {
+            "params": [p for n, p in model.named_parameters() if p.ndim > 1 and "head" not in n],
+            "weight_decay": 0.1,
+        },
         {"params": [p for n, p in model.named_parameters() if p.ndim < 2], "weight_decay": 0.0},
         {"params": model.head.parameters(), "lr": 3e-3},
     ]
     optim = face.adamw(groups)
     schedules = [
-        torch.optim.lr_scheduler.LambdaLR(optim, [lambda n: 0.9**n, lambda n: 1.0, lambda n: 1 / (1 + n)]),
-        torch.optim.lr_scheduler.OneCycleLR(optim, [2e-2, 1e-2, 4e-3], total_steps=9, cycle_momentum=True),
+        torch.optim.lr_scheduler.LambdaLR(
+            optim, [lambda n: 0.9**n, lambda n: 1.0, lambda n: 1 / (1 + n)]
+        ),
+        torch.optim.lr_scheduler.OneCycleLR(
+            optim, [2e-2, 1e-2, 4e-3], total_steps=9, cycle_momentum=True
+        ),
     ]
     losses, rates = [], []
     for step in range(4):
@@ -43,7 +50,8 @@ def groups_with_decay_split_and_two_rates(face: Face) -> Found:
 
 
 def clipping_by_torch(face: Face) -> Found:
-    """The norm is torch's fp32 one in the plain program: only what is far from rounding is compared."""
+    """The norm is torch's fp32 one in the plain program: only what is far from rounding is
+    compared."""
     model = face.shard(zoo.Tower())
     optim = face.adamw(model.parameters())
     norms = []
@@ -53,7 +61,10 @@ def clipping_by_torch(face: Face) -> Found:
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3).item())
         optim.step()
         optim.zero_grad()
-    weights = {name: [round(v, 4) for v in value.flatten().tolist()] for name, value in face.weights(model).items()}
+    weights = {
+        name: [round(v, 4) for v in value.flatten().tolist()]
+        for name, value in face.weights(model).items()
+    }
     return {"norms": [round(norm, 4) for norm in norms], "some": weights["head.weight"][:5]}
 
 
@@ -73,7 +84,7 @@ def grad_scaler_with_a_step_that_overflows(face: Face) -> Found:
     return {"scales": scales, "weights": face.weights(model)}
 
 
-# ---- which modules run, and in which order ---------------------------------------------------------------------------
+# ---- which modules run, and in which order -------------------------------------------------------
 
 
 class Path(nn.Module):
@@ -120,7 +131,7 @@ def modules_called_several_times(face: Face) -> Found:
     return walk(face, [[0, 1, 0, 1, 2], [3, 3, 3], [2, 1, 0, 1, 2]])
 
 
-# ---- between forward, backward and step ------------------------------------------------------------------------------
+# ---- between forward, backward and step ----------------------------------------------------------
 
 
 def evaluation_between_micro_batches(face: Face) -> Found:
@@ -199,7 +210,7 @@ def fail(*_: Any) -> None:
     raise Interrupted
 
 
-# ---- the user's own hooks --------------------------------------------------------------------------------------------
+# ---- the user's own hooks ------------------------------------------------------------------------
 
 
 def forward_and_backward_hooks_of_the_user(face: Face) -> Found:
@@ -207,11 +218,17 @@ def forward_and_backward_hooks_of_the_user(face: Face) -> Found:
     seen: list[Any] = []
     model.layers[0].register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
     model.layers[1].up.register_forward_hook(lambda module, args, output: output + 0.25)
-    model.layers[1].up.register_full_backward_hook(lambda module, grads, outputs: seen.append(grads[0].clone()))
+    model.layers[1].up.register_full_backward_hook(
+        lambda module, grads, outputs: seen.append(grads[0].clone())
+    )
     model.head.register_full_backward_pre_hook(lambda module, grads: (grads[0] * 0.5,))
     model = face.shard(model)
-    model.layers[2].register_forward_hook(lambda module, args, output: seen.append(output.detach().clone()))
-    model.layers[2].down.register_full_backward_hook(lambda module, grads, outputs: (grads[0] * 2.0,))
+    model.layers[2].register_forward_hook(
+        lambda module, args, output: seen.append(output.detach().clone())
+    )
+    model.layers[2].down.register_full_backward_hook(
+        lambda module, grads, outputs: (grads[0] * 2.0,)
+    )
     optim = face.adamw(model.parameters())
     for step in range(2):
         loss_of(model, face.sample(step)).backward()
@@ -220,7 +237,8 @@ def forward_and_backward_hooks_of_the_user(face: Face) -> Found:
 
 
 def hooks_on_parameters(face: Face) -> Found:
-    """Both see this rank's gradient, before ranks are added up; what they make of it is what is stepped."""
+    """Both see this rank's gradient, before ranks are added up; what they make of it is what is
+    stepped."""
     model = face.shard(zoo.Tower())
     seen: list[Any] = []
     model.head.weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
@@ -252,12 +270,15 @@ def hooks_on_the_optimizer(face: Face) -> Found:
     return {"seen": seen, "weights": face.weights(model)}
 
 
-# ---- other gradients -------------------------------------------------------------------------------------------------
+# ---- other gradients -----------------------------------------------------------------------------
 
 
 def gradients_of_gradients(face: Face) -> Found:
-    """The penalty of a Wasserstein critic: the norm of its gradient by its input is part of the loss."""
-    model = face.shard(nn.Sequential(nn.Linear(13, 61), nn.Tanh(), nn.Linear(61, 53), nn.Tanh(), nn.Linear(53, 1)))
+    """The penalty of a Wasserstein critic: the norm of its gradient by its input is part of the
+    loss."""
+    model = face.shard(
+        nn.Sequential(nn.Linear(13, 61), nn.Tanh(), nn.Linear(61, 53), nn.Tanh(), nn.Linear(53, 1))
+    )
     optim = face.adamw(model.parameters())
     losses = []
     for step in range(3):
@@ -274,14 +295,17 @@ def gradients_of_gradients(face: Face) -> Found:
 def gradients_asked_of_autograd(face: Face) -> Found:
     model = face.shard(zoo.Tower())
     optim = face.adamw(model.parameters())
-    grads = torch.autograd.grad(loss_of(model, face.sample(0)), [model.head.weight, model.layers[0].up.bias])
+    grads = torch.autograd.grad(
+        loss_of(model, face.sample(0)), [model.head.weight, model.layers[0].up.bias]
+    )
     loss_of(model, face.sample(1)).backward()
     face.step(optim)
     return {"grads": [grad.clone() for grad in grads], "weights": face.weights(model)}
 
 
 def gradients_at_detached_pieces(face: Face) -> Found:
-    """Backward in two pieces, as when a user cuts the graph: head first, then the tower with the gradient it got."""
+    """Backward in two pieces, as when a user cuts the graph: head first, then the tower with the
+    gradient it got."""
     model = face.shard(nn.Sequential(nn.Linear(13, 61), nn.Tanh(), nn.Linear(61, 53)))
     optim = face.adamw(model.parameters())
     for step in range(3):
@@ -293,7 +317,7 @@ def gradients_at_detached_pieces(face: Face) -> Found:
     return {"weights": face.weights(model)}
 
 
-# ---- several models --------------------------------------------------------------------------------------------------
+# ---- several models ------------------------------------------------------------------------------
 
 
 def generator() -> nn.Module:
@@ -306,7 +330,10 @@ def discriminator() -> nn.Module:
 
 def two_models_against_each_other(face: Face) -> Found:
     made, judge = face.shard(generator()), face.shard(discriminator())
-    optim_made, optim_judge = face.adamw(made.parameters(), lr=1e-3), face.adamw(judge.parameters(), lr=2e-3)
+    optim_made, optim_judge = (
+        face.adamw(made.parameters(), lr=1e-3),
+        face.adamw(judge.parameters(), lr=2e-3),
+    )
     losses = []
     for step in range(3):
         real, seed = noise(face.sample(step), 5, 13), noise(face.sample(step) + 5, 5, 7)
@@ -323,7 +350,10 @@ def two_models_against_each_other(face: Face) -> Found:
 
 def two_models_one_frozen_at_a_time(face: Face) -> Found:
     made, judge = face.shard(generator()), face.shard(discriminator())
-    optim_made, optim_judge = face.adamw(made.parameters(), lr=1e-3), face.adamw(judge.parameters(), lr=2e-3)
+    optim_made, optim_judge = (
+        face.adamw(made.parameters(), lr=1e-3),
+        face.adamw(judge.parameters(), lr=2e-3),
+    )
     for step in range(3):
         real, seed = noise(face.sample(step), 5, 13), noise(face.sample(step) + 5, 5, 7)
         judge.requires_grad_(True)
@@ -350,7 +380,9 @@ def actor_with_a_frozen_reference(face: Face) -> Found:
             before = reference(tokens).log_softmax(-1)
         now, value = actor(tokens).log_softmax(-1), logits_of(critic(tokens)).mean(-1)
         gain = now.gather(-1, tokens[..., None]).squeeze(-1)
-        loss = -(gain * (1 - value.detach())).mean() + F.kl_div(now, before, log_target=True, reduction="batchmean")
+        loss = -(gain * (1 - value.detach())).mean() + F.kl_div(
+            now, before, log_target=True, reduction="batchmean"
+        )
         (loss + (value - 1).square().mean()).backward()
         for optim in optims:
             face.step(optim)
@@ -358,7 +390,7 @@ def actor_with_a_frozen_reference(face: Face) -> Found:
     return {"losses": losses, "actor": face.weights(actor), "critic": face.weights(critic)}
 
 
-# ---- data ------------------------------------------------------------------------------------------------------------
+# ---- data ----------------------------------------------------------------------------------------
 
 
 def loader_with_forked_workers(face: Face) -> Found:

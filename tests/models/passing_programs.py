@@ -1,4 +1,5 @@
-"""Programs: the ways in which tensors are passed to modules and handed back. Five blocks each, more than buffers hold."""
+"""Programs: the ways in which tensors are passed to modules and handed back. Five blocks each, more
+than buffers hold."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ class Inner(nn.Module):
 class Chain(nn.Module):
     """Blocks of one class, and what is done with them."""
 
-    def __init__(self, block: type[Inner], through: Callable[[nn.ModuleList, torch.Tensor], torch.Tensor]) -> None:
+    def __init__(
+        self, block: type[Inner], through: Callable[[nn.ModuleList, torch.Tensor], torch.Tensor]
+    ) -> None:
         super().__init__()
         self.enter = nn.Linear(13, WIDTH)
         self.layers = nn.ModuleList([block() for _ in range(5)])
@@ -39,7 +42,9 @@ class Chain(nn.Module):
         return self.through(self.layers, self.enter(x))
 
 
-def fit_chain(face: Face, block: type[Inner], through: Callable[[nn.ModuleList, torch.Tensor], torch.Tensor]) -> Found:
+def fit_chain(
+    face: Face, block: type[Inner], through: Callable[[nn.ModuleList, torch.Tensor], torch.Tensor]
+) -> Found:
     def loss_of(model: nn.Module, seed: int) -> torch.Tensor:
         return model(noise(seed, 2, 5, 13)).square().mean()
 
@@ -167,7 +172,9 @@ def one_tensor_as_query_key_and_value(face: Face) -> Found:
             super().__init__()
             self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
 
-        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        def forward(
+            self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        ) -> tuple[torch.Tensor, ...]:
             assert q is k is v
             x = q + self.attention(q, k, v, need_weights=False)[0]
             x = x + self.compute(x)

@@ -21,8 +21,11 @@ from tiermem.zero import GatheredParameters
 
 
 def adapted(**fields: Any) -> Any:
-    """A small Llama with adapters whose products are not zero, so that every weight matters from the first step on."""
-    model = peft.get_peft_model(zoo.llama(), peft.LoraConfig(**({"r": 3, "target_modules": ["q_proj"]} | fields)))
+    """A small Llama with adapters whose products are not zero, so that every weight matters from
+    the first step on."""
+    model = peft.get_peft_model(
+        zoo.llama(), peft.LoraConfig(**({"r": 3, "target_modules": ["q_proj"]} | fields))
+    )
     with torch.no_grad():
         for name, param in model.named_parameters():
             if "lora_B" in name:
@@ -32,7 +35,8 @@ def adapted(**fields: Any) -> Any:
 
 NUM_STEPS = 10
 HOMES = ["host", "nvme"]
-"""The homes of weights and states under which every program runs on ranks; in one process also "device"."""
+"""The homes of weights and states under which every program runs on ranks; in one process also
+"device"."""
 
 
 def train(face: Face, model: Any) -> Found:
@@ -56,7 +60,8 @@ def lora_on_a_bf16_base(face: Face) -> Found:
 
 
 def dora(face: Face) -> Found:
-    """Its magnitude is a norm of the frozen weight, which is used outside of the Linear's own forward."""
+    """Its magnitude is a norm of the frozen weight, which is used outside of the Linear's own
+    forward."""
     return train(face, adapted(use_dora=True))
 
 
@@ -68,7 +73,9 @@ def adapter_switched_off(face: Face) -> Found:
     for step in range(3):
         with model.disable_adapter():
             before = loss_of(model, face.sample(step)).detach()
-        loss = (loss_of(model, face.sample(step)) - before).square() + loss_of(model, face.sample(step))
+        loss = (loss_of(model, face.sample(step)) - before).square() + loss_of(
+            model, face.sample(step)
+        )
         loss.backward()
         face.step(optim)
         losses.append(loss.item())
@@ -86,7 +93,8 @@ def two_adapters_in_turn(face: Face) -> Found:
     losses = []
     for step in range(4):
         model.set_adapter(["default", "second"][step % 2])
-        for name, param in model.named_parameters():  # peft freezes what is not active, and a plan is made once
+        # peft freezes what is not active, and a plan is made once
+        for name, param in model.named_parameters():
             param.requires_grad_("lora_" in name)
         loss = loss_of(model, face.sample(step))
         loss.backward()
@@ -115,10 +123,13 @@ def adapters_switched(face: Face) -> Found:
 
 
 def adapters_added_after_sharding(face: Face) -> Found:
-    """To a model, and a second one to the adapted model; they are ordinary parameters, which start as rank 0's."""
+    """To a model, and a second one to the adapted model; they are ordinary parameters, which start
+    as rank 0's."""
     base = face.shard(zoo.llama().requires_grad_(False))
     torch.manual_seed(11 + face.rank * isinstance(face, Sharded))
-    model: Any = peft.get_peft_model(base, peft.LoraConfig(r=3, target_modules=["q_proj", "down_proj"]))
+    model: Any = peft.get_peft_model(
+        base, peft.LoraConfig(r=3, target_modules=["q_proj", "down_proj"])
+    )
     found = [train_all(face, model, range(NUM_STEPS))]
     torch.manual_seed(12 + face.rank * isinstance(face, Sharded))
     model.add_adapter("second", peft.LoraConfig(r=2, target_modules=["v_proj"]))
@@ -157,7 +168,9 @@ def on_nf4(face: Face, model: Any) -> Found:
     for param in model.parameters():
         flat = param.detach().reshape(-1)
         if not param.requires_grad and param.dim() > 1:
-            param.data = unpack(pack(flat, NF4), flat.numel(), torch.empty_like(flat), form=NF4).view(param.shape)
+            param.data = unpack(
+                pack(flat, NF4), flat.numel(), torch.empty_like(flat), form=NF4
+            ).view(param.shape)
     model = face.shard(model, frozen_quant_type="nf4")
     if isinstance(face, Sharded):
         assert any(live.unit.is_packed for live in face.shards_of(model).units)
@@ -175,7 +188,8 @@ def adapters_saved(face: Face) -> Found:
 
 
 def adapters_put_back(face: Face) -> Found:
-    """What was taken out of a model is put into it again after more training, and it does as it did."""
+    """What was taken out of a model is put into it again after more training, and it does as it
+    did."""
     model = adapted()
     found = train(face, model)
     kept = {name: value.clone() for name, value in peft.get_peft_model_state_dict(model).items()}
@@ -205,9 +219,13 @@ def adapters_merged(face: Face) -> Found:
 
 
 def merged_and_unloaded(face: Face) -> Found:
-    """The adapters go into the base, a layer at a time, and the model is an ordinary one; it may get new ones."""
+    """The adapters go into the base, a layer at a time, and the model is an ordinary one; it may
+    get new ones."""
     found = {}
-    for name, fields in {"lora": {"modules_to_save": ["lm_head"]}, "dora": {"use_dora": True}}.items():
+    for name, fields in {
+        "lora": {"modules_to_save": ["lm_head"]},
+        "dora": {"use_dora": True},
+    }.items():
         model = adapted(target_modules=["q_proj", "down_proj"], **fields)
         found[name] = train(face, model)
         base = merge_and_unload(model)

@@ -1,4 +1,5 @@
-"""Launched by test_everyday_models_on_ranks.py: runs programs on all ranks, plain and sharded, and says what differs.
+"""Launched by test_everyday_models_on_ranks.py: runs programs on all ranks, plain and sharded, and
+says what differs.
 
 run_on_ranks.py FOLDER NVME [peft] NAME...     every rank writes {(program, home): what differs}
 """
@@ -26,7 +27,9 @@ def main() -> None:
             print("running", name, flush=True)  # seen when a rank fails
             expected = run(programs[name], Plain())
             for home in homes:
-                found[name, home] = compare(run(programs[name], Sharded(policy_of(home, Path(nvme)))), expected)
+                found[name, home] = compare(
+                    run(programs[name], Sharded(policy_of(home, Path(nvme)))), expected
+                )
         torch.save(found, out)
 
 

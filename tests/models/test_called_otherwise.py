@@ -33,21 +33,33 @@ def noise(step: int, *shape: int) -> torch.Tensor:
 def clip() -> tuple[nn.Module, Loss]:
     from transformers import CLIPConfig, CLIPModel
 
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     text = {"vocab_size": VOCAB, "max_position_embeddings": 16, "eos_token_id": 1, **sizes}
-    config = CLIPConfig(text_config=text, vision_config={"image_size": 8, "patch_size": 4, **sizes}, projection_dim=16)
+    config = CLIPConfig(
+        text_config=text,
+        vision_config={"image_size": 8, "patch_size": 4, **sizes},
+        projection_dim=16,
+    )
 
     def loss_of(model: nn.Module, step: int) -> torch.Tensor:
         texts = model.get_text_features(input_ids=batch(step, 4)[0])
         images = model.get_image_features(pixel_values=noise(step, 4, 3, 8, 8))
-        texts, images = (each if torch.is_tensor(each) else each.pooler_output for each in (texts, images))
+        texts, images = (
+            each if torch.is_tensor(each) else each.pooler_output for each in (texts, images)
+        )
         return F.cross_entropy(F.normalize(texts) @ F.normalize(images).T * 5.0, torch.arange(4))
 
     return CLIPModel(config), loss_of
 
 
 class AutoEncoder(nn.Module):
-    """The shape of a diffusion model's VAE: two towers of blocks, each behind a method of its own."""
+    """The shape of a diffusion model's VAE: two towers of blocks, each behind a method of its
+    own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +68,10 @@ class AutoEncoder(nn.Module):
 
     @staticmethod
     def _tower(channels: int, width: int) -> nn.Module:
-        blocks = [nn.Sequential(nn.GroupNorm(2, width), nn.SiLU(), nn.Conv2d(width, width, 3, padding=1)) for _ in "ab"]
+        blocks = [
+            nn.Sequential(nn.GroupNorm(2, width), nn.SiLU(), nn.Conv2d(width, width, 3, padding=1))
+            for _ in "ab"
+        ]
         return nn.Sequential(nn.Conv2d(channels, width, 3, padding=1), *blocks)
 
     def encode(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,7 +90,10 @@ def auto_encoder() -> tuple[nn.Module, Loss]:
         images = noise(step, 2, 3, 8, 8)
         mean, log_variance = model.encode(images)
         made = model.decode(mean + noise(100 + step, *mean.shape) * (0.5 * log_variance).exp())
-        return F.mse_loss(made, images) + 0.01 * (mean.square() + log_variance.exp() - log_variance).mean()
+        return (
+            F.mse_loss(made, images)
+            + 0.01 * (mean.square() + log_variance.exp() - log_variance).mean()
+        )
 
     return AutoEncoder(), loss_of
 
@@ -90,7 +108,8 @@ def llama() -> tuple[nn.Module, Loss]:
 
 
 class Classifier(nn.Module):
-    """What a LightningModule is to the library: a root without a forward, whose methods call what it holds."""
+    """What a LightningModule is to the library: a root without a forward, whose methods call what
+    it holds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +136,10 @@ def container() -> tuple[nn.Module, Loss]:
 @pytest.mark.parametrize("persistence_numel", [None, 0])
 @pytest.mark.parametrize("build", [clip, auto_encoder, llama, lightning, container])
 def test_a_model_called_otherwise_trains_as_in_torch(
-    build: Callable[[], tuple[nn.Module, Loss]], persistence_numel: int | None, tier: Tier, tmp_path: Path
+    build: Callable[[], tuple[nn.Module, Loss]],
+    persistence_numel: int | None,
+    tier: Tier,
+    tmp_path: Path,
 ) -> None:
     torch.manual_seed(0)
     model, loss_of = build()
@@ -130,4 +152,6 @@ def test_a_model_called_otherwise_trains_as_in_torch(
             losses.append(train_steps(each, optim, range(5), loss_of))
         weights = model.state_dict()
     assert losses[0] == pytest.approx(losses[1], rel=1e-6, abs=1e-6)
-    assert all((weights[name] - value).abs().max() < 1e-6 for name, value in plain.state_dict().items())
+    assert all(
+        (weights[name] - value).abs().max() < 1e-6 for name, value in plain.state_dict().items()
+    )

@@ -1,4 +1,5 @@
-"""Does torch.compile, used as in plain PyTorch, train sharded models to the same bits, with as many graphs?
+"""Does torch.compile, used as in plain PyTorch, train sharded models to the same bits, with as many
+graphs?
 
 Hooks stay outside of graphs (tiermem/weights/backward_marks.py). engine.compile() is asked in
 tests/engine/test_engine_compile.py.
@@ -18,7 +19,8 @@ from program_list import HOMES, policy_of
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_before() -> None:
-    """torch starts a thread of tqdm's with its first compilation, and keeps it: no test is blamed for that."""
+    """torch starts a thread of tqdm's with its first compilation, and keeps it: no test is blamed
+    for that."""
     torch.compile(torch.nn.Linear(2, 2), backend="aot_eager")(torch.ones(1, 2))
 
 
@@ -36,12 +38,15 @@ def test_compiled_blocks_share_one_graph_and_train_as_in_plain_pytorch(tmp_path:
     of_plain = list(graphs)
     graphs.clear()
     assert compare(run(program, Sharded(policy_of("nvme", tmp_path))), expected) == []
-    assert graphs == of_plain  # one for training, one without gradients: ten blocks share them, whole
+    # one for training, one without gradients: ten blocks share them, whole
+    assert graphs == of_plain
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_compiled_program_does_what_it_does_in_plain_pytorch(name: str, home: str, tmp_path: Path) -> None:
+def test_a_compiled_program_does_what_it_does_in_plain_pytorch(
+    name: str, home: str, tmp_path: Path
+) -> None:
     expected = run(PROGRAMS[name], Plain())
     assert compare(run(PROGRAMS[name], Sharded(policy_of(home, tmp_path))), expected) == []

@@ -1,6 +1,7 @@
 """Do the models and loops that people write do sharded what they do in plain PyTorch, to the bit?
 
-Each program (program_list.py) is run twice through one face (faces.py): plain, and sharded with its states at each home.
+Each program (program_list.py) is run twice through one face (faces.py): plain, and sharded with its
+states at each home.
 """
 
 from __future__ import annotations

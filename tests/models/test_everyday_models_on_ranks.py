@@ -1,7 +1,9 @@
-"""Do two ranks, each with data of its own, do what two ranks of plain PyTorch do that add up their gradients, to the bit?
+"""Do two ranks, each with data of its own, do what two ranks of plain PyTorch do that add up their
+gradients, to the bit?
 
-All programs of one list run in one launch (run_on_ranks.py); the lists are all programs there are. None is left out: a program
-that asks for what ranks cannot keep to the bit (micro-batches and ranks added in another order) says so where it asks.
+All programs of one list run in one launch (run_on_ranks.py); the lists are all programs there are.
+None is left out: a program that asks for what ranks cannot keep to the bit (micro-batches and ranks
+added in another order) says so where it asks.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ HERE = Path(__file__).parent
 NUM_RANKS = 2
 Differences = dict[tuple[str, str], list[str]]
 
-# One of each kind of trouble; what needs the transformers library, or differs from these in little, is slow.
+# One of each kind of trouble; what needs the transformers library, or differs from these in little,
+# is slow.
 COVERING = [
     "convolutions_with_batch_norm",
     "parametrized_weights",
@@ -56,7 +59,9 @@ def launched(names: list[str], folders: pytest.TempPathFactory) -> list[Differen
 
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("name", COVERING)
-def test_a_program_does_on_two_ranks_what_plain_pytorch_does(name: str, home: str, covered: list[Differences]) -> None:
+def test_a_program_does_on_two_ranks_what_plain_pytorch_does(
+    name: str, home: str, covered: list[Differences]
+) -> None:
     for differences in covered:
         assert differences[name, home] == []
 

@@ -49,8 +49,11 @@ def test_a_scripted_module_with_weights_is_refused_with_the_reason() -> None:
     inside = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
     for model, name in ((inside, "1"), (torch.jit.script(nn.Linear(4, 4)), "model")):
         with pytest.raises(
-            ValueError, match=f"module '{name}' was made by torch.jit.script.*compile it by engine.compile"
+            ValueError,
+            match=f"module '{name}' was made by torch.jit.script.*compile it by engine.compile",
         ):
             tiermem.shard(model)
     with pytest.raises(ValueError, match=r"module '1' was made by torch.jit.script"):
-        tiermem.initialize(model=inside, config={"train_batch_size": 1, "optimizer": {"type": "AdamW"}})
+        tiermem.initialize(
+            model=inside, config={"train_batch_size": 1, "optimizer": {"type": "AdamW"}}
+        )

@@ -1,4 +1,5 @@
-"""Do adapters of the peft library train, merge and save sharded as in plain PyTorch? Skipped where it is not installed."""
+"""Do adapters of the peft library train, merge and save sharded as in plain PyTorch? Skipped where
+it is not installed."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ TELLING = ["lora", "dora_on_nf4", "adapters_added_after_sharding", "merged_and_u
 FEW_ON_RANKS = TELLING[:2]
 OTHERS = [name for name in PROGRAMS if name not in FEW_ON_RANKS]
 EVERY = [(name, home) for name in PROGRAMS for home in TIERS]
-FEW = {(name, home) for name, home in EVERY if home == "nvme" or (name in TELLING and home in HOMES)}
+FEW = {
+    (name, home) for name, home in EVERY if home == "nvme" or (name in TELLING and home in HOMES)
+}
 Differences = dict[tuple[str, str], list[str]]
 
 
@@ -43,7 +46,8 @@ def others_on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Differ
 
 
 @pytest.mark.parametrize(
-    ("name", "home"), [pytest.param(*pair, marks=[] if pair in FEW else [pytest.mark.slow]) for pair in EVERY]
+    ("name", "home"),
+    [pytest.param(*pair, marks=[] if pair in FEW else [pytest.mark.slow]) for pair in EVERY],
 )
 def test_peft_adapters_do_as_in_plain_pytorch(name: str, home: str, tmp_path: Path) -> None:
     sharded = run(PROGRAMS[name], Sharded(policy_of(home, tmp_path)))
@@ -52,7 +56,9 @@ def test_peft_adapters_do_as_in_plain_pytorch(name: str, home: str, tmp_path: Pa
 
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("name", FEW_ON_RANKS)
-def test_peft_adapters_do_so_on_two_ranks(name: str, home: str, on_two_ranks: list[Differences]) -> None:
+def test_peft_adapters_do_so_on_two_ranks(
+    name: str, home: str, on_two_ranks: list[Differences]
+) -> None:
     for differences in on_two_ranks:
         assert differences[name, home] == []
 
@@ -60,7 +66,9 @@ def test_peft_adapters_do_so_on_two_ranks(name: str, home: str, on_two_ranks: li
 @pytest.mark.slow
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("name", OTHERS)
-def test_others_do_so_on_two_ranks(name: str, home: str, others_on_two_ranks: list[Differences]) -> None:
+def test_others_do_so_on_two_ranks(
+    name: str, home: str, others_on_two_ranks: list[Differences]
+) -> None:
     for differences in others_on_two_ranks:
         assert differences[name, home] == []
 
@@ -69,19 +77,29 @@ def test_merging_by_peft_alone_is_refused_with_the_alternative(tmp_path: Path) -
     model = adapted()
     with (
         tiermem.shard(model, policy_of("nvme", tmp_path)),
-        pytest.raises(RuntimeError, match=r"Write under tiermem.zero.GatheredParameters\(parameter, modifier_rank=0\)"),
+        pytest.raises(
+            RuntimeError,
+            match=r"Write under tiermem.zero.GatheredParameters\(parameter, modifier_rank=0\)",
+        ),
     ):
         model.merge_and_unload()
 
 
 def test_adapters_and_their_states_stay_in_memory_beside_a_base_on_nvme(tmp_path: Path) -> None:
-    model = adapted(target_modules="all-linear")  # their matrices have at most 264 elements, those of the base 1,024
+    # their matrices have at most 264 elements, those of the base 1,024
+    model = adapted(target_modules="all-linear")
     policy = OffloadPolicy(
-        params=Tier.NVME, optim=Tier.HOST, paths=[tmp_path], persistence_numel=300, frozen_quant_type="nf4"
+        params=Tier.NVME,
+        optim=Tier.HOST,
+        paths=[tmp_path],
+        persistence_numel=300,
+        frozen_quant_type="nf4",
     )
     with tiermem.shard(model, policy) as shards:
         found = {shard.name: live.unit for live, shard in shards.parameters()}
-        assert {unit.is_packed for name, unit in found.items() if "_proj.base_layer" in name} == {True}
+        assert {unit.is_packed for name, unit in found.items() if "_proj.base_layer" in name} == {
+            True
+        }
         assert {unit.is_resident for name, unit in found.items() if "lora_" in name} == {True}
         written = shards.store.stats().nvme_written_bytes
         assert written > 0

@@ -14,7 +14,9 @@ from tiermem import OffloadPolicy, Tier
 
 @pytest.fixture(params=[Tier.DEVICE, Tier.NVME])
 def policy(request: pytest.FixtureRequest, tmp_path: Path) -> OffloadPolicy:
-    return OffloadPolicy(params=request.param, optim=request.param, paths=[tmp_path], persistence_numel=20)
+    return OffloadPolicy(
+        params=request.param, optim=request.param, paths=[tmp_path], persistence_numel=20
+    )
 
 
 def test_a_complex_parameter_is_refused(policy: OffloadPolicy) -> None:
@@ -28,7 +30,9 @@ def test_a_frozen_complex_parameter_is_kept(policy: OffloadPolicy) -> None:
     class Rotate(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.turn = nn.Parameter(torch.polar(torch.ones(31), torch.arange(31.0)), requires_grad=False)
+            self.turn = nn.Parameter(
+                torch.polar(torch.ones(31), torch.arange(31.0)), requires_grad=False
+            )
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.view_as_real(torch.view_as_complex(x) * self.turn)

@@ -11,7 +11,12 @@ from layer_programs import noise
 from torch import nn
 from twins import VOCAB, batch
 
-_SIZES = {"hidden_size": 32, "intermediate_size": 88, "num_hidden_layers": 2, "num_attention_heads": 4}
+_SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 88,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 Inputs = Callable[[int], dict[str, Any]]
 
 
@@ -41,14 +46,22 @@ def two_steps(face: Face, model: nn.Module, inputs: Inputs) -> Found:
 def llama(face: Face) -> Found:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return two_steps(face, LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, pad_token_id=0, **_SIZES)), tokens)
+    return two_steps(
+        face, LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, pad_token_id=0, **_SIZES)), tokens
+    )
 
 
 def gpt2_with_tied_embeddings(face: Face) -> Found:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        vocab_size=VOCAB, n_positions=16, n_embd=32, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0
+        vocab_size=VOCAB,
+        n_positions=16,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        bos_token_id=0,
+        eos_token_id=0,
     )
     model = GPT2LMHeadModel(config)
     assert model.lm_head.weight is model.transformer.wte.weight
@@ -59,7 +72,13 @@ def t5(face: Face) -> Found:
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
-        vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0
+        vocab_size=VOCAB,
+        d_model=32,
+        d_kv=8,
+        d_ff=64,
+        num_layers=2,
+        num_heads=4,
+        decoder_start_token_id=0,
     )
     return two_steps(face, T5ForConditionalGeneration(config), tokens)
 
@@ -67,7 +86,11 @@ def t5(face: Face) -> Found:
 def bart(face: Face) -> Found:
     from transformers import BartConfig, BartForConditionalGeneration
 
-    layers = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in (("layers", 2), ("ffn_dim", 64))}
+    layers = {
+        f"{side}_{what}": n
+        for side in ("encoder", "decoder")
+        for what, n in (("layers", 2), ("ffn_dim", 64))
+    }
     heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
     config = BartConfig(vocab_size=VOCAB, d_model=32, max_position_embeddings=32, **layers, **heads)
     return two_steps(face, BartForConditionalGeneration(config), tokens)
@@ -77,7 +100,12 @@ def mixtral(face: Face) -> Found:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(
-        vocab_size=VOCAB, num_local_experts=4, num_experts_per_tok=2, num_key_value_heads=2, pad_token_id=0, **_SIZES
+        vocab_size=VOCAB,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        num_key_value_heads=2,
+        pad_token_id=0,
+        **_SIZES,
     )
     return two_steps(face, MixtralForCausalLM(config), tokens)
 
@@ -86,7 +114,9 @@ def vit(face: Face) -> Found:
     from transformers import ViTConfig, ViTForImageClassification
 
     return two_steps(
-        face, ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, num_labels=3, **_SIZES)), pixels
+        face,
+        ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, num_labels=3, **_SIZES)),
+        pixels,
     )
 
 
@@ -103,5 +133,13 @@ def bert_with_its_pooler_unused(face: Face) -> Found:
 
 PROGRAMS: dict[str, Program] = {
     each.__name__: each
-    for each in (llama, gpt2_with_tied_embeddings, t5, bart, mixtral, vit, bert_with_its_pooler_unused)
+    for each in (
+        llama,
+        gpt2_with_tied_embeddings,
+        t5,
+        bart,
+        mixtral,
+        vit,
+        bert_with_its_pooler_unused,
+    )
 }

@@ -1,4 +1,5 @@
-"""Mutate: mistakes of streams and ranks, put into the library by a seed, and whether its quick tests see them.
+"""Mutate: mistakes of streams and ranks, put into the library by a seed, and whether its quick
+tests see them.
 
     mutate.py                     lists the sites of every kind
     mutate.py SEED FIRST STOP     tries some of the 60 mutants of this seed, one after the other, and prints killed or survived
@@ -11,7 +12,8 @@ A mutant is one change of one statement, found in the syntax tree of the files b
     return a buffer early   a buffer goes back before the statement that it stood behind
     reorder collectives     ranks with odd numbers go through a loop of collectives the other way round
 
-`equivalent.json` says of mutants that survive why no test can see them, by file, kind and statement.
+`equivalent.json` says of mutants that survive why no test can see them, by file, kind and
+statement.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ _RANKS = [
     "tests/ranks/test_gathers.py",
 ]
 _BOTH = [_RANKS[0], *_PARITY]
-_PAIR = "tests/accelerator/test_ranks.py::test_two_ranks_on_devices_compute_what_they_compute_on_cpus"
+_PAIR = (
+    "tests/accelerator/test_ranks.py::test_two_ranks_on_devices_compute_what_they_compute_on_cpus"
+)
 TESTS = {
     "tiermem/weights/unit_memory.py": [
         *_BOTH,
@@ -71,7 +75,11 @@ TESTS = {
     "tiermem/optim/tile_step.py": _PARITY,
     "tiermem/optim/tiles.py": [*_PARITY, "tests/optim/test_precision_states.py"],
     "tiermem/swap/memory/accelerator.py": _PARITY,
-    "tiermem/swap/memory/device_memory.py": [_PAIR, *_PARITY, "tests/accelerator/test_offload_states.py"],
+    "tiermem/swap/memory/device_memory.py": [
+        _PAIR,
+        *_PARITY,
+        "tests/accelerator/test_offload_states.py",
+    ],
     "tiermem/swap/store/device_copy.py": ["tests/swap/test_device_copy.py", *_PARITY],
     "tiermem/swap/program/program.py": ["tests/swap/test_program.py", *_PARITY],
 }
@@ -87,7 +95,16 @@ _WAITS = {
     "begin_filling",
 }
 _RETURNS = {"give_back", "_give_stage_back", "_give_back", "free", "release", "put"}
-_COLLECTIVES = {"call", "start", "swap_rows", "all_reduce", "broadcast", "_begin", "gather", "gather_unit"}
+_COLLECTIVES = {
+    "call",
+    "start",
+    "swap_rows",
+    "all_reduce",
+    "broadcast",
+    "_begin",
+    "gather",
+    "gather_unit",
+}
 
 
 class Mutant(NamedTuple):
@@ -105,7 +122,8 @@ def sites(file: str) -> list[Mutant]:
 
 
 def drawn(seed: int) -> list[Mutant]:
-    """The mutants of a seed: of each kind as many as there are, or its share of 60; the rest from all others."""
+    """The mutants of a seed: of each kind as many as there are, or its share of 60; the rest from
+    all others."""
     choice, by_kind = random.Random(seed), dict[str, list[Mutant]]()
     for found in (each for file in TESTS for each in sites(file)):
         by_kind.setdefault(found.kind, []).append(found)
@@ -131,7 +149,16 @@ def is_killed(mutant: Mutant) -> tuple[bool, str, float]:
             "PYTHONPATH": str(HERE),
             "OMP_NUM_THREADS": "1",
         }
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--timeout=120"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            "--timeout=120",
+        ]
         try:
             done = subprocess.run(
                 [*command, *TESTS[mutant.file]],
@@ -151,7 +178,11 @@ def is_killed(mutant: Mutant) -> tuple[bool, str, float]:
 def why_equivalent(mutant: Mutant) -> str:
     """The reason why no test can see a mutant; empty if none is written."""
     for each in json.loads((HERE / "equivalent.json").read_text()):
-        if (each["file"], each["kind"], each["statement"]) == (mutant.file, mutant.kind, mutant.statement):
+        if (each["file"], each["kind"], each["statement"]) == (
+            mutant.file,
+            mutant.kind,
+            mutant.statement,
+        ):
             return str(each["reason"])
     return ""
 
@@ -173,24 +204,38 @@ def _of_block(file: str, text: str, block: list[ast.stmt]) -> Iterator[Mutant]:
                 yield _made(file, text, "drop a wait", statement, "pass")
             if outer == "record_stream":
                 yield _made(file, text, "skip record_stream", statement, "pass")
-            if outer in _RETURNS and _may_follow(before) and not _assigned(before) & _used(statement):
+            if (
+                outer in _RETURNS
+                and _may_follow(before)
+                and not _assigned(before) & _used(statement)
+            ):
                 yield _swapped(file, text, "return a buffer early", before, statement)
         is_recorded = "record" in names and isinstance(statement, ast.Assign | ast.Expr)
         if is_recorded and _may_follow(before) and not _assigned(before) & _used(statement):
             yield _swapped(file, text, "swap two events", before, statement)
         if isinstance(statement, ast.For) and names & _COLLECTIVES:
             given = ast.get_source_segment(text, statement.iter)
-            turned = f"(list({given})[::-1] if int(__import__('os').environ.get('RANK', 0)) % 2 else {given})"
+            turned = (
+                f"(list({given})[::-1] if int(__import__('os').environ.get('RANK', 0)) % 2 "
+                f"else {given})"
+            )
             yield _made(file, text, "reorder collectives", statement.iter, turned, shown=statement)
 
 
 def _may_follow(before: ast.stmt | None) -> bool:
     plain = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr, ast.With, ast.If, ast.For)
-    return isinstance(before, plain) and not (isinstance(before, ast.Expr) and isinstance(before.value, ast.Constant))
+    return isinstance(before, plain) and not (
+        isinstance(before, ast.Expr) and isinstance(before.value, ast.Constant)
+    )
 
 
 def _made(
-    file: str, text: str, kind: str, node: ast.expr | ast.stmt, becomes: str, shown: ast.stmt | None = None
+    file: str,
+    text: str,
+    kind: str,
+    node: ast.expr | ast.stmt,
+    becomes: str,
+    shown: ast.stmt | None = None,
 ) -> Mutant:
     source = _with(text, node, becomes)
     return Mutant(file, kind, node.lineno, _first_line(text, shown or node), source)
@@ -234,7 +279,11 @@ def _assigned(node: ast.stmt | None) -> set[str]:
 
 
 def _used(node: ast.stmt) -> set[str]:
-    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)}
+    return {
+        each.id
+        for each in ast.walk(node)
+        if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)
+    }
 
 
 def main(words: list[str]) -> int:
@@ -250,7 +299,11 @@ def main(words: list[str]) -> int:
         num_unseen += not (killed or reason)
         state = "killed" if killed else "equivalent" if reason else "SURVIVED"
         print(
-            f"{number:2} {state:10} {took_s:5.1f} s  {mutant.kind}: {mutant.file}:{mutant.line} {mutant.statement} | {said}",
+            (
+                f"{number:2} {state:10} {took_s:5.1f} s  {mutant.kind}: "
+                f"{mutant.file}:{mutant.line} "
+                f"{mutant.statement} | {said}"
+            ),
             flush=True,
         )
     return min(num_unseen, 1)

@@ -1,4 +1,5 @@
-"""Gives every Python that starts here one module whose source is another file: TIERMEM_MUTANT=module=/path/of/file.py."""
+"""Gives every Python that starts here one module whose source is another file:
+TIERMEM_MUTANT=module=/path/of/file.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Does the script find sites of every kind, and are its mutants programs, and its reasons those of mutants?"""
+"""Does the script find sites of every kind, and are its mutants programs, and its reasons those of
+mutants?"""
 
 from __future__ import annotations
 
@@ -11,13 +12,21 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import mutate
 
-KINDS = {"drop a wait", "reorder collectives", "return a buffer early", "skip record_stream", "swap two events"}
+KINDS = {
+    "drop a wait",
+    "reorder collectives",
+    "return a buffer early",
+    "skip record_stream",
+    "swap two events",
+}
 SEED = 1
 
 
 def test_a_seed_draws_sixty_mutants_of_every_kind_that_are_programs() -> None:
     mutants = mutate.drawn(SEED)
-    assert len(mutants) == len({(each.file, each.kind, each.line) for each in mutants}) == mutate.NUM
+    assert (
+        len(mutants) == len({(each.file, each.kind, each.line) for each in mutants}) == mutate.NUM
+    )
     assert {each.kind for each in mutants} == KINDS
     assert mutants == mutate.drawn(SEED) != mutate.drawn(SEED + 1)
     for each in mutants:
@@ -32,6 +41,10 @@ def test_the_tests_of_every_file_are_there() -> None:
 
 
 def test_every_reason_is_of_a_mutant_that_there_is() -> None:
-    there = {(each.file, each.kind, each.statement) for file in mutate.TESTS for each in mutate.sites(file)}
+    there = {
+        (each.file, each.kind, each.statement)
+        for file in mutate.TESTS
+        for each in mutate.sites(file)
+    }
     for each in json.loads((mutate.HERE / "equivalent.json").read_text()):
         assert (each["file"], each["kind"], each["statement"]) in there and each["reason"]

@@ -1,5 +1,5 @@
-"""Trains a model that keeps its own parallelism, DDP or FSDP2, beside torch's AdamW, and saves and opens it with
-torch.distributed.checkpoint; run once per rank by test_drop_in_on_ranks.py.
+"""Trains a model that keeps its own parallelism, DDP or FSDP2, beside torch's AdamW, and saves and
+opens it with torch.distributed.checkpoint; run once per rank by test_drop_in_on_ranks.py.
 
 drop_in_on_ranks.py OUT NVME SAVED train     trains every case, saves it in SAVED/<case>, and goes on for two steps
 drop_in_on_ranks.py OUT NVME SAVED open      opens every case in SAVED, and goes on for two steps
@@ -59,10 +59,15 @@ def policy_of(home: str, nvme: Path, precision: Precision | None = None) -> Offl
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     decayed = [p for p in model.parameters() if p.ndim > 1]
     rest = [p for p in model.parameters() if p.ndim <= 1]
-    return [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0, "lr": 3e-3}]
+    return [
+        {"params": decayed, "weight_decay": 0.1},
+        {"params": rest, "weight_decay": 0.0, "lr": 3e-3},
+    ]
 
 
-def train(model: nn.Module, optim: torch.optim.Optimizer, schedule: Any, steps: range) -> list[float]:
+def train(
+    model: nn.Module, optim: torch.optim.Optimizer, schedule: Any, steps: range
+) -> list[float]:
     losses = []
     for step in steps:
         loss = loss_of(model, 2 * step + dist.get_rank())
@@ -88,7 +93,11 @@ def full(value: torch.Tensor) -> torch.Tensor:
 
 def states_of(optim: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     entries = optim.state_dict()["state"].items()
-    return {f"{number}.{name}": full(value).clone() for number, entry in entries for name, value in entry.items()}
+    return {
+        f"{number}.{name}": full(value).clone()
+        for number, entry in entries
+        for name, value in entry.items()
+    }
 
 
 def begin(kind: str, make: Make, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
@@ -99,10 +108,17 @@ def begin(kind: str, make: Make, seed: int = 0) -> tuple[nn.Module, torch.optim.
 
 def trained(kind: str, make: Make, saved: Path | None = None) -> dict[str, Any]:
     model, optim, schedule = begin(kind, make)
-    losses, weights, states = train(model, optim, schedule, range(10)), whole(model), states_of(optim)
+    losses, weights, states = (
+        train(model, optim, schedule, range(10)),
+        whole(model),
+        states_of(optim),
+    )
     if saved is not None:
         of_model, of_optim = get_state_dict(model, optim)
-        dcp.save({"model": of_model, "optim": of_optim, "schedule": schedule.state_dict()}, checkpoint_id=saved)
+        dcp.save(
+            {"model": of_model, "optim": of_optim, "schedule": schedule.state_dict()},
+            checkpoint_id=saved,
+        )
     train(model, optim, schedule, range(10, 12))
     return {"losses": losses, "weights": weights, "states": states, "went_on": whole(model)}
 
@@ -126,7 +142,10 @@ def loaded_whole(kind: str, policy: OffloadPolicy | None) -> bool:
         optim.step()
         optim.zero_grad()
     before, groups = states_of(optim), optim.state_dict()["param_groups"]
-    whole = {n: {k: full(v).clone() for k, v in entry.items()} for n, entry in optim.state_dict()["state"].items()}
+    whole = {
+        n: {k: full(v).clone() for k, v in entry.items()}
+        for n, entry in optim.state_dict()["state"].items()
+    }
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True)
     gathered = get_optimizer_state_dict(model, optim, options=options)
     is_same = []
@@ -138,7 +157,10 @@ def loaded_whole(kind: str, policy: OffloadPolicy | None) -> bool:
         assert not optim.state
         load()
         after = states_of(optim)
-        is_same.append(before.keys() == after.keys() and all(torch.equal(v, after[k]) for k, v in before.items()))
+        is_same.append(
+            before.keys() == after.keys()
+            and all(torch.equal(v, after[k]) for k, v in before.items())
+        )
     return all(is_same)
 
 
@@ -153,7 +175,8 @@ def clipped_in_step(kind: str) -> float:
 
 
 def dithered(kind: str) -> torch.Tensor:
-    """Weights of a low precision that is rounded stochastically, from equal batches on every rank."""
+    """Weights of a low precision that is rounded stochastically, from equal batches on every
+    rank."""
     model = parallel(kind, dtype=torch.bfloat16)
     policy = OffloadPolicy(optim=Tier.HOST, precision=Precision.preset("compact"))
     optim = tiermem.AdamW(model.parameters(), lr=1e-2, policy=policy)
@@ -180,14 +203,23 @@ if __name__ == "__main__":
             kind, home = case.split(", ")
             policy, folder = policy_of(home, Path(nvme)), Path(saved, case)
 
-            def make(groups: Any, policy: OffloadPolicy | None = policy, **options: Any) -> tiermem.AdamW:
+            def make(
+                groups: Any, policy: OffloadPolicy | None = policy, **options: Any
+            ) -> tiermem.AdamW:
                 return tiermem.AdamW(groups, policy=policy, **options)
 
-            found[case] = trained(kind, make, folder) if word == "train" else opened(kind, make, folder)
+            found[case] = (
+                trained(kind, make, folder) if word == "train" else opened(kind, make, folder)
+            )
         if word == "train":
             found |= {f"{kind}, torch": trained(kind, torch.optim.AdamW) for kind in KINDS}
-            found |= {f"{kind}, norm": clipped_in_step(kind) for kind in KINDS} | {"muon": refusal_of_muon()}
-            found |= {f"{kind}, whole": loaded_whole(kind, policy_of("host", Path(nvme))) for kind in KINDS}
+            found |= {f"{kind}, norm": clipped_in_step(kind) for kind in KINDS} | {
+                "muon": refusal_of_muon()
+            }
+            found |= {
+                f"{kind}, whole": loaded_whole(kind, policy_of("host", Path(nvme)))
+                for kind in KINDS
+            }
             found["fsdp2, beside, whole"] = loaded_whole("fsdp2", None)
         found |= {f"{kind}, dithered": dithered(kind) for kind in KINDS}
         torch.save(found, out)

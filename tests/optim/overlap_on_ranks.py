@@ -18,11 +18,17 @@ ON_ONE = {"read_weight"}
 
 
 def program_of(number: int) -> tuple[list[tuple[str, int]], dict[str, Any]]:
-    """A program, and how it is run: the same on every rank. Muon's matrices are not cut, so they are left out."""
+    """A program, and how it is run: the same on every rank. Muon's matrices are not cut, so they
+    are left out."""
     chance = random.Random(number)
     operations = [each for each in WEIGHTED if each not in ON_ONE]
-    program = [(chance.choice(operations), chance.randrange(10)) for _ in range(chance.randint(6, 14))]
-    way = {part: chance.choice([each for each in choices if each != "muon"]) for part, choices in CHOICES.items()}
+    program = [
+        (chance.choice(operations), chance.randrange(10)) for _ in range(chance.randint(6, 14))
+    ]
+    way = {
+        part: chance.choice([each for each in choices if each != "muon"])
+        for part, choices in CHOICES.items()
+    }
     return [("train", number % 10), *program, ("train", 1), ("train", 2)], way
 
 

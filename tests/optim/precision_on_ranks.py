@@ -1,5 +1,6 @@
-"""Trains a few steps in several precisions and writes what came of it; run once per rank, and alone, by
-test_precision_on_ranks.py. Every rank sees the same batches, so that gradients are the same on any number of ranks.
+"""Trains a few steps in several precisions and writes what came of it; run once per rank, and
+alone, by test_precision_on_ranks.py. Every rank sees the same batches, so that gradients are the
+same on any number of ranks.
 
 precision_on_ranks.py OUT NVME     writes OUT/<rank>.pt: {case: {"losses", "weights", "states": this rank's parts}}
 """
@@ -23,7 +24,8 @@ NUM_STEPS = 4
 
 
 class Even(nn.Module):
-    """Every parameter is cut at a multiple of 64 elements on two ranks: 8-bit blocks are the same as on one."""
+    """Every parameter is cut at a multiple of 64 elements on two ranks: 8-bit blocks are the same
+    as on one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,9 +44,17 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Precision, dict[str, Any]]] = {
     "exact": (Tower, PRESETS["exact"], {}),
     "compact": (Tower, PRESETS["compact"], {}),
     "compact, on NVMe": (Tower, PRESETS["compact"], ON_NVME),
-    "compact, under backward": (Tower, PRESETS["compact"], ON_NVME | {"grads": Tier.HOST, "overlap": "backward"}),
+    "compact, under backward": (
+        Tower,
+        PRESETS["compact"],
+        ON_NVME | {"grads": Tier.HOST, "overlap": "backward"},
+    ),
     "compact, fp32 gradients": (Tower, Precision("split", "bf16", "fp32"), {}),
-    "stochastic bf16": (Tower, Precision("bf16", "bf16"), {"params": Tier.NVME, "optim": Tier.NVME}),
+    "stochastic bf16": (
+        Tower,
+        Precision("bf16", "bf16"),
+        {"params": Tier.NVME, "optim": Tier.NVME},
+    ),
     "bf16": (Tower, PRESETS["bf16"], {"stage": 2, "params": Tier.DEVICE}),
     "tiny": (Even, PRESETS["tiny"], {}),
 }
@@ -52,10 +62,17 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Precision, dict[str, Any]]] = {
 
 def train(name: str, nvme: Path) -> dict[str, Any]:
     build, precision, fields = CASES[name]
-    settings = {"params": Tier.HOST, "optim": Tier.HOST, "paths": [nvme], "persistence_numel": 100, "tile_numel": 4096}
+    settings = {
+        "params": Tier.HOST,
+        "optim": Tier.HOST,
+        "paths": [nvme],
+        "persistence_numel": 100,
+        "tile_numel": 4096,
+    }
     model = seeded(build).bfloat16()
     with tiermem.shard(model, OffloadPolicy(precision=precision, **(settings | fields))) as shards:
-        torch.set_num_threads(1)  # forward and backward are torch's, whose sums depend on how many threads share them
+        # forward and backward are torch's, whose sums depend on how many threads share them
+        torch.set_num_threads(1)
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         commit, committed = shards.program.commit, []
 
@@ -65,7 +82,11 @@ def train(name: str, nvme: Path) -> dict[str, Any]:
 
         shards.program.commit = count  # type: ignore[method-assign]
         losses = train_steps(model, optim, range(NUM_STEPS))
-        found = {"losses": losses, "weights": dict(model.state_dict()), "states": states_of(shards, optim)}
+        found = {
+            "losses": losses,
+            "weights": dict(model.state_dict()),
+            "states": states_of(shards, optim),
+        }
         return found | {"committed": committed}
 
 

@@ -1,5 +1,6 @@
-"""Saves and resumes optimizers of sharded models; run once per rank by test_state_dicts_on_ranks.py. Every rank sees the
-same batches, so that states are the same on any number of ranks.
+"""Saves and resumes optimizers of sharded models; run once per rank by
+test_state_dicts_on_ranks.py. Every rank sees the same batches, so that states are the same on any
+number of ranks.
 
 state_dicts_on_ranks.py OUT NVME     writes OUT/<rank>.pt: {case: {"saved": state dict, "went_on", "resumed": losses}}
 """
@@ -22,13 +23,23 @@ CASES: dict[str, tuple[torch.dtype, str, dict[str, Any]]] = {
     "fp32": (torch.float32, "exact", {}),
     "exact": (torch.bfloat16, "exact", {"stage": 2, "params": Tier.DEVICE}),
     "compact": (torch.bfloat16, "compact", {}),
-    "compact, on NVMe": (torch.bfloat16, "compact", {"params": Tier.NVME, "optim": Tier.NVME, "grads": Tier.NVME}),
+    "compact, on NVMe": (
+        torch.bfloat16,
+        "compact",
+        {"params": Tier.NVME, "optim": Tier.NVME, "grads": Tier.NVME},
+    ),
 }
 
 
 def save_and_resume(name: str, nvme: Path) -> dict[str, Any]:
     dtype, preset, fields = CASES[name]
-    settings = {"params": Tier.HOST, "optim": Tier.HOST, "paths": [nvme], "persistence_numel": 100, "tile_numel": 4096}
+    settings = {
+        "params": Tier.HOST,
+        "optim": Tier.HOST,
+        "paths": [nvme],
+        "persistence_numel": 100,
+        "tile_numel": 4096,
+    }
     policy = OffloadPolicy(precision=Precision.preset(preset), **(settings | fields))
     model = seeded(Tower).to(dtype)
     with tiermem.shard(model, policy):
@@ -58,7 +69,8 @@ def refusal_of_muon() -> str:
 
 
 def visited_before_the_first_step() -> dict[str, Any]:
-    """The state dict after a visit that sets only the first element of each parameter, which rank 0 holds."""
+    """The state dict after a visit that sets only the first element of each parameter, which rank 0
+    holds."""
     model = seeded(Tower)
 
     def set_first(values: dict[str, torch.Tensor], param: nn.Parameter, elements: slice) -> None:

@@ -1,4 +1,5 @@
-"""Does to `optimizer.state` what resets do, and closes optimizers; run once per rank by test_state_face_on_ranks.py.
+"""Does to `optimizer.state` what resets do, and closes optimizers; run once per rank by
+test_state_face_on_ranks.py.
 
 state_face_on_ranks.py OUT NVME     writes OUT/<rank>.pt: {case: {"losses", "twin's losses"}, "refused": the error's text}
 
@@ -40,7 +41,9 @@ def assign(optim: Any) -> None:
 
 CHANGES: dict[str, Callable[[Any], None]] = {"clear": clear, "zero": zero, "assign": assign}
 STAGES = (1, 3)
-CASES = [f"{name}, stage {stage}" for name in (*CHANGES, "second optimizer", "jvp") for stage in STAGES]
+CASES = [
+    f"{name}, stage {stage}" for name in (*CHANGES, "second optimizer", "jvp") for stage in STAGES
+]
 
 
 def adam(library: Any, model: nn.Module) -> Any:
@@ -62,14 +65,18 @@ def run(case: str, nvme: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with tiermem.shard(model, policy):
         optims = [adam(tiermem, model), adam(torch.optim, twin)]
-        losses = [train_steps(each, optim, range(3)) for each, optim in zip((model, twin), optims, strict=True)]
+        losses = [
+            train_steps(each, optim, range(3))
+            for each, optim in zip((model, twin), optims, strict=True)
+        ]
         if name in CHANGES:
             for optim in optims:
                 CHANGES[name](optim)
         if name == "second optimizer":
             optims[0].close()
             optims = [
-                library.SGD(each.parameters(), lr=0.1) for library, each in ((tiermem, model), (torch.optim, twin))
+                library.SGD(each.parameters(), lr=0.1)
+                for library, each in ((tiermem, model), (torch.optim, twin))
             ]
         if name == "jvp":
             for each, of in zip((model, twin), losses, strict=True):

@@ -1,4 +1,5 @@
-"""Is what an optimizer cannot do refused, saying what was given, what is allowed and what to change?"""
+"""Is what an optimizer cannot do refused, saying what was given, what is allowed and what to
+change?"""
 
 from __future__ import annotations
 
@@ -17,13 +18,18 @@ KINDS = ("AdamW", "Adam", "Adagrad", "Lion", "SGD", "Muon")
 
 
 def build(kind: str, params: Any = None, **options: Any) -> torch.optim.Optimizer:
-    return getattr(tiermem, kind)([nn.Parameter(torch.ones(2, 2))] if params is None else params, **options)
+    return getattr(tiermem, kind)(
+        [nn.Parameter(torch.ones(2, 2))] if params is None else params, **options
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("group", [{}, {"lr": -1.0}, {"lr": float("nan")}, {"weight_decay": -0.1}])
 def test_values_out_of_range_are_refused_in_every_group(kind: str, group: dict[str, float]) -> None:
-    params = [{"params": [nn.Parameter(torch.ones(2, 2))]}, {"params": [nn.Parameter(torch.ones(2))], **group}]
+    params = [
+        {"params": [nn.Parameter(torch.ones(2, 2))]},
+        {"params": [nn.Parameter(torch.ones(2))], **group},
+    ]
     if not group:
         assert len(build(kind, params).param_groups) == 2
         return
@@ -42,7 +48,11 @@ def test_values_out_of_range_are_refused_in_every_group(kind: str, group: dict[s
         ("SGD", {"momentum": 0.9, "dampening": 0.1, "nesterov": True}, "dampening of 0"),
         ("Muon", {"adjust_lr_fn": "mine"}, "'mine'; allowed are None, original, match_rms_adamw"),
         ("Muon", {"ns_steps": 100}, "ns_steps is 100; allowed are 0 to 99"),
-        ("Muon", {"ns_dtype": torch.float16}, "float16; allowed are torch.bfloat16 and torch.float32"),
+        (
+            "Muon",
+            {"ns_dtype": torch.float16},
+            "float16; allowed are torch.bfloat16 and torch.float32",
+        ),
         ("AdamW", {"precision": "small"}, "preset is 'small'; allowed are exact, compact"),
     ],
 )
@@ -54,7 +64,9 @@ def test_options_out_of_range_are_refused(kind: str, options: dict[str, Any], me
 @pytest.mark.parametrize("option", ["foreach", "fused", "capturable", "differentiable"])
 def test_a_choice_of_implementation_is_taken_only_when_it_asks_for_nothing(option: str) -> None:
     build("AdamW", **{option: False})
-    with pytest.raises(ValueError, match=f"{option}=True asks for something that does not exist here"):
+    with pytest.raises(
+        ValueError, match=f"{option}=True asks for something that does not exist here"
+    ):
         build("AdamW", **{option: True})
     with pytest.raises(ValueError, match=f"{option}=True"):
         build("AdamW", [{"params": [nn.Parameter(torch.ones(1))], option: True}])
@@ -63,10 +75,26 @@ def test_a_choice_of_implementation_is_taken_only_when_it_asks_for_nothing(optio
 @pytest.mark.parametrize(
     ("param", "precision", "message"),
     [
-        (torch.ones(2, dtype=torch.float64), None, "'0' is torch.float64; an optimizer steps torch.float32"),
-        (torch.ones(2, dtype=torch.float16), "compact", "master is 'split' and parameter '0' is torch.float16"),
-        (torch.ones(2, dtype=torch.float16), "bf16", "master is 'bf16' and parameter '0' is torch.float16"),
-        (torch.ones(2, dtype=torch.bfloat16), Precision(grads="fp32"), "autograd accumulates its gradient in its own"),
+        (
+            torch.ones(2, dtype=torch.float64),
+            None,
+            "'0' is torch.float64; an optimizer steps torch.float32",
+        ),
+        (
+            torch.ones(2, dtype=torch.float16),
+            "compact",
+            "master is 'split' and parameter '0' is torch.float16",
+        ),
+        (
+            torch.ones(2, dtype=torch.float16),
+            "bf16",
+            "master is 'bf16' and parameter '0' is torch.float16",
+        ),
+        (
+            torch.ones(2, dtype=torch.bfloat16),
+            Precision(grads="fp32"),
+            "autograd accumulates its gradient in its own",
+        ),
     ],
 )
 def test_parameters_that_cannot_be_kept_so_are_refused_at_once(
@@ -89,7 +117,9 @@ def test_gradients_that_cannot_be_stepped_are_refused_before_anything_is() -> No
     table = nn.Embedding(5, 3, sparse=True)
     optim = build("AdamW", [("first", first), ("table", table.weight)])
     (table(torch.tensor([1])).sum() + first.sum()).backward()
-    with pytest.raises(ValueError, match=r"'table' is torch.sparse_coo; .* torch\.optim\.SparseAdam"):
+    with pytest.raises(
+        ValueError, match=r"'table' is torch.sparse_coo; .* torch\.optim\.SparseAdam"
+    ):
         optim.step()
     assert (first == 1).all()
     assert not optim.state
@@ -111,7 +141,7 @@ def test_a_parameter_elsewhere_is_refused() -> None:
         optim.step()
 
 
-# ---- against the plan ------------------------------------------------------------------------------------------------------
+# ---- against the plan ----------------------------------------------------------------------------
 
 
 def test_more_moments_than_planned_are_refused_with_the_arithmetic() -> None:
@@ -138,7 +168,11 @@ def test_every_rule_steps_a_sharded_model_as_an_ordinary_one(
     kind: str, options: dict[str, Any], num_moments: int, tmp_path: Any
 ) -> None:
     policy = OffloadPolicy(
-        params=Tier.NVME, optim=Tier.NVME, paths=[tmp_path], num_moments=num_moments, tile_numel=4096
+        params=Tier.NVME,
+        optim=Tier.NVME,
+        paths=[tmp_path],
+        num_moments=num_moments,
+        tile_numel=4096,
     )
     weights = []
     for is_sharded in (False, True):
@@ -166,7 +200,8 @@ def test_a_precision_that_contradicts_the_policy_is_refused() -> None:
 def test_names_of_the_references_optimizers_lead_to_ours() -> None:
     optimizer = build("AdamW", seeded(zoo.Tower).parameters())
     with pytest.raises(
-        AttributeError, match=r"'AdamW' object has no attribute 'fp16_groups': safe_get_full_fp32_param"
+        AttributeError,
+        match=r"'AdamW' object has no attribute 'fp16_groups': safe_get_full_fp32_param",
     ):
         optimizer.fp16_groups  # noqa: B018
     with pytest.raises(AttributeError, match=r"'step_subgroup': tiermem.step_in_backward"):

@@ -1,6 +1,8 @@
-"""Is tiermem.AdamW a drop-in for torch's under DDP and FSDP2, wherever its states rest, and does DCP save and open them?
+"""Is tiermem.AdamW a drop-in for torch's under DDP and FSDP2, wherever its states rest, and does
+DCP save and open them?
 
-One launch on two ranks trains and saves every case (drop_in_on_ranks.py), one on a single rank opens what was saved.
+One launch on two ranks trains and saves every case (drop_in_on_ranks.py), one on a single rank
+opens what was saved.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ def test_one_rank_opens_what_two_saved(case: str, launched: tuple[Found, Found])
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_that_clips_sees_the_norm_of_all_ranks(kind: str, launched: tuple[Found, Found]) -> None:
+def test_a_step_that_clips_sees_the_norm_of_all_ranks(
+    kind: str, launched: tuple[Found, Found]
+) -> None:
     for rank in launched[0]:
         assert rank[f"{kind}, norm"] == pytest.approx(1.0, rel=1e-6)
 
@@ -66,7 +70,9 @@ def test_states_that_were_gathered_whole_come_back(launched: tuple[Found, Found]
         assert all(rank[word] for word in ("ddp, whole", "fsdp2, whole", "fsdp2, beside, whole"))
 
 
-def test_stochastic_rounding_depends_on_the_place_in_the_whole_parameter(launched: tuple[Found, Found]) -> None:
+def test_stochastic_rounding_depends_on_the_place_in_the_whole_parameter(
+    launched: tuple[Found, Found],
+) -> None:
     """Equal gradients give equal bits on any number of ranks."""
     on_two, [alone] = launched
     for kind in KINDS:

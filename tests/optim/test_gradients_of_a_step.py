@@ -1,4 +1,5 @@
-"""Which gradients does a step take: none of a broken backward, none twice, and what of parameters without any?"""
+"""Which gradients does a step take: none of a broken backward, none twice, and what of parameters
+without any?"""
 
 from __future__ import annotations
 
@@ -14,7 +15,11 @@ from twins import assert_same_tensors, loss_of, seeded, train_steps
 import tiermem
 from tiermem import OffloadPolicy, Tier
 
-HOMES = {"memory": {}, "cpu": {"params": Tier.HOST}, "nvme": {"params": Tier.NVME, "grads": Tier.NVME}}
+HOMES = {
+    "memory": {},
+    "cpu": {"params": Tier.HOST},
+    "nvme": {"params": Tier.NVME, "grads": Tier.NVME},
+}
 
 
 @pytest.fixture(params=HOMES)
@@ -69,7 +74,9 @@ def test_micro_batches_before_a_broken_one_are_forgotten_with_it(policy: Offload
         del optim
 
 
-def test_a_step_right_after_a_broken_backward_raises_and_changes_nothing(policy: OffloadPolicy) -> None:
+def test_a_step_right_after_a_broken_backward_raises_and_changes_nothing(
+    policy: OffloadPolicy,
+) -> None:
     model = seeded(zoo.Tower)
     with tiermem.shard(model, policy):
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
@@ -83,7 +90,7 @@ def test_a_step_right_after_a_broken_backward_raises_and_changes_nothing(policy:
         assert optim.grad_norm > 0
 
 
-# ---- step in backward ----------------------------------------------------------------------------------------------
+# ---- step in backward ----------------------------------------------------------------------------
 
 
 def test_a_unit_that_was_stepped_in_backward_takes_no_more_gradients(policy: OffloadPolicy) -> None:
@@ -93,12 +100,14 @@ def test_a_unit_that_was_stepped_in_backward_takes_no_more_gradients(policy: Off
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         train_steps(model, optim, range(1))
         loss_of(model, 1).backward()
-        with pytest.raises(RuntimeError, match=r"unit 'head' gets gradients after it was stepped in this backward"):
+        with pytest.raises(
+            RuntimeError, match=r"unit 'head' gets gradients after it was stepped in this backward"
+        ):
             loss_of(model, 2).backward()
         assert all(shard.num_steps <= 2 for _, shard in shards.parameters())
 
 
-# ---- without gradients ---------------------------------------------------------------------------------------------
+# ---- without gradients ---------------------------------------------------------------------------
 
 
 def test_unused_parameters_are_not_stepped(policy: OffloadPolicy) -> None:
@@ -116,7 +125,9 @@ def test_unused_parameters_are_not_stepped(policy: OffloadPolicy) -> None:
 @pytest.mark.parametrize("step_in_backward", [False, True])
 def test_unused_parameters_are_an_error_that_names_them_when_asked(step_in_backward: bool) -> None:
     model = seeded(lambda: zoo.Tower(skips=True))
-    policy = OffloadPolicy(ignore_unused=False, persistence_numel=50, step_in_backward=step_in_backward)
+    policy = OffloadPolicy(
+        ignore_unused=False, persistence_numel=50, step_in_backward=step_in_backward
+    )
     with tiermem.shard(model, policy):
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         loss_of(model, 0).backward()

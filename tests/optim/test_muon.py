@@ -41,7 +41,9 @@ def test_matrices_follow_torch(shape: tuple[int, int], nesterov: bool, adjust: s
             each.step()
     # a momentum that rounds to the neighbouring bf16 moves the iteration by some of its units
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0.05 * 0.02)
-    torch.testing.assert_close(optim.state[ours]["momentum_buffer"], twin.state[theirs]["momentum_buffer"])
+    torch.testing.assert_close(
+        optim.state[ours]["momentum_buffer"], twin.state[theirs]["momentum_buffer"]
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -59,7 +61,10 @@ def test_what_is_no_matrix_and_what_is_kept_apart_is_stepped_by_adamw() -> None:
     groups = [{"params": [matrix, bias]}, {"params": [head], "use_muon": False, "eps": 1e-4}]
     optim = tiermem.Muon(groups, lr=0.1, weight_decay=0.2)
     twin = torch.optim.AdamW(
-        [{"params": twins[:1]}, {"params": twins[1:], "eps": 1e-4}], lr=0.1, betas=(0.9, 0.95), weight_decay=0.2
+        [{"params": twins[:1]}, {"params": twins[1:], "eps": 1e-4}],
+        lr=0.1,
+        betas=(0.9, 0.95),
+        weight_decay=0.2,
     )
     for _ in range(3):
         for param in (matrix, bias, head, *twins):
@@ -74,7 +79,9 @@ def test_what_is_no_matrix_and_what_is_kept_apart_is_stepped_by_adamw() -> None:
 
 @pytest.mark.parametrize("preset", ["exact", "compact", "bf16", "tiny"])
 @pytest.mark.parametrize("home", [Tier.HOST, Tier.NVME])
-def test_a_sharded_model_is_stepped_as_an_ordinary_one(preset: str, home: Tier, tmp_path: Path) -> None:
+def test_a_sharded_model_is_stepped_as_an_ordinary_one(
+    preset: str, home: Tier, tmp_path: Path
+) -> None:
     model = seeded(lambda: Tower(width=64, inner=128, num_blocks=2)).bfloat16()
     plain = copy.deepcopy(model)
     names = {id(p): name for name, p in plain.named_parameters()}
@@ -93,26 +100,32 @@ def test_a_sharded_model_is_stepped_as_an_ordinary_one(preset: str, home: Tier, 
         assert train_steps(model, optim, range(4)) == losses
         tiles = optim.tiles_of(shards).tiles
         if home is Tier.NVME:
-            assert len([t for t in tiles if "layers.0" in t.live.unit.name]) > 1  # between matrices, never through one
+            # between matrices, never through one
+            assert len([t for t in tiles if "layers.0" in t.live.unit.name]) > 1
 
 
 def test_a_matrix_larger_than_a_tile_is_refused_with_the_arithmetic(tmp_path: Path) -> None:
     model = seeded(lambda: Tower(width=64, inner=128, num_blocks=1))
-    policy = OffloadPolicy(optim=Tier.NVME, params=Tier.NVME, paths=[tmp_path], persistence_numel=0, tile_numel=4096)
+    policy = OffloadPolicy(
+        optim=Tier.NVME, params=Tier.NVME, paths=[tmp_path], persistence_numel=0, tile_numel=4096
+    )
     with tiermem.shard(model, policy):
-        message = (
-            r"layers\.0\.\w+\.weight has 8192 elements .* a tile's buffer holds 4096.*OffloadPolicy\(tile_numel=\d+\)"
-        )
+        message = r"layers\.0\.\w+\.weight has 8192 elements .* a tile's buffer holds 4096.*OffloadPolicy\(tile_numel=\d+\)"
         with pytest.raises(ValueError, match=message):
             tiermem.Muon(groups_of(model))
 
 
 def test_the_size_that_a_refusal_names_is_enough(tmp_path: Path) -> None:
-    model = seeded(lambda: Tower(width=48, inner=100, num_blocks=1))  # no parameter ends where a page does
+    # no parameter ends where a page does
+    model = seeded(lambda: Tower(width=48, inner=100, num_blocks=1))
 
     def refusal(tile_numel: int) -> str | None:
         policy = OffloadPolicy(
-            optim=Tier.NVME, params=Tier.NVME, paths=[tmp_path], persistence_numel=0, tile_numel=tile_numel
+            optim=Tier.NVME,
+            params=Tier.NVME,
+            paths=[tmp_path],
+            persistence_numel=0,
+            tile_numel=tile_numel,
         )
         with tiermem.shard(copy.deepcopy(model), policy) as shards:
             try:

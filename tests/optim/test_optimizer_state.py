@@ -1,4 +1,5 @@
-"""Does what the user does to `optimizer.state` count, wherever the states rest? Resets of RL and ReLoRA do it."""
+"""Does what the user does to `optimizer.state` count, wherever the states rest? Resets of RL and
+ReLoRA do it."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class Run(NamedTuple):
 
 @pytest.fixture(params=PLACES)
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Run]]:
-    """make(dtype, precision): a model whose states rest at the place of the test, and its optimizer."""
+    """make(dtype, precision): a model whose states rest at the place of the test, and its
+    optimizer."""
     made: list[Run] = []
 
     def run(dtype: torch.dtype = torch.float32, precision: Precision | None = None) -> Run:
@@ -42,7 +44,9 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..
             how = {"policy": OffloadPolicy(optim=tier, **fields)}
         elif place != "beside":
             overlap = "backward" if place.endswith("backward") else "none"
-            policy = OffloadPolicy(params=tier, optim=tier, persistence_numel=50, overlap=overlap, **fields)
+            policy = OffloadPolicy(
+                params=tier, optim=tier, persistence_numel=50, overlap=overlap, **fields
+            )
             shards, how = tiermem.shard(model, policy), {}
         made.append(Run(model, tiermem.AdamW(model.parameters(), lr=1e-2, **how), shards))
         return made[-1]
@@ -104,7 +108,17 @@ def set_steps(optim: Any) -> None:
         entry["step"].fill_(7)
 
 
-CHANGES = [clear, replace, empty_entries, delete_entries, zero, assign_zeros, prune, halve, set_steps]
+CHANGES = [
+    clear,
+    replace,
+    empty_entries,
+    delete_entries,
+    zero,
+    assign_zeros,
+    prune,
+    halve,
+    set_steps,
+]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda each: each.__name__)
@@ -122,12 +136,17 @@ def test_a_change_of_the_state_counts_as_torchs(make: Callable[..., Run], change
         assert set(run.optim.state[param]) == {"step", "exp_avg", "exp_avg_sq"}
         assert int(run.optim.state[param]["step"]) == int(theirs.state[other]["step"])
         torch.testing.assert_close(
-            run.optim.state[param]["exp_avg"].clone(), theirs.state[other]["exp_avg"], atol=1e-4, rtol=1e-2
+            run.optim.state[param]["exp_avg"].clone(),
+            theirs.state[other]["exp_avg"],
+            atol=1e-4,
+            rtol=1e-2,
         )
 
 
 @pytest.mark.parametrize("change", [clear, zero], ids=lambda each: each.__name__)
-def test_a_change_between_backward_and_step_counts(make: Callable[..., Run], change: Change) -> None:
+def test_a_change_between_backward_and_step_counts(
+    make: Callable[..., Run], change: Change
+) -> None:
     run, twin = make(), seeded(zoo.Tower)
     theirs = torch.optim.AdamW(twin.parameters(), lr=1e-2)
     for optim, model in ((run.optim, run.model), (theirs, twin)):
@@ -148,7 +167,10 @@ def test_masters_outlive_a_cleared_state_to_the_bit(make: Callable[..., Run], pr
         if run.shards is None:
             states = run.optim.state_dict()["state"]
             return {str(number): entry["master"].clone() for number, entry in states.items()}
-        return {name: safe_get_full_fp32_param(param).clone() for name, param in run.model.named_parameters()}
+        return {
+            name: safe_get_full_fp32_param(param).clone()
+            for name, param in run.model.named_parameters()
+        }
 
     before = masters()
     run.optim.state.clear()
@@ -169,14 +191,20 @@ def test_a_saved_run_knows_what_was_cleared(make: Callable[..., Run]) -> None:
 
 
 @pytest.mark.parametrize("preset", ["exact", "tiny"])
-def test_a_checkpoint_after_a_reset_opens_without_the_old_moments(preset: str, tmp_path: Path) -> None:
+def test_a_checkpoint_after_a_reset_opens_without_the_old_moments(
+    preset: str, tmp_path: Path
+) -> None:
     losses = []
     for opens in (False, True):
         model = seeded(zoo.Tower).bfloat16()
         folder = tmp_path / str(opens)
         folder.mkdir()
         policy = OffloadPolicy(
-            params=Tier.NVME, optim=Tier.NVME, paths=[folder], persistence_numel=50, precision=Precision.preset(preset)
+            params=Tier.NVME,
+            optim=Tier.NVME,
+            paths=[folder],
+            persistence_numel=50,
+            precision=Precision.preset(preset),
         )
         with tiermem.shard(model, policy) as shards:
             optim = tiermem.AdamW(model.parameters(), lr=1e-2)
@@ -227,9 +255,14 @@ def test_a_getter_sees_what_was_cleared() -> None:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         train_steps(model, optim, range(2))
         for param in model.parameters():
-            assert torch.equal(optim.state[param]["exp_avg"].clone(), safe_get_full_optimizer_state(param, "exp_avg"))
+            assert torch.equal(
+                optim.state[param]["exp_avg"].clone(),
+                safe_get_full_optimizer_state(param, "exp_avg"),
+            )
         optim.state.clear()
-        assert not any(safe_get_full_optimizer_state(param, "exp_avg").any() for param in model.parameters())
+        assert not any(
+            safe_get_full_optimizer_state(param, "exp_avg").any() for param in model.parameters()
+        )
 
 
 def test_a_state_of_another_shape_is_refused(make: Callable[..., Run]) -> None:

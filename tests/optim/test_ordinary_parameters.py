@@ -32,7 +32,11 @@ def test_fp32_parameters_follow_torch(kind: str, options: dict[str, Any]) -> Non
     losses, weights = [], []
     for module in (tiermem, torch.optim):
         model = seeded(zoo.Tower)
-        losses.append(train_steps(model, getattr(module, kind)(model.parameters(), lr=1e-3, **options), range(10)))
+        losses.append(
+            train_steps(
+                model, getattr(module, kind)(model.parameters(), lr=1e-3, **options), range(10)
+            )
+        )
         weights.append(torch.cat([p.detach().view(-1) for p in model.parameters()]))
     assert losses[0] == pytest.approx(losses[1], rel=2e-6)
     torch.testing.assert_close(weights[0], weights[1], rtol=1e-5, atol=2e-6)
@@ -75,7 +79,8 @@ def test_split_masters_are_the_fp32_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    ("preset", "num_bytes"), [("exact", 12 * 64), ("compact", 6 * 64), ("bf16", 4 * 64), ("tiny", 4 * 64 + 2)]
+    ("preset", "num_bytes"),
+    [("exact", 12 * 64), ("compact", 6 * 64), ("bf16", 4 * 64), ("tiny", 4 * 64 + 2)],
 )
 def test_states_take_the_bytes_of_their_preset(preset: str, num_bytes: int) -> None:
     param = nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
@@ -112,11 +117,16 @@ def test_stochastic_rounding_depends_on_seed_and_name_alone() -> None:
     own = Precision(master="bf16", moments="bf16")
     assert torch.equal(weight(own, "a"), weight(own, "a"))
     assert not torch.equal(weight(own, "a"), weight(own, "b"))
-    assert not torch.equal(weight(own, "a"), weight(Precision(master="bf16", moments="bf16", seed=1), "a"))
+    assert not torch.equal(
+        weight(own, "a"), weight(Precision(master="bf16", moments="bf16", seed=1), "a")
+    )
 
 
 def test_parameters_that_are_not_contiguous_follow_torch() -> None:
-    ours, theirs = (nn.Parameter(torch.randn(6, 8, generator=torch.Generator().manual_seed(1)).t()) for _ in "12")
+    ours, theirs = (
+        nn.Parameter(torch.randn(6, 8, generator=torch.Generator().manual_seed(1)).t())
+        for _ in "12"
+    )
     optims = tiermem.AdamW([ours], lr=0.1), torch.optim.AdamW([theirs], lr=0.1)
     for param, optim in zip((ours, theirs), optims, strict=True):
         for _ in range(3):
@@ -179,8 +189,13 @@ def test_schedulers_and_groups_are_torchs() -> None:
     losses = []
     for module in (tiermem, torch.optim):
         model = seeded(zoo.Tower)
-        weights, others = ([p for p in model.parameters() if (p.ndim > 1) == is_matrix] for is_matrix in (True, False))
-        optim = module.AdamW([{"params": weights, "weight_decay": 0.3}, {"params": others[:2], "lr": 3e-3}], lr=1e-3)
+        weights, others = (
+            [p for p in model.parameters() if (p.ndim > 1) == is_matrix]
+            for is_matrix in (True, False)
+        )
+        optim = module.AdamW(
+            [{"params": weights, "weight_decay": 0.3}, {"params": others[:2], "lr": 3e-3}], lr=1e-3
+        )
         optim.add_param_group({"params": others[2:], "weight_decay": 0.0})
         schedule = torch.optim.lr_scheduler.OneCycleLR(optim, 1e-2, total_steps=8)
         losses.append([])

@@ -1,5 +1,5 @@
-"""A step that goes on under the next forward, or begins under backward: the same bits in any program, its errors at their
-places, and no more memory?"""
+"""A step that goes on under the next forward, or begins under backward: the same bits in any
+program, its errors at their places, and no more memory?"""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def states_of(shards: Shards, optim: Optim) -> dict[str, torch.Tensor]:
     }
 
 
-# ---- any program ---------------------------------------------------------------------------------------------------------
+# ---- any program ---------------------------------------------------------------------------------
 
 
 class Stopped(Exception):
@@ -73,7 +73,8 @@ class Stopped(Exception):
 
 
 class Loop:
-    """A training loop whose operations come in any order. `seen` is what they have shown. rank: chooses the batches."""
+    """A training loop whose operations come in any order. `seen` is what they have shown. rank:
+    chooses the batches."""
 
     def __init__(self, shards: Shards, optim: Optim, folder: Path, rank: int) -> None:
         self._shards = shards
@@ -93,7 +94,9 @@ class Loop:
 
     def spoil(self, number: int) -> None:
         """Gradients that are not finite on one rank; no rank steps with them."""
-        self.micro(number, float("nan") if self._rank == number % self._shards.topology.world else 1.0)
+        self.micro(
+            number, float("nan") if self._rank == number % self._shards.topology.world else 1.0
+        )
 
     def forget(self, number: int) -> None:
         """No step follows the backwards before."""
@@ -167,7 +170,9 @@ class Loop:
     def save(self, number: int) -> None:
         if not self._has_gradients:
             self._saved += 1
-            tiermem.checkpoint.save(self._shards, self._optim, self._folder, f"tag{self._saved}", copy=number % 2 == 0)
+            tiermem.checkpoint.save(
+                self._shards, self._optim, self._folder, f"tag{self._saved}", copy=number % 2 == 0
+            )
 
     def resume(self, number: int) -> None:
         if self._saved and not self._has_gradients:
@@ -186,7 +191,8 @@ class Loop:
         handle.remove()
 
     def unfreeze(self, number: int) -> None:
-        """What was frozen when the model was sharded gets room at the next forward, or at this step."""
+        """What was frozen when the model was sharded gets room at the next forward, or at this
+        step."""
         self._block(number).requires_grad_(True)
 
     def freeze(self, number: int) -> None:
@@ -217,7 +223,9 @@ def two_groups(params: Any) -> torch.optim.Optimizer:
 def muon(params: Any) -> torch.optim.Optimizer:
     """A matrix that Python steps, between tiles of AdamW that are native."""
     given = list(params)
-    return tiermem.Muon([{"params": given[9:10]}, {"params": given[:9] + given[10:], "use_muon": False}], lr=1e-2)
+    return tiermem.Muon(
+        [{"params": given[9:10]}, {"params": given[:9] + given[10:], "use_muon": False}], lr=1e-2
+    )
 
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
@@ -268,13 +276,16 @@ WAYS = st.fixed_dictionaries({part: st.sampled_from(choices) for part, choices i
 def run(
     program: Sequence[tuple[str, int]], way: dict[str, Any], overlap: str, folder: Path, rank: int
 ) -> tuple[list[Any], Any, int]:
-    """What a program has shown, its last states, and how many steps went on when `step` had returned."""
+    """What a program has shown, its last states, and how many steps went on when `step` had
+    returned."""
     on_disk, saved = folder / overlap / "disk", folder / overlap / "saved"
     on_disk.mkdir(parents=True, exist_ok=True)  # another rank may have made it
     fields = dict((HOMES | BESIDE)[way["home"]])
     fields |= {name: way[name] for name in ("tile_numel", "tile_buffers")}
     fields |= {"precision": Precision.preset(way["precision"]), "io": IoSettings(way["engine"])}
-    fields |= {"muon": {"tile_numel": 1 << 20}, "amsgrad": {"num_moments": 3}}.get(way["optimizer"], {})
+    fields |= {"muon": {"tile_numel": 1 << 20}, "amsgrad": {"num_moments": 3}}.get(
+        way["optimizer"], {}
+    )
     model = seeded(Tower).to(way["dtype"])
     for each in model.layers[: way["num_frozen"]]:  # type: ignore[index,union-attr]
         each.requires_grad_(False)
@@ -287,8 +298,11 @@ def run(
         return loop.seen, (dict(model.state_dict()), states_of(shards, optim)), num_under_way
 
 
-def check_alike(program: Sequence[tuple[str, int]], way: dict[str, Any], folder: Path, rank: int = 0) -> int:
-    """With overlap "backward" every backward steps its units, whatever became of the steps before. Collective.
+def check_alike(
+    program: Sequence[tuple[str, int]], way: dict[str, Any], folder: Path, rank: int = 0
+) -> int:
+    """With overlap "backward" every backward steps its units, whatever became of the steps before.
+    Collective.
 
     Returns how many steps went on when `step` had returned.
     """
@@ -317,7 +331,9 @@ CHECKS = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function
 
 @settings(max_examples=12, deadline=None, suppress_health_check=CHECKS)
 @given(PROGRAM, WAYS)
-def test_any_program_shows_the_same_bits(program: list[tuple[str, int]], way: dict[str, Any]) -> None:
+def test_any_program_shows_the_same_bits(
+    program: list[tuple[str, int]], way: dict[str, Any]
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
         check_alike(program, way, Path(folder))
 
@@ -325,14 +341,20 @@ def test_any_program_shows_the_same_bits(program: list[tuple[str, int]], way: di
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None, suppress_health_check=CHECKS)
 @given(PROGRAM, WAYS)
-def test_any_program_shows_the_same_bits_long(program: list[tuple[str, int]], way: dict[str, Any]) -> None:
+def test_any_program_shows_the_same_bits_long(
+    program: list[tuple[str, int]], way: dict[str, Any]
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
         check_alike(program, way, Path(folder))
 
 
 @pytest.mark.parametrize(
     ("num_ranks", "num"),
-    [(2, 5), pytest.param(2, 60, marks=pytest.mark.slow), pytest.param(4, 30, marks=pytest.mark.slow)],
+    [
+        (2, 5),
+        pytest.param(2, 60, marks=pytest.mark.slow),
+        pytest.param(4, 30, marks=pytest.mark.slow),
+    ],
 )
 def test_any_program_shows_the_same_bits_on_ranks(num_ranks: int, num: int, tmp_path: Path) -> None:
     """Each rank trains on batches of its own. So many programs."""
@@ -343,12 +365,18 @@ def test_any_program_shows_the_same_bits_on_ranks(num_ranks: int, num: int, tmp_
         assert len(found) == num and sum(found) >= num  # steps that went on
 
 
-BESIDE_WAYS = st.tuples(WAYS, st.sampled_from(sorted(BESIDE))).map(lambda pair: pair[0] | {"home": pair[1]})
+BESIDE_WAYS = st.tuples(WAYS, st.sampled_from(sorted(BESIDE))).map(
+    lambda pair: pair[0] | {"home": pair[1]}
+)
 
 
 @pytest.mark.slow
 @settings(max_examples=100, deadline=None, suppress_health_check=CHECKS)
-@given(program=PROGRAM, way=BESIDE_WAYS, schedule=st.sampled_from(["at_once", "late", "random:1", "random:2"]))
+@given(
+    program=PROGRAM,
+    way=BESIDE_WAYS,
+    schedule=st.sampled_from(["at_once", "late", "random:1", "random:2"]),
+)
 def test_any_program_shows_the_same_bits_beside_an_accelerator(
     program: list[tuple[str, int]], way: dict[str, Any], schedule: str, sim: ModuleType
 ) -> None:
@@ -357,15 +385,18 @@ def test_any_program_shows_the_same_bits_beside_an_accelerator(
         check_alike(program, way, Path(folder))
 
 
-# ---- what goes on --------------------------------------------------------------------------------------------------------
+# ---- what goes on --------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def trained(tmp_path: Path) -> Any:
-    """trained(overlap, **fields): a model with states of two steps, the last of which may be under way."""
+    """trained(overlap, **fields): a model with states of two steps, the last of which may be under
+    way."""
     opened: list[Shards] = []
 
-    def make(overlap: str = "forward", num_steps: int = 2, **fields: Any) -> tuple[nn.Module, Shards, Optim]:
+    def make(
+        overlap: str = "forward", num_steps: int = 2, **fields: Any
+    ) -> tuple[nn.Module, Shards, Optim]:
         model = seeded(Tower).bfloat16()
         shards = tiermem.shard(model, policy(tmp_path, overlap, **fields))
         opened.append(shards)
@@ -419,7 +450,9 @@ def test_what_is_always_present_is_stepped_when_step_returns(trained: Any) -> No
     train_steps(plain, tiermem.AdamW(plain.parameters(), lr=1e-2), range(3))
     model, shards, _ = trained(num_steps=3)
     assert shards.program.is_running
-    residents = [shard.param for live in shards.units if live.unit.is_resident for shard in live.unit.shards]
+    residents = [
+        shard.param for live in shards.units if live.unit.is_resident for shard in live.unit.shards
+    ]
     names = {id(param): name for name, param in model.named_parameters()}
     assert residents
     for param in residents:
@@ -479,7 +512,7 @@ def test_memory_is_the_plan_s(trained: Any) -> None:
     assert peaks[0] == peaks[1]
 
 
-# ---- errors --------------------------------------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
 
 
 def entry_of(optim: Optim, shards: Shards, place: int) -> str:
@@ -494,7 +527,8 @@ def step_and(optim: Optim, look: Callable[[], object]) -> None:
 
 
 def check_torn(model: nn.Module, shards: Shards, optim: Optim, folder: Path) -> None:
-    """It says so from now on, and nothing is committed: with durability="step" the last step is the one before."""
+    """It says so from now on, and nothing is committed: with durability="step" the last step is the
+    one before."""
     with pytest.raises(RuntimeError, match="mixture of two steps"):
         optim.step()
     with pytest.raises(RuntimeError, match="mixture of two steps"):
@@ -502,7 +536,9 @@ def check_torn(model: nn.Module, shards: Shards, optim: Optim, folder: Path) -> 
     assert not shards.program.is_running
     assert not folder.exists() or not list(folder.iterdir())
     durable = survey(shards.store.folders()[0], verifies=True).steps
-    assert [(each.step, each.state) for each in durable] == [(2, "whole")] * (shards.policy.durability == "step")
+    assert [(each.step, each.state) for each in durable] == [(2, "whole")] * (
+        shards.policy.durability == "step"
+    )
 
 
 @pytest.mark.parametrize("fields", [{}, WIDENED, EACH], ids=["read", "copied", "each step durable"])
@@ -527,7 +563,8 @@ def test_damaged_states_are_named_by_the_fetch_of_their_unit(
 
 
 def fail(monkeypatch: pytest.MonkeyPatch, fd: int, kind: int, num_left: int) -> None:
-    """Of the next step's transfers of a kind the last of so many is of a file that refuses it, as are all that follow."""
+    """Of the next step's transfers of a kind the last of so many is of a file that refuses it, as
+    are all that follow."""
     renew = TileRanges.renew
 
     def renewed(self: TileRanges) -> None:
@@ -595,12 +632,13 @@ def test_a_model_that_is_torn_is_repaired_by_loading(trained: Any, tmp_path: Pat
     with contextlib.suppress(CorruptionError):  # if it is found at once
         optim.step()
     table.crcs[0] ^= 1
-    tiermem.checkpoint.load(shards, optim, tmp_path / "saved")  # while the step is under way, or has failed
+    # while the step is under way, or has failed
+    tiermem.checkpoint.load(shards, optim, tmp_path / "saved")
     assert_same_tensors(dict(model.state_dict()), expected)
     train_steps(model, optim, range(2))
 
 
-# ---- its end -------------------------------------------------------------------------------------------------------------
+# ---- its end -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("materialize", [False, True])
@@ -628,7 +666,9 @@ def test_a_model_that_is_dropped_under_way_ends_its_threads(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("verb", ["_call_next", "_settle"])
-def test_an_interrupt_leaves_the_step_under_way(verb: str, trained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_leaves_the_step_under_way(
+    verb: str, trained: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, shards, optim = trained()
     expected = None
     for is_interrupted in (True, False):

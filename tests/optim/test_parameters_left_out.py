@@ -22,7 +22,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def test_parameters_without_a_gradient_keep_their_bytes(
     home: Tier, dtype: torch.dtype, resident_bytes: int, tmp_path: Path
 ) -> None:
-    """Their tiles are read and written all the same, through buffers that held other tiles before."""
+    """Their tiles are read and written all the same, through buffers that held other tiles
+    before."""
     model = seeded(Tower).to(dtype)
     policy = OffloadPolicy(
         params=home,
@@ -50,11 +51,18 @@ def test_parameters_without_a_gradient_keep_their_bytes(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_parameters_of_no_group_keep_their_bytes_over_many_steps(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_parameters_of_no_group_keep_their_bytes_over_many_steps(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
     model = seeded(Tower).to(dtype)
     plain = copy.deepcopy(model)
     policy = OffloadPolicy(
-        params=Tier.NVME, optim=Tier.NVME, paths=[tmp_path], persistence_numel=0, tile_numel=4096, tile_buffers=2
+        params=Tier.NVME,
+        optim=Tier.NVME,
+        paths=[tmp_path],
+        persistence_numel=0,
+        tile_numel=4096,
+        tile_buffers=2,
     )
     with tiermem.shard(model, policy):
         for each in (model, plain):
@@ -68,12 +76,15 @@ def test_parameters_of_no_group_keep_their_bytes_over_many_steps(dtype: torch.dt
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_master_follows_values_that_are_put_behind_a_step(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_master_follows_values_that_are_put_behind_a_step(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
     model = seeded(Tower).to(dtype)
     policy = OffloadPolicy(params=Tier.NVME, optim=Tier.NVME, paths=[tmp_path], persistence_numel=0)
     with tiermem.shard(model, policy) as shards:
         optim = tiermem.AdamW(model.layers[0].parameters())
-        model.layers[0](torch.ones(2, 31, dtype=dtype)).sum().backward()  # head has no gradient and is not stepped
+        # head has no gradient and is not stepped
+        model.layers[0](torch.ones(2, 31, dtype=dtype)).sum().backward()
         optim.step()
         for param in (model.head.weight, next(model.layers[0].parameters())):
             value = torch.full_like(shards.weight(param), 0.25)

@@ -17,8 +17,14 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"master": "fp64"}, "precision: master is 'fp64'; allowed are 'fp32', 'split', 'bf16', 'fp16'"),
-        ({"moments": "split"}, "precision: moments is 'split'; allowed are 'fp32', 'bf16', 'fp16', '8bit'"),
+        (
+            {"master": "fp64"},
+            "precision: master is 'fp64'; allowed are 'fp32', 'split', 'bf16', 'fp16'",
+        ),
+        (
+            {"moments": "split"},
+            "precision: moments is 'split'; allowed are 'fp32', 'bf16', 'fp16', '8bit'",
+        ),
         ({"grads": "8bit"}, "precision: grads is '8bit'; allowed are None, 'fp32', 'bf16', 'fp16'"),
         ({"rounding": "up"}, "precision: rounding is 'up'; allowed are 'stochastic', 'nearest'"),
         ({"rounding": None}, "precision: rounding is None; allowed are"),
@@ -38,7 +44,9 @@ def test_presets_are_found_by_name() -> None:
     assert Precision.preset("compact") == Precision("split", "bf16", None, "stochastic")
     assert Precision.preset("bf16") == Precision("bf16", "bf16", "bf16", "nearest")
     assert Precision.preset("tiny") == Precision("split", "8bit", None, "stochastic")
-    with pytest.raises(ValueError, match="preset is 'small'; allowed are exact, compact, bf16, tiny"):
+    with pytest.raises(
+        ValueError, match="preset is 'small'; allowed are exact, compact, bf16, tiny"
+    ):
         Precision.preset("small")
 
 
@@ -53,7 +61,9 @@ def test_presets_are_found_by_name() -> None:
         *((master, FP32, None) for master in ("fp32", "split", "bf16", "fp16")),
     ],
 )
-def test_the_master_that_is_kept_beside_a_parameter(master: Any, dtype: torch.dtype, kept: str | None) -> None:
+def test_the_master_that_is_kept_beside_a_parameter(
+    master: Any, dtype: torch.dtype, kept: str | None
+) -> None:
     precision = Precision(master)
     precision.check_dtype(dtype, "w")
     assert precision.master_of(dtype) == kept
@@ -65,15 +75,24 @@ def test_the_master_that_is_kept_beside_a_parameter(master: Any, dtype: torch.dt
         (
             "split",
             FP16,
-            "which are a bf16 number, and fp16 has another exponent. Train in bfloat16, or set master='fp32'",
+            (
+                "which are a bf16 number, and fp16 has another exponent. Train in bfloat16, or set "
+                "master='fp32'"
+            ),
         ),
         ("bf16", FP16, "the weight itself is the master, so both are of one dtype"),
         ("fp16", BF16, "the weight itself is the master, so both are of one dtype"),
-        ("fp32", torch.float64, "parameter 'w' is torch.float64; an optimizer steps torch.float32, torch.bfloat16"),
+        (
+            "fp32",
+            torch.float64,
+            "parameter 'w' is torch.float64; an optimizer steps torch.float32, torch.bfloat16",
+        ),
         ("fp32", torch.int64, "parameter 'w' is torch.int64"),
     ],
 )
-def test_a_dtype_that_cannot_be_kept_so_is_refused(master: Any, dtype: torch.dtype, reason: str) -> None:
+def test_a_dtype_that_cannot_be_kept_so_is_refused(
+    master: Any, dtype: torch.dtype, reason: str
+) -> None:
     with pytest.raises(ValueError, match=re.escape(reason)):
         Precision(master).check_dtype(dtype, "w")
 
@@ -96,12 +115,17 @@ def test_keys_are_the_same_in_every_process_and_differ_by_name_and_seed() -> Non
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"precision": "compact"}, "precision is 'compact'; give a Precision, such as Precision.preset('compact')"),
+        (
+            {"precision": "compact"},
+            "precision is 'compact'; give a Precision, such as Precision.preset('compact')",
+        ),
         ({"num_moments": -1}, "num_moments is -1; allowed are 0 to 3"),
         ({"num_moments": 4}, "num_moments is 4; allowed are 0 to 3"),
         ({"num_moments": 2.0}, "num_moments is 2.0; allowed are 0 to 3"),
     ],
 )
-def test_a_policy_refuses_what_is_no_precision_and_no_number_of_moments(fields: dict[str, Any], reason: str) -> None:
+def test_a_policy_refuses_what_is_no_precision_and_no_number_of_moments(
+    fields: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(ValueError, match=re.escape(reason)):
         OffloadPolicy(**fields)

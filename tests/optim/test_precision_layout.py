@@ -1,4 +1,5 @@
-"""Do the parts of a tile's states lie one behind the other, whole and in pieces, in the bytes that arithmetic says?"""
+"""Do the parts of a tile's states lie one behind the other, whole and in pieces, in the bytes that
+arithmetic says?"""
 
 from __future__ import annotations
 
@@ -59,9 +60,13 @@ def test_views_cover_the_bytes_once_in_order(layout: StateLayout) -> None:
     assert end - states.data_ptr() == sum(part.num_bytes(NUMEL) for part in layout.parts)
 
 
-@pytest.mark.parametrize(("start", "numel"), [(0, NUMEL), (64, 1), (128, 4095), (4096, 4159), (NUMEL - 64, 64)])
+@pytest.mark.parametrize(
+    ("start", "numel"), [(0, NUMEL), (64, 1), (128, 4095), (4096, 4159), (NUMEL - 64, 64)]
+)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_a_piece_read_by_ranges_is_the_piece_of_the_views(layout: StateLayout, start: int, numel: int) -> None:
+def test_a_piece_read_by_ranges_is_the_piece_of_the_views(
+    layout: StateLayout, start: int, numel: int
+) -> None:
     states = torch.randint(0, 256, (layout.total_bytes(NUMEL),), dtype=torch.uint8)
     piece = layout.views(states, NUMEL).piece(start, numel)
     read = []
@@ -86,7 +91,11 @@ def test_initial_values_lie_behind_a_split_master_and_in_the_place_of_an_fp32_on
 
 
 def test_a_step_reads_the_weight_where_it_is_the_master_or_half_of_it() -> None:
-    assert [name for name in PRESETS if StateLayout(BF16, PRESETS[name], 2).reads_weight] == ["compact", "bf16", "tiny"]
+    assert [name for name in PRESETS if StateLayout(BF16, PRESETS[name], 2).reads_weight] == [
+        "compact",
+        "bf16",
+        "tiny",
+    ]
     assert all(StateLayout(FP32, precision, 2).reads_weight for precision in PRESETS.values())
 
 

@@ -1,6 +1,7 @@
 """Is what is rounded, stochastically too, the same to the bit on one rank, on two and on four?
 
-One launch for each number of ranks trains every case (precision_on_ranks.py); the tests look at what they wrote.
+One launch for each number of ranks trains every case (precision_on_ranks.py); the tests look at
+what they wrote.
 """
 
 from __future__ import annotations
@@ -37,25 +38,37 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Found]
 
 ON_TWO = [pytest.param(case, 2, id=case) for case in CASES]
 ON_FOUR = [  # four parts of a bias are smaller than a block of 8-bit states
-    pytest.param(case, 4, id=f"{case}, 4 ranks", marks=pytest.mark.slow) for case in CASES if case != "tiny"
+    pytest.param(case, 4, id=f"{case}, 4 ranks", marks=pytest.mark.slow)
+    for case in CASES
+    if case != "tiny"
 ]
 
 
 @pytest.mark.parametrize(("case", "ranks"), [*ON_TWO, *ON_FOUR])
-def test_ranks_compute_what_one_does(case: str, ranks: int, launched: Callable[[int], Found]) -> None:
+def test_ranks_compute_what_one_does(
+    case: str, ranks: int, launched: Callable[[int], Found]
+) -> None:
     alone, several = launched(1)[0][case], [each[case] for each in launched(ranks)]
     for each in several:
         assert each["losses"] == alone["losses"]
         assert_same_tensors(each["weights"], alone["weights"])
-    joined = {name: torch.cat([each["states"][name] for each in several]) for name in alone["states"]}
+    joined = {
+        name: torch.cat([each["states"][name] for each in several]) for name in alone["states"]
+    }
     assert_same_tensors(joined, alone["states"])
 
 
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
-def test_steps_under_backward_count_on_every_rank(ranks: int, launched: Callable[[int], Found]) -> None:
+def test_steps_under_backward_count_on_every_rank(
+    ranks: int, launched: Callable[[int], Found]
+) -> None:
     for each in launched(ranks):
         stepped, expected = each["compact, under backward"], each["compact, on NVMe"]
-        assert len(stepped["committed"]) == 2 and all(stepped["committed"]) and not expected["committed"]
+        assert (
+            len(stepped["committed"]) == 2
+            and all(stepped["committed"])
+            and not expected["committed"]
+        )
         assert stepped["losses"] == expected["losses"]
         assert_same_tensors(stepped["states"], expected["states"])
 

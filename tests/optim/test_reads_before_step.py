@@ -1,4 +1,5 @@
-"""Are the first tiles of a step read before backward has ended, once, and is what was read always what rests on disk?"""
+"""Are the first tiles of a step read before backward has ended, once, and is what was read always
+what rests on disk?"""
 
 from __future__ import annotations
 
@@ -22,12 +23,21 @@ NUM_BUFFERS = 3
 
 
 def policy(folder: Path, **fields: Any) -> OffloadPolicy:
-    settings = {"params": Tier.NVME, "optim": Tier.NVME, "paths": [folder], "persistence_numel": 0, "overlap": "none"}
-    return OffloadPolicy(**(settings | {"tile_numel": 4096, "tile_buffers": NUM_BUFFERS, "unit_buffers": 2} | fields))
+    settings = {
+        "params": Tier.NVME,
+        "optim": Tier.NVME,
+        "paths": [folder],
+        "persistence_numel": 0,
+        "overlap": "none",
+    }
+    return OffloadPolicy(
+        **(settings | {"tile_numel": 4096, "tile_buffers": NUM_BUFFERS, "unit_buffers": 2} | fields)
+    )
 
 
 def watch(shards: Shards, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A log of what is asked of the disk, and of gradients received, from now on, in the program's order."""
+    """A log of what is asked of the disk, and of gradients received, from now on, in the program's
+    order."""
     log: list[str] = []
 
     def note(owner: object, verb: str, say: Callable[..., str]) -> None:
@@ -74,7 +84,7 @@ def first_tiles(shards: Shards, optim: tiermem.AdamW) -> list[str]:
     return [tile.entry for tile in optim.tiles_of(shards).tiles[:NUM_BUFFERS]]
 
 
-# ---- when they are read ----------------------------------------------------------------------------------------------------
+# ---- when they are read --------------------------------------------------------------------------
 
 
 def test_tiles_are_read_from_the_begin_of_backward_on_behind_all_parameters(
@@ -100,7 +110,8 @@ def test_tiles_are_read_from_the_begin_of_backward_on_behind_all_parameters(
             "receive layers.3",
             "fetch layers.1",
             "receive layers.2",
-            "fetch layers.0",  # the last that backward needs: an embedding's gradient does not depend on its weights
+            # the last that backward needs: an embedding's gradient does not depend on its weights
+            "fetch layers.0",
             "receive layers.1",
             "receive layers.0",
             "receive embed",
@@ -120,7 +131,9 @@ def test_with_parameters_in_memory_tiles_are_read_from_the_first_gradient_on(
         loss = loss_of(model, 1)
         log = watch(shards, monkeypatch)
         loss.backward()
-        assert [entry.split()[0] for entry in log[: NUM_BUFFERS + 1]] == ["read"] * NUM_BUFFERS + ["receive"]
+        assert [entry.split()[0] for entry in log[: NUM_BUFFERS + 1]] == ["read"] * NUM_BUFFERS + [
+            "receive"
+        ]
         assert begun(shards) == first_tiles(shards, optim)
 
 
@@ -154,7 +167,9 @@ def test_each_tile_is_read_once_however_many_micro_batches_there_are(tmp_path: P
             optim.step()
             optim.zero_grad()
             read = sorted(
-                e.name for e in shards.store.recorder.events if e.lane == "read" and e.name.startswith("tile")
+                e.name
+                for e in shards.store.recorder.events
+                if e.lane == "read" and e.name.startswith("tile")
             )
             assert read == expected
 
@@ -162,7 +177,9 @@ def test_each_tile_is_read_once_however_many_micro_batches_there_are(tmp_path: P
 @pytest.mark.parametrize(
     "fields", [{"pipeline_read": False}, {"step_in_backward": True}, {"optim": Tier.HOST}], ids=str
 )
-def test_nothing_is_read_early_when_the_policy_does_not_want_it(tmp_path: Path, fields: dict[str, Any]) -> None:
+def test_nothing_is_read_early_when_the_policy_does_not_want_it(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
     model = seeded(Tower)
     with tiermem.shard(model, policy(tmp_path, **({"params": Tier.HOST} | fields))) as shards:
         optim = tiermem.AdamW(model.parameters())
@@ -173,7 +190,7 @@ def test_nothing_is_read_early_when_the_policy_does_not_want_it(tmp_path: Path, 
             optim.zero_grad()
 
 
-# ---- whether it is right ---------------------------------------------------------------------------------------------------
+# ---- whether it is right -------------------------------------------------------------------------
 
 Run = Callable[[nn.Module, torch.optim.Optimizer], None]
 
@@ -234,7 +251,9 @@ def states_read_between(model: nn.Module, optim: torch.optim.Optimizer) -> None:
 def backward_of_a_part(model: nn.Module, optim: torch.optim.Optimizer) -> None:
     """Most parameters have no gradient, so their tiles are read and written as they are."""
     plain_steps(model, optim)
-    x = torch.randn(2, 31, generator=torch.Generator().manual_seed(3), dtype=next(model.parameters()).dtype)
+    x = torch.randn(
+        2, 31, generator=torch.Generator().manual_seed(3), dtype=next(model.parameters()).dtype
+    )
     model.layers[1](x).square().mean().backward()  # type: ignore[index]
     optim.step()
     optim.zero_grad()
@@ -260,7 +279,12 @@ RUNS = [
     backward_of_a_part,
     two_backwards_of_one_graph,
 ]
-FIELDS: list[dict[str, Any]] = [{}, {"grads": Tier.NVME}, {"params": Tier.HOST}, {"resident_bytes": 99_000}]
+FIELDS: list[dict[str, Any]] = [
+    {},
+    {"grads": Tier.NVME},
+    {"params": Tier.HOST},
+    {"resident_bytes": 99_000},
+]
 DTYPES = [torch.float32, torch.bfloat16]
 CASES = [
     pytest.param(run, fields, dtype, marks=[] if (i + j) % 2 == k else [pytest.mark.slow])
@@ -323,7 +347,7 @@ def test_two_models_read_into_buffers_of_their_own(tmp_path: Path) -> None:
         each.close()
 
 
-# ---- its end ---------------------------------------------------------------------------------------------------------------
+# ---- its end -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("materialize", [False, True])

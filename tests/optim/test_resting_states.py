@@ -1,4 +1,5 @@
-"""Do ordinary parameters train the same wherever a policy lets their states rest, and does the policy bound their memory?"""
+"""Do ordinary parameters train the same wherever a policy lets their states rest, and does the
+policy bound their memory?"""
 
 from __future__ import annotations
 
@@ -22,27 +23,50 @@ NUMEL = sum(p.numel() for p in Tower().parameters())
 
 
 def tiers(nvme: Path, **fields: Any) -> Iterator[OffloadPolicy]:
-    """Policies under which states rest elsewhere, and move in other tiles and through other buffers."""
+    """Policies under which states rest elsewhere, and move in other tiles and through other
+    buffers."""
     yield OffloadPolicy(optim=Tier.HOST, **fields)
     yield OffloadPolicy(optim=Tier.NVME, paths=[nvme], **fields)
-    yield OffloadPolicy(optim=Tier.NVME, paths=[nvme], tile_numel=4096, tile_buffers=2, resident_bytes=99_000, **fields)
     yield OffloadPolicy(
-        optim=Tier.NVME, paths=[nvme], tile_numel=8192, pipeline_read=False, pipeline_write=False, **fields
+        optim=Tier.NVME,
+        paths=[nvme],
+        tile_numel=4096,
+        tile_buffers=2,
+        resident_bytes=99_000,
+        **fields,
+    )
+    yield OffloadPolicy(
+        optim=Tier.NVME,
+        paths=[nvme],
+        tile_numel=8192,
+        pipeline_read=False,
+        pipeline_write=False,
+        **fields,
     )
 
 
 def two_groups(model: nn.Module) -> list[dict[str, Any]]:
     decayed = [p for p in model.parameters() if p.ndim > 1]
     rest = [p for p in model.parameters() if p.ndim <= 1]
-    return [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0, "lr": 3e-3}]
+    return [
+        {"params": decayed, "weight_decay": 0.1},
+        {"params": rest, "weight_decay": 0.0, "lr": 3e-3},
+    ]
 
 
 def flat(state_dict: dict[str, Any]) -> dict[str, torch.Tensor]:
-    return {f"{number}.{name}": value for number, entry in state_dict["state"].items() for name, value in entry.items()}
+    return {
+        f"{number}.{name}": value
+        for number, entry in state_dict["state"].items()
+        for name, value in entry.items()
+    }
 
 
 def trained(
-    kind: Callable[..., torch.optim.Optimizer], dtype: torch.dtype = torch.float32, num_steps: int = 3, **options: Any
+    kind: Callable[..., torch.optim.Optimizer],
+    dtype: torch.dtype = torch.float32,
+    num_steps: int = 3,
+    **options: Any,
 ) -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     model = seeded(Tower).to(dtype)
     optim = kind(two_groups(model), **options)
@@ -70,7 +94,9 @@ def test_a_tier_changes_no_bit(case: str, tmp_path: Path) -> None:
     losses, weights, states = trained(kind, dtype, precision=precision, **options)
     for policy in tiers(tmp_path, precision=precision):
         if name == "Muon" and policy.tile_numel:
-            with pytest.raises(ValueError, match="stepped as a whole matrix, which no tile may cut"):
+            with pytest.raises(
+                ValueError, match="stepped as a whole matrix, which no tile may cut"
+            ):
                 trained(kind, dtype, policy=policy)
             continue
         found = trained(kind, dtype, policy=policy, **options)
@@ -80,10 +106,15 @@ def test_a_tier_changes_no_bit(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("home", [Tier.HOST, Tier.NVME])
-def test_groups_schedulers_clipping_and_both_zero_grads_follow_torch(home: Tier, tmp_path: Path) -> None:
+def test_groups_schedulers_clipping_and_both_zero_grads_follow_torch(
+    home: Tier, tmp_path: Path
+) -> None:
     policy = OffloadPolicy(optim=home, paths=[tmp_path], tile_numel=4096)
     losses, weights = [], []
-    for make in (torch.optim.AdamW, lambda groups, **options: tiermem.AdamW(groups, policy=policy, **options)):
+    for make in (
+        torch.optim.AdamW,
+        lambda groups, **options: tiermem.AdamW(groups, policy=policy, **options),
+    ):
         model = seeded(Tower)
         optim = make(two_groups(model), lr=1e-3)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optim, 10)
@@ -108,7 +139,9 @@ def test_a_run_resumes_to_the_bit_from_and_on_every_tier(preset: str, tmp_path: 
     saved, weights, went_on = [], [], []
     for policy in policies:
         model = seeded(Tower).bfloat16()
-        optim = tiermem.AdamW(model.parameters(), lr=1e-2, precision=None if policy else precision, policy=policy)
+        optim = tiermem.AdamW(
+            model.parameters(), lr=1e-2, precision=None if policy else precision, policy=policy
+        )
         train_steps(model, optim, range(3))
         saved.append(copy.deepcopy(optim.state_dict()))
         weights.append(copy.deepcopy(model.state_dict()))
@@ -116,14 +149,19 @@ def test_a_run_resumes_to_the_bit_from_and_on_every_tier(preset: str, tmp_path: 
     for policy, state, values in zip([*policies[1:], policies[0]], saved, weights, strict=True):
         other = seeded(Tower, 1).bfloat16()
         other.load_state_dict(values)
-        optim = tiermem.AdamW(other.parameters(), precision=None if policy else precision, policy=policy)
+        optim = tiermem.AdamW(
+            other.parameters(), precision=None if policy else precision, policy=policy
+        )
         optim.load_state_dict(state)
         assert train_steps(other, optim, range(3, 5)) == went_on[0] == went_on[1] == went_on[2]
 
 
 def test_torch_opens_the_states_and_the_reverse(tmp_path: Path) -> None:
     policy = OffloadPolicy(optim=Tier.NVME, paths=[tmp_path])
-    kinds = (torch.optim.AdamW, lambda params, **options: tiermem.AdamW(params, policy=policy, **options))
+    kinds = (
+        torch.optim.AdamW,
+        lambda params, **options: tiermem.AdamW(params, policy=policy, **options),
+    )
     for first, second in (kinds, kinds[::-1]):
         model = seeded(Tower)
         optim = first(model.parameters(), lr=1e-2)
@@ -140,12 +178,16 @@ def test_a_parameter_that_is_unfrozen_or_added_later_gets_room(tmp_path: Path) -
         model = seeded(Tower)
         model.head.requires_grad_(False)
         layers = list(model.layers.parameters())
-        optim = tiermem.AdamW([*model.embed.parameters(), *model.head.parameters()], lr=1e-2, policy=policy)
+        optim = tiermem.AdamW(
+            [*model.embed.parameters(), *model.head.parameters()], lr=1e-2, policy=policy
+        )
         train_steps(model, optim, range(2))
         model.head.requires_grad_(True)
         optim.add_param_group({"params": layers, "lr": 1e-3})
         train_steps(model, optim, range(2, 4))
-        assert [int(optim.state[p]["step"]) for p in model.parameters()] == [4] + [2] * (len(layers) + 2)
+        assert [int(optim.state[p]["step"]) for p in model.parameters()] == [4] + [2] * (
+            len(layers) + 2
+        )
         return model.state_dict()
 
     for policy in tiers(tmp_path):
@@ -156,10 +198,16 @@ def test_parameters_that_are_not_contiguous_and_some_without_gradients(tmp_path:
     def stepped(policy: OffloadPolicy | None) -> list[torch.Tensor]:
         torch.manual_seed(0)
         turned = nn.Parameter(torch.randn(70, 90).t())
-        unused, empty, odd = (nn.Parameter(torch.randn(shape)) for shape in ((33, 7), (0, 3), (5001,)))
+        unused, empty, odd = (
+            nn.Parameter(torch.randn(shape)) for shape in ((33, 7), (0, 3), (5001,))
+        )
         optim = tiermem.AdamW([turned, unused, empty, odd], lr=0.1, policy=policy)
         for step in range(3):
-            turned.grad, odd.grad, empty.grad = turned.detach() * step, odd.detach().sin(), torch.zeros(0, 3)
+            turned.grad, odd.grad, empty.grad = (
+                turned.detach() * step,
+                odd.detach().sin(),
+                torch.zeros(0, 3),
+            )
             unused.grad = unused.detach() if step == 1 else None
             optim.step()
         return [turned.detach(), unused.detach(), odd.detach()]
@@ -172,7 +220,8 @@ def test_parameters_that_are_not_contiguous_and_some_without_gradients(tmp_path:
 def test_the_budget_holds_or_is_refused_with_the_arithmetic(tmp_path: Path) -> None:
     model = seeded(Tower)
     with pytest.raises(
-        BudgetError, match=rf"states of {NUMEL} elements.*bytes of HOST memory are needed, and host_bytes"
+        BudgetError,
+        match=rf"states of {NUMEL} elements.*bytes of HOST memory are needed, and host_bytes",
     ):
         tiermem.AdamW(model.parameters(), policy=OffloadPolicy(optim=Tier.HOST, host_bytes=200_000))
     on_nvme = OffloadPolicy(optim=Tier.NVME, paths=[tmp_path], tile_numel=4096, host_bytes=200_000)
@@ -196,10 +245,14 @@ def test_the_budget_holds_or_is_refused_with_the_arithmetic(tmp_path: Path) -> N
 
 def test_a_damaged_state_is_named_and_the_states_refuse_to_go_on(tmp_path: Path) -> None:
     model = seeded(Tower)
-    optim = tiermem.AdamW(model.named_parameters(), policy=OffloadPolicy(optim=Tier.NVME, paths=[tmp_path]))
+    optim = tiermem.AdamW(
+        model.named_parameters(), policy=OffloadPolicy(optim=Tier.NVME, paths=[tmp_path])
+    )
     train_steps(model, optim, range(1))
     saved = copy.deepcopy(optim.state_dict())
-    [file] = [each for each in tmp_path.rglob("*") if each.is_file() and each.stat().st_size > NUMEL]
+    [file] = [
+        each for each in tmp_path.rglob("*") if each.is_file() and each.stat().st_size > NUMEL
+    ]
     with file.open("r+b") as data:
         data.seek(400)
         data.write(b"\x7f\x7f\x7f")
@@ -216,7 +269,9 @@ def test_what_cannot_be_is_refused_in_one_sentence(tmp_path: Path) -> None:
     param = nn.Parameter(torch.ones(3))
     host = OffloadPolicy(optim=Tier.HOST)
     of_shards = dataclasses.replace(host, params=Tier.NVME, durability="step", paths=[tmp_path])
-    with pytest.raises(ValueError, match=r"sets params, durability, which only a sharded model follows"):
+    with pytest.raises(
+        ValueError, match=r"sets params, durability, which only a sharded model follows"
+    ):
         tiermem.AdamW([param], policy=of_shards)
     on_device = OffloadPolicy(params=Tier.HOST)
     with pytest.raises(ValueError, match=r"sets params, which only a sharded model follows"):
@@ -237,7 +292,9 @@ def test_what_cannot_be_is_refused_in_one_sentence(tmp_path: Path) -> None:
         optim.step()
     param.grad = torch.ones(3)
     optim.param_groups[0]["amsgrad"] = True
-    with pytest.raises(ValueError, match="room for 2 moments and now keeps exp_avg, exp_avg_sq, max_exp_avg_sq"):
+    with pytest.raises(
+        ValueError, match="room for 2 moments and now keeps exp_avg, exp_avg_sq, max_exp_avg_sq"
+    ):
         optim.step()
     with pytest.raises(RuntimeError, match="state_dict"):
         copy.deepcopy(optim)
@@ -262,5 +319,7 @@ class Wrapped(torch.Tensor):
 
 
 def test_subclasses_that_hold_their_values_elsewhere_are_refused() -> None:
-    with pytest.raises(ValueError, match="is a Wrapped, a subclass of Tensor that holds its values elsewhere"):
+    with pytest.raises(
+        ValueError, match="is a Wrapped, a subclass of Tensor that holds its values elsewhere"
+    ):
         tiermem.AdamW([nn.Parameter(Wrapped(torch.ones(3)))])

@@ -9,7 +9,8 @@ from tiermem.optim.rules import LossScaler
 
 
 def scales(overflows: str, **keys: object) -> list[float]:
-    """The scale before each step; `x` in `overflows` is a step that overflowed, `.` one that did not."""
+    """The scale before each step; `x` in `overflows` is a step that overflowed, `.` one that did
+    not."""
     scaler, found = LossScaler(Fp16Config.model_validate({"enabled": True} | keys)), []
     for step in overflows:
         found.append(scaler.scale)
@@ -35,11 +36,23 @@ def test_hysteresis_forgives_the_first_overflows() -> None:
 
 @pytest.mark.parametrize(("is_on", "last"), [(True, 16), (False, 4)])
 def test_consecutive_hysteresis_forgives_again_after_a_good_step(is_on: bool, last: int) -> None:
-    assert scales("x.x.x.", initial_scale_power=4, hysteresis=2, consecutive_hysteresis=is_on)[-1] == last
+    assert (
+        scales("x.x.x.", initial_scale_power=4, hysteresis=2, consecutive_hysteresis=is_on)[-1]
+        == last
+    )
 
 
 def test_scale_doubles_after_a_window_without_overflow() -> None:
-    assert scales("..x....", initial_scale_power=4, loss_scale_window=3, hysteresis=1) == [16, 16, 16, 8, 8, 8, 16, 16]
+    assert scales("..x....", initial_scale_power=4, loss_scale_window=3, hysteresis=1) == [
+        16,
+        16,
+        16,
+        8,
+        8,
+        8,
+        16,
+        16,
+    ]
 
 
 def test_scale_never_falls_below_its_minimum() -> None:
@@ -47,12 +60,16 @@ def test_scale_never_falls_below_its_minimum() -> None:
 
 
 def test_an_overflow_at_the_least_scale_is_an_error_and_changes_nothing() -> None:
-    scaler = LossScaler(Fp16Config.model_validate({"enabled": True, "initial_scale_power": 1, "hysteresis": 2}))
+    scaler = LossScaler(
+        Fp16Config.model_validate({"enabled": True, "initial_scale_power": 1, "hysteresis": 2})
+    )
     for _ in range(2):
         scaler.update(True)
     before = scaler.state_dict()
     for _ in range(2):
-        with pytest.raises(FloatingPointError, match=r"least loss scale, 1 \(fp16.min_loss_scale\)"):
+        with pytest.raises(
+            FloatingPointError, match=r"least loss scale, 1 \(fp16.min_loss_scale\)"
+        ):
             scaler.update(True)
     assert scaler.state_dict() == before
     scaler.update(False)  # a step that does not overflow goes on

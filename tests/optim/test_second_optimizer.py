@@ -1,4 +1,5 @@
-"""Can a sharded model have another optimizer after the first is closed, on every tier, and does it train as torch's?"""
+"""Can a sharded model have another optimizer after the first is closed, on every tier, and does it
+train as torch's?"""
 
 from __future__ import annotations
 
@@ -21,7 +22,12 @@ POLICIES: dict[str, dict[str, Any]] = {
     "NVMe, under backward": {"params": Tier.NVME, "optim": Tier.NVME, "overlap": "backward"},
     "NVMe, under forward": {"params": Tier.NVME, "optim": Tier.NVME, "overlap": "forward"},
     "HOST, under backward": {"params": Tier.HOST, "optim": Tier.HOST, "overlap": "backward"},
-    "in backward": {"params": Tier.NVME, "optim": Tier.NVME, "step_in_backward": True, "on_nonfinite": "raise"},
+    "in backward": {
+        "params": Tier.NVME,
+        "optim": Tier.NVME,
+        "step_in_backward": True,
+        "on_nonfinite": "raise",
+    },
     "durable": {"params": Tier.NVME, "optim": Tier.NVME, "durability": "step"},
 }
 Make = Callable[[Any, nn.Module], Any]
@@ -41,16 +47,24 @@ def sgd_with_momentum(library: Any, model: nn.Module) -> Any:
 
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize(
-    "makes", [(adam, sgd), (sgd, adam), (adam, adam, sgd_with_momentum)], ids=["adam, sgd", "sgd, adam", "three"]
+    "makes",
+    [(adam, sgd), (sgd, adam), (adam, adam, sgd_with_momentum)],
+    ids=["adam, sgd", "sgd, adam", "three"],
 )
-def test_optimizers_in_turn_train_as_torchs(name: str, makes: tuple[Make, ...], tmp_path: Path) -> None:
+def test_optimizers_in_turn_train_as_torchs(
+    name: str, makes: tuple[Make, ...], tmp_path: Path
+) -> None:
     model, twin = seeded(zoo.Tower), seeded(zoo.Tower)
-    policy = OffloadPolicy(paths=[tmp_path], persistence_numel=50, tile_numel=4096, **POLICIES[name])
+    policy = OffloadPolicy(
+        paths=[tmp_path], persistence_numel=50, tile_numel=4096, **POLICIES[name]
+    )
     with tiermem.shard(model, policy) as shards:
         for turn, make in enumerate(makes):
             optim, theirs = make(tiermem, model), make(torch.optim, twin)
             batches = range(4 * turn, 4 * turn + 4)
-            assert train_steps(model, optim, batches) == pytest.approx(train_steps(twin, theirs, batches), rel=1e-5)
+            assert train_steps(model, optim, batches) == pytest.approx(
+                train_steps(twin, theirs, batches), rel=1e-5
+            )
             optim.close()
             with pytest.raises(RuntimeError, match="or the optimizer was closed"):
                 optim.step()
@@ -71,7 +85,9 @@ def test_a_second_optimizer_beside_the_first_is_told_the_way(make: Make) -> None
 def test_a_refused_optimizer_leaves_room_for_the_next() -> None:
     model = seeded(zoo.Tower)
     with tiermem.shard(model, OffloadPolicy(persistence_numel=50)):
-        with pytest.raises(ValueError, match="a policy was given, and every parameter belongs to a sharded model"):
+        with pytest.raises(
+            ValueError, match="a policy was given, and every parameter belongs to a sharded model"
+        ):
             tiermem.AdamW(model.parameters(), policy=OffloadPolicy(optim=Tier.HOST))
         train_steps(model, tiermem.AdamW(model.parameters()), range(1))
 

@@ -28,12 +28,18 @@ Entry = dict[str, torch.Tensor]
 
 
 def flat(state_dict: dict[str, Any]) -> Entry:
-    return {f"{number}.{name}": value for number, entry in state_dict["state"].items() for name, value in entry.items()}
+    return {
+        f"{number}.{name}": value
+        for number, entry in state_dict["state"].items()
+        for name, value in entry.items()
+    }
 
 
 @pytest.mark.parametrize(("kind", "options"), RECIPES)
 @pytest.mark.parametrize("is_ours_first", [True, False])
-def test_torch_and_we_continue_each_others_runs(kind: str, options: dict[str, Any], is_ours_first: bool) -> None:
+def test_torch_and_we_continue_each_others_runs(
+    kind: str, options: dict[str, Any], is_ours_first: bool
+) -> None:
     model = seeded(zoo.Tower)
     before, after = (tiermem, torch.optim) if is_ours_first else (torch.optim, tiermem)
     first = getattr(before, kind)(model.parameters(), lr=1e-3, **options)
@@ -41,12 +47,16 @@ def test_torch_and_we_continue_each_others_runs(kind: str, options: dict[str, An
     other = copy.deepcopy(model)
     second = getattr(after, kind)(other.parameters(), lr=0.5)  # the groups of the dict are taken
     second.load_state_dict(copy.deepcopy(first.state_dict()))
-    assert train_steps(other, second, range(3, 8)) == pytest.approx(train_steps(model, first, range(3, 8)), rel=1e-5)
+    assert train_steps(other, second, range(3, 8)) == pytest.approx(
+        train_steps(model, first, range(3, 8)), rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_resumed_run_is_the_run_to_the_bit(preset: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_resumed_run_is_the_run_to_the_bit(
+    preset: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
     model = seeded(zoo.Tower).to(dtype)
     optim = tiermem.AdamW(model.parameters(), lr=1e-2, precision=preset)
     train_steps(model, optim, range(3))
@@ -102,9 +112,15 @@ def test_the_users_hooks_see_what_torchs_see() -> None:
     param.grad = torch.ones_like(param)
     optim.step()
     seen: list[Any] = []
-    optim.register_state_dict_post_hook(lambda _, found: seen.append(found["state"][0]["exp_avg"].dtype))
-    optim.register_load_state_dict_pre_hook(lambda _, given: seen.append(given["state"][0]["exp_avg"].dtype))
-    optim.register_load_state_dict_post_hook(lambda each: seen.append(each.state[param]["exp_avg"].dtype))
+    optim.register_state_dict_post_hook(
+        lambda _, found: seen.append(found["state"][0]["exp_avg"].dtype)
+    )
+    optim.register_load_state_dict_pre_hook(
+        lambda _, given: seen.append(given["state"][0]["exp_avg"].dtype)
+    )
+    optim.register_load_state_dict_post_hook(
+        lambda each: seen.append(each.state[param]["exp_avg"].dtype)
+    )
     optim.load_state_dict(optim.state_dict())
     assert seen == [torch.float32, torch.float32, torch.uint8]
 
@@ -112,17 +128,25 @@ def test_the_users_hooks_see_what_torchs_see() -> None:
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ({"step": torch.tensor(1.0), "exp_avg": torch.zeros(3)}, "no 'exp_avg_sq' for parameter '0', only 'step'"),
-        ({"step": 1, "exp_avg": torch.zeros(2), "exp_avg_sq": torch.zeros(3)}, r"has shape \(2,\); the parameter has"),
+        (
+            {"step": torch.tensor(1.0), "exp_avg": torch.zeros(3)},
+            "no 'exp_avg_sq' for parameter '0', only 'step'",
+        ),
+        (
+            {"step": 1, "exp_avg": torch.zeros(2), "exp_avg_sq": torch.zeros(3)},
+            r"has shape \(2,\); the parameter has",
+        ),
     ],
 )
 def test_a_dict_of_another_optimizer_is_refused(entry: dict[str, Any], message: str) -> None:
     optim = tiermem.AdamW([nn.Parameter(torch.zeros(3))])
     with pytest.raises(ValueError, match=message):
-        optim.load_state_dict({"state": {0: entry}, "param_groups": optim.state_dict()["param_groups"]})
+        optim.load_state_dict(
+            {"state": {0: entry}, "param_groups": optim.state_dict()["param_groups"]}
+        )
 
 
-# ---- sharded -------------------------------------------------------------------------------------------------------------
+# ---- sharded -------------------------------------------------------------------------------------
 
 
 def policy_of(home: Tier, preset: str, tmp_path: Path) -> OffloadPolicy:
@@ -138,8 +162,11 @@ def policy_of(home: Tier, preset: str, tmp_path: Path) -> OffloadPolicy:
 
 @pytest.mark.parametrize("home", [Tier.HOST, Tier.NVME])
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_sharded_models_states_are_those_of_the_ordinary_one(preset: str, home: Tier, tmp_path: Path) -> None:
-    """Equal keys and values, also where rounding is stochastic: the names are the same, so the random numbers are."""
+def test_a_sharded_models_states_are_those_of_the_ordinary_one(
+    preset: str, home: Tier, tmp_path: Path
+) -> None:
+    """Equal keys and values, also where rounding is stochastic: the names are the same, so the
+    random numbers are."""
     model = seeded(zoo.Tower).bfloat16()
     plain = copy.deepcopy(model)
     ordinary = tiermem.AdamW(plain.named_parameters(), lr=1e-2, precision=preset)
@@ -166,8 +193,10 @@ def test_a_sharded_run_resumes_to_the_bit(preset: str, home: Tier, tmp_path: Pat
         with tiermem.shard(other, policy):
             resumed = tiermem.AdamW(other.parameters())
             if has_begun:
-                train_steps(other, resumed, range(9, 10))  # what it holds is replaced, what it has read ahead forgotten
-                if preset == "bf16":  # there the weights are the model's own, which may not be replaced behind it
+                # what it holds is replaced, what it has read ahead forgotten
+                train_steps(other, resumed, range(9, 10))
+                # there the weights are the model's own, which may not be replaced behind it
+                if preset == "bf16":
                     continue
             resumed.load_state_dict(states)
             assert train_steps(other, resumed, range(3, 6)) == losses

@@ -1,4 +1,5 @@
-"""Are state dicts of sharded models whole on every rank, the same on any number of them, and do they resume to the bit?
+"""Are state dicts of sharded models whole on every rank, the same on any number of them, and do
+they resume to the bit?
 
 One launch for each number of ranks runs every case (state_dicts_on_ranks.py).
 """
@@ -30,7 +31,9 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Found]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_dict_is_whole_and_the_same_on_every_number_of_ranks(case: str, launched: tuple[Found, Found]) -> None:
+def test_the_dict_is_whole_and_the_same_on_every_number_of_ranks(
+    case: str, launched: tuple[Found, Found]
+) -> None:
     alone = flat(launched[0][0][case]["saved"])
     sizes = [p.shape for p in Tower().parameters()]
     assert [alone[f"{i}.exp_avg"].shape for i in range(len(sizes))] == sizes
@@ -48,7 +51,9 @@ def test_a_run_resumes_to_the_bit(case: str, launched: tuple[Found, Found]) -> N
 def test_matrices_cut_over_ranks_are_refused(launched: tuple[Found, Found]) -> None:
     assert launched[0][0]["muon"] == "none"
     for rank in range(2):
-        assert "cut into 2 shards, one per rank: no rank has a whole one" in launched[1][rank]["muon"]
+        assert (
+            "cut into 2 shards, one per rank: no rank has a whole one" in launched[1][rank]["muon"]
+        )
 
 
 def test_ranks_agree_on_moments_that_one_of_them_got_before_the_first_step(
@@ -64,4 +69,8 @@ def test_ranks_agree_on_moments_that_one_of_them_got_before_the_first_step(
 
 
 def flat(state_dict: dict[str, Any]) -> dict[str, torch.Tensor]:
-    return {f"{number}.{name}": value for number, entry in state_dict["state"].items() for name, value in entry.items()}
+    return {
+        f"{number}.{name}": value
+        for number, entry in state_dict["state"].items()
+        for name, value in entry.items()
+    }

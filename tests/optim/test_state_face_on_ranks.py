@@ -1,4 +1,5 @@
-"""Do resets of `optimizer.state`, a second optimizer and torch.func count on two ranks as they do on one?"""
+"""Do resets of `optimizer.state`, a second optimizer and torch.func count on two ranks as they do
+on one?"""
 
 from __future__ import annotations
 
@@ -26,4 +27,6 @@ def test_two_ranks_train_as_a_plain_model(case: str, found: list[dict[str, Any]]
 
 
 def test_reading_a_part_is_refused_with_the_way(found: list[dict[str, Any]]) -> None:
-    assert all("safe_get_full_optimizer_state" in rank["clear, stage 3"]["refused"] for rank in found)
+    assert all(
+        "safe_get_full_optimizer_state" in rank["clear, stage 3"]["refused"] for rank in found
+    )

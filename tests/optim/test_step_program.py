@@ -31,7 +31,10 @@ def muon(params: Any) -> torch.optim.Optimizer:
 
 OPTIMIZERS: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "adamw": (lambda params: tiermem.AdamW(params, lr=1e-2), {}),
-    "amsgrad": (lambda params: tiermem.Adam(params, lr=1e-2, amsgrad=True, weight_decay=0.1), MOMENTS),
+    "amsgrad": (
+        lambda params: tiermem.Adam(params, lr=1e-2, amsgrad=True, weight_decay=0.1),
+        MOMENTS,
+    ),
     "adagrad": (lambda params: tiermem.Adagrad(params, lr=1e-2, initial_accumulator_value=0.1), {}),
     "lion": (lambda params: tiermem.Lion(params, lr=1e-3, weight_decay=0.1), {}),
     "momentum": (lambda params: tiermem.SGD(params, lr=1e-2, momentum=0.9, nesterov=True), {}),
@@ -41,13 +44,16 @@ OPTIMIZERS: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
 
 def policy(folder: Path, home: Tier, **fields: Any) -> OffloadPolicy:
     homes = {"params": home, "optim": home, "paths": [folder] if home is Tier.NVME else []}
-    return OffloadPolicy(**(homes | {"tile_numel": 4096, "tile_buffers": 3, "persistence_numel": 0} | fields))
+    return OffloadPolicy(
+        **(homes | {"tile_numel": 4096, "tile_buffers": 3, "persistence_numel": 0} | fields)
+    )
 
 
 def train(
     model: nn.Module, make: Callable[[Any], Any], where: OffloadPolicy, num_steps: int = 3
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], tuple[int, int, int]]:
-    """The weights and states after some steps; tiles, and how many were stepped natively and by Python."""
+    """The weights and states after some steps; tiles, and how many were stepped natively and by
+    Python."""
     own = copy.deepcopy(model)
     with tiermem.shard(own, where) as shards:
         optim = make(own.parameters())
@@ -75,13 +81,19 @@ def train(
     ids=str,
 )
 def test_native_tiles_get_the_bits_of_called_ones(
-    name: str, home: Tier, preset: str, fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    home: Tier,
+    preset: str,
+    fields: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     make, moments = OPTIMIZERS[name]
     where = policy(tmp_path, home, precision=Precision.preset(preset), **fields, **moments)
     model = seeded(Tower).bfloat16()
     weights, states, (num_tiles, num_native, num_called) = train(model, make, where)
-    assert (num_native, num_called) == (2 * num_tiles, num_tiles)  # the first states are made by Python
+    # the first states are made by Python
+    assert (num_native, num_called) == (2 * num_tiles, num_tiles)
     monkeypatch.setattr(TilePass, "steps", lambda *_: None)
     again, states_again, counts = train(model, make, where)
     assert counts == (num_tiles, 0, 3 * num_tiles)
@@ -93,7 +105,8 @@ def test_native_tiles_get_the_bits_of_called_ones(
 def test_native_steps_in_memory_are_kept_and_find_weights_that_have_moved(
     moves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kept steps point at memory: they are made again when it has changed, and the bits are those of the first kind."""
+    """Kept steps point at memory: they are made again when it has changed, and the bits are those
+    of the first kind."""
     model, num_made = seeded(Tower), 0
     new_steps = TilePass._new_steps
 
@@ -127,7 +140,8 @@ def test_whole_matrices_are_stepped_by_python_and_the_rest_natively(tmp_path: Pa
 
 
 def test_a_weight_that_is_written_back_unread_comes_from_its_master(tmp_path: Path) -> None:
-    """Tiles of parameters without a gradient: Python copies their masters; a step of the others stays native."""
+    """Tiles of parameters without a gradient: Python copies their masters; a step of the others
+    stays native."""
     model = seeded(Tower).bfloat16()
     plain = copy.deepcopy(model)
     with tiermem.shard(model, policy(tmp_path, Tier.NVME)) as shards:

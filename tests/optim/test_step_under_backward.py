@@ -1,4 +1,5 @@
-"""A step under backward: does it count when all is as assumed, is it dropped when not, and does nobody see it before?"""
+"""A step under backward: does it count when all is as assumed, is it dropped when not, and does
+nobody see it before?"""
 
 from __future__ import annotations
 
@@ -30,7 +31,11 @@ from tiermem import OffloadPolicy, Tier
 from tiermem.optim.tentative import History
 from tiermem.plans import budget
 from tiermem.ranks.topology import Topology
-from tiermem.state_access import safe_get_full_optimizer_state, safe_set_full_fp32_param, safe_set_full_grad
+from tiermem.state_access import (
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+)
 from tiermem.swap.base.errors import CorruptionError
 from tiermem.swap.disk import files
 from tiermem.swap.store.store import TensorStore
@@ -52,7 +57,9 @@ class Run:
     frozen: modules that are frozen when it is sharded; "" is the model.
     """
 
-    def __init__(self, folder: Path, overlap: str, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
+    def __init__(
+        self, folder: Path, overlap: str, monkeypatch: pytest.MonkeyPatch, **fields: Any
+    ) -> None:
         self.model = seeded(Tower).to(fields.pop("dtype", torch.bfloat16))
         for name in fields.pop("frozen", ()):
             self.model.get_submodule(name).requires_grad_(False)
@@ -95,7 +102,8 @@ def both(
 ) -> tuple[list[str], int, dict[str, list[int]]]:
     """Trains with and without; compares all bits.
 
-    Returns what became of the steps, how many were redone, and the bytes of tiles read and of all writes.
+    Returns what became of the steps, how many were redone, and the bytes of tiles read and of all
+    writes.
     """
     ended, num_bytes = [], dict[str, list[int]]()
     for overlap in ("none", "backward"):
@@ -104,7 +112,11 @@ def both(
         run.shards.check_whole()
         run.shards.drop_head_start()
         stats, events = run.shards.store.stats(), run.shards.store.recorder.events
-        num_read = sum(event.num_bytes for event in events if event.lane == "read" and event.name.startswith("tile"))
+        num_read = sum(
+            event.num_bytes
+            for event in events
+            if event.lane == "read" and event.name.startswith("tile")
+        )
         num_bytes[overlap] = [num_read, stats.nvme_written_bytes - run.shards.program.dropped_bytes]
         num_bytes["dropped"] = [run.shards.program.dropped_bytes]
         assert stats.host_peak_bytes <= run.shards.plan.host_bytes
@@ -149,17 +161,22 @@ HOMES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("home", HOMES)
-def test_a_step_counts_when_all_is_as_assumed(home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_counts_when_all_is_as_assumed(
+    home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From the third step on: the first makes states, the second finds what was assumed."""
     log, num_redone, num_bytes = both(plainly, tmp_path, monkeypatch, **HOMES[home])
     assert log == ["attempt", "commit"] * (NUM_STEPS - 2)
     assert num_redone == num_bytes["dropped"][0] == 0
     (read, written), (read_by_none, written_by_none) = num_bytes["backward"], num_bytes["none"]
     assert written == written_by_none
-    assert read < read_by_none if "grads" in HOMES[home] else read == read_by_none  # memory still has gradients
+    # memory still has gradients
+    assert read < read_by_none if "grads" in HOMES[home] else read == read_by_none
 
 
-def test_micro_batches_are_stepped_with_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_micro_batches_are_stepped_with_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def train(run: Run) -> None:
         for number in range(5):
             for micro in range(3):
@@ -173,7 +190,9 @@ def test_micro_batches_are_stepped_with_the_last_one(tmp_path: Path, monkeypatch
     assert num_bytes["backward"] == num_bytes["none"]
 
 
-def test_a_run_that_always_clips_attempts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_always_clips_attempts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def train(run: Run) -> None:
         for number in range(NUM_STEPS):
             run.micro(number)
@@ -184,7 +203,9 @@ def test_a_run_that_always_clips_attempts_nothing(tmp_path: Path, monkeypatch: p
     assert num_bytes["backward"] == num_bytes["none"]
 
 
-def test_a_run_that_sometimes_clips_redoes_these_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_sometimes_clips_redoes_these_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def train(run: Run) -> None:
         for number in range(18):
             run.micro(number)
@@ -193,14 +214,16 @@ def test_a_run_that_sometimes_clips_redoes_these_steps(tmp_path: Path, monkeypat
     log, num_redone, num_bytes = both(train, tmp_path, monkeypatch)
     assert num_redone == 3
     assert num_bytes["backward"][1] == num_bytes["none"][1] and num_bytes["dropped"][0] > 0
-    assert log.count("commit") == 7  # of steps 2, 6, 10 to 13, 17: one that holds is waited for, after a failure two
+    # of steps 2, 6, 10 to 13, 17: one that holds is waited for, after a failure two
+    assert log.count("commit") == 7
 
 
 @pytest.mark.parametrize("params", [Tier.NVME, Tier.HOST])
 def test_a_parameter_without_a_gradient_keeps_its_values(
     params: Tier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also in the second copy of its unit, which becomes the unit, and is written again two steps later."""
+    """Also in the second copy of its unit, which becomes the unit, and is written again two steps
+    later."""
 
     def train(run: Run) -> None:
         param = list(run.model.parameters())[7]
@@ -309,7 +332,9 @@ def test_looks_before_the_step_see_nothing_of_it_and_stop_nothing(
     assert (log, num_redone) == (["attempt", "commit"] * (NUM_STEPS - 2), 0)
 
 
-def test_a_save_before_the_step_holds_the_step_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_before_the_step_holds_the_step_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def train(run: Run) -> None:
         saved = tmp_path / f"saved {run.shards.policy.overlap}"
         for number in range(5):
@@ -327,7 +352,9 @@ def test_a_save_before_the_step_holds_the_step_before(tmp_path: Path, monkeypatc
     assert log[:6] == ["attempt", "commit"] * 3
 
 
-def test_steps_that_are_skipped_or_forgotten_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_are_skipped_or_forgotten_leave_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def train(run: Run) -> None:
         for number in range(NUM_STEPS):
             run.micro(number, scale=float("nan") if number == 3 else 1.0)
@@ -366,7 +393,9 @@ def test_a_loss_scale_is_assumed_to_stay(tmp_path: Path, monkeypatch: pytest.Mon
     assert (log, num_redone) == (["attempt", "commit"] * 2 + ["attempt"], 1)
 
 
-def test_a_backward_that_fails_drops_what_it_has_stepped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backward_that_fails_drops_what_it_has_stepped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def train(run: Run) -> None:
         def fail(*_: Any) -> None:
             raise InterruptedError
@@ -414,11 +443,17 @@ def test_an_engine_whose_loss_scale_overflows_and_grows_trains_the_same(
             "tiermem": {"overlap": overlap, "strict": True},
         }  # fmt: skip
         engine, optim, *_ = tiermem.initialize(model=seeded(Tower), config=config)
-        losses, scales, commits = list[float](), list[float](), counted(monkeypatch, engine.shards.program, "commit")
+        losses, scales, commits = (
+            list[float](),
+            list[float](),
+            counted(monkeypatch, engine.shards.program, "commit"),
+        )
         for step in range(14):
             losses += train_engine(engine, range(num_micros * step, num_micros * (step + 1)))
             scales.append(optim.loss_scale)
-        weights = {name: engine.shards.weight(param) for name, param in engine.module.named_parameters()}
+        weights = {
+            name: engine.shards.weight(param) for name, param in engine.module.named_parameters()
+        }
         found.append((losses, scales, weights, states_of(engine.shards, optim)))
         engine.destroy()
     (losses, scales, *tensors), (my_losses, my_scales, *mine) = found
@@ -430,7 +465,9 @@ def test_an_engine_whose_loss_scale_overflows_and_grows_trains_the_same(
     assert commits
 
 
-def engine_with(folder: Path, clipping: float, own: dict[str, Any], params: str = "nvme") -> tiermem.Engine:
+def engine_with(
+    folder: Path, clipping: float, own: dict[str, Any], params: str = "nvme"
+) -> tiermem.Engine:
     """An engine that says nothing of what runs beside its steps, unless `own` does."""
     homes = {"nvme": {"device": "nvme", "nvme_path": str(folder)}, "cpu": {"device": "cpu"}}
     config = {
@@ -469,8 +506,13 @@ def train_clipped(engine: tiermem.Engine, folder: Path, period: int = 0) -> Ende
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-    steps, file_bytes = engine.shards.steps, sum(file.stat().st_size for file in folder.glob("*/segment.bin"))
-    ended = Ended(losses, dict(engine.module.state_dict()), steps.num_early, steps.num_redone, file_bytes)
+    steps, file_bytes = (
+        engine.shards.steps,
+        sum(file.stat().st_size for file in folder.glob("*/segment.bin")),
+    )
+    ended = Ended(
+        losses, dict(engine.module.state_dict()), steps.num_early, steps.num_redone, file_bytes
+    )
     engine.close()
     return ended
 
@@ -499,12 +541,14 @@ def test_an_engine_begins_under_backward_where_history_says_that_it_pays(
     assert ended.file_bytes == plan.disk_bytes - (0 if num_early else plan.attempt_disk_bytes)
 
 
-# ---- unfreezing ----------------------------------------------------------------------------------------------------------
+# ---- unfreezing ----------------------------------------------------------------------------------
 
 BODY = ("embed", "layers.0", "layers.2")
 
 
-def test_units_that_are_unfrozen_are_stepped_under_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_units_that_are_unfrozen_are_stepped_under_backward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not in the first step with them, which makes their states."""
 
     def train(run: Run) -> None:
@@ -548,10 +592,13 @@ def test_unfreezing_before_the_step_drops_what_backward_has_stepped(
             run.step()
 
     log, num_redone, _ = both(train, tmp_path, monkeypatch, frozen=BODY)
-    assert (log, num_redone) == (["attempt", "commit"] * 3, 0)  # the second attempt is dropped, the third counts
+    # the second attempt is dropped, the third counts
+    assert (log, num_redone) == (["attempt", "commit"] * 3, 0)
 
 
-def unfrozen_disk(folder: Path, monkeypatch: pytest.MonkeyPatch, frozen: tuple[str, ...], overlap: str) -> int:
+def unfrozen_disk(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, frozen: tuple[str, ...], overlap: str
+) -> int:
     """Bytes on disk that a model takes when all of it is unfrozen."""
     run = Run(folder, overlap, monkeypatch, frozen=frozen)
     run.model.requires_grad_(True)
@@ -573,7 +620,9 @@ def test_without_room_an_unfrozen_model_steps_under_the_next_forward(
     with caplog.at_level(logging.WARNING, "tiermem"):
         log, _, _ = both(train, tmp_path, monkeypatch, frozen=[""], disk_bytes=room)
     assert log == []
-    assert [record.message for record in caplog.records if "not every rank has room" in record.message]
+    assert [
+        record.message for record in caplog.records if "not every rank has room" in record.message
+    ]
 
 
 def test_a_slot_that_no_step_uses_is_left_out_where_unfreezing_finds_no_room(
@@ -596,7 +645,9 @@ def test_a_slot_that_no_step_uses_is_left_out_where_unfreezing_finds_no_room(
     assert (log, num_redone) == ([], 0)
 
 
-def test_a_slot_that_steps_under_backward_use_is_not_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slot_that_steps_under_backward_use_is_not_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its bytes cannot be given back, so the model is not unfrozen, and goes on as it was."""
 
     def train(run: Run) -> None:
@@ -615,7 +666,7 @@ def test_a_slot_that_steps_under_backward_use_is_not_given_up(tmp_path: Path, mo
     assert (log, num_redone) == (["attempt", "commit"] * (NUM_STEPS - 2), 0)
 
 
-# ---- errors and ends -----------------------------------------------------------------------------------------------------
+# ---- errors and ends -----------------------------------------------------------------------------
 
 
 def opened(folder: Path, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> Run:
@@ -663,7 +714,7 @@ def test_closing_drops_what_backward_has_stepped(
         assert_same_tensors(dict(run.model.state_dict()), expected)
 
 
-# ---- room ----------------------------------------------------------------------------------------------------------------
+# ---- room ----------------------------------------------------------------------------------------
 
 
 def plan_of(folder: Path, overlap: str, **fields: Any) -> Any:
@@ -673,7 +724,8 @@ def plan_of(folder: Path, overlap: str, **fields: Any) -> Any:
 
 @pytest.mark.parametrize("precision", ["exact", "compact"])
 @pytest.mark.parametrize(
-    ("durability", "keep"), [("none", 1), ("checkpoint", 1), ("checkpoint", 3), ("step", 1), ("step", 2)]
+    ("durability", "keep"),
+    [("none", 1), ("checkpoint", 1), ("checkpoint", 3), ("step", 1), ("step", 2)],
 )
 def test_it_takes_one_more_slot_which_the_plan_counts(
     tmp_path: Path, precision: str, durability: str, keep: int
@@ -688,7 +740,11 @@ def test_it_takes_one_more_slot_which_the_plan_counts(
     num_bytes = {"exact": 14, "compact": 8}[precision]
     numel = sum(unit.shard_numel for unit in plan.division.units)
     assert plan.attempt_disk_bytes == plan.disk_bytes - less.disk_bytes
-    assert num_bytes * numel <= plan.attempt_disk_bytes <= num_bytes * numel + 4096 * 4 * len(plan.division.units)
+    assert (
+        num_bytes * numel
+        <= plan.attempt_disk_bytes
+        <= num_bytes * numel + 4096 * 4 * len(plan.division.units)
+    )
     assert plan.host_bytes == less.host_bytes
 
 
@@ -708,7 +764,11 @@ def test_without_room_for_a_second_copy_it_is_left_out_in_one_sentence(
     less = plan_of(tmp_path, "forward", **fields)
     with caplog.at_level(logging.WARNING, "tiermem"):
         plan = plan_of(tmp_path, "backward", host_bytes=less.host_bytes + 4096, **fields)
-    assert (plan.host_bytes, plan.disk_bytes, plan.attempt_disk_bytes) == (less.host_bytes, less.disk_bytes, 0)
+    assert (plan.host_bytes, plan.disk_bytes, plan.attempt_disk_bytes) == (
+        less.host_bytes,
+        less.disk_bytes,
+        0,
+    )
     [said] = [record.message for record in caplog.records if "room for twice" in record.message]
     enough = int(re.findall(r"host_bytes, which is \d+, and (\d+)", said)[0])
     assert plan_of(tmp_path, "backward", host_bytes=enough, **fields).may_attempt
@@ -728,12 +788,16 @@ def test_weights_in_memory_rest_between_their_uses(tmp_path: Path) -> None:
         assert (shards.plan.units.num, shards.plan.shards.num) == (0, 0)
 
 
-def test_without_room_it_is_left_out_in_one_sentence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_room_it_is_left_out_in_one_sentence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     room = plan_of(tmp_path, "forward").disk_bytes
     with caplog.at_level(logging.WARNING, "tiermem"):
         plan = plan_of(tmp_path, "backward", disk_bytes=room)
     assert (plan.disk_bytes, plan.attempt_disk_bytes) == (room, 0)
-    assert [record.message for record in caplog.records if "not every rank has room" in record.message]
+    assert [
+        record.message for record in caplog.records if "not every rank has room" in record.message
+    ]
 
 
 def room_of(plan: Any) -> tuple[int, int, Any]:
@@ -749,7 +813,10 @@ def test_an_engine_that_clips_starts_where_disk_bytes_leaves_no_room(
     with opened_engine(tmp_path, 1.0, own | {"overlap": "forward"}, params) as engine:
         less = engine.shards.plan
     own["disk_bytes"] = less.disk_bytes
-    with caplog.at_level(logging.INFO, "tiermem"), opened_engine(tmp_path, 1.0, own, params) as engine:
+    with (
+        caplog.at_level(logging.INFO, "tiermem"),
+        opened_engine(tmp_path, 1.0, own, params) as engine,
+    ):
         assert overlap_in(engine) == "forward"
         assert room_of(engine.shards.plan) == room_of(less)
         losses = train_engine(engine, range(3))
@@ -763,7 +830,9 @@ def free_bytes(folder: Path) -> int:
     return os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
 
 
-def test_an_engine_that_clips_starts_on_a_disk_without_room(tmp_path: Path, mount: Callable[..., Path]) -> None:
+def test_an_engine_that_clips_starts_on_a_disk_without_room(
+    tmp_path: Path, mount: Callable[..., Path]
+) -> None:
     """The file system has what "forward" takes, and less than a slot more."""
     folder = mount("ext4", 64 << 20)
     empty = free_bytes(folder)
@@ -771,7 +840,8 @@ def test_an_engine_that_clips_starts_on_a_disk_without_room(tmp_path: Path, moun
         plan = engine.shards.plan
     assert plan.attempt_disk_bytes
     deadline = time.monotonic() + 60
-    while (free := free_bytes(folder)) < empty - plan.attempt_disk_bytes // 4:  # the kernel frees files in its own time
+    # the kernel frees files in its own time
+    while (free := free_bytes(folder)) < empty - plan.attempt_disk_bytes // 4:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     with open(folder / "others", "wb") as file:
@@ -804,7 +874,9 @@ def test_ranks_that_share_a_disk_leave_one_another_what_each_must_have(
         (folder / str(rank)).mkdir()
         with TensorStore([folder / str(rank)], 1 << 20) as store:
             topology = dataclasses.replace(alone, rank=rank)
-            found[rank] = budget.take_disk(plan, policy(folder, "auto", early_steps=True), store, topology)
+            found[rank] = budget.take_disk(
+                plan, policy(folder, "auto", early_steps=True), store, topology
+            )
             meeting.wait()
 
     monkeypatch.setattr(budget, "exchange", exchange)
@@ -839,7 +911,8 @@ def test_a_disk_that_fills_up_before_the_first_step_under_backward_stops_none(
 def test_weights_in_memory_have_second_copies_by_themselves_only_within_host_bytes(
     host_bytes: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nobody has said how much memory they may take; and where it is short, nothing else makes room for them."""
+    """Nobody has said how much memory they may take; and where it is short, nothing else makes room
+    for them."""
     own: dict[str, Any] = {"resident_bytes": 0}
     with opened_engine(tmp_path, 1.0, own | {"overlap": "forward"}, "cpu") as engine:
         less = engine.shards.plan
@@ -847,7 +920,10 @@ def test_weights_in_memory_have_second_copies_by_themselves_only_within_host_byt
         more = engine.shards.plan.host_bytes
     if host_bytes is not None:
         own["host_bytes"] = more - 4096 * (host_bytes == "too little")
-    with caplog.at_level(logging.INFO, "tiermem"), opened_engine(tmp_path, 1.0, own, "cpu") as engine:
+    with (
+        caplog.at_level(logging.INFO, "tiermem"),
+        opened_engine(tmp_path, 1.0, own, "cpu") as engine,
+    ):
         assert overlap_in(engine) == ("backward" if host_bytes == "enough" else "forward")
         if host_bytes != "enough":
             assert room_of(engine.shards.plan) == room_of(less)
@@ -856,13 +932,15 @@ def test_weights_in_memory_have_second_copies_by_themselves_only_within_host_byt
     assert all(each.levelno == logging.INFO for each in said)
 
 
-def test_without_tiles_on_disk_it_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_tiles_on_disk_it_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, "tiermem"):
         assert plan_of(tmp_path, "backward", optim=Tier.HOST).attempt_disk_bytes == 0
     assert [record.message for record in caplog.records if "there are none" in record.message]
 
 
-# ---- history -------------------------------------------------------------------------------------------------------------
+# ---- history -------------------------------------------------------------------------------------
 
 
 def attempts_of(period: int) -> tuple[int, int]:
@@ -885,7 +963,8 @@ def test_history_attempts_where_it_pays() -> None:
 
 @given(st.lists(st.booleans(), max_size=500), st.integers(0, 100))
 def test_history_makes_few_steps_twice_whatever_comes(steps: list[bool], num_clipped: int) -> None:
-    """After six failures that no success follows a step is attempted after 64 that held; a run that clips pays once."""
+    """After six failures that no success follows a step is attempted after 64 that held; a run that
+    clips pays once."""
     history, held, failed = History(), 0, 0
     for has_held in [*steps, *[False] * num_clipped]:
         is_due = history.is_due and history.is_last(1)

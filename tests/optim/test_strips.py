@@ -47,18 +47,25 @@ def trained(folder: Path, precision: Precision) -> dict[str, torch.Tensor]:
             optim.zero_grad()
         tiles, found = optim.tiles_of(shards), {}
         for _, shard in shards.parameters():
-            found |= {f"{shard.name}.{name}": tiles.state(shard, name) for name in (MASTER, *tiles.names(shard))}
+            found |= {
+                f"{shard.name}.{name}": tiles.state(shard, name)
+                for name in (MASTER, *tiles.names(shard))
+            }
         return found
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_strips_have_the_bits_of_whole_tiles(preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strips_have_the_bits_of_whole_tiles(
+    preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     precision = Precision.preset(preset)
     columns, most = TilePass.columns, list[int]()
 
     def count(self: TilePass, tile: Tile) -> list[Column]:
         found = columns(self, tile)
-        most.append(max((-(-each.place.num_bytes // each.strip_bytes) for each in found), default=0))
+        most.append(
+            max((-(-each.place.num_bytes // each.strip_bytes) for each in found), default=0)
+        )
         return found
 
     monkeypatch.setattr(TilePass, "columns", count)
@@ -72,7 +79,9 @@ def test_strips_have_the_bits_of_whole_tiles(preset: str, tmp_path: Path, monkey
     assert max(most) == 1
 
 
-def test_strips_of_small_states_are_moved_several_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strips_of_small_states_are_moved_several_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To the same bits; their checksums stay those of single strips."""
     monkeypatch.setattr(state_layout, "STRIP_NUMEL", 1 << 16)
     monkeypatch.setattr(state_layout, "AT_ONCE_BYTES", 0)

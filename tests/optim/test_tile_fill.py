@@ -1,4 +1,5 @@
-"""Do tiles that are filled from elsewhere hold what was given, and go on as what it was taken from?"""
+"""Do tiles that are filled from elsewhere hold what was given, and go on as what it was taken
+from?"""
 
 from __future__ import annotations
 
@@ -18,7 +19,13 @@ from tiermem.units.state_layout import is_positive
 
 def started(folder: Path, preset: str, home: Tier, tile_numel: int) -> tuple[Shards, tiermem.AdamW]:
     model = seeded(Tower).bfloat16()
-    fields = {"params": home, "optim": home, "paths": [folder], "persistence_numel": 100, "tile_numel": tile_numel}
+    fields = {
+        "params": home,
+        "optim": home,
+        "paths": [folder],
+        "persistence_numel": 100,
+        "tile_numel": tile_numel,
+    }
     shards = tiermem.shard(model, OffloadPolicy(precision=Precision.preset(preset), **fields))
     return shards, tiermem.AdamW(model.parameters(), lr=1e-2)
 
@@ -30,18 +37,32 @@ def count_steps(shards: Shards, num_steps: int) -> None:
             shard.num_steps = num_steps
 
 
-def put_from(shards: Shards, states: dict[str, torch.Tensor], weights: dict[str, torch.Tensor], places: Places) -> None:
+def put_from(
+    shards: Shards,
+    states: dict[str, torch.Tensor],
+    weights: dict[str, torch.Tensor],
+    places: Places,
+) -> None:
     name, part = places.shard.name, slice(places.first, places.first + places.numel)
     places.weight.copy_(weights[name].view(-1)[part])
     if places.master is not None:
         is_split = places.master.dtype == torch.int16
-        narrow_part(shards.workers, states[f"{name}.master"][part], places.master, places.weight if is_split else None)
+        narrow_part(
+            shards.workers,
+            states[f"{name}.master"][part],
+            places.master,
+            places.weight if is_split else None,
+        )
     for moment, place in places.moments.items():
-        narrow_part(shards.workers, states[f"{name}.{moment}"][part], place, is_positive=is_positive(moment))
+        narrow_part(
+            shards.workers, states[f"{name}.{moment}"][part], place, is_positive=is_positive(moment)
+        )
 
 
 @pytest.mark.parametrize("preset", ["exact", "compact", "bf16", "tiny"])
-@pytest.mark.parametrize(("home", "tile_numel"), [(Tier.HOST, 1 << 20), (Tier.NVME, 4096), (Tier.NVME, 12288)])
+@pytest.mark.parametrize(
+    ("home", "tile_numel"), [(Tier.HOST, 1 << 20), (Tier.NVME, 4096), (Tier.NVME, 12288)]
+)
 def test_filled_tiles_train_on_as_those_they_were_filled_from(
     home: Tier, tile_numel: int, preset: str, tmp_path: Path
 ) -> None:
@@ -55,12 +76,16 @@ def test_filled_tiles_train_on_as_those_they_were_filled_from(
         count_steps(other, 3)
         assert_same_tensors(states_of(other, second), states)
         assert_same_tensors(dict(other.model.state_dict()), weights)
-        assert train_steps(other.model, second, range(3, 5)) == train_steps(source.model, first, range(3, 5))
+        assert train_steps(other.model, second, range(3, 5)) == train_steps(
+            source.model, first, range(3, 5)
+        )
         assert_same_tensors(states_of(other, second), states_of(source, first))
 
 
 @pytest.mark.parametrize("home", [Tier.HOST, Tier.NVME])
-def test_what_the_filler_leaves_alone_is_the_state_before_the_first_step(home: Tier, tmp_path: Path) -> None:
+def test_what_the_filler_leaves_alone_is_the_state_before_the_first_step(
+    home: Tier, tmp_path: Path
+) -> None:
     shards, optim = started(tmp_path, "exact", home, 4096)
     with shards:
         train_steps(shards.model, optim, range(2))

@@ -1,4 +1,5 @@
-"""With step_in_backward gradients are used while backward runs: is everything refused that would need them afterwards?"""
+"""With step_in_backward gradients are used while backward runs: is everything refused that would
+need them afterwards?"""
 
 from __future__ import annotations
 
@@ -27,7 +28,12 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Run]:
     home = Tier.NVME if request.param == "NVMe" else Tier.HOST
     numel = 1 << 20 if request.param == "resident" else 50
     policy = OffloadPolicy(
-        params=home, optim=home, paths=[tmp_path], persistence_numel=numel, step_in_backward=True, on_nonfinite="raise"
+        params=home,
+        optim=home,
+        paths=[tmp_path],
+        persistence_numel=numel,
+        step_in_backward=True,
+        on_nonfinite="raise",
     )
     model = seeded(zoo.Tower)
     with tiermem.shard(model, policy):
@@ -46,7 +52,9 @@ NEEDING: list[Callable[[Run], object]] = [
     lambda run: nn.utils.clip_grad_norm_(run.model.parameters(), 1e-3),
     lambda run: nn.utils.clip_grad_norm_(run.model.parameters(), 1e-3, foreach=False),
     lambda run: nn.utils.clip_grad_value_(run.model.parameters(), 1e-3),
-    lambda run: nn.utils.get_total_norm([p.grad for p in run.model.parameters() if p.grad is not None]),
+    lambda run: nn.utils.get_total_norm(
+        [p.grad for p in run.model.parameters() if p.grad is not None]
+    ),
     lambda run: first_grad(run).norm(),
     lambda run: first_grad(run).mul_(0.5),
     lambda run: first_grad(run).clone(),
@@ -57,8 +65,12 @@ NEEDING: list[Callable[[Run], object]] = [
 
 
 @pytest.mark.parametrize("need", NEEDING)
-def test_what_needs_gradients_after_backward_is_refused(run: Run, need: Callable[[Run], object]) -> None:
-    with pytest.raises(RuntimeError, match="was used while backward ran, by step_in_backward: it cannot be read"):
+def test_what_needs_gradients_after_backward_is_refused(
+    run: Run, need: Callable[[Run], object]
+) -> None:
+    with pytest.raises(
+        RuntimeError, match="was used while backward ran, by step_in_backward: it cannot be read"
+    ):
         need(run)
 
 
@@ -81,7 +93,9 @@ def test_a_step_that_scales_or_clips_is_refused(run: Run, how: dict[str, float])
 
 
 @pytest.mark.parametrize("sets_to_none", [True, False, None])
-def test_training_goes_on_however_gradients_are_zeroed_after_a_step(run: Run, sets_to_none: bool | None) -> None:
+def test_training_goes_on_however_gradients_are_zeroed_after_a_step(
+    run: Run, sets_to_none: bool | None
+) -> None:
     twin = seeded(zoo.Tower)
     theirs = torch.optim.SGD(twin.parameters(), lr=0.1)
     for number in range(3):
@@ -93,7 +107,9 @@ def test_training_goes_on_however_gradients_are_zeroed_after_a_step(run: Run, se
         run.optim.step()
         if sets_to_none is not None:
             run.optim.zero_grad(set_to_none=sets_to_none)
-    torch.testing.assert_close(dict(run.model.state_dict()), dict(twin.state_dict()), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        dict(run.model.state_dict()), dict(twin.state_dict()), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_a_step_without_gradients_does_nothing_as_torchs(run: Run) -> None:
@@ -106,8 +122,12 @@ def test_a_step_without_gradients_does_nothing_as_torchs(run: Run) -> None:
 
 def test_a_backward_without_an_optimizer_is_refused() -> None:
     model = seeded(zoo.Tower)
-    with tiermem.shard(model, OffloadPolicy(step_in_backward=True, persistence_numel=50, on_nonfinite="raise")):
-        with pytest.raises(RuntimeError, match="there is no optimizer yet: build it before backward"):
+    with tiermem.shard(
+        model, OffloadPolicy(step_in_backward=True, persistence_numel=50, on_nonfinite="raise")
+    ):
+        with pytest.raises(
+            RuntimeError, match="there is no optimizer yet: build it before backward"
+        ):
             loss_of(model, 0).backward()
         optim = tiermem.SGD(model.parameters(), lr=0.1)
         loss_of(model, 0).backward()

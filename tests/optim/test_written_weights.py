@@ -24,11 +24,15 @@ def options(place: str, preset: str, folder: Path) -> dict[str, Any]:
         return {"precision": preset}
     fields: dict[str, Any] = {"precision": PRESETS[preset], "tile_numel": 4096}
     if place == "NVMe":
-        return {"policy": OffloadPolicy(optim=Tier.NVME, paths=[folder], resident_bytes=0, **fields)}
+        return {
+            "policy": OffloadPolicy(optim=Tier.NVME, paths=[folder], resident_bytes=0, **fields)
+        }
     return {"policy": OffloadPolicy(optim=Tier.HOST, **fields)}
 
 
-def train(model: nn.Module, optimizer: Any, num_steps: int, after: Write = lambda model: None) -> None:
+def train(
+    model: nn.Module, optimizer: Any, num_steps: int, after: Write = lambda model: None
+) -> None:
     data = torch.randn(5, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
     for _ in range(num_steps):
         model(data).float().square().mean().backward()
@@ -44,7 +48,9 @@ def fresh() -> nn.Module:
 
 
 def load(model: nn.Module) -> None:
-    model.load_state_dict({name: torch.full_like(value, 0.5) for name, value in model.state_dict().items()})
+    model.load_state_dict(
+        {name: torch.full_like(value, 0.5) for name, value in model.state_dict().items()}
+    )
 
 
 def copy(model: nn.Module) -> None:
@@ -64,30 +70,41 @@ def through_views(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("preset", WITH_MASTER)
-@pytest.mark.parametrize("write", [load, copy, replace, through_views], ids=lambda each: each.__name__)
+@pytest.mark.parametrize(
+    "write", [load, copy, replace, through_views], ids=lambda each: each.__name__
+)
 def test_a_written_weight_is_stepped_from_what_was_written(
     place: str, preset: str, write: Write, tmp_path: Path
 ) -> None:
     model = fresh()
-    optimizer = tiermem.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0, **options(place, preset, tmp_path))
+    optimizer = tiermem.AdamW(
+        model.parameters(), lr=1e-6, weight_decay=0.0, **options(place, preset, tmp_path)
+    )
     train(model, optimizer, 2)
     with torch.no_grad():
         write(model)
     train(model, optimizer, 2)
     for param in model.parameters():
-        torch.testing.assert_close(param.detach().float(), torch.full(param.shape, 0.5), atol=2e-3, rtol=0)
+        torch.testing.assert_close(
+            param.detach().float(), torch.full(param.shape, 0.5), atol=2e-3, rtol=0
+        )
     optimizer.close()
 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("preset", WITH_MASTER)
-def test_unwritten_elements_keep_their_masters_to_the_bit(place: str, preset: str, tmp_path: Path) -> None:
-    """Rows are zeroed after each step. Without weight decay a row's step does not depend on another row's weight."""
+def test_unwritten_elements_keep_their_masters_to_the_bit(
+    place: str, preset: str, tmp_path: Path
+) -> None:
+    """Rows are zeroed after each step. Without weight decay a row's step does not depend on another
+    row's weight."""
 
     def masters(after: Write) -> torch.Tensor:
         torch.manual_seed(3)
         model = nn.Linear(96, 96, bias=False).bfloat16()
-        optimizer = tiermem.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0, **options(place, preset, tmp_path))
+        optimizer = tiermem.AdamW(
+            model.parameters(), lr=1e-3, weight_decay=0.0, **options(place, preset, tmp_path)
+        )
         train(model, optimizer, 4, after)
         found: torch.Tensor = optimizer.state_dict()["state"][0]["master"].clone()
         assert torch.equal(found.bfloat16()[8:], model.weight.detach()[8:])
@@ -105,13 +122,22 @@ def test_unwritten_elements_keep_their_masters_to_the_bit(place: str, preset: st
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("preset", WITH_MASTER)
-def test_weights_clamped_at_every_step_follow_torch(place: str, preset: str, tmp_path: Path) -> None:
-    """Steps of 1e-5 are below the spacing of bf16 near the bound, 2.4e-4: only masters add them up."""
-    start, grad = torch.linspace(-0.06, 0.06, 96 * 96).view(96, 96).bfloat16(), torch.ones(96, 96, dtype=torch.bfloat16)
+def test_weights_clamped_at_every_step_follow_torch(
+    place: str, preset: str, tmp_path: Path
+) -> None:
+    """Steps of 1e-5 are below the spacing of bf16 near the bound, 2.4e-4: only masters add them
+    up."""
+    start, grad = (
+        torch.linspace(-0.06, 0.06, 96 * 96).view(96, 96).bfloat16(),
+        torch.ones(96, 96, dtype=torch.bfloat16),
+    )
     grad[::2] = -1.0
     ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.float())
     optimizer = tiermem.AdamW([ours], lr=1e-5, weight_decay=0.0, **options(place, preset, tmp_path))
-    for param, optim in ((ours, optimizer), (theirs, torch.optim.AdamW([theirs], lr=1e-5, weight_decay=0.0))):
+    for param, optim in (
+        (ours, optimizer),
+        (theirs, torch.optim.AdamW([theirs], lr=1e-5, weight_decay=0.0)),
+    ):
         for _ in range(40):
             param.grad = grad.to(param.dtype)
             optim.step()
@@ -121,7 +147,8 @@ def test_weights_clamped_at_every_step_follow_torch(place: str, preset: str, tmp
     optimizer.close()
     torch.testing.assert_close(master, theirs.detach(), atol=2e-4, rtol=0)
     is_inside = start.abs() < 0.049
-    torch.testing.assert_close(master[is_inside], theirs.detach()[is_inside], atol=5e-5, rtol=0)  # of 4e-4
+    # of 4e-4
+    torch.testing.assert_close(master[is_inside], theirs.detach()[is_inside], atol=5e-5, rtol=0)
 
 
 @pytest.mark.parametrize("preset", WITH_MASTER)
@@ -165,6 +192,8 @@ def test_another_dtype_of_resting_states_is_refused(tmp_path: Path) -> None:
     model.half()
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
-    with pytest.raises(ValueError, match=r"is torch.float16 of shape .*its states are of torch.bfloat16"):
+    with pytest.raises(
+        ValueError, match=r"is torch.float16 of shape .*its states are of torch.bfloat16"
+    ):
         optimizer.step()
     optimizer.close()

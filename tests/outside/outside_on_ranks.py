@@ -1,5 +1,6 @@
-"""Looks at a model's weights and gradients from outside; run once per rank by test_outside_on_ranks.py. Every rank sees the
-same batches, so that weights are the same on any number of ranks.
+"""Looks at a model's weights and gradients from outside; run once per rank by
+test_outside_on_ranks.py. Every rank sees the same batches, so that weights are the same on any
+number of ranks.
 
 outside_on_ranks.py OUT NVME     writes OUT/<rank>.pt: {case: {"averages", "applied", "back", "exported", "clipped", "refused"}}
 """
@@ -30,7 +31,10 @@ CASES: dict[str, dict[str, Any] | None] = {
 
 
 def full(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    return {n: (v.full_tensor() if isinstance(v, DTensor) else v).detach().clone() for n, v in state.items()}
+    return {
+        n: (v.full_tensor() if isinstance(v, DTensor) else v).detach().clone()
+        for n, v in state.items()
+    }
 
 
 def looked_at(case: str, nvme: Path) -> dict[str, Any]:
@@ -39,7 +43,11 @@ def looked_at(case: str, nvme: Path) -> dict[str, Any]:
         for layer in model.layers:
             fully_shard(layer)
         return found_in(fully_shard(model))
-    with tiermem.shard(model, OffloadPolicy(paths=[nvme], persistence_numel=50, timeout_s=60, **fields), device="cpu"):
+    with tiermem.shard(
+        model,
+        OffloadPolicy(paths=[nvme], persistence_numel=50, timeout_s=60, **fields),
+        device="cpu",
+    ):
         torch.set_num_threads(1)
         return found_in(model)
 
@@ -59,7 +67,9 @@ def found_in(model: nn.Module) -> dict[str, Any]:
     before = copy.deepcopy(full(model.state_dict()))
     with ema.applied():
         found["applied"] = full(model.state_dict())
-    found["back"] = all(torch.equal(value, before[name]) for name, value in full(model.state_dict()).items())
+    found["back"] = all(
+        torch.equal(value, before[name]) for name, value in full(model.state_dict()).items()
+    )
     found["exported"] = full(dict(tiermem.export_weights(model)))
     found["current"] = before
     loss_of(model, 3).backward()

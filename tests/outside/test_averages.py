@@ -1,4 +1,5 @@
-"""Does tiermem.EMA average as torch's AveragedModel, wherever weights and averages rest, and give a model back as it was?"""
+"""Does tiermem.EMA average as torch's AveragedModel, wherever weights and averages rest, and give a
+model back as it was?"""
 
 from __future__ import annotations
 
@@ -32,11 +33,15 @@ def model_of(where: str, nvme: Path, dtype: torch.dtype = torch.float32) -> Iter
     if fields is None:
         yield model
         return
-    with tiermem.shard(model, OffloadPolicy(paths=[nvme], persistence_numel=50, **fields), device="cpu"):
+    with tiermem.shard(
+        model, OffloadPolicy(paths=[nvme], persistence_numel=50, **fields), device="cpu"
+    ):
         yield model
 
 
-def torchs(dtype: torch.dtype = torch.float32, num_steps: int = 5) -> tuple[AveragedModel, nn.Module, list[float]]:
+def torchs(
+    dtype: torch.dtype = torch.float32, num_steps: int = 5
+) -> tuple[AveragedModel, nn.Module, list[float]]:
     """Torch's averages of a plain model, the model, and its losses afterwards."""
     model = seeded(Tower).to(dtype)
     optim = tiermem.AdamW(model.parameters(), lr=1e-2)
@@ -49,7 +54,9 @@ def torchs(dtype: torch.dtype = torch.float32, num_steps: int = 5) -> tuple[Aver
 
 @pytest.mark.parametrize("home", [Tier.HOST, Tier.NVME])
 @pytest.mark.parametrize("where", WEIGHTS)
-def test_averages_equal_torchs_and_the_model_comes_back(where: str, home: Tier, tmp_path: Path) -> None:
+def test_averages_equal_torchs_and_the_model_comes_back(
+    where: str, home: Tier, tmp_path: Path
+) -> None:
     averaged, _, went_on = torchs()
     expected = dict(averaged.module.named_parameters())
     with model_of(where, tmp_path) as model:
@@ -89,10 +96,14 @@ def test_averages_in_the_parameters_own_dtype(tmp_path: Path) -> None:
             ema.update()
             precise.update()
         assert_same_tensors(ema.state_dict()["averages"], dict(averaged.module.named_parameters()))
-        assert {value.dtype for value in precise.state_dict()["averages"].values()} == {torch.float32}
+        assert {value.dtype for value in precise.state_dict()["averages"].values()} == {
+            torch.float32
+        }
         before = copy.deepcopy(model.state_dict())
         with precise.applied():
-            rounded = {name: value.bfloat16() for name, value in precise.state_dict()["averages"].items()}
+            rounded = {
+                name: value.bfloat16() for name, value in precise.state_dict()["averages"].items()
+            }
             assert_same_tensors(dict(model.state_dict()), rounded)
         assert_same_tensors(dict(model.state_dict()), before)
         ema.close()
@@ -101,7 +112,11 @@ def test_averages_in_the_parameters_own_dtype(tmp_path: Path) -> None:
 
 def test_a_state_dict_continues_on_another_tier(tmp_path: Path) -> None:
     expected = None
-    for where, home in (("plain", Tier.HOST), ("weights on host", Tier.NVME), ("weights on nvme", Tier.HOST)):
+    for where, home in (
+        ("plain", Tier.HOST),
+        ("weights on host", Tier.NVME),
+        ("weights on nvme", Tier.HOST),
+    ):
         with model_of(where, tmp_path) as model:
             optim = tiermem.AdamW(model.parameters(), lr=1e-2)
             ema = tiermem.EMA(model, 0.9, home=home, paths=[tmp_path])
@@ -121,11 +136,16 @@ def test_a_state_dict_continues_on_another_tier(tmp_path: Path) -> None:
         expected = found["averages"]
 
 
-def test_turned_parameters_and_pieces_that_cut_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turned_parameters_and_pieces_that_cut_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tiermem.averages._PIECE_NUMEL", 4096)
     torch.manual_seed(0)
     model = nn.Module()
-    model.turned, model.long = nn.Parameter(torch.randn(70, 90).t()), nn.Parameter(torch.randn(9001))
+    model.turned, model.long = (
+        nn.Parameter(torch.randn(70, 90).t()),
+        nn.Parameter(torch.randn(9001)),
+    )
     model.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
     for home in (Tier.HOST, Tier.NVME):
         averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
@@ -155,7 +175,9 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="before the first update"), ema.applied():
         pass
     model.head.requires_grad_(True)
-    with pytest.raises(RuntimeError, match=r"head\.weight, head\.bias are trained and was frozen|make a new EMA"):
+    with pytest.raises(
+        RuntimeError, match=r"head\.weight, head\.bias are trained and was frozen|make a new EMA"
+    ):
         ema.update()
     with pytest.raises(ValueError, match="of another model"):
         ema.load_state_dict({"decay": 0.9, "num_updates": 1, "averages": {}})

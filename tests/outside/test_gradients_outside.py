@@ -1,4 +1,5 @@
-"""Does `p.grad` of a sharded parameter answer as plain torch's after backward, and does the step see what was written?"""
+"""Does `p.grad` of a sharded parameter answer as plain torch's after backward, and does the step
+see what was written?"""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ HOMES: dict[str, dict[str, Any]] = {
 
 
 def sharded(model: nn.Module, home: str, nvme: Path) -> tiermem.Shards:
-    return tiermem.shard(model, OffloadPolicy(paths=[nvme], persistence_numel=50, **HOMES[home]), device="cpu")
+    return tiermem.shard(
+        model, OffloadPolicy(paths=[nvme], persistence_numel=50, **HOMES[home]), device="cpu"
+    )
 
 
 READS: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -75,7 +78,11 @@ def after_backward(home: str, nvme: Path) -> Iterator[tuple[nn.Module, torch.opt
 @pytest.mark.parametrize("home", HOMES)
 def test_reads_equal_plain_torchs(home: str, tmp_path: Path) -> None:
     found = [
-        {f"{call} {name}": read(p.grad) for call, read in READS.items() for name, p in model.named_parameters()}
+        {
+            f"{call} {name}": read(p.grad)
+            for call, read in READS.items()
+            for name, p in model.named_parameters()
+        }
         for model, _ in after_backward(home, tmp_path)
     ]
     for call, mine in found[0].items():
@@ -124,7 +131,9 @@ def test_optimizers_that_cannot_step_sharded_parameters_are_refused(tmp_path: Pa
     model, _ = next(after_backward("host", tmp_path))
     for kind in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop):
         for foreach in (False, True):
-            with pytest.raises(RuntimeError, match=r"the gradient of a sharded parameter|values rest elsewhere"):
+            with pytest.raises(
+                RuntimeError, match=r"the gradient of a sharded parameter|values rest elsewhere"
+            ):
                 kind(model.parameters(), lr=1e-2, foreach=foreach).step()
 
 
@@ -151,7 +160,8 @@ def test_a_penalty_a_vector_of_weights_and_norms_in_a_callback(tmp_path: Path) -
 
 @pytest.mark.parametrize("home", HOMES)
 def test_freezing_and_unfreezing_after_sharding(home: str, tmp_path: Path) -> None:
-    """Room is planned for what is trained when the model is sharded; what is frozen afterwards may be unfrozen again."""
+    """Room is planned for what is trained when the model is sharded; what is frozen afterwards may
+    be unfrozen again."""
     found = []
     for is_sharded in (True, False):
         model = seeded(Tower)
@@ -159,7 +169,9 @@ def test_freezing_and_unfreezing_after_sharding(home: str, tmp_path: Path) -> No
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         model.layers[1].requires_grad_(False)
         losses = train_steps(model, optim, range(2))
-        frozen = torch.equal(model.state_dict()["layers.1.up.weight"], seeded(Tower).layers[1].up.weight)
+        frozen = torch.equal(
+            model.state_dict()["layers.1.up.weight"], seeded(Tower).layers[1].up.weight
+        )
         model.layers[1].requires_grad_(True)
         model.head.requires_grad_(False)
         losses += train_steps(model, optim, range(2, 5))
@@ -172,7 +184,9 @@ def test_freezing_and_unfreezing_after_sharding(home: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("home", HOMES)
-def test_what_was_frozen_when_the_model_was_sharded_is_trained_after_a_checkpoint(home: str, tmp_path: Path) -> None:
+def test_what_was_frozen_when_the_model_was_sharded_is_trained_after_a_checkpoint(
+    home: str, tmp_path: Path
+) -> None:
     """The model is sharded again with other parameters trained: first more of them, then fewer."""
     found = []
     for is_sharded in (True, False):

@@ -18,10 +18,14 @@ HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def launched(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """What one rank found, and what two did."""
     script, make = HERE / "outside_on_ranks.py", tmp_path_factory.mktemp
-    return launch(script, 1, make("one"), str(make("nvme"))), launch(script, 2, make("two"), str(make("nvme")))
+    return launch(script, 1, make("one"), str(make("nvme"))), launch(
+        script, 2, make("two"), str(make("nvme"))
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -36,7 +40,9 @@ def test_two_ranks_find_what_one_finds(case: str, launched: Any) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_averages_are_applied_and_taken_back_and_exports_are_current(case: str, launched: Any) -> None:
+def test_averages_are_applied_and_taken_back_and_exports_are_current(
+    case: str, launched: Any
+) -> None:
     for rank in [*launched[0], *launched[1]]:
         found = rank[case]
         assert found["back"]

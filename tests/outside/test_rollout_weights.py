@@ -1,4 +1,5 @@
-"""Are the weights that a program for rollouts gets the current ones, unit by unit, also while the engine sleeps?"""
+"""Are the weights that a program for rollouts gets the current ones, unit by unit, also while the
+engine sleeps?"""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def test_they_are_the_current_ones_between_steps(where: str, tmp_path: Path) -> 
     model = seeded(Tower).bfloat16()
     model.register_buffer("seen", torch.ones(3))
     model.register_buffer("scratch", torch.ones(3), persistent=False)
-    with tiermem.shard(model, OffloadPolicy(paths=[tmp_path], persistence_numel=50, **WHERE[where]), device="cpu"):
+    with tiermem.shard(
+        model, OffloadPolicy(paths=[tmp_path], persistence_numel=50, **WHERE[where]), device="cpu"
+    ):
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         for step in range(3):
             train_steps(model, optim, range(step, step + 1))
@@ -49,7 +52,9 @@ def test_exports_change_nothing_of_a_training(tmp_path: Path) -> None:
             for step in range(3):
                 losses[-1] += train_steps(model, optim, range(step, step + 1))
                 if exports:
-                    assert all(torch.isfinite(value).all() for _, value in tiermem.export_weights(model))
+                    assert all(
+                        torch.isfinite(value).all() for _, value in tiermem.export_weights(model)
+                    )
     assert losses[0] == losses[1]
 
 
@@ -73,7 +78,10 @@ def test_inside_a_forward_it_is_refused() -> None:
 
     model = Asking()
     policy = OffloadPolicy(params=Tier.HOST, optim=Tier.HOST)
-    with tiermem.shard(model, policy, device="cpu"), pytest.raises(RuntimeError, match="inside a forward"):
+    with (
+        tiermem.shard(model, policy, device="cpu"),
+        pytest.raises(RuntimeError, match="inside a forward"),
+    ):
         loss_of(model, 0)
 
 

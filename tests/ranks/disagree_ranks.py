@@ -1,4 +1,5 @@
-"""Run once by test_disagreeing_ranks.py: three ranks that agree about everything but one thing, case after case.
+"""Run once by test_disagreeing_ranks.py: three ranks that agree about everything but one thing,
+case after case.
 
 disagree_ranks.py OUT     writes OUT/found.json: {world: [how each rank ended]}, with {case: what it raised} for a result
 """
@@ -46,18 +47,28 @@ class Pair(nn.Module):
 
 
 def shard(nvme: Path, model: nn.Module, **fields: Any) -> None:
-    settings = {"params": Tier.NVME, "optim": Tier.NVME, "paths": [nvme], "persistence_numel": 50, "timeout_s": 60.0}
+    settings = {
+        "params": Tier.NVME,
+        "optim": Tier.NVME,
+        "paths": [nvme],
+        "persistence_numel": 50,
+        "timeout_s": 60.0,
+    }
     tiermem.shard(model, OffloadPolicy(**(settings | fields))).close()
 
 
 def initialize(given: Any = None, model: nn.Module | None = None, **keys: Any) -> None:
-    engine, _, _, _ = tiermem.initialize(model=model or seeded(zoo.Tower), config=CONFIG | keys, optimizer=given)
+    engine, _, _, _ = tiermem.initialize(
+        model=model or seeded(zoo.Tower), config=CONFIG | keys, optimizer=given
+    )
     engine.close()
 
 
 def build(nvme: Path, make: Callable[[], nn.Module], is_under_init: bool = True) -> None:
     """Builds under zero.Init and shards."""
-    policy = OffloadPolicy(params=Tier.NVME, optim=Tier.NVME, paths=[nvme], persistence_numel=50, timeout_s=60.0)
+    policy = OffloadPolicy(
+        params=Tier.NVME, optim=Tier.NVME, paths=[nvme], persistence_numel=50, timeout_s=60.0
+    )
     with Init(policy=policy, enabled=is_under_init):
         model = make()
     tiermem.shard(model, policy).close()
@@ -77,18 +88,26 @@ def cases(is_odd: bool, nvme: Path) -> dict[str, Callable[[], None]]:
     frozen = seeded(zoo.Tower)
     frozen.head.requires_grad_(not is_odd)
     return {
-        "another policy": lambda: shard(nvme, seeded(zoo.Tower), persistence_numel=51 if is_odd else 50),
+        "another policy": lambda: shard(
+            nvme, seeded(zoo.Tower), persistence_numel=51 if is_odd else 50
+        ),
         "another stage": lambda: shard(
             nvme, seeded(zoo.Tower), params=Tier.DEVICE, optim=Tier.DEVICE, stage=2 if is_odd else 3
         ),
         "another model": lambda: shard(nvme, seeded(zoo.NanoGPT if is_odd else zoo.Tower)),
         "other shapes": lambda: shard(nvme, Pair(96 if is_odd else 97)),
         "another order": lambda: shard(nvme, Pair(is_swapped=is_odd)),
-        "another dtype": lambda: shard(nvme, seeded(zoo.Tower).to(torch.bfloat16 if is_odd else torch.float32)),
+        "another dtype": lambda: shard(
+            nvme, seeded(zoo.Tower).to(torch.bfloat16 if is_odd else torch.float32)
+        ),
         "other frozen parameters": lambda: shard(nvme, frozen),
-        "another MiCS group": lambda: shard(nvme, seeded(zoo.Tower), shard_group_size=1 if is_odd else None),
+        "another MiCS group": lambda: shard(
+            nvme, seeded(zoo.Tower), shard_group_size=1 if is_odd else None
+        ),
         "another mesh": lambda: tiermem.shard(seeded(zoo.Tower), OffloadPolicy(), mesh_of(is_odd)),
-        "a second copy": lambda: shard(nvme, seeded(zoo.Tower), secondary_group_size=3 if is_odd else 1),
+        "a second copy": lambda: shard(
+            nvme, seeded(zoo.Tower), secondary_group_size=3 if is_odd else 1
+        ),
         "another way to gather": lambda: shard(nvme, seeded(zoo.Tower), quantised_gather=is_odd),
         "another MiCS group in the config": lambda: initialize(
             zero_optimization={"stage": 3, "mics_shard_size": 1 if is_odd else 3}
@@ -104,7 +123,9 @@ def cases(is_odd: bool, nvme: Path) -> dict[str, Callable[[], None]]:
         ),
         "other parameter groups": lambda: groups(is_odd),
         "other shapes under Init": lambda: build(nvme, lambda: Pair(96 if is_odd else 97)),
-        "fewer layers under Init": lambda: build(nvme, lambda: nn.Linear(31, 97) if is_odd else Pair()),
+        "fewer layers under Init": lambda: build(
+            nvme, lambda: nn.Linear(31, 97) if is_odd else Pair()
+        ),
         "no Init": lambda: build(nvme, Pair, is_under_init=not is_odd),
     }
 
@@ -123,7 +144,8 @@ def other_groups(rank: int, nvme: Path) -> None:
 
 
 def one_is_late(rank: int, nvme: Path) -> None:
-    """Two models on different groups, one after the other, with a rank that keeps the others waiting."""
+    """Two models on different groups, one after the other, with a rank that keeps the others
+    waiting."""
     pair = dist.new_group([0, ODD])
     if rank == 0:
         time.sleep(3.5)

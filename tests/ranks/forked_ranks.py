@@ -1,10 +1,12 @@
-"""Forked ranks: many small worlds at once, each of a few ranks, from one process that has imported everything already.
+"""Forked ranks: many small worlds at once, each of a few ranks, from one process that has imported
+everything already.
 
     run_worlds({"name": World(body, num_ranks)}, folder)  ->  {"name": [Ended, one per rank]}
 
-A rank is a fork: it joins its world (gloo), runs `body(rank, folder)` and reports how it ended: what it raised, and which
-descriptors and threads are left behind by then. A rank that has not ended in time is killed and reported as hung. Nothing of
-torch has run in the parent, so that a fork has no threads to miss.
+A rank is a fork: it joins its world (gloo), runs `body(rank, folder)` and reports how it ended:
+what it raised, and which descriptors and threads are left behind by then. A rank that has not ended
+in time is killed and reported as hung. Nothing of torch has run in the parent, so that a fork has
+no threads to miss.
 """
 
 from __future__ import annotations
@@ -67,10 +69,14 @@ def run_worlds(worlds: Mapping[str, World], folder: Path) -> dict[str, list[Ende
         port, place = free_port(), folder / str(number)
         (place / "nvme").mkdir(parents=True)
         pids[name] = [
-            forked(functools.partial(_be_a_rank, rank, world, port, place)) for rank in range(world.num_ranks)
+            forked(functools.partial(_be_a_rank, rank, world, port, place))
+            for rank in range(world.num_ranks)
         ]
     return {
-        name: [_ended(pid, folder / str(number) / f"{rank}.json", deadline) for rank, pid in enumerate(pids[name])]
+        name: [
+            _ended(pid, folder / str(number) / f"{rank}.json", deadline)
+            for rank, pid in enumerate(pids[name])
+        ]
         for number, name in enumerate(worlds)
     }
 
@@ -84,16 +90,32 @@ def _be_a_rank(rank: int, world: World, port: int, place: Path) -> None:
     torch.set_num_threads(1)
     stacks = (place / f"{rank}.stacks").open("w")
     faulthandler.register(signal.SIGUSR1, stacks)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world.num_ranks), "LOCAL_WORLD_SIZE": str(world.num_ranks)}
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world.num_ranks),
+        "LOCAL_WORLD_SIZE": str(world.num_ranks),
+    }
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     before = _held()
-    said: dict[str, Any] = {"how": "returned", "kind": "", "message": "", "trace": "", "result": None}
+    said: dict[str, Any] = {
+        "how": "returned",
+        "kind": "",
+        "message": "",
+        "trace": "",
+        "result": None,
+    }
     try:
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-        before |= {each for each in _held() if "pipe:" in each}  # of the rendezvous server, which torch keeps
+        # of the rendezvous server, which torch keeps
+        before |= {each for each in _held() if "pipe:" in each}
         said["result"] = world.body(rank, place / "nvme")
     except Exception as error:
-        said |= {"how": "raised", "kind": type(error).__name__, "message": str(error), "trace": traceback.format_exc()}
+        said |= {
+            "how": "raised",
+            "kind": type(error).__name__,
+            "message": str(error),
+            "trace": traceback.format_exc(),
+        }
         error.__traceback__ = None  # frames hold tensors and stores
     dist.destroy_process_group()
     said["left"] = _left(before)
@@ -105,7 +127,11 @@ def _ended(pid: int, report: Path, deadline: float) -> Ended:
         if time.monotonic() > deadline:
             return _hung(pid, report.with_suffix(".stacks"))
         time.sleep(0.01)
-    return Ended(**json.loads(report.read_text())) if report.exists() else Ended("killed", "", "", "", [], None)
+    return (
+        Ended(**json.loads(report.read_text()))
+        if report.exists()
+        else Ended("killed", "", "", "", [], None)
+    )
 
 
 def _hung(pid: int, stacks: Path) -> Ended:
@@ -118,7 +144,8 @@ def _hung(pid: int, stacks: Path) -> Ended:
 
 
 def _left(before: set[str]) -> list[str]:
-    """What is held now and was not before; looked at for a moment, because the kernel ends some threads a little later."""
+    """What is held now and was not before; looked at for a moment, because the kernel ends some
+    threads a little later."""
     gc.collect()
     deadline = time.monotonic() + 3.0
     while (left := _held() - before) and time.monotonic() < deadline:
@@ -127,9 +154,11 @@ def _left(before: set[str]) -> list[str]:
 
 
 def _held() -> set[str]:
-    return {f"descriptor {fd}: {_name(f'/proc/self/fd/{fd}')}" for fd in os.listdir("/proc/self/fd") if _exists(fd)} | {
-        f"thread {tid}: {name}" for tid in os.listdir("/proc/self/task") if (name := _thread(tid))
-    }
+    return {
+        f"descriptor {fd}: {_name(f'/proc/self/fd/{fd}')}"
+        for fd in os.listdir("/proc/self/fd")
+        if _exists(fd)
+    } | {f"thread {tid}: {name}" for tid in os.listdir("/proc/self/task") if (name := _thread(tid))}
 
 
 def _exists(fd: str) -> bool:

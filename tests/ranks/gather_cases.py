@@ -1,4 +1,5 @@
-"""The cases that gather_on_ranks.py runs: one key each, beside a base. Shared by the tests and the script under torchrun."""
+"""The cases that gather_on_ranks.py runs: one key each, beside a base. Shared by the tests and the
+script under torchrun."""
 
 from __future__ import annotations
 

@@ -27,7 +27,13 @@ MODELS = {"tower": twins.Tower, "tied": zoo.tied_tower, "wandering": zoo.Wanderi
 def main() -> None:
     with as_rank() as (_, out, (nvme,)):
         twin = {name: train_twin(seeded(build)) for name, build in MODELS.items()}
-        torch.save({name: run(case, Path(nvme)) | {"twin": twin[case.model]} for name, case in CASES.items()}, out)
+        torch.save(
+            {
+                name: run(case, Path(nvme)) | {"twin": twin[case.model]}
+                for name, case in CASES.items()
+            },
+            out,
+        )
 
 
 def train_twin(plain: nn.Module) -> list[float]:
@@ -37,7 +43,8 @@ def train_twin(plain: nn.Module) -> list[float]:
 
 
 def run(case: Case, nvme: Path) -> dict[str, Any]:
-    """Trains a case; events and payloads are those of each step, from the end of the one before to the start of its own."""
+    """Trains a case; events and payloads are those of each step, from the end of the one before to
+    the start of its own."""
     config = load_config(case.config(nvme))
     model = seeded(MODELS[case.model])
     engine, _, _, _ = tiermem.initialize(model=model, config=config)
@@ -60,7 +67,10 @@ def run(case: Case, nvme: Path) -> dict[str, Any]:
         "losses": losses,
         "head": model.state_dict()["head.weight"][0].tolist(),
         "steps": steps,
-        "units": [[u.unit.name, str(u.unit.full_dtype), [s.numel for s in u.unit.shards]] for u in shards.units],
+        "units": [
+            [u.unit.name, str(u.unit.full_dtype), [s.numel for s in u.unit.shards]]
+            for u in shards.units
+        ],
         "rows": [[row.what, row.num_bytes] for row in shards.plan.rows],
         "peak_bytes": shards.store.arena.peak_bytes,
         "saved_bytes": saved.num_bytes,
@@ -72,7 +82,8 @@ def run(case: Case, nvme: Path) -> dict[str, Any]:
 
 
 class SavedBytes:
-    """Bytes that autograd keeps from one forward to its backward, outside the units' own storages."""
+    """Bytes that autograd keeps from one forward to its backward, outside the units' own
+    storages."""
 
     def __init__(self, shards: tiermem.Shards) -> None:
         self._own = {live.memory.full.untyped_storage()._cdata for live in shards.units}

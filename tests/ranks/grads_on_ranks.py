@@ -1,4 +1,5 @@
-"""Run once per rank by test_grads_on_ranks.py: trains with every way of reducing gradients and says what came of it.
+"""Run once per rank by test_grads_on_ranks.py: trains with every way of reducing gradients and says
+what came of it.
 
 grads_on_ranks.py OUT NVME    writes OUT/<rank>.pt: {case: losses, weights, the twin's, payloads and events of reductions}
 """
@@ -69,7 +70,11 @@ def main() -> None:
     found = {}
     with as_rank() as (rank, out, (nvme,)):
         for name, case in CASES.items():
-            about = (case.get("model", "tower"), case.get("micro", 1), case.get("fields", {}).get("reduce_op") == "sum")
+            about = (
+                case.get("model", "tower"),
+                case.get("micro", 1),
+                case.get("fields", {}).get("reduce_op") == "sum",
+            )
             if about not in twins:
                 twins[about] = train_twin(*about)
             found[name] = train(case, Path(nvme)) | {"twin": twins[about]}
@@ -79,7 +84,8 @@ def main() -> None:
 
 
 def train_twin(model_name: str, num_micro: int, is_sum: bool) -> dict[str, Any]:
-    """A plain model on every rank's batches in turn; what each rank's gradients add up to, in the order of ranks."""
+    """A plain model on every rank's batches in turn; what each rank's gradients add up to, in the
+    order of ranks."""
     model, world = seeded(MODELS[model_name]), dist.get_world_size()
     optim = torch.optim.AdamW(model.parameters(), lr=LR)
     losses = []
@@ -103,7 +109,12 @@ def train_twin(model_name: str, num_micro: int, is_sum: bool) -> dict[str, Any]:
 
 def train(case: dict[str, Any], nvme: Path) -> dict[str, Any]:
     model = seeded(MODELS[case.get("model", "tower")])
-    fields = {"stage": 3, "persistence_numel": 50, "paths": [nvme], "reduce_bucket_numel": BUCKET_NUMEL}
+    fields = {
+        "stage": 3,
+        "persistence_numel": 50,
+        "paths": [nvme],
+        "reduce_bucket_numel": BUCKET_NUMEL,
+    }
     policy = OffloadPolicy(**(fields | case.get("fields", {})))
     found: dict[str, Any] = {}
     losses: list[float] = []
@@ -131,14 +142,17 @@ def train(case: dict[str, Any], nvme: Path) -> dict[str, Any]:
         found["buffers"] = [shards.plan.sums.num, shards.plan.sums.slot_bytes]
         found["steps"] = {shard.name: shard.num_steps for _, shard in shards.parameters()}
         found["resident"] = [live.unit.name for live in shards.units if live.unit.is_resident]
-        found["units"] = [[live.unit.name, sum(s.shard_numel for s in live.unit.shards)] for live in shards.units]
+        found["units"] = [
+            [live.unit.name, sum(s.shard_numel for s in live.unit.shards)] for live in shards.units
+        ]
         found["ends"] = {live.unit.name: end_of(live.unit.shards) for live in shards.units}
         del optim
         return found | {"losses": losses, "weights": weights_of(model)}
 
 
 def gradients_of_added(rank: int) -> list[list[float]]:
-    """Of two parameters of other sizes that are added after sharding, whose gradients differ by rank."""
+    """Of two parameters of other sizes that are added after sharding, whose gradients differ by
+    rank."""
     model = seeded(MODELS["tower"])
     with tiermem.shard(model, OffloadPolicy(persistence_numel=50)) as shards:
         model.first, model.second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(5))
@@ -151,13 +165,17 @@ def gradients_of_added(rank: int) -> list[list[float]]:
 
 
 def train_together(nvme: Path) -> dict[str, array.array[float]]:
-    """Trains "stage 3" beside another model of the group, which steps before it or after it and is closed before the last step.
+    """Trains "stage 3" beside another model of the group, which steps before it or after it and is
+    closed before the last step.
 
-    Parameters of the other model are unfrozen on the way, so its rows of norms become longer. Returns the first one's weights.
+    Parameters of the other model are unfrozen on the way, so its rows of norms become longer.
+    Returns the first one's weights.
     """
     model, other = seeded(zoo.Tower), seeded(zoo.Tower)
     other.layers[0].up.requires_grad_(False)
-    policy = OffloadPolicy(stage=3, persistence_numel=50, paths=[nvme], reduce_bucket_numel=BUCKET_NUMEL)
+    policy = OffloadPolicy(
+        stage=3, persistence_numel=50, paths=[nvme], reduce_bucket_numel=BUCKET_NUMEL
+    )
     with tiermem.shard(model, policy):
         optims = [tiermem.AdamW(model.parameters(), lr=LR)]
         with tiermem.shard(other, policy):
@@ -193,7 +211,9 @@ def end_of(shards: list[Any]) -> int:
     return max(shard.shard_offset + shard.shard_numel for shard in shards)
 
 
-def run_step(case: dict[str, Any], shards: tiermem.Shards, model: nn.Module, step: int) -> list[float]:
+def run_step(
+    case: dict[str, Any], shards: tiermem.Shards, model: nn.Module, step: int
+) -> list[float]:
     if case.get("breaks") and step == 1:
         break_backward(model, step)
     losses = []
@@ -222,7 +242,10 @@ def break_backward(model: nn.Module, step: int) -> None:
 
 def weights_of(model: nn.Module) -> dict[str, array.array[float]]:
     """Pickled at once, where a list is pickled number by number."""
-    return {name: array.array("f", value.flatten().tolist()) for name, value in model.state_dict().items()}
+    return {
+        name: array.array("f", value.flatten().tolist())
+        for name, value in model.state_dict().items()
+    }
 
 
 if __name__ == "__main__":

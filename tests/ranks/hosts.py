@@ -1,7 +1,8 @@
-"""Two hosts on one machine: two network namespaces, joined by a cable (a veth pair), that see nothing else.
+"""Two hosts on one machine: two network namespaces, joined by a cable (a veth pair), that see
+nothing else.
 
-Each is held open by a process that sleeps, so that nothing is left when it ends. Needs root and the tools `unshare`, `nsenter`
-and `ip`; where the kernel does not allow it, `why_not` says so.
+Each is held open by a process that sleeps, so that nothing is left when it ends. Needs root and the
+tools `unshare`, `nsenter` and `ip`; where the kernel does not allow it, `why_not` says so.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def why_not() -> str:
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[list[list[str]]]:
-    """The commands that run what follows them on the first and on the second host: 10.77.0.1 and .2 on device `cable`."""
+    """The commands that run what follows them on the first and on the second host: 10.77.0.1 and .2
+    on device `cable`."""
     with contextlib.ExitStack() as stack:
         pids = [stack.enter_context(_namespace()) for _ in range(2)]
         enter = [["nsenter", "-t", str(pid), "-n"] for pid in pids]
@@ -71,14 +73,28 @@ def _namespace() -> Iterator[int]:
         sleeper.wait()
 
 
-def launch(script: Path, *args: str, ranks_per_host: int, timeout_s: float) -> list[tuple[int, str]]:
-    """Runs a script under torchrun on both hosts at once; (exit code, stderr) of each. Raises subprocess.TimeoutExpired."""
+def launch(
+    script: Path, *args: str, ranks_per_host: int, timeout_s: float
+) -> list[tuple[int, str]]:
+    """Runs a script under torchrun on both hosts at once; (exit code, stderr) of each. Raises
+    subprocess.TimeoutExpired."""
     with two_hosts() as enter:
         agents = [
             subprocess.Popen(
                 [
-                    *(*command, sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}"),
-                    *("--master-addr=10.77.0.1", "--master-port=29500", f"--nproc-per-node={ranks_per_host}"),
+                    *(
+                        *command,
+                        sys.executable,
+                        "-m",
+                        "torch.distributed.run",
+                        "--nnodes=2",
+                        f"--node-rank={node}",
+                    ),
+                    *(
+                        "--master-addr=10.77.0.1",
+                        "--master-port=29500",
+                        f"--nproc-per-node={ranks_per_host}",
+                    ),
                     *(str(script), *args),
                 ],
                 env=os.environ | {"GLOO_SOCKET_IFNAME": "cable", "TP_SOCKET_IFNAME": "cable"},
@@ -90,7 +106,9 @@ def launch(script: Path, *args: str, ranks_per_host: int, timeout_s: float) -> l
         ]
         try:
             return [
-                (agent.returncode, error) for agent in agents for _, error in [agent.communicate(timeout=timeout_s)]
+                (agent.returncode, error)
+                for agent in agents
+                for _, error in [agent.communicate(timeout=timeout_s)]
             ]
         finally:
             for agent in agents:

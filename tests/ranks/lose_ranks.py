@@ -1,4 +1,5 @@
-"""Run once by test_lost_ranks.py: worlds in which one rank dies, raises, hangs, or goes another way through the model.
+"""Run once by test_lost_ranks.py: worlds in which one rank dies, raises, hangs, or goes another way
+through the model.
 
 lose_ranks.py OUT [SEED ...]     writes OUT/found.json: {world: [how each rank ended]}; with seeds, deaths at random moments
 """
@@ -48,22 +49,29 @@ def train(model: nn.Module, policy: OffloadPolicy, at_step: Body | None = None) 
             optim.zero_grad()
 
 
-# ---- deaths ----------------------------------------------------------------------------------------------------------
+# ---- deaths --------------------------------------------------------------------------------------
 
 
 def dies_in(phase: str, who: int, tier: Tier) -> Body:
-    """A rank is killed in its third step: in the forward of a block, in its backward, in the optimizer's step or between."""
+    """A rank is killed in its third step: in the forward of a block, in its backward, in the
+    optimizer's step or between."""
 
     def body(rank: int, nvme: Path) -> None:
         model = seeded(zoo.Tower)
-        train(model, policy_of(tier, nvme), lambda shards, optim: prepare(model, optim) if rank == who else None)
+        train(
+            model,
+            policy_of(tier, nvme),
+            lambda shards, optim: prepare(model, optim) if rank == who else None,
+        )
 
     def prepare(model: nn.Module, optim: torch.optim.Optimizer) -> None:
         block = model.layers[1]
         if phase == "forward":
             block.register_forward_hook(lambda *_: die())
         elif phase == "backward":
-            block.register_forward_hook(lambda module, given, out: out.register_hook(lambda grad: die()) and None)
+            block.register_forward_hook(
+                lambda module, given, out: out.register_hook(lambda grad: die()) and None
+            )
         elif phase == "step":
             optim.register_step_pre_hook(lambda *_: die())
         else:
@@ -73,10 +81,13 @@ def dies_in(phase: str, who: int, tier: Tier) -> Body:
 
 
 def dies_with_a_child(who: int, tier: Tier) -> Body:
-    """A rank is killed between steps, and a process that it has started keeps its connections open."""
+    """A rank is killed between steps, and a process that it has started keeps its connections
+    open."""
 
     def body(rank: int, nvme: Path) -> None:
-        train(seeded(zoo.Tower), policy_of(tier, nvme, 600.0), leave_a_child if rank == who else None)
+        train(
+            seeded(zoo.Tower), policy_of(tier, nvme, 600.0), leave_a_child if rank == who else None
+        )
 
     def leave_a_child(*_: object) -> None:
         if os.fork() == 0:
@@ -88,7 +99,8 @@ def dies_with_a_child(who: int, tier: Tier) -> Body:
 
 
 def dies_seeing(lane: str, who: int, tier: Tier) -> Body:
-    """A rank is killed by a thread of its own that has seen another event on a lane: a gather, a reduction, a tile."""
+    """A rank is killed by a thread of its own that has seen another event on a lane: a gather, a
+    reduction, a tile."""
 
     def body(rank: int, nvme: Path) -> None:
         train(seeded(zoo.Tower), policy_of(tier, nvme), watch if rank == who else None)
@@ -110,7 +122,8 @@ def dies_seeing(lane: str, who: int, tier: Tier) -> Body:
 
 
 def dies_amid_a_message(who: int, tier: Tier) -> Body:
-    """A rank is killed when it has sent a part of a piece that is larger than what the sockets hold."""
+    """A rank is killed when it has sent a part of a piece that is larger than what the sockets
+    hold."""
 
     def body(rank: int, nvme: Path) -> None:
         if rank == who:
@@ -119,7 +132,9 @@ def dies_amid_a_message(who: int, tier: Tier) -> Body:
         with tiermem.shard(model, policy_of(tier, nvme, 600.0)):
             model(torch.zeros(2, dtype=torch.int64))
 
-    def send_a_part(group: dist.ProcessGroup, me: int, pieces: list[torch.Tensor], tag: int) -> None:
+    def send_a_part(
+        group: dist.ProcessGroup, me: int, pieces: list[torch.Tensor], tag: int
+    ) -> None:
         time.sleep(1.0)  # the other rank waits by then
         group.send([pieces[me]], 1 - me, tag)
         die()
@@ -170,7 +185,11 @@ def dies_agreeing(who: int, tier: Tier) -> Body:
 def dies_at_random(seed: int) -> Body:
     """A rank is killed after a random time, wherever it is then."""
     choice = random.Random(seed)
-    who, tier, delay_s = choice.randrange(2), choice.choice(list(TIERS.values())), choice.uniform(0.0, 0.5)
+    who, tier, delay_s = (
+        choice.randrange(2),
+        choice.choice(list(TIERS.values())),
+        choice.uniform(0.0, 0.5),
+    )
 
     def body(rank: int, nvme: Path) -> None:
         dist.barrier()  # torch's own errors are not ours
@@ -184,7 +203,7 @@ def dies_at_random(seed: int) -> Body:
     return body
 
 
-# ---- other troubles --------------------------------------------------------------------------------------------------
+# ---- other troubles ------------------------------------------------------------------------------
 
 
 def raises(who: int, tier: Tier) -> Body:
@@ -206,7 +225,9 @@ def hangs(who: int, tier: Tier) -> Body:
                 time.sleep(0.05)
             die()
 
-        train(seeded(zoo.Tower), policy_of(tier, nvme, timeout_s=3.0), wait if rank == who else None)
+        train(
+            seeded(zoo.Tower), policy_of(tier, nvme, timeout_s=3.0), wait if rank == who else None
+        )
 
     return body
 
@@ -243,11 +264,12 @@ def saves_alone(who: int, tier: Tier) -> Body:
     return body
 
 
-# ---- who asks when ---------------------------------------------------------------------------------------------------
+# ---- who asks when -------------------------------------------------------------------------------
 
 
 def asks_late(who: int, body: Body, sees_deaths: bool = True) -> Body:
-    """A rank looks for the reason when the others have had time to be gone; on another host it sees no processes."""
+    """A rank looks for the reason when the others have had time to be gone; on another host it sees
+    no processes."""
 
     def late(rank: int, nvme: Path) -> None:
         if rank == who:
@@ -278,19 +300,25 @@ def worlds() -> dict[str, World]:
         "0 of 2 dies building, memory": World(dies_building(0, memory)),
         "1 of 2 dies before, memory": World(dies_before(1, memory)),
         "1 of 2 dies agreeing, memory": World(dies_agreeing(1, memory)),
-        "1 of 3 dies in step, far from 2, memory": World(asks_late(2, dies_in("step", 1, memory), False), 3),
+        "1 of 3 dies in step, far from 2, memory": World(
+            asks_late(2, dies_in("step", 1, memory), False), 3
+        ),
         "1 of 2 raises, nvme": World(raises(1, nvme)),
         "1 of 2 hangs, memory": World(hangs(1, memory)),
         "1 of 2 turns, memory": World(strays(1, (0, 2, 1), memory)),
         "1 of 3 skips, nvme": World(strays(1, (0, 2), nvme), 3),
         "1 of 3 skips, 1 asks late, memory": World(asks_late(1, strays(1, (0, 2), memory)), 3),
         "0 of 2 saves alone, memory": World(saves_alone(0, memory)),
-        "0 of 3 repeats, memory": World(strays(0, (0, 1, 1, 2), memory, max_reuse_numel=0, unit_buffers=2), 3),
+        "0 of 3 repeats, memory": World(
+            strays(0, (0, 1, 1, 2), memory, max_reuse_numel=0, unit_buffers=2), 3
+        ),
     }
 
 
 def main(out: Path, seeds: list[int]) -> None:
-    chosen = {f"random {seed}": World(dies_at_random(seed)) for seed in seeds} if seeds else worlds()
+    chosen = (
+        {f"random {seed}": World(dies_at_random(seed)) for seed in seeds} if seeds else worlds()
+    )
     found = run_worlds(chosen, out)
     (out / "found.json").write_text(
         json.dumps({name: [rank._asdict() for rank in ranks] for name, ranks in found.items()})

@@ -1,4 +1,5 @@
-"""The cases of MiCS, hpZ and quantised communication that four ranks run: two nodes of two, told by LOCAL_WORLD_SIZE."""
+"""The cases of MiCS, hpZ and quantised communication that four ranks run: two nodes of two, told by
+LOCAL_WORLD_SIZE."""
 
 from __future__ import annotations
 
@@ -35,10 +36,17 @@ ON_TWO_HOSTS: dict[str, dict[str, Any]] = {
     "all ranks nvme": {"tier": "nvme"},
     "mics 1 nvme": {"shard_group_size": 1, "tier": "nvme"},
 }
-CASES = {"all ranks none": {"tier": "none"}, "all ranks bf16 nvme": {"tier": "nvme"}} | MICS | HPZ | QUANTISED
+CASES = (
+    {"all ranks none": {"tier": "none"}, "all ranks bf16 nvme": {"tier": "nvme"}}
+    | MICS
+    | HPZ
+    | QUANTISED
+)
 
 
 def policy_of(case: str, nvme: Path) -> OffloadPolicy:
     fields = dict((CASES | ON_TWO_HOSTS)[case])
     tier = TIERS[fields.pop("tier")]
-    return OffloadPolicy(params=tier, optim=tier, paths=[nvme], persistence_numel=50, tile_numel=4096, **fields)
+    return OffloadPolicy(
+        params=tier, optim=tier, paths=[nvme], persistence_numel=50, tile_numel=4096, **fields
+    )

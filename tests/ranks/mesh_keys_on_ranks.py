@@ -1,4 +1,5 @@
-"""Launched by test_mesh_keys.py: trains by configs on four ranks of two nodes and says what was handed to collectives.
+"""Launched by test_mesh_keys.py: trains by configs on four ranks of two nodes and says what was
+handed to collectives.
 
 mesh_keys_on_ranks.py FOLDER      every rank writes {case: {"losses", "phases", "num_shards", "units"}}
 """
@@ -43,8 +44,14 @@ def train(case: str) -> dict[str, Any]:
         model.layers.requires_grad_(False)
     zero = {"stage": 3, "stage3_param_persistence_threshold": 50} | CASES[case]
     optimizer = {"type": "AdamW", "params": {"lr": 1e-2}}
-    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": optimizer, "zero_optimization": zero}
-    engine, _, _, _ = tiermem.initialize(model=model, config=config | {"tiermem": {"timeout_s": 60}})
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": optimizer,
+        "zero_optimization": zero,
+    }
+    engine, _, _, _ = tiermem.initialize(
+        model=model, config=config | {"tiermem": {"timeout_s": 60}}
+    )
     losses, phases = [], []
     for step in range(NUM_STEPS):
         loss = loss_of(engine, dist.get_rank() + 10 * step)
@@ -55,7 +62,9 @@ def train(case: str) -> dict[str, Any]:
         phases.append(taken(engine))
         losses.append(loss.item())
     found = {"losses": losses, "phases": phases, "num_shards": engine.shards.topology.num_shards}
-    units = {live.unit.name: sum(s.shard_numel for s in live.unit.shards) for live in engine.shards.units}
+    units = {
+        live.unit.name: sum(s.shard_numel for s in live.unit.shards) for live in engine.shards.units
+    }
     engine.close()
     return found | {"units": units}
 

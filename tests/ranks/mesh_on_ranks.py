@@ -1,8 +1,10 @@
-"""Run once per rank by test_mesh_on_ranks.py: trains cases on four ranks, beside a DistributedDataParallel twin.
+"""Run once per rank by test_mesh_on_ranks.py: trains cases on four ranks, beside a
+DistributedDataParallel twin.
 
 mesh_on_ranks.py OUT NVME [CASE ...]     writes OUT/<rank>.json: {"twin": ..., case: {"losses", "weights", "payloads", ...}}
 
-Every node has a folder of its own below NVME. On one host LOCAL_WORLD_SIZE is made to say that there are two.
+Every node has a folder of its own below NVME. On one host LOCAL_WORLD_SIZE is made to say that
+there are two.
 """
 
 from __future__ import annotations
@@ -74,7 +76,9 @@ def train(case: str, nvme: Path) -> dict[str, Any]:
             "forecast": forecast_shards(shards, Compute(1e-9, 2e-9), Rates(1e9, 1e9)).payload_bytes,
             "num_shards": shards.topology.num_shards,
             "ranks_on_node": int(os.environ["LOCAL_WORLD_SIZE"]),
-            "mesh": None if shards.topology.mesh is None else list(shards.topology.mesh.mesh_dim_names or ()),
+            "mesh": None
+            if shards.topology.mesh is None
+            else list(shards.topology.mesh.mesh_dim_names or ()),
             "rows": [[row.what, row.tier.name, row.num_bytes] for row in shards.plan.rows],
             "units": {
                 u.unit.name: [[s.numel, s.shard_numel] for s in u.unit.shards]

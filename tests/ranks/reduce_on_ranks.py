@@ -1,4 +1,5 @@
-"""Run once per rank by test_reduced_dtypes.py: reduces gradients of two ranks and says what came of them.
+"""Run once per rank by test_reduced_dtypes.py: reduces gradients of two ranks and says what came of
+them.
 
 reduce_on_ranks.py OUT    writes OUT/<rank>.pt: {case: {parameter: whether its gradient is the sum in each dtype}}
 """
@@ -33,12 +34,17 @@ STAGES = (0, 1, 3)
 
 
 def sums(keys: dict[str, Any], stage: int) -> dict[str, list[str]]:
-    """Of each parameter: the dtypes in which the ranks' own gradients add up to the one that came."""
+    """Of each parameter: the dtypes in which the ranks' own gradients add up to the one that
+    came."""
     model = seeded(zoo.Tower)
     everyones = gradients_of_ranks(copy.deepcopy(model), "torch_autocast" in keys)
     zero = {"stage": stage, "stage3_param_persistence_threshold": 50}
     optimizer = {"type": "AdamW", "params": {"lr": 1e-2}}
-    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": optimizer, "zero_optimization": zero} | keys
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": optimizer,
+        "zero_optimization": zero,
+    } | keys
     engine, _, _, _ = tiermem.initialize(model=model, config=config)
     engine.backward(loss_of(engine, dist.get_rank()))
     found = {}
@@ -48,7 +54,8 @@ def sums(keys: dict[str, Any], stage: int) -> dict[str, list[str]]:
         found[shard.name] = [
             str(dtype).removeprefix("torch.")
             for dtype in (torch.float32, torch.bfloat16, torch.float16)
-            if mine is not None and torch.equal(mine, (parts[0].to(dtype) + parts[1].to(dtype)).float() / 2)
+            if mine is not None
+            and torch.equal(mine, (parts[0].to(dtype) + parts[1].to(dtype)).float() / 2)
         ]
     engine.close()
     return found
@@ -68,5 +75,10 @@ def gradients_of_ranks(model: nn.Module, is_autocast: bool) -> list[dict[str, to
 if __name__ == "__main__":
     with as_rank() as (_, out, _):
         torch.save(
-            {f"{case}, stage {stage}": sums(keys, stage) for case, keys in CASES.items() for stage in STAGES}, out
+            {
+                f"{case}, stage {stage}": sums(keys, stage)
+                for case, keys in CASES.items()
+                for stage in STAGES
+            },
+            out,
         )

@@ -1,4 +1,5 @@
-"""Run once by test_silent_ranks.py: worlds in which a rank is killed, stopped, exits or turns, on gloo and simulated devices.
+"""Run once by test_silent_ranks.py: worlds in which a rank is killed, stopped, exits or turns, on
+gloo and simulated devices.
 
 silent_ranks.py OUT WORLD ...     writes OUT/found.json: {world: {rank: [class, seconds, words] of what it raised}}
 
@@ -34,7 +35,8 @@ TIMEOUT_S = 6.0
 _LAST = 3  # the step in which the rank goes
 if build.missing_for_build() is None:
     device.load()
-    torch.ones(1, device="meta").add(1)  # imports what Meta kernels in Python need, once before the ranks are forked
+    # imports what Meta kernels in Python need, once before the ranks are forked
+    torch.ones(1, device="meta").add(1)
 
 
 class Straying(zoo.Tower):
@@ -69,9 +71,12 @@ class Asked:
 
 
 def train(folder: Path, where: str, how: str, phase: str) -> None:
-    """Trains for ever; a rank with a `how` goes in a phase of the last step, which every rank saves if it is "save"."""
+    """Trains for ever; a rank with a `how` goes in a phase of the last step, which every rank saves
+    if it is "save"."""
     model = seeded(Straying)
-    policy = OffloadPolicy(params=Tier.HOST, optim=Tier.HOST, timeout_s=TIMEOUT_S, persistence_numel=50)
+    policy = OffloadPolicy(
+        params=Tier.HOST, optim=Tier.HOST, timeout_s=TIMEOUT_S, persistence_numel=50
+    )
     step = 0
 
     def go_in(here: str) -> None:
@@ -94,15 +99,24 @@ def train(folder: Path, where: str, how: str, phase: str) -> None:
             optim.zero_grad()
             loss.item()
             if phase == "save" and step == _LAST:
-                checkpoint.save(shards, optim, folder / "saved", scheduler=Asked(lambda: go_in("save")))
+                checkpoint.save(
+                    shards, optim, folder / "saved", scheduler=Asked(lambda: go_in("save"))
+                )
             if step == _LAST - 1:
                 time.sleep(1.5)  # every rank has been heard
                 (folder / f"at-{dist.get_rank()}").touch()
             step += 1
 
 
-def be_a_rank(folder: Path, backend: str, world: int, port: int, how: str, phase: str, rank: int) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+def be_a_rank(
+    folder: Path, backend: str, world: int, port: int, how: str, phase: str, rank: int
+) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+    }
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     train_and_say(folder, "cpu" if backend == "gloo" else f"sim:{rank % 2}", how, phase, rank)
 
@@ -113,7 +127,9 @@ def train_and_say(folder: Path, where: str, how: str, phase: str, rank: int) -> 
     try:
         train(folder, where, how, phase)
     except RuntimeError as error:
-        (folder / f"{rank}.part").write_text(json.dumps([type(error).__name__, time.time(), str(error)]))
+        (folder / f"{rank}.part").write_text(
+            json.dumps([type(error).__name__, time.time(), str(error)])
+        )
         (folder / f"{rank}.part").rename(folder / f"{rank}.json")
     os._exit(0)
 
@@ -125,7 +141,9 @@ def start(folder: Path, name: str) -> list[int]:
     port, ranks = free_port(), range(int(world))
     hows = [how if rank == int(who) else "" for rank in ranks]
     return [
-        forked(functools.partial(be_a_rank, folder, backend, len(ranks), port, hows[rank], phase, rank))
+        forked(
+            functools.partial(be_a_rank, folder, backend, len(ranks), port, hows[rank], phase, rank)
+        )
         for rank in ranks
     ]
 
@@ -134,7 +152,10 @@ def end(folder: Path, name: str, pids: list[int]) -> dict[int, list[object]]:
     """What the survivors said; ends those that said nothing."""
     others = [rank for rank in range(len(pids)) if rank != int(name.split()[1])]
     deadline = time.monotonic() + 45.0
-    while not all((folder / f"{rank}.json").exists() for rank in others) and time.monotonic() < deadline:
+    while (
+        not all((folder / f"{rank}.json").exists() for rank in others)
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.02)
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
@@ -143,7 +164,9 @@ def end(folder: Path, name: str, pids: list[int]) -> dict[int, list[object]]:
     found: dict[int, list[object]] = {}
     for rank in others:
         said = folder / f"{rank}.json"
-        kind, at, words = json.loads(said.read_text()) if said.exists() else ["silence", since + 45.0, ""]
+        kind, at, words = (
+            json.loads(said.read_text()) if said.exists() else ["silence", since + 45.0, ""]
+        )
         found[rank] = [kind, at - since, words]
     return found
 
@@ -153,5 +176,8 @@ if __name__ == "__main__":
     if not names:
         train_and_say(out, "cpu", "", "", int(os.environ["RANK"]))
     started = {name: start(out / str(number), name) for number, name in enumerate(names)}
-    found = {name: end(out / str(number), name, pids) for number, (name, pids) in enumerate(started.items())}
+    found = {
+        name: end(out / str(number), name, pids)
+        for number, (name, pids) in enumerate(started.items())
+    }
     (out / "found.json").write_text(json.dumps(found))

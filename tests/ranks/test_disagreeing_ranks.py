@@ -1,4 +1,5 @@
-"""When one rank has another config, model or way through the program, do all stop with an error that names the difference?"""
+"""When one rank has another config, model or way through the program, do all stop with an error
+that names the difference?"""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ SAID = {
 
 
 @pytest.fixture(scope="module")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[dict[str, Any]]], Path]:
+def worlds(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[dict[str, list[dict[str, Any]]], Path]:
     out = tmp_path_factory.mktemp("worlds")
     done = fork_server.run([str(SCRIPT), str(out)], 150)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -44,12 +47,16 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[dic
 
 
 @pytest.fixture(scope="module")
-def ended(worlds: tuple[dict[str, list[dict[str, Any]]], Path]) -> tuple[list[dict[str, Any]], Path]:
+def ended(
+    worlds: tuple[dict[str, list[dict[str, Any]]], Path],
+) -> tuple[list[dict[str, Any]], Path]:
     return worlds[0]["disagreeing"], worlds[1]
 
 
 @pytest.mark.parametrize("case", SAID)
-def test_every_rank_names_the_difference(case: str, ended: tuple[list[dict[str, Any]], Path]) -> None:
+def test_every_rank_names_the_difference(
+    case: str, ended: tuple[list[dict[str, Any]], Path]
+) -> None:
     messages = [rank["result"][case] for rank in ended[0]]
     assert len(messages) == 3
     for message in messages:
@@ -73,5 +80,9 @@ def test_ranks_with_different_groups_say_so_long_before_the_time_out(
         assert "[0, 1]" in rank["message"]
 
 
-def test_a_rank_that_is_late_is_waited_for(worlds: tuple[dict[str, list[dict[str, Any]]], Path]) -> None:
-    assert [(rank["how"], rank["message"]) for rank in worlds[0]["one is late"]] == [("returned", "")] * 3
+def test_a_rank_that_is_late_is_waited_for(
+    worlds: tuple[dict[str, list[dict[str, Any]]], Path],
+) -> None:
+    assert [(rank["how"], rank["message"]) for rank in worlds[0]["one is late"]] == [
+        ("returned", "")
+    ] * 3

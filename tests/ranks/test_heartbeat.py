@@ -1,4 +1,5 @@
-"""Do ranks hear each other by datagrams, know who is silent and who ended in order, and ignore those of strangers?"""
+"""Do ranks hear each other by datagrams, know who is silent and who ended in order, and ignore
+those of strangers?"""
 
 from __future__ import annotations
 
@@ -64,7 +65,14 @@ def test_what_one_rank_found_dead_all_know(pair: list[Heartbeat]) -> None:
 
 def test_datagrams_of_strangers_are_ignored(pair: list[Heartbeat]) -> None:
     port = pair[0].address[1]
-    notes = [b"", b"5", b"\xff", b"{}", b"[1, 2]", json.dumps(["no token", 1, "x", [5], True]).encode()]
+    notes = [
+        b"",
+        b"5",
+        b"\xff",
+        b"{}",
+        b"[1, 2]",
+        json.dumps(["no token", 1, "x", [5], True]).encode(),
+    ]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
         for note in notes:
             stranger.sendto(note, ("127.0.0.1", port))

@@ -1,6 +1,8 @@
-"""When a rank dies, raises, hangs or strays, do all stop long before the time-out, name it, and leave nothing behind?
+"""When a rank dies, raises, hangs or strays, do all stop long before the time-out, name it, and
+leave nothing behind?
 
-One run of lose_ranks.py holds every world; the time-out of the ranks is 60 seconds, that of the run 90.
+One run of lose_ranks.py holds every world; the time-out of the ranks is 60 seconds, that of the run
+90.
 """
 
 from __future__ import annotations
@@ -68,7 +70,11 @@ def test_survivors_of_a_killed_rank_name_it(death: str, found: Found) -> None:
 
 def test_survivors_of_a_rank_that_raises_name_it(found: Found) -> None:
     first, second = found[0]["1 of 2 raises, nvme"]
-    assert (second["how"], second["kind"], second["message"]) == ("raised", "LookupError", "this rank's own trouble")
+    assert (second["how"], second["kind"], second["message"]) == (
+        "raised",
+        "LookupError",
+        "this rank's own trouble",
+    )
     assert first["kind"] == "RankLost"
     assert "rank 1" in first["message"]
 
@@ -99,19 +105,26 @@ def test_a_rank_that_saves_alone_is_named(found: Found) -> None:
 
 
 def test_survivors_leave_no_thread_and_no_descriptor(found: Found) -> None:
-    left = {f"{world}, rank {rank}": e["left"] for world, ended in found[0].items() for rank, e in enumerate(ended)}
+    left = {
+        f"{world}, rank {rank}": e["left"]
+        for world, ended in found[0].items()
+        for rank, e in enumerate(ended)
+    }
     assert {place: names for place, names in left.items() if names} == {}
 
 
 def test_survivors_leave_no_folder(found: Found) -> None:
-    """What a killed rank had on the path stays, for the next run there to name; nothing of the others does."""
+    """What a killed rank had on the path stays, for the next run there to name; nothing of the
+    others does."""
     for number, (world, ended) in enumerate(found[0].items()):
         killed = sum(rank["how"] == "killed" for rank in ended)
         assert len(list((found[1] / str(number) / "nvme").glob("tiermem-*"))) <= killed, world
 
 
 @pytest.mark.slow
-def test_survivors_of_a_rank_killed_at_a_random_moment_name_it(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_survivors_of_a_rank_killed_at_a_random_moment_name_it(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
     for first in (0, 8, 16):
         worlds, _ = run(tmp_path_factory.mktemp("worlds"), *range(first, first + 8))
         for ranks in worlds.values():

@@ -1,4 +1,5 @@
-"""Do ranks train as a DistributedDataParallel twin with MiCS, hpZ and quantised communication, and send what was promised?
+"""Do ranks train as a DistributedDataParallel twin with MiCS, hpZ and quantised communication, and
+send what was promised?
 
 One launch of four processes runs every case (mesh_on_ranks.py); the tests look at what it wrote.
 """
@@ -43,7 +44,8 @@ def test_every_rank_ends_with_the_same_bits(case: str, launched: list[dict[str, 
 def test_where_states_rest_changes_no_bit(launched: list[dict[str, Any]]) -> None:
     for found in launched:
         results = [
-            (found[f"mics 2 {tier}"]["losses"], found[f"mics 2 {tier}"]["weights"]) for tier in ("none", "cpu", "nvme")
+            (found[f"mics 2 {tier}"]["losses"], found[f"mics 2 {tier}"]["weights"])
+            for tier in ("none", "cpu", "nvme")
         ]
         assert results[0] == results[1] == results[2]
 
@@ -60,15 +62,21 @@ def test_states_are_divided_among_as_many_ranks_as_asked(
             assert all(shard_numel == -(-numel // num_shards) for numel, shard_numel in shards)
 
 
-def test_gathers_stay_within_the_group_and_gradients_cross_to_copies_once(launched: list[dict[str, Any]]) -> None:
+def test_gathers_stay_within_the_group_and_gradients_cross_to_copies_once(
+    launched: list[dict[str, Any]],
+) -> None:
     for found in launched:
         case = found["mics 2 none"]
         assert case["mesh"] == ["replica", "shard"]
         phases = case["payloads"][3:6]  # of the second step
-        assert {among_of(phase, "gathering") for phase in phases} <= {frozenset(), frozenset({"shard"})}
+        assert {among_of(phase, "gathering") for phase in phases} <= {
+            frozenset(),
+            frozenset({"shard"}),
+        }
         assert among_of(phases[0], "gathering") == {"shard"}
         assert among_of(phases[1], "reducing") == {"shard", "replica"}
-        scattered = bytes_of(phases[1], "reducing", "shard")  # a rank's part of the sum is half of what was scattered
+        # a rank's part of the sum is half of what was scattered
+        scattered = bytes_of(phases[1], "reducing", "shard")
         assert bytes_of(phases[1], "reducing", "replica") == scattered // 2
 
 
@@ -92,10 +100,13 @@ def test_a_second_copy_changes_no_bit(case: str, launched: list[dict[str, Any]])
 
 
 @pytest.mark.parametrize("case", [*HPZ, "qwz qgz hpz cpu"])
-def test_with_a_second_copy_no_gather_of_backward_leaves_the_node(case: str, launched: list[dict[str, Any]]) -> None:
+def test_with_a_second_copy_no_gather_of_backward_leaves_the_node(
+    case: str, launched: list[dict[str, Any]]
+) -> None:
     for found in launched:
         forward, backward = found[case]["payloads"][3:5]
-        assert "shard" in among_of(forward, "gathering")  # beside what is gathered ahead for backward
+        # beside what is gathered ahead for backward
+        assert "shard" in among_of(forward, "gathering")
         assert among_of(backward, "gathering") == {"within"}
         plain = found["all ranks none"]["payloads"][4]
         assert bytes_of(backward, "gathering", "within") == bytes_of(plain, "gathering", "shard")
@@ -103,15 +114,26 @@ def test_with_a_second_copy_no_gather_of_backward_leaves_the_node(case: str, lau
 
 def test_a_second_copy_is_planned_where_it_is_kept(launched: list[dict[str, Any]]) -> None:
     for found in launched:
-        rows = {what: num_bytes for what, _, num_bytes in found["hpz 2 nvme"]["rows"] if what == "secondary copies"}
+        rows = {
+            what: num_bytes
+            for what, _, num_bytes in found["hpz 2 nvme"]["rows"]
+            if what == "secondary copies"
+        }
         second = sum(
-            sum(-(-2 * shard // 64) * 64 * 4 for _, shard in unit) for unit in found["hpz 2 nvme"]["units"].values()
+            sum(-(-2 * shard // 64) * 64 * 4 for _, shard in unit)
+            for unit in found["hpz 2 nvme"]["units"].values()
         )
-        assert second <= rows["secondary copies"] <= second + 4 * 4096 * len(found["hpz 2 nvme"]["units"])
+        assert (
+            second
+            <= rows["secondary copies"]
+            <= second + 4 * 4096 * len(found["hpz 2 nvme"]["units"])
+        )
         assert not any(what == "secondary copies" for what, _, _ in found["all ranks none"]["rows"])
 
 
-@pytest.mark.parametrize(("case", "plain"), [("qwz none", "all ranks none"), ("qwz bf16 nvme", "all ranks bf16 nvme")])
+@pytest.mark.parametrize(
+    ("case", "plain"), [("qwz none", "all ranks none"), ("qwz bf16 nvme", "all ranks bf16 nvme")]
+)
 def test_quantised_gathers_send_a_byte_per_element_and_a_scale_per_block(
     case: str, plain: str, launched: list[dict[str, Any]]
 ) -> None:
@@ -124,7 +146,9 @@ def test_quantised_gathers_send_a_byte_per_element_and_a_scale_per_block(
         assert bytes_of_units(found[plain]) == RANKS * elements * item_bytes
 
 
-def test_quantised_reductions_send_within_the_node_and_then_across(launched: list[dict[str, Any]]) -> None:
+def test_quantised_reductions_send_within_the_node_and_then_across(
+    launched: list[dict[str, Any]],
+) -> None:
     for found in launched:
         plain, packed = found["all ranks none"]["payloads"][4], found["qgz none"]["payloads"][4]
         assert among_of(packed, "reducing") == {"within", "across"}
@@ -135,18 +159,23 @@ def test_quantised_reductions_send_within_the_node_and_then_across(launched: lis
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_forecast_hands_collectives_what_a_step_does(case: str, launched: list[dict[str, Any]]) -> None:
+def test_a_forecast_hands_collectives_what_a_step_does(
+    case: str, launched: list[dict[str, Any]]
+) -> None:
     for found in launched:
         said = {among: sum(phases.values()) for among, phases in found[case]["forecast"].items()}
         sent: collections.Counter[str] = collections.Counter()
-        for _, what, num_bytes, among in itertools.chain(*found[case]["payloads"][6:9]):  # of the third step
+        # of the third step
+        for _, what, num_bytes, among in itertools.chain(*found[case]["payloads"][6:9]):
             if what.startswith(("gathering", "reducing")):
                 sent[among] += num_bytes
         assert said == sent and sum(sent.values()) > 0
 
 
 @pytest.mark.parametrize("case", QUANTISED)
-def test_quantised_training_converges_as_the_plain_one(case: str, launched: list[dict[str, Any]]) -> None:
+def test_quantised_training_converges_as_the_plain_one(
+    case: str, launched: list[dict[str, Any]]
+) -> None:
     plain = "all ranks bf16 nvme" if "bf16" in case else "all ranks none"
     for found in launched:
         losses = found[case]["losses"]
@@ -166,11 +195,13 @@ def test_two_hosts_give_the_bits_of_one(launched: list[dict[str, Any]], tmp_path
 
 @pytest.mark.slow
 def test_two_hosts_train_as_the_twin(tmp_path: Path) -> None:
-    """Slow: one host that is told to be two nodes takes the same way, above; torchrun's agents take most of the time."""
+    """Slow: one host that is told to be two nodes takes the same way, above; torchrun's agents take
+    most of the time."""
     for found in on_two_hosts(tmp_path, ["mics 1 nvme", "all ranks nvme"], ranks_per_host=1):
         for case in ("mics 1 nvme", "all ranks nvme"):
             assert found[case]["ranks_on_node"] == 1
-            assert found[case]["losses"] == found["twin"]["losses"]  # sums of two numbers round the same in any order
+            # sums of two numbers round the same in any order
+            assert found[case]["losses"] == found["twin"]["losses"]
             assert found[case]["weights"] == found["twin"]["weights"]
 
 
@@ -183,7 +214,9 @@ def on_two_hosts(tmp_path: Path, cases: list[str], ranks_per_host: int) -> list[
     out.mkdir()
     nvme.mkdir()
     script = HERE / "mesh_on_ranks.py"
-    for code, error in hosts.launch(script, str(out), str(nvme), *cases, ranks_per_host=ranks_per_host, timeout_s=240):
+    for code, error in hosts.launch(
+        script, str(out), str(nvme), *cases, ranks_per_host=ranks_per_host, timeout_s=240
+    ):
         assert code == 0, error[-4000:]
     assert sorted(node.name for node in nvme.iterdir()) == ["node0", "node1"]
     assert not list(nvme.glob("*/*"))
@@ -200,6 +233,9 @@ def bytes_of(phase: list[Any], what: str, among: str) -> int:
 
 
 def bytes_of_units(case: dict[str, Any]) -> int:
-    """What gathering every streamed unit once takes: of the second step, whose first gathers the step before has begun."""
-    calls = [call for phase in case["payloads"][2:6] for call in phase if call[1].startswith("gathering")]
+    """What gathering every streamed unit once takes: of the second step, whose first gathers the
+    step before has begun."""
+    calls = [
+        call for phase in case["payloads"][2:6] for call in phase if call[1].startswith("gathering")
+    ]
     return sum({call[1]: call[2] for call in calls if call[1] != "gathering persistent"}.values())

@@ -30,7 +30,9 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Found:
         ("autocast, fp32_allreduce", "float32", "float32"),
     ],
 )
-def test_gradients_add_up_in_what_is_asked(case: str, linear: str, norm: str, stage: int, launched: Found) -> None:
+def test_gradients_add_up_in_what_is_asked(
+    case: str, linear: str, norm: str, stage: int, launched: Found
+) -> None:
     for rank in range(RANKS):
         found = launched[rank][f"{case}, stage {stage}"]
         for name, dtypes in found.items():

@@ -1,4 +1,5 @@
-"""When a rank is killed, stopped or exits, do the others name it within 1.5 times the time-out, on any backend?
+"""When a rank is killed, stopped or exits, do the others name it within 1.5 times the time-out, on
+any backend?
 
 Rank 0 keeps the store; when it is stopped, the store does not answer.
 """
@@ -20,7 +21,11 @@ from accelerator.fixture import WHY_SKIPPED
 
 SCRIPT = Path(__file__).parent / "silent_ranks.py"
 TIMEOUT_S = 6.0
-FEW = ["gloo, 0 of 2 stopped in forward", "simccl, 0 of 2 stopped in backward", "simccl, 1 of 2 killed in save"]
+FEW = [
+    "gloo, 0 of 2 stopped in forward",
+    "simccl, 0 of 2 stopped in backward",
+    "simccl, 1 of 2 killed in save",
+]
 MANY = [
     f"{backend}, {who} of {world} {how} in {phase}"
     for backend in ("gloo", "simccl")
@@ -44,7 +49,9 @@ def assert_survivors_name(names: list[str], out: Path) -> None:
         assert len(said) == int(name.split()[3]) - 1
         for kind, took_s, words in said.values():
             assert kind == "RankLost", f"{name}: {kind} {words}"
-            assert f"rank {name.split()[1]} (process " in words and "is gone" in words, f"{name}: {words}"
+            assert f"rank {name.split()[1]} (process " in words and "is gone" in words, (
+                f"{name}: {words}"
+            )
             assert "its last call was" in words, f"{name}: {words}"
             assert took_s < 1.5 * TIMEOUT_S, f"{name}: {took_s} s"
 
@@ -71,8 +78,18 @@ def test_survivors_name_a_rank_that_is_gone_in_any_phase(first: int, tmp_path: P
 def test_hosts_whose_cable_is_cut_name_each_other(tmp_path: Path) -> None:
     if reason := hosts.why_not():
         pytest.skip(reason)
-    environment = {**os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}
-    environment |= {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "12007", "GLOO_SOCKET_IFNAME": "cable"}
+    environment = {
+        **os.environ,
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "OMP_NUM_THREADS": "1",
+    }
+    environment |= {
+        "MASTER_ADDR": "10.77.0.1",
+        "MASTER_PORT": "12007",
+        "GLOO_SOCKET_IFNAME": "cable",
+    }
     environment |= {"PYTHONPATH": os.pathsep.join([str(SCRIPT.parents[1]), str(SCRIPT.parent)])}
     with hosts.two_hosts() as enter, contextlib.ExitStack() as stack:
         for rank, command in enumerate(enter):

@@ -1,10 +1,11 @@
 """Does every stage, wherever things rest, train as its twins do, on 1, 2 and 4 ranks?
 
-One launch per number of ranks trains all cases (twin_on_ranks.py); the tests look at what it found. Gradients are added up in
-the order of ranks, so everything equals the hand-written twin to the bit. Stage 0 alone leaves the order to the backend's
-all-reduce, which on four ranks is another: sums differ by their rounding, of which Adam makes steps of any size up to the
-rate where a gradient is next to nothing. fp32 is also held against DistributedDataParallel with torch's AdamW, to one in
-a million.
+One launch per number of ranks trains all cases (twin_on_ranks.py); the tests look at what it found.
+Gradients are added up in the order of ranks, so everything equals the hand-written twin to the bit.
+Stage 0 alone leaves the order to the backend's all-reduce, which on four ranks is another: sums
+differ by their rounding, of which Adam makes steps of any size up to the rate where a gradient is
+next to nothing. fp32 is also held against DistributedDataParallel with torch's AdamW, to one in a
+million.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ OTHER_ORDER = {
 
 Found = dict[str, dict[str, Run]]
 SELECTED = [(num_ranks, case) for num_ranks in NUM_RANKS for case in selection(num_ranks)]
-REST = [(num_ranks, case) for num_ranks in NUM_RANKS for case in ALL if case not in selection(num_ranks)]
+REST = [
+    (num_ranks, case) for num_ranks in NUM_RANKS for case in ALL if case not in selection(num_ranks)
+]
 
 
 class Trainings:
@@ -46,7 +49,9 @@ class Trainings:
                 self._found[1] = [train_all(ALL if self._which == "all" else selection(1), nvme)]
             else:
                 out = self._folders.mktemp("out")
-                self._found[num_ranks] = launch(HERE / "twin_on_ranks.py", num_ranks, out, str(nvme), self._which)
+                self._found[num_ranks] = launch(
+                    HERE / "twin_on_ranks.py", num_ranks, out, str(nvme), self._which
+                )
             assert not list(nvme.iterdir())
         return self._found[num_ranks]
 
@@ -75,7 +80,9 @@ def test_training_equals_its_twins(num_ranks: int, case: Case, selected: Trainin
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "case"), REST, ids=str)
-def test_training_equals_its_twins_in_every_other_combination(num_ranks: int, case: Case, every: Trainings) -> None:
+def test_training_equals_its_twins_in_every_other_combination(
+    num_ranks: int, case: Case, every: Trainings
+) -> None:
     assert_equals_twins(num_ranks, case, every.of(num_ranks))
 
 
@@ -85,7 +92,9 @@ def test_training_equals_its_twins_in_every_other_combination(num_ranks: int, ca
 def test_where_things_rest_changes_no_bit(stage: int, num_ranks: int, every: Trainings) -> None:
     for found in every.of(num_ranks):
         for how in itertools.product(PRECISIONS, ACCUMULATIONS):
-            first, *others = [found[str(case)]["ours"] for case in ALL if (case.stage, *case[2:]) == (stage, *how)]
+            first, *others = [
+                found[str(case)]["ours"] for case in ALL if (case.stage, *case[2:]) == (stage, *how)
+            ]
             for other in others:
                 assert (other.losses, other.norms) == (first.losses, first.norms)
                 assert different(other, first) == []
@@ -97,7 +106,9 @@ def assert_equals_twins(num_ranks: int, case: Case, found: list[Found]) -> None:
         assert different(ours, found[0][str(case)]["ours"]) == []  # on every rank the same
         assert (ours.read_bytes > 0) == case.uses_nvme
         is_another_order = case.stage == 0 and num_ranks > 2
-        assert ours.norms == pytest.approx(twin.norms, rel=1e-6 + 4 * ROUNDING[case.precision] * is_another_order)
+        assert ours.norms == pytest.approx(
+            twin.norms, rel=1e-6 + 4 * ROUNDING[case.precision] * is_another_order
+        )
         if not is_another_order:
             assert ours.losses == twin.losses
             assert different(ours, twin) == []

@@ -5,7 +5,8 @@ twin_on_ranks.py FOLDER NVME SELECTION     every rank writes {case: {"ours": Run
 Twins have the same weights, batches and settings, and keep everything in memory:
 
     twin   the model in the case's precision on every rank, gradients added up over ranks and micro-batches in their own
-           dtype, fp32 masters (twins.MasterTwin); ranks are added first where the stage reduces every micro-batch
+           dtype, fp32 masters (twins.MasterTwin); ranks are added first where the stage reduces
+           every micro-batch
     ddp    fp32 only: DistributedDataParallel with torch's own AdamW and clipping
 """
 
@@ -22,7 +23,18 @@ import zoo
 from launch import as_rank
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from twin_cases import ALL, DECAY, LOSS_SCALE, LR, MAX_NORM, NUM_STEPS, Case, Run, config_of, selection
+from twin_cases import (
+    ALL,
+    DECAY,
+    LOSS_SCALE,
+    LR,
+    MAX_NORM,
+    NUM_STEPS,
+    Case,
+    Run,
+    config_of,
+    selection,
+)
 from twins import MasterTwin, loss_of, seeded
 
 import tiermem

@@ -1,4 +1,5 @@
-"""The cases of test_grads_on_ranks.py: fields of the policy and what the run does. Shared with the script under torchrun."""
+"""The cases of test_grads_on_ranks.py: fields of the policy and what the run does. Shared with the
+script under torchrun."""
 
 from __future__ import annotations
 
@@ -34,13 +35,30 @@ CASES: dict[str, dict[str, Any]] = {
     "predivide by 4": {"fields": {"predivide_factor": 4.0}},
     "predivide by ranks": {"fields": {"predivide_factor": "ranks", "stage": 1}},
     "sum": {"fields": {"reduce_op": "sum"}},
-    **{f"broken, stage {stage}": {"fields": {"stage": stage}, "breaks": True} for stage in range(4)},
+    **{
+        f"broken, stage {stage}": {"fields": {"stage": stage}, "breaks": True} for stage in range(4)
+    },
     "broken, nvme": {"fields": NVME, "breaks": True},
-    **{f"accumulated, stage {stage}": {"fields": {"stage": stage}, "micro": NUM_MICRO} for stage in range(4)},
-    **{f"no_sync, stage {s}": {"fields": {"stage": s}, "micro": NUM_MICRO, "no_sync": True} for s in range(4)},
-    **{f"left to the step, stage {s}": {"fields": {"stage": s}, "no_sync": True, "leaves": True} for s in range(4)},
-    **{f"ranks differ, stage {stage}": {"fields": {"stage": stage}, "model": "branches"} for stage in range(3)},
-    **{f"parameters differ, stage {stage}": {"fields": {"stage": stage}, "model": "ways"} for stage in range(4)},
+    **{
+        f"accumulated, stage {stage}": {"fields": {"stage": stage}, "micro": NUM_MICRO}
+        for stage in range(4)
+    },
+    **{
+        f"no_sync, stage {s}": {"fields": {"stage": s}, "micro": NUM_MICRO, "no_sync": True}
+        for s in range(4)
+    },
+    **{
+        f"left to the step, stage {s}": {"fields": {"stage": s}, "no_sync": True, "leaves": True}
+        for s in range(4)
+    },
+    **{
+        f"ranks differ, stage {stage}": {"fields": {"stage": stage}, "model": "branches"}
+        for stage in range(3)
+    },
+    **{
+        f"parameters differ, stage {stage}": {"fields": {"stage": stage}, "model": "ways"}
+        for stage in range(4)
+    },
     "parameters differ, nvme": {"fields": {**NVME, "persistence_numel": 0}, "model": "ways"},
     "parameters differ, step in backward": {"fields": {"step_in_backward": True}, "model": "ways"},
     "unused is an error": {"fields": {"stage": 2, "ignore_unused": False}, "model": "branches"},

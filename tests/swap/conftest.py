@@ -51,7 +51,11 @@ def make_store(tmp_path: Path) -> Iterator[Callable[..., TensorStore]]:
         num_slots: int = 1,
     ) -> TensorStore:
         io = IoSettings(engine, block_bytes, depth)
-        stores.append(TensorStore(paths or tmp_path, host_bytes, io, disk_bytes, faults=faults, num_slots=num_slots))
+        stores.append(
+            TensorStore(
+                paths or tmp_path, host_bytes, io, disk_bytes, faults=faults, num_slots=num_slots
+            )
+        )
         return stores[-1]
 
     yield make
@@ -76,13 +80,16 @@ def two_paths(tmp_path: Path) -> list[NvmePath]:
 
 @pytest.fixture
 def lies(tmp_path: Path) -> Iterator[Lies]:
-    """A file system, mounted at `point`, that fails as it is told; skips the test where FUSE is not allowed."""
+    """A file system, mounted at `point`, that fails as it is told; skips the test where FUSE is not
+    allowed."""
     point = tmp_path / "lying"
     point.mkdir()
     command = [sys.executable, "-S", str(Path(__file__).with_name("lying_disk.py")), str(point)]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
-        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        assert (
+            process.stdin is not None and process.stdout is not None and process.stderr is not None
+        )
         if process.stdout.readline() != "mounted\n":
             pytest.skip(process.stderr.read().strip())
         yield Lies(point, process)

@@ -1,4 +1,5 @@
-"""Forked: children of the test process that do something and are killed, without the seconds that an import of torch takes."""
+"""Forked: children of the test process that do something and are killed, without the seconds that
+an import of torch takes."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class Forked(NamedTuple):
         return found.decode()
 
     def kill(self) -> int:
-        """Kills it unless it has ended, and tells how it ended: the signal's number, negative, or its exit status."""
+        """Kills it unless it has ended, and tells how it ended: the signal's number, negative, or
+        its exit status."""
         if self.pid:
             os.kill(self.pid, signal.SIGKILL)
         return self.end()
@@ -58,7 +60,8 @@ class Inside(NamedTuple):
 
 
 def fork(body: Callable[[Inside], None]) -> Forked:
-    """Runs the body in a child, which is killed at its end: nothing is closed in order. An exception exits with 1."""
+    """Runs the body in a child, which is killed at its end: nothing is closed in order. An
+    exception exits with 1."""
     orders, to = os.pipe()
     answers, from_child = os.pipe()
     pid = os.fork()

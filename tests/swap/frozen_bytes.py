@@ -1,4 +1,5 @@
-"""What tests of freezes look at: bytes on the disk as an outsider finds them, and bytes as the store gives them."""
+"""What tests of freezes look at: bytes on the disk as an outsider finds them, and bytes as the
+store gives them."""
 
 from __future__ import annotations
 

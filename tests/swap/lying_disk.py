@@ -1,11 +1,13 @@
-"""A file system that fails on demand, in a process of its own: FUSE, spoken by hand, so that it needs no library.
+"""A file system that fails on demand, in a process of its own: FUSE, spoken by hand, so that it
+needs no library.
 
     the test --rules, one line of JSON each--> stdin    this program    /dev/fuse <--> the kernel <--> the store
 
-Every file is a temporary one of a real file system. A read, a write or a sync that a rule covers is answered with the rule's
-errno, or with the first `keep` bytes of it; the kernel hands that to whoever asked, as it hands over a real disk's answer.
-`python lying_disk.py MOUNTPOINT` says "mounted", then "ok" for each line of rules; it unmounts and ends when stdin closes.
-It does no more than a store asks of a file system.
+Every file is a temporary one of a real file system. A read, a write or a sync that a rule covers is
+answered with the rule's errno, or with the first `keep` bytes of it; the kernel hands that to
+whoever asked, as it hands over a real disk's answer. `python lying_disk.py MOUNTPOINT` says
+"mounted", then "ok" for each line of rules; it unmounts and ends when stdin closes. It does no more
+than a store asks of a file system.
 """
 
 from __future__ import annotations
@@ -23,9 +25,37 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-_LOOKUP, _FORGET, _GETATTR, _SETATTR, _MKDIR, _UNLINK, _RMDIR, _RENAME, _OPEN = 1, 2, 3, 4, 9, 10, 11, 12, 14
-_READ, _WRITE, _STATFS, _RELEASE, _FSYNC, _FLUSH, _INIT, _OPENDIR, _READDIR = 15, 16, 17, 18, 20, 25, 26, 27, 28
-_RELEASEDIR, _ACCESS, _CREATE, _INTERRUPT, _BATCH_FORGET, _FALLOCATE, _RENAME2 = 29, 34, 35, 36, 42, 43, 45
+_LOOKUP, _FORGET, _GETATTR, _SETATTR, _MKDIR, _UNLINK, _RMDIR, _RENAME, _OPEN = (
+    1,
+    2,
+    3,
+    4,
+    9,
+    10,
+    11,
+    12,
+    14,
+)
+_READ, _WRITE, _STATFS, _RELEASE, _FSYNC, _FLUSH, _INIT, _OPENDIR, _READDIR = (
+    15,
+    16,
+    17,
+    18,
+    20,
+    25,
+    26,
+    27,
+    28,
+)
+_RELEASEDIR, _ACCESS, _CREATE, _INTERRUPT, _BATCH_FORGET, _FALLOCATE, _RENAME2 = (
+    29,
+    34,
+    35,
+    36,
+    42,
+    43,
+    45,
+)
 _IN_HEADER = struct.Struct("<IIQQIIIHH")
 _ROOT = 1
 _PAST_THE_CACHE = 1  # FOPEN_DIRECT_IO
@@ -37,7 +67,8 @@ _DETACH = 2
 
 @dataclass
 class Rule:
-    """What becomes of the next `times` transfers of a kind ("read", "write") that touch bytes start to stop.
+    """What becomes of the next `times` transfers of a kind ("read", "write") that touch bytes start
+    to stop.
 
     A "sync" touches all of them.
     """
@@ -51,7 +82,12 @@ class Rule:
 
     def covers(self, kind: str, offset: int, length: int) -> bool:
         """Whether it speaks of this transfer."""
-        return self.times > 0 and kind == self.kind and offset < self.stop and offset + length > self.start
+        return (
+            self.times > 0
+            and kind == self.kind
+            and offset < self.stop
+            and offset + length > self.start
+        )
 
 
 @dataclass
@@ -66,7 +102,9 @@ class Node:
     def attributes(self) -> bytes:
         """struct fuse_attr."""
         size = os.fstat(self.data.fileno()).st_size if self.data else 4096
-        return struct.pack("<6Q10I", self.number, size, -(-size // 512), *[0] * 6, self.mode, 1, 0, 0, 0, 4096, 0)
+        return struct.pack(
+            "<6Q10I", self.number, size, -(-size // 512), *[0] * 6, self.mode, 1, 0, 0, 0, 4096, 0
+        )
 
 
 class LyingDisk:
@@ -81,7 +119,9 @@ class LyingDisk:
             _LOOKUP: lambda node, body: self._entry(self._child(node, _name(body))),
             _GETATTR: lambda node, body: _attributes(node),
             _SETATTR: self._set_attributes,
-            _MKDIR: lambda node, body: self._entry(self._add(node, _name(body[8:]), stat.S_IFDIR | 0o755)),
+            _MKDIR: lambda node, body: self._entry(
+                self._add(node, _name(body[8:]), stat.S_IFDIR | 0o755)
+            ),
             _CREATE: self._create,
             _OPEN: lambda node, body: _opened(),
             _OPENDIR: lambda node, body: _opened(),
@@ -94,7 +134,9 @@ class LyingDisk:
             _RMDIR: self._remove,
             _RENAME: lambda node, body: self._rename(node, body, 8),
             _RENAME2: lambda node, body: self._rename(node, body, 16),
-            _STATFS: lambda node, body: struct.pack("<5Q10I", *[1 << 20] * 5, 4096, 255, 4096, *[0] * 7),
+            _STATFS: lambda node, body: struct.pack(
+                "<5Q10I", *[1 << 20] * 5, 4096, 255, 4096, *[0] * 7
+            ),
         }
         for quiet in (_RELEASE, _RELEASEDIR, _FLUSH, _ACCESS):
             self._answers[quiet] = lambda node, body: b""
@@ -117,7 +159,18 @@ class LyingDisk:
         major, minor, read_ahead, flags = struct.unpack_from("<4I", body)
         kept = flags & (_BIG_WRITES | _MAX_PAGES)
         return struct.pack(
-            "<4IHHIIHH7I", major, min(minor, 31), read_ahead, kept, 16, 12, _MAX_WRITE, 1, 256, 0, *[0] * 7
+            "<4IHHIIHH7I",
+            major,
+            min(minor, 31),
+            read_ahead,
+            kept,
+            16,
+            12,
+            _MAX_WRITE,
+            1,
+            256,
+            0,
+            *[0] * 7,
         ) + bytes(4)
 
     def _child(self, node: Node, name: str) -> Node:
@@ -204,13 +257,17 @@ def _list(node: Node, body: bytes) -> bytes:
     _, offset = struct.unpack_from("<QQ", body)
     listing = b""
     for at, (name, child) in enumerate(node.children.items(), 1):
-        entry = struct.pack("<QQII", child.number, at, len(name.encode()), child.mode >> 12) + name.encode()
+        entry = (
+            struct.pack("<QQII", child.number, at, len(name.encode()), child.mode >> 12)
+            + name.encode()
+        )
         listing += (entry + bytes(-len(entry) % 8)) if at > offset else b""
     return listing
 
 
 def main(point: str) -> None:
-    """Mounts, serves until stdin closes, unmounts. Ends with the reason when mounting is not allowed."""
+    """Mounts, serves until stdin closes, unmounts. Ends with the reason when mounting is not
+    allowed."""
     libc = ctypes.CDLL(None, use_errno=True)
     try:
         fuse = os.open("/dev/fuse", os.O_RDWR)

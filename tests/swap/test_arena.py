@@ -73,7 +73,8 @@ def test_slot_given_back_is_carved_again_with_its_pages() -> None:
     arena.give_back(slot)
     again = arena.take(1 << 20)
     assert again.offset == slot.offset
-    assert (again.tensor == 7).all()  # the same pages: nothing was given to the kernel and taken anew
+    # the same pages: nothing was given to the kernel and taken anew
+    assert (again.tensor == 7).all()
     assert sum(region.num_bytes for region in arena.regions) == 1 << 20
     arena.close()
 
@@ -99,7 +100,9 @@ def test_carved_memory_is_resident_and_the_rest_is_not() -> None:
     arena.close()
 
 
-def test_a_sixteenth_more_is_resident_before_it_is_carved_where_that_is_much(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sixteenth_more_is_resident_before_it_is_carved_where_that_is_much(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(arena_module, "_LEAST_AHEAD_BYTES", 4 << 20)  # 64 MiB of a GiB
     arena = Arena((130 << 20) + PAGE_BYTES)
     first = arena.take(60 << 20).tensor
@@ -110,7 +113,11 @@ def test_a_sixteenth_more_is_resident_before_it_is_carved_where_that_is_much(mon
     arena.take(4 << 20)
     assert resident_bytes(address, arena.limit_bytes) == 84 << 20
     last = arena.take((46 << 20) + PAGE_BYTES).tensor
-    assert arena.limit_bytes <= resident_bytes(address, arena.limit_bytes) <= arena.limit_bytes + HUGE_BYTES
+    assert (
+        arena.limit_bytes
+        <= resident_bytes(address, arena.limit_bytes)
+        <= arena.limit_bytes + HUGE_BYTES
+    )
     assert not first.any() and not last.any()
     arena.close()
 
@@ -178,12 +185,15 @@ def test_forked_child_does_not_have_the_memory_and_unmaps_nothing() -> None:
 
 
 def test_process_that_forgets_its_arena_ends_quietly() -> None:
-    script = "from tiermem.swap.memory.arena import Arena\nkept = Arena(1 << 20).take(5).tensor\nother = Arena(1 << 20)"
+    script = (
+        "from tiermem.swap.memory.arena import Arena\nkept = Arena(1 << "
+        "20).take(5).tensor\nother = Arena(1 << 20)"
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-# ---- another budget --------------------------------------------------------------------------------------------------
+# ---- another budget ------------------------------------------------------------------------------
 
 
 def test_another_budget_keeps_slots_and_gives_free_pages_back() -> None:
@@ -201,7 +211,11 @@ def test_another_budget_keeps_slots_and_gives_free_pages_back() -> None:
     assert (last.tensor == 7).all()
     with pytest.raises(BudgetError, match="the budget is 5242880, 5242880 are in use"):
         arena.take(1)
-    regions = [(kept.tensor.data_ptr(), 1 << 20), (last.tensor.data_ptr(), 1 << 20), (whole.tensor.data_ptr(), 3 << 20)]
+    regions = [
+        (kept.tensor.data_ptr(), 1 << 20),
+        (last.tensor.data_ptr(), 1 << 20),
+        (whole.tensor.data_ptr(), 3 << 20),
+    ]
     assert arena.regions == regions
     arena.close()
 

@@ -1,4 +1,5 @@
-"""Do bytes at odd offsets and lengths pass through aligned buffers, and are their neighbours kept?"""
+"""Do bytes at odd offsets and lengths pass through aligned buffers, and are their neighbours
+kept?"""
 
 from __future__ import annotations
 
@@ -19,20 +20,28 @@ from tiermem.swap.store.store import TensorStore
 from tiermem.swap.store.stream import Bounce
 
 NUM_BYTES = 70_000
-EDGES = st.sampled_from([0, 1, 4095, 4096, 4097, 8191, 8192, 12288, 40_000, NUM_BYTES - 1, NUM_BYTES])
+EDGES = st.sampled_from(
+    [0, 1, 4095, 4096, 4097, 8191, 8192, 12288, 40_000, NUM_BYTES - 1, NUM_BYTES]
+)
 POINTS = st.one_of(EDGES, st.integers(0, NUM_BYTES))
 Pattern = Callable[..., torch.Tensor]
 MakeStore = Callable[..., TensorStore]
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     ranges=st.lists(st.tuples(st.booleans(), POINTS, POINTS), max_size=12),
     num_pages=st.integers(1, 3),
     count=st.integers(1, 4),
 )
 def test_any_range_is_read_and_written_as_in_memory(
-    tmp_path: Path, pattern: Pattern, ranges: list[tuple[bool, int, int]], num_pages: int, count: int
+    tmp_path: Path,
+    pattern: Pattern,
+    ranges: list[tuple[bool, int, int]],
+    num_pages: int,
+    count: int,
 ) -> None:
     with TensorStore([tmp_path], 1 << 20, IoSettings(block_bytes=4096)) as store:
         model = pattern(NUM_BYTES)
@@ -51,8 +60,11 @@ def test_any_range_is_read_and_written_as_in_memory(
 
 
 @pytest.fixture
-def make_bounce(make_store: MakeStore, pattern: Pattern) -> Callable[..., tuple[TensorStore, Bounce]]:
-    """A store with an entry "x" of 64 KiB, blocks of 4096 one at a time, and a bounce of two buffers of 8192."""
+def make_bounce(
+    make_store: MakeStore, pattern: Pattern
+) -> Callable[..., tuple[TensorStore, Bounce]]:
+    """A store with an entry "x" of 64 KiB, blocks of 4096 one at a time, and a bounce of two
+    buffers of 8192."""
 
     def make(*faults: Fault) -> tuple[TensorStore, Bounce]:
         store = make_store(block_bytes=65536, depth=1, faults=faults)
@@ -70,7 +82,9 @@ def test_empty_range_moves_nothing(make_bounce: Callable[..., tuple[TensorStore,
     assert (store.stats().nvme_read_bytes, store.stats().nvme_written_bytes) == before
 
 
-def test_aligned_write_reads_nothing(make_bounce: Callable[..., tuple[TensorStore, Bounce]], pattern: Pattern) -> None:
+def test_aligned_write_reads_nothing(
+    make_bounce: Callable[..., tuple[TensorStore, Bounce]], pattern: Pattern
+) -> None:
     store, bounce = make_bounce()
     bounce.write("x", 4096, pattern(40960, seed=1))
     assert store.stats().nvme_read_bytes == 0
@@ -78,10 +92,17 @@ def test_aligned_write_reads_nothing(make_bounce: Callable[..., tuple[TensorStor
 
 @pytest.mark.parametrize(
     ("start", "stop", "buffer"),
-    [(0, 5, torch.empty(4, dtype=torch.uint8)), (0, 4, torch.empty(4)), (-1, 3, torch.empty(4, dtype=torch.uint8))],
+    [
+        (0, 5, torch.empty(4, dtype=torch.uint8)),
+        (0, 4, torch.empty(4)),
+        (-1, 3, torch.empty(4, dtype=torch.uint8)),
+    ],
 )
 def test_tensor_that_does_not_match_the_range_is_refused(
-    make_bounce: Callable[..., tuple[TensorStore, Bounce]], start: int, stop: int, buffer: torch.Tensor
+    make_bounce: Callable[..., tuple[TensorStore, Bounce]],
+    start: int,
+    stop: int,
+    buffer: torch.Tensor,
 ) -> None:
     _, bounce = make_bounce()
     with pytest.raises(ValueError, match=f"bytes {start} to {stop} pass through a uint8 tensor"):
@@ -89,12 +110,16 @@ def test_tensor_that_does_not_match_the_range_is_refused(
 
 
 @pytest.mark.parametrize(("piece_bytes", "count"), [(0, 1), (4095, 1), (4096, 0)])
-def test_buffers_that_cannot_work_are_refused(store: TensorStore, piece_bytes: int, count: int) -> None:
+def test_buffers_that_cannot_work_are_refused(
+    store: TensorStore, piece_bytes: int, count: int
+) -> None:
     with pytest.raises(ValueError, match="multiple of 4096"):
         Bounce(store, piece_bytes, count)
 
 
-def test_range_beyond_the_entry_is_refused(make_bounce: Callable[..., tuple[TensorStore, Bounce]]) -> None:
+def test_range_beyond_the_entry_is_refused(
+    make_bounce: Callable[..., tuple[TensorStore, Bounce]],
+) -> None:
     _, bounce = make_bounce()
     with pytest.raises(ValueError, match="lie outside 'x'"):
         bounce.read("x", 60_000, 70_000, torch.empty(10_000, dtype=torch.uint8))
@@ -141,7 +166,11 @@ def test_a_read_that_an_interrupt_has_left_ends_before_its_buffer_is_used_again(
         raise KeyboardInterrupt
 
     with TensorStore([tmp_path], 1 << 20) as store:
-        model, into, ended = pattern(NUM_BYTES), torch.empty(NUM_BYTES, dtype=torch.uint8), list[str]()
+        model, into, ended = (
+            pattern(NUM_BYTES),
+            torch.empty(NUM_BYTES, dtype=torch.uint8),
+            list[str](),
+        )
         store.put("x", model, Tier.NVME).wait()
         bounce = Bounce(store, 4096, 2)
         with monkeypatch.context() as patch:

@@ -16,14 +16,22 @@ def test_the_check_value_of_crc32c() -> None:
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_threads_and_dtypes_change_nothing(num_threads: int) -> None:
-    data = torch.randint(0, 256, ((1 << 20) + 12,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    data = torch.randint(
+        0, 256, ((1 << 20) + 12,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
+    )
     workers = Workers(num_threads)
-    assert crc32c([data, data[:0], data.view(torch.float32)], workers) == [*crc32c([data]), 0, *crc32c([data])]
+    assert crc32c([data, data[:0], data.view(torch.float32)], workers) == [
+        *crc32c([data]),
+        0,
+        *crc32c([data]),
+    ]
     workers.close()
 
 
 def test_pieces_of_any_length_combine_to_the_whole() -> None:
-    data = torch.randint(0, 256, (700_001,), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
+    data = torch.randint(
+        0, 256, (700_001,), dtype=torch.uint8, generator=torch.Generator().manual_seed(2)
+    )
     whole, cuts = 0, [0, 0, 1, 4095, 4096, 70_000, 699_999, 700_001]
     for start, stop in itertools.pairwise(cuts):
         whole = crc32c_combine(whole, *crc32c([data[start:stop]]), stop - start)

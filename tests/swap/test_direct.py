@@ -1,4 +1,5 @@
-"""Is O_DIRECT used exactly where the kernel allows it at the alignment that transfers have, and is the rest said once?"""
+"""Is O_DIRECT used exactly where the kernel allows it at the alignment that transfers have, and is
+the rest said once?"""
 
 from __future__ import annotations
 
@@ -24,8 +25,14 @@ from tiermem.swap.store.stream import FileReader
 Pattern = Callable[..., torch.Tensor]
 REFUSED = [
     ((0, 0), "its files take no direct I/O, says the kernel (STATX_DIOALIGN)"),
-    ((512, 8192), "O_DIRECT asks for memory at multiples of 512 and offsets of 8192 bytes, more than 4096"),
-    ((16384, 4096), "O_DIRECT asks for memory at multiples of 16384 and offsets of 4096 bytes, more than 4096"),
+    (
+        (512, 8192),
+        "O_DIRECT asks for memory at multiples of 512 and offsets of 8192 bytes, more than 4096",
+    ),
+    (
+        (16384, 4096),
+        "O_DIRECT asks for memory at multiples of 16384 and offsets of 4096 bytes, more than 4096",
+    ),
 ]
 TAKEN = [None, (4, 512), (512, 512), (4096, 4096)]
 
@@ -67,7 +74,10 @@ def test_alignment_that_transfers_lack_is_buffered_and_said(
 
 
 def test_two_paths_of_one_file_system_are_told_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, mount: Callable[..., Path]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    mount: Callable[..., Path],
 ) -> None:
     answer(monkeypatch, (0, 0))
     paths = [tmp_path / "a", tmp_path / "b", mount("tmpfs")]
@@ -75,21 +85,33 @@ def test_two_paths_of_one_file_system_are_told_once(
         path.mkdir()
     with caplog.at_level(logging.WARNING, "tiermem"):
         files = Files(paths)
-    told = [record.getMessage().split(" ")[0] for record in caplog.records if "is used buffered" in record.getMessage()]
+    told = [
+        record.getMessage().split(" ")[0]
+        for record in caplog.records
+        if "is used buffered" in record.getMessage()
+    ]
     assert sorted(told) == sorted([str(paths[0]), str(paths[2]).split(" ")[0]])
     files.close(keep=False)
 
 
-def test_what_is_buffered_keeps_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: Pattern) -> None:
+def test_what_is_buffered_keeps_its_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: Pattern
+) -> None:
     answer(monkeypatch, (0, 0))
     with TensorStore(tmp_path, 4 << 20) as store:
         store.put("x", pattern(1_000_001), Tier.NVME).wait()
         assert torch.equal(store.fetch("x").wait(), pattern(1_000_001))
 
 
-@pytest.mark.parametrize(("alignment", "expected"), [((0, 0), False), ((8192, 8192), False), ((512, 512), True)])
+@pytest.mark.parametrize(
+    ("alignment", "expected"), [((0, 0), False), ((8192, 8192), False), ((512, 512), True)]
+)
 def test_reader_and_unnamed_files_follow_the_same_rule(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: Pattern, alignment: tuple[int, int], expected: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    pattern: Pattern,
+    alignment: tuple[int, int],
+    expected: bool,
 ) -> None:
     answer(monkeypatch, alignment)
     path = tmp_path / "model"
@@ -118,7 +140,9 @@ def test_file_that_is_not_there_is_an_error_not_a_buffered_file(tmp_path: Path) 
         open_direct(tmp_path / "missing", os.O_RDONLY)
 
 
-def test_probing_a_folder_makes_no_name_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probing_a_folder_makes_no_name_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = []
 
     def look(file: Path, flags: int) -> tuple[Owned, str]:
@@ -130,7 +154,9 @@ def test_probing_a_folder_makes_no_name_in_it(tmp_path: Path, monkeypatch: pytes
     assert not names
 
 
-def test_room_is_taken_where_there_is_no_fallocate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_is_taken_where_there_is_no_fallocate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def lacking(fd: int, start: int, num_bytes: int) -> None:
         raise OSError(errno.ENOSYS, "Function not implemented")
 

@@ -1,4 +1,5 @@
-"""Wherever a file operation stops: is there the old content or the new, whole, and is every step announced in order?"""
+"""Wherever a file operation stops: is there the old content or the new, whole, and is every step
+announced in order?"""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ def steps_of(path: Path) -> list[Step]:
     seen: list[Step] = []
     with durable.watch(seen.append):
         durable.write_file(path, b"new")
-    return [each._replace(name=re.sub(f"(?<=/){durable.NEW_PREFIX}", "", each.name)) for each in seen]
+    return [
+        each._replace(name=re.sub(f"(?<=/){durable.NEW_PREFIX}", "", each.name)) for each in seen
+    ]
 
 
 def stop_at(number: int) -> durable.Observer:
@@ -40,7 +43,9 @@ def test_write_file_writes_syncs_renames_and_syncs_the_folder(tmp_path: Path) ->
     path = tmp_path / "m.json"
     new = str(path) + ".new"
     done = [("write", new), ("sync", new), ("rename", str(path)), ("sync", str(tmp_path))]
-    assert steps_of(path) == [Step(when, kind, name) for kind, name in done for when in ("before", "after")]  # type: ignore[arg-type]
+    assert steps_of(path) == [
+        Step(when, kind, name) for kind, name in done for when in ("before", "after")
+    ]  # type: ignore[arg-type]
     assert path.read_bytes() == b"new"
     assert [file.name for file in tmp_path.iterdir()] == ["m.json"]
 
@@ -54,7 +59,8 @@ def test_file_is_old_or_new_and_whole_wherever_writing_stops(tmp_path: Path) -> 
         with pytest.raises(Stopped), durable.watch(stop_at(number)):
             durable.write_file(path, b"new")
         assert path.read_bytes() == (b"old" if number < renamed else b"new")
-        assert [file.name for file in tmp_path.iterdir()] == ["m.json"]  # an error, unlike a kill, leaves no .new
+        # an error, unlike a kill, leaves no .new
+        assert [file.name for file in tmp_path.iterdir()] == ["m.json"]
 
 
 @pytest.mark.parametrize("kind", ["write", "sync", "rename"])
@@ -74,7 +80,9 @@ def test_error_names_the_file_and_leaves_the_old_one(tmp_path: Path, kind: str) 
 
 
 @pytest.mark.parametrize("call", ["open", "close"])
-def test_no_descriptor_is_needed_after_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+def test_no_descriptor_is_needed_after_the_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
     path, close = tmp_path / "m.json", os.close
 
     def break_it(step: Step) -> None:
@@ -92,8 +100,11 @@ def test_no_descriptor_is_needed_after_the_rename(tmp_path: Path, monkeypatch: p
     assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("m.json", b"new")]
 
 
-def test_a_new_file_opens_nothing_that_lies_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(durable.secrets, "token_hex", lambda _: "0" * 12)  # as if it could be guessed
+def test_a_new_file_opens_nothing_that_lies_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # as if it could be guessed
+    monkeypatch.setattr(durable.secrets, "token_hex", lambda _: "0" * 12)
     precious = tmp_path / "precious"
     precious.write_bytes(b"precious")
     for planted in ("m.json", "000000000000.x.json.new"):
@@ -181,7 +192,9 @@ def test_a_descriptor_is_closed_once_when_its_owner_is_gone(tmp_path: Path) -> N
         os.fstat(again)
 
 
-def test_a_descriptor_is_closed_after_its_module_was_emptied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_descriptor_is_closed_after_its_module_was_emptied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own = durable.opened(tmp_path)
     fd = own[0]
     monkeypatch.setattr(durable, "os", None)  # as an interpreter does that ends

@@ -1,7 +1,8 @@
-"""What if the kernel refuses an engine, or to register memory? By real means: limits, capabilities, a seccomp filter.
+"""What if the kernel refuses an engine, or to register memory? By real means: limits, capabilities,
+a seccomp filter.
 
-Filters and capabilities belong to a thread and to those it starts, the queue's own among them: each test does its work in
-a thread, and the rest of the process never notices.
+Filters and capabilities belong to a thread and to those it starts, the queue's own among them: each
+test does its work in a thread, and the rest of the process never notices.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ _SYSTEM_CALLS = {"x86_64": (206, 207, 126), "aarch64": (0, 1, 91)}  # io_setup, 
 _IO_URING_SETUP = 425  # everywhere
 _NUM_BYTES = 16 << 20
 
-pytestmark = pytest.mark.skipif(platform.machine() not in _SYSTEM_CALLS, reason="numbers of system calls not known")
+pytestmark = pytest.mark.skipif(
+    platform.machine() not in _SYSTEM_CALLS, reason="numbers of system calls not known"
+)
 
 
 def in_a_thread(body: Callable[[], None]) -> None:
@@ -50,18 +53,25 @@ def in_a_thread(body: Callable[[], None]) -> None:
 
 def refuse_io_uring(error: int) -> None:
     """Lets io_uring_setup answer with an errno, in this thread and those it starts."""
-    load, jump_if_equal, give = (0x20, 0, 0, 0), (0x15, 0, 1, _IO_URING_SETUP), (0x06, 0, 0, 0x7FFF0000)
+    load, jump_if_equal, give = (
+        (0x20, 0, 0, 0),
+        (0x15, 0, 1, _IO_URING_SETUP),
+        (0x06, 0, 0, 0x7FFF0000),
+    )
     refuse = (0x06, 0, 0, 0x00050000 | error)
     program = b"".join(struct.pack("HBBI", *line) for line in (load, jump_if_equal, refuse, give))
     buffer = ctypes.create_string_buffer(program)
     filter_ = ctypes.create_string_buffer(struct.pack("HxxxxxxP", 4, ctypes.addressof(buffer)))
     no_new_privileges, set_seccomp, mode_filter = 38, 22, 2
-    if _LIBC.prctl(no_new_privileges, 1, 0, 0, 0) or _LIBC.prctl(set_seccomp, mode_filter, filter_, 0, 0):
+    if _LIBC.prctl(no_new_privileges, 1, 0, 0, 0) or _LIBC.prctl(
+        set_seccomp, mode_filter, filter_, 0, 0
+    ):
         pytest.skip(f"no seccomp filter: {os.strerror(ctypes.get_errno())}")
 
 
 def drop_capabilities() -> None:
-    """In this thread and those it starts; root's CAP_IPC_LOCK among them, which puts it above the limit of locked memory."""
+    """In this thread and those it starts; root's CAP_IPC_LOCK among them, which puts it above the
+    limit of locked memory."""
     header = ctypes.create_string_buffer(struct.pack("IiI", 0x20080522, 0, 0))
     if _LIBC.syscall(_SYSTEM_CALLS[platform.machine()][2], header, ctypes.create_string_buffer(24)):
         pytest.skip(f"no capset: {os.strerror(ctypes.get_errno())}")
@@ -99,7 +109,10 @@ def check_bytes(queue: Queue, folder: Path, memory: Map) -> None:
     tensor[:half] = torch.arange(half).remainder(251).to(torch.uint8)
     tensor[half:] = 0
     fd = os.open(folder / "data", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
-    for op in (Op(WRITE, fd, memory.address, half, 0), Op(READ, fd, memory.address + half, half, 0)):
+    for op in (
+        Op(WRITE, fd, memory.address, half, 0),
+        Op(READ, fd, memory.address + half, half, 0),
+    ):
         answer = queue.wait(queue.submit([op]))
         assert answer is not None
         queue.raise_for(answer)
@@ -116,7 +129,8 @@ def memory() -> Iterator[Map]:
     memory.close()
 
 
-@pytest.mark.parametrize("error", [errno.EPERM, errno.ENOSYS, errno.EINVAL, errno.ENOMEM])  # ENOMEM: RLIMIT_MEMLOCK
+# ENOMEM: RLIMIT_MEMLOCK
+@pytest.mark.parametrize("error", [errno.EPERM, errno.ENOSYS, errno.EINVAL, errno.ENOMEM])
 def test_refused_io_uring_falls_back_to_linux_aio(error: int, tmp_path: Path, memory: Map) -> None:
     def body() -> None:
         refuse_io_uring(error)
@@ -166,12 +180,17 @@ def test_memory_over_the_limit_is_used_unregistered(tmp_path: Path, memory: Map)
         drop_capabilities()
         fd = os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT)
         try:
-            queue = Queue(IoSettings("uring", 65536), regions=[(memory.address, memory.num_bytes)], files={fd: "other"})
+            queue = Queue(
+                IoSettings("uring", 65536),
+                regions=[(memory.address, memory.num_bytes)],
+                files={fd: "other"},
+            )
         except OSError as error:
             pytest.skip(f"no io_uring: {error}")
         assert (
-            "16 MiB of buffers not registered: Cannot allocate memory (see ulimit -l), 1 file registered" in queue.why
-        )
+            "16 MiB of buffers not registered: Cannot allocate memory (see ulimit -l), 1 file "
+            "registered"
+        ) in queue.why
         check_bytes(queue, tmp_path, memory)
         queue.close()
         os.close(fd)

@@ -1,4 +1,5 @@
-"""Do all engines move the same bytes? What one writes the others and plain file calls read, at every edge of alignment."""
+"""Do all engines move the same bytes? What one writes the others and plain file calls read, at
+every edge of alignment."""
 
 from __future__ import annotations
 
@@ -57,7 +58,12 @@ def move(queue: Queue, *ops: Op) -> None:
 @pytest.mark.parametrize("num_bytes", SIZES[1:])
 @pytest.mark.parametrize("offset", [0, 1, 4095])
 def test_bytes_of_any_length_are_identical(
-    queue: Queue, arena: Arena, file: tuple[int, Path], pattern: Pattern, num_bytes: int, offset: int
+    queue: Queue,
+    arena: Arena,
+    file: tuple[int, Path],
+    pattern: Pattern,
+    num_bytes: int,
+    offset: int,
 ) -> None:
     fd, path = file
     out, back = arena.take(num_bytes).tensor, arena.take(num_bytes).tensor
@@ -68,7 +74,9 @@ def test_bytes_of_any_length_are_identical(
     assert torch.equal(back, out)
 
 
-@pytest.mark.parametrize("num_bytes", [4096, 8192, 65536 - 4096, 65536, 65536 + 4096, 1 << 20, (1 << 20) + 4096])
+@pytest.mark.parametrize(
+    "num_bytes", [4096, 8192, 65536 - 4096, 65536, 65536 + 4096, 1 << 20, (1 << 20) + 4096]
+)
 def test_bytes_past_the_page_cache_are_identical(
     queue: Queue, arena: Arena, file: tuple[int, Path], pattern: Pattern, num_bytes: int
 ) -> None:
@@ -87,7 +95,9 @@ def test_operations_of_one_tag_end_together(
 ) -> None:
     fd, path = file
     buffer = arena.take(1 << 20).tensor.copy_(pattern(1 << 20))
-    pieces = [Op(WRITE, fd, buffer.data_ptr() + i * 4096, 4096, (255 - i) * 4096) for i in range(256)]
+    pieces = [
+        Op(WRITE, fd, buffer.data_ptr() + i * 4096, 4096, (255 - i) * 4096) for i in range(256)
+    ]
     move(queue, *pieces)
     expected = pattern(1 << 20).view(256, 4096).flip(0).reshape(-1)
     assert path.read_bytes() == bytes(expected.numpy())
@@ -125,7 +135,9 @@ def test_what_one_engine_put_every_engine_fetches(
 
 
 def test_named_engine_is_used_and_an_unknown_one_refused() -> None:
-    with pytest.raises(ValueError, match="engine is 'spdk'; allowed are auto, uring, aio and threads"):
+    with pytest.raises(
+        ValueError, match="engine is 'spdk'; allowed are auto, uring, aio and threads"
+    ):
         Queue(IoSettings("spdk"))
     queue = Queue(IoSettings("auto"))
     assert queue.engine in ENGINES

@@ -27,7 +27,9 @@ def test_ranges_that_touch_are_one() -> None:
     assert (free.longest, free.tail(30), free.tail(40)) == (30, 30, 0)
 
 
-@pytest.mark.parametrize(("start", "num_bytes"), [(0, 10), (5, 2), (9, 5), (15, 6), (0, 40), (20, 1), (29, 5)])
+@pytest.mark.parametrize(
+    ("start", "num_bytes"), [(0, 10), (5, 2), (9, 5), (15, 6), (0, 40), (20, 1), (29, 5)]
+)
 def test_giving_back_twice_is_refused_and_changes_nothing(start: int, num_bytes: int) -> None:
     free = FreeRanges()
     free.add(0, 10)

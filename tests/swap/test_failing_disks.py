@@ -1,7 +1,8 @@
-"""When the disk itself fails, fills up or goes away, is each transfer named or healed, and what had arrived kept?
+"""When the disk itself fails, fills up or goes away, is each transfer named or healed, and what had
+arrived kept?
 
-Every test has a file system of its own, on a loop device; the faults are the kernel's. Which fault is held where stands in
-test_real_faults.py.
+Every test has a file system of its own, on a loop device; the faults are the kernel's. Which fault
+is held where stands in test_real_faults.py.
 """
 
 from __future__ import annotations
@@ -63,20 +64,23 @@ def forget_failures(store: TensorStore, *codes: int) -> None:
     store.settle()
 
 
-# ---- EIO ---------------------------------------------------------------------------------------------------------------
+# ---- EIO -----------------------------------------------------------------------------------------
 
 
 def test_range_that_the_device_lost_is_named_and_the_rest_is_read(
     mount: Mount, make_store: MakeStore, engine: str, pattern: Pattern
 ) -> None:
     point = mount("ext4", 96 * MIB)
-    store = make_store(engine=engine, depth=1, paths=[NvmePath(point)])  # one in flight: blocks in order
+    # one in flight: blocks in order
+    store = make_store(engine=engine, depth=1, paths=[NvmePath(point)])
     put_all(store, pattern, "kept", "lost")
     offset, place = place_of(store, "lost", 4 * BLOCK)
     assert place_of(store, "kept", 8 * BLOCK)[1] < place
     os.truncate(f"{point}.image", place)  # the loop device goes on, but for what lay here
     for _ in range(2):
-        with pytest.raises(TransferError, match=r"reading 65536 bytes .*see the kernel log") as failure:
+        with pytest.raises(
+            TransferError, match=r"reading 65536 bytes .*see the kernel log"
+        ) as failure:
             store.fetch("lost").wait()
         error = failure.value
         assert (error.errno, error.offset, error.length) == (errno.EIO, offset, BLOCK)
@@ -88,7 +92,8 @@ def test_range_that_the_device_lost_is_named_and_the_rest_is_read(
 
 @pytest.fixture
 def mapped(tmp_path: Path) -> Iterator[Callable[..., str]]:
-    """A device of 96 MiB that device-mapper maps, whole but for a bad range: mapped(start, bytes) changes it."""
+    """A device of 96 MiB that device-mapper maps, whole but for a bad range: mapped(start, bytes)
+    changes it."""
     name = f"tiermem-test-{os.getpid()}"
     image, num_sectors = tmp_path / "mapped.image", 96 * MIB // SECTOR
     run_or_skip("dmsetup", "version")
@@ -122,7 +127,12 @@ def mapped(tmp_path: Path) -> Iterator[Callable[..., str]]:
 
 @pytest.mark.parametrize("kind", ["reading", "writing"])
 def test_bad_range_of_a_device_is_named_and_heals_with_it(
-    mapped: Callable[..., str], mount: Mount, make_store: MakeStore, engine: str, pattern: Pattern, kind: str
+    mapped: Callable[..., str],
+    mount: Mount,
+    make_store: MakeStore,
+    engine: str,
+    pattern: Pattern,
+    kind: str,
 ) -> None:
     point = mount("ext4", device=mapped())
     store = make_store(engine=engine, depth=1, paths=[NvmePath(point)])
@@ -133,7 +143,11 @@ def test_bad_range_of_a_device_is_named_and_heals_with_it(
     mapped(place, 4096)
     with pytest.raises(TransferError, match=f"{kind} 65536 bytes .*see the kernel log") as failure:
         (store.fetch("bad") if kind == "reading" else store.release("bad", dirty=True)).wait()  # type: ignore[union-attr]
-    assert (failure.value.errno, failure.value.offset, failure.value.length) == (errno.EIO, offset, BLOCK)
+    assert (failure.value.errno, failure.value.offset, failure.value.length) == (
+        errno.EIO,
+        offset,
+        BLOCK,
+    )
     check_all(store, pattern, "kept")
     mapped()
     if kind == "writing":
@@ -169,7 +183,11 @@ def test_thin_device_that_runs_full_under_a_write_is_an_error_and_heals_with_roo
 
 
 def test_device_that_goes_away_fails_everything_on_it_and_nothing_else(
-    mount: Mount, make_store: MakeStore, engine: str, pattern: Pattern, caplog: pytest.LogCaptureFixture
+    mount: Mount,
+    make_store: MakeStore,
+    engine: str,
+    pattern: Pattern,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     point = mount("ext4", 96 * MIB)
     store = make_store(engine=engine, paths=[NvmePath(point)])
@@ -194,7 +212,7 @@ def test_device_that_goes_away_fails_everything_on_it_and_nothing_else(
     assert any("segment.bin is left" in record.getMessage() for record in caplog.records)
 
 
-# ---- EROFS -------------------------------------------------------------------------------------------------------------
+# ---- EROFS ---------------------------------------------------------------------------------------
 
 
 def test_file_system_that_turns_read_only_is_read_and_refuses_writes(
@@ -207,7 +225,9 @@ def test_file_system_that_turns_read_only_is_read_and_refuses_writes(
     store = make_store(engine=engine, paths=[NvmePath(point)])
     put_all(store, pattern, "kept")
     trigger.write_text("1")  # what ext4 does when it finds itself damaged
-    with pytest.raises(TransferError, match=r"writing .*Read-only file system .*turned read-only") as failure:
+    with pytest.raises(
+        TransferError, match=r"writing .*Read-only file system .*turned read-only"
+    ) as failure:
         store.put("new", pattern(NUM_BYTES), Tier.NVME).wait()
     assert failure.value.errno == errno.EROFS
     with pytest.raises(OSError, match=r"are needed beyond .*Read-only") as refusal:
@@ -218,7 +238,7 @@ def test_file_system_that_turns_read_only_is_read_and_refuses_writes(
     store.close()
 
 
-# ---- ENOSPC ------------------------------------------------------------------------------------------------------------
+# ---- ENOSPC --------------------------------------------------------------------------------------
 
 
 def test_full_file_system_in_the_middle_of_a_write_is_named_and_heals_with_room(
@@ -230,14 +250,29 @@ def test_full_file_system_in_the_middle_of_a_write_is_named_and_heals_with_room(
     segment = store._files.segments[0].file
     offset, _ = place_of(store, "x", 4 * BLOCK)
     store.fetch("x").wait()
-    run_or_skip("fallocate", "--punch-hole", "--offset", str(offset), "--length", str(2 * BLOCK), str(segment))
+    run_or_skip(
+        "fallocate",
+        "--punch-hole",
+        "--offset",
+        str(offset),
+        "--length",
+        str(2 * BLOCK),
+        str(segment),
+    )
     filler = fill(point)
     move = store.release("x", dirty=True)
     assert move is not None
-    with pytest.raises(TransferError, match=r"writing 65536 bytes .*free some space or add a path") as failure:
+    with pytest.raises(
+        TransferError, match=r"writing 65536 bytes .*free some space or add a path"
+    ) as failure:
         move.wait()
     error = failure.value
-    assert (error.errno, error.offset, error.length, error.filename) == (errno.ENOSPC, offset, BLOCK, str(segment))
+    assert (error.errno, error.offset, error.length, error.filename) == (
+        errno.ENOSPC,
+        offset,
+        BLOCK,
+        str(segment),
+    )
     with pytest.raises(OSError, match="are free: No space left on device") as refusal:
         store.put("more", pattern(NUM_BYTES), Tier.NVME)
     assert (refusal.value.errno, "more" in store) == (errno.ENOSPC, False)
@@ -264,5 +299,6 @@ def test_file_system_is_used_whether_it_can_preallocate_or_not(
     assert (refusal.value.errno, refusal.value.filename) == (errno.ENOSPC, str(point))
     after = os.stat(segment.file)
     assert after.st_size == before.st_size == segment.size_bytes
-    assert (after.st_blocks - before.st_blocks) * SECTOR < BLOCK  # nothing of it stays taken; a list of blocks may
+    # nothing of it stays taken; a list of blocks may
+    assert (after.st_blocks - before.st_blocks) * SECTOR < BLOCK
     check_all(store, pattern, "a", "b")

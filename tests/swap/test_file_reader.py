@@ -1,4 +1,5 @@
-"""Does FileReader give exactly the bytes asked for, at every edge, and say so when the file has fewer?"""
+"""Does FileReader give exactly the bytes asked for, at every edge, and say so when the file has
+fewer?"""
 
 from __future__ import annotations
 
@@ -35,8 +36,12 @@ def make_file(tmp_path: Path, pattern: Pattern) -> Callable[[int], Path]:
     return make
 
 
-@pytest.mark.parametrize("num_bytes", [0, 1, 4095, 4096, 4097, 8192, PIECE - 1, PIECE, PIECE + 1, 5 * PIECE + 4097])
-def test_whole_file_is_read(make_file: Callable[[int], Path], pattern: Pattern, num_bytes: int) -> None:
+@pytest.mark.parametrize(
+    "num_bytes", [0, 1, 4095, 4096, 4097, 8192, PIECE - 1, PIECE, PIECE + 1, 5 * PIECE + 4097]
+)
+def test_whole_file_is_read(
+    make_file: Callable[[int], Path], pattern: Pattern, num_bytes: int
+) -> None:
     with FileReader(make_file(num_bytes)) as reader:
         assert reader.num_bytes == num_bytes
         assert torch.equal(reader.read(0, num_bytes), pattern(num_bytes))
@@ -46,15 +51,21 @@ EDGES = [0, 1, 4095, 4096, 4097, 8191, 8192, 12_287, 12_288, 12_289, 16_383]
 
 
 @pytest.mark.parametrize("start", EDGES)
-def test_every_pair_of_edges_is_read(make_file: Callable[[int], Path], pattern: Pattern, start: int) -> None:
+def test_every_pair_of_edges_is_read(
+    make_file: Callable[[int], Path], pattern: Pattern, start: int
+) -> None:
     with FileReader(make_file(16_383)) as reader:
         for stop in (edge for edge in EDGES if edge >= start):
             assert torch.equal(reader.read(start, stop - start), pattern(16_383)[start:stop])
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data(), num_bytes=st.integers(0, 60_000))
-def test_any_range_of_any_file_is_read(tmp_path: Path, pattern: Pattern, data: st.DataObject, num_bytes: int) -> None:
+def test_any_range_of_any_file_is_read(
+    tmp_path: Path, pattern: Pattern, data: st.DataObject, num_bytes: int
+) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(pattern(num_bytes).numpy()))
     with pytest.MonkeyPatch.context() as patch:
@@ -75,15 +86,22 @@ def test_file_that_cannot_be_opened_past_the_page_cache_is_read_buffered(
         assert torch.equal(reader.read(3, 9_990), pattern(10_000)[3:9_993])
 
 
-def test_range_past_the_end_is_refused_with_what_the_file_has(make_file: Callable[[int], Path]) -> None:
+def test_range_past_the_end_is_refused_with_what_the_file_has(
+    make_file: Callable[[int], Path],
+) -> None:
     path = make_file(10_000)
-    with FileReader(path) as reader, pytest.raises(OSError, match=r"bytes 9000 to 10001 .* ends at 10000") as refusal:
+    with (
+        FileReader(path) as reader,
+        pytest.raises(OSError, match=r"bytes 9000 to 10001 .* ends at 10000") as refusal,
+    ):
         reader.read(9_000, 1_001)
     assert (refusal.value.errno, refusal.value.filename) == (errno.ENODATA, str(path))
 
 
 @pytest.mark.parametrize(("start", "num_bytes"), [(-1, 4), (4, -1)])
-def test_what_is_no_range_is_refused(make_file: Callable[[int], Path], start: int, num_bytes: int) -> None:
+def test_what_is_no_range_is_refused(
+    make_file: Callable[[int], Path], start: int, num_bytes: int
+) -> None:
     with FileReader(make_file(10)) as reader, pytest.raises(ValueError, match="are no range"):
         reader.read(start, num_bytes)
 
@@ -100,9 +118,12 @@ def test_file_truncated_after_it_was_opened_is_never_read_as_if_whole(
         with pytest.raises(OSError, match=r"truncated") as failure:
             reader.read(0, num_bytes)
         assert (failure.value.errno, failure.value.filename) == (errno.ENODATA, str(path))
-        with pytest.raises(OSError, match=r"truncated"):  # the last bytes alone, which are no whole block
+        # the last bytes alone, which are no whole block
+        with pytest.raises(OSError, match=r"truncated"):
             reader.read(num_bytes - 10, 10)
-        assert torch.equal(reader.read(0, left // 4096 * 4096), pattern(num_bytes)[: left // 4096 * 4096])
+        assert torch.equal(
+            reader.read(0, left // 4096 * 4096), pattern(num_bytes)[: left // 4096 * 4096]
+        )
 
 
 def test_failure_leaves_no_read_under_way_in_the_buffers(
@@ -125,7 +146,11 @@ def test_failure_leaves_no_read_under_way_in_the_buffers(
 
     with FileReader(make_file(6 * PIECE)) as reader:
         with monkeypatch.context() as patch:
-            for name, function in (("submit", watch_submit), ("wait", watch_wait), ("raise_for", fail)):
+            for name, function in (
+                ("submit", watch_submit),
+                ("wait", watch_wait),
+                ("raise_for", fail),
+            ):
                 patch.setattr(Queue, name, function)
             with pytest.raises(TransferError):
                 reader.read(0, 6 * PIECE)

@@ -36,7 +36,10 @@ def test_an_error_leaves_no_file_and_no_descriptor(tmp_path: Path) -> None:
         file.put(torch.ones((1 << 20) + 1 // 0, dtype=torch.uint8))
     with pytest.raises(ValueError, match="1 of 2 bytes"), FileWriter(tmp_path / "data", 2) as file:
         file.put(torch.ones(1, dtype=torch.uint8))
-    with pytest.raises(ValueError, match="byte 3 of a file of 2"), FileWriter(tmp_path / "data", 2) as file:
+    with (
+        pytest.raises(ValueError, match="byte 3 of a file of 2"),
+        FileWriter(tmp_path / "data", 2) as file,
+    ):
         file.put(torch.ones(3, dtype=torch.uint8))
     assert not list(tmp_path.iterdir())
     assert len(os.listdir("/proc/self/fd")) == before
@@ -45,7 +48,9 @@ def test_an_error_leaves_no_file_and_no_descriptor(tmp_path: Path) -> None:
 def test_a_full_disk_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"bytes are needed, [0-9]+ are free") as caught:
         FileWriter(tmp_path / "data", 1 << 60)
-    assert caught.value.errno in (errno.ENOSPC, errno.EFBIG) and caught.value.filename == str(tmp_path / "data")
+    assert caught.value.errno in (errno.ENOSPC, errno.EFBIG) and caught.value.filename == str(
+        tmp_path / "data"
+    )
     assert not list(tmp_path.iterdir())
 
 

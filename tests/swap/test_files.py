@@ -1,4 +1,5 @@
-"""Are extents preallocated, aligned and apart, are paths judged before a run, and does a run leave nothing behind?"""
+"""Are extents preallocated, aligned and apart, are paths judged before a run, and does a run leave
+nothing behind?"""
 
 from __future__ import annotations
 
@@ -34,10 +35,12 @@ def files(tmp_path: Path) -> Files:
     return Files([tmp_path])
 
 
-# ---- extents ---------------------------------------------------------------------------------------------------------
+# ---- extents -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("asked", "given"), [(0, 4096), (1, 4096), (4096, 4096), (4097, 8192), (MIB + 1, MIB + 4096)])
+@pytest.mark.parametrize(
+    ("asked", "given"), [(0, 4096), (1, 4096), (4096, 4096), (4097, 8192), (MIB + 1, MIB + 4096)]
+)
 def test_extent_is_aligned_and_covers_what_was_asked(files: Files, asked: int, given: int) -> None:
     extents = [files.allocate(asked) for _ in range(3)]
     assert [extent.num_bytes for extent in extents] == [given] * 3
@@ -92,9 +95,16 @@ def test_extent_freed_is_allocated_again_and_only_once(files: Files) -> None:
     files.close(keep=False)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(steps=st.lists(st.tuples(st.booleans(), st.integers(0, 300_000)), max_size=40), num_paths=st.integers(1, 3))
-def test_extents_never_overlap(tmp_path: Path, steps: list[tuple[bool, int]], num_paths: int) -> None:
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    steps=st.lists(st.tuples(st.booleans(), st.integers(0, 300_000)), max_size=40),
+    num_paths=st.integers(1, 3),
+)
+def test_extents_never_overlap(
+    tmp_path: Path, steps: list[tuple[bool, int]], num_paths: int
+) -> None:
     with tempfile.TemporaryDirectory(dir=tmp_path) as folder:
         paths = [Path(folder) / str(i) for i in range(num_paths)]
         for path in paths:
@@ -127,7 +137,7 @@ def test_extents_are_dealt_by_weight(tmp_path: Path) -> None:
     files.close(keep=False)
 
 
-# ---- no room ---------------------------------------------------------------------------------------------------------
+# ---- no room -------------------------------------------------------------------------------------
 
 
 def test_disk_bytes_bounds_extents_and_the_file(tmp_path: Path) -> None:
@@ -145,14 +155,19 @@ def test_disk_bytes_bounds_extents_and_the_file(tmp_path: Path) -> None:
     files.close(keep=False)
 
 
-def test_full_disk_is_refused_at_reservation_with_needed_and_free(mount: Callable[..., Path]) -> None:
+def test_full_disk_is_refused_at_reservation_with_needed_and_free(
+    mount: Callable[..., Path],
+) -> None:
     path = mount("ext4", 24 * MIB)
     files = Files([path])
     free = probe_path(path).free_bytes
-    with pytest.raises(OSError, match=rf"{64 * MIB} bytes are needed.* are free: No space left") as refusal:
+    with pytest.raises(
+        OSError, match=rf"{64 * MIB} bytes are needed.* are free: No space left"
+    ) as refusal:
         files.reserve(64 * MIB)
     assert (refusal.value.errno, refusal.value.filename) == (errno.ENOSPC, str(path))
-    assert abs(probe_path(path).free_bytes - free) < MIB  # what the refused request had taken is given back
+    # what the refused request had taken is given back
+    assert abs(probe_path(path).free_bytes - free) < MIB
     files.allocate(4 * MIB)  # less than one step of growth: exactly what is needed
     files.close(keep=False)
 
@@ -241,7 +256,7 @@ def test_without_a_path_nothing_rests_on_nvme() -> None:
     files.close(keep=False)
 
 
-# ---- paths -----------------------------------------------------------------------------------------------------------
+# ---- paths ---------------------------------------------------------------------------------------
 
 
 def test_missing_path_is_named_with_what_to_do(tmp_path: Path) -> None:
@@ -269,7 +284,9 @@ def test_path_listed_twice_is_refused_also_by_another_name(tmp_path: Path) -> No
         Files([tmp_path, tmp_path / "link"])
 
 
-def test_file_system_is_told_from_the_longest_mount_point(tmp_path: Path, mount: Callable[..., Path]) -> None:
+def test_file_system_is_told_from_the_longest_mount_point(
+    tmp_path: Path, mount: Callable[..., Path]
+) -> None:
     assert file_system_of(Path("/proc/self")) == "proc"
     point = mount("tmpfs")  # its name holds a space, which /proc/self/mounts escapes
     assert file_system_of(point / "below") == "tmpfs"
@@ -295,7 +312,7 @@ def test_refused_o_direct_falls_back_to_buffered_with_one_warning(
     files.close(keep=False)
 
 
-# ---- locks and what is left --------------------------------------------------------------------------------------------
+# ---- locks and what is left ----------------------------------------------------------------------
 
 
 def test_folder_holds_lock_and_segment_while_the_run_lives(files: Files, tmp_path: Path) -> None:
@@ -306,9 +323,12 @@ def test_folder_holds_lock_and_segment_while_the_run_lives(files: Files, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_live_runs_are_not_reported_dead(files: Files, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_live_runs_are_not_reported_dead(
+    files: Files, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     script = (
-        "import sys; from pathlib import Path; from tiermem.swap.disk.files import Files; Files([Path(sys.argv[1])])"
+        "import sys; from pathlib import Path; from tiermem.swap.disk.files import Files; "
+        "Files([Path(sys.argv[1])])"
     )
     with caplog.at_level(logging.WARNING, "tiermem"):
         second = Files([tmp_path])
@@ -380,7 +400,9 @@ def test_lock_appears_already_held(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert seen == [(False, False), (False, True)]
 
 
-def test_segment_that_cannot_be_made_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segment_that_cannot_be_made_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(folder: Path) -> int:
         raise OSError(errno.ENOLCK, "no locks here")
 
@@ -416,7 +438,7 @@ def test_folder_removed_under_a_run_does_not_stop_the_closing(tmp_path: Path) ->
     assert [list(path.iterdir()) for path in paths] == [[], []]
 
 
-# ---- settings --------------------------------------------------------------------------------------------------------
+# ---- settings ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -431,7 +453,9 @@ def test_folder_removed_under_a_run_does_not_stop_the_closing(tmp_path: Path) ->
         ({"threads": -1}, "to 1024"),
     ],
 )
-def test_setting_out_of_range_is_refused_with_what_is_allowed(setting: dict[str, object], allowed: str) -> None:
+def test_setting_out_of_range_is_refused_with_what_is_allowed(
+    setting: dict[str, object], allowed: str
+) -> None:
     with pytest.raises(ValueError, match=allowed):
         IoSettings(**setting)  # type: ignore[arg-type]
 
@@ -440,7 +464,10 @@ def test_what_a_dead_process_left_is_removed_and_nothing_else(tmp_path: Path) ->
     pid = killed_with(tmp_path, 4096)
     (tmp_path / "tiermem-notes").mkdir()
     live = Files([tmp_path])
-    left = {folder.name for folder in tmp_path.glob("tiermem-*")} - {"tiermem-notes", live.run.folder_name}
+    left = {folder.name for folder in tmp_path.glob("tiermem-*")} - {
+        "tiermem-notes",
+        live.run.folder_name,
+    }
     assert len(left) == 1
     assert remove_dead_runs(tmp_path, pid + 1) == []
     assert set(remove_dead_runs(tmp_path, pid)) == left

@@ -1,4 +1,5 @@
-"""Do frozen bytes stay as they are on the disk while the store goes on, whatever is written, and do live ones come back?"""
+"""Do frozen bytes stay as they are on the disk while the store goes on, whatever is written, and do
+live ones come back?"""
 
 from __future__ import annotations
 
@@ -28,12 +29,14 @@ PAGE = 4096
 LATE = (Fault(0, "late", 20, repeat=1 << 30),)  # every block ends later
 
 
-# ---- the bytes -----------------------------------------------------------------------------------------------------------
+# ---- the bytes -----------------------------------------------------------------------------------
 
 NAMES, MOST_PAGES = "abc", 5
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["write", "write", "write", "change", "freeze", "thaw", "drop", "put", "look"]),
+        st.sampled_from(
+            ["write", "write", "write", "change", "freeze", "thaw", "drop", "put", "look"]
+        ),
         st.sampled_from(NAMES),
         st.integers(0, MOST_PAGES - 1),
         st.integers(1, MOST_PAGES),
@@ -56,7 +59,12 @@ class Twin:
         self._seed += 1
         if what == "freeze":
             if len(self.frozen) + 1 < self.store.num_slots:
-                self.frozen.append((self.store.freeze(), {n: bytes(t.numpy().tobytes()) for n, t in self.live.items()}))
+                self.frozen.append(
+                    (
+                        self.store.freeze(),
+                        {n: bytes(t.numpy().tobytes()) for n, t in self.live.items()},
+                    )
+                )
         elif what == "thaw":
             if self.frozen:
                 self.store.thaw(self.frozen.pop(page % len(self.frozen))[0])
@@ -91,12 +99,21 @@ class Twin:
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(steps=STEPS, num_slots=st.integers(2, 4), num_paths=st.integers(1, 2))
 def test_live_bytes_and_every_frozen_state_are_what_they_should_be(
-    tmp_path: Path, pattern: Pattern, steps: list[tuple[str, str, int, int]], num_slots: int, num_paths: int
+    tmp_path: Path,
+    pattern: Pattern,
+    steps: list[tuple[str, str, int, int]],
+    num_slots: int,
+    num_paths: int,
 ) -> None:
     with contextlib.ExitStack() as folders:
-        made = [Path(folders.enter_context(tempfile.TemporaryDirectory(dir=tmp_path))) for _ in range(num_paths)]
+        made = [
+            Path(folders.enter_context(tempfile.TemporaryDirectory(dir=tmp_path)))
+            for _ in range(num_paths)
+        ]
         paths = [NvmePath(folder, weight=1.0) for folder in made]
-        with TensorStore(paths, 1 << 20, IoSettings(block_bytes=8192, depth=4), num_slots=num_slots) as store:
+        with TensorStore(
+            paths, 1 << 20, IoSettings(block_bytes=8192, depth=4), num_slots=num_slots
+        ) as store:
             twin = Twin(store, pattern)
             for step in steps:
                 twin.step(*step)
@@ -112,7 +129,9 @@ def test_live_bytes_and_every_frozen_state_are_what_they_should_be(
         assert all(list(folder.iterdir()) == [] for folder in made)
 
 
-def test_ranges_of_a_freeze_are_any_bytes_and_cross_slots(make_store: MakeStore, pattern: Pattern) -> None:
+def test_ranges_of_a_freeze_are_any_bytes_and_cross_slots(
+    make_store: MakeStore, pattern: Pattern
+) -> None:
     store = make_store(num_slots=2)
     data = pattern(5 * PAGE + 77)
     store.put("x", data, Tier.NVME).wait()
@@ -122,8 +141,17 @@ def test_ranges_of_a_freeze_are_any_bytes_and_cross_slots(make_store: MakeStore,
     store.thaw(first)
     freeze = store.freeze()
     assert list(freeze.parts) == ["x"]
-    for start, num_bytes in [(0, len(data)), (PAGE - 1, 3), (PAGE - 5, PAGE + 10), (len(data) - 1, 1), (9, 0)]:
-        assert on_disk(freeze, "x", num_bytes, start) == data[start : start + num_bytes].numpy().tobytes()
+    for start, num_bytes in [
+        (0, len(data)),
+        (PAGE - 1, 3),
+        (PAGE - 5, PAGE + 10),
+        (len(data) - 1, 1),
+        (9, 0),
+    ]:
+        assert (
+            on_disk(freeze, "x", num_bytes, start)
+            == data[start : start + num_bytes].numpy().tobytes()
+        )
     assert len(freeze.ranges("x", 0, len(data))) == 3
     with pytest.raises(ValueError, match=r"bytes 0 to 24577 lie outside 'x' .24576 bytes."):
         freeze.ranges("x", 0, 6 * PAGE + 1)
@@ -140,13 +168,16 @@ def test_write_under_way_is_ended_by_the_freeze(make_store: MakeStore, pattern: 
         assert on_disk(freeze, f"x{i}", 300_000) == pattern(300_000, seed=i).numpy().tobytes()
 
 
-def test_fetch_sees_what_was_written_behind_a_freeze(make_store: MakeStore, pattern: Pattern) -> None:
+def test_fetch_sees_what_was_written_behind_a_freeze(
+    make_store: MakeStore, pattern: Pattern
+) -> None:
     store = make_store(num_slots=2, faults=LATE)
     store.put("x", pattern(300_000), Tier.NVME)
     freeze = store.freeze()
     store.fetch("x").wait().copy_(pattern(300_000, seed=1))
     store.release("x", dirty=True)
-    assert torch.equal(store.fetch("x").wait(), pattern(300_000, seed=1))  # while it is still being written
+    # while it is still being written
+    assert torch.equal(store.fetch("x").wait(), pattern(300_000, seed=1))
     assert on_disk(freeze, "x", 300_000) == pattern(300_000).numpy().tobytes()
 
 
@@ -183,7 +214,8 @@ def test_writes_of_other_threads_are_in_a_freeze_whole_or_not_at_all(make_store:
 def test_blocks_of_an_entry_that_lies_in_several_slots_come_as_they_were_written(
     make_store: MakeStore, pattern: Pattern, two_paths: list[NvmePath], num_paths: int
 ) -> None:
-    paths = [NvmePath(two_paths[0].path, max_bytes=80 * PAGE, weight=1.0), two_paths[1]]  # the other slot is elsewhere
+    # the other slot is elsewhere
+    paths = [NvmePath(two_paths[0].path, max_bytes=80 * PAGE, weight=1.0), two_paths[1]]
     store = make_store(num_slots=2, paths=paths[-num_paths:])
     data = pattern(64 * PAGE)
     store.put("x", data, Tier.NVME).wait()
@@ -198,7 +230,9 @@ def test_blocks_of_an_entry_that_lies_in_several_slots_come_as_they_were_written
         offsets = np.random.default_rng(block_pages).integers(0, 65 - block_pages, 50) * PAGE
         into = store.arena.take(50 * block_pages * PAGE).tensor
         store.read_blocks("x", offsets, block_pages * PAGE, into).wait()
-        assert torch.equal(into, torch.cat([data[o : o + block_pages * PAGE] for o in offsets.tolist()]))
+        assert torch.equal(
+            into, torch.cat([data[o : o + block_pages * PAGE] for o in offsets.tolist()])
+        )
 
 
 def test_blocks_are_one_call_also_where_slots_meet(
@@ -222,7 +256,7 @@ def test_blocks_are_one_call_also_where_slots_meet(
     assert calls == [(2, 4 * PAGE), (8, PAGE)]
 
 
-# ---- room ------------------------------------------------------------------------------------------------------------------
+# ---- room ----------------------------------------------------------------------------------------
 
 
 def test_second_slot_takes_room_when_it_is_written_and_a_dropped_one_when_it_is_thawed(
@@ -244,7 +278,9 @@ def test_second_slot_takes_room_when_it_is_written_and_a_dropped_one_when_it_is_
     assert sizes == [3 * PAGE, 6 * PAGE, 3 * PAGE, 2 * PAGE]
 
 
-def test_what_is_temporary_is_not_frozen_and_has_one_slot(make_store: MakeStore, pattern: Pattern) -> None:
+def test_what_is_temporary_is_not_frozen_and_has_one_slot(
+    make_store: MakeStore, pattern: Pattern
+) -> None:
     store = make_store(num_slots=2)
     store.reserve("grad", (2 * PAGE,), torch.uint8, Tier.NVME, is_durable=False)
     store.put("host", torch.ones(5), Tier.HOST)
@@ -253,7 +289,9 @@ def test_what_is_temporary_is_not_frozen_and_has_one_slot(make_store: MakeStore,
     assert store.stats().nvme_bytes == 2 * PAGE
 
 
-def test_write_that_finds_no_slot_is_refused_and_changes_nothing(make_store: MakeStore, pattern: Pattern) -> None:
+def test_write_that_finds_no_slot_is_refused_and_changes_nothing(
+    make_store: MakeStore, pattern: Pattern
+) -> None:
     store = make_store(num_slots=1)
     store.put("x", pattern(2 * PAGE), Tier.NVME).wait()
     freeze = store.freeze()
@@ -266,12 +304,16 @@ def test_write_that_finds_no_slot_is_refused_and_changes_nothing(make_store: Mak
         make_store(num_slots=0)
 
 
-def test_full_disk_refuses_the_second_slot_and_keeps_both_states(make_store: MakeStore, pattern: Pattern) -> None:
+def test_full_disk_refuses_the_second_slot_and_keeps_both_states(
+    make_store: MakeStore, pattern: Pattern
+) -> None:
     store = make_store(num_slots=2, disk_bytes=3 * PAGE)
     store.put("x", pattern(2 * PAGE), Tier.NVME).wait()
     freeze = store.freeze()
     with pytest.raises(OSError, match="exceed disk_bytes") as refusal:
         write(store, "x", 0, pattern(PAGE, seed=1))
     assert refusal.value.errno == errno.ENOSPC
-    assert content(store, "x") == on_disk(freeze, "x", 2 * PAGE) == pattern(2 * PAGE).numpy().tobytes()
+    assert (
+        content(store, "x") == on_disk(freeze, "x", 2 * PAGE) == pattern(2 * PAGE).numpy().tobytes()
+    )
     store.freeze()  # nothing is lost

@@ -1,4 +1,5 @@
-"""When a write or a sync fails: does a freeze say so, freeze nothing, and leave the last frozen state as it was?"""
+"""When a write or a sync fails: does a freeze say so, freeze nothing, and leave the last frozen
+state as it was?"""
 
 from __future__ import annotations
 
@@ -37,15 +38,21 @@ def test_freeze_raises_what_a_write_under_way_failed_with_until_it_is_made_good(
     with pytest.raises(OSError, match=r"segment\.bin") as failure:
         store.freeze()
     assert failure.value.errno == code
-    with pytest.raises(OSError, match=f"bytes {PAGE} to {2 * PAGE} of 'x' are lost: .* Write them again") as again:
+    with pytest.raises(
+        OSError, match=f"bytes {PAGE} to {2 * PAGE} of 'x' are lost: .* Write them again"
+    ) as again:
         store.freeze()  # told already, and still not made good
     assert again.value.errno == errno.EIO
     assert on_disk(first, "x", 2 * PAGE) == pattern(2 * PAGE).numpy().tobytes()
     write(store, "x", PAGE, pattern(PAGE, seed=2))
     second = store.freeze()
-    assert on_disk(second, "x", 2 * PAGE) == torch.cat([pattern(PAGE, 1), pattern(PAGE, 2)]).numpy().tobytes()
+    assert (
+        on_disk(second, "x", 2 * PAGE)
+        == torch.cat([pattern(PAGE, 1), pattern(PAGE, 2)]).numpy().tobytes()
+    )
     store.thaw(first)
-    write(store, "x", 0, pattern(2 * PAGE, seed=3))  # refused, if a freeze that failed had kept its slot
+    # refused, if a freeze that failed had kept its slot
+    write(store, "x", 0, pattern(2 * PAGE, seed=3))
 
 
 def test_lost_entry_keeps_a_store_from_being_frozen_until_it_is_dropped(
@@ -96,7 +103,9 @@ def test_sync_that_fails_freezes_nothing_names_the_file_and_may_be_tried_again(
     assert on_disk(second, "x", 2 * PAGE) == expected.numpy().tobytes()
 
 
-def test_sync_that_the_disk_fails_is_told_as_it_was(lies: Lies, make_store: MakeStore, pattern: Pattern) -> None:
+def test_sync_that_the_disk_fails_is_told_as_it_was(
+    lies: Lies, make_store: MakeStore, pattern: Pattern
+) -> None:
     store = make_store(num_slots=2, paths=[NvmePath(lies.point)])
     store.put("x", pattern(2 * PAGE), Tier.NVME).wait()
     first = store.freeze()
@@ -117,7 +126,9 @@ def test_after_a_failed_sync_a_buffered_path_is_not_believed_any_more(
         store.put("x", pattern(PAGE), Tier.NVME).wait()
         with failing_sync(), pytest.raises(OSError, match="Input/output error"):
             store.freeze()
-        with pytest.raises(OSError, match=r"the kernel may have dropped what was written.*Save a copy elsewhere"):
+        with pytest.raises(
+            OSError, match=r"the kernel may have dropped what was written.*Save a copy elsewhere"
+        ):
             store.freeze()
 
 
@@ -135,7 +146,11 @@ def test_file_that_nobody_would_find_whole_is_not_frozen(
         file.unlink()
     if how == "replaced":
         file.write_bytes(bytes(2 * PAGE))
-    code, words = (errno.ENODATA, "truncated") if how == "truncated" else (errno.ENOENT, "removed or replaced")
+    code, words = (
+        (errno.ENODATA, "truncated")
+        if how == "truncated"
+        else (errno.ENOENT, "removed or replaced")
+    )
     with pytest.raises(OSError, match=words) as failure:
         store.freeze()
     assert (failure.value.errno, failure.value.filename) == (code, str(file))

@@ -13,7 +13,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiermem.swap.base.native import BACKGROUND, READ, URGENT, WRITE, Answer, Fault, IoSettings, Op, TransferError
+from tiermem.swap.base.native import (
+    BACKGROUND,
+    READ,
+    URGENT,
+    WRITE,
+    Answer,
+    Fault,
+    IoSettings,
+    Op,
+    TransferError,
+)
 from tiermem.swap.disk.queue import Queues, Recorder
 from tiermem.swap.memory.arena import Arena
 from tiermem.swap.store.move import Later, Move
@@ -55,7 +65,11 @@ class FakeQueue:
         self.log.append(("promote", tag))
 
     def error_of(self, answer: Answer) -> TransferError | None:
-        return TransferError(answer.error, answer.kind, "file", answer.offset, answer.length) if answer.error else None
+        return (
+            TransferError(answer.error, answer.kind, "file", answer.offset, answer.length)
+            if answer.error
+            else None
+        )
 
 
 @pytest.fixture
@@ -64,7 +78,9 @@ def queue() -> FakeQueue:
     return FakeQueue()
 
 
-def move_of(queue: FakeQueue, tag: int, after: Move | None = None, ended: list[object] | None = None) -> Move:
+def move_of(
+    queue: FakeQueue, tag: int, after: Move | None = None, ended: list[object] | None = None
+) -> Move:
     def on_end(arrived: bool) -> None:
         if ended is not None:
             ended.append((tag, arrived))
@@ -74,7 +90,7 @@ def move_of(queue: FakeQueue, tag: int, after: Move | None = None, ended: list[o
     return Move(queue, transfers, f"bytes {tag}", f"move {tag}", on_end=on_end)  # type: ignore[arg-type]
 
 
-# ---- the end -----------------------------------------------------------------------------------------------------------
+# ---- the end -------------------------------------------------------------------------------------
 
 
 def test_move_of_nothing_has_ended(queue: FakeQueue) -> None:
@@ -101,10 +117,17 @@ def test_error_is_raised_by_every_wait_as_a_new_exception(queue: FakeQueue) -> N
     queue.end(1, errno.EIO)
     raised = []
     for _ in range(2):
-        with pytest.raises(TransferError, match="reading 4096 bytes at offset 1 failed: Input/output error") as failure:
+        with pytest.raises(
+            TransferError, match="reading 4096 bytes at offset 1 failed: Input/output error"
+        ) as failure:
             move.wait()
         raised.append(failure.value)
-    assert (raised[0].errno, raised[0].filename, raised[0].offset, raised[0].length) == (errno.EIO, "file", 1, 4096)
+    assert (raised[0].errno, raised[0].filename, raised[0].offset, raised[0].length) == (
+        errno.EIO,
+        "file",
+        1,
+        4096,
+    )
     assert raised[0] is not raised[1]
     assert move.is_done()
     assert move.has_failed
@@ -126,7 +149,7 @@ def test_buffer_lives_as_long_as_the_move_is_under_way(queue: FakeQueue) -> None
     assert move.wait() is seen()
 
 
-# ---- one after the other -------------------------------------------------------------------------------------------------
+# ---- one after the other -------------------------------------------------------------------------
 
 
 def test_follower_starts_when_its_predecessor_has_ended(queue: FakeQueue) -> None:
@@ -164,7 +187,9 @@ def test_look_at_a_follower_starts_it(queue: FakeQueue) -> None:
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_follower_of_a_failure_fails_with_it_and_moves_nothing(queue: FakeQueue, is_known: bool) -> None:
+def test_follower_of_a_failure_fails_with_it_and_moves_nothing(
+    queue: FakeQueue, is_known: bool
+) -> None:
     ended: list[object] = []
     first = move_of(queue, 1, ended=ended)
     queue.end(1, errno.ENOSPC)
@@ -193,7 +218,7 @@ def test_follower_that_cannot_be_submitted_fails(queue: FakeQueue) -> None:
     assert ended == [(2, False)]
 
 
-# ---- cancelling and promoting --------------------------------------------------------------------------------------------
+# ---- cancelling and promoting --------------------------------------------------------------------
 
 
 def test_cancelled_move_raises_and_ends_once(queue: FakeQueue) -> None:
@@ -259,7 +284,7 @@ def test_promoting_a_follower_promotes_what_it_waits_for(queue: FakeQueue) -> No
     second.cancel()
 
 
-# ---- through a real queue ------------------------------------------------------------------------------------------------
+# ---- through a real queue ------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -279,7 +304,9 @@ def test_threads_that_wait_for_one_move_at_once_all_get_it(file: int) -> None:
     for _ in range(50):
         ops = [Op(READ, file, buffer.data_ptr(), 1 << 20, 0)]
         move = Move(queue, queue.submit(ops), buffer, "all")
-        threads = [threading.Thread(target=lambda move=move: results.append(move.wait())) for _ in range(4)]
+        threads = [
+            threading.Thread(target=lambda move=move: results.append(move.wait())) for _ in range(4)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -298,7 +325,10 @@ def test_events_tell_reads_from_writes_with_bytes_and_times(file: int) -> None:
         tag = queue.submit([Op(kind, file, buffer.data_ptr(), 8192, 0)], BACKGROUND)
         Move(queue, tag, buffer, f"kind {kind}", is_write=kind == WRITE).wait()
     moved = [event for event in queue.recorder.events if event.lane != "wait"]
-    assert [(e.lane, e.name, e.num_bytes) for e in moved] == [("write", "kind 1", 8192), ("read", "kind 0", 8192)]
+    assert [(e.lane, e.name, e.num_bytes) for e in moved] == [
+        ("write", "kind 1", 8192),
+        ("read", "kind 0", 8192),
+    ]
     assert all(0 < e.start_ns <= e.end_ns for e in moved)
     queue.close()
     arena.close()
@@ -309,7 +339,12 @@ def test_error_of_a_transfer_names_path_offset_and_length(file: int, tmp_path: P
     io = IoSettings(block_bytes=4096)
     queue = Queues({file: str(tmp_path / "data")}, io, faults=[Fault(2, "error", errno.EIO)])
     buffer = arena.take(16384).tensor
-    move = Move(queue, queue.submit([Op(READ, file, buffer.data_ptr(), 16384, 8192)], URGENT), buffer, "move")
+    move = Move(
+        queue,
+        queue.submit([Op(READ, file, buffer.data_ptr(), 16384, 8192)], URGENT),
+        buffer,
+        "move",
+    )
     with pytest.raises(TransferError, match="see the kernel log") as failure:
         move.wait()
     error = failure.value
@@ -322,7 +357,9 @@ def test_error_of_a_transfer_names_path_offset_and_length(file: int, tmp_path: P
 def test_move_whose_queue_was_closed_says_so(file: int) -> None:
     arena, queue = Arena(1 << 20), Queues({file: "data"}, IoSettings())
     buffer = arena.take(4096).tensor
-    move = Move(queue, queue.submit([Op(READ, file, buffer.data_ptr(), 4096, 0)]), buffer, "'layers.3'")
+    move = Move(
+        queue, queue.submit([Op(READ, file, buffer.data_ptr(), 4096, 0)]), buffer, "'layers.3'"
+    )
     queue.close()
     with pytest.raises(OSError, match="this I/O queue is closed"):
         move.wait()

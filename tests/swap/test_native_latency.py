@@ -14,15 +14,20 @@ from tiermem.tools.bench.io_report import latency_quantiles
 
 
 def bucket_of(ns: int) -> int:
-    """The bucket as native/tiermem.h defines it: 64 ns wide below 1024 ns, then 16 to every doubling."""
+    """The bucket as native/tiermem.h defines it: 64 ns wide below 1024 ns, then 16 to every
+    doubling."""
     units = ns // 64
     octave = max(units.bit_length() - 5, 0)
     return min(16 * octave + (units >> octave), NUM_LATENCY_BUCKETS - 1)
 
 
-def counts_of(times_ns: np.ndarray[tuple[int], np.dtype[np.int64]]) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+def counts_of(
+    times_ns: np.ndarray[tuple[int], np.dtype[np.int64]],
+) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
     """What a queue would count for blocks that took these times."""
-    return np.bincount([bucket_of(t) for t in times_ns.tolist()], minlength=NUM_LATENCY_BUCKETS).astype(np.uint64)
+    return np.bincount(
+        [bucket_of(t) for t in times_ns.tolist()], minlength=NUM_LATENCY_BUCKETS
+    ).astype(np.uint64)
 
 
 @pytest.mark.parametrize("scale_ns", [1_000, 80_000, 5_000_000, 900_000_000])

@@ -1,4 +1,5 @@
-"""Which cores does each rank get on a machine of several memory nodes, and where does its memory lie?"""
+"""Which cores does each rank get on a machine of several memory nodes, and where does its memory
+lie?"""
 
 from __future__ import annotations
 
@@ -13,7 +14,13 @@ pytest.importorskip("_tiermem_native")
 from tiermem.ranks import topology
 from tiermem.ranks.topology import fair_cores, near_workers
 from tiermem.swap.memory.arena import Arena
-from tiermem.swap.memory.nodes import deal_cores, node_of_cores, node_of_pci, parse_cores, read_nodes
+from tiermem.swap.memory.nodes import (
+    deal_cores,
+    node_of_cores,
+    node_of_pci,
+    parse_cores,
+    read_nodes,
+)
 
 TWO = {0: frozenset(range(8)), 1: frozenset(range(8, 16))}
 WOVEN = {0: frozenset(range(0, 16, 2)), 1: frozenset(range(1, 16, 2))}
@@ -22,7 +29,8 @@ ALL = range(16)
 
 @pytest.fixture
 def sysfs(tmp_path: Path) -> Path:
-    """Two nodes that share this process's cores, a node without cores, and an accelerator on the second."""
+    """Two nodes that share this process's cores, a node without cores, and an accelerator on the
+    second."""
     mine = sorted(os.sched_getaffinity(0))
     half = max(1, len(mine) // 2)
     lists = {0: mine[:half], 1: mine[half:] or [4095], 2: []}
@@ -67,7 +75,9 @@ def test_nodes_are_read_from_sysfs(sysfs: Path, tmp_path: Path) -> None:
 def test_ranks_work_on_their_accelerators_node_and_share_no_core(
     nodes: dict[int, frozenset[int]], wanted: list[int | None], shares: list[list[int]]
 ) -> None:
-    assert [deal_cores(ALL, nodes, wanted, rank) for rank in range(len(wanted))] == [tuple(share) for share in shares]
+    assert [deal_cores(ALL, nodes, wanted, rank) for rank in range(len(wanted))] == [
+        tuple(share) for share in shares
+    ]
 
 
 def test_too_few_cores_are_dealt_to_nobody() -> None:
@@ -81,7 +91,9 @@ def test_a_node_is_named_only_where_there_are_several() -> None:
     assert node_of_cores([1, 2], {0: frozenset(ALL)}) is None
 
 
-def test_a_lone_rank_takes_the_cores_of_its_accelerators_node(sysfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lone_rank_takes_the_cores_of_its_accelerators_node(
+    sysfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(topology, "pci_addresses", lambda device, ranks: ["0000:3b:00.0"] * ranks)
     mine = sorted(os.sched_getaffinity(0))
     if len(mine) == 1:
@@ -94,7 +106,9 @@ def test_memory_prefers_the_node_of_the_cores(sysfs: Path, monkeypatch: pytest.M
     monkeypatch.setattr(Arena, "bind", lambda arena, node: bound.append(node))
     arena, nodes = Arena(1 << 20), read_nodes(sysfs)
     for cores in (nodes[0], nodes[1], nodes[0] | nodes[1]):  # of several nodes: none is preferred
-        monkeypatch.setattr(topology, "fair_cores", lambda device, sysfs=None, cores=cores: tuple(cores))
+        monkeypatch.setattr(
+            topology, "fair_cores", lambda device, sysfs=None, cores=cores: tuple(cores)
+        )
         open_workers(arena, sysfs)
     open_workers(arena, sysfs / "absent")
     assert bound == [0, 1]

@@ -22,7 +22,9 @@ def cached_share(file: Path) -> float:
         answer = (ctypes.c_ubyte * pages)()
         anchor = ctypes.c_char.from_buffer(view)
         libc = ctypes.CDLL(None, use_errno=True)
-        code = libc.mincore(ctypes.c_void_p(ctypes.addressof(anchor)), ctypes.c_size_t(len(view)), answer)
+        code = libc.mincore(
+            ctypes.c_void_p(ctypes.addressof(anchor)), ctypes.c_size_t(len(view)), answer
+        )
         del anchor
     assert code == 0, ctypes.get_errno()
     return sum(byte & 1 for byte in answer) / pages

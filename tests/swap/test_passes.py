@@ -1,4 +1,5 @@
-"""Does a pass move exactly the bytes it says, where it says, whatever sizes cut, wrap and leave tails?"""
+"""Does a pass move exactly the bytes it says, where it says, whatever sizes cut, wrap and leave
+tails?"""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def watch(passes: Passes, monkeypatch: pytest.MonkeyPatch) -> list[Op]:
 
     def note_blocks(blocks: Blocks) -> int:
         kind, fd, addresses, offsets, length = blocks
-        seen.extend(Op(kind, fd, int(a), length, int(o)) for a, o in zip(addresses, offsets, strict=True))
+        seen.extend(
+            Op(kind, fd, int(a), length, int(o)) for a, o in zip(addresses, offsets, strict=True)
+        )
         return submit_blocks(blocks)
 
     monkeypatch.setattr(passes.queue, "submit", note)
@@ -46,9 +49,12 @@ def bytes_of(ops: list[Op], kind: int) -> int:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("block_bytes", [4 * KIB, 68 * KIB, 5 * MIB])  # even, leaving a tail of the piece, beyond it
+# even, leaving a tail of the piece, beyond it
+@pytest.mark.parametrize("block_bytes", [4 * KIB, 68 * KIB, 5 * MIB])
 @pytest.mark.parametrize("depth", [1, 7])
-def test_bytes_are_those_that_the_kernel_completed(fd: int, mode: str, block_bytes: int, depth: int) -> None:
+def test_bytes_are_those_that_the_kernel_completed(
+    fd: int, mode: str, block_bytes: int, depth: int
+) -> None:
     with Passes(fd, 24 * MIB, IoSettings(block_bytes=block_bytes, depth=depth)) as passes:
         done = passes.run(mode, 11 * MIB)
         counters = passes.queue.counters()
@@ -68,7 +74,9 @@ def test_the_file_once_is_the_default_and_a_tail_shorter_than_a_block_is_left(
     assert [(op.offset, op.length) for op in seen] == [(0, 4 * MIB), (4 * MIB, MIB)]
 
 
-def test_more_bytes_than_the_file_begin_again_at_its_start(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_bytes_than_the_file_begin_again_at_its_start(
+    fd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Passes(fd, 6 * MIB, IoSettings(block_bytes=MIB, depth=4)) as passes:
         seen = watch(passes, monkeypatch)
         assert passes.run("write", 15 * MIB).written_bytes == 15 * MIB
@@ -76,7 +84,9 @@ def test_more_bytes_than_the_file_begin_again_at_its_start(fd: int, monkeypatch:
     assert at == [(0, 4), (4, 2), (0, 4), (4, 2), (0, 3)]
 
 
-def test_mixed_writes_half_a_file_away_from_where_it_reads(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mixed_writes_half_a_file_away_from_where_it_reads(
+    fd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Passes(fd, 20 * MIB, IoSettings(block_bytes=MIB, depth=4)) as passes:
         seen = watch(passes, monkeypatch)
         passes.run("mixed")
@@ -97,17 +107,27 @@ def covered(ops: list[Op], kind: int, num_blocks: int) -> list[int]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_no_two_transfers_in_flight_share_memory(fd: int, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_two_transfers_in_flight_share_memory(
+    fd: int, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A place is used again only after its tag was waited for."""
     with Passes(fd, 24 * MIB, IoSettings(block_bytes=64 * KIB, depth=16)) as passes:
         seen = watch(passes, monkeypatch)
         in_flight: dict[int, list[Op]] = {}
-        submit, submit_blocks, wait = passes.queue.submit, passes.queue.submit_blocks, passes.queue.wait
+        submit, submit_blocks, wait = (
+            passes.queue.submit,
+            passes.queue.submit_blocks,
+            passes.queue.wait,
+        )
 
         def check(tag: int, first: int) -> int:
-            held = [(op.address, op.address + op.length) for ops in in_flight.values() for op in ops]
+            held = [
+                (op.address, op.address + op.length) for ops in in_flight.values() for op in ops
+            ]
             for op in seen[first:]:
-                assert all(op.address >= end or op.address + op.length <= start for start, end in held)
+                assert all(
+                    op.address >= end or op.address + op.length <= start for start, end in held
+                )
             in_flight[tag] = seen[first:]
             return tag
 
@@ -115,15 +135,23 @@ def test_no_two_transfers_in_flight_share_memory(fd: int, mode: str, monkeypatch
             del in_flight[tag]
             return wait(tag, *rest)
 
-        monkeypatch.setattr(passes.queue, "submit", lambda *a: check(*reversed((len(seen), submit(*a)))))
-        monkeypatch.setattr(passes.queue, "submit_blocks", lambda *a: check(*reversed((len(seen), submit_blocks(*a)))))
+        monkeypatch.setattr(
+            passes.queue, "submit", lambda *a: check(*reversed((len(seen), submit(*a))))
+        )
+        monkeypatch.setattr(
+            passes.queue,
+            "submit_blocks",
+            lambda *a: check(*reversed((len(seen), submit_blocks(*a)))),
+        )
         monkeypatch.setattr(passes.queue, "wait", ended)
         passes.run(mode, 40 * MIB)
     assert seen
     assert not in_flight
 
 
-def test_random_blocks_lie_in_the_file_and_follow_the_seed(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_blocks_lie_in_the_file_and_follow_the_seed(
+    fd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     places = []
     for seed in (1, 1, 2):
         with Passes(fd, MIB + 8 * KIB, IoSettings(block_bytes=4 * KIB, depth=64)) as passes:
@@ -131,7 +159,9 @@ def test_random_blocks_lie_in_the_file_and_follow_the_seed(fd: int, monkeypatch:
             passes.run("random", 5000 * 4 * KIB, seed=seed)
         assert len(seen) == 5000
         assert {op.kind for op in seen} == {READ}
-        assert all(op.offset % (4 * KIB) == 0 and op.offset + op.length <= MIB + 8 * KIB for op in seen)
+        assert all(
+            op.offset % (4 * KIB) == 0 and op.offset + op.length <= MIB + 8 * KIB for op in seen
+        )
         places.append([op.offset for op in seen])
     assert places[0] == places[1] != places[2]
     assert len(set(places[0])) == 258, "every block of the file is met"
@@ -145,7 +175,9 @@ def test_what_is_written_is_no_run_of_zeros(fd: int) -> None:
     os.set_blocking(fd, True)
     with open(f"/proc/self/fd/{fd}", "rb") as file:
         content = file.read(8 * MIB)
-    assert all(len(set(content[start : start + 4096])) > 200 for start in range(0, 8 * MIB, 64 * KIB))
+    assert all(
+        len(set(content[start : start + 4096])) > 200 for start in range(0, 8 * MIB, 64 * KIB)
+    )
 
 
 def test_several_passes_share_a_quota(tmp_path: Path) -> None:
@@ -181,7 +213,8 @@ def test_a_block_beyond_the_file_is_refused(fd: int) -> None:
 
 def test_memory_is_what_is_in_flight_and_as_much_again() -> None:
     assert memory_bytes(IoSettings(block_bytes=MIB, depth=32)) == 64 * MIB
-    assert memory_bytes(IoSettings(block_bytes=8 * MIB, depth=2)) == 48 * MIB  # at least four pieces
+    # at least four pieces
+    assert memory_bytes(IoSettings(block_bytes=8 * MIB, depth=2)) == 48 * MIB
     assert memory_bytes(IoSettings(block_bytes=8 * MIB, depth=64)) == 768 * MIB  # at most 256 MiB
 
 

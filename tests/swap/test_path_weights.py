@@ -1,4 +1,5 @@
-"""Are several paths weighed by what they take all at once, and does a path that cannot be measured stop nobody?"""
+"""Are several paths weighed by what they take all at once, and does a path that cannot be measured
+stop nobody?"""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ def test_slowest_path_weighs_one_and_the_others_as_much_as_they_are_faster(
     assert f"{folders[2].path} 2.50 GB/s (weight 2.5)" in line
 
 
-def test_all_paths_are_measured_at_once(folders: list[NvmePath], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_paths_are_measured_at_once(
+    folders: list[NvmePath], monkeypatch: pytest.MonkeyPatch
+) -> None:
     together = threading.Barrier(3, timeout=60)
 
     def measure(fd: int, file_bytes: int, io: IoSettings, seconds: float) -> float:
@@ -80,7 +83,10 @@ def test_measuring_bounds_its_memory_and_keeps_the_engine(
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_path_that_cannot_be_measured_weighs_one_with_a_warning(
-    folders: list[NvmePath], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
+    folders: list[NvmePath],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    code: int,
 ) -> None:
     failing = OSError(code, "cannot")
     monkeypatch.setattr(passes, "mixed_rate", rates_of({"a": 4e9, "b": failing, "c": 2e9}))
@@ -102,7 +108,9 @@ def test_full_disk_is_no_error_while_weighing(
     assert caplog.text.count("No space left on device") == 3
 
 
-def test_cap_bounds_the_file_that_measures(folders: list[NvmePath], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cap_bounds_the_file_that_measures(
+    folders: list[NvmePath], monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes = []
 
     def measure(fd: int, file_bytes: int, io: IoSettings, seconds: float) -> float:
@@ -115,28 +123,41 @@ def test_cap_bounds_the_file_that_measures(folders: list[NvmePath], monkeypatch:
     assert sorted(sizes) == [5 * MIB, 32 * MIB]  # the second has no room for two blocks
 
 
-def test_one_path_and_given_weights_are_not_measured(folders: list[NvmePath], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_path_and_given_weights_are_not_measured(
+    folders: list[NvmePath], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(passes, "mixed_rate", rates_of({}))  # would raise KeyError
     assert weigh(folders[:1], IoSettings()) == [1.0]
     assert weigh([], IoSettings()) == []
-    given = [NvmePath(each.path, weight=weight) for each, weight in zip(folders, (0.5, 2, 3), strict=True)]
+    given = [
+        NvmePath(each.path, weight=weight)
+        for each, weight in zip(folders, (0.5, 2, 3), strict=True)
+    ]
     assert weigh(given, IoSettings()) == [0.5, 2, 3]
 
 
-def test_some_weights_given_and_others_not_are_refused_and_leave_nothing(folders: list[NvmePath]) -> None:
+def test_some_weights_given_and_others_not_are_refused_and_leave_nothing(
+    folders: list[NvmePath],
+) -> None:
     some = [NvmePath(folders[0].path, weight=2.0), *folders[1:]]
-    with pytest.raises(ValueError, match=f"not for {folders[1].path}, {folders[2].path}: give all of them, or none"):
+    with pytest.raises(
+        ValueError, match=f"not for {folders[1].path}, {folders[2].path}: give all of them, or none"
+    ):
         TensorStore(some, 1 << 20)
     assert all(list(each.path.iterdir()) == [] for each in folders)
 
 
-def test_measuring_for_real_leaves_nothing_and_gives_every_path_a_weight(folders: list[NvmePath]) -> None:
+def test_measuring_for_real_leaves_nothing_and_gives_every_path_a_weight(
+    folders: list[NvmePath],
+) -> None:
     found = weigh(folders, IoSettings())
     assert min(found) == 1.0
     assert all(list(each.path.iterdir()) == [] for each in folders)
 
 
-def test_store_deals_by_what_was_measured(folders: list[NvmePath], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_deals_by_what_was_measured(
+    folders: list[NvmePath], monkeypatch: pytest.MonkeyPatch
+) -> None:
     import torch
 
     monkeypatch.setattr(passes, "mixed_rate", rates_of({"a": 1e9, "b": 2e9, "c": 3e9}))

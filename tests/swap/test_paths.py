@@ -1,4 +1,5 @@
-"""Are bytes dealt over several paths within their caps, and is a path that is too small refused with the arithmetic?"""
+"""Are bytes dealt over several paths within their caps, and is a path that is too small refused
+with the arithmetic?"""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def folders(tmp_path: Path) -> list[Path]:
     return paths
 
 
-# ---- spelling ----------------------------------------------------------------------------------------------------------
+# ---- spelling ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("one", ["/mnt/a", Path("/mnt/a"), NvmePath(Path("/mnt/a"))])
@@ -42,7 +43,11 @@ def test_one_path_in_any_spelling_is_one_path(one: str | Path | NvmePath) -> Non
 
 def test_several_spellings_go_together() -> None:
     capped = NvmePath(Path("/c"), 1 << 30, 2.0)
-    assert as_paths(["/a", Path("/b"), capped]) == (NvmePath(Path("/a")), NvmePath(Path("/b")), capped)
+    assert as_paths(["/a", Path("/b"), capped]) == (
+        NvmePath(Path("/a")),
+        NvmePath(Path("/b")),
+        capped,
+    )
     assert as_paths(()) == ()
 
 
@@ -55,12 +60,14 @@ def test_several_spellings_go_together() -> None:
         ({"weight": float("nan")}, "/a: weight is nan"),
     ],
 )
-def test_cap_or_weight_that_means_nothing_is_refused(fields: dict[str, float], message: str) -> None:
+def test_cap_or_weight_that_means_nothing_is_refused(
+    fields: dict[str, float], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         NvmePath(Path("/a"), **fields)  # type: ignore[arg-type]
 
 
-# ---- shares ------------------------------------------------------------------------------------------------------------
+# ---- shares --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -69,7 +76,8 @@ def test_cap_or_weight_that_means_nothing_is_refused(fields: dict[str, float], m
         (0, [1, 1], [None, None], [0, 0]),
         (40, [1, 1, 2], [None] * 3, [10, 10, 20]),
         (100, [1, 1, 2], [None, None, 20], [40, 40, 20]),
-        (100, [1, 1, 8], [None, 15, 20], [65, 15, 20]),  # the second is full only once it takes of the third's
+        # the second is full only once it takes of the third's
+        (100, [1, 1, 8], [None, 15, 20], [65, 15, 20]),
         (60, [5, 1, 1], [20, 20, 20], [20, 20, 20]),
         (10, [3, 1], [0, None], [0, 10]),
     ],
@@ -84,9 +92,13 @@ def test_what_a_full_path_cannot_take_is_dealt_over_the_others(
 @settings(max_examples=200, deadline=None)
 @given(
     num_bytes=st.integers(1, 1 << 45),
-    paths=st.lists(st.tuples(st.floats(1e-3, 1e3), st.none() | st.integers(0, 1 << 30)), min_size=1, max_size=6),
+    paths=st.lists(
+        st.tuples(st.floats(1e-3, 1e3), st.none() | st.integers(0, 1 << 30)), min_size=1, max_size=6
+    ),
 )
-def test_shares_hold_everything_within_every_room(num_bytes: int, paths: list[tuple[float, int | None]]) -> None:
+def test_shares_hold_everything_within_every_room(
+    num_bytes: int, paths: list[tuple[float, int | None]]
+) -> None:
     weights = [weight for weight, _ in paths]
     rooms = [None if blocks is None else blocks * ALIGNMENT for _, blocks in paths]
     bounded = [room for room in rooms if room is not None]
@@ -101,14 +113,21 @@ def test_shares_hold_everything_within_every_room(num_bytes: int, paths: list[tu
     free = [i for i in range(len(paths)) if rooms[i] != shares[i]]
     for i in free:  # those that are not full hold the same for their weight, but for rounding
         for j in free:
-            assert abs(shares[i] * weights[j] - shares[j] * weights[i]) <= ALIGNMENT * (weights[i] + weights[j]) * 1.001
+            assert (
+                abs(shares[i] * weights[j] - shares[j] * weights[i])
+                <= ALIGNMENT * (weights[i] + weights[j]) * 1.001
+            )
 
 
-# ---- caps --------------------------------------------------------------------------------------------------------------
+# ---- caps ----------------------------------------------------------------------------------------
 
 
 def test_reservation_follows_weights_and_caps(folders: list[Path]) -> None:
-    paths = [NvmePath(folders[0], weight=1.0), NvmePath(folders[1], 6 * MIB + 1, 4.0), NvmePath(folders[2], weight=2.0)]
+    paths = [
+        NvmePath(folders[0], weight=1.0),
+        NvmePath(folders[1], 6 * MIB + 1, 4.0),
+        NvmePath(folders[2], weight=2.0),
+    ]
     files = Files(paths)
     files.reserve(21 * MIB)
     assert [segment.size_bytes for segment in files.segments] == [5 * MIB, 6 * MIB, 10 * MIB]
@@ -123,11 +142,14 @@ def test_reservation_counts_what_a_capped_path_holds_already(folders: list[Path]
     files.close(keep=False)
 
 
-def test_caps_that_are_too_small_together_are_refused_with_the_arithmetic(folders: list[Path]) -> None:
+def test_caps_that_are_too_small_together_are_refused_with_the_arithmetic(
+    folders: list[Path],
+) -> None:
     files = Files([NvmePath(folders[0], 4 * MIB), NvmePath(folders[1], 2 * MIB + 5)])
     files.allocate(MIB)
     message = re.escape(
-        f"{8 * MIB} bytes are needed, the paths' caps leave {5 * MIB}: {folders[0]} {3 * MIB} (max_bytes={4 * MIB}), "
+        f"{8 * MIB} bytes are needed, the paths' caps leave {5 * MIB}: {folders[0]} {3 * MIB} "
+        f"(max_bytes={4 * MIB}), "
         f"{folders[1]} {2 * MIB} (max_bytes={2 * MIB})"
     )
     before = [os.fstat(segment.fd).st_blocks for segment in files.segments]
@@ -150,16 +172,25 @@ def test_capped_path_passes_extents_on(folders: list[Path]) -> None:
 
 def test_only_capped_paths_refuse_naming_each(folders: list[Path]) -> None:
     files = Files([NvmePath(folders[0], 2 * MIB), NvmePath(folders[1], MIB)])
-    with pytest.raises(OSError, match=r"max_bytes=2097152 leaves 2097152\. Raise it or add a path") as refusal:
+    with pytest.raises(
+        OSError, match=r"max_bytes=2097152 leaves 2097152\. Raise it or add a path"
+    ) as refusal:
         files.allocate(3 * MIB)
     assert refusal.value.errno == errno.ENOSPC
     assert all(str(folder) in str(refusal.value) for folder in folders[:2])
     files.close(keep=False)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(steps=st.lists(st.tuples(st.booleans(), st.integers(1, 400_000)), max_size=40), cap=st.integers(1, 2 * MIB))
-def test_file_never_grows_beyond_its_cap(folders: list[Path], steps: list[tuple[bool, int]], cap: int) -> None:
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    steps=st.lists(st.tuples(st.booleans(), st.integers(1, 400_000)), max_size=40),
+    cap=st.integers(1, 2 * MIB),
+)
+def test_file_never_grows_beyond_its_cap(
+    folders: list[Path], steps: list[tuple[bool, int]], cap: int
+) -> None:
     files = Files([NvmePath(folders[0], cap), NvmePath(folders[1], 2 * cap)])
     held: list[Extent] = []
     for is_allocation, number in steps:
@@ -173,7 +204,7 @@ def test_file_never_grows_beyond_its_cap(folders: list[Path], steps: list[tuple[
     files.close(keep=False)
 
 
-# ---- a path with too little room -----------------------------------------------------------------------------------------
+# ---- a path with too little room -----------------------------------------------------------------
 
 
 def test_path_with_less_free_than_its_share_is_refused_and_nothing_stays_taken(
@@ -189,8 +220,13 @@ def test_path_with_less_free_than_its_share_is_refused_and_nothing_stays_taken(
     assert (refusal.value.errno, refusal.value.filename) == (errno.ENOSPC, str(small))
     assert f"its share is {300 * MIB} of {400 * MIB} bytes (weight 3 of 4)" in told
     assert re.search(rf"{300 * MIB} bytes are needed, \d+ are free: No space left", told)
-    assert "free some space or add a path); or cap this path with max_bytes, or give it less weight" in told
-    assert [(segment.size_bytes, os.fstat(segment.fd).st_blocks) for segment in files.segments] == held
+    assert (
+        "free some space or add a path); or cap this path with max_bytes, or give it less weight"
+        in told
+    )
+    assert [
+        (segment.size_bytes, os.fstat(segment.fd).st_blocks) for segment in files.segments
+    ] == held
     assert files.allocate(MIB).path_index in (0, 1)  # goes on
     files.free(first)
     files.reserve(4 * MIB)
@@ -202,7 +238,9 @@ def test_paths_that_share_a_file_system_are_told_so(mount: Callable[..., Path]) 
     for name in ("a", "b"):
         (small / name).mkdir()
     files = Files([small / "a", small / "b"])
-    with pytest.raises(OSError, match=re.escape(f"({small / 'a'} took theirs there first)")) as refusal:
+    with pytest.raises(
+        OSError, match=re.escape(f"({small / 'a'} took theirs there first)")
+    ) as refusal:
         files.reserve(60 * MIB)
     assert refusal.value.filename == str(small / "b")
     assert [os.fstat(segment.fd).st_blocks for segment in files.segments] == [0, 0]
@@ -218,7 +256,7 @@ def test_one_path_is_refused_without_talk_of_shares(mount: Callable[..., Path]) 
     files.close(keep=False)
 
 
-# ---- the store ---------------------------------------------------------------------------------------------------------
+# ---- the store -----------------------------------------------------------------------------------
 
 
 def test_stats_tell_paths_apart_and_count_queues_that_were_closed(
@@ -241,7 +279,10 @@ def test_stats_tell_paths_apart_and_count_queues_that_were_closed(
     assert store.stats().nvme_written_bytes == 8192 + 12_288
     assert store.stats().nvme_bytes == 8192 + 12_288
     store.close()
-    assert [(p.written_bytes, p.used_bytes) for p in store.stats().paths] == [(8192, 0), (12_288, 0)]
+    assert [(p.written_bytes, p.used_bytes) for p in store.stats().paths] == [
+        (8192, 0),
+        (12_288, 0),
+    ]
 
 
 def test_store_without_paths_has_none_in_its_stats(tmp_path: Path) -> None:

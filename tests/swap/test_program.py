@@ -1,4 +1,5 @@
-"""Does a program step every tile once, without Python between its read and its write; and where is all when something fails?"""
+"""Does a program step every tile once, without Python between its read and its write; and where is
+all when something fails?"""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ RULE = StepRule("sgd", 0.5, 0.0, momentum=0.5)
 
 
 class Momentum(TileWork[str]):
-    """A tile is an entry: an fp32 weight and its momentum. `called`: the tiles whose work is not native.
+    """A tile is an entry: an fp32 weight and its momentum. `called`: the tiles whose work is not
+    native.
 
     brought: the tiles whose gradients are brought to their buffers, behind what rests on disk.
     kept: the native steps of tiles in their buffers, which are used again.
@@ -110,7 +112,11 @@ class Momentum(TileWork[str]):
         return [(tile, 0, slot.tensor[:TILE_BYTES])]
 
     def _parts(self, tile: str, slot: Slot | None) -> StepParts:
-        data = self._store.view(tile) if slot is None or self._store.home_of(tile) is Tier.HOST else slot.tensor
+        data = (
+            self._store.view(tile)
+            if slot is None or self._store.home_of(tile) is Tier.HOST
+            else slot.tensor
+        )
         values = data[:TILE_BYTES].view(torch.float32)
         grad = GRAD if slot is None or tile not in self._brought else self._grad(slot)
         return StepParts(values[:NUMEL], None, grad, [values[NUMEL:]])
@@ -165,12 +171,18 @@ def num_free(pool: Pool) -> int:
     return len({slot.offset for slot in slots})
 
 
-def check(store: TensorStore, names: Sequence[str], num_steps: Sequence[int], workers: Workers, first: int = 0) -> None:
+def check(
+    store: TensorStore,
+    names: Sequence[str],
+    num_steps: Sequence[int],
+    workers: Workers,
+    first: int = 0,
+) -> None:
     for number, (name, steps) in enumerate(zip(names, num_steps, strict=True), first):
         assert torch.equal(value(store, name), stepped(number, steps, workers)), name
 
 
-# ---- what is brought -----------------------------------------------------------------------------------------------------
+# ---- what is brought -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("home", [Tier.NVME, Tier.HOST])
@@ -193,7 +205,9 @@ def test_what_tiles_need_is_brought_by_a_thread(
     program.close()
 
 
-def test_what_is_not_brought_fails_its_fetch_and_says_why(store: TensorStore, workers: Workers) -> None:
+def test_what_is_not_brought_fails_its_fetch_and_says_why(
+    store: TensorStore, workers: Workers
+) -> None:
     names = put(store, 6)
     program: Program[str] = Program(store, Pool(store.arena, 2 * TILE_BYTES, 2, "tiles"), workers)
     work = Momentum(store, workers, brought=names, fails_at=names[3])
@@ -230,14 +244,17 @@ class LeavingMomentum(Momentum):
 
     def compute(self, tile: str, slot: Slot | None) -> Any:
         def rest() -> None:
-            self.bring(tile, slot) if slot is not None else None  # which notes the thread, and may fail
+            # which notes the thread, and may fail
+            self.bring(tile, slot) if slot is not None else None
             optimizer_step(self._workers, RULE, self._parts(tile, slot))
 
         self.computed.append(tile)
         return rest
 
 
-def test_work_that_is_left_to_an_accelerator_is_awaited_by_threads(store: TensorStore, workers: Workers) -> None:
+def test_work_that_is_left_to_an_accelerator_is_awaited_by_threads(
+    store: TensorStore, workers: Workers
+) -> None:
     """Beside tiles whose gradients are brought; what fails says why, and is not written."""
     names = put(store, 6)
     pool = Pool(store.arena, 2 * TILE_BYTES, 2, "tiles")
@@ -256,7 +273,9 @@ def test_work_that_is_left_to_an_accelerator_is_awaited_by_threads(store: Tensor
     program.close()
 
 
-def test_a_tile_that_is_slow_holds_its_own_buffer_only(store: TensorStore, workers: Workers) -> None:
+def test_a_tile_that_is_slow_holds_its_own_buffer_only(
+    store: TensorStore, workers: Workers
+) -> None:
     names, have_passed = put(store, 7), threading.Event()
 
     class Slow(Momentum):
@@ -266,7 +285,9 @@ def test_a_tile_that_is_slow_holds_its_own_buffer_only(store: TensorStore, worke
             if tile == names[-2]:
                 have_passed.set()
             rest = functools.partial(super().compute, tile, slot)
-            return rest() if tile != names[0] else lambda: rest() if have_passed.wait(30.0) else None
+            return (
+                rest() if tile != names[0] else lambda: rest() if have_passed.wait(30.0) else None
+            )
 
     program: Program[str] = Program(store, Pool(store.arena, TILE_BYTES, 2, "tiles"), workers)
     work = Slow(store, workers, names)
@@ -276,25 +297,35 @@ def test_a_tile_that_is_slow_holds_its_own_buffer_only(store: TensorStore, worke
     program.close()
 
 
-# ---- every tile once -----------------------------------------------------------------------------------------------------
+# ---- every tile once -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_buffers", [1, 2, 5])
 @pytest.mark.parametrize("called", [(), ("tile 1", "tile 6")], ids=["native", "mixed"])
 def test_tiles_on_disk_are_stepped_in_place(
-    make_store: Callable[..., TensorStore], engine: str, workers: Workers, num_buffers: int, called: tuple[str, ...]
+    make_store: Callable[..., TensorStore],
+    engine: str,
+    workers: Workers,
+    num_buffers: int,
+    called: tuple[str, ...],
 ) -> None:
     store = make_store(engine=engine)
     names = put(store, 7)
     pool = Pool(store.arena, TILE_BYTES, num_buffers, "tiles")
     program: Program[str] = Program(store, pool, workers)
-    for number, (read_ahead, write_behind) in enumerate([(True, True), (False, True), (True, False)]):
+    for number, (read_ahead, write_behind) in enumerate(
+        [(True, True), (False, True), (True, False)]
+    ):
         work = Momentum(store, workers, called)
         if number:
             program.begin(names, work)
             assert program.begun == names[:num_buffers]
         program.run(names, work, read_ahead, write_behind)
-        assert (program.begun, num_free(pool), sorted(work.computed)) == ([], num_buffers, sorted(called))
+        assert (program.begun, num_free(pool), sorted(work.computed)) == (
+            [],
+            num_buffers,
+            sorted(called),
+        )
     check(store, names, [3] * 7, workers)
     for name in names:  # the checksums are those of what was written
         table = store.sums.of(name)
@@ -316,8 +347,12 @@ def test_tiles_on_two_paths_are_stepped_in_place(tmp_path: Path, workers: Worker
         program.close()
 
 
-@pytest.mark.parametrize("called", [(), ("tile 0", "tile 1", "tile 2", "tile 3")], ids=["native", "called"])
-def test_tiles_in_memory_need_no_buffer(store: TensorStore, workers: Workers, called: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "called", [(), ("tile 0", "tile 1", "tile 2", "tile 3")], ids=["native", "called"]
+)
+def test_tiles_in_memory_need_no_buffer(
+    store: TensorStore, workers: Workers, called: tuple[str, ...]
+) -> None:
     names = put(store, 4, Tier.HOST)
     program: Program[str] = Program(store, None, workers)
     program.run(names, Momentum(store, workers, called))
@@ -336,13 +371,18 @@ class Watching(Momentum):
     def compute(self, tile: str, slot: Slot | None) -> None:
         end = time.monotonic() + 60
         before = [first_of(int(each.split()[1])) for each in self.awaited]
-        while any(torch.equal(self._store.view(each), old) for each, old in zip(self.awaited, before, strict=True)):
+        while any(
+            torch.equal(self._store.view(each), old)
+            for each, old in zip(self.awaited, before, strict=True)
+        ):
             assert time.monotonic() < end, "nothing is stepped beside what the caller does"
             time.sleep(0.001)
         super().compute(tile, slot)
 
 
-def test_tiles_in_memory_are_stepped_beside_what_the_caller_does(store: TensorStore, workers: Workers) -> None:
+def test_tiles_in_memory_are_stepped_beside_what_the_caller_does(
+    store: TensorStore, workers: Workers
+) -> None:
     names = put(store, 9, Tier.HOST)
     program: Program[str] = Program(store, None, workers)
     work = Watching(store, workers, called=names[::3])
@@ -352,7 +392,9 @@ def test_tiles_in_memory_are_stepped_beside_what_the_caller_does(store: TensorSt
     assert (program.num_native, program.num_called) == (6, 3) and work.computed == names[::3]
     assert sorted(e.name for e in store.recorder.events if e.lane == "compute") == work.awaited
     with pytest.raises(ValueError, match="tile 3"):
-        program.run(names, Momentum(store, workers, called=names[::3], fails_at=names[3], error=ValueError))
+        program.run(
+            names, Momentum(store, workers, called=names[::3], fails_at=names[3], error=ValueError)
+        )
     assert not program.is_running
     check(store, names[3:4], [1], workers, first=3)
     program.close()
@@ -373,9 +415,20 @@ def test_no_python_runs_between_the_read_and_the_write_of_a_native_tile(
 
     monkeypatch.setattr(TileProgram, "stop", ended)
     program.start(names, Momentum(store, workers))
-    sys.setprofile(lambda frame, event, _: seen.append(frame.f_code.co_name) if event == "call" else None)
+    sys.setprofile(
+        lambda frame, event, _: seen.append(frame.f_code.co_name) if event == "call" else None
+    )
     program.finish()
-    waits = {"finish", "_program", "_call_next", "__init__", "next", "handle", "check_process", "check"}
+    waits = {
+        "finish",
+        "_program",
+        "_call_next",
+        "__init__",
+        "next",
+        "handle",
+        "check_process",
+        "check",
+    }
     ends = {"has_failed", "failure", "end", "drop", "_drop", "is_mine", "ended", "add", "<lambda>"}
     ends |= {"_end_attempt", "cancel", "__enter__", "__exit__"}  # of the last attempt's future
     assert set(seen) <= waits | ends, seen
@@ -390,14 +443,17 @@ def test_the_recorder_sees_every_transfer_and_step(store: TensorStore, workers: 
     store.recorder.forget()
     program.run(names, Momentum(store, workers), lane="compute")
     for lane in ("read", "write"):
-        assert sum(event.num_bytes for event in store.recorder.events if event.lane == lane) == 5 * TILE_BYTES
+        assert (
+            sum(event.num_bytes for event in store.recorder.events if event.lane == lane)
+            == 5 * TILE_BYTES
+        )
     for lane in ("read", "compute", "write"):
         assert sorted(e.name for e in store.recorder.events if e.lane == lane) == names
     assert all(event.start_ns <= event.end_ns for event in store.recorder.events)
     program.close()
 
 
-# ---- reads before the run ------------------------------------------------------------------------------------------------
+# ---- reads before the run ------------------------------------------------------------------------
 
 
 def test_begun_tiles_are_read_once_or_dropped(store: TensorStore, workers: Workers) -> None:
@@ -419,7 +475,9 @@ def test_begun_tiles_are_read_once_or_dropped(store: TensorStore, workers: Worke
     program.close()
 
 
-def test_queues_that_are_opened_anew_do_not_lose_what_was_begun(store: TensorStore, workers: Workers) -> None:
+def test_queues_that_are_opened_anew_do_not_lose_what_was_begun(
+    store: TensorStore, workers: Workers
+) -> None:
     names = put(store, 4)
     program: Program[str] = Program(store, Pool(store.arena, TILE_BYTES, 2, "tiles"), workers)
     program.begin(names, Momentum(store, workers))
@@ -442,7 +500,7 @@ def test_a_store_that_is_dropped_ends_what_was_begun(tmp_path: Path) -> None:
     workers.close()
 
 
-# ---- runs that a caller does not wait for at once ------------------------------------------------------------------------
+# ---- runs that a caller does not wait for at once ------------------------------------------------
 
 
 @pytest.mark.parametrize("called", [(), ("tile 1", "tile 14")], ids=["native", "mixed"])
@@ -489,7 +547,9 @@ class HeldBack(Momentum):
 
 
 @pytest.mark.parametrize("home", [Tier.NVME, Tier.HOST])
-def test_tiles_of_a_unit_are_given_when_each_is_computed(store: TensorStore, workers: Workers, home: Tier) -> None:
+def test_tiles_of_a_unit_are_given_when_each_is_computed(
+    store: TensorStore, workers: Workers, home: Tier
+) -> None:
     names = put(store, 10, home)
     program: Program[str] = Program(store, Pool(store.arena, 2 * TILE_BYTES, 2, "tiles"), workers)
     assert list(program.computed(0)) == []  # no run is under way
@@ -514,26 +574,36 @@ def test_tiles_of_a_unit_are_given_when_each_is_computed(store: TensorStore, wor
     program.close()
 
 
-def ranges_of(names: Sequence[str], numbers: Sequence[int], buffers: Sequence[torch.Tensor]) -> list[Range]:
+def ranges_of(
+    names: Sequence[str], numbers: Sequence[int], buffers: Sequence[torch.Tensor]
+) -> list[Range]:
     return [(names[number], 0, buffer) for number, buffer in zip(numbers, buffers, strict=False)]
 
 
 @pytest.mark.parametrize("num_frozen", [0, 1])
 @pytest.mark.parametrize("num_buffers", [1, 3])
 def test_a_read_sees_what_the_run_writes_wherever_it_is(
-    make_store: Callable[..., TensorStore], engine: str, workers: Workers, num_buffers: int, num_frozen: int
+    make_store: Callable[..., TensorStore],
+    engine: str,
+    workers: Workers,
+    num_buffers: int,
+    num_frozen: int,
 ) -> None:
     store = make_store(engine=engine, num_slots=1 + num_frozen, host_bytes=64 << 20)
     names, other = put(store, 40), first_of(99)
     store.put("other", other, Tier.NVME).wait()
-    program: Program[str] = Program(store, Pool(store.arena, TILE_BYTES, num_buffers, "tiles"), workers)
+    program: Program[str] = Program(
+        store, Pool(store.arena, TILE_BYTES, num_buffers, "tiles"), workers
+    )
     buffers = [store.arena.take(TILE_BYTES, "a test").tensor for _ in range(4)]
     for steps in (1, 2):
         freezes = [store.freeze() for _ in range(num_frozen)]
         program.start(names, Momentum(store, workers))
         for unit in (7, 0, 7, 19, 0, 12):  # some again, when they are written
             numbers = [2 * unit, 2 * unit + 1]
-            read = program.read([*ranges_of(names, numbers, buffers[:2]), ("other", 0, buffers[2])], "a unit", unit)
+            read = program.read(
+                [*ranges_of(names, numbers, buffers[:2]), ("other", 0, buffers[2])], "a unit", unit
+            )
             read.promote()
             read.wait()
             for number, buffer in zip(numbers, buffers, strict=False):
@@ -555,18 +625,22 @@ def test_a_read_sees_what_the_run_writes_wherever_it_is(
     program.close()
 
 
-def test_a_read_of_tiles_that_are_not_written_reads_no_disk(store: TensorStore, workers: Workers) -> None:
+def test_a_read_of_tiles_that_are_not_written_reads_no_disk(
+    store: TensorStore, workers: Workers
+) -> None:
     names = put(store, 40)
     program: Program[str] = Program(store, Pool(store.arena, TILE_BYTES, 1, "tiles"), workers)
     buffers = [store.arena.take(TILE_BYTES, "a test").tensor for _ in range(2)]
     before = store.stats().nvme_read_bytes
-    program.start(names, Momentum(store, workers, ["tile 0"]))  # it goes no further than its caller does
+    # it goes no further than its caller does
+    program.start(names, Momentum(store, workers, ["tile 0"]))
     read = program.read(ranges_of(names, [38, 39], buffers), "a unit", 19)
     program.finish()
     read.wait()
     assert store.stats().nvme_read_bytes - before == 40 * TILE_BYTES
     assert all(
-        torch.equal(buffer, stepped(number, 1, workers)) for buffer, number in zip(buffers, (38, 39), strict=True)
+        torch.equal(buffer, stepped(number, 1, workers))
+        for buffer, number in zip(buffers, (38, 39), strict=True)
     )
     program.close()
 
@@ -586,7 +660,9 @@ def test_a_freeze_that_ends_under_a_run_changes_no_byte(
     program.close()
 
 
-def test_a_read_that_is_cancelled_writes_nothing_afterwards(store: TensorStore, workers: Workers) -> None:
+def test_a_read_that_is_cancelled_writes_nothing_afterwards(
+    store: TensorStore, workers: Workers
+) -> None:
     names = put(store, 40)
     program: Program[str] = Program(store, Pool(store.arena, TILE_BYTES, 2, "tiles"), workers)
     buffers = [store.arena.take(TILE_BYTES, "a test").tensor.fill_(7) for _ in range(2)]
@@ -602,13 +678,18 @@ def test_a_read_that_is_cancelled_writes_nothing_afterwards(store: TensorStore, 
     program.close()
 
 
-def test_a_read_may_be_waited_for_when_other_tiles_are_read(store: TensorStore, workers: Workers) -> None:
+def test_a_read_may_be_waited_for_when_other_tiles_are_read(
+    store: TensorStore, workers: Workers
+) -> None:
     names = put(store, 40)
     program: Program[str] = Program(store, Pool(store.arena, TILE_BYTES, 2, "tiles"), workers)
     buffers = [store.arena.take(TILE_BYTES, "a test").tensor for _ in range(6)]
     work = Momentum(store, workers)
     program.start(names, work)
-    reads = [program.read(ranges_of(names, [2 * u, 2 * u + 1], buffers[2 * i :]), "", u) for i, u in enumerate((19, 3))]
+    reads = [
+        program.read(ranges_of(names, [2 * u, 2 * u + 1], buffers[2 * i :]), "", u)
+        for i, u in enumerate((19, 3))
+    ]
     other = program.read(ranges_of(names, [10, 11], buffers[4:]), "", 5)
     program.finish()
     program.begin(names[10:], work)
@@ -624,7 +705,9 @@ def test_a_read_may_be_waited_for_when_other_tiles_are_read(store: TensorStore, 
 
 
 @pytest.mark.parametrize("is_read", [False, True])
-def test_a_failure_is_raised_once_by_a_read_or_by_the_end(store: TensorStore, workers: Workers, is_read: bool) -> None:
+def test_a_failure_is_raised_once_by_a_read_or_by_the_end(
+    store: TensorStore, workers: Workers, is_read: bool
+) -> None:
     names = put(store, 40)
     program: Program[str] = Program(store, Pool(store.arena, TILE_BYTES, 2, "tiles"), workers)
     program.run(names, Momentum(store, workers))  # from now on checksums are known
@@ -651,7 +734,9 @@ def test_a_failure_is_raised_once_by_a_read_or_by_the_end(store: TensorStore, wo
     program.close()
 
 
-def test_a_run_that_fails_raises_at_the_unit_and_steps_no_other(store: TensorStore, workers: Workers) -> None:
+def test_a_run_that_fails_raises_at_the_unit_and_steps_no_other(
+    store: TensorStore, workers: Workers
+) -> None:
     names = put(store, 40)
     pool = Pool(store.arena, TILE_BYTES, 2, "tiles")
     program: Program[str] = Program(store, pool, workers)
@@ -669,11 +754,12 @@ def test_a_run_that_fails_raises_at_the_unit_and_steps_no_other(store: TensorSto
     program.close()
 
 
-# ---- failures ------------------------------------------------------------------------------------------------------------
+# ---- failures ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_begun", [False, True])
-@pytest.mark.parametrize(("block", "tile"), [(1, 0), (9, 1)])  # four blocks are read and four are written of a tile
+# four blocks are read and four are written of a tile
+@pytest.mark.parametrize(("block", "tile"), [(1, 0), (9, 1)])
 def test_a_transfer_that_fails_is_raised_with_its_place(
     make_store: Callable[..., TensorStore], workers: Workers, block: int, tile: int, is_begun: bool
 ) -> None:
@@ -709,9 +795,13 @@ def test_a_write_that_fails_is_lost_until_it_is_repeated(
 
 
 @pytest.mark.parametrize("num_buffers", [1, 3])
-def test_damaged_bytes_are_named_and_never_stepped(store: TensorStore, workers: Workers, num_buffers: int) -> None:
+def test_damaged_bytes_are_named_and_never_stepped(
+    store: TensorStore, workers: Workers, num_buffers: int
+) -> None:
     names = put(store, 4)
-    program: Program[str] = Program(store, Pool(store.arena, TILE_BYTES, num_buffers, "tiles"), workers)
+    program: Program[str] = Program(
+        store, Pool(store.arena, TILE_BYTES, num_buffers, "tiles"), workers
+    )
     program.run(names, Momentum(store, workers))
     table = store.sums.of("tile 2")
     assert table is not None
@@ -746,7 +836,9 @@ def test_a_tile_that_cannot_be_planned_ends_the_run(
     names = put(store, 9)
     pool = Pool(store.arena, TILE_BYTES, 2, "tiles")
     program: Program[str] = Program(store, pool, workers)
-    monkeypatch.setattr(Momentum, "is_brought", lambda _, tile: ["tile 7"].index(tile) if tile > "tile 6" else False)
+    monkeypatch.setattr(
+        Momentum, "is_brought", lambda _, tile: ["tile 7"].index(tile) if tile > "tile 6" else False
+    )
     with pytest.raises(ValueError, match="'tile 8' is not in list"):
         program.run(names, Momentum(store, workers))
     assert (program.is_running, num_free(pool)) == (False, 2)
@@ -757,7 +849,8 @@ def test_a_tile_that_cannot_be_planned_ends_the_run(
 def test_an_interrupt_at_the_end_of_a_run_loses_no_write(
     make_store: Callable[..., TensorStore], workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The writes have gone to other slots, because a freeze holds the old bytes: the store must learn of each."""
+    """The writes have gone to other slots, because a freeze holds the old bytes: the store must
+    learn of each."""
     store = make_store(num_slots=2)
     names, pool = put(store, 5), Pool(store.arena, TILE_BYTES, 2, "tiles")
     program: Program[str] = Program(store, pool, workers)
@@ -796,21 +889,27 @@ def test_a_pool_without_a_free_buffer_is_an_error(store: TensorStore, workers: W
     program.close()
 
 
-# ---- ranges that are planned once ----------------------------------------------------------------------------------------
+# ---- ranges that are planned once ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_what_is_kept_of_tiles_follows_every_change(
-    make_store: Callable[..., TensorStore], workers: Workers, seed: int, monkeypatch: pytest.MonkeyPatch
+    make_store: Callable[..., TensorStore],
+    workers: Workers,
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Between runs of one program slots are held, entries made anew, pieces cut or unknown, and queues opened anew."""
+    """Between runs of one program slots are held, entries made anew, pieces cut or unknown, and
+    queues opened anew."""
     store, chosen = make_store(num_slots=3, host_bytes=64 << 20), random.Random(seed)
     names, steps = put(store, 5), [0] * 5
     program: Program[str] = Program(store, Pool(store.arena, TILE_BYTES, 2, "tiles"), workers)
     freezes, kept = list[Freeze](), dict[tuple[str, int | None], list[NativeStep]]()
     plans, whole = list[TilePlan[str]](), TilePlans.whole
 
-    def plan(of: TilePlans, tile: str, work: Momentum, slot: Slot, *args: Any, **options: Any) -> TilePlan[str]:
+    def plan(
+        of: TilePlans, tile: str, work: Momentum, slot: Slot, *args: Any, **options: Any
+    ) -> TilePlan[str]:
         plans.append(whole(of, tile, work, slot, *args, **options))
         assert plans[-1].steps is kept[tile, work.likeness(tile, slot)]
         return plans[-1]
@@ -894,15 +993,20 @@ def test_what_is_kept_of_tiles_follows_every_change(
     program.close()
 
 
-# ---- tentative runs ------------------------------------------------------------------------------------------------------
+# ---- tentative runs ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_frozen", [0, 1])
 @pytest.mark.parametrize("num_buffers", [1, 3])
 def test_a_tentative_run_is_seen_when_it_is_committed(
-    make_store: Callable[..., TensorStore], engine: str, workers: Workers, num_buffers: int, num_frozen: int
+    make_store: Callable[..., TensorStore],
+    engine: str,
+    workers: Workers,
+    num_buffers: int,
+    num_frozen: int,
 ) -> None:
-    """In any step some tiles are attempted and others are not; in every third the results are dropped."""
+    """In any step some tiles are attempted and others are not; in every third the results are
+    dropped."""
     store = make_store(engine=engine, num_slots=2 + num_frozen, host_bytes=64 << 20)
     names = put(store, 12)
     pool = Pool(store.arena, TILE_BYTES, num_buffers, "tiles")
@@ -963,7 +1067,10 @@ def test_a_tentative_run_that_is_not_committed_leaves_no_trace(
 
 @pytest.mark.parametrize("is_given", [False, True])
 def test_an_interrupt_amid_an_attempt_leaves_a_run_of_the_tiles_that_were_given(
-    make_store: Callable[..., TensorStore], workers: Workers, monkeypatch: pytest.MonkeyPatch, is_given: bool
+    make_store: Callable[..., TensorStore],
+    workers: Workers,
+    monkeypatch: pytest.MonkeyPatch,
+    is_given: bool,
 ) -> None:
     """Python notes tiles before native code is given them, and learns after it that it was."""
     store = make_store(num_slots=2)
@@ -993,7 +1100,8 @@ def test_an_interrupt_amid_an_attempt_leaves_a_run_of_the_tiles_that_were_given(
 def test_what_follows_an_attempt_that_its_caller_left_waits_for_it(
     make_store: Callable[..., TensorStore], workers: Workers
 ) -> None:
-    """As after an interrupt on the last line of `attempt`: the thread of the program still plans tiles."""
+    """As after an interrupt on the last line of `attempt`: the thread of the program still plans
+    tiles."""
     store = make_store(num_slots=2)
     names, work = put(store, 4), Momentum(store, workers)
     program: Program[str] = Program(store, Pool(store.arena, TILE_BYTES, 2, "tiles"), workers)
@@ -1033,7 +1141,9 @@ def test_a_tentative_run_without_a_free_slot_or_native_work_begins_nothing(
     program.close()
 
 
-def test_a_program_that_is_forgotten_amid_a_tentative_run_ends_its_thread(tmp_path: Path, workers: Workers) -> None:
+def test_a_program_that_is_forgotten_amid_a_tentative_run_ends_its_thread(
+    tmp_path: Path, workers: Workers
+) -> None:
     """Its tiles are brought by a thread, which must not keep the model and the process alive."""
     store = TensorStore([tmp_path], 1 << 20, num_slots=2)
     names = put(store, 4)
@@ -1112,7 +1222,9 @@ def test_a_called_tile_that_an_interrupt_has_left_is_ended(
 def test_a_tentative_run_that_fails_says_so_and_changes_nothing(
     make_store: Callable[..., TensorStore], workers: Workers, call: int
 ) -> None:
-    store = make_store(num_slots=2, faults=(Fault(8 + call, "error", errno.EIO),), block_bytes=TILE_BYTES)
+    store = make_store(
+        num_slots=2, faults=(Fault(8 + call, "error", errno.EIO),), block_bytes=TILE_BYTES
+    )
     names = put(store, 8)
     program: Program[str] = Program(store, Pool(store.arena, TILE_BYTES, 8, "tiles"), workers)
     program.attempt(names, Momentum(store, workers), 8)  # false if it has failed by now

@@ -1,4 +1,5 @@
-"""Does a queue keep its promises from Python: many blocks by one call, its options, work that goes on without the GIL?"""
+"""Does a queue keep its promises from Python: many blocks by one call, its options, work that goes
+on without the GIL?"""
 
 from __future__ import annotations
 
@@ -12,7 +13,17 @@ import numpy as np
 import pytest
 import torch
 
-from tiermem.swap.base.native import READ, SYNC, WRITE, Blocks, IoSettings, Map, Op, Queue, TransferError
+from tiermem.swap.base.native import (
+    READ,
+    SYNC,
+    WRITE,
+    Blocks,
+    IoSettings,
+    Map,
+    Op,
+    Queue,
+    TransferError,
+)
 
 BLOCK = 4096
 NUM_BLOCKS = 400
@@ -29,7 +40,9 @@ def memory() -> Iterator[Memory]:
 
 
 @pytest.fixture
-def file(tmp_path: Path, pattern: Callable[..., torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
+def file(
+    tmp_path: Path, pattern: Callable[..., torch.Tensor]
+) -> Iterator[tuple[int, torch.Tensor]]:
     """A file of NUM_BLOCKS blocks open with O_DIRECT, and what it holds."""
     held = pattern(NUM_BLOCKS * BLOCK)
     (tmp_path / "data").write_bytes(bytes(held.numpy()))
@@ -62,7 +75,11 @@ def test_blocks_by_one_call_arrive_where_they_belong(
 
 
 def test_blocks_by_one_call_are_written_like_single_ones(
-    engine: str, memory: Memory, file: tuple[int, torch.Tensor], pattern: Callable[..., torch.Tensor], tmp_path: Path
+    engine: str,
+    memory: Memory,
+    file: tuple[int, torch.Tensor],
+    pattern: Callable[..., torch.Tensor],
+    tmp_path: Path,
 ) -> None:
     fd, _ = file
     memory[1].copy_(pattern(NUM_BLOCKS * BLOCK, seed=1))
@@ -77,7 +94,9 @@ def test_blocks_by_one_call_are_written_like_single_ones(
     queue.close()
 
 
-def test_a_block_among_many_that_fails_is_named(memory: Memory, file: tuple[int, torch.Tensor]) -> None:
+def test_a_block_among_many_that_fails_is_named(
+    memory: Memory, file: tuple[int, torch.Tensor]
+) -> None:
     fd, _ = file
     queue = Queue(IoSettings(block_bytes=BLOCK, depth=4), files={fd: "the file"})
     offsets = np.array([0, NUM_BLOCKS * BLOCK, BLOCK], dtype=np.int64)
@@ -86,12 +105,18 @@ def test_a_block_among_many_that_fails_is_named(memory: Memory, file: tuple[int,
     assert answer is not None
     with pytest.raises(TransferError) as raised:
         queue.raise_for(answer)
-    assert (raised.value.errno, raised.value.offset, raised.value.length) == (errno.ENODATA, NUM_BLOCKS * BLOCK, BLOCK)
+    assert (raised.value.errno, raised.value.offset, raised.value.length) == (
+        errno.ENODATA,
+        NUM_BLOCKS * BLOCK,
+        BLOCK,
+    )
     assert raised.value.filename == "the file"
     queue.close()
 
 
-def test_malformed_blocks_are_refused_before_anything_moves(memory: Memory, file: tuple[int, torch.Tensor]) -> None:
+def test_malformed_blocks_are_refused_before_anything_moves(
+    memory: Memory, file: tuple[int, torch.Tensor]
+) -> None:
     fd, _ = file
     queue = Queue(IoSettings(block_bytes=BLOCK, depth=4))
     row = np.zeros(3, dtype=np.int64)
@@ -116,7 +141,8 @@ def test_blocks_beyond_the_depth_go_on_while_python_holds_the_gil(
     queue = Queue(IoSettings(engine, BLOCK, 4))
     offsets = offsets_of(NUM_BLOCKS)
     tag = queue.submit_blocks(Blocks(READ, fd, memory[0].address + offsets, offsets, BLOCK))
-    ctypes.PyDLL(None).usleep(500_000)  # PyDLL, other than CDLL, keeps the GIL: no Python thread runs meanwhile
+    # PyDLL, other than CDLL, keeps the GIL: no Python thread runs meanwhile
+    ctypes.PyDLL(None).usleep(500_000)
     answer = queue.wait(tag, timeout_s=0)
     assert answer is not None, f"only {queue.counters().blocks} of {NUM_BLOCKS} blocks ended"
     assert torch.equal(memory[1], held)
@@ -126,7 +152,11 @@ def test_blocks_beyond_the_depth_go_on_while_python_holds_the_gil(
 @pytest.mark.parametrize("overlap_events", [True, False])
 @pytest.mark.parametrize("single_submit", [True, False])
 def test_options_change_no_byte(
-    engine: str, memory: Memory, file: tuple[int, torch.Tensor], single_submit: bool, overlap_events: bool
+    engine: str,
+    memory: Memory,
+    file: tuple[int, torch.Tensor],
+    single_submit: bool,
+    overlap_events: bool,
 ) -> None:
     fd, held = file
     region = (memory[0].address, memory[0].num_bytes)
@@ -146,7 +176,9 @@ def test_options_change_no_byte(
     queue.close()
 
 
-def test_clocks_cover_what_was_wanted(engine: str, memory: Memory, file: tuple[int, torch.Tensor]) -> None:
+def test_clocks_cover_what_was_wanted(
+    engine: str, memory: Memory, file: tuple[int, torch.Tensor]
+) -> None:
     fd, _ = file
     queue = Queue(IoSettings(engine, BLOCK, 4))
     answer = queue.wait(queue.submit([Op(READ, fd, memory[0].address, NUM_BLOCKS * BLOCK, 0)]))

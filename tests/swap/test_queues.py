@@ -1,4 +1,5 @@
-"""Is each path served by a queue of its own, and does a tag that lies on several paths still have one end?"""
+"""Is each path served by a queue of its own, and does a tag that lies on several paths still have
+one end?"""
 
 from __future__ import annotations
 
@@ -12,7 +13,16 @@ import numpy as np
 import pytest
 import torch
 
-from tiermem.swap.base.native import READ, WRITE, Answer, Blocks, Fault, IoSettings, Op, TransferError
+from tiermem.swap.base.native import (
+    READ,
+    WRITE,
+    Answer,
+    Blocks,
+    Fault,
+    IoSettings,
+    Op,
+    TransferError,
+)
 from tiermem.swap.base.tier import Tier
 from tiermem.swap.disk import queue as queues_module
 from tiermem.swap.disk.paths import NvmePath
@@ -90,7 +100,7 @@ def ops_on(*places: tuple[int, int]) -> list[Op]:
     return [Op(READ, fd, 0, 4096, offset) for fd, offset in places]
 
 
-# ---- routing -----------------------------------------------------------------------------------------------------------
+# ---- routing -------------------------------------------------------------------------------------
 
 
 def test_transfers_go_to_the_queue_of_their_file_in_order(fakes: dict[int, FakeQueue]) -> None:
@@ -126,7 +136,7 @@ def test_file_without_a_queue_is_refused(fakes: dict[int, FakeQueue]) -> None:
         queues.submit(ops_on((A, 1)))
 
 
-# ---- one end -----------------------------------------------------------------------------------------------------------
+# ---- one end -------------------------------------------------------------------------------------
 
 
 def test_tag_on_two_paths_is_answered_when_both_have_ended(fakes: dict[int, FakeQueue]) -> None:
@@ -179,7 +189,8 @@ def test_promoting_reaches_every_part_that_goes_on(fakes: dict[int, FakeQueue]) 
 
 
 @pytest.mark.parametrize(
-    ("errors", "kept"), [((errno.EIO, 0), A), ((0, errno.EIO), B), ((errno.ECANCELED, errno.EIO), B)]
+    ("errors", "kept"),
+    [((errno.EIO, 0), A), ((0, errno.EIO), B), ((errno.ECANCELED, errno.EIO), B)],
 )
 def test_error_of_the_disk_is_kept_and_names_its_file(
     fakes: dict[int, FakeQueue], errors: tuple[int, int], kept: int
@@ -228,7 +239,7 @@ def test_queue_that_cannot_be_opened_names_its_path_and_leaves_none(
     assert fakes[A].log == [("close",)]
 
 
-# ---- pieces of a stream ------------------------------------------------------------------------------------------------
+# ---- pieces of a stream --------------------------------------------------------------------------
 
 
 def test_the_oldest_piece_ends_before_one_too_many_is_started_and_all_end_in_order() -> None:
@@ -241,7 +252,9 @@ def test_the_oldest_piece_ends_before_one_too_many_is_started_and_all_end_in_ord
 
 
 @pytest.mark.parametrize("fails", [{0}, {2, 3}, {4}])
-def test_every_piece_ends_also_after_an_error_and_the_first_error_is_raised(fails: set[int]) -> None:
+def test_every_piece_ends_also_after_an_error_and_the_first_error_is_raised(
+    fails: set[int],
+) -> None:
     ended: list[int] = []
     started: list[int] = []
 
@@ -278,7 +291,7 @@ def test_an_error_of_the_caller_is_not_replaced_by_that_of_a_piece() -> None:
     assert ended == [1]
 
 
-# ---- real queues -------------------------------------------------------------------------------------------------------
+# ---- real queues ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -321,12 +334,18 @@ def test_move_over_two_paths_brings_the_bytes_of_both(files: dict[int, str], eng
 
 
 def test_settings_reach_every_queue(files: dict[int, str]) -> None:
-    queues = Queues(files, IoSettings(block_bytes=4096, depth=64, single_submit=True, overlap_events=False))
+    queues = Queues(
+        files, IoSettings(block_bytes=4096, depth=64, single_submit=True, overlap_events=False)
+    )
     arena = Arena(1 << 20)
     buffer = arena.take(262144).tensor
     for fd in files:
-        Move(queues, queues.submit([Op(READ, fd, buffer.data_ptr(), 262144, 0)]), buffer, "x").wait()
-    assert all(counters.kernel_entries >= counters.blocks == 64 for counters in queues.counters_by_path())
+        Move(
+            queues, queues.submit([Op(READ, fd, buffer.data_ptr(), 262144, 0)]), buffer, "x"
+        ).wait()
+    assert all(
+        counters.kernel_entries >= counters.blocks == 64 for counters in queues.counters_by_path()
+    )
     queues.close()
     arena.close()
 

@@ -1,4 +1,5 @@
-"""Does ReadAhead bring exactly the bytes asked for into its memory, several readings at once, and give all of it back?"""
+"""Does ReadAhead bring exactly the bytes asked for into its memory, several readings at once, and
+give all of it back?"""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ EDGES = [0, 1, 4095, 4096, 4097, 3 * AREA - 1, 3 * AREA, 3 * AREA + 76]
 
 @pytest.mark.parametrize("start", EDGES)
 @pytest.mark.parametrize("num_bytes", [1, 4096, 5000])
-def test_every_edge_is_read(ahead: ReadAhead, file: Path, pattern: Pattern, start: int, num_bytes: int) -> None:
+def test_every_edge_is_read(
+    ahead: ReadAhead, file: Path, pattern: Pattern, start: int, num_bytes: int
+) -> None:
     stop = min(start + num_bytes, 3 * AREA + 77)
     reading = ahead.start([FileRange(file, start, stop - start)])
     assert reading is not None
@@ -48,9 +51,13 @@ def test_every_edge_is_read(ahead: ReadAhead, file: Path, pattern: Pattern, star
     reading.release()
 
 
-def test_several_are_under_way_until_the_memory_is_full(ahead: ReadAhead, file: Path, pattern: Pattern) -> None:
+def test_several_are_under_way_until_the_memory_is_full(
+    ahead: ReadAhead, file: Path, pattern: Pattern
+) -> None:
     whole, started = pattern(3 * AREA + 77), []
-    while (reading := ahead.start([FileRange(file, 100 + 20_000 * len(started), 20_000)])) is not None:
+    while (
+        reading := ahead.start([FileRange(file, 100 + 20_000 * len(started), 20_000)])
+    ) is not None:
         started.append(reading)
     assert len(started) == 2 * (AREA // 24_576)  # a reading takes the blocks around it
     for number in (3, 0):

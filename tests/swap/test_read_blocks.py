@@ -1,4 +1,5 @@
-"""Do batches of small blocks bring the bytes they name, by one call to the queue, and is what no disk accepts refused?"""
+"""Do batches of small blocks bring the bytes they name, by one call to the queue, and is what no
+disk accepts refused?"""
 
 from __future__ import annotations
 
@@ -26,12 +27,14 @@ def expected(whole: torch.Tensor, offsets: np.ndarray, block_bytes: int) -> torc
     return torch.cat([whole[offset : offset + block_bytes] for offset in offsets.tolist()])
 
 
-@pytest.mark.parametrize("block_bytes", [4096, 12_288, 131_072])  # the small stores' own blocks are of 65536
+# the small stores' own blocks are of 65536
+@pytest.mark.parametrize("block_bytes", [4096, 12_288, 131_072])
 def test_blocks_come_in_the_order_asked_for(
     make_store: MakeStore, engine: str, pattern: Pattern, block_bytes: int
 ) -> None:
     store = make_store(engine=engine)
-    store.put("first", pattern(4096), Tier.NVME).wait()  # the entry does not start where its file does
+    # the entry does not start where its file does
+    store.put("first", pattern(4096), Tier.NVME).wait()
     store.put("x", pattern(1 << 20), Tier.NVME).wait()
     last = (1 << 20) - block_bytes
     offsets = np.random.default_rng(1).integers(0, last // 4096 + 1, 37) * 4096
@@ -68,12 +71,18 @@ def test_thousands_of_blocks_are_one_call(
     assert store.stats().nvme_read_bytes == 2000 * 4096
 
 
-def test_move_is_named_recorded_and_cancelled_like_any_other(make_store: MakeStore, pattern: Pattern) -> None:
+def test_move_is_named_recorded_and_cancelled_like_any_other(
+    make_store: MakeStore, pattern: Pattern
+) -> None:
     store = make_store(faults=(Fault(0, "late", 1000, repeat=1 << 30),))
     store.put("x", pattern(65536), Tier.NVME).wait()
     into = store.arena.take(8192).tensor
     store.read_blocks("x", rows(3, 1), 4096, into, title="two rows").wait()
-    event = next(event for event in store.recorder.events if event.name == "two rows" and event.lane == "read")
+    event = next(
+        event
+        for event in store.recorder.events
+        if event.name == "two rows" and event.lane == "read"
+    )
     assert event.num_bytes == 8192
     store.read_blocks("x", rows(0, 1), 4096, into).cancel()
     store.drop("x")
@@ -86,7 +95,9 @@ def test_no_blocks_are_no_transfer(store: TensorStore) -> None:
     assert store.stats().engine == "none yet"
 
 
-def test_block_that_fails_is_named_and_the_store_goes_on(make_store: MakeStore, engine: str, pattern: Pattern) -> None:
+def test_block_that_fails_is_named_and_the_store_goes_on(
+    make_store: MakeStore, engine: str, pattern: Pattern
+) -> None:
     store = make_store(engine=engine, depth=1, faults=(Fault(3, "error", errno.EIO),))
     store.put("x", pattern(65536), Tier.NVME).wait()  # block 0
     into = store.arena.take(5 * 4096).tensor
@@ -98,7 +109,9 @@ def test_block_that_fails_is_named_and_the_store_goes_on(make_store: MakeStore, 
     store.settle()  # a read's failure is its own
 
 
-def test_blocks_of_an_entry_on_any_path(make_store: MakeStore, pattern: Pattern, two_paths: list[NvmePath]) -> None:
+def test_blocks_of_an_entry_on_any_path(
+    make_store: MakeStore, pattern: Pattern, two_paths: list[NvmePath]
+) -> None:
     store = make_store(paths=two_paths)
     into = store.arena.take(3 * 4096).tensor
     for i in range(4):
@@ -116,7 +129,12 @@ def test_blocks_of_an_entry_on_any_path(make_store: MakeStore, pattern: Pattern,
         (rows(0, 1), 4095, 8190, "blocks of 4095 bytes"),
         (rows(0, 1), 0, 0, "blocks of 0 bytes"),
         (np.array([4096, 8193], np.int64), 4096, 8192, "offset 8193 is no multiple of 4096"),
-        (np.array([-4096, 0], np.int64), 4096, 8192, "blocks at -4096 to 4096 lie outside 'x' .16384 bytes."),
+        (
+            np.array([-4096, 0], np.int64),
+            4096,
+            8192,
+            "blocks at -4096 to 4096 lie outside 'x' .16384 bytes.",
+        ),
         (rows(0, 4), 4096, 8192, "blocks at 0 to 20480 lie outside 'x'"),
         (rows(3, 2), 8192, 16384, "blocks at 8192 to 20480 lie outside 'x'"),
         (rows(0, 1), 4096, 4096, "2 blocks of 4096 bytes need a buffer of 8192, not 4096"),

@@ -1,14 +1,17 @@
 """Is every fault, on every engine, the right OSError or healed, and what had arrived kept?
 
-Every row is held on io_uring, Linux AIO and threads (the `engine` fixture; an engine that cannot run is a listed skip).
-"Lying disk" is a FUSE file system that answers as it is told (lying_disk.py): the engines get the kernel's own answer.
+Every row is held on io_uring, Linux AIO and threads (the `engine` fixture; an engine that cannot
+run is a listed skip). "Lying disk" is a FUSE file system that answers as it is told
+(lying_disk.py): the engines get the kernel's own answer.
 
     fault                   by the fault engine            by real means
     short read              test_transfer_faults           here: lying disk; a file that ends within the block
     short write             test_transfer_faults           here: lying disk; a limit of the process (RLIMIT_FSIZE)
     EIO                     test_transfer_faults           here: lying disk
-                                                           test_failing_disks: dm-error, a device that lost a range, a thin
-                                                           device that runs full, a device that goes away
+                                                           test_failing_disks: dm-error, a device
+                                                               that lost a range, a thin
+                                                           device that runs full, a device that goes
+                                                           away
     ENOSPC mid-write        test_transfer_faults           here: lying disk; test_failing_disks: a full file system
     ENOSPC at reservation   -                              test_files, test_paths, test_store_damage
     EFBIG                   -                              here: RLIMIT_FSIZE (at reservation: test_files)
@@ -23,8 +26,9 @@ Every row is held on io_uring, Linux AIO and threads (the `engine` fixture; an e
     io_uring refused        -                              test_engine_refusals: seccomp; here: files on FUSE
     Linux AIO exhausted     -                              test_engine_refusals: fs.aio-max-nr
 
-io_uring is never used on FUSE files (engine_uring.cpp says why), but the lying disk is told to it all the same, by a queue
-that was not told of its files; only short transfers are not, which there it gets wrong.
+io_uring is never used on FUSE files (engine_uring.cpp says why), but the lying disk is told to it
+all the same, by a queue that was not told of its files; only short transfers are not, which there
+it gets wrong.
 """
 
 from __future__ import annotations
@@ -54,8 +58,15 @@ Pattern = Callable[..., torch.Tensor]
 MIB = 1 << 20
 BLOCK = 65536
 NUM_BYTES = 8 * BLOCK + 4096  # nine blocks of the small stores
-HEALED: list[dict[str, object]] = [{"code": errno.EINTR, "times": 4}, {"code": errno.EAGAIN, "times": 4}]
-SHORT: list[dict[str, object]] = [{"keep": 4096, "times": 3}, {"keep": 4097, "times": 3}, {"keep": 1}]
+HEALED: list[dict[str, object]] = [
+    {"code": errno.EINTR, "times": 4},
+    {"code": errno.EAGAIN, "times": 4},
+]
+SHORT: list[dict[str, object]] = [
+    {"keep": 4096, "times": 3},
+    {"keep": 4097, "times": 3},
+    {"keep": 1},
+]
 KINDS = ["read", "write"]
 
 
@@ -65,7 +76,7 @@ def _id(rule: object) -> str | None:
     return errno.errorcode[rule["code"]] if "code" in rule else f"short {rule['keep']}"
 
 
-# ---- a disk that lies ----------------------------------------------------------------------------------------------------
+# ---- a disk that lies ----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -86,7 +97,9 @@ def file(lies: Lies) -> Iterator[int]:
         os.close(fd)
 
 
-def transfer(queue: Queue, kind: int, fd: int, address: int, num_bytes: int = NUM_BYTES, offset: int = 0) -> None:
+def transfer(
+    queue: Queue, kind: int, fd: int, address: int, num_bytes: int = NUM_BYTES, offset: int = 0
+) -> None:
     """Does one, and raises what became of it."""
     answer = queue.wait(queue.submit([Op(kind, fd, address, num_bytes, offset)]))
     assert answer is not None
@@ -96,10 +109,19 @@ def transfer(queue: Queue, kind: int, fd: int, address: int, num_bytes: int = NU
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rule", [*HEALED, *SHORT], ids=_id)
 def test_what_the_kernel_could_not_do_at_once_is_done(
-    lies: Lies, file: int, memory: Map, engine: str, pattern: Pattern, kind: str, rule: dict[str, object]
+    lies: Lies,
+    file: int,
+    memory: Map,
+    engine: str,
+    pattern: Pattern,
+    kind: str,
+    rule: dict[str, object],
 ) -> None:
     if engine == "uring" and rule in SHORT:
-        pytest.skip("io_uring finishes short transfers of FUSE files at the wrong place: see engine_uring.cpp")
+        pytest.skip(
+            "io_uring finishes short transfers of FUSE files at the wrong place: see "
+            "engine_uring.cpp"
+        )
     queue, tensor = Queue(IoSettings(engine, BLOCK)), memory.tensor()
     tensor[:NUM_BYTES] = pattern(NUM_BYTES)
     lies.tell({"kind": kind, "start": 3 * BLOCK, "stop": 4 * BLOCK, **rule})
@@ -117,11 +139,23 @@ def test_error_of_the_disk_names_the_block_and_spares_the_others(
     queue, tensor = Queue(IoSettings(engine, BLOCK, 1)), memory.tensor()
     tensor[:NUM_BYTES] = pattern(NUM_BYTES)
     transfer(queue, WRITE, file, memory.address)
-    lies.tell({"kind": kind, "start": 3 * BLOCK + 4096, "stop": 3 * BLOCK + 4097, "code": code, "times": 2})
+    lies.tell(
+        {
+            "kind": kind,
+            "start": 3 * BLOCK + 4096,
+            "stop": 3 * BLOCK + 4097,
+            "code": code,
+            "times": 2,
+        }
+    )
     for _ in range(2):
         with pytest.raises(TransferError) as failure:
             transfer(queue, READ if kind == "read" else WRITE, file, memory.address)
-        assert (failure.value.errno, failure.value.offset, failure.value.length) == (code, 3 * BLOCK, BLOCK)
+        assert (failure.value.errno, failure.value.offset, failure.value.length) == (
+            code,
+            3 * BLOCK,
+            BLOCK,
+        )
     transfer(queue, READ, file, memory.address + NUM_BYTES)
     assert torch.equal(pattern(NUM_BYTES), tensor[NUM_BYTES:])
     queue.close()
@@ -155,12 +189,18 @@ def test_store_on_a_lying_disk_heals_or_names_and_goes_on(
         with pytest.raises(TransferError):
             store.settle()
     assert "uring" not in store.stats().engine
-    assert (engine != "auto") or "short transfers of FUSE files at the wrong place" in store.stats().engine_why
+    assert (
+        engine != "auto"
+    ) or "short transfers of FUSE files at the wrong place" in store.stats().engine_why
 
 
-def test_store_refuses_io_uring_on_a_disk_where_it_would_move_wrong_bytes(lies: Lies, make_store: MakeStore) -> None:
+def test_store_refuses_io_uring_on_a_disk_where_it_would_move_wrong_bytes(
+    lies: Lies, make_store: MakeStore
+) -> None:
     store = make_store(engine="uring", paths=[NvmePath(lies.point)])
-    with pytest.raises(OSError, match="short transfers of FUSE files at the wrong place") as refusal:
+    with pytest.raises(
+        OSError, match="short transfers of FUSE files at the wrong place"
+    ) as refusal:
         store.put("x", torch.ones(5), Tier.NVME)
     assert refusal.value.filename == str(store._files.segments[0].file)
 
@@ -171,7 +211,9 @@ def test_file_on_a_lying_disk_is_read_as_it_is(lies: Lies, pattern: Pattern) -> 
     for rule in [*HEALED, *SHORT]:
         lies.tell({"kind": "read", "start": BLOCK, "stop": 2 * BLOCK, **rule})
         with FileReader(path) as reader:
-            assert torch.equal(reader.read(3, NUM_BYTES), pattern(NUM_BYTES + 77)[3 : NUM_BYTES + 3])
+            assert torch.equal(
+                reader.read(3, NUM_BYTES), pattern(NUM_BYTES + 77)[3 : NUM_BYTES + 3]
+            )
 
 
 def test_file_on_a_lying_disk_is_read_ahead_as_it_is(lies: Lies, pattern: Pattern) -> None:
@@ -202,7 +244,7 @@ def test_disk_that_is_pulled_ends_every_transfer(
     queue.close()
 
 
-# ---- short by the kernel's own doing -------------------------------------------------------------------------------------
+# ---- short by the kernel's own doing -------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -220,7 +262,8 @@ def test_write_cut_short_by_a_limit_is_named_where_its_block_begins_and_heals_wi
     make_store: MakeStore, engine: str, pattern: Pattern
 ) -> None:
     store = make_store(engine=engine, depth=1)
-    store.reserve("room", (32 * MIB,), torch.uint8, Tier.NVME)  # so that the limit spares all other files
+    # so that the limit spares all other files
+    store.reserve("room", (32 * MIB,), torch.uint8, Tier.NVME)
     store.put("kept", pattern(NUM_BYTES, seed=1), Tier.NVME).wait()
     store.put("x", pattern(NUM_BYTES), Tier.NVME).wait()
     home = store._entries["x"].nvme
@@ -236,7 +279,8 @@ def test_write_cut_short_by_a_limit_is_named_where_its_block_begins_and_heals_wi
             move.wait()
     assert (failure.value.errno, failure.value.offset) == (errno.EFBIG, extent.offset + 3 * BLOCK)
     assert torch.equal(store.fetch("kept").wait(), pattern(NUM_BYTES, seed=1))
-    with pytest.raises(TransferError, match="ulimit"):  # neither the old bytes nor half of the new ones
+    # neither the old bytes nor half of the new ones
+    with pytest.raises(TransferError, match="ulimit"):
         store.fetch("x").wait()
     with pytest.raises(TransferError):
         store.settle()
@@ -263,7 +307,7 @@ def test_read_over_the_end_is_enodata_until_somebody_extends_the_file(
     os.close(fd)
 
 
-# ---- truncated under way -------------------------------------------------------------------------------------------------
+# ---- truncated under way -------------------------------------------------------------------------
 
 
 def test_file_truncated_while_reads_are_under_way_gives_whole_tensors_or_enodata(

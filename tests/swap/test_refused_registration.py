@@ -1,4 +1,5 @@
-"""A driver that refuses to register host memory: does its error stay behind, for torch to raise at the next kernel?"""
+"""A driver that refuses to register host memory: does its error stay behind, for torch to raise at
+the next kernel?"""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ SLOT = 4096
 
 
 class Runtime:
-    """As CUDA's: a call that fails returns its error and leaves it in the thread, where the next kernel finds it."""
+    """As CUDA's: a call that fails returns its error and leaves it in the thread, where the next
+    kernel finds it."""
 
     def __init__(self, most: int) -> None:
         self.most, self.registered, self.last_error = most, 0, 0
@@ -39,7 +41,9 @@ class Runtime:
     def kernel(self, *_: object, **__: object) -> None:
         error, self.last_error = self.last_error, 0
         if error:
-            raise RuntimeError(f"CUDA error {error}, raised by a kernel that has nothing to do with it")
+            raise RuntimeError(
+                f"CUDA error {error}, raised by a kernel that has nothing to do with it"
+            )
 
     def cudart(self) -> Runtime:
         return self
@@ -52,7 +56,9 @@ def test_what_the_driver_takes_is_pinned_and_its_refusal_is_forgotten(
     monkeypatch.setattr(accelerator, "_module_of", lambda device: runtime)
     monkeypatch.setattr(torch, "zeros", runtime.kernel)  # its fill is a kernel
     with caplog.at_level(logging.WARNING, "tiermem"):
-        lock = PageLock(torch.device("meta"), [ByteRange(each * SLOT, SLOT) for each in range(1, 9)])
+        lock = PageLock(
+            torch.device("meta"), [ByteRange(each * SLOT, SLOT) for each in range(1, 9)]
+        )
     assert lock.num_bytes == runtime.registered == 3 * SLOT
     assert runtime.last_error == 0, "the next kernel would raise the driver's refusal"
     assert f"{5 * SLOT} of {8 * SLOT} bytes" in caplog.text

@@ -1,4 +1,5 @@
-"""Whose is a run's folder: is a live run's refused, a dead one's taken over by exactly one, and a reader left in peace?"""
+"""Whose is a run's folder: is a live run's refused, a dead one's taken over by exactly one, and a
+reader left in peace?"""
 
 from __future__ import annotations
 
@@ -60,14 +61,25 @@ def kept(tmp_path: Path, name: RunName) -> Path:
     return tmp_path / name.folder_name
 
 
-# ---- names -----------------------------------------------------------------------------------------------------------------
+# ---- names ---------------------------------------------------------------------------------------
 
 
 def test_folders_of_ranks_share_the_run_id_and_are_told_apart(tmp_path: Path) -> None:
     names = [RunName("abc"), RunName("abc", 0), RunName("abc", 12)]
-    assert [name.folder_name for name in names] == ["tiermem-abc", "tiermem-abc.0", "tiermem-abc.12"]
+    assert [name.folder_name for name in names] == [
+        "tiermem-abc",
+        "tiermem-abc.0",
+        "tiermem-abc.12",
+    ]
     assert [RunName.of(tmp_path / name.folder_name) for name in names] == names
-    for other in ("tiermem-", "tiermem-a.b", "tiermem-a.1.2", "tiermem-a b", "abc", "tiermem-abc.x"):
+    for other in (
+        "tiermem-",
+        "tiermem-a.b",
+        "tiermem-a.1.2",
+        "tiermem-a b",
+        "abc",
+        "tiermem-abc.x",
+    ):
         assert RunName.of(tmp_path / other) is None
     for wrong in (RunName("a/b"), RunName(""), RunName("a.1"), RunName("a", -1)):
         with pytest.raises(ValueError, match="name no folder"):
@@ -75,22 +87,31 @@ def test_folders_of_ranks_share_the_run_id_and_are_told_apart(tmp_path: Path) ->
     assert RunName.new() != RunName.new()
 
 
-def test_two_ranks_of_a_run_live_side_by_side_and_a_second_of_one_name_is_refused(tmp_path: Path) -> None:
-    with TensorStore(tmp_path, 1 << 20, run=RunName("r", 0)), TensorStore(tmp_path, 1 << 20, run=RunName("r", 1)):
+def test_two_ranks_of_a_run_live_side_by_side_and_a_second_of_one_name_is_refused(
+    tmp_path: Path,
+) -> None:
+    with (
+        TensorStore(tmp_path, 1 << 20, run=RunName("r", 0)),
+        TensorStore(tmp_path, 1 << 20, run=RunName("r", 1)),
+    ):
         assert [folder.name for folder in run_folders(tmp_path)] == ["tiermem-r.0", "tiermem-r.1"]
         with pytest.raises(FileExistsError):
             TensorStore(tmp_path, 1 << 20, run=RunName("r", 1))
     assert list(tmp_path.iterdir()) == []
 
 
-# ---- live, dead, kept ------------------------------------------------------------------------------------------------------
+# ---- live, dead, kept ----------------------------------------------------------------------------
 
 
 def test_lock_says_which_process_holds_it_since_when(tmp_path: Path) -> None:
     with TensorStore(tmp_path, 1 << 20) as store:
         (folder,) = store.folders()
         owner = owner_of(folder)
-        assert owner == this_process() == RunOwner(os.getpid(), socket.gethostname(), this_process().started)
+        assert (
+            owner
+            == this_process()
+            == RunOwner(os.getpid(), socket.gethostname(), this_process().started)
+        )
         assert owner is not None
         assert owner.started.endswith("+00:00")
         assert (is_live(folder), is_dead(folder)) == (True, False)
@@ -112,12 +133,16 @@ def test_live_run_is_refused_and_named(tmp_path: Path) -> None:
             pass  # a rank of the same run reads another's
 
 
-def test_dead_run_is_taken_over_with_a_word_and_removed(dead: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_dead_run_is_taken_over_with_a_word_and_removed(
+    dead: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     owner = owner_of(dead)
     assert (is_live(dead), is_dead(dead)) == (False, True)
     with caplog.at_level(logging.WARNING, "tiermem"):
         claimed = RunFolder.claim(dead)
-    assert caplog.messages == [f"{dead} was left by {owner}, which has ended: its lock is taken over"]
+    assert caplog.messages == [
+        f"{dead} was left by {owner}, which has ended: its lock is taken over"
+    ]
     assert owner_of(dead) == this_process()
     assert (is_live(dead), is_dead(dead)) == (True, False)
     claimed.close(keep=False)
@@ -131,7 +156,9 @@ def test_dead_run_that_is_kept_is_closed_in_order(dead: Path) -> None:
 
 
 def test_pid_that_lives_again_does_not_make_a_dead_run_live(dead: Path) -> None:
-    (dead / "lock").write_text(json.dumps(this_process()._replace(started="2001-01-01T00:00:00+00:00")._asdict()))
+    (dead / "lock").write_text(
+        json.dumps(this_process()._replace(started="2001-01-01T00:00:00+00:00")._asdict())
+    )
     assert is_dead(dead)
     RunFolder.claim(dead).close(keep=False)
 
@@ -144,7 +171,9 @@ def test_lock_that_says_nothing_is_taken_over_all_the_same(dead: Path, text: str
     assert not dead.exists()
 
 
-def test_kept_run_is_claimed_without_a_word_and_kept_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_kept_run_is_claimed_without_a_word_and_kept_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = kept(tmp_path, RunName("k"))
     with caplog.at_level(logging.WARNING, "tiermem"):
         claimed = RunFolder.claim(folder)
@@ -165,7 +194,9 @@ def test_what_is_no_runs_folder_is_not_claimed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["lock.new", None])
-def test_run_that_was_killed_before_it_had_a_lock_is_dead_after_a_while(tmp_path: Path, name: str | None) -> None:
+def test_run_that_was_killed_before_it_had_a_lock_is_dead_after_a_while(
+    tmp_path: Path, name: str | None
+) -> None:
     folder = tmp_path / "tiermem-0123456789ab"
     folder.mkdir()
     if name is not None:
@@ -180,18 +211,23 @@ def test_run_that_was_killed_before_it_had_a_lock_is_dead_after_a_while(tmp_path
 def test_another_hosts_lock_is_taken_over_only_where_its_flock_is_seen(
     dead: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (dead / "lock").write_text(json.dumps({"pid": 7, "host": "elsewhere", "started": "2026-01-01T00:00:00+00:00"}))
+    (dead / "lock").write_text(
+        json.dumps({"pid": 7, "host": "elsewhere", "started": "2026-01-01T00:00:00+00:00"})
+    )
     with monkeypatch.context() as patch:
         patch.setattr(run_folder, "file_system_of", lambda path: "nfs4")
         for take in (lambda: RunFolder.claim(dead), lambda: share(dead).__enter__()):
-            with pytest.raises(OSError, match=r"process 7 on elsewhere.*nfs4.*Open it on elsewhere; or") as refusal:
+            with pytest.raises(
+                OSError, match=r"process 7 on elsewhere.*nfs4.*Open it on elsewhere; or"
+            ) as refusal:
                 take()
             assert refusal.value.errno == errno.EBUSY
         assert json.loads((dead / "lock").read_text())["host"] == "elsewhere"
-    RunFolder.claim(dead).close(keep=False)  # a local file system: a container's name may have been another
+    # a local file system: a container's name may have been another
+    RunFolder.claim(dead).close(keep=False)
 
 
-# ---- together ------------------------------------------------------------------------------------------------------------
+# ---- together ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_kept", [False, True])
@@ -232,7 +268,9 @@ def test_readers_share_a_folder_and_nobody_takes_it_from_them(dead: Path) -> Non
         assert [file.name for file in dead.iterdir()] == ["segment.bin"]  # a reader writes nothing
 
 
-def test_forked_child_neither_unlocks_nor_keeps_the_lock_when_its_parent_has_died(tmp_path: Path) -> None:
+def test_forked_child_neither_unlocks_nor_keeps_the_lock_when_its_parent_has_died(
+    tmp_path: Path,
+) -> None:
     def parent(inside: Inside) -> None:
         store = TensorStore(tmp_path, 1 << 20)
         if not os.fork():
@@ -253,11 +291,13 @@ def test_forked_child_neither_unlocks_nor_keeps_the_lock_when_its_parent_has_die
     RunFolder.claim(folder).close(keep=False)
 
 
-# ---- what fails ------------------------------------------------------------------------------------------------------------
+# ---- what fails ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["write", "rename"])
-def test_lock_that_cannot_be_written_leaves_things_as_they_were(tmp_path: Path, dead: Path, kind: str) -> None:
+def test_lock_that_cannot_be_written_leaves_things_as_they_were(
+    tmp_path: Path, dead: Path, kind: str
+) -> None:
     def fail(step: durable.Step) -> None:
         if (step.when, step.kind) == ("before", kind):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -274,7 +314,9 @@ def test_lock_that_cannot_be_written_leaves_things_as_they_were(tmp_path: Path, 
     assert sorted(folder.name for folder in tmp_path.iterdir()) == sorted([dead.name, "tiermem-k"])
 
 
-def test_folder_deleted_under_a_claim_does_no_harm(dead: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_folder_deleted_under_a_claim_does_no_harm(
+    dead: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     claimed = RunFolder.claim(dead)
     for file in dead.iterdir():
         file.unlink()
@@ -283,7 +325,7 @@ def test_folder_deleted_under_a_claim_does_no_harm(dead: Path, caplog: pytest.Lo
     assert "removed while the run used it" in caplog.text
 
 
-# ---- removal -------------------------------------------------------------------------------------------------------------
+# ---- removal -------------------------------------------------------------------------------------
 
 
 def test_only_files_that_runs_make_are_removed_manifests_first(dead: Path) -> None:
@@ -293,12 +335,21 @@ def test_only_files_that_runs_make_are_removed_manifests_first(dead: Path) -> No
     removed: list[str] = []
     claimed = RunFolder.claim(dead)
     with durable.watch(
-        lambda step: removed.append(Path(step.name).name) if (step.when, step.kind) == ("after", "remove") else None
+        lambda step: (
+            removed.append(Path(step.name).name)
+            if (step.when, step.kind) == ("after", "remove")
+            else None
+        )
     ):
         claimed.close(keep=False)
     assert removed[0] == "manifest-3.json"
-    assert removed[-1] == "lock"  # so that a removal that is cut short leaves a dead run, not a kept one
-    assert sorted(file.name for file in dead.iterdir()) == ["data.bin", "manifest-x.json", "notes.txt"]
+    # so that a removal that is cut short leaves a dead run, not a kept one
+    assert removed[-1] == "lock"
+    assert sorted(file.name for file in dead.iterdir()) == [
+        "data.bin",
+        "manifest-x.json",
+        "notes.txt",
+    ]
 
 
 def test_dead_run_that_has_saved_is_spared_by_who_started_it(dead: Path) -> None:
@@ -311,10 +362,12 @@ def test_dead_run_that_has_saved_is_spared_by_who_started_it(dead: Path) -> None
     assert remove_dead_runs(dead.parent, owner.pid) == [dead.name]
 
 
-# ---- what a store leaves ---------------------------------------------------------------------------------------------------
+# ---- what a store leaves -------------------------------------------------------------------------
 
 
-def test_store_that_is_kept_leaves_its_files_also_after_an_error_and_when_forgotten(tmp_path: Path) -> None:
+def test_store_that_is_kept_leaves_its_files_also_after_an_error_and_when_forgotten(
+    tmp_path: Path,
+) -> None:
     def fail() -> None:
         with TensorStore(tmp_path, 1 << 20, run=RunName("error")) as store:
             store.keep_files()
@@ -325,7 +378,11 @@ def test_store_that_is_kept_leaves_its_files_also_after_an_error_and_when_forgot
     TensorStore(tmp_path, 1 << 20, run=RunName("forgotten")).keep_files()
     gc.collect()
     kept(tmp_path, RunName("asked"))
-    assert [folder.name for folder in run_folders(tmp_path)] == ["tiermem-asked", "tiermem-error", "tiermem-forgotten"]
+    assert [folder.name for folder in run_folders(tmp_path)] == [
+        "tiermem-asked",
+        "tiermem-error",
+        "tiermem-forgotten",
+    ]
     for folder in run_folders(tmp_path):
         assert [file.name for file in folder.iterdir()] == ["segment.bin"]
 

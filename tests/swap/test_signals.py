@@ -1,7 +1,8 @@
-"""Do transfers notice signals? The process may be struck at any moment, stopped and continued, and no byte differs.
+"""Do transfers notice signals? The process may be struck at any moment, stopped and continued, and
+no byte differs.
 
-A queue's threads block every signal, so a handler interrupts only whoever waits; but nothing can block SIGSTOP, after which
-the kernel lets some sleeps of any thread end in EINTR.
+A queue's threads block every signal, so a handler interrupts only whoever waits; but nothing can
+block SIGSTOP, after which the kernel lets some sleeps of any thread end in EINTR.
 """
 
 from __future__ import annotations
@@ -52,7 +53,10 @@ def rain() -> Iterator[list[int]]:
 
 
 def test_signals_that_rain_on_the_process_change_no_byte(
-    make_store: Callable[..., TensorStore], engine: str, pattern: Callable[..., torch.Tensor], rain: list[int]
+    make_store: Callable[..., TensorStore],
+    engine: str,
+    pattern: Callable[..., torch.Tensor],
+    rain: list[int],
 ) -> None:
     store = make_store(host_bytes=32 << 20, engine=engine)
     while len(rain) < 50:
@@ -62,7 +66,9 @@ def test_signals_that_rain_on_the_process_change_no_byte(
             store.drop("x")
 
 
-def test_threads_of_a_queue_block_every_signal(make_store: Callable[..., TensorStore], engine: str) -> None:
+def test_threads_of_a_queue_block_every_signal(
+    make_store: Callable[..., TensorStore], engine: str
+) -> None:
     store = make_store(engine=engine)
     before = _threads()
     store.put("x", torch.ones(1000), Tier.NVME).wait()
@@ -79,12 +85,17 @@ def test_threads_of_a_queue_block_every_signal(make_store: Callable[..., TensorS
 
 def test_process_that_is_stopped_and_continued_loses_no_byte(engine: str, tmp_path: Path) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", _CHILD, engine, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", _CHILD, engine, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as child:
         assert child.stdout is not None and child.stderr is not None
         assert child.stdout.readline() == "open\n", child.stderr.read()
         errors: list[str] = []
-        reader = threading.Thread(target=lambda: errors.append(child.stderr.read() if child.stderr else ""))
+        reader = threading.Thread(
+            target=lambda: errors.append(child.stderr.read() if child.stderr else "")
+        )
         reader.start()
         num_stops = 0
         while num_stops < 200:

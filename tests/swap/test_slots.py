@@ -1,4 +1,5 @@
-"""Does an entry's map of slots say, for every byte, what a map that knows each byte by itself would say?"""
+"""Does an entry's map of slots say, for every byte, what a map that knows each byte by itself would
+say?"""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from hypothesis import strategies as st
 from tiermem.swap.store.entry import NoSlotError, SlotPart, Slots
 
 NUM_BYTES = 23
-BOUNDS = st.tuples(st.integers(0, NUM_BYTES), st.integers(0, NUM_BYTES)).map(lambda pair: (min(pair), max(pair)))
+BOUNDS = st.tuples(st.integers(0, NUM_BYTES), st.integers(0, NUM_BYTES)).map(
+    lambda pair: (min(pair), max(pair))
+)
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.sampled_from(["write", "apart"]), BOUNDS),
@@ -48,7 +51,8 @@ class ByteByByte:
 
 
 def per_byte(parts: list[SlotPart], start: int, stop: int) -> list[int]:
-    """The slot of each byte; parts are in order, without gaps, and no two neighbours could be one."""
+    """The slot of each byte; parts are in order, without gaps, and no two neighbours could be
+    one."""
     assert [part.start for part in parts[1:]] == [part.stop for part in parts[:-1]]
     assert all(one.slot != two.slot for one, two in itertools.pairwise(parts))
     if parts:
@@ -95,7 +99,9 @@ def test_slots_are_those_of_a_map_byte_by_byte(
         assert per_byte(slots.current(0, NUM_BYTES), 0, NUM_BYTES) == model.current
         assert per_byte(slots.current(*looked), *looked) == model.current[slice(*looked)]
         places: list[Sequence[int | None]] = [model.current[slice(*looked)]]
-        places += [[model.target(byte, is_apart) for byte in range(*looked)] for is_apart in (False, True)]
+        places += [
+            [model.target(byte, is_apart) for byte in range(*looked)] for is_apart in (False, True)
+        ]
         assert alike.setdefault(slots.likeness(*looked), places) == places
         assert slots.held() == {slot for holds in model.holds for _, slot in holds}
         for held, parts in frozen.items():
@@ -140,7 +146,9 @@ def test_next_write_after_a_commit_goes_back_to_the_slot_that_was_thawed() -> No
     slots.freeze(1)
     write(slots, 0, 100)
     slots.freeze(2)
-    with pytest.raises(NoSlotError, match="bytes 0 to 50 cannot be written: freezes hold all 2 slots"):
+    with pytest.raises(
+        NoSlotError, match="bytes 0 to 50 cannot be written: freezes hold all 2 slots"
+    ):
         slots.targets(0, 50)
     slots.thaw(1)
     assert slots.targets(0, 50) == [SlotPart(0, 50, 0)]

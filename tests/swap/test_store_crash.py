@@ -1,9 +1,9 @@
 """A store that is killed at any step: are the bytes that its last manifest names there, to the bit?
 
-A child goes through rounds as a run that saves does: it overwrites parts of its entries, freezes, writes a manifest that says
-where the frozen bytes lie, removes the one before, and thaws that one's freeze. It is killed before and after every single
-step that durable.py tells of (of every fifth in the short form), while transfers are under way. Its parent looks at what is
-left.
+A child goes through rounds as a run that saves does: it overwrites parts of its entries, freezes,
+writes a manifest that says where the frozen bytes lie, removes the one before, and thaws that one's
+freeze. It is killed before and after every single step that durable.py tells of (of every fifth in
+the short form), while transfers are under way. Its parent looks at what is left.
 """
 
 from __future__ import annotations
@@ -34,14 +34,22 @@ NEVER = 1 << 30
 
 
 def changes_of(number: int) -> list[tuple[str, int, int]]:
-    """(entry, first page, last page) that a round writes: parts that overlap those of the round before, and not all entries."""
+    """(entry, first page, last page) that a round writes: parts that overlap those of the round
+    before, and not all entries."""
     whole = [("a", 0, 7), ("b", 0, 4), ("c", 0, 1)]
-    return whole if number == 0 else [("a", number, number + 3), (("b", 1, 3), ("c", 0, 1))[number % 2]]
+    return (
+        whole
+        if number == 0
+        else [("a", number, number + 3), (("b", 1, 3), ("c", 0, 1))[number % 2]]
+    )
 
 
 def states(pattern: Pattern) -> list[dict[str, torch.Tensor]]:
     """What the entries hold after each round, in whole pages."""
-    live = {name: torch.zeros(-(-size // PAGE) * PAGE, dtype=torch.uint8) for name, size in SIZES.items()}
+    live = {
+        name: torch.zeros(-(-size // PAGE) * PAGE, dtype=torch.uint8)
+        for name, size in SIZES.items()
+    }
     found = []
     for number in range(NUM_ROUNDS):
         for name, first, last in changes_of(number):
@@ -51,7 +59,9 @@ def states(pattern: Pattern) -> list[dict[str, torch.Tensor]]:
 
 
 def go_through_rounds(path: Path, expected: list[dict[str, torch.Tensor]]) -> None:
-    with TensorStore(path, 1 << 20, IoSettings(block_bytes=PAGE, depth=4), faults=LATE, num_slots=2) as store:
+    with TensorStore(
+        path, 1 << 20, IoSettings(block_bytes=PAGE, depth=4), faults=LATE, num_slots=2
+    ) as store:
         store.keep_files()
         for name, size in SIZES.items():
             store.reserve(name, (size,), torch.uint8, Tier.NVME)
@@ -88,19 +98,23 @@ def run_until(path: Path, expected: list[dict[str, torch.Tensor]], last_step: in
 
 
 def check_what_is_left(folder: Path, expected: list[dict[str, torch.Tensor]]) -> int:
-    """The number of the newest manifest, whose bytes are all there; -1: nothing had been made durable."""
+    """The number of the newest manifest, whose bytes are all there; -1: nothing had been made
+    durable."""
     manifests = {int(file.stem.partition("-")[2]): file for file in folder.glob("manifest-*.json")}
     for number, file in manifests.items():  # the one before as well, as long as it is there
         data = (folder / "segment.bin").read_bytes()
         for name, places in json.loads(file.read_text()).items():
             found = b"".join(data[offset : offset + num_bytes] for _, offset, num_bytes in places)
             is_same = found == expected[number][name][: SIZES[name]].numpy().tobytes()
-            assert is_same, (file.name, name)  # not compared here: where CI is set pytest would show every byte
+            # not compared here: where CI is set pytest would show every byte
+            assert is_same, (file.name, name)
     return max(manifests, default=-1)
 
 
 @pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.slow)])
-def test_store_killed_at_any_step_leaves_its_last_manifest_true(tmp_path: Path, pattern: Pattern, stride: int) -> None:
+def test_store_killed_at_any_step_leaves_its_last_manifest_true(
+    tmp_path: Path, pattern: Pattern, stride: int
+) -> None:
     expected = states(pattern)
     whole = run_until(tmp_path, expected, NEVER)
     num_steps = int(whole.hear())
@@ -117,7 +131,11 @@ def test_store_killed_at_any_step_leaves_its_last_manifest_true(tmp_path: Path, 
             assert RunName.of(folder) is not None
             newest.append(check_what_is_left(folder, expected))
             if (folder / "lock").exists():
-                assert is_dead(folder) or not (folder / "segment.bin").exists() or newest[-1] == NUM_ROUNDS - 1
+                assert (
+                    is_dead(folder)
+                    or not (folder / "segment.bin").exists()
+                    or newest[-1] == NUM_ROUNDS - 1
+                )
                 RunFolder.claim(folder).close(keep=False)
             else:  # killed while the run began, or when it had ended
                 for file in folder.iterdir():
@@ -133,7 +151,9 @@ def test_the_check_sees_a_frozen_byte_that_was_written_over(
 ) -> None:
     expected = states(pattern)
     # as if freezes held nothing
-    monkeypatch.setattr("tiermem.swap.store.entry.Slots._target", lambda self, piece, is_apart: piece.current)
+    monkeypatch.setattr(
+        "tiermem.swap.store.entry.Slots._target", lambda self, piece, is_apart: piece.current
+    )
     whole = run_until(tmp_path, expected, NEVER)
     num_steps = int(whole.hear())
     whole.end()

@@ -1,4 +1,5 @@
-"""When somebody deletes or truncates a store's files under it, does it go on, or say clearly that it cannot?"""
+"""When somebody deletes or truncates a store's files under it, does it go on, or say clearly that
+it cannot?"""
 
 from __future__ import annotations
 
@@ -22,11 +23,15 @@ Pattern = Callable[..., torch.Tensor]
 NUM_BYTES = 3 * 65536 + 4096
 
 
-# ---- deleted -----------------------------------------------------------------------------------------------------------
+# ---- deleted -------------------------------------------------------------------------------------
 
 
 def test_folder_deleted_under_a_store_does_no_harm(
-    make_store: MakeStore, engine: str, pattern: Pattern, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    make_store: MakeStore,
+    engine: str,
+    pattern: Pattern,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     store = make_store(engine=engine)
     store.put("old", pattern(NUM_BYTES), Tier.NVME).wait()
@@ -40,7 +45,8 @@ def test_folder_deleted_under_a_store_does_no_harm(
     with caplog.at_level(logging.WARNING, "tiermem"):
         store.close()
     assert [record.getMessage() for record in caplog.records] == [
-        f"{folder / name} had been removed while the run used it" for name in ("segment.bin", "lock")
+        f"{folder / name} had been removed while the run used it"
+        for name in ("segment.bin", "lock")
     ]
     assert list(tmp_path.iterdir()) == []
 
@@ -82,7 +88,10 @@ def test_lock_removed_by_somebody_is_a_warning(
 
 
 def test_files_that_cannot_be_removed_are_left_with_a_warning(
-    store: TensorStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    store: TensorStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def refuse(self: Path, missing_ok: bool = False) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self))
@@ -97,7 +106,7 @@ def test_files_that_cannot_be_removed_are_left_with_a_warning(
     shutil.rmtree(folder)
 
 
-# ---- truncated ---------------------------------------------------------------------------------------------------------
+# ---- truncated -----------------------------------------------------------------------------------
 
 
 def truncate(store: TensorStore, num_bytes: int, index: int = 0) -> None:
@@ -133,7 +142,10 @@ def test_write_to_a_truncated_file_is_refused_so_that_no_zeros_are_ever_read(
     message = rf"the file has 4096 of its {size} bytes: something truncated it, .* is lost"
     with pytest.raises(OSError, match=message) as refusal:
         store.release("x2", dirty=True)  # would make the file long again, with a hole where x1 was
-    assert (refusal.value.errno, refusal.value.filename) == (errno.ENODATA, str(store._files.segments[0].file))
+    assert (refusal.value.errno, refusal.value.filename) == (
+        errno.ENODATA,
+        str(store._files.segments[0].file),
+    )
     with pytest.raises(OSError, match=message):
         store.write([("x1", 0, store.arena.take(4096).tensor)], "range")
     with pytest.raises(OSError, match=message):
@@ -166,7 +178,9 @@ def test_truncated_path_leaves_the_others_usable(
     assert torch.equal(store.view("host"), pattern(100))
 
 
-def test_store_whose_files_were_truncated_closes(make_store: MakeStore, pattern: Pattern, tmp_path: Path) -> None:
+def test_store_whose_files_were_truncated_closes(
+    make_store: MakeStore, pattern: Pattern, tmp_path: Path
+) -> None:
     store = make_store()
     store.put("x", pattern(NUM_BYTES), Tier.NVME).wait()
     truncate(store, 0)

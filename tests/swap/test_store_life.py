@@ -1,4 +1,5 @@
-"""Does a store own what it opened from its first moment to its last, whoever forgets, forks, fails or interrupts?"""
+"""Does a store own what it opened from its first moment to its last, whoever forgets, forks, fails
+or interrupts?"""
 
 from __future__ import annotations
 
@@ -25,10 +26,12 @@ MakeStore = Callable[..., TensorStore]
 Pattern = Callable[..., torch.Tensor]
 
 
-# ---- the end -----------------------------------------------------------------------------------------------------------
+# ---- the end -------------------------------------------------------------------------------------
 
 
-def test_nothing_is_left_after_close_with_everything_under_way(tmp_path: Path, engine: str, pattern: Pattern) -> None:
+def test_nothing_is_left_after_close_with_everything_under_way(
+    tmp_path: Path, engine: str, pattern: Pattern
+) -> None:
     with TensorStore([tmp_path], 16 << 20, IoSettings(engine, 65536, 8)) as store:
         for i in range(6):
             store.put(f"x{i}", pattern(1 << 20, seed=i), Tier.NVME)
@@ -43,7 +46,11 @@ def test_close_twice_does_nothing_and_a_closed_store_refuses(store: TensorStore)
     store.put("x", torch.ones(1), Tier.HOST)
     store.close()
     store.close()
-    for use in (lambda: store.put("y", torch.ones(1), Tier.HOST), lambda: store.fetch("x"), lambda: store.view("x")):
+    for use in (
+        lambda: store.put("y", torch.ones(1), Tier.HOST),
+        lambda: store.fetch("x"),
+        lambda: store.view("x"),
+    ):
         with pytest.raises(RuntimeError, match="this store is closed"):
             use()
 
@@ -56,11 +63,17 @@ def test_tensor_fetched_before_close_keeps_its_bytes(store: TensorStore) -> None
 
 
 @pytest.mark.parametrize("number_that_fails", [0, 1])
-def test_close_raises_a_write_nobody_waited_for_and_frees_everything(tmp_path: Path, number_that_fails: int) -> None:
-    store = TensorStore([tmp_path], 1 << 20, faults=(Fault(number_that_fails, "error", errno.ENOSPC),))
+def test_close_raises_a_write_nobody_waited_for_and_frees_everything(
+    tmp_path: Path, number_that_fails: int
+) -> None:
+    store = TensorStore(
+        [tmp_path], 1 << 20, faults=(Fault(number_that_fails, "error", errno.ENOSPC),)
+    )
     for i in range(2):
         store.put(f"x{i}", torch.ones(5), Tier.NVME)
-    with pytest.raises(OSError, match="the file system is full: free some space or add a path") as failure:
+    with pytest.raises(
+        OSError, match="the file system is full: free some space or add a path"
+    ) as failure:
         store.close()
     assert failure.value.errno == errno.ENOSPC
     assert list(tmp_path.iterdir()) == []
@@ -81,7 +94,9 @@ def test_interrupted_close_still_ends_transfers_before_their_memory(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_move_kept_beyond_its_store_says_what_became_of_it(store: TensorStore, pattern: Pattern) -> None:
+def test_move_kept_beyond_its_store_says_what_became_of_it(
+    store: TensorStore, pattern: Pattern
+) -> None:
     written = store.put("x", pattern(1 << 20), Tier.NVME)
     store.put("y", pattern(1 << 20), Tier.NVME)
     store.fetch("y").wait()
@@ -90,7 +105,9 @@ def test_move_kept_beyond_its_store_says_what_became_of_it(store: TensorStore, p
     assert not written.has_failed
 
 
-def test_store_forgotten_without_close_leaves_no_file_thread_or_descriptor(tmp_path: Path, pattern: Pattern) -> None:
+def test_store_forgotten_without_close_leaves_no_file_thread_or_descriptor(
+    tmp_path: Path, pattern: Pattern
+) -> None:
     store = TensorStore([tmp_path], 16 << 20)
     for i in range(8):
         store.put(f"x{i}", pattern(1 << 20), Tier.NVME)
@@ -102,7 +119,8 @@ def test_store_forgotten_without_close_leaves_no_file_thread_or_descriptor(tmp_p
 
 def test_process_that_ends_without_close_leaves_no_file(tmp_path: Path) -> None:
     script = (
-        "import torch; from tiermem.swap.store.store import TensorStore; from tiermem.swap.base.tier import Tier\n"
+        "import torch; from tiermem.swap.store.store import TensorStore; from "
+        "tiermem.swap.base.tier import Tier\n"
         f"store = TensorStore([{str(tmp_path)!r}], 8 << 20)\n"
         "store.put('x', torch.ones(1 << 20), Tier.NVME); store.fetch('x')"
     )
@@ -111,7 +129,7 @@ def test_process_that_ends_without_close_leaves_no_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-# ---- the beginning -------------------------------------------------------------------------------------------------------
+# ---- the beginning -------------------------------------------------------------------------------
 
 
 def test_store_that_cannot_have_its_budget_leaves_nothing(tmp_path: Path) -> None:
@@ -122,7 +140,9 @@ def test_store_that_cannot_have_its_budget_leaves_nothing(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
-def test_store_that_cannot_have_its_paths_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_that_cannot_have_its_paths_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     closed: list[Arena] = []
     close = Arena.close
 
@@ -165,7 +185,7 @@ def test_engine_that_cannot_run_is_told_at_the_first_transfer(
     store.fetch("n").wait()
 
 
-# ---- settling ------------------------------------------------------------------------------------------------------------
+# ---- settling ------------------------------------------------------------------------------------
 
 
 def test_settle_registers_memory_carved_since_and_spares_fetches_under_way(
@@ -186,7 +206,9 @@ def test_settle_registers_memory_carved_since_and_spares_fetches_under_way(
     assert store.stats().nvme_read_bytes == 2 << 20  # counters outlive their queue
 
 
-def test_stats_say_where_bytes_are_and_which_engine_moves_them(make_store: MakeStore, engine: str) -> None:
+def test_stats_say_where_bytes_are_and_which_engine_moves_them(
+    make_store: MakeStore, engine: str
+) -> None:
     store = make_store(engine=engine)
     assert store.stats().engine == "none yet"
     store.put("x", torch.ones(1024), Tier.NVME).wait()
@@ -204,7 +226,7 @@ def test_disk_reserved_for_a_run_is_refused_beyond_disk_bytes(make_store: MakeSt
     store.reserve_disk(1 << 20)
 
 
-# ---- threads and forks -----------------------------------------------------------------------------------------------------
+# ---- threads and forks ---------------------------------------------------------------------------
 
 
 def test_threads_use_one_store_at_once(make_store: MakeStore, pattern: Pattern) -> None:
@@ -294,7 +316,8 @@ def test_forked_child_disturbs_nothing_and_deletes_nothing(
 
 def test_child_that_exits_by_itself_deletes_nothing(tmp_path: Path) -> None:
     script = (
-        "import os, sys, torch; from tiermem.swap.store.store import TensorStore; from tiermem.swap.base.tier import Tier\n"
+        "import os, sys, torch; from tiermem.swap.store.store import TensorStore; from "
+        "tiermem.swap.base.tier import Tier\n"
         f"store = TensorStore([{str(tmp_path)!r}], 8 << 20)\n"
         "store.put('x', torch.ones(1000), Tier.NVME).wait()\n"
         "pid = os.fork()\n"
@@ -308,7 +331,9 @@ def test_child_that_exits_by_itself_deletes_nothing(tmp_path: Path) -> None:
 
 
 def test_settings_reach_the_queue(tmp_path: Path) -> None:
-    with TensorStore([tmp_path], 8 << 20, IoSettings("threads", block_bytes=4096, depth=2, threads=1)) as store:
+    with TensorStore(
+        [tmp_path], 8 << 20, IoSettings("threads", block_bytes=4096, depth=2, threads=1)
+    ) as store:
         store.put("x", torch.ones(8192, dtype=torch.uint8), Tier.NVME).wait()
         assert sum(each.blocks for each in store.queues.counters_by_path()) == 2
 

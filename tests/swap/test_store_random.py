@@ -1,4 +1,5 @@
-"""Whatever the sequence of calls, does the store hold the bytes that a dict would, within its budget, on every engine?"""
+"""Whatever the sequence of calls, does the store hold the bytes that a dict would, within its
+budget, on every engine?"""
 
 from __future__ import annotations
 
@@ -29,13 +30,16 @@ SIZES = st.one_of(
     st.floats(0, 17).map(lambda exponent: int(2**exponent)),  # as many of every order of magnitude
 )
 STEP = st.tuples(
-    st.sampled_from(["put", "put", "fetch", "look", "change", "release", "write", "drop", "settle", "cancel"]),
+    st.sampled_from(
+        ["put", "put", "fetch", "look", "change", "release", "write", "drop", "settle", "cancel"]
+    ),
     st.integers(0, NUM_NAMES - 1),
     SIZES,
     st.booleans(),
 )
 STEPS = st.one_of(st.lists(STEP, max_size=40), st.lists(STEP, min_size=100, max_size=300))
-FAULTS = st.lists(  # a read that is given nothing at all means the end of the file, so a short one gives something
+# a read that is given nothing at all means the end of the file, so a short one gives something
+FAULTS = st.lists(
     st.builds(
         Fault,
         serial=st.integers(0, 60),
@@ -91,7 +95,8 @@ class Model:
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
-            assert self.store.stats().nvme_bytes + num_bytes > DISK_BYTES - 4096  # extents are whole pages
+            # extents are whole pages
+            assert self.store.stats().nvme_bytes + num_bytes > DISK_BYTES - 4096
             assert name not in self.store
             return
         self.bytes[name] = tensor
@@ -124,7 +129,10 @@ def test_store_holds_what_a_dict_would(
     num_paths: int,
 ) -> None:
     with contextlib.ExitStack() as folders:
-        made = [Path(folders.enter_context(tempfile.TemporaryDirectory(dir=tmp_path))) for _ in range(num_paths)]
+        made = [
+            Path(folders.enter_context(tempfile.TemporaryDirectory(dir=tmp_path)))
+            for _ in range(num_paths)
+        ]
         paths = [NvmePath(folder, weight=1.0) for folder in made]
         io = IoSettings(engine, block_bytes=8192, depth=4)
         with TensorStore(paths, HOST_BYTES, io, DISK_BYTES, faults=faults) as store:
@@ -137,7 +145,8 @@ def test_store_holds_what_a_dict_would(
             on_nvme = [name for name in model.bytes if store.home_of(name) is Tier.NVME]
             for name in filter(store.is_present, on_nvme):
                 store.release(name)
-            for name in sorted(model.bytes, key=on_nvme.__contains__):  # what rests in memory would leave no room
+            # what rests in memory would leave no room
+            for name in sorted(model.bytes, key=on_nvme.__contains__):
                 assert torch.equal(store.fetch(name).wait(), model.bytes[name])
                 store.release(name)
                 store.drop(name)
@@ -146,7 +155,9 @@ def test_store_holds_what_a_dict_would(
 
 
 @pytest.mark.parametrize("num_paths", [1, 3])
-def test_bytes_survive_on_several_paths(tmp_path: Path, pattern: Callable[..., torch.Tensor], num_paths: int) -> None:
+def test_bytes_survive_on_several_paths(
+    tmp_path: Path, pattern: Callable[..., torch.Tensor], num_paths: int
+) -> None:
     paths = [tmp_path / str(i) for i in range(num_paths)]
     for path in paths:
         path.mkdir()

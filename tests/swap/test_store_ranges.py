@@ -1,4 +1,5 @@
-"""Do byte ranges reach exactly the bytes they name, and is what no disk accepts refused before it is asked for?"""
+"""Do byte ranges reach exactly the bytes they name, and is what no disk accepts refused before it
+is asked for?"""
 
 from __future__ import annotations
 
@@ -13,12 +14,18 @@ from tiermem.swap.store.store import TensorStore
 Pattern = Callable[..., torch.Tensor]
 
 
-def test_one_move_reads_and_writes_ranges_of_several_entries(store: TensorStore, pattern: Pattern) -> None:
+def test_one_move_reads_and_writes_ranges_of_several_entries(
+    store: TensorStore, pattern: Pattern
+) -> None:
     for name, seed in (("a", 1), ("b", 2)):
         store.put(name, pattern(16384, seed=seed), Tier.NVME).wait()
     slot = store.arena.take(8192).tensor
     store.write(
-        [("a", 4096, slot[:4096].copy_(pattern(4096, 3))), ("b", 0, slot[4096:].copy_(pattern(4096, 4)))], "w"
+        [
+            ("a", 4096, slot[:4096].copy_(pattern(4096, 3))),
+            ("b", 0, slot[4096:].copy_(pattern(4096, 4))),
+        ],
+        "w",
     ).wait()
     into = store.arena.take(12288).tensor
     first, second = store.read([("b", 0, into[:8192]), ("a", 4096, into[8192:])], "r").wait()
@@ -67,7 +74,9 @@ def test_entry_on_host_has_no_ranges(store: TensorStore) -> None:
         store.read([("a", 0, store.arena.take(4096).tensor)], "range")
 
 
-def test_buffer_of_a_move_that_nobody_kept_lives_until_it_ends(store: TensorStore, pattern: Pattern) -> None:
+def test_buffer_of_a_move_that_nobody_kept_lives_until_it_ends(
+    store: TensorStore, pattern: Pattern
+) -> None:
     store.put("a", pattern(1 << 20), Tier.NVME).wait()
     for _ in range(20):
         spare = torch.empty((1 << 20) + 4096, dtype=torch.uint8)

@@ -1,4 +1,5 @@
-"""Does an entry go only where its diagram says, and does every arrow do what it says to memory and disk?"""
+"""Does an entry go only where its diagram says, and does every arrow do what it says to memory and
+disk?"""
 
 from __future__ import annotations
 
@@ -26,13 +27,15 @@ def written_by_process() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("write_bytes"))
 
 
-# ---- put, fetch, release -------------------------------------------------------------------------------------------------
+# ---- put, fetch, release -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("home", [Tier.HOST, Tier.NVME])
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 5), (2, 0, 4), (1023,), (1024,), (1025,)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
-def test_what_was_put_is_fetched(store: TensorStore, home: Tier, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_what_was_put_is_fetched(
+    store: TensorStore, home: Tier, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     tensor = torch.randn(shape).mul(3).to(dtype)
     store.put("x", tensor, home).wait()
     fetched = store.fetch("x").wait()
@@ -121,7 +124,9 @@ def test_fetch_while_leaving_sees_the_new_bytes(make_store: MakeStore, pattern: 
         store.release("x")
 
 
-def test_cancelled_fetch_of_what_is_leaving_does_not_forget_the_write(make_store: MakeStore, pattern: Pattern) -> None:
+def test_cancelled_fetch_of_what_is_leaving_does_not_forget_the_write(
+    make_store: MakeStore, pattern: Pattern
+) -> None:
     store = make_store(host_bytes=16 << 20, faults=(LATE,))
     store.put("x", pattern(1 << 20), Tier.NVME)
     store.fetch("x").cancel()
@@ -145,12 +150,16 @@ def test_slot_lent_by_the_caller_is_filled_and_never_given_away(store: TensorSto
     assert torch.equal(store.fetch("x").wait(), torch.arange(1, 6))
 
 
-# ---- what is refused -----------------------------------------------------------------------------------------------------
+# ---- what is refused -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("come_to", "message"),
-    [("HOME", "'x' is HOME; only what is PRESENT"), ("COMING", "is COMING; only"), ("LEAVING", "is LEAVING; only")],
+    [
+        ("HOME", "'x' is HOME; only what is PRESENT"),
+        ("COMING", "is COMING; only"),
+        ("LEAVING", "is LEAVING; only"),
+    ],
 )
 @pytest.mark.parametrize("dirty", [False, True])
 def test_release_of_what_is_not_present_names_both_states(
@@ -180,7 +189,14 @@ def test_names_are_unique_and_known(store: TensorStore) -> None:
     with pytest.raises(ValueError, match="'x' is in the store already"):
         store.put("x", torch.ones(1), Tier.HOST)
     assert "x" in store
-    for ask in (store.fetch, store.release, store.view, store.drop, store.home_of, store.is_present):
+    for ask in (
+        store.fetch,
+        store.release,
+        store.view,
+        store.drop,
+        store.home_of,
+        store.is_present,
+    ):
         with pytest.raises(KeyError):
             ask("y")
 
@@ -201,7 +217,7 @@ def test_views_of_nvme_are_refused(store: TensorStore) -> None:
         store.view("y")
 
 
-# ---- the budget ----------------------------------------------------------------------------------------------------------
+# ---- the budget ----------------------------------------------------------------------------------
 
 
 def test_budget_is_kept_by_waiting_for_write_backs(make_store: MakeStore, pattern: Pattern) -> None:
@@ -236,11 +252,13 @@ def test_fetch_that_cannot_fit_is_refused_and_can_be_asked_again(make_store: Mak
     assert torch.equal(store.fetch("x").wait(), torch.ones(200_000))
 
 
-# ---- dropping ------------------------------------------------------------------------------------------------------------
+# ---- dropping ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("state", ["HOME", "COMING", "PRESENT", "LEAVING", "COMING after LEAVING"])
-def test_drop_frees_memory_and_home_whatever_the_state(make_store: MakeStore, state: str, pattern: Pattern) -> None:
+def test_drop_frees_memory_and_home_whatever_the_state(
+    make_store: MakeStore, state: str, pattern: Pattern
+) -> None:
     store = make_store(host_bytes=8 << 20, faults=(LATE,))
     move = store.put("x", pattern(1 << 20), Tier.NVME)
     if "LEAVING" not in state:
@@ -269,7 +287,7 @@ def test_drop_waits_for_ranges_under_way(make_store: MakeStore, pattern: Pattern
     assert not move.has_failed
 
 
-# ---- a write-back that failed ----------------------------------------------------------------------------------------------
+# ---- a write-back that failed --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_waited_for", [False, True])

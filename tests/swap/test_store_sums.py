@@ -23,7 +23,8 @@ MakeStore = Callable[..., TensorStore]
 Pattern = Callable[..., torch.Tensor]
 PAGE = 4096
 NUM_BYTES = 5 * PAGE
-CUTS = [(3, 700), (700, PAGE), (PAGE, 2 * PAGE + 5), (3 * PAGE, 5 * PAGE - 100)]  # gaps before, between and behind
+# gaps before, between and behind
+CUTS = [(3, 700), (700, PAGE), (PAGE, 2 * PAGE + 5), (3 * PAGE, 5 * PAGE - 100)]
 
 
 def _pieces(cuts: list[tuple[int, int]] = CUTS) -> Pieces:
@@ -55,7 +56,9 @@ def _flip(folder: Path, data: torch.Tensor, at: int) -> int:
     return place
 
 
-def test_what_was_written_comes_back_and_its_sums_are_those_of_the_bytes(store: TensorStore, pattern: Pattern) -> None:
+def test_what_was_written_comes_back_and_its_sums_are_those_of_the_bytes(
+    store: TensorStore, pattern: Pattern
+) -> None:
     data = pattern(NUM_BYTES)
     _protected(store, data)
     table = store.sums.of("x")
@@ -64,7 +67,9 @@ def test_what_was_written_comes_back_and_its_sums_are_those_of_the_bytes(store: 
     assert torch.equal(store.fetch("x").wait(), data)
 
 
-@pytest.mark.parametrize(("at", "piece"), [(3, 0), (699, 0), (700, 1), (2 * PAGE, 2), (5 * PAGE - 101, 3)])
+@pytest.mark.parametrize(
+    ("at", "piece"), [(3, 0), (699, 0), (700, 1), (2 * PAGE, 2), (5 * PAGE - 101, 3)]
+)
 @pytest.mark.parametrize("num_threads", [0, 2])
 def test_a_flipped_bit_is_named_before_the_bytes_are_seen(
     make_store: MakeStore, pattern: Pattern, tmp_path: Path, at: int, piece: int, num_threads: int
@@ -74,12 +79,17 @@ def test_a_flipped_bit_is_named_before_the_bytes_are_seen(
     store.sums.use(workers, "always")
     _protected(store, data)
     _flip(tmp_path, data, at)
-    with pytest.raises(CorruptionError, match=f"part {piece} of x: .*are not those that were written") as caught:
+    with pytest.raises(
+        CorruptionError, match=f"part {piece} of x: .*are not those that were written"
+    ) as caught:
         store.fetch("x").wait()
     error, (start, stop) = caught.value, CUTS[piece]
     assert error.errno == errno.EIO and str(error.filename).endswith("segment.bin")
     assert (error.entry, error.entry_offset, error.length) == ("x", start, stop - start)
-    assert Path(error.filename).read_bytes()[error.offset :][: stop - start] != data[start:stop].numpy().tobytes()
+    assert (
+        Path(error.filename).read_bytes()[error.offset :][: stop - start]
+        != data[start:stop].numpy().tobytes()
+    )
     assert error.written == crc32c([data[start:stop]])[0] != error.seen
     with pytest.raises(CorruptionError):
         store.fetch("x").wait()  # it did not become present
@@ -88,7 +98,9 @@ def test_a_flipped_bit_is_named_before_the_bytes_are_seen(
         workers.close()
 
 
-def test_a_flipped_bit_between_pieces_is_nobodys(make_store: MakeStore, pattern: Pattern, tmp_path: Path) -> None:
+def test_a_flipped_bit_between_pieces_is_nobodys(
+    make_store: MakeStore, pattern: Pattern, tmp_path: Path
+) -> None:
     store, data = make_store(), pattern(NUM_BYTES)
     _protected(store, data)
     _flip(tmp_path, data, 2 * PAGE + 5)
@@ -103,9 +115,13 @@ def test_ranges_are_checked_where_they_hold_a_piece_whole(
     _flip(tmp_path, data, 4 * PAGE)
     slot = store.arena.take(NUM_BYTES, "a test").tensor
     store.read([("x", 0, slot[: 3 * PAGE])], "whole pieces").wait()
-    store.read([("x", 3 * PAGE, slot[:PAGE]), ("x", 4 * PAGE, slot[PAGE : 2 * PAGE])], "halves of one").wait()
+    store.read(
+        [("x", 3 * PAGE, slot[:PAGE]), ("x", 4 * PAGE, slot[PAGE : 2 * PAGE])], "halves of one"
+    ).wait()
     with pytest.raises(CorruptionError, match="part 3 of x"):
-        store.read([("x", 0, slot[: 2 * PAGE]), ("x", 3 * PAGE, slot[2 * PAGE : 4 * PAGE])], "both").wait()
+        store.read(
+            [("x", 0, slot[: 2 * PAGE]), ("x", 3 * PAGE, slot[2 * PAGE : 4 * PAGE])], "both"
+        ).wait()
 
 
 @pytest.mark.parametrize("has_arrived", [False, True])
@@ -126,7 +142,9 @@ def test_a_cancelled_read_leaves_nothing_unverified_and_a_later_one_is_checked(
         store.fetch("x").wait()
 
 
-def test_a_part_that_is_overwritten_is_unknown_until_completed(store: TensorStore, pattern: Pattern) -> None:
+def test_a_part_that_is_overwritten_is_unknown_until_completed(
+    store: TensorStore, pattern: Pattern
+) -> None:
     data, fresh = pattern(NUM_BYTES), pattern(2 * PAGE, seed=1)
     _protected(store, data)
     slot = store.arena.take(NUM_BYTES, "a test").tensor
@@ -150,7 +168,12 @@ def test_a_part_that_is_overwritten_is_unknown_until_completed(store: TensorStor
 
 @pytest.mark.parametrize(
     ("start", "stop", "known"),
-    [(3, 700, [1, 1, 1, 1]), (3, 701, [1, 0, 1, 1]), (100, 5000, [0, 1, 0, 1]), (0, 5 * PAGE, [1, 1, 1, 1])],
+    [
+        (3, 700, [1, 1, 1, 1]),
+        (3, 701, [1, 0, 1, 1]),
+        (100, 5000, [0, 1, 0, 1]),
+        (0, 5 * PAGE, [1, 1, 1, 1]),
+    ],
 )
 def test_bytes_at_odd_offsets_make_known_what_they_hold_whole(
     store: TensorStore, pattern: Pattern, start: int, stop: int, known: list[int]
@@ -174,7 +197,8 @@ def test_what_shares_a_block_with_odd_bytes_keeps_its_sum_and_not_that_of_what_w
     store, data = make_store(), pattern(NUM_BYTES)
     _protected(store, data)
     _flip(tmp_path, data, 10)
-    Bounce(store, PAGE, 2).write("x", 700, pattern(PAGE - 700, seed=3))  # reads the block, the wrong byte with it
+    # reads the block, the wrong byte with it
+    Bounce(store, PAGE, 2).write("x", 700, pattern(PAGE - 700, seed=3))
     with pytest.raises(CorruptionError, match="part 0 of x"):
         store.fetch("x").wait()
 
@@ -199,7 +223,9 @@ def test_the_file_that_is_named_is_the_one_of_its_path(
     assert len(named) == 2
 
 
-def test_wrong_bytes_can_be_overwritten(make_store: MakeStore, pattern: Pattern, tmp_path: Path) -> None:
+def test_wrong_bytes_can_be_overwritten(
+    make_store: MakeStore, pattern: Pattern, tmp_path: Path
+) -> None:
     store, data = make_store(), pattern(NUM_BYTES)
     _protected(store, data)
     _flip(tmp_path, data, 10)
@@ -258,10 +284,14 @@ def test_with_verify_resume_sums_are_taken_and_nothing_is_compared(
     _flip(tmp_path, data, 5)
     store.fetch("x").wait()
     table = store.sums.of("x")
-    assert table is not None and table.crcs.tolist() == crc32c([data[start:stop] for start, stop in CUTS])
+    assert table is not None and table.crcs.tolist() == crc32c(
+        [data[start:stop] for start, stop in CUTS]
+    )
 
 
-def test_put_and_write_back_are_summed_as_well(make_store: MakeStore, pattern: Pattern, tmp_path: Path) -> None:
+def test_put_and_write_back_are_summed_as_well(
+    make_store: MakeStore, pattern: Pattern, tmp_path: Path
+) -> None:
     store, data = make_store(), pattern(NUM_BYTES, seed=4)
     store.reserve("x", data.shape, data.dtype, Tier.NVME)
     store.sums.protect("x", _pieces())
@@ -278,7 +308,9 @@ def test_put_and_write_back_are_summed_as_well(make_store: MakeStore, pattern: P
 def test_other_pieces_of_an_entry_keep_what_both_have(store: TensorStore, pattern: Pattern) -> None:
     data = pattern(NUM_BYTES)
     _protected(store, data)
-    store.sums.protect("x", _pieces([(3, 700), (700, 800), (PAGE, 2 * PAGE + 5), (4 * PAGE, 5 * PAGE)]))
+    store.sums.protect(
+        "x", _pieces([(3, 700), (700, 800), (PAGE, 2 * PAGE + 5), (4 * PAGE, 5 * PAGE)])
+    )
     table = store.sums.of("x")
     assert table is not None and table.is_known.tolist() == [True, False, True, False]
     assert table.crcs[[0, 2]].tolist() == crc32c([data[3:700], data[PAGE : 2 * PAGE + 5]])

@@ -1,5 +1,5 @@
-"""Whatever is written, in whatever parts, with whatever is frozen meanwhile: is every known checksum that of the bytes, and
-does no read of what was written call them corrupt?"""
+"""Whatever is written, in whatever parts, with whatever is frozen meanwhile: is every known
+checksum that of the bytes, and does no read of what was written call them corrupt?"""
 
 from __future__ import annotations
 
@@ -20,10 +20,14 @@ from tiermem.swap.store.stream import Bounce
 PAGE = 4096
 NUM_PAGES = 9
 NUM_BYTES = NUM_PAGES * PAGE
-EDGES = st.sets(st.integers(0, NUM_BYTES) | st.sampled_from(range(0, NUM_BYTES + 1, PAGE)), max_size=24)
+EDGES = st.sets(
+    st.integers(0, NUM_BYTES) | st.sampled_from(range(0, NUM_BYTES + 1, PAGE)), max_size=24
+)
 RANGE = st.tuples(st.integers(0, NUM_BYTES), st.integers(0, NUM_BYTES)).map(sorted)
 STEP = st.tuples(
-    st.sampled_from(["write", "bounce", "read", "fetch", "freeze", "thaw", "cut", "complete"]), RANGE, EDGES
+    st.sampled_from(["write", "bounce", "read", "fetch", "freeze", "thaw", "cut", "complete"]),
+    RANGE,
+    EDGES,
 )
 
 
@@ -41,13 +45,21 @@ def test_a_table_knows_what_was_written_whole(edges: set[int], writes: list[list
     known: dict[int, int] = {}
     for number, (start, stop) in enumerate(writes, 1):
         inside = [i for i, (first, last) in enumerate(bounds) if start <= first and last <= stop]
-        touched = [i for i, (first, last) in enumerate(bounds) if first < stop and start < last and start < stop]
+        touched = [
+            i
+            for i, (first, last) in enumerate(bounds)
+            if first < stop and start < last and start < stop
+        ]
         assert list(range(len(bounds)))[table.inside(start, stop - start)] == inside
         assert list(range(len(bounds)))[table.touching(start, stop - start)] == touched
-        pieces = PiecesIn(table, 0, table.inside(start, stop - start), table.touching(start, stop - start))
+        pieces = PiecesIn(
+            table, 0, table.inside(start, stop - start), table.touching(start, stop - start)
+        )
         pieces.overwrite(np.full(len(inside), number, np.uint32))
         if start < stop:
-            known = {i: crc for i, crc in known.items() if i not in touched} | dict.fromkeys(inside, number)
+            known = {i: crc for i, crc in known.items() if i not in touched} | dict.fromkeys(
+                inside, number
+            )
         assert {i: int(table.crcs[i]) for i in np.flatnonzero(table.is_known)} == known
         assert set(table.unknown()) == set(range(len(bounds))) - known.keys()
 
@@ -112,8 +124,12 @@ class User:
         table = self._store.sums.of("x")
         if table is not None:
             known = np.flatnonzero(table.is_known)
-            bounds = zip(table.pieces.starts[known].tolist(), table.pieces.stops[known].tolist(), strict=True)
-            assert table.crcs[known].tolist() == crc32c([self.holds[start:stop] for start, stop in bounds])
+            bounds = zip(
+                table.pieces.starts[known].tolist(), table.pieces.stops[known].tolist(), strict=True
+            )
+            assert table.crcs[known].tolist() == crc32c(
+                [self.holds[start:stop] for start, stop in bounds]
+            )
 
     def _bytes(self, start: int, stop: int) -> torch.Tensor:
         out = torch.empty(stop - start, dtype=torch.uint8)
@@ -126,7 +142,9 @@ class User:
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(EDGES, st.lists(STEP, max_size=40), st.integers(0, 1 << 30))
-def test_known_checksums_are_those_of_the_bytes(edges: set[int], steps: list[Any], seed: int) -> None:
+def test_known_checksums_are_those_of_the_bytes(
+    edges: set[int], steps: list[Any], seed: int
+) -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
         TensorStore(folder, 1 << 20, IoSettings("threads", 4096), num_slots=2) as store,

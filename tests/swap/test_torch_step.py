@@ -1,6 +1,8 @@
-"""Does the step in torch operations give the native kernel's bits, for every rule, format and rounding, without waiting?
+"""Does the step in torch operations give the native kernel's bits, for every rule, format and
+rounding, without waiting?
 
-Both are run on CPU tensors. Bits are compared, apart from those of a NaN: which one it is, is not promised.
+Both are run on CPU tensors. Bits are compared, apart from those of a NaN: which one it is, is not
+promised.
 """
 
 from __future__ import annotations
@@ -18,8 +20,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tiermem.optim.rules import MatrixStep, step_parts
-from tiermem.swap.base.native import NORM_BLOCK, Workers, narrow_part, optimizer_step, store_gradient, widen_part
-from tiermem.swap.base.parts import MOMENTS, Dither, Moment, Quantised, StepParts, StepRule, num_scales
+from tiermem.swap.base.native import (
+    NORM_BLOCK,
+    Workers,
+    narrow_part,
+    optimizer_step,
+    store_gradient,
+    widen_part,
+)
+from tiermem.swap.base.parts import (
+    MOMENTS,
+    Dither,
+    Moment,
+    Quantised,
+    StepParts,
+    StepRule,
+    num_scales,
+)
 from tiermem.swap.kernels import device_kernels, torch_step
 from tiermem.swap.kernels.torch_step import (
     SCRATCH_BYTES,
@@ -32,7 +49,9 @@ from tiermem.swap.kernels.torch_step import (
 
 F32, BF16, F16, Q8, SPLIT = torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int16
 
-_ADAM = StepRule("adamw", 0.03, 0.9997, 0.37, beta1=0.9, beta2=0.95, eps=1e-8, inv_sqrt_bias2=(1 - 0.95) ** -0.5)
+_ADAM = StepRule(
+    "adamw", 0.03, 0.9997, 0.37, beta1=0.9, beta2=0.95, eps=1e-8, inv_sqrt_bias2=(1 - 0.95) ** -0.5
+)
 _SGD = StepRule("sgd", 3e-3, 0.1, 0.37, momentum=0.8, dampening=0.3)
 RULES: dict[str, tuple[StepRule, int]] = {  # and the number of moments
     "adamw": (_ADAM, 2),
@@ -47,9 +66,37 @@ RULES: dict[str, tuple[StepRule, int]] = {  # and the number of moments
     "matrix momentum": (StepRule("sgd", 0.0, 0.0, 0.37, momentum=0.95, dampening=0.95), 1),
     "matrix update": (StepRule("sgd", 0.02, 0.1), 0),
 }
-MASTERS = [(None, F32), (F32, F32), (BF16, F32), (F16, F32), (BF16, SPLIT), (BF16, None), (F16, None), (F32, None)]
-MOMENT_DTYPES = [(F32, F32, F32), (BF16, BF16, BF16), (F16, F16, F16), (Q8, Q8, Q8), (BF16, Q8, F32)]
-SPECIAL = [0.0, -0.0, 1e-45, -1e-45, -1e-40, 1.17549e-38, math.inf, -math.inf, math.nan, 3.4028e38, -3.3962e38, 65519.0]
+MASTERS = [
+    (None, F32),
+    (F32, F32),
+    (BF16, F32),
+    (F16, F32),
+    (BF16, SPLIT),
+    (BF16, None),
+    (F16, None),
+    (F32, None),
+]
+MOMENT_DTYPES = [
+    (F32, F32, F32),
+    (BF16, BF16, BF16),
+    (F16, F16, F16),
+    (Q8, Q8, Q8),
+    (BF16, Q8, F32),
+]
+SPECIAL = [
+    0.0,
+    -0.0,
+    1e-45,
+    -1e-45,
+    -1e-40,
+    1.17549e-38,
+    math.inf,
+    -math.inf,
+    math.nan,
+    3.4028e38,
+    -3.3962e38,
+    65519.0,
+]
 SPECIAL += [65520.0, 6e-8, -2.98e-8, 1.0, -1.0, 1.00390625, 1.01171875]
 NANS = [0x7FFFFFFF, -1, 0x7FFF8000]  # patterns that a split master's weight would not show
 EDGES = [
@@ -74,11 +121,12 @@ def workers() -> Iterator[Workers]:
     workers.close()
 
 
-# ---- numbers, and the parts made of them ------------------------------------------------------------------------------
+# ---- numbers, and the parts made of them ---------------------------------------------------------
 
 
 def numbers(numel: int, seed: int, spread: int = 12) -> torch.Tensor:
-    """Of many sizes, special ones first, then a block of zeros, and one of subnormals, as far as there is room."""
+    """Of many sizes, special ones first, then a block of zeros, and one of subnormals, as far as
+    there is room."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(numel, generator=generator)
     values *= torch.exp2(torch.randint(-spread, spread // 2, (numel,), generator=generator).float())
@@ -93,19 +141,27 @@ def numbers(numel: int, seed: int, spread: int = 12) -> torch.Tensor:
 
 def patterns(numel: int) -> torch.Tensor:
     """fp32 numbers of random bits, ties and what lies next to them among them."""
-    bits = torch.randint(-(2**31), 2**31, (numel,), generator=torch.Generator().manual_seed(9)).to(torch.int32)
-    low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x1000, 0x0FFF, 0x1001, 0x3000], dtype=torch.int32)
+    bits = torch.randint(-(2**31), 2**31, (numel,), generator=torch.Generator().manual_seed(9)).to(
+        torch.int32
+    )
+    low = torch.tensor(
+        [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x1000, 0x0FFF, 0x1001, 0x3000], dtype=torch.int32
+    )
     bits[: numel // 2] = (bits[: numel // 2] & -65536) | low.repeat(numel)[: numel // 2]
     edges = torch.tensor(EDGES, dtype=torch.int32).repeat(numel)[: numel // 4] << 16
     bits[-len(edges) :] = edges | (bits[-len(edges) :] & -0x7FFF0001)
     return bits.view(F32)
 
 
-def moment_of(values: torch.Tensor, dtype: torch.dtype, workers: Workers, is_positive: bool) -> Moment:
+def moment_of(
+    values: torch.Tensor, dtype: torch.dtype, workers: Workers, is_positive: bool
+) -> Moment:
     values = values.abs() if is_positive else values
     if dtype is not Q8:
         return values.to(dtype, copy=True)
-    moment = Quantised(torch.empty(len(values), dtype=Q8), torch.empty(num_scales(len(values)), dtype=Q8))
+    moment = Quantised(
+        torch.empty(len(values), dtype=Q8), torch.empty(num_scales(len(values)), dtype=Q8)
+    )
     narrow_part(workers, values, moment, is_positive=is_positive)
     return moment
 
@@ -144,7 +200,9 @@ def copy_of(parts: StepParts, device: str = "cpu") -> StepParts:
             return Quantised(*(copied(each) for each in part))
         return None if part is None else part.to(device, copy=True)
 
-    return StepParts(*(copied(part) for part in parts[:3]), [copied(moment) for moment in parts.moments])
+    return StepParts(
+        *(copied(part) for part in parts[:3]), [copied(moment) for moment in parts.moments]
+    )
 
 
 def is_same(seen: torch.Tensor, wanted: torch.Tensor) -> bool:
@@ -166,7 +224,8 @@ def assert_same_steps(
     num_steps: int = 3,
     step_ours: Callable[..., None] = step_in_torch,
 ) -> None:
-    """Steps by both from the same parts; the second starts the moments, and the master where it may."""
+    """Steps by both from the same parts; the second starts the moments, and the master where it
+    may."""
     native, ours = copy_of(parts), copy_of(parts)
     for step in range(num_steps):
         flags = {"start_moments": step == 1, "start_master": step == 1 and parts.weight is not None}
@@ -179,18 +238,24 @@ def assert_same_steps(
             )
 
 
-# ---- the step ---------------------------------------------------------------------------------------------------------
+# ---- the step ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("grad", [F32, BF16, F16])
-def test_every_combination_has_the_kernels_bits(name: str, grad: torch.dtype, workers: Workers) -> None:
+def test_every_combination_has_the_kernels_bits(
+    name: str, grad: torch.dtype, workers: Workers
+) -> None:
     rule, num_moments = RULES[name]
     kinds = MOMENT_DTYPES if num_moments else MOMENT_DTYPES[:1]
-    for (weight, master), moments, is_stochastic in itertools.product(MASTERS, kinds, (False, True)):
+    for (weight, master), moments, is_stochastic in itertools.product(
+        MASTERS, kinds, (False, True)
+    ):
         parts = parts_of(rule, workers, 451, weight, master, moments[:num_moments], grad)
         dither = Dither(0xFEDCBA9876543210, 1234567, 3 * 65536 + 11) if is_stochastic else None
-        assert_same_steps(rule, parts, workers, dither, f"{weight} {master} {moments} {is_stochastic}")
+        assert_same_steps(
+            rule, parts, workers, dither, f"{weight} {master} {moments} {is_stochastic}"
+        )
 
 
 @pytest.mark.parametrize("numel", [0, 1, 7, 63, 64, 65, 127, 128, 1000, 4099])
@@ -202,9 +267,13 @@ def test_every_length_has_the_kernels_bits(name: str, numel: int, workers: Worke
         assert_same_steps(rule, parts, workers, Dither(5, 6, 7))
 
 
-@pytest.mark.parametrize("first", [0, 1, 2**31 - 100, 2**32 - 1003, 2**32 - 64, 2**32, 9 * 2**32 - 1, 2**40 + 77])
+@pytest.mark.parametrize(
+    "first", [0, 1, 2**31 - 100, 2**32 - 1003, 2**32 - 64, 2**32, 9 * 2**32 - 1, 2**40 + 77]
+)
 @pytest.mark.parametrize("step", [0, 1, 2**31, 2**32 + 5, 2**63])
-def test_random_words_are_the_kernels_wherever_the_elements_lie(first: int, step: int, workers: Workers) -> None:
+def test_random_words_are_the_kernels_wherever_the_elements_lie(
+    first: int, step: int, workers: Workers
+) -> None:
     rule, _ = RULES["adamw amsgrad"]
     parts = parts_of(rule, workers, 1100, BF16, None, [BF16, Q8, F16])
     for key in (0, 2**64 - 1, 0x123456789ABCDEF0):
@@ -226,28 +295,41 @@ def test_many_elements_have_the_kernels_bits(workers: Workers) -> None:
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16, Q8])
-def test_every_pattern_is_rounded_stochastically_as_by_the_kernel(dtype: torch.dtype, workers: Workers) -> None:
+def test_every_pattern_is_rounded_stochastically_as_by_the_kernel(
+    dtype: torch.dtype, workers: Workers
+) -> None:
     g = patterns(200_000)
     m = moment_of(torch.zeros_like(g), dtype, workers, False)
     rule = StepRule("sgd", 0.0, 0.0, momentum=0.0)  # the moment becomes the gradient
     if dtype is Q8:
         g = torch.where(g.abs() < 1e38, g, 0)  # sound blocks
         g = g.view(-1, 64).sort(dim=1)[0].sort(dim=0)[0].view(-1)  # of like sizes
-    assert_same_steps(rule, StepParts(None, torch.zeros_like(g), g, (m,)), workers, Dither(1, 2, 3), num_steps=1)
+    assert_same_steps(
+        rule, StepParts(None, torch.zeros_like(g), g, (m,)), workers, Dither(1, 2, 3), num_steps=1
+    )
 
 
 def test_scalars_of_all_sizes_are_rounded_as_by_the_kernel(workers: Workers) -> None:
     for value in (0.0, 1e-310, 1e-42, 1e-3, 3.0, 1e38, 1e300, -0.5, math.inf, math.nan):
         for field in ("step_size", "decay", "grad_scale", "eps", "inv_sqrt_bias2"):
             parts = parts_of(_ADAM, workers, 200, BF16, SPLIT, (F32, F32))
-            assert_same_steps(_ADAM._replace(**{field: value}), parts, workers, None, f"{field} {value}", num_steps=1)
+            assert_same_steps(
+                _ADAM._replace(**{field: value}),
+                parts,
+                workers,
+                None,
+                f"{field} {value}",
+                num_steps=1,
+            )
 
 
-# ---- formats ----------------------------------------------------------------------------------------------------------
+# ---- formats -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16, SPLIT, torch.uint16])
-def test_every_pattern_is_widened_and_narrowed_as_by_the_kernel(dtype: torch.dtype, workers: Workers) -> None:
+def test_every_pattern_is_widened_and_narrowed_as_by_the_kernel(
+    dtype: torch.dtype, workers: Workers
+) -> None:
     values = patterns(200_000)
     native, ours = torch.empty(200_000, dtype=dtype), torch.empty(200_000, dtype=dtype)
     has_weight = dtype in (SPLIT, torch.uint16)
@@ -258,7 +340,8 @@ def test_every_pattern_is_widened_and_narrowed_as_by_the_kernel(dtype: torch.dty
     if weights[0] is not None and weights[1] is not None:
         assert torch.equal(weights[0].view(torch.int16), weights[1].view(torch.int16))
         given = values.view(torch.int32)
-        kept = torch.where((given & 0x7FFFFFFF) >= 0x7FFF8000, given & ~0x8000, given)  # NaNs that round to zero
+        # NaNs that round to zero
+        kept = torch.where((given & 0x7FFFFFFF) >= 0x7FFF8000, given & ~0x8000, given)
         assert torch.equal(widen_in_torch(ours, weights[1]).view(torch.int32), kept)
         weights[0].view(torch.int16)[::2] &= -0x8000  # the user writes zeros
         assert is_same(widen_in_torch(native, weights[0]), widen_part(workers, native, weights[0]))
@@ -270,24 +353,39 @@ def test_every_pattern_is_widened_and_narrowed_as_by_the_kernel(dtype: torch.dty
 
 
 @pytest.mark.parametrize("is_positive", [False, True])
-def test_every_code_and_scale_is_widened_as_by_the_kernel(is_positive: bool, workers: Workers) -> None:
+def test_every_code_and_scale_is_widened_as_by_the_kernel(
+    is_positive: bool, workers: Workers
+) -> None:
     codes = torch.arange(256).to(Q8).repeat(256)
     scales = torch.arange(256).repeat_interleave(4).to(Q8)
     scales[(scales > 0) & (scales < 48)] = 48  # none is ever written
     stored = Quantised(codes[:-5].clone(), scales)
-    assert is_same(widen_in_torch(stored, None, is_positive), widen_part(workers, stored, None, is_positive))
+    assert is_same(
+        widen_in_torch(stored, None, is_positive), widen_part(workers, stored, None, is_positive)
+    )
 
 
 @pytest.mark.parametrize("is_positive", [False, True])
 @pytest.mark.parametrize("numel", [1, 63, 64, 65, 200_001])
-def test_blocks_of_codes_are_narrowed_as_by_the_kernel(is_positive: bool, numel: int, workers: Workers) -> None:
-    for spread, values in ((8, numbers(numel, 3)), (40, numbers(numel, 4, 40)), (0, patterns(max(numel, 10))[:numel])):
+def test_blocks_of_codes_are_narrowed_as_by_the_kernel(
+    is_positive: bool, numel: int, workers: Workers
+) -> None:
+    for spread, values in (
+        (8, numbers(numel, 3)),
+        (40, numbers(numel, 4, 40)),
+        (0, patterns(max(numel, 10))[:numel]),
+    ):
         if is_positive and spread:
             values = torch.where(values == 0, values, values.abs())  # -0 stays
-        stored = [Quantised(torch.empty(numel, dtype=Q8), torch.empty(num_scales(numel), dtype=Q8)) for _ in "12"]
+        stored = [
+            Quantised(torch.empty(numel, dtype=Q8), torch.empty(num_scales(numel), dtype=Q8))
+            for _ in "12"
+        ]
         narrow_part(workers, values, stored[0], None, is_positive)
         narrow_in_torch(values, stored[1], None, is_positive)
-        assert torch.equal(stored[1].codes, stored[0].codes) and torch.equal(stored[1].scales, stored[0].scales)
+        assert torch.equal(stored[1].codes, stored[0].codes) and torch.equal(
+            stored[1].scales, stored[0].scales
+        )
 
 
 def test_widening_gives_memory_of_its_own() -> None:
@@ -296,12 +394,14 @@ def test_widening_gives_memory_of_its_own() -> None:
     assert torch.equal(stored, torch.zeros(5))
 
 
-# ---- sums of squares --------------------------------------------------------------------------------------------------
+# ---- sums of squares -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("first", [0, 1, NORM_BLOCK - 1, NORM_BLOCK, 5 * NORM_BLOCK + 17])
 @pytest.mark.parametrize("numel", [0, 1, 65, NORM_BLOCK, 2 * NORM_BLOCK + 3])
-def test_block_sums_are_the_kernels_to_a_few_units(first: int, numel: int, workers: Workers) -> None:
+def test_block_sums_are_the_kernels_to_a_few_units(
+    first: int, numel: int, workers: Workers
+) -> None:
     for dtype in (F32, BF16, F16):
         grad = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
         wanted = torch.tensor(store_gradient(workers, None, grad, first), dtype=torch.float64)
@@ -313,7 +413,10 @@ def test_block_sums_do_not_depend_on_cuts_nor_on_chunks(monkeypatch: pytest.Monk
     grad = torch.randn(5 * NORM_BLOCK)
     wanted = block_sums_in_torch(grad, 0)
     cut = 2 * NORM_BLOCK
-    assert torch.equal(torch.cat([block_sums_in_torch(grad[:cut], 0), block_sums_in_torch(grad[cut:], cut)]), wanted)
+    assert torch.equal(
+        torch.cat([block_sums_in_torch(grad[:cut], 0), block_sums_in_torch(grad[cut:], cut)]),
+        wanted,
+    )
     monkeypatch.setattr(torch_step, "CHUNK", NORM_BLOCK)
     assert torch.equal(block_sums_in_torch(grad, 0), wanted)
     assert torch.equal(block_sums_in_torch(grad[100:], 100)[1:], wanted[1:])
@@ -326,7 +429,7 @@ def test_a_block_sum_is_finite_where_every_element_is(value: float) -> None:
     assert block_sums_in_torch(grad, 0).isfinite().tolist() == [True, math.isfinite(value)]
 
 
-# ---- memory -----------------------------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------
 
 
 class Held(TorchDispatchMode):
@@ -339,22 +442,30 @@ class Held(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         for storage in self._storages(made):
-            if storage._cdata not in self._sizes and storage._cdata not in {s._cdata for s in self._storages(args)}:
+            if storage._cdata not in self._sizes and storage._cdata not in {
+                s._cdata for s in self._storages(args)
+            }:
                 self._sizes[storage._cdata] = storage.nbytes()
                 weakref.finalize(storage, self._sizes.pop, storage._cdata)
         self.peak = max(self.peak, sum(self._sizes.values()))
         return made
 
     def _storages(self, tree: Any) -> list[Any]:
-        return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+        return [
+            leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)
+        ]
 
 
 @pytest.mark.parametrize("name", ["adamw amsgrad", "sgd nesterov", "matrix update"])
-def test_a_step_takes_no_more_memory_than_it_says(name: str, workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_takes_no_more_memory_than_it_says(
+    name: str, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch_step, "CHUNK", NORM_BLOCK)
     rule, num_moments = RULES[name]
     for (weight, master), moments in zip(MASTERS, itertools.cycle(MOMENT_DTYPES[2:]), strict=False):
-        parts = parts_of(rule, workers, NORM_BLOCK + 100, weight, master, moments[:num_moments], BF16)
+        parts = parts_of(
+            rule, workers, NORM_BLOCK + 100, weight, master, moments[:num_moments], BF16
+        )
         with Held() as held:
             step_in_torch(rule, parts, Dither(1, 2, 3))
             block_sums_in_torch(parts.grad, 0)
@@ -364,11 +475,12 @@ def test_a_step_takes_no_more_memory_than_it_says(name: str, workers: Workers, m
         assert NORM_BLOCK * 12 < held.peak - 2 * sums.nbytes <= sum_scratch_bytes(NORM_BLOCK + 100)
 
 
-# ---- without waiting, and where the parts lie -------------------------------------------------------------------------
+# ---- without waiting, and where the parts lie ----------------------------------------------------
 
 
 class NoCopyToDevice(TorchDispatchMode):
-    """Fails where an operation takes a tensor of the host: the meta device, which knows no values, is the other one."""
+    """Fails where an operation takes a tensor of the host: the meta device, which knows no values,
+    is the other one."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = [arg for arg in tree_leaves(args) if isinstance(arg, torch.Tensor)]
@@ -408,9 +520,14 @@ def test_parts_of_two_devices_are_refused(workers: Workers) -> None:
         optimizer_step(workers, _ADAM, parts._replace(grad=torch.zeros(100)))
 
 
-def test_torch_operations_step_where_triton_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_operations_step_where_triton_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "tiermem.swap.kernels.triton_step", raising=False)
     device_kernels._in_triton.cache_clear()
-    assert device_kernels.kernels_of(torch.device("cuda", 0)) == (step_in_torch, block_sums_in_torch)
+    assert device_kernels.kernels_of(torch.device("cuda", 0)) == (
+        step_in_torch,
+        block_sums_in_torch,
+    )
     device_kernels._in_triton.cache_clear()

@@ -31,7 +31,9 @@ NUM_BYTES = 8 * 65536 + 4096  # nine blocks of the small stores
     ],
     ids=lambda fault: f"{fault.kind} {fault.value} at {fault.serial}",
 )
-def test_what_can_be_finished_is_finished(make_store: MakeStore, engine: str, pattern: Pattern, fault: Fault) -> None:
+def test_what_can_be_finished_is_finished(
+    make_store: MakeStore, engine: str, pattern: Pattern, fault: Fault
+) -> None:
     store = make_store(engine=engine, faults=(fault,))
     store.put("x", pattern(NUM_BYTES), Tier.NVME).wait()
     assert torch.equal(store.fetch("x").wait(), pattern(NUM_BYTES))
@@ -39,10 +41,16 @@ def test_what_can_be_finished_is_finished(make_store: MakeStore, engine: str, pa
 
 @pytest.mark.parametrize(
     "fault",
-    [Fault(9, "short", 4096, repeat=3), Fault(12, "error", errno.EINTR, repeat=2), Fault(9, "late", 5, repeat=2)],
+    [
+        Fault(9, "short", 4096, repeat=3),
+        Fault(12, "error", errno.EINTR, repeat=2),
+        Fault(9, "late", 5, repeat=2),
+    ],
     ids=lambda fault: fault.kind,
 )
-def test_reads_are_finished_as_writes_are(make_store: MakeStore, engine: str, pattern: Pattern, fault: Fault) -> None:
+def test_reads_are_finished_as_writes_are(
+    make_store: MakeStore, engine: str, pattern: Pattern, fault: Fault
+) -> None:
     store = make_store(engine=engine, faults=(fault,))
     store.put("x", pattern(NUM_BYTES), Tier.NVME).wait()  # blocks 0 to 8
     assert torch.equal(store.fetch("x").wait(), pattern(NUM_BYTES))
@@ -62,12 +70,15 @@ def test_what_cannot_be_finished_is_named_and_the_store_goes_on(
     make_store: MakeStore, engine: str, pattern: Pattern, code: int, advice: str, kind: str
 ) -> None:
     serial = 4 if kind == "writing" else 13
-    store = make_store(engine=engine, depth=1, faults=(Fault(serial, "error", code),))  # one in flight: blocks in order
+    # one in flight: blocks in order
+    store = make_store(engine=engine, depth=1, faults=(Fault(serial, "error", code),))
     move = store.put("x", pattern(NUM_BYTES), Tier.NVME)
     if kind == "reading":
         move.wait()
         move = store.fetch("x")
-    with pytest.raises(TransferError, match=rf"{kind} 65536 bytes at offset 262144 failed: .*{advice}") as failure:
+    with pytest.raises(
+        TransferError, match=rf"{kind} 65536 bytes at offset 262144 failed: .*{advice}"
+    ) as failure:
         move.wait()
     error = failure.value
     assert (error.errno, error.offset, error.length) == (code, 4 * 65536, 65536)
@@ -81,7 +92,9 @@ def test_what_cannot_be_finished_is_named_and_the_store_goes_on(
     store.settle()
 
 
-def test_errors_that_never_end_end_in_that_error(make_store: MakeStore, engine: str, pattern: Pattern) -> None:
+def test_errors_that_never_end_end_in_that_error(
+    make_store: MakeStore, engine: str, pattern: Pattern
+) -> None:
     store = make_store(engine=engine, faults=(Fault(0, "error", errno.EINTR, repeat=1 << 20),))
     with pytest.raises(TransferError) as failure:
         store.put("x", pattern(4096), Tier.NVME).wait()
@@ -90,7 +103,9 @@ def test_errors_that_never_end_end_in_that_error(make_store: MakeStore, engine: 
         store.close()
 
 
-def test_truncated_segment_is_told_from_a_failing_disk(make_store: MakeStore, engine: str, pattern: Pattern) -> None:
+def test_truncated_segment_is_told_from_a_failing_disk(
+    make_store: MakeStore, engine: str, pattern: Pattern
+) -> None:
     store = make_store(engine=engine)
     store.put("x", pattern(NUM_BYTES), Tier.NVME).wait()
     with store._files.segments[0].file.open("r+b") as file:
@@ -100,7 +115,9 @@ def test_truncated_segment_is_told_from_a_failing_disk(make_store: MakeStore, en
     assert failure.value.errno == errno.ENODATA
 
 
-def test_failure_of_one_tensor_spares_the_others(make_store: MakeStore, engine: str, pattern: Pattern) -> None:
+def test_failure_of_one_tensor_spares_the_others(
+    make_store: MakeStore, engine: str, pattern: Pattern
+) -> None:
     store = make_store(engine=engine, depth=1, faults=(Fault(1, "error", errno.EIO),))
     moves = [store.put(f"x{i}", pattern(4096, seed=i), Tier.NVME) for i in range(4)]
     failed = [move.name for move in moves if not _arrives(move.wait)]

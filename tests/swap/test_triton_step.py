@@ -1,7 +1,9 @@
-"""Is the Triton kernel the step that the others are? Its bits in the interpreter, its instructions for GPUs that are not here.
+"""Is the Triton kernel the step that the others are? Its bits in the interpreter, its instructions
+for GPUs that are not here.
 
-A kernel is compiled for a GPU without one: the driver that Triton asks for its target is replaced. Rounding is pinned where the
-name of every fp32 operation in the code says that it rounds to nearest: an assembler may not fuse those.
+A kernel is compiled for a GPU without one: the driver that Triton asks for its target is replaced.
+Rounding is pinned where the name of every fp32 operation in the code says that it rounds to
+nearest: an assembler may not fuse those.
 """
 
 from __future__ import annotations
@@ -71,7 +73,8 @@ class NoDriver:
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Compile]:
-    """compiled(target, *arguments of launch) compiles instead of starting, and returns the kernels."""
+    """compiled(target, *arguments of launch) compiles instead of starting, and returns the
+    kernels."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernel, found = triton_step._step, list[Any]()
 
@@ -93,10 +96,14 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Compil
 def operations(ptx: str) -> list[str]:
     """The instructions of a kernel: names with all that they say of types and rounding."""
     lines = re.sub(r"//.*", "", ptx[ptx.index("{") :]).splitlines()
-    return [found[1] for line in lines if (found := re.match(r"\s+(?:@!?%\w+\s+)?([a-z][\w.:]*)\s.*;", line))]
+    return [
+        found[1]
+        for line in lines
+        if (found := re.match(r"\s+(?:@!?%\w+\s+)?([a-z][\w.:]*)\s.*;", line))
+    ]
 
 
-# ---- bits -------------------------------------------------------------------------------------------------------------
+# ---- bits ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -110,10 +117,12 @@ def test_the_interpreter_gives_the_native_bits() -> None:
         text=True,
         timeout=1150,
     )
-    assert done.returncode == 0 and "skipped" not in done.stdout, done.stdout[-5000:] + done.stderr[-1000:]
+    assert done.returncode == 0 and "skipped" not in done.stdout, (
+        done.stdout[-5000:] + done.stderr[-1000:]
+    )
 
 
-# ---- instructions -----------------------------------------------------------------------------------------------------
+# ---- instructions --------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -136,20 +145,32 @@ def check_rounding(ptx: str, is_adam: bool, is_adagrad: bool) -> None:
     found = operations(ptx)
     floats = {each for each in found if re.search(r"\.f(32|64|16)|\.bf16", each)}
     arithmetic = {
-        each for each in floats if each.split(".")[0] not in ("setp", "selp", "mov", "ld", "st", "cvt", "copysign")
+        each
+        for each in floats
+        if each.split(".")[0] not in ("setp", "selp", "mov", "ld", "st", "cvt", "copysign")
     }
     allowed = {"add.rn.f32", "sub.rn.f32", "mul.rn.f32"}
     allowed |= {"div.rn.f32", "sqrt.rn.f32"} if is_adam or is_adagrad else set()
     assert {"add.rn.f32", "mul.rn.f32"} <= arithmetic <= allowed, arithmetic
     assert {"div.rn.f32", "sqrt.rn.f32"} <= arithmetic or not (is_adam or is_adagrad)
-    exact = {"cvt.f32.f16", "cvt.rn.f16.f32", "cvt.rn.f16x2.f32", "cvt.rzi.s32.f32", "cvt.rn.f32.s32", "cvt.rn.f32.u32"}
+    exact = {
+        "cvt.f32.f16",
+        "cvt.rn.f16.f32",
+        "cvt.rn.f16x2.f32",
+        "cvt.rzi.s32.f32",
+        "cvt.rn.f32.s32",
+        "cvt.rn.f32.u32",
+    }
     assert {each for each in floats if each.startswith("cvt")} <= exact, floats
     assert not [each for each in found if re.search(r"\bcall|ftz|approx|full|fma|mad\.r|sat", each)]
 
 
 @pytest.mark.parametrize("name", SEVERAL)
-def test_each_byte_is_read_once_and_written_once(name: str, workers: Workers, compiled: Compile) -> None:
-    """Bytes of all threads of a program, for whole blocks: nothing is spilled, nothing is read again."""
+def test_each_byte_is_read_once_and_written_once(
+    name: str, workers: Workers, compiled: Compile
+) -> None:
+    """Bytes of all threads of a program, for whole blocks: nothing is spilled, nothing is read
+    again."""
     rule, num_moments = RULES["adamw amsgrad"]
     for (weight, master), moments, written, read in (
         ((None, F32), (F32, F32, F32), 16, 18),
@@ -162,7 +183,9 @@ def test_each_byte_is_read_once_and_written_once(name: str, workers: Workers, co
         moved = {"ld": 0, "st": 0}
         for each in operations(kernel.asm["ptx"]):
             if found := re.fullmatch(r"(ld|st)\.(global|local)(?:\.v(\d))?\.b(\d+)", each):
-                moved[found[1]] += int(found[3] or 1) * int(found[4]) // 8 * kernel.metadata.num_warps * 32
+                moved[found[1]] += (
+                    int(found[3] or 1) * int(found[4]) // 8 * kernel.metadata.num_warps * 32
+                )
         elements = triton_step._ROWS.value * triton_step._BLOCK.value
         assert moved == {"ld": read * elements, "st": written * elements}
 
@@ -172,8 +195,13 @@ def test_each_byte_is_read_once_and_written_once(name: str, workers: Workers, co
     reason="Triton 3.6 writes ROCm's exact roots out, with fused products in them, so that its text proves nothing",
 )
 def test_the_code_for_rocm_has_no_fast_operation(workers: Workers, compiled: Compile) -> None:
-    """Of LLVM's, from which the exact sequences follow: no flag allows less than IEEE 754, and subnormals are kept."""
-    for name, (weight, master) in (("adamw amsgrad", (BF16, SPLIT)), ("adagrad", (None, F32)), ("lion", (F16, None))):
+    """Of LLVM's, from which the exact sequences follow: no flag allows less than IEEE 754, and
+    subnormals are kept."""
+    for name, (weight, master) in (
+        ("adamw amsgrad", (BF16, SPLIT)),
+        ("adagrad", (None, F32)),
+        ("lion", (F16, None)),
+    ):
         rule, num_moments = RULES[name]
         parts = parts_of(rule, workers, 4096, weight, master, [F32, Q8, BF16][:num_moments], BF16)
         [kernel] = compiled(("hip", "gfx942", 64), rule, parts, Dither(1, 2, 3))
@@ -181,25 +209,35 @@ def test_the_code_for_rocm_has_no_fast_operation(workers: Workers, compiled: Com
         assert re.search(r"= fmul (float|<)", code) and re.search(r"= fadd (float|<)", code)
         assert ("fdiv" in code and "llvm.sqrt" in code) or name == "lion"
         assert not re.search(
-            r"\b(contract|fast|afn|arcp|reassoc|nsz|nnan)\b|fpmath|llvm\.fma|fmuladd|amdgcn\.(rcp|sqrt)", code
+            r"\b(contract|fast|afn|arcp|reassoc|nsz|nnan)\b|fpmath|llvm\.fma|fmuladd|amdgcn\.(rcp|sqrt)",
+            code,
         )
         assert '"denormal-fp-math-f32"="ieee"' in code
 
 
-def test_other_scalars_and_random_words_need_no_other_kernel(workers: Workers, compiled: Compile) -> None:
+def test_other_scalars_and_random_words_need_no_other_kernel(
+    workers: Workers, compiled: Compile
+) -> None:
     rule, _ = RULES["adamw"]
     parts, found = parts_of(rule, workers, 4096, BF16, None, [BF16, Q8], BF16), set()
-    for k, dither in enumerate((Dither(1, 1, 0), Dither(1, 16, 1 << 20), Dither(5, 7, 64), Dither(9, 0, 1 << 33))):
-        [kernel] = compiled(SEVERAL["cuda 90"], rule._replace(eps=float(k), step_size=16.0 * k), parts, dither)
+    for k, dither in enumerate(
+        (Dither(1, 1, 0), Dither(1, 16, 1 << 20), Dither(5, 7, 64), Dither(9, 0, 1 << 33))
+    ):
+        [kernel] = compiled(
+            SEVERAL["cuda 90"], rule._replace(eps=float(k), step_size=16.0 * k), parts, dither
+        )
         found.add(id(kernel))
     assert len(found) == 1
 
 
-# ---- who steps --------------------------------------------------------------------------------------------------------
+# ---- who steps -----------------------------------------------------------------------------------
 
 
 def test_the_kernel_steps_devices_of_cuda_and_rocm_only() -> None:
-    assert kernels_of(torch.device("cuda", 0)) == (triton_step.step_in_triton, triton_sums.block_sums_in_triton)
+    assert kernels_of(torch.device("cuda", 0)) == (
+        triton_step.step_in_triton,
+        triton_sums.block_sums_in_triton,
+    )
     assert kernels_of(torch.device("xpu", 0)) == kernels_of(torch.device("meta")) == DeviceKernels()
 
 
@@ -213,7 +251,10 @@ def test_what_triton_cannot_step_is_stepped_by_torch_operations(
     for _ in range(2):
         triton_step.step_in_triton(rule, ours, Dither(1, 2, 3))
         step_in_torch(rule, parts, Dither(1, 2, 3))
-    assert all(is_same(seen, wanted) for seen, wanted in zip(tensors_of(ours), tensors_of(parts), strict=True))
+    assert all(
+        is_same(seen, wanted)
+        for seen, wanted in zip(tensors_of(ours), tensors_of(parts), strict=True)
+    )
     assert caplog.text.count("torch operations do, to the same bits") == 1
 
 

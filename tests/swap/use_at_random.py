@@ -1,14 +1,15 @@
-"""Uses a store at random for as long as it takes, against a model that knows what each tensor holds without holding it.
+"""Uses a store at random for as long as it takes, against a model that knows what each tensor holds
+without holding it.
 
-`python use_at_random.py ENGINE NUM_TENSORS LARGEST HOST_BYTES SEED PATH [PATH ...]`, in a process of its own so that the
-kernel's peak of its memory says something. Every tensor is a window of one buffer of noise, so that the model is two
-numbers for each:
+`python use_at_random.py ENGINE NUM_TENSORS LARGEST HOST_BYTES SEED PATH [PATH ...]`, in a process
+of its own so that the kernel's peak of its memory says something. Every tensor is a window of one
+buffer of noise, so that the model is two numbers for each:
 
     noise     [..........................................................]
     tensor          [shift, shift + num_bytes)           another shift after a change: no byte of the old remains
 
-Sizes are as many of every order of magnitude, 1 byte to LARGEST. Ends by saying, as JSON, what was done and the peaks;
-fails on the first byte that differs.
+Sizes are as many of every order of magnitude, 1 byte to LARGEST. Ends by saying, as JSON, what was
+done and the peaks; fails on the first byte that differs.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Window(NamedTuple):
 
 
 class RandomUser:
-    """Puts, looks at, changes, gives up and drops tensors until enough have been put, and looks at all that are left."""
+    """Puts, looks at, changes, gives up and drops tensors until enough have been put, and looks at
+    all that are left."""
 
     def __init__(self, store: TensorStore, largest: int, seed: int) -> None:
         self.done: Counter[str] = Counter()
@@ -53,7 +55,9 @@ class RandomUser:
         self._random = random.Random(seed)
         self._largest = largest
         generator = torch.Generator().manual_seed(seed)
-        self._noise = torch.randint(0, 256, (largest + _MAX_SHIFT,), dtype=torch.uint8, generator=generator)
+        self._noise = torch.randint(
+            0, 256, (largest + _MAX_SHIFT,), dtype=torch.uint8, generator=generator
+        )
         self._model: dict[str, Window] = {}
         self._on_host: list[str] = []
         self._in_memory: dict[str, None] = {}  # fetched and not given up, in order
@@ -61,10 +65,19 @@ class RandomUser:
 
     def run(self, num_tensors: int) -> None:
         """Everything, to the last tensor dropped."""
-        weights = {self._look: 6, self._change: 5, self._prefetch: 5, self._give_up: 5, self._cancel: 1, self._drop: 2}
+        weights = {
+            self._look: 6,
+            self._change: 5,
+            self._prefetch: 5,
+            self._give_up: 5,
+            self._cancel: 1,
+            self._drop: 2,
+        }
         while self.done["put"] < num_tensors:
             self._put(str(self.done["put"]))
-            for act in self._random.choices(list(weights), list(weights.values()), k=self._random.randrange(4)):
+            for act in self._random.choices(
+                list(weights), list(weights.values()), k=self._random.randrange(4)
+            ):
                 if self._model:
                     act(self._any_name())
             if self._random.random() < 0.01:
@@ -76,7 +89,10 @@ class RandomUser:
 
     def _put(self, name: str) -> None:
         window = self._new_window(int(math.exp(self._random.uniform(0, math.log(self._largest)))))
-        while self._model and self._live_bytes + window.num_bytes > _LIVE_TIMES_LARGEST * self._largest:
+        while (
+            self._model
+            and self._live_bytes + window.num_bytes > _LIVE_TIMES_LARGEST * self._largest
+        ):
             leaving = self._any_name()
             self._look(leaving)
             self._drop(leaving)
@@ -93,7 +109,9 @@ class RandomUser:
         window = self._model[name]
         if not torch.equal(tensor, self._bytes_of(window)):
             wrong = (tensor != self._bytes_of(window)).nonzero().flatten()
-            raise AssertionError(f"{name}: {len(wrong)} of {len(tensor)} bytes differ, from {int(wrong[0])} on")
+            raise AssertionError(
+                f"{name}: {len(wrong)} of {len(tensor)} bytes differ, from {int(wrong[0])} on"
+            )
         self.done["looked"] += 1
 
     def _change(self, name: str) -> None:
@@ -136,7 +154,8 @@ class RandomUser:
         self._in_memory.pop(name, None)
 
     def _with_room(self, act: Callable[[], Move]) -> Move:
-        """Does it; where the budget refuses, after giving up what was fetched, then what rests on HOST."""
+        """Does it; where the budget refuses, after giving up what was fetched, then what rests on
+        HOST."""
         try:
             return act()
         except BudgetError:
@@ -161,7 +180,9 @@ class RandomUser:
         return self._noise[window.shift : window.shift + window.num_bytes]
 
 
-def main(engine: str, num_tensors: int, largest: int, host_bytes: int, seed: int, paths: list[Path]) -> None:
+def main(
+    engine: str, num_tensors: int, largest: int, host_bytes: int, seed: int, paths: list[Path]
+) -> None:
     """Uses a store on those paths and says what was done."""
     known = [NvmePath(path, weight=1.0) for path in paths]
     disk_bytes = (_LIVE_TIMES_LARGEST + 4) * largest
@@ -171,7 +192,10 @@ def main(engine: str, num_tensors: int, largest: int, host_bytes: int, seed: int
         user.run(num_tensors)
         stats = store.stats()
         assert stats.nvme_bytes == store.arena.carved_bytes == 0, "everything was dropped"
-    told = {f"num_{what}": user.done[what] for what in ("put", "looked", "changed", "cancelled", "dropped", "refused")}
+    told = {
+        f"num_{what}": user.done[what]
+        for what in ("put", "looked", "changed", "cancelled", "dropped", "refused")
+    }
     told |= {
         "rss_before_bytes": before,
         "peak_rss_bytes": _status_bytes("VmHWM"),
@@ -182,7 +206,8 @@ def main(engine: str, num_tensors: int, largest: int, host_bytes: int, seed: int
 
 
 def _status_bytes(key: str) -> int:
-    """A line of /proc/self/status, which the kernel counts for this program alone (ru_maxrss is inherited)."""
+    """A line of /proc/self/status, which the kernel counts for this program alone (ru_maxrss is
+    inherited)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(f"{key}:")).split()[1]) << 10
 

@@ -1,4 +1,5 @@
-"""Run by test_fsck.py: two runs of one process, one that saves and one that does not; says so, and waits to be killed.
+"""Run by test_fsck.py: two runs of one process, one that saves and one that does not; says so, and
+waits to be killed.
 
 leaves_a_run.py SAVES UNSAVED     two paths; the tag goes to the first
 """
@@ -20,7 +21,9 @@ with contextlib.ExitStack() as opened:
     for path in sys.argv[1:]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(33, 65), nn.Tanh(), nn.Linear(65, 33))
-        policy = OffloadPolicy(params=Tier.NVME, optim=Tier.NVME, paths=[path], host_bytes=64 << 20, resident_bytes=0)
+        policy = OffloadPolicy(
+            params=Tier.NVME, optim=Tier.NVME, paths=[path], host_bytes=64 << 20, resident_bytes=0
+        )
         shards = opened.enter_context(tiermem.shard(model, policy))
         optimizer = tiermem.AdamW(model.parameters(), lr=1e-2)
         for step in range(3):

@@ -18,7 +18,8 @@ def setting(mode: str = "read", **changed: Any) -> Setting:
 
 
 def outcome(seconds: float = 1.0, read: int = 0, written: int = 0, **changed: Any) -> RankOutcome:
-    """An outcome that began at second 100; its CPU time is a tenth of the time, two parts user to one system."""
+    """An outcome that began at second 100; its CPU time is a tenth of the time, two parts user to
+    one system."""
     return RankOutcome(
         start_s=100.0,
         end_s=100.0 + seconds,
@@ -34,8 +35,16 @@ def outcome(seconds: float = 1.0, read: int = 0, written: int = 0, **changed: An
 
 
 def options(*paths: str, **changed: Any) -> Any:
-    """Options of the benchmark on paths that need not exist: files of 64 MiB, one read of 1 MiB x 8 in one loop."""
+    """Options of the benchmark on paths that need not exist: files of 64 MiB, one read of 1 MiB x 8
+    in one loop."""
     lists = {"modes": ["read"], "engines": ["auto"], "blocks": [MIB], "depths": [8], "ranks": [1]}
-    sizes = {"size_bytes": 64 * MIB, "random_block_bytes": 4096, "sustained_bytes": 0, "sustained_s": None}
+    sizes = {
+        "size_bytes": 64 * MIB,
+        "random_block_bytes": 4096,
+        "sustained_bytes": 0,
+        "sustained_s": None,
+    }
     others = {"loops": 1, "threads": 0, "sync": False}
-    return SimpleNamespace(paths=[Path(path) for path in paths or ["/a"]], **(lists | sizes | others | changed))
+    return SimpleNamespace(
+        paths=[Path(path) for path in paths or ["/a"]], **(lists | sizes | others | changed)
+    )

@@ -1,4 +1,5 @@
-"""Is a yardstick driven line by line, its refusal told in its own words, and its process ended in every case?"""
+"""Is a yardstick driven line by line, its refusal told in its own words, and its process ended in
+every case?"""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ def test_the_command_line_is_the_protocols(make_program: Program, tmp_path: Path
         loop.run("mixed", 4096, 2, 8192, 12288)
 
 
-def test_a_program_that_dies_is_told_with_its_last_words(make_program: Program, tmp_path: Path) -> None:
+def test_a_program_that_dies_is_told_with_its_last_words(
+    make_program: Program, tmp_path: Path
+) -> None:
     lines = "sys.stdin.readline()\nprint('first\\nno such ring', file=sys.stderr)\nsys.exit(3)"
     with (
         BareLoop(make_program(lines), tmp_path / "file") as loop,
@@ -61,7 +64,9 @@ def test_a_program_that_dies_is_told_with_its_last_words(make_program: Program, 
 
 
 @pytest.mark.parametrize("answer", ["1.0 2.0", "1 2 3 4", "soon"])
-def test_an_answer_of_another_shape_is_refused(make_program: Program, tmp_path: Path, answer: str) -> None:
+def test_an_answer_of_another_shape_is_refused(
+    make_program: Program, tmp_path: Path, answer: str
+) -> None:
     lines = f"for line in sys.stdin: print({answer!r}, flush=True)"
     with (
         BareLoop(make_program(lines), tmp_path / "file") as loop,

@@ -1,4 +1,5 @@
-"""Does `tiermem bench adam` count the bytes that must move, take turns, and refuse what it cannot measure?"""
+"""Does `tiermem bench adam` count the bytes that must move, take turns, and refuse what it cannot
+measure?"""
 
 from __future__ import annotations
 
@@ -57,7 +58,10 @@ def make_program(tmp_path: Path) -> MakeProgram:
 
     def make(name: str, lines: str) -> Path:
         program = tmp_path / name
-        program.write_text(f"#!{sys.executable}\nimport sys\nnote = open({str(program) + '.asked'!r}, 'w')\n{lines}")
+        program.write_text(
+            f"#!{sys.executable}\nimport sys\nnote = open({str(program) + '.asked'!r}, "
+            f"'w')\n{lines}"
+        )
         program.chmod(0o755)
         return program
 
@@ -81,7 +85,9 @@ def quiet() -> Console:
     ],
     ids=lambda value: value.name if isinstance(value, AdamRow) else str(value),
 )
-def test_a_row_counts_every_array_once_each_way(row: AdamRow, streams: str, num_bytes: float) -> None:
+def test_a_row_counts_every_array_once_each_way(
+    row: AdamRow, streams: str, num_bytes: float
+) -> None:
     assert " ".join(map(str, row.streams)) == streams
     assert row.bytes_per_param == num_bytes
 
@@ -101,12 +107,17 @@ def test_figures_are_medians_and_shares_those_of_each_loops_ratio() -> None:
 
 
 def test_a_row_is_limited_by_the_slower_of_memory_and_arithmetic() -> None:
-    seconds = {"tiermem": [2.0, 2.0, 4.0], "yardstick": [1.0, 1.5, 3.0], "arithmetic": [1.5, 1.0, 2.0]}
+    seconds = {
+        "tiermem": [2.0, 2.0, 4.0],
+        "yardstick": [1.0, 1.5, 3.0],
+        "arithmetic": [1.5, 1.0, 2.0],
+    }
     row = row_of(ROWS[3], 10**9, seconds, 2)
     assert row["stream_fraction"] == 0.75
     assert row["arithmetic_ns_per_param"] == 1.5
     assert row["arithmetic_fraction"] == 0.5
-    assert row["limit_fraction"] == 0.75  # the medians of 0.75, 0.75 and 0.75, not of one yardstick alone
+    # the medians of 0.75, 0.75 and 0.75, not of one yardstick alone
+    assert row["limit_fraction"] == 0.75
     assert row["peers"] == {}
 
 
@@ -127,7 +138,8 @@ def test_every_row_is_measured_and_written(tmp_path: Path) -> None:
         "bf16 / bf16, nearest",
         "whole step: bf16 + fp32 / fp32",
     ]
-    assert bench_adam(AdamBenchOptions(NUMEL, loops=1, rows=["8bit"], json_file=file), quiet()) == 0  # its own file
+    # its own file
+    assert bench_adam(AdamBenchOptions(NUMEL, loops=1, rows=["8bit"], json_file=file), quiet()) == 0
     assert len(json.loads(file.read_text())["rows"]) == 1
 
 
@@ -135,7 +147,9 @@ def test_yardstick_and_peer_take_turns_with_us(make_program: MakeProgram, tmp_pa
     yardstick, peer = make_program("yardstick", YARDSTICK), make_program("peer", PEER)
     file = tmp_path / "adam.json"
     parts = ("8bit", "bf16, nearest", "whole step: bf16")
-    options = AdamBenchOptions(NUMEL + 5, 3, rows=parts, json_file=file, yardstick=yardstick, peer_python=peer)
+    options = AdamBenchOptions(
+        NUMEL + 5, 3, rows=parts, json_file=file, yardstick=yardstick, peer_python=peer
+    )
     assert bench_adam(options, quiet()) == 0
     threads = fair_threads()
     rows = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
@@ -164,11 +178,14 @@ def test_yardstick_and_peer_take_turns_with_us(make_program: MakeProgram, tmp_pa
     for name in ("bf16 / bf16, nearest", "whole step: bf16 + fp32 / fp32"):
         assert rows[name]["peers"]["deepspeed"]["ns_per_param"] == pytest.approx(1e9 / 4096)
     eighth = rows["split / 8bit, stochastic"]
-    assert eighth["stream_gbps"] == pytest.approx(14 * 4096 / 0.25 / 1e9)  # the yardstick moves no scales
+    # the yardstick moves no scales
+    assert eighth["stream_gbps"] == pytest.approx(14 * 4096 / 0.25 / 1e9)
     assert "deepspeed" not in eighth["peers"]
 
 
-def test_kernels_and_yardstick_are_held_down_together(make_program: MakeProgram, tmp_path: Path) -> None:
+def test_kernels_and_yardstick_are_held_down_together(
+    make_program: MakeProgram, tmp_path: Path
+) -> None:
     yardstick = make_program("yardstick", YARDSTICK)
     best = choose_isa()
     said = io.StringIO()
@@ -180,8 +197,12 @@ def test_kernels_and_yardstick_are_held_down_together(make_program: MakeProgram,
 
 
 def test_a_peer_that_fails_is_told_in_its_own_words(make_program: MakeProgram) -> None:
-    peer = make_program("peer", "sys.stdin.readline()\nprint('no such operator', file=sys.stderr)\nsys.exit(1)")
-    with pytest.raises(OSError, match=r"DeepSpeedCPUAdam ended \(status 1\) at 'release': no such operator"):
+    peer = make_program(
+        "peer", "sys.stdin.readline()\nprint('no such operator', file=sys.stderr)\nsys.exit(1)"
+    )
+    with pytest.raises(
+        OSError, match=r"DeepSpeedCPUAdam ended \(status 1\) at 'release': no such operator"
+    ):
         bench_adam(AdamBenchOptions(NUMEL, loops=1, peer_python=peer), quiet())
 
 

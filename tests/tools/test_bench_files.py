@@ -1,4 +1,5 @@
-"""Do a benchmark's files leave nothing behind, and is a lack of room refused with the arithmetic?"""
+"""Do a benchmark's files leave nothing behind, and is a lack of room refused with the
+arithmetic?"""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ def test_files_have_no_name_and_other_processes_can_write_them(tmp_path: Path) -
         with open(name, "rb") as file:
             assert file.read()[100:105] == b"there"
         assert os.stat(name).st_size == files.file_bytes("read") == 1 << 16
-        assert os.stat(files.name(0, 0, "sustained")).st_size == files.file_bytes("sustained") == 1 << 17
+        assert (
+            os.stat(files.name(0, 0, "sustained")).st_size
+            == files.file_bytes("sustained")
+            == 1 << 17
+        )
         assert files.paths == (tmp_path,)
     assert not os.path.exists(name)
 
@@ -39,7 +44,9 @@ def test_a_file_that_does_not_fit_takes_the_others_with_it(tmp_path: Path) -> No
 
 
 def test_room_is_refused_with_the_arithmetic(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match=r"are free: .* for 4 files \+ .* for stores\. Free space") as refused:
+    with pytest.raises(
+        OSError, match=r"are free: .* for 4 files \+ .* for stores\. Free space"
+    ) as refused:
         check_room([tmp_path], [("4 files", PIB), ("stores", PIB), ("nothing", 0)])
     assert "nothing" not in str(refused.value)
     assert refused.value.filename == str(tmp_path)

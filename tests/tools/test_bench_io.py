@@ -1,4 +1,5 @@
-"""Does `tiermem bench io` measure what was asked for, refuse what cannot be, and leave nothing behind?"""
+"""Does `tiermem bench io` measure what was asked for, refuse what cannot be, and leave nothing
+behind?"""
 
 from __future__ import annotations
 
@@ -23,8 +24,28 @@ from tiermem.tools.options import IoBenchOptions
 from tiermem.tools.words import parse_bytes, parse_list
 
 PROMISED = (
-    *("mode", "engine", "block_bytes", "depth", "ranks", "path", "gbps_median", "gbps_min", "gbps_max", "p50_us"),
-    *("p99_us", "cpu_s_per_gb", "idle_fraction", "first_gbps", "fio_gbps", "yardstick_gbps", "fraction", "peer_gbps"),
+    *(
+        "mode",
+        "engine",
+        "block_bytes",
+        "depth",
+        "ranks",
+        "path",
+        "gbps_median",
+        "gbps_min",
+        "gbps_max",
+        "p50_us",
+    ),
+    *(
+        "p99_us",
+        "cpu_s_per_gb",
+        "idle_fraction",
+        "first_gbps",
+        "fio_gbps",
+        "yardstick_gbps",
+        "fraction",
+        "peer_gbps",
+    ),
 )
 YARDSTICK = """#!{python}
 import sys
@@ -40,7 +61,9 @@ def command(*arguments: str) -> list[str]:
 
 
 def bench_io(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*arguments), cwd=folder, capture_output=True, text=True, check=False, timeout=240)
+    return subprocess.run(
+        command(*arguments), cwd=folder, capture_output=True, text=True, check=False, timeout=240
+    )
 
 
 class Run:
@@ -57,8 +80,24 @@ class Run:
         self.done = bench_io(
             folder,
             *("--path", *map(str, self.disks), "--size", "8MiB", "--block", "1MiB", "--depth", "4"),
-            *("--engine", "auto", "--mode", "read,write,mixed,random,tensors,sustained", "--ranks", "1,2"),
-            *("--bytes", "40MiB", "--loops", "1", "--yardstick", str(yardstick), "--json", str(self.out / "x.json")),
+            *(
+                "--engine",
+                "auto",
+                "--mode",
+                "read,write,mixed,random,tensors,sustained",
+                "--ranks",
+                "1,2",
+            ),
+            *(
+                "--bytes",
+                "40MiB",
+                "--loops",
+                "1",
+                "--yardstick",
+                str(yardstick),
+                "--json",
+                str(self.out / "x.json"),
+            ),
             *("--csv", str(self.out / "x.csv"), "--plot", str(self.out / "x.png"), "--debug"),
         )
         assert self.done.returncode == 0, self.done.stderr
@@ -72,7 +111,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_there_is_a_row_for_every_setting(run: Run) -> None:
-    found = {(r["mode"], r["engine"], r["block_bytes"], r["depth"], r["ranks"], r["path"]) for r in run.rows}
+    found = {
+        (r["mode"], r["engine"], r["block_bytes"], r["depth"], r["ranks"], r["path"])
+        for r in run.rows
+    }
     assert len(found) == len(run.rows)
     paths = [*map(str, run.disks), "all"]
     expected = {
@@ -98,7 +140,11 @@ def test_a_row_has_every_promised_key_and_figures(run: Run) -> None:
 
 def test_the_yardstick_stands_beside_one_rank_on_one_path(run: Run) -> None:
     for row in run.rows:
-        beside = row["ranks"] == 1 and row["path"] != "all" and row["mode"] in ("read", "write", "mixed", "random")
+        beside = (
+            row["ranks"] == 1
+            and row["path"] != "all"
+            and row["mode"] in ("read", "write", "mixed", "random")
+        )
         assert (row["yardstick_gbps"] is not None) == beside
         if beside:
             assert row["fraction"] == pytest.approx(row["gbps_median"] / row["yardstick_gbps"])
@@ -108,12 +154,23 @@ def test_the_best_of_a_mode_is_its_highest_median(run: Run) -> None:
     assert set(run.report["best"]) == {"read", "write", "mixed", "random", "tensors", "sustained"}
     for mode, best in run.report["best"].items():
         assert best in run.rows
-        assert best["gbps_median"] == max(row["gbps_median"] for row in run.rows if row["mode"] == mode)
+        assert best["gbps_median"] == max(
+            row["gbps_median"] for row in run.rows if row["mode"] == mode
+        )
 
 
 def test_the_machine_is_in_the_report(run: Run) -> None:
     machine = run.report["machine"]
-    assert {"kernel", "cpu", "num_cores", "memory_bytes", "date", "tiermem", "paths", "engines"} <= set(machine)
+    assert {
+        "kernel",
+        "cpu",
+        "num_cores",
+        "memory_bytes",
+        "date",
+        "tiermem",
+        "paths",
+        "engines",
+    } <= set(machine)
     assert [place["path"] for place in machine["paths"]] == list(map(str, run.disks))
     assert all(place["file_system"] and place["mount_options"] for place in machine["paths"])
     assert run.report["made_by"] == "tiermem bench io"
@@ -134,12 +191,31 @@ def test_nothing_is_left_on_the_paths(run: Run) -> None:
 
 
 def test_the_table_and_the_facts_are_printed(run: Run) -> None:
-    for words in ("GB/s", "p99 us", "sustained", "auto (", "all", run.report["machine"]["kernel"], "of the sequential"):
+    for words in (
+        "GB/s",
+        "p99 us",
+        "sustained",
+        "auto (",
+        "all",
+        run.report["machine"]["kernel"],
+        "of the sequential",
+    ):
         assert words in run.done.stdout
 
 
 def test_its_own_files_are_overwritten_and_others_not(run: Run) -> None:
-    small = ("--path", str(run.disks[0]), "--size", "1MiB", "--block", "64KiB", "--depth", "2", "--mode", "write")
+    small = (
+        "--path",
+        str(run.disks[0]),
+        "--size",
+        "1MiB",
+        "--block",
+        "64KiB",
+        "--depth",
+        "2",
+        "--mode",
+        "write",
+    )
     theirs = run.out.parent / "theirs.json"
     theirs.write_text('{"made_by": "me"}')
     refused = bench_io(run.out, *small, "--json", str(theirs))
@@ -163,7 +239,10 @@ def test_its_own_files_are_overwritten_and_others_not(run: Run) -> None:
         (["--depth", "0"], "--depth is 0; allowed are 1 to 4096"),
         (["--depth", "many"], "--depth: 'many' is not a whole number"),
         (["--engine", "auto,sync"], "--engine is 'sync'; allowed are auto, uring, aio, threads"),
-        (["--mode", "copy"], "--mode is 'copy'; allowed are read, write, mixed, random, tensors, sustained"),
+        (
+            ["--mode", "copy"],
+            "--mode is 'copy'; allowed are read, write, mixed, random, tensors, sustained",
+        ),
         (["--ranks", "0"], "--ranks is 0"),
         (["--loops", "0"], "--loops is 0; it must be at least 1"),
         (["--threads", "-1"], "--threads is -1"),
@@ -198,7 +277,9 @@ def test_a_mistake_is_one_line_and_nothing_is_made(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
+)
 def test_interrupted_amid_a_pass_it_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     arguments = ("--path", str(tmp_path), "--size", "32MiB", "--block", "64KiB", "--depth", "1")
     process = subprocess.Popen(
@@ -227,8 +308,21 @@ def test_interrupted_amid_a_pass_it_leaves_nothing(tmp_path: Path, number: signa
 
 
 def test_killed_it_leaves_no_file_and_no_process(tmp_path: Path) -> None:
-    arguments = ("--path", str(tmp_path), "--size", "64MiB", "--block", "64KiB", "--depth", "1", "--mode", "read")
-    process = subprocess.Popen(command(*arguments, "--loops", "100000"), stdout=subprocess.PIPE, text=True)
+    arguments = (
+        "--path",
+        str(tmp_path),
+        "--size",
+        "64MiB",
+        "--block",
+        "64KiB",
+        "--depth",
+        "1",
+        "--mode",
+        "read",
+    )
+    process = subprocess.Popen(
+        command(*arguments, "--loops", "100000"), stdout=subprocess.PIPE, text=True
+    )
     try:
         wait_for(lambda: any(is_at_work(pid, tmp_path) for pid in children_of(process.pid)))
         children = children_of(process.pid)

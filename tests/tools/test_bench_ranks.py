@@ -1,4 +1,5 @@
-"""Does the bench of ranks tell what the Python around a unit costs apart from what collectives cost?"""
+"""Does the bench of ranks tell what the Python around a unit costs apart from what collectives
+cost?"""
 
 from __future__ import annotations
 
@@ -14,7 +15,10 @@ from rich.console import Console
 
 from tiermem.tools.measure.machine import machine_facts
 
-STEPS = {who: [{"forward": 1.0, "backward": 2.0, "step": 3.0, "whole": 6.0}] * 3 for who in ("tiermem", "fsdp2")}
+STEPS = {
+    who: [{"forward": 1.0, "backward": 2.0, "step": 3.0, "whole": 6.0}] * 3
+    for who in ("tiermem", "fsdp2")
+}
 
 
 def passes(*pairs: tuple[float, float]) -> list[dict[str, float]]:
@@ -25,13 +29,20 @@ def printed(overhead: dict[str, Any]) -> str:
     console = Console(file=io.StringIO(), width=160)
     options = {"num_blocks": 1, "width": 8, "num_ranks": 2, "loops": 3, "num_empty": 64}
     print_report(
-        {"machine": machine_facts(), "options": options, **summary({"steps": STEPS, "overhead": overhead})}, console
+        {
+            "machine": machine_facts(),
+            "options": options,
+            **summary({"steps": STEPS, "overhead": overhead}),
+        },
+        console,
     )
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
-@pytest.mark.parametrize(("backward", "verdict"), [(149, "within the 150 us"), (151, "more than the 150 us")])
+@pytest.mark.parametrize(
+    ("backward", "verdict"), [(149, "within the 150 us"), (151, "more than the 150 us")]
+)
 def test_medians_of_passes_are_held_against_what_is_allowed(backward: float, verdict: str) -> None:
     ours = passes((90, backward), (80, backward - 20), (1000, backward + 700))
     gloo = {"tiermem": passes((281, 467)), "fsdp2": passes((350, 570))}
@@ -55,4 +66,6 @@ def test_two_ranks_measure_both_ways(tmp_path: Path) -> None:
     assert {way: set(contestants) for way, contestants in found.items()} == {
         way: {"tiermem", "fsdp2"} for way in ("gloo", "python")
     }
-    assert all(cost["backward"] > 0 for contestants in found.values() for cost in contestants.values())
+    assert all(
+        cost["backward"] > 0 for contestants in found.values() for cost in contestants.values()
+    )

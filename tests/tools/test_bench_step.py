@@ -1,4 +1,5 @@
-"""Does `tiermem bench step` move the bytes that arithmetic says, take turns with its yardstick, and leave nothing behind?"""
+"""Does `tiermem bench step` move the bytes that arithmetic says, take turns with its yardstick, and
+leave nothing behind?"""
 
 from __future__ import annotations
 
@@ -82,7 +83,8 @@ def opened_fonts() -> None:
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Bench:
-    """bench(**options) runs the benchmark on one path and returns its JSON; what it printed is under "printed"."""
+    """bench(**options) runs the benchmark on one path and returns its JSON; what it printed is
+    under "printed"."""
 
     def run(**fields: Any) -> dict[str, Any]:
         disk = tmp_path / "disk"
@@ -100,7 +102,8 @@ def bench(tmp_path: Path) -> Bench:
 
 @pytest.fixture
 def yardstick(tmp_path: Path) -> Callable[[float], Path]:
-    """yardstick(seconds): a program that answers every command so, and writes the commands to a file beside it."""
+    """yardstick(seconds): a program that answers every command so, and writes the commands to a
+    file beside it."""
 
     def make(seconds: float) -> Path:
         program = tmp_path / "yardstick"
@@ -119,34 +122,49 @@ def yardstick(tmp_path: Path) -> Callable[[float], Path]:
     return make
 
 
-# ---- bytes -----------------------------------------------------------------------------------------------------------------
+# ---- bytes ---------------------------------------------------------------------------------------
 
 
 def test_models_with_and_without_checksums_are_compared(bench: Bench) -> None:
     figures = bench(precision="bf16", verify="always,resume", only_states=True)
-    assert [(row["preset"], row["verify"]) for row in figures["rows"]] == [("exact", "always"), ("exact", "resume")]
-    assert "what unverified states are worth" in figures["printed"] and "never" in figures["printed"]
+    assert [(row["preset"], row["verify"]) for row in figures["rows"]] == [
+        ("exact", "always"),
+        ("exact", "resume"),
+    ]
+    assert (
+        "what unverified states are worth" in figures["printed"] and "never" in figures["printed"]
+    )
     with pytest.raises(ValueError, match="allowed are always, sample, resume"):
         cases_of(StepBenchOptions([Path()], verify="never"))
 
 
-@pytest.mark.parametrize(("precision", "read", "written"), [("fp32", 8 + 4 + 4, 8 + 4), ("bf16", 12 + 2, 12 + 2)])
-def test_a_step_moves_what_arithmetic_says(bench: Bench, precision: str, read: int, written: int) -> None:
+@pytest.mark.parametrize(
+    ("precision", "read", "written"), [("fp32", 8 + 4 + 4, 8 + 4), ("bf16", 12 + 2, 12 + 2)]
+)
+def test_a_step_moves_what_arithmetic_says(
+    bench: Bench, precision: str, read: int, written: int
+) -> None:
     figures = bench(precision=precision, loops=2)
     assert figures.keys() >= KEYS
     assert figures["num_params"] == NUM_PARAMS
-    assert (figures["read_bytes"], figures["written_bytes"]) == (read * NUM_PARAMS, written * NUM_PARAMS)
+    assert (figures["read_bytes"], figures["written_bytes"]) == (
+        read * NUM_PARAMS,
+        written * NUM_PARAMS,
+    )
     assert not [note for note in figures["notes"] if "are due" in note]
     assert len(figures["step_s"]) == 2
     assert [each["by"] for each in figures["rooflines"]] == [setting.name for setting in SETTINGS]
     assert all(len(each["seconds"]) == 2 for each in figures["rooflines"])
-    assert figures["roofline_fraction"] == pytest.approx(figures["roofline_s"] / figures["step_s_median"])
+    assert figures["roofline_fraction"] == pytest.approx(
+        figures["roofline_s"] / figures["step_s_median"]
+    )
     assert figures["compute_s"] > 0
     assert figures["made_by"] == "tiermem bench step"
     assert figures["compare"] == []
 
 
-PER_PARAM = {"exact": (12, 0), "compact": (6, 2), "bf16": (4, 2), "tiny": (4 + 2 / 64, 2)}  # of states, read of weights
+# of states, read of weights
+PER_PARAM = {"exact": (12, 0), "compact": (6, 2), "bf16": (4, 2), "tiny": (4 + 2 / 64, 2)}
 
 
 @pytest.mark.parametrize("only_states", [True, False])
@@ -171,7 +189,12 @@ def test_resident_states_are_neither_read_nor_written(bench: Bench) -> None:
     figures = bench(resident="0, 34%,25165824,100%", only_states=True)
     rows = figures["rows"]
     tile_bytes = 8 << 20
-    assert [row["resident_bytes"] for row in rows] == [0, tile_bytes, 3 * tile_bytes, 3 * tile_bytes]
+    assert [row["resident_bytes"] for row in rows] == [
+        0,
+        tile_bytes,
+        3 * tile_bytes,
+        3 * tile_bytes,
+    ]
     for row in rows:
         assert row["read_bytes"] == row["written_bytes"] == 3 * tile_bytes - row["resident_bytes"]
     assert figures["resident_bytes"] == 0  # what is shown first
@@ -191,8 +214,11 @@ def test_several_paths_share_the_bytes(bench: Bench, tmp_path: Path) -> None:
     assert len(figures["endurance"]) == 3  # each, and their sum
 
 
-def test_counts_that_differ_from_the_kernels_are_said(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = iter([IoCounts(0, 0), IoCounts(0, 12 * NUM_PARAMS)] * 2)  # of the warm-up and of the one timed step
+def test_counts_that_differ_from_the_kernels_are_said(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # of the warm-up and of the one timed step
+    counts = iter([IoCounts(0, 0), IoCounts(0, 12 * NUM_PARAMS)] * 2)
     monkeypatch.setattr("tiermem.tools.bench.stepped_model.kernel_counts", lambda: next(counts))
     said = [note for note in bench()["notes"] if note.startswith("bytes")]
     assert len(said) == 1
@@ -201,13 +227,17 @@ def test_counts_that_differ_from_the_kernels_are_said(bench: Bench, monkeypatch:
     )
 
 
-# ---- the yardstick ---------------------------------------------------------------------------------------------------------
+# ---- the yardstick -------------------------------------------------------------------------------
 
 
-def test_the_yardstick_moves_the_bytes_of_a_step(bench: Bench, yardstick: Callable[[float], Path]) -> None:
+def test_the_yardstick_moves_the_bytes_of_a_step(
+    bench: Bench, yardstick: Callable[[float], Path]
+) -> None:
     program = yardstick(0.001)
     figures = bench(yardstick=program, loops=2)
-    expected = [f"mixed {s.block_bytes} {s.depth} {16 * NUM_PARAMS} {12 * NUM_PARAMS}" for s in SETTINGS] * 2
+    expected = [
+        f"mixed {s.block_bytes} {s.depth} {16 * NUM_PARAMS} {12 * NUM_PARAMS}" for s in SETTINGS
+    ] * 2
     assert Path(f"{program}.log").read_text().splitlines() == expected
     assert figures["rooflines"][0]["seconds"] == [0.001, 0.001]
 
@@ -217,7 +247,11 @@ def test_a_step_faster_than_the_yardstick_is_an_error_of_the_yardstick(
 ) -> None:
     figures = bench(yardstick=yardstick(1000.0))
     assert figures["roofline_fraction"] > 1.02
-    assert [note for note in figures["notes"] if note.startswith("error of the yardstick: the step takes")]
+    assert [
+        note
+        for note in figures["notes"]
+        if note.startswith("error of the yardstick: the step takes")
+    ]
     assert "! error of the yardstick" in figures["printed"]
     assert figures["roofline_by"].startswith("bare loop, ")
 
@@ -228,7 +262,9 @@ def test_without_the_program_the_queue_moves_the_bytes_and_that_is_said(bench: B
     assert "by the queue without arithmetic" in figures["printed"]
 
 
-def test_a_yardstick_that_refuses_is_an_error_and_leaves_nothing(bench: Bench, tmp_path: Path) -> None:
+def test_a_yardstick_that_refuses_is_an_error_and_leaves_nothing(
+    bench: Bench, tmp_path: Path
+) -> None:
     program = tmp_path / "yardstick"
     program.write_text("#!/bin/sh\nread line\necho error: no ring\n")
     program.chmod(0o755)
@@ -271,10 +307,12 @@ def test_the_ceiling_is_the_best_median_or_memory_if_that_takes_longer() -> None
     assert ceiling(None, series, 2.6) == (2.6, "memory traffic of Adam")
 
 
-# ---- the pipeline ----------------------------------------------------------------------------------------------------------
+# ---- the pipeline --------------------------------------------------------------------------------
 
 
-def test_compare_measures_every_setting_in_one_run(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compare_measures_every_setting_in_one_run(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[tuple[bool, bool]] = []
     run = module.SteppedModel.step
 
@@ -297,12 +335,14 @@ def test_compare_measures_every_setting_in_one_run(bench: Bench, monkeypatch: py
 def test_no_pipeline_is_measured_as_asked(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Pipelining] = []
     run = module.SteppedModel.step
-    monkeypatch.setattr(module.SteppedModel, "step", lambda model, way: seen.append(way) or run(model, way))
+    monkeypatch.setattr(
+        module.SteppedModel, "step", lambda model, way: seen.append(way) or run(model, way)
+    )
     bench(pipelines=False)
     assert set(seen) == {Pipelining(False, False)}
 
 
-# ---- the picture -----------------------------------------------------------------------------------------------------------
+# ---- the picture ---------------------------------------------------------------------------------
 
 
 def test_the_picture_carries_our_mark_and_may_be_drawn_again(bench: Bench, tmp_path: Path) -> None:
@@ -322,7 +362,9 @@ def test_a_step_of_any_length_can_be_drawn(tmp_path: Path, num_tiles: int) -> No
         spans.append(Span("read", f"gradients of tile {i}", start, start, 0))
         spans.append(Span("compute", f"tile {i}", start + 2_000_000, start + 2_500_000, 0))
         spans.append(Span("write", f"tile {i}", start + 2_500_000, start + 5_500_000, 4096))
-    step = TimedStep(1000, 1000 + 1_000_000 * (num_tiles + 6), (IoCounts(1, 1),), IoCounts(1, 1), spans)
+    step = TimedStep(
+        1000, 1000 + 1_000_000 * (num_tiles + 6), (IoCounts(1, 1),), IoCounts(1, 1), spans
+    )
     figures = {
         "num_params": 10**9,
         "precision": "bf16",
@@ -334,7 +376,14 @@ def test_a_step_of_any_length_can_be_drawn(tmp_path: Path, num_tiles: int) -> No
         "roofline_by": "bare loop",
         "roofline_fraction": 0.9,
     }
-    draw_tiles(step, [f"tile {i}" for i in range(num_tiles)], figures, "a machine", tmp_path / "a.png", "us")
+    draw_tiles(
+        step,
+        [f"tile {i}" for i in range(num_tiles)],
+        figures,
+        "a machine",
+        tmp_path / "a.png",
+        "us",
+    )
     assert (tmp_path / "a.png").stat().st_size > 10_000
 
 
@@ -350,7 +399,7 @@ def test_idle_is_what_no_transfer_covers() -> None:
     assert TimedStep(0, 100, (), IoCounts(0, 0), []).idle_fraction() == 1.0
 
 
-# ---- refusals and ends -----------------------------------------------------------------------------------------------------
+# ---- refusals and ends ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -368,7 +417,10 @@ def test_idle_is_what_no_transfer_covers() -> None:
         ({"resident": "half%"}, "'half%' is no percentage of the states"),
         ({"resident": "half"}, "'half' is not a size"),
         ({"compares": True, "pipelines": False}, "leave --no-pipeline out"),
-        ({"yardstick": Path("nowhere")}, "--yardstick: no such program; `make yardsticks` builds it: 'nowhere'"),
+        (
+            {"yardstick": Path("nowhere")},
+            "--yardstick: no such program; `make yardsticks` builds it: 'nowhere'",
+        ),
         ({"engine": "dma"}, "engine is 'dma'"),
         ({"json_file": Path("/nowhere/a.json")}, "make it first, or correct a.json"),
         ({"num_params": 10**13}, "of memory are needed"),
@@ -392,7 +444,8 @@ def test_a_path_with_too_little_room_is_refused_with_the_arithmetic(
     small = os.statvfs_result((*facts[:4], (30 << 20) // facts.f_frsize, *facts[5:]))
     monkeypatch.setattr("tiermem.tools.measure.files.os.statvfs", lambda path: small)
     with pytest.raises(
-        OSError, match=r"96\.0 MiB are needed, 30\.0 MiB are free: 48\.0 MiB for the states \(--params\)"
+        OSError,
+        match=r"96\.0 MiB are needed, 30\.0 MiB are free: 48\.0 MiB for the states \(--params\)",
     ):
         bench()
 
@@ -438,7 +491,9 @@ def test_the_command_takes_its_options(tmp_path: Path, capsys: pytest.CaptureFix
         main(["bench", "step", "--path", str(paths[0]), "--loops", "0"])
     assert ended.value.code == 2
     said = capsys.readouterr().err
-    assert said.startswith("tiermem bench step: --loops is 0; it must be at least 1; write: tiermem bench step --path ")
+    assert said.startswith(
+        "tiermem bench step: --loops is 0; it must be at least 1; write: tiermem bench step --path "
+    )
 
 
 @pytest.fixture
@@ -456,7 +511,9 @@ def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     process.stderr.close()
 
 
-@pytest.mark.parametrize("sent", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
+@pytest.mark.parametrize(
+    "sent", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
+)
 def test_when_it_is_stopped_nothing_is_left(
     running: subprocess.Popen[str], tmp_path: Path, sent: signal.Signals
 ) -> None:

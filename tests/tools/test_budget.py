@@ -1,4 +1,5 @@
-"""Is the arithmetic of the budget what a model really saves, and is a cap that is too small refused with it?"""
+"""Is the arithmetic of the budget what a model really saves, and is a cap that is too small refused
+with it?"""
 
 from __future__ import annotations
 
@@ -13,7 +14,13 @@ from tiermem.precision import Precision
 from tiermem.tools.job.launcher import Job
 from tiermem.tools.job.train_job import make_config
 from tiermem.tools.options import TrainOptions
-from tiermem.tools.plan.planned import ActivationBytes, check_cap, plan_budget, saved_bytes_per_token, state_bytes
+from tiermem.tools.plan.planned import (
+    ActivationBytes,
+    check_cap,
+    plan_budget,
+    saved_bytes_per_token,
+    state_bytes,
+)
 from tiermem.tools.presets import ModelSizes, preset
 from tiermem.tools.words import Mistake
 
@@ -25,7 +32,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 def saved_by_autograd(shape: dict[str, Any], precision: str, seq: int) -> int:
     """Bytes of distinct storages that a forward saves, parameters left out."""
-    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**shape))
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**shape)
+    )
     for param in model.parameters():
         param.data = param.data.to(DTYPES[precision])
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -46,17 +55,28 @@ def saved_by_autograd(shape: dict[str, Any], precision: str, seq: int) -> int:
 
 @pytest.mark.parametrize("num_key_value_heads", [4, 2])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_a_llama_block_saves_what_the_formula_says(precision: str, num_key_value_heads: int) -> None:
-    shape = preset("151m") | {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "vocab_size": 64}
+def test_a_llama_block_saves_what_the_formula_says(
+    precision: str, num_key_value_heads: int
+) -> None:
+    shape = preset("151m") | {
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_attention_heads": 4,
+        "vocab_size": 64,
+    }
     shape |= {"num_key_value_heads": num_key_value_heads}
     seq = 32
-    two, four = (saved_by_autograd({**shape, "num_hidden_layers": n}, precision, seq) for n in (2, 4))
+    two, four = (
+        saved_by_autograd({**shape, "num_hidden_layers": n}, precision, seq) for n in (2, 4)
+    )
     assert (four - two) // 2 == seq * saved_bytes_per_token(ModelSizes.of(shape), precision)
 
 
 def test_the_terms_are_those_of_the_419m_model() -> None:
     budget = plan_budget(
-        1250 * MIB, 350 * MIB, ActivationBytes(ModelSizes.of(preset("419m")), 128, "bf16", "bf16", False, False)
+        1250 * MIB,
+        350 * MIB,
+        ActivationBytes(ModelSizes.of(preset("419m")), 128, "bf16", "bf16", False, False),
     )
     terms = {term.what: term.num_bytes for term in budget.terms}
     assert terms["interpreter and libraries"] == 350 * MIB
@@ -72,7 +92,8 @@ def test_products_in_fp32_take_activations_of_fp32_and_gradients_of_bf16() -> No
     sizes = ModelSizes.of(preset("419m"))
     of = {
         (precision, compute): {
-            row.what: row.num_bytes for row in ActivationBytes(sizes, 128, precision, compute, False, False).rows()
+            row.what: row.num_bytes
+            for row in ActivationBytes(sizes, 128, precision, compute, False, False).rows()
         }
         for precision, compute in (("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32"))
     }
@@ -97,10 +118,27 @@ def test_with_checkpointing_a_layer_more_costs_one_block_input() -> None:
 
 def job(cap_bytes: int) -> Job:
     shape = preset("419m")
-    fields: dict[str, Any] = dict.fromkeys(("checkpoint", "threads", "events_file")) | {"name": "", "data": []}
-    sizes = {"steps": 1, "seq": 128, "batch": 1, "seed": 0, "precision": "bf16", "is_checkpointing": False}
+    fields: dict[str, Any] = dict.fromkeys(("checkpoint", "threads", "events_file")) | {
+        "name": "",
+        "data": [],
+    }
+    sizes = {
+        "steps": 1,
+        "seq": 128,
+        "batch": 1,
+        "seed": 0,
+        "precision": "bf16",
+        "is_checkpointing": False,
+    }
     config = make_config(TrainOptions(), [Path()])
-    return Job(shape=shape, config=config, memory_limit_bytes=cap_bytes, nvme_paths=["."], **fields, **sizes)
+    return Job(
+        shape=shape,
+        config=config,
+        memory_limit_bytes=cap_bytes,
+        nvme_paths=["."],
+        **fields,
+        **sizes,
+    )
 
 
 def test_a_cap_that_is_too_small_is_refused_with_the_smallest_that_is_not() -> None:
@@ -130,7 +168,9 @@ def test_state_bytes(precision: str, per_param: int) -> None:
     assert state_bytes(1000, precision) == 1000 * per_param
 
 
-@pytest.mark.parametrize(("name", "num_bytes"), [("exact", 14000), ("compact", 8000), ("bf16", 6000), ("tiny", 6032)])
+@pytest.mark.parametrize(
+    ("name", "num_bytes"), [("exact", 14000), ("compact", 8000), ("bf16", 6000), ("tiny", 6032)]
+)
 def test_state_bytes_of_a_preset(name: str, num_bytes: int) -> None:
     assert state_bytes(1000, "bf16", Precision.preset(name)) == num_bytes
 
@@ -145,6 +185,7 @@ def test_by_layer_block_inputs_and_hidden_states_of_all_micro_batches_are_counte
 
     assert rows(None)["activations"] == (sizes.num_layers * hidden_bytes, Tier.DEVICE)
     assert rows(4)["activations"] == (4 * sizes.num_layers * hidden_bytes, Tier.DEVICE)
-    assert rows(4, Tier.NVME)["activations"] == (2 * 4 * hidden_bytes, Tier.DEVICE)  # in use, and on its way
+    # in use, and on its way
+    assert rows(4, Tier.NVME)["activations"] == (2 * 4 * hidden_bytes, Tier.DEVICE)
     assert rows(4)["between blocks"] == (5 * hidden_bytes, Tier.DEVICE)
     assert "between blocks" not in rows(None)

@@ -36,7 +36,13 @@ def test_what_is_no_size_is_refused_with_an_example(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("num_bytes", "text"),
-    [(12, "12 B"), (20 << 10, "20.0 KiB"), (5 << 20, "5.0 MiB"), (1250 << 20, "1250.0 MiB"), (20 << 30, "20.00 GiB")],
+    [
+        (12, "12 B"),
+        (20 << 10, "20.0 KiB"),
+        (5 << 20, "5.0 MiB"),
+        (1250 << 20, "1250.0 MiB"),
+        (20 << 30, "20.00 GiB"),
+    ],
 )
 def test_sizes_are_shown_in_one_unit_per_range(num_bytes: int, text: str) -> None:
     assert format_bytes(num_bytes) == text

@@ -13,7 +13,12 @@ pytest.importorskip("transformers")
 from tiermem.tools.cli import main
 from tiermem.tools.presets import preset
 
-TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 TINY |= {"num_key_value_heads": 4, "vocab_size": 300}
 
 
@@ -55,6 +60,8 @@ def test_a_run_on_bytes_says_how_much_it_read_and_that_it_shows_memory_and_speed
     status, said, errors = answer(words, capsys)
     assert status == 0, said + errors
     line = next(each for each in said.splitlines() if each.startswith("data: "))
-    assert line.startswith("data: the first 4.0 MiB of the 7.2 MiB of text.txt, a byte is a token: ")
+    assert line.startswith(
+        "data: the first 4.0 MiB of the 7.2 MiB of text.txt, a byte is a token: "
+    )
     assert line.endswith("this shows memory and speed, and makes no model to use")
     assert json.loads((tmp_path / "out.json").read_text())["data"] == line

@@ -1,4 +1,5 @@
-"""Is what a card leaves taken by weights, explained, and refused where it is too little for any plan?"""
+"""Is what a card leaves taken by weights, explained, and refused where it is too little for any
+plan?"""
 
 from __future__ import annotations
 
@@ -28,7 +29,12 @@ from tiermem.tools.plan.planned import ActivationBytes
 from tiermem.tools.presets import ModelSizes, preset
 
 GIB, MIB = 1 << 30, 1 << 20
-SHAPE = preset("151m") | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 12, "vocab_size": 301}
+SHAPE = preset("151m") | {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 12,
+    "vocab_size": 301,
+}
 SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 4}
 SPEED = Compute(1e-12, 2e-12), Rates(2e9, 1e9, link_bytes_s=1e9)
 CONFIG = make_config(TrainOptions(offload="cpu", precision="fp32"), [Path("/tmp")])
@@ -38,27 +44,42 @@ def activations(num_tokens: int = 1024) -> ActivationBytes:
     return ActivationBytes(ModelSizes.of(SHAPE), num_tokens, "fp32", "fp32", True, True)
 
 
-def chosen(card_mib: int, speed: Any = SPEED, num_tokens: int = 1024, **own: Any) -> tuple[dict[str, Any], str]:
+def chosen(
+    card_mib: int, speed: Any = SPEED, num_tokens: int = 1024, **own: Any
+) -> tuple[dict[str, Any], str]:
     """What is set in the config's own section, and the lines."""
     config = CONFIG | {"tiermem": CONFIG.get("tiermem", {}) | own}
     card = Card(card_mib * MIB, ())
-    found, how, said, _ = choose_config(config, SHAPE, speed, activations(num_tokens), CardRoom(card, None))
+    found, how, said, _ = choose_config(
+        config, SHAPE, speed, activations(num_tokens), CardRoom(card, None)
+    )
     assert (how is None) == (speed is None or not said)
-    return {name: found["tiermem"].get(name) for name in ("device_bytes", "activations")}, "; ".join(said)
+    return {
+        name: found["tiermem"].get(name) for name in ("device_bytes", "activations")
+    }, "; ".join(said)
 
 
 @pytest.mark.parametrize(
     "given",
     [
         pytest.param(
-            {"is_checkpointing": True, "host_bytes": 64 * GIB, "nvme_rate": "7,5", "is_duplex": True},
-            marks=pytest.mark.slow,  # 17 s; where nothing is said, the plan that recomputes is searched as well
+            {
+                "is_checkpointing": True,
+                "host_bytes": 64 * GIB,
+                "nvme_rate": "7,5",
+                "is_duplex": True,
+            },
+            # 17 s; where nothing is said, the plan that recomputes is searched as well
+            marks=pytest.mark.slow,
         ),
         {"host_bytes": 58 * GIB},  # the command of docs/sizing.md
     ],
 )
-def test_7b_on_a_card_of_24_gb_keeps_all_weights_there(given: dict[str, Any], tmp_path: Path) -> None:
-    """With 64 GB of RAM and nothing said of the card's use: no unit is fetched. Blocks are recomputed, said or not."""
+def test_7b_on_a_card_of_24_gb_keeps_all_weights_there(
+    given: dict[str, Any], tmp_path: Path
+) -> None:
+    """With 64 GB of RAM and nothing said of the card's use: no unit is fetched. Blocks are
+    recomputed, said or not."""
     file, text = tmp_path / "plan.json", io.StringIO()
     options = PlanOptions(preset="7b", gpu_bytes=24 * GIB, json_file=file, **given)
     assert plan(options, Console(file=text, width=600)) == EXIT_FITS
@@ -67,7 +88,10 @@ def test_7b_on_a_card_of_24_gb_keeps_all_weights_there(given: dict[str, Any], tm
     assert all(sentence in text.getvalue() for sentence in found["placement"])
     assert found["is_checkpointing"] and len(third) == ("is_checkpointing" not in given)
     said = r"checkpointing: blocks are recomputed in backward: 35 of 35 units stay on the GPU with that, 22 without; "
-    assert all(re.match(said + r"[\d.]+ s a step are predicted with that, [\d.]+ s without", each) for each in third)
+    assert all(
+        re.match(said + r"[\d.]+ s a step are predicted with that, [\d.]+ s without", each)
+        for each in third
+    )
     stay = re.search(r"(\d+) of (\d+) units stay on the GPU", first)
     assert stay is not None and stay[1] == stay[2] and "stay on the GPU" in second
     assert found["rank_bytes"]["DEVICE"] <= 24 * GIB
@@ -82,7 +106,10 @@ def test_weights_take_what_a_card_leaves_and_the_sentence_says_how_much() -> Non
     own, said = chosen(400)
     left = card_budget(400, None)
     assert own == {"device_bytes": left, "activations": None}
-    assert "device_bytes: 400.0 MiB - " in said and f"= {left / MIB:.1f} MiB for the plan; the plan takes" in said
+    assert (
+        "device_bytes: 400.0 MiB - " in said
+        and f"= {left / MIB:.1f} MiB for the plan; the plan takes" in said
+    )
     assert "activations: inputs of 12 checkpointed blocks take 12.0 MiB and stay on the GPU" in said
 
 
@@ -114,13 +141,19 @@ def test_a_card_without_room_is_refused_with_the_arithmetic() -> None:
     said = str(refused.value)
     assert f"{little}.0 MiB - " in said and "MiB for the plan; device_bytes=" in said
     assert "and the smallest plan needs" in said
-    assert chosen(little, device_bytes=100 * MIB) == ({"device_bytes": 100 * MIB, "activations": None}, "")
+    assert chosen(little, device_bytes=100 * MIB) == (
+        {"device_bytes": 100 * MIB, "activations": None},
+        "",
+    )
 
 
 def test_what_a_config_names_is_kept_and_said() -> None:
     own, said = chosen(400, device_bytes=50 * MIB, activations="cpu")
     assert own == {"device_bytes": 50 * MIB, "activations": "cpu"}
-    assert "device_bytes: 50.0 MiB, as the config says" in said and "from the GPU to HOST: as the config says" in said
+    assert (
+        "device_bytes: 50.0 MiB, as the config says" in said
+        and "from the GPU to HOST: as the config says" in said
+    )
 
 
 PROBE = """
@@ -146,15 +179,28 @@ def test_the_memory_of_a_device_and_that_of_the_host_are_measured() -> None:
 def test_the_card_of_this_machine_is_planned_for(tmp_path: Path) -> None:
     """Without --gpu-memory: its size, its link, its memory and its maths are measured."""
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
-    words = ["--model", str(tmp_path / "config.json"), "--offload", "cpu", "--seq", "64", "--checkpointing"]
+    words = [
+        "--model",
+        str(tmp_path / "config.json"),
+        "--offload",
+        "cpu",
+        "--seq",
+        "64",
+        "--checkpointing",
+    ]
     out = str(tmp_path / "plan.json")
     capacity = 1 << 30
-    python("-m", "tiermem.tools.cli", "plan", *words, "--json", out, TIERMEM_SIM_CAPACITY=str(capacity))
+    python(
+        "-m", "tiermem.tools.cli", "plan", *words, "--json", out, TIERMEM_SIM_CAPACITY=str(capacity)
+    )
     found = json.loads(Path(out).read_text())
     lines = {line["what"]: line["num_bytes"] for line in found["lines"] if line["tier"] == "DEVICE"}
     assert lines["torch"] == int(0.05 * capacity)
     budget = found["device_budget_bytes"]
-    assert budget is None or 0 < budget < capacity  # None: with the rates of this moment no more units stay there
+    # None: with the rates of this moment no more units stay there
+    assert budget is None or 0 < budget < capacity
     sources = " ".join(found["sources"])
     assert sources.count("measured here") == 2 and "trained for a moment" in sources
-    assert re.search(r"CPU kernels beside copies: [1-9]\d* GB/s of memory traffic, measured", sources)
+    assert re.search(
+        r"CPU kernels beside copies: [1-9]\d* GB/s of memory traffic, measured", sources
+    )

@@ -1,4 +1,5 @@
-"""Does `tiermem check --config` say what becomes of each key, and everything that is wrong at once?"""
+"""Does `tiermem check --config` say what becomes of each key, and everything that is wrong at
+once?"""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def test_keys_that_are_set_are_listed_with_what_becomes_of_them(tmp_path: Path) 
     device = "zero_optimization.offload_param.device"
     assert row_of(text, device) == f"{device} cpu honoured"  # as it is written in a file
     assert row_of(text, "zero_optimization.stage3_prefetch_bucket_size").endswith("7 honoured")
-    assert "True computed what is saved opens" in row_of(text, "zero_optimization.elastic_checkpoint")
+    assert "True computed what is saved opens" in row_of(
+        text, "zero_optimization.elastic_checkpoint"
+    )
     assert "aio.block_size" not in text
     assert "keys are not set" in text
 

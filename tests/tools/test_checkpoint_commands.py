@@ -1,4 +1,5 @@
-"""Do import, export, inspect and fsck work from the command line, and is bad input one line and exit status 2?"""
+"""Do import, export, inspect and fsck work from the command line, and is bad input one line and
+exit status 2?"""
 
 from __future__ import annotations
 
@@ -24,7 +25,11 @@ from tiermem.tools.job.train_job import find_resumed
 def tiermem(*words: str | Path) -> tuple[int, str, str]:
     """Exit status, stdout, stderr."""
     out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as ended:
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        pytest.raises(SystemExit) as ended,
+    ):
         main([str(word) for word in words])
     return int(ended.value.code or 0), out.getvalue(), err.getvalue()
 
@@ -37,7 +42,10 @@ def a_model(folder: Path) -> dict[str, torch.Tensor]:
     for _ in range(2):
         net(torch.randn(3, 33)).square().mean().backward()
         optimizer.step()
-    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 1}, folder / "a.pt")
+    torch.save(
+        {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 1},
+        folder / "a.pt",
+    )
     return net.state_dict()
 
 
@@ -63,7 +71,10 @@ def test_in_and_out_again(tmp_path: Path) -> None:
     status, out, _ = tiermem("import", tmp_path / "dcp", tmp_path / "again", "--json")
     assert status == 0
     assert json.loads(out)["kind"] == "torch.distributed.checkpoint"
-    data = [next((tmp_path / each / "global_step2").glob("data-*.bin")).read_bytes() for each in ("ours", "again")]
+    data = [
+        next((tmp_path / each / "global_step2").glob("data-*.bin")).read_bytes()
+        for each in ("ours", "again")
+    ]
     assert data[0] == data[1]
 
 
@@ -95,7 +106,9 @@ def hostile_file(folder: Path) -> Path:
 
 
 def hostile_legacy_file(folder: Path) -> Path:
-    torch.save({"x": Runs(folder / "pwned")}, folder / "bad.pt", _use_new_zipfile_serialization=False)
+    torch.save(
+        {"x": Runs(folder / "pwned")}, folder / "bad.pt", _use_new_zipfile_serialization=False
+    )
     return folder / "bad.pt"
 
 
@@ -113,7 +126,9 @@ def hostile_dcp(folder: Path) -> Path:
 def hostile_deepspeed(folder: Path) -> Path:
     (folder / "ds").mkdir()
     for kind in ("model", "optim"):
-        torch.save(Runs(folder / "pwned"), folder / "ds" / f"zero_pp_rank_0_mp_rank_00_{kind}_states.pt")
+        torch.save(
+            Runs(folder / "pwned"), folder / "ds" / f"zero_pp_rank_0_mp_rank_00_{kind}_states.pt"
+        )
     return folder / "ds"
 
 
@@ -200,7 +215,9 @@ def no_folder(folder: Path) -> list[Any]:
         (no_folder, "no such folder"),
     ],
 )
-def test_a_mistake_is_one_line(tmp_path: Path, make: Callable[[Path], list[Any]], reason: str) -> None:
+def test_a_mistake_is_one_line(
+    tmp_path: Path, make: Callable[[Path], list[Any]], reason: str
+) -> None:
     words = make(tmp_path)
     status, _, said = tiermem(*words)
     assert status == 2

@@ -19,7 +19,12 @@ from tiermem.tools.plan.card import CardRoom, choose_config, with_choice
 from tiermem.tools.plan.planned import ActivationBytes
 from tiermem.tools.presets import ModelSizes, preset
 
-SHAPE = preset("151m") | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 12, "vocab_size": 301}
+SHAPE = preset("151m") | {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 12,
+    "vocab_size": 301,
+}
 SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 4}
 SLOW_DISK = Rates(disk_read_bytes_s=0.2e9, disk_write_bytes_s=4e9)
 FAST_MATHS = Compute(1e-12, 2e-12)
@@ -56,7 +61,10 @@ def test_a_run_on_a_slow_disk_keeps_units_by_a_key_of_its_config() -> None:
     chosen, line, *_ = choose_config(config(96 << 20), SHAPE, *GIVEN)
     assert line is not None and "units of up to" in line
     assert chosen["zero_optimization"]["offload_param"]["max_in_cpu"] > 0
-    assert load_config(chosen).policy().host_param_numel == chosen["zero_optimization"]["offload_param"]["max_in_cpu"]
+    assert (
+        load_config(chosen).policy().host_param_numel
+        == chosen["zero_optimization"]["offload_param"]["max_in_cpu"]
+    )
 
 
 def test_without_a_budget_and_where_nothing_fits_there_is_nothing_to_say() -> None:

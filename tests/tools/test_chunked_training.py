@@ -1,4 +1,5 @@
-"""Does `tiermem train` compute a long sequence's loss in chunks, to the same value and gradients but for rounding?"""
+"""Does `tiermem train` compute a long sequence's loss in chunks, to the same value and gradients
+but for rounding?"""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def train(folder: Path, tied: bool) -> tuple[list[float], list[torch.Tensor], in
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_llama_trains_with_a_loss_in_chunks(tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_llama_trains_with_a_loss_in_chunks(
+    tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole, weights, widest = train(tmp_path, tied)
     assert widest == 300
     monkeypatch.setattr(planned, "_LOGITS_WHOLE_BYTES", 1000)
@@ -61,7 +64,8 @@ def test_a_llama_trains_with_a_loss_in_chunks(tied: bool, tmp_path: Path, monkey
 def test_logits_of_a_long_sequence_take_a_chunk_of_the_plan() -> None:
     sizes = ModelSizes.of(SHAPE | {"vocab_size": 128_000})
     assert not has_chunked_loss(sizes, 512) and has_chunked_loss(sizes, 8192)
-    assert not has_chunked_loss(sizes._replace(is_llama=False), 8192)  # other heads may scale or cap their logits
+    # other heads may scale or cap their logits
+    assert not has_chunked_loss(sizes._replace(is_llama=False), 8192)
     short, long = (
         next(
             row

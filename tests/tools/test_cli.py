@@ -24,7 +24,9 @@ from tiermem.tools.options import ExportOptions, TrainOptions
 
 def tiermem(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tiermem.tools.cli", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=120)
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, check=False, timeout=120
+    )
 
 
 MISTAKES = {
@@ -34,17 +36,35 @@ MISTAKES = {
         (["--preset", "151m", "--config", "x.json"], "--preset and --config are given"),
         (["--config", "no.json"], "--config: there is no file no.json"),
         (["--model", "no-folder"], "--model: no-folder has no config.json"),
-        (["--preset", "151m", "--memory", "much"], "'much' is not a size; write bytes, or for example 1250MiB"),
-        (["--preset", "151m", "--offload", "disk"], "--offload is 'disk'; allowed are none, cpu, nvme"),
-        (["--preset", "151m", "--offload", "cpu", "--nvme", "."], "--nvme names folders, but with --offload cpu"),
+        (
+            ["--preset", "151m", "--memory", "much"],
+            "'much' is not a size; write bytes, or for example 1250MiB",
+        ),
+        (
+            ["--preset", "151m", "--offload", "disk"],
+            "--offload is 'disk'; allowed are none, cpu, nvme",
+        ),
+        (
+            ["--preset", "151m", "--offload", "cpu", "--nvme", "."],
+            "--nvme names folders, but with --offload cpu",
+        ),
         (["--preset", "151m", "--nvme", "no-disk"], "no-disk: no such folder"),
         (["--preset", "151m", "--data", "no-data"], "--data: there is no no-data"),
         (["--preset", "151m", "--steps", "0"], "--steps is 0; it must be at least 1"),
         (["--preset", "151m", "--seq", "100000000"], "are fewer than one sequence of 100000000"),
         (["--preset", "151m", "--lr", "-1"], "--lr is -1.0"),
-        (["--preset", "151m", "--precision", "int8"], "--precision is 'int8'; allowed are auto, bf16, fp32, fp16"),
-        (["--preset", "151m", "--deepspeed-config", "no.json"], "no.json: No such file or directory"),
-        (["--preset", "151m", "--deepspeed-config", "x", "--lr", "1"], "--lr: --deepspeed-config decides this"),
+        (
+            ["--preset", "151m", "--precision", "int8"],
+            "--precision is 'int8'; allowed are auto, bf16, fp32, fp16",
+        ),
+        (
+            ["--preset", "151m", "--deepspeed-config", "no.json"],
+            "no.json: No such file or directory",
+        ),
+        (
+            ["--preset", "151m", "--deepspeed-config", "x", "--lr", "1"],
+            "--lr: --deepspeed-config decides this",
+        ),
         (["--preset", "151m", "--tuned", "no.json"], "no.json: No such file or directory"),
         (["--preset", "151m", "--tbw", "much"], "'much' is no drive's endurance"),
         (["--preset", "151m", "--threads", "100000"], "--threads is 100000; allowed are 1 to"),
@@ -54,13 +74,19 @@ MISTAKES = {
             "--overlap is 'sideways'; allowed are auto, none, forward, backward",
         ),
         (["--preset", "151m", "--seed", "-1"], "--seed is -1; allowed are"),
-        (["--preset", "151m", "--memory", "10"], "--memory is 10 bytes, which Python alone exceeds"),
+        (
+            ["--preset", "151m", "--memory", "10"],
+            "--memory is 10 bytes, which Python alone exceeds",
+        ),
         (["--preset", "151m", "--save", "/proc/1/no"], "cannot write here"),
     ],
     "tune": [
         (["--path", "nowhere"], "nowhere: no such folder"),
         (["--path", ".", "."], "--path names a folder twice"),
-        (["--path", ".", "--engine", "uring,disk"], "--engine is 'disk'; allowed are auto, uring, aio, threads"),
+        (
+            ["--path", ".", "--engine", "uring,disk"],
+            "--engine is 'disk'; allowed are auto, uring, aio, threads",
+        ),
         (["--path", ".", "--out", "no/tiermem.json"], "no: no such folder"),
         (["--path", ".", "--size", "1MiB"], "--size is 1.0 MiB; it must be at least 8.0 MiB"),
         (["--path", ".", "--size", "much"], "'much' is not a size"),
@@ -71,7 +97,8 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(
-    ("command", "arguments", "reason"), [(command, *each) for command, several in MISTAKES.items() for each in several]
+    ("command", "arguments", "reason"),
+    [(command, *each) for command, several in MISTAKES.items() for each in several],
 )
 def test_a_mistake_is_one_line_and_nothing_is_made(
     tmp_path: Path,
@@ -92,7 +119,13 @@ def test_a_mistake_is_one_line_and_nothing_is_made(
     assert list(tmp_path.iterdir()) == []
 
 
-SHAPE = {"model_type": "llama", "vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+SHAPE = {
+    "model_type": "llama",
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 
 
 @pytest.mark.parametrize(
@@ -102,7 +135,10 @@ SHAPE = {"model_type": "llama", "vocab_size": 300, "hidden_size": 64, "num_hidde
         ({"vocab_size": 0}, "vocab_size is 0"),
         ({"vocab_size": 200}, "at least 256 are due"),
         ({"hidden_size": 10_000_000}, "weights alone are"),
-        ({"num_attention_heads": 7}, "num_attention_heads is 7, which does not divide hidden_size 64"),
+        (
+            {"num_attention_heads": 7},
+            "num_attention_heads is 7, which does not divide hidden_size 64",
+        ),
         ({"num_key_value_heads": 3}, "num_key_value_heads is 3"),
         ({"hidden_size": "64"}, "hidden_size is '64'"),
         ({"model_type": "bert"}, "model_type is 'bert', an encoder"),
@@ -183,5 +219,7 @@ def test_the_command_line_imports_no_torch() -> None:
         (["--nvme=a", "--verbose"], ["--nvme=a", "--verbose"]),
     ],
 )
-def test_an_option_that_takes_several_takes_the_words_after_it(given: list[str], spread: list[str]) -> None:
+def test_an_option_that_takes_several_takes_the_words_after_it(
+    given: list[str], spread: list[str]
+) -> None:
     assert spread_lists(given) == spread

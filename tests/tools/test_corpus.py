@@ -27,7 +27,9 @@ def windows(corpus: Corpus) -> list[bytes]:
 def test_text_files_are_read_in_the_order_of_their_names(folder: Path) -> None:
     corpus = Corpus([folder], seq=8, seed=0)
     assert sorted(windows(corpus)) == [b"aaaaaaaa", b"bbbbbbbb", b"cccccccc"]
-    assert sorted(windows(Corpus([folder / "b.txt", folder / "a.txt"], seq=16, seed=0))) == [b"bbbbbbbbaaaaaaaa"]
+    assert sorted(windows(Corpus([folder / "b.txt", folder / "a.txt"], seq=16, seed=0))) == [
+        b"bbbbbbbbaaaaaaaa"
+    ]
 
 
 def test_a_seed_decides_the_order_and_windows_repeat_at_the_end(folder: Path) -> None:
@@ -66,7 +68,9 @@ def test_data_that_is_not_there_or_too_short_is_refused(folder: Path) -> None:
         Corpus([folder], seq=100, seed=0)
 
 
-@pytest.mark.parametrize("name", ["chats.jsonl", "chats.NDJSON", "part-0.parquet", "alpaca.json", "data.arrow"])
+@pytest.mark.parametrize(
+    "name", ["chats.jsonl", "chats.NDJSON", "part-0.parquet", "alpaca.json", "data.arrow"]
+)
 def test_files_of_records_are_refused(folder: Path, name: str) -> None:
     (folder / name).write_text('{"text": "a record"}\n' * 100)
     with pytest.raises(ValueError, match=rf"{name} holds records.*TiermemTrainer or TRL"):
@@ -78,5 +82,9 @@ def test_files_of_records_are_refused(folder: Path, name: str) -> None:
 
 def test_what_was_read_is_said(folder: Path) -> None:
     said = Corpus([folder / "a.txt", folder / "b.txt"], seq=1, seed=0, max_bytes=10).source
-    assert said.startswith(f"data: the first 10 B of the 16 B of {folder}/a.txt, {folder}/b.txt, a byte is a token")
-    assert Corpus([folder], seq=1, seed=0).source.startswith(f"data: all 24 B of the 24 B of {folder}, ")
+    assert said.startswith(
+        f"data: the first 10 B of the 16 B of {folder}/a.txt, {folder}/b.txt, a byte is a token"
+    )
+    assert Corpus([folder], seq=1, seed=0).source.startswith(
+        f"data: all 24 B of the 24 B of {folder}, "
+    )

@@ -26,10 +26,14 @@ SHAPE = {
 
 
 def calls_in(trace: str) -> list[tuple[str, str, Path]]:
-    """The calls that succeeded: the name of each, its arguments, and the path, which a descriptor may begin."""
+    """The calls that succeeded: the name of each, its arguments, and the path, which a descriptor
+    may begin."""
     found = []
     for name, arguments in re.findall(r"^\d+\s+(\w+)\((.*)\)\s+= \d", trace, re.MULTILINE):
-        path, folder = re.search(r'"([^"]*)"', arguments), re.match(r"(?:AT_FDCWD|\d+)<([^>]*)>", arguments)
+        path, folder = (
+            re.search(r'"([^"]*)"', arguments),
+            re.match(r"(?:AT_FDCWD|\d+)<([^>]*)>", arguments),
+        )
         if path is not None:
             found.append((name, arguments, Path(folder[1] if folder else "") / path[1]))
     return found
@@ -41,8 +45,29 @@ def test_what_a_training_makes_is_new_or_lies_in_its_own_new_folder(tmp_path: Pa
     (tmp_path / "shape.json").write_text(json.dumps(SHAPE))
     (tmp_path / "nvme").mkdir()
     trace, out = tmp_path / "trace", tmp_path / "out"
-    words = ["train", "--config", tmp_path / "shape.json", "--offload", "nvme", "--nvme", tmp_path / "nvme"]
-    words += ["--steps", 3, "--seq", 32, "--batch", 2, "--save-every", 2, "--save", out / "ck", "--runs", out / "runs"]
+    words = [
+        "train",
+        "--config",
+        tmp_path / "shape.json",
+        "--offload",
+        "nvme",
+        "--nvme",
+        tmp_path / "nvme",
+    ]
+    words += [
+        "--steps",
+        3,
+        "--seq",
+        32,
+        "--batch",
+        2,
+        "--save-every",
+        2,
+        "--save",
+        out / "ck",
+        "--runs",
+        out / "runs",
+    ]
     words += ["--json", out / "train.json", "--tensorboard", out / "board"]
     strace = ["strace", "-f", "-qq", "-y", "-s", "4096", "-e", f"trace={CALLS}", "-o", trace]
     run = [*strace, sys.executable, "-c", "from tiermem.tools.cli import main; main()", *words]
@@ -51,12 +76,18 @@ def test_what_a_training_makes_is_new_or_lies_in_its_own_new_folder(tmp_path: Pa
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    calls = [each for each in calls_in(trace.read_text(errors="replace")) if tmp_path in each[2].parents]
+    calls = [
+        each for each in calls_in(trace.read_text(errors="replace")) if tmp_path in each[2].parents
+    ]
     made = {path for name, _, path in calls if name.startswith("mkdir")}
     opened = [(path, flags) for name, flags, path in calls if name.startswith("open")]
     written = {path: flags for path, flags in opened if re.search("O_WRONLY|O_RDWR|O_CREAT", flags)}
     assert {name for name, _, _ in calls} == {"openat", "mkdir"}
-    follows = {path for path, flags in written.items() if not re.search("O_EXCL|O_TMPFILE|O_NOFOLLOW", flags)}
+    follows = {
+        path
+        for path, flags in written.items()
+        if not re.search("O_EXCL|O_TMPFILE|O_NOFOLLOW", flags)
+    }
     assert {path.parent for path in follows} == {
         path for path in made if path.parent == out / "board"
     }  # TensorBoard's own

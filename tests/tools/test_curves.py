@@ -1,4 +1,5 @@
-"""Do the curves compare what they say, and does training in lower precisions end where the exact one does?"""
+"""Do the curves compare what they say, and does training in lower precisions end where the exact
+one does?"""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def opened_fonts() -> None:
 
 def text(folder: Path) -> Path:
     file = folder / "text.txt"
-    file.write_text("".join(f"{i} bottles of beer on the wall, {i} bottles of beer.\n" for i in range(3000)))
+    file.write_text(
+        "".join(f"{i} bottles of beer on the wall, {i} bottles of beer.\n" for i in range(3000))
+    )
     return file
 
 
@@ -42,7 +45,8 @@ def test_the_figures_hold_a_curve_of_each_preset(tmp_path: Path) -> None:
     assert len(exact["losses"]) == len(tiny["losses"]) == 4
     assert figures["seeds"] == [5, 6]
     for seed in range(2):
-        assert exact["losses_by_seed"][seed][0] == tiny["losses_by_seed"][seed][0]  # the same weights and data
+        # the same weights and data
+        assert exact["losses_by_seed"][seed][0] == tiny["losses_by_seed"][seed][0]
         assert exact["losses_by_seed"][seed] != tiny["losses_by_seed"][seed]
     assert exact["losses_by_seed"][0] != exact["losses_by_seed"][1]
     assert exact["against_first"] == exact["standard_error"] == 0.0
@@ -62,7 +66,10 @@ def test_a_curve_is_the_same_again(tmp_path: Path) -> None:
 def test_the_final_loss_is_the_mean_of_the_last_tenth_and_compared_seed_by_seed() -> None:
     start = [9.0] * 18
     rows = rows_of(
-        {"exact": [[*start, 2.0, 4.0], [*start, 2.0, 2.0]], "tiny": [[*start, 3.0, 3.3], [*start, 2.0, 2.2]]}
+        {
+            "exact": [[*start, 2.0, 4.0], [*start, 2.0, 2.0]],
+            "tiny": [[*start, 3.0, 3.3], [*start, 2.0, 2.2]],
+        }
     )
     assert [row["final_loss"] for row in rows] == [2.5, pytest.approx(2.625)]
     assert rows[1]["against_first_by_seed"] == [pytest.approx(0.05), pytest.approx(0.05)]
@@ -97,9 +104,15 @@ def test_train_knows_the_same_presets() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # nine trainings, with one thread each in `make test-all`
 def test_lower_precisions_end_where_exact_does() -> None:
-    """300 steps on the demo's data: compact within 0.5 % of the exact final loss, tiny within 1.5 %."""
+    """300 steps on the demo's data: compact within 0.5 % of the exact final loss, tiny within 1.5
+    %."""
     presets = ("exact", "compact", "tiny")
-    rows = rows_of({name: [train_curve(name, Corpus([], 128, s), 300, s) for s in range(3)] for name in presets})
+    rows = rows_of(
+        {
+            name: [train_curve(name, Corpus([], 128, s), 300, s) for s in range(3)]
+            for name in presets
+        }
+    )
     assert rows[0]["final_loss"] < 0.5 * rows[0]["losses"][0]
     assert abs(rows[1]["against_first"]) < 0.005
     assert abs(rows[2]["against_first"]) < 0.015

@@ -1,4 +1,5 @@
-"""Does a person see what a run takes of its accelerator, and what to change when that is too little?"""
+"""Does a person see what a run takes of its accelerator, and what to change when that is too
+little?"""
 
 from __future__ import annotations
 
@@ -36,7 +37,15 @@ PLAN = [
     ["gradients", "HOST", 80 * MIB, "rest on HOST until the step"],
     ["parameters", "DEVICE", 40 * MIB, "rest on DEVICE"],
 ]
-STEP = {"kind": "step", "step": 1, "loss": 7.0, "tokens": 4, "forward_s": 1.0, "backward_s": 1.0, "step_s": 1.0}
+STEP = {
+    "kind": "step",
+    "step": 1,
+    "loss": 7.0,
+    "tokens": 4,
+    "forward_s": 1.0,
+    "backward_s": 1.0,
+    "step_s": 1.0,
+}
 SHAPE = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 512, "hidden_size": 64,
     "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
@@ -47,25 +56,45 @@ SHAPE = {
 def job_of(**settings: Any) -> Job:
     values = {"batch": 4, "seq": 128, "is_checkpointing": False, "config": {}}
     others = dict.fromkeys(("name", "precision"), "") | {key: [] for key in ("data", "nvme_paths")}
-    rest = {"shape": {}, "checkpoint": None, "steps": 1, "seed": 0, "threads": None, "events_file": None}
+    rest = {
+        "shape": {},
+        "checkpoint": None,
+        "steps": 1,
+        "seed": 0,
+        "threads": None,
+        "events_file": None,
+    }
     return Job(**{**rest, **others, "memory_limit_bytes": None, **values, **settings})
 
 
 def summary_of(fields: dict[str, Any]) -> dict[str, Any]:
     record = RunRecord()
     predicted = {f"{phase}_s": 1.0 for phase in ("forward", "backward", "step")}
-    predicted |= dict.fromkeys(("nvme_read_bytes", "nvme_written_bytes", "disk_bytes", "host_bytes", "peak_bytes"), 0)
-    record.on_message({"kind": "ready", "plan": PLAN, "predicted": {**predicted, "device_bytes": 100 * MIB}, **fields})
+    predicted |= dict.fromkeys(
+        ("nvme_read_bytes", "nvme_written_bytes", "disk_bytes", "host_bytes", "peak_bytes"), 0
+    )
+    record.on_message(
+        {
+            "kind": "ready",
+            "plan": PLAN,
+            "predicted": {**predicted, "device_bytes": 100 * MIB},
+            **fields,
+        }
+    )
     record.on_message({**STEP, **fields})
     record.outcome = Outcome(0, "close", "none", None, False, False, False, 7, Charge(), None, 1.0)
     return {"name": "tiermem tiny", **json.loads(json.dumps(record.summary()))}
 
 
 @pytest.mark.parametrize(("steps_early", "predicted_s"), [(0, 2.0), (1, 1.0)])
-def test_a_run_is_compared_with_the_prediction_of_steps_like_its_own(steps_early: int, predicted_s: float) -> None:
+def test_a_run_is_compared_with_the_prediction_of_steps_like_its_own(
+    steps_early: int, predicted_s: float
+) -> None:
     """Whether they begin under backward shows in the run: one that clips begins none."""
     record = RunRecord()
-    record.on_message({"kind": "ready", "predicted": {"step_s": 1.0, "host_bytes": 7, "late": {"step_s": 2.0}}})
+    record.on_message(
+        {"kind": "ready", "predicted": {"step_s": 1.0, "host_bytes": 7, "late": {"step_s": 2.0}}}
+    )
     record.on_message(STEP)
     record.on_message({"kind": "done", "steps_early": steps_early})
     record.outcome = Outcome(0, "close", "none", None, False, False, False, 7, Charge(), None, 1.0)
@@ -88,7 +117,11 @@ def test_tables_and_json_have_the_sums_of_a_run_on_an_accelerator() -> None:
     assert "peak; 100.0 MiB at the end, 70.0 MiB of them planned to rest there" in result
     assert "peak; 300.0 MiB at the end, of 20.00 GiB, 19.00 GiB free" in result
     plan = text_of(plan_table({"plan": PLAN, **DEVICE_FIELDS}))
-    assert "= DEVICE" in plan and "70.0 MiB" in plan and "of 20.00 GiB of cuda:0, 19.00 GiB free now" in plan
+    assert (
+        "= DEVICE" in plan
+        and "70.0 MiB" in plan
+        and "of 20.00 GiB of cuda:0, 19.00 GiB free now" in plan
+    )
     assert "100.0 MiB  200.0 MiB             0.500" in text_of(predicted_table(run))
     other = summary_of({})
     both = text_of(peers_table([run, other]))
@@ -100,7 +133,11 @@ def test_a_run_on_the_cpu_says_nothing_of_a_device() -> None:
     assert run["device_memory"] is None
     assert device_fields(torch.device("cpu")) == {}
     for table in (result_table(run), plan_table({"plan": PLAN[1:2]}), peers_table([run])):
-        assert "DEVICE" not in text_of(table) and "GPU" not in text_of(table) and "device" not in text_of(table)
+        assert (
+            "DEVICE" not in text_of(table)
+            and "GPU" not in text_of(table)
+            and "device" not in text_of(table)
+        )
 
 
 @pytest.mark.parametrize(
@@ -112,14 +149,18 @@ def test_a_run_on_the_cpu_says_nothing_of_a_device() -> None:
             {
                 "batch": 1,
                 "config": {
-                    "zero_optimization": {f"offload_{what}": {"device": "cpu"} for what in ("param", "optimizer")}
+                    "zero_optimization": {
+                        f"offload_{what}": {"device": "cpu"} for what in ("param", "optimizer")
+                    }
                 },
             },
             "a --seq below 128 or --checkpointing",
         ),
     ],
 )
-def test_a_refusal_is_one_sentence_that_says_what_to_change(settings: dict[str, Any], remedy: str) -> None:
+def test_a_refusal_is_one_sentence_that_says_what_to_change(
+    settings: dict[str, Any], remedy: str
+) -> None:
     refusal = torch.OutOfMemoryError(
         "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 20.00 GiB"
     )
@@ -127,8 +168,10 @@ def test_a_refusal_is_one_sentence_that_says_what_to_change(settings: dict[str, 
         refusal, DEVICE_FIELDS["device_memory"], PLAN, "backward of step 3", job_of(**settings)
     )
     assert said == (
-        "cuda:0 has no memory left in backward of step 3: 20.00 MiB more were wanted, torch has reserved 300.0 MiB of 20.00 "
-        "GiB (100.0 MiB in tensors) and 19.00 GiB are free; the plan keeps 70.0 MiB on DEVICE (resident parameters 30.0 MiB, "
+        "cuda:0 has no memory left in backward of step 3: 20.00 MiB more were wanted, torch has "
+        "reserved 300.0 MiB of 20.00 "
+        "GiB (100.0 MiB in tensors) and 19.00 GiB are free; the plan keeps 70.0 MiB on DEVICE "
+        "(resident parameters 30.0 MiB, "
         f"parameters 40.0 MiB): give {remedy}"
     )
 
@@ -152,13 +195,29 @@ def test_a_refusal_is_found_behind_the_error_that_it_caused() -> None:
 
 
 def refused(folder: Path, **own: Any) -> str:
-    """The one line in which a training on a card of 14 MB ends, with its states there. own: keys of the section "tiermem"."""
+    """The one line in which a training on a card of 14 MB ends, with its states there. own: keys of
+    the section "tiermem"."""
     pytest.importorskip("transformers")
     (folder / "config.json").write_text(json.dumps(SHAPE))
     optimizer = {"type": "AdamW", "params": {"lr": 1e-4}}
-    config = {"bf16": {"enabled": True}, "optimizer": optimizer, "zero_optimization": {"stage": 3}, "tiermem": own}
+    config = {
+        "bf16": {"enabled": True},
+        "optimizer": optimizer,
+        "zero_optimization": {"stage": 3},
+        "tiermem": own,
+    }
     (folder / "ds.json").write_text(json.dumps({**config, "train_micro_batch_size_per_gpu": 8}))
-    words = ["train", "--config", "config.json", "--deepspeed-config", "ds.json", "--seq", "128", "--steps", "2"]
+    words = [
+        "train",
+        "--config",
+        "config.json",
+        "--deepspeed-config",
+        "ds.json",
+        "--seq",
+        "128",
+        "--steps",
+        "2",
+    ]
     words += ["--no-checkpointing"]
     done = subprocess.run(
         [sys.executable, "-m", "tiermem.tools.cli", *words],
@@ -175,36 +234,61 @@ def refused(folder: Path, **own: Any) -> str:
 
 
 @pytest.mark.slow
-def test_training_on_a_card_that_is_too_small_is_refused_before_the_model_is_built(tmp_path: Path) -> None:
-    """Slow: test_card.py holds the refusal and its arithmetic, and the test below that a trainer's refusal is one line."""
+def test_training_on_a_card_that_is_too_small_is_refused_before_the_model_is_built(
+    tmp_path: Path,
+) -> None:
+    """Slow: test_card.py holds the refusal and its arithmetic, and the test below that a trainer's
+    refusal is one line."""
     line = refused(tmp_path)
     assert line.startswith("tiermem train: the accelerator has too little memory: 13.4 MiB - ")
     assert "(at work)" in line and "and the smallest plan needs" in line
     assert (
-        "give a --batch below 8, a --seq below 128, --checkpointing or --offload cpu, or name tiermem.device_bytes"
-        in line
-    )
+        "give a --batch below 8, a --seq below 128, --checkpointing or --offload cpu, or name "
+        "tiermem.device_bytes"
+    ) in line
 
 
 def test_training_that_runs_out_of_device_memory_ends_in_one_line(tmp_path: Path) -> None:
     """Where the config says that the plan may take nearly all of it."""
     line = refused(tmp_path, device_bytes=13_500_000)
     assert line.startswith("tiermem train: sim:0 has no memory left in backward of step 1: ")
-    assert "the plan keeps 11.6 MiB on DEVICE (resident parameters" in line and "--offload cpu" in line
+    assert (
+        "the plan keeps 11.6 MiB on DEVICE (resident parameters" in line and "--offload cpu" in line
+    )
 
 
 @pytest.mark.slow
-def test_training_sends_inputs_of_blocks_from_a_card_that_has_no_room_for_them(tmp_path: Path) -> None:
-    """The choice is that of `plan`, it is in the report, the device holds what it says, and no bit of a loss is another."""
+def test_training_sends_inputs_of_blocks_from_a_card_that_has_no_room_for_them(
+    tmp_path: Path,
+) -> None:
+    """The choice is that of `plan`, it is in the report, the device holds what it says, and no bit
+    of a loss is another."""
     pytest.importorskip("transformers")
     shape = SHAPE | {"num_hidden_layers": 12}
     (tmp_path / "config.json").write_text(json.dumps(shape))
-    words = ["--offload", "none", "--seq", "128", "--batch", "16", "--checkpointing", "--precision", "fp32"]
-    options = TrainOptions(config=tmp_path / "config.json", offload="none", batch=16, precision="fp32")
-    rates, config = Rates(disk_read_bytes_s=1e9, disk_write_bytes_s=1e9), make_config(options, [tmp_path])
+    words = [
+        "--offload",
+        "none",
+        "--seq",
+        "128",
+        "--batch",
+        "16",
+        "--checkpointing",
+        "--precision",
+        "fp32",
+    ]
+    options = TrainOptions(
+        config=tmp_path / "config.json", offload="none", batch=16, precision="fp32"
+    )
+    rates, config = (
+        Rates(disk_read_bytes_s=1e9, disk_write_bytes_s=1e9),
+        make_config(options, [tmp_path]),
+    )
 
     def on_card(num_bytes: int) -> Planned:
-        scenario = Scenario(shape, config, Cluster(1, 1, num_bytes), rates, 1e12, 128, is_checkpointing=True)
+        scenario = Scenario(
+            shape, config, Cluster(1, 1, num_bytes), rates, 1e12, 128, is_checkpointing=True
+        )
         return plan_scenario(scenario, chooses=False)
 
     small, enough = 0, 1 << 28
@@ -232,8 +316,11 @@ def test_training_sends_inputs_of_blocks_from_a_card_that_has_no_room_for_them(t
 
 
 @pytest.mark.slow
-def test_training_recomputes_blocks_where_a_card_has_no_room_for_what_they_keep(tmp_path: Path) -> None:
-    """Unless it is told to or not to; a resume is free to choose again. No bit of a loss is another."""
+def test_training_recomputes_blocks_where_a_card_has_no_room_for_what_they_keep(
+    tmp_path: Path,
+) -> None:
+    """Unless it is told to or not to; a resume is free to choose again. No bit of a loss is
+    another."""
     pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"num_hidden_layers": 12}))
     sizes = ["--config=config.json", "--offload=cpu", "--seq=128", "--batch=16", "--precision=fp32"]
@@ -251,12 +338,20 @@ def test_training_recomputes_blocks_where_a_card_has_no_room_for_what_they_keep(
         return list(out["losses"])
 
     small, roomy = 60_000_000, 300_000_000  # autograd keeps 109 MiB
-    why = "checkpointing: blocks are recomputed in backward, since what they would keep leaves no room for a plan"
+    why = (
+        "checkpointing: blocks are recomputed in backward, since what they would keep leaves no "
+        "room for a plan"
+    )
     first = losses_of(small, *sizes, "--steps=1", "--save=ck", recomputes=True, said=why)
     why = "checkpointing: no block is recomputed in backward: "
     second = losses_of(roomy, "--resume=ck", "--steps=2", recomputes=False, said=why)
     told = losses_of(
-        roomy, *sizes, "--steps=2", "--no-checkpointing", recomputes=False, said="since no block is recomputed"
+        roomy,
+        *sizes,
+        "--steps=2",
+        "--no-checkpointing",
+        recomputes=False,
+        said="since no block is recomputed",
     )
     assert first + second == told
 

@@ -37,7 +37,10 @@ def test_alignment_is_one_of_those_tried(tmp_path: Path) -> None:
 def test_folders_of_one_file_system_are_one_disk_and_several_add_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rates = {"a": DiskRate(3.0, 5.0, "uring", "works", True), "b": DiskRate(30.0, 50.0, "aio", "works", False)}
+    rates = {
+        "a": DiskRate(3.0, 5.0, "uring", "works", True),
+        "b": DiskRate(30.0, 50.0, "aio", "works", False),
+    }
     seen, devices = [], {"a": 1, "again": 1, "b": 2}
     folders = [tmp_path / name for name in devices]
 

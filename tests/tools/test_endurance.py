@@ -13,9 +13,12 @@ A, B = Path("/a"), Path("/b")
 
 
 def test_a_drive_s_life_is_counted_in_runs_steps_and_days() -> None:
-    (line,) = endurance_lines([WrittenOnPath(A, 12 * GB)], num_steps=10, seconds=864.0, tbw_bytes=600 * TB)
+    (line,) = endurance_lines(
+        [WrittenOnPath(A, 12 * GB)], num_steps=10, seconds=864.0, tbw_bytes=600 * TB
+    )
     assert line == (
-        "written to /a: 12.0 GB in this run, 1.20 GB per step; a drive of 600 TBW lasts 50,000 such runs, 500,000 steps, "
+        "written to /a: 12.0 GB in this run, 1.20 GB per step; a drive of 600 TBW lasts 50,000 "
+        "such runs, 500,000 steps, "
         "500 days at this rate"
     )
 
@@ -23,7 +26,8 @@ def test_a_drive_s_life_is_counted_in_runs_steps_and_days() -> None:
 def test_without_a_drive_a_hundred_terabytes_are_spoken_of() -> None:
     (line,) = endurance_lines([WrittenOnPath(A, 2 * GB)], num_steps=4, seconds=1.0)
     assert line == (
-        "written to /a: 2.00 GB in this run, 500 MB per step; every 100 TB of a drive's TBW are 200,000 such steps"
+        "written to /a: 2.00 GB in this run, 500 MB per step; every 100 TB of a drive's TBW are "
+        "200,000 such steps"
     )
 
 
@@ -39,7 +43,10 @@ def test_several_paths_have_a_line_each_and_a_sum() -> None:
         "written to /b",
         "all of it, if the paths share one drive",
     ]
-    assert "4.00 GB in this run, 2.00 GB per step; a drive of 600 TBW lasts 150,000 such runs" in lines[2]
+    assert (
+        "4.00 GB in this run, 2.00 GB per step; a drive of 600 TBW lasts 150,000 such runs"
+        in lines[2]
+    )
 
 
 def test_a_path_that_was_not_written_has_no_wear() -> None:
@@ -74,7 +81,9 @@ def test_a_saved_run_tells_its_training_and_its_building() -> None:
         "paths": [{"path": "/a", "written_bytes": 2 * GB, "since_made_bytes": 3 * GB}],
     }
     (line,) = lines_of_run(run, 100 * TB)
-    assert line.startswith("written to /a: 2.00 GB in this run, 1.00 GB per step (3.00 GB since the store was made); ")
+    assert line.startswith(
+        "written to /a: 2.00 GB in this run, 1.00 GB per step (3.00 GB since the store was made); "
+    )
     assert lines_of_run({"losses": []}) == []
 
 
@@ -89,7 +98,10 @@ def test_what_steps_that_were_made_again_wrote_is_said_apart() -> None:
     written, copied, again = lines_of_run(run, 100 * TB)
     assert copied == "of this 2.00 GB are copies that saves made"
     assert written.startswith("written to /a: 4.00 GB in this run")
-    assert again == "of this 1.00 GB were written under backward and dropped: 1 of 3 steps were made again"
+    assert (
+        again
+        == "of this 1.00 GB were written under backward and dropped: 1 of 3 steps were made again"
+    )
 
 
 def test_a_store_as_old_as_the_run_says_it_once() -> None:
@@ -98,7 +110,8 @@ def test_a_store_as_old_as_the_run_says_it_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "num_bytes"), [("600TB", 600 * TB), ("600 TBW", 600 * TB), ("1200", 1200 * TB), ("1.5TiB", 3 << 39)]
+    ("text", "num_bytes"),
+    [("600TB", 600 * TB), ("600 TBW", 600 * TB), ("1200", 1200 * TB), ("1.5TiB", 3 << 39)],
 )
 def test_endurance_is_written_as_data_sheets_do(text: str, num_bytes: int) -> None:
     assert parse_tbw(text) == num_bytes

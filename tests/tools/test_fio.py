@@ -15,7 +15,10 @@ from tiermem.tools.measure.files import BenchFiles
 
 
 def report(read: tuple[int, int], write: tuple[int, int], error: int = 0) -> str:
-    ways = {name: {"io_bytes": way[0], "runtime": way[1]} for name, way in (("read", read), ("write", write))}
+    ways = {
+        name: {"io_bytes": way[0], "runtime": way[1]}
+        for name, way in (("read", read), ("write", write))
+    }
     return json.dumps({"fio version": "fio-3.33", "jobs": [{"error": error, **ways}]})
 
 
@@ -32,7 +35,8 @@ def test_lines_before_the_report_are_passed_over() -> None:
 
 
 @pytest.mark.parametrize(
-    "said", ["", "no report", "{}", '{"jobs": []}', report((0, 0), (0, 0)), report((9, 9), (0, 0), 5)]
+    "said",
+    ["", "no report", "{}", '{"jobs": []}', report((0, 0), (0, 0)), report((9, 9), (0, 0), 5)],
 )
 def test_what_is_no_measurement_is_an_error(said: str) -> None:
     with pytest.raises(OSError, match="fio"):
@@ -58,7 +62,14 @@ def test_the_program_measures_a_file_without_a_name(tmp_path: Path, engine: str,
         pytest.skip("fio is not installed")
     with BenchFiles([tmp_path], 1, 1 << 22) as files:
         try:
-            rate = run_fio(program, engine, files, setting(mode, block_bytes=65536, depth=4), 1 << 21, sync=True)
+            rate = run_fio(
+                program,
+                engine,
+                files,
+                setting(mode, block_bytes=65536, depth=4),
+                1 << 21,
+                sync=True,
+            )
         except OSError as error:
             pytest.skip(f"{engine}: {error}")
         assert rate > 0

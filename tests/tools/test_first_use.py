@@ -70,10 +70,16 @@ ANSWERS = {
 
 @pytest.mark.parametrize(("typed", "right"), ANSWERS.items())
 def test_a_wrong_command_is_answered_by_the_right_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], typed: str, right: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    typed: str,
+    right: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": 1, "zero_optimization": {"stage": 3}}))
+    (tmp_path / "ds.json").write_text(
+        json.dumps({"train_batch_size": 1, "zero_optimization": {"stage": 3}})
+    )
     (tmp_path / "model.json").write_text(json.dumps(preset("151m")))
     with pytest.raises(SystemExit) as ended:
         main(shlex.split(typed))
@@ -119,7 +125,13 @@ def test_resume_without_a_folder_lists_what_can_be_resumed(
     options = TrainOptions(preset="151m")
     told = {"tiermem train": options_to_save(options, "151m-nvme", preset("151m"), None)}
     for folder, step in (("runs/one/checkpoints", 7), ("mine", 9)):
-        write(Path(folder), {"weight": {"weight": torch.zeros(3)}}, f"step{step}", step=step, client_state=told)
+        write(
+            Path(folder),
+            {"weight": {"weight": torch.zeros(3)}},
+            f"step{step}",
+            step=step,
+            client_state=told,
+        )
     (tmp_path / "runs" / "empty").mkdir()
     with pytest.raises(SystemExit) as ended:
         main(["train", "--resume", "--steps", "3"])

@@ -1,4 +1,5 @@
-"""Does fsck see what is live, dead, whole and damaged, and does it remove only what it names and runs made?"""
+"""Does fsck see what is live, dead, whole and damaged, and does it remove only what it names and
+runs made?"""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ class Found(NamedTuple):
 
 
 class Left(NamedTuple):
-    """What a process has left that was killed: a run with a tag beside it, and a run that had saved nothing."""
+    """What a process has left that was killed: a run with a tag beside it, and a run that had saved
+    nothing."""
 
     saved: Path
     unsaved: Path
@@ -115,13 +117,18 @@ def test_live_runs_are_named_and_never_removed(template: Left) -> None:
     assert "--repair changes nothing here before the run's end" in template.refused
 
 
-def test_a_killed_runs_step_is_found_and_verified(left: Left, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_runs_step_is_found_and_verified(
+    left: Left, capsys: pytest.CaptureFixture[str]
+) -> None:
     status, text = look(left.saved, capsys, verifies=True)
     assert status == EXIT_DEAD
     assert " dead " in line_of(text, left.run.name)
     assert "global_step2 (latest)" in line_of(text, "global_step2")
     assert "whole, verified" in line_of(text, "global_step2")
-    advice = f"was killed; step 2 is durable: resume it, or remove it with tiermem fsck {left.run} --remove"
+    advice = (
+        f"was killed; step 2 is durable: resume it, or remove it with tiermem fsck {left.run} "
+        "--remove"
+    )
     assert advice in text
 
 
@@ -133,9 +140,18 @@ def test_json_says_the_same(left: Left, capsys: pytest.CaptureFixture[str]) -> N
     (run,) = found["runs"]
     assert (run["state"], run["rank"], run["unknown"]) == ("dead", None, ["notes.txt"])
     (step,) = found["steps"]
-    assert (step["state"], step["step"], step["world"], step["run_id"]) == ("whole", 2, 1, run["run_id"])
+    assert (step["state"], step["step"], step["world"], step["run_id"]) == (
+        "whole",
+        2,
+        1,
+        run["run_id"],
+    )
     assert step["num_bytes"] == 4 * 3 * (33 * 65 * 2 + 33 + 65)  # an fp32 weight and two moments
-    assert step["num_bytes"] <= run["durable_bytes"] == sum(place["own_bytes"] for place in step["places"])
+    assert (
+        step["num_bytes"]
+        <= run["durable_bytes"]
+        == sum(place["own_bytes"] for place in step["places"])
+    )
     assert [place["folder"] for place in step["places"]] == [str(left.run)]
     assert run["free_bytes"] > 0 == run["live_bytes"] == run["unclear_bytes"]
     kinds = ("durable_bytes", "live_bytes", "free_bytes", "unclear_bytes", "record_bytes")
@@ -161,10 +177,14 @@ def test_the_table_says_whose_the_bytes_are(left: Left, capsys: pytest.CaptureFi
         "records",
     ]
     assert any(
-        line.split() == ["path", "on", "the", "disk", "durable", "live", "free", "unclear", "records"] for line in lines
+        line.split()
+        == ["path", "on", "the", "disk", "durable", "live", "free", "unclear", "records"]
+        for line in lines
     )
     assert any(line.startswith(str(left.unsaved)) for line in lines)
-    assert any(line.split()[-5:] == ["tensors", "states", "durable", "own", "state"] for line in lines)
+    assert any(
+        line.split()[-5:] == ["tensors", "states", "durable", "own", "state"] for line in lines
+    )
 
 
 class Placed(NamedTuple):
@@ -183,7 +203,9 @@ def a_state(run: Path) -> Placed:
     return Placed(state["param"], run / part["files"][file], offset)
 
 
-def test_a_flipped_bit_is_found_by_verifying_alone(left: Left, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_flipped_bit_is_found_by_verifying_alone(
+    left: Left, capsys: pytest.CaptureFixture[str]
+) -> None:
     param, file, offset = a_state(left.run)
     data = bytearray(file.read_bytes())
     data[offset + 5] ^= 4
@@ -210,7 +232,9 @@ def test_what_is_cut_is_broken(left: Left, capsys: pytest.CaptureFixture[str], v
         assert file.name in text
 
 
-def test_a_run_with_a_durable_step_goes_only_when_it_is_named(left: Left, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_with_a_durable_step_goes_only_when_it_is_named(
+    left: Left, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = left.run
     status, text = look(left.saved, capsys, removes=True)
     assert status == EXIT_DEAD
@@ -223,7 +247,9 @@ def test_a_run_with_a_durable_step_goes_only_when_it_is_named(left: Left, capsys
     assert look(left.saved, capsys).status == EXIT_DAMAGED  # its tag points at what is gone
 
 
-def test_a_killed_run_without_a_step_is_removed(left: Left, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_run_without_a_step_is_removed(
+    left: Left, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = next(left.unsaved.glob("tiermem-*"))
     (run / "notes.txt").write_text("mine")
     (left.unsaved / "other.bin").write_text("mine")
@@ -249,10 +275,15 @@ def test_a_run_killed_before_it_had_a_lock_is_removed(
     assert not run.exists()
 
 
-def test_checkpoints_are_looked_at_tag_by_tag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoints_are_looked_at_tag_by_tag(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for number in (1, 2):
         write(
-            tmp_path, {"w": {"weight": torch.arange(5000.0), "exp_avg": torch.ones(5000)}}, f"t{number}", commit=number
+            tmp_path,
+            {"w": {"weight": torch.arange(5000.0), "exp_avg": torch.ones(5000)}},
+            f"t{number}",
+            commit=number,
         )
     assert look(tmp_path, capsys, verifies=True)[0] == 0
     file = next((tmp_path / "t2").glob("part-*.json"))
@@ -267,7 +298,9 @@ def test_checkpoints_are_looked_at_tag_by_tag(tmp_path: Path, capsys: pytest.Cap
     assert "names 't3', which is not there" in look(tmp_path, capsys)[1]
 
 
-def test_an_empty_folder_is_clean_and_no_folder_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_folder_is_clean_and_no_folder_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     status, text = look(tmp_path, capsys)
     assert status == 0
     assert "no run and no durable step" in text
@@ -277,7 +310,11 @@ def test_an_empty_folder_is_clean_and_no_folder_is_an_error(tmp_path: Path, caps
 
 def test_inspect_lists_every_tensor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     states = {
-        "a.weight": {"weight": torch.randn(3, 5).bfloat16(), "master": torch.randn(3, 5), "exp_avg": torch.randn(3, 5)},
+        "a.weight": {
+            "weight": torch.randn(3, 5).bfloat16(),
+            "master": torch.randn(3, 5),
+            "exp_avg": torch.randn(3, 5),
+        },
         "b": {"weight": torch.tensor(1.0)},
     }
     write(tmp_path, states, world=2, step=7)
@@ -291,7 +328,9 @@ def test_inspect_lists_every_tensor(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "weight:bf16 master:fp32 exp_avg:fp32" in row
     assert "150" in row
     assert lines[-1].startswith("2 tensors, 154 B: weight 34 B, master 60 B, exp_avg 60 B")
-    assert inspect_checkpoint(InspectOptions(tmp_path, patterns=["b*"], shows_json=True), console) == 0
+    assert (
+        inspect_checkpoint(InspectOptions(tmp_path, patterns=["b*"], shows_json=True), console) == 0
+    )
     found = json.loads(capsys.readouterr().out)
     assert [tensor["name"] for tensor in found["tensors"]] == ["b"]
     assert found["totals"] == {"weight": 4}
@@ -299,7 +338,13 @@ def test_inspect_lists_every_tensor(tmp_path: Path, capsys: pytest.CaptureFixtur
         inspect_checkpoint(InspectOptions(tmp_path, patterns=["c"]), console)
 
 
-PLACES = ["tiermem-*/manifest-*", "tiermem-*/part-*", "tiermem-*/segment.bin", "global_step2/tiermem.json", "latest"]
+PLACES = [
+    "tiermem-*/manifest-*",
+    "tiermem-*/part-*",
+    "tiermem-*/segment.bin",
+    "global_step2/tiermem.json",
+    "latest",
+]
 
 
 @pytest.mark.parametrize("put", ["fifo", "link", "circle"])
@@ -317,14 +362,22 @@ def test_what_is_no_regular_file_is_named_at_once(
     try:
         for where in (left.saved, file.parent):
             status, text = look(where, capsys, verifies=True)
-            assert status == (EXIT_DEAD if file.name == "lock" else EXIT_DAMAGED if where == left.saved else status)
+            assert status == (
+                EXIT_DEAD
+                if file.name == "lock"
+                else EXIT_DAMAGED
+                if where == left.saved
+                else status
+            )
             if file.name != "lock":
                 assert f"{file.name}: is a " in text
     finally:
         signal.alarm(0)
 
 
-def test_a_folder_that_leads_to_itself_is_no_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_leads_to_itself_is_no_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "round").symlink_to(tmp_path / "round")
     (tmp_path / "manifest-1.json").symlink_to(tmp_path / "manifest-1.json")
     status, text = look(tmp_path, capsys)
@@ -333,7 +386,9 @@ def test_a_folder_that_leads_to_itself_is_no_step(tmp_path: Path, capsys: pytest
         look(tmp_path / "round", capsys)
 
 
-def test_a_file_with_a_run_s_name_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_with_a_run_s_name_is_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "tiermem-6c11e906ebea").touch()
     os.mkfifo(tmp_path / "tiermem-6c11e906ebeb")
     assert look(tmp_path, capsys) == (0, f"{tmp_path}: no run and no durable step\n")
@@ -344,7 +399,9 @@ def plant(path: Path) -> Path:
     elsewhere = path.parent / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "segment.bin").write_text("precious")
-    for number, kind in enumerate(("link", "dangling", "circle", "folder", "fifo", "socket", "link to a lock")):
+    for number, kind in enumerate(
+        ("link", "dangling", "circle", "folder", "fifo", "socket", "link to a lock")
+    ):
         run = path / f"tiermem-bbb{number}"
         lock = run / "lock"
         if kind in ("link", "dangling", "circle"):
@@ -366,7 +423,9 @@ def plant(path: Path) -> Path:
     (path / "tiermem-cc\n\x1b[2Jcc").mkdir()
     dead = path / "tiermem-0123"
     dead.mkdir()
-    (dead / "lock").write_text(json.dumps({"pid": 1, "host": "x\x1b]0;owned\x07", "started": "\x1b[31m"}))
+    (dead / "lock").write_text(
+        json.dumps({"pid": 1, "host": "x\x1b]0;owned\x07", "started": "\x1b[31m"})
+    )
     (dead / os.fsdecode(b"odd\x1b[2J\xff")).touch()
     (dead / "segment.bin").write_bytes(b"x" * 4096)
     return dead
@@ -388,7 +447,9 @@ def test_what_others_leave_on_a_path_never_stops_fsck(
                 main(["fsck", str(path if where == "the path" else link), *words])
             said = capsys.readouterr()
             assert ended.value.code in (EXIT_DEAD, EXIT_DAMAGED), said.err
-            assert not re.search(r"[^\n -~]", said.out + said.err.encode("ascii", "backslashreplace").decode())
+            assert not re.search(
+                r"[^\n -~]", said.out + said.err.encode("ascii", "backslashreplace").decode()
+            )
             if not words:
                 assert r"x\x1b]0;owned\x07" in "".join(said.out.split())  # a cell may be folded
     finally:
@@ -444,7 +505,9 @@ def test_what_the_machine_lacks_is_no_damage(
     """As under pids.max=1, where no queue's thread can start."""
 
     def refuse(*arguments: object, **named: object) -> None:
-        raise OSError(errno.EAGAIN, "no I/O queue (engine 'auto'): Resource temporarily unavailable")
+        raise OSError(
+            errno.EAGAIN, "no I/O queue (engine 'auto'): Resource temporarily unavailable"
+        )
 
     monkeypatch.setattr(native.Queue, "__init__", refuse)
     status, text = look(left.saved, capsys, verifies=True, removes=True)
@@ -479,7 +542,9 @@ def cut_short(left: Left, name: str = "older") -> Path:
     return file
 
 
-def test_a_removal_that_was_cut_short_is_ended_by_repair(left: Left, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_removal_that_was_cut_short_is_ended_by_repair(
+    left: Left, capsys: pytest.CaptureFixture[str]
+) -> None:
     pointer = cut_short(left)
     status, text = look(left.saved, capsys)
     assert status == EXIT_DEAD
@@ -487,19 +552,25 @@ def test_a_removal_that_was_cut_short_is_ended_by_repair(left: Left, capsys: pyt
     assert pointer.exists()
     status, text = look(left.saved, capsys, repairs=True, shows_json=True)
     assert status == EXIT_DEAD  # of the killed run
-    assert json.loads(text)["repaired"] == [f"{pointer.parent}: the pointer of a removed step is removed"]
+    assert json.loads(text)["repaired"] == [
+        f"{pointer.parent}: the pointer of a removed step is removed"
+    ]
     assert not pointer.parent.exists()
     assert [step["state"] for step in json.loads(text)["steps"]] == ["whole"]
 
 
-def test_a_pointer_to_a_disk_that_is_not_there_stays(left: Left, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pointer_to_a_disk_that_is_not_there_stays(
+    left: Left, capsys: pytest.CaptureFixture[str]
+) -> None:
     pointer = cut_short(left)
     rewrite(pointer, folder=str(left.saved.parent / "unmounted" / "tiermem-1"))
     assert look(left.saved, capsys, repairs=True).status == EXIT_DAMAGED
     assert read_pointer(pointer)[0].commit == 999
 
 
-def test_exchanged_tags_are_broken_and_stay_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exchanged_tags_are_broken_and_stay_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for number in (1, 2):
         write(tmp_path, {"w": {"weight": torch.arange(50.0)}}, f"t{number}", commit=number)
     for old, new in (("t1", "aside"), ("t2", "t1"), ("aside", "t2")):
@@ -507,12 +578,20 @@ def test_exchanged_tags_are_broken_and_stay_so(tmp_path: Path, capsys: pytest.Ca
     for repairs in (False, True):
         status, text = look(tmp_path, capsys, repairs=repairs)
         assert status == EXIT_DAMAGED and "repaired" not in text
-        assert "is of step 2 (tag 't2', run byhand, commit 2), in the folder of tag 't1'" in line_of(text, "t1")
-        assert "is of step 1 (tag 't1', run byhand, commit 1), in the folder of tag 't2'" in line_of(text, "t2")
+        assert (
+            "is of step 2 (tag 't2', run byhand, commit 2), in the folder of tag 't1'"
+            in line_of(text, "t1")
+        )
+        assert (
+            "is of step 1 (tag 't1', run byhand, commit 1), in the folder of tag 't2'"
+            in line_of(text, "t2")
+        )
 
 
 @pytest.mark.parametrize("latest", [None, "t9", "../x", "{"])
-def test_a_lost_latest_is_restored(tmp_path: Path, capsys: pytest.CaptureFixture[str], latest: str | None) -> None:
+def test_a_lost_latest_is_restored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], latest: str | None
+) -> None:
     for number in (1, 2, 3):
         folder = write(tmp_path, {"w": {"weight": torch.arange(50.0)}}, f"t{number}", commit=number)
         os.utime(next(folder.glob("manifest-*")), (number, number))

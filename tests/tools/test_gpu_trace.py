@@ -1,4 +1,5 @@
-"""Is the share of copies under kernels that of a made-up trace, to the microsecond? And what else of a trace is kept?"""
+"""Is the share of copies under kernels that of a made-up trace, to the microsecond? And what else
+of a trace is kept?"""
 
 from __future__ import annotations
 
@@ -15,12 +16,25 @@ from bench.gpu_trace import _is_kept, hidden_share, read_trace, split
 
 from tiermem.tools.words import save_json
 
-UP, DOWN, WITHIN = "Memcpy HtoD (Pinned -> Device)", "Memcpy DtoH (Device -> Pinned)", "Memcpy DtoD (Device -> Device)"
+UP, DOWN, WITHIN = (
+    "Memcpy HtoD (Pinned -> Device)",
+    "Memcpy DtoH (Device -> Pinned)",
+    "Memcpy DtoD (Device -> Device)",
+)
 
 
 def event(cat: str, name: str, start: float, end: float, **args: int) -> dict[str, Any]:
     """As torch's profiler writes it: microseconds."""
-    return {"ph": "X", "cat": cat, "name": name, "ts": start, "dur": end - start, "pid": 0, "tid": 7, "args": args}
+    return {
+        "ph": "X",
+        "cat": cat,
+        "name": name,
+        "ts": start,
+        "dur": end - start,
+        "pid": 0,
+        "tid": 7,
+        "args": args,
+    }
 
 
 def kernel(start: float, end: float) -> dict[str, Any]:
@@ -67,21 +81,28 @@ def test_copies_both_ways_at_once_count_once_and_none_is_no_share() -> None:
     assert hidden_share([])["kernel_s"] == 0.0
 
 
-@pytest.mark.parametrize("up", ["Memcpy HtoD (Pageable -> Device)", "CopyHostToDevice", "hipMemcpyHtoD", "Memcpy M2D"])
+@pytest.mark.parametrize(
+    "up", ["Memcpy HtoD (Pageable -> Device)", "CopyHostToDevice", "hipMemcpyHtoD", "Memcpy M2D"]
+)
 def test_directions_are_read_from_the_names_of_every_vendor(up: str) -> None:
     down = up.replace("HtoD", "DtoH").replace("HostToDevice", "DeviceToHost").replace("M2D", "D2M")
     lanes = split([copy(up, 0, 1), copy(down, 2, 3)])
     assert lanes == {"kernels": [], "to device": [(0.0, 1.0)], "to host": [(2.0, 3.0)]}
 
 
-spans = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)).map(lambda each: (each[0], sum(each))), max_size=8)
+spans = st.lists(
+    st.tuples(st.integers(0, 60), st.integers(1, 20)).map(lambda each: (each[0], sum(each))),
+    max_size=8,
+)
 
 
 @given(kernels=spans, copies=spans)
 def test_the_share_equals_a_count_of_microseconds(
     kernels: list[tuple[int, int]], copies: list[tuple[int, int]]
 ) -> None:
-    found = hidden_share([*(kernel(*each) for each in kernels), *(copy(UP, *each) for each in copies)])
+    found = hidden_share(
+        [*(kernel(*each) for each in kernels), *(copy(UP, *each) for each in copies)]
+    )
     running = {tick for start, end in kernels for tick in range(start, end)}
     copying = {tick for start, end in copies for tick in range(start, end)}
     assert found["kernel_s"] == pytest.approx(len(running) * 1e-6)
@@ -92,7 +113,9 @@ def test_the_share_equals_a_count_of_microseconds(
 def test_what_the_device_and_its_driver_did_is_kept() -> None:
     kept = [each for each in MADE_UP if _is_kept(each)]
     assert [each.get("cat") for each in kept[:2]] == [None, "cuda_runtime"]
-    assert not any(each.get("cat") == "cpu_op" for each in kept) and hidden_share(kept) == hidden_share(MADE_UP)
+    assert not any(each.get("cat") == "cpu_op" for each in kept) and hidden_share(
+        kept
+    ) == hidden_share(MADE_UP)
 
 
 def test_a_file_that_is_no_trace_is_refused_and_none_is_empty(tmp_path: Path) -> None:

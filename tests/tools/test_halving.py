@@ -24,7 +24,11 @@ class Disk:
     def measure(self, candidate: str, turn_s: float) -> float:
         self.now_s += turn_s
         self.turns.append(candidate)
-        return self.costs[candidate] * (1 + self._drift * self.now_s) * self._random.uniform(1, 1 + self._noise)
+        return (
+            self.costs[candidate]
+            * (1 + self._drift * self.now_s)
+            * self._random.uniform(1, 1 + self._noise)
+        )
 
     def clock(self) -> float:
         return self.now_s
@@ -53,7 +57,9 @@ def test_time_is_kept_to() -> None:
 def test_half_goes_in_every_round_and_the_rest_has_more_turns() -> None:
     disk = disk_of(20)
     rounds: list[tuple[int, int, int]] = []
-    standings = halve(list(disk.costs), disk.measure, 20.0, lambda *told: rounds.append(told), disk.clock)
+    standings = halve(
+        list(disk.costs), disk.measure, 20.0, lambda *told: rounds.append(told), disk.clock
+    )
     assert rounds == [(1, 5, 20), (2, 5, 10), (3, 5, 5), (4, 5, 3), (5, 5, 2)]
     turns = [len(standing.costs) for standing in standings]
     assert turns == sorted(turns, reverse=True)

@@ -1,4 +1,5 @@
-"""Does building leave the C heap as it was, and does training find it as the launcher has set it?"""
+"""Does building leave the C heap as it was, and does training find it as the launcher has set
+it?"""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ import pytest
 
 from tiermem.tools.job.launcher import CHILD_ENVIRONMENT, KEEP_BYTES, MAP_FROM_BYTES
 
-pytestmark = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="asks glibc 2.33 or newer")
+pytestmark = pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="asks glibc 2.33 or newer"
+)
 
 COUNT_HEAP = """
 import contextlib, ctypes, sys
@@ -40,7 +43,11 @@ def run(what: str, how: str) -> tuple[int, int]:
     """(bytes the heap has grown by, bytes mapped for a block of 8 MiB afterwards)."""
     command = [sys.executable, "-c", COUNT_HEAP, what, how]
     done = subprocess.run(
-        command, capture_output=True, text=True, check=True, env={**_environment(), **CHILD_ENVIRONMENT}
+        command,
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**_environment(), **CHILD_ENVIRONMENT},
     )
     grown, mapped = done.stdout.split()
     return int(grown), int(mapped)

@@ -16,11 +16,24 @@ from tiermem.tools.words import check_outputs
 @pytest.fixture(scope="module", autouse=True)
 def fonts(tmp_path_factory: pytest.TempPathFactory) -> None:
     """matplotlib keeps the fonts open that it has drawn with."""
-    draw_heatmap([row("read", "auto", 4096, 1, 1.0)], "once", tmp_path_factory.mktemp("fonts") / "x.png", "a test")
+    draw_heatmap(
+        [row("read", "auto", 4096, 1, 1.0)],
+        "once",
+        tmp_path_factory.mktemp("fonts") / "x.png",
+        "a test",
+    )
 
 
-def row(mode: str, engine: str, block: int, depth: int, rate: float | None, **more: Any) -> dict[str, Any]:
-    named = {"mode": mode, "engine": engine, "block_bytes": block, "depth": depth, "gbps_median": rate}
+def row(
+    mode: str, engine: str, block: int, depth: int, rate: float | None, **more: Any
+) -> dict[str, Any]:
+    named = {
+        "mode": mode,
+        "engine": engine,
+        "block_bytes": block,
+        "depth": depth,
+        "gbps_median": rate,
+    }
     return {**named, "ranks": 1, "path": "/a", **more}
 
 

@@ -1,4 +1,5 @@
-"""Does the wheel install and train in an empty environment on a machine without a compiler, as a user would find it?"""
+"""Does the wheel install and train in an empty environment on a machine without a compiler, as a
+user would find it?"""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ with tiermem.shard(model, policy, device="cpu"):
 print(tiermem.__file__)
 print(losses[-1] < losses[0])
 """
-CPU_SECONDS = "import time; before = time.process_time(); import tiermem; print(time.process_time() - before)"
+CPU_SECONDS = (
+    "import time; before = time.process_time(); import tiermem; print(time.process_time() - before)"
+)
 
 
 def test_wheel_holds_types_and_says_what_it_needs(wheel: Path) -> None:
@@ -49,7 +52,11 @@ def test_wheel_holds_types_and_says_what_it_needs(wheel: Path) -> None:
         "tiermem/tools/cli.py",
         "_tiermem_native.abi3.so",
     } <= set(names)
-    assert {line.split(": ")[1] for line in lines if line.startswith("Provides-Extra")} >= {"plots", "hjson", "hf"}
+    assert {line.split(": ")[1] for line in lines if line.startswith("Provides-Extra")} >= {
+        "plots",
+        "hjson",
+        "hf",
+    }
     assert "cp310-abi3" in wheel.name
 
 
@@ -60,7 +67,9 @@ def test_installed_wheel_trains_without_a_compiler(python: Path, tmp_path: Path)
 
 
 def test_installed_command_plans(python: Path, tmp_path: Path) -> None:
-    (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": 1, "zero_optimization": {"stage": 3}}))
+    (tmp_path / "ds.json").write_text(
+        json.dumps({"train_batch_size": 1, "zero_optimization": {"stage": 3}})
+    )
     said = run(python, tmp_path, str(python.parent / "tiermem"), "check", "--config", "ds.json")
     assert "stage" in said or "train_batch_size" in said
 

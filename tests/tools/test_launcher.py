@@ -30,15 +30,27 @@ class Heard(Observer):
 
 
 def run(code: str, observer: Observer | None = None, **options: float) -> Outcome:
-    head = "import json, os, signal, sys, time\ndef tell(**f): os.write(int(sys.argv[1]), json.dumps(f).encode() + b'\\n')\n"
+    head = (
+        "import json, os, signal, sys, time\ndef tell(**f): os.write(int(sys.argv[1]), "
+        "json.dumps(f).encode() + b'\\n')\n"
+    )
     return launch(
-        [sys.executable, "-S", "-c", head + code, CHANNEL_FD], MemoryLimit(), [observer] if observer else (), **options
+        [sys.executable, "-S", "-c", head + code, CHANNEL_FD],
+        MemoryLimit(),
+        [observer] if observer else (),
+        **options,
     )
 
 
 def test_messages_and_output_arrive_in_order_and_whole() -> None:
     heard = Heard()
-    run("for i in range(5000): tell(kind='n', i=i); print('line', i)\nsys.stderr.write('no newline')", heard)
+    run(
+        (
+            "for i in range(5000): tell(kind='n', i=i); print('line', i)\nsys.stderr.write('no "
+            "newline')"
+        ),
+        heard,
+    )
     assert [message["i"] for message in heard.messages] == list(range(5000))
     assert sorted(heard.lines) == sorted([f"line {i}" for i in range(5000)] + ["no newline"])
 
@@ -46,7 +58,10 @@ def test_messages_and_output_arrive_in_order_and_whole() -> None:
 def test_what_was_written_before_a_sudden_death_is_heard() -> None:
     heard = Heard()
     outcome = run(
-        "tell(kind='phase', name='falling')\nos.write(int(sys.argv[1]), b'{\"kind\": \"ph')\nos.kill(os.getpid(), 9)",
+        (
+            "tell(kind='phase', name='falling')\nos.write(int(sys.argv[1]), b'{\"kind\": "
+            "\"ph')\nos.kill(os.getpid(), 9)"
+        ),
         heard,
     )
     assert [message["name"] for message in heard.messages] == ["falling"]
@@ -57,7 +72,9 @@ def test_what_was_written_before_a_sudden_death_is_heard() -> None:
 
 def test_memory_is_sampled_and_a_late_peak_believed() -> None:
     heard = Heard()
-    outcome = run("x = bytearray(64 << 20); time.sleep(0.3); tell(kind='done', peak_rss_bytes=1 << 40)", heard)
+    outcome = run(
+        "x = bytearray(64 << 20); time.sleep(0.3); tell(kind='done', peak_rss_bytes=1 << 40)", heard
+    )
     assert max(sample.resident_bytes for sample in heard.samples) > 64 << 20
     assert outcome.peak_rss_bytes == 1 << 40
     times = [sample.time_ns for sample in heard.samples]
@@ -79,7 +96,8 @@ def test_an_exit_status_is_told() -> None:
     assert heard.lines == ["the reason"]
 
 
-@pytest.mark.parametrize("handler", ["stop", "signal.default_int_handler"])  # the second until the child has its own
+# the second until the child has its own
+@pytest.mark.parametrize("handler", ["stop", "signal.default_int_handler"])
 def test_an_interrupt_reaches_the_child_which_ends_by_itself(handler: str) -> None:
     code = f"""
 def stop(*_): tell(kind='phase', name='cleaning up'); sys.exit(0)
@@ -103,7 +121,8 @@ time.sleep(60)
 
 def test_a_second_interrupt_kills() -> None:
     code = (
-        "signal.signal(signal.SIGINT, lambda *_: tell(kind='phase', name='deaf'))\ntell(kind='phase', name='ready')\n"
+        "signal.signal(signal.SIGINT, lambda *_: tell(kind='phase', "
+        "name='deaf'))\ntell(kind='phase', name='ready')\n"
     )
 
     class Insisting(Heard):

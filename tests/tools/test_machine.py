@@ -39,10 +39,16 @@ def test_a_path_of_no_other_mount_lies_on_the_root(mounts: Path) -> None:
 
 def test_a_networked_path_has_no_model(mounts: Path) -> None:
     place = place_of(mounts / "net")
-    assert (place.file_system, place.device, place.device_model) == ("nfs4", "server:/export", "unknown")
+    assert (place.file_system, place.device, place.device_model) == (
+        "nfs4",
+        "server:/export",
+        "unknown",
+    )
 
 
-def test_without_a_table_of_mounts_nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_table_of_mounts_nothing_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(machine, "_MOUNTS", tmp_path / "nowhere")
     assert place_of(tmp_path).file_system == "unknown"
 

@@ -10,7 +10,13 @@ import pytest
 
 from tiermem.tools import memory_limit
 from tiermem.tools.job.launcher import CHANNEL_FD, Outcome, launch
-from tiermem.tools.memory_limit import CgroupV1Limit, CgroupV2Limit, MemoryLimit, WatchLimit, open_limit
+from tiermem.tools.memory_limit import (
+    CgroupV1Limit,
+    CgroupV2Limit,
+    MemoryLimit,
+    WatchLimit,
+    open_limit,
+)
 
 CAP = 128 << 20
 HOARD = """
@@ -27,7 +33,9 @@ time.sleep(0.2)
 
 
 def hoard(limit: MemoryLimit, num_bytes: int) -> Outcome:
-    return launch([sys.executable, "-S", "-c", HOARD, CHANNEL_FD, str(num_bytes // (8 << 20))], limit)
+    return launch(
+        [sys.executable, "-S", "-c", HOARD, CHANNEL_FD, str(num_bytes // (8 << 20))], limit
+    )
 
 
 def strongest() -> MemoryLimit:
@@ -46,7 +54,10 @@ def test_the_kernel_kills_a_child_that_takes_more_than_the_cap() -> None:
     assert outcome.charge.num_kills == 1
     assert outcome.charge.peak_bytes is not None
     assert CAP * 0.9 < outcome.charge.peak_bytes <= CAP
-    assert f"killed at the cap of 128.0 MiB during hoarding ({limit.kind}: oom_kill 1" in outcome.describe()
+    assert (
+        f"killed at the cap of 128.0 MiB during hoarding ({limit.kind}: oom_kill 1"
+        in outcome.describe()
+    )
 
 
 def test_a_child_below_the_cap_ends_by_itself() -> None:
@@ -61,14 +72,18 @@ def test_a_child_below_the_cap_ends_by_itself() -> None:
 
 
 def test_a_child_is_under_the_cap_before_its_program_is_loaded() -> None:
-    look = "import os, sys; sys.exit(f'tiermem-{os.getppid()}' not in open('/proc/self/cgroup').read())"
+    look = (
+        "import os, sys; sys.exit(f'tiermem-{os.getppid()}' not in "
+        "open('/proc/self/cgroup').read())"
+    )
     with strongest() as limit:
         assert launch([sys.executable, "-S", "-c", look], limit).exit_code == 0
 
 
 def test_what_a_child_starts_is_under_the_cap_too() -> None:
     child = (
-        "import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-S', '-c', 'x = bytearray(1 << 28)']) != 0)"
+        "import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-S', '-c', 'x = "
+        "bytearray(1 << 28)']) != 0)"
     )
     with strongest() as limit:
         outcome = launch([sys.executable, "-S", "-c", child], limit)
@@ -97,7 +112,9 @@ def test_the_cgroup_is_gone_after_close_whatever_is_left_in_it() -> None:
 
 
 def test_folders_of_dead_launchers_are_removed_and_others_left(tmp_path: Path) -> None:
-    dead, alive, foreign = (tmp_path / name for name in ("tiermem-999999999-0", f"tiermem-{os.getpid()}-7", "other-1"))
+    dead, alive, foreign = (
+        tmp_path / name for name in ("tiermem-999999999-0", f"tiermem-{os.getpid()}-7", "other-1")
+    )
     for folder in (dead, alive, foreign):
         folder.mkdir()
     memory_limit._remove_dead(tmp_path)
@@ -140,4 +157,6 @@ def test_auto_says_why_stronger_kinds_are_not_in_force(monkeypatch: pytest.Monke
     monkeypatch.setattr(memory_limit, "_open", refuse)
     limit = open_limit(CAP)
     assert limit.kind == "watch"
-    assert "cgroup-v1: no cgroup-v1 today; cgroup-v2: no cgroup-v2 today; systemd-scope" in limit.why
+    assert (
+        "cgroup-v1: no cgroup-v1 today; cgroup-v2: no cgroup-v2 today; systemd-scope" in limit.why
+    )

@@ -24,7 +24,9 @@ def test_what_is_not_there_and_what_is_not_asked_for_pass(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", ["json", "csv", "png"])
-def test_our_own_file_may_be_overwritten_and_another_commands_not(tmp_path: Path, kind: str) -> None:
+def test_our_own_file_may_be_overwritten_and_another_commands_not(
+    tmp_path: Path, kind: str
+) -> None:
     file = tmp_path / f"out.{kind}"
     if kind == "json":
         file.write_text(json.dumps({"made_by": MADE_BY, "rows": []}))

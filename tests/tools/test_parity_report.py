@@ -15,7 +15,9 @@ FACTS = {"memory_bytes": 1 << 34, "virtualisation": "none", "cpu": "a processor"
 
 
 def test_tiers_have_one_digest_and_precisions_another(tmp_path: Path) -> None:
-    memory, nvme = (Way(home.name, {"params": home, "optim": home}) for home in (Tier.HOST, Tier.NVME))
+    memory, nvme = (
+        Way(home.name, {"params": home, "optim": home}) for home in (Tier.HOST, Tier.NVME)
+    )
     first = parity.digest_of(memory, "bf16, compact", tmp_path)
     assert parity.digest_of(nvme, "bf16, compact", tmp_path) == first
     assert parity.digest_of(memory, "bf16, tiny", tmp_path) != first
@@ -38,14 +40,18 @@ def test_a_difference_on_any_rank_is_told() -> None:
 def test_counts_of_cases_are_those_of_the_programs() -> None:
     killed, failing = Harm("killed", "deaths.py", ()), Harm("failing", "nth.py", ())
     counted = {"cases": {"fresh": 7, "left": 3}, "failed": 1, "seed": 4, "seconds": 5}
-    page = parity.report(FACTS, "abc", "make report", {}, {killed: counted, failing: {"not_run": "no ptrace"}})
+    page = parity.report(
+        FACTS, "abc", "make report", {}, {killed: counted, failing: {"not_run": "no ptrace"}}
+    )
     assert "| killed (`deaths.py`) | 10 | 1 | 4 | 5 |" in page
     assert "killed, cases: fresh 7; left 3." in page
     assert "not run: no ptrace" in page
 
 
 @pytest.mark.slow
-def test_a_report_of_this_machine_has_no_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_of_this_machine_has_no_difference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert parity.main(["--out", "parity.md", "--cases", "0"]) == 0
     page = (tmp_path / "parity.md").read_text()

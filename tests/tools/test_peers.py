@@ -48,7 +48,9 @@ def job(folder: Path, **changes: object) -> Job:
     return Job(**{**fields, **changes})  # type: ignore[arg-type]
 
 
-def run_plain(given: Job, folder: Path, cap_bytes: int | None = None, name: str = "plain") -> RunRecord:
+def run_plain(
+    given: Job, folder: Path, cap_bytes: int | None = None, name: str = "plain"
+) -> RunRecord:
     peer = Peer(name, Path(sys.executable), [])
     (folder / "place").mkdir()
     given.save(folder / "place" / "job.json")
@@ -72,7 +74,8 @@ def test_the_tokens_are_those_our_trainer_draws(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_plain_pytorch_and_fsdp2_train_alike_and_report(tmp_path: Path) -> None:
-    """Also without a GPU, where FSDP2 offloads nothing: both have fp32 masters, and multiply in bf16."""
+    """Also without a GPU, where FSDP2 offloads nothing: both have fp32 masters, and multiply in
+    bf16."""
     summaries = {}
     for name in ("plain", "fsdp2"):
         (tmp_path / name).mkdir()
@@ -94,12 +97,16 @@ def test_fsdp2_is_a_peer_where_there_is_a_gpu_and_deepspeed_pins_there(
     found = {}
     for has_gpu in (False, True):
         monkeypatch.setattr("bench.peers.runs.has_gpu", lambda has_gpu=has_gpu: has_gpu)
-        offload = deepspeed_settings(given, tmp_path, uses_nvme=False)[0].values["zero_optimization"]["offload_param"]
+        offload = deepspeed_settings(given, tmp_path, uses_nvme=False)[0].values[
+            "zero_optimization"
+        ]["offload_param"]
         found[has_gpu] = [peer.name for peer in list_peers(given, None)], offload["pin_memory"]
     assert found == {False: (["plain"], False), True: (["plain", "fsdp2"], True)}
 
 
-def test_a_peer_in_this_interpreter_finds_what_pythonpath_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_in_this_interpreter_finds_what_pythonpath_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A bare machine has its packages there; an interpreter of its own is isolated as ever."""
     ours, other = Path(sys.executable), Path("/usr/bin/python-of-another")
     monkeypatch.setenv("PYTHONPATH", "/site")
@@ -140,13 +147,19 @@ def test_deepspeed_is_swept_over_homes_and_pipelining(tmp_path: Path) -> None:
     json.dumps([s.values for s in settings])
 
 
-def test_deepspeed_with_everything_on_the_cpu_runs_with_its_defaults_and_tuned(tmp_path: Path) -> None:
+def test_deepspeed_with_everything_on_the_cpu_runs_with_its_defaults_and_tuned(
+    tmp_path: Path,
+) -> None:
     """Only a memory cap adds buckets that are smaller than its makers set them."""
     for cap_bytes, small in ((None, []), (1 << 30, ["all-on-cpu-small"])):
         given = job(tmp_path, nvme_paths=[], memory_limit_bytes=cap_bytes)
         settings = deepspeed_settings(given, tmp_path, uses_nvme=False)
         assert [s.name for s in settings] == ["all-on-cpu", "all-on-cpu-large", *small]
-        assert set(settings[0].values["zero_optimization"]) == {"stage", "offload_param", "offload_optimizer"}
+        assert set(settings[0].values["zero_optimization"]) == {
+            "stage",
+            "offload_param",
+            "offload_optimizer",
+        }
 
 
 def test_swap_folders_are_made_and_removed(tmp_path: Path) -> None:
@@ -168,6 +181,8 @@ def test_swap_folders_are_made_and_removed(tmp_path: Path) -> None:
         ({"config": {"gradient_accumulation_steps": "auto"}}, "gradient_accumulation_steps"),
     ],
 )
-def test_a_job_that_peers_cannot_be_given_is_refused(tmp_path: Path, changes: dict[str, object], reason: str) -> None:
+def test_a_job_that_peers_cannot_be_given_is_refused(
+    tmp_path: Path, changes: dict[str, object], reason: str
+) -> None:
     with pytest.raises(ValueError, match=reason):
         list_peers(job(tmp_path, **changes), None)

@@ -1,4 +1,5 @@
-"""Does `tiermem plan` say what a real start would allocate, whether it fits, and what to change if not?"""
+"""Does `tiermem plan` say what a real start would allocate, whether it fits, and what to change if
+not?"""
 
 from __future__ import annotations
 
@@ -31,7 +32,14 @@ from tiermem.tools.cli import EXIT_USER, main
 from tiermem.tools.options import PlanOptions
 from tiermem.tools.plan.card import NO_OTHER_WAY, plan_open
 from tiermem.tools.plan.plan import EXIT_FITS, EXIT_TOO_SMALL, advise, plan, tiling_hint
-from tiermem.tools.plan.planned import Cluster, Planned, Scenario, meta_model, overlaps_of, plan_scenario
+from tiermem.tools.plan.planned import (
+    Cluster,
+    Planned,
+    Scenario,
+    meta_model,
+    overlaps_of,
+    plan_scenario,
+)
 from tiermem.tools.plan.speed import parse_rates, tuned_speed
 from tiermem.tools.presets import preset
 
@@ -50,7 +58,9 @@ GIB = 1 << 30
 
 def config_of(device: str = "nvme", stage: int = 3, **own: Any) -> dict[str, Any]:
     target = {"device": device} | ({"nvme_path": "/mnt/nvme0"} if device == "nvme" else {})
-    zero = {"stage": stage, "offload_optimizer": target} | ({"offload_param": target} if stage == 3 else {})
+    zero = {"stage": stage, "offload_optimizer": target} | (
+        {"offload_param": target} if stage == 3 else {}
+    )
     zero["stage3_param_persistence_threshold"] = 200
     optimizer = {"type": "AdamW", "params": {"lr": 1e-3}}
     return {
@@ -64,7 +74,11 @@ def config_of(device: str = "nvme", stage: int = 3, **own: Any) -> dict[str, Any
 
 
 def planned(
-    config: dict[str, Any], cluster: Cluster, speed: Speed = SPEED, chooses: bool = True, **fields: Any
+    config: dict[str, Any],
+    cluster: Cluster,
+    speed: Speed = SPEED,
+    chooses: bool = True,
+    **fields: Any,
 ) -> Planned:
     return plan_scenario(Scenario(TINY, config, cluster, *speed, 64, **fields), chooses)
 
@@ -106,7 +120,10 @@ def test_a_plan_needs_no_config() -> None:
 def test_blocks_are_recomputed_where_that_keeps_units_on_the_gpu_or_fits_alone(
     card_mib: float, flops: float, is_recomputing: bool, said: str
 ) -> None:
-    speed, cluster = (Rates(1e9, 0.5e9, link_bytes_s=1e9), flops), Cluster(1, 1, int(card_mib * (1 << 20)), GIB)
+    speed, cluster = (
+        (Rates(1e9, 0.5e9, link_bytes_s=1e9), flops),
+        Cluster(1, 1, int(card_mib * (1 << 20)), GIB),
+    )
     scenario = Scenario(TINY, config_of("cpu"), cluster, *speed, 64)
     chosen = plan_open(scenario, None)
     assert chosen.activations.is_checkpointing is is_recomputing and not chosen.problems
@@ -121,12 +138,17 @@ def test_blocks_are_recomputed_where_that_keeps_units_on_the_gpu_or_fits_alone(
             assert f"{chosen.forecast.total_s:.3g} s " in chosen.recomputation
 
 
-def test_on_a_cpu_blocks_are_recomputed_where_a_budget_needs_it_and_without_one_they_are_not() -> None:
+def test_on_a_cpu_blocks_are_recomputed_where_a_budget_needs_it_and_without_one_they_are_not() -> (
+    None
+):
     """Measured maths takes the forward of blocks once more."""
     maths = Compute(1e-9, 2e-9, 0.5, 1.0)
 
     def within(num_bytes: int | None, told: bool | None = None) -> Planned:
-        return plan_open(Scenario(TINY, config_of("nvme"), Cluster(1, 1, None, num_bytes), SPEED[0], maths, 64), told)
+        return plan_open(
+            Scenario(TINY, config_of("nvme"), Cluster(1, 1, None, num_bytes), SPEED[0], maths, 64),
+            told,
+        )
 
     kept = within(None)
     assert not kept.activations.is_checkpointing and kept.recomputation is None
@@ -154,13 +176,19 @@ def test_the_plan_is_that_of_a_real_start(tmp_path: Path) -> None:
 
 
 def test_a_node_is_shared_and_every_rank_holds_its_part() -> None:
-    one, many = planned(config_of(), Cluster(1, 1)), planned(config_of(), Cluster(num_nodes=3, ranks_per_node=2))
-    assert many.tier_bytes(Tier.NVME) == pytest.approx(one.tier_bytes(Tier.NVME) / 6, rel=0.15)  # shards are padded
+    one, many = (
+        planned(config_of(), Cluster(1, 1)),
+        planned(config_of(), Cluster(num_nodes=3, ranks_per_node=2)),
+    )
+    # shards are padded
+    assert many.tier_bytes(Tier.NVME) == pytest.approx(one.tier_bytes(Tier.NVME) / 6, rel=0.15)
     assert many.forecast.edge_bytes(RANK_TO_RANK) > 0 == one.forecast.edge_bytes(RANK_TO_RANK)
     slower = (Rates(disk_read_bytes_s=5e8, disk_write_bytes_s=2.5e8), 1e12)
     halved = planned(config_of(), Cluster(3, 1), slower)
     two = planned(config_of(), Cluster(3, 2))
-    assert two.forecast.busy_s["disk"]["step"] == pytest.approx(halved.forecast.busy_s["disk"]["step"] / 2, rel=0.1)
+    assert two.forecast.busy_s["disk"]["step"] == pytest.approx(
+        halved.forecast.busy_s["disk"]["step"] / 2, rel=0.1
+    )
 
 
 def test_mics_keeps_a_copy_in_every_group() -> None:
@@ -172,10 +200,14 @@ def test_mics_keeps_a_copy_in_every_group() -> None:
         planned(config_of(), Cluster(3, 2)),
     )
     assert groups.plan.rows == pair.plan.rows != all_six.plan.rows
-    forward = [each.forecast.moved_bytes[RANK_TO_RANK]["forward"] for each in (groups, pair, all_six)]
+    forward = [
+        each.forecast.moved_bytes[RANK_TO_RANK]["forward"] for each in (groups, pair, all_six)
+    ]
     assert forward[0] == forward[1] < forward[2]  # nobody is asked outside the group
     config["zero_optimization"]["mics_shard_size"] = 4
-    with pytest.raises(ValueError, match=r"mics_shard_size in a config\) does not divide the 6 data-parallel ranks"):
+    with pytest.raises(
+        ValueError, match=r"mics_shard_size in a config\) does not divide the 6 data-parallel ranks"
+    ):
         planned(config, Cluster(3, 2))
 
 
@@ -189,7 +221,8 @@ def test_a_gpu_adds_its_edges_and_takes_the_activations() -> None:
     assert "allocator" not in tiers
     whole = planned(config_of("none"), Cluster(1, 2, gpu_bytes=8 * GIB))
     assert {line.what: line.tier for line in whole.lines}["optimizer states"] is Tier.DEVICE
-    assert whole.plan.device_bytes < whole.tier_bytes(Tier.DEVICE)  # which has activations and units present beside it
+    # which has activations and units present beside it
+    assert whole.plan.device_bytes < whole.tier_bytes(Tier.DEVICE)
 
 
 def test_memory_that_is_left_holds_states_and_saves_their_reads() -> None:
@@ -228,7 +261,9 @@ def test_what_does_not_fit_names_the_tier_and_what_changes_it() -> None:
 
 def test_changes_are_taken_together_when_none_suffices() -> None:
     def of_151m(config: dict[str, Any], host_bytes: int | None) -> Planned:
-        return plan_scenario(Scenario(preset("151m"), config, Cluster(1, 1, host_bytes=host_bytes), *SPEED, 64))
+        return plan_scenario(
+            Scenario(preset("151m"), config, Cluster(1, 1, host_bytes=host_bytes), *SPEED, 64)
+        )
 
     least = of_151m(config_of("nvme", resident_bytes=0, grads="nvme"), None).tier_bytes(Tier.HOST)
     said = of_151m(config_of("cpu"), least + (8 << 20))
@@ -242,14 +277,18 @@ def test_a_disk_that_is_the_bound_suggests_more_disks() -> None:
     slow = (Rates(disk_read_bytes_s=1e7, disk_write_bytes_s=1e7), 1e13)
     said = planned(config_of(resident_bytes=0), Cluster(1, 1), slow)
     assert said.forecast.limited_by == said.forecast.bound_of("forward") == "disk"
-    words = {each.words: each.planned.tokens_per_s / said.tokens_per_s for each in advise(said, most=20)}
+    words = {
+        each.words: each.planned.tokens_per_s / said.tokens_per_s for each in advise(said, most=20)
+    }
     assert words["twice the NVMe paths"] == pytest.approx(2, rel=0.1)
     assert words['tiermem.precision "compact" (smaller states)'] > 1.4
 
 
 def test_a_unit_larger_than_the_rest_names_tiled_linear() -> None:
     shape = TINY | {"vocab_size": 300_000}
-    said = plan_scenario(Scenario(shape, config_of(), Cluster(1, 1, gpu_bytes=150 << 20), *SPEED, 8))
+    said = plan_scenario(
+        Scenario(shape, config_of(), Cluster(1, 1, gpu_bytes=150 << 20), *SPEED, 8)
+    )
     hint = tiling_hint(said)
     assert hint is not None
     assert "replace its Linear by tiermem.zero.TiledLinear" in hint
@@ -257,7 +296,8 @@ def test_a_unit_larger_than_the_rest_names_tiled_linear() -> None:
 
 def test_meta_models_take_no_memory() -> None:
     assert all(
-        param.is_meta and param.dtype == torch.bfloat16 for param in meta_model(preset("7b"), "bf16").parameters()
+        param.is_meta and param.dtype == torch.bfloat16
+        for param in meta_model(preset("7b"), "bf16").parameters()
     )
 
 
@@ -285,7 +325,7 @@ def test_a_second_copy_near_by_pays_where_the_near_network_is_faster() -> None:
     assert near.forecast.total_s < far.forecast.total_s
 
 
-# ---- the command -----------------------------------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -304,7 +344,9 @@ def run(files: Path, **fields: Any) -> tuple[int, str]:
         "nvme_rate": "1,0.5",
         "flops": 1e12,
     }
-    return plan(PlanOptions(**(given | fields)), Console(file=text, width=160, markup=False)), text.getvalue()
+    return plan(
+        PlanOptions(**(given | fields)), Console(file=text, width=160, markup=False)
+    ), text.getvalue()
 
 
 def test_the_report_and_its_json_say_the_same(files: Path) -> None:
@@ -325,7 +367,9 @@ def test_the_report_and_its_json_say_the_same(files: Path) -> None:
 
 
 def test_too_small_is_exit_1_with_what_to_change(files: Path) -> None:
-    status, said = run(files, model=None, preset="151m", host_bytes=380 << 20, json_file=files / "out.json")
+    status, said = run(
+        files, model=None, preset="151m", host_bytes=380 << 20, json_file=files / "out.json"
+    )
     assert status == EXIT_TOO_SMALL
     assert "does not fit: the memory of a node has 380.0 MiB and" in said
     assert "what to change:" in said
@@ -342,7 +386,10 @@ def test_steps_begin_under_backward_only_where_the_disk_has_room() -> None:
     found = planned(config_of(), Cluster(1, 1))
     slot = found.plan.attempt_disk_bytes
     assert 14 * found.num_params <= slot < 15 * found.num_params
-    for room, own in ((found.tier_bytes(Tier.NVME) - 1, {}), (None, {"disk_bytes": found.plan.disk_bytes - 1})):
+    for room, own in (
+        (found.tier_bytes(Tier.NVME) - 1, {}),
+        (None, {"disk_bytes": found.plan.disk_bytes - 1}),
+    ):
         less = planned(config_of(**own), Cluster(1, 1, nvme_bytes=room))
         assert less.plan.attempt_disk_bytes == 0 and not less.problems
         assert less.tier_bytes(Tier.NVME) == found.tier_bytes(Tier.NVME) - slot
@@ -351,25 +398,47 @@ def test_steps_begin_under_backward_only_where_the_disk_has_room() -> None:
 def test_overlaps_are_forecast_with_the_same_activations() -> None:
     """Inputs of checkpointed blocks that rest on HOST cross the link in each of them."""
     cluster = Cluster(1, 1, gpu_bytes=8 * GIB)
-    given = {"activations": "cpu", "overlap": "forward", "device_bytes": 1 << 20}  # too little for units to stay
+    # too little for units to stay
+    given = {"activations": "cpu", "overlap": "forward", "device_bytes": 1 << 20}
     found = planned(config_of("cpu", **given), cluster, is_checkpointing=True)
     overlaps = overlaps_of(found)
     assert overlaps["forward"].forecast == found.forecast
-    away = 3 * 3 * 2 * 64 * TINY["hidden_size"] * 2  # micro-batches x blocks x samples x tokens x width x bf16
+    # micro-batches x blocks x samples x tokens x width x bf16
+    away = 3 * 3 * 2 * 64 * TINY["hidden_size"] * 2
     assert overlaps["none"].forecast.moved_bytes[DEVICE_TO_HOST]["forward"] == away
 
 
-@pytest.mark.parametrize(("states", "element_ns"), [("exact", 0.0084), ("compact", 0.0066), ("tiny", 0.0065)])
-def test_a_card_that_is_not_here_steps_as_the_kernel_does(files: Path, states: str, element_ns: float) -> None:
-    words = {"model": None, "preset": "8b", "offload": "none", "states": states, "gpu_bytes": 200 << 30, "seq": 512}
-    fields = {"gpu_memory_bytes_s": 4.8e12, "flops": 4e14, "is_checkpointing": True, "nvme_rate": None, "config": None}
+@pytest.mark.parametrize(
+    ("states", "element_ns"), [("exact", 0.0084), ("compact", 0.0066), ("tiny", 0.0065)]
+)
+def test_a_card_that_is_not_here_steps_as_the_kernel_does(
+    files: Path, states: str, element_ns: float
+) -> None:
+    words = {
+        "model": None,
+        "preset": "8b",
+        "offload": "none",
+        "states": states,
+        "gpu_bytes": 200 << 30,
+        "seq": 512,
+    }
+    fields = {
+        "gpu_memory_bytes_s": 4.8e12,
+        "flops": 4e14,
+        "is_checkpointing": True,
+        "nvme_rate": None,
+        "config": None,
+    }
     run(files, **words, **fields, json_file=files / "out.json")
     figures = json.loads((files / "out.json").read_text())
     expected = figures["num_params"] * element_ns * 1e-9
-    assert figures["seconds"]["step"] == pytest.approx(expected, rel=0.15)  # Python issues the tiles of small units
+    # Python issues the tiles of small units
+    assert figures["seconds"]["step"] == pytest.approx(expected, rel=0.15)
 
 
-def test_the_link_is_given_measured_or_assumed(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_link_is_given_measured_or_assumed(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fields: dict[str, Any] = {"gpu_bytes": 24 << 30}
     assert "GPU: 25 GB/s each way, assumed: give --link" in run(files, **fields)[1]
     assert "GPU: 11 GB/s each way, by --link" in run(files, link_bytes_s=11e9, **fields)[1]
@@ -397,7 +466,17 @@ def test_mistakes_say_what_is_allowed(files: Path, fields: dict[str, Any], reaso
 
 def test_the_command_refuses_in_one_line(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        main(["plan", "--config", str(files / "ds.json"), "--model", str(files / "nothing"), "--flops", "1T"])
+        main(
+            [
+                "plan",
+                "--config",
+                str(files / "ds.json"),
+                "--model",
+                str(files / "nothing"),
+                "--flops",
+                "1T",
+            ]
+        )
     assert stopped.value.code == EXIT_USER
     assert "tiermem plan: --model: there is no file" in capsys.readouterr().err
 

@@ -21,7 +21,8 @@ from tiermem.tools.record.run_record import PHASES, Span, read_spans
 
 @pytest.fixture(scope="module", autouse=True)
 def opened_fonts() -> None:
-    """matplotlib keeps the files of its fonts open from the first text on: no test is to be blamed for that."""
+    """matplotlib keeps the files of its fonts open from the first text on: no test is to be blamed
+    for that."""
     from matplotlib import pyplot
 
     pyplot.switch_backend("Agg")
@@ -41,7 +42,10 @@ def closed_figures() -> Iterator[None]:
 def test_three_pictures_are_drawn_by_a_process_of_its_own(tmp_path: Path) -> None:
     write_run(tmp_path)
     done = subprocess.run(
-        [sys.executable, "-m", "tiermem.tools.record.plots", str(tmp_path)], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "tiermem.tools.record.plots", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     files = [Path(line) for line in done.stdout.splitlines()]
@@ -85,13 +89,20 @@ def test_the_timeline_is_of_one_step_and_says_what_was_moved(tmp_path: Path) -> 
     assert figure is not None
     (ax,) = figure.axes
     labels = [label.get_text() for label in ax.get_yticklabels()]
-    assert [label.split("\n")[0] for label in labels] == ["phase", "disk reads", "disk writes", "kernels", "wait"]
+    assert [label.split("\n")[0] for label in labels] == [
+        "phase",
+        "disk reads",
+        "disk writes",
+        "kernels",
+        "wait",
+    ]
     assert "0.13 GB at 1.3 GB/s" in labels[1]
     assert ax.get_xlim() == (0.0, 300.0)
 
 
 def test_a_step_under_the_next_forward_is_drawn_beside_it_with_every_lane(tmp_path: Path) -> None:
-    """Each step returns after 20 of its 150 ms; its tiles go on under the forward, a module of which waits for 10 of 60 ms."""
+    """Each step returns after 20 of its 150 ms; its tiles go on under the forward, a module of
+    which waits for 10 of 60 ms."""
     run, spans = write_run(tmp_path), []
     for span in read_spans(tmp_path / "events.jsonl"):
         if span.lane == "wait":
@@ -101,17 +112,28 @@ def test_a_step_under_the_next_forward_is_drawn_beside_it_with_every_lane(tmp_pa
         spans.append(span._replace(start_ns=span.start_ns + late, end_ns=end_ns))
         if span.lane == "forward":
             spans.append(Span("unit", "forward layers.0", span.start_ns, span.end_ns, 0))
-            spans.append(Span("wait", "step of layers.0", span.start_ns + 5 * MS, span.start_ns + 15 * MS, 0))
+            spans.append(
+                Span("wait", "step of layers.0", span.start_ns + 5 * MS, span.start_ns + 15 * MS, 0)
+            )
             spans.append(Span("gather", "layers.0", span.start_ns, span.start_ns + 4 * MS, 0))
     figure = plots.draw_timeline(run, sorted(spans, key=lambda span: span.start_ns))
     assert figure is not None
     (ax,) = figure.axes
     labels = [label.get_text().split(" busy")[0] for label in ax.get_yticklabels()]
     assert labels[:3] == ["phase", "maths\n17%", "link\n1%"]
-    assert [label.split("\n")[0] for label in labels[3:]] == ["disk reads", "disk writes", "kernels", "wait"]
+    assert [label.split("\n")[0] for label in labels[3:]] == [
+        "disk reads",
+        "disk writes",
+        "kernels",
+        "wait",
+    ]
     texts = [text.get_text() for text in ax.texts]
-    assert [text for text in texts if "under" in text] == [f"step under the forward\n{ms} ms" for ms in (138, 130)]
-    assert figure.get_suptitle().endswith("two or more of maths, link, disk and kernels at once: 17%")
+    assert [text for text in texts if "under" in text] == [
+        f"step under the forward\n{ms} ms" for ms in (138, 130)
+    ]
+    assert figure.get_suptitle().endswith(
+        "two or more of maths, link, disk and kernels at once: 17%"
+    )
 
 
 def test_a_step_whose_events_were_forgotten_is_not_chosen(tmp_path: Path) -> None:

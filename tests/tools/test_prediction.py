@@ -1,4 +1,5 @@
-"""Is a prediction held against what it was made for, and is it left out, with the reason, where it cannot be made?"""
+"""Is a prediction held against what it was made for, and is it left out, with the reason, where it
+cannot be made?"""
 
 from __future__ import annotations
 
@@ -27,7 +28,12 @@ from tiermem.tools.plan.prediction import (
 from tiermem.tools.presets import preset
 from tiermem.tools.record.reports import predicted_table
 
-TINY = preset("151m") | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 101}
+TINY = preset("151m") | {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "vocab_size": 101,
+}
 TINY |= {"num_attention_heads": 4, "num_key_value_heads": 4}
 
 
@@ -116,10 +122,26 @@ def test_a_model_whose_layers_cannot_be_counted_is_not_predicted() -> None:
 
 
 def test_predicted_and_real_stand_side_by_side() -> None:
-    said = {"forward_s": 1.0, "backward_s": 2.0, "step_s": 3.0, "nvme_read_bytes": 11 << 20, "nvme_written_bytes": 0}
+    said = {
+        "forward_s": 1.0,
+        "backward_s": 2.0,
+        "step_s": 3.0,
+        "nvme_read_bytes": 11 << 20,
+        "nvme_written_bytes": 0,
+    }
     said |= {"disk_bytes": 0, "host_bytes": 9 << 20, "peak_bytes": 95 << 20}
-    run = {"losses": [1.0], "predicted": said, "forward_s": [1.25], "backward_s": [2.0], "step_s": [2.75]}
-    run |= {"nvme_read_bytes_a_step": 11 << 20, "nvme_written_bytes_a_step": 0, "nvme_peak_bytes": 0}
+    run = {
+        "losses": [1.0],
+        "predicted": said,
+        "forward_s": [1.25],
+        "backward_s": [2.0],
+        "step_s": [2.75],
+    }
+    run |= {
+        "nvme_read_bytes_a_step": 11 << 20,
+        "nvme_written_bytes_a_step": 0,
+        "nvme_peak_bytes": 0,
+    }
     run |= {"host_peak_bytes": 9 << 20, "peak_rss_bytes": 100 << 20}
     table = predicted_table(run)
     assert table is not None
@@ -133,9 +155,17 @@ def test_predicted_and_real_stand_side_by_side() -> None:
     assert "states on NVMe" not in rows
 
 
-@pytest.mark.parametrize("change", [{"predicted": None}, {"predicted": {"not_made": "no room"}}, {"losses": []}])
+@pytest.mark.parametrize(
+    "change", [{"predicted": None}, {"predicted": {"not_made": "no room"}}, {"losses": []}]
+)
 def test_nothing_is_compared_without_a_prediction_or_a_step(change: dict[str, Any]) -> None:
-    said = {"losses": [1.0], "predicted": {"forward_s": 1.0}, "forward_s": [1.0], "backward_s": [1.0], "step_s": [1.0]}
+    said = {
+        "losses": [1.0],
+        "predicted": {"forward_s": 1.0},
+        "forward_s": [1.0],
+        "backward_s": [1.0],
+        "step_s": [1.0],
+    }
     assert predicted_table(said | change) is None
 
 
@@ -150,14 +180,22 @@ def test_far_slower_products_are_told_before_the_start(monkeypatch: pytest.Monke
         return make_config(TrainOptions(offload="cpu", precision=precision))
 
     shape = preset("151m")
-    monkeypatch.setattr(compute, "measure_products", lambda shapes, dtype: compute.Products(dtype, 1e9, 60e9))
+    monkeypatch.setattr(
+        compute, "measure_products", lambda shapes, dtype: compute.Products(dtype, 1e9, 60e9)
+    )
     said = warn_of_compute(config("bf16"), shape)
-    assert said is not None and "bf16 products are 60 times slower" in said and "give --precision auto" in said
+    assert (
+        said is not None
+        and "bf16 products are 60 times slower" in said
+        and "give --precision auto" in said
+    )
     assert warn_of_compute(config("fp32"), shape) is None
     settled, choice = settle_compute(config("auto"), shape)
     assert settled["tiermem"]["compute_dtype"] == choice.dtype == "fp32"
     assert warn_of_compute(settled, shape) is None
-    monkeypatch.setattr(compute, "measure_products", lambda shapes, dtype: compute.Products(dtype, 60e9, 60e9))
+    monkeypatch.setattr(
+        compute, "measure_products", lambda shapes, dtype: compute.Products(dtype, 60e9, 60e9)
+    )
     assert settle_compute(config("auto"), shape)[0]["tiermem"]["compute_dtype"] == "storage"
     assert warn_of_compute(config("bf16"), shape) is None
 
@@ -171,14 +209,23 @@ def test_a_far_slower_disk_is_told_before_the_start(monkeypatch: pytest.MonkeyPa
 
     def said_of(disk_bytes_s: float) -> str | None:
         config = make_config(TrainOptions(offload="nvme", precision="bf16"), [Path("/mnt/slow")])
-        measured = prediction.MeasuredRates(Compute(1e-12, 2e-12), Rates(disk_bytes_s, disk_bytes_s))
+        measured = prediction.MeasuredRates(
+            Compute(1e-12, 2e-12), Rates(disk_bytes_s, disk_bytes_s)
+        )
         wanted = dataclasses.replace(job(TINY), config=config, nvme_paths=["/mnt/slow"])
-        scenario = Scenario(TINY, config, Cluster(1, 1), measured.rates, measured.compute, wanted.seq)
-        return prediction.warn_of_disk(wanted, measured, plan_scenario(scenario, chooses=False).forecast.total_s)
+        scenario = Scenario(
+            TINY, config, Cluster(1, 1), measured.rates, measured.compute, wanted.seq
+        )
+        return prediction.warn_of_disk(
+            wanted, measured, plan_scenario(scenario, chooses=False).forecast.total_s
+        )
 
     said = said_of(1e6)
     assert said is not None and said.startswith("a step from /mnt/slow is predicted to take ")
-    assert "times as long as one in host memory: stop it with Ctrl-C and give --offload cpu (it takes " in said
+    assert (
+        "times as long as one in host memory: stop it with Ctrl-C and give --offload cpu (it takes "
+        in said
+    )
     assert said_of(1e12) is None
     monkeypatch.setattr(prediction, "available_bytes", lambda: 1 << 20)
     assert said_of(1e6) is None  # memory is no way out

@@ -65,7 +65,9 @@ def test_a_config_file_is_read_without_its_cache(tmp_path: Path) -> None:
     assert read_shape(file) == {"model_type": "llama", "use_cache": False}
 
 
-@pytest.mark.parametrize(("text", "reason"), [("{", "is not JSON"), ("[]", "model_type"), ("{}", "model_type")])
+@pytest.mark.parametrize(
+    ("text", "reason"), [("{", "is not JSON"), ("[]", "model_type"), ("{}", "model_type")]
+)
 def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str, reason: str) -> None:
     file = tmp_path / "config.json"
     file.write_text(text)

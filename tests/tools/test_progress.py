@@ -17,7 +17,12 @@ from tiermem.tools.job.launcher import Sample
 from tiermem.tools.record.reports import Progress
 
 MIB = 1 << 20
-READY = {"kind": "ready", "ceiling": {"read_bytes_s": 4e9, "write_bytes_s": 8e9}, "read_bytes": 5, "written_bytes": 0}
+READY = {
+    "kind": "ready",
+    "ceiling": {"read_bytes_s": 4e9, "write_bytes_s": 8e9},
+    "read_bytes": 5,
+    "written_bytes": 0,
+}
 STEP = {
     "kind": "step",
     "step": 2,

@@ -36,9 +36,11 @@ def test_the_documented_keys_are_there_even_for_a_run_that_died() -> None:
     record = RunRecord()
     record.outcome = outcome()
     keys = (
-        "losses forward_s backward_s step_s iteration_s limits_s steps_redone redone_bytes limited_by "
+        "losses forward_s backward_s step_s iteration_s limits_s steps_redone redone_bytes "
+        "limited_by "
         "tokens_per_s peak_rss_bytes memory_limit_bytes limit_kind nvme_read_bytes "
-        "nvme_written_bytes num_params state_bytes kernel_read_bytes kernel_written_bytes cgroup_peak_bytes engine versions"
+        "nvme_written_bytes num_params state_bytes kernel_read_bytes kernel_written_bytes "
+        "cgroup_peak_bytes engine versions"
     )
     assert set(keys.split(" ")) <= set(record.summary())
 
@@ -78,7 +80,9 @@ def test_bytes_of_a_run_that_died_are_those_of_its_last_step() -> None:
 def test_paths_and_the_time_of_training_are_kept() -> None:
     record = RunRecord()
     for number, seconds in ((1, 2), (2, 5)):
-        record.on_message({**step(number, 9.0), "start_ns": seconds * 10**9, "end_ns": (seconds + 1) * 10**9})
+        record.on_message(
+            {**step(number, 9.0), "start_ns": seconds * 10**9, "end_ns": (seconds + 1) * 10**9}
+        )
     record.on_message({"kind": "done", "paths": [["/a", 10, 25]]})
     summary = record.summary()
     assert summary["paths"] == [{"path": "/a", "written_bytes": 10, "since_made_bytes": 25}]
@@ -122,7 +126,9 @@ def test_an_iteration_is_limited_by_what_was_busy_longest() -> None:
     record = RunRecord()
     for number, compute_s in enumerate((99.0, 7.0, 8.0, 6.0), 1):
         limits = {"compute": compute_s, "disk": 6.5, "link": 0.0, "kernels": 1.5}
-        record.on_message({**step(number, 9.0), "start_ns": 0, "end_ns": 10**10, "limits_s": limits})
+        record.on_message(
+            {**step(number, 9.0), "start_ns": 0, "end_ns": 10**10, "limits_s": limits}
+        )
     summary = record.summary()
     assert summary["iteration_s"] == [10.0] * 4
     assert summary["limits_s"] == {"compute": 7.0, "disk": 6.5, "link": 0.0, "kernels": 1.5}

@@ -17,7 +17,12 @@ from tiermem.swap.disk.direct import file_system_of
 from tiermem.tools.cli import main
 from tiermem.tools.presets import preset
 
-TINY = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+TINY = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 TINY |= {"num_key_value_heads": 4, "vocab_size": 300}
 Capture = pytest.CaptureFixture[str]
 
@@ -70,7 +75,10 @@ def test_train_under_a_cap_names_a_folder_in_memory_and_trains(
         "out.json",
     ]
     said = said_by([*words, "--nvme", str(in_memory)], capsys, monkeypatch)
-    assert f"the disk is not measured, so nothing is predicted: {in_memory} lies in memory (tmpfs)" in said
+    assert (
+        f"the disk is not measured, so nothing is predicted: {in_memory} lies in memory (tmpfs)"
+        in said
+    )
     assert len(json.loads((tmp_path / "out.json").read_text())["losses"]) == 2
 
 
@@ -81,7 +89,8 @@ def test_check_on_a_small_disk_says_what_was_not_measured(
 ) -> None:
     small = mount("ext4", 40 << 20)
     said = said_by(["check", "--path", str(small), "--seconds", "0.2"], capsys, monkeypatch)
-    assert f"not measured: {small} has".replace(" ", "") in said.replace(" ", "")  # a long path is cut over lines
+    # a long path is cut over lines
+    assert f"not measured: {small} has".replace(" ", "") in said.replace(" ", "")
     assert "and a file of 64.0 MiB is needed" in said
     assert "products" in said
 
@@ -94,8 +103,23 @@ def test_bench_io_leaves_out_a_disk_without_room_and_measures_the_others(
 ) -> None:
     small, large, out = mount("ext4", 8 << 20), tmp_path / "large", tmp_path / "io.json"
     large.mkdir()
-    words = ["bench", "io", "--size", "16MiB", "--block", "1MiB", "--depth", "1", "--mode", "read", "--loops", "1"]
+    words = [
+        "bench",
+        "io",
+        "--size",
+        "16MiB",
+        "--block",
+        "1MiB",
+        "--depth",
+        "1",
+        "--mode",
+        "read",
+        "--loops",
+        "1",
+    ]
     paths = ["--path", str(small), "--path", str(large)]
     said = said_by([*words, *paths, "--json", str(out)], capsys, monkeypatch)
     assert f"not measured: {small} has" in said
-    assert [each["path"] for each in json.loads(out.read_text())["machine"]["paths"]] == [str(large)]
+    assert [each["path"] for each in json.loads(out.read_text())["machine"]["paths"]] == [
+        str(large)
+    ]

@@ -1,4 +1,5 @@
-"""Are disks measured past their fast caches when that is asked for, and are rates seen in runs kept and planned with?"""
+"""Are disks measured past their fast caches when that is asked for, and are rates seen in runs kept
+and planned with?"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from tiermem.tools.words import Stop, parse_share
 MIB = 1 << 20
 
 
-# ---- past the fast cache -------------------------------------------------------------------------------------------------
+# ---- past the fast cache -------------------------------------------------------------------------
 
 
 def test_a_plateau_is_a_drop_that_stays() -> None:
@@ -38,7 +39,9 @@ def test_a_plateau_is_a_drop_that_stays() -> None:
     assert not has_plateau([4.0] * 10 + [1.0, 2.5] * 6), "it still swings"
 
 
-def test_writing_ends_when_the_rate_has_fallen_to_a_plateau(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writing_ends_when_the_rate_has_fallen_to_a_plateau(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A drive that takes 32 of 128 MiB at 4 MiB a second, and then 1 MiB a second."""
     now_s = 0.0
     monkeypatch.setattr(sustained.time, "monotonic", lambda: now_s)
@@ -68,7 +71,8 @@ def test_a_disk_whose_rate_does_not_fall_is_written_to_the_stated_share(
 
 def test_without_room_it_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(
-        OSError, match=r"--sustained writes 512.0 MiB at least, and 0% of the .* that are free are 16.0 MiB"
+        OSError,
+        match=r"--sustained writes 512.0 MiB at least, and 0% of the .* that are free are 16.0 MiB",
     ) as error:
         measure_sustained(tmp_path, share_of(tmp_path, 16 * MIB))
     assert error.value.errno == errno.ENOSPC
@@ -78,7 +82,9 @@ def test_without_room_it_is_refused_before_anything_is_written(tmp_path: Path) -
 def test_shares_are_parts_of_the_free_space(capsys: pytest.CaptureFixture[str]) -> None:
     assert parse_share("20%") == 0.2
     for text in ("20", "0%", "95%", "x%"):
-        with pytest.raises(ValueError, match="is no part of the free space; write 1% to 90%, such as 20%"):
+        with pytest.raises(
+            ValueError, match="is no part of the free space; write 1% to 90%, such as 20%"
+        ):
             parse_share(text)
     with pytest.raises(SystemExit):
         main(["plan", "--preset", "7b", "--sustained", "20%", "--nvme-rate", "1,1"])
@@ -117,17 +123,35 @@ def test_plan_plans_with_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)  # where the states of a config that is made would rest
     with pytest.raises(SystemExit) as ended:
-        main(["plan", "--preset", "151m", "--flops", "1T", "--sustained", "20%", "--json", "plan.json"])
+        main(
+            [
+                "plan",
+                "--preset",
+                "151m",
+                "--flops",
+                "1T",
+                "--sustained",
+                "20%",
+                "--json",
+                "plan.json",
+            ]
+        )
     assert (ended.value.code, asked) == (0, [(Path(), 0.2)])
     said = " ".join(capsys.readouterr().out.split())
-    assert "disk: 3.0 GB/s read, 0.5 written, measured in .; 9.0 GB written: 4.00 GB/s fell to 0.50" in said
+    assert (
+        "disk: 3.0 GB/s read, 0.5 written, measured in .; 9.0 GB written: 4.00 GB/s fell to 0.50"
+        in said
+    )
     figures = json.loads((tmp_path / "plan.json").read_text())
     none, window, early = figures["overlaps"]
     assert (none["overlap"], window["overlap"], window["limited_by"]) == ("none", "forward", "disk")
     assert figures["limits_s"] == early["limits_s"] and none["iteration_s"] > window["iteration_s"]
     assert (none["written_bytes"], none["extra_disk_bytes"]) == (window["written_bytes"], 0)
     assert early["overlap"] == "backward" and early["written_bytes"] == none["written_bytes"]
-    assert early["extra_disk_bytes"] > 0 == early["extra_host_bytes"] and early["iteration_s"] < window["iteration_s"]
+    assert (
+        early["extra_disk_bytes"] > 0 == early["extra_host_bytes"]
+        and early["iteration_s"] < window["iteration_s"]
+    )
 
 
 def test_tune_keeps_it(tmp_path: Path, asked: list[tuple[Path, float]]) -> None:
@@ -140,7 +164,7 @@ def test_tune_keeps_it(tmp_path: Path, asked: list[tuple[Path, float]]) -> None:
     assert tuned_speed(out)[0].disk_write_bytes_s <= 5e8
 
 
-# ---- seen in runs --------------------------------------------------------------------------------------------------------
+# ---- seen in runs --------------------------------------------------------------------------------
 
 RUN: dict[str, Any] = {
     "date": "2026-11-23",
@@ -158,7 +182,9 @@ def tuned(tmp_path: Path) -> Path:
     facts = {"mixed_gbps": [2.0], "read_gbps": [2.0]}
     file = tmp_path / "tiermem.json"
     measured = {"made_by": "tiermem tune", "is_default_kept": False, "winner": facts, "default": {}}
-    file.write_text(json.dumps({"aio": {}, "tiermem": {"engine": "uring", "paths": [], "measured": measured}}))
+    file.write_text(
+        json.dumps({"aio": {}, "tiermem": {"engine": "uring", "paths": [], "measured": measured}})
+    )
     return file
 
 

@@ -61,13 +61,19 @@ def test_settings_take_turns_within_a_mode() -> None:
     given = options(modes=["read", "write"], engines=["auto", "aio"], depths=[1, 8], loops=2)
     ranks = FakeRanks()
     sweep(settings_of(given), given, FakeFiles(), ranks)
-    order = [(jobs[0].setting.mode, jobs[0].setting.depth, jobs[0].setting.engine) for jobs in ranks.jobs]
+    order = [
+        (jobs[0].setting.mode, jobs[0].setting.depth, jobs[0].setting.engine) for jobs in ranks.jobs
+    ]
     loop = [(1, "auto"), (1, "aio"), (8, "auto"), (8, "aio")]
-    assert order == [(mode, *which) for mode in ("read", "write") for _ in range(2) for which in loop]
+    assert order == [
+        (mode, *which) for mode in ("read", "write") for _ in range(2) for which in loop
+    ]
 
 
 def test_a_witness_stands_after_the_settings_it_judges_in_every_loop() -> None:
-    given = options(modes=["read", "tensors"], engines=["auto", "aio"], depths=[1, 8], ranks=[1, 2], loops=2)
+    given = options(
+        modes=["read", "tensors"], engines=["auto", "aio"], depths=[1, 8], ranks=[1, 2], loops=2
+    )
     settings = settings_of(given)
     ranks = FakeRanks()
     witness = FakeWitness(ranks)
@@ -82,7 +88,12 @@ def test_an_engine_that_cannot_run_is_tried_once_and_the_others_go_on() -> None:
     given = options(engines=["uring", "threads"], loops=3)
     ranks = FakeRanks(cannot="uring")
     refused, measured = sweep(settings_of(given), given, FakeFiles(), ranks)
-    assert [jobs[0].setting.engine for jobs in ranks.jobs] == ["uring", "threads", "threads", "threads"]
+    assert [jobs[0].setting.engine for jobs in ranks.jobs] == [
+        "uring",
+        "threads",
+        "threads",
+        "threads",
+    ]
     assert (refused.error, refused.outcomes) == ("no ring here", [])
     assert (measured.error, len(measured.gbps())) == (None, 3)
 
@@ -90,7 +101,11 @@ def test_an_engine_that_cannot_run_is_tried_once_and_the_others_go_on() -> None:
 def test_several_paths_are_measured_alone_and_all_at_once() -> None:
     given = options("/a", "/b")
     settings = settings_of(given)
-    assert [(each.path, each.places) for each in settings] == [("/a", (0,)), ("/b", (1,)), ("all", (0, 1))]
+    assert [(each.path, each.places) for each in settings] == [
+        ("/a", (0,)),
+        ("/b", (1,)),
+        ("all", (0, 1)),
+    ]
     assert [is_witnessed(each) for each in settings] == [True, True, False]
     ranks = FakeRanks()
     measured = sweep(settings, given, FakeFiles(), ranks)
@@ -106,11 +121,17 @@ def test_one_path_has_no_all() -> None:
 def test_random_has_its_own_block_and_sustained_one_setting() -> None:
     settings = settings_of(
         options(
-            modes=["random", "sustained"], engines=["auto", "aio"], blocks=[MIB, 4 * MIB], depths=[1, 8], ranks=[1, 2]
+            modes=["random", "sustained"],
+            engines=["auto", "aio"],
+            blocks=[MIB, 4 * MIB],
+            depths=[1, 8],
+            ranks=[1, 2],
         )
     )
     assert {each.block_bytes for each in settings if each.mode == "random"} == {4096}
-    assert [each for each in settings if each.mode == "sustained"] == [setting("sustained", block_bytes=4 * MIB)]
+    assert [each for each in settings if each.mode == "sustained"] == [
+        setting("sustained", block_bytes=4 * MIB)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -125,7 +146,10 @@ def test_random_has_its_own_block_and_sustained_one_setting() -> None:
     ],
 )
 def test_bytes_of_a_pass(mode: str, block: int, depth: int, expected: int) -> None:
-    assert bytes_of(setting(mode, block_bytes=block, depth=depth), options(sustained_bytes=GIB)) == expected
+    assert (
+        bytes_of(setting(mode, block_bytes=block, depth=depth), options(sustained_bytes=GIB))
+        == expected
+    )
 
 
 def test_each_rank_has_a_file_and_a_seed_of_its_own() -> None:
@@ -136,7 +160,8 @@ def test_each_rank_has_a_file_and_a_seed_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "is_synced"), [("read", False), ("random", False), ("tensors", False), ("write", True), ("mixed", True)]
+    ("mode", "is_synced"),
+    [("read", False), ("random", False), ("tensors", False), ("write", True), ("mixed", True)],
 )
 def test_only_what_writes_ends_with_a_sync(mode: str, is_synced: bool) -> None:
     assert jobs_of(setting(mode), options(sync=True), FakeFiles())[0].sync is is_synced

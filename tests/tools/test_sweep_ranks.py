@@ -33,7 +33,11 @@ def content(file: str) -> bytes:
 
 
 def job(
-    files: BenchFiles, rank: int, mode: str = "write", io: tuple[str, int, int] = ("auto", MIB, 2), **changed: object
+    files: BenchFiles,
+    rank: int,
+    mode: str = "write",
+    io: tuple[str, int, int] = ("auto", MIB, 2),
+    **changed: object,
 ) -> RankJob:
     """A job that moves the rank's file once. `io`: engine, block_bytes, depth."""
     plain = RankJob(
@@ -47,7 +51,9 @@ def job(
     return plain._replace(**changed)  # type: ignore[arg-type]
 
 
-def test_ranks_measure_together_refuse_together_and_go_on(files: BenchFiles, tmp_path: Path) -> None:
+def test_ranks_measure_together_refuse_together_and_go_on(
+    files: BenchFiles, tmp_path: Path
+) -> None:
     with Ranks(2, [tmp_path]) as ranks:
         first, second = ranks.run([job(files, rank) for rank in (0, 1)])
         assert first.moved.written_bytes == second.moved.written_bytes == 8 * MIB
@@ -56,7 +62,9 @@ def test_ranks_measure_together_refuse_together_and_go_on(files: BenchFiles, tmp
         held = content(files.name(0, 0, "write"))
         with pytest.raises(CannotRun, match="engine"):
             ranks.run([job(files, 0), job(files, 1, io=("floppy", MIB, 2))])
-        assert content(files.name(0, 0, "write")) == held, "one that cannot keeps the other from starting"
+        assert content(files.name(0, 0, "write")) == held, (
+            "one that cannot keeps the other from starting"
+        )
         mixed = ranks.run([job(files, 0, "mixed", num_bytes=4 * MIB)])
         assert [each.moved for each in mixed] == [(4 * MIB, 4 * MIB)]
         both = (files.name(0, 0, "read"), files.name(0, 1, "read"))
@@ -64,7 +72,9 @@ def test_ranks_measure_together_refuse_together_and_go_on(files: BenchFiles, tmp
         assert together[0].moved.read_bytes == 12 * MIB
 
 
-def test_tensors_are_set_beside_sequential_passes_and_their_store_goes(files: BenchFiles, tmp_path: Path) -> None:
+def test_tensors_are_set_beside_sequential_passes_and_their_store_goes(
+    files: BenchFiles, tmp_path: Path
+) -> None:
     with Ranks(1, [tmp_path]) as ranks:
         (outcome,) = ranks.run([job(files, 0, "tensors")])
         assert [what for what, _, _ in outcome.shares] == ["put", "fetch", "change"]
@@ -85,7 +95,9 @@ def test_a_sustained_write_is_a_series_that_grows(files: BenchFiles, tmp_path: P
         assert 0 < stopped.moved.written_bytes < 1 << 40
 
 
-def test_a_rank_that_dies_is_an_error_and_its_store_is_removed(files: BenchFiles, tmp_path: Path) -> None:
+def test_a_rank_that_dies_is_an_error_and_its_store_is_removed(
+    files: BenchFiles, tmp_path: Path
+) -> None:
     with Ranks(1, [tmp_path]) as ranks:
         rank = ranks._ranks[0]
         rank.connection.send(job(files, 0, "tensors"))

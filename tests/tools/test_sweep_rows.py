@@ -56,7 +56,9 @@ def test_ranks_together_count_from_the_first_start_to_the_last_end() -> None:
 
 def test_latencies_are_those_of_all_loops_and_ranks_together() -> None:
     found = row("read", [outcome(read=GB), outcome(read=GB)], [outcome(read=GB), outcome(read=GB)])
-    assert [found["p50_us"], found["p99_us"]] == latency_quantiles(np.array([4, 8, 12], dtype=np.uint64), (0.5, 0.99))
+    assert [found["p50_us"], found["p99_us"]] == latency_quantiles(
+        np.array([4, 8, 12], dtype=np.uint64), (0.5, 0.99)
+    )
 
 
 def test_cpu_time_is_per_gigabyte_and_per_block() -> None:
@@ -105,12 +107,16 @@ def test_a_sustained_write_is_a_series_with_its_knee() -> None:
     assert found["knee_bytes"] == 3 * GB
     assert (found["gbps_before_knee"], found["gbps_after_knee"]) == (2.0, 0.5)
     assert (found["gbps_min"], found["gbps_max"], found["gbps_overall"]) == (0.5, 2.0, 1.0)
-    assert any("2.00 GB/s up to 3.0 GB, then 0.50" in note for note in notes_of([found], *[IoCounts(0, 0)] * 2))
+    assert any(
+        "2.00 GB/s up to 3.0 GB, then 0.50" in note
+        for note in notes_of([found], *[IoCounts(0, 0)] * 2)
+    )
 
 
 def test_the_best_of_a_mode_is_its_highest_median() -> None:
     rows = [
-        row(mode, [outcome(read=size * GB)]) for mode, size in (("read", 1), ("read", 3), ("read", 2), ("write", 1))
+        row(mode, [outcome(read=size * GB)])
+        for mode, size in (("read", 1), ("read", 3), ("read", 2), ("write", 1))
     ]
     rows.append(row_of(MeasuredRow(setting("mixed"), True, error="no")))
     assert best_of(rows) == {"read": rows[1], "write": rows[3]}
@@ -143,7 +149,10 @@ def test_a_fraction_beyond_the_possible_is_the_yardsticks_error() -> None:
 
 def test_bytes_that_the_kernel_counts_otherwise_are_told() -> None:
     assert notes(ours=GB, kernel=GB + 5_000_000) == []
-    assert any("1000000000" in note and "1020000000" in note for note in notes(ours=GB, kernel=1_020_000_000))
+    assert any(
+        "1000000000" in note and "1020000000" in note
+        for note in notes(ours=GB, kernel=1_020_000_000)
+    )
 
 
 def test_buffered_files_and_engines_that_cannot_run_are_told() -> None:
@@ -158,7 +167,11 @@ def test_the_table_shows_a_column_only_where_something_stands_in_it() -> None:
     text = io.StringIO()
     plain, judged = row("read", [outcome(read=GB)]), row("write", [outcome(written=2 * GB)])
     print_rows(
-        [plain, judged], {"read": plain}, ["mind [this]"], "a machine", Console(file=text, width=200, markup=False)
+        [plain, judged],
+        {"read": plain},
+        ["mind [this]"],
+        "a machine",
+        Console(file=text, width=200, markup=False),
     )
     said = text.getvalue()
     assert "fio" not in said

@@ -42,7 +42,9 @@ def make_program(tmp_path: Path) -> Program:
     return make
 
 
-def test_a_yardstick_moves_what_ours_moves(make_program: Program, files: BenchFiles, tmp_path: Path) -> None:
+def test_a_yardstick_moves_what_ours_moves(
+    make_program: Program, files: BenchFiles, tmp_path: Path
+) -> None:
     with bare_witness(make_program("'0.001 0.002 0'"), files, sync=False) as witness:
         for mode, num_bytes in (("read", 8 * MIB), ("mixed", 4 * MIB), ("random", MIB)):
             witness.measure(setting(mode), num_bytes, loop=3)
@@ -60,7 +62,9 @@ def test_a_yardstick_moves_what_ours_moves(make_program: Program, files: BenchFi
     ]
 
 
-def test_a_mixed_pass_of_one_block_has_no_counterpart(make_program: Program, files: BenchFiles) -> None:
+def test_a_mixed_pass_of_one_block_has_no_counterpart(
+    make_program: Program, files: BenchFiles
+) -> None:
     with bare_witness(make_program("'1 1 1'"), files, sync=False) as witness:
         witness.measure(setting("mixed", depth=1), MIB, loop=0)
         assert witness.loops_gbps(setting("mixed", depth=1)) == []
@@ -68,23 +72,31 @@ def test_a_mixed_pass_of_one_block_has_no_counterpart(make_program: Program, fil
 
 
 def test_there_is_a_rate_of_each_loop(make_program: Program, files: BenchFiles) -> None:
-    with LoopWitness("one", make_program("int(words[3]) / 1e9, 0, 0"), files, ["random"], sync=False) as witness:
+    with LoopWitness(
+        "one", make_program("int(words[3]) / 1e9, 0, 0"), files, ["random"], sync=False
+    ) as witness:
         for loop in range(2):
             witness.measure(setting("random"), 4096, loop)
         assert witness.loops_gbps(setting("random")) == [pytest.approx(1.0)] * 2
 
 
-def test_without_a_sync_of_theirs_a_synced_write_is_not_compared(make_program: Program, files: BenchFiles) -> None:
+def test_without_a_sync_of_theirs_a_synced_write_is_not_compared(
+    make_program: Program, files: BenchFiles
+) -> None:
     with bare_witness(make_program("'1 1 1'"), files, sync=True) as witness:
         for mode in ("write", "mixed", "read"):
             witness.measure(setting(mode), MIB, loop=0)
         assert witness.loops_gbps(setting("write")) == []
         assert witness.loops_gbps(setting("mixed")) == []
         assert len(witness.loops_gbps(setting("read"))) == 1
-        assert witness.notes == ["the yardstick does not sync: with --fsync it stands beside reads alone"]
+        assert witness.notes == [
+            "the yardstick does not sync: with --fsync it stands beside reads alone"
+        ]
 
 
-def test_one_that_fails_says_so_once_and_is_left_out(make_program: Program, files: BenchFiles, tmp_path: Path) -> None:
+def test_one_that_fails_says_so_once_and_is_left_out(
+    make_program: Program, files: BenchFiles, tmp_path: Path
+) -> None:
     with bare_witness(make_program("'error no such ring'"), files, sync=False) as witness:
         for loop in range(3):
             witness.measure(setting(), MIB, loop)
@@ -99,7 +111,8 @@ def test_the_better_engine_of_fio_counts(tmp_path: Path, files: BenchFiles) -> N
     program.write_text(
         '#!/bin/sh\ncase "$*" in *libaio*) time=500;; *) time=1000;; esac\n'
         'way="{\\"io_bytes\\": 1000000000, \\"runtime\\": $time}"\n'
-        'echo "{\\"jobs\\": [{\\"error\\": 0, \\"read\\": $way, \\"write\\": {\\"io_bytes\\": 0, \\"runtime\\": 0}}]}"\n'
+        'echo "{\\"jobs\\": [{\\"error\\": 0, \\"read\\": $way, \\"write\\": {\\"io_bytes\\": 0, '
+        '\\"runtime\\": 0}}]}"\n'
     )
     program.chmod(0o755)
     witness = FioWitness(str(program), files, sync=False)

@@ -1,4 +1,5 @@
-"""Does `train --tensorboard` write every step's figures, and say what to install where tensorboard is missing?"""
+"""Does `train --tensorboard` write every step's figures, and say what to install where tensorboard
+is missing?"""
 
 from __future__ import annotations
 
@@ -26,7 +27,10 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     found = accumulator.EventAccumulator(str(folder))
     found.Reload()
     assert "tiermem/limited_by/text_summary" in found.Tags()["tensors"]
-    return {tag: [(each.step, each.value) for each in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+    return {
+        tag: [(each.step, each.value) for each in found.Scalars(tag)]
+        for tag in found.Tags()["scalars"]
+    }
 
 
 def test_every_step_has_its_figures(tmp_path: Path) -> None:
@@ -37,8 +41,17 @@ def test_every_step_has_its_figures(tmp_path: Path) -> None:
     log = TensorBoardLog(tmp_path / "log")
     log.on_sample(Sample(0, 3 << 30, None))
     for step in (1, 2):
-        message = {"kind": "step", "step": step, "loss": 2.0 / step, "tokens": 100, "grad_norm": 1.0, "lr": 0.5}
-        log.on_message({**message, "forward_s": 1.0, "backward_s": 2.0, "step_s": 1.0, "limited_by": "disk"})
+        message = {
+            "kind": "step",
+            "step": step,
+            "loss": 2.0 / step,
+            "tokens": 100,
+            "grad_norm": 1.0,
+            "lr": 0.5,
+        }
+        log.on_message(
+            {**message, "forward_s": 1.0, "backward_s": 2.0, "step_s": 1.0, "limited_by": "disk"}
+        )
     log.on_message({"kind": "done"})
     log.close()
     found = scalars(tmp_path / "log")
@@ -65,7 +78,18 @@ def test_a_run_can_be_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     pytest.importorskip("tensorboard")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.json").write_text(json.dumps(SHAPE))
-    words = ["--config", "tiny.json", "--seq", "16", "--steps", "3", "--nvme", ".", "--json", "out.json"]
+    words = [
+        "--config",
+        "tiny.json",
+        "--seq",
+        "16",
+        "--steps",
+        "3",
+        "--nvme",
+        ".",
+        "--json",
+        "out.json",
+    ]
     with pytest.raises(SystemExit) as end:
         main(["train", *words, "--tensorboard", "board"])
     assert not end.value.code

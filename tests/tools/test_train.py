@@ -1,4 +1,5 @@
-"""The main job on a model of a few million parameters: train under a cap, end to end, through the command."""
+"""The main job on a model of a few million parameters: train under a cap, end to end, through the
+command."""
 
 from __future__ import annotations
 
@@ -35,16 +36,29 @@ TINY = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "tiny.json").write_text(json.dumps(preset("151m") | TINY | {"num_key_value_heads": 4}))
+    (tmp_path / "tiny.json").write_text(
+        json.dumps(preset("151m") | TINY | {"num_key_value_heads": 4})
+    )
     return tmp_path
 
 
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "tiermem.tools.cli", "train", "--config", "tiny.json", "--seq", "32", *arguments]
+    return [
+        sys.executable,
+        "-m",
+        "tiermem.tools.cli",
+        "train",
+        "--config",
+        "tiny.json",
+        "--seq",
+        "32",
+        *arguments,
+    ]
 
 
 def train(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    """The command is called here, without the seconds that a process of its own takes; the trainer is a process."""
+    """The command is called here, without the seconds that a process of its own takes; the trainer
+    is a process."""
     words, out = command("--json", "out.json", *arguments)[3:], folder / "out.json"
     with (
         pytest.MonkeyPatch.context() as patch,
@@ -84,11 +98,15 @@ def test_a_capped_run_on_nvme_equals_one_in_memory_to_the_bit(folder: Path) -> N
         assert said["host_bytes"] == pytest.approx(run["host_peak_bytes"], rel=0.01)
         assert min(said["forward_s"], said["backward_s"], said["step_s"]) > 0
         limits_s = run["limits_s"]
-        assert set(limits_s) == {"compute", "disk", "link", "kernels"} and limits_s["compute"] > 0 < limits_s["kernels"]
+        assert (
+            set(limits_s) == {"compute", "disk", "link", "kernels"}
+            and limits_s["compute"] > 0 < limits_s["kernels"]
+        )
         assert (limits_s["disk"] > 0, limits_s["link"]) == (run is nvme, 0)
         assert limits_s[run["limited_by"]] == max(limits_s.values())
         assert len(run["iteration_s"]) == 4 and run["steps_redone"] == run["redone_bytes"] == 0
-    assert nvme["choice"].startswith("planned by ") and cpu["choice"] is None  # without a cap nothing is scarce
+    # without a cap nothing is scarce
+    assert nvme["choice"].startswith("planned by ") and cpu["choice"] is None
 
 
 @pytest.mark.slow
@@ -104,7 +122,10 @@ def test_held_down_to_avx2_products_are_made_in_fp32_on_every_tier(
     assert all(run["state_bytes"] == 14 * run["num_params"] for run in runs)  # weights in 2 bytes
     done, bf16 = train(folder, "--steps", "1", "--offload", "cpu", "--precision", "bf16")
     assert bf16["compute"] is None
-    assert "times slower here than fp32 products" in done.stdout and "give --precision auto" in done.stdout
+    assert (
+        "times slower here than fp32 products" in done.stdout
+        and "give --precision auto" in done.stdout
+    )
 
 
 @pytest.mark.slow
@@ -113,10 +134,16 @@ def test_a_run_uses_what_was_tuned_and_leaves_its_reports_and_nothing_on_nvme(fo
     disk.mkdir()
     tuned = {
         "aio": {"block_size": 1 << 18, "queue_depth": 1, "intra_op_parallelism": 3},
-        "tiermem": {"engine": "threads", "paths": [{"path": str(disk)}], "measured": {"made_by": "tiermem tune"}},
+        "tiermem": {
+            "engine": "threads",
+            "paths": [{"path": str(disk)}],
+            "measured": {"made_by": "tiermem tune"},
+        },
     }
     (folder / "tiermem.json").write_text(json.dumps(tuned))
-    done, out = train(folder, "--steps", "2", "--tuned", "tiermem.json", "--resident", "0", "--tbw", "600TB")
+    done, out = train(
+        folder, "--steps", "2", "--tuned", "tiermem.json", "--resident", "0", "--tbw", "600TB"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(done.stdout.splitlines()) <= 10  # in brief
     assert out["engine"] == "threads"
@@ -127,7 +154,8 @@ def test_a_run_uses_what_was_tuned_and_leaves_its_reports_and_nothing_on_nvme(fo
     assert path["written_bytes"] == out["nvme_written_bytes"]
     assert 0 < path["written_bytes"] <= path["since_made_bytes"]
     assert f"written to {path['path']}: " in done.stdout
-    assert "a drive of 600 TBW lasts " in " ".join(done.stdout.split())  # wherever the console broke the line
+    # wherever the console broke the line
+    assert "a drive of 600 TBW lasts " in " ".join(done.stdout.split())
     (run,) = (folder / "runs").iterdir()
     assert {file.name for file in run.iterdir()} - {"output.log"} == {
         "events.jsonl",
@@ -145,7 +173,9 @@ def test_a_run_uses_what_was_tuned_and_leaves_its_reports_and_nothing_on_nvme(fo
 def test_a_cap_below_the_budget_is_refused_with_the_arithmetic(folder: Path) -> None:
     done, _ = train(folder, "--memory", "300MiB")
     assert done.returncode == 2, done.stdout + done.stderr
-    assert re.search(r"--memory 300.0 MiB is too small .*; write: tiermem train .* --memory \d+MiB", done.stderr)
+    assert re.search(
+        r"--memory 300.0 MiB is too small .*; write: tiermem train .* --memory \d+MiB", done.stderr
+    )
     assert not (folder / "runs").exists()
 
 
@@ -165,7 +195,9 @@ def test_a_run_killed_at_the_cap_says_so(folder: Path) -> None:
 
 
 def test_an_interrupt_finishes_the_step_and_reports(folder: Path) -> None:
-    with subprocess.Popen(command("--steps", "100000"), cwd=folder, stdout=subprocess.PIPE, text=True) as run:
+    with subprocess.Popen(
+        command("--steps", "100000"), cwd=folder, stdout=subprocess.PIPE, text=True
+    ) as run:
         assert run.stdout is not None
         for line in run.stdout:
             if ": step 2/" in line:
@@ -183,7 +215,9 @@ def test_an_interrupt_finishes_the_step_and_reports(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_launcher_that_is_killed_takes_its_trainer_with_it(folder: Path) -> None:
-    with subprocess.Popen(command("--steps", "100000"), cwd=folder, stdout=subprocess.PIPE, text=True) as run:
+    with subprocess.Popen(
+        command("--steps", "100000"), cwd=folder, stdout=subprocess.PIPE, text=True
+    ) as run:
         assert run.stdout is not None
         for line in run.stdout:
             if ": step 1/" in line:
@@ -191,7 +225,9 @@ def test_a_launcher_that_is_killed_takes_its_trainer_with_it(folder: Path) -> No
                 run.kill()
                 break
     deadline = time.monotonic() + 30
-    while any(os.path.exists(f"/proc/{pid}/exe") for pid in children) and time.monotonic() < deadline:
+    while (
+        any(os.path.exists(f"/proc/{pid}/exe") for pid in children) and time.monotonic() < deadline
+    ):
         time.sleep(0.05)
     assert not any(os.path.exists(f"/proc/{pid}/exe") for pid in children)
     (folder_of_run,) = (folder / "runs").iterdir()
@@ -199,7 +235,9 @@ def test_a_launcher_that_is_killed_takes_its_trainer_with_it(folder: Path) -> No
 
 
 def test_a_wrong_config_is_one_line(folder: Path) -> None:
-    (folder / "ds.json").write_text(json.dumps({"zero_optimisation": {}, "optimizer": {"type": "AdamW"}}))
+    (folder / "ds.json").write_text(
+        json.dumps({"zero_optimisation": {}, "optimizer": {"type": "AdamW"}})
+    )
     done, _ = train(folder, "--deepspeed-config", "ds.json")
     assert done.returncode == 2
     assert "zero_optimization" in done.stderr
@@ -207,7 +245,9 @@ def test_a_wrong_config_is_one_line(folder: Path) -> None:
     assert list((folder / "runs").iterdir()) == []
 
 
-def test_a_checkpoint_is_trained_on_and_a_config_file_decides_all_that_it_names(folder: Path) -> None:
+def test_a_checkpoint_is_trained_on_and_a_config_file_decides_all_that_it_names(
+    folder: Path,
+) -> None:
     import safetensors.torch
     import torch
     import transformers
@@ -220,7 +260,9 @@ def test_a_checkpoint_is_trained_on_and_a_config_file_decides_all_that_it_names(
     model: Any = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     (folder / "checkpoint").mkdir()
     (folder / "checkpoint" / "config.json").write_text(json.dumps(shape))
-    safetensors.torch.save_file(dict(model.state_dict()), folder / "checkpoint" / "model.safetensors")
+    safetensors.torch.save_file(
+        dict(model.state_dict()), folder / "checkpoint" / "model.safetensors"
+    )
     ds = {
         "train_batch_size": 4,
         "train_micro_batch_size_per_gpu": 2,
@@ -228,9 +270,28 @@ def test_a_checkpoint_is_trained_on_and_a_config_file_decides_all_that_it_names(
         "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
     }
     (folder / "ds.json").write_text(json.dumps(ds))
-    arguments = ["--deepspeed-config", "ds.json", "--steps", "2", "--seq", "32", "--json", "out.json"]
-    start = [sys.executable, "-m", "tiermem.tools.cli", "train", "--model", "checkpoint", *arguments]
-    done = subprocess.run(start, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
+    arguments = [
+        "--deepspeed-config",
+        "ds.json",
+        "--steps",
+        "2",
+        "--seq",
+        "32",
+        "--json",
+        "out.json",
+    ]
+    start = [
+        sys.executable,
+        "-m",
+        "tiermem.tools.cli",
+        "train",
+        "--model",
+        "checkpoint",
+        *arguments,
+    ]
+    done = subprocess.run(
+        start, cwd=folder, capture_output=True, text=True, check=False, timeout=300
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     corpus = Corpus([], 32, 0)
     micro_batches = [corpus.batch(number, 2, torch.device("cpu")) for number in range(2)]

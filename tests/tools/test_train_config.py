@@ -19,7 +19,9 @@ from tiermem.tools.options import TrainOptions
 
 
 def test_options_become_a_config() -> None:
-    config = make_config(TrainOptions(lr=1e-3, batch=2, resident_bytes=1024), [Path("/a"), Path("/b")])
+    config = make_config(
+        TrainOptions(lr=1e-3, batch=2, resident_bytes=1024), [Path("/a"), Path("/b")]
+    )
     target = {"device": "nvme", "nvme_path": ["/a", "/b"]}
     assert config == {
         "train_micro_batch_size_per_gpu": 2,
@@ -41,7 +43,9 @@ def test_the_precision_of_a_config_is_read_back(precision: str) -> None:
 def test_the_library_accepts_every_config(offload: str, tmp_path: Path) -> None:
     from tiermem.config import load_config
 
-    config = make_config(TrainOptions(offload=offload, resident_bytes=4096 if offload == "nvme" else 0), [tmp_path])
+    config = make_config(
+        TrainOptions(offload=offload, resident_bytes=4096 if offload == "nvme" else 0), [tmp_path]
+    )
     assert load_config(with_host_bytes(config, 1 << 30)).policy().host_bytes == 1 << 30
 
 
@@ -68,14 +72,18 @@ def test_states_become_a_precision(states: str) -> None:
         ("fp32", "auto", None),
     ],
 )
-def test_precision_and_compute_become_keys(precision: str | None, compute: str | None, computed: str | None) -> None:
+def test_precision_and_compute_become_keys(
+    precision: str | None, compute: str | None, computed: str | None
+) -> None:
     config = make_config(TrainOptions(offload="cpu", precision=precision, compute=compute))
     assert config.get("tiermem", {}).get("compute_dtype") == computed
     assert precision_of(config) == (precision if precision in ("fp16", "fp32") else "bf16")
 
 
 def test_unknown_states_are_refused() -> None:
-    with pytest.raises(ValueError, match="--states is 'compac'; allowed are exact, compact, bf16, tiny"):
+    with pytest.raises(
+        ValueError, match="--states is 'compac'; allowed are exact, compact, bf16, tiny"
+    ):
         make_config(TrainOptions(offload="cpu", states="compac"))
 
 
@@ -85,8 +93,13 @@ def test_a_budget_in_the_file_stands() -> None:
 
 
 def test_folders_are_found_in_every_form_of_them() -> None:
-    def config(param: object, optim: object, device: str = "nvme", **top: object) -> dict[str, object]:
-        sections = {"offload_param": {"device": device, "nvme_path": param}, "offload_optimizer": optim}
+    def config(
+        param: object, optim: object, device: str = "nvme", **top: object
+    ) -> dict[str, object]:
+        sections = {
+            "offload_param": {"device": device, "nvme_path": param},
+            "offload_optimizer": optim,
+        }
         return {"zero_optimization": sections, **top}
 
     optim = {"device": "nvme", "nvme_path": ["/b", {"path": "/a", "weight": 2}, {"path": "/c"}]}
@@ -95,11 +108,17 @@ def test_folders_are_found_in_every_form_of_them() -> None:
     assert nvme_folders(config("/a", optim, device="cpu")) == ["/b", "/a", "/c"]
     assert nvme_folders(config("/a", {"device": "cpu"}, device="cpu")) == []
     own = {"paths": [{"path": "/d", "weight": 1}, "/e"]}
-    assert nvme_folders(config(None, optim, tiermem=own)) == ["/d", "/e"] == own_folders({"tiermem": own})
+    assert (
+        nvme_folders(config(None, optim, tiermem=own))
+        == ["/d", "/e"]
+        == own_folders({"tiermem": own})
+    )
     assert nvme_folders(config("/a", {"device": "cpu"}, device="cpu", tiermem=own)) == []
 
 
-@pytest.mark.parametrize("config", [{}, {"zero_optimization": True}, {"zero_optimization": {"offload_param": None}}])
+@pytest.mark.parametrize(
+    "config", [{}, {"zero_optimization": True}, {"zero_optimization": {"offload_param": None}}]
+)
 def test_a_config_without_offload_has_no_folders(config: dict[str, object]) -> None:
     assert nvme_folders(config) == []
 
@@ -112,7 +131,9 @@ def test_a_config_without_offload_has_no_folders(config: dict[str, object]) -> N
         ("cpu", "bf16", 4096, "--resident"),
     ],
 )
-def test_a_wrong_option_names_what_is_allowed(offload: str, precision: str, resident: int, reason: str) -> None:
+def test_a_wrong_option_names_what_is_allowed(
+    offload: str, precision: str, resident: int, reason: str
+) -> None:
     with pytest.raises(ValueError, match=reason):
         make_config(TrainOptions(offload=offload, precision=precision, resident_bytes=resident))
 

@@ -1,4 +1,5 @@
-"""Does `torchrun ... tiermem train` train once: other batches on each rank, one folder, one JSON, one budget?"""
+"""Does `torchrun ... tiermem train` train once: other batches on each rank, one folder, one JSON,
+one budget?"""
 
 from __future__ import annotations
 
@@ -16,18 +17,42 @@ pytest.importorskip("transformers")
 
 from tiermem.tools.presets import preset
 
-TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 TINY |= {"num_key_value_heads": 4, "vocab_size": 300}
-TRAIN = ["-m", "tiermem.tools.cli", "train", "--config", "tiny.json", "--data", "text.txt", "--seq", "32"]
+TRAIN = [
+    "-m",
+    "tiermem.tools.cli",
+    "train",
+    "--config",
+    "tiny.json",
+    "--data",
+    "text.txt",
+    "--seq",
+    "32",
+]
 TRAIN += ["--precision", "fp32", "--memory", "1GiB"]
 
 
 def train(folder: Path, ranks: int, *words: str) -> subprocess.CompletedProcess[str]:
     """The command in a process for each rank, the ranks started by torchrun."""
-    launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--no-python", sys.executable]
+    launch = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(ranks),
+        "--no-python",
+        sys.executable,
+    ]
     command = [sys.executable, *(launch if ranks > 1 else []), *TRAIN, *words]
     variables = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False, timeout=200)
+    return subprocess.run(
+        command, cwd=folder, env=variables, capture_output=True, text=True, check=False, timeout=200
+    )
 
 
 def figures(folder: Path, ranks: int, *words: str) -> dict[str, Any]:

@@ -23,7 +23,9 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "tiny.json").write_text(json.dumps(preset("151m") | TINY | {"num_key_value_heads": 4}))
+    (tmp_path / "tiny.json").write_text(
+        json.dumps(preset("151m") | TINY | {"num_key_value_heads": 4})
+    )
     return tmp_path
 
 
@@ -50,14 +52,19 @@ def test_losses_go_on_from_a_checkpoint_on_other_tiers(folder: Path, states: str
     on_nvme = tiermem_train(folder, "--resume", "ck", "--steps", "5")
     assert on_nvme["losses"] == whole[3:]
     assert on_nvme["disagreements"] == []
-    assert tiermem_train(folder, "--resume", "ck", "--steps", "5", "--offload", "cpu")["losses"] == whole[3:]
+    assert (
+        tiermem_train(folder, "--resume", "ck", "--steps", "5", "--offload", "cpu")["losses"]
+        == whole[3:]
+    )
 
 
 def test_a_killed_run_goes_on_from_its_last_step(folder: Path) -> None:
     whole = begin(folder, "--steps", "8")["losses"]
     before = set((folder / "runs").iterdir())
     arguments = command("--steps", "8", "--durability", "step", "--verbose")
-    with subprocess.Popen(arguments, cwd=folder, stdout=subprocess.PIPE, text=True, start_new_session=True) as run:
+    with subprocess.Popen(
+        arguments, cwd=folder, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as run:
         assert run.stdout is not None
         for line in run.stdout:
             if ": step 4/" in line:
@@ -67,5 +74,9 @@ def test_a_killed_run_goes_on_from_its_last_step(folder: Path) -> None:
     gone_on = tiermem_train(folder, "--resume", str(killed), "--steps", "8")["losses"]
     assert 0 < len(gone_on) <= 4
     assert gone_on == whole[-len(gone_on) :]
-    again = tiermem_train(folder, "--resume", str(killed), "--steps", "8") if any(killed.glob("tiermem-*")) else None
+    again = (
+        tiermem_train(folder, "--resume", str(killed), "--steps", "8")
+        if any(killed.glob("tiermem-*"))
+        else None
+    )
     assert again is None or again["losses"] == gone_on

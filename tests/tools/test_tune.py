@@ -1,4 +1,5 @@
-"""Does `tiermem tune` find, verify and write settings that the library reads back unchanged, and leave nothing else?"""
+"""Does `tiermem tune` find, verify and write settings that the library reads back unchanged, and
+leave nothing else?"""
 
 from __future__ import annotations
 
@@ -45,7 +46,11 @@ from tiermem.tools.tune import (
 
 MIB = 1 << 20
 NVME: dict[str, Any] = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}
-GRID = [*candidates_of(["uring", "aio", "threads"], 1 << 30, IoSettings()), IoSettings("aio"), IoSettings("threads")]
+GRID = [
+    *candidates_of(["uring", "aio", "threads"], 1 << 30, IoSettings()),
+    IoSettings("aio"),
+    IoSettings("threads"),
+]
 
 
 def options_of(folder: Path, *paths: str, **fields: Any) -> TuneOptions:
@@ -55,18 +60,28 @@ def options_of(folder: Path, *paths: str, **fields: Any) -> TuneOptions:
     return TuneOptions([folder / path for path in paths], folder / "tiermem.json", **given)
 
 
-# ---- what is written -------------------------------------------------------------------------------------------------
+# ---- what is written -----------------------------------------------------------------------------
 
 
 @given(
     io=st.sampled_from(GRID),
-    weights=st.lists(st.floats(0.001, 1000.0).map(lambda value: round(value, 3)), min_size=1, max_size=3),
+    weights=st.lists(
+        st.floats(0.001, 1000.0).map(lambda value: round(value, 3)), min_size=1, max_size=3
+    ),
     single_submit=st.booleans(),
 )
-def test_what_was_found_reads_back_unchanged(io: IoSettings, weights: list[float], single_submit: bool) -> None:
-    io = IoSettings(io.engine, io.block_bytes, io.depth, io.threads, single_submit, not single_submit)
+def test_what_was_found_reads_back_unchanged(
+    io: IoSettings, weights: list[float], single_submit: bool
+) -> None:
+    io = IoSettings(
+        io.engine, io.block_bytes, io.depth, io.threads, single_submit, not single_submit
+    )
     single = [NvmePath(Path("/nvme"))]
-    paths = [NvmePath(Path(f"/nvme{i}"), weight=w) for i, w in enumerate(weights)] if len(weights) > 1 else single
+    paths = (
+        [NvmePath(Path(f"/nvme{i}"), weight=w) for i, w in enumerate(weights)]
+        if len(weights) > 1
+        else single
+    )
     section = json.loads(json.dumps(section_of(io, paths, {"made_by": MADE_BY, "engine": "auto"})))
     assert load_config(section).policy().io == io
     for config in ({**NVME, **section}, with_tuned(NVME, section)):
@@ -89,11 +104,21 @@ def test_the_aio_section_means_the_same_to_its_documented_reader(io: IoSettings)
     assert set(aio) <= documented
     assert aio["queue_depth"] * aio.get("intra_op_parallelism", 1) == io.depth
     assert aio["block_size"] == io.block_bytes
-    respelled = {("thread_count" if key == "intra_op_parallelism" else key): value for key, value in aio.items()}
-    assert load_config({"aio": respelled, "tiermem": {"engine": io.engine, "strict": True}}).policy().io == io
+    respelled = {
+        ("thread_count" if key == "intra_op_parallelism" else key): value
+        for key, value in aio.items()
+    }
+    assert (
+        load_config({"aio": respelled, "tiermem": {"engine": io.engine, "strict": True}})
+        .policy()
+        .io
+        == io
+    )
 
 
-def test_a_run_writes_what_it_says_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_writes_what_it_says_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = options_of(tmp_path, "a", "b")
     assert tune(options, open_console()) == 0
     written = json.loads(options.out.read_text())
@@ -130,19 +155,24 @@ def test_its_own_file_is_written_again_and_no_other(tmp_path: Path) -> None:
         check_out(tmp_path / "nowhere" / "tiermem.json")
 
 
-# ---- what is tried ---------------------------------------------------------------------------------------------------
+# ---- what is tried -------------------------------------------------------------------------------
 
 
 def test_the_grid_spans_blocks_depths_and_engines_within_bounds() -> None:
     grid = candidates_of(["uring", "aio", "threads"], 1 << 30, IoSettings())
     assert {io.engine for io in grid} == {"auto", "uring", "aio", "threads"}
-    assert {io.block_bytes for io in grid} == set(BLOCKS) == {(256 << 10) << power for power in range(6)}
+    assert (
+        {io.block_bytes for io in grid}
+        == set(BLOCKS)
+        == {(256 << 10) << power for power in range(6)}
+    )
     assert {io.depth for io in grid} == set(DEPTHS)
     assert all(2 * MIB <= io.block_bytes * io.depth <= 64 * MIB for io in grid)
     assert all(io.threads == io.depth <= 32 for io in grid if io.engine == "threads")
     assert len(set(grid)) == len(grid)
     assert grid[-1] == IoSettings()
-    assert IoSettings("uring", MIB, IoSettings().depth, 1) not in grid  # the defaults by another name
+    # the defaults by another name
+    assert IoSettings("uring", MIB, IoSettings().depth, 1) not in grid
 
 
 def test_a_small_file_bounds_what_is_in_flight() -> None:
@@ -167,7 +197,7 @@ def test_engines_that_cannot_run_are_left_out_unless_named(monkeypatch: pytest.M
     assert default_of(["aio"]) == IoSettings("aio")
 
 
-# ---- how it is measured ----------------------------------------------------------------------------------------------
+# ---- how it is measured --------------------------------------------------------------------------
 
 
 def test_the_cost_is_a_step_s_bytes_at_these_rates() -> None:
@@ -244,16 +274,20 @@ def test_weights_are_rates_and_the_slowest_weighs_one() -> None:
     assert weighed([Path("rel")], Turn((2.0,), (1.0,))) == [NvmePath(Path.cwd() / "rel")]
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
+# ---- what is refused -----------------------------------------------------------------------------
 
 
-def test_too_little_room_is_refused_with_the_arithmetic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_room_is_refused_with_the_arithmetic(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "b").mkdir()
     stats = os.statvfs_result((4096, 4096, 0, 0, 5120, 0, 0, 0, 0, 255))  # 20 MiB free
     monkeypatch.setattr("os.statvfs", lambda path: stats)
     file = ("a file to measure on (--size)", 16 * MIB)
     check_room([tmp_path], [file])
-    with pytest.raises(OSError, match=r"32\.0 MiB are needed, 20\.0 MiB are free: .* x 2 paths") as caught:
+    with pytest.raises(
+        OSError, match=r"32\.0 MiB are needed, 20\.0 MiB are free: .* x 2 paths"
+    ) as caught:
         check_room([tmp_path, tmp_path / "b"], [file])
     assert caught.value.errno == errno.ENOSPC
 

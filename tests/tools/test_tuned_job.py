@@ -1,4 +1,5 @@
-"""Does `tiermem train --tuned` put what was tuned into the job, and refuse folders that contradict it?"""
+"""Does `tiermem train --tuned` put what was tuned into the job, and refuse folders that contradict
+it?"""
 
 from __future__ import annotations
 
@@ -23,7 +24,10 @@ def folder(tmp_path: Path) -> Path:
         "aio": {"block_size": 1 << 22, "queue_depth": 8, "intra_op_parallelism": 1},
         "tiermem": {
             "engine": "aio",
-            "paths": [{"path": str(tmp_path / "a"), "weight": 1.0}, {"path": str(tmp_path / "b"), "weight": 2.5}],
+            "paths": [
+                {"path": str(tmp_path / "a"), "weight": 1.0},
+                {"path": str(tmp_path / "b"), "weight": 2.5},
+            ],
             "measured": {"made_by": "tiermem tune"},
         },
     }
@@ -52,7 +56,8 @@ def test_the_same_folders_may_be_named_again(folder: Path) -> None:
 
 def test_other_folders_are_refused_with_both(folder: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"--nvme is .*/a, but .*tiermem\.json was made for .*/a, .*/b: leave --nvme out"
+        ValueError,
+        match=r"--nvme is .*/a, but .*tiermem\.json was made for .*/a, .*/b: leave --nvme out",
     ):
         job_of(folder, nvme=(folder / "a",))
 

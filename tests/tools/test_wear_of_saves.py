@@ -14,17 +14,37 @@ pytest.importorskip("transformers")
 from tiermem.tools.cli import main
 from tiermem.tools.presets import preset
 
-TINY = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
+TINY = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
 TINY |= {"num_key_value_heads": 4, "vocab_size": 300}
 
 
 @pytest.mark.parametrize("offload", ["nvme", "none"])
 def test_a_run_that_saves_says_no_less_than_what_lies_on_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], offload: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    offload: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.json").write_text(json.dumps(preset("151m") | TINY))
-    words = ["train", "--config", "tiny.json", "--steps", "2", "--seq", "32", "--tbw", "600TB", "--json", "out.json"]
+    words = [
+        "train",
+        "--config",
+        "tiny.json",
+        "--steps",
+        "2",
+        "--seq",
+        "32",
+        "--tbw",
+        "600TB",
+        "--json",
+        "out.json",
+    ]
     words += ["--offload", offload, "--memory", "1GiB", "--save", "ck", "--save-every", "1"]
     with pytest.raises(SystemExit) as ended:
         main(words)

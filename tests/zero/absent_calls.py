@@ -1,7 +1,9 @@
-"""The table of docs/absent.md: calls on an absent parameter, and their outcome outside and inside a forward.
+"""The table of docs/absent.md: calls on an absent parameter, and their outcome outside and inside a
+forward.
 
-A row runs on the absent parameter and on the same parameter of a plain twin; `outcome` says in the table's words how the two
-compare. test_absent_calls.py runs it on one rank, touch_on_ranks.py on several.
+A row runs on the absent parameter and on the same parameter of a plain twin; `outcome` says in the
+table's words how the two compare. test_absent_calls.py runs it on one rank, touch_on_ranks.py on
+several.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from torch import nn
 from torch.nn import functional as F  # noqa: F401
 from torch.nn.utils import parameters_to_vector, vector_to_parameters  # noqa: F401
 
-# call: outside a forward on one rank, outside on several ranks, inside a forward or backward of other modules
+# call: outside a forward on one rank, outside on several ranks, inside a forward or backward of
+# other modules
 READS = {
     "p.shape, p.dtype, p.device, p.requires_grad, p.numel()": "same | same | same",
     "torch.ones_like(p)": "same | same | same",
@@ -88,7 +91,11 @@ WRITES = {
     "model.half()": "raises | raises | raises",
     "model.to(torch.float64)": "raises | raises | raises",
 }
-COLUMNS = ["outside a forward", "the same, several ranks", "inside a forward or backward of other modules"]
+COLUMNS = [
+    "outside a forward",
+    "the same, several ranks",
+    "inside a forward or backward of other modules",
+]
 WHOLE = "layers.0.up.weight"
 
 
@@ -99,7 +106,8 @@ def table(rows: dict[str, str]) -> str:
 
 
 def outcome(call: str, model: nn.Module, plain: nn.Module) -> str:
-    """The word of the table for a call on a parameter of a sharded model; the plain model has the same values."""
+    """The word of the table for a call on a parameter of a sharded model; the plain model has the
+    same values."""
     with torch.no_grad() if call in WRITES else contextlib.nullcontext():
         mine, theirs = _result(call, model), _result(call, copy.deepcopy(plain))
     if isinstance(mine, Exception):
@@ -109,7 +117,11 @@ def outcome(call: str, model: nn.Module, plain: nn.Module) -> str:
         return "same"  # several ranks may not read it
     if not isinstance(theirs, Exception) and _is_equal(mine, theirs):
         return "same"
-    return "placeholder" if (torch.is_tensor(mine) and mine.isnan().all()) or mine == ((0, 0), False) else f"{mine}"
+    return (
+        "placeholder"
+        if (torch.is_tensor(mine) and mine.isnan().all()) or mine == ((0, 0), False)
+        else f"{mine}"
+    )
 
 
 def _result(call: str, model: nn.Module) -> Any:
@@ -129,7 +141,11 @@ def _is_equal(a: Any, b: Any) -> bool:
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(_is_equal(x, y) for x, y in zip(a, b, strict=True))
     if isinstance(a, torch.Tensor):
-        return a.requires_grad == b.requires_grad and a.dtype == b.dtype and torch.equal(a.detach(), b.detach())
+        return (
+            a.requires_grad == b.requires_grad
+            and a.dtype == b.dtype
+            and torch.equal(a.detach(), b.detach())
+        )
     if isinstance(a, np.ndarray):
         return bool((a == b).all())
     return isinstance(a, nn.Module) or type(a).__name__ == "_IncompatibleKeys" or bool(a == b)

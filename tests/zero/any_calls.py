@@ -1,11 +1,14 @@
-"""Any calls: random programs that call any module of a random sharded tree, each beside its plain twin.
+"""Any calls: random programs that call any module of a random sharded tree, each beside its plain
+twin.
 
-A *case* is a number. It makes a tree of modules (nested, shared, tied, frozen, checkpointed, in lists and dicts), a policy and
-a program: forward of any submodule, backward of any loss, clipping, steps, every way to zero a gradient, evaluation, freezing,
-gradients and weights that the user writes, exceptions in forward and backward. The plain twin does the same with all inputs.
+A *case* is a number. It makes a tree of modules (nested, shared, tied, frozen, checkpointed, in
+lists and dicts), a policy and a program: forward of any submodule, backward of any loss, clipping,
+steps, every way to zero a gradient, evaluation, freezing, gradients and weights that the user
+writes, exceptions in forward and backward. The plain twin does the same with all inputs.
 
-Losses, gradients and weights must agree to rounding: where a gradient that comes late is added is the only difference.
-`Mismatch` names the case, its policy and everything that the program did until then.
+Losses, gradients and weights must agree to rounding: where a gradient that comes late is added is
+the only difference. `Mismatch` names the case, its policy and everything that the program did until
+then.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ class Mismatch(AssertionError):
     """A sharded model did something else than its plain twin."""
 
 
-# ---- trees ------------------------------------------------------------------------------------------------------------
+# ---- trees ---------------------------------------------------------------------------------------
 
 
 class Scaled(nn.Module):
@@ -51,7 +54,8 @@ class Scaled(nn.Module):
 
 
 class Chain(nn.Module):
-    """Children in a list, one after the other, as blocks of a model are; some with their activations computed twice."""
+    """Children in a list, one after the other, as blocks of a model are; some with their
+    activations computed twice."""
 
     def __init__(self, children: list[nn.Module], recomputes: list[bool | None]) -> None:
         super().__init__()
@@ -90,7 +94,11 @@ def tree(chance: random.Random) -> nn.Module:
     def grow(depth: int) -> nn.Module:
         if made and chance.random() < 0.1:
             return chance.choice(made)  # the same module in two places
-        kind = chance.choice(["linear", "norm", "mlp"] if depth == 0 else ["chain", "pair", "scaled", "mlp", "linear"])
+        kind = chance.choice(
+            ["linear", "norm", "mlp"]
+            if depth == 0
+            else ["chain", "pair", "scaled", "mlp", "linear"]
+        )
         if kind == "linear":
             module: nn.Module = nn.Linear(WIDTH, WIDTH, bias=chance.random() < 0.7)
         elif kind == "norm":
@@ -113,17 +121,21 @@ def tree(chance: random.Random) -> nn.Module:
     else:
         root = Chain([grow(chance.randint(0, 2)) for _ in range(chance.randint(1, 3))], [None] * 3)
         root.recomputes = [chance.choice([None, None, True, False]) for _ in root.layers]
-    linears = [m for m in root.modules() if isinstance(m, nn.Linear) and m.weight.shape == (WIDTH, WIDTH)]
+    linears = [
+        m for m in root.modules() if isinstance(m, nn.Linear) and m.weight.shape == (WIDTH, WIDTH)
+    ]
     if len(linears) > 1 and chance.random() < 0.3:
         linears[0].weight = linears[-1].weight
     for param in root.parameters():
-        nn.init.uniform_(param, -0.5, 0.5, generator=torch.Generator().manual_seed(chance.getrandbits(32)))
+        nn.init.uniform_(
+            param, -0.5, 0.5, generator=torch.Generator().manual_seed(chance.getrandbits(32))
+        )
         param.requires_grad_(chance.random() > 0.1)
     next(root.parameters()).requires_grad_(True)
     return root
 
 
-# ---- the program ------------------------------------------------------------------------------------------------------
+# ---- the program ---------------------------------------------------------------------------------
 
 
 class Case:
@@ -146,8 +158,12 @@ class Case:
         settings: dict[str, Any] = {"lr": 0.05, "eps": 0.1, "weight_decay": 0.01}
         self._optim = tiermem.AdamW(self._model.parameters(), **settings)
         self._plain_optim = torch.optim.AdamW(self._plain.parameters(), **settings)
-        self._pairs = list(zip(self._model.named_parameters(), self._plain.parameters(), strict=True))
-        self._modules = [name for name, module in self._model.named_modules() if _is_callable(module)]
+        self._pairs = list(
+            zip(self._model.named_parameters(), self._plain.parameters(), strict=True)
+        )
+        self._modules = [
+            name for name, module in self._model.named_modules() if _is_callable(module)
+        ]
         self._outputs: list[
             tuple[torch.Tensor, list[torch.Tensor]]
         ] = []  # of the model, and of the twin for every rank
@@ -196,15 +212,20 @@ class Case:
             prefetch_numel=chance.choice([None, 0]),
         )
 
-    # ---- operations ----------------------------------------------------------------------------------------------------
+    # ---- operations ------------------------------------------------------------------------------
 
     def _forward(self) -> None:
         name = self._chance.choice(self._modules)
-        fitting = [i for i, (mine, _) in enumerate(self._outputs) if mine.shape[-1] == self._width(name)]
+        fitting = [
+            i for i, (mine, _) in enumerate(self._outputs) if mine.shape[-1] == self._width(name)
+        ]
         chosen = self._chance.choice(fitting) if fitting and self._chance.random() < 0.4 else None
         self._say(f"forward {name or 'root'}" + ("" if chosen is None else f" of output {chosen}"))
         mine, theirs = self._inputs(name) if chosen is None else self._outputs[chosen]
-        self._keep_output(self._model.get_submodule(name)(mine), [self._plain.get_submodule(name)(x) for x in theirs])
+        self._keep_output(
+            self._model.get_submodule(name)(mine),
+            [self._plain.get_submodule(name)(x) for x in theirs],
+        )
 
     def _gathered(self) -> None:
         name = self._chance.choice(self._modules)
@@ -217,11 +238,17 @@ class Case:
     def _backward(self) -> None:
         if not self._outputs:
             return self._forward()
-        chosen = sorted(self._chance.sample(range(len(self._outputs)), self._chance.randint(1, len(self._outputs))))
+        chosen = sorted(
+            self._chance.sample(
+                range(len(self._outputs)), self._chance.randint(1, len(self._outputs))
+            )
+        )
         retains = self._chance.random() < 0.3
         self._say(f"backward of outputs {chosen}{', graph retained' if retains else ''}")
         mine = sum(self._outputs[i][0].square().mean() for i in chosen)
-        theirs = sum(each.square().mean() for i in chosen for each in self._outputs[i][1]) / self._world
+        theirs = (
+            sum(each.square().mean() for i in chosen for each in self._outputs[i][1]) / self._world
+        )
         if torch.is_tensor(mine) and mine.requires_grad:
             mine.backward(retain_graph=retains)
             theirs.backward(retain_graph=retains)
@@ -269,7 +296,11 @@ class Case:
         (name, mine), theirs = self._chance.choice(self._pairs)
         if not theirs.requires_grad:
             return
-        value = None if self._chance.random() < 0.5 else torch.full(theirs.shape, self._chance.uniform(-1, 1))
+        value = (
+            None
+            if self._chance.random() < 0.5
+            else torch.full(theirs.shape, self._chance.uniform(-1, 1))
+        )
         self._say(f"{name}.grad = {'None' if value is None else 'values'}")
         mine.grad, theirs.grad = value, None if value is None else value.clone()
 
@@ -277,8 +308,14 @@ class Case:
         """A weight is written: on rank 0 under GatheredParameters, else on every rank."""
         (name, mine), theirs = self._chance.choice(self._pairs)
         live, _ = self._shards.find(mine)
-        present = ["in place", "through data", "by other memory", "through a view"] if live.unit.is_resident else []
-        way = self._chance.choice(["gathered", "load_state_dict", "in forward", "in forward, through data", *present])
+        present = (
+            ["in place", "through data", "by other memory", "through a view"]
+            if live.unit.is_resident
+            else []
+        )
+        way = self._chance.choice(
+            ["gathered", "load_state_dict", "in forward", "in forward, through data", *present]
+        )
         self._say(f"{name} is written: {way}")
         self._outputs.clear()  # torch refuses their graphs
         with torch.no_grad():
@@ -324,12 +361,18 @@ class Case:
         self._say(f"a hook of the user's doubles what {name or 'root'} returns")
         for root in (self._model, self._plain):
             module = root.get_submodule(name)
-            self._hook_handles.append(module.register_forward_hook(lambda m, args, output: output * 2.0))
-            self._hook_handles.append(module.register_forward_pre_hook(lambda m, args: (args[0] * 0.5,)))
+            self._hook_handles.append(
+                module.register_forward_hook(lambda m, args, output: output * 2.0)
+            )
+            self._hook_handles.append(
+                module.register_forward_pre_hook(lambda m, args: (args[0] * 0.5,))
+            )
 
     def _fail_forward(self) -> None:
         name = self._chance.choice(self._modules)
-        inner = self._chance.choice([n for n, m in self._model.get_submodule(name).named_modules() if _is_callable(m)])
+        inner = self._chance.choice(
+            [n for n, m in self._model.get_submodule(name).named_modules() if _is_callable(m)]
+        )
         self._say(f"forward {name or 'root'} raises in {inner or 'itself'}")
         mine, _ = self._inputs(name)
         target = self._model.get_submodule(name)
@@ -348,11 +391,14 @@ class Case:
         self._outputs.clear()
         self._optim.zero_grad()
         self._plain_optim.zero_grad()
-        name = self._chance.choice(self._modules)  # a forward is what tells that the backward has ended
+        # a forward is what tells that the backward has ended
+        name = self._chance.choice(self._modules)
         mine, theirs = self._inputs(name)
         with torch.no_grad():
             self._compare(
-                "output", self._model.get_submodule(name)(mine), self._plain.get_submodule(name)(theirs[self._rank])
+                "output",
+                self._model.get_submodule(name)(mine),
+                self._plain.get_submodule(name)(theirs[self._rank]),
             )
 
     def _differentiate(self) -> None:
@@ -366,7 +412,7 @@ class Case:
         [b] = torch.autograd.grad(self._plain.get_submodule(name)(x).square().sum(), x)
         self._compare("gradient of the input", a, b)
 
-    # ---- what they share -------------------------------------------------------------------------------------------------
+    # ---- what they share -------------------------------------------------------------------------
 
     def _width(self, name: str) -> int:
         """What a module takes."""
@@ -374,7 +420,9 @@ class Case:
         first = module[0] if isinstance(module, nn.Sequential) else module
         return first.in_features if isinstance(first, nn.Linear) else WIDTH
 
-    def _inputs(self, name: str, requires_grad: bool | None = None) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def _inputs(
+        self, name: str, requires_grad: bool | None = None
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """New values for a module: this rank's, and every rank's for the twin."""
         self._num_inputs += 1
         wants = self._chance.random() < 0.3 if requires_grad is None else requires_grad
@@ -393,13 +441,17 @@ class Case:
 
     @property
     def _trainable(self) -> set[int]:
-        return {id(shard.param) for live, shard in self._shards.parameters() if live.unit.is_trainable}
+        return {
+            id(shard.param) for live, shard in self._shards.parameters() if live.unit.is_trainable
+        }
 
     def _compare_gradients(self) -> None:
         for (name, mine), theirs in self._pairs:
             value = self._shards.gradient(mine)
             if (value is None) != (theirs.grad is None):
-                raise Mismatch(self._story(f"{name}.grad is {'not ' if value is not None else ''}None"))
+                raise Mismatch(
+                    self._story(f"{name}.grad is {'not ' if value is not None else ''}None")
+                )
             if value is not None:
                 self._compare(f"gradient of {name}", value, theirs.grad)
 
@@ -418,7 +470,10 @@ class Case:
 
     def _story(self, what: str) -> str:
         said = "\n".join(f"  {i}. {each}" for i, each in enumerate(self._said))
-        return f"case {self._number}, rank {self._rank} of {self._world}: {what}\n{self.policy}\n{self._plain}\n{said}"
+        return (
+            f"case {self._number}, rank {self._rank} of {self._world}: "
+            f"{what}\n{self.policy}\n{self._plain}\n{said}"
+        )
 
 
 def _is_callable(module: nn.Module) -> bool:

@@ -1,4 +1,5 @@
-"""Runs cases of any_calls.py on every rank: so many, or until time is up, as rank 0 says. Words: first case, cases, seconds."""
+"""Runs cases of any_calls.py on every rank: so many, or until time is up, as rank 0 says. Words:
+first case, cases, seconds."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ def main() -> None:
     with as_rank() as (rank, out, (first, most, seconds)):
         deadline, number, operations = time.monotonic() + float(seconds), int(first), 0
         while True:
-            is_due = torch.tensor([number - int(first) < float(most) and time.monotonic() < deadline])
+            is_due = torch.tensor(
+                [number - int(first) < float(most) and time.monotonic() < deadline]
+            )
             dist.broadcast(is_due, 0)
             if not is_due.item():
                 break

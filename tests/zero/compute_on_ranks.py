@@ -28,7 +28,10 @@ def train(nvme: Path, tier: Tier, wrong: list[str], **fields: Any) -> int:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         for step in range(2):
             mine = 10 * step + dist.get_rank()
-            loss, twin = loss_of(model, mine, False), loss_of(plain, mine, shards.compute.dtype == "fp32")
+            loss, twin = (
+                loss_of(model, mine, False),
+                loss_of(plain, mine, shards.compute.dtype == "fp32"),
+            )
             if loss.item() != twin.item():
                 wrong.append(f"{tier} {fields} step {step}: {loss.item()} {twin.item()}")
             loss.backward()
@@ -46,11 +49,16 @@ def train(nvme: Path, tier: Tier, wrong: list[str], **fields: Any) -> int:
 def main() -> None:
     with as_rank() as (rank, out, [nvme]):
         wrong: list[str] = []
-        gathered = {name: train(Path(nvme), Tier.NVME, wrong, compute_dtype=name) for name in ("storage", "fp32")}
+        gathered = {
+            name: train(Path(nvme), Tier.NVME, wrong, compute_dtype=name)
+            for name in ("storage", "fp32")
+        }
         train(Path(nvme), Tier.HOST, wrong)
         slow = 1e9 if rank else 60e9
         compute.measure_products = lambda shapes, dtype: Products(dtype, slow, 60e9)
-        with tiermem.shard(tower(), policy_of(Tier.HOST, Path(nvme), compute_dtype="measured")) as shards:
+        with tiermem.shard(
+            tower(), policy_of(Tier.HOST, Path(nvme), compute_dtype="measured")
+        ) as shards:
             agreed = shards.compute.dtype
         found = {"wrong": wrong, "agreed": agreed, "gathered": gathered["fp32"]}
         torch.save(found | {"gathered as it rests": gathered["storage"]}, out)

@@ -1,4 +1,5 @@
-"""Models that use parameters outside the forward of the module that owns them, each in another way. Tokens in, logits out.
+"""Models that use parameters outside the forward of the module that owns them, each in another way.
+Tokens in, logits out.
 
 Shared by test_external_parameters.py and the ranks of touch_on_ranks.py.
 """
@@ -72,7 +73,9 @@ class Recomputed(Handed):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.body(tokens)
-        return checkpoint(lambda y: self.head(y, self.embeddings.weight), x, use_reentrant=self.use_reentrant)
+        return checkpoint(
+            lambda y: self.head(y, self.embeddings.weight), x, use_reentrant=self.use_reentrant
+        )
 
 
 class RecomputedReentrant(Recomputed):
@@ -80,7 +83,8 @@ class RecomputedReentrant(Recomputed):
 
 
 class GivenToCheckpoint(LanguageModel):
-    """A checkpoint gets weights as arguments: of a module that has run, and of one that never runs."""
+    """A checkpoint gets weights as arguments: of a module that has run, and of one that never
+    runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +124,9 @@ class InNoModule(LanguageModel):
         self.num_forwards += 1
         x = self.body(tokens)
         for layer in self.layers[: self.num_forwards % 3]:
-            x = x + F.linear(F.linear(x, layer.up.weight, layer.up.bias).relu(), weight=layer.down.weight)
+            x = x + F.linear(
+                F.linear(x, layer.up.weight, layer.up.bias).relu(), weight=layer.down.weight
+            )
         return torch.matmul(x, self.embeddings.weight.T)
 
 
@@ -129,11 +135,15 @@ class SharedAttention(LanguageModel):
 
     def __init__(self) -> None:
         super().__init__()
-        self.attention = nn.ModuleList([nn.ModuleDict({"a": nn.MultiheadAttention(31, 1, batch_first=True)})])
+        self.attention = nn.ModuleList(
+            [nn.ModuleDict({"a": nn.MultiheadAttention(31, 1, batch_first=True)})]
+        )
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.body(tokens)
-        return F.linear(self.attention[0]["a"](x, x, x, need_weights=False)[0], self.embeddings.weight)
+        return F.linear(
+            self.attention[0]["a"](x, x, x, need_weights=False)[0], self.embeddings.weight
+        )
 
 
 class ModuleZ3(LanguageModel):

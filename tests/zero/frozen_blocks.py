@@ -17,7 +17,13 @@ SMALL = 50  # elements of parameters that stay gathered
 
 
 def policy_of(form: str | None, tier: Tier, path: Path, **fields: Any) -> OffloadPolicy:
-    settings = {"params": tier, "optim": tier, "paths": [path], "persistence_numel": SMALL, "frozen_quant_type": form}
+    settings = {
+        "params": tier,
+        "optim": tier,
+        "paths": [path],
+        "persistence_numel": SMALL,
+        "frozen_quant_type": form,
+    }
     return OffloadPolicy(**(settings | fields))
 
 
@@ -33,5 +39,7 @@ def blocked(model: nn.Module, form: str) -> nn.Module:
     twin, kind = copy.deepcopy(model), FORMATS[form]
     for _, param in frozen(twin):
         flat = param.detach().reshape(-1)
-        param.data = unpack(pack(flat, kind), flat.numel(), torch.empty_like(flat), form=kind).view(param.shape)
+        param.data = unpack(pack(flat, kind), flat.numel(), torch.empty_like(flat), form=kind).view(
+            param.shape
+        )
     return twin

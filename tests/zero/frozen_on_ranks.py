@@ -1,4 +1,5 @@
-"""Run once per rank by test_quantised_frozen.py: frozen matrices in blocks, on 2 ranks and then on 1, beside a twin.
+"""Run once per rank by test_quantised_frozen.py: frozen matrices in blocks, on 2 ranks and then on
+1, beside a twin.
 
 frozen_on_ranks.py OUT FOLDER     writes OUT/<rank>.pt: what differed, and the number of cases
 """
@@ -39,7 +40,10 @@ def trained(parameters: Any) -> list[Any]:
 
 
 def differing(shards: Shards, twin: torch.nn.Module) -> list[str]:
-    pairs = [(name, shards.weight(shards.model.get_parameter(name)), param) for name, param in twin.named_parameters()]
+    pairs = [
+        (name, shards.weight(shards.model.get_parameter(name)), param)
+        for name, param in twin.named_parameters()
+    ]
     return [name for name, mine, its in pairs if not torch.equal(mine, its)]
 
 
@@ -51,14 +55,22 @@ def main() -> None:
                 cases += 1
                 place = Path(folder) / f"{form} {name}"
                 place.mkdir(exist_ok=True)
-                wrong += [f"{form}, {name}: {each}" for each in passed_on(rank, place, alone, form, **fields)]
+                wrong += [
+                    f"{form}, {name}: {each}"
+                    for each in passed_on(rank, place, alone, form, **fields)
+                ]
         for tier in (Tier.HOST, Tier.NVME):
-            wrong += [f"built under Init, {tier}: {each}" for each in built_under_init(Path(folder), tier)]
+            wrong += [
+                f"built under Init, {tier}: {each}" for each in built_under_init(Path(folder), tier)
+            ]
         torch.save({"wrong": wrong, "cases": cases}, out)
 
 
-def passed_on(rank: int, folder: Path, alone: Any, form: str, tier: Tier, **fields: Any) -> list[str]:
-    """Two ranks train and save, rank 0 opens and saves alone, two ranks open again: what differed."""
+def passed_on(
+    rank: int, folder: Path, alone: Any, form: str, tier: Tier, **fields: Any
+) -> list[str]:
+    """Two ranks train and save, rank 0 opens and saves alone, two ranks open again: what
+    differed."""
     dtype, casts = (torch.bfloat16, True) if fields else (torch.float32, False)
     policy, wrong = policy_of(form, tier, folder, **fields), list[str]()
     model = seeded(zoo.frozen_tower).to(dtype)
@@ -91,7 +103,8 @@ def passed_on(rank: int, folder: Path, alone: Any, form: str, tier: Tier, **fiel
 
 
 def built_under_init(folder: Path, tier: Tier) -> list[str]:
-    """Rank 0's values count; each rank keeps another part of a parameter while the model is built than in its blocks."""
+    """Rank 0's values count; each rank keeps another part of a parameter while the model is built
+    than in its blocks."""
     policy = policy_of("nf4", tier, folder)
     torch.manual_seed(dist.get_rank())
     with tiermem.zero.Init(policy=policy):

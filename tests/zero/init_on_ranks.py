@@ -1,4 +1,5 @@
-"""Run once per rank by test_init_on_ranks.py: builds models under zero.Init, which makes the process group itself.
+"""Run once per rank by test_init_on_ranks.py: builds models under zero.Init, which makes the
+process group itself.
 
 init_on_ranks.py OUT    writes OUT/<rank>.json: what every case leaves, and how far building large models raised the peak
 """
@@ -52,7 +53,9 @@ class Large(nn.Module):
         self.layers = nn.ModuleList()
         for _ in range(num_blocks):
             self.layers.append(Block(width))
-        self.apply(lambda module: nn.init.normal_(module.weight) if isinstance(module, nn.Linear) else None)
+        self.apply(
+            lambda module: nn.init.normal_(module.weight) if isinstance(module, nn.Linear) else None
+        )
 
 
 def applied() -> nn.Module:
@@ -73,14 +76,20 @@ def written() -> nn.Module:
     return model
 
 
-CASES: dict[str, Callable[[], nn.Module]] = {"unseeded": InitialisesItself, "apply": applied, "written": written}
+CASES: dict[str, Callable[[], nn.Module]] = {
+    "unseeded": InitialisesItself,
+    "apply": applied,
+    "written": written,
+}
 
 
 def main(out: Path) -> None:
     found: dict[str, object] = {}
     for name, build in CASES.items():
         for persistence_numel in (0, 50, 1 << 20):
-            found[f"{name}, {persistence_numel}"] = values_of(build, OffloadPolicy(persistence_numel=persistence_numel))
+            found[f"{name}, {persistence_numel}"] = values_of(
+                build, OffloadPolicy(persistence_numel=persistence_numel)
+            )
     for width, num_blocks in SIZES:
         found[f"peak {width}"] = peak_of_building(width, num_blocks)
     (out / f"{RANK}.json").write_text(json.dumps(found))

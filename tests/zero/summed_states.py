@@ -1,4 +1,5 @@
-"""States of a sharded model on NVMe, their bytes and their checksums: what test_checksums.py and sums_on_ranks.py share."""
+"""States of a sharded model on NVMe, their bytes and their checksums: what test_checksums.py and
+sums_on_ranks.py share."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from tiermem.precision import PRESETS
 
 
 class Wide(nn.Module):
-    """A weight of more than a MiB in two bytes an element, a bias that shares its tile, a norm, and a frozen layer.
+    """A weight of more than a MiB in two bytes an element, a bias that shares its tile, a norm, and
+    a frozen layer.
 
     No number of elements is even, but for the frozen weight's.
     """
@@ -31,7 +33,12 @@ class Wide(nn.Module):
 
 
 def policy(folder: Path, preset: str, **fields: Any) -> OffloadPolicy:
-    settings: dict[str, Any] = {"params": Tier.NVME, "optim": Tier.NVME, "paths": [folder], "persistence_numel": 0}
+    settings: dict[str, Any] = {
+        "params": Tier.NVME,
+        "optim": Tier.NVME,
+        "paths": [folder],
+        "persistence_numel": 0,
+    }
     settings |= {
         "precision": PRESETS[preset],
         "overlap": "none",
@@ -44,7 +51,9 @@ def policy(folder: Path, preset: str, **fields: Any) -> OffloadPolicy:
 
 def train(wide: nn.Module, optim: torch.optim.Optimizer, num_steps: int, seed: int = 0) -> None:
     for step in range(num_steps):
-        x = torch.randn(3, 701, generator=torch.Generator().manual_seed(100 * seed + step)).to(torch.bfloat16)
+        x = torch.randn(3, 701, generator=torch.Generator().manual_seed(100 * seed + step)).to(
+            torch.bfloat16
+        )
         wide(x).float().square().mean().backward()
         optim.step()
         optim.zero_grad()
@@ -59,7 +68,8 @@ class Summed(NamedTuple):
 
 
 def summed(shards: Shards) -> dict[tuple[str, str], list[Summed]]:
-    """What this rank has of every state of every parameter, as it would be saved. Raises AssertionError for gaps."""
+    """What this rank has of every state of every parameter, as it would be saved. Raises
+    AssertionError for gaps."""
     found: dict[tuple[str, str], list[Summed]] = {}
     names = frozenset(shard.name for _, shard in shards.parameters())
     for each in stretches(shards, names, is_on_nvme=True):
@@ -75,7 +85,9 @@ def summed(shards: Shards) -> dict[tuple[str, str], list[Summed]]:
         rows = zip(starts, stops, table.crcs[inside].tolist(), strict=True)
         fragments = [Run(start + shift, stop - start, [crc]) for start, stop, crc in rows]
         data = shards.values.read_part(entry, torch.uint8, slice(offset, end)).clone()
-        found.setdefault((each.param, each.state), []).append(Summed(each.first_byte, data, fragments))
+        found.setdefault((each.param, each.state), []).append(
+            Summed(each.first_byte, data, fragments)
+        )
     return found
 
 

@@ -1,4 +1,5 @@
-"""Trains with states on NVMe and writes each rank's bytes of them with their checksums; run by test_checksums.py.
+"""Trains with states on NVMe and writes each rank's bytes of them with their checksums; run by
+test_checksums.py.
 
 sums_on_ranks.py OUT NVME      writes OUT/<rank>.pt: {preset: what `summed` found}
 """
@@ -20,8 +21,13 @@ if __name__ == "__main__":
         found = {}
         for preset, tile_numel in TILES.items():
             wide = model()
-            with tiermem.shard(wide, policy(Path(words[0]), preset, tile_numel=tile_numel)) as shards:
+            with tiermem.shard(
+                wide, policy(Path(words[0]), preset, tile_numel=tile_numel)
+            ) as shards:
                 optim = tiermem.AdamW(wide.parameters(), lr=1e-2)
                 train(wide, optim, 2, seed=rank)
-                found[preset] = {key: [tuple(each) for each in several] for key, several in summed(shards).items()}
+                found[preset] = {
+                    key: [tuple(each) for each in several]
+                    for key, several in summed(shards).items()
+                }
         torch.save(found, out)

@@ -1,4 +1,5 @@
-"""What do reading, writing and copying an absent parameter do? docs/absent.md answers with a table, which these tests run."""
+"""What do reading, writing and copying an absent parameter do? docs/absent.md answers with a table,
+which these tests run."""
 
 from __future__ import annotations
 
@@ -73,7 +74,9 @@ def test_outside_a_forward(mode: str, shards: Shards, model: nn.Module, plain: n
 
 
 @pytest.mark.parametrize("place", ["forward", "backward"])
-def test_inside_a_forward_or_backward(place: str, shards: Shards, model: nn.Module, plain: nn.Module) -> None:
+def test_inside_a_forward_or_backward(
+    place: str, shards: Shards, model: nn.Module, plain: nn.Module
+) -> None:
     found, due = {}, list(ROWS)
 
     def run(*_: Any) -> None:
@@ -91,8 +94,12 @@ def test_inside_a_forward_or_backward(place: str, shards: Shards, model: nn.Modu
             loss_of(model, 0).backward()  # after a refused write, autograd may refuse the graph too
         model.zero_grad()
         due.pop()
-    present = {call for call, word in found.items() if word == "same"}  # the unit may still be in memory
-    rows = {c: "same" if word == "placeholder" and c in present else word for c, word in expected(2).items()}
+    # the unit may still be in memory
+    present = {call for call, word in found.items() if word == "same"}
+    rows = {
+        c: "same" if word == "placeholder" and c in present else word
+        for c, word in expected(2).items()
+    }
     assert differences(found, rows) == {}
 
 
@@ -102,13 +109,18 @@ def test_before_the_model_is_sharded(plain: nn.Module, tmp_path: Path) -> None:
         model = zoo.Tower()
     rows = {c: word for c, word in expected(0).items() if "model" not in c}
     differing = differences({call: outcome(call, model, plain) for call in rows}, rows)
-    counted = {call for call in differing if rows[call] == "raises"}  # copies and writes, which add up here
-    assert {call: word for call, word in differing.items() if call not in counted or "Error" in word} == {}
+    # copies and writes, which add up here
+    counted = {call for call in differing if rows[call] == "raises"}
+    assert {
+        call: word for call, word in differing.items() if call not in counted or "Error" in word
+    } == {}
     assert {"copy.deepcopy(p)", "p += 1", "p.data = x"} <= counted
-    tiermem.shard(model, OffloadPolicy(params=Tier.NVME, paths=[tmp_path], persistence_numel=0)).close()
+    tiermem.shard(
+        model, OffloadPolicy(params=Tier.NVME, paths=[tmp_path], persistence_numel=0)
+    ).close()
 
 
-# ---- every operation that writes ---------------------------------------------------------------------------------------
+# ---- every operation that writes -----------------------------------------------------------------
 
 
 def _value(kind: str, x: torch.Tensor) -> Any:
@@ -121,7 +133,8 @@ def _value(kind: str, x: torch.Tensor) -> Any:
 
 
 def _writers() -> Iterator[tuple[Any, int | str, list[Any], dict[str, Any]]]:
-    """Every operator of torch that writes an argument: with the argument's place, and other arguments."""
+    """Every operator of torch that writes an argument: with the argument's place, and other
+    arguments."""
     x = torch.ones(97, 31)
     for schema in torch._C._jit_get_all_schemas():
         written = [(i, a) for i, a in enumerate(schema.arguments) if a.is_write]
@@ -141,8 +154,12 @@ def _writers() -> Iterator[tuple[Any, int | str, list[Any], dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("is_data", [False, True], ids=["p", "p.data"])
-def test_every_operation_that_writes_raises(is_data: bool, model: nn.Module, tmp_path: Path) -> None:
-    with tiermem.shard(model, OffloadPolicy(params=Tier.NVME, paths=[tmp_path], persistence_numel=0)) as shards:
+def test_every_operation_that_writes_raises(
+    is_data: bool, model: nn.Module, tmp_path: Path
+) -> None:
+    with tiermem.shard(
+        model, OffloadPolicy(params=Tier.NVME, paths=[tmp_path], persistence_numel=0)
+    ) as shards:
         param = model.get_parameter(WHOLE)
         before, refused, other = shards.weight(param), 0, []
         for op, place, args, kwargs in _writers():
@@ -163,7 +180,7 @@ def test_every_operation_that_writes_raises(is_data: bool, model: nn.Module, tmp
         assert is_absent(param)
 
 
-# ---- graphs, views, threads --------------------------------------------------------------------------------------------
+# ---- graphs, views, threads ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("order", ["before the forward", "after the forward", "alone"])
@@ -173,7 +190,9 @@ def test_a_penalty_has_the_gradient_of_plain_torch(
     for each in (model, plain):
 
         def penalty(each: nn.Module = each) -> torch.Tensor:
-            return 1e-4 * sum(p.pow(2).sum() + p.data.norm() * p.abs().max() for p in each.parameters())
+            return 1e-4 * sum(
+                p.pow(2).sum() + p.data.norm() * p.abs().max() for p in each.parameters()
+            )
 
         first = penalty() if order != "after the forward" else 0.0
         loss = first + (loss_of(each, 0) if order != "alone" else 0.0)
@@ -199,12 +218,16 @@ def test_a_graph_keeps_no_copy_and_refuses_weights_of_a_later_step(
     assert callable(penalty.grad_fn.next_functions[0][0]._raw_saved_self.data)
     loss_of(model, 0).backward()
     optim.step()
-    with pytest.raises(RuntimeError, match=r"shape \(97, 31\) was made before the optimizer stepped it"):
+    with pytest.raises(
+        RuntimeError, match=r"shape \(97, 31\) was made before the optimizer stepped it"
+    ):
         penalty.backward()
     shards.replace(model.get_parameter(WHOLE), plain.get_parameter(WHOLE).detach())
 
 
-def test_a_view_that_is_kept_shows_the_values_of_now(shards: Shards, model: nn.Module, plain: nn.Module) -> None:
+def test_a_view_that_is_kept_shows_the_values_of_now(
+    shards: Shards, model: nn.Module, plain: nn.Module
+) -> None:
     param = model.get_parameter(WHOLE)
     kept = [param.data, param.view(-1), param[3:], param.detach().t()]
     loss_of(model, 0)
@@ -216,14 +239,18 @@ def test_a_view_that_is_kept_shows_the_values_of_now(shards: Shards, model: nn.M
     shards.replace(param, plain.get_parameter(WHOLE).detach())
 
 
-def test_a_view_taken_while_gathered_keeps_its_values(shards: Shards, model: nn.Module, plain: nn.Module) -> None:
+def test_a_view_taken_while_gathered_keeps_its_values(
+    shards: Shards, model: nn.Module, plain: nn.Module
+) -> None:
     param = model.get_parameter(WHOLE)
     with GatheredParameters(param):
         view = param.view(-1)
     assert torch.equal(view, plain.get_parameter(WHOLE).view(-1))
 
 
-def test_a_thread_beside_the_one_that_computes_is_refused(shards: Shards, model: nn.Module, plain: nn.Module) -> None:
+def test_a_thread_beside_the_one_that_computes_is_refused(
+    shards: Shards, model: nn.Module, plain: nn.Module
+) -> None:
     found = []
 
     def read() -> None:

@@ -1,4 +1,5 @@
-"""Do inputs of checkpointed blocks rest on NVMe between forward and backward, and change no bit? On the CPU."""
+"""Do inputs of checkpointed blocks rest on NVMe between forward and backward, and change no bit? On
+the CPU."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def written(shards: Shards) -> int:
     return shards.store.stats().nvme_written_bytes
 
 
-def train(folder: Path, build: Callable[[], nn.Module], num_steps: int = 4, **fields: Any) -> tuple[list[Any], int]:
+def train(
+    folder: Path, build: Callable[[], nn.Module], num_steps: int = 4, **fields: Any
+) -> tuple[list[Any], int]:
     """Losses and weights; and the bytes written to NVMe."""
     model, found = seeded(build), []
     with tiermem.shard(model, policy_of(folder, **fields)) as shards:
@@ -69,13 +72,16 @@ def test_a_model_trains_to_the_same_bits(reentrant: bool, tmp_path: Path) -> Non
     assert all(torch.equal(a, b) for a, b in zip(moved, plain, strict=True))
 
 
-def test_nothing_moves_without_a_checkpoint_and_on_host_where_the_maths_runs(tmp_path: Path) -> None:
+def test_nothing_moves_without_a_checkpoint_and_on_host_where_the_maths_runs(
+    tmp_path: Path,
+) -> None:
     assert train(tmp_path, lambda: zoo.Tower(), 1, activations=Tier.NVME)[1] == 0
     assert train(tmp_path, lambda: zoo.Tower(checkpoint=False), 1, activations=Tier.HOST)[1] == 0
 
 
 class Parts(zoo.Tower):
-    """Saves what must stay: a weight, a buffer, a part of a tensor, a small tensor; and what moves, with odd strides."""
+    """Saves what must stay: a weight, a buffer, a part of a tensor, a small tensor; and what moves,
+    with odd strides."""
 
     def __init__(self) -> None:
         super().__init__(checkpoint=False)
@@ -85,7 +91,9 @@ class Parts(zoo.Tower):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
         x = recompute(lambda y, w: y * w, x, self.shift, use_reentrant=False)
-        x = recompute(lambda y, m: y * m, x.transpose(0, 2), self.mask.transpose(0, 2), use_reentrant=False)
+        x = recompute(
+            lambda y, m: y * m, x.transpose(0, 2), self.mask.transpose(0, 2), use_reentrant=False
+        )
         x = recompute(lambda y, z: y + z.mean(), x.transpose(0, 2), x[:1], use_reentrant=False)
         return self.head(x)
 
@@ -120,13 +128,17 @@ class Changed(zoo.Tower):
 
 def test_a_block_is_computed_again_from_what_its_input_was(tmp_path: Path) -> None:
     plain, _ = train(tmp_path, lambda: Changed(False, early=False), 2)
-    moved, written_bytes = train(tmp_path, lambda: Changed(True, early=False), 2, activations=Tier.NVME)
+    moved, written_bytes = train(
+        tmp_path, lambda: Changed(True, early=False), 2, activations=Tier.NVME
+    )
     assert written_bytes >= 4 * INPUT_BYTES
     assert all(torch.equal(a, b) for a, b in zip(moved, plain, strict=True))
 
 
 @pytest.mark.parametrize("home", [Tier.HOST, Tier.NVME])
-def test_an_input_that_changes_before_it_has_left_is_an_error_as_in_torch(home: Tier, tmp_path: Path) -> None:
+def test_an_input_that_changes_before_it_has_left_is_an_error_as_in_torch(
+    home: Tier, tmp_path: Path
+) -> None:
     with pytest.raises(RuntimeError, match=r"in.?place"):
         train(tmp_path, lambda: Changed(True, early=True), 1, activations=home)
 
@@ -247,7 +259,9 @@ def test_what_is_read_is_verified(offloaded: tuple[nn.Module, Shards]) -> None:
 
 def test_a_plan_counts_activations(tmp_path: Path) -> None:
     model = seeded(lambda: zoo.Tower(checkpoint=False))
-    policy = policy_of(tmp_path, activations=Tier.NVME, activation_bytes=5 * MIB, disk_bytes=16 * MIB)
+    policy = policy_of(
+        tmp_path, activations=Tier.NVME, activation_bytes=5 * MIB, disk_bytes=16 * MIB
+    )
     with tiermem.shard(model, policy) as shards:
         rows = {row.what: (row.tier, row.num_bytes) for row in shards.plan.rows}
         assert rows["activations"] == (Tier.NVME, 5 * MIB)
@@ -255,12 +269,16 @@ def test_a_plan_counts_activations(tmp_path: Path) -> None:
         assert shards.plan.disk_bytes >= 5 * MIB
 
 
-def test_a_full_disk_keeps_inputs_in_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_keeps_inputs_in_memory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def build() -> nn.Module:
         return zoo.Tower(checkpoint=False)
 
     plain, _ = train(tmp_path, build, 1)
-    moved, written_bytes = train(tmp_path, build, 1, activations=Tier.NVME, disk_bytes=2 * PADDED_BYTES)
+    moved, written_bytes = train(
+        tmp_path, build, 1, activations=Tier.NVME, disk_bytes=2 * PADDED_BYTES
+    )
     assert all(torch.equal(a, b) for a, b in zip(moved, plain, strict=True))
     assert written_bytes == 2 * PADDED_BYTES
     assert "stays on cpu, and so do others" in caplog.text
@@ -279,7 +297,7 @@ def test_fields_that_contradict_each_other_are_refused(fields: dict[str, Any], s
         OffloadPolicy(**fields)
 
 
-# ---- the peak of memory ------------------------------------------------------------------------------------------------
+# ---- the peak of memory --------------------------------------------------------------------------
 
 DEEP = """
 import sys, resource, torch, tiermem
@@ -320,7 +338,8 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 @pytest.mark.slow
 def test_48_layers_take_the_peak_of_24(tmp_path: Path) -> None:
-    """An input takes 16 MiB: 24 layers more would take 384 MiB more. The kernel enforces a cap near the first peak.
+    """An input takes 16 MiB: 24 layers more would take 384 MiB more. The kernel enforces a cap near
+    the first peak.
 
     glibc maps each large block: in its heap they would lie between small ones that stay.
     """
@@ -331,10 +350,13 @@ def test_48_layers_take_the_peak_of_24(tmp_path: Path) -> None:
         folder.mkdir()
         with open_limit(cap_bytes) as limit:
             command = limit.wrap([sys.executable, "-c", DEEP, str(num_blocks), str(folder)])
-            done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+            done = subprocess.run(
+                command, capture_output=True, text=True, check=False, env=environment
+            )
             assert done.returncode == 0, f"{limit.kind}: {done.stderr}"
         return int(done.stdout)
 
     once = peak(24, None)
-    twice = peak(48, int(1.03 * once) + 64 * MIB)  # a cgroup's cap counts the kernel's own memory, too
+    # a cgroup's cap counts the kernel's own memory, too
+    twice = peak(48, int(1.03 * once) + 64 * MIB)
     assert twice <= 1.03 * once, (once, twice)

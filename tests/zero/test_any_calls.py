@@ -1,7 +1,8 @@
-"""Does a sharded model train as its plain twin, whichever of its modules are called, in any order, and whenever gradients
-are zeroed?
+"""Does a sharded model train as its plain twin, whichever of its modules are called, in any order,
+and whenever gradients are zeroed?
 
-Random programs (any_calls.py): the same first cases in `make test`, others in every `make soak`, which keeps seed and count.
+Random programs (any_calls.py): the same first cases in `make test`, others in every `make soak`,
+which keeps seed and count.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ HERE = Path(__file__).parent
 _SOAK_S = 300.0  # on one rank, and again on two
 
 
-def run_cases(first: int, folder: Path, most: float = math.inf, seconds: float = math.inf) -> dict[str, Any]:
+def run_cases(
+    first: int, folder: Path, most: float = math.inf, seconds: float = math.inf
+) -> dict[str, Any]:
     """Runs cases one after the other, `most` of them or until time is up. Raises Mismatch."""
     torch.set_num_threads(1)
     deadline, number, operations = time.monotonic() + seconds, first, 0
@@ -55,7 +58,9 @@ def test_any_module_may_be_called_by_itself_for_long(num_ranks: int, tmp_path: P
             totals |= run_cases(first, tmp_path, seconds=_SOAK_S)
         else:
             words = str(first), "inf", str(_SOAK_S)
-            totals |= launch(HERE / "any_calls_on_ranks.py", 2, tmp_path, *words, timeout_s=_SOAK_S + 300)[0]
+            totals |= launch(
+                HERE / "any_calls_on_ranks.py", 2, tmp_path, *words, timeout_s=_SOAK_S + 300
+            )[0]
     finally:
         print("any calls", totals)
         if folder := os.environ.get("TIERMEM_SOAK_TOTALS"):

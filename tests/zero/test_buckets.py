@@ -1,4 +1,5 @@
-"""Are gradients packed so that every rank's column holds its part of every parameter, once, within the limit?"""
+"""Are gradients packed so that every rank's column holds its part of every parameter, once, within
+the limit?"""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def unit_of(sizes: list[int], num_shards: int) -> Unit:
     return unit
 
 
-def summed_columns(unit: Unit, buckets: list[Bucket], num_shards: int, grads: list[torch.Tensor]) -> list[torch.Tensor]:
+def summed_columns(
+    unit: Unit, buckets: list[Bucket], num_shards: int, grads: list[torch.Tensor]
+) -> list[torch.Tensor]:
     """Every parameter, put together again from what each rank's columns hold of it."""
     wholes = [torch.full((s.shard_numel * num_shards,), torch.nan) for s in unit.shards]
     for bucket in buckets:
@@ -49,7 +52,9 @@ def summed_columns(unit: Unit, buckets: list[Bucket], num_shards: int, grads: li
 
 @settings(deadline=None)
 @given(SIZES, st.integers(1, 5), st.integers(0, 70))
-def test_columns_hold_every_element_once_and_zeros_behind(sizes: list[int], num_shards: int, limit: int) -> None:
+def test_columns_hold_every_element_once_and_zeros_behind(
+    sizes: list[int], num_shards: int, limit: int
+) -> None:
     unit = unit_of(sizes, num_shards)
     grads = [torch.randn(size) for size in sizes]
     buckets = cut(unit, num_shards, limit)
@@ -67,11 +72,14 @@ def test_no_bucket_is_larger_than_the_limit_and_only_the_last_is_smaller(
     room = max(1, limit // num_shards)
     buckets = cut(unit, num_shards, limit)
     assert all(bucket.column_numel <= room for bucket in buckets)
-    assert sum(bucket.column_numel for bucket in buckets) == sum(-(-size // num_shards) for size in sizes)
+    assert sum(bucket.column_numel for bucket in buckets) == sum(
+        -(-size // num_shards) for size in sizes
+    )
     assert all(bucket.column_numel == room for bucket in buckets[:-1])
     largest = max((bucket.num_bytes for bucket in buckets), default=0)
     sent, topology = round_up(largest, 64), Topology(None, 0, num_shards, num_shards, 0)
-    received = largest // num_shards, largest  # an accelerator's sum; the columns of all ranks on a CPU
+    # an accelerator's sum; the columns of all ranks on a CPU
+    received = largest // num_shards, largest
     for is_gpu, beside in zip((True, False), received, strict=True):
         needed = largest_buffer(unit, topology, limit, is_gpu)
         assert needed == (sent + beside if num_shards > 1 else largest)

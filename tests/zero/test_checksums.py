@@ -1,4 +1,5 @@
-"""Is a flipped bit of any state or weight on NVMe named before it is used, and are checksums those of the bytes alone?"""
+"""Is a flipped bit of any state or weight on NVMe named before it is used, and are checksums those
+of the bytes alone?"""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def trained(tmp_path: Path) -> Iterator[Callable[..., tuple[Shards, torch.optim.
     """trained(preset, **policy fields): a model with states of two steps."""
     opened: list[Shards] = []
 
-    def make(preset: str, num_steps: int = 2, **fields: object) -> tuple[Shards, torch.optim.Optimizer]:
+    def make(
+        preset: str, num_steps: int = 2, **fields: object
+    ) -> tuple[Shards, torch.optim.Optimizer]:
         wide = model()
         shards = tiermem.shard(wide, policy(tmp_path, preset, **fields))
         opened.append(shards)
@@ -58,18 +61,23 @@ def on_disk(shards: Shards, entry: str) -> tuple[Path, int, int]:
     return file, whole.index(data), num_bytes
 
 
-# ---- every bit is somebody's ---------------------------------------------------------------------------------------------
+# ---- every bit is somebody's ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_flipped_bit_in_any_part_of_a_tile_is_named(
-    trained: Callable[..., tuple[Shards, torch.optim.Optimizer]], preset: str, monkeypatch: pytest.MonkeyPatch
+    trained: Callable[..., tuple[Shards, torch.optim.Optimizer]],
+    preset: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(state_layout, "STRIP_NUMEL", 1 << 16)  # some ten pieces of each state
     shards, _ = trained(preset, tile_numel=561_152)  # the whole weight but for its last elements
     states = shards.states
     assert states is not None and shards.tile_pool is not None
-    work, slot = TilePass(shards, lambda shard: states.names(shard), reads_weights=True), shards.tile_pool.take()
+    work, slot = (
+        TilePass(shards, lambda shard: states.names(shard), reads_weights=True),
+        shards.tile_pool.take(),
+    )
     assert slot is not None
     shards.drop_head_start()
     named: set[tuple[str, str]] = set()
@@ -80,8 +88,13 @@ def test_a_flipped_bit_in_any_part_of_a_tile_is_named(
             file, place, _ = on_disk(shards, entry)
             table = shards.store.sums.of(entry)
             assert table is not None
-            for number, (start, stop) in enumerate(zip(table.pieces.starts, table.pieces.stops, strict=True)):
-                first, last = tile.start * tile.dtype.itemsize, tile.elements.stop * tile.dtype.itemsize
+            for number, (start, stop) in enumerate(
+                zip(table.pieces.starts, table.pieces.stops, strict=True)
+            ):
+                first, last = (
+                    tile.start * tile.dtype.itemsize,
+                    tile.elements.stop * tile.dtype.itemsize,
+                )
                 if entry == tile.live.entry and not first <= start < last:
                     continue  # of another tile
                 for at in {int(start), int(stop) - 1}:
@@ -90,8 +103,16 @@ def test_a_flipped_bit_in_any_part_of_a_tile_is_named(
                         shards.store.read(work.early_reads(tile, slot), tile.entry).wait()
                     flip(file, place + at, number % 8)
                     error, piece = caught.value, caught.value.piece
-                    assert isinstance(piece, StatePiece) and str(piece) in str(error) and piece.num_steps == 2
-                    assert (error.errno, Path(error.filename), error.offset) == (errno.EIO, file, place + start)
+                    assert (
+                        isinstance(piece, StatePiece)
+                        and str(piece) in str(error)
+                        and piece.num_steps == 2
+                    )
+                    assert (error.errno, Path(error.filename), error.offset) == (
+                        errno.EIO,
+                        file,
+                        place + start,
+                    )
                     named.add((piece.param, piece.state))
         shards.store.read(work.early_reads(tile, slot), tile.entry).wait()
     shards.tile_pool.give_back(slot)
@@ -112,7 +133,9 @@ def test_the_elements_that_an_error_names_are_those_of_the_flipped_byte(
     (part,) = [s for s in tile.ranges if s.shard.name == "up.weight"]
     element = 2 * BLOCK_BYTES // 4 + 5  # in the third block of exp_avg
     flip(file, place + 4 * (tile.numel + tile.place_of(part).start + element))
-    with pytest.raises(CorruptionError, match=r"exp_avg of up.weight, elements 524288 to") as caught:
+    with pytest.raises(
+        CorruptionError, match=r"exp_avg of up.weight, elements 524288 to"
+    ) as caught:
         train(shards.model, optim, 1)
     assert isinstance(caught.value.piece, StatePiece)
     assert caught.value.piece.start <= element < caught.value.piece.stop
@@ -131,7 +154,9 @@ def test_a_write_that_was_lost_or_went_elsewhere_is_named(
     train(shards.model, optim, 1)
     shards.drop_head_start()
     file, place, num_bytes = on_disk(shards, tile.entry)
-    old, start = (before, place) if what == "lost" else (file.read_bytes(), on_disk(shards, other.entry)[1])
+    old, start = (
+        (before, place) if what == "lost" else (file.read_bytes(), on_disk(shards, other.entry)[1])
+    )
     assert old[start : start + num_bytes] != file.read_bytes()[place : place + num_bytes]
     with file.open("r+b") as opened:
         opened.seek(place)
@@ -140,11 +165,12 @@ def test_a_write_that_was_lost_or_went_elsewhere_is_named(
     with pytest.raises(CorruptionError) as caught:
         train(shards.model, optim, 1)
     error = caught.value
-    assert isinstance(error.piece, StatePiece) and error.piece.num_steps in (3, 4)  # with the one under way
+    # with the one under way
+    assert isinstance(error.piece, StatePiece) and error.piece.num_steps in (3, 4)
     assert Path(error.filename) == file and place <= error.offset < place + num_bytes
 
 
-# ---- nothing is trained on it ----------------------------------------------------------------------------------------------
+# ---- nothing is trained on it --------------------------------------------------------------------
 
 
 def test_a_tile_that_is_corrupt_is_not_stepped(
@@ -195,11 +221,13 @@ def test_scales_of_frozen_weights_are_checked_as_well(
     assert live.entry is not None
     file, place, num_bytes = on_disk(shards, live.entry)
     flip(file, place + num_bytes - 1, 5)
-    with pytest.raises(CorruptionError, match=r"weight.scales of frozen.weight, elements 0 to 40050"):
+    with pytest.raises(
+        CorruptionError, match=r"weight.scales of frozen.weight, elements 0 to 40050"
+    ):
         shards.model(torch.zeros(1, 701, dtype=torch.bfloat16))
 
 
-# ---- whose sums they are ---------------------------------------------------------------------------------------------------
+# ---- whose sums they are -------------------------------------------------------------------------
 
 
 def assert_sums_are_those_of_the_bytes(
@@ -218,12 +246,19 @@ def test_sums_do_not_depend_on_tiles_and_buffers(
     trained: Callable[..., tuple[Shards, torch.optim.Optimizer]], preset: str
 ) -> None:
     several = []
-    for fields in ({"tile_numel": 4096, "tile_buffers": 2}, {"tile_numel": 561_152}, {"pipeline_write": False}):
+    for fields in (
+        {"tile_numel": 4096, "tile_buffers": 2},
+        {"tile_numel": 561_152},
+        {"pipeline_write": False},
+    ):
         shards, _ = trained(preset, **fields)
         found = summed(shards)
         assert_sums_are_those_of_the_bytes(found)
         several.append(
-            {key: checksums([f for part in parts for f in part.fragments], str(key)) for key, parts in found.items()}
+            {
+                key: checksums([f for part in parts for f in part.fragments], str(key))
+                for key, parts in found.items()
+            }
         )
         shards.close()
     assert several[0] == several[1] == several[2]
@@ -234,7 +269,9 @@ def test_sums_do_not_depend_on_tiles_and_buffers(
 def test_sums_of_several_ranks_make_up_those_of_the_whole(tmp_path: Path) -> None:
     for folder in ("nvme", "out"):
         (tmp_path / folder).mkdir()
-    ranks = launch(HERE / "sums_on_ranks.py", 2, tmp_path / "out", str(tmp_path / "nvme"), timeout_s=240)
+    ranks = launch(
+        HERE / "sums_on_ranks.py", 2, tmp_path / "out", str(tmp_path / "nvme"), timeout_s=240
+    )
     for preset in ranks[0]:
         together: dict[tuple[str, str], list[tuple[int, torch.Tensor, list]]] = {}  # type: ignore[type-arg]
         for rank in ranks:
@@ -262,7 +299,7 @@ def test_what_is_put_in_place_is_summed_as_what_is_stepped(
     assert_sums_are_those_of_the_bytes(summed(fresh))
 
 
-# ---- which reads are checked -----------------------------------------------------------------------------------------------
+# ---- which reads are checked ---------------------------------------------------------------------
 
 
 def test_nothing_is_summed_when_nothing_is_durable_nor_verified(
@@ -270,7 +307,9 @@ def test_nothing_is_summed_when_nothing_is_durable_nor_verified(
 ) -> None:
     shards, _ = trained("compact", durability="none", verify="resume")
     assert shards.states is not None
-    entries = [tile.entry for tile in shards.states.tiles] + [live.entry for live in shards.units if live.entry]
+    entries = [tile.entry for tile in shards.states.tiles] + [
+        live.entry for live in shards.units if live.entry
+    ]
     assert entries and all(shards.store.sums.of(entry) is None for entry in entries)
 
 
@@ -284,7 +323,8 @@ def test_sampling_sees_a_corrupt_tile_within_sixteen_steps(
     file, place, num_bytes = on_disk(shards, tile.entry)
     seen = []
     for number in range(ROTATION):
-        flip(file, place + num_bytes // 2)  # anew: a step that does not see it sums what it made of it
+        # anew: a step that does not see it sums what it made of it
+        flip(file, place + num_bytes // 2)
         try:
             train(shards.model, optim, 1)
         except CorruptionError:

@@ -1,4 +1,5 @@
-"""Is the chunked loss torch's, value and gradients, with a sharded weight too, and does it never hold all logits?"""
+"""Is the chunked loss torch's, value and gradients, with a sharded weight too, and does it never
+hold all logits?"""
 
 from __future__ import annotations
 
@@ -19,7 +20,11 @@ VOCAB, WIDTH, TOKENS = 97, 16, 70
 
 def given(dtype: torch.dtype = torch.float32, has_bias: bool = True) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    hidden, weight, bias = torch.randn(2, TOKENS // 2, WIDTH), torch.randn(VOCAB, WIDTH), torch.randn(VOCAB)
+    hidden, weight, bias = (
+        torch.randn(2, TOKENS // 2, WIDTH),
+        torch.randn(VOCAB, WIDTH),
+        torch.randn(VOCAB),
+    )
     floats = [hidden, weight, *([bias] if has_bias else [])]
     return [each.to(dtype).requires_grad_() for each in floats]
 
@@ -30,19 +35,31 @@ def targets_of(ignored: int = 9) -> torch.Tensor:
     return targets
 
 
-def plain(hidden: torch.Tensor, weight: torch.Tensor, bias: Any, targets: torch.Tensor, **fields: Any) -> torch.Tensor:
-    return F.cross_entropy(F.linear(hidden, weight, bias).float().flatten(0, 1), targets.flatten(), **fields)
+def plain(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: Any, targets: torch.Tensor, **fields: Any
+) -> torch.Tensor:
+    return F.cross_entropy(
+        F.linear(hidden, weight, bias).float().flatten(0, 1), targets.flatten(), **fields
+    )
 
 
-def both(dtype: torch.dtype, has_bias: bool, scale: float = 1.0, **fields: Any) -> list[list[torch.Tensor]]:
+def both(
+    dtype: torch.dtype, has_bias: bool, scale: float = 1.0, **fields: Any
+) -> list[list[torch.Tensor]]:
     """Loss and gradients: the chunked ones, and torch's."""
     found = []
     chunk = fields.pop("chunk_tokens", 16)
-    for function, named in ((tiermem.chunked_cross_entropy, fields | {"chunk_tokens": chunk}), (plain, fields)):
+    for function, named in (
+        (tiermem.chunked_cross_entropy, fields | {"chunk_tokens": chunk}),
+        (plain, fields),
+    ):
         floats = given(dtype, has_bias)
         bias = floats[2] if has_bias else None
         loss = function(
-            floats[0], floats[1], *((targets_of(), bias) if named is not fields else (bias, targets_of())), **named
+            floats[0],
+            floats[1],
+            *((targets_of(), bias) if named is not fields else (bias, targets_of())),
+            **named,
         )
         (loss * scale).backward()
         found.append([loss.detach(), *(each.grad for each in floats)])
@@ -52,15 +69,22 @@ def both(dtype: torch.dtype, has_bias: bool, scale: float = 1.0, **fields: Any) 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("chunk_tokens", [1, 16, 70, 1000, None])
-def test_value_and_gradients_are_torchs(reduction: str, has_bias: bool, chunk_tokens: int | None) -> None:
+def test_value_and_gradients_are_torchs(
+    reduction: str, has_bias: bool, chunk_tokens: int | None
+) -> None:
     ours, theirs = both(torch.float32, has_bias, reduction=reduction, chunk_tokens=chunk_tokens)
     for mine, expected in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, expected, rtol=2e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize(("dtype", "scale", "close"), [(torch.bfloat16, 1.0, 2e-2), (torch.float16, 65536.0, 4e-3)])
-def test_16_bit_gradients_are_torchs_to_their_rounding(dtype: torch.dtype, scale: float, close: float) -> None:
-    """fp16 with a scaled loss: gradients of a mean are computed before the scale is known, and none becomes zero."""
+@pytest.mark.parametrize(
+    ("dtype", "scale", "close"), [(torch.bfloat16, 1.0, 2e-2), (torch.float16, 65536.0, 4e-3)]
+)
+def test_16_bit_gradients_are_torchs_to_their_rounding(
+    dtype: torch.dtype, scale: float, close: float
+) -> None:
+    """fp16 with a scaled loss: gradients of a mean are computed before the scale is known, and none
+    becomes zero."""
     ours, theirs = both(dtype, True, scale)
     for mine, expected in zip(ours, theirs, strict=True):
         assert mine.dtype == expected.dtype
@@ -139,7 +163,9 @@ def test_logits_of_all_tokens_are_never_there() -> None:
 def test_bad_arguments_are_one_clear_error(change: dict[str, Any], said: str) -> None:
     hidden, weight, _ = given()
     with pytest.raises(ValueError, match=said):
-        tiermem.chunked_cross_entropy(**{"hidden": hidden, "weight": weight, "targets": targets_of()} | change)
+        tiermem.chunked_cross_entropy(
+            **{"hidden": hidden, "weight": weight, "targets": targets_of()} | change
+        )
 
 
 class _Model(nn.Module):
@@ -157,13 +183,17 @@ class _Model(nn.Module):
         return self.loss_of(hidden, targets) if self.is_inside else hidden
 
     def loss_of(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return tiermem.chunked_cross_entropy(hidden, self.head.weight, targets, self.head.bias, chunk_tokens=16)
+        return tiermem.chunked_cross_entropy(
+            hidden, self.head.weight, targets, self.head.bias, chunk_tokens=16
+        )
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("is_inside", [True, False])
 @pytest.mark.parametrize("home", [Tier.NVME, Tier.DEVICE])
-def test_the_weight_may_be_a_sharded_parameter(home: Tier, is_inside: bool, is_tied: bool, tmp_path: Path) -> None:
+def test_the_weight_may_be_a_sharded_parameter(
+    home: Tier, is_inside: bool, is_tied: bool, tmp_path: Path
+) -> None:
     """Inside a forward of the model and after it; the bits are those of the plain model."""
     found = []
     for is_sharded in (False, True):
@@ -171,11 +201,15 @@ def test_the_weight_may_be_a_sharded_parameter(home: Tier, is_inside: bool, is_t
         model, losses = _Model(is_inside, is_tied), []
         shards = None
         if is_sharded:
-            policy = OffloadPolicy(params=home, optim=Tier.HOST, paths=[tmp_path], persistence_numel=0)
+            policy = OffloadPolicy(
+                params=home, optim=Tier.HOST, paths=[tmp_path], persistence_numel=0
+            )
             shards = tiermem.shard(model, policy)
         grads = []
         for step in range(2):
-            tokens = torch.randint(0, VOCAB, (2, TOKENS // 2), generator=torch.Generator().manual_seed(step))
+            tokens = torch.randint(
+                0, VOCAB, (2, TOKENS // 2), generator=torch.Generator().manual_seed(step)
+            )
             out = model(tokens, targets_of())
             loss = out if is_inside else model.loss_of(out, targets_of())
             loss.backward()

@@ -1,4 +1,5 @@
-"""Are weights that rest in bf16 and are multiplied in fp32 equal, to the bit, to a plain model that makes the same casts?"""
+"""Are weights that rest in bf16 and are multiplied in fp32 equal, to the bit, to a plain model that
+makes the same casts?"""
 
 from __future__ import annotations
 
@@ -18,7 +19,14 @@ import tiermem
 from tiermem import OffloadPolicy, Tier
 from tiermem.policy import CombinedError
 from tiermem.units import compute
-from tiermem.units.compute import ComputeChoice, Products, choose_compute, measure_products, narrow_part, widen
+from tiermem.units.compute import (
+    ComputeChoice,
+    Products,
+    choose_compute,
+    measure_products,
+    narrow_part,
+    widen,
+)
 
 HERE = Path(__file__).parent
 TIERS = [Tier.DEVICE, Tier.HOST, Tier.NVME]
@@ -34,7 +42,9 @@ def tower(dtype: torch.dtype = torch.bfloat16, **fields: Any) -> nn.Module:
 
 
 def policy_of(tier: Tier, path: Path, **fields: Any) -> OffloadPolicy:
-    return OffloadPolicy(**({"params": tier, "optim": tier, "paths": [path], "compute_dtype": "fp32"} | fields))
+    return OffloadPolicy(
+        **({"params": tier, "optim": tier, "paths": [path], "compute_dtype": "fp32"} | fields)
+    )
 
 
 def tokens(step: int) -> torch.Tensor:
@@ -49,7 +59,9 @@ def loss_of(model: nn.Module, step: int, casts: bool) -> torch.Tensor:
     return F.cross_entropy(out.view(-1, VOCAB), x.view(-1))
 
 
-def train(model: nn.Module, casts: bool, num_steps: int = 3, num_micro: int = 1, **settings: Any) -> list[float]:
+def train(
+    model: nn.Module, casts: bool, num_steps: int = 3, num_micro: int = 1, **settings: Any
+) -> list[float]:
     optim, losses = tiermem.AdamW(model.parameters(), lr=1e-2, **settings), []
     for step in range(num_steps):
         for micro in range(num_micro):
@@ -69,7 +81,9 @@ def assert_equal(found: dict[str, torch.Tensor], plain: nn.Module) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tier", TIERS)
-def test_every_tier_equals_a_twin_that_casts(tier: Tier, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_every_tier_equals_a_twin_that_casts(
+    tier: Tier, dtype: torch.dtype, tmp_path: Path
+) -> None:
     plain, model = tower(dtype), tower(dtype)
     expected = train(plain, casts=True)
     with tiermem.shard(model, policy_of(tier, tmp_path)) as shards:
@@ -81,7 +95,8 @@ def test_every_tier_equals_a_twin_that_casts(tier: Tier, dtype: torch.dtype, tmp
 
 
 @pytest.mark.parametrize(
-    "fields", [{"unit_buffers": 2}, {"prefetch_numel": 0, "max_reuse_numel": 0}, {"grads": Tier.NVME}]
+    "fields",
+    [{"unit_buffers": 2}, {"prefetch_numel": 0, "max_reuse_numel": 0}, {"grads": Tier.NVME}],
 )
 def test_buffers_and_homes_change_no_bit(fields: dict[str, Any], tmp_path: Path) -> None:
     plain, model = tower(), tower()
@@ -98,7 +113,9 @@ def test_recomputed_activations_change_no_bit(tmp_path: Path) -> None:
         assert train(model, casts=False) == expected
 
 
-def test_without_swapped_pointers_it_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_swapped_pointers_it_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tiermem.weights.unit_memory.can_swap_pointers", lambda device: False)
     plain, model = tower(), tower()
     expected = train(plain, casts=True, num_steps=2)
@@ -135,17 +152,24 @@ def test_dtypes_inside_and_outside_forward(tmp_path: Path) -> None:
 
 def test_inputs_in_the_dtype_at_rest_are_widened(tmp_path: Path) -> None:
     plain = seeded(lambda: nn.Sequential(nn.Linear(31, 17), nn.ReLU(), nn.Linear(17, 5))).bfloat16()
-    model, x = copy.deepcopy(plain), torch.randn(4, 31, generator=torch.Generator().manual_seed(1)).bfloat16()
+    model, x = (
+        copy.deepcopy(plain),
+        torch.randn(4, 31, generator=torch.Generator().manual_seed(1)).bfloat16(),
+    )
     with tiermem.shard(model, policy_of(Tier.HOST, tmp_path)):
         out = model(x)
-    expected = torch.func.functional_call(plain, {n: p.float() for n, p in plain.named_parameters()}, (x.float(),))
+    expected = torch.func.functional_call(
+        plain, {n: p.float() for n, p in plain.named_parameters()}, (x.float(),)
+    )
     assert torch.equal(out, expected)
 
 
 def test_a_units_buffer_takes_4_bytes_an_element(tmp_path: Path) -> None:
     plans = {}
     for dtype in ("storage", "fp32"):
-        with tiermem.shard(tower(), policy_of(Tier.NVME, tmp_path, compute_dtype=dtype, persistence_numel=0)) as shards:
+        with tiermem.shard(
+            tower(), policy_of(Tier.NVME, tmp_path, compute_dtype=dtype, persistence_numel=0)
+        ) as shards:
             plans[dtype] = shards.plan
     assert plans["fp32"].units.slot_bytes == 2 * plans["storage"].units.slot_bytes
     assert plans["fp32"].units.num == plans["storage"].units.num
@@ -159,10 +183,13 @@ def test_with_fp32_weights_nothing_changes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"stage": 2, "params": Tier.DEVICE}, {"quantised_gather": True}, {"gather_dtype": "bf16"}]
+    "fields",
+    [{"stage": 2, "params": Tier.DEVICE}, {"quantised_gather": True}, {"gather_dtype": "bf16"}],
 )
 def test_what_it_does_not_go_with_is_refused(fields: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(CombinedError, match=r'compute_dtype="fp32" is given, but .* does not allow it'):
+    with pytest.raises(
+        CombinedError, match=r'compute_dtype="fp32" is given, but .* does not allow it'
+    ):
         policy_of(Tier.HOST, tmp_path, **fields)
     policy_of(Tier.HOST, tmp_path, **fields, compute_dtype="measured")
 
@@ -177,22 +204,31 @@ def test_values_are_widened_in_place(numel: int) -> None:
     assert torch.equal(full, values.float())
 
 
-# ---- the choice ------------------------------------------------------------------------------------------------------
+# ---- the choice ----------------------------------------------------------------------------------
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, rest: float, fp32: float) -> None:
-    monkeypatch.setattr(compute, "measure_products", lambda shapes, dtype: Products(dtype, rest, fp32))
+    monkeypatch.setattr(
+        compute, "measure_products", lambda shapes, dtype: Products(dtype, rest, fp32)
+    )
 
 
 def choice_of(model: nn.Module, **fields: Any) -> ComputeChoice:
-    return choose_compute(model, OffloadPolicy(compute_dtype="measured", **fields), torch.device("cpu"))
+    return choose_compute(
+        model, OffloadPolicy(compute_dtype="measured", **fields), torch.device("cpu")
+    )
 
 
-def test_measured_takes_fp32_where_products_at_rest_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_takes_fp32_where_products_at_rest_are_slow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pretend(monkeypatch, 0.4e9, 60e9)
     choice = choice_of(tower())
     assert (choice.dtype, choice.is_measured) == ("fp32", True)
-    assert "0.4 GFLOP/s in bfloat16 and 60.0 GFLOP/s in float32, so bfloat16 is 150 times slower" in choice.why
+    assert (
+        "0.4 GFLOP/s in bfloat16 and 60.0 GFLOP/s in float32, so bfloat16 is 150 times slower"
+        in choice.why
+    )
     assert choice_of(tower(torch.float32)).dtype == "storage"
     assert choice_of(tower(), stage=2).dtype == "storage"
     assert (
@@ -203,14 +239,22 @@ def test_measured_takes_fp32_where_products_at_rest_are_slow(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("capability", "fast", "is_told"), [("AVX2", 1e9, True), ("AVX2", 30e9, False), ("AVX512", 1e9, False)]
+    ("capability", "fast", "is_told"),
+    [("AVX2", 1e9, True), ("AVX2", 30e9, False), ("AVX512", 1e9, False)],
 )
 def test_far_slower_products_at_rest_are_told_when_a_model_is_sharded(
-    capability: str, fast: float, is_told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    capability: str,
+    fast: float,
+    is_told: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: Any,
 ) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     pretend(monkeypatch, fast, 60e9)
-    with tiermem.shard(tower(), policy_of(Tier.HOST, tmp_path, compute_dtype="storage"), device="cpu"):
+    with tiermem.shard(
+        tower(), policy_of(Tier.HOST, tmp_path, compute_dtype="storage"), device="cpu"
+    ):
         pass
     assert ('bfloat16 is 60 times slower; compute_dtype "measured"' in caplog.text) is is_told
 
@@ -224,7 +268,9 @@ def test_products_are_measured_within_a_second() -> None:
     assert found.rest_flops > 0 and found.fp32_flops > 1e8
 
 
-def test_the_choice_is_in_the_checkpoint_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_the_choice_is_in_the_checkpoint_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
@@ -233,7 +279,9 @@ def test_the_choice_is_in_the_checkpoint_and_kept(tmp_path: Path, monkeypatch: p
     }
 
     def start(compute_dtype: str) -> tiermem.Engine:
-        return tiermem.initialize(model=tower(), config=config | {"tiermem": {"compute_dtype": compute_dtype}})[0]
+        return tiermem.initialize(
+            model=tower(), config=config | {"tiermem": {"compute_dtype": compute_dtype}}
+        )[0]
 
     def step(engine: tiermem.Engine) -> float:
         loss = loss_of(engine, 1, casts=False)
@@ -254,7 +302,9 @@ def test_the_choice_is_in_the_checkpoint_and_kept(tmp_path: Path, monkeypatch: p
         again.close()
     pretend(monkeypatch, 60e9, 60e9)
     other = start("measured")
-    with pytest.raises(ValueError, match=r'set "tiermem": {"compute_dtype": "fp32"} to go on with the same bits'):
+    with pytest.raises(
+        ValueError, match=r'set "tiermem": {"compute_dtype": "fp32"} to go on with the same bits'
+    ):
         other.load_checkpoint(str(tmp_path))
     other.close()
     changed = start("storage")
@@ -263,7 +313,7 @@ def test_the_choice_is_in_the_checkpoint_and_kept(tmp_path: Path, monkeypatch: p
     changed.close()
 
 
-# ---- several ranks ---------------------------------------------------------------------------------------------------
+# ---- several ranks -------------------------------------------------------------------------------
 
 
 def test_two_ranks_compute_with_the_same_casts(tmp_path: Path) -> None:

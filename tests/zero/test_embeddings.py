@@ -1,4 +1,5 @@
-"""What does an embedding's table cost in backward, and which embeddings are trained as plain torch trains them?"""
+"""What does an embedding's table cost in backward, and which embeddings are trained as plain torch
+trains them?"""
 
 from __future__ import annotations
 
@@ -32,12 +33,17 @@ class Table(nn.Module):
 
 def policy(folder: Path, **fields: Any) -> OffloadPolicy:
     return OffloadPolicy(
-        **({"params": Tier.NVME, "paths": [folder], "persistence_numel": 0, "unit_buffers": 1} | fields)
+        **(
+            {"params": Tier.NVME, "paths": [folder], "persistence_numel": 0, "unit_buffers": 1}
+            | fields
+        )
     )
 
 
 def reads(shards: Shards) -> list[str]:
-    found = [event.name.split("/")[-1] for event in shards.store.recorder.events if event.lane == "read"]
+    found = [
+        event.name.split("/")[-1] for event in shards.store.recorder.events if event.lane == "read"
+    ]
     shards.store.recorder.forget()
     return found
 
@@ -68,7 +74,9 @@ def test_a_users_hook_that_multiplies_by_the_table_has_it_in_backward(tmp_path: 
     model = Table()
     plain = copy.deepcopy(model)
     for each in (model, plain):
-        each.embed.register_forward_hook(lambda module, args, out: out @ module.weight.t() @ module.weight)
+        each.embed.register_forward_hook(
+            lambda module, args, out: out @ module.weight.t() @ module.weight
+        )
     with tiermem.shard(model, policy(tmp_path)):
         assert train(model) == train(plain)
 
@@ -104,7 +112,9 @@ def test_a_gradient_penalty_goes_back_through_the_lookup(tmp_path: Path) -> None
     with tiermem.shard(model, policy(tmp_path)):
         for each in (model, plain):
             looked_up = each.embed(TOKENS)
-            (slope,) = torch.autograd.grad(each.head(looked_up).pow(3).sum(), looked_up, create_graph=True)
+            (slope,) = torch.autograd.grad(
+                each.head(looked_up).pow(3).sum(), looked_up, create_graph=True
+            )
             slope.square().sum().backward()
             optim = tiermem.AdamW(each.parameters(), lr=1e-2)
             optim.step()
@@ -115,7 +125,9 @@ def test_a_gradient_penalty_goes_back_through_the_lookup(tmp_path: Path) -> None
 @pytest.mark.parametrize("make", [nn.Embedding, nn.EmbeddingBag])
 def test_max_norm_is_refused_where_it_would_be_lost(make: Any) -> None:
     model = nn.ModuleDict({"table": make(5, 3, max_norm=1.0)})
-    with pytest.raises(ValueError, match=r"'table' has max_norm=1\.0: it writes its weights in forward"):
+    with pytest.raises(
+        ValueError, match=r"'table' has max_norm=1\.0: it writes its weights in forward"
+    ):
         tiermem.shard(model)
     model.requires_grad_(False)
     tiermem.shard(model).close()

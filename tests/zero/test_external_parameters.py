@@ -1,4 +1,5 @@
-"""Does a parameter that is used outside its own module's forward have its values, in forward and in backward?"""
+"""Does a parameter that is used outside its own module's forward have its values, in forward and in
+backward?"""
 
 from __future__ import annotations
 
@@ -18,11 +19,17 @@ from tiermem import OffloadPolicy, Shards, Tier
 from tiermem.weights.absent import RestingParameter
 from tiermem.zero import register_external_parameter, unregister_external_parameter
 
-ROOMS = {"as planned": {}, "few": {"unit_buffers": 4}, "leaves at once": {"max_reuse_numel": 0, "unit_buffers": 4}}
+ROOMS = {
+    "as planned": {},
+    "few": {"unit_buffers": 4},
+    "leaves at once": {"max_reuse_numel": 0, "unit_buffers": 4},
+}
 
 
 def policy_at(folder: Path, **fields: object) -> OffloadPolicy:
-    return OffloadPolicy(params=Tier.NVME, optim=Tier.NVME, paths=[folder], **({"persistence_numel": 0} | fields))
+    return OffloadPolicy(
+        params=Tier.NVME, optim=Tier.NVME, paths=[folder], **({"persistence_numel": 0} | fields)
+    )
 
 
 @pytest.fixture
@@ -55,7 +62,10 @@ def test_losses_are_those_of_plain_torch(kind: str, tmp_path: Path) -> None:
 
 def test_evaluation_uses_foreign_weights(model: nn.Module, tmp_path: Path) -> None:
     expected = copy.deepcopy(model)(batch(0)[0])
-    with tiermem.shard(model, policy_at(tmp_path, max_reuse_numel=0), is_trained=False), torch.no_grad():
+    with (
+        tiermem.shard(model, policy_at(tmp_path, max_reuse_numel=0), is_trained=False),
+        torch.no_grad(),
+    ):
         assert torch.equal(model(batch(0)[0]), expected)
         assert torch.equal(model.eval()(batch(0)[0]), expected)
 
@@ -92,7 +102,8 @@ def test_the_next_pass_fetches_a_foreign_weight_ahead(model: nn.Module, shards: 
     forward = ["embeddings", "layers.0", "layers.1", "layers.2", "embeddings"]
     assert sequence[0][:5] == forward
     assert sequence[0] == sequence[1]
-    assert shards.prefetcher.order.distance(shards.units[0].unit.index) == float("inf")  # nothing is left to come
+    # nothing is left to come
+    assert shards.prefetcher.order.distance(shards.units[0].unit.index) == float("inf")
 
 
 def test_a_use_holds_its_unit_no_longer_than_the_call(model: nn.Module, shards: Shards) -> None:
@@ -126,17 +137,21 @@ def test_an_exception_inside_a_foreign_use_lets_go(model: nn.Module, shards: Sha
     assert loss_of(model, 0).item() == expected
 
 
-def test_outside_forward_a_parameter_is_lent_for_the_call_alone(model: nn.Module, shards: Shards) -> None:
+def test_outside_forward_a_parameter_is_lent_for_the_call_alone(
+    model: nn.Module, shards: Shards
+) -> None:
     expected = shards.weight(model.embeddings.weight).sum(1)
     assert torch.equal(model.embeddings.weight.sum(1), expected)
     assert is_absent(model.embeddings.weight)
     assert not any(live.is_present for live in shards.units if live.is_streamed)
 
 
-# ---- registered ones -------------------------------------------------------------------------------------------------
+# ---- registered ones -----------------------------------------------------------------------------
 
 
-def test_a_registered_parameter_is_there_whenever_the_module_runs(model: nn.Module, shards: Shards) -> None:
+def test_a_registered_parameter_is_there_whenever_the_module_runs(
+    model: nn.Module, shards: Shards
+) -> None:
     seen = []
     model.layers[1].register_forward_pre_hook(
         lambda *_: seen.append(type(model.embeddings.weight) is not RestingParameter)

@@ -1,4 +1,5 @@
-"""When a model's states are frozen between steps: does training go on to the same bits, in the disk that was planned?"""
+"""When a model's states are frozen between steps: does training go on to the same bits, in the disk
+that was planned?"""
 
 from __future__ import annotations
 
@@ -68,7 +69,9 @@ def train(policy: OffloadPolicy, num_held: int) -> tuple[list[float], dict[str, 
         used, plan = shards.store.stats().nvme_bytes, shards.plan
         live = plan.disk_bytes - plan.frozen_disk_bytes
         initial = sum(row.num_bytes for row in plan.rows if row.what == "initial masters")
-        assert used == live - initial + (plan.frozen_disk_bytes // (policy.num_slots - 1) * num_held if num_held else 0)
+        assert used == live - initial + (
+            plan.frozen_disk_bytes // (policy.num_slots - 1) * num_held if num_held else 0
+        )
         weights = {name: shards.weight(param) for name, param in shards.model.named_parameters()}
     return losses, weights
 
@@ -86,7 +89,9 @@ def test_steps_between_freezes_change_no_bit_and_no_frozen_byte(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_room_for_every_slot_is_taken_at_the_start_or_refused_with_the_arithmetic(tmp_path: Path) -> None:
+def test_room_for_every_slot_is_taken_at_the_start_or_refused_with_the_arithmetic(
+    tmp_path: Path,
+) -> None:
     with tiermem.shard(seeded(zoo.tied_tower), policy_of(tmp_path)) as shards:
         plan = shards.plan
         (file,) = tmp_path.glob("tiermem-*/segment.bin")
@@ -102,14 +107,17 @@ def test_room_for_every_slot_is_taken_at_the_start_or_refused_with_the_arithmeti
     assert list(tmp_path.iterdir()) == []
 
 
-# ---- frozen parameters -------------------------------------------------------------------------------------------------
+# ---- frozen parameters ---------------------------------------------------------------------------
 
 
 def adapted() -> nn.Module:
     """Wide frozen layers with small ones beside them that are trained."""
     layers = []
     for _ in range(3):
-        layers += [nn.Linear(256, 256, bias=False).requires_grad_(False), nn.Linear(256, 4, bias=False)]
+        layers += [
+            nn.Linear(256, 256, bias=False).requires_grad_(False),
+            nn.Linear(256, 4, bias=False),
+        ]
         layers += [nn.Linear(4, 256, bias=False)]
     return nn.Sequential(*layers)
 
@@ -127,8 +135,12 @@ def step(shards: tiermem.Shards, optim: tiermem.AdamW) -> None:
     optim.zero_grad()
 
 
-@pytest.mark.parametrize(("durability", "keep"), [("checkpoint", 1), ("checkpoint", 3), ("step", 1)])
-def test_frozen_parameters_take_one_slot_for_all_durable_steps(tmp_path: Path, durability: str, keep: int) -> None:
+@pytest.mark.parametrize(
+    ("durability", "keep"), [("checkpoint", 1), ("checkpoint", 3), ("step", 1)]
+)
+def test_frozen_parameters_take_one_slot_for_all_durable_steps(
+    tmp_path: Path, durability: str, keep: int
+) -> None:
     with tiermem.shard(
         seeded(adapted).bfloat16(), adapted_policy(tmp_path, durability=durability, keep=keep)
     ) as shards:
@@ -175,7 +187,12 @@ def test_frozen_parameters_that_are_written_all_the_same_leave_durable_steps_alo
         write(shards, tmp_path / "out")
         assert digests(freeze, sizes) == before
         shards.store.thaw(freeze)
-        assert torch.equal(shards.weight(base), first if write is write_by_loading else torch.full_like(first, 0.75))
+        assert torch.equal(
+            shards.weight(base),
+            first if write is write_by_loading else torch.full_like(first, 0.75),
+        )
     for tag, expected in (("first", first), ("second", torch.full_like(first, 0.25))):
         with Source.open(tmp_path / "out", tag) as source:
-            assert torch.equal(source.read(name, "weight", 0, first.numel()).view(first.shape), expected)
+            assert torch.equal(
+                source.read(name, "weight", 0, first.numel()).view(first.shape), expected
+            )

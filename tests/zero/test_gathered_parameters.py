@@ -1,4 +1,5 @@
-"""What does GatheredParameters show, what does it keep, and what does it refuse? On one rank; touch_on_ranks.py has more."""
+"""What does GatheredParameters show, what does it keep, and what does it refuse? On one rank;
+touch_on_ranks.py has more."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ HOMES = [Tier.DEVICE, Tier.HOST, Tier.NVME]
 
 
 def policy_at(home: Tier, folder: Path, **fields: object) -> OffloadPolicy:
-    return OffloadPolicy(params=home, optim=home, paths=[folder], **({"persistence_numel": 50} | fields))
+    return OffloadPolicy(
+        params=home, optim=home, paths=[folder], **({"persistence_numel": 50} | fields)
+    )
 
 
 @pytest.fixture
@@ -36,12 +39,16 @@ def plain(model: nn.Module) -> nn.Module:
 
 
 @pytest.fixture(params=HOMES, ids=lambda home: home.name)
-def shards(request: pytest.FixtureRequest, model: nn.Module, plain: nn.Module, tmp_path: Path) -> Iterator[Shards]:
+def shards(
+    request: pytest.FixtureRequest, model: nn.Module, plain: nn.Module, tmp_path: Path
+) -> Iterator[Shards]:
     with tiermem.shard(model, policy_at(request.param, tmp_path)) as shards:
         yield shards
 
 
-def test_all_parameters_have_their_values(shards: Shards, model: nn.Module, plain: nn.Module) -> None:
+def test_all_parameters_have_their_values(
+    shards: Shards, model: nn.Module, plain: nn.Module
+) -> None:
     with GatheredParameters(model.parameters()):
         assert_same_tensors(dict(model.named_parameters()), dict(plain.named_parameters()))
         assert model.head.weight is model.embed.weight
@@ -50,7 +57,9 @@ def test_all_parameters_have_their_values(shards: Shards, model: nn.Module, plai
 
 
 @pytest.mark.parametrize("what", ["single", "list", "generator", "dict"])
-def test_params_may_be_one_or_any_iterable(what: str, shards: Shards, model: nn.Module, plain: nn.Module) -> None:
+def test_params_may_be_one_or_any_iterable(
+    what: str, shards: Shards, model: nn.Module, plain: nn.Module
+) -> None:
     weight = model.layers[0].up.weight
     given = {
         "single": weight,
@@ -71,7 +80,9 @@ def test_what_is_not_partitioned_is_passed_over(what: object) -> None:
 
 
 @pytest.mark.parametrize("numel", [0, 50, 1 << 20])
-def test_what_the_modifier_writes_is_kept(numel: int, model: nn.Module, plain: nn.Module, tmp_path: Path) -> None:
+def test_what_the_modifier_writes_is_kept(
+    numel: int, model: nn.Module, plain: nn.Module, tmp_path: Path
+) -> None:
     with tiermem.shard(model, policy_at(Tier.NVME, tmp_path, persistence_numel=numel)):
         for each in (model, plain):
             with GatheredParameters(each.parameters(), modifier_rank=0), torch.no_grad():
@@ -84,9 +95,13 @@ def test_what_the_modifier_writes_is_kept(numel: int, model: nn.Module, plain: n
 
 @pytest.mark.parametrize("master", ["fp32", "split", "bf16"])
 @pytest.mark.parametrize("home", HOMES, ids=lambda home: home.name)
-def test_masters_follow_what_is_written_between_steps(home: Tier, master: str, tmp_path: Path) -> None:
+def test_masters_follow_what_is_written_between_steps(
+    home: Tier, master: str, tmp_path: Path
+) -> None:
     model = seeded(zoo.tied_tower).bfloat16()
-    with tiermem.shard(model, policy_at(home, tmp_path, precision=Precision(master=master))) as shards:
+    with tiermem.shard(
+        model, policy_at(home, tmp_path, precision=Precision(master=master))
+    ) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
         tiles = optim.tiles_of(shards)
         loss_of(model, 0).backward()
@@ -100,13 +115,18 @@ def test_masters_follow_what_is_written_between_steps(home: Tier, master: str, t
         assert torch.equal(tiles.state(shard, "master"), torch.full((weight.numel(),), 0.375))
         assert tiles.state(shard, "exp_avg").any()  # moments stay
         assert (shards.weight(weight) == 0.375).all()
-        assert_same_tensors({n: shards.weight(p) for n, p in model.named_parameters() if n in others}, others)
-        (model(batch(1)[0]).sum() * 0.0).backward()  # a step without a push leaves the value near by
+        assert_same_tensors(
+            {n: shards.weight(p) for n, p in model.named_parameters() if n in others}, others
+        )
+        # a step without a push leaves the value near by
+        (model(batch(1)[0]).sum() * 0.0).backward()
         optim.step()
         assert (shards.weight(weight).float() - 0.375).abs().max() < 0.02
 
 
-def test_writing_without_a_modifier_is_refused_and_lost(tmp_path: Path, model: nn.Module, plain: nn.Module) -> None:
+def test_writing_without_a_modifier_is_refused_and_lost(
+    tmp_path: Path, model: nn.Module, plain: nn.Module
+) -> None:
     with tiermem.shard(model, policy_at(Tier.NVME, tmp_path)):
         weight = model.layers[0].up.weight
 
@@ -114,13 +134,18 @@ def test_writing_without_a_modifier_is_refused_and_lost(tmp_path: Path, model: n
             with GatheredParameters(weight), torch.no_grad():
                 weight[2] = 1.0
 
-        with pytest.raises(RuntimeError, match=r"1 gathered parameters were written.*\(97, 31\).*Give modifier_rank"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"1 gathered parameters were written.*\(97, 31\).*Give modifier_rank",
+        ):
             write()
         assert is_absent(weight)
         assert_same_tensors(dict(model.state_dict()), dict(plain.state_dict()))
 
 
-def test_an_exception_inside_drops_what_was_written(tmp_path: Path, model: nn.Module, plain: nn.Module) -> None:
+def test_an_exception_inside_drops_what_was_written(
+    tmp_path: Path, model: nn.Module, plain: nn.Module
+) -> None:
     with tiermem.shard(model, policy_at(Tier.NVME, tmp_path)):
 
         def fail() -> None:
@@ -135,8 +160,11 @@ def test_an_exception_inside_drops_what_was_written(tmp_path: Path, model: nn.Mo
             assert torch.equal(model.embed.weight, plain.embed.weight)
 
 
-def test_contexts_nest_and_the_outer_one_keeps_what_both_look_at(shards: Shards, model: nn.Module) -> None:
-    was_absent = is_absent(model.layers[1].up.weight)  # on one rank what rests in memory is always there
+def test_contexts_nest_and_the_outer_one_keeps_what_both_look_at(
+    shards: Shards, model: nn.Module
+) -> None:
+    # on one rank what rests in memory is always there
+    was_absent = is_absent(model.layers[1].up.weight)
     with GatheredParameters(model.layers[0].parameters()):
         with GatheredParameters([model.layers[1].up.weight, model.layers[0].up.weight]):
             assert not model.layers[1].up.weight.isnan().any()
@@ -146,7 +174,9 @@ def test_contexts_nest_and_the_outer_one_keeps_what_both_look_at(shards: Shards,
     assert is_absent(model.layers[0].up.weight) == was_absent
 
 
-def test_what_the_outer_context_changes_the_inner_one_may_look_at(shards: Shards, model: nn.Module) -> None:
+def test_what_the_outer_context_changes_the_inner_one_may_look_at(
+    shards: Shards, model: nn.Module
+) -> None:
     weight = model.layers[0].up.weight
     with GatheredParameters(weight, modifier_rank=0):
         with torch.no_grad():
@@ -158,7 +188,9 @@ def test_what_the_outer_context_changes_the_inner_one_may_look_at(shards: Shards
 
 def test_an_inner_context_may_not_change_what_is_gathered(shards: Shards, model: nn.Module) -> None:
     with GatheredParameters(model.layers[0].parameters()):
-        inner = GatheredParameters([model.layers[2].up.weight, model.layers[0].up.weight], modifier_rank=0)
+        inner = GatheredParameters(
+            [model.layers[2].up.weight, model.layers[0].up.weight], modifier_rank=0
+        )
         with pytest.raises(RuntimeError, match="gathered by a context around this one"):
             inner.__enter__()
         assert not model.layers[0].up.weight.isnan().any()
@@ -174,7 +206,9 @@ def test_disabled_context_does_nothing(shards: Shards, model: nn.Module) -> None
 
 
 @pytest.mark.parametrize("rank", [1, -1, True, "0"])
-def test_a_modifier_rank_that_does_not_exist_is_refused(rank: object, shards: Shards, model: nn.Module) -> None:
+def test_a_modifier_rank_that_does_not_exist_is_refused(
+    rank: object, shards: Shards, model: nn.Module
+) -> None:
     with pytest.raises(ValueError, match="allowed are 0 to 0"):
         GatheredParameters(model.parameters(), modifier_rank=rank)
 
@@ -215,7 +249,10 @@ class Borrower(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.layers = nn.Embedding(61, 31), nn.ModuleList([nn.Linear(31, 31), nn.Linear(31, 31)])
+        self.embed, self.layers = (
+            nn.Embedding(61, 31),
+            nn.ModuleList([nn.Linear(31, 31), nn.Linear(31, 31)]),
+        )
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.layers[1](self.layers[0](self.embed(tokens)).tanh())
@@ -227,7 +264,9 @@ def test_gathering_in_forward_serves_backward_too(tmp_path: Path) -> None:
     model = seeded(Borrower)
     plain = copy.deepcopy(model)
     loss_of(plain, 0).backward()
-    with tiermem.shard(model, policy_at(Tier.NVME, tmp_path, max_reuse_numel=0, persistence_numel=0)) as shards:
+    with tiermem.shard(
+        model, policy_at(Tier.NVME, tmp_path, max_reuse_numel=0, persistence_numel=0)
+    ) as shards:
         loss_of(model, 0).backward()
         for (name, param), twin in zip(model.named_parameters(), plain.parameters(), strict=True):
             assert torch.equal(shards.gradient(param), twin.grad), name
@@ -245,7 +284,7 @@ def test_fwd_module_registers_what_is_gathered(model: nn.Module, tmp_path: Path)
         assert seen == [True]
 
 
-# ---- before the model is sharded --------------------------------------------------------------------------------------
+# ---- before the model is sharded -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("home", HOMES, ids=lambda home: home.name)
@@ -256,7 +295,10 @@ def test_works_while_and_after_building(is_inside: bool, home: Tier, tmp_path: P
     def touch(each: nn.Module) -> None:
         with GatheredParameters(each.parameters()):
             assert_same_tensors(dict(each.named_parameters()), dict(plain.named_parameters()))
-        with GatheredParameters([each.embed.weight, each.layers[0].up.weight], modifier_rank=0), torch.no_grad():
+        with (
+            GatheredParameters([each.embed.weight, each.layers[0].up.weight], modifier_rank=0),
+            torch.no_grad(),
+        ):
             each.embed.weight.add_(1.0)
             each.layers[0].up.weight.data.fill_(0.5)
 

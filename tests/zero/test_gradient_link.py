@@ -1,4 +1,5 @@
-"""Do gradients come from a device whole and in order, whatever fits a buffer, and is an error told once?"""
+"""Do gradients come from a device whole and in order, whatever fits a buffer, and is an error told
+once?"""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ def sent(links: Links, groups: Sequence[Sequence[GradientPart]]) -> dict[Any, to
 
 @pytest.mark.parametrize("schedule", ["at_once", "late", *(f"random:{seed}" for seed in range(5))])
 def test_gradients_of_every_size_come_whole(schedule: str, links: Links, sim: ModuleType) -> None:
-    """Small ones are packed, large ones copied alone, one that no buffer holds in pieces; nothing is pageable."""
+    """Small ones are packed, large ones copied alone, one that no buffer holds in pieces; nothing
+    is pageable."""
     sizes = [3, 17, 400_000, 1, 3_000_000, 0, 262_144, 5]
     groups = [
         [part((n, i), size, dtype) for i, size in enumerate(sizes)]
@@ -78,8 +80,11 @@ def test_small_gradients_leave_in_one_copy(links: Links, sim: ModuleType) -> Non
     assert [entry["name"] for entry in sim.recording()].count("copy to host") == 1
 
 
-def test_the_memory_for_packing_is_bounded(links: Links, sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of four gradients of 1 MiB two leave in one copy, in memory that is used again, and two alone."""
+def test_the_memory_for_packing_is_bounded(
+    links: Links, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of four gradients of 1 MiB two leave in one copy, in memory that is used again, and two
+    alone."""
     monkeypatch.setattr("tiermem.gradients.gradient_link._ROOM_BYTES", 2 << 20)
     groups = [[part((n, i), 1 << 18) for i in range(4)] for n in range(5)]
     sim.synchronize()
@@ -92,14 +97,17 @@ def test_the_memory_for_packing_is_bounded(links: Links, sim: ModuleType, monkey
     assert sim.max_memory_reserved("sim") - before == 2 << 20
 
 
-def test_an_error_is_raised_once_and_what_was_sent_after_it_is_skipped(links: Links, sim: ModuleType) -> None:
+def test_an_error_is_raised_once_and_what_was_sent_after_it_is_skipped(
+    links: Links, sim: ModuleType
+) -> None:
     taken = []
 
     def fail(parts: Sequence[GradientPart]) -> None:
         raise OSError(28, "no space")
 
     for store in (fail, taken.append, taken.append, taken.append):
-        links.link.send([part(0, 100)], store)  # more than there are buffers: a failure gives its own back
+        # more than there are buffers: a failure gives its own back
+        links.link.send([part(0, 100)], store)
     with pytest.raises(OSError, match="no space"):
         links.link.join()
     assert taken == []

@@ -13,9 +13,13 @@ import tiermem
 from tiermem import OffloadPolicy, Tier
 
 
-def test_a_micro_batch_waits_for_the_write_of_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_micro_batch_waits_for_the_write_of_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
-    policy = OffloadPolicy(params=Tier.HOST, optim=Tier.HOST, grads=Tier.NVME, paths=[tmp_path], persistence_numel=0)
+    policy = OffloadPolicy(
+        params=Tier.HOST, optim=Tier.HOST, grads=Tier.NVME, paths=[tmp_path], persistence_numel=0
+    )
     log: list[str] = []
     with tiermem.shard(model, policy) as shards:
         write, read = shards.store.write, shards.store.read

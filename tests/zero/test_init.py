@@ -1,4 +1,5 @@
-"""Does a model built under zero.Init hold the weights of a plain build, and does nothing else stay behind?"""
+"""Does a model built under zero.Init hold the weights of a plain build, and does nothing else stay
+behind?"""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ HOMES = [Tier.DEVICE, Tier.HOST, Tier.NVME]
 
 
 def policy_at(home: Tier, folder: Path, **fields: Any) -> OffloadPolicy:
-    return OffloadPolicy(params=home, optim=home, paths=[folder], **({"persistence_numel": 50} | fields))
+    return OffloadPolicy(
+        params=home, optim=home, paths=[folder], **({"persistence_numel": 50} | fields)
+    )
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16], ids=str)
@@ -88,7 +91,10 @@ def test_copies_before_sharding_have_the_values_and_pickling_raises(tmp_path: Pa
     with Init(policy=policy):
         model = zoo.Tower()
         inside = copy.deepcopy(model.layers[0])  # as torch.nn.TransformerEncoder does it
-    with pytest.raises(RuntimeError, match=r"of shape \(\d+,( \d+)?\) whose values rest elsewhere.*GatheredParameters"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"of shape \(\d+,( \d+)?\) whose values rest elsewhere.*GatheredParameters",
+    ):
         pickle.dumps(model.layers[0])
     copied = copy.deepcopy(model.layers[0])
     with GatheredParameters(list(model.layers[0].parameters())):
@@ -139,7 +145,10 @@ def test_data_that_parameters_exchange_inside_is_kept(tmp_path: Path) -> None:
         model[1].weight.data = first
     with tiermem.shard(model, policy):
         state = model.state_dict()
-        assert [state[f"{number}.weight"].unique().tolist() for number in range(2)] == [[1.0], [0.0]]
+        assert [state[f"{number}.weight"].unique().tolist() for number in range(2)] == [
+            [1.0],
+            [0.0],
+        ]
 
 
 def test_a_weight_that_was_tied_over_frees_its_place(tmp_path: Path) -> None:
@@ -241,12 +250,16 @@ class OnDevice(nn.Module):
         super().__init__()
         self.linear = nn.Linear(31, 97, device=device)
         self.own = nn.Parameter(torch.zeros(7, device=device))
-        self.inner = nn.utils.skip_init(OnDevice, depth - 1, device=device or "cpu") if depth else None  # type: ignore[attr-defined]
+        self.inner = (
+            nn.utils.skip_init(OnDevice, depth - 1, device=device or "cpu") if depth else None
+        )  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("home", [Tier.HOST, Tier.NVME])
 @pytest.mark.parametrize("is_root", [False, True], ids=["nested", "root"])
-def test_skip_init_and_to_empty_make_room_for_values(is_root: bool, home: Tier, tmp_path: Path) -> None:
+def test_skip_init_and_to_empty_make_room_for_values(
+    is_root: bool, home: Tier, tmp_path: Path
+) -> None:
     policy = policy_at(home, tmp_path)
     with Init(policy=policy):
         model = nn.utils.skip_init(OnDevice, 2) if is_root else OnDevice(2)  # type: ignore[attr-defined]
@@ -269,7 +282,11 @@ def test_adapters_that_are_added_afterwards_are_partitioned_when_asked(tmp_path:
     assert is_absent(model.adapter.weight)
     assert (model.adapter.weight.ds_shape, model.adapter.weight.dtype) == ((97, 31), torch.float32)
     with tiermem.shard(model, policy):
-        found = {name.partition(".")[2]: v for name, v in model.state_dict().items() if name.startswith("adapter")}
+        found = {
+            name.partition(".")[2]: v
+            for name, v in model.state_dict().items()
+            if name.startswith("adapter")
+        }
         assert_same_tensors(found, values)
         with pytest.raises(RuntimeError, match="add modules before"):
             model.embed.weight.convert_to_zero_parameters([nn.Parameter(torch.zeros(3))])
@@ -292,7 +309,10 @@ def test_config_and_policy_together_are_refused() -> None:
 
 
 def test_a_missing_path_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="nowhere"), Init(policy=policy_at(Tier.NVME, tmp_path / "nowhere")):
+    with (
+        pytest.raises(FileNotFoundError, match="nowhere"),
+        Init(policy=policy_at(Tier.NVME, tmp_path / "nowhere")),
+    ):
         pass
 
 
@@ -302,7 +322,9 @@ def test_masters_start_from_the_fp32_initial_values_when_asked(
     home: Tier, persistence_numel: int, tmp_path: Path
 ) -> None:
     initial = {name: p.detach() for name, p in seeded(zoo.Tower).named_parameters()}
-    policy = policy_at(home, tmp_path, master_from="init", persistence_numel=persistence_numel, tile_numel=4096)
+    policy = policy_at(
+        home, tmp_path, master_from="init", persistence_numel=persistence_numel, tile_numel=4096
+    )
     torch.manual_seed(0)
     with Init(policy=policy, dtype=torch.bfloat16):
         model = zoo.Tower()
@@ -310,11 +332,16 @@ def test_masters_start_from_the_fp32_initial_values_when_asked(
         optim = tiermem.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
         tiles = optim.tiles_of(shards)
         for _, shard in shards.parameters():
-            assert torch.equal(tiles.state(shard, "master"), initial[shard.name].flatten()), shard.name
-        model(batch(0)[0]).sum().mul(0.0).backward()  # zero gradients: the step leaves masters as they are
+            assert torch.equal(tiles.state(shard, "master"), initial[shard.name].flatten()), (
+                shard.name
+            )
+        # zero gradients: the step leaves masters as they are
+        model(batch(0)[0]).sum().mul(0.0).backward()
         optim.step()
         for _, shard in shards.parameters():
-            assert torch.equal(tiles.state(shard, "master"), initial[shard.name].flatten()), shard.name
+            assert torch.equal(tiles.state(shard, "master"), initial[shard.name].flatten()), (
+                shard.name
+            )
             assert torch.equal(shards.weight(shard.param), initial[shard.name].bfloat16())
         assert not any(name.startswith("initial/") for name in shards.store._entries)
 
@@ -327,7 +354,7 @@ def test_masters_from_initial_values_are_in_the_plan(tmp_path: Path) -> None:
         assert shards.store.stats().nvme_bytes <= shards.plan.disk_bytes
 
 
-# ---- load_state_dict before sharding -------------------------------------------------------------------------------
+# ---- load_state_dict before sharding -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("home", HOMES)

@@ -23,7 +23,11 @@ POLICY = OffloadPolicy(params=Tier.HOST, persistence_numel=50)
 
 def config_of(folder: Path, **zero: Any) -> dict[str, Any]:
     offload = {"device": "nvme", "nvme_path": str(folder)}
-    section = {"stage": 3, "offload_param": offload, "stage3_param_persistence_threshold": 50} | zero
+    section = {
+        "stage": 3,
+        "offload_param": offload,
+        "stage3_param_persistence_threshold": 50,
+    } | zero
     return {"train_batch_size": 1, "zero_optimization": section}
 
 
@@ -35,8 +39,12 @@ def test_arguments_are_in_the_documented_order(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())  # it rests in memory, whatever the config says
 
 
-@pytest.mark.parametrize(("remote", "is_on_disk"), [(None, True), ("nvme", True), ("cpu", False), ("none", False)])
-def test_remote_device_says_where_parameters_rest(remote: str | None, is_on_disk: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("remote", "is_on_disk"), [(None, True), ("nvme", True), ("cpu", False), ("none", False)]
+)
+def test_remote_device_says_where_parameters_rest(
+    remote: str | None, is_on_disk: bool, tmp_path: Path
+) -> None:
     plain = seeded(zoo.Tower)
     torch.manual_seed(0)
     with Init(remote_device=remote, config_dict_or_path=config_of(tmp_path), pin_memory=True):
@@ -54,15 +62,22 @@ def test_remote_devices_that_cannot_be_are_refused() -> None:
 
 
 def test_a_swapper_of_the_reference_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"zero\.Init was given param_swapper=.*tiers move parameters here"):
+    with pytest.raises(
+        ValueError, match=r"zero\.Init was given param_swapper=.*tiers move parameters here"
+    ):
         Init(param_swapper=object())
 
 
 @pytest.mark.parametrize(
     ("name", "field"),
-    [("zero_quantized_weights", "quantised_gather"), ("zero_quantized_nontrainable_weights", "quantised_frozen")],
+    [
+        ("zero_quantized_weights", "quantised_gather"),
+        ("zero_quantized_nontrainable_weights", "quantised_frozen"),
+    ],
 )
-def test_quantised_arguments_hold_for_shard_and_initialize(name: str, field: str, tmp_path: Path) -> None:
+def test_quantised_arguments_hold_for_shard_and_initialize(
+    name: str, field: str, tmp_path: Path
+) -> None:
     def build() -> nn.Module:
         with Init(config_dict_or_path=config_of(tmp_path), **{name: True}):
             return zoo.Tower()
@@ -87,7 +102,10 @@ def test_arguments_that_a_policy_contradicts_are_refused() -> None:
 
 
 def test_the_deprecated_name_of_the_config_warns(tmp_path: Path) -> None:
-    with pytest.warns(DeprecationWarning, match="use config_dict_or_path"), Init(config=config_of(tmp_path)):
+    with (
+        pytest.warns(DeprecationWarning, match="use config_dict_or_path"),
+        Init(config=config_of(tmp_path)),
+    ):
         model = zoo.Tower()
     assert is_absent(model.head.weight)
 
@@ -105,7 +123,14 @@ def test_tensors_inside_are_as_ever_unless_asked() -> None:
 def test_tensors_inside_get_the_dtype_when_asked() -> None:
     both = [DeepSpeedTensorOverride.dtype, DeepSpeedTensorOverride.device]
     with Init(policy=POLICY, dtype=torch.bfloat16, tensor_overrides=both):
-        made = [torch.tensor(1.5), torch.empty(2), torch.zeros(2), torch.ones(2), torch.full((2,), 1.5), torch.eye(2)]
+        made = [
+            torch.tensor(1.5),
+            torch.empty(2),
+            torch.zeros(2),
+            torch.ones(2),
+            torch.full((2,), 1.5),
+            torch.eye(2),
+        ]
         made += [torch.randn(2), torch.arange(0.0, 1.0, 0.5)]
         assert {each.dtype for each in made} == {torch.bfloat16}
         assert torch.zeros(2, dtype=torch.float64).dtype is torch.float64
@@ -144,7 +169,11 @@ def test_parameters_are_described_while_building() -> None:
     with Init(policy=POLICY):
         model = zoo.Tower()
         weight = model.layers[0].up.weight
-        assert (weight.ds_shape, weight.ds_numel, weight.ds_tensor.shape) == ((97, 31), 97 * 31, (97 * 31,))
+        assert (weight.ds_shape, weight.ds_numel, weight.ds_tensor.shape) == (
+            (97, 31),
+            97 * 31,
+            (97 * 31,),
+        )
     assert weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
     with tiermem.shard(model, POLICY):
         assert weight.ds_status is ZeroParamStatus.AVAILABLE  # one rank: it rests where it is used

@@ -1,6 +1,7 @@
 """Does building under zero.Init stay within a unit, the cache and the store's buffers?
 
-Measured in a process of its own: growth of peak resident memory over what the interpreter held before.
+Measured in a process of its own: growth of peak resident memory over what the interpreter held
+before.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ print(json.dumps({{"built": built - before, "sharded": sharded - before, "plan":
 @pytest.fixture(scope="module")
 def peaks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     nvme = tmp_path_factory.mktemp("nvme")
-    done = subprocess.run([sys.executable, "-c", BUILD, str(nvme)], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD, str(nvme)], capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     assert not list(nvme.iterdir())
     return json.loads(done.stdout)
@@ -71,7 +74,9 @@ def test_peak_while_building_is_a_unit_the_cache_and_the_buffers(peaks: dict[str
     allowed = (
         2 * BLOCK_BYTES  # the module under construction, and its part on the way to the store
         + 16 * MIB  # parameters awake for the initialisation that follows (the cache)
-        + 16 * MIB  # freed blocks that the C library has not given back yet: trimmed as often as the cache is filled
+        # freed blocks that the C library has not given back yet: trimmed as often as the cache is
+        # filled
+        + 16 * MIB
         + 8 * MIB  # the store's buffers
         + 16 * MIB  # interpreter, hooks, slack
     )

@@ -1,4 +1,5 @@
-"""Does zero.Init give every rank rank 0's values, and hold no more than its part? One launch, no process group."""
+"""Does zero.Init give every rank rank 0's values, and hold no more than its part? One launch, no
+process group."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ MIB = 1 << 20
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
-def launched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def launched(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
     out, num_ranks = tmp_path_factory.mktemp("out"), request.param
     launch_ranks(HERE / "init_on_ranks.py", num_ranks, str(out), timeout_s=300)
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(num_ranks)]
@@ -32,7 +35,9 @@ def test_values_are_those_of_rank_0_whatever_the_threshold(
     plain: nn.Module = init_on_ranks.CASES[case]()
     for found in launched:
         for name, values in found[f"{case}, {persistence_numel}"].items():
-            assert torch.equal(torch.tensor(values), plain.state_dict()[name].detach().flatten()), name
+            assert torch.equal(torch.tensor(values), plain.state_dict()[name].detach().flatten()), (
+                name
+            )
 
 
 @pytest.mark.parametrize(("width", "num_blocks"), init_on_ranks.SIZES)
@@ -42,8 +47,10 @@ def test_peak_of_a_rank_is_its_parts_and_a_unit_or_the_cache(
     unit_bytes, cache_bytes = width**2 * 4, 16 * MIB
     allowed = (
         num_blocks * unit_bytes // len(launched)  # this rank's parts
-        + max(unit_bytes, cache_bytes)  # the unit under construction, or parameters awake for the initialisation
-        + 4 * MIB  # slack: modules, messages, freed blocks that the C library has not given back yet
+        # the unit under construction, or parameters awake for the initialisation
+        + max(unit_bytes, cache_bytes)
+        # slack: modules, messages, freed blocks that the C library has not given back yet
+        + 4 * MIB
     )
     for found in launched:
         assert found[f"peak {width}"] <= allowed < num_blocks * unit_bytes

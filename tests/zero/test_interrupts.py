@@ -1,4 +1,5 @@
-"""After an interrupt: does the model go on to the bit, or does each call say that it is torn and how to go on?"""
+"""After an interrupt: does the model go on to the bit, or does each call say that it is torn and
+how to go on?"""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ class Run:
         self.model = nn.Sequential(nn.Linear(64, 64), inner, *(nn.Linear(64, 64) for _ in range(6)))
         self.x = torch.randn(4, 64)
         paths = [folder] if tier is Tier.NVME else []
-        policy = OffloadPolicy(params=tier, optim=tier, paths=paths, persistence_numel=0, overlap=overlap, **more)
+        policy = OffloadPolicy(
+            params=tier, optim=tier, paths=paths, persistence_numel=0, overlap=overlap, **more
+        )
         self.shards = tiermem.shard(self.model, policy, device="cpu")
         self.optim = tiermem.AdamW(self.model.parameters(), lr=1e-2)
 
@@ -68,7 +71,9 @@ class Run:
         return found
 
 
-def undisturbed(folder: Path, tier: Tier, num_steps: int, overlap: Any = "none") -> list[torch.Tensor]:
+def undisturbed(
+    folder: Path, tier: Tier, num_steps: int, overlap: Any = "none"
+) -> list[torch.Tensor]:
     run = Run(folder, tier, overlap)
     run.train(num_steps)
     return run.weights()
@@ -78,7 +83,9 @@ def is_equal(found: list[torch.Tensor], due: list[torch.Tensor]) -> bool:
     return all(torch.equal(*pair) for pair in zip(found, due, strict=True))
 
 
-@pytest.mark.parametrize(("kind", "tier"), [*((kind, Tier.NVME) for kind in KINDS), (KeyboardInterrupt, Tier.HOST)])
+@pytest.mark.parametrize(
+    ("kind", "tier"), [*((kind, Tier.NVME) for kind in KINDS), (KeyboardInterrupt, Tier.HOST)]
+)
 def test_a_forward_that_was_interrupted_is_made_again_to_the_bit(
     kind: type[BaseException], tier: Tier, tmp_path: Path
 ) -> None:
@@ -123,7 +130,9 @@ def test_a_step_that_was_interrupted_after_it_was_counted_leaves_a_torn_model(
     param = next(run.model.parameters())
     replace = functools.partial(run.shards.replace, param, torch.zeros(64, 64))
     for call in (run.backward, run.optim.step, replace, run.model.state_dict, run.optim.state_dict):
-        with pytest.raises(RuntimeError, match=r"half-way.*open a checkpoint that is whole, or close it"):
+        with pytest.raises(
+            RuntimeError, match=r"half-way.*open a checkpoint that is whole, or close it"
+        ):
             call()
     run.shards.close()
 
@@ -152,7 +161,9 @@ def test_a_fetch_that_was_interrupted_is_made_again_to_the_bit(
     assert is_equal(run.weights(), undisturbed(tmp_path, Tier.NVME, 4))
 
 
-def interrupt(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, act: Callable[[], object]) -> None:
+def interrupt(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, act: Callable[[], object]
+) -> None:
     """Calls a function, which is interrupted where it first calls this method."""
 
     def stop(*args: object, **kwargs: object) -> None:
@@ -166,7 +177,9 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, act: Call
 
 @pytest.mark.parametrize("is_written", [False, True])
 @pytest.mark.parametrize("tier", [Tier.NVME, Tier.HOST])
-def test_a_gather_whose_end_was_interrupted_shows_no_old_weight(tier: Tier, is_written: bool, tmp_path: Path) -> None:
+def test_a_gather_whose_end_was_interrupted_shows_no_old_weight(
+    tier: Tier, is_written: bool, tmp_path: Path
+) -> None:
     run = Run(tmp_path, tier)
     run.train(2)
     params = list(run.model.parameters())
@@ -227,14 +240,17 @@ def test_a_gradient_that_was_received_before_an_interrupt_is_not_added_again(
         param.grad = torch.ones(param.shape)
     interrupt(monkeypatch, GradientHomes, "_end", run.optim.step)
     with pytest.raises(
-        RuntimeError, match=r"a change of gradients ended in an exception.*run forward and backward again"
+        RuntimeError,
+        match=r"a change of gradients ended in an exception.*run forward and backward again",
     ):
         run.optim.step()
     run.train(2)
     assert is_equal(run.weights(), undisturbed(tmp_path, Tier.NVME, 4))
 
 
-def test_a_backward_that_was_interrupted_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backward_that_was_interrupted_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = Run(tmp_path, Tier.NVME)
     run.train(2)
     loss = run.model(run.x).square().mean()
@@ -245,7 +261,9 @@ def test_a_backward_that_was_interrupted_is_forgotten(tmp_path: Path, monkeypatc
     assert is_equal(run.weights(), undisturbed(tmp_path, Tier.NVME, 4))
 
 
-def test_half_a_load_is_refused_until_it_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_a_load_is_refused_until_it_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = Run(tmp_path, Tier.NVME)
     run.train(2)
     kept = run.optim.state_dict()
@@ -275,7 +293,9 @@ def test_a_forward_in_a_second_thread_is_refused_and_the_first_unharmed(tmp_path
 
     Stopping.stop = call_aside
     run.train(2)
-    assert len(said) == 3 and all("another thread is in a forward of this model" in each for each in said)
+    assert len(said) == 3 and all(
+        "another thread is in a forward of this model" in each for each in said
+    )
     aside = threading.Thread(target=run.train)  # when the first has ended, it may
     aside.start()
     aside.join()
@@ -283,7 +303,8 @@ def test_a_forward_in_a_second_thread_is_refused_and_the_first_unharmed(tmp_path
 
 
 def test_a_backward_that_steps_and_was_left_is_told_at_every_entry(tmp_path: Path) -> None:
-    """Some of its units have made the step, others have not: before, their weights were read, and saved, without a word."""
+    """Some of its units have made the step, others have not: before, their weights were read, and
+    saved, without a word."""
     run = Run(tmp_path, Tier.NVME, step_in_backward=True)
     run.train(1)
 

@@ -1,4 +1,5 @@
-"""Do the ranks that a launcher has started train together, and say so when they were told different numbers?"""
+"""Do the ranks that a launcher has started train together, and say so when they were told different
+numbers?"""
 
 from __future__ import annotations
 
@@ -114,7 +115,8 @@ def started(
 ) -> list[Started]:
     """Processes that are told (RANK, WORLD_SIZE); default: they join.
 
-    agents_port: where an agent, such as torchrun's, keeps the store; starts: how often it has started the ranks before.
+    agents_port: where an agent, such as torchrun's, keeps the store; starts: how often it has
+        started the ranks before.
     """
     told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agents_port or free_port())}
     if agents_port:
@@ -159,7 +161,9 @@ print("a group each time")
 
 def test_one_rank_of_a_launcher_has_a_group_whichever_call_comes_first() -> None:
     ways = [*(MADE_BY | {"Init": "with tiermem.zero.Init(policy=policy): pass"}).values()]
-    script = ONE_RANK.format(ways=[each.replace("'train_batch_size': 3", "'train_batch_size': 1") for each in ways])
+    script = ONE_RANK.format(
+        ways=[each.replace("'train_batch_size': 3", "'train_batch_size': 1") for each in ways]
+    )
     assert said_by((0, 1), script=script) == ["a group each time"]
 
 
@@ -188,7 +192,9 @@ def test_a_group_of_one_rank_of_several_is_refused() -> None:
 @pytest.mark.parametrize("sizes", [(3, 2), pytest.param((2, 3), marks=pytest.mark.slow)])
 def test_another_world_size_is_named_on_both_ranks(sizes: tuple[int, int]) -> None:
     for said in said_by((0, sizes[0]), (1, sizes[1])):
-        assert said.startswith(f"ranks disagree: WORLD_SIZE is {sizes[0]} on rank 0 and {sizes[1]} on rank 1. ")
+        assert said.startswith(
+            f"ranks disagree: WORLD_SIZE is {sizes[0]} on rank 0 and {sizes[1]} on rank 1. "
+        )
 
 
 @pytest.mark.slow
@@ -228,12 +234,19 @@ def waiting(agent: int) -> Iterator[dict[str, list[Started]]]:
     """Worlds in which a rank never comes; all wait at the same time."""
     worlds = {
         "rank 0's store": started((0, 3), (2, 3), join_timeout_s=3.0),
-        "an agent's store": started((0, 3), (2, 3), join_timeout_s=3.0, agents_port=agent, starts=1),
+        "an agent's store": started(
+            (0, 3), (2, 3), join_timeout_s=3.0, agents_port=agent, starts=1
+        ),
         "no store": started((1, 3), (2, 3), join_timeout_s=3.0),
-        "an agent's store without rank 0": started((1, 3), (2, 3), join_timeout_s=3.0, agents_port=agent, starts=2),
+        "an agent's store without rank 0": started(
+            (1, 3), (2, 3), join_timeout_s=3.0, agents_port=agent, starts=2
+        ),
         "1 dies": started((0, 3), (1, 3), (2, 3), script=DIES.format(who=1)),
         "0 dies": started((0, 3), (1, 3), (2, 3), script=DIES.format(who=0)),
-    } | {who: started((0, 3), script=PASSIVE.format(join_timeout_s=3.0, what=what)) for who, what in MADE_BY.items()}
+    } | {
+        who: started((0, 3), script=PASSIVE.format(join_timeout_s=3.0, what=what))
+        for who, what in MADE_BY.items()
+    }
     with contextlib.ExitStack() as stack:
         for process in itertools.chain(*worlds.values()):
             stack.enter_context(process)
@@ -241,29 +254,39 @@ def waiting(agent: int) -> Iterator[dict[str, list[Started]]]:
 
 
 @pytest.mark.parametrize("store", ["rank 0's store", "an agent's store"])
-def test_a_rank_that_never_comes_is_named_by_all(store: str, waiting: dict[str, list[Started]]) -> None:
+def test_a_rank_that_never_comes_is_named_by_all(
+    store: str, waiting: dict[str, list[Started]]
+) -> None:
     for said in last_lines(waiting[store]):
         assert said.startswith("WORLD_SIZE is 3, and after 3 s ranks [1] have not come")
 
 
 def test_rank_0_that_never_comes_is_named_by_all(waiting: dict[str, list[Started]]) -> None:
     for said in last_lines(waiting["no store"]):
-        assert said.startswith("WORLD_SIZE is 3, and in 3 s nothing answered at MASTER_ADDR:MASTER_PORT 127.0.0.1:")
+        assert said.startswith(
+            "WORLD_SIZE is 3, and in 3 s nothing answered at MASTER_ADDR:MASTER_PORT 127.0.0.1:"
+        )
         assert "rank 0 has not come" in said
     for said in last_lines(waiting["an agent's store without rank 0"]):
         assert said.startswith("WORLD_SIZE is 3, and after 3 s ranks [0] have not come")
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_rank_that_dies_before_the_group_is_made_is_named(who: int, waiting: dict[str, list[Started]]) -> None:
+def test_a_rank_that_dies_before_the_group_is_made_is_named(
+    who: int, waiting: dict[str, list[Started]]
+) -> None:
     processes = waiting[f"{who} dies"]
     for said in last_lines([process for rank, process in enumerate(processes) if rank != who]):
         assert said.startswith("all ranks had come, and some were gone before the group was made")
-        assert ("rank 0, which keeps the store," if who == 0 else "after 2 s ranks [1] have not come") in said
+        assert (
+            "rank 0, which keeps the store," if who == 0 else "after 2 s ranks [1] have not come"
+        ) in said
 
 
 @pytest.mark.parametrize("who", MADE_BY)
-def test_everything_that_joins_waits_no_longer_than_asked(who: str, waiting: dict[str, list[Started]]) -> None:
+def test_everything_that_joins_waits_no_longer_than_asked(
+    who: str, waiting: dict[str, list[Started]]
+) -> None:
     [said] = last_lines(waiting[who])
     assert said.startswith("WORLD_SIZE is 3, and after 3 s ranks [1, 2] have not come")
 

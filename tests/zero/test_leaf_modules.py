@@ -1,4 +1,5 @@
-"""Which modules are fetched as one? On one rank; touch_on_ranks.py sends ranks to different experts."""
+"""Which modules are fetched as one? On one rank; touch_on_ranks.py sends ranks to different
+experts."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ def sparse() -> Tower:
 
 
 def policy_at(folder: Path, **fields: object) -> OffloadPolicy:
-    return OffloadPolicy(params=Tier.NVME, optim=Tier.NVME, paths=[folder], **({"persistence_numel": 0} | fields))
+    return OffloadPolicy(
+        params=Tier.NVME, optim=Tier.NVME, paths=[folder], **({"persistence_numel": 0} | fields)
+    )
 
 
 def units_of(model: nn.Module, policy: OffloadPolicy) -> list[str]:
@@ -84,14 +87,20 @@ def test_a_marked_block_comes_as_one(tmp_path: Path) -> None:
     plain = copy.deepcopy(model)
     assert set_z3_leaf_modules(model, [SparseBlock]) == list(model.layers)
     with tiermem.shard(model, policy_at(tmp_path)) as shards:
-        assert [live.unit.name for live in shards.units] == ["embed", "layers.0", "layers.1", "head"]
+        assert [live.unit.name for live in shards.units] == [
+            "embed",
+            "layers.0",
+            "layers.1",
+            "head",
+        ]
         assert z3_leaf_parameter(model.layers[0].experts[3].up.weight)
         assert not z3_leaf_parameter(model.head.weight)
         loss = loss_of(model, 0)
         assert loss.item() == loss_of(plain, 0).item()
         loss.backward()
         unused = [p for p in model.layers[0].experts.parameters() if p.grad is None]
-        assert len(unused) == 4 * 4  # as in plain torch: parameters that were not used are not stepped
+        # as in plain torch: parameters that were not used are not stepped
+        assert len(unused) == 4 * 4
 
 
 @pytest.mark.parametrize("name", ["SparseBlock", f"{SparseBlock.__module__}.SparseBlock"])
@@ -105,8 +114,15 @@ def test_classes_may_be_named(name: str) -> None:
 def test_modules_may_be_named() -> None:
     model = sparse()
     assert set_z3_leaf_modules_by_name(model, ["layers.1"]) == ([model.layers[1]], [])
-    assert set_z3_leaf_modules_by_suffix(model, ["experts.2"]) == ([b.experts[2] for b in model.layers], [])
-    assert get_z3_leaf_modules(model) == [model.layers[0].experts[2], model.layers[1], model.layers[1].experts[2]]
+    assert set_z3_leaf_modules_by_suffix(model, ["experts.2"]) == (
+        [b.experts[2] for b in model.layers],
+        [],
+    )
+    assert get_z3_leaf_modules(model) == [
+        model.layers[0].experts[2],
+        model.layers[1],
+        model.layers[1].experts[2],
+    ]
     set_z3_leaf_module(model.layers[1], False)
     assert not z3_leaf_module(model.layers[1])
 
@@ -130,7 +146,10 @@ def test_a_marked_list_comes_as_one_with_the_module_around_it(tmp_path: Path) ->
         set_z3_leaf_module(block.experts, True)
     with tiermem.shard(model, policy_at(tmp_path, max_reuse_numel=0)) as shards:
         names = [live.unit.name for live in shards.units]
-        assert [name for name in names if name.startswith("layers.0")] == ["layers.0.gate", "layers.0.experts"]
+        assert [name for name in names if name.startswith("layers.0")] == [
+            "layers.0.gate",
+            "layers.0.experts",
+        ]
         for step in range(2):
             loss = loss_of(model, step)
             assert loss.item() == loss_of(plain, step).item()
@@ -192,7 +211,12 @@ def test_granularity_leaves_coarse_modules_alone(tmp_path: Path) -> None:
     assert "layers.0.experts.0" in names
 
 
-def test_the_log_says_what_the_config_named_in_vain(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_what_the_config_named_in_vain(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, "tiermem"):
-        units_of(sparse(), policy_at(tmp_path, leaves=LeafRules(classes=("Nothing",), names=("nowhere",))))
+        units_of(
+            sparse(),
+            policy_at(tmp_path, leaves=LeafRules(classes=("Nothing",), names=("nowhere",))),
+        )
     assert "does not have: Nothing, nowhere" in caplog.text

@@ -1,4 +1,5 @@
-"""Which ranks share a copy of the states, which hold copies, and which are near? The arithmetic, without processes."""
+"""Which ranks share a copy of the states, which hold copies, and which are near? The arithmetic,
+without processes."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ PAIRS_IN_FOURS = OffloadPolicy(shard_group_size=4, secondary_group_size=2)
         (OffloadPolicy(quantised_reduction=True), 2, Layout(1, 4, 2)),
     ],
 )
-def test_eight_ranks_are_laid_out(policy: OffloadPolicy, ranks_on_node: int, expected: Layout) -> None:
+def test_eight_ranks_are_laid_out(
+    policy: OffloadPolicy, ranks_on_node: int, expected: Layout
+) -> None:
     assert plan_layout(8, policy, ranks_on_node) == expected
 
 
@@ -57,14 +60,20 @@ def test_peers_of_eight_ranks_are_a_literal_table() -> None:
 
 
 @pytest.mark.parametrize("sizes", list(itertools.product((1, 2, 3), repeat=3)))
-def test_every_dimension_splits_the_ranks_into_groups_that_agree(sizes: tuple[int, int, int]) -> None:
+def test_every_dimension_splits_the_ranks_into_groups_that_agree(
+    sizes: tuple[int, int, int],
+) -> None:
     layout, world = Layout(*sizes), sizes[0] * sizes[1] * sizes[2]
-    for dimension, size in zip(("replica", "across", "within", "shard"), (*sizes, layout.num_shards), strict=True):
+    for dimension, size in zip(
+        ("replica", "across", "within", "shard"), (*sizes, layout.num_shards), strict=True
+    ):
         for rank in range(world):
             peers = layout.peers(rank, dimension)
             assert len(peers) == size and rank in peers and peers == sorted(peers)
             assert all(layout.peers(other, dimension) == peers for other in peers)
-    assert sorted(layout.place(rank) for rank in range(world)) == [layout.place(rank) for rank in range(world)]
+    assert sorted(layout.place(rank) for rank in range(world)) == [
+        layout.place(rank) for rank in range(world)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -73,10 +82,16 @@ def test_every_dimension_splits_the_ranks_into_groups_that_agree(sizes: tuple[in
         (8, OffloadPolicy(shard_group_size=3), "8 = 2 x 3 + 2. Allowed are 1, 2, 4, 8"),
         (4, OffloadPolicy(shard_group_size=8), "does not divide the 4 data-parallel ranks"),
         (6, OffloadPolicy(secondary_group_size=4), "6 = 1 x 4 + 2. Allowed are 1, 2, 3, 6"),
-        (8, OffloadPolicy(shard_group_size=4, secondary_group_size=8), "the 4 ranks that share the parameters"),
+        (
+            8,
+            OffloadPolicy(shard_group_size=4, secondary_group_size=8),
+            "the 4 ranks that share the parameters",
+        ),
     ],
 )
-def test_sizes_that_do_not_divide_are_refused_with_the_arithmetic(world: int, policy: OffloadPolicy, said: str) -> None:
+def test_sizes_that_do_not_divide_are_refused_with_the_arithmetic(
+    world: int, policy: OffloadPolicy, said: str
+) -> None:
     with pytest.raises(ValueError, match="does not divide") as caught:
         plan_layout(world, policy, 2)
     assert said in str(caught.value)

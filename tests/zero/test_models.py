@@ -1,6 +1,7 @@
 """Do models with difficult habits train as they do unsharded?
 
-The twin is the same model, unsharded, with the same optimizer: losses and weights are equal to the bit.
+The twin is the same model, unsharded, with the same optimizer: losses and weights are equal to the
+bit.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ for _outputs in ("tensor", "dict", "dataclass"):
 
 # Each pair of any two values is in `make test`, all combinations in `make test-all`.
 COMBINATIONS = [
-    pytest.param(kind, home, in_backward, marks=[pytest.mark.slow] if (i + j + in_backward) % 2 else [])
+    pytest.param(
+        kind, home, in_backward, marks=[pytest.mark.slow] if (i + j + in_backward) % 2 else []
+    )
     for i, kind in enumerate(MODELS)
     for j, home in enumerate(HOMES)
     for in_backward in (False, True)
@@ -51,12 +54,18 @@ COMBINATIONS = [
 
 
 @pytest.mark.parametrize(("kind", "home", "step_in_backward"), COMBINATIONS)
-def test_model_trains_as_its_plain_twin(kind: str, home: Tier, step_in_backward: bool, tmp_path: Path) -> None:
+def test_model_trains_as_its_plain_twin(
+    kind: str, home: Tier, step_in_backward: bool, tmp_path: Path
+) -> None:
     model = seeded(MODELS[kind])
     plain = copy.deepcopy(model)
     expected = steps(plain)
     policy = OffloadPolicy(
-        params=home, optim=home, paths=[tmp_path], persistence_numel=50, step_in_backward=step_in_backward
+        params=home,
+        optim=home,
+        paths=[tmp_path],
+        persistence_numel=50,
+        step_in_backward=step_in_backward,
     )
     with tiermem.shard(model, policy) as shards:
         assert steps(model) == expected
@@ -67,11 +76,19 @@ def test_model_trains_as_its_plain_twin(kind: str, home: Tier, step_in_backward:
 def test_a_nan_that_was_never_fetched_would_show(tmp_path: Path) -> None:
     """The tests above would fail if a unit were missing: released weights are NaN."""
     model = seeded(zoo.Tower)
-    with tiermem.shard(model, OffloadPolicy(params=Tier.NVME, paths=[tmp_path], persistence_numel=50)):
-        assert all(is_absent(p) for p in model.layers[0].up.parameters() if p.numel() > 50 and not p.is_contiguous())
+    with tiermem.shard(
+        model, OffloadPolicy(params=Tier.NVME, paths=[tmp_path], persistence_numel=50)
+    ):
+        assert all(
+            is_absent(p)
+            for p in model.layers[0].up.parameters()
+            if p.numel() > 50 and not p.is_contiguous()
+        )
 
 
 def steps(model: nn.Module) -> list[float]:
-    losses = train_steps(model, tiermem.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2), range(4))
+    losses = train_steps(
+        model, tiermem.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2), range(4)
+    )
     assert all(torch.isfinite(torch.tensor(losses)))
     return losses

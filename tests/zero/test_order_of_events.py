@@ -16,7 +16,9 @@ import tiermem
 from tiermem import OffloadPolicy, Shards, Tier
 
 FORWARD = ["embed", "layers.0", "layers.1", "layers.2", "layers.3", "head"]
-BACKWARD = {  # what forward left in the buffers is not read again, nor is the embedding: its gradient needs indices alone
+# what forward left in the buffers is not read again, nor is the embedding: its gradient needs
+# indices alone
+BACKWARD = {
     2: ["layers.2", "layers.1", "layers.0"],
     3: ["layers.1", "layers.0"],
     4: ["layers.0"],
@@ -26,7 +28,12 @@ BACKWARD = {  # what forward left in the buffers is not read again, nor is the e
 
 def policy(folder: Path, **fields: Any) -> OffloadPolicy:
     """With overlap "none", so that a step's events come before the next forward's."""
-    settings = {"params": Tier.NVME, "optim": Tier.HOST, "paths": [folder], "persistence_numel": 100}
+    settings = {
+        "params": Tier.NVME,
+        "optim": Tier.HOST,
+        "paths": [folder],
+        "persistence_numel": 100,
+    }
     return OffloadPolicy(**(settings | {"overlap": "none"} | fields))
 
 
@@ -42,14 +49,17 @@ def units(names: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("unit_buffers", BACKWARD)
-def test_units_are_read_in_the_order_of_use_and_none_twice(unit_buffers: int, tmp_path: Path) -> None:
+def test_units_are_read_in_the_order_of_use_and_none_twice(
+    unit_buffers: int, tmp_path: Path
+) -> None:
     model = seeded(Tower)
     with tiermem.shard(model, policy(tmp_path, unit_buffers=unit_buffers)) as shards:
         optim = tiermem.AdamW(model.parameters())
         events(shards)
         for step in range(3):
             loss_of(model, step).backward()
-            read = [name for name in events(shards, "read") if name.startswith("param/")]  # not what tiles read
+            # not what tiles read
+            read = [name for name in events(shards, "read") if name.startswith("param/")]
             assert units(read) == FORWARD + BACKWARD[unit_buffers]
             optim.step()  # and begins to read for the next forward
             optim.zero_grad()
@@ -80,7 +90,9 @@ def test_a_second_micro_batch_begins_to_read_before_its_first_module_runs(tmp_pa
     coming: list[str] = []
     with tiermem.shard(model, policy(tmp_path, unit_buffers=3)) as shards:
         see = model.register_forward_pre_hook(  # behind ours
-            lambda *_: coming.extend(live.unit.name for live in shards.units if live.move is not None)
+            lambda *_: coming.extend(
+                live.unit.name for live in shards.units if live.move is not None
+            )
         )
         loss_of(model, 0).backward()
         assert coming == FORWARD[:3]
@@ -108,7 +120,8 @@ def test_a_micro_batch_that_ends_no_step_begins_to_read_for_the_next(tmp_path: P
             engine.backward(loss_of(engine, micro))
             engine.step()
             coming = [live.unit.name for live in engine.shards.units if live.move is not None]
-            assert coming == (FORWARD[:3] if micro % 2 else FORWARD[:1])  # backward has left two in their buffers
+            # backward has left two in their buffers
+            assert coming == (FORWARD[:3] if micro % 2 else FORWARD[:1])
 
 
 def test_gradients_are_received_as_backward_goes(tmp_path: Path) -> None:
@@ -140,9 +153,14 @@ def test_a_tile_is_read_stepped_and_written_once(step_number: int, tmp_path: Pat
             optim.step()
             optim.zero_grad()
         shards.store.settle()
-        expected = sorted(f"tile state/{live.unit.index}/{live.unit.name}/0" for live in shards.units)
-        found = [(e.lane, e.name) for e in shards.store.recorder.events if e.name.startswith("tile")]
-        in_memory = "tile state/6/persistent/0"  # its parameters; and before its first step a tile has no states
+        expected = sorted(
+            f"tile state/{live.unit.index}/{live.unit.name}/0" for live in shards.units
+        )
+        found = [
+            (e.lane, e.name) for e in shards.store.recorder.events if e.name.startswith("tile")
+        ]
+        # its parameters; and before its first step a tile has no states
+        in_memory = "tile state/6/persistent/0"
         assert in_memory in expected
         for lane in ("read", "compute", "write"):  # tiles may come and end in any order
             names = [name for each, name in found if each == lane]
@@ -160,7 +178,8 @@ def test_evaluation_reads_each_unit_once_and_does_not_upset_training(tmp_path: P
                 events(shards)
                 model.eval()
                 loss_of(model, 1)
-                assert units(events(shards, "read"))[: len(FORWARD)] == FORWARD  # then what the next begins with
+                # then what the next begins with
+                assert units(events(shards, "read"))[: len(FORWARD)] == FORWARD
         model.train()
         shards.prefetcher.empty()
         events(shards)
@@ -173,13 +192,17 @@ def test_an_order_that_changes_costs_only_time(unit_buffers: int, tmp_path: Path
     model = seeded(zoo.Wandering)
     plain = copy.deepcopy(model)
     with tiermem.shard(model, policy(tmp_path, optim=Tier.NVME, unit_buffers=unit_buffers)):
-        losses = [train_steps(each, tiermem.AdamW(each.parameters(), lr=1e-2), range(8)) for each in (model, plain)]
+        losses = [
+            train_steps(each, tiermem.AdamW(each.parameters(), lr=1e-2), range(8))
+            for each in (model, plain)
+        ]
         assert losses[0] == losses[1]
         assert_same_tensors(dict(model.state_dict()), dict(plain.state_dict()))
 
 
 def test_a_unit_nested_in_another_needs_a_buffer_of_its_own(tmp_path: Path) -> None:
-    """Modules with parameters of their own inside each other: too few buffers are refused with what to raise."""
+    """Modules with parameters of their own inside each other: too few buffers are refused with what
+    to raise."""
 
     class Nested(torch.nn.Module):
         def __init__(self, depth: int) -> None:
@@ -193,7 +216,10 @@ def test_a_unit_nested_in_another_needs_a_buffer_of_its_own(tmp_path: Path) -> N
             return x * self.weight
 
     few = policy(tmp_path, unit_buffers=2, unit_numel=250)
-    with tiermem.shard(Nested(4), few) as shards, pytest.raises(RuntimeError, match=r"Raise unit_buffers .* to 3"):
+    with (
+        tiermem.shard(Nested(4), few) as shards,
+        pytest.raises(RuntimeError, match=r"Raise unit_buffers .* to 3"),
+    ):
         shards.model(torch.ones(200))
     enough = policy(tmp_path, unit_buffers=5, unit_numel=250)
     with tiermem.shard(Nested(4), enough) as shards:

@@ -1,4 +1,5 @@
-"""Does the helper thread of inputs on NVMe wait for an older transfer before it uses its buffer or its place again?
+"""Does the helper thread of inputs on NVMe wait for an older transfer before it uses its buffer or
+its place again?
 
 The store is one whose transfers end when they are waited for, and not before.
 """

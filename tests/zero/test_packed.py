@@ -1,4 +1,5 @@
-"""Does a unit come out of 8-bit blocks in its place, whatever the number of ranks? The layouts, without processes."""
+"""Does a unit come out of 8-bit blocks in its place, whatever the number of ranks? The layouts,
+without processes."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ def shard_of(unit: Unit, rank: int) -> torch.Tensor:
     """A rank's flat shard layout."""
     flat = torch.zeros(unit.shard_numel, dtype=unit.dtype)
     for part in unit.shards:
-        mine = part.param.detach().reshape(-1)[part.shard_numel * rank : part.shard_numel * (rank + 1)]
+        mine = part.param.detach().reshape(-1)[
+            part.shard_numel * rank : part.shard_numel * (rank + 1)
+        ]
         flat[part.shard_offset : part.shard_offset + mine.numel()] = mine
     return flat
 
@@ -34,10 +37,14 @@ def test_frozen_matrices_rest_in_packed_bytes_and_other_parameters_do_not() -> N
     units = units_of(3, torch.bfloat16)
     assert {unit.is_packed for unit in units} == {True, False}
     for unit in units:
-        assert {not unit.is_trainable and part.param.dim() > 1 for part in unit.shards} == {unit.is_packed}
+        assert {not unit.is_trainable and part.param.dim() > 1 for part in unit.shards} == {
+            unit.is_packed
+        }
         blocks = INT8.packed_bytes(unit.packed_numel)
         assert blocks / (unit.packed_numel * 2) == 0.53125  # a byte and a 64th of four, of two
-        assert unit.shard_bytes == (-(-blocks // 4096) * 4096 if unit.is_packed else unit.shard_numel * 2)
+        assert unit.shard_bytes == (
+            -(-blocks // 4096) * 4096 if unit.is_packed else unit.shard_numel * 2
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -56,11 +63,15 @@ def test_one_rank_unpacks_what_it_put(dtype: torch.dtype) -> None:
         for part in unit.shards:
             came = full[part.full_offset : part.full_offset + part.numel]
             assert torch.equal(came, expected[part.shard_offset : part.shard_offset + part.numel])
-            assert (came.float() - part.param.detach().reshape(-1).float()).abs().max() < part.param.abs().max() / 100
+            assert (
+                came.float() - part.param.detach().reshape(-1).float()
+            ).abs().max() < part.param.abs().max() / 100
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3])
 def test_the_buffer_of_a_gather_is_own_blocks_and_those_of_all(num_shards: int) -> None:
     for unit in units_of(num_shards):
         blocks = unit.packed_numel // 64 * 68
-        assert wire_bytes(unit, num_shards) == (blocks if num_shards == 1 else blocks * (num_shards + 1))
+        assert wire_bytes(unit, num_shards) == (
+            blocks if num_shards == 1 else blocks * (num_shards + 1)
+        )

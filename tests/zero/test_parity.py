@@ -17,7 +17,9 @@ STEPS = 20
 
 
 def policy_at(home: Tier, folder: Path) -> OffloadPolicy:
-    return OffloadPolicy(params=home, optim=home, paths=[folder], persistence_numel=100, tile_numel=4096)
+    return OffloadPolicy(
+        params=home, optim=home, paths=[folder], persistence_numel=100, tile_numel=4096
+    )
 
 
 @pytest.mark.parametrize("home", HOMES)
@@ -33,8 +35,12 @@ def test_fp32_adamw_follows_torch_to_one_in_a_million(home: Tier, tmp_path: Path
 def test_fp32_adam_with_l2_follows_torch_to_one_in_a_million(home: Tier, tmp_path: Path) -> None:
     model = seeded(Tower)
     plain = copy.deepcopy(model)
-    expected = train_steps(plain, torch.optim.Adam(plain.parameters(), lr=1e-3, weight_decay=0.1), range(STEPS))
-    result = train(model, policy_at(home, tmp_path), STEPS, optimizer=tiermem.Adam, lr=1e-3, weight_decay=0.1)
+    expected = train_steps(
+        plain, torch.optim.Adam(plain.parameters(), lr=1e-3, weight_decay=0.1), range(STEPS)
+    )
+    result = train(
+        model, policy_at(home, tmp_path), STEPS, optimizer=tiermem.Adam, lr=1e-3, weight_decay=0.1
+    )
     assert result.losses == pytest.approx(expected, rel=1e-6)
 
 

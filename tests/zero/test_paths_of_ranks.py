@@ -1,4 +1,5 @@
-"""Do the ranks of a node share what its paths may hold, and does a policy take paths in any spelling?"""
+"""Do the ranks of a node share what its paths may hold, and does a policy take paths in any
+spelling?"""
 
 from __future__ import annotations
 
@@ -18,8 +19,12 @@ from tiermem.swap.disk.paths import NvmePath
 MIB = 1 << 20
 
 
-@pytest.mark.parametrize("paths", ["/a", Path("/a"), ["/a"], NvmePath(Path("/a")), (NvmePath(Path("/a")),)])
-def test_policy_takes_one_path_in_any_spelling(paths: str | Path | list[str] | NvmePath | tuple[NvmePath, ...]) -> None:
+@pytest.mark.parametrize(
+    "paths", ["/a", Path("/a"), ["/a"], NvmePath(Path("/a")), (NvmePath(Path("/a")),)]
+)
+def test_policy_takes_one_path_in_any_spelling(
+    paths: str | Path | list[str] | NvmePath | tuple[NvmePath, ...],
+) -> None:
     assert OffloadPolicy(optim=Tier.NVME, paths=paths).paths == (NvmePath(Path("/a")),)
 
 
@@ -30,7 +35,11 @@ def test_policy_keeps_caps_and_weights() -> None:
 
 def test_caps_are_divided_by_the_ranks_on_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topology, "ranks_per_node", lambda: 4)
-    given = [NvmePath(Path("/a"), 10 * MIB, 2.0), NvmePath(Path("/b"), weight=1.0), NvmePath(Path("/c"), 3, 1.0)]
+    given = [
+        NvmePath(Path("/a"), 10 * MIB, 2.0),
+        NvmePath(Path("/b"), weight=1.0),
+        NvmePath(Path("/c"), 3, 1.0),
+    ]
     assert paths_of_rank(given) == (
         NvmePath(Path("/a"), 10 * MIB // 4, 2.0),
         NvmePath(Path("/b"), None, 1.0),
@@ -44,7 +53,10 @@ def test_one_process_has_the_whole_cap() -> None:
 
 
 def test_states_within_the_caps_are_dealt_over_both_paths(tmp_path: Path) -> None:
-    paths = [NvmePath(tmp_path / name, max_bytes, 1.0) for name, max_bytes in (("a", 64 * MIB), ("b", None))]
+    paths = [
+        NvmePath(tmp_path / name, max_bytes, 1.0)
+        for name, max_bytes in (("a", 64 * MIB), ("b", None))
+    ]
     for each in paths:
         each.path.mkdir()
     policy = OffloadPolicy(params=Tier.NVME, paths=paths, persistence_numel=0)
@@ -57,7 +69,9 @@ def test_dealing_over_paths_changes_no_bit(tmp_path: Path) -> None:
     def train(paths: list[NvmePath]) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model = nn.Sequential(*[nn.Linear(70, 70) for _ in range(4)])
-        policy = OffloadPolicy(params=Tier.NVME, optim=Tier.NVME, paths=paths, persistence_numel=0, tile_numel=1000)
+        policy = OffloadPolicy(
+            params=Tier.NVME, optim=Tier.NVME, paths=paths, persistence_numel=0, tile_numel=1000
+        )
         with tiermem.shard(model, policy) as shards:
             optim = tiermem.AdamW(model.parameters(), lr=1e-2)
             losses = []
@@ -76,7 +90,11 @@ def test_dealing_over_paths_changes_no_bit(tmp_path: Path) -> None:
         folder.mkdir()
     alone = train([NvmePath(folders[0])])
     dealt = train(
-        [NvmePath(folders[0], weight=1.0), NvmePath(folders[1], 256 << 10, 5.0), NvmePath(folders[2], weight=2.0)]
+        [
+            NvmePath(folders[0], weight=1.0),
+            NvmePath(folders[1], 256 << 10, 5.0),
+            NvmePath(folders[2], weight=2.0),
+        ]
     )
     assert all(torch.equal(one, other) for one, other in zip(alone, dealt, strict=True))
 

@@ -1,4 +1,5 @@
-"""Does what is pending between ranks keep its memory until nobody touches it any more, also when something fails?"""
+"""Does what is pending between ranks keep its memory until nobody touches it any more, also when
+something fails?"""
 
 from __future__ import annotations
 
@@ -37,7 +38,11 @@ def test_a_failure_is_raised_after_the_others_have_ended_with_the_memory_still_t
     def memory_is_there() -> None:
         assert seen() is not None
 
-    works = [Work(looks=memory_is_there), Work("first", memory_is_there), Work("second", memory_is_there)]
+    works = [
+        Work(looks=memory_is_there),
+        Work("first", memory_is_there),
+        Work("second", memory_is_there),
+    ]
     works.append(Work(looks=memory_is_there))
     pending = Pending(ALONE, "gathering a", [works], [memory])
     del memory
@@ -55,7 +60,10 @@ def test_the_end_after_an_interrupt_waits_again() -> None:
             raise KeyboardInterrupt
 
     num_waits, unpacked = 0, list[str]()
-    pending = Then([Pending(ALONE, "gathering a", [[Work(looks=interrupted)]], [])], lambda: unpacked.append("a"))
+    pending = Then(
+        [Pending(ALONE, "gathering a", [[Work(looks=interrupted)]], [])],
+        lambda: unpacked.append("a"),
+    )
     with pytest.raises(KeyboardInterrupt):
         pending.wait()
     pending.end()

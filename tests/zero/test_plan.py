@@ -39,7 +39,9 @@ POLICIES = st.fixed_dictionaries(
         "num_moments": st.sampled_from([2, 3]),
     }
 )
-PROPERTY = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+PROPERTY = settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 def one_step(policy: OffloadPolicy, dtype: torch.dtype) -> tiermem.swap.store.store.StoreStats:
@@ -57,7 +59,9 @@ def one_step(policy: OffloadPolicy, dtype: torch.dtype) -> tiermem.swap.store.st
 
 @PROPERTY
 @given(fields=POLICIES, dtype=st.sampled_from([torch.float32, torch.bfloat16]))
-def test_what_is_allocated_is_within_the_plan(fields: dict[str, Any], dtype: torch.dtype, tmp_path: Path) -> None:
+def test_what_is_allocated_is_within_the_plan(
+    fields: dict[str, Any], dtype: torch.dtype, tmp_path: Path
+) -> None:
     one_step(OffloadPolicy(paths=[tmp_path], **fields), dtype)
 
 
@@ -71,26 +75,46 @@ def test_a_refused_budget_names_the_smallest_which_works(
         tiermem.shard(zoo.tied_tower().to(dtype), policy)
     assert not list(tmp_path.iterdir())
     smallest = int(re.search(r"(\d+) per node: ", str(refusal.value)).group(1))
-    assert one_step(dataclasses.replace(policy, host_bytes=smallest), dtype).host_peak_bytes <= smallest
+    assert (
+        one_step(dataclasses.replace(policy, host_bytes=smallest), dtype).host_peak_bytes
+        <= smallest
+    )
     with pytest.raises(ValueError, match=f"needs {smallest} per rank"):
-        tiermem.shard(zoo.tied_tower().to(dtype), dataclasses.replace(policy, host_bytes=smallest - 1))
+        tiermem.shard(
+            zoo.tied_tower().to(dtype), dataclasses.replace(policy, host_bytes=smallest - 1)
+        )
 
 
 def test_a_tighter_budget_changes_no_bit(tmp_path: Path) -> None:
     model = seeded(zoo.Tower)
-    policy = OffloadPolicy(params=Tier.NVME, optim=Tier.NVME, paths=[tmp_path], persistence_numel=50)
+    policy = OffloadPolicy(
+        params=Tier.NVME, optim=Tier.NVME, paths=[tmp_path], persistence_numel=50
+    )
     with pytest.raises(ValueError, match="per node: ") as refusal:
         tiermem.shard(zoo.Tower(), dataclasses.replace(policy, host_bytes=1))
     smallest = int(re.search(r"(\d+) per node: ", str(refusal.value)).group(1))
-    ample, tight = train(model, policy), train(model, dataclasses.replace(policy, host_bytes=smallest))
+    ample, tight = (
+        train(model, policy),
+        train(model, dataclasses.replace(policy, host_bytes=smallest)),
+    )
     assert ample.losses == tight.losses
 
 
 def test_refusal_lists_every_row_with_its_reason(tmp_path: Path) -> None:
-    policy = OffloadPolicy(params=Tier.NVME, optim=Tier.NVME, paths=[tmp_path], host_bytes=10_000, persistence_numel=50)
-    with pytest.raises(ValueError, match="host_bytes=10000 per node is 10000 for each of 1 ranks") as refusal:
+    policy = OffloadPolicy(
+        params=Tier.NVME, optim=Tier.NVME, paths=[tmp_path], host_bytes=10_000, persistence_numel=50
+    )
+    with pytest.raises(
+        ValueError, match="host_bytes=10000 per node is 10000 for each of 1 ranks"
+    ) as refusal:
         tiermem.shard(zoo.Tower(), policy)
-    for what in ("resident parameters", "unit buffers", "tile buffers", "bounce buffer", "Raise the budget"):
+    for what in (
+        "resident parameters",
+        "unit buffers",
+        "tile buffers",
+        "bounce buffer",
+        "Raise the budget",
+    ):
         assert what in str(refusal.value)
 
 
@@ -100,8 +124,16 @@ PER_ELEMENT = {"exact": 12, "compact": 6, "bf16": 4, "tiny": 4 + 2 / 64}
 
 def rows_of(tmp_path: Path, **fields: Any) -> dict[str, int]:
     model = torch.nn.ModuleList([torch.nn.Linear(512, NUMEL // 512, bias=False)]).bfloat16()
-    settings = {"params": Tier.NVME, "optim": Tier.NVME, "paths": [tmp_path], "persistence_numel": 0, "tile_buffers": 3}
-    with tiermem.shard(model, OffloadPolicy(**(settings | {"tile_numel": 1 << 17} | fields))) as shards:
+    settings = {
+        "params": Tier.NVME,
+        "optim": Tier.NVME,
+        "paths": [tmp_path],
+        "persistence_numel": 0,
+        "tile_buffers": 3,
+    }
+    with tiermem.shard(
+        model, OffloadPolicy(**(settings | {"tile_numel": 1 << 17} | fields))
+    ) as shards:
         return {f"{row.what} on {row.tier.name}": row.num_bytes for row in shards.plan.rows}
 
 
@@ -109,7 +141,8 @@ def rows_of(tmp_path: Path, **fields: Any) -> dict[str, int]:
 def test_states_take_their_bytes_per_element(name: str, tmp_path: Path) -> None:
     rows = rows_of(tmp_path, precision=Precision.preset(name))
     assert rows["optimizer states on NVME"] == PER_ELEMENT[name] * NUMEL
-    assert rows["3 tile buffers on HOST"] == 3 * (PER_ELEMENT[name] + 2 + 2) * NUMEL / 3  # and weights, and gradients
+    # and weights, and gradients
+    assert rows["3 tile buffers on HOST"] == 3 * (PER_ELEMENT[name] + 2 + 2) * NUMEL / 3
     assert rows["gradients on HOST"] == 2 * NUMEL
 
 
@@ -122,19 +155,35 @@ def test_gradients_and_more_moments_are_in_the_plan(tmp_path: Path) -> None:
     assert rows["3 tile buffers on HOST"] == 3 * (8 + 2 + 4) * NUMEL / 3
 
 
-def test_initial_values_of_a_split_master_have_room_in_a_tile_and_those_of_no_master_none(tmp_path: Path) -> None:
+def test_initial_values_of_a_split_master_have_room_in_a_tile_and_those_of_no_master_none(
+    tmp_path: Path,
+) -> None:
     tiny = rows_of(tmp_path, precision=Precision.preset("tiny"), master_from="init")
     assert tiny["initial masters on NVME"] == 4 * NUMEL
     assert tiny["3 tile buffers on HOST"] == 3 * (2 + 4 + 2 + 2) * NUMEL / 3  # 2 + 4 > 4.03
-    assert "initial masters on NVME" not in rows_of(tmp_path, precision=Precision.preset("bf16"), master_from="init")
+    assert "initial masters on NVME" not in rows_of(
+        tmp_path, precision=Precision.preset("bf16"), master_from="init"
+    )
 
 
 @pytest.mark.parametrize(
     ("precision", "dtype", "reason"),
     [
-        (Precision("split"), torch.float16, "master is 'split' and parameter '0.weight' is torch.float16"),
-        (Precision("bf16"), torch.float16, "master is 'bf16' and parameter '0.weight' is torch.float16"),
-        (Precision("fp16"), torch.bfloat16, "master is 'fp16' and parameter '0.weight' is torch.bfloat16"),
+        (
+            Precision("split"),
+            torch.float16,
+            "master is 'split' and parameter '0.weight' is torch.float16",
+        ),
+        (
+            Precision("bf16"),
+            torch.float16,
+            "master is 'bf16' and parameter '0.weight' is torch.float16",
+        ),
+        (
+            Precision("fp16"),
+            torch.bfloat16,
+            "master is 'fp16' and parameter '0.weight' is torch.bfloat16",
+        ),
         (Precision(), torch.float64, "parameter '0.weight' is torch.float64; an optimizer steps"),
         (Precision(), torch.float8_e4m3fn, "torch.float16: convert it, or freeze it"),
     ],
@@ -146,4 +195,5 @@ def test_a_precision_that_a_parameter_cannot_have_is_refused(
     with pytest.raises(ValueError, match=re.escape(reason)):
         tiermem.shard(model, OffloadPolicy(precision=precision))
     model.requires_grad_(False)
-    tiermem.shard(model, OffloadPolicy(precision=precision)).close()  # what is not trained has no states
+    # what is not trained has no states
+    tiermem.shard(model, OffloadPolicy(precision=precision)).close()

@@ -1,4 +1,5 @@
-"""Which transitions does the prefetcher make, in which order, for units that only write them down?"""
+"""Which transitions does the prefetcher make, in which order, for units that only write them
+down?"""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from tiermem.weights.unit_state import UnitState
 
 
 class PlayedUnit:
-    """A unit on NVMe that is gathered from several ranks, which gives its stage back when the gather has begun."""
+    """A unit on NVMe that is gathered from several ranks, which gives its stage back when the
+    gather has begun."""
 
     is_streamed = is_gathered = reads = is_staged = True
 
@@ -71,7 +73,9 @@ def play(num_units: int, num_full: int, num_stages: int, uses: list[int]) -> lis
 
 def test_units_that_are_used_where_they_rest_need_no_room() -> None:
     units = [PlayedUnit(index, []) for index in range(3)]
-    prefetcher = Prefetcher(units, Order(range(3)), Limits(2, True, 2, math.inf, math.inf, math.inf))
+    prefetcher = Prefetcher(
+        units, Order(range(3)), Limits(2, True, 2, math.inf, math.inf, math.inf)
+    )
     assert prefetcher.has_room_for(units[:2]) and not prefetcher.has_room_for(units)
     units[0].unit.takes_buffer = False
     assert prefetcher.has_room_for(units)
@@ -87,10 +91,13 @@ def test_units_are_read_and_gathered_ahead_in_the_expected_order() -> None:
 
 @pytest.mark.parametrize("is_late", [False, True])
 def test_an_accelerator_keeps_the_unit_whose_maths_may_still_run(is_late: bool) -> None:
-    """Unit 0 is used again before unit 1. Its buffer is free at once, that of unit 1 when its maths has ended."""
+    """Unit 0 is used again before unit 1. Its buffer is free at once, that of unit 1 when its maths
+    has ended."""
     log = list[str]()
     units = [PlayedUnit(index, log) for index in range(3)]
-    prefetcher = Prefetcher(units, Order(range(3)), Limits(2, True, 3, 0.0, math.inf, math.inf, is_late))
+    prefetcher = Prefetcher(
+        units, Order(range(3)), Limits(2, True, 3, 0.0, math.inf, math.inf, is_late)
+    )
     prefetcher.order.begin("training", has_backward=False)
     for index in (0, 1, 2, 0, 1):
         prefetcher.acquire(units[index])
@@ -105,7 +112,8 @@ def test_an_accelerator_keeps_the_unit_whose_maths_may_still_run(is_late: bool) 
 
 
 def test_a_unit_that_is_needed_at_once_gets_the_stage_of_a_read_that_can_wait() -> None:
-    """The order changes: unit 2 is read ahead and holds the only stage when unit 3 is needed instead."""
+    """The order changes: unit 2 is read ahead and holds the only stage when unit 3 is needed
+    instead."""
     assert play(4, num_full=4, num_stages=1, uses=[0, 3])[:9] == [
         *("read 0", "gather 0", "land 0"),
         *("read 1", "gather 1", "read 2"),

@@ -1,4 +1,5 @@
-"""Do values come back from blocks of 8-bit or 4-bit codes as closely as promised, whatever their sizes and dtypes?"""
+"""Do values come back from blocks of 8-bit or 4-bit codes as closely as promised, whatever their
+sizes and dtypes?"""
 
 from __future__ import annotations
 
@@ -10,7 +11,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiermem.units.quantised import BLOCK, INT8, LEVELS, NF4, PIECE, BlockFormat, byte_ranges, pack, pack_into, unpack
+from tiermem.units.quantised import (
+    BLOCK,
+    INT8,
+    LEVELS,
+    NF4,
+    PIECE,
+    BlockFormat,
+    byte_ranges,
+    pack,
+    pack_into,
+    unpack,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [1, BLOCK - 1, BLOCK, BLOCK + 1, 31 * 97, PIECE, PIECE + 1, 2 * PIECE + 65]
@@ -25,7 +37,8 @@ def there_and_back(values: torch.Tensor, form: BlockFormat = INT8) -> torch.Tens
 
 
 def room_of(values: torch.Tensor, form: BlockFormat) -> torch.Tensor:
-    """The most by which each element may differ: half the largest distance of two values in its block."""
+    """The most by which each element may differ: half the largest distance of two values in its
+    block."""
     filled = torch.nn.functional.pad(values.float(), (0, -values.numel() % BLOCK)).view(-1, BLOCK)
     largest = filled.abs().amax(1, keepdim=True).expand_as(filled).reshape(-1)[: values.numel()]
     return largest * (0.5001 / 127 if form == INT8 else 0.152)
@@ -34,7 +47,9 @@ def room_of(values: torch.Tensor, form: BlockFormat) -> torch.Tensor:
 @of_form
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("numel", SIZES)
-def test_values_come_back_within_half_a_step_of_their_block(numel: int, dtype: torch.dtype, form: BlockFormat) -> None:
+def test_values_come_back_within_half_a_step_of_their_block(
+    numel: int, dtype: torch.dtype, form: BlockFormat
+) -> None:
     values = (torch.randn(numel, generator=torch.Generator().manual_seed(numel)) * 0.02).to(dtype)
     error = (there_and_back(values, form).float() - values.float()).abs()
     rounding = values.float().abs() * torch.finfo(dtype).eps
@@ -64,15 +79,20 @@ def test_native_code_has_the_bits_of_torch(form: BlockFormat, dtype: torch.dtype
     values = (torch.randn(numel, generator=torch.Generator().manual_seed(9)) ** 3).to(dtype)
     values[:BLOCK], values[2 * BLOCK] = 0, -0.0
     middles = torch.tensor([(a + b) / 2 for a, b in itertools.pairwise(LEVELS)]).to(dtype)
-    values[3 * BLOCK : 4 * BLOCK] = torch.nn.functional.pad(middles, (0, BLOCK - len(middles)), value=1.0)
+    values[3 * BLOCK : 4 * BLOCK] = torch.nn.functional.pad(
+        middles, (0, BLOCK - len(middles)), value=1.0
+    )
     packed, by_torch = pack(values, form), pack(values.double(), form)
     assert torch.equal(packed, by_torch)
     wide = unpack(by_torch, numel, torch.empty(numel, dtype=torch.float64), form=form)
-    assert torch.equal(unpack(packed, numel, torch.empty_like(values), form=form), wide.float().to(dtype))
+    assert torch.equal(
+        unpack(packed, numel, torch.empty_like(values), form=form), wide.float().to(dtype)
+    )
 
 
 def test_levels_are_quantiles_of_a_normal_distribution() -> None:
-    """As QLoRA's appendix E defines them: 8 positive, 7 negative and zero, with equal areas between, scaled to 1."""
+    """As QLoRA's appendix E defines them: 8 positive, 7 negative and zero, with equal areas
+    between, scaled to 1."""
     quantile = statistics.NormalDist().inv_cdf
     outermost = 1 - (1 / 32 + 1 / 30) / 2
     upper = [quantile(outermost + (0.5 - outermost) * i / 8) for i in range(8)]
@@ -87,7 +107,11 @@ def test_bytes_are_one_or_a_half_per_element_and_four_per_block() -> None:
     assert INT8.packed_bytes(BLOCK + 1) == 2 * (BLOCK + 4)
     for form in FORMS:
         assert form.packed_bytes(0) == 0
-        assert pack(torch.ones(1000), form).numel() == form.packed_bytes(1000) == 16 * form.packed_bytes(BLOCK)
+        assert (
+            pack(torch.ones(1000), form).numel()
+            == form.packed_bytes(1000)
+            == 16 * form.packed_bytes(BLOCK)
+        )
 
 
 @of_form
@@ -106,7 +130,9 @@ def test_blocks_do_not_disturb_each_other(form: BlockFormat) -> None:
 @of_form
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_what_is_not_finite_is_not_hidden(bad: float, form: BlockFormat, dtype: torch.dtype) -> None:
+def test_what_is_not_finite_is_not_hidden(
+    bad: float, form: BlockFormat, dtype: torch.dtype
+) -> None:
     values = torch.ones(3 * BLOCK, dtype=dtype)
     values[BLOCK + 3] = bad
     back = there_and_back(values, form)
@@ -123,8 +149,12 @@ def test_packing_what_came_back_gives_the_same_values(form: BlockFormat) -> None
 
 
 @of_form
-@pytest.mark.parametrize(("start", "numel"), [(0, 1), (BLOCK, 2 * BLOCK), (3 * BLOCK, 100), (2 * BLOCK, PIECE + 3)])
-def test_a_part_comes_back_as_it_does_in_the_whole(start: int, numel: int, form: BlockFormat) -> None:
+@pytest.mark.parametrize(
+    ("start", "numel"), [(0, 1), (BLOCK, 2 * BLOCK), (3 * BLOCK, 100), (2 * BLOCK, PIECE + 3)]
+)
+def test_a_part_comes_back_as_it_does_in_the_whole(
+    start: int, numel: int, form: BlockFormat
+) -> None:
     values = torch.randn(PIECE + 10 * BLOCK, generator=torch.Generator().manual_seed(2))
     part = unpack(pack(values, form), values.numel(), torch.empty(numel), start, form=form)
     assert torch.equal(part, there_and_back(values, form)[start : start + numel])
@@ -149,7 +179,9 @@ def test_values_are_left_as_they_are(form: BlockFormat) -> None:
 
 @of_form
 @pytest.mark.parametrize(("start", "numel"), [(0, 1), (BLOCK, 100), (3 * BLOCK, 4 * BLOCK)])
-def test_a_part_is_packed_in_its_place_and_leaves_the_others(start: int, numel: int, form: BlockFormat) -> None:
+def test_a_part_is_packed_in_its_place_and_leaves_the_others(
+    start: int, numel: int, form: BlockFormat
+) -> None:
     values = torch.randn(10 * BLOCK, generator=torch.Generator().manual_seed(5))
     fresh = torch.randn(numel, generator=torch.Generator().manual_seed(6))
     packed = pack(values, form)
@@ -158,11 +190,15 @@ def test_a_part_is_packed_in_its_place_and_leaves_the_others(start: int, numel: 
     expected = there_and_back(values, form)
     expected[start : start + filled] = 0
     expected[start : start + numel] = there_and_back(fresh, form)
-    assert torch.equal(unpack(packed, values.numel(), torch.empty_like(values), form=form), expected)
+    assert torch.equal(
+        unpack(packed, values.numel(), torch.empty_like(values), form=form), expected
+    )
 
 
 @of_form
-@pytest.mark.parametrize(("start", "stop"), [(0, 1), (BLOCK, 3 * BLOCK), (2 * BLOCK, 9 * BLOCK + 5), (0, 10 * BLOCK)])
+@pytest.mark.parametrize(
+    ("start", "stop"), [(0, 1), (BLOCK, 3 * BLOCK), (2 * BLOCK, 9 * BLOCK + 5), (0, 10 * BLOCK)]
+)
 def test_byte_ranges_are_a_part_packed_by_itself(start: int, stop: int, form: BlockFormat) -> None:
     values = torch.randn(10 * BLOCK, generator=torch.Generator().manual_seed(7))
     packed = pack(values, form)

@@ -1,4 +1,5 @@
-"""Do frozen parameters that rest in blocks take the bytes of blocks, and compute with what the blocks hold, on every tier?"""
+"""Do frozen parameters that rest in blocks take the bytes of blocks, and compute with what the
+blocks hold, on every tier?"""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def test_training_is_that_of_a_twin_with_the_same_blocks(
     model = seeded(zoo.frozen_tower).to(dtype)
     twin, casts = blocked(model, form), compute_dtype == "fp32"
     expected = train(twin, casts)
-    with tiermem.shard(model, policy_of(form, tier, tmp_path, compute_dtype=compute_dtype)) as shards:
+    with tiermem.shard(
+        model, policy_of(form, tier, tmp_path, compute_dtype=compute_dtype)
+    ) as shards:
         resting = {shard.name for live, shard in shards.parameters() if live.unit.is_packed}
         assert resting == {name for name, _ in frozen(model)}
         assert train(model, casts=False) == expected
@@ -48,9 +51,13 @@ def test_training_is_that_of_a_twin_with_the_same_blocks(
     assert_equal(model.state_dict(), twin)
 
 
-def test_two_ranks_are_a_twin_with_the_same_blocks_and_checkpoints_keep_them(tmp_path: Path) -> None:
+def test_two_ranks_are_a_twin_with_the_same_blocks_and_checkpoints_keep_them(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "out").mkdir()
-    for found in launch(Path(__file__).with_name("frozen_on_ranks.py"), 2, tmp_path / "out", str(tmp_path)):
+    for found in launch(
+        Path(__file__).with_name("frozen_on_ranks.py"), 2, tmp_path / "out", str(tmp_path)
+    ):
         assert found["wrong"] == []
         assert found["cases"] == 2 * len(FORMS)
 
@@ -63,19 +70,34 @@ def test_two_ranks_are_a_twin_with_the_same_blocks_and_checkpoints_keep_them(tmp
         ("quantised_frozen", True, 8.5 / 16),
     ],
 )
-def test_a_fetch_reads_the_bits_of_blocks(field: str, value: Any, share: float, tmp_path: Path) -> None:
+def test_a_fetch_reads_the_bits_of_blocks(
+    field: str, value: Any, share: float, tmp_path: Path
+) -> None:
     planned, read = [], []
     for fields in ({}, {field: value}):
-        model = seeded(lambda: twins.Tower(width=256, inner=512)).to(torch.bfloat16).requires_grad_(False)
-        policy = policy_of(None, Tier.NVME, tmp_path, persistence_numel=2000, unit_buffers=2, **fields)
+        model = (
+            seeded(lambda: twins.Tower(width=256, inner=512))
+            .to(torch.bfloat16)
+            .requires_grad_(False)
+        )
+        policy = policy_of(
+            None, Tier.NVME, tmp_path, persistence_numel=2000, unit_buffers=2, **fields
+        )
         with tiermem.shard(model, policy) as shards:
             rows = shards.plan.rows
             whys = {r.why for r in rows if r.what == "parameters"}
             assert (
-                whys == {"rest on NVME, frozen matrices in " + ("nf4" if share < 0.5 else "int8") + " blocks"}
+                whys
+                == {
+                    "rest on NVME, frozen matrices in "
+                    + ("nf4" if share < 0.5 else "int8")
+                    + " blocks"
+                }
                 or not fields
             )
-            planned.append(sum(r.num_bytes for r in rows if (r.what, r.tier) == ("parameters", Tier.NVME)))
+            planned.append(
+                sum(r.num_bytes for r in rows if (r.what, r.tier) == ("parameters", Tier.NVME))
+            )
             before = shards.store.stats().nvme_read_bytes
             with torch.no_grad():
                 for layer in model.layers:
@@ -88,7 +110,9 @@ def test_a_fetch_reads_the_bits_of_blocks(field: str, value: Any, share: float, 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("tier", TIERS)
-def test_values_that_are_put_come_back_from_their_blocks(tier: Tier, form: str, tmp_path: Path) -> None:
+def test_values_that_are_put_come_back_from_their_blocks(
+    tier: Tier, form: str, tmp_path: Path
+) -> None:
     model = seeded(zoo.frozen_tower)
     with tiermem.shard(model, policy_of(form, tier, tmp_path)) as shards:
         param = model.layers[2].up.weight
@@ -96,15 +120,22 @@ def test_values_that_are_put_come_back_from_their_blocks(tier: Tier, form: str, 
         with tiermem.zero.GatheredParameters(param, modifier_rank=0), torch.no_grad():
             param.copy_(value)
         flat, kind = value.reshape(-1), FORMATS[form]
-        expected = unpack(pack(flat, kind), flat.numel(), torch.empty_like(flat), form=kind).view(value.shape)
+        expected = unpack(pack(flat, kind), flat.numel(), torch.empty_like(flat), form=kind).view(
+            value.shape
+        )
         assert torch.equal(shards.weight(param), expected)
         assert torch.equal(param.clone(), expected)
 
 
 @pytest.mark.parametrize("compute_dtype", ["storage", "fp32"])
-def test_values_that_are_put_in_forward_are_seen_as_their_blocks_hold_them(compute_dtype: str, tmp_path: Path) -> None:
+def test_values_that_are_put_in_forward_are_seen_as_their_blocks_hold_them(
+    compute_dtype: str, tmp_path: Path
+) -> None:
     model = seeded(zoo.frozen_tower).bfloat16()
-    with tiermem.shard(model, policy_of("nf4", Tier.NVME, tmp_path, compute_dtype=compute_dtype)), torch.no_grad():
+    with (
+        tiermem.shard(model, policy_of("nf4", Tier.NVME, tmp_path, compute_dtype=compute_dtype)),
+        torch.no_grad(),
+    ):
         weight = model.layers[1].up.weight
         before = loss_of(model, 0)
 
@@ -120,9 +151,16 @@ def test_values_that_are_put_in_forward_are_seen_as_their_blocks_hold_them(compu
 
 @pytest.mark.parametrize("compute_dtype", ["storage", "fp32"])
 @pytest.mark.parametrize("tier", TIERS)
-def test_units_that_are_kept_for_generation_hold_values(tier: Tier, compute_dtype: str, tmp_path: Path) -> None:
+def test_units_that_are_kept_for_generation_hold_values(
+    tier: Tier, compute_dtype: str, tmp_path: Path
+) -> None:
     model = seeded(zoo.frozen_tower).bfloat16()
-    with tiermem.shard(model, policy_of("nf4", tier, tmp_path, compute_dtype=compute_dtype)) as shards, torch.no_grad():
+    with (
+        tiermem.shard(
+            model, policy_of("nf4", tier, tmp_path, compute_dtype=compute_dtype)
+        ) as shards,
+        torch.no_grad(),
+    ):
         expected = loss_of(model, 0)
         with tiermem.zero.unwrap_model_for_generation(model):
             assert all(live.is_present for live in shards.units)
@@ -134,7 +172,9 @@ def test_unfreezing_is_refused_with_the_alternative(tmp_path: Path) -> None:
     model = seeded(zoo.frozen_tower)
     with tiermem.shard(model, policy_of("nf4", Tier.NVME, tmp_path)):
         model.layers[1].up.weight.requires_grad_(True)
-        with pytest.raises(RuntimeError, match=r"layers.1.up.weight .* rests in nf4 blocks, .* before sharding"):
+        with pytest.raises(
+            RuntimeError, match=r"layers.1.up.weight .* rests in nf4 blocks, .* before sharding"
+        ):
             loss_of(model, 0)
         model.layers[1].up.weight.requires_grad_(False)
         loss_of(model, 0).backward()
@@ -144,7 +184,10 @@ def test_unfreezing_is_refused_with_the_alternative(tmp_path: Path) -> None:
 def test_a_model_for_inference_rests_in_blocks_whole(tier: Tier, tmp_path: Path) -> None:
     model = seeded(zoo.Tower)
     twin = blocked(copy.deepcopy(model).requires_grad_(False), "nf4")
-    with tiermem.shard(model, policy_of("nf4", tier, tmp_path), is_trained=False) as shards, torch.no_grad():
+    with (
+        tiermem.shard(model, policy_of("nf4", tier, tmp_path), is_trained=False) as shards,
+        torch.no_grad(),
+    ):
         assert {shard.name for live, shard in shards.parameters() if live.unit.is_packed} == {
             n for n, _ in frozen(twin)
         }
@@ -162,9 +205,13 @@ def test_nothing_else_is_packed(tmp_path: Path) -> None:
 
 
 def test_two_forms_are_refused() -> None:
-    with pytest.raises(CombinedError, match='quantised_frozen=True means "int8", but frozen_quant_type is "nf4"'):
+    with pytest.raises(
+        CombinedError, match='quantised_frozen=True means "int8", but frozen_quant_type is "nf4"'
+    ):
         tiermem.OffloadPolicy(quantised_frozen=True, frozen_quant_type="nf4")
-    with pytest.raises(ValueError, match="frozen_quant_type is 'fp4'; allowed are None, 'int8', 'nf4'"):
+    with pytest.raises(
+        ValueError, match="frozen_quant_type is 'fp4'; allowed are None, 'int8', 'nf4'"
+    ):
         tiermem.OffloadPolicy(frozen_quant_type="fp4")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="frozen_quant_type=nf4 with stage 2"):
         tiermem.OffloadPolicy(stage=2, frozen_quant_type="nf4")

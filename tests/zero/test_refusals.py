@@ -29,9 +29,15 @@ def refused(error: type[Exception], match: str, folder: Path, **fields: Any) -> 
     [
         ({"stage": 4}, "stage is 4; allowed are 0, 1, 2 and 3"),
         ({"params": Tier.NVME}, "params rest on NVME but no path is given"),
-        ({"params": Tier.NVME, "optim": Tier.NVME}, "params and optim rest on NVME but no path is given"),
+        (
+            {"params": Tier.NVME, "optim": Tier.NVME},
+            "params and optim rest on NVME but no path is given",
+        ),
         ({"grads": Tier.NVME}, "grads rest on NVME but no path is given"),
-        ({"params": Tier.HOST, "stage": 2}, "params=cpu with stage 2, but it acts in stage 3 alone"),
+        (
+            {"params": Tier.HOST, "stage": 2},
+            "params=cpu with stage 2, but it acts in stage 3 alone",
+        ),
         ({"optim": Tier.HOST, "stage": 0}, "offload needs stage 1, 2 or 3"),
         ({"host_bytes": 0}, "host_bytes is 0; it must be at least 1"),
         ({"tile_buffers": 0}, "tile_buffers is 0; it must be at least 1"),
@@ -52,7 +58,9 @@ def test_a_path_that_does_not_exist(tmp_path: Path) -> None:
 
 
 def test_a_second_path_that_does_not_exist_leaves_nothing_on_the_first(tmp_path: Path) -> None:
-    refused(FileNotFoundError, "nowhere", tmp_path, paths=[tmp_path, tmp_path / "nowhere"], **ON_NVME)
+    refused(
+        FileNotFoundError, "nowhere", tmp_path, paths=[tmp_path, tmp_path / "nowhere"], **ON_NVME
+    )
 
 
 def test_a_path_that_is_a_file(tmp_path: Path) -> None:
@@ -67,12 +75,22 @@ def test_a_path_that_is_not_writable(tmp_path: Path) -> None:
 
 
 def test_a_disk_with_too_little_room(tmp_path: Path) -> None:
-    refused(OSError, "disk_bytes|No space", tmp_path, paths=[tmp_path], disk_bytes=100_000, **ON_NVME)
+    refused(
+        OSError, "disk_bytes|No space", tmp_path, paths=[tmp_path], disk_bytes=100_000, **ON_NVME
+    )
 
 
 def test_a_unit_larger_than_its_buffer_is_named_with_what_helps(tmp_path: Path) -> None:
     match = r"unit 'layers\.0\.up' holds \d+ elements, more than the 2000 .*TiledLinear"
-    refused(ValueError, match, tmp_path, paths=[tmp_path], unit_numel=2000, persistence_numel=50, **ON_NVME)
+    refused(
+        ValueError,
+        match,
+        tmp_path,
+        paths=[tmp_path],
+        unit_numel=2000,
+        persistence_numel=50,
+        **ON_NVME,
+    )
 
 
 def test_a_model_without_parameters_runs() -> None:

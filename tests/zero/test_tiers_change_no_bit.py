@@ -56,9 +56,12 @@ def on_host(request: pytest.FixtureRequest) -> tuple[torch.nn.Module, Result]:
 
 
 def combined(ways: Iterable[str], others: Sequence[Any]) -> list[Any]:
-    """Every way with everything else; every second combination is slow, so that `make test` has each at least once."""
+    """Every way with everything else; every second combination is slow, so that `make test` has
+    each at least once."""
     return [
-        pytest.param(way, other, id=f"{way}, {other}", marks=[pytest.mark.slow] if (i + j) % 2 else [])
+        pytest.param(
+            way, other, id=f"{way}, {other}", marks=[pytest.mark.slow] if (i + j) % 2 else []
+        )
         for i, way in enumerate(ways)
         for j, other in enumerate(others)
     ]
@@ -104,12 +107,16 @@ def test_two_paths_equal_one(on_host: tuple[torch.nn.Module, Result], tmp_path: 
     paths = [tmp_path / "a", tmp_path / "b"]
     for path in paths:
         path.mkdir()
-    assert_same(train(model, dataclasses.replace(BASE, paths=paths, **ON_NVME), max_norm=0.7), expected)
+    assert_same(
+        train(model, dataclasses.replace(BASE, paths=paths, **ON_NVME), max_norm=0.7), expected
+    )
 
 
 @pytest.mark.parametrize("home", [Tier.HOST, Tier.NVME])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_stepping_inside_backward_equals_stepping_after_it(home: Tier, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_stepping_inside_backward_equals_stepping_after_it(
+    home: Tier, dtype: torch.dtype, tmp_path: Path
+) -> None:
     model = seeded(Tower).to(dtype)
     policy = dataclasses.replace(BASE, params=home, optim=home, paths=[tmp_path], tile_numel=4096)
     expected = train(model, policy)
@@ -133,12 +140,19 @@ SHORT += ["two unit buffers", "gradients on NVME", "everything persistent"]
 
 
 @pytest.fixture(scope="module", params=ROUNDED)
-def rounded_on_host(request: pytest.FixtureRequest) -> tuple[torch.nn.Module, OffloadPolicy, Result]:
-    model, policy = seeded(Tower).bfloat16(), dataclasses.replace(BASE, precision=PRECISIONS[request.param])
+def rounded_on_host(
+    request: pytest.FixtureRequest,
+) -> tuple[torch.nn.Module, OffloadPolicy, Result]:
+    model, policy = (
+        seeded(Tower).bfloat16(),
+        dataclasses.replace(BASE, precision=PRECISIONS[request.param]),
+    )
     return model, policy, train(model, policy, max_norm=0.7)
 
 
-@pytest.mark.parametrize(("way", "rounded_on_host"), combined(SHORT, ROUNDED), indirect=["rounded_on_host"])
+@pytest.mark.parametrize(
+    ("way", "rounded_on_host"), combined(SHORT, ROUNDED), indirect=["rounded_on_host"]
+)
 def test_what_is_rounded_is_the_same_on_every_tier(
     way: str, rounded_on_host: tuple[torch.nn.Module, OffloadPolicy, Result], tmp_path: Path
 ) -> None:
@@ -148,23 +162,35 @@ def test_what_is_rounded_is_the_same_on_every_tier(
 
 
 @pytest.mark.parametrize("precision", ["compact", "tiny", "bf16"])
-def test_lower_precision_of_an_fp32_model_is_the_same_on_every_tier(precision: str, tmp_path: Path) -> None:
+def test_lower_precision_of_an_fp32_model_is_the_same_on_every_tier(
+    precision: str, tmp_path: Path
+) -> None:
     model, policy = seeded(Tower), dataclasses.replace(BASE, precision=PRESETS[precision])
-    on_nvme = dataclasses.replace(policy, paths=[tmp_path], tile_numel=4096, grads=Tier.NVME, **ON_NVME)
+    on_nvme = dataclasses.replace(
+        policy, paths=[tmp_path], tile_numel=4096, grads=Tier.NVME, **ON_NVME
+    )
     assert_same(train(model, on_nvme), train(model, policy))
 
 
 @pytest.mark.parametrize("precision", ROUNDED)
-def test_stepping_rounded_states_inside_backward_equals_stepping_after_it(precision: str, tmp_path: Path) -> None:
+def test_stepping_rounded_states_inside_backward_equals_stepping_after_it(
+    precision: str, tmp_path: Path
+) -> None:
     model = seeded(Tower).bfloat16()
-    policy = dataclasses.replace(BASE, paths=[tmp_path], tile_numel=4096, precision=PRECISIONS[precision], **ON_NVME)
-    assert_same(train(model, dataclasses.replace(policy, step_in_backward=True)), train(model, policy))
+    policy = dataclasses.replace(
+        BASE, paths=[tmp_path], tile_numel=4096, precision=PRECISIONS[precision], **ON_NVME
+    )
+    assert_same(
+        train(model, dataclasses.replace(policy, step_in_backward=True)), train(model, policy)
+    )
 
 
 def test_another_seed_rounds_otherwise_and_nearest_rounds_by_no_seed() -> None:
     def losses(**fields: Any) -> list[float]:
         precision = Precision("bf16", "bf16", **fields)
-        return train(seeded(Tower).bfloat16(), dataclasses.replace(BASE, precision=precision)).losses
+        return train(
+            seeded(Tower).bfloat16(), dataclasses.replace(BASE, precision=precision)
+        ).losses
 
     assert losses(seed=0) == losses()
     assert losses(seed=1) != losses()

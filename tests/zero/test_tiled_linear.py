@@ -24,10 +24,13 @@ class Wide(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("in_splits", "out_splits"), [(1, 1), (7, 1), (1, 5), (7, 15), (70, 45), (3, 1), (1, 7), (11, 4)]
+    ("in_splits", "out_splits"),
+    [(1, 1), (7, 1), (1, 5), (7, 15), (70, 45), (3, 1), (1, 7), (11, 4)],
 )
 @pytest.mark.parametrize("bias", [True, False])
-def test_equals_the_whole_layer_and_its_gradients(in_splits: int, out_splits: int, bias: bool) -> None:
+def test_equals_the_whole_layer_and_its_gradients(
+    in_splits: int, out_splits: int, bias: bool
+) -> None:
     torch.manual_seed(0)
     whole = nn.Linear(70, 45, bias=bias).double()
     tiled = TiledLinear(70, 45, bias, in_splits, out_splits, init_linear=whole, dtype=torch.float64)
@@ -40,7 +43,9 @@ def test_equals_the_whole_layer_and_its_gradients(in_splits: int, out_splits: in
 
 
 def test_split_input_and_split_output_are_lists() -> None:
-    tiled = TiledLinear(6, 4, in_splits=2, out_splits=2, input_is_already_split=True, combine_out_splits=False)
+    tiled = TiledLinear(
+        6, 4, in_splits=2, out_splits=2, input_is_already_split=True, combine_out_splits=False
+    )
     outputs = tiled([torch.ones(3, 3), torch.ones(3, 3)])
     assert [tuple(y.shape) for y in outputs] == [(3, 2), (3, 2)]
 
@@ -48,7 +53,9 @@ def test_split_input_and_split_output_are_lists() -> None:
 @pytest.mark.parametrize("side", ["in", "out"])
 @pytest.mark.parametrize("splits", [0, -1, 9])
 def test_splits_that_cannot_be_are_errors(side: str, splits: int) -> None:
-    with pytest.raises(RuntimeError, match=f"{side}_splits is {splits}; allowed are 1 to {side}_features=8"):
+    with pytest.raises(
+        RuntimeError, match=f"{side}_splits is {splits}; allowed are 1 to {side}_features=8"
+    ):
         TiledLinear(8, 8, **{f"{side}_splits": splits})
 
 
@@ -100,9 +107,13 @@ class Megatrons(nn.Linear):
 def test_return_bias_adds_outputs_and_hands_biases_on(bias: bool, combine: bool) -> None:
     torch.manual_seed(0)
     whole, x = nn.Linear(6, 4, bias=bias), torch.randn(5, 6)
-    tiled = TiledLinearReturnBias(6, 4, bias, 3, 2, combine_out_splits=combine, linear_cls=Megatrons, init_linear=whole)
+    tiled = TiledLinearReturnBias(
+        6, 4, bias, 3, 2, combine_out_splits=combine, linear_cls=Megatrons, init_linear=whole
+    )
     y, found = tiled(x)
-    torch.testing.assert_close(y if combine else torch.cat(y, -1), nn.functional.linear(x, whole.weight))
+    torch.testing.assert_close(
+        y if combine else torch.cat(y, -1), nn.functional.linear(x, whole.weight)
+    )
     if bias:
         torch.testing.assert_close(found if combine else torch.cat(found), whole.bias)
     else:
@@ -110,7 +121,9 @@ def test_return_bias_adds_outputs_and_hands_biases_on(bias: bool, combine: bool)
 
 
 def test_return_bias_needs_tiles_that_do() -> None:
-    with pytest.raises(RuntimeError, match=r"a tile returned Tensor; TiledLinearReturnBias needs \(output, bias\)"):
+    with pytest.raises(
+        RuntimeError, match=r"a tile returned Tensor; TiledLinearReturnBias needs \(output, bias\)"
+    ):
         TiledLinearReturnBias(6, 4)(torch.ones(6))
 
 
@@ -137,7 +150,12 @@ def test_copying_reaches_partitioned_tiles(when: str, home: Tier, tmp_path: Path
 
 def test_parameters_at_work_fall_with_the_number_of_tiles(tmp_path: Path) -> None:
     policy = OffloadPolicy(
-        params=Tier.NVME, optim=Tier.NVME, paths=[tmp_path], persistence_numel=0, unit_buffers=1, max_reuse_numel=0
+        params=Tier.NVME,
+        optim=Tier.NVME,
+        paths=[tmp_path],
+        persistence_numel=0,
+        unit_buffers=1,
+        max_reuse_numel=0,
     )
     most = []
     for tiles in (1, 2, 8):
@@ -162,7 +180,9 @@ def test_a_layer_of_another_shape_is_not_copied() -> None:
 
 
 def test_unit_buffers_shrink_with_the_number_of_tiles(tmp_path: Path) -> None:
-    policy = OffloadPolicy(params=Tier.NVME, optim=Tier.NVME, paths=[tmp_path], persistence_numel=600)
+    policy = OffloadPolicy(
+        params=Tier.NVME, optim=Tier.NVME, paths=[tmp_path], persistence_numel=600
+    )
     sizes, losses = [], []
     for layer in (nn.Linear(512, 512), TiledLinear(512, 512, out_splits=8)):
         torch.manual_seed(0)
@@ -177,7 +197,9 @@ def test_unit_buffers_shrink_with_the_number_of_tiles(tmp_path: Path) -> None:
 
 
 def test_a_unit_that_is_too_large_is_refused_and_one_of_tiles_is_not(tmp_path: Path) -> None:
-    policy = OffloadPolicy(params=Tier.NVME, paths=[tmp_path], unit_numel=40_000, persistence_numel=0)
+    policy = OffloadPolicy(
+        params=Tier.NVME, paths=[tmp_path], unit_numel=40_000, persistence_numel=0
+    )
     with pytest.raises(ValueError, match=r"unit 'layer' holds 262656 elements.*TiledLinear"):
         tiermem.shard(Wide(nn.Linear(512, 512)), policy)
     tiermem.shard(Wide(TiledLinear(512, 512, out_splits=8)), policy).close()

@@ -1,4 +1,5 @@
-"""What does tiling along the sequence save, and does a linear layer keep a copy of its weight for backward?"""
+"""What does tiling along the sequence save, and does a linear layer keep a copy of its weight for
+backward?"""
 
 from __future__ import annotations
 
@@ -63,7 +64,9 @@ def test_forward_keeps_the_input_alone() -> None:
         weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
         sizes: dict[int, int] = {}
 
-        def note(t: torch.Tensor, sizes: dict[int, int] = sizes, weights: set[int] = weights) -> torch.Tensor:
+        def note(
+            t: torch.Tensor, sizes: dict[int, int] = sizes, weights: set[int] = weights
+        ) -> torch.Tensor:
             storage = t.untyped_storage()
             if storage.data_ptr() not in weights:
                 sizes[storage.data_ptr()] = storage.nbytes()
@@ -84,7 +87,9 @@ def test_trains_on_every_tier(home: Tier, tmp_path: Path) -> None:
     model = Around(3)
     plain, x = copy.deepcopy(model), torch.randn(2, 11, 6)
     plain(x).square().sum().backward()
-    policy = OffloadPolicy(params=home, optim=home, paths=[tmp_path], persistence_numel=0, max_reuse_numel=0)
+    policy = OffloadPolicy(
+        params=home, optim=home, paths=[tmp_path], persistence_numel=0, max_reuse_numel=0
+    )
     with tiermem.shard(model, policy) as shards:
         model(x).square().sum().backward()
         for param, twin in zip(model.parameters(), plain.parameters(), strict=True):
@@ -98,8 +103,11 @@ def test_what_cannot_be_cut_is_refused(shards: int, shape: tuple[int, ...]) -> N
 
 
 def test_backward_keeps_no_bytes_of_a_released_weight(tmp_path: Path) -> None:
-    """What memory_efficient_linear is for: autograd keeps views, and they hold NaN while the unit is away."""
-    policy = OffloadPolicy(params=Tier.NVME, paths=[tmp_path], persistence_numel=0, unit_buffers=1, max_reuse_numel=0)
+    """What memory_efficient_linear is for: autograd keeps views, and they hold NaN while the unit
+    is away."""
+    policy = OffloadPolicy(
+        params=Tier.NVME, paths=[tmp_path], persistence_numel=0, unit_buffers=1, max_reuse_numel=0
+    )
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
     x = torch.randn(3, 64, requires_grad=True)
     with tiermem.shard(model, policy, is_trained=False) as shards:
@@ -113,7 +121,11 @@ def test_backward_keeps_no_bytes_of_a_released_weight(tmp_path: Path) -> None:
             y = model(x)
         views = [t for t in saved if any(live.memory.sees(t) for live in shards.units)]
         assert len(views) >= 2
-        away = [t for t in views if not any(live.memory.sees(t) and live.is_present for live in shards.units)]
+        away = [
+            t
+            for t in views
+            if not any(live.memory.sees(t) and live.is_present for live in shards.units)
+        ]
         assert away
         assert all(t.isnan().all() for t in away)
         y.sum().backward()

@@ -1,4 +1,5 @@
-"""Do the transforms of torch.func around a streamed model give what they give around a plain one?"""
+"""Do the transforms of torch.func around a streamed model give what they give around a plain
+one?"""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ CALLS: dict[str, Call] = {
     "jacrev": lambda model, x: torch.func.jacrev(lambda x: model(x).sum(0))(x),
     "jacfwd": lambda model, x: torch.func.jacfwd(lambda x: model(x).sum(0))(x),
     "hessian": lambda model, x: torch.func.hessian(lambda x: model(x).square().sum())(x[0]),
-    "grads of samples": lambda model, x: torch.func.vmap(torch.func.grad(lambda row: model(row).sum()))(x),
+    "grads of samples": lambda model, x: torch.func.vmap(
+        torch.func.grad(lambda row: model(row).sum())
+    )(x),
 }
 
 
@@ -52,7 +55,9 @@ def policy(home: Tier, folder: Path, overlap: str = "none") -> OffloadPolicy:
 
 @pytest.mark.parametrize("home", [Tier.HOST, Tier.NVME])
 @pytest.mark.parametrize("name", CALLS)
-def test_a_transform_gives_what_it_gives_around_a_plain_model(name: str, home: Tier, tmp_path: Path) -> None:
+def test_a_transform_gives_what_it_gives_around_a_plain_model(
+    name: str, home: Tier, tmp_path: Path
+) -> None:
     model, twin = Blocks(), Blocks()
     with tiermem.shard(model, policy(home, tmp_path)):
         torch.testing.assert_close(CALLS[name](model, data(0)), CALLS[name](twin, data(0)))
@@ -63,7 +68,10 @@ def test_a_transform_gives_what_it_gives_around_a_plain_model(name: str, home: T
 def test_training_goes_on_between_transforms(name: str, overlap: str, tmp_path: Path) -> None:
     model, twin = Blocks(), Blocks()
     with tiermem.shard(model, policy(Tier.NVME, tmp_path, overlap)):
-        optims = tiermem.AdamW(model.parameters(), lr=1e-3), torch.optim.AdamW(twin.parameters(), lr=1e-3)
+        optims = (
+            tiermem.AdamW(model.parameters(), lr=1e-3),
+            torch.optim.AdamW(twin.parameters(), lr=1e-3),
+        )
         for number in range(4):
             found = []
             for each, optim in zip((model, twin), optims, strict=True):
@@ -72,4 +80,6 @@ def test_training_goes_on_between_transforms(name: str, overlap: str, tmp_path: 
                 each(data(number)).square().mean().backward()
                 optim.step()
             torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(dict(model.state_dict()), dict(twin.state_dict()), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            dict(model.state_dict()), dict(twin.state_dict()), rtol=1e-4, atol=1e-6
+        )

@@ -1,7 +1,8 @@
-"""Do GatheredParameters, external parameters, leaf modules and zero.Init do on several ranks what they promise?
+"""Do GatheredParameters, external parameters, leaf modules and zero.Init do on several ranks what
+they promise?
 
-One launch per number of ranks runs every case (touch_on_ranks.py); the tests look at what it wrote. Three ranks
-divide hardly any parameter evenly.
+One launch per number of ranks runs every case (touch_on_ranks.py); the tests look at what it wrote.
+Three ranks divide hardly any parameter evenly.
 """
 
 from __future__ import annotations
@@ -17,8 +18,12 @@ HERE = Path(__file__).parent
 CASES = re.findall(r"@case\ndef (\w+)", (HERE / "touch_on_ranks.py").read_text())
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)], ids=["2 ranks", "3 ranks"])
-def launched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Path]:
+@pytest.fixture(
+    scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)], ids=["2 ranks", "3 ranks"]
+)
+def launched(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[Any], Path]:
     out, nvme = tmp_path_factory.mktemp("out"), tmp_path_factory.mktemp("nvme")
     return launch(HERE / "touch_on_ranks.py", request.param, out, str(nvme)), nvme
 

@@ -1,4 +1,5 @@
-"""What people do around forward, backward and step: does it do what it does in plain PyTorch, or raise?"""
+"""What people do around forward, backward and step: does it do what it does in plain PyTorch, or
+raise?"""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ from tiermem import OffloadPolicy, Tier
 class Pair:
     """A sharded model with its optimizer, and the plain twin with its own."""
 
-    def __init__(self, policy: OffloadPolicy, model: nn.Module | None = None, **settings: Any) -> None:
+    def __init__(
+        self, policy: OffloadPolicy, model: nn.Module | None = None, **settings: Any
+    ) -> None:
         self.model = model or seeded(zoo.Tower)
         self.plain = copy.deepcopy(self.model)
         self.shards = tiermem.shard(self.model, policy)
@@ -36,7 +39,8 @@ class Pair:
 
     def close(self) -> None:
         self.shards.close()
-        del self.plain_optim, self.both  # the threads of an optimizer of ordinary parameters end with it
+        # the threads of an optimizer of ordinary parameters end with it
+        del self.plain_optim, self.both
 
     def assert_same_weights(self) -> None:
         assert_same_tensors(dict(self.model.state_dict()), dict(self.plain.state_dict()))
@@ -44,7 +48,9 @@ class Pair:
 
 @pytest.fixture(params=[Tier.HOST, Tier.NVME])
 def policy(request: pytest.FixtureRequest, tmp_path: Path) -> OffloadPolicy:
-    return OffloadPolicy(params=request.param, optim=request.param, paths=[tmp_path], persistence_numel=50)
+    return OffloadPolicy(
+        params=request.param, optim=request.param, paths=[tmp_path], persistence_numel=50
+    )
 
 
 @pytest.fixture
@@ -59,12 +65,14 @@ def pair(policy: OffloadPolicy) -> Iterator[Pair]:
     pair.close()
 
 
-# ---- forward without backward ----------------------------------------------------------------------------------------
+# ---- forward without backward --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 @pytest.mark.parametrize("is_training", [False, True])
-def test_evaluation_between_steps_changes_nothing(pair: Pair, context: Any, is_training: bool) -> None:
+def test_evaluation_between_steps_changes_nothing(
+    pair: Pair, context: Any, is_training: bool
+) -> None:
     pair.step(0)
     outputs = []
     for model, _ in pair.both:
@@ -115,7 +123,7 @@ def test_two_sharded_models_in_one_process(on_nvme: OffloadPolicy) -> None:
     second.close()
 
 
-# ---- accumulation ----------------------------------------------------------------------------------------------------
+# ---- accumulation --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("grads", [None, Tier.NVME])
@@ -152,7 +160,7 @@ def test_scaling_gradients_and_then_adding_more(pair: Pair) -> None:
     pair.assert_same_weights()
 
 
-# ---- exceptions ------------------------------------------------------------------------------------------------------
+# ---- exceptions ----------------------------------------------------------------------------------
 
 
 def test_after_an_exception_in_forward_training_goes_on(pair: Pair) -> None:
@@ -191,7 +199,7 @@ def fail(*_: Any) -> None:
     raise Interrupted
 
 
-# ---- optimizers and schedules ----------------------------------------------------------------------------------------
+# ---- optimizers and schedules --------------------------------------------------------------------
 
 
 def test_parameter_groups_keep_their_settings_and_follow_a_schedule(policy: OffloadPolicy) -> None:
@@ -202,7 +210,9 @@ def test_parameter_groups_keep_their_settings_and_follow_a_schedule(policy: Offl
     for each in (model, plain):
         weights = [p for p in each.parameters() if p.ndim > 1]
         others = [p for p in each.parameters() if p.ndim == 1]
-        optim = tiermem.AdamW([{"params": weights, "weight_decay": 0.2}, {"params": others, "lr": 0.1}], lr=1e-2)
+        optim = tiermem.AdamW(
+            [{"params": weights, "weight_decay": 0.2}, {"params": others, "lr": 0.1}], lr=1e-2
+        )
         schedule = torch.optim.lr_scheduler.StepLR(optim, step_size=2, gamma=0.3)
         for number in range(5):
             losses += train_steps(each, optim, [number])
@@ -271,7 +281,9 @@ def test_a_non_finite_gradient_skips_the_step_and_touches_nothing(policy: Offloa
 
 
 def test_a_non_finite_gradient_raises_when_the_policy_says_so(tmp_path: Path) -> None:
-    policy = OffloadPolicy(params=Tier.NVME, paths=[tmp_path], persistence_numel=50, on_nonfinite="raise")
+    policy = OffloadPolicy(
+        params=Tier.NVME, paths=[tmp_path], persistence_numel=50, on_nonfinite="raise"
+    )
     with tiermem.shard(seeded(zoo.Tower), policy) as shards:
         optim = tiermem.AdamW(shards.model.parameters())
         (loss_of(shards.model, 0) * float("inf")).backward()
@@ -284,12 +296,15 @@ def test_torchs_own_optimizer_raises_instead_of_doing_nothing(policy: OffloadPol
         optim = torch.optim.AdamW(shards.model.parameters())
         loss_of(shards.model, 0).backward()
         with pytest.raises(
-            RuntimeError, match=r"gradient of a sharded parameter|values rest elsewhere.*tiermem\.AdamW"
+            RuntimeError,
+            match=r"gradient of a sharded parameter|values rest elsewhere.*tiermem\.AdamW",
         ):
             optim.step()
 
 
-def test_an_optimizer_built_before_sharding_raises_instead_of_doing_nothing(policy: OffloadPolicy) -> None:
+def test_an_optimizer_built_before_sharding_raises_instead_of_doing_nothing(
+    policy: OffloadPolicy,
+) -> None:
     model = seeded(zoo.Tower)
     optim = tiermem.AdamW(model.parameters())
     with tiermem.shard(model, policy):
@@ -298,12 +313,16 @@ def test_an_optimizer_built_before_sharding_raises_instead_of_doing_nothing(poli
             optim.step()
 
 
-def test_a_gradient_of_a_frozen_parameter_raises_instead_of_doing_nothing(policy: OffloadPolicy) -> None:
+def test_a_gradient_of_a_frozen_parameter_raises_instead_of_doing_nothing(
+    policy: OffloadPolicy,
+) -> None:
     model = seeded(zoo.frozen_tower)
     with tiermem.shard(model, policy):
         optim = tiermem.AdamW(model.parameters())
         model.embed.weight.grad = torch.ones(model.embed.weight.shape)
-        with pytest.raises(RuntimeError, match=r"embed\.weight has a gradient and no states: it is frozen"):
+        with pytest.raises(
+            RuntimeError, match=r"embed\.weight has a gradient and no states: it is frozen"
+        ):
             optim.step()
 
 
@@ -320,10 +339,12 @@ def test_an_optimizer_without_parameters_is_refused() -> None:
         tiermem.AdamW([])
 
 
-# ---- looking at gradients --------------------------------------------------------------------------------------------
+# ---- looking at gradients ------------------------------------------------------------------------
 
 
-def test_a_set_gradient_survives_a_backward_that_begins_at_the_input_of_an_unused_forward(pair: Pair) -> None:
+def test_a_set_gradient_survives_a_backward_that_begins_at_the_input_of_an_unused_forward(
+    pair: Pair,
+) -> None:
     first, second = pair.model.layers[0], pair.model.layers[1]
     param = max(second.parameters(), key=torch.numel)
     x = first(torch.ones(2, 3, 31)) * 2.0
@@ -354,7 +375,13 @@ def test_reading_a_gradient_gives_its_values(pair: Pair) -> None:
         loss_of(model, 0).backward()
         grads.append(model.head.weight.grad)
         assert grads[-1].shape == model.head.weight.shape
-    for read in (lambda g: g + 1, lambda g: g.sum(), lambda g: g[0], lambda g: g.tolist(), lambda g: g.numpy()):
+    for read in (
+        lambda g: g + 1,
+        lambda g: g.sum(),
+        lambda g: g[0],
+        lambda g: g.tolist(),
+        lambda g: g.numpy(),
+    ):
         mine, theirs = (torch.as_tensor(read(grad)) for grad in grads)
         torch.testing.assert_close(mine, theirs)
 
@@ -378,7 +405,7 @@ def test_zeroing_in_place_forgets_gradients(pair: Pair) -> None:
     pair.assert_same_weights()
 
 
-# ---- modules in two places -------------------------------------------------------------------------------------------
+# ---- modules in two places -----------------------------------------------------------------------
 
 
 class _Scaled(nn.Module):

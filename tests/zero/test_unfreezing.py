@@ -1,4 +1,5 @@
-"""Does a parameter that was frozen when the model was sharded train, once it requires gradients, as in the plain model?"""
+"""Does a parameter that was frozen when the model was sharded train, once it requires gradients, as
+in the plain model?"""
 
 from __future__ import annotations
 
@@ -43,7 +44,11 @@ def head_only(seed: int = 0) -> nn.Module:
 
 def groups_from_the_start(model: nn.Module) -> tiermem.AdamW:
     """Every parameter is in a group; frozen ones get no gradient, so they are not stepped."""
-    body = {"params": [*model.embed.parameters(), *model.layers.parameters()], "lr": 5e-3, "weight_decay": 0.1}
+    body = {
+        "params": [*model.embed.parameters(), *model.layers.parameters()],
+        "lr": 5e-3,
+        "weight_decay": 0.1,
+    }
     return tiermem.AdamW([body, {"params": model.head.parameters()}], lr=1e-2)
 
 
@@ -61,7 +66,8 @@ def unfreeze(optim: torch.optim.Optimizer, part: nn.Module | nn.Parameter, lr: f
 
 
 def progressively(model: nn.Module, optim: torch.optim.Optimizer) -> list[float]:
-    """Ten steps: the head, then more and more of the body; one block is frozen and unfrozen again."""
+    """Ten steps: the head, then more and more of the body; one block is frozen and unfrozen
+    again."""
     losses = train_steps(model, optim, range(2))
     unfreeze(optim, model.layers[2], lr=5e-3)
     losses += train_steps(model, optim, range(2, 4))
@@ -79,12 +85,16 @@ def progressively(model: nn.Module, optim: torch.optim.Optimizer) -> list[float]
 def steps_of(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, float]:
     names = {id(param): name for name, param in model.named_parameters()}
     numbers = [names[id(param)] for group in optim.param_groups for param in group["params"]]
-    return {numbers[number]: float(each["step"]) for number, each in optim.state_dict()["state"].items()}
+    return {
+        numbers[number]: float(each["step"]) for number, each in optim.state_dict()["state"].items()
+    }
 
 
 @pytest.mark.parametrize("build", [groups_from_the_start, trained_alone])
 @pytest.mark.parametrize("home", POLICIES)
-def test_unfreezing_equals_plain_training(home: str, build: Callable[[nn.Module], Any], tmp_path: Path) -> None:
+def test_unfreezing_equals_plain_training(
+    home: str, build: Callable[[nn.Module], Any], tmp_path: Path
+) -> None:
     found = []
     for is_sharded in (False, True):
         model = head_only()
@@ -97,17 +107,24 @@ def test_unfreezing_equals_plain_training(home: str, build: Callable[[nn.Module]
             shards.close()
     assert found[0][0] == found[1][0]
     assert found[0][1] == found[1][1]
-    assert {found[0][1][name] for name in ("layers.2.up.weight", "layers.1.norm.bias", "embed.weight")} == {7, 6, 5}
+    assert {
+        found[0][1][name] for name in ("layers.2.up.weight", "layers.1.norm.bias", "embed.weight")
+    } == {7, 6, 5}
     assert_same_tensors(found[1][2], found[0][2])
 
 
 @pytest.mark.parametrize(
     ("precision", "compute_dtype"), [("exact", "storage"), ("compact", "fp32"), ("tiny", "storage")]
 )
-def test_low_precision_masters_begin_with_the_weight(precision: str, compute_dtype: str, tmp_path: Path) -> None:
-    """A sharded model that was trained from the start, with the block frozen until then, has the same bits."""
+def test_low_precision_masters_begin_with_the_weight(
+    precision: str, compute_dtype: str, tmp_path: Path
+) -> None:
+    """A sharded model that was trained from the start, with the block frozen until then, has the
+    same bits."""
     found = []
-    policy = policy_of("nvme", tmp_path, precision=Precision.preset(precision), compute_dtype=compute_dtype)
+    policy = policy_of(
+        "nvme", tmp_path, precision=Precision.preset(precision), compute_dtype=compute_dtype
+    )
     for is_late in (False, True):
         model = head_only().bfloat16()
         if not is_late:
@@ -117,7 +134,9 @@ def test_low_precision_masters_begin_with_the_weight(precision: str, compute_dty
             model.layers[1].requires_grad_(False)
             losses = train_steps(model, optim, range(2))
             model.layers[1].requires_grad_(True)
-            found.append((losses + train_steps(model, optim, range(2, 5)), dict(model.state_dict())))
+            found.append(
+                (losses + train_steps(model, optim, range(2, 5)), dict(model.state_dict()))
+            )
     assert found[0][0] == found[1][0]
     assert_same_tensors(found[1][1], found[0][1])
 
@@ -148,14 +167,20 @@ def test_room_is_taken_at_once_when_asked(tmp_path: Path) -> None:
         model.layers[0].requires_grad_(True)
         shards.take_up()
         assert shards.plan.host_bytes == shards.store.arena.limit_bytes > before
-        assert {live.unit.name for live in shards.units if live.unit.is_trainable} >= {"layers.0", "layers.3", "head"}
+        assert {live.unit.name for live in shards.units if live.unit.is_trainable} >= {
+            "layers.0",
+            "layers.3",
+            "head",
+        }
 
 
 def test_a_model_that_was_frozen_whole_trains(tmp_path: Path) -> None:
     found = []
     for is_sharded in (False, True):
         model = seeded(Tower).requires_grad_(False)
-        shards = tiermem.shard(model, policy_of("nvme", tmp_path), device="cpu") if is_sharded else None
+        shards = (
+            tiermem.shard(model, policy_of("nvme", tmp_path), device="cpu") if is_sharded else None
+        )
         losses = [loss_of(model, 9).item()]
         model.requires_grad_(True)
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
@@ -170,7 +195,9 @@ def test_a_gradient_that_was_set_without_a_forward_is_stepped(tmp_path: Path) ->
     found = []
     for is_sharded in (False, True):
         model = head_only()
-        shards = tiermem.shard(model, policy_of("nvme", tmp_path), device="cpu") if is_sharded else None
+        shards = (
+            tiermem.shard(model, policy_of("nvme", tmp_path), device="cpu") if is_sharded else None
+        )
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         param = model.layers[0].up.weight.requires_grad_(True)
         param.grad = torch.full(param.shape, 0.5)
@@ -190,18 +217,24 @@ def test_frozen_neighbours_of_an_unfrozen_parameter_are_not_missed(tmp_path: Pat
 
 
 @pytest.mark.parametrize("tile_numel", [None, 4096])
-def test_weights_keep_their_checksums_when_they_are_unfrozen(tile_numel: int | None, tmp_path: Path) -> None:
+def test_weights_keep_their_checksums_when_they_are_unfrozen(
+    tile_numel: int | None, tmp_path: Path
+) -> None:
     model = head_only()
-    with tiermem.shard(model, policy_of("nvme", tmp_path, tile_numel=tile_numel), device="cpu") as shards:
+    with tiermem.shard(
+        model, policy_of("nvme", tmp_path, tile_numel=tile_numel), device="cpu"
+    ) as shards:
         tiermem.AdamW(model.parameters(), lr=1e-2)
         model.requires_grad_(True)
         loss_of(model, 0)
-        tables = [shards.store.sums.of(live.entry) for live in shards.units if live.entry is not None]
+        tables = [
+            shards.store.sums.of(live.entry) for live in shards.units if live.entry is not None
+        ]
         assert len(tables) > 4
         assert not [number for table in tables if table is not None for number in table.unknown()]
 
 
-# ---- refusals --------------------------------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 def smallest_budget(nvme: Path, **fields: Any) -> int:
@@ -228,21 +261,28 @@ def test_without_room_the_forward_raises_and_the_model_is_as_it_was(tmp_path: Pa
         plan, before = shards.plan, shards.store.stats()
         model.requires_grad_(True)
         for _ in range(2):
-            with pytest.raises(ValueError, match=r"no room to train embed\.weight, .*smallest plan needs .*as it was"):
+            with pytest.raises(
+                ValueError,
+                match=r"no room to train embed\.weight, .*smallest plan needs .*as it was",
+            ):
                 loss_of(model, 2)
         assert shards.plan is plan
         assert shards.store.stats().host_bytes == before.host_bytes
         assert shards.store.stats().nvme_bytes == before.nvme_bytes
         for param in model.parameters():
             param.requires_grad_(
-                any(param is each for each in (*model.head.parameters(), *model.layers[3].parameters()))
+                any(
+                    param is each
+                    for each in (*model.head.parameters(), *model.layers[3].parameters())
+                )
             )
         assert losses + train_steps(model, optim, range(2, 4)) == expected
         assert_same_tensors(dict(model.state_dict()), dict(plain.state_dict()))
 
 
 SPARE = {"gradients": 130_000, "states": 200_000, "tile buffers": 330_000}
-"""Bytes beyond the smallest budget; what gives way first, when the rest of the model is unfrozen."""
+"""Bytes beyond the smallest budget; what gives way first, when the rest of the model is
+unfrozen."""
 
 
 @pytest.mark.parametrize("what", SPARE)
@@ -266,7 +306,12 @@ def test_what_a_budget_kept_in_memory_beyond_its_tier_gives_way(what: str, tmp_p
             }
             assert [name for name, gives in gave.items() if gives] == [what]
             stats, regions = shards.store.stats(), shards.store.arena.regions
-            held = (shards.plan.host_bytes, stats.host_bytes, stats.host_peak_bytes, sum(r.num_bytes for r in regions))
+            held = (
+                shards.plan.host_bytes,
+                stats.host_bytes,
+                stats.host_peak_bytes,
+                sum(r.num_bytes for r in regions),
+            )
             assert max(held) <= budget
             shards.close()
     assert found[0][0] == found[1][0]
@@ -277,7 +322,9 @@ def test_a_full_disk_is_refused_before_anything_is_changed(tmp_path: Path) -> No
     model = head_only()
     with tiermem.shard(model, policy_of("nvme", tmp_path), device="cpu") as shards:
         needed = shards.plan.disk_bytes
-    with tiermem.shard(head_only(), policy_of("nvme", tmp_path, disk_bytes=needed), device="cpu") as shards:
+    with tiermem.shard(
+        head_only(), policy_of("nvme", tmp_path, disk_bytes=needed), device="cpu"
+    ) as shards:
         optim = tiermem.AdamW(shards.model.parameters(), lr=1e-2)
         losses = train_steps(shards.model, optim, range(2))
         shards.model.layers[1].requires_grad_(True)
@@ -298,14 +345,17 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
             loss_of(model, 0)
 
 
-# ---- ranks -----------------------------------------------------------------------------------------------------------
+# ---- ranks ---------------------------------------------------------------------------------------
 
 
 def test_two_ranks_unfreeze_together(tmp_path: Path) -> None:
     """To 1e-6 of plain training, whose sums have another order; the tiers have the same bits."""
     (tmp_path / "out").mkdir()
-    found = launch(Path(__file__).with_name("unfrozen_on_ranks.py"), 2, tmp_path / "out", str(tmp_path))
-    assert [each.pop("norms of nothing") for each in found] == [[0.0] * 6] * 2  # without any trainable parameter
+    found = launch(
+        Path(__file__).with_name("unfrozen_on_ranks.py"), 2, tmp_path / "out", str(tmp_path)
+    )
+    # without any trainable parameter
+    assert [each.pop("norms of nothing") for each in found] == [[0.0] * 6] * 2
     for name, weights in found[0].items():
         if name == "differing":
             assert "ranks disagree" in weights
@@ -313,6 +363,8 @@ def test_two_ranks_unfreeze_together(tmp_path: Path) -> None:
             continue
         assert_same_tensors(found[1][name], weights)
         way = name.partition(", ")[2]
-        assert_same_tensors(weights, found[0][f"host, {way}"]) if not name.startswith("plain") else None
+        assert_same_tensors(weights, found[0][f"host, {way}"]) if not name.startswith(
+            "plain"
+        ) else None
         for key, value in weights.items():
             torch.testing.assert_close(value, found[0][f"plain, {way}"][key], rtol=1e-5, atol=1e-6)

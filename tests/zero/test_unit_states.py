@@ -1,4 +1,5 @@
-"""Does a unit, and the gradient of a parameter, go from state to state along the arrows alone, and do attributes follow?"""
+"""Does a unit, and the gradient of a parameter, go from state to state along the arrows alone, and
+do attributes follow?"""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from tiermem.zero import ZeroParamStatus
 
 
 def test_a_unit_goes_along_its_arrows_and_an_illegal_one_names_both_states(tmp_path: Path) -> None:
-    policy = OffloadPolicy(params=Tier.NVME, optim=Tier.HOST, paths=[tmp_path], persistence_numel=100)
+    policy = OffloadPolicy(
+        params=Tier.NVME, optim=Tier.HOST, paths=[tmp_path], persistence_numel=100
+    )
     with tiermem.shard(seeded(Tower), policy) as shards:
         live = shards.units[0]
         param = live.unit.shards[0].param
@@ -24,7 +27,9 @@ def test_a_unit_goes_along_its_arrows_and_an_illegal_one_names_both_states(tmp_p
             return live.state, live.is_present, param.ds_status  # type: ignore[attr-defined]
 
         assert seen() == (UnitState.HOME, False, ZeroParamStatus.NOT_AVAILABLE)
-        with pytest.raises(RuntimeError, match=f"unit '{live.unit.name}' cannot go from HOME to PRESENT"):
+        with pytest.raises(
+            RuntimeError, match=f"unit '{live.unit.name}' cannot go from HOME to PRESENT"
+        ):
             live.land()
         live.read(is_urgent=True)
         assert seen() == (UnitState.READING, False, ZeroParamStatus.INFLIGHT)
@@ -32,7 +37,11 @@ def test_a_unit_goes_along_its_arrows_and_an_illegal_one_names_both_states(tmp_p
             live.read(is_urgent=True)
         live.land()
         assert seen() == (UnitState.PRESENT, True, ZeroParamStatus.AVAILABLE)
-        for arrow, to in ((live.copy, "COPYING"), (live.gather, "GATHERING"), (live.land, "PRESENT")):
+        for arrow, to in (
+            (live.copy, "COPYING"),
+            (live.gather, "GATHERING"),
+            (live.land, "PRESENT"),
+        ):
             with pytest.raises(RuntimeError, match=f"from PRESENT to {to}"):
                 arrow()
         live.drop()
@@ -40,7 +49,9 @@ def test_a_unit_goes_along_its_arrows_and_an_illegal_one_names_both_states(tmp_p
 
 
 def test_a_unit_that_is_dropped_while_it_is_read_can_be_read_again(tmp_path: Path) -> None:
-    policy = OffloadPolicy(params=Tier.NVME, optim=Tier.HOST, paths=[tmp_path], persistence_numel=100)
+    policy = OffloadPolicy(
+        params=Tier.NVME, optim=Tier.HOST, paths=[tmp_path], persistence_numel=100
+    )
     with tiermem.shard(seeded(Tower), policy) as shards:
         live = shards.units[0]
         wanted = shards.weight(live.unit.shards[0].param)

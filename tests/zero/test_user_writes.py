@@ -1,4 +1,5 @@
-"""Is what the user writes to a weight honoured, wherever the weight rests, as plain PyTorch honours it?
+"""Is what the user writes to a weight honoured, wherever the weight rests, as plain PyTorch honours
+it?
 
 Each way to write (user_writes.py) is tried in each place between steps.
 """
@@ -32,9 +33,12 @@ from tiermem import OffloadPolicy, Tier
 
 
 def all_writes() -> list[Any]:
-    """Every way in every place at every moment; each way in each place at one moment is not marked slow."""
+    """Every way in every place at every moment; each way in each place at one moment is not marked
+    slow."""
     return [
-        pytest.param(way, place, moment, marks=[] if (i + j + k) % len(MOMENTS) == 0 else pytest.mark.slow)
+        pytest.param(
+            way, place, moment, marks=[] if (i + j + k) % len(MOMENTS) == 0 else pytest.mark.slow
+        )
         for i, way in enumerate(WAYS)
         for j, place in enumerate(PLACES)
         for k, moment in enumerate(MOMENTS)
@@ -42,7 +46,9 @@ def all_writes() -> list[Any]:
 
 
 @pytest.mark.parametrize(("way", "place", "moment"), all_writes())
-def test_a_write_is_honoured_as_by_fp32_masters(way: str, place: str, moment: str, tmp_path: Path) -> None:
+def test_a_write_is_honoured_as_by_fp32_masters(
+    way: str, place: str, moment: str, tmp_path: Path
+) -> None:
     policy = OffloadPolicy(paths=[str(tmp_path)], **PLACES[place])
     for dtype in (torch.bfloat16, torch.float32):
         theirs, ours = (trained(each, WAYS[way], moment, dtype) for each in (None, policy))
@@ -51,12 +57,17 @@ def test_a_write_is_honoured_as_by_fp32_masters(way: str, place: str, moment: st
             assert torch.allclose(ours[1][name].float(), value.float(), rtol=0.02, atol=1e-4), name
 
 
-def test_a_loaded_state_dict_is_not_taken_for_writes_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each would be compared with its master, and would wait for the accelerator. Only what the user writes after it is."""
+def test_a_loaded_state_dict_is_not_taken_for_writes_of_the_user(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each would be compared with its master, and would wait for the accelerator. Only what the
+    user writes after it is."""
     model, taken = model_of(), list[str]()
     with tiermem.shard(model, OffloadPolicy(params=Tier.DEVICE)) as shards:
         take = shards._take_writes_of
-        monkeypatch.setattr(shards, "_take_writes_of", lambda live: (taken.append(live.unit.name), take(live)))
+        monkeypatch.setattr(
+            shards, "_take_writes_of", lambda live: (taken.append(live.unit.name), take(live))
+        )
         model.load_state_dict(model_of().state_dict())
         shards.take_writes()
         assert not taken
@@ -69,7 +80,9 @@ def test_a_loaded_state_dict_is_not_taken_for_writes_of_the_user(monkeypatch: py
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("way", ["zero_a_row", "zero_all", "clamp"])
-def test_unwritten_elements_keep_their_master_to_the_bit(way: str, place: str, precision: str, tmp_path: Path) -> None:
+def test_unwritten_elements_keep_their_master_to_the_bit(
+    way: str, place: str, precision: str, tmp_path: Path
+) -> None:
     """A write at every step, in every format of masters. Zeroed elements become zero, never NaN."""
     model = model_of()
     policy = OffloadPolicy(paths=[str(tmp_path)], precision=PRECISIONS[precision], **PLACES[place])
@@ -83,21 +96,32 @@ def test_unwritten_elements_keep_their_master_to_the_bit(way: str, place: str, p
             for _, shard in shards.parameters():
                 if shard.name != "0.weight":
                     continue
-                master, weight = tiles.state(shard, "master"), shard.param.detach().clone().flatten()
+                master, weight = (
+                    tiles.state(shard, "master"),
+                    shard.param.detach().clone().flatten(),
+                )
                 WAYS[way](model)
                 new = shard.param.detach().clone().flatten()
                 now = tiles.state(shard, "master")
                 is_written = weight != new
                 assert is_written.any() and torch.equal(now[~is_written], master[~is_written])
-                is_exact = step > 0 or precision == "exact" or way != "clamp" or place.startswith("stage 2, ")
+                is_exact = (
+                    step > 0
+                    or precision == "exact"
+                    or way != "clamp"
+                    or place.startswith("stage 2, ")
+                )
                 wanted = new[is_written].float()
-                assert torch.allclose(now[is_written], wanted, rtol=0.0 if is_exact and step else 2**-8, atol=1e-40)
+                assert torch.allclose(
+                    now[is_written], wanted, rtol=0.0 if is_exact and step else 2**-8, atol=1e-40
+                )
         assert loss_of(model, 9).isfinite()
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_step_while_the_old_memory_is_held_is_refused(place: str, tmp_path: Path) -> None:
-    """The step would write what the user wants to put back; what is written meanwhile is not lost."""
+    """The step would write what the user wants to put back; what is written meanwhile is not
+    lost."""
     model = model_of()
     with tiermem.shard(model, OffloadPolicy(paths=[str(tmp_path)], **PLACES[place])):
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
@@ -128,16 +152,19 @@ def test_another_dtype_or_device_is_refused_at_the_write(
 
 def test_parameters_are_ordinary_ones_after_closing(tmp_path: Path) -> None:
     model = model_of()
-    tiermem.shard(model, OffloadPolicy(paths=[str(tmp_path)], **PLACES["host"])).close(materialize=True)
+    tiermem.shard(model, OffloadPolicy(paths=[str(tmp_path)], **PLACES["host"])).close(
+        materialize=True
+    )
     assert {type(param) for param in model.parameters()} == {nn.Parameter}
     model.half()
 
 
-# ---- written in forward ----------------------------------------------------------------------------------------------
+# ---- written in forward --------------------------------------------------------------------------
 
 
 class WritesInForward(nn.Module):
-    """Sets its shift from the first batch, as ActNorm does, and keeps its rows' norms below one, as some codebooks do."""
+    """Sets its shift from the first batch, as ActNorm does, and keeps its rows' norms below one, as
+    some codebooks do."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -180,14 +207,21 @@ def losses_with_writes(policy: OffloadPolicy | None, way: str) -> list[float]:
 @pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.NVME])
 @pytest.mark.parametrize("way", ["in place", "data"])
-def test_a_write_in_forward_is_kept_on_every_tier(way: str, tier: Tier, overlap: Any, tmp_path: Path) -> None:
+def test_a_write_in_forward_is_kept_on_every_tier(
+    way: str, tier: Tier, overlap: Any, tmp_path: Path
+) -> None:
     policy = OffloadPolicy(
-        params=tier, optim=tier, paths=[str(tmp_path)], persistence_numel=20, overlap=overlap, tile_numel=1024
+        params=tier,
+        optim=tier,
+        paths=[str(tmp_path)],
+        persistence_numel=20,
+        overlap=overlap,
+        tile_numel=1024,
     )
     assert losses_with_writes(policy, way) == pytest.approx(losses_with_writes(None, way), rel=1e-5)
 
 
-# ---- memory that weights share ---------------------------------------------------------------------------------------
+# ---- memory that weights share -------------------------------------------------------------------
 
 
 def share_whole(model: nn.Sequential) -> None:
@@ -203,17 +237,23 @@ def share_with_a_buffer(model: nn.Sequential) -> None:
 
 
 @pytest.mark.parametrize("share", [share_whole, share_a_part, share_with_a_buffer])
-def test_weights_that_share_memory_are_refused_with_both_names(share: Callable[[nn.Sequential], None]) -> None:
+def test_weights_that_share_memory_are_refused_with_both_names(
+    share: Callable[[nn.Sequential], None],
+) -> None:
     """Torch steps such memory once for each parameter, which no tier here does."""
     model = model_of()
     share(model)
     with pytest.raises(ValueError, match=r"share memory.*one parameter for both") as refused:
         tiermem.shard(model, OffloadPolicy())
-    assert "0.weight" in str(refused.value) and ("2." in str(refused.value) or "1.seen" in str(refused.value))
+    assert "0.weight" in str(refused.value) and (
+        "2." in str(refused.value) or "1.seen" in str(refused.value)
+    )
 
 
 def test_frozen_weights_over_the_same_elements_become_one_parameter() -> None:
-    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)).requires_grad_(False)
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)).requires_grad_(
+        False
+    )
     model[1].weight.data = model[0].weight.data
     x = torch.ones(2, 8)
     before = model(x)
@@ -222,7 +262,7 @@ def test_frozen_weights_over_the_same_elements_become_one_parameter() -> None:
         assert torch.equal(model(x), before)
 
 
-# ---- several ranks ---------------------------------------------------------------------------------------------------
+# ---- several ranks -------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -232,7 +272,9 @@ def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, lis
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_ranks_honour_a_write_as_a_plain_model_does(case: str, on_two_ranks: list[dict[str, list[float]]]) -> None:
+def test_two_ranks_honour_a_write_as_a_plain_model_does(
+    case: str, on_two_ranks: list[dict[str, list[float]]]
+) -> None:
     theirs = losses_of(case, is_sharded=False)
     for rank in on_two_ranks:
         assert rank[case] == pytest.approx(theirs, rel=1e-5 if case.endswith("float32") else 2e-3)

@@ -1,4 +1,5 @@
-"""Do weights from safetensors files arrive in every kind of model, and are bad files refused before anything changes?"""
+"""Do weights from safetensors files arrive in every kind of model, and are bad files refused before
+anything changes?"""
 
 from __future__ import annotations
 
@@ -23,7 +24,14 @@ from tiermem import OffloadPolicy, Tier
 from tiermem.weights_io import INDEX_NAME, read_header
 from tiermem.zero import Init
 
-KINDS = ["plain", "plain on meta", "sharded on HOST", "sharded on NVME", "built under Init", "built under Init on meta"]
+KINDS = [
+    "plain",
+    "plain on meta",
+    "sharded on HOST",
+    "sharded on NVME",
+    "built under Init",
+    "built under Init on meta",
+]
 
 
 @pytest.fixture
@@ -75,7 +83,9 @@ def test_an_index_and_its_files(loaded: Any, saved: nn.Module, folder: Path) -> 
     assert_same_tensors(loaded(folder), dict(saved.state_dict()))
 
 
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "stored", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str
+)
 @pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_values_are_cast_to_the_models_dtype(
     loaded: Any, stored: torch.dtype, wanted: torch.dtype, saved: nn.Module, folder: Path
@@ -83,11 +93,15 @@ def test_values_are_cast_to_the_models_dtype(
     tensors = {name: value.to(stored) for name, value in untied(saved).items()}
     save_file(tensors, folder / "model.safetensors")
     weights = loaded(folder, wanted)
-    assert_same_tensors({n: weights[n] for n in tensors}, {n: v.to(wanted) for n, v in tensors.items()})
+    assert_same_tensors(
+        {n: weights[n] for n in tensors}, {n: v.to(wanted) for n, v in tensors.items()}
+    )
 
 
 @pytest.mark.parametrize("name", ["embed.weight", "head.weight"])
-def test_either_name_of_a_tied_weight_will_do(loaded: Any, name: str, saved: nn.Module, folder: Path) -> None:
+def test_either_name_of_a_tied_weight_will_do(
+    loaded: Any, name: str, saved: nn.Module, folder: Path
+) -> None:
     tensors = untied(saved)
     tensors[name] = tensors.pop("embed.weight")
     save_file(tensors, folder / "model.safetensors")
@@ -98,7 +112,9 @@ def test_either_name_of_a_tied_weight_will_do(loaded: Any, name: str, saved: nn.
 
 def test_the_first_step_starts_from_what_was_loaded(saved: nn.Module, folder: Path) -> None:
     save_file(untied(saved), folder / "model.safetensors")
-    policy = OffloadPolicy(params=Tier.NVME, optim=Tier.NVME, paths=[folder / "nvme"], persistence_numel=50)
+    policy = OffloadPolicy(
+        params=Tier.NVME, optim=Tier.NVME, paths=[folder / "nvme"], persistence_numel=50
+    )
     model, plain = seeded(zoo.tied_tower), copy.deepcopy(saved)
     with tiermem.shard(model, policy):
         tiermem.load_safetensors(model, folder)
@@ -110,7 +126,7 @@ def test_the_first_step_starts_from_what_was_loaded(saved: nn.Module, folder: Pa
         assert_same_tensors(dict(model.state_dict()), dict(plain.state_dict()))
 
 
-# ---- bad files -------------------------------------------------------------------------------------------------------
+# ---- bad files -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -118,14 +134,17 @@ def model() -> nn.Module:
     return seeded(zoo.tied_tower)
 
 
-def test_names_that_do_not_fit_are_all_named(model: nn.Module, saved: nn.Module, folder: Path) -> None:
+def test_names_that_do_not_fit_are_all_named(
+    model: nn.Module, saved: nn.Module, folder: Path
+) -> None:
     tensors = untied(saved)
     del tensors["layers.0.up.bias"]
     tensors["surplus"] = torch.zeros(2)
     save_file(tensors, folder / "model.safetensors")
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(
-        ValueError, match=r"Missing in the files: \['layers\.0\.up\.bias'\]. Not in the model: \['surplus'\]"
+        ValueError,
+        match=r"Missing in the files: \['layers\.0\.up\.bias'\]. Not in the model: \['surplus'\]",
     ):
         tiermem.load_safetensors(model, folder)
     assert_same_tensors(dict(model.state_dict()), dict(before))
@@ -133,10 +152,14 @@ def test_names_that_do_not_fit_are_all_named(model: nn.Module, saved: nn.Module,
     assert torch.equal(model.head.weight, saved.head.weight)
 
 
-def test_a_wrong_shape_is_named_before_anything_changes(model: nn.Module, saved: nn.Module, folder: Path) -> None:
+def test_a_wrong_shape_is_named_before_anything_changes(
+    model: nn.Module, saved: nn.Module, folder: Path
+) -> None:
     save_file(untied(saved) | {"layers.2.up.bias": torch.zeros(3)}, folder / "model.safetensors")
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match=r"layers\.2\.up\.bias has shape \(3,\), the model wants \(97,\)"):
+    with pytest.raises(
+        ValueError, match=r"layers\.2\.up\.bias has shape \(3,\), the model wants \(97,\)"
+    ):
         tiermem.load_safetensors(model, folder)
     assert_same_tensors(dict(model.state_dict()), dict(before))
 
@@ -220,24 +243,32 @@ def test_a_header_longer_than_the_file_is_not_read(tmp_path: Path) -> None:
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=5), children, max_size=3),
+    lambda children: (
+        st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=5), children, max_size=3)
+    ),
     max_leaves=10,
 )
 ENTRY = st.fixed_dictionaries(
     {
         "dtype": st.sampled_from(["F32", "BF16", "I8", "BOOL"]) | JSON,
         "shape": st.lists(st.integers(-2, 5) | st.integers(), max_size=3) | JSON,
-        "data_offsets": st.lists(st.integers(-8, 64) | st.integers(), min_size=2, max_size=2) | JSON,
+        "data_offsets": st.lists(st.integers(-8, 64) | st.integers(), min_size=2, max_size=2)
+        | JSON,
     }
 )
 
 
 @settings(max_examples=200, deadline=None)
-@given(header=st.dictionaries(st.text(max_size=5), ENTRY | JSON, max_size=3) | JSON, rest=st.binary(max_size=40))
+@given(
+    header=st.dictionaries(st.text(max_size=5), ENTRY | JSON, max_size=3) | JSON,
+    rest=st.binary(max_size=40),
+)
 def test_any_header_is_understood_or_refused(
     header: Any, rest: bytes, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    file = write(tmp_path_factory.getbasetemp() / "any.safetensors", json.dumps(header).encode(), rest)
+    file = write(
+        tmp_path_factory.getbasetemp() / "any.safetensors", json.dumps(header).encode(), rest
+    )
     try:
         found = read_header(file)
     except ValueError:
@@ -247,7 +278,9 @@ def test_any_header_is_understood_or_refused(
 
 @settings(max_examples=200, deadline=None)
 @given(content=st.binary(max_size=64))
-def test_any_file_is_understood_or_refused(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_any_file_is_understood_or_refused(
+    content: bytes, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     file = tmp_path_factory.getbasetemp() / "any.safetensors"
     file.write_bytes(content)
     try:

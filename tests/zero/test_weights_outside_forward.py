@@ -31,14 +31,20 @@ def plain(model: nn.Module) -> nn.Module:
 
 
 @pytest.fixture(params=[Tier.HOST, Tier.NVME])
-def shards(request: pytest.FixtureRequest, model: nn.Module, plain: nn.Module, tmp_path: Path) -> Iterator[Shards]:
-    with tiermem.shard(model, OffloadPolicy(params=request.param, paths=[tmp_path], persistence_numel=50)) as shards:
+def shards(
+    request: pytest.FixtureRequest, model: nn.Module, plain: nn.Module, tmp_path: Path
+) -> Iterator[Shards]:
+    with tiermem.shard(
+        model, OffloadPolicy(params=request.param, paths=[tmp_path], persistence_numel=50)
+    ) as shards:
         yield shards
 
 
 @pytest.fixture
 def released(model: nn.Module, plain: nn.Module, tmp_path: Path) -> Iterator[nn.Parameter]:
-    with tiermem.shard(model, OffloadPolicy(params=Tier.NVME, paths=[tmp_path], persistence_numel=50)):
+    with tiermem.shard(
+        model, OffloadPolicy(params=Tier.NVME, paths=[tmp_path], persistence_numel=50)
+    ):
         yield model.layers[0].up.weight
 
 
@@ -50,11 +56,15 @@ def test_released_parameter_keeps_its_shape_and_takes_no_memory(released: nn.Par
         assert released.untyped_storage().nbytes() == 4
 
 
-@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps, lambda p: torch.save(p, io.BytesIO())])
+@pytest.mark.parametrize(
+    "way", [copy.copy, copy.deepcopy, pickle.dumps, lambda p: torch.save(p, io.BytesIO())]
+)
 def test_released_parameter_is_not_copied_or_pickled_but_says_how(
     way: Callable[[nn.Parameter], object], released: nn.Parameter
 ) -> None:
-    with pytest.raises(RuntimeError, match=r"of shape \(97, 31\) whose values rest elsewhere cannot be copied"):
+    with pytest.raises(
+        RuntimeError, match=r"of shape \(97, 31\) whose values rest elsewhere cannot be copied"
+    ):
         way(released)
 
 
@@ -83,12 +93,19 @@ WRITES: dict[str, Callable[[torch.Tensor], object]] = {
 
 @pytest.mark.parametrize("write", WRITES)
 def test_writing_a_released_parameter_raises(released: nn.Parameter, write: str) -> None:
-    with torch.no_grad(), pytest.raises(RuntimeError, match=r"of shape \(97, 31\) whose values rest elsewhere"):
+    with (
+        torch.no_grad(),
+        pytest.raises(RuntimeError, match=r"of shape \(97, 31\) whose values rest elsewhere"),
+    ):
         WRITES[write](released)
 
 
 def test_filling_past_the_parameter_raises(model: nn.Module, released: nn.Parameter) -> None:
-    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), pytest.raises(RuntimeError, match="data pointer"):
+    with (
+        torch.no_grad(),
+        torch._C.DisableTorchFunctionSubclass(),
+        pytest.raises(RuntimeError, match="data pointer"),
+    ):
         released.zero_()
     assert is_absent(released)
     assert loss_of(model, 0).isfinite()
@@ -107,9 +124,13 @@ def test_state_dict_gathers(shards: Shards, plain: nn.Module) -> None:
 
 
 def test_state_dict_of_a_part_gathers(shards: Shards, plain: nn.Module) -> None:
-    assert_same_tensors(dict(shards.model.layers[0].state_dict()), dict(plain.layers[0].state_dict()))
+    assert_same_tensors(
+        dict(shards.model.layers[0].state_dict()), dict(plain.layers[0].state_dict())
+    )
     part = shards.model.layers[0].up
-    assert_same_tensors(dict(part.state_dict(prefix="x.")), dict(plain.layers[0].up.state_dict(prefix="x.")))
+    assert_same_tensors(
+        dict(part.state_dict(prefix="x.")), dict(plain.layers[0].up.state_dict(prefix="x."))
+    )
 
 
 def test_state_dict_keeps_tied_weights_tied(shards: Shards) -> None:
@@ -137,18 +158,24 @@ def test_load_state_dict_names_what_does_not_fit(shards: Shards, plain: nn.Modul
     state = plain.state_dict()
     state["layers.0.up.weight"] = torch.zeros(3, 3)
     del state["layers.0.up.bias"]
-    with pytest.raises(RuntimeError, match=r"(?s)layers\.0\.up\.bias.*size mismatch for layers\.0\.up\.weight"):
+    with pytest.raises(
+        RuntimeError, match=r"(?s)layers\.0\.up\.bias.*size mismatch for layers\.0\.up\.weight"
+    ):
         shards.model.load_state_dict(state)
 
 
-def test_load_state_dict_after_a_step_is_followed_by_masters(shards: Shards, plain: nn.Module) -> None:
+def test_load_state_dict_after_a_step_is_followed_by_masters(
+    shards: Shards, plain: nn.Module
+) -> None:
     optim = tiermem.AdamW(shards.model.parameters())
     loss_of(shards.model, 0).backward()
     optim.step()
     shards.model.load_state_dict(plain.state_dict())
     assert_same_tensors(dict(shards.model.state_dict()), dict(plain.state_dict()))
     for _, shard in shards.parameters():
-        assert torch.equal(optim.tiles_of(shards).state(shard, "master"), shards.weight(shard.param).flatten())
+        assert torch.equal(
+            optim.tiles_of(shards).state(shard, "master"), shards.weight(shard.param).flatten()
+        )
 
 
 def test_copying_raises_and_says_how(shards: Shards) -> None:
@@ -184,16 +211,24 @@ def test_closed_model_can_be_sharded_again(shards: Shards, plain: nn.Module) -> 
         assert loss_of(model, 0).item() == loss_of(plain, 0).item()
 
 
-def test_model_closed_without_materializing_reads_nan_or_its_weights(model: nn.Module, tmp_path: Path) -> None:
-    tiermem.shard(model, OffloadPolicy(params=Tier.NVME, paths=[tmp_path], persistence_numel=50)).close()
+def test_model_closed_without_materializing_reads_nan_or_its_weights(
+    model: nn.Module, tmp_path: Path
+) -> None:
+    tiermem.shard(
+        model, OffloadPolicy(params=Tier.NVME, paths=[tmp_path], persistence_numel=50)
+    ).close()
     assert model.layers[0].up.weight.isnan().all()
     assert model.layers[0].up.weight.shape == (97, 31)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("home", [Tier.HOST, Tier.NVME])
-def test_graph_that_outlives_the_shards_raises(home: Tier, model: nn.Module, tmp_path: Path) -> None:
-    shards = tiermem.shard(model, OffloadPolicy(params=home, paths=[tmp_path], persistence_numel=50))
+def test_graph_that_outlives_the_shards_raises(
+    home: Tier, model: nn.Module, tmp_path: Path
+) -> None:
+    shards = tiermem.shard(
+        model, OffloadPolicy(params=home, paths=[tmp_path], persistence_numel=50)
+    )
     loss = loss_of(model, 0)
     shards.close()
     with pytest.raises(RuntimeError, match="closed"):
@@ -207,16 +242,25 @@ def test_views_that_a_hook_has_kept_read_nan_after_their_unit(
     home: Tier, dtype: torch.dtype, compute_dtype: Literal["storage", "fp32"], tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
-    model, x = nn.Sequential(*(nn.Linear(65, 65) for _ in range(5))).to(dtype), torch.ones(3, 65, dtype=dtype)
+    model, x = (
+        nn.Sequential(*(nn.Linear(65, 65) for _ in range(5))).to(dtype),
+        torch.ones(3, 65, dtype=dtype),
+    )
     with torch.no_grad():
         due = model(x)
     kept: list[torch.Tensor] = []
     policy = OffloadPolicy(
-        params=home, paths=[tmp_path], persistence_numel=0, compute_dtype=compute_dtype, unit_buffers=2
+        params=home,
+        paths=[tmp_path],
+        persistence_numel=0,
+        compute_dtype=compute_dtype,
+        unit_buffers=2,
     )
     with torch.no_grad(), tiermem.shard(model, policy) as shards:
         for module in model:
-            module.register_forward_pre_hook(lambda module, _: kept.append(module.weight.view(-1)[1:]))
+            module.register_forward_pre_hook(
+                lambda module, _: kept.append(module.weight.view(-1)[1:])
+            )
         first = model(x)
         assert torch.equal(first, due) or compute_dtype == "fp32"
         shards.prefetcher.empty()

@@ -1,4 +1,5 @@
-"""Run once per rank by test_touch_on_ranks.py: what people do to partitioned parameters, on several ranks.
+"""Run once per rank by test_touch_on_ranks.py: what people do to partitioned parameters, on several
+ranks.
 
 touch_on_ranks.py OUT NVME     writes OUT/<rank>.pt: {case: "" or what went wrong}
 """
@@ -59,7 +60,12 @@ def train_beside_a_twin(kind: str, policy: OffloadPolicy) -> None:
         for step in range(3):
             mine = 10 * step + dist.get_rank()
             loss, twin = loss_of(model, mine), loss_of(plain, mine)
-            assert abs(loss.item() - twin.item()) <= 1e-6 * abs(twin.item()), (kind, step, loss.item(), twin.item())
+            assert abs(loss.item() - twin.item()) <= 1e-6 * abs(twin.item()), (
+                kind,
+                step,
+                loss.item(),
+                twin.item(),
+            )
             loss.backward()
             twin.backward()
             average_gradients(plain)
@@ -122,7 +128,9 @@ def loss_of_tower(model: nn.Module) -> float:
 def masters_follow_between_steps(nvme: Path) -> None:
     for home in ("device", "nvme"):
         model = seeded(zoo.tied_tower).bfloat16()
-        with tiermem.shard(model, policy_at(nvme, home, precision=Precision(master="split"))) as shards:
+        with tiermem.shard(
+            model, policy_at(nvme, home, precision=Precision(master="split"))
+        ) as shards:
             optim = tiermem.AdamW(model.parameters(), lr=1e-3)
             loss_of(model, dist.get_rank()).backward()
             optim.step()
@@ -219,13 +227,17 @@ def which_part_is_whose_holds_while_the_model_is_trained(nvme: Path) -> None:
     for home, fields in WAYS.items():
         policy, plain = dataclasses.replace(policy_at(nvme, home), **fields), seeded(zoo.tied_tower)
         with Turned(policy=policy):
-            model = seeded(zoo.tied_tower) if rank == 0 else seeded(zoo.tied_tower, seed=5)  # rank 0's weights win
+            # rank 0's weights win
+            model = seeded(zoo.tied_tower) if rank == 0 else seeded(zoo.tied_tower, seed=5)
         with tiermem.shard(model, policy) as shards:
             assert (shards.topology.rank, shards.topology.shard_rank) == (rank, world - 1 - rank)
             part = -(-plain.head.weight.numel() // world)
             mine = plain.head.weight.detach().flatten()[part * (world - 1 - rank) :][:part]
             assert torch.equal(shards.local_weight(model.head.weight)[: mine.numel()], mine)
-            optim, twin = tiermem.AdamW(model.parameters(), lr=1e-2), tiermem.AdamW(plain.parameters(), lr=1e-2)
+            optim, twin = (
+                tiermem.AdamW(model.parameters(), lr=1e-2),
+                tiermem.AdamW(plain.parameters(), lr=1e-2),
+            )
             for step in range(2):
                 loss = loss_of(model, step)
                 expected = loss_of(plain, step)
@@ -255,7 +267,8 @@ def who_keeps_a_second_copy_is_said_by_hand(nvme: Path) -> None:
         first_and_last = dist.new_group([0, world - 1])
         if dist.get_rank() in (0, world - 1):
             with pytest.raises(
-                ValueError, match=r"holds ranks \[0, 2\] of \[0, 1, 2\].*allowed are \[0\], \[1\], \[2\]; "
+                ValueError,
+                match=r"holds ranks \[0, 2\] of \[0, 1, 2\].*allowed are \[0\], \[1\], \[2\]; ",
             ):
                 Init(policy=policy_at(nvme), zero_param_parallel_group=first_and_last).__enter__()
 
@@ -287,7 +300,9 @@ def attributes_describe_the_parts(nvme: Path) -> None:
     for home in HOMES:
         model, plain = seeded(zoo.Tower), seeded(zoo.Tower)
         with tiermem.shard(model, policy_at(nvme, home)):
-            for (name, param), twin in zip(model.named_parameters(), plain.parameters(), strict=True):
+            for (name, param), twin in zip(
+                model.named_parameters(), plain.parameters(), strict=True
+            ):
                 part = -(-twin.numel() // world)
                 assert (param.ds_shape, param.ds_numel) == (twin.shape, twin.numel()), name
                 assert param.ds_tensor.shape == (part,), name
@@ -300,7 +315,9 @@ def attributes_describe_the_parts(nvme: Path) -> None:
                 assert weight.ds_status is ZeroParamStatus.AVAILABLE
             assert weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
             seen = []
-            model.layers[0].register_forward_pre_hook(lambda *_, w=weight, s=seen: s.append(w.ds_status))
+            model.layers[0].register_forward_pre_hook(
+                lambda *_, w=weight, s=seen: s.append(w.ds_status)
+            )
             model(batch(0)[0])
             assert seen == [ZeroParamStatus.AVAILABLE]
             assert len({p.ds_id for p in model.parameters()}) == len(list(model.parameters()))
@@ -313,7 +330,9 @@ class Routed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.gate = nn.Linear(31, 3, bias=False)
-        self.experts = nn.ModuleList([nn.Sequential(nn.Linear(31, 41), nn.Linear(41, 31)) for _ in range(3)])
+        self.experts = nn.ModuleList(
+            [nn.Sequential(nn.Linear(31, 41), nn.Linear(41, 31)) for _ in range(3)]
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         chosen = dist.get_rank() % 3
@@ -365,7 +384,9 @@ def train_apart(model: nn.Module, plain: nn.Module, shards: tiermem.Shards) -> N
 def ranks_take_different_experts(nvme: Path) -> None:
     model, plain = seeded(RoutedModel), seeded(RoutedModel)
     with tiermem.shard(model, policy_at(nvme, persistence_numel=0, max_reuse_numel=0)) as shards:
-        of_block = {live.unit.name for live, s in shards.parameters() if s.name.startswith("block.")}
+        of_block = {
+            live.unit.name for live, s in shards.parameters() if s.name.startswith("block.")
+        }
         assert of_block == {"block"}, of_block
         assert tiermem.utils.z3_leaf_parameter(model.block.experts[2][0].weight)
         train_apart(model, plain, shards)
@@ -419,13 +440,17 @@ def an_island_of_fp32_computes_with_fp32_weights(nvme: Path) -> None:
                 for each in (model, plain):
                     with torch.autocast("cpu", dtype=torch.bfloat16):
                         if is_checkpointed:
-                            run = functools.partial(torch.utils.checkpoint.checkpoint, each, use_reentrant=False)
+                            run = functools.partial(
+                                torch.utils.checkpoint.checkpoint, each, use_reentrant=False
+                            )
                         found.append(loss_of(run if is_checkpointed else each, step))
                     found[-1].backward()
                 assert found[0].item() == found[1].item()
                 average_gradients(plain)
                 for param, other in zip(model.parameters(), plain.parameters(), strict=True):
-                    torch.testing.assert_close(shards.gradient(param), other.grad, rtol=1e-2, atol=1e-4)
+                    torch.testing.assert_close(
+                        shards.gradient(param), other.grad, rtol=1e-2, atol=1e-4
+                    )
                     param.grad = other.grad = None
             assert type(model.layers[1].weight) is not torch.Tensor
 

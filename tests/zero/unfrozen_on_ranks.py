@@ -1,4 +1,5 @@
-"""Run once per rank by test_unfreezing.py: unfreezing on 2 ranks, beside plain training on both ranks' data.
+"""Run once per rank by test_unfreezing.py: unfreezing on 2 ranks, beside plain training on both
+ranks' data.
 
 unfrozen_on_ranks.py OUT FOLDER     writes OUT/<rank>.pt: what every case gave, and what plain training gives
 """
@@ -21,7 +22,8 @@ NUM_STEPS = 6
 
 
 def train(model: Any, optim: Any, ranks: list[int], steps: range = range(NUM_STEPS)) -> None:
-    """Steps on the mean over these ranks' data; unfreezes a block, an embedding between micro-batches, and freezes again."""
+    """Steps on the mean over these ranks' data; unfreezes a block, an embedding between
+    micro-batches, and freezes again."""
     for step in steps:
         for micro in range(2):
             if (step, micro) == (1, 0):
@@ -36,7 +38,8 @@ def train(model: Any, optim: Any, ranks: list[int], steps: range = range(NUM_STE
 
 
 def resumed(rank: int, folder: Path) -> dict[str, torch.Tensor]:
-    """Trains, with a break after the first unfreezing: another model opens the checkpoint and goes on."""
+    """Trains, with a break after the first unfreezing: another model opens the checkpoint and goes
+    on."""
     for steps in (range(2), range(2, NUM_STEPS)):
         model = head_only(seed=steps.start)
         with tiermem.shard(model, policy_of("nvme", folder), device="cpu") as shards:
@@ -76,7 +79,10 @@ def main() -> None:
             with tiermem.shard(model, OffloadPolicy(stage=stage), device="cpu"):
                 optim = tiermem.AdamW(model.parameters(), lr=1e-2)
                 optim.step(max_norm=1.0)
-                norms = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item(), optim.grad_norm
+                norms = (
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item(),
+                    optim.grad_norm,
+                )
             found.setdefault("norms of nothing", []).extend(norms)
         torch.save(found, out)
 

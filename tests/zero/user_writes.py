@@ -1,5 +1,5 @@
-"""Ways in which a user writes weights, and the yardstick: a plain loop over fp32 masters in which a written element becomes
-the master and all others keep theirs (`Twin`).
+"""Ways in which a user writes weights, and the yardstick: a plain loop over fp32 masters in which a
+written element becomes the master and all others keep theirs (`Twin`).
 
     user_writes.py OUT     writes OUT/<rank>.pt: {case: losses}; every rank sees the same batches
 """
@@ -48,7 +48,8 @@ def loss_of(model: nn.Module, step: int) -> torch.Tensor:
 
 
 class Twin:
-    """Plain PyTorch over fp32 masters: elements of a weight that are no longer their master's rounding become the master."""
+    """Plain PyTorch over fp32 masters: elements of a weight that are no longer their master's
+    rounding become the master."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -158,7 +159,11 @@ def trained(
     """Losses, and weights at the end. moment: when the way is taken."""
     model = model_of(dtype)
     shards = None if policy is None else tiermem.shard(model, policy)
-    optim: Any = Twin(model) if policy is None else tiermem.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    optim: Any = (
+        Twin(model)
+        if policy is None
+        else tiermem.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    )
     losses = []
     for step in range(NUM_STEPS):
         if moment == "before forward" or (moment == "before the first step" and step == 0):
@@ -177,7 +182,7 @@ def trained(
     return losses, weights
 
 
-# ---- on ranks --------------------------------------------------------------------------------------------------------
+# ---- on ranks ------------------------------------------------------------------------------------
 
 
 def write_on_rank_0(model: nn.Module) -> None:

@@ -1,4 +1,5 @@
-"""Checkpoint: durable steps of a sharded model, and complete copies of them. The store's own files are the durable step.
+"""Checkpoint: durable steps of a sharded model, and complete copies of them. The store's own files
+are the durable step.
 
 Packages and modules in order; each imports only those before it:
 

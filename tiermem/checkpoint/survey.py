@@ -1,4 +1,5 @@
-"""Survey: lists the contents of a place, read only: runs, durable steps, the disk space they take, unknown files."""
+"""Survey: lists the contents of a place, read only: runs, durable steps, the disk space they take,
+unknown files."""
 
 from __future__ import annotations
 
@@ -30,7 +31,13 @@ from tiermem.checkpoint.format.manifest import LATEST_FILE, POINTER_FILE, Part
 from tiermem.checkpoint.interchange.from_deepspeed import is_deepspeed
 from tiermem.checkpoint.opening.source import Source
 from tiermem.checkpoint.opening.verified import DamagedState
-from tiermem.checkpoint.saving.publish import alone, is_removed, remove_pointer, remove_unfinished, write_latest
+from tiermem.checkpoint.saving.publish import (
+    alone,
+    is_removed,
+    remove_pointer,
+    remove_unfinished,
+    write_latest,
+)
 from tiermem.swap.base.ranges import Numbers
 from tiermem.swap.disk import durable
 from tiermem.swap.disk.run_folder import (
@@ -44,7 +51,7 @@ from tiermem.swap.disk.run_folder import (
     share,
 )
 
-# ---- disk space ------------------------------------------------------------------------------------------------------
+# ---- disk space ----------------------------------------------------------------------------------
 
 BLOCK_BYTES = 4096
 
@@ -105,7 +112,9 @@ class Named:
             rows = rows_of_part(part)
             ranges = np.stack((rows.offset, rows.offset + rows.num_bytes), 1)
             for number in set(rows.file.tolist()):
-                found.setdefault(real(place / part.files[number]), []).append(ranges[rows.file == number])
+                found.setdefault(real(place / part.files[number]), []).append(
+                    ranges[rows.file == number]
+                )
 
     def knows(self, step: Path) -> bool:
         """Whether a step's parts have been read and added."""
@@ -113,7 +122,9 @@ class Named:
 
     def blocks_of(self, file: Path, without: Path | None = None) -> Ranges:
         """The blocks that any step names, except the step `without`."""
-        named = (files.get(real(file), ()) for step, files in self._steps.items() if step != without)
+        named = (
+            files.get(real(file), ()) for step, files in self._steps.items() if step != without
+        )
         return blocks([each for ranges in named for each in ranges])
 
     def by_folder(self, step: Path) -> tuple[StepSpace, ...]:
@@ -129,7 +140,8 @@ class Named:
 def space_of(files: Iterable[Path], named: Named, goes_on: bool, is_clear: bool) -> Space:
     """The space of a run's files. Files that vanish meanwhile take nothing. Blocks; raises OSError.
 
-    goes_on: whether the run is live, or may be. is_clear: whether every step of the run has been read.
+    goes_on: whether the run is live, or may be. is_clear: whether every step of the run has been
+        read.
     """
     found = []
     for file in files:
@@ -169,7 +181,8 @@ def _of_file(file: Path, named: Named, goes_on: bool, is_clear: bool) -> Space:
 
 
 def _data_of(file: Path) -> Iterator[tuple[int, int]]:
-    """The ranges that were written; reserved blocks that were never written are holes. Raises OSError."""
+    """The ranges that were written; reserved blocks that were never written are holes. Raises
+    OSError."""
     with open(durable.open_regular(file), "rb", buffering=0) as opened:
         stop = 0
         end = os.fstat(opened.fileno()).st_size
@@ -184,16 +197,17 @@ def _data_of(file: Path) -> Iterator[tuple[int, int]]:
             yield start, stop
 
 
-# ---- runs and steps of a place ---------------------------------------------------------------------------------------
+# ---- runs and steps of a place -------------------------------------------------------------------
 
 RunState = Literal["live", "dead", "kept", "unseen"]
-"""live: a process holds its lock. dead: its process was killed. kept: it was closed in order. unseen: it belongs to another
-host, and this host cannot see whether it lives."""
+"""live: a process holds its lock. dead: its process was killed. kept: it was closed in order.
+unseen: it belongs to another host, and this host cannot see whether it lives."""
 StepState = Literal["whole", "live", "broken", "damaged", "removed", "unread"]
-"""whole: manifest and parts are valid, every file exists and is long enough; verified: also every checksum matches. live: of a
-run that is in use, only its manifest and parts were read. broken: invalid or incomplete; `why` says more. damaged: a checksum
-differs. removed: a removal was cut short after the manifest and before the pointer, and another step is the latest. unread:
-this process lacks memory, threads, descriptors or a permission to read it; `why` says which."""
+"""whole: manifest and parts are valid, every file exists and is long enough; verified: also every
+checksum matches. live: of a run that is in use, only its manifest and parts were read. broken:
+invalid or incomplete; `why` says more. damaged: a checksum differs. removed: a removal was cut
+short after the manifest and before the pointer, and another step is the latest. unread: this
+process lacks memory, threads, descriptors or a permission to read it; `why` says which."""
 
 _OF_THE_FILES = frozenset(
     (
@@ -224,7 +238,8 @@ class StepReport:
     """One durable step, or a place that should hold one."""
 
     place: Path  # the tag's folder, or the manifest
-    manifest: Path  # the manifest that a pointer names, if the pointer can be read; else the pointer
+    # the manifest that a pointer names, if the pointer can be read; else the pointer
+    manifest: Path
     tag: str | None
     is_latest: bool  # whether `latest` names it
     state: StepState
@@ -257,7 +272,8 @@ class PathReport(Space):
 
 @dataclasses.dataclass(frozen=True)
 class Survey:
-    """The result of `survey`. `faults` concern `latest` files that name no tag; `unread` are folders and the reasons."""
+    """The result of `survey`. `faults` concern `latest` files that name no tag; `unread` are
+    folders and the reasons."""
 
     where: Path
     runs: tuple[RunReport, ...]
@@ -282,23 +298,30 @@ class Survey:
         return tuple(run for run in self.runs if run.state == "dead")
 
     def steps_of(self, run_id: str) -> tuple[StepReport, ...]:
-        """The steps of one run that can be opened, or may be by a process with more memory or permissions."""
+        """The steps of one run that can be opened, or may be by a process with more memory or
+        permissions."""
         return tuple(
-            step for step in self.steps if _run_id_of(step) == run_id and step.state in ("whole", "live", "unread")
+            step
+            for step in self.steps
+            if _run_id_of(step) == run_id and step.state in ("whole", "live", "unread")
         )
 
 
 @no_collection()
 def survey(where: Path, verifies: bool = False, progress: Progress | None = None) -> Survey:
-    """Lists the contents of a folder: a store's path, a run's folder, a folder of checkpoints, or a tag's folder.
+    """Lists the contents of a folder: a store's path, a run's folder, a folder of checkpoints, or a
+    tag's folder.
 
-    Folders one level below are listed too. Reading takes shared locks, as resuming does. Writes nothing and takes no run over.
+    Folders one level below are listed too. Reading takes shared locks, as resuming does. Writes
+    nothing and takes no run over.
 
-    verifies: reads every byte of every whole step. Blocks. Raises OSError if the folder does not exist.
+    verifies: reads every byte of every whole step. Blocks. Raises OSError if the folder does not
+        exist.
     """
     if not where.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, "no such folder", str(where))
-    where = real(where) if where.is_symlink() else where  # the user's own; links in it are not followed
+    # the user's own; links in it are not followed
+    where = real(where) if where.is_symlink() else where
     named = Named()
     runs: list[Path] = []
     steps: list[StepReport] = []
@@ -321,30 +344,41 @@ def survey(where: Path, verifies: bool = False, progress: Progress | None = None
         except OSError as error:  # another user's, or it was removed meanwhile
             runs.remove(folder)
             unread += [] if error.errno == errno.ENOENT else [_said(durable.naming(error, folder))]
-    unique = {real(step.manifest): step for step in reversed(steps)}  # a tag's report replaces that of its manifest
+    # a tag's report replaces that of its manifest
+    unique = {real(step.manifest): step for step in reversed(steps)}
     unknown = {_run_id_of(step) for step in unique.values() if not named.knows(step.manifest)}
     reports = tuple(_run(folder, named, unknown) for folder in runs)
-    placed = [dataclasses.replace(step, places=named.by_folder(step.manifest)) for step in reversed(unique.values())]
+    placed = [
+        dataclasses.replace(step, places=named.by_folder(step.manifest))
+        for step in reversed(unique.values())
+    ]
     why = "its manifest is removed, and its pointer is left: --repair removes that too"
     told = tuple(
-        dataclasses.replace(step, state="removed", why=why) if _is_cut_short(step, placed) else step for step in placed
+        dataclasses.replace(step, state="removed", why=why) if _is_cut_short(step, placed) else step
+        for step in placed
     )
     return Survey(where, reports, _paths(reports), told, tuple(faults), tuple(unread))
 
 
 def repair(found: Survey) -> list[str]:
-    """Completes removals and saves that were cut short; returns what it did, one line each. Blocks; raises OSError.
+    """Completes removals and saves that were cut short; returns what it did, one line each. Blocks;
+    raises OSError.
 
-    A `removed` step loses its pointer. A `latest` that is lost, damaged, stale, or names a tag that is not there, is written
-    anew for the newest whole tag. Files that killed saves left are removed (saving/publish.py). Nothing else is changed: a
-    `latest` that names a broken tag stays. A folder that a process saves into is left as it is.
+    A `removed` step loses its pointer. A `latest` that is lost, damaged, stale, or names a tag that
+    is not there, is written anew for the newest whole tag. Files that killed saves left are removed
+    (saving/publish.py). Nothing else is changed: a `latest` that names a broken tag stays. A folder
+    that a process saves into is left as it is.
 
-    Raises OSError (EBUSY) before it changes anything if a run lives here, or may live on another host.
+    Raises OSError (EBUSY) before it changes anything if a run lives here, or may live on another
+    host.
     """
     live = [run.folder for run in found.runs if run.state in ("live", "unseen")]
     live += [step.place for step in found.steps if step.state == "live"]
     if live:
-        what = "its run lives, or may live on another host: --repair changes nothing here before the run's end"
+        what = (
+            "its run lives, or may live on another host: --repair changes nothing here before "
+            "the run's end"
+        )
         raise OSError(errno.EBUSY, what, str(live[0]))
     done: list[str] = []
     of_folder: dict[Path, list[StepReport]] = {}
@@ -369,9 +403,14 @@ def repair(found: Survey) -> list[str]:
 
 
 def _is_cut_short(step: StepReport, steps: Iterable[StepReport]) -> bool:
-    """Whether a removal ended after it removed the manifest and before it removed the pointer (saving/publish.py)."""
-    of_latest = (each.place.parent for each in steps if each.is_latest and each.state in ("whole", "live"))
-    is_pointer = step.state == "broken" and not step.is_latest and step.manifest.name == POINTER_FILE
+    """Whether a removal ended after it removed the manifest and before it removed the pointer
+    (saving/publish.py)."""
+    of_latest = (
+        each.place.parent for each in steps if each.is_latest and each.state in ("whole", "live")
+    )
+    is_pointer = (
+        step.state == "broken" and not step.is_latest and step.manifest.name == POINTER_FILE
+    )
     if is_pointer and step.place.parent in of_latest:
         with contextlib.suppress(ManifestError, OSError):
             pointer, manifest = read_pointer(step.manifest)
@@ -401,7 +440,9 @@ def _found(folder: Path) -> tuple[list[Found], list[str]]:
         if isinstance(error, OSError) and error.errno not in _OF_THE_FILES:
             raise
         wrong.append(_said(error))
-    return [each._replace(latest=None) for tag in tags_of(folder)[:1] for each in find(folder, tag)], wrong
+    return [
+        each._replace(latest=None) for tag in tags_of(folder)[:1] for each in find(folder, tag)
+    ], wrong
 
 
 def _step(found: Found, verifies: bool, progress: Progress | None, named: Named) -> StepReport:
@@ -428,7 +469,9 @@ def _step(found: Found, verifies: bool, progress: Progress | None, named: Named)
                         for num_bytes in source.verify(param, each):
                             if progress is not None:
                                 progress(num_bytes)
-            return dataclasses.replace(report, state="whole", num_bytes=source.num_bytes, is_verified=verifies)
+            return dataclasses.replace(
+                report, state="whole", num_bytes=source.num_bytes, is_verified=verifies
+            )
     except DamagedState as error:
         return dataclasses.replace(report, state="damaged", why=_said(error))
     except OSError as error:
@@ -483,7 +526,9 @@ def _paths(runs: Iterable[RunReport]) -> tuple[PathReport, ...]:
     found: dict[Path, list[RunReport]] = {}
     for run in runs:
         found.setdefault(run.folder.parent, []).append(run)
-    return tuple(PathReport(path=path, **vars(total_of(own))) for path, own in sorted(found.items()))
+    return tuple(
+        PathReport(path=path, **vars(total_of(own))) for path, own in sorted(found.items())
+    )
 
 
 def _state(folder: Path) -> RunState:

@@ -1,4 +1,5 @@
-"""Together: a stage that every rank runs by itself; then all ranks exchange their results and errors.
+"""Together: a stage that every rank runs by itself; then all ranks exchange their results and
+errors.
 
     together     for saving: every rank gets the values of all ranks; a rank that failed raises its own error, every other
                  rank raises an error that names the failed ranks
@@ -22,18 +23,21 @@ from tiermem.ranks.topology import Topology
 T = TypeVar("T")
 
 Talk = Callable[[Any], list[Any]]
-"""Hands a JSON value to every rank and returns the values of all ranks, in the order of ranks. Collective."""
+"""Hands a JSON value to every rank and returns the values of all ranks, in the order of ranks.
+Collective."""
 
 DAMAGE = (ManifestError, OSError)
 """Errors that mean the saved step is damaged or incomplete."""
 
 
 class DamageElsewhere(OSError):
-    """Another rank failed to read its part of a saved step. errno is EIO; the text quotes that rank's error."""
+    """Another rank failed to read its part of a saved step. errno is EIO; the text quotes that
+    rank's error."""
 
 
 def talk_over(topology: Topology) -> Talk:
-    """A Talk that uses the collectives of a topology. A rank that is alone hears its own value, without JSON."""
+    """A Talk that uses the collectives of a topology. A rank that is alone hears its own value,
+    without JSON."""
     if topology.group is None:
         return lambda value: [value]
     return lambda value: [json.loads(each) for each in exchange(topology, json.dumps(value))]
@@ -46,14 +50,16 @@ def together(
     tell: Callable[[T], Any] = lambda own: own,
     unheard: Callable[[bool], None] | None = None,
 ) -> tuple[T, list[Any]]:
-    """Runs a stage; returns its result here, and what all ranks tell of theirs, in the order of ranks. Collective; blocks.
+    """Runs a stage; returns its result here, and what all ranks tell of theirs, in the order of
+    ranks. Collective; blocks.
 
     tell: makes a JSON value from the stage's result, for the other ranks.
-    unheard: called when the exchange itself fails because another rank is lost. Its argument says whether this rank's own
-        stage succeeded. The effect of the stage on other ranks is then unknown: a rank takes its work back only if it knows
-        that no other rank relies on it.
+    unheard: called when the exchange itself fails because another rank is lost. Its argument says
+        whether this rank's own stage succeeded. The effect of the stage on other ranks is then
+        unknown: a rank takes its work back only if it knows that no other rank relies on it.
 
-    Raises this rank's own error unchanged. Where only other ranks failed, raises OSError or RuntimeError that names them.
+    Raises this rank's own error unchanged. Where only other ranks failed, raises OSError or
+    RuntimeError that names them.
     """
     done, told, own = _attempt(stage, tell)
     try:
@@ -66,7 +72,9 @@ def together(
         try:
             raise own
         finally:
-            own = None  # else error and frame keep each other alive, and with them the graph of a backward that it ends
+            # else error and frame keep each other alive, and with them the graph of a backward that
+            # it ends
+            own = None
     if failed:
         text = _told_of(what, failed)
         number = failed[0].errno
@@ -77,8 +85,9 @@ def together(
 def everywhere(topology: Topology, what: str, act: Callable[[], T]) -> T:
     """Calls `act` on every rank and returns this rank's result. Collective; blocks.
 
-    If every failed rank found damage, a failed rank raises its own error and the other ranks raise DamageElsewhere. If a
-    rank failed for another reason, it raises its own error; ranks that succeeded or found damage raise RuntimeError.
+    If every failed rank found damage, a failed rank raises its own error and the other ranks raise
+    DamageElsewhere. If a rank failed for another reason, it raises its own error; ranks that
+    succeeded or found damage raise RuntimeError.
     """
     done, told, own = _attempt(act, lambda _: None)
     _, failed = _heard(talk_over(topology), told, own)
@@ -92,8 +101,11 @@ def everywhere(topology: Topology, what: str, act: Callable[[], T]) -> T:
     raise RuntimeError(_told_of(what, failed)) from own
 
 
-def _attempt(stage: Callable[[], T], tell: Callable[[T], Any]) -> tuple[list[T], Any, Exception | None]:
-    """The stage's result, if it has one, its value for other ranks, and its error, which is raised after they know of it."""
+def _attempt(
+    stage: Callable[[], T], tell: Callable[[T], Any]
+) -> tuple[list[T], Any, Exception | None]:
+    """The stage's result, if it has one, its value for other ranks, and its error, which is raised
+    after they know of it."""
     try:
         done = stage()
         return [done], tell(done), None
@@ -113,9 +125,13 @@ class _Failed(NamedTuple):
 def _heard(talk: Talk, value: Any, own: Exception | None) -> tuple[list[Any], list[_Failed]]:
     """The values of all ranks, and which ranks failed."""
     number = own.errno if isinstance(own, OSError) else None
-    told = None if own is None else [f"{type(own).__name__}: {own}", number, isinstance(own, DAMAGE)]
+    told = (
+        None if own is None else [f"{type(own).__name__}: {own}", number, isinstance(own, DAMAGE)]
+    )
     said = talk([value, told])
-    return [each for each, _ in said], [_Failed(rank, *told) for rank, (_, told) in enumerate(said) if told is not None]
+    return [each for each, _ in said], [
+        _Failed(rank, *told) for rank, (_, told) in enumerate(said) if told is not None
+    ]
 
 
 def _told_of(what: str, failed: list[_Failed]) -> str:

@@ -1,7 +1,7 @@
 """zero_to_fp32: the reference system's functions that extract weights, for tiermem's checkpoints.
 
-They have the same names, arguments and results; tiermem.utils.zero_to_fp32 exports them. A checkpoint of DeepSpeed itself must
-be converted with `tiermem import` first.
+They have the same names, arguments and results; tiermem.utils.zero_to_fp32 exports them. A
+checkpoint of DeepSpeed itself must be converted with `tiermem import` first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ PathLike = str | os.PathLike[str]
 
 
 class LazyTensor:
-    """A tensor of a checkpoint. Each `contiguous()` call opens the checkpoint's files and reads the tensor."""
+    """A tensor of a checkpoint. Each `contiguous()` call opens the checkpoint's files and reads the
+    tensor."""
 
     def __init__(self, where: Path, tag: str | None, weight: Weight) -> None:
         self._where = where
@@ -35,16 +36,23 @@ class LazyTensor:
     def contiguous(self) -> torch.Tensor:
         """The tensor, on the CPU. Blocks; raises DamagedState, OSError."""
         with Source.open(self._where, self._tag) as source:
-            found = next(w for w in weights_of(source, torch.float32) if w.parameter.name == self._name)
+            found = next(
+                w for w in weights_of(source, torch.float32) if w.parameter.name == self._name
+            )
             return found.whole()
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
-    checkpoint_dir: PathLike, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
+    checkpoint_dir: PathLike,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
 ) -> dict[str, Any]:
-    """Returns the fp32 masters and the float buffers on the CPU, by name; tied names share a tensor. Blocks; not collective.
+    """Returns the fp32 masters and the float buffers on the CPU, by name; tied names share a
+    tensor. Blocks; not collective.
 
-    lazy_mode: the values are LazyTensor; each is read by its `contiguous()`. Raises ManifestError, DamagedState, OSError.
+    lazy_mode: the values are LazyTensor; each is read by its `contiguous()`. Raises ManifestError,
+        DamagedState, OSError.
     """
     where = Path(checkpoint_dir)
     found: dict[str, Any] = {}
@@ -63,12 +71,20 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Writes fp32 weights as pytorch_model.bin, or model.safetensors with safe_serialization. Blocks; not collective.
+    """Writes fp32 weights as pytorch_model.bin, or model.safetensors with safe_serialization.
+    Blocks; not collective.
 
-    max_shard_size: bytes, or for example "5GB"; larger weights are split into several files. Weights are streamed.
+    max_shard_size: bytes, or for example "5GB"; larger weights are split into several files.
+        Weights are streamed.
     """
     convert_zero_checkpoint_to_state_dict(
-        checkpoint_dir, output_dir, torch.float32, max_shard_size, safe_serialization, tag, exclude_frozen_parameters
+        checkpoint_dir,
+        output_dir,
+        torch.float32,
+        max_shard_size,
+        safe_serialization,
+        tag,
+        exclude_frozen_parameters,
     )
 
 
@@ -81,7 +97,8 @@ def convert_zero_checkpoint_to_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """The same in a float dtype: a torch.dtype, or a name such as "bf16" or "float16". Raises ValueError for other dtypes."""
+    """The same in a float dtype: a torch.dtype, or a name such as "bf16" or "float16". Raises
+    ValueError for other dtypes."""
     allowed = f"max_shard_size is {max_shard_size!r}; write bytes, or for example 5GB or 500MiB"
     most = _valid(Bytes | None, max_shard_size, allowed)
     with Source.open(Path(checkpoint_dir), tag) as source:
@@ -92,7 +109,8 @@ def convert_zero_checkpoint_to_state_dict(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: PathLike, tag: str | None = None
 ) -> nn.Module:
-    """Moves an ordinary model to the CPU and loads the fp32 weights whose names it has; returns the model. Blocks."""
+    """Moves an ordinary model to the CPU and loads the fp32 weights whose names it has; returns the
+    model. Blocks."""
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     model = model.cpu()
     model.load_state_dict(state, strict=False)
@@ -101,7 +119,9 @@ def load_state_dict_from_zero_checkpoint(
 
 def dtype_of(given: torch.dtype | str) -> torch.dtype:
     """The dtype of a name. Raises ValueError that lists the allowed names."""
-    return kinds.dtype_of(_valid(DtypeName, given, f"the dtype is {given!r}; allowed are fp32, bf16 and fp16"))
+    return kinds.dtype_of(
+        _valid(DtypeName, given, f"the dtype is {given!r}; allowed are fp32, bf16 and fp16")
+    )
 
 
 def _valid(kind: Any, value: Any, otherwise: str) -> Any:

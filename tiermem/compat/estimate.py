@@ -1,4 +1,5 @@
-"""Estimators: bytes of parameters, gradients and optimizer states before there is a model, under the documented names.
+"""Estimators: bytes of parameters, gradients and optimizer states before there is a model, under
+the documented names.
 
     from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs_all_live        there
     from tiermem.zero import estimate_zero3_model_states_mem_needs_all_live                         here
@@ -6,12 +7,14 @@
 There are two kinds of figures, and the printed tables name them:
 
     the reference's   closed formulas for its settings, exact to the digit, for machines that were sized with them.
-                      They hold a safety factor of 1.5 for host memory, know no NVMe, and count no buffer
+                      They hold a safety factor of 1.5 for host memory, know no NVMe, and count no
+                      buffer
     tiermem's         the sum of the rows that `plans/plan.py` would allocate for such a model: storage and buffers, exact
-                      for this library, without a factor; on NVMe with room for a checkpoint there ("keep")
+                      for this library, without a factor; on NVMe with room for a checkpoint there
+                      ("keep")
 
-Neither counts activations, the interpreter or the GPU's own kernels; `tiermem plan` does. Sizes are printed in units of
-2^30 bytes. Nothing is allocated: an imagined model is made of meta tensors.
+Neither counts activations, the interpreter or the GPU's own kernels; `tiermem plan` does. Sizes are
+printed in units of 2^30 bytes. Nothing is allocated: an imagined model is made of meta tensors.
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ _MOST_LAYERS = 10_000  # in an imagined model
 
 
 class MemoryNeeds(NamedTuple):
-    """Bytes that tiermem takes for model states: host memory and disks per node, device memory per GPU."""
+    """Bytes that tiermem takes for model states: host memory and disks per node, device memory per
+    GPU."""
 
     host_bytes: int
     device_bytes: int
@@ -55,11 +59,13 @@ def estimate_zero3_model_states_mem_needs(
     zero_init: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int, int]:
-    """The reference's figures for ZeRO-3, in bytes: host memory per node, memory per GPU, and the largest layer's share of it.
+    """The reference's figures for ZeRO-3, in bytes: host memory per node, memory per GPU, and the
+    largest layer's share of it.
 
-    The GPU holds the weights and gradients of the largest layer, and its part of the states that are not offloaded. Host
-    memory holds the offloaded states: 16 bytes per parameter, 18 with the 16-bit weights. Without `zero.Init` it holds a
-    whole fp32 copy of the model per GPU while the model is built.
+    The GPU holds the weights and gradients of the largest layer, and its part of the states that
+    are not offloaded. Host memory holds the offloaded states: 16 bytes per parameter, 18 with the
+    16-bit weights. Without `zero.Init` it holds a whole fp32 copy of the model per GPU while the
+    model is built.
     """
     largest = (_PARAM + _GRAD) * largest_layer_params
     num_gpus = num_nodes * num_gpus_per_node
@@ -81,7 +87,8 @@ def estimate_zero2_model_states_mem_needs(
     cpu_offload: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int]:
-    """The reference's figures for ZeRO-2, in bytes: host memory per node, and memory per GPU with every 16-bit weight."""
+    """The reference's figures for ZeRO-2, in bytes: host memory per node, and memory per GPU with
+    every 16-bit weight."""
     num_gpus = num_nodes * num_gpus_per_node
     device = _PARAM * total_params
     if cpu_offload:
@@ -93,7 +100,10 @@ def estimate_zero2_model_states_mem_needs(
 
 
 def estimate_zero3_model_states_mem_needs_all_live(
-    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+    model: nn.Module,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
 ) -> None:
     """Prints both tables for a model; each parameter counts once, and the model is not changed."""
     estimate_zero3_model_states_mem_needs_all_cold(
@@ -108,8 +118,12 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Prints both tables for a model of which only sizes are known: the reference's offload options, and tiermem's plan."""
-    size = f"{int(total_params / 1e6)}M total params, {int(largest_layer_params / 1e6)}M largest layer params"
+    """Prints both tables for a model of which only sizes are known: the reference's offload
+    options, and tiermem's plan."""
+    size = (
+        f"{int(total_params / 1e6)}M total params, {int(largest_layer_params / 1e6)}M largest "
+        "layer params"
+    )
     lines = _heading(size, num_gpus_per_node, num_nodes)
     for cpu_offload, cpu_offload_params in ((True, True), (True, False), (False, False)):
         for zero_init in (True, False):
@@ -117,27 +131,42 @@ def estimate_zero3_model_states_mem_needs_all_cold(
                 total_params, largest_layer_params, num_gpus_per_node, num_nodes, cpu_offload, cpu_offload_params,
                 zero_init, additional_buffer_factor,
             )  # fmt: skip
-            options = [f"offload_param={_device(cpu_offload_params)}", f"offload_optimizer={_device(cpu_offload)}"]
+            options = [
+                f"offload_param={_device(cpu_offload_params)}",
+                f"offload_optimizer={_device(cpu_offload)}",
+            ]
             lines.append(
-                f" {_column(host, 7)} | {_column(device, 6)} | {', '.join(options)}, zero_init={int(zero_init)}"
+                f" {_column(host, 7)} | {_column(device, 6)} | {', '.join(options)}, "
+                f"zero_init={int(zero_init)}"
             )
     lines += _own_rows(3, total_params, largest_layer_params, num_gpus_per_node, num_nodes)
     _print(lines)
 
 
 def estimate_zero2_model_states_mem_needs_all_live(
-    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+    model: nn.Module,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Prints both tables for ZeRO-2 and a model; each parameter counts once, and the model is not changed."""
+    """Prints both tables for ZeRO-2 and a model; each parameter counts once, and the model is not
+    changed."""
     total, largest = _counted(model)
     _print(_zero2_rows(total, largest, num_gpus_per_node, num_nodes, additional_buffer_factor))
 
 
 def estimate_zero2_model_states_mem_needs_all_cold(
-    total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+    total_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
 ) -> None:
     """Prints both tables for ZeRO-2 and a model of which only the size is known."""
-    _print(_zero2_rows(total_params, total_params, num_gpus_per_node, num_nodes, additional_buffer_factor))
+    _print(
+        _zero2_rows(
+            total_params, total_params, num_gpus_per_node, num_nodes, additional_buffer_factor
+        )
+    )
 
 
 def estimate_mem_needs(
@@ -151,7 +180,8 @@ def estimate_mem_needs(
     """Bytes that tiermem's own plan takes for a bf16 model made of layers of the given size.
 
     Args:
-        policy: which tiers states rest on; the default sends parameters and optimizer states to NVMe.
+        policy: which tiers states rest on; the default sends parameters and optimizer states to
+            NVMe.
         is_gpu: whether GPUs compute; else whole units pass through host memory.
 
     Raises ValueError, with the arithmetic, when the policy's budget cannot hold the model.
@@ -162,47 +192,74 @@ def estimate_mem_needs(
     division = divide(_imagined(int(total_params), int(largest_layer_params)), policy, num_shards)
     topology = Topology(None, 0, num_ranks, num_shards, 0)
     plan = make_plan(division, policy, topology, is_gpu, num_gpus_per_node)
-    gradients = max((unit.full_bytes for unit in plan.division.units if unit.is_trainable), default=0)
+    gradients = max(
+        (unit.full_bytes for unit in plan.division.units if unit.is_trainable), default=0
+    )
     device = plan.device_bytes + gradients if is_gpu else 0
-    return MemoryNeeds(plan.host_bytes * num_gpus_per_node, device, plan.disk_bytes * num_gpus_per_node)
+    return MemoryNeeds(
+        plan.host_bytes * num_gpus_per_node, device, plan.disk_bytes * num_gpus_per_node
+    )
 
 
-def _zero2_rows(total: int, largest: int, num_gpus_per_node: int, num_nodes: int, factor: float) -> list[str]:
+def _zero2_rows(
+    total: int, largest: int, num_gpus_per_node: int, num_nodes: int, factor: float
+) -> list[str]:
     lines = _heading(f"{int(total / 1e6)}M total params", num_gpus_per_node, num_nodes)
     for cpu_offload in (True, False):
-        host, device = estimate_zero2_model_states_mem_needs(total, num_gpus_per_node, num_nodes, cpu_offload, factor)
-        lines.append(f" {_column(host, 7)} | {_column(device, 6)} | offload_optimizer={_device(cpu_offload)}")
+        host, device = estimate_zero2_model_states_mem_needs(
+            total, num_gpus_per_node, num_nodes, cpu_offload, factor
+        )
+        lines.append(
+            f" {_column(host, 7)} | {_column(device, 6)} | offload_optimizer={_device(cpu_offload)}"
+        )
     return [*lines, *_own_rows(2, total, largest, num_gpus_per_node, num_nodes)]
 
 
-def _own_rows(stage: int, total: int, largest: int, num_gpus_per_node: int, num_nodes: int) -> Iterator[str]:
+def _own_rows(
+    stage: int, total: int, largest: int, num_gpus_per_node: int, num_nodes: int
+) -> Iterator[str]:
     """The table of tiermem's needs, for every pair of tiers that the stage allows."""
     yield "tiermem, from its own plan (bf16 weights, fp32 states, zero_init=1; no factor):"
     yield "  per CPU  |  per GPU |  per NVMe | Options"
     homes = (Tier.HOST, Tier.NVME) if stage == 3 else ()
-    pairs = [(params, optim) for optim in (Tier.HOST, Tier.NVME) for params in (*homes, Tier.DEVICE)]
+    pairs = [
+        (params, optim) for optim in (Tier.HOST, Tier.NVME) for params in (*homes, Tier.DEVICE)
+    ]
     for params, optim in pairs:
         if params is Tier.NVME and optim is Tier.HOST:
             continue  # parameters, the smaller part, would rest on the slower tier
         policy = _policy(stage, params, optim)
         needs = estimate_mem_needs(total, largest, num_gpus_per_node, num_nodes, policy)
-        names = ["none" if tier is Tier.DEVICE else "cpu " if tier is Tier.HOST else "nvme" for tier in (params, optim)]
+        names = [
+            "none" if tier is Tier.DEVICE else "cpu " if tier is Tier.HOST else "nvme"
+            for tier in (params, optim)
+        ]
         options = (
-            f"offload_param={names[0]}, offload_optimizer={names[1]}" if stage == 3 else f"offload_optimizer={names[1]}"
+            f"offload_param={names[0]}, offload_optimizer={names[1]}"
+            if stage == 3
+            else f"offload_optimizer={names[1]}"
         )
-        sizes = [_column(needs.host_bytes, 7), _column(needs.device_bytes, 6), _column(needs.nvme_bytes, 7)]
+        sizes = [
+            _column(needs.host_bytes, 7),
+            _column(needs.device_bytes, 6),
+            _column(needs.nvme_bytes, 7),
+        ]
         yield f" {' | '.join(sizes)} | {options}"
 
 
 def _policy(stage: int, params: Tier, optim: Tier) -> OffloadPolicy:
-    return OffloadPolicy(stage=stage, params=params, optim=optim, paths=["."] if Tier.NVME in (params, optim) else ())
+    return OffloadPolicy(
+        stage=stage, params=params, optim=optim, paths=["."] if Tier.NVME in (params, optim) else ()
+    )
 
 
 def _imagined(total: int, largest: int) -> nn.Module:
-    """Layers of `largest` elements on the meta device until the total is reached. Raises ValueError for impossible sizes."""
+    """Layers of `largest` elements on the meta device until the total is reached. Raises ValueError
+    for impossible sizes."""
     if not 0 < largest <= total:
         raise ValueError(
-            f"largest_layer_params is {largest} and total_params {total}; the largest layer must be more than 0 and at most "
+            f"largest_layer_params is {largest} and total_params {total}; the largest layer must "
+            "be more than 0 and at most "
             "the total"
         )
     largest = max(largest, -(-total // _MOST_LAYERS))
@@ -246,5 +303,6 @@ def _column(num_bytes: int, width: int) -> str:
 
 
 def _print(lines: list[str]) -> None:
-    """Prints lines: the documented behaviour of these functions. No other function of the library prints."""
+    """Prints lines: the documented behaviour of these functions. No other function of the library
+    prints."""
     sys.stdout.write("\n".join(lines) + "\n")

@@ -1,4 +1,5 @@
-"""config: reads DeepSpeed-style JSON into one checked TiermemConfig, and makes one frozen OffloadPolicy from it.
+"""config: reads DeepSpeed-style JSON into one checked TiermemConfig, and makes one frozen
+OffloadPolicy from it.
 
 Files in order: each imports only files before it.
 
@@ -8,10 +9,11 @@ Files in order: each imports only files before it.
     translate  keys -> policy, report                          root       TiermemConfig, the top section
     load       load_config, resolve_auto, with_tuned
 
-A key that sets a field of the policy acts only when it is given: the default that acts is OffloadPolicy's (policy.py).
+A key that sets a field of the policy acts only when it is given: the default that acts is
+OffloadPolicy's (policy.py).
 
-Every documented key is honoured, or computed and reported, or refused with the reason. No key is parsed and ignored.
-DeepSpeed's class names are aliases of tiermem's classes.
+Every documented key is honoured, or computed and reported, or refused with the reason. No key is
+parsed and ignored. DeepSpeed's class names are aliases of tiermem's classes.
 """
 
 from tiermem.config.base import ConfigError as ConfigError

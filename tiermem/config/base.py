@@ -1,4 +1,5 @@
-"""ConfigModel, the base class of all sections of a config; the types of their numbers and dtypes; ConfigError."""
+"""ConfigModel, the base class of all sections of a config; the types of their numbers and dtypes;
+ConfigError."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationInfo
 from tiermem.config.keys import RECOGNISED, REFUSED, is_auto
 from tiermem.policy import CombinedError
 
-# ---- ConfigError -----------------------------------------------------------------------------------------------------
+# ---- ConfigError ---------------------------------------------------------------------------------
 
 _SHOWN_CHARACTERS = 80
 
@@ -28,7 +29,8 @@ class Problem(NamedTuple):
     """One problem of a config: the key and a sentence."""
 
     path: str
-    """Dotted path of the key, from the top of the config; empty for a problem of the whole config."""
+    """Dotted path of the key, from the top of the config; empty for a problem of the whole
+    config."""
     message: str
     """What was given, what is allowed, what to change."""
 
@@ -37,7 +39,8 @@ class Problem(NamedTuple):
 
 
 class ConfigError(ValueError):
-    """A config that cannot be used. `problems` lists all its problems; the message prints one on each line."""
+    """A config that cannot be used. `problems` lists all its problems; the message prints one on
+    each line."""
 
     def __init__(self, problems: Sequence[Problem], source: str = "the config") -> None:
         self.problems = tuple(problems)
@@ -50,14 +53,20 @@ class ConfigError(ValueError):
         return type(self), (self.problems, self.source), self.__dict__
 
 
-def problems_of(error: pydantic.ValidationError, root: type[pydantic.BaseModel]) -> Iterator[Problem]:
-    """Yields pydantic's findings as problems with paths from `root`; for an unknown key it names the nearest known key."""
+def problems_of(
+    error: pydantic.ValidationError, root: type[pydantic.BaseModel]
+) -> Iterator[Problem]:
+    """Yields pydantic's findings as problems with paths from `root`; for an unknown key it names
+    the nearest known key."""
     for detail in error.errors():
         parts = [str(part) for part in detail["loc"]]
         path = ".".join(parts)
         cause = detail.get("ctx", {}).get("error")
         if isinstance(cause, CombinedError):
-            yield from (Problem(".".join(filter(None, (path, key))), message) for key, message in cause.found)
+            yield from (
+                Problem(".".join(filter(None, (path, key))), message)
+                for key, message in cause.found
+            )
         elif isinstance(cause, ValueError):
             yield Problem(path, str(cause))
         elif detail["type"] == "extra_forbidden":
@@ -89,17 +98,23 @@ def _unknown_key(path: str, parts: Sequence[str], root: type[pydantic.BaseModel]
     if path in REFUSED:
         return f"set, but {REFUSED[path]}"
     known = known_paths(root)
-    *section, key = (part for part in parts if not part.isdigit())  # a number is a place in a list of sections
+    # a number is a place in a list of sections
+    *section, key = (part for part in parts if not part.isdigit())
     prefix = known.get(".".join(section), ".".join(section))
     same = known.get(".".join([*section, key]))
     if same is not None:
         return f"given together with another spelling of {same}; keep one of them"
     nearest = _nearest(key, prefix, list(dict.fromkeys(known.values())))
-    return f"unknown key; did you mean {nearest}?" if nearest else "unknown key, and none known is like it; remove it"
+    return (
+        f"unknown key; did you mean {nearest}?"
+        if nearest
+        else "unknown key, and none known is like it; remove it"
+    )
 
 
 def _nearest(key: str, prefix: str, known: Sequence[str]) -> str | None:
-    """A sibling that is spelled alike; else the same name, or one like it, elsewhere in the config."""
+    """A sibling that is spelled alike; else the same name, or one like it, elsewhere in the
+    config."""
     siblings = {p.rpartition(".")[2]: p for p in known if p.rpartition(".")[0] == prefix}
     anywhere = {p.rpartition(".")[2]: p for p in reversed(known)}
     for paths, cutoff in ((siblings, 0.7), (anywhere, 0.75), (siblings, 0.5)):
@@ -116,11 +131,14 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def known_paths(model: type[pydantic.BaseModel]) -> dict[str, str]:
-    """Every key below a model in each of its spellings, as a dotted path, with its documented path."""
+    """Every key below a model in each of its spellings, as a dotted path, with its documented
+    path."""
     return {**dict(_paths_in(model, "", "")), **{key: key for key in RECOGNISED}}
 
 
-def _paths_in(model: type[pydantic.BaseModel], spelt: str, documented: str) -> Iterator[tuple[str, str]]:
+def _paths_in(
+    model: type[pydantic.BaseModel], spelt: str, documented: str
+) -> Iterator[tuple[str, str]]:
     for name, field in model.model_fields.items():
         path = documented + canonical_key(model, name)
         for key in spellings(model, name):
@@ -131,7 +149,8 @@ def _paths_in(model: type[pydantic.BaseModel], spelt: str, documented: str) -> I
 
 
 def _types_in(annotation: Any) -> Iterator[Any]:
-    """The types that an annotation holds, through unions, containers and Annotated; a Literal is one."""
+    """The types that an annotation holds, through unions, containers and Annotated; a Literal is
+    one."""
     inner = () if typing.get_origin(annotation) is Literal else typing.get_args(annotation)
     if not inner:
         yield annotation
@@ -139,10 +158,10 @@ def _types_in(annotation: Any) -> Iterator[Any]:
         yield from _types_in(each)
 
 
-# ---- sections and their numbers --------------------------------------------------------------------------------------
+# ---- sections and their numbers ------------------------------------------------------------------
 #
-# Numbers refuse booleans (`true` is no count) and accept whole floats (`5e8` and `"5e8"` are counts). Where a key takes one
-# of several words, their case does not matter.
+# Numbers refuse booleans (`true` is no count) and accept whole floats (`5e8` and `"5e8"` are
+# counts). Where a key takes one of several words, their case does not matter.
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
 _FLOAT = re.compile(r"\s*[+-]?\d+(\.\d*)?e[+-]?\d+\s*", re.IGNORECASE)
@@ -154,23 +173,30 @@ class Sets(NamedTuple):
 
     field: str
     values: Mapping[Any, Any] = MappingProxyType({})
-    """What values of the key become there, where they do not stay; None leaves the field alone, as if the key were not set."""
+    """What values of the key become there, where they do not stay; None leaves the field alone, as
+    if the key were not set."""
 
 
 class ConfigModel(pydantic.BaseModel):
     """A section of the config.
 
-        raw section --drop "auto"--> known keys only --type and range--> refused keys --cross checks--> frozen model
+        raw section --drop "auto"--> known keys only --type and range--> refused keys --cross
+        checks--> frozen model
 
-    A section refuses unknown keys and is frozen. It treats a key with the value "auto" as absent. It refuses a key whose
-    effect tiermem does not have (`keys.py`), unless the value is the documented default. It reports its problems together.
+    A section refuses unknown keys and is frozen. It treats a key with the value "auto" as absent.
+    It refuses a key whose effect tiermem does not have (`keys.py`), unless the value is the
+    documented default. It reports its problems together.
 
-    Building a section directly raises pydantic's ValidationError, which is a ValueError. `load_config` raises ConfigError
-    with paths and suggestions.
+    Building a section directly raises pydantic's ValidationError, which is a ValueError.
+    `load_config` raises ConfigError with paths and suggestions.
     """
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, populate_by_name=True, allow_inf_nan=False, use_attribute_docstrings=True
+        extra="forbid",
+        frozen=True,
+        populate_by_name=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
     )
 
     section: ClassVar[str] = ""
@@ -188,7 +214,9 @@ class ConfigModel(pydantic.BaseModel):
     def _know_words_in_any_case(cls, value: Any, info: ValidationInfo) -> Any:
         if not isinstance(value, str) or info.field_name is None:
             return value
-        words = {word.lower(): word for word in _words_of(cls.model_fields[info.field_name].annotation)}
+        words = {
+            word.lower(): word for word in _words_of(cls.model_fields[info.field_name].annotation)
+        }
         return words.get(value.lower(), value)
 
     @pydantic.field_validator("*", mode="after")
@@ -196,7 +224,9 @@ class ConfigModel(pydantic.BaseModel):
     def _refuse_what_does_not_exist(cls, value: Any, info: ValidationInfo) -> Any:
         assert info.field_name is not None
         reason = REFUSED.get(cls.path_of(info.field_name))
-        if reason is not None and value != cls.model_fields[info.field_name].get_default(call_default_factory=True):
+        if reason is not None and value != cls.model_fields[info.field_name].get_default(
+            call_default_factory=True
+        ):
             raise ValueError(f"{value!r} given, but {reason}")
         return value
 
@@ -207,7 +237,8 @@ class ConfigModel(pydantic.BaseModel):
         return self
 
     def contradictions(self) -> Iterable[tuple[str, str]]:
-        """What is wrong with the keys taken together: (key relative to this section, sentence) each."""
+        """What is wrong with the keys taken together: (key relative to this section, sentence)
+        each."""
         return ()
 
     def is_set(self, name: str) -> bool:
@@ -222,7 +253,8 @@ class ConfigModel(pydantic.BaseModel):
 
 
 def canonical_key(model: type[pydantic.BaseModel], name: str) -> str:
-    """The documented key of a field: its alias where it has one (`stage3_prefetch_bucket_size`), else its name."""
+    """The documented key of a field: its alias where it has one (`stage3_prefetch_bucket_size`),
+    else its name."""
     return spellings(model, name)[0]
 
 
@@ -244,7 +276,8 @@ def _words_of(annotation: Any) -> Iterator[str]:
 
 
 def _no_bool(value: Any) -> Any:
-    """The value, unless it is a boolean; text such as "5e8", which YAML makes of 5e8, as its number."""
+    """The value, unless it is a boolean; text such as "5e8", which YAML makes of 5e8, as its
+    number."""
     if isinstance(value, bool):
         raise ValueError(f"{value!r} given; allowed is a number, not a boolean")
     return float(value) if isinstance(value, str) and _FLOAT.fullmatch(value) else value
@@ -255,11 +288,16 @@ def _parse_size(value: Any) -> Any:
         return _no_bool(value)
     match = _SIZE.fullmatch(value)
     if match is None:
-        raise ValueError(f'{value!r} given; allowed is a number of bytes, or a size such as "512MiB", "2GiB" or "2GB"')
+        raise ValueError(
+            f'{value!r} given; allowed is a number of bytes, or a size such as "512MiB", "2GiB" or '
+            '"2GB"'
+        )
     number, power, binary = match.groups()
     size = float(number) * (1024 if binary else 1000) ** _SIZE_POWERS[power.upper()]
     if size != int(size):
-        raise ValueError(f"{value!r} given, which is {size} bytes; allowed is a whole number of bytes")
+        raise ValueError(
+            f"{value!r} given, which is {size} bytes; allowed is a whole number of bytes"
+        )
     return int(size)
 
 
@@ -276,10 +314,11 @@ Number = Annotated[float, BeforeValidator(_no_bool), Field(ge=0.0)]
 """A finite number, 0 or more."""
 
 Bytes = Annotated[int, BeforeValidator(_parse_size), Field(ge=0)]
-"""A size: bytes as a number, or a string with a unit ("2GiB" is 2 * 1024**3, "2GB" is 2 * 1000**3)."""
+"""A size: bytes as a number, or a string with a unit ("2GiB" is 2 * 1024**3, "2GB" is 2 *
+1000**3)."""
 
 
-# ---- dtypes ----------------------------------------------------------------------------------------------------------
+# ---- dtypes --------------------------------------------------------------------------------------
 #
 # Every spelling of DeepSpeed is accepted and becomes the short one:
 #
@@ -287,11 +326,18 @@ Bytes = Annotated[int, BeforeValidator(_parse_size), Field(ge=0)]
 #     bf16    bf16, bfloat16, torch.bfloat16
 #     fp16    fp16, float16, half, torch.float16
 
-_SPELLINGS = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
+_SPELLINGS = {
+    "float32": "fp32",
+    "float": "fp32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+}
 
 
 def _short_name(value: Any) -> Any:
-    """Returns the short name of a spelling or a torch.dtype, and any other value unchanged; pydantic checks it then."""
+    """Returns the short name of a spelling or a torch.dtype, and any other value unchanged;
+    pydantic checks it then."""
     if not isinstance(value, (str, torch.dtype)):
         return value
     name = str(value).lower().removeprefix("torch.")

@@ -1,4 +1,5 @@
-"""The sections about tiers, paths and transfers: `aio`, `offload_param`, `offload_optimizer`, paths, GPUDirect Storage."""
+"""The sections about tiers, paths and transfers: `aio`, `offload_param`, `offload_optimizer`,
+paths, GPUDirect Storage."""
 
 from __future__ import annotations
 
@@ -15,18 +16,23 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from tiermem.config.base import Bytes, ConfigModel, Count, Number, PositiveCount, Sets
 from tiermem.policy import IoSettings, NvmePath
 
-# ---- paths -----------------------------------------------------------------------------------------------------------
+# ---- paths ---------------------------------------------------------------------------------------
 #
 # `nvme_path` and `tiermem.paths` take one folder or several, each with an optional cap and weight:
 #
 #     "/mnt/nvme0"
 #     ["/mnt/nvme0", "/mnt/nvme1"]
-#     [{"path": "/mnt/nvme0", "max_bytes": "200GiB", "weight": 2.5}, {"path": "/mnt/nvme1", "weight": 1}]
+#     [{"path": "/mnt/nvme0", "max_bytes": "200GiB", "weight": 2.5}, {"path": "/mnt/nvme1",
+#     "weight": 1}]
 #
-# A cap is for all ranks of a node together. All paths have weights or none has; if none has, the store measures them when it
-# opens. The store also checks then that the folders exist and are writable.
+# A cap is for all ranks of a node together. All paths have weights or none has; if none has, the
+# store measures them when it opens. The store also checks then that the folders exist and are
+# writable.
 
-_ALLOWED = 'allowed is the path of a folder, or {"path": "/mnt/nvme0", "max_bytes": "200GiB", "weight": 2.5}'
+_ALLOWED = (
+    'allowed is the path of a folder, or {"path": "/mnt/nvme0", "max_bytes": "200GiB", '
+    '"weight": 2.5}'
+)
 
 
 class PathConfig(ConfigModel):
@@ -39,7 +45,8 @@ class PathConfig(ConfigModel):
     max_bytes: Annotated[Bytes, Field(ge=1)] | None = None
     """Most bytes to take there, all ranks of the node together. Not set: what is free."""
     weight: Annotated[Number, Field(gt=0.0)] | None = None
-    """Its part of the bytes, relative to the other paths. Not set: measured when there are several."""
+    """Its part of the bytes, relative to the other paths. Not set: measured when there are
+    several."""
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -48,7 +55,9 @@ class PathConfig(ConfigModel):
         folder = given.get("path", Path())  # pydantic finds that it is missing
         if isinstance(folder, (str, Path)) and str(folder).strip():
             return given
-        raise ValueError(f"{'an empty path' if isinstance(folder, str) else repr(folder)} given; {_ALLOWED}")
+        raise ValueError(
+            f"{'an empty path' if isinstance(folder, str) else repr(folder)} given; {_ALLOWED}"
+        )
 
     @property
     def value(self) -> NvmePath:
@@ -77,39 +86,57 @@ def united(paths: Sequence[PathConfig]) -> tuple[NvmePath, ...]:
 
 
 def clashes(paths: Sequence[PathConfig]) -> str:
-    """What keeps these from being one list: a folder with two caps or weights, weights for some alone; empty if nothing."""
+    """What keeps these from being one list: a folder with two caps or weights, weights for some
+    alone; empty if nothing."""
     values = united(paths)
     folders = [value.path for value in values]
     for folder in folders:
         if folders.count(folder) > 1:
-            given = " and ".join(str(each.written) for each in dict.fromkeys(paths) if each.path == folder)
+            given = " and ".join(
+                str(each.written) for each in dict.fromkeys(paths) if each.path == folder
+            )
             return f"{folder} is given as {given}; give it one cap and one weight"
     bare = [str(value.path) for value in values if value.weight is None]
     if bare and len(bare) < len(values):
         return (
-            f"{', '.join(bare)} without a weight beside paths that have one; give all a weight, or none to measure them"
+            f"{', '.join(bare)} without a weight beside paths that have one; give all a weight, "
+            "or none to measure them"
         )
     return ""
 
 
-# ---- GPUDirect Storage -----------------------------------------------------------------------------------------------
+# ---- GPUDirect Storage ---------------------------------------------------------------------------
 
 
 def why_not() -> str:
-    """Returns why `aio.use_gds` cannot be honoured here, as a clause that fits after "..., but ", with what to do.
+    """Returns why `aio.use_gds` cannot be honoured here, as a clause that fits after "..., but ",
+    with what to do.
 
-        a GPU that torch can use -> kvikio installed -> the cuFile driver reads without a detour -> tiermem uses it
+        a GPU that torch can use -> kvikio installed -> the cuFile driver reads without a detour ->
+        tiermem uses it
 
     The first missing step is the reason. kvikio is imported only when a config has the key.
     """
     if not _has_gpu():
-        return "there is no GPU here that torch can use, and GPUDirect Storage reads straight into one; remove the key"
+        return (
+            "there is no GPU here that torch can use, and GPUDirect Storage reads straight into "
+            "one; remove the key"
+        )
     if importlib.util.find_spec("kvikio") is None:
-        return "kvikio is not installed: install the one for your CUDA (kvikio-cu12, kvikio-cu13), or remove the key"
+        return (
+            "kvikio is not installed: install the one for your CUDA (kvikio-cu12, kvikio-cu13), "
+            "or remove the key"
+        )
     detour = _detour()
     if detour:
-        return f"{detour}, so reads would pass through host memory all the same; see gdscheck, or remove the key"
-    return "GPUDirect is not used yet, although it works here: NVMe is read into pinned host memory; remove the key"
+        return (
+            f"{detour}, so reads would pass through host memory all the same; see gdscheck, or "
+            "remove the key"
+        )
+    return (
+        "GPUDirect is not used yet, although it works here: NVMe is read into pinned host "
+        "memory; remove the key"
+    )
 
 
 def _has_gpu() -> bool:
@@ -124,21 +151,28 @@ def _detour() -> str:
         driver = importlib.import_module("kvikio.cufile_driver")
         defaults = importlib.import_module("kvikio.defaults")
         if defaults.is_compat_mode_preferred():
-            return "kvikio runs in compatibility mode (KVIKIO_COMPAT_MODE, or libcufile cannot be used)"
+            return (
+                "kvikio runs in compatibility mode (KVIKIO_COMPAT_MODE, or libcufile cannot be "
+                "used)"
+            )
         if not driver.get("is_gds_available"):
-            return "the cuFile driver runs in compatibility mode (nvidia-fs is not loaded, or the file system refuses)"
+            return (
+                "the cuFile driver runs in compatibility mode (nvidia-fs is not loaded, or the "
+                "file system refuses)"
+            )
     except (ImportError, AttributeError, RuntimeError, OSError, ValueError) as error:
         # kvikio's own words are the reason
         return f"kvikio cannot reach the cuFile driver ({type(error).__name__}: {error})"
     return ""
 
 
-# ---- aio -------------------------------------------------------------------------------------------------------------
+# ---- aio -----------------------------------------------------------------------------------------
 #
-# One key has three spellings: `intra_op_parallelism` (DeepSpeed's code), `thread_count` (its documentation) and
-# `num_threads` (its tuner). They mean the same here.
+# One key has three spellings: `intra_op_parallelism` (DeepSpeed's code), `thread_count` (its
+# documentation) and `num_threads` (its tuner). They mean the same here.
 #
-# In DeepSpeed each of n threads keeps queue_depth requests in flight. Here one queue per path keeps all of them:
+# In DeepSpeed each of n threads keeps queue_depth requests in flight. Here one queue per path keeps
+# all of them:
 #
 #     requests in flight   queue_depth * n             io_uring, Linux AIO; at most 4096
 #     threads              n                           the threads engine; a thread serves one request at a time
@@ -157,9 +191,11 @@ class AioConfig(ConfigModel):
     block_size: PositiveCount = 1 << 20
     """Bytes of one request to the device."""
     queue_depth: PositiveCount = 8
-    """Requests in flight for each of intra_op_parallelism threads. Not set: the queue's own, larger default."""
+    """Requests in flight for each of intra_op_parallelism threads. Not set: the queue's own, larger
+    default."""
     intra_op_parallelism: Count = 1
-    """Multiplies queue_depth; the number of threads of the threads engine. Not set: that engine chooses."""
+    """Multiplies queue_depth; the number of threads of the threads engine. Not set: that engine
+    chooses."""
     thread_count: Count | None = None
     """The same as intra_op_parallelism."""
     num_threads: Count | None = None
@@ -199,23 +235,31 @@ class AioConfig(ConfigModel):
         given = self._given_threads()
         if len(set(given.values())) > 1:
             shown = ", ".join(f"{name} {value}" for name, value in given.items())
-            yield "intra_op_parallelism", f"{shown} given; the three names mean the same, so keep one"
+            yield (
+                "intra_op_parallelism",
+                f"{shown} given; the three names mean the same, so keep one",
+            )
         depth = self.depth or 0
         if depth > _MAX_DEPTH:
             product = f"queue_depth {self.queue_depth}"
             if self.threads and self.threads > 1:
                 product += f" * intra_op_parallelism {self.threads} = {depth}"
-            yield "queue_depth", f"{product} requests in flight, but allowed are at most {_MAX_DEPTH}; lower it"
+            yield (
+                "queue_depth",
+                f"{product} requests in flight, but allowed are at most {_MAX_DEPTH}; lower it",
+            )
 
 
-# ---- offload_param and offload_optimizer -----------------------------------------------------------------------------
+# ---- offload_param and offload_optimizer ---------------------------------------------------------
 #
-# `device` is the name of a tier. The counts are the user's caps. The plan computes a key that is not set; the defaults below
-# are DeepSpeed's, and reach the policy only when the config contains them. `tiermem.paths` may name the folders instead of
-# `nvme_path`; translate.py checks that one of the two does.
+# `device` is the name of a tier. The counts are the user's caps. The plan computes a key that is
+# not set; the defaults below are DeepSpeed's, and reach the policy only when the config contains
+# them. `tiermem.paths` may name the folders instead of `nvme_path`; translate.py checks that one of
+# the two does.
 
 STATES_PER_TILE = 4
-"""DeepSpeed's buffers that one Adam tile corresponds to: parameter, gradient, momentum, variance."""
+"""DeepSpeed's buffers that one Adam tile corresponds to: parameter, gradient, momentum,
+variance."""
 
 
 class OffloadDevice(str, enum.Enum):
@@ -244,12 +288,14 @@ class _OffloadConfig(ConfigModel):
     """What both offload sections share."""
 
     device: OffloadDevice = OffloadDevice.none
-    """Tier that the states rest on: none leaves them on the device, cpu is host memory, nvme is files."""
+    """Tier that the states rest on: none leaves them on the device, cpu is host memory, nvme is
+    files."""
     nvme_path: Paths | None = None
-    """Folder on the NVMe file system, or a list of folders on several, each with an optional cap and weight; needed when
-    device is nvme and tiermem.paths is not given."""
+    """Folder on the NVMe file system, or a list of folders on several, each with an optional cap
+    and weight; needed when device is nvme and tiermem.paths is not given."""
     pin_memory: bool = False
-    """Register host memory with the GPU driver. Not set: yes where there is a GPU. One arena serves both sections."""
+    """Register host memory with the GPU driver. Not set: yes where there is a GPU. One arena serves
+    both sections."""
 
 
 class OffloadParamConfig(_OffloadConfig):
@@ -258,27 +304,29 @@ class OffloadParamConfig(_OffloadConfig):
     section: ClassVar[str] = "zero_optimization.offload_param"
 
     device: Annotated[OffloadDevice, Sets("params")] = OffloadDevice.none
-    """Tier that the parameters rest on: none leaves them on the device, cpu is host memory, nvme is files."""
+    """Tier that the parameters rest on: none leaves them on the device, cpu is host memory, nvme is
+    files."""
     buffer_count: Annotated[Count, Sets("unit_buffers", {0: None})] = 5
     """Units of parameters present at once when they rest on NVMe, at least; 0 as if not set."""
     buffer_size: Annotated[Count, Sets("unit_numel", {0: None})] = 100_000_000
-    """Most elements of one unit when parameters rest on NVMe; with `tiermem.strict` a larger unit is refused. 0: as if not
-    set."""
+    """Most elements of one unit when parameters rest on NVMe; with `tiermem.strict` a larger unit
+    is refused. 0: as if not set."""
     max_in_cpu: Annotated[Count, Sets("host_param_numel")] = 1_000_000_000
     """Elements of parameters that stay in host memory although their home is NVMe. Not set: 0."""
 
 
 class OffloadOptimizerConfig(_OffloadConfig):
-    """`zero_optimization.offload_optimizer`: optimizer states that rest off the device. Needs stage 1, 2 or 3; nvme is nvme
-    in all of them, where the reference takes it for cpu below stage 3."""
+    """`zero_optimization.offload_optimizer`: optimizer states that rest off the device. Needs stage
+    1, 2 or 3; nvme is nvme in all of them, where the reference takes it for cpu below stage 3."""
 
     section: ClassVar[str] = "zero_optimization.offload_optimizer"
 
     device: Annotated[OffloadDevice, Sets("optim")] = OffloadDevice.none
-    """Tier that the states rest on: none leaves them on the device, cpu is host memory, nvme is files."""
+    """Tier that the states rest on: none leaves them on the device, cpu is host memory, nvme is
+    files."""
     buffer_count: Annotated[Count, Sets("tile_buffers", {0: None})] = 4
-    """Buffers for states on NVMe, counted as the reference does: 4 are one tile of Adam's states in flight. At least so
-    many. 0: as if not set."""
+    """Buffers for states on NVMe, counted as the reference does: 4 are one tile of Adam's states in
+    flight. At least so many. 0: as if not set."""
     pipeline_read: Annotated[bool, Sets("pipeline_read")] = False
     """Read the next tile while this one is stepped. Not set: on."""
     pipeline_write: Annotated[bool, Sets("pipeline_write")] = False
@@ -286,8 +334,8 @@ class OffloadOptimizerConfig(_OffloadConfig):
     fast_init: bool = False
     """Make states in place on NVMe; always so here."""
     ratio: Annotated[Number, Field(le=1.0), Sets("optim_ratio")] = 1.0
-    """Part of the states that rests on this section's device and is stepped on the CPU; the rest stays on the GPU, if there is
-    one, and is stepped there."""
+    """Part of the states that rests on this section's device and is stepped on the CPU; the rest
+    stays on the GPU, if there is one, and is stepped there."""
     super_offload: bool = False
     """Asynchronous CPU step of the reference system; does not exist here."""
     cpuadam_cores_perc: Annotated[Number, Field(le=1.0)] = 0.8
@@ -297,8 +345,11 @@ class OffloadOptimizerConfig(_OffloadConfig):
         if self.device is OffloadDevice.nvme and 0 < self.buffer_count < STATES_PER_TILE:
             yield (
                 "buffer_count",
-                f"{self.buffer_count} given, but one tile of Adam takes {STATES_PER_TILE} (parameter, gradient, "
-                f"momentum, variance): {self.buffer_count} // {STATES_PER_TILE} = 0 tiles; set at least "
-                f"{STATES_PER_TILE}, or {2 * STATES_PER_TILE} with pipeline_read or pipeline_write, "
+                f"{self.buffer_count} given, but one tile of Adam takes {STATES_PER_TILE} "
+                "(parameter, gradient, "
+                f"momentum, variance): {self.buffer_count} // {STATES_PER_TILE} = 0 tiles; set at "
+                "least "
+                f"{STATES_PER_TILE}, or {2 * STATES_PER_TILE} with pipeline_read or "
+                "pipeline_write, "
                 f"{3 * STATES_PER_TILE} with both, or 0 to have it planned",
             )

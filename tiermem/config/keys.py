@@ -4,9 +4,10 @@
     COMPUTED   the plan decides the effect, or it is always on: any value is accepted, and the report says what happens
     PLANNED    honoured when set; when not set, the plan computes the value instead of taking the documented default
 
-Every other key of the models is honoured. Keys are dotted paths from the top of the config. A top-level key in REFUSED for
-which no model has a field is a section or switch that tiermem only recognises: `is_off` says whether its value asks for
-nothing. Some of these do not change the training (monitors, profilers): those in INERT are dropped with a warning, and
+Every other key of the models is honoured. Keys are dotted paths from the top of the config. A
+top-level key in REFUSED for which no model has a field is a section or switch that tiermem only
+recognises: `is_off` says whether its value asks for nothing. Some of these do not change the
+    training (monitors, profilers): those in INERT are dropped with a warning, and
 refused only with tiermem.strict.
 """
 
@@ -43,7 +44,8 @@ INERT: Mapping[str, str] = MappingProxyType(
         ),
     }
 )
-"""Why keys do nothing here, of which nothing that is trained depends: refused with tiermem.strict alone."""
+"""Why keys do nothing here, of which nothing that is trained depends: refused with tiermem.strict
+alone."""
 
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
@@ -80,13 +82,17 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         **INERT,
     }
 )
-"""Why keys are refused: a clause that fits after "..., but " and says what does not exist, and what to do."""
+"""Why keys are refused: a clause that fits after "..., but " and says what does not exist, and what
+to do."""
 
 RECOGNISED = tuple(key for key in REFUSED if "." not in key)
 """Keys of the top that no model has."""
 
-OFF: Mapping[str, Any] = MappingProxyType({"seq_parallel_communication_data_type": "fp32", "sequence_parallel_size": 1})
-"""The documented default of a key that no model has; None, false, {} and {"enabled": false} ask for nothing too."""
+OFF: Mapping[str, Any] = MappingProxyType(
+    {"seq_parallel_communication_data_type": "fp32", "sequence_parallel_size": 1}
+)
+"""The documented default of a key that no model has; None, false, {} and {"enabled": false} ask for
+nothing too."""
 
 COMPUTED: Mapping[str, str] = MappingProxyType(
     {
@@ -155,16 +161,20 @@ PLANNED: Mapping[str, str] = MappingProxyType(
 
 
 def is_auto(value: object) -> bool:
-    """Whether a raw value asks for its key to be computed, which is the same as leaving the key out."""
+    """Whether a raw value asks for its key to be computed, which is the same as leaving the key
+    out."""
     return isinstance(value, str) and value == "auto"
 
 
 def is_off(value: Any, off: Any) -> bool:
-    """Whether a recognised key's value asks for nothing: its default, or anything false, or a section of such."""
+    """Whether a recognised key's value asks for nothing: its default, or anything false, or a
+    section of such."""
     if value is None or is_auto(value):
         return True
     if isinstance(value, Mapping):
         return (
-            is_off(value["enabled"], None) if "enabled" in value else all(is_off(each, None) for each in value.values())
+            is_off(value["enabled"], None)
+            if "enabled" in value
+            else all(is_off(each, None) for each in value.values())
         )
     return bool(value == off) if off is not None else not value

@@ -1,4 +1,5 @@
-"""load_config reads a config from a dict, a file or JSON text; with_tuned adds the result of `tiermem tune` to one."""
+"""load_config reads a config from a dict, a file or JSON text; with_tuned adds the result of
+`tiermem tune` to one."""
 
 from __future__ import annotations
 
@@ -16,18 +17,23 @@ from tiermem.config.base import ConfigError, Problem, problems_of
 from tiermem.config.keys import is_auto
 from tiermem.config.root import TiermemConfig
 
-# ---- load_config and resolve_auto ------------------------------------------------------------------------------------
+# ---- load_config and resolve_auto ----------------------------------------------------------------
 
 
-def load_config(config: Mapping[str, Any] | str | os.PathLike[str] | TiermemConfig) -> TiermemConfig:
-    """Reads and checks a config: a mapping, the path of a JSON file, JSON text (starting with `{`), or a TiermemConfig.
+def load_config(
+    config: Mapping[str, Any] | str | os.PathLike[str] | TiermemConfig,
+) -> TiermemConfig:
+    """Reads and checks a config: a mapping, the path of a JSON file, JSON text (starting with `{`),
+    or a TiermemConfig.
 
-        given --read--> dict (no key twice) --drop comments--> --note "auto"--> --validate--> TiermemConfig, or ConfigError
+        given --read--> dict (no key twice) --drop comments--> --note "auto"--> --validate-->
+        TiermemConfig, or ConfigError
 
     A comment is a key that begins with `_` or `//`, in any object. ConfigError has every problem.
 
-    HJSON (comments, no quotes) is read if the package `hjson` is installed. Raises ConfigError (a ValueError) that lists
-    every problem; OSError when the file cannot be read. It never changes the given value.
+    HJSON (comments, no quotes) is read if the package `hjson` is installed. Raises ConfigError (a
+    ValueError) that lists every problem; OSError when the file cannot be read. It never changes the
+    given value.
     """
     if isinstance(config, TiermemConfig):
         return config
@@ -42,11 +48,12 @@ def load_config(config: Mapping[str, Any] | str | os.PathLike[str] | TiermemConf
 
 
 def resolve_auto(config: TiermemConfig, hidden_size: int) -> TiermemConfig:
-    """Returns the config with three "auto" sizes computed from the hidden size h, as Hugging Face's integration does.
+    """Returns the config with three "auto" sizes computed from the hidden size h, as Hugging Face's
+    integration does.
 
     reduce_bucket_size becomes h * h, stage3_prefetch_bucket_size 0.9 * h * h (rounded down) and
-    stage3_param_persistence_threshold 10 * h, all in elements. Keys with a value and absent keys do not change. Raises
-    ValueError for a hidden size below 1.
+    stage3_param_persistence_threshold 10 * h, all in elements. Keys with a value and absent keys do
+    not change. Raises ValueError for a hidden size below 1.
     """
     if hidden_size < 1:
         raise ValueError(f"hidden_size is {hidden_size}; it must be at least 1")
@@ -56,16 +63,25 @@ def resolve_auto(config: TiermemConfig, hidden_size: int) -> TiermemConfig:
         "prefetch_bucket_size": 9 * hidden_size * hidden_size // 10,
         "param_persistence_threshold": 10 * hidden_size,
     }
-    auto = {name: value for name, value in computed.items() if zero.path_of(name) in config.auto_keys}
-    return config.model_copy(update={"zero_optimization": zero.model_copy(update=auto)}) if auto else config
+    auto = {
+        name: value for name, value in computed.items() if zero.path_of(name) in config.auto_keys
+    }
+    return (
+        config.model_copy(update={"zero_optimization": zero.model_copy(update=auto)})
+        if auto
+        else config
+    )
 
 
 def read_raw(given: Given) -> tuple[dict[str, Any], str]:
-    """A mapping, or a JSON text or file, as a dict, and where it comes from. Raises ConfigError and OSError."""
+    """A mapping, or a JSON text or file, as a dict, and where it comes from. Raises ConfigError and
+    OSError."""
     if isinstance(given, Mapping):
         return dict(given), "the config"
     if not isinstance(given, (str, os.PathLike)):
-        raise ConfigError([Problem("", f"a {type(given).__name__} given; allowed is a dict, a path or JSON text")])
+        raise ConfigError(
+            [Problem("", f"a {type(given).__name__} given; allowed is a dict, a path or JSON text")]
+        )
     if is_json(given):
         return _parsed(str(given), "the config text"), "the config text"
     source = os.fspath(given)
@@ -74,7 +90,8 @@ def read_raw(given: Given) -> tuple[dict[str, Any], str]:
 
 @contextlib.contextmanager
 def named_in_errors(source: str) -> Iterator[None]:
-    """A block whose ConfigErrors name the file of a config, where the block has only what was read from it."""
+    """A block whose ConfigErrors name the file of a config, where the block has only what was read
+    from it."""
     try:
         yield
     except ConfigError as error:
@@ -88,7 +105,9 @@ def is_json(given: str | os.PathLike[str]) -> bool:
 
 def _without_comments(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _without_comments(inner) for key, inner in value.items() if not _is_comment(key)}
+        return {
+            key: _without_comments(inner) for key, inner in value.items() if not _is_comment(key)
+        }
     return [_without_comments(each) for each in value] if isinstance(value, list) else value
 
 
@@ -112,19 +131,29 @@ def _parsed(text: str, source: str) -> dict[str, Any]:
         repeated.clear()
         raw = _parsed_as_hjson(text, source, error, repeated)
     if repeated:
-        raise ConfigError([Problem(key, "appears twice in one object; keep one of them") for key in repeated], source)
+        raise ConfigError(
+            [Problem(key, "appears twice in one object; keep one of them") for key in repeated],
+            source,
+        )
     if not isinstance(raw, dict):
-        raise ConfigError([Problem("", f"a JSON {type(raw).__name__} given; allowed is an object")], source)
+        raise ConfigError(
+            [Problem("", f"a JSON {type(raw).__name__} given; allowed is an object")], source
+        )
     return raw
 
 
-def _parsed_as_hjson(text: str, source: str, first: json.JSONDecodeError, repeated: list[str]) -> Any:
-    """What a text that is not JSON says as HJSON; raises ConfigError where it is not, or nothing here reads that."""
+def _parsed_as_hjson(
+    text: str, source: str, first: json.JSONDecodeError, repeated: list[str]
+) -> Any:
+    """What a text that is not JSON says as HJSON; raises ConfigError where it is not, or nothing
+    here reads that."""
     where = f"not JSON at line {first.lineno}, column {first.colno}: {first.msg}"
     try:
         import hjson  # optional
     except ImportError:
-        raise ConfigError([Problem("", f"{where} (to read HJSON: pip install hjson)")], source) from None
+        raise ConfigError(
+            [Problem("", f"{where} (to read HJSON: pip install hjson)")], source
+        ) from None
     try:
         return hjson.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, repeated))
     except hjson.HjsonDecodeError as error:
@@ -133,11 +162,15 @@ def _parsed_as_hjson(text: str, source: str, first: json.JSONDecodeError, repeat
 
 
 def _unique(pairs: list[tuple[str, Any]], repeated: list[str]) -> dict[str, Any]:
-    repeated += [key for key, count in Counter(key for key, _ in pairs).items() if count > 1 and not _is_comment(key)]
+    repeated += [
+        key
+        for key, count in Counter(key for key, _ in pairs).items()
+        if count > 1 and not _is_comment(key)
+    ]
     return dict(pairs)
 
 
-# ---- with_tuned ------------------------------------------------------------------------------------------------------
+# ---- with_tuned ----------------------------------------------------------------------------------
 
 Given = Mapping[str, Any] | str | os.PathLike[str]
 
@@ -146,26 +179,30 @@ _OWN_KEYS = {"engine", "paths", "measured"}
 
 
 def with_tuned(config: Given, tuned: Given) -> dict[str, Any]:
-    """Returns the config with the sections that `tiermem tune` wrote; both are mappings or JSON files and do not change.
+    """Returns the config with the sections that `tiermem tune` wrote; both are mappings or JSON
+    files and do not change.
 
         {"aio": {...}, "tiermem": {"engine": ..., "paths": [...], "measured": {...}}}     the tuned file
           |             |
           |             each key replaces the config's key; the config's other keys stay
           replaces the config's whole section
 
-    The tuned file is itself a config: `load_config` reads it, and DeepSpeed understands its `aio` section. `load_config` checks
-    the values of the result, not this function. Raises OSError; ValueError for a file that is no JSON object or has keys that
-    `tiermem tune` does not write.
+    The tuned file is itself a config: `load_config` reads it, and DeepSpeed understands its `aio`
+    section. `load_config` checks the values of the result, not this function. Raises OSError;
+    ValueError for a file that is no JSON object or has keys that `tiermem tune` does not write.
     """
     (merged, _), (found, source) = read = read_raw(config), read_raw(tuned)
     for content, where in read:
         for key in _KEYS:
             if not isinstance(content.get(key, {}), Mapping):
                 raise ValueError(f"{key} of {where} is no object of keys")
-    foreign = sorted(set(found) - _KEYS) + sorted(f"tiermem.{key}" for key in set(found.get("tiermem", {})) - _OWN_KEYS)
+    foreign = sorted(set(found) - _KEYS) + sorted(
+        f"tiermem.{key}" for key in set(found.get("tiermem", {})) - _OWN_KEYS
+    )
     if foreign:
         raise ValueError(
-            f"{source} holds {', '.join(foreign)}, which `tiermem tune` does not write; is it the right file?"
+            f"{source} holds {', '.join(foreign)}, which `tiermem tune` does not write; is it the "
+            "right file?"
         )
     if "aio" in found:
         merged["aio"] = dict(found["aio"])

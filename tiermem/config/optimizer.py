@@ -14,13 +14,14 @@ from tiermem.config.keys import is_auto
 from tiermem.policy import CombinedError
 from tiermem.schedule import check_params, schedule_class
 
-# ---- optimizer -------------------------------------------------------------------------------------------------------
+# ---- optimizer -----------------------------------------------------------------------------------
 #
 #     Adam, AdamW    as in DeepSpeed, "Adam" means AdamW (decoupled weight decay) unless `adam_w_mode` is false
 #     Adagrad, Lion, SGD
 #     Muon           Muon steps the matrices of hidden layers, AdamW the other parameters
 #
-# Settings have the names of torch's optimizers; where DeepSpeed's names differ, those are accepted, too.
+# Settings have the names of torch's optimizers; where DeepSpeed's names differ, those are accepted,
+# too.
 
 Beta = Annotated[Number, Field(lt=1.0)]
 """A decay rate in [0, 1)."""
@@ -34,14 +35,16 @@ class OptimizerParams(ConfigModel):
     lr: Number = 1e-3
     """Learning rate."""
     weight_decay: Number = 0.0
-    """Weight decay per step: times lr on the weight where it is decoupled, else added to the gradient."""
+    """Weight decay per step: times lr on the weight where it is decoupled, else added to the
+    gradient."""
 
     @pydantic.model_validator(mode="before")
     @classmethod
     def _point_to_clipping(cls, raw: Any) -> Any:
         if isinstance(raw, dict) and raw.get("max_grad_norm") is not None:
             raise ValueError(
-                f'max_grad_norm is not a setting of the optimizer; set "gradient_clipping": {raw["max_grad_norm"]} at '
+                'max_grad_norm is not a setting of the optimizer; set "gradient_clipping": '
+                f"{raw['max_grad_norm']} at "
                 "the top of the config instead"
             )
         return raw
@@ -53,7 +56,9 @@ class OptimizerParams(ConfigModel):
 
     def settings(self) -> dict[str, Any]:
         """Arguments of the optimizer, by name."""
-        return {name: getattr(self, name) for name in type(self).model_fields if name not in _ABOUT_US}
+        return {
+            name: getattr(self, name) for name in type(self).model_fields if name not in _ABOUT_US
+        }
 
 
 class AdamParams(OptimizerParams):
@@ -170,8 +175,8 @@ class OptimizerConfig(ConfigModel):
 
     type: Literal["Adam", "AdamW", "Adagrad", "Lion", "SGD", "Muon"]
     """The rule of a step, in any case."""
-    params: SerializeAsAny[AdamParams | AdagradParams | LionParams | SgdParams | MuonParams] = Field(
-        default=AdamParams(), validate_default=True
+    params: SerializeAsAny[AdamParams | AdagradParams | LionParams | SgdParams | MuonParams] = (
+        Field(default=AdamParams(), validate_default=True)
     )
     """Settings of the optimizer."""
     legacy_fusion: bool = False
@@ -192,8 +197,13 @@ class OptimizerConfig(ConfigModel):
 
     @property
     def name(self) -> str:
-        """The class of tiermem.optim that is meant: "Adam" means AdamW unless adam_w_mode is false."""
-        is_coupled = self.type == "Adam" and isinstance(self.params, AdamParams) and not self.params.adam_w_mode
+        """The class of tiermem.optim that is meant: "Adam" means AdamW unless adam_w_mode is
+        false."""
+        is_coupled = (
+            self.type == "Adam"
+            and isinstance(self.params, AdamParams)
+            and not self.params.adam_w_mode
+        )
         return "AdamW" if self.type == "Adam" and not is_coupled else self.type
 
     @property
@@ -202,8 +212,15 @@ class OptimizerConfig(ConfigModel):
         return self.name in ("AdamW", "Lion", "Muon")
 
     def contradictions(self) -> Iterator[tuple[str, str]]:
-        if self.type == "AdamW" and isinstance(self.params, AdamParams) and not self.params.adam_w_mode:
-            yield "params.adam_w_mode", "false given, but AdamW decouples weight decay; set type to Adam"
+        if (
+            self.type == "AdamW"
+            and isinstance(self.params, AdamParams)
+            and not self.params.adam_w_mode
+        ):
+            yield (
+                "params.adam_w_mode",
+                "false given, but AdamW decouples weight decay; set type to Adam",
+            )
 
 
 def _check_keys(name: str, kind: type[OptimizerParams], given: dict[str, Any]) -> None:
@@ -219,9 +236,10 @@ def _check_keys(name: str, kind: type[OptimizerParams], given: dict[str, Any]) -
         raise CombinedError(found)
 
 
-# ---- scheduler -------------------------------------------------------------------------------------------------------
+# ---- scheduler -----------------------------------------------------------------------------------
 #
-# It names one of DeepSpeed's five schedules or a class of torch.optim.lr_scheduler; `tiermem/schedule.py` builds it.
+# It names one of DeepSpeed's five schedules or a class of torch.optim.lr_scheduler;
+# `tiermem/schedule.py` builds it.
 
 
 class SchedulerConfig(ConfigModel):
@@ -230,7 +248,8 @@ class SchedulerConfig(ConfigModel):
     section: ClassVar[str] = "scheduler"
 
     type: str
-    """WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, or a class of torch.optim.lr_scheduler."""
+    """WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, or a class of
+    torch.optim.lr_scheduler."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the schedule, by name; those that are "auto" are left out."""
 
@@ -250,7 +269,7 @@ class SchedulerConfig(ConfigModel):
         return params
 
 
-# ---- batch sizes -----------------------------------------------------------------------------------------------------
+# ---- batch sizes ---------------------------------------------------------------------------------
 
 
 class BatchSizes(NamedTuple):
@@ -264,29 +283,39 @@ class BatchSizes(NamedTuple):
     """Samples per optimizer step, over all ranks."""
 
 
-def solve_batch(total: int | None, micro: int | None, accumulation: int | None, num_ranks: int) -> BatchSizes:
+def solve_batch(
+    total: int | None, micro: int | None, accumulation: int | None, num_ranks: int
+) -> BatchSizes:
     """Computes the sizes that are None from the others: total = micro * accumulation * num_ranks.
 
-    If only the total or only the micro-batch is given, accumulation is 1. Raises ValueError, with the arithmetic, when the
-    sizes do not multiply to the total, and when neither the total nor the micro-batch is given.
+    If only the total or only the micro-batch is given, accumulation is 1. Raises ValueError, with
+    the arithmetic, when the sizes do not multiply to the total, and when neither the total nor the
+    micro-batch is given.
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks is {num_ranks}; it must be at least 1")
     if micro is None:
         if total is None:
             raise ValueError(
-                "neither train_batch_size nor train_micro_batch_size_per_gpu is given; set one of them, and "
+                "neither train_batch_size nor train_micro_batch_size_per_gpu is given; set one of "
+                "them, and "
                 "gradient_accumulation_steps if micro-batches are to be accumulated"
             )
         accumulation = accumulation or 1
         micro = _divided(total, accumulation, "gradient_accumulation_steps", num_ranks)
     elif accumulation is None:
-        accumulation = 1 if total is None else _divided(total, micro, "train_micro_batch_size_per_gpu", num_ranks)
+        accumulation = (
+            1
+            if total is None
+            else _divided(total, micro, "train_micro_batch_size_per_gpu", num_ranks)
+        )
     product = micro * accumulation * num_ranks
     if total not in (None, product):
         raise ValueError(
-            f"train_batch_size {total} is not train_micro_batch_size_per_gpu {micro} * gradient_accumulation_steps "
-            f"{accumulation} * ranks {num_ranks} = {product}; remove one of the three, or set train_batch_size to {product}"
+            f"train_batch_size {total} is not train_micro_batch_size_per_gpu {micro} * "
+            "gradient_accumulation_steps "
+            f"{accumulation} * ranks {num_ranks} = {product}; remove one of the three, or set "
+            f"train_batch_size to {product}"
         )
     return BatchSizes(micro, accumulation, product)
 
@@ -296,7 +325,8 @@ def _divided(total: int, given: int, name: str, num_ranks: int) -> int:
     if remainder or not quotient:
         nearest = max(1, round(total / (given * num_ranks))) * given * num_ranks
         raise ValueError(
-            f"train_batch_size {total} is not a multiple of {name} {given} * ranks {num_ranks} = {given * num_ranks}; "
+            f"train_batch_size {total} is not a multiple of {name} {given} * ranks {num_ranks} = "
+            f"{given * num_ranks}; "
             f"the nearest that is: {nearest}"
         )
     return quotient

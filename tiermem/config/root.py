@@ -1,4 +1,5 @@
-"""TiermemConfig: the top section of a config, with the checks across sections; and the Precision that its keys select."""
+"""TiermemConfig: the top section of a config, with the checks across sections; and the Precision
+that its keys select."""
 
 from __future__ import annotations
 
@@ -11,19 +12,34 @@ import pydantic
 from pydantic import AliasChoices, BeforeValidator, Field, PrivateAttr
 
 import tiermem.config.translate as translate
-from tiermem.config.base import ConfigError, ConfigModel, Count, DtypeName, Number, PositiveCount, Problem, Sets
+from tiermem.config.base import (
+    ConfigError,
+    ConfigModel,
+    Count,
+    DtypeName,
+    Number,
+    PositiveCount,
+    Problem,
+    Sets,
+)
 from tiermem.config.io import AioConfig, OffloadDevice
 from tiermem.config.keys import INERT, OFF, RECOGNISED, is_off
-from tiermem.config.optimizer import AdamParams, BatchSizes, OptimizerConfig, SchedulerConfig, solve_batch
+from tiermem.config.optimizer import (
+    AdamParams,
+    BatchSizes,
+    OptimizerConfig,
+    SchedulerConfig,
+    solve_batch,
+)
 from tiermem.config.precision import AutocastConfig, Bf16Config, DataTypesConfig, Fp16Config
 from tiermem.config.zero import ActivationConfig, CheckpointConfig, OwnConfig, ZeroConfig
 from tiermem.policy import CombinedError, LeafRules, OffloadPolicy
 from tiermem.precision import DTYPES, Precision
 
-# ---- precision -------------------------------------------------------------------------------------------------------
+# ---- precision -----------------------------------------------------------------------------------
 #
-# DeepSpeed's precision keys and tiermem.precision select one Precision, or are refused. The table gives the bytes of states
-# per parameter:
+# DeepSpeed's precision keys and tiermem.precision select one Precision, or are refused. The table
+# gives the bytes of states per parameter:
 #
 #     bf16_master_     bf16_optimizer_  offload_
 #     weights_and_grads       _states   optimizer   DeepSpeed                              here
@@ -35,14 +51,15 @@ from tiermem.precision import DTYPES, Precision
 #     false            true             any         refused                                refused
 #     true             any              stage 0     refused                                refused
 #
-# fp16_master_weights_and_grads follows the rows with bf16_optimizer_states false. In stage 0 and without offload it is
-# refused. On cpu and nvme it selects an fp16 master with fp32 moments (fp16 moments with
-# optimizer.params.fp32_optimizer_states false). The row without offload is refused although tiermem steps on the CPU, so that
-# a config means the same in both systems. tiermem.precision selects that combination without offload.
+# fp16_master_weights_and_grads follows the rows with bf16_optimizer_states false. In stage 0 and
+# without offload it is refused. On cpu and nvme it selects an fp16 master with fp32 moments (fp16
+# moments with optimizer.params.fp32_optimizer_states false). The row without offload is refused
+# although tiermem steps on the CPU, so that a config means the same in both systems.
+# tiermem.precision selects that combination without offload.
 #
-# DeepSpeed rounds to nearest, so the parts that its keys lower are rounded to nearest, unless tiermem.precision.rounding is
-# set. A key that is false selects nothing, and tiermem.precision may. A key that is true and contradicts tiermem.precision is
-# refused.
+# DeepSpeed rounds to nearest, so the parts that its keys lower are rounded to nearest, unless
+# tiermem.precision.rounding is set. A key that is false selects nothing, and tiermem.precision may.
+# A key that is true and contradicts tiermem.precision is refused.
 
 Problems = Iterable[tuple[str, str]]
 
@@ -109,43 +126,59 @@ def _bf16_problems(config: TiermemConfig) -> Problems:
     if states and not master:
         yield (
             _BF16_STATES,
-            f"true with {_BF16_MASTER} false, but bf16 moments are kept beside a bf16 master; allowed is both true. "
+            f"true with {_BF16_MASTER} false, but bf16 moments are kept beside a bf16 master; "
+            "allowed is both true. "
             'For bf16 moments beside an fp32 master set tiermem.precision to {"moments": "bf16"}',
         )
     if master:
-        yield from _unusable_switch(config, _BF16_MASTER, None if states else f", or {_BF16_STATES} true")
+        yield from _unusable_switch(
+            config, _BF16_MASTER, None if states else f", or {_BF16_STATES} true"
+        )
     if states:
         yield from _unusable_switch(config, _BF16_STATES, None)
     if states and _fp32_states(config):
-        yield _FP32_STATES, f"true, but {_BF16_STATES} is true, which keeps moments in bf16; remove one of the two"
+        yield (
+            _FP32_STATES,
+            f"true, but {_BF16_STATES} is true, which keeps moments in bf16; remove one of the two",
+        )
 
 
 def _fp16_problems(config: TiermemConfig) -> Problems:
     if config.fp16.fp16_master_weights_and_grads and config.bf16.bf16_master_weights_and_grads:
-        yield _FP16_MASTER, f"true, and {_BF16_MASTER} is true; allowed is one of them, that of the section enabled"
+        yield (
+            _FP16_MASTER,
+            (
+                f"true, and {_BF16_MASTER} is true; allowed is one of them, that of the section "
+                "enabled"
+            ),
+        )
     elif config.fp16.fp16_master_weights_and_grads:
         yield from _unusable_switch(config, _FP16_MASTER, "")
 
 
 def _unusable_switch(config: TiermemConfig, key: str, or_else: str | None) -> Problems:
-    """A switch outside stages 1 to 3, or whose section is off, or that needs offload; `or_else` is None if it does not."""
+    """A switch outside stages 1 to 3, or whose section is off, or that needs offload; `or_else` is
+    None if it does not."""
     section = key.partition(".")[0]
     if config.precision != section:
         yield (
             key,
-            f"true with {section}.enabled false, but the weight itself is that master, and the model computes in "
+            f"true with {section}.enabled false, but the weight itself is that master, and the "
+            "model computes in "
             f"{config.precision}; set {section}.enabled to true or remove the key",
         )
     elif config.zero_optimization.stage == 0:
         yield (
             key,
-            "true with zero_optimization.stage 0, but masters and optimizer states are kept so in stages 1, 2 and 3 "
+            "true with zero_optimization.stage 0, but masters and optimizer states are kept so in "
+            "stages 1, 2 and 3 "
             "only, where they are the sharded optimizer's; set the stage",
         )
     elif or_else is not None and config.zero_optimization.optimizer_device is OffloadDevice.none:
         yield (
             key,
-            f"true with {_DEVICE} none, but a {section} master beside fp32 moments is the CPU step's, of offloaded "
+            f"true with {_DEVICE} none, but a {section} master beside fp32 moments is the CPU "
+            "step's, of offloaded "
             f"states; allowed are {_DEVICE} cpu and nvme{or_else}",
         )
 
@@ -157,7 +190,10 @@ def _contradicted(config: TiermemConfig) -> Problems:
     own = config.tiermem.precision
     if given not in (None, kept):
         how = f"set {given}.enabled" if given != "fp32" else f"set {kept}.enabled to false"
-        yield "data_types.param_dtype", f"{given} given, but bf16 and fp16 say {kept}; remove the key or {how}"
+        yield (
+            "data_types.param_dtype",
+            f"{given} given, but bf16 and fp16 say {kept}; remove the key or {how}",
+        )
     if own is None:
         return
     for ask in _asks(config):
@@ -165,12 +201,17 @@ def _contradicted(config: TiermemConfig) -> Problems:
         if value is None or value == ask.value:
             continue
         path = f"tiermem.precision.{ask.field}" if own.is_set(ask.field) else "tiermem.precision"
-        what = f"{value!r} given" if own.is_set(ask.field) else f"preset {own.preset!r} has {ask.field} {value!r}"
+        what = (
+            f"{value!r} given"
+            if own.is_set(ask.field)
+            else f"preset {own.preset!r} has {ask.field} {value!r}"
+        )
         yield path, f"{what}, but {ask.key} asks for {ask.value!r}; remove one of the two"
 
 
 def _unkept(config: TiermemConfig) -> Problems:
-    """A master that parameters of the config's dtype cannot have; unknown while no section casts the model."""
+    """A master that parameters of the config's dtype cannot have; unknown while no section casts
+    the model."""
     if config.precision == "fp32" or config.tiermem.precision is None:
         return
     try:
@@ -179,18 +220,20 @@ def _unkept(config: TiermemConfig) -> Problems:
         yield "tiermem.precision", str(error)
 
 
-# ---- the whole config ------------------------------------------------------------------------------------------------
+# ---- the whole config ----------------------------------------------------------------------------
 #
-#     JSON or dict --load.py--> TiermemConfig --translate.py--> OffloadPolicy, which zero/ and optim/ read
+#     JSON or dict --load.py--> TiermemConfig --translate.py--> OffloadPolicy, which zero/ and
+#     optim/ read
 #                                             --batch()-------> BatchSizes
 #                                             --report()------> the outcome of every key
 #
-# The engine reads optimizer, scheduler, clipping, precision and printing from the config itself. TiermemConfig makes the
-# checks that need two sections; each section makes its own.
+# The engine reads optimizer, scheduler, clipping, precision and printing from the config itself.
+# TiermemConfig makes the checks that need two sections; each section makes its own.
 
 
 def _never_if_infinite(value: Any) -> Any:
-    return None if isinstance(value, float) and math.isinf(value) else value  # Accelerate writes infinity
+    # Accelerate writes infinity
+    return None if isinstance(value, float) and math.isinf(value) else value
 
 
 def _empty_if_null(value: Any) -> Any:
@@ -198,7 +241,8 @@ def _empty_if_null(value: Any) -> Any:
 
 
 class TiermemConfig(ConfigModel):
-    """The top of a config. Values are frozen; `model_fields_set` of each section tells what the user wrote."""
+    """The top of a config. Values are frozen; `model_fields_set` of each section tells what the
+    user wrote."""
 
     train_batch_size: PositiveCount | None = None
     """Samples per optimizer step, over all ranks."""
@@ -212,29 +256,41 @@ class TiermemConfig(ConfigModel):
     """The learning-rate schedule that the engine builds, unless it is given one."""
     gradient_clipping: Number = 1.0
     """Largest global norm of the gradients in a step; 0 does not clip."""
-    bf16: Bf16Config = Field(default=Bf16Config(), validation_alias=AliasChoices("bf16", "bfloat16"))
+    bf16: Bf16Config = Field(
+        default=Bf16Config(), validation_alias=AliasChoices("bf16", "bfloat16")
+    )
     """Compute in bfloat16."""
     fp16: Fp16Config = Fp16Config()
     """Compute in float16."""
     data_types: DataTypesConfig = DataTypesConfig()
     """Dtypes that differ from what bf16 and fp16 say."""
     communication_data_type: Annotated[DtypeName | None, Sets("reduce_dtype")] = None
-    """What gradients are reduced in over the ranks. Not set: their own dtype, or torch_autocast's where that says so."""
+    """What gradients are reduced in over the ranks. Not set: their own dtype, or torch_autocast's
+    where that says so."""
     fp32_allreduce: Annotated[bool, Sets("reduce_dtype", {True: "fp32", False: None})] = False
     """Older name of communication_data_type "fp32"."""
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], Sets("reduce_op")] = "mean"
-    """What becomes of the ranks' gradients; a sum makes the step as many times as large as there are ranks, for SGD."""
-    prescale_gradients: Annotated[bool, Sets("predivide_factor", {True: "ranks", False: None})] = False
+    """What becomes of the ranks' gradients; a sum makes the step as many times as large as there
+    are ranks, for SGD."""
+    prescale_gradients: Annotated[bool, Sets("predivide_factor", {True: "ranks", False: None})] = (
+        False
+    )
     """Divide gradients by the number of ranks before they are added up, not after."""
-    gradient_predivide_factor: Annotated[Number, Field(gt=0), Sets("predivide_factor", {1.0: None})] = 1.0
-    """Divide gradients by this before they are added up, and by the rest of the number of ranks after."""
+    gradient_predivide_factor: Annotated[
+        Number, Field(gt=0), Sets("predivide_factor", {1.0: None})
+    ] = 1.0
+    """Divide gradients by this before they are added up, and by the rest of the number of ranks
+    after."""
     managed_gradient_accumulation: bool = True
-    """The engine counts micro-batches and steps at the last of a step; false: every call of `step` ends one."""
+    """The engine counts micro-batches and steps at the last of a step; false: every call of `step`
+    ends one."""
     torch_autocast: AutocastConfig = AutocastConfig()
     """Run forward under torch.autocast."""
     zero_optimization: ZeroConfig = ZeroConfig()
     """What is sharded and where it rests."""
-    activation_checkpointing: Annotated[ActivationConfig, BeforeValidator(_empty_if_null)] = ActivationConfig()
+    activation_checkpointing: Annotated[ActivationConfig, BeforeValidator(_empty_if_null)] = (
+        ActivationConfig()
+    )
     """Where inputs of blocks rest that the model checkpoints (torch.utils.checkpoint)."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """What saving does where it has a choice."""
@@ -245,7 +301,8 @@ class TiermemConfig(ConfigModel):
     steps_per_print: Annotated[Count | None, BeforeValidator(_never_if_infinite)] = 10
     """Optimizer steps between two lines of progress; null, 0 or infinity prints none."""
     wall_clock_breakdown: bool = False
-    """Tell in every line of progress how long forward, backward and step took, on the average since the one before."""
+    """Tell in every line of progress how long forward, backward and step took, on the average since
+    the one before."""
     dump_state: bool = False
     """Log what became of every key when the engine starts, at level INFO like progress."""
     seed: Annotated[Count, Field(le=(1 << 64) - 1)] = 0
@@ -253,7 +310,8 @@ class TiermemConfig(ConfigModel):
     dataloader_drop_last: bool = False
     """Leave out a last batch of training_data that is not full."""
     zero_allow_untested_optimizer: bool = False
-    """Accept an optimizer from the user that was not tested with sharded states; there is none such here."""
+    """Accept an optimizer from the user that was not tested with sharded states; there is none such
+    here."""
     zero_force_ds_cpu_optimizer: bool = True
     """With offload, refuse optimizers that cannot step on the CPU; always so here."""
 
@@ -262,7 +320,8 @@ class TiermemConfig(ConfigModel):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _drop_what_is_off(cls, raw: Any) -> Any:
-        """Leaves out recognised keys that ask for nothing (`"tensorboard": {"enabled": false}`), or for nothing that trains."""
+        """Leaves out recognised keys that ask for nothing (`"tensorboard": {"enabled": false}`), or
+        for nothing that trains."""
         if not isinstance(raw, dict):
             return raw
         own = raw.get("tiermem")
@@ -271,18 +330,26 @@ class TiermemConfig(ConfigModel):
         inert = [k for k in asked if k in INERT and not is_strict]
         if inert:
             said = "; ".join(f"{k} ({INERT[k]})" for k in inert)
-            warnings.warn(f"of the config, this does nothing here: {said}. tiermem.strict refuses it", stacklevel=2)
-        return {k: v for k, v in raw.items() if k not in RECOGNISED or (k in asked and k not in inert)}
+            warnings.warn(
+                f"of the config, this does nothing here: {said}. tiermem.strict refuses it",
+                stacklevel=2,
+            )
+        return {
+            k: v for k, v in raw.items() if k not in RECOGNISED or (k in asked and k not in inert)
+        }
 
     @pydantic.model_validator(mode="after")
     def _say_what_is_least(self) -> TiermemConfig:
         if keys := translate.least_keys(self, self.aio, self.tiermem):
             said = f"{', '.join(keys)}; tiermem.sizes_are_least: false keeps them"
-            warnings.warn(f"more than these small numbers is taken where memory allows: {said}", stacklevel=2)
+            warnings.warn(
+                f"more than these small numbers is taken where memory allows: {said}", stacklevel=2
+            )
         return self
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A top-level key's value as JSON holds it, as from a dict; tools that expect one call it."""
+        """A top-level key's value as JSON holds it, as from a dict; tools that expect one call
+        it."""
         return self.model_dump(mode="json").get(key, default)
 
     @property
@@ -296,25 +363,36 @@ class TiermemConfig(ConfigModel):
         return "bf16" if self.bf16.enabled else "fp16" if self.fp16.enabled else "fp32"
 
     def batch(self, num_ranks: int) -> BatchSizes:
-        """Computes the batch sizes on this many ranks; raises ConfigError with the arithmetic when they do not fit."""
+        """Computes the batch sizes on this many ranks; raises ConfigError with the arithmetic when
+        they do not fit."""
         try:
             micro = self.train_micro_batch_size_per_gpu
             accumulation = self.gradient_accumulation_steps
             sizes = solve_batch(self.train_batch_size, micro, accumulation, num_ranks)
         except ValueError as error:
-            auto = [key for key in ("train_batch_size", "train_micro_batch_size_per_gpu") if key in self._auto_keys]
+            auto = [
+                key
+                for key in ("train_batch_size", "train_micro_batch_size_per_gpu")
+                if key in self._auto_keys
+            ]
             hint = (
-                f'; {" and ".join(auto)} "auto" is for a Trainer, whose arguments fill it in: write numbers'
+                (
+                    f'; {" and ".join(auto)} "auto" is for a Trainer, whose arguments fill it in: '
+                    "write numbers"
+                )
                 if auto
                 else ""
             )
             raise ConfigError([Problem("", f"{error}{hint}")]) from error
         if self.tiermem.step_in_backward and sizes.accumulation > 1:
-            raise ConfigError([Problem("tiermem.step_in_backward", _NO_ACCUMULATION.format(sizes.accumulation))])
+            raise ConfigError(
+                [Problem("tiermem.step_in_backward", _NO_ACCUMULATION.format(sizes.accumulation))]
+            )
         return sizes
 
     def policy(self, **overrides: Any) -> OffloadPolicy:
-        """Builds the policy from the keys that are set; `overrides` are fields of OffloadPolicy that win over them."""
+        """Builds the policy from the keys that are set; `overrides` are fields of OffloadPolicy
+        that win over them."""
         zero = self.zero_optimization
         own = self.tiermem
         leaf = self.zero_optimization.leaf_module
@@ -335,7 +413,11 @@ class TiermemConfig(ConfigModel):
             fields["num_moments"] = self.optimizer.params.num_moments
         if self._applies_anything:
             fields["on_nonfinite"] = "apply"
-        given = [each for each in (zero.offload_param, zero.offload_optimizer) if each and each.is_set("pin_memory")]
+        given = [
+            each
+            for each in (zero.offload_param, zero.offload_optimizer)
+            if each and each.is_set("pin_memory")
+        ]
         if given:
             fields["pin_memory"] = any(each.pin_memory for each in given)
         return OffloadPolicy(**(fields | overrides))
@@ -352,20 +434,44 @@ class TiermemConfig(ConfigModel):
         zero = self.zero_optimization
         own = self.tiermem
         if self.bf16.enabled and self.fp16.enabled:
-            yield "", "bf16.enabled and fp16.enabled are both true; allowed is one of them, or none for fp32"
+            yield (
+                "",
+                (
+                    "bf16.enabled and fp16.enabled are both true; allowed is one of them, or none "
+                    "for "
+                    "fp32"
+                ),
+            )
         if own.grads is OffloadDevice.nvme and not translate.paths_of(zero, own):
-            said = "nvme given without a path; set zero_optimization.offload_optimizer.nvme_path or tiermem.paths"
+            said = (
+                "nvme given without a path; set zero_optimization.offload_optimizer.nvme_path "
+                "or tiermem.paths"
+            )
             yield "tiermem.grads", said
         if own.activations is OffloadDevice.nvme and not translate.paths_of(zero, own):
-            said = "nvme given without a path; set zero_optimization.offload_optimizer.nvme_path or tiermem.paths"
+            said = (
+                "nvme given without a path; set zero_optimization.offload_optimizer.nvme_path "
+                "or tiermem.paths"
+            )
             yield "tiermem.activations", said
-        if own.activations not in (None, OffloadDevice.cpu) and self.activation_checkpointing.cpu_checkpointing:
-            said = f"{own.activations.value} given, but activation_checkpointing.cpu_checkpointing is cpu; remove one"
+        if (
+            own.activations not in (None, OffloadDevice.cpu)
+            and self.activation_checkpointing.cpu_checkpointing
+        ):
+            said = (
+                f"{own.activations.value} given, but activation_checkpointing.cpu_checkpointing "
+                "is cpu; remove one"
+            )
             yield "tiermem.activations", said
         if own.grads not in (None, OffloadDevice.none) and zero.stage == 0:
-            yield "tiermem.grads", "set with stage 0, but gradients rest elsewhere in stages 1, 2 and 3 only"
+            yield (
+                "tiermem.grads",
+                "set with stage 0, but gradients rest elsewhere in stages 1, 2 and 3 only",
+            )
         yield from translate.path_problems(zero, own)
-        yield from [*_bf16_problems(self), *_fp16_problems(self), *_contradicted(self)] or _unkept(self)
+        yield from [*_bf16_problems(self), *_fp16_problems(self), *_contradicted(self)] or _unkept(
+            self
+        )
         yield from self._overflow_conflicts()
         yield from self._reduction_conflicts()
         if own.step_in_backward:
@@ -373,7 +479,8 @@ class TiermemConfig(ConfigModel):
         try:
             translate.io_of(self.aio, own)
             self.policy()
-        except CombinedError as error:  # of the policy: its fields become keys; paths have been looked at above
+        # of the policy: its fields become keys; paths have been looked at above
+        except CombinedError as error:
             yield from translate.named_by_keys(self, [each for each in error.found if each[0]])
         except ValueError as error:
             yield "aio", f"{error} (block_bytes is block_size, threads is intra_op_parallelism)"
@@ -399,32 +506,67 @@ class TiermemConfig(ConfigModel):
         key = "tiermem.on_nonfinite"
         is_checked = self.bf16.is_set("check_grad_overflow") and self.bf16.check_grad_overflow
         if own.is_set("on_nonfinite") and self._applies_anything and own.on_nonfinite != "apply":
-            yield key, f'"{own.on_nonfinite}" with bf16.check_grad_overflow false, which is "apply"; remove one'
+            yield (
+                key,
+                (
+                    f'"{own.on_nonfinite}" with bf16.check_grad_overflow false, which is "apply"; '
+                    "remove one"
+                ),
+            )
         if own.on_nonfinite == "apply" and self.bf16.enabled and is_checked:
-            yield key, '"apply" with bf16.check_grad_overflow true, which is "skip" or "raise"; remove one'
+            yield (
+                key,
+                (
+                    '"apply" with bf16.check_grad_overflow true, which is "skip" or "raise"; '
+                    "remove "
+                    "one"
+                ),
+            )
         if self.scales_loss and not self.fp16.enabled:
             yield from ((f"fp16.{name}", said) for name, said in self.fp16.unusable_scale())
-        if (own.on_nonfinite == "apply" or self._applies_anything) and self.scales_loss and self.fp16.is_dynamic:
+        if (
+            (own.on_nonfinite == "apply" or self._applies_anything)
+            and self.scales_loss
+            and self.fp16.is_dynamic
+        ):
             asks = key if own.on_nonfinite == "apply" else "bf16.check_grad_overflow"
-            yield asks, "asks to apply every step, but a dynamic loss scale has to skip some; set fp16.loss_scale"
+            yield (
+                asks,
+                (
+                    "asks to apply every step, but a dynamic loss scale has to skip some; set "
+                    "fp16.loss_scale"
+                ),
+            )
 
     def _reduction_conflicts(self) -> Problems:
         """Two dtypes for one reduction or gather, or two divisors, both written down."""
         given = self.communication_data_type
         autocast = self.torch_autocast
         if self.fp32_allreduce and given not in (None, "fp32"):
-            yield "fp32_allreduce", f"true, but communication_data_type is {given}; remove fp32_allreduce"
+            yield (
+                "fp32_allreduce",
+                f"true, but communication_data_type is {given}; remove fp32_allreduce",
+            )
         if self.prescale_gradients and self.gradient_predivide_factor != 1.0:
-            said = f"{self.gradient_predivide_factor} with prescale_gradients, which divides by the ranks; remove one"
+            said = (
+                f"{self.gradient_predivide_factor} with prescale_gradients, which divides by "
+                "the ranks; remove one"
+            )
             yield "gradient_predivide_factor", said
         if autocast.enabled and self.zero_optimization.zero_quantized_weights:
             said = "true with torch_autocast, which decides what weights are sent as; remove one"
             yield "zero_optimization.zero_quantized_weights", said
-        if autocast.enabled and autocast.lower_precision_safe_modules and self.reduced_in not in (None, autocast.dtype):
+        if (
+            autocast.enabled
+            and autocast.lower_precision_safe_modules
+            and self.reduced_in not in (None, autocast.dtype)
+        ):
             yield (
                 "torch_autocast.lower_precision_safe_modules",
-                f"gradients of these modules are reduced in {autocast.dtype or 'the autocast dtype'}, but "
-                f"communication_data_type is {self.reduced_in}; remove one of the two, or set torch_autocast.dtype to "
+                "gradients of these modules are reduced in "
+                f"{autocast.dtype or 'the autocast dtype'}, but "
+                f"communication_data_type is {self.reduced_in}; remove one of the two, or set "
+                "torch_autocast.dtype to "
                 f"{self.reduced_in}",
             )
 
@@ -434,15 +576,32 @@ class TiermemConfig(ConfigModel):
             whose = "" if self.is_set("gradient_clipping") else " (the default)"
             yield (
                 key,
-                f"true with gradient_clipping {self.gradient_clipping}{whose}, but the norm of all gradients is not known "
+                f"true with gradient_clipping {self.gradient_clipping}{whose}, but the norm of all "
+                "gradients is not known "
                 "before the first is used; set gradient_clipping to 0",
             )
         if (self.gradient_accumulation_steps or 1) > 1:
             yield key, _NO_ACCUMULATION.format(self.gradient_accumulation_steps)
         if self.tiermem.is_set("on_nonfinite") and self.tiermem.on_nonfinite == "skip":
-            yield key, 'true with on_nonfinite "skip", but a unit already stepped cannot be skipped; use "raise"'
+            yield (
+                key,
+                (
+                    'true with on_nonfinite "skip", but a unit already stepped cannot be skipped; '
+                    "use "
+                    '"raise"'
+                ),
+            )
         if self.fp16.enabled and self.fp16.is_dynamic:
-            yield key, "true with a dynamic loss scale, which has to skip steps; set fp16.loss_scale or use bf16"
+            yield (
+                key,
+                (
+                    "true with a dynamic loss scale, which has to skip steps; set fp16.loss_scale "
+                    "or "
+                    "use bf16"
+                ),
+            )
 
 
-_NO_ACCUMULATION = "true with gradient_accumulation_steps {}, but no gradient is held to add to; set it to 1"
+_NO_ACCUMULATION = (
+    "true with gradient_accumulation_steps {}, but no gradient is held to add to; set it to 1"
+)

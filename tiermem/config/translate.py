@@ -1,8 +1,9 @@
 """Translates the keys of a config to the policy, and reports the outcome of every key.
 
-A key that is set becomes the field of the policy that `Sets` names beside it; the keys of "tiermem" have their fields'
-names. For a key that is not set, the field stays at None (planned) or at the policy's default. Where DeepSpeed counts
-differently, or two keys meet, `TiermemConfig.policy` and this file convert:
+A key that is set becomes the field of the policy that `Sets` names beside it; the keys of "tiermem"
+have their fields' names. For a key that is not set, the field stays at None (planned) or at the
+policy's default. Where DeepSpeed counts differently, or two keys meet, `TiermemConfig.policy` and
+this file convert:
 
     offload_optimizer.buffer_count   buffers of single states; 4 are one tile of Adam      tile_buffers = count // 4
     pipeline_read, pipeline_write    the reference's default is off                        not set: on
@@ -49,11 +50,21 @@ _POLICY_FIELDS = {field.name for field in dataclasses.fields(OffloadPolicy)}
 _TIERS = ("params", "optim", "grads", "activations")  # fields
 _ONLY_ON_NVME = ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu")
 # keys that may differ between ranks: in sections, and at the top
-_OF_A_RANK = ("nvme_path", "pin_memory", "paths", "disk_bytes", "measured", "timeout_s", "join_timeout_s", "engine")
+_OF_A_RANK = (
+    "nvme_path",
+    "pin_memory",
+    "paths",
+    "disk_bytes",
+    "measured",
+    "timeout_s",
+    "join_timeout_s",
+    "engine",
+)
 _OF_A_RANK_AT_TOP = ("aio", "steps_per_print", "wall_clock_breakdown", "dump_state")
 _SWITCHED = ("bf16", "torch_autocast")  # sections of which nothing acts while they are off
 _NO_PATH = (
-    'is missing, but device is nvme; set it to a folder, such as "/mnt/nvme0", or to a list, or set tiermem.paths'
+    'is missing, but device is nvme; set it to a folder, such as "/mnt/nvme0", or to a '
+    "list, or set tiermem.paths"
 )
 
 
@@ -65,7 +76,8 @@ class ReportRow(NamedTuple):
     value: Any
     """The value that was set, or the documented default."""
     how: Literal["honoured", "computed", "default"]
-    """honoured: the value acts. computed: the plan or the design decides, see the note. default: not set, and acts."""
+    """honoured: the value acts. computed: the plan or the design decides, see the note. default:
+    not set, and acts."""
     note: str
     """What happens instead, or an empty string."""
     is_set: bool = True
@@ -83,7 +95,9 @@ def fields_of(config: ConfigModel) -> dict[str, Any]:
         if sets is None or not section.is_set(name):
             continue
         value = sets.values.get(value, value)
-        if value is None or (name in _ONLY_ON_NVME and _device_of(section) is not OffloadDevice.nvme):
+        if value is None or (
+            name in _ONLY_ON_NVME and _device_of(section) is not OffloadDevice.nvme
+        ):
             continue
         if sets.field in _TIERS:
             value = Tier(value)
@@ -91,19 +105,32 @@ def fields_of(config: ConfigModel) -> dict[str, Any]:
     return fields
 
 
-def named_by_keys(config: ConfigModel, found: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """What is wrong with fields of the policy, with the keys that set fields instead of their names."""
-    keys = {sets.field: key for section, name, key, _ in _leaves(config, "") if (sets := _set_by(type(section), name))}
+def named_by_keys(
+    config: ConfigModel, found: Iterable[tuple[str, str]]
+) -> Iterator[tuple[str, str]]:
+    """What is wrong with fields of the policy, with the keys that set fields instead of their
+    names."""
+    keys = {
+        sets.field: key
+        for section, name, key, _ in _leaves(config, "")
+        if (sets := _set_by(type(section), name))
+    }
     for field, sentence in found:
-        yield keys[field], re.sub(r"\b[a-z]+(?:_[a-z]+)+\b", lambda name: keys.get(name[0], name[0]), sentence)
+        yield (
+            keys[field],
+            re.sub(r"\b[a-z]+(?:_[a-z]+)+\b", lambda name: keys.get(name[0], name[0]), sentence),
+        )
 
 
 @functools.cache
 def _set_by(model: type[ConfigModel], name: str) -> Sets | None:
-    """The field of the policy that a key sets; those of "tiermem" have the names of their fields."""
+    """The field of the policy that a key sets; those of "tiermem" have the names of their
+    fields."""
     if model is OwnConfig and name in _POLICY_FIELDS and name not in (*_TIERS, "paths"):
         return Sets(name)
-    return next((each for each in model.model_fields[name].metadata if isinstance(each, Sets)), None)
+    return next(
+        (each for each in model.model_fields[name].metadata if isinstance(each, Sets)), None
+    )
 
 
 def _device_of(section: ConfigModel) -> OffloadDevice:
@@ -114,15 +141,24 @@ def _device_of(section: ConfigModel) -> OffloadDevice:
 def paths_of(zero: ZeroConfig, own: OwnConfig) -> tuple[NvmePath, ...]:
     """Lists the paths in use, each once; none when nothing goes to nvme.
 
-    They are those of `tiermem.paths`, else of the sections with device nvme, or of both when gradients or activations do.
+    They are those of `tiermem.paths`, else of the sections with device nvme, or of both when
+    gradients or activations do.
     """
-    if OffloadDevice.nvme not in (zero.param_device, zero.optimizer_device, own.grads, own.activations):
+    if OffloadDevice.nvme not in (
+        zero.param_device,
+        zero.optimizer_device,
+        own.grads,
+        own.activations,
+    ):
         return ()
-    return united(own.paths or [path for paths in _section_paths(zero, own).values() for path in paths])
+    return united(
+        own.paths or [path for paths in _section_paths(zero, own).values() for path in paths]
+    )
 
 
 def path_problems(zero: ZeroConfig, own: OwnConfig) -> Iterator[tuple[str, str]]:
-    """What is wrong with the paths of both offload sections and of `tiermem.paths`, together: (key, sentence) each."""
+    """What is wrong with the paths of both offload sections and of `tiermem.paths`, together: (key,
+    sentence) each."""
     given = _section_paths(zero, own)
     named = [path for paths in given.values() for path in paths]
     if own.paths is None:
@@ -135,21 +171,31 @@ def path_problems(zero: ZeroConfig, own: OwnConfig) -> Iterator[tuple[str, str]]
         verb = "names" if len(given) == 1 else "name"
         said = f"{_folders(own.paths)} given, but {' and '.join(given)} {verb} {_folders(named)}"
         yield "tiermem.paths", f"{said}; remove one of the two, or name the same folders in both"
-    elif clash := clashes([*own.paths, *(each for each in named if not isinstance(each.written, str))]):
+    elif clash := clashes(
+        [*own.paths, *(each for each in named if not isinstance(each.written, str))]
+    ):
         yield "tiermem.paths", clash
 
 
 def _section_paths(zero: ZeroConfig, own: OwnConfig) -> dict[str, tuple[PathConfig, ...]]:
-    """The paths of the sections that are on nvme, or of both when gradients or activations are; by key, where there are any."""
+    """The paths of the sections that are on nvme, or of both when gradients or activations are; by
+    key, where there are any."""
     in_use = (
-        (key, s.nvme_path) for key, s in _sections(zero) if OffloadDevice.nvme in (s.device, own.grads, own.activations)
+        (key, s.nvme_path)
+        for key, s in _sections(zero)
+        if OffloadDevice.nvme in (s.device, own.grads, own.activations)
     )
     return {key: paths for key, paths in in_use if paths}
 
 
-def _sections(zero: ZeroConfig) -> Iterator[tuple[str, OffloadParamConfig | OffloadOptimizerConfig]]:
+def _sections(
+    zero: ZeroConfig,
+) -> Iterator[tuple[str, OffloadParamConfig | OffloadOptimizerConfig]]:
     """Both offload sections that are there, each with the key of its paths."""
-    for name, section in (("offload_param", zero.offload_param), ("offload_optimizer", zero.offload_optimizer)):
+    for name, section in (
+        ("offload_param", zero.offload_param),
+        ("offload_optimizer", zero.offload_optimizer),
+    ):
         if section is not None:
             yield f"zero_optimization.{name}.nvme_path", section
 
@@ -163,10 +209,13 @@ def _folders(paths: Sequence[PathConfig]) -> str:
 
 
 def io_of(aio: AioConfig, own: OwnConfig) -> IoSettings:
-    """Builds the queue's settings; raises ValueError for a block size or depth that the queue does not take."""
+    """Builds the queue's settings; raises ValueError for a block size or depth that the queue does
+    not take."""
     depth = aio.depth or IoSettings.depth
     threads = aio.threads or 0
-    given = IoSettings(own.engine, aio.block_size, depth, threads, aio.single_submit, aio.overlap_events)
+    given = IoSettings(
+        own.engine, aio.block_size, depth, threads, aio.single_submit, aio.overlap_events
+    )
     if own.measured is not None or not own.takes_more:
         return given
     larger = max(given.block_bytes, IoSettings.block_bytes)
@@ -174,7 +223,8 @@ def io_of(aio: AioConfig, own: OwnConfig) -> IoSettings:
 
 
 def least_keys(config: ConfigModel, aio: AioConfig, own: OwnConfig) -> list[str]:
-    """The keys with small numbers, of which more is taken where memory allows; unless the config says no."""
+    """The keys with small numbers, of which more is taken where memory allows; unless the config
+    says no."""
     if not own.takes_more:
         return []
     fields = fields_of(config)
@@ -201,7 +251,11 @@ def report_of(config: ConfigModel, auto_keys: frozenset[str], uses_nvme: bool) -
     rows = []
     for model, name, key, value in _leaves(config, ""):
         is_set = model.is_set(name)
-        note = COMPUTED.get(key) or _matters_elsewhere(model, name, is_set) or ("" if is_set else PLANNED.get(key, ""))
+        note = (
+            COMPUTED.get(key)
+            or _matters_elsewhere(model, name, is_set)
+            or ("" if is_set else PLANNED.get(key, ""))
+        )
         if key == "tiermem.paths" and is_set and not uses_nvme:
             note = "matters with device nvme; no device is"
         if key in auto_keys:
@@ -212,11 +266,13 @@ def report_of(config: ConfigModel, auto_keys: frozenset[str], uses_nvme: bool) -
 
 
 def shared_by_ranks(config: ConfigModel) -> dict[str, Any]:
-    """Keys that have to be the same on every rank, with their values: all but those about folders, queues and printing."""
+    """Keys that have to be the same on every rank, with their values: all but those about folders,
+    queues and printing."""
     return {
         key: value
         for _, _, key, value in _leaves(config, "")
-        if key.rpartition(".")[2] not in _OF_A_RANK and key.partition(".")[0] not in _OF_A_RANK_AT_TOP
+        if key.rpartition(".")[2] not in _OF_A_RANK
+        and key.partition(".")[0] not in _OF_A_RANK_AT_TOP
     }
 
 
@@ -246,6 +302,11 @@ def _matters_elsewhere(model: ConfigModel, name: str, is_set: bool) -> str:
         return f"matters with device nvme; device is {device.value}"
     if is_set and name == "cpu_offload_use_pin_memory":
         return "matters with cpu_offload or cpu_offload_param, and neither is on"
-    if is_set and model.section in _SWITCHED and name != "enabled" and not getattr(model, "enabled", True):
+    if (
+        is_set
+        and model.section in _SWITCHED
+        and name != "enabled"
+        and not getattr(model, "enabled", True)
+    ):
         return f"matters with {model.section}.enabled"
     return ""

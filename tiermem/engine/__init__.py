@@ -1,4 +1,5 @@
-"""The engine: `initialize` and the Engine that it returns. It offers DeepSpeed's interface over `tiermem.shard`.
+"""The engine: `initialize` and the Engine that it returns. It offers DeepSpeed's interface over
+`tiermem.shard`.
 
     engine, optimizer, loader, scheduler = tiermem.initialize(model=model, config=cfg)
     for batch in loader:
@@ -16,7 +17,8 @@ Files in order: each imports only files before it.
     engine        Engine: forward, backward, step, and the end
     start         initialize: config, process group, engine, loader
 
-tiermem.run.access generates text with all units in memory. tiermem.schedule holds the learning-rate schedules.
+tiermem.run.access generates text with all units in memory. tiermem.schedule holds the learning-rate
+schedules.
 """
 
 from __future__ import annotations

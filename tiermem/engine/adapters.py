@@ -1,4 +1,5 @@
-"""What a model with PEFT adapters saves: whatever peft asks for, whatever the tuner, with memory for the adapters alone."""
+"""What a model with PEFT adapters saves: whatever peft asks for, whatever the tuner, with memory
+for the adapters alone."""
 
 from __future__ import annotations
 
@@ -22,17 +23,24 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def adapters_state(shards: Shards, model: nn.Module) -> dict[str, torch.Tensor]:
-    """The state dict that `save_pretrained(state_dict=...)` of a model with adapters takes: values of what peft writes.
+    """The state dict that `save_pretrained(state_dict=...)` of a model with adapters takes: values
+    of what peft writes.
 
-    What that is, peft says: rank 0 gives it every name with a tensor without values. Everything trained and every saved buffer
-    is added, from which a tuner may compute what it writes. The other names have tensors on the meta device.
+    What that is, peft says: rank 0 gives it every name with a tensor without values. Everything
+    trained and every saved buffer is added, from which a tuner may compute what it writes. The
+    other names have tensors on the meta device.
 
     Collective; blocks. Raises what peft raises, on rank 0.
     """
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     saved = saved_buffers(model)
-    tensors |= {name: each for name, each in model.named_buffers(remove_duplicate=False) if name in saved}
-    empty = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in tensors.items()}
+    tensors |= {
+        name: each for name, each in model.named_buffers(remove_duplicate=False) if name in saved
+    }
+    empty = {
+        name: torch.empty(each.shape, dtype=each.dtype, device="meta")
+        for name, each in tensors.items()
+    }
     asked = "" if shards.topology.rank else json.dumps(_asked(model, empty))
     chosen = set(json.loads(exchange(shards.topology, asked)[0]))
     values: dict[int, torch.Tensor] = {}

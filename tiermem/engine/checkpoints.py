@@ -1,4 +1,5 @@
-"""`save_checkpoint`, `load_checkpoint` and `save_16bit_model` of an engine, under the reference's names."""
+"""`save_checkpoint`, `load_checkpoint` and `save_16bit_model` of an engine, under the reference's
+names."""
 
 from __future__ import annotations
 
@@ -22,11 +23,12 @@ from tiermem.run.shards import Shards
 from tiermem.swap.disk import durable
 from tiermem.weights_io import SafetensorsFile, TorchFile, WeightEntry, WeightFile
 
-# ---- full weights in one file ----------------------------------------------------------------------------------------
+# ---- full weights in one file --------------------------------------------------------------------
 
 
 class Batch(NamedTuple):
-    """Tensors of a model that are in memory together while a file is written, and what the file holds of them."""
+    """Tensors of a model that are in memory together while a file is written, and what the file
+    holds of them."""
 
     tensors: Sequence[torch.Tensor]  # parameters and buffers
     in_file: Sequence[WeightEntry]
@@ -49,15 +51,17 @@ def save_weights(
     exclude_frozen: bool = False,
     batched: Callable[[Entries], list[Batch]] = one_by_one,
 ) -> None:
-    """Writes full parameters and persistent buffers to one file, with one parameter in memory at a time. Collective; blocks.
+    """Writes full parameters and persistent buffers to one file, with one parameter in memory at a
+    time. Collective; blocks.
 
         rank 0    takes the disk space of a file with a random name, writes it, syncs it and renames it over the file
         others    take part in the gathers
 
-    A file name that ends in `.safetensors` gets that format, any other name torch's (tiermem/weights_io.py, which also reads
-    them). Weights have the dtype that they are trained in. `batched` converts them to the names and shapes of another format,
-    with one batch in memory at a time. Rank 0 raises its error; the other ranks raise an OSError that quotes it. Then no file
-    is changed.
+    A file name that ends in `.safetensors` gets that format, any other name torch's
+    (tiermem/weights_io.py, which also reads them). Weights have the dtype that they are trained in.
+    `batched` converts them to the names and shapes of another format, with one batch in memory at a
+    time. Rank 0 raises its error; the other ranks raise an OSError that quotes it. Then no file is
+    changed.
     """
     batches = batched(_entries(shards, exclude_frozen))
     writer = _Attempt(path, batches) if shards.topology.rank == 0 else None
@@ -74,13 +78,19 @@ def save_weights(
 
 
 def consolidated(shards: Shards, exclude_frozen: bool = False) -> dict[str, torch.Tensor] | None:
-    """Returns full parameters and persistent buffers on rank 0's CPU, None on the other ranks. Collective; blocks.
+    """Returns full parameters and persistent buffers on rank 0's CPU, None on the other ranks.
+    Collective; blocks.
 
-    exclude_frozen: leaves out frozen parameters, but for those that peft writes of a model with adapters.
+    exclude_frozen: leaves out frozen parameters, but for those that peft writes of a model with
+        adapters.
     """
     if exclude_frozen and has_adapters(shards.model):
         state = adapters_state(shards, shards.model)
-        return {name: each for name, each in state.items() if not each.is_meta} if shards.topology.rank == 0 else None
+        return (
+            {name: each for name, each in state.items() if not each.is_meta}
+            if shards.topology.rank == 0
+            else None
+        )
     found: dict[str, torch.Tensor] = {}
     for tensor, entry in _entries(shards, exclude_frozen).items():
         value = _value(shards, tensor)
@@ -90,7 +100,8 @@ def consolidated(shards: Shards, exclude_frozen: bool = False) -> dict[str, torc
 
 
 def _entries(shards: Shards, exclude_frozen: bool) -> dict[torch.Tensor, WeightEntry]:
-    """Returns the parameters and buffers of a state dict in the order of the model; tied names share one entry."""
+    """Returns the parameters and buffers of a state dict in the order of the model; tied names
+    share one entry."""
     dtypes: dict[torch.Tensor, torch.dtype] = {}
     names: dict[torch.Tensor, list[str]] = {}
     for prefix, module in shards.model.named_modules(remove_duplicate=False):
@@ -102,15 +113,23 @@ def _entries(shards: Shards, exclude_frozen: bool) -> dict[torch.Tensor, WeightE
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 names.setdefault(buffer, []).append(prefix + name)
-    return {each: WeightEntry(said, tuple(each.shape), dtypes.get(each, each.dtype)) for each, said in names.items()}
+    return {
+        each: WeightEntry(said, tuple(each.shape), dtypes.get(each, each.dtype))
+        for each, said in names.items()
+    }
 
 
 def _value(shards: Shards, tensor: torch.Tensor) -> torch.Tensor:
-    return shards.weight(tensor) if isinstance(tensor, nn.Parameter) else tensor.detach().to("cpu", copy=True)
+    return (
+        shards.weight(tensor)
+        if isinstance(tensor, nn.Parameter)
+        else tensor.detach().to("cpu", copy=True)
+    )
 
 
 class _Attempt:
-    """Rank 0's part of saving. It writes until an error; then it keeps the error and goes on, so that no gather hangs."""
+    """Rank 0's part of saving. It writes until an error; then it keeps the error and goes on, so
+    that no gather hangs."""
 
     def __init__(self, path: Path, batches: Sequence[Batch]) -> None:
         self._path = path
@@ -125,7 +144,8 @@ class _Attempt:
         self._try(lambda: self._write(batch, values))
 
     def end(self) -> Exception | None:
-        """Renames the finished file over the old one, or removes it after an error. Returns the error, if any."""
+        """Renames the finished file over the old one, or removes it after an error. Returns the
+        error, if any."""
         if self._file is not None:
             self._try(self._file.close)
         if self._error is None:
@@ -158,14 +178,15 @@ class _Attempt:
                 self._error = error
 
 
-# ---- checkpoints of an engine ----------------------------------------------------------------------------------------
+# ---- checkpoints of an engine --------------------------------------------------------------------
 
 
 class EngineCheckpoints(EngineFacts):
     """Saves and loads an engine's checkpoints; `Engine` inherits this and has the attributes.
 
-    checkpoint/saving/saver.py and checkpoint/opening/loading.py handle the model and the optimizer. This class adds the
-    engine's counters, schedule, loss scale and position in the data. With durability="step" every step is made durable, too.
+    checkpoint/saving/saver.py and checkpoint/opening/loading.py handle the model and the optimizer.
+    This class adds the engine's counters, schedule, loss scale and position in the data. With
+    durability="step" every step is made durable, too.
     """
 
     training_dataloader: Any
@@ -184,18 +205,22 @@ class EngineCheckpoints(EngineFacts):
         exclude_frozen_parameters: bool = False,
         copy: bool = False,
     ) -> bool:
-        """Saves weights, optimizer states and the rest of a run, so that it continues to the bit. Collective; blocks.
+        """Saves weights, optimizer states and the rest of a run, so that it continues to the bit.
+        Collective; blocks.
 
         Args:
-            save_dir: a folder. On the file system of the NVMe paths, states on NVMe are synced and named, not copied.
+            save_dir: a folder. On the file system of the NVMe paths, states on NVMe are synced and
+                named, not copied.
             tag: the checkpoint's name in save_dir; default: `global_step<steps>`.
-            client_state: numbers, strings, lists, dicts, tensors and the like, which `load_checkpoint` returns.
+            client_state: numbers, strings, lists, dicts, tensors and the like, which
+                `load_checkpoint` returns.
             save_latest: whether `<save_dir>/latest` names this tag.
             exclude_frozen_parameters: leaves out parameters that do not require gradients.
-            copy: makes a complete copy in `<save_dir>/<tag>/` in the background: see `wait_checkpoint`.
+            copy: makes a complete copy in `<save_dir>/<tag>/` in the background: see
+                `wait_checkpoint`.
 
-        Returns True. Within an accumulation it warns: its gradients are not saved, and what is loaded begins a new step. Errors
-        are those of tiermem.checkpoint.save.
+        Returns True. Within an accumulation it warns: its gradients are not saved, and what is
+        loaded begins a new step. Errors are those of tiermem.checkpoint.save.
         """
         self._tell_of_gradients()
         if client_state is not None and not isinstance(client_state, Mapping):
@@ -213,7 +238,8 @@ class EngineCheckpoints(EngineFacts):
         )
 
     def wait_checkpoint(self) -> None:
-        """Blocks until the copy that `save_checkpoint` began is complete, and the last step of durability="step" is durable.
+        """Blocks until the copy that `save_checkpoint` began is complete, and the last step of
+        durability="step" is durable.
 
         Collective; raises the error of either.
         """
@@ -232,25 +258,30 @@ class EngineCheckpoints(EngineFacts):
         allow_older: bool = False,
         newest: bool = False,
     ) -> tuple[str | None, Any]:
-        """Loads a checkpoint of `save_checkpoint`, on any number of ranks, stage, tiers, tile sizes, paths and precisions.
+        """Loads a checkpoint of `save_checkpoint`, on any number of ranks, stage, tiers, tile
+        sizes, paths and precisions.
 
         Args:
-            load_dir: the folder given to `save_checkpoint`, or the folder of a tag or a run, or a manifest; or a ZeRO-3
-                checkpoint of DeepSpeed, of which a copy is made for the time of loading.
+            load_dir: the folder given to `save_checkpoint`, or the folder of a tag or a run, or a
+                manifest; or a ZeRO-3 checkpoint of DeepSpeed, of which a copy is made for the time
+                of loading.
             tag: default: the tag that `latest` names.
-            load_module_strict: raises an error with both lists when only the model or only the checkpoint has a name; False:
-                warns.
-            load_optimizer_states: False: the engine's moments do not change (they are new in a new engine).
+            load_module_strict: raises an error with both lists when only the model or only the
+                checkpoint has a name; False: warns.
+            load_optimizer_states: False: the engine's moments do not change (they are new in a new
+                engine).
             load_lr_scheduler_states: whether the schedule continues from the saved state.
-            load_module_only: loads weights and buffers only. Masters are made from the weights, as with
-                `load_from_fp32_weights` false.
-            custom_load_fn: called with src= (saved weights by name, each read on access) and dst= (the model). It sets the
-                weights itself; masters are made from those weights.
+            load_module_only: loads weights and buffers only. Masters are made from the weights, as
+                with `load_from_fp32_weights` false.
+            custom_load_fn: called with src= (saved weights by name, each read on access) and dst=
+                (the model). It sets the weights itself; masters are made from those weights.
             allow_older: opens the next older tag when this one is not complete.
-            newest: without a file `latest`, opens the newest tag; False: raises an error that lists the tags.
+            newest: without a file `latest`, opens the newest tag; False: raises an error that lists
+                the tags.
 
-        Returns the opened path and the client state; (None, None), with a warning, when no tag is given and nothing is saved
-        there. On the same number of ranks training continues to the bit. Accumulated gradients are dropped.
+        Returns the opened path and the client state; (None, None), with a warning, when no tag is
+        given and nothing is saved there. On the same number of ranks training continues to the bit.
+        Accumulated gradients are dropped.
 
         Collective; blocks; verifies every byte. Errors are those of tiermem.checkpoint.load.
         """
@@ -258,7 +289,10 @@ class EngineCheckpoints(EngineFacts):
         if self.optimizer is not None:
             self.optimizer.zero_grad()
         given = named_folder("load_dir", load_dir)
-        with in_own_format(self.shards.topology, given, None if tag is None else str(tag)) as (folder, own_tag):
+        with in_own_format(self.shards.topology, given, None if tag is None else str(tag)) as (
+            folder,
+            own_tag,
+        ):
             loaded = load(
                 self.shards,
                 self.optimizer,
@@ -288,7 +322,8 @@ class EngineCheckpoints(EngineFacts):
         raise NotImplementedError
 
     def _end_step(self) -> None:
-        """Captures a step that is to be made durable with durability="step"; else does nothing. Collective then."""
+        """Captures a step that is to be made durable with durability="step"; else does nothing.
+        Collective then."""
         if self.shards.policy.durability == "step":
             capture_step(self.shards, self.optimizer, self._beside(self.step_client_state))
 
@@ -299,7 +334,8 @@ class EngineCheckpoints(EngineFacts):
             self.lr_scheduler,
             self._scaler,
             self.training_dataloader,
-            {name: getattr(self, name) for name in names} | {"micro_steps": self._accumulation.micro_steps},
+            {name: getattr(self, name) for name in names}
+            | {"micro_steps": self._accumulation.micro_steps},
             self.config.model_dump(mode="json", exclude_unset=True),
             dict(client_state or {}),
         )
@@ -310,8 +346,10 @@ class EngineCheckpoints(EngineFacts):
         if has_gradients or self._accumulation.is_under_way:
             held = self._accumulation.num_held
             warnings.warn(
-                f"save_checkpoint within an accumulation: the gradients of {held} micro-batches since the last step are not "
-                "saved. This run goes on with them; what is loaded begins a new step with the next micro-batch. To continue to "
+                f"save_checkpoint within an accumulation: the gradients of {held} micro-batches "
+                "since the last step are not "
+                "saved. This run goes on with them; what is loaded begins a new step with the next "
+                "micro-batch. To continue to "
                 "the bit, save when engine.step() has ended an accumulation",
                 stacklevel=3,  # the caller of save_checkpoint
             )
@@ -325,5 +363,7 @@ class EngineCheckpoints(EngineFacts):
     def _show_rates(self) -> None:
         """Sets the learning rates of a new optimizer's groups to those of the loaded schedule."""
         if self.lr_scheduler is not None and self.optimizer is not None:
-            for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
+            for group, rate in zip(
+                self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True
+            ):
                 group["lr"] = rate

@@ -1,4 +1,5 @@
-"""OptimizerChoice: the optimizer that an engine builds after sharding; and the comparison of what all ranks were given."""
+"""OptimizerChoice: the optimizer that an engine builds after sharding; and the comparison of what
+all ranks were given."""
 
 from __future__ import annotations
 
@@ -18,28 +19,33 @@ from tiermem.precision import Precision
 from tiermem.ranks.topology import find_topology
 from tiermem.version import __version__
 
-# ---- the choice of an optimizer --------------------------------------------------------------------------------------
+# ---- the choice of an optimizer ------------------------------------------------------------------
 
 Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 OptimizerFactory = Callable[[Parameters], torch.optim.Optimizer]
 
-KINDS: Mapping[str, type[NativeOptimizer]] = {kind.__name__: kind for kind in (AdamW, Adam, Adagrad, Lion, SGD, Muon)}
+KINDS: Mapping[str, type[NativeOptimizer]] = {
+    kind.__name__: kind for kind in (AdamW, Adam, Adagrad, Lion, SGD, Muon)
+}
 
-_HALF_A_BIT = 2.0**-8  # half of the last of bf16's 8 significant bits, relative to the number, where that is smallest
-_NO_MATRIX = ("embed", "lm_head")  # in a parameter's name: Muon leaves these to AdamW, as in the reference
+# half of the last of bf16's 8 significant bits, relative to the number, where that is smallest
+_HALF_A_BIT = 2.0**-8
+# in a parameter's name: Muon leaves these to AdamW, as in the reference
+_NO_MATRIX = ("embed", "lm_head")
 
 
 class OptimizerChoice(NamedTuple):
     """An optimizer that is chosen before its parameters are sharded and built afterwards.
 
         the user's optimizer    tiermem's or torch's: its groups and settings are kept, tiermem computes the step. The groups
-                                are those of both from then on: a schedule of the user's optimizer sets tiermem's rates
+                                are those of both from then on: a schedule of the user's optimizer
+                                sets tiermem's rates
         the user's function     is called with the parameters; the optimizer that it returns is treated in the same way
         the config's section    type and params
         none of them            the engine is for inference
 
-    The plan needs the number of moments per element before it shards. The optimizer makes its states after sharding, in the
-    memory and the files that the plan left for them.
+    The plan needs the number of moments per element before it shards. The optimizer makes its
+    states after sharding, in the memory and the files that the plan left for them.
     """
 
     name: str  # a key of KINDS
@@ -57,36 +63,54 @@ class OptimizerChoice(NamedTuple):
         return 2 if self.name == "Muon" else 1
 
     def facts(self, model: nn.Module) -> dict[str, Any]:
-        """The facts that must be equal on all ranks: the optimizer, the settings of its groups, the group of each parameter."""
+        """The facts that must be equal on all ranks: the optimizer, the settings of its groups, the
+        group of each parameter."""
         names = {id(param): name for name, param in model.named_parameters()}
         facts: dict[str, Any] = {"optimizer": self.name}
         for number, group in enumerate(self.groups):
-            settings = {**self.defaults, **{key: value for key, value in group.items() if key != "params"}}
-            facts |= {f"{key} of parameter group {number}": value for key, value in settings.items()}
+            settings = {
+                **self.defaults,
+                **{key: value for key, value in group.items() if key != "params"},
+            }
+            facts |= {
+                f"{key} of parameter group {number}": value for key, value in settings.items()
+            }
             members = group["params"] if isinstance(group["params"], (list, tuple)) else ()
-            facts |= {f"parameter group of {names.get(id(param), 'another')}": number for param in members}
+            facts |= {
+                f"parameter group of {names.get(id(param), 'another')}": number for param in members
+            }
         return facts
 
     def build(self) -> NativeOptimizer:
-        """Builds the optimizer and the states of its sharded parameters. Raises ValueError for settings out of range."""
+        """Builds the optimizer and the states of its sharded parameters. Raises ValueError for
+        settings out of range."""
         for group, shown in zip(self.groups, self.shown, strict=False):
             shown.clear()
             shown.update(group)
         return KINDS[self.name](self.shown or self.groups, **self.defaults)
 
     def warn_of_stalling(self, precision: Precision) -> None:
-        """Warns when a bf16 second moment is rounded to nearest and a step's decay is too small to survive that rounding."""
-        if self.name not in ("Adam", "AdamW", "Muon") or (precision.moments, precision.rounding) != ("bf16", "nearest"):
+        """Warns when a bf16 second moment is rounded to nearest and a step's decay is too small to
+        survive that rounding."""
+        if self.name not in ("Adam", "AdamW", "Muon") or (
+            precision.moments,
+            precision.rounding,
+        ) != ("bf16", "nearest"):
             return
         change = min(1.0 - betas[1] for betas in self._values("betas", (0.9, 0.999)))
         if change >= _HALF_A_BIT:
             return
         warnings.warn(
-            f"moments in bf16 are rounded to nearest, as bf16.bf16_optimizer_states and preset 'bf16' ask: with beta2 = "
-            f"{1.0 - change:.6g} a step lets exp_avg_sq decay by at most 1 - beta2 = {change:.2g} of itself "
-            f"({change:.1%}), but bf16 has 8 significant bits, so a change below half of the last one, 0.2 to 0.4 % of "
-            "the number, is rounded away: it never falls, and grows only where a squared gradient is several times as large. "
-            'Set tiermem.precision.rounding to "stochastic", or tiermem.precision to "compact", or lower beta2',
+            "moments in bf16 are rounded to nearest, as bf16.bf16_optimizer_states and preset "
+            "'bf16' ask: with beta2 = "
+            f"{1.0 - change:.6g} a step lets exp_avg_sq decay by at most 1 - beta2 = {change:.2g} "
+            "of itself "
+            f"({change:.1%}), but bf16 has 8 significant bits, so a change below half of the last "
+            "one, 0.2 to 0.4 % of "
+            "the number, is rounded away: it never falls, and grows only where a squared gradient "
+            "is several times as large. "
+            'Set tiermem.precision.rounding to "stochastic", or tiermem.precision to "compact", or '
+            "lower beta2",
             stacklevel=4,  # the caller of initialize
         )
 
@@ -102,9 +126,14 @@ def choose_optimizer(
 ) -> OptimizerChoice | None:
     """Returns the optimizer that the user or the config asks for, or None when neither does.
 
-    Raises ValueError for an optimizer that cannot step states resting on tiers, and when it would have no parameters.
+    Raises ValueError for an optimizer that cannot step states resting on tiers, and when it would
+    have no parameters.
     """
-    params: Any = list(parameters) if parameters is not None else [p for p in model.parameters() if p.requires_grad]
+    params: Any = (
+        list(parameters)
+        if parameters is not None
+        else [p for p in model.parameters() if p.requires_grad]
+    )
     if callable(given) and not isinstance(given, torch.optim.Optimizer):
         given = given(params)
     if given is not None:
@@ -113,7 +142,8 @@ def choose_optimizer(
         return None
     if not params:
         raise ValueError(
-            "the optimizer has no parameters: model_parameters is empty, or no parameter requires gradients"
+            "the optimizer has no parameters: model_parameters is empty, or no parameter requires "
+            "gradients"
         )
     return _configured(config.optimizer, model, params)
 
@@ -128,10 +158,13 @@ def _configured(section: OptimizerConfig, model: nn.Module, params: list[Any]) -
     return OptimizerChoice(section.name, groups, settings)
 
 
-def _halves(model: nn.Module, group: dict[str, Any], rates: Mapping[bool, float | None]) -> list[dict[str, Any]]:
+def _halves(
+    model: nn.Module, group: dict[str, Any], rates: Mapping[bool, float | None]
+) -> list[dict[str, Any]]:
     """Splits a group into the parameters that Muon steps and those that AdamW steps.
 
-    The group's `use_muon` decides, else the parameter's attribute `use_muon`, else its shape and name.
+    The group's `use_muon` decides, else the parameter's attribute `use_muon`, else its shape and
+    name.
     """
     names = {id(param): name for name, param in model.named_parameters()}
     members: dict[bool, list[nn.Parameter]] = {True: [], False: []}
@@ -140,14 +173,20 @@ def _halves(model: nn.Module, group: dict[str, Any], rates: Mapping[bool, float 
         is_hidden = param.ndim == 2 and not any(word in name for word in _NO_MATRIX)
         members[bool(group.get("use_muon", getattr(param, "use_muon", is_hidden)))].append(param)
     return [
-        {**({} if rates[is_muon] is None else {"lr": rates[is_muon]}), **group, "params": half, "use_muon": is_muon}
+        {
+            **({} if rates[is_muon] is None else {"lr": rates[is_muon]}),
+            **group,
+            "params": half,
+            "use_muon": is_muon,
+        }
         for is_muon, half in members.items()
         if half
     ]
 
 
 def take_over(given: torch.optim.Optimizer) -> OptimizerChoice:
-    """Returns tiermem's optimizer of the same kind, with the groups of the user's optimizer. Raises ValueError for others."""
+    """Returns tiermem's optimizer of the same kind, with the groups of the user's optimizer. Raises
+    ValueError for others."""
     for name, kind in KINDS.items():
         theirs = getattr(torch.optim, name, kind)
         if isinstance(given, (kind, theirs)):
@@ -155,27 +194,45 @@ def take_over(given: torch.optim.Optimizer) -> OptimizerChoice:
             return OptimizerChoice(name, [_group_for(kind, group) for group in groups], {}, groups)
     names = [name for name in KINDS if hasattr(torch.optim, name)]
     raise ValueError(
-        f"{type(given).__name__} cannot step states that rest on tiers; allowed are {', '.join(KINDS)} of tiermem, and "
-        f"{', '.join(names)} of torch.optim. Give the nearest of these; another rule can step what is outside the engine alone"
+        f"{type(given).__name__} cannot step states that rest on tiers; allowed are "
+        f"{', '.join(KINDS)} of tiermem, and "
+        f"{', '.join(names)} of torch.optim. Give the nearest of these; another rule can step what "
+        "is outside the engine alone"
     )
 
 
 def _group_for(kind: type[NativeOptimizer], group: dict[str, Any]) -> dict[str, Any]:
-    """Keeps those values of a group that tiermem's optimizer takes; drops those about speed (foreach, fused)."""
-    known = set(inspect.signature(kind.__init__).parameters) - {"foreach", "fused", "precision", "policy", "params"}
-    kept = {key: value for key, value in group.items() if key in known or key in ("params", "initial_lr")}
+    """Keeps those values of a group that tiermem's optimizer takes; drops those about speed
+    (foreach, fused)."""
+    known = set(inspect.signature(kind.__init__).parameters) - {
+        "foreach",
+        "fused",
+        "precision",
+        "policy",
+        "params",
+    }
+    kept = {
+        key: value
+        for key, value in group.items()
+        if key in known or key in ("params", "initial_lr")
+    }
     if kind is Muon and not kept.get("use_muon", True):
         kept["eps"] = kept["adam_eps"]  # AdamW steps this group, and its eps is called adam_eps
     return kept
 
 
-# ---- agreement of ranks ----------------------------------------------------------------------------------------------
+# ---- agreement of ranks --------------------------------------------------------------------------
 
 
 def agree_on_engine(
-    config: TiermemConfig, sizes: BatchSizes, choice: OptimizerChoice | None, model: nn.Module, device: torch.device
+    config: TiermemConfig,
+    sizes: BatchSizes,
+    choice: OptimizerChoice | None,
+    model: nn.Module,
+    device: torch.device,
 ) -> None:
-    """Compares versions, config, batch sizes, optimizer and groups on all ranks, before sharding. Collective; blocks.
+    """Compares versions, config, batch sizes, optimizer and groups on all ranks, before sharding.
+    Collective; blocks.
 
     Raises ValueError on every rank and names the differences.
     """

@@ -1,11 +1,13 @@
-"""Engine: a sharded model with DeepSpeed's interface; it uses the same machinery as `tiermem.shard`.
+"""Engine: a sharded model with DeepSpeed's interface; it uses the same machinery as
+`tiermem.shard`.
 
     forward     under autocast if the config says so; units are gathered and dropped while it runs
     backward    divides the loss by the micro-batches of a step and multiplies it by the loss scale
     step        at the last micro-batch of a step: optimizer, loss scale, schedule
 
-Users may also differentiate the loss themselves: `engine.scale(loss).backward(); engine.step()`, and without fp16
-`loss.backward()` is enough. Then the gradients are divided by the micro-batches: see Losses in facts.py.
+Users may also differentiate the loss themselves: `engine.scale(loss).backward(); engine.step()`,
+and without fp16 `loss.backward()` is enough. Then the gradients are divided by the micro-batches:
+see Losses in facts.py.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ from tiermem.swap.memory.accelerator import is_accelerator
 from tiermem.units import registry
 from tiermem.weights.unit_state import LiveUnit
 
-# ---- casts of the model and its inputs -------------------------------------------------------------------------------
+# ---- casts of the model and its inputs -----------------------------------------------------------
 #
 #     once, before the model is sharded     parameters to bf16 or fp16; buffers to data_types.buffer_dtype, but for those of
 #                                           data_types.keep_in_fp32_modules
@@ -62,33 +64,50 @@ from tiermem.weights.unit_state import LiveUnit
 
 
 def cast_model(model: nn.Module, config: TiermemConfig, device: torch.device) -> None:
-    """Casts floating-point parameters to bf16 or fp16, and buffers to the config's buffer_dtype; without those, none.
+    """Casts floating-point parameters to bf16 or fp16, and buffers to the config's buffer_dtype;
+    without those, none.
 
-    Parameters and buffers keep their identity. Those of a model that zero.Init built keep their dtype, as in DeepSpeed, also
-    adapters that were added in another. Raises ValueError when zero.Init built none in the config's dtype, and for a batch norm
-    whose statistics the device cannot take beside its weights.
+    Parameters and buffers keep their identity. Those of a model that zero.Init built keep their
+    dtype, as in DeepSpeed, also adapters that were added in another. Raises ValueError when
+    zero.Init built none in the config's dtype, and for a batch norm whose statistics the device
+    cannot take beside its weights.
     """
-    dtype = None if config.precision == "fp32" else DTYPES[config.precision]  # None: parameters keep the user's dtype
+    # None: parameters keep the user's dtype
+    dtype = None if config.precision == "fp32" else DTYPES[config.precision]
     of_buffers = DTYPES[name] if (name := config.data_types.buffer_dtype) is not None else None
-    floating = [param for param in model.parameters() if dtype is not None and param.dtype.is_floating_point]
+    floating = [
+        param for param in model.parameters() if dtype is not None and param.dtype.is_floating_point
+    ]
     built = {param.dtype for param in floating if registry.owner_of(param) is not None}
     if built and dtype not in built:
         said = ", ".join(sorted(str(each) for each in built))
-        raise ValueError(f"zero.Init built parameters as {said}, the config asks for {dtype}: give both the same")
+        raise ValueError(
+            f"zero.Init built parameters as {said}, the config asks for {dtype}: give both the same"
+        )
     for param in floating if dtype is not None and not built else ():
         param.data = param.data.to(dtype)
-    fp32_buffers = {id(each) for each in keep_buffers_in_fp32(model, dtype, config.data_types.keep_in_fp32_modules)}
-    for buffer in model.buffers() if of_buffers is not None else ():  # else rotary frequencies stay in fp32
+    fp32_buffers = {
+        id(each)
+        for each in keep_buffers_in_fp32(model, dtype, config.data_types.keep_in_fp32_modules)
+    }
+    # else rotary frequencies stay in fp32
+    for buffer in model.buffers() if of_buffers is not None else ():
         if buffer.dtype.is_floating_point and id(buffer) not in fp32_buffers:
             buffer.data = buffer.data.to(of_buffers)
     for name, module in model.named_modules() if device.type == "cpu" and dtype is not None else ():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine and module.running_mean is not None:
+        if (
+            isinstance(module, nn.modules.batchnorm._BatchNorm)
+            and module.affine
+            and module.running_mean is not None
+        ):
             weights = module.weight.dtype
             kept = module.running_mean.dtype
             if weights != kept:
                 raise ValueError(
-                    f"module {name or 'model'!r}: torch's batch norm on the CPU takes no {kept} statistics beside {weights} "
-                    f'weights. Set data_types.buffer_dtype to "{config.precision}", which casts all buffers, or leave '
+                    f"module {name or 'model'!r}: torch's batch norm on the CPU takes no {kept} "
+                    f"statistics beside {weights} "
+                    f'weights. Set data_types.buffer_dtype to "{config.precision}", which casts '
+                    "all buffers, or leave "
                     f"{config.precision} out"
                 )
 
@@ -96,7 +115,8 @@ def cast_model(model: nn.Module, config: TiermemConfig, device: torch.device) ->
 class Autocast(NamedTuple):
     """torch.autocast as a config asks for it, on one type of device.
 
-    The weights of lowered modules are gathered in autocast's dtype, and their gradients are reduced in it.
+    The weights of lowered modules are gathered in autocast's dtype, and their gradients are reduced
+    in it.
     """
 
     device: str
@@ -107,11 +127,14 @@ class Autocast(NamedTuple):
 
     @classmethod
     def of(cls, config: TiermemConfig, device: str) -> Autocast:
-        """Reads the section torch_autocast. Without a dtype there, it takes torch's default for the device."""
+        """Reads the section torch_autocast. Without a dtype there, it takes torch's default for the
+        device."""
         section = config.torch_autocast
         if not section.enabled:
             return cls(device, None, ())
-        dtype = DTYPES[section.dtype] if section.dtype is not None else torch.get_autocast_dtype(device)
+        dtype = (
+            DTYPES[section.dtype] if section.dtype is not None else torch.get_autocast_dtype(device)
+        )
         return cls(device, dtype, section.safe_classes)
 
     def policy_fields(self) -> dict[str, Any]:
@@ -131,21 +154,27 @@ class Autocast(NamedTuple):
                 by_param[param].reduce_in(self.dtype)
 
     def block(self) -> AbstractContextManager[Any]:
-        """Returns the context of a forward: the config decides, also where the caller has torch.autocast on, with a warning.
+        """Returns the context of a forward: the config decides, also where the caller has
+        torch.autocast on, with a warning.
 
         It turns torch's weight cache off, which would keep a copy of every weight.
         """
-        is_callers = torch.amp.is_autocast_available(self.device) and torch.is_autocast_enabled(self.device)
+        is_callers = torch.amp.is_autocast_available(self.device) and torch.is_autocast_enabled(
+            self.device
+        )
         if is_callers and torch.get_autocast_dtype(self.device) != self.dtype:
             said = "without autocast" if self.dtype is None else f"in {self.dtype}"
             warnings.warn(
-                f"the caller's torch.autocast does not reach into the engine's forward, which computes {said} as the config "
+                "the caller's torch.autocast does not reach into the engine's forward, which "
+                f"computes {said} as the config "
                 "says: set torch_autocast there",
                 stacklevel=6,  # the caller of the engine
             )
         if self.dtype is None and not is_callers:
             return contextlib.nullcontext()
-        return torch.autocast(self.device, dtype=self.dtype, enabled=self.dtype is not None, cache_enabled=False)
+        return torch.autocast(
+            self.device, dtype=self.dtype, enabled=self.dtype is not None, cache_enabled=False
+        )
 
 
 def _to_half(value: Any) -> Any:
@@ -153,7 +182,7 @@ def _to_half(value: Any) -> Any:
     return value.half() if torch.is_tensor(value) and value.is_floating_point() else value
 
 
-# ---- compiled forwards -----------------------------------------------------------------------------------------------
+# ---- compiled forwards ---------------------------------------------------------------------------
 
 
 def refuse_graphs(backend: str | Callable[..., Any], options: Mapping[str, Any]) -> None:
@@ -167,8 +196,10 @@ def refuse_graphs(backend: str | Callable[..., Any], options: Mapping[str, Any])
     }
     for asked in (what for what, is_asked in asks.items() if is_asked):
         raise ValueError(
-            f"compile: {asked} captures CUDA graphs, which read weights at the addresses of the capture; streamed weights have "
-            'another address after each fetch. Leave it out, take mode="max-autotune-no-cudagraphs", or keep all weights on '
+            f"compile: {asked} captures CUDA graphs, which read weights at the addresses of the "
+            "capture; streamed weights have "
+            "another address after each fetch. Leave it out, take "
+            'mode="max-autotune-no-cudagraphs", or keep all weights on '
             "the device (no offload_param, on one rank)"
         )
 
@@ -178,9 +209,10 @@ class CompiledForwards:
 
         hooks: gather the unit | compiled forward of its module | hooks: release the unit
 
-    Hooks use files, queues and other ranks, and a compiler cannot trace those. `nn.Module.compile` would include the hooks,
-    so this class replaces the `forward` of the module instances themselves. Modules of one class share one compiled graph.
-    Code around the units is not compiled.
+    Hooks use files, queues and other ranks, and a compiler cannot trace those. `nn.Module.compile`
+    would include the hooks, so this class replaces the `forward` of the module instances
+    themselves. Modules of one class share one compiled graph. Code around the units is not
+    compiled.
 
     Args:
         modules: candidates; a candidate that contains another candidate is not compiled.
@@ -189,11 +221,15 @@ class CompiledForwards:
     """
 
     def __init__(
-        self, modules: Sequence[nn.Module], backend: str | Callable[..., Any], options: Mapping[str, Any]
+        self,
+        modules: Sequence[nn.Module],
+        backend: str | Callable[..., Any],
+        options: Mapping[str, Any],
     ) -> None:
         candidates = set(modules)
         innermost = [each for each in modules if candidates.intersection(each.modules()) == {each}]
-        self._own = {module: module.__dict__.get("forward") for module in innermost}  # of the instance, not its class
+        # of the instance, not its class
+        self._own = {module: module.__dict__.get("forward") for module in innermost}
         for module in self._own:
             module.forward = torch.compile(module.forward, **{**options, "backend": backend})
 
@@ -207,7 +243,7 @@ class CompiledForwards:
                 module.forward = own
 
 
-# ---- the engine ------------------------------------------------------------------------------------------------------
+# ---- the engine ----------------------------------------------------------------------------------
 
 logger = logging.getLogger("tiermem")
 
@@ -215,7 +251,8 @@ SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
 
 
 class Engine(EngineCheckpoints, nn.Module):
-    """A sharded model with its optimizer, loss scale and schedule. `initialize` makes it; `close` ends it."""
+    """A sharded model with its optimizer, loss scale and schedule. `initialize` makes it; `close`
+    ends it."""
 
     def __init__(
         self,
@@ -243,11 +280,15 @@ class Engine(EngineCheckpoints, nn.Module):
         cast_model(model, config, device)
         agree_on_engine(config, self._sizes, choice, model, device)
         self._autocast = Autocast.of(config, device.type)
-        fields = self._autocast.policy_fields() | ({"num_moments": choice.num_moments} if choice else {})
+        fields = self._autocast.policy_fields() | (
+            {"num_moments": choice.num_moments} if choice else {}
+        )
         policy = config.policy(**fields)
         self.shards = Shards(model, policy, group, device, is_trained=choice is not None)
         self._times = PhaseTimes(config.wall_clock_breakdown, device)
-        self._scaler = LossScaler(config.fp16, config.fp16.enabled or self._autocast.dtype is torch.float16)
+        self._scaler = LossScaler(
+            config.fp16, config.fp16.enabled or self._autocast.dtype is torch.float16
+        )
         self._losses = Losses(self._scaler, self.shards.homes, self._sizes.accumulation)
         try:
             if config.reduced_in is None:  # a communication_data_type wins
@@ -261,14 +302,17 @@ class Engine(EngineCheckpoints, nn.Module):
         except BaseException:
             self.shards.close()
             raise
-        self.training_dataloader: Any = None  # a checkpoint saves its position; `initialize` sets the loader it builds
+        # a checkpoint saves its position; `initialize` sets the loader it builds
+        self.training_dataloader: Any = None
         self.step_client_state = {}
         by_layer = policy.accumulation == "layers" and choice is not None
         self._by_layer = None
         if by_layer:
             served = self.shards.units, self.shards.hooks, self.shards.homes, device
             self._by_layer = LayerwisePasses(model, *served, self._autocast.block)
-        self._accumulation = Accumulation(self.shards, self._sizes.accumulation, config.managed_gradient_accumulation)
+        self._accumulation = Accumulation(
+            self.shards, self._sizes.accumulation, config.managed_gradient_accumulation
+        )
         if config.dump_state and self.shards.topology.rank == 0:
             for row in config.report():
                 logger.info("%s", row)
@@ -279,61 +323,82 @@ class Engine(EngineCheckpoints, nn.Module):
         return self._accumulation.micro_steps
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the model's forward, under torch.autocast if the config says so; units are gathered and dropped meanwhile.
+        """Runs the model's forward, under torch.autocast if the config says so; units are gathered
+        and dropped meanwhile.
 
-        The caller's torch.autocast is off inside, with a warning: see Autocast.block. Collective where units are gathered.
-        Raises RuntimeError while `offload_states` keeps parameters from the device.
+        The caller's torch.autocast is off inside, with a warning: see Autocast.block. Collective
+        where units are gathered. Raises RuntimeError while `offload_states` keeps parameters from
+        the device.
         """
         self._check_here()
         with self._phase("forward"):
             return self._forward(*args, **kwargs)
 
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """Computes gradients of the loss divided by the micro-batches of a step; returns the divided loss, detached.
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> torch.Tensor:
+        """Computes gradients of the loss divided by the micro-batches of a step; returns the
+        divided loss, detached.
 
-        With scale_wrt_gas=False it does not divide. It multiplies the loss by fp16's loss scale for the backward pass only.
-        Raises ValueError unless the loss is a tensor of one element, RuntimeError for an engine without optimizer.
+        With scale_wrt_gas=False it does not divide. It multiplies the loss by fp16's loss scale for
+        the backward pass only. Raises ValueError unless the loss is a tensor of one element,
+        RuntimeError for an engine without optimizer.
         """
         if not torch.is_tensor(loss) or loss.numel() != 1:
-            raise ValueError(f"backward takes a loss of one element; given {tuple(getattr(loss, 'shape', ()))}")
+            raise ValueError(
+                f"backward takes a loss of one element; given {tuple(getattr(loss, 'shape', ()))}"
+            )
         self._check_trains()
         if self._by_layer is not None:
             raise RuntimeError(
-                'accumulation is "layers", where all micro-batches of a step go through a block before the next block runs: '
+                'accumulation is "layers", where all micro-batches of a step go through a block '
+                "before the next block runs: "
                 'call engine.train_batch(micro_batches), or set it to "batches"'
             )
         with self._phase("backward"):
             return self._differentiate(loss, retain_graph, scale_wrt_gas)
 
-    def train_batch(self, data_iter: Iterable[Any], loss_fn: LossFunction | None = None) -> torch.Tensor:
-        """Trains one step on the next micro-batches of an iterator: forward, backward and step. Returns their mean loss.
+    def train_batch(
+        self, data_iter: Iterable[Any], loss_fn: LossFunction | None = None
+    ) -> torch.Tensor:
+        """Trains one step on the next micro-batches of an iterator: forward, backward and step.
+        Returns their mean loss.
 
-        With accumulation "layers" the micro-batches go through the model block by block (run/layerwise.py), else one after the
-        other.
+        With accumulation "layers" the micro-batches go through the model block by block
+        (run/layerwise.py), else one after the other.
 
         Args:
-            data_iter: gives at least `gradient_accumulation_steps` micro-batches, on the engine's device: mappings (the model's
-                keyword arguments), tuples or lists (its positional ones), or its one argument.
-            loss_fn: computes the loss from output and labels. A micro-batch is then a pair (inputs, labels), as in DeepSpeed's
-                pipelines, or a mapping, which is given in place of labels. Without it, the loss is the model's output, its
-                `loss`, its key "loss" or the first of a tuple.
+            data_iter: gives at least `gradient_accumulation_steps` micro-batches, on the engine's
+                device: mappings (the model's keyword arguments), tuples or lists (its positional
+                    ones), or its one argument.
+            loss_fn: computes the loss from output and labels. A micro-batch is then a pair (inputs,
+                labels), as in DeepSpeed's pipelines, or a mapping, which is given in place of
+                labels. Without it, the loss is the model's output, its `loss`, its key "loss" or
+                the first of a tuple.
 
-        The loss is this rank's, in fp32, detached, without scale. Collective; blocks. Raises StopIteration when no micro-batch
-        is left, ValueError when some are missing, RuntimeError in the middle of a step, NoChainError where accumulation
-        "layers" needs a chain of blocks; the gradients are then forgotten.
+        The loss is this rank's, in fp32, detached, without scale. Collective; blocks. Raises
+        StopIteration when no micro-batch is left, ValueError when some are missing, RuntimeError in
+        the middle of a step, NoChainError where accumulation "layers" needs a chain of blocks; the
+        gradients are then forgotten.
         """
         self._check_trains()
         if not isinstance(data_iter, Iterable):
-            raise ValueError(f"train_batch takes an iterator of micro-batches; given {data_iter!r:.60}")
+            raise ValueError(
+                f"train_batch takes an iterator of micro-batches; given {data_iter!r:.60}"
+            )
         micros = list(itertools.islice(data_iter, self._sizes.accumulation))
         if not micros:
             raise StopIteration("train_batch: no micro-batch is left")
         if len(micros) < self._sizes.accumulation:
             raise ValueError(
-                f"train_batch takes {self._sizes.accumulation} micro-batches (gradient_accumulation_steps), and only "
+                f"train_batch takes {self._sizes.accumulation} micro-batches "
+                "(gradient_accumulation_steps), and only "
                 f"{len(micros)} are left"
             )
-        compute = [functools.partial(loss_of_micro_batch, self._forward, micro, loss_fn) for micro in micros]
+        compute = [
+            functools.partial(loss_of_micro_batch, self._forward, micro, loss_fn)
+            for micro in micros
+        ]
         losses = []
         if self._by_layer is not None:
             losses = self._run_by_layer(self._by_layer, compute)
@@ -349,12 +414,14 @@ class Engine(EngineCheckpoints, nn.Module):
         return self._losses.scaled(loss)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Ends a micro-batch; at the last one of a step, steps optimizer and schedule. Collective; blocks.
+        """Ends a micro-batch; at the last one of a step, steps optimizer and schedule. Collective;
+        blocks.
 
-        For gradients with NaN or infinity the policy decides: the step is skipped (fp16 lowers its loss scale), raises
-        NonFiniteGradients, or applies them. A skipped step changes no bit of any state. lr_kwargs go to the schedule's step.
-        Raises FloatingPointError when gradients overflow at fp16's least loss scale, RuntimeError when fp16 scales the loss and
-        the user's own backward ran without `scale`.
+        For gradients with NaN or infinity the policy decides: the step is skipped (fp16 lowers its
+        loss scale), raises NonFiniteGradients, or applies them. A skipped step changes no bit of
+        any state. lr_kwargs go to the schedule's step. Raises FloatingPointError when gradients
+        overflow at fp16's least loss scale, RuntimeError when fp16 scales the loss and the user's
+        own backward ran without `scale`.
         """
         optimizer = self._check_trains()
         self._check_here()
@@ -363,61 +430,77 @@ class Engine(EngineCheckpoints, nn.Module):
             if is_boundary:
                 self._step(optimizer, lr_kwargs or {})
             else:
-                self.shards.prefetcher.end_pass()  # the units that the next micro-batch uses first stay gathered
+                # the units that the next micro-batch uses first stay gathered
+                self.shards.prefetcher.end_pass()
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether this micro-batch is the last of a step. With managed_gradient_accumulation false: True inside `step` only."""
+        """Whether this micro-batch is the last of a step. With managed_gradient_accumulation false:
+        True inside `step` only."""
         return self._accumulation.is_boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Sets whether this micro-batch is the last of a step, until the next call. The engine stops counting then.
+        """Sets whether this micro-batch is the last of a step, until the next call. The engine
+        stops counting then.
 
-        Call it before the micro-batch's forward. Raises RuntimeError with managed_gradient_accumulation false, and for False
-        with step_in_backward.
+        Call it before the micro-batch's forward. Raises RuntimeError with
+        managed_gradient_accumulation false, and for False with step_in_backward.
         """
         self._accumulation.set_boundary(is_boundary)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Accumulates the gradients of backwards in the block. In the block, `step` and a second such block raise RuntimeError.
+        """Accumulates the gradients of backwards in the block. In the block, `step` and a second
+        such block raise RuntimeError.
 
-        In stages 0 and 1 no gradient is reduced in the block. In stages 2 and 3 a rank has memory for its own part of the
-        gradients only, so each backward still reduces; the result is the same (DeepSpeed refuses no_sync there).
+        In stages 0 and 1 no gradient is reduced in the block. In stages 2 and 3 a rank has memory
+        for its own part of the gradients only, so each backward still reduces; the result is the
+        same (DeepSpeed refuses no_sync there).
         """
         return self._accumulation.hold_back("no_sync")
 
     @contextlib.contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """As `no_sync`, with one reduction when the block ends. Collective. Call `step` after the block."""
+        """As `no_sync`, with one reduction when the block ends. Collective. Call `step` after the
+        block."""
         with self._accumulation.hold_back("coalesce_grad_reduction"):
             yield
         self._accumulation.reduce_now()
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
-        """Reduces unreduced gradients at a boundary, before `step` would. Collective; blocks. `bucket_size` has no effect."""
+        """Reduces unreduced gradients at a boundary, before `step` would. Collective; blocks.
+        `bucket_size` has no effect."""
         if self._accumulation.is_boundary:
             self._accumulation.reduce_now()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Changes the samples per step by changing the number of micro-batches; their size stays. Call it between steps.
+        """Changes the samples per step by changing the number of micro-batches; their size stays.
+        Call it between steps.
 
-        Raises ValueError, with the arithmetic, unless it is a multiple of micro-batch size times number of ranks.
+        Raises ValueError, with the arithmetic, unless it is a multiple of micro-batch size times
+        number of ranks.
         """
         if not isinstance(train_batch_size, int):
             raise ValueError(f"train_batch_size is {train_batch_size!r}; it must be a whole number")
-        self._sizes = solve_batch(train_batch_size, self._sizes.micro, None, self.shards.topology.world)
+        self._sizes = solve_batch(
+            train_batch_size, self._sizes.micro, None, self.shards.topology.world
+        )
         self._accumulation.num_micro_batches = self._sizes.accumulation
         self._losses.begin_step(self._sizes.accumulation)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Changes the samples of a micro-batch, of which the caller's loader gives so many; their number in a step stays.
+        """Changes the samples of a micro-batch, of which the caller's loader gives so many; their
+        number in a step stays.
 
         Raises ValueError below 1.
         """
         if not isinstance(micro_batch_size, int) or micro_batch_size < 1:
-            raise ValueError(f"micro_batch_size is {micro_batch_size!r}; it must be a whole number, at least 1")
-        self._sizes = solve_batch(None, micro_batch_size, self._sizes.accumulation, self.shards.topology.world)
+            raise ValueError(
+                f"micro_batch_size is {micro_batch_size!r}; it must be a whole number, at least 1"
+            )
+        self._sizes = solve_batch(
+            None, micro_batch_size, self._sizes.accumulation, self.shards.topology.world
+        )
 
-    # ---- weights, whole --------------------------------------------------------------------------------------------------
+    # ---- weights, whole --------------------------------------------------------------------------
 
     def save_16bit_model(
         self,
@@ -425,14 +508,21 @@ class Engine(EngineCheckpoints, nn.Module):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Writes the model's weights to one file: safetensors if its name ends in `.safetensors`, else torch's format.
+        """Writes the model's weights to one file: safetensors if its name ends in `.safetensors`,
+        else torch's format.
 
-        Returns whether it wrote. With partitioned parameters it writes only if `stage3_gather_16bit_weights_on_model_save` is
-        on. Collective; blocks. Raises OSError on all ranks when rank 0 cannot write; then no file is changed.
+        Returns whether it wrote. With partitioned parameters it writes only if
+        `stage3_gather_16bit_weights_on_model_save` is on. Collective; blocks. Raises OSError on all
+        ranks when rank 0 cannot write; then no file is changed.
         """
         path = named_folder("save_dir", save_dir) / save_filename
-        if self.zero_optimization_partition_weights() and not self.zero_gather_16bit_weights_on_model_save():
-            logger.warning("%s is not written: stage3_gather_16bit_weights_on_model_save is false", path)
+        if (
+            self.zero_optimization_partition_weights()
+            and not self.zero_gather_16bit_weights_on_model_save()
+        ):
+            logger.warning(
+                "%s is not written: stage3_gather_16bit_weights_on_model_save is false", path
+            )
             return False
         save_weights(self.shards, path, exclude_frozen_parameters)
         return True
@@ -442,24 +532,34 @@ class Engine(EngineCheckpoints, nn.Module):
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """Returns the model's full state dict on every rank's CPU. Collective; blocks."""
         state: dict[str, Any] = self.module.state_dict()
-        for name, param in self.module.named_parameters(remove_duplicate=False) if exclude_frozen_parameters else ():
+        for name, param in (
+            self.module.named_parameters(remove_duplicate=False)
+            if exclude_frozen_parameters
+            else ()
+        ):
             if not param.requires_grad:
                 state.pop(name, None)
         return state
 
-    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
-        """Returns every full weight on rank 0's CPU, and None on the other ranks. Collective; blocks."""
+    def _consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, torch.Tensor] | None:
+        """Returns every full weight on rank 0's CPU, and None on the other ranks. Collective;
+        blocks."""
         return consolidated(self.shards, exclude_frozen_parameters)
 
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, torch.Tensor] | None:
-        """Does the same under the name that Accelerate and Transformers call. Raises ValueError below stage 3."""
+        """Does the same under the name that Accelerate and Transformers call. Raises ValueError
+        below stage 3."""
         if not self.zero_optimization_partition_weights():
-            raise ValueError("parameters are not partitioned below stage 3: use module_state_dict()")
+            raise ValueError(
+                "parameters are not partitioned below stage 3: use module_state_dict()"
+            )
         return consolidated(self.shards, exclude_frozen_parameters)
 
-    # ---- compiling -------------------------------------------------------------------------------------------------------
+    # ---- compiling -------------------------------------------------------------------------------
 
     def compile(
         self,
@@ -468,13 +568,18 @@ class Engine(EngineCheckpoints, nn.Module):
         schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """Compiles the forward of every unit's module with torch.compile when it first runs: see CompiledForwards.
+        """Compiles the forward of every unit's module with torch.compile when it first runs: see
+        CompiledForwards.
 
-        A second call does nothing. Raises ValueError for a schedule of passes and for compiled autograd, which tiermem has not,
-        and for CUDA graphs where weights are streamed: a graph needs the addresses that it was captured with.
+        A second call does nothing. Raises ValueError for a schedule of passes and for compiled
+        autograd, which tiermem has not, and for CUDA graphs where weights are streamed: a graph
+        needs the addresses that it was captured with.
         """
         if schedule is not None or compiled_autograd_enabled:
-            raise ValueError("compile: there is no schedule of passes and no compiled autograd here; leave both out")
+            raise ValueError(
+                "compile: there is no schedule of passes and no compiled autograd here; leave both "
+                "out"
+            )
         options = compile_kwargs or {}
         if is_accelerator(self.device) and any(live.is_streamed for live in self.shards.units):
             refuse_graphs(backend, options)
@@ -486,7 +591,7 @@ class Engine(EngineCheckpoints, nn.Module):
         """Whether `compile` was called."""
         return self._compiled is not None
 
-    # ---- memory ----------------------------------------------------------------------------------------------------------
+    # ---- memory ----------------------------------------------------------------------------------
 
     def empty_partition_cache(self) -> None:
         """Drops every gathered unit that no module uses now. The next use gathers it again."""
@@ -499,34 +604,39 @@ class Engine(EngineCheckpoints, nn.Module):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Gives device memory back until `reload_states`. facts.py has a table of the states and their places. Blocks.
+        """Gives device memory back until `reload_states`. facts.py has a table of the states and
+        their places. Blocks.
 
         Between the two the engine runs, steps, saves and loads nothing.
 
         Args:
             include: states to offload; default: all.
             device: cpu; none does nothing; nvme is refused.
-            pin_memory, non_blocking: accepted for compatibility, without effect: the policy decides about pinned memory.
+            pin_memory, non_blocking: accepted for compatibility, without effect: the policy decides
+                about pinned memory.
 
-        Raises ValueError for unknown states, for nvme and for a budget of host memory that is too small; RuntimeError for an
-        engine without optimizer, and before `reload_states`.
+        Raises ValueError for unknown states, for nvme and for a budget of host memory that is too
+        small; RuntimeError for an engine without optimizer, and before `reload_states`.
         """
         self._check_trains()
         self._check_here()
         self._away = offload(self.shards, states_to_offload(include, device))
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Brings back to the device what `offload_states` took off it. Collective; blocks. Raises torch's OutOfMemoryError."""
+        """Brings back to the device what `offload_states` took off it. Collective; blocks. Raises
+        torch's OutOfMemoryError."""
         if self._away is not None:
             reload(self.shards, self._away)
             self._away = None
 
-    # ---- the end ---------------------------------------------------------------------------------------------------------
+    # ---- the end ---------------------------------------------------------------------------------
 
     def apply(self, fn: Callable[[nn.Module], Any]) -> Engine:
-        """Calls a function on every module, children first, as nn.Module.apply does; gathers each module's own parameters.
+        """Calls a function on every module, children first, as nn.Module.apply does; gathers each
+        module's own parameters.
 
-        Rank 0's changes are kept. With override_module_apply false the function must gather parameters itself. Collective.
+        Rank 0's changes are kept. With override_module_apply false the function must gather
+        parameters itself. Collective.
         """
         if not self.config.zero_optimization.override_module_apply:
             return super().apply(fn)
@@ -534,23 +644,28 @@ class Engine(EngineCheckpoints, nn.Module):
         return self
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Engine:
-        """Serves `to`, `cuda`, `half`, `float` and the like. Weights rest on tiers, so these cannot move or cast them.
+        """Serves `to`, `cuda`, `half`, `float` and the like. Weights rest on tiers, so these cannot
+        move or cast them.
 
-        Does nothing when the call would change nothing, else raises RuntimeError that names the right setting.
+        Does nothing when the call would change nothing, else raises RuntimeError that names the
+        right setting.
         """
         kinds = {(p.dtype, p.device) for p in self.module.parameters()}
         for dtype, device in kinds:
             changed = fn(torch.empty(0, dtype=dtype, device=device))
             if (changed.dtype, changed.device) != (dtype, device):
                 raise RuntimeError(
-                    f"an engine's weights rest on tiers, and are not made {changed.dtype} on {changed.device} of {dtype} on "
-                    f"{device}: ask for a dtype in the config (bf16, fp16), for a device in initialize(device=...), and for "
+                    f"an engine's weights rest on tiers, and are not made {changed.dtype} on "
+                    f"{changed.device} of {dtype} on "
+                    f"{device}: ask for a dtype in the config (bf16, fp16), for a device in "
+                    "initialize(device=...), and for "
                     "copies by module_state_dict()"
                 )
         return self
 
     def close(self) -> None:
-        """Closes the store and removes its files, unless they hold a checkpoint. Waits for a checkpoint copy under way.
+        """Closes the store and removes its files, unless they hold a checkpoint. Waits for a
+        checkpoint copy under way.
 
         Raises the error of that copy, or the first error of a write-back.
         """
@@ -571,13 +686,17 @@ class Engine(EngineCheckpoints, nn.Module):
     def _check_trains(self) -> NativeOptimizer:
         """Returns the optimizer. Raises RuntimeError when there is none."""
         if self.optimizer is None:
-            raise RuntimeError("this engine is for inference: neither the config nor the call names an optimizer")
+            raise RuntimeError(
+                "this engine is for inference: neither the config nor the call names an optimizer"
+            )
         return self.optimizer
 
     def _check_here(self) -> None:
         """Raises RuntimeError while states are not on the device."""
         if self._away is not None:
-            raise RuntimeError("offload_states took states off the device: call reload_states first")
+            raise RuntimeError(
+                "offload_states took states off the device: call reload_states first"
+            )
 
     def _step(self, optimizer: NativeOptimizer, lr_kwargs: Mapping[str, Any]) -> None:
         with self._times.phase("step"):
@@ -639,14 +758,24 @@ class Engine(EngineCheckpoints, nn.Module):
         if self.optimizer is None:
             return None
         if isinstance(given, LRScheduler):
-            given.optimizer = self.optimizer  # it was built for the user's optimizer, which ours replaces
+            # it was built for the user's optimizer, which ours replaces
+            given.optimizer = self.optimizer
             return given
         if given is not None:
             return given(self.optimizer)
-        return build_scheduler(self.config.scheduler, self.optimizer) if self.config.scheduler is not None else None
+        return (
+            build_scheduler(self.config.scheduler, self.optimizer)
+            if self.config.scheduler is not None
+            else None
+        )
 
     def _report_progress(self) -> None:
         every = self.config.steps_per_print
         if every and self.global_steps % every == 0 and self.shards.topology.rank == 0:
-            figures = self.global_steps, self.get_lr(), self.get_global_grad_norm(), self._times.line(every)
+            figures = (
+                self.global_steps,
+                self.get_lr(),
+                self.get_global_grad_norm(),
+                self._times.line(every),
+            )
             logger.info("step %d, lr %s, gradient norm %.4g%s", *figures)

@@ -1,4 +1,5 @@
-"""shard: makes a plain PyTorch model a sharded one, and attaches the saver of durable steps where the policy asks for it."""
+"""shard: makes a plain PyTorch model a sharded one, and attaches the saver of durable steps where
+the policy asks for it."""
 
 from __future__ import annotations
 
@@ -19,31 +20,37 @@ def shard(
     device: torch.device | str | None = None,
     is_trained: bool = True,
 ) -> Shards:
-    """Partitions a model's parameters over the ranks of a group and moves each part to its home tier.
+    """Partitions a model's parameters over the ranks of a group and moves each part to its home
+    tier.
 
     Args:
-        model: any module, built plainly or under `tiermem.zero.Init`; its parameters keep their identity.
+        model: any module, built plainly or under `tiermem.zero.Init`; its parameters keep their
+            identity.
         policy: the tiers of all states; the default keeps all states in memory.
-        group: data-parallel ranks, or a mesh of them (one dimension, or replicas and shards: MiCS). Default: the group of the
-            zero.Init that built the model, else the world. Ranks that a launcher (torchrun) started make the process group
+        group: data-parallel ranks, or a mesh of them (one dimension, or replicas and shards: MiCS).
+            Default: the group of the zero.Init that built the model, else the world. Ranks that a
+                launcher (torchrun) started make the process group
             here if there is none yet. All ranks take rank 0's weights.
-        device: the device that computes and holds the model's parameters and buffers from now on; default: this rank's
-            accelerator, else the CPU.
-        is_trained: False for inference: the plan leaves no memory for gradients and optimizer states.
+        device: the device that computes and holds the model's parameters and buffers from now on;
+            default: this rank's accelerator, else the CPU.
+        is_trained: False for inference: the plan leaves no memory for gradients and optimizer
+            states.
 
-    Collective; blocks. Raises ValueError, with the arithmetic, when the policy cannot be met, and OSError when a path is
-    missing, not writable or too full; both before any weight is moved.
+    Collective; blocks. Raises ValueError, with the arithmetic, when the policy cannot be met, and
+    OSError when a path is missing, not writable or too full; both before any weight is moved.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is {model!r:.60}; give a torch.nn.Module")
     if policy is not None and not isinstance(policy, OffloadPolicy):
         raise ValueError(
-            f"policy is a {type(policy).__name__}; give an OffloadPolicy: tiermem.config.load_config(...).policy() makes one "
+            f"policy is a {type(policy).__name__}; give an OffloadPolicy: "
+            "tiermem.config.load_config(...).policy() makes one "
             "of a config, and tiermem.initialize takes the config itself"
         )
     if policy is not None and policy.accumulation == "layers":
         raise ValueError(
-            "accumulation \"layers\" is the engine's and TiermemTrainer's, which see all micro-batches of a step: use "
+            "accumulation \"layers\" is the engine's and TiermemTrainer's, which see all "
+            "micro-batches of a step: use "
             'tiermem.initialize and engine.train_batch, or set it to "batches"'
         )
     return shard_for_passes(model, policy or OffloadPolicy(), group, device, is_trained)
@@ -56,7 +63,8 @@ def shard_for_passes(
     device: torch.device | str | None,
     is_trained: bool,
 ) -> Shards:
-    """`shard` for a caller that runs the micro-batches of accumulation "layers" itself (run/layerwise.py)."""
+    """`shard` for a caller that runs the micro-batches of accumulation "layers" itself
+    (run/layerwise.py)."""
     shards = Shards(model, policy, group, device, is_trained)
     if shards.policy.durability == "step":
         shards.attach(Saver(shards, saves_each_step=True))

@@ -1,4 +1,5 @@
-"""Start: `initialize` makes an engine from a config; the loaders of training data that it returns."""
+"""Start: `initialize` makes an engine from a config; the loaders of training data that it
+returns."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from tiermem.optim.base import NativeOptimizer
 from tiermem.ranks.joining import join_ranks
 from tiermem.swap.memory.accelerator import find_device
 
-# ---- loaders of training data ----------------------------------------------------------------------------------------
+# ---- loaders of training data --------------------------------------------------------------------
 
 T = TypeVar("T")
 
@@ -36,11 +37,13 @@ def build_loader(
     drop_last: bool = True,
     num_workers: int = 0,
 ) -> TrainingLoader:
-    """Builds the loader of this rank's micro-batches of `micro_batch` samples. Raises ValueError for impossible numbers.
+    """Builds the loader of this rank's micro-batches of `micro_batch` samples. Raises ValueError
+    for impossible numbers.
 
-    Ranks get disjoint parts of the shuffled data set. The order depends on the seed and the epoch alone. With several ranks
-    a DistributedSampler gives every rank the same number of samples: with drop_last it leaves out the rest, otherwise it
-    gives some samples twice. `loader.sampler.set_epoch(n)` gives each epoch another order; RepeatingLoader calls it. An
+    Ranks get disjoint parts of the shuffled data set. The order depends on the seed and the epoch
+    alone. With several ranks a DistributedSampler gives every rank the same number of samples: with
+    drop_last it leaves out the rest, otherwise it gives some samples twice.
+    `loader.sampler.set_epoch(n)` gives each epoch another order; RepeatingLoader calls it. An
     iterable data set is read in its own order and must divide its samples over the ranks itself.
     """
     if micro_batch < 1:
@@ -68,7 +71,8 @@ def build_loader(
 
 
 class _Skipping:
-    """A sampler that leaves out the first `num_skipped` samples of its next pass, and none after that."""
+    """A sampler that leaves out the first `num_skipped` samples of its next pass, and none after
+    that."""
 
     num_skipped = 0
 
@@ -89,8 +93,9 @@ class _ShuffledSamples(_Skipping, RandomSampler):
 class TrainingLoader(DataLoader[Any]):
     """torch's DataLoader with a `state_dict`, which counts the batches of this pass.
 
-    After `load_state_dict` on a loader that was built alike, the next batch is the one that would have come. The sampler
-    leaves out earlier samples by their number, so they are not read; a stream reads and drops them.
+    After `load_state_dict` on a loader that was built alike, the next batch is the one that would
+    have come. The sampler leaves out earlier samples by their number, so they are not read; a
+    stream reads and drops them.
     """
 
     _num_batches = 0  # yielded in this pass
@@ -109,7 +114,8 @@ class TrainingLoader(DataLoader[Any]):
         return self._count(super().__iter__(), skipped)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the number of batches of this pass, the epoch, and the generator's state at the start of the pass."""
+        """Returns the number of batches of this pass, the epoch, and the generator's state at the
+        start of the pass."""
         epoch = self.sampler.epoch if isinstance(self.sampler, DistributedSampler) else 0
         start = self._epoch_start
         if start is None and self.generator is not None:
@@ -134,7 +140,8 @@ class TrainingLoader(DataLoader[Any]):
 class RepeatingLoader(Generic[T]):
     """Iterates over a loader without end; each pass has the next epoch's order.
 
-    A second `iter()` continues where the first one stopped. Raises ValueError when the loader yields no batch.
+    A second `iter()` continues where the first one stopped. Raises ValueError when the loader
+    yields no batch.
     """
 
     def __init__(self, loader: Iterable[T]) -> None:
@@ -157,11 +164,13 @@ class RepeatingLoader(Generic[T]):
             return self._first_of_next_epoch()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state of the loader inside. Raises TypeError when that loader has no state_dict."""
+        """Returns the state of the loader inside. Raises TypeError when that loader has no
+        state_dict."""
         inside = getattr(self.loader, "state_dict", None)
         if inside is None:
             raise TypeError(
-                f"a {type(self.loader).__name__} has no state_dict, so its place is not known; build_loader's has"
+                f"a {type(self.loader).__name__} has no state_dict, so its place is not known; "
+                "build_loader's has"
             )
         return {"loader": inside()}
 
@@ -178,10 +187,12 @@ class RepeatingLoader(Generic[T]):
         try:
             return next(self._batches)
         except StopIteration:
-            raise ValueError("the loader yields no batch: fewer samples than one micro-batch on this rank?") from None
+            raise ValueError(
+                "the loader yields no batch: fewer samples than one micro-batch on this rank?"
+            ) from None
 
 
-# ---- initialize ------------------------------------------------------------------------------------------------------
+# ---- initialize ----------------------------------------------------------------------------------
 
 
 def initialize(
@@ -202,31 +213,41 @@ def initialize(
 ) -> tuple[Engine, NativeOptimizer | None, DataLoader[Any] | None, LRScheduler | None]:
     """Shards a model by a config and returns (engine, optimizer, loader, scheduler).
 
-        config -> torchrun's ranks join, unless there is a process group -> Engine -> a loader of micro-batches, if asked for
+        config -> torchrun's ranks join, unless there is a process group -> Engine -> a loader of
+        micro-batches, if asked for
 
     Args:
-        args: a namespace whose `deepspeed_config` names the config file, when `config` is not given. The model may be the
-            first argument instead: `initialize(model, config=...)`.
+        args: a namespace whose `deepspeed_config` names the config file, when `config` is not
+            given. The model may be the first argument instead: `initialize(model, config=...)`.
         model: built plainly or under `tiermem.zero.Init`.
-        optimizer: one of tiermem's, or torch's of the same name, or a function of the parameters. Its groups and settings
-            are kept; tiermem computes the step. Default: the config's. With neither, the engine is for inference.
-        model_parameters: the parameters or groups that the optimizer steps; default: all that require gradients.
+        optimizer: one of tiermem's, or torch's of the same name, or a function of the parameters.
+            Its groups and settings are kept; tiermem computes the step. Default: the config's. With
+            neither, the engine is for inference.
+        model_parameters: the parameters or groups that the optimizer steps; default: all that
+            require gradients.
         training_data: a dataset; initialize returns a loader of this rank's micro-batches.
         lr_scheduler: a scheduler or a function of the optimizer; default: the config's.
         distributed_port: accepted for compatibility, without effect; MASTER_PORT sets the port.
-        mpu: its get_data_parallel_group() returns the ranks that share the model; model-parallel ranks are refused.
+        mpu: its get_data_parallel_group() returns the ranks that share the model; model-parallel
+            ranks are refused.
         dist_init_required: False: a process group must exist already.
         mesh_param: (data-parallel, sequence-parallel) ranks; the second must be 1.
-        config: a DeepSpeed-style dict or the path of a JSON file; `config_params` is its older name.
-        device: the device that computes and holds the model from now on; default: this rank's accelerator, else the CPU.
+        config: a DeepSpeed-style dict or the path of a JSON file; `config_params` is its older
+            name.
+        device: the device that computes and holds the model from now on; default: this rank's
+            accelerator, else the CPU.
 
-    Collective; blocks. Raises ConfigError (a ValueError) for a wrong config, ValueError when the plan does not fit the
-    budget, and OSError when a path is missing, not writable or too full, all before any weight is moved. Raises RuntimeError
-    when dist_init_required is False and there is no process group.
+    Collective; blocks. Raises ConfigError (a ValueError) for a wrong config, ValueError when the
+    plan does not fit the budget, and OSError when a path is missing, not writable or too full, all
+    before any weight is moved. Raises RuntimeError when dist_init_required is False and there is no
+    process group.
     """
     if isinstance(args, nn.Module):
         if model is not None:
-            raise ValueError("two models are given: initialize(model, config=...), or initialize(args, model, ...)")
+            raise ValueError(
+                "two models are given: initialize(model, config=...), or initialize(args, model, "
+                "...)"
+            )
         args, model = None, args
     if model is None:
         raise ValueError("initialize needs a model")
@@ -240,7 +261,9 @@ def initialize(
     on = find_device(device)
     policy = loaded.policy()
     if dist_init_required is False and not dist.is_initialized():
-        raise RuntimeError("dist_init_required is False and there is no process group: make one, or leave it out")
+        raise RuntimeError(
+            "dist_init_required is False and there is no process group: make one, or leave it out"
+        )
     join_ranks(policy.timeout_s, on, policy.join_timeout_s)
     sharing = _sharing(mpu, mesh_param)
     has_source = isinstance(given, (str, os.PathLike)) and not is_json(given)
@@ -283,19 +306,25 @@ def _sharing(mpu: Any, mesh_param: Sequence[int] | None) -> dist.ProcessGroup | 
 
     Raises ValueError when ranks would divide layers or sequences.
     """
-    if mesh_param is not None and (not isinstance(mesh_param, Sequence) or list(mesh_param[1:]) != [1]):
+    if mesh_param is not None and (
+        not isinstance(mesh_param, Sequence) or list(mesh_param[1:]) != [1]
+    ):
         raise ValueError(
-            f"mesh_param is {mesh_param!r}: sequence parallelism does not exist here; give (data-parallel ranks, 1), or "
+            f"mesh_param is {mesh_param!r}: sequence parallelism does not exist here; give "
+            "(data-parallel ranks, 1), or "
             "leave it out"
         )
     if mpu is None:
         return None
     if not hasattr(mpu, "get_data_parallel_group"):
-        raise ValueError(f"mpu is {mpu!r:.60}; give an object with get_data_parallel_group(), or leave it out")
+        raise ValueError(
+            f"mpu is {mpu!r:.60}; give an object with get_data_parallel_group(), or leave it out"
+        )
     names = ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size")
     size = next((getattr(mpu, name)() for name in names if hasattr(mpu, name)), 1)
     if size != 1:
         raise ValueError(
-            f"mpu has {size} model-parallel ranks: a layer is not divided here, so give one of a single rank"
+            f"mpu has {size} model-parallel ranks: a layer is not divided here, so give one of a "
+            "single rank"
         )
     return cast(dist.ProcessGroup, mpu.get_data_parallel_group())

@@ -31,7 +31,8 @@ class Course:
 
     @property
     def input_home(self) -> Tier | None:
-        """Where inputs of checkpointed blocks rest between forward and backward; None: they stay where the maths runs."""
+        """Where inputs of checkpointed blocks rest between forward and backward; None: they stay
+        where the maths runs."""
         home = self.policy.activations if self.input_bytes else None
         return None if home is Tier.HOST and not self.is_gpu else home
 
@@ -55,10 +56,12 @@ class Course:
         return load if self.is_gpu else load.without_gradients()
 
     def stepped_early(self, loads: Sequence[TileLoad]) -> tuple[set[int], set[int]]:
-        """The units that the disk has time to step under the maths of the last backward, and those that it begins there.
+        """The units that the disk has time to step under the maths of the last backward, and those
+        that it begins there.
 
-        Weights that backward fetches and gradients that it writes go first, then the unit whose gradients came last, which the
-        next forward needs first. Of states in memory, the CPU's kernels have the time. loads: the tiles.
+        Weights that backward fetches and gradients that it writes go first, then the unit whose
+        gradients came last, which the next forward needs first. Of states in memory, the CPU's
+        kernels have the time. loads: the tiles.
         """
         stepped: list[int] = []
         if self.overlap != "backward":
@@ -68,8 +71,11 @@ class Course:
         busy_s = 0.0
         end_s = 0.0
         is_begun = False
-        last = {index: place for place, use in enumerate(reversed(self.uses)) for index in use.units}
-        waiting: list[tuple[int, float]] = []  # units that are home, and the seconds that each takes
+        last = {
+            index: place for place, use in enumerate(reversed(self.uses)) for index in use.units
+        }
+        # units that are home, and the seconds that each takes
+        waiting: list[tuple[int, float]] = []
         for place, use in enumerate(reversed(self.uses)):
             of_use = [plan.division.units[index] for index in use.units if last[index] == place]
             end_s += use.backward_s * self.at_once
@@ -82,7 +88,9 @@ class Course:
             busy_s = max(busy_s, end_s)
             for unit in of_use:
                 of_unit = [self.early_load(load) for load in loads if load.unit == unit.index]
-                if of_unit and (plan.unit_homes.get(unit.index) is Tier.NVME or unit.index in plan.drafted):
+                if of_unit and (
+                    plan.unit_homes.get(unit.index) is Tier.NVME or unit.index in plan.drafted
+                ):
                     waiting.append((unit.index, sum(map(self._step_s, of_unit))))
         begun = set(stepped[-1:]) if is_begun else set()
         return set(stepped) - begun, begun
@@ -94,7 +102,8 @@ class Course:
         return load.memory_bytes / self.rates.kernel_bytes_s
 
     def shared_s(self, load: TileLoad) -> float:
-        """Seconds of HOST's memory for a tile, where some are sent to an accelerator while the CPU steps others; else 0."""
+        """Seconds of HOST's memory for a tile, where some are sent to an accelerator while the CPU
+        steps others; else 0."""
         if not self.plan.streams.num:
             return 0.0
         crossing = load.down_bytes + load.up_bytes if load.num_sent else 0
@@ -102,11 +111,18 @@ class Course:
 
     def _firm_s(self, unit: Unit, reads_again: bool) -> float:
         """Seconds of a unit's transfers in backward, beside those of its step."""
-        read_bytes = unit.shard_bytes if reads_again and self.plan.unit_homes.get(unit.index) is Tier.NVME else 0
+        read_bytes = (
+            unit.shard_bytes
+            if reads_again and self.plan.unit_homes.get(unit.index) is Tier.NVME
+            else 0
+        )
         is_written = unit.is_trainable and self.plan.grads is Tier.NVME
         grad_bytes = unit.shard_numel * self.policy.precision.grad_dtype(unit.dtype).itemsize
         return self._disk_s(read_bytes, grad_bytes if is_written else 0)
 
     def _disk_s(self, read_bytes: int, written_bytes: int) -> float:
-        each = read_bytes / self.rates.disk_read_bytes_s, written_bytes / self.rates.disk_write_bytes_s
+        each = (
+            read_bytes / self.rates.disk_read_bytes_s,
+            written_bytes / self.rates.disk_write_bytes_s,
+        )
         return max(each) if self.rates.is_disk_duplex else sum(each)

@@ -25,11 +25,12 @@ from tiermem.wires.gather import spans_of
 from tiermem.wires.packed import gathers_packed
 from tiermem.wires.reduce import Bucket
 
-# ---- modules and their units -----------------------------------------------------------------------------------------
+# ---- modules and their units ---------------------------------------------------------------------
 
 
 class Use(NamedTuple):
-    """One module in a forward and a backward: the units that it needs and the seconds of its maths."""
+    """One module in a forward and a backward: the units that it needs and the seconds of its
+    maths."""
 
     name: str
     """The module's."""
@@ -42,19 +43,25 @@ class Use(NamedTuple):
     reads_again: bool = True
     """Whether its backward needs the units, too."""
     block: str = ""
-    """The name of the block that it is in, a child of an outermost ModuleList; empty outside of blocks."""
+    """The name of the block that it is in, a child of an outermost ModuleList; empty outside of
+    blocks."""
 
 
 def uses_of(model: nn.Module, division: Division, compute: Compute) -> list[Use]:
-    """Returns the uses of one forward, in the order in which modules are defined. The model may be on the meta device.
+    """Returns the uses of one forward, in the order in which modules are defined. The model may be
+    on the meta device.
 
-    `weights/prefetcher.py` also takes that order as its first guess. A module's maths is computed from the elements of its
-    parameters of two dimensions or more; embeddings do not count, because they only look up. All experts of a mixture of
-    experts count, so its time is an upper bound.
+    `weights/prefetcher.py` also takes that order as its first guess. A module's maths is computed
+    from the elements of its parameters of two dimensions or more; embeddings do not count, because
+    they only look up. All experts of a mixture of experts count, so its time is an upper bound.
     """
     names = {module: name for name, module in model.named_modules()}
     in_list = {
-        m for each in model.modules() if isinstance(each, nn.ModuleList) for m in each.modules() if m is not each
+        m
+        for each in model.modules()
+        if isinstance(each, nn.ModuleList)
+        for m in each.modules()
+        if m is not each
     }
     has_rest = compute.rest_forward_s is not None
     blocks = _blocks_of(model)
@@ -63,18 +70,28 @@ def uses_of(model: nn.Module, division: Division, compute: Compute) -> list[Use]
     for module, units in division.triggers.items():
         matrices = _matrices(module) & {shard.param for unit in units for shard in unit.shards}
         counted |= matrices
-        numel = 0 if has_rest and module not in in_list else sum(param.numel() for param in matrices)
+        numel = (
+            0 if has_rest and module not in in_list else sum(param.numel() for param in matrices)
+        )
         forward_s = numel * compute.forward_s
         backward_s = numel * compute.backward_s
         indices = tuple(unit.index for unit in units)
         again = reads_weights_again(module)
-        uses.append(Use(names[module], indices, forward_s, backward_s, again, blocks.get(module, "")))
-    left = sum(param.numel() for param in _left(in_list if has_rest else set(model.modules())) - counted)
+        uses.append(
+            Use(names[module], indices, forward_s, backward_s, again, blocks.get(module, ""))
+        )
+    left = sum(
+        param.numel() for param in _left(in_list if has_rest else set(model.modules())) - counted
+    )
     if left or not uses:
-        uses.append(Use("what is always present", (), left * compute.forward_s, left * compute.backward_s))
+        uses.append(
+            Use("what is always present", (), left * compute.forward_s, left * compute.backward_s)
+        )
     last = uses[-1]
     rest = (compute.rest_forward_s or 0.0, compute.rest_backward_s or 0.0)
-    uses[-1] = last._replace(forward_s=last.forward_s + rest[0], backward_s=last.backward_s + rest[1])
+    uses[-1] = last._replace(
+        forward_s=last.forward_s + rest[0], backward_s=last.backward_s + rest[1]
+    )
     return uses
 
 
@@ -90,7 +107,8 @@ def _blocks_of(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def _matrices(module: nn.Module) -> set[nn.Parameter]:
-    """Returns the parameters of a module and its children with two dimensions or more, without embeddings."""
+    """Returns the parameters of a module and its children with two dimensions or more, without
+    embeddings."""
     embeddings = [m for m in module.modules() if isinstance(m, nn.Embedding)]
     looked_up = {param for each in embeddings for param in each.parameters(recurse=False)}
     return {param for param in module.parameters() if param.dim() > 1} - looked_up
@@ -98,11 +116,15 @@ def _matrices(module: nn.Module) -> set[nn.Parameter]:
 
 def _left(modules: set[nn.Module]) -> set[nn.Parameter]:
     """Returns the matrices that these modules own directly, without embeddings."""
-    owned = (module.parameters(recurse=False) for module in modules if not isinstance(module, nn.Embedding))
+    owned = (
+        module.parameters(recurse=False)
+        for module in modules
+        if not isinstance(module, nn.Embedding)
+    )
     return {param for params in owned for param in params if param.dim() > 1}
 
 
-# ---- tiles of optimizer states ---------------------------------------------------------------------------------------
+# ---- tiles of optimizer states -------------------------------------------------------------------
 
 MOST_TILES = 20_000  # simulated one by one; above this number, neighbouring tiles are merged
 
@@ -123,7 +145,8 @@ class TileLoad(NamedTuple):
 
     unit: int
     read_bytes: int
-    lasting_bytes: int  # of read_bytes: states and weights, which exist before backward, so a head start may read them
+    # of read_bytes: states and weights, which exist before backward, so a head start may read them
+    lasting_bytes: int
     written_bytes: int
     memory_bytes: int
     device_bytes: int = 0
@@ -140,17 +163,28 @@ class TileLoad(NamedTuple):
 
 
 def tile_loads(
-    units: Sequence[Unit], plan: Plan, policy: OffloadPolicy, shard_rank: int, most_tiles: int = MOST_TILES
+    units: Sequence[Unit],
+    plan: Plan,
+    policy: OffloadPolicy,
+    shard_rank: int,
+    most_tiles: int = MOST_TILES,
 ) -> list[TileLoad]:
-    """Returns the loads of a step in the order of its tiles. Above `most_tiles`, neighbours in one unit are merged.
+    """Returns the loads of a step in the order of its tiles. Above `most_tiles`, neighbours in one
+    unit are merged.
 
-    An accelerator and the CPU step at the same time, so tiles of one are not merged with tiles of the other.
+    An accelerator and the CPU step at the same time, so tiles of one are not merged with tiles of
+    the other.
     """
-    cut: dict[Hashable, list[tuple[int, int]]] = {}  # for all units of equal layout, as a Transformer's blocks
+    # for all units of equal layout, as a Transformer's blocks
+    cut: dict[Hashable, list[tuple[int, int]]] = {}
     pieces: list[tuple[Unit, int, int]] = []
     for unit in units:
         if unit.is_trainable:
-            alike = (unit.dtype, unit.shard_numel, *((s.numel, s.shard_numel, s.shard_offset) for s in unit.shards))
+            alike = (
+                unit.dtype,
+                unit.shard_numel,
+                *((s.numel, s.shard_numel, s.shard_offset) for s in unit.shards),
+            )
             if alike not in cut:
                 cut[alike] = _cut(unit, plan.tile_numel, policy, shard_rank)
             pieces += [(unit, numel, size) for numel, size in cut[alike]]
@@ -168,16 +202,21 @@ def tile_loads(
 
 
 def still_buffered(plan: Plan, uses: Sequence[Use], is_gpu: bool) -> set[int]:
-    """The units, by index, whose gradients the buffers of gradients still have when the last backward has ended."""
+    """The units, by index, whose gradients the buffers of gradients still have when the last
+    backward has ended."""
     if plan.grads is not Tier.NVME or is_gpu:
         return set()
     used = dict.fromkeys(index for use in uses for index in use.units)
     trained = [unit.index for unit in plan.division.units if unit.is_trainable]
-    at_last = [index for index in reversed(used) if index in trained] + [each for each in trained if each not in used]
+    at_last = [index for index in reversed(used) if index in trained] + [
+        each for each in trained if each not in used
+    ]
     return set(at_last[-plan.gradients.num :])
 
 
-def _cut(unit: Unit, tile_numel: int, policy: OffloadPolicy, shard_rank: int) -> list[tuple[int, int]]:
+def _cut(
+    unit: Unit, tile_numel: int, policy: OffloadPolicy, shard_rank: int
+) -> list[tuple[int, int]]:
     """Returns (elements, bytes of states) of each tile of a unit."""
     layout = planned_layout(unit, policy)
     numels = (numel for _, numel, _ in stepped_ranges(unit, tile_numel, shard_rank))
@@ -185,7 +224,13 @@ def _cut(unit: Unit, tile_numel: int, policy: OffloadPolicy, shard_rank: int) ->
 
 
 def _load(
-    unit: Unit, numel: int, home: Tier, size: int, plan: Plan, policy: OffloadPolicy, is_sent: bool = False
+    unit: Unit,
+    numel: int,
+    home: Tier,
+    size: int,
+    plan: Plan,
+    policy: OffloadPolicy,
+    is_sent: bool = False,
 ) -> TileLoad:
     moved = size if home is Tier.NVME else 0
     weights = numel * unit.dtype.itemsize
@@ -193,16 +238,23 @@ def _load(
     is_on_nvme = plan.unit_homes.get(unit.index) is Tier.NVME and not unit.is_resident
     reads_weight = is_on_nvme and planned_layout(unit, policy).reads_weight
     lasting = moved + (weights if reads_weight else 0)
-    stepped = 2 * size + weights + (weights if planned_layout(unit, policy).reads_weight else 0) + grads
+    stepped = (
+        2 * size + weights + (weights if planned_layout(unit, policy).reads_weight else 0) + grads
+    )
     is_there = home is Tier.DEVICE or is_sent
-    rests_there = Tier.DEVICE in (plan.unit_homes.get(unit.index), plan.states if unit.is_resident else None)
+    rests_there = Tier.DEVICE in (
+        plan.unit_homes.get(unit.index),
+        plan.states if unit.is_resident else None,
+    )
     is_far = plan.brings_weights and plan.unit_homes.get(unit.index) is Tier.DEVICE and not is_there
     up = weights if is_there and not rests_there else 0
     down = up + (grads if is_there and plan.grads is not Tier.DEVICE else 0) + weights * is_far
     if is_sent:
         down, up = sent_bytes(unit, numel, plan, policy)
     torch_bytes = (
-        torch_traffic(planned_layout(unit, policy), policy.precision.grad_dtype(unit.dtype)) if is_there else 0
+        torch_traffic(planned_layout(unit, policy), policy.precision.grad_dtype(unit.dtype))
+        if is_there
+        else 0
     )
     return TileLoad(
         unit.index,
@@ -219,12 +271,14 @@ def _load(
     )
 
 
-_RULES = ("sgd", "lion", "adamw", "adamw")  # with 0, 1, 2 and 3 moments: a plan does not know the rule
+# with 0, 1, 2 and 3 moments: a plan does not know the rule
+_RULES = ("sgd", "lion", "adamw", "adamw")
 
 
 @functools.cache
 def torch_traffic(layout: StateLayout, grads: torch.dtype) -> float:
-    """Bytes of memory that a step on an accelerator moves for an element, as its torch operations are written."""
+    """Bytes of memory that a step on an accelerator moves for an element, as its torch operations
+    are written."""
     numel = NORM_BLOCK
     states = layout.views(torch.zeros(layout.total_bytes(numel), dtype=torch.uint8), numel)
     weight, grad = (torch.zeros(numel, dtype=dtype) for dtype in (layout.dtype, grads))
@@ -236,7 +290,8 @@ def torch_traffic(layout: StateLayout, grads: torch.dtype) -> float:
 
 @functools.cache
 def gradient_traffic(dtype: torch.dtype, passes: float | None = None) -> float:
-    """Bytes of memory that an accelerator moves for an element of a gradient that stays there: a copy, and its norm.
+    """Bytes of memory that an accelerator moves for an element of a gradient that stays there: a
+    copy, and its norm.
 
     passes: of the norm over the gradient; None: as its torch operations make.
     """
@@ -262,7 +317,7 @@ def _together(loads: list[TileLoad], num: int) -> list[TileLoad]:
     return found
 
 
-# ---- collectives -----------------------------------------------------------------------------------------------------
+# ---- collectives ---------------------------------------------------------------------------------
 #
 #     gathers     a unit's parameters in the dtype of the maths; as 8-bit blocks (qwZ); across nodes and then within nodes
 #                 (two stages); within a node only, if there is a secondary copy (hpZ)
@@ -270,7 +325,8 @@ def _together(loads: list[TileLoad], num: int) -> list[TileLoad]:
 #     reductions  a unit's gradients, bucket by bucket: to their owners, then among copies of a part (MiCS); as 8-bit blocks
 #                 within a node and then across nodes (qgZ); or by an all-reduce
 #
-# Padding between parameters is not sent. The few bytes by which ranks compare flags and add norms are left out.
+# Padding between parameters is not sent. The few bytes by which ranks compare flags and add norms
+# are left out.
 
 
 class Send(NamedTuple):
@@ -279,13 +335,16 @@ class Send(NamedTuple):
     among: str
     """The ranks: "world", "shard", "replica", "across" or "within" (ranks/topology.py)."""
     payload_bytes: int
-    """The larger side of the call, as `ranks/failures.py` counts it: the output of an all-gather, the input of a reduction."""
+    """The larger side of the call, as `ranks/failures.py` counts it: the output of an all-gather,
+    the input of a reduction."""
     crossing_bytes: int
-    """Bytes that this rank receives; it sends the same number. All of the payload but its own part; twice that in an
-    all-reduce."""
+    """Bytes that this rank receives; it sends the same number. All of the payload but its own part;
+    twice that in an all-reduce."""
 
 
-def gathers(unit: Unit, policy: OffloadPolicy, topology: Topology, is_second: bool = False) -> list[Send]:
+def gathers(
+    unit: Unit, policy: OffloadPolicy, topology: Topology, is_second: bool = False
+) -> list[Send]:
     """Returns the calls of one gather. is_second: it gathers from the secondary copy of hpZ."""
     num_shards = topology.num_shards
     if num_shards == 1:
@@ -317,7 +376,11 @@ def reductions(bucket: Bucket, topology: Topology) -> list[Send]:
         return []
     if topology.num_shards == 1:
         return [_send("world", bucket.num_bytes, topology, 2)]
-    sends = _packed(bucket, topology) if topology.packs_reductions else [_send("shard", bucket.num_bytes, topology)]
+    sends = (
+        _packed(bucket, topology)
+        if topology.packs_reductions
+        else [_send("shard", bucket.num_bytes, topology)]
+    )
     if topology.num_replicas > 1:
         sends.append(_send("replica", bucket.num_bytes // bucket.num_columns, topology, 2))
     return sends
@@ -332,9 +395,12 @@ def _plain(whole_bytes: int, topology: Topology) -> list[Send]:
 
 
 def _packed(bucket: Bucket, topology: Topology) -> list[Send]:
-    """A reduction of 8-bit blocks; on several nodes first within each node, then the node's sums across nodes."""
+    """A reduction of 8-bit blocks; on several nodes first within each node, then the node's sums
+    across nodes."""
     if topology.across is None or topology.within is None:
-        return [_send("shard", topology.num_shards * INT8.packed_bytes(bucket.column_numel), topology)]
+        return [
+            _send("shard", topology.num_shards * INT8.packed_bytes(bucket.column_numel), topology)
+        ]
     num_across = topology.across.size
     num_within = topology.within.size
     return [
@@ -344,8 +410,13 @@ def _packed(bucket: Bucket, topology: Topology) -> list[Send]:
 
 
 def _send(among: str, payload_bytes: int, topology: Topology, num_passes: int = 1) -> Send:
-    """A call in which every rank's part goes to every other rank; two passes add up first, and then return the sums."""
+    """A call in which every rank's part goes to every other rank; two passes add up first, and then
+    return the sums."""
     peers = {"across": topology.across, "within": topology.within}.get(among)
-    sizes = {"world": topology.world, "shard": topology.num_shards, "replica": topology.num_replicas}
+    sizes = {
+        "world": topology.world,
+        "shard": topology.num_shards,
+        "replica": topology.num_replicas,
+    }
     num_ranks = peers.size if peers is not None else sizes[among]
     return Send(among, payload_bytes, num_passes * payload_bytes * (num_ranks - 1) // num_ranks)

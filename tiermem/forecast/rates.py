@@ -1,4 +1,5 @@
-"""Rates of a node; the arithmetic of the ZeRO-Infinity paper (arXiv 2104.07857); a simulator of tasks on lanes."""
+"""Rates of a node; the arithmetic of the ZeRO-Infinity paper (arXiv 2104.07857); a simulator of
+tasks on lanes."""
 
 from __future__ import annotations
 
@@ -7,14 +8,15 @@ import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# ---- rates -----------------------------------------------------------------------------------------------------------
+# ---- rates ---------------------------------------------------------------------------------------
 
 
 class Compute(NamedTuple):
     """The seconds of maths that a rank needs for one micro-batch.
 
-    `forward_s` and `backward_s` are seconds per element of the parameters that multiply. `rest_*` are the seconds of all
-    modules outside the lists of blocks (the head, the loss); None: those are computed from their parameters, too.
+    `forward_s` and `backward_s` are seconds per element of the parameters that multiply. `rest_*`
+    are the seconds of all modules outside the lists of blocks (the head, the loss); None: those are
+    computed from their parameters, too.
     """
 
     forward_s: float
@@ -23,19 +25,26 @@ class Compute(NamedTuple):
     rest_backward_s: float | None = None
 
     def shared_by(self, num_ranks: int) -> Compute:
-        """Returns the seconds of each of num_ranks ranks that share the processor on which these were measured."""
-        rest = (None if each is None else each * num_ranks for each in (self.rest_forward_s, self.rest_backward_s))
+        """Returns the seconds of each of num_ranks ranks that share the processor on which these
+        were measured."""
+        rest = (
+            None if each is None else each * num_ranks
+            for each in (self.rest_forward_s, self.rest_backward_s)
+        )
         return Compute(self.forward_s * num_ranks, self.backward_s * num_ranks, *rest)
 
     def recomputing(self) -> Compute:
-        """Returns the seconds of the same maths with every block's forward made again in backward."""
+        """Returns the seconds of the same maths with every block's forward made again in
+        backward."""
         return self._replace(backward_s=self.backward_s + self.forward_s)
 
     @staticmethod
     def of_peak(flops: float, num_tokens: int, is_checkpointing: bool = False) -> Compute:
-        """Computes seconds from operations per second: 2 per parameter and token forward, 4 backward, 2 to recompute.
+        """Computes seconds from operations per second: 2 per parameter and token forward, 4
+        backward, 2 to recompute.
 
-        Products of activations with each other (attention scores) are left out: about seq / (6 x hidden) of the rest.
+        Products of activations with each other (attention scores) are left out: about seq / (6 x
+        hidden) of the rest.
         """
         forward = 2 * num_tokens / flops
         plain = Compute(forward, forward * 2)
@@ -44,7 +53,8 @@ class Compute(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """Rates in bytes per second, and two overheads in seconds. Raises ValueError for a rate that is not positive."""
+    """Rates in bytes per second, and two overheads in seconds. Raises ValueError for a rate that is
+    not positive."""
 
     disk_read_bytes_s: float
     """Of all paths of a node together; its ranks share them."""
@@ -59,7 +69,8 @@ class Rates:
     host_memory_bytes_s: float = 65e9
     """Of HOST's memory, for kernels and copies over the link together."""
     is_disk_duplex: bool = False
-    """A duplex disk reads and writes at once; any other does one at a time, like the single queue of a virtual disk."""
+    """A duplex disk reads and writes at once; any other does one at a time, like the single queue
+    of a virtual disk."""
     near_bytes_s: float | None = None
     """Between ranks of one node. None: as fast as the network."""
     gradient_bytes_s: float | None = None
@@ -73,8 +84,8 @@ class Rates:
     device_memory_bytes_s: float = 800e9
     """Of an accelerator's memory, reading and writing together."""
     step_passes: float | None = None
-    """Passes of an accelerator's optimizer step over states, weight and gradient, and of a norm over gradients. None: as
-    torch operations make."""
+    """Passes of an accelerator's optimizer step over states, weight and gradient, and of a norm
+    over gradients. None: as torch operations make."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -86,7 +97,8 @@ class Rates:
                 raise ValueError(f"{field.name} is {value}; it must be more than 0")
 
     def of_rank(self, ranks_on_node: int) -> Rates:
-        """Returns the rates of one rank when all ranks of a node are busy: the disk rates divided by the ranks."""
+        """Returns the rates of one rank when all ranks of a node are busy: the disk rates divided
+        by the ranks."""
         return dataclasses.replace(
             self,
             disk_read_bytes_s=self.disk_read_bytes_s / ranks_on_node,
@@ -94,13 +106,15 @@ class Rates:
         )
 
 
-# ---- arithmetic of the ZeRO-Infinity paper ---------------------------------------------------------------------------
+# ---- arithmetic of the ZeRO-Infinity paper -------------------------------------------------------
 #
-# Section 3 of the paper (arXiv 2104.07857) counts the bytes of parameters, model states, activations, checkpoints and working
-# memory: 16-bit weights and gradients, fp32 master, gradient, momentum and variance of Adam, 20 bytes per parameter.
-# tiermem's own sizes are in `plans/plan.py`; they are smaller where tiermem keeps fewer bytes.
+# Section 3 of the paper (arXiv 2104.07857) counts the bytes of parameters, model states,
+# activations, checkpoints and working memory: 16-bit weights and gradients, fp32 master, gradient,
+# momentum and variance of Adam, 20 bytes per parameter. tiermem's own sizes are in `plans/plan.py`;
+# they are smaller where tiermem keeps fewer bytes.
 
-STATE_BYTES = 20  # per parameter: 2 weight, 2 gradient, 4 master, 4 momentum, 4 variance, 4 gradient in fp32
+# per parameter: 2 weight, 2 gradient, 4 master, 4 momentum, 4 variance, 4 gradient in fp32
+STATE_BYTES = 20
 _HALF = 2  # bytes of a 16-bit number
 
 
@@ -108,7 +122,8 @@ _HALF = 2  # bytes of a 16-bit number
 class Transformer:
     """A Transformer as the paper describes it: `num_layers` layers of width `hidden`.
 
-    `checkpoint_interval` is the number of blocks between two activation checkpoints (the paper's ci).
+    `checkpoint_interval` is the number of blocks between two activation checkpoints (the paper's
+    ci).
     """
 
     num_layers: int
@@ -118,7 +133,8 @@ class Transformer:
 
     @property
     def num_params(self) -> int:
-        """Parameters of the layers: 12 x hidden^2 each, four attention matrices and two matrices of hidden x 4 hidden."""
+        """Parameters of the layers: 12 x hidden^2 each, four attention matrices and two matrices of
+        hidden x 4 hidden."""
         return 12 * self.num_layers * self.hidden**2
 
     @property
@@ -127,7 +143,8 @@ class Transformer:
         return STATE_BYTES * self.num_params
 
     def checkpoint_bytes(self, batch: int, seq: int) -> int:
-        """Activation checkpoints of a batch of sequences: one 16-bit vector per token and checkpoint."""
+        """Activation checkpoints of a batch of sequences: one 16-bit vector per token and
+        checkpoint."""
         return _HALF * batch * seq * self.hidden * self.num_layers // self.checkpoint_interval
 
     def activation_bytes(self, batch: int, seq: int) -> int:
@@ -136,7 +153,8 @@ class Transformer:
 
     @property
     def state_working_bytes(self) -> int:
-        """Model state working memory: weights and gradients of the largest operator, hidden to 4 x hidden."""
+        """Model state working memory: weights and gradients of the largest operator, hidden to 4 x
+        hidden."""
         return 2 * _HALF * self.hidden * 4 * self.hidden
 
     def activation_working_bytes(self, batch: int, seq: int) -> int:
@@ -154,7 +172,8 @@ class Transformer:
 PAPER_BATCH = 32
 PAPER_SEQ = 1024
 PAPER_GPUS = 16
-"""The setting of the paper's table of memory (figure 2a): sequences of a node, tokens of each, GPUs of a node."""
+"""The setting of the paper's table of memory (figure 2a): sequences of a node, tokens of each, GPUs
+of a node."""
 
 PAPER_MODELS = (
     Transformer(80, 10 * 1024, 128),
@@ -166,11 +185,12 @@ PAPER_MODELS = (
 """The models of that table, with 0.1 to 100 trillion parameters."""
 
 
-# ---- tasks on lanes --------------------------------------------------------------------------------------------------
+# ---- tasks on lanes ------------------------------------------------------------------------------
 #
-# A *lane* runs one task at a time: a disk, one direction of a link, the processor. A *task* is ready when all tasks that it
-# comes after have ended, and then occupies its lane for its seconds. A free lane takes the ready task with the lowest priority
-# number; of several, the task that became ready first. Nothing is random and no task is preempted.
+# A *lane* runs one task at a time: a disk, one direction of a link, the processor. A *task* is
+# ready when all tasks that it comes after have ended, and then occupies its lane for its seconds. A
+# free lane takes the ready task with the lowest priority number; of several, the task that became
+# ready first. Nothing is random and no task is preempted.
 #
 #     read 0 |--disk--|                                  tasks 0, 1, 2 of three lanes; "compute 0" comes after "read 0"
 #     read 1          |--disk--|
@@ -181,9 +201,10 @@ PAPER_MODELS = (
 class Task(NamedTuple):
     """One piece of work on a lane.
 
-    `name` is for pictures; `seconds` is how long the task takes. `after` holds indices of earlier tasks in the same list. A
-    free lane takes the task with the lowest `priority`. `phase`, `edge` and `among` are labels for totals. The task moves
-    `num_bytes` over its edge and gives `payload_bytes` to a collective among some ranks.
+    `name` is for pictures; `seconds` is how long the task takes. `after` holds indices of earlier
+    tasks in the same list. A free lane takes the task with the lowest `priority`. `phase`, `edge`
+    and `among` are labels for totals. The task moves `num_bytes` over its edge and gives
+    `payload_bytes` to a collective among some ranks.
     """
 
     name: str
@@ -202,7 +223,8 @@ class Task(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """`tasks`, and for each its begin (`begin_s`) and its end (`end_s`), in seconds from the start."""
+    """`tasks`, and for each its begin (`begin_s`) and its end (`end_s`), in seconds from the
+    start."""
 
     tasks: Sequence[Task]
     begin_s: Sequence[float]
@@ -210,7 +232,10 @@ class Timeline:
 
     def phase_end_s(self, phase: str) -> float:
         """Returns the end of a phase's last task, in seconds; 0 for a phase without tasks."""
-        return max((end for task, end in zip(self.tasks, self.end_s, strict=True) if task.phase == phase), default=0.0)
+        return max(
+            (end for task, end in zip(self.tasks, self.end_s, strict=True) if task.phase == phase),
+            default=0.0,
+        )
 
     def busy_s(self, lane: str, phase: str) -> float:
         """Returns the seconds that a lane worked on tasks of a phase."""
@@ -218,15 +243,20 @@ class Timeline:
 
 
 def play(tasks: Sequence[Task]) -> Timeline:
-    """Simulates the tasks. Raises ValueError for a task that comes after itself or after a later task."""
+    """Simulates the tasks. Raises ValueError for a task that comes after itself or after a later
+    task."""
     then: list[list[int]] = [[] for _ in tasks]  # what comes after each task
     for number, task in enumerate(tasks):
         for each in task.after:
             if not 0 <= each < number:
-                raise ValueError(f"task {number} ({task.name}) comes after {task.after}; allowed are earlier tasks")
+                raise ValueError(
+                    f"task {number} ({task.name}) comes after {task.after}; allowed are earlier "
+                    "tasks"
+                )
             then[each].append(number)
     num_left = [len(task.after) for task in tasks]
-    waiting: dict[str, list[tuple[int, float, int]]] = {task.lane: [] for task in tasks}  # (priority, since, number)
+    # (priority, since, number)
+    waiting: dict[str, list[tuple[int, float, int]]] = {task.lane: [] for task in tasks}
     busy: set[str] = set()  # lanes
     running: list[tuple[float, int]] = []  # (end, number)
     begin_s = [0.0] * len(tasks)

@@ -1,26 +1,33 @@
 """Steps: the training steps of one rank as tasks, in the order in which the library issues them.
 
     forward    per use:  read shard (disk) -> gather (network) -> copy to the GPU (link) -> maths
-               per checkpointed block whose input moves: copy from the GPU (link) -> write (disk). The maths of the block after
-               the next one waits for it
+               per checkpointed block whose input moves: copy from the GPU (link) -> write (disk).
+               The maths of the block after the next one waits for it
     backward   per use:  the same as in forward; a block's input comes back (disk, link) while the block behind it computes.
-               Then per bucket: pack -> reduce (network), while backward continues. At most two buckets are in flight: the
-               oldest ends before a third begins. Then: add -> copy to the host -> accumulate at home -> write (disk)
+               Then per bucket: pack -> reduce (network), while backward continues. At most two
+               buckets are in flight: the oldest ends before a third begins. Then: add -> copy to
+               the host -> accumulate at home -> write (disk)
     step       per tile: read -> gradients, where they rest on a GPU (link) -> kernel -> write, through a fixed number of
-               buffers; a tile that a GPU steps: read -> copy to the GPU (link) -> maths -> copy back (link). The first reads
-               begin with backward, behind all other transfers. After the tiles, the first units of the next forward are
-               read. With step_in_backward a unit's tiles are stepped when its gradients arrive, and backward waits for them
+               buffers; a tile that a GPU steps: read -> copy to the GPU (link) -> maths -> copy
+               back (link). The first reads begin with backward, behind all other transfers. After
+               the tiles, the first units of the next forward are read. With step_in_backward a
+               unit's tiles are stepped when its gradients arrive, and backward waits for them
     overlap    with "forward", the program waits for the tiles of resident units alone. The others follow in the order of the
-               next forward, behind its reads; a unit waits for its tiles and takes its weights from memory, and backward
-               waits for all writes. (In a run, a unit whose weights are written before they are wanted reads them.) With
-               "backward" units are stepped when their gradients are home, as many of them as the disk, or the kernels of
-               states in memory, have time for under the maths of backward; the next forward reads their weights
+               next forward, behind its reads; a unit waits for its tiles and takes its weights from
+               memory, and backward waits for all writes. (In a run, a unit whose weights are
+               written before they are wanted reads them.) With "backward" units are stepped when
+               their gradients are home, as many of them as the disk, or the kernels of states in
+               memory, have time for under the maths of backward; the next forward reads their
+               weights
 
-With accumulation "layers" the maths of a use, and the adding of its gradients, come once for each micro-batch between one fetch
-and the next; blocks are computed again in backward (run/layerwise.py).
+With accumulation "layers" the maths of a use, and the adding of its gradients, come once for each
+micro-batch between one fetch and the next; blocks are computed again in backward
+(run/layerwise.py).
 
-Lanes: `disk` (or `disk read` and `disk write` for a duplex disk), `network`, `near network` within a node, `link down`,
-`link up`, `maths`, and with a GPU `kernels`. On a CPU, kernels and maths share the cores and so the lane `maths`.
+Lanes: `disk` (or `disk read` and `disk write` for a duplex disk), `network`, `near network` within
+    a node, `link down`,
+`link up`, `maths`, and with a GPU `kernels`. On a CPU, kernels and maths share the cores and so the
+lane `maths`.
 """
 
 from __future__ import annotations
@@ -30,7 +37,16 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from tiermem.forecast.course import Course
-from tiermem.forecast.loads import Send, TileLoad, Use, gathers, gradient_traffic, reductions, tile_loads, updates
+from tiermem.forecast.loads import (
+    Send,
+    TileLoad,
+    Use,
+    gathers,
+    gradient_traffic,
+    reductions,
+    tile_loads,
+    updates,
+)
 from tiermem.forecast.rates import Task
 from tiermem.plans.plan import keeps_secondary
 from tiermem.policy import Tier
@@ -58,7 +74,8 @@ TILE = "tile"
 
 _BEHIND = 1  # priority of the head start's reads
 _GRAD_BUFFERS = 2
-_CHECKED = {"always": 1.0, "sample": 1 / 16, "resume": 0.0}  # fraction of the bytes read whose checksums are computed
+# fraction of the bytes read whose checksums are computed
+_CHECKED = {"always": 1.0, "sample": 1 / 16, "resume": 0.0}
 
 
 class _Reducing(NamedTuple):
@@ -82,7 +99,9 @@ class StepBuilder:
         self._phase = ""
         self._last = -1  # the program's latest task: its next tasks come after it
         self._arrivals: dict[int, int] = {}  # unit -> the task after which the unit is present
-        self._loads = tile_loads(self._units, course.plan, course.policy, course.topology.shard_rank, course.most_tiles)
+        self._loads = tile_loads(
+            self._units, course.plan, course.policy, course.topology.shard_rank, course.most_tiles
+        )
         self._played = [_PlayedUnit(unit, self, course) for unit in self._units]
         again = [use.units for use in reversed(course.uses) if use.reads_again]
         order = Order(self._streamed([use.units for use in course.uses]), self._streamed(again))
@@ -96,14 +115,16 @@ class StepBuilder:
         self._away: dict[str, int] = {}  # block -> the task after which its input is at its home
         self._coming: dict[str, int] = {}  # block -> the task after which its input is back
         self._taken: set[str] = set()  # blocks whose inputs are back
-        self._stepping: dict[int, int] = {}  # unit -> the last kernel of its step, which the next fetch waits for
+        # unit -> the last kernel of its step, which the next fetch waits for
+        self._stepping: dict[int, int] = {}
         self._step_writes: list[int] = []  # of a step that goes on, which backward waits for
         self._whole, begun = course.stepped_early(self._loads)
         self._early = self._whole | begun  # units that are stepped in backward, or begun there
         self._written: dict[int, int] = {}  # unit -> the last write of its step in backward
 
     def build(self, num_steps: int) -> list[Task]:
-        """Returns the tasks of num_steps steps in a row. A phase's name ends with the number of its step: "forward 0"."""
+        """Returns the tasks of num_steps steps in a row. A phase's name ends with the number of its
+        step: "forward 0"."""
         for number in range(num_steps):
             for micro in range(self._course.num_micro // self._course.at_once):
                 self._forward(number)
@@ -111,7 +132,7 @@ class StepBuilder:
             self._step(number)
         return self._tasks
 
-    # ---- forward and backward ------------------------------------------------------------------------------------------
+    # ---- forward and backward --------------------------------------------------------------------
 
     def _forward(self, number: int) -> None:
         self._phase = f"{FORWARD} {number}"
@@ -142,19 +163,25 @@ class StepBuilder:
         for use in reversed(self._course.uses):
             if use.block in self._blocks and use.block not in self._taken:
                 self._take_input(use.block)
-            self._run(use.name, use.units if use.reads_again else (), use.backward_s * self._course.at_once)
+            self._run(
+                use.name,
+                use.units if use.reads_again else (),
+                use.backward_s * self._course.at_once,
+            )
             for index in use.units:
                 left[index] -= 1
                 if not left[index] and self._units[index].is_trainable:
                     self._receive(self._units[index], is_first=micro == 0)
         for unit in self._units:
-            if unit.is_trainable and unit.index not in left:  # small resident units: at the end of backward
+            # small resident units: at the end of backward
+            if unit.is_trainable and unit.index not in left:
                 self._receive(unit, is_first=micro == 0)
         while self._under_way:
             self._arrive()
 
     def _run(self, name: str, units: Sequence[int], seconds: float) -> None:
-        """Adds one module's maths after its units are present. The prefetcher begins reads ahead before the maths."""
+        """Adds one module's maths after its units are present. The prefetcher begins reads ahead
+        before the maths."""
         needed = [self._played[index] for index in units]
         try:
             for played in needed:
@@ -169,10 +196,11 @@ class StepBuilder:
         seconds += self._rates.use_s + self._sum_s(sum(landing), 0)
         self._last = self._add(name, MATHS, seconds, [self._last, *arrivals])
 
-    # ---- inputs of checkpointed blocks ---------------------------------------------------------------------------------
+    # ---- inputs of checkpointed blocks -----------------------------------------------------------
 
     def _send_input(self, block: str) -> None:
-        """Begins to send a block's input home. The program waits until the input before it is away."""
+        """Begins to send a block's input home. The program waits until the input before it is
+        away."""
         course = self._course
         num_bytes = self._course.input_bytes
         before = next(reversed(self._away.values()), -1)
@@ -185,8 +213,8 @@ class StepBuilder:
         self._away[block] = away
 
     def _take_input(self, block: str) -> None:
-        """Makes the program wait for a block's input, and begins to bring the input of the block before. The last block's input
-        has not been let go."""
+        """Makes the program wait for a block's input, and begins to bring the input of the block
+        before. The last block's input has not been let go."""
         self._taken.add(block)
         self._last = self._add("input there", MATHS, 0.0, [self._last, self._coming.pop(block, -1)])
         place = self._blocks.index(block)
@@ -197,17 +225,23 @@ class StepBuilder:
             if self._course.input_home is Tier.NVME:
                 come = self._read(f"input of {before}", num_bytes, [come])
             if self._course.is_gpu:
-                come = self._cross(f"input of {before}", "link down", HOST_TO_DEVICE, num_bytes, come)
+                come = self._cross(
+                    f"input of {before}", "link down", HOST_TO_DEVICE, num_bytes, come
+                )
             self._coming[before] = come
 
-    # ---- transitions of units ------------------------------------------------------------------------------------------
+    # ---- transitions of units --------------------------------------------------------------------
 
     def read_unit(self, unit: Unit) -> int:
         """Adds the read of a unit's shard, or the copy of it from the buffers of the step."""
         if stepped := self._stepped(unit):
-            return self._put(f"new {unit.name}", 2 * unit.shard_bytes, [self._last, *stepped], is_beside=True)
+            return self._put(
+                f"new {unit.name}", 2 * unit.shard_bytes, [self._last, *stepped], is_beside=True
+            )
         self._unchecked.add(unit.index)
-        return self._read(unit.name, unit.shard_bytes, [self._last, self._written.pop(unit.index, -1)])
+        return self._read(
+            unit.name, unit.shard_bytes, [self._last, self._written.pop(unit.index, -1)]
+        )
 
     def gather_unit(self, unit: Unit, read: int | None, has_second: bool) -> None:
         """Adds a unit's gather. The program waits for the unit's read first."""
@@ -225,26 +259,33 @@ class StepBuilder:
         self._arrivals[unit.index] = self._to_gpu(unit, after, *stepped)
 
     def _stepped(self, unit: Unit) -> list[int]:
-        """The task after which a unit's new weights are in memory, once: what follows it waits for it, too."""
+        """The task after which a unit's new weights are in memory, once: what follows it waits for
+        it, too."""
         return [self._stepping.pop(unit.index)] if unit.index in self._stepping else []
 
     def _to_gpu(self, unit: Unit, *after: int) -> int:
-        """Adds the copy of a shard to the GPU; returns the first of `after` without a GPU, and for a shard that rests there."""
+        """Adds the copy of a shard to the GPU; returns the first of `after` without a GPU, and for
+        a shard that rests there."""
         if not self._course.is_gpu or self._course.plan.unit_homes.get(unit.index) is Tier.DEVICE:
             return after[0]
-        return self._cross(f"to GPU {unit.name}", "link down", HOST_TO_DEVICE, unit.shard_bytes, *after)
+        return self._cross(
+            f"to GPU {unit.name}", "link down", HOST_TO_DEVICE, unit.shard_bytes, *after
+        )
 
     def _cross(self, name: str, lane: str, edge: str, num_bytes: int, *after: int) -> int:
         """Adds a copy between HOST and the GPU."""
-        return self._add(name, lane, num_bytes / self._rates.link_bytes_s, after, edge=edge, num_bytes=num_bytes)
+        return self._add(
+            name, lane, num_bytes / self._rates.link_bytes_s, after, edge=edge, num_bytes=num_bytes
+        )
 
     def _streamed(self, uses: Iterable[Sequence[int]]) -> list[int]:
         return [index for units in uses for index in units if self._played[index].is_streamed]
 
-    # ---- gradients -----------------------------------------------------------------------------------------------------
+    # ---- gradients -------------------------------------------------------------------------------
 
     def _receive(self, unit: Unit, is_first: bool) -> None:
-        """Starts the reductions of a unit's gradients. On a single rank they are accumulated at home at once."""
+        """Starts the reductions of a unit's gradients. On a single rank they are accumulated at
+        home at once."""
         course = self._course
         if course.topology.world == 1:
             self._bring_home(unit, is_first, self._last)
@@ -253,14 +294,19 @@ class StepBuilder:
         for number, bucket in enumerate(buckets):
             while len(self._under_way) >= MOST_UNDER_WAY:
                 self._arrive()
-            packed = self._last if course.is_gpu else self._put(f"pack {unit.name}", 2 * bucket.num_bytes, [self._last])
+            packed = (
+                self._last
+                if course.is_gpu
+                else self._put(f"pack {unit.name}", 2 * bucket.num_bytes, [self._last])
+            )
             self._goes_on(packed)
             sends = reductions(bucket, course.topology) * self._course.at_once
             sent = self._send(f"reduce {unit.name}", sends, packed)
             self._under_way.append(_Reducing(bucket, sent, is_first, number == len(buckets) - 1))
 
     def _arrive(self) -> None:
-        """Ends the oldest reduction. After a unit's last bucket, its gradients are accumulated at home."""
+        """Ends the oldest reduction. After a unit's last bucket, its gradients are accumulated at
+        home."""
         oldest = self._under_way.pop(0)
         unit = oldest.bucket.unit
         after = self._last
@@ -273,10 +319,13 @@ class StepBuilder:
             self._bring_home(unit, oldest.is_first, after)
 
     def _bring_home(self, unit: Unit, is_first: bool, after: int) -> None:
-        """Copies or adds this rank's part of a unit's gradients to its home; with step_in_backward, steps its tiles."""
+        """Copies or adds this rank's part of a unit's gradients to its home; with step_in_backward,
+        steps its tiles."""
         course = self._course
         if course.plan.grads is Tier.DEVICE:  # they are added up there
-            each = gradient_traffic(course.policy.precision.grad_dtype(unit.dtype), self._rates.step_passes)
+            each = gradient_traffic(
+                course.policy.precision.grad_dtype(unit.dtype), self._rates.step_passes
+            )
             seconds = each * unit.shard_numel * course.at_once / self._rates.device_memory_bytes_s
             after = self._add(f"add {unit.name}", MATHS, seconds, [after])
             self._grad_writes.append(after)
@@ -288,11 +337,16 @@ class StepBuilder:
             after = self._cross(f"from GPU {unit.name}", "link up", DEVICE_TO_HOST, crossing, after)
         grad_bytes = unit.shard_numel * course.policy.precision.grad_dtype(unit.dtype).itemsize
         streamed = unit.shard_bytes + grad_bytes * (1 if is_first else 2)
-        streamed += (self._course.at_once - 1) * (unit.shard_bytes + 2 * grad_bytes)  # of further micro-batches
+        # of further micro-batches
+        streamed += (self._course.at_once - 1) * (unit.shard_bytes + 2 * grad_bytes)
         if course.plan.grads is not Tier.NVME:
             after = self._put(f"add {unit.name}", streamed, [after])
         else:
-            free = self._grad_writes[-_GRAD_BUFFERS:][:1] if len(self._grad_writes) >= _GRAD_BUFFERS else []
+            free = (
+                self._grad_writes[-_GRAD_BUFFERS:][:1]
+                if len(self._grad_writes) >= _GRAD_BUFFERS
+                else []
+            )
             if not is_first:
                 after = self._read(f"gradients {unit.name}", grad_bytes, [after, *free])
             after = self._put(f"add {unit.name}", streamed, [after, *free])
@@ -300,7 +354,9 @@ class StepBuilder:
         self._goes_on(after)
         if course.policy.step_in_backward:
             self._prefetcher.outdate(self._played[unit.index])
-            writes = self._tiles([load for load in self._loads if load.unit == unit.index], [], [after])
+            writes = self._tiles(
+                [load for load in self._loads if load.unit == unit.index], [], [after]
+            )
             self._last = self._add(f"stepped {unit.name}", MATHS, 0.0, [self._last, after, *writes])
         elif self._is_last and unit.index in self._early:
             self._step_early(unit, [after, *(self._grad_writes[-1:] if course.is_gpu else [])])
@@ -322,10 +378,11 @@ class StepBuilder:
         if not self._course.is_gpu:
             self._last = after
 
-    # ---- the step ------------------------------------------------------------------------------------------------------
+    # ---- the step --------------------------------------------------------------------------------
 
     def _begin_tiles(self) -> None:
-        """Adds the head start: reads of the first tiles' states and weights, after all other reads."""
+        """Adds the head start: reads of the first tiles' states and weights, after all other
+        reads."""
         course = self._course
         has_none = self._begun or self._early or not course.plan.tiles.num
         if has_none or not course.policy.pipeline_read or course.policy.step_in_backward:
@@ -345,7 +402,9 @@ class StepBuilder:
         self._begun = []
         if not course.policy.step_in_backward:
             self._prefetcher.empty()
-            self._step_writes += self._tiles(self._in_order(), begun, [self._last], self._step_writes)
+            self._step_writes += self._tiles(
+                self._in_order(), begun, [self._last], self._step_writes
+            )
             if course.overlap == "none":
                 self._end_step()
         if course.topology.num_shards > 1 or course.is_gpu:
@@ -367,19 +426,30 @@ class StepBuilder:
         self._stepping = {}
 
     def _in_order(self) -> list[TileLoad]:
-        """The tiles that are stepped after backward: of resident units first, then in the order of the next forward."""
+        """The tiles that are stepped after backward: of resident units first, then in the order of
+        the next forward."""
         expected = {unit: place for place, unit in enumerate(self._prefetcher.order.first_uses())}
 
         def place(load: TileLoad) -> int:
-            return -1 if self._units[load.unit].is_resident else expected.get(load.unit, len(expected))
+            return (
+                -1 if self._units[load.unit].is_resident else expected.get(load.unit, len(expected))
+            )
 
         loads = (load for load in self._loads if load.unit not in self._early)
         return sorted(
-            (each.without_gradients() if each.unit in self._course.buffered else each for each in loads), key=place
+            (
+                each.without_gradients() if each.unit in self._course.buffered else each
+                for each in loads
+            ),
+            key=place,
         )
 
     def _tiles(
-        self, loads: Sequence[TileLoad], begun: list[int], first: Sequence[int], earlier: Sequence[int] = ()
+        self,
+        loads: Sequence[TileLoad],
+        begun: list[int],
+        first: Sequence[int],
+        earlier: Sequence[int] = (),
     ) -> list[int]:
         """Adds read, kernel and write of each tile after the tasks `first`. Returns the writes.
 
@@ -394,13 +464,18 @@ class StepBuilder:
         kernels = list[int]()
         writes = list(earlier)
         pending = list(begun)
-        returns: list[int] = []  # of tiles that were sent: each has its turn of the accelerator's buffers
+        # of tiles that were sent: each has its turn of the accelerator's buffers
+        returns: list[int] = []
         for place, load in enumerate(loads, len(earlier)):
             after = list(first)
             is_awaited = not goes_on or self._units[load.unit].is_resident
             priority = 0 if is_awaited else _BEHIND
             if self._course.plan.tiles.num:
-                after += writes[place - num_buffers : place - num_buffers + 1] if place >= num_buffers else []
+                after += (
+                    writes[place - num_buffers : place - num_buffers + 1]
+                    if place >= num_buffers
+                    else []
+                )
                 after += [] if policy.pipeline_read else kernels[-1:]
             if pending and load.lasting_bytes:
                 late_bytes = load.read_bytes - load.lasting_bytes
@@ -408,14 +483,18 @@ class StepBuilder:
             else:
                 come = [self._read("tile", load.read_bytes, after, priority)]
             if load.brought_bytes:
-                come = [self._cross("to tile", "link up", DEVICE_TO_HOST, load.brought_bytes, *come)]
+                come = [
+                    self._cross("to tile", "link up", DEVICE_TO_HOST, load.brought_bytes, *come)
+                ]
             come += [] if policy.pipeline_write else writes[-1:]
             chain, num = (returns, self._course.plan.streams.num) if load.num_sent else (kernels, 1)
             turn = chain[-num:][:1] if len(chain) >= num else []
             chain.append(self._kernel(load, [*come, *turn], goes_on))
             ended = chain[-1]
             if load.down_bytes and not load.device_bytes:
-                ended = self._cross("from tile", "link down", HOST_TO_DEVICE, load.down_bytes, ended)
+                ended = self._cross(
+                    "from tile", "link down", HOST_TO_DEVICE, load.down_bytes, ended
+                )
             writes.append(self._write("tile", load.written_bytes, [ended]))
             if goes_on and self._units[load.unit].is_resident:
                 self._last = self._add("stepped", MATHS, 0.0, [self._last, kernels[-1]])
@@ -423,29 +502,40 @@ class StepBuilder:
                 self._stepping[load.unit] = kernels[-1]
         return writes[len(earlier) :]
 
-    # ---- tasks ---------------------------------------------------------------------------------------------------------
+    # ---- tasks -----------------------------------------------------------------------------------
 
     def _read(self, name: str, num_bytes: int, after: list[int], priority: int = 0) -> int:
         lane = "disk read" if self._rates.is_disk_duplex else "disk"
         seconds = num_bytes / self._rates.disk_read_bytes_s
         return self._add(
-            f"read {name}", lane, seconds, after, edge=NVME_TO_HOST, num_bytes=num_bytes, priority=priority
+            f"read {name}",
+            lane,
+            seconds,
+            after,
+            edge=NVME_TO_HOST,
+            num_bytes=num_bytes,
+            priority=priority,
         )
 
     def _write(self, name: str, num_bytes: int, after: list[int]) -> int:
         lane = "disk write" if self._rates.is_disk_duplex else "disk"
         seconds = num_bytes / self._rates.disk_write_bytes_s
-        return self._add(f"write {name}", lane, seconds, after, edge=HOST_TO_NVME, num_bytes=num_bytes)
+        return self._add(
+            f"write {name}", lane, seconds, after, edge=HOST_TO_NVME, num_bytes=num_bytes
+        )
 
     def _send(self, name: str, sends: Sequence[Send], after: int) -> int:
-        """Adds collectives one after the other. Returns the last task, or `after` when there are none."""
+        """Adds collectives one after the other. Returns the last task, or `after` when there are
+        none."""
         for send in sends:
             is_near = send.among == "within" and self._rates.near_bytes_s is not None
             rate = (self._rates.near_bytes_s if is_near else None) or self._rates.network_bytes_s
             edge = RANK_TO_NEAR if send.among == "within" else RANK_TO_RANK
             lane = "near network" if is_near else "network"
             sent = {"num_bytes": send.crossing_bytes, "payload_bytes": send.payload_bytes}
-            after = self._add(name, lane, send.crossing_bytes / rate, [after], edge=edge, among=send.among, **sent)
+            after = self._add(
+                name, lane, send.crossing_bytes / rate, [after], edge=edge, among=send.among, **sent
+            )
         return after
 
     def _kernel(self, load: TileLoad, after: list[int], goes_on: bool) -> int:
@@ -453,7 +543,11 @@ class StepBuilder:
             after = [*after, self._add("memory of tile", MEMORY, shared_s, after)]
         if load.device_bytes:
             down = self._cross("to step", "link down", HOST_TO_DEVICE, load.down_bytes, *after)
-            moved = load.torch_bytes if self._rates.step_passes is None else load.device_bytes * self._rates.step_passes
+            moved = (
+                load.torch_bytes
+                if self._rates.step_passes is None
+                else load.device_bytes * self._rates.step_passes
+            )
             issuing_s = load.num_tiles * self._rates.tile_s  # by Python, while the device works
             seconds = max(moved / self._rates.device_memory_bytes_s, issuing_s)
             stepped = self._add("tile on GPU", MATHS, seconds, [down])
@@ -464,7 +558,8 @@ class StepBuilder:
         return self._add(TILE, self._kernels, seconds, after, is_beside=goes_on)
 
     def _sum_s(self, read_bytes: int, written_bytes: int) -> float:
-        """Returns the seconds of checksums of bytes read (as often as the policy verifies) and written (if it keeps any)."""
+        """Returns the seconds of checksums of bytes read (as often as the policy verifies) and
+        written (if it keeps any)."""
         if self._rates.sum_bytes_s is None:
             return 0.0
         policy = self._course.policy

@@ -3,8 +3,8 @@
     autograd's thread    packs the smallest gradients, starts one copy of them and one of each other, on the link's stream
     helper thread        waits for the copies, stores the gradients at their home, frees the buffer
 
-The buffers are a ring of pinned memory. Autograd's thread never waits for the accelerator. It waits for a buffer when the
-helper thread is a whole ring behind, which bounds the memory.
+The buffers are a ring of pinned memory. Autograd's thread never waits for the accelerator. It waits
+for a buffer when the helper thread is a whole ring behind, which bounds the memory.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from tiermem.swap.memory.arena import Pool, Slot
 from tiermem.units.unit import Shard
 
 _PACKED_BYTES = 1 << 20
-"""Gradients of at most this many bytes leave in one copy: a copy alone would take its latency longer than its bytes."""
+"""Gradients of at most this many bytes leave in one copy: a copy alone would take its latency
+longer than its bytes."""
 _ROOM_BYTES = 8 << 20
-"""Of the accelerator's memory for packing, at most: one block on the link's stream, used again and again. No plan counts it:
-`tiermem plan` leaves a part of the card to torch."""
+"""Of the accelerator's memory for packing, at most: one block on the link's stream, used again and
+again. No plan counts it: `tiermem plan` leaves a part of the card to torch."""
 _ALIGNMENT = 64  # bytes, of each gradient in a buffer
 
 
@@ -42,11 +43,13 @@ Store = Callable[[Sequence[GradientPart]], None]
 
 
 class GradientLink:
-    """Copies gradients of an accelerator to host memory and stores them there, in the order of the calls.
+    """Copies gradients of an accelerator to host memory and stores them there, in the order of the
+    calls.
 
     Args:
         device: the accelerator.
-        pool: pinned buffers; all of them belong to the link until it is closed. Must outlive the link.
+        pool: pinned buffers; all of them belong to the link until it is closed. Must outlive the
+            link.
     """
 
     def __init__(self, device: torch.device, pool: Pool) -> None:
@@ -57,14 +60,17 @@ class GradientLink:
         self._slots = list(iter(pool.take, None))
         self._fill()
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "tiermem-gradients")
-        self._under_way: list[concurrent.futures.Future[None]] = [self._thread.submit(activate, device)]
-        self._has_failed = False  # calls after the one that failed are skipped until `join` raises its error
+        self._under_way: list[concurrent.futures.Future[None]] = [
+            self._thread.submit(activate, device)
+        ]
+        # calls after the one that failed are skipped until `join` raises its error
+        self._has_failed = False
 
     def send(self, parts: Sequence[GradientPart], store: Store) -> None:
         """Starts to copy parts to the host. `store` is called with the copies on the helper thread.
 
-        The parts may be released on return: their memory is used until the copies have ended. Blocks while all buffers are
-        in use.
+        The parts may be released on return: their memory is used until the copies have ended.
+        Blocks while all buffers are in use.
         """
         for group in _groups(parts, self._room_bytes):
             slot = self._free.get()
@@ -86,7 +92,8 @@ class GradientLink:
         return self._under_way[-1]
 
     def join(self) -> None:
-        """Blocks until all that was sent has been stored. Raises the first error since the last `join`."""
+        """Blocks until all that was sent has been stored. Raises the first error since the last
+        `join`."""
         concurrent.futures.wait(self._under_way)
         under_way = self._under_way
         self._under_way = []
@@ -95,12 +102,14 @@ class GradientLink:
             each.result()
 
     def reset(self) -> None:
-        """Takes every buffer back, after an exception. Blocks until the helper thread has ended its work."""
+        """Takes every buffer back, after an exception. Blocks until the helper thread has ended its
+        work."""
         concurrent.futures.wait([self._thread.submit(activate, self._device)])
         self._fill()
 
     def close(self) -> None:
-        """Ends the helper thread and gives the buffers back. Blocks until it has stored what was sent."""
+        """Ends the helper thread and gives the buffers back. Blocks until it has stored what was
+        sent."""
         self._thread.shutdown()
         self._pool.reset()
 
@@ -125,12 +134,16 @@ class GradientLink:
             for i in order[:num_packed]:
                 packed[places[i]].view(parts[i].data.dtype).copy_(parts[i].data)
             slot.tensor[:packed_bytes].copy_(packed, non_blocking=True)
-        hosted = [p._replace(data=slot.tensor[places[i]].view(p.data.dtype)) for i, p in enumerate(parts)]
+        hosted = [
+            p._replace(data=slot.tensor[places[i]].view(p.data.dtype)) for i, p in enumerate(parts)
+        ]
         for i in order[num_packed:]:
             hosted[i].data.copy_(parts[i].data, non_blocking=True)
         return hosted
 
-    def _take(self, slot: Slot, copied: torch.Event, hosted: Sequence[GradientPart], store: Store) -> None:
+    def _take(
+        self, slot: Slot, copied: torch.Event, hosted: Sequence[GradientPart], store: Store
+    ) -> None:
         try:
             copied.synchronize()
             self._run(lambda: store(hosted))
@@ -148,13 +161,16 @@ class GradientLink:
 
 
 def _groups(parts: Iterable[GradientPart], room_bytes: int) -> Iterator[list[GradientPart]]:
-    """Divides parts, in their order, into groups that a buffer holds; cuts a part that is larger than a buffer."""
+    """Divides parts, in their order, into groups that a buffer holds; cuts a part that is larger
+    than a buffer."""
     group: list[GradientPart] = []
     filled = 0
     for part in parts:
         room_numel = room_bytes // part.data.itemsize
         for start in range(0, max(part.data.numel(), 1), room_numel):
-            piece = part._replace(start=part.start + start, data=part.data[start : start + room_numel])
+            piece = part._replace(
+                start=part.start + start, data=part.data[start : start + room_numel]
+            )
             if group and filled + piece.data.nbytes > room_bytes:
                 yield group
                 group = []

@@ -1,7 +1,8 @@
-"""Sums of squares of gradients, block by block, and what scales them, on the accelerator that has them or on the CPU.
+"""Sums of squares of gradients, block by block, and what scales them, on the accelerator that has
+them or on the CPU.
 
-Each block's sum is computed when a part of a gradient comes home (gradient_store.py). Added up on an accelerator, no thread
-waits; the CPU gets all of them in one copy, for which it waits once.
+Each block's sum is computed when a part of a gradient comes home (gradient_store.py). Added up on
+an accelerator, no thread waits; the CPU gets all of them in one copy, for which it waits once.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ class BlockSums:
     """The blocks' sums of squares that an accelerator has, and their copy to the CPU."""
 
     def __init__(self) -> None:
-        self._coming: tuple[list[torch.Tensor], ToHost] | None = None  # the sums that are being copied
+        # the sums that are being copied
+        self._coming: tuple[list[torch.Tensor], ToHost] | None = None
 
     def bring(self, every: Sequence[Shard]) -> None:
         """Keeps the sums of squares of an accelerator on the CPU. Blocks until they are there."""
@@ -35,9 +37,11 @@ class BlockSums:
                 del whole[: own.numel()]
 
     def squares_there(self, shards: Sequence[Shard], every: Sequence[Shard]) -> torch.Tensor | None:
-        """The sum of squares of each parameter's gradient, float64, on the accelerator; None where the sums are not there.
+        """The sum of squares of each parameter's gradient, float64, on the accelerator; None where
+        the sums are not there.
 
-        Adds the blocks' sums up as a binary tree. Starts to copy those of `every` parameter to the CPU.
+        Adds the blocks' sums up as a binary tree. Starts to copy those of `every` parameter to the
+        CPU.
         """
         there = [shard.gradient.block_sums for shard in shards if shard.gradient.is_there]
         own = [sums for sums in there if isinstance(sums, torch.Tensor) and sums.numel()]
@@ -51,7 +55,9 @@ class BlockSums:
             if shard.gradient.is_there and isinstance(sums, torch.Tensor) and sums.numel():
                 alike.setdefault(sums.numel(), []).append(number)
         for count, numbers in alike.items():
-            rows = torch.stack([cast(torch.Tensor, shards[number].gradient.block_sums) for number in numbers])
+            rows = torch.stack(
+                [cast(torch.Tensor, shards[number].gradient.block_sums) for number in numbers]
+            )
             tree = pad(rows, (0, (1 << (count - 1).bit_length()) - count))
             while tree.shape[1] > 1:
                 lower, upper = tree.chunk(2, dim=1)
@@ -61,15 +67,19 @@ class BlockSums:
         return torch.stack(found)
 
     def _start(self, every: Sequence[Shard]) -> None:
-        """Starts to copy sums of squares from an accelerator to the CPU, all at once, unless they are being copied."""
-        away = [s.gradient.block_sums for s in every if isinstance(s.gradient.block_sums, torch.Tensor)]
+        """Starts to copy sums of squares from an accelerator to the CPU, all at once, unless they
+        are being copied."""
+        away = [
+            s.gradient.block_sums for s in every if isinstance(s.gradient.block_sums, torch.Tensor)
+        ]
         before = [] if self._coming is None else self._coming[0]
         if away and [id(sums) for sums in before] != [id(sums) for sums in away]:
             self._coming = away, ToHost(torch.cat(away))
 
 
 def with_factors(found: torch.Tensor, shards: Sequence[Shard]) -> torch.Tensor:
-    """Values of parameters multiplied by the sizes of their factors that an accelerator computes."""
+    """Values of parameters multiplied by the sizes of their factors that an accelerator
+    computes."""
     by_factors: dict[tuple[int, ...], list[int]] = {}
     for number, shard in enumerate(shards):
         by_factors.setdefault(tuple(map(id, shard.gradient.factors_there)), []).append(number)

@@ -1,4 +1,5 @@
-"""GradientStore: keeps gradients on their tier until the step; and ShardedGrad, the value of `p.grad` meanwhile."""
+"""GradientStore: keeps gradients on their tier until the step; and ShardedGrad, the value of
+`p.grad` meanwhile."""
 
 from __future__ import annotations
 
@@ -23,19 +24,22 @@ from tiermem.units.gradient_state import Factor
 from tiermem.units.unit import Shard, Unit, own_numel
 from tiermem.weights.resting_tensor import RestingTensor, on_copies, resting_in
 
-# ---- the value of p.grad ---------------------------------------------------------------------------------------------
+# ---- the value of p.grad -------------------------------------------------------------------------
 
 T = TypeVar("T")
 
 
 class Homes(Protocol):
-    """Computes the norms of gradients that rest on a tier, reads and changes them. GradientHomes is one."""
+    """Computes the norms of gradients that rest on a tier, reads and changes them. GradientHomes is
+    one."""
 
     def sums_of_squares(self, shards: Sequence[Shard]) -> list[float]:
-        """The sum of squares of each parameter's gradient (summed over ranks), over all its elements. Collective."""
+        """The sum of squares of each parameter's gradient (summed over ranks), over all its
+        elements. Collective."""
 
     def norms(self, shards: Sequence[Shard], device: torch.device) -> torch.Tensor:
-        """The 2-norm of each parameter's gradient, after the mean over ranks: fp32, on a device. Collective."""
+        """The 2-norm of each parameter's gradient, after the mean over ranks: fp32, on a device.
+        Collective."""
 
     def factor(self, value: torch.Tensor | float) -> Factor:
         """A number that is to scale gradients, also one on an accelerator. Does not block."""
@@ -45,7 +49,8 @@ class Homes(Protocol):
         """Whether this rank holds whole gradients."""
 
     def check_kept(self, shard: Shard, is_zeroed: bool = False) -> None:
-        """Raises RuntimeError for a gradient that step_in_backward has used. is_zeroed: which the caller zeroes."""
+        """Raises RuntimeError for a gradient that step_in_backward has used. is_zeroed: which the
+        caller zeroes."""
 
     def read(self, shard: Shard) -> torch.Tensor:
         """A copy of a whole gradient, where the maths runs. Blocks; raises OSError."""
@@ -58,17 +63,19 @@ class Homes(Protocol):
 
 
 class ShardedGrad(RestingTensor):
-    """The value of `p.grad` while the gradient rests on a tier. It has the right shape and dtype, but no values.
+    """The value of `p.grad` while the gradient rests on a tier. It has the right shape and dtype,
+    but no values.
 
     any number of ranks    2-norms; scaling, zeroing and clamping in place: `torch.nn.utils.clip_grad_norm_`,
-                           `clip_grad_value_`, `get_total_norm`, GradScaler's unscale. A factor is remembered and applied in
-                           the step
+                           `clip_grad_value_`, `get_total_norm`, GradScaler's unscale. A factor is
+                           remembered and applied in the step
     whole on each rank     every other call, on a copy of the values (resting_tensor.py)
     in parts on ranks      every other call raises RuntimeError. To read the values use `Shards.gradient(param)` on every rank
     used (step_in_backward)  every call raises RuntimeError, but zeroing after the step
     """
 
-    _shard: weakref.ref[Shard]  # weak: `p.grad` belongs to the parameter, where the garbage collector does not look
+    # weak: `p.grad` belongs to the parameter, where the garbage collector does not look
+    _shard: weakref.ref[Shard]
     _homes: weakref.ref[Homes]
 
     @staticmethod
@@ -106,8 +113,10 @@ class ShardedGrad(RestingTensor):
         self.homes.check_kept(self.shard)
         if not self.homes.has_whole:
             raise RuntimeError(
-                f"the gradient of {self.shard.name} rests in parts on several ranks: norms, scaling, zeroing and clamping work "
-                "in place; to read it call Shards.gradient(param) on every rank, between backward and step"
+                f"the gradient of {self.shard.name} rests in parts on several ranks: norms, "
+                "scaling, zeroing and clamping work "
+                "in place; to read it call Shards.gradient(param) on every rank, between backward "
+                "and step"
             )
         return self.homes.read(self.shard)
 
@@ -153,10 +162,15 @@ class ShardedGrad(RestingTensor):
 _ZEROING = ("aten::zero_", "aten::_foreach_zero_")
 
 
-def _bounds(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[float | None, float | None] | None:
-    """The numbers that a call bounds gradients by in place, None: no bound; None for any other call."""
+def _bounds(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[float | None, float | None] | None:
+    """The numbers that a call bounds gradients by in place, None: no bound; None for any other
+    call."""
     name = func._schema.name.removeprefix("aten::")
-    given = {arg.name: value for arg, value in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
+    given = {
+        arg.name: value for arg, value in zip(func._schema.arguments, args, strict=False)
+    } | dict(kwargs)
     low, high = {
         "clamp_": (given.get("min"), given.get("max")),
         "clamp_min_": (given.get("min"), None),
@@ -164,14 +178,18 @@ def _bounds(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[
         "_foreach_clamp_min_": (given.get("scalar"), None),
         "_foreach_clamp_max_": (None, given.get("scalar")),
     }.get(name, (None, None))
-    if low is high is None or any(isinstance(each, (torch.Tensor, list, tuple)) for each in (low, high)):
+    if low is high is None or any(
+        isinstance(each, (torch.Tensor, list, tuple)) for each in (low, high)
+    ):
         return None
     return low, high
 
 
 def _living(found: T | None) -> T:
     if found is None:
-        raise RuntimeError("the sharded model that this gradient belongs to is gone: set p.grad to None")
+        raise RuntimeError(
+            "the sharded model that this gradient belongs to is gone: set p.grad to None"
+        )
     return found
 
 
@@ -199,33 +217,35 @@ def _scale(grads: Sequence[ShardedGrad], factor: Any, is_division: bool) -> None
         grad.shard.gradient.scale(made[id(value)])
 
 
-# ---- the store of gradients ------------------------------------------------------------------------------------------
+# ---- the store of gradients ----------------------------------------------------------------------
 #
 #     add     copies or adds parts of a unit's gradients; computes a share's sums of squares when it is complete
 #     end     sends the unit's gradients to their tier
 #     join    waits for both
 #
-# Between `add` and `end` a unit's home is open: memory of its shard layout, which holds the stored gradient if more is to
-# be added to it. Micro-batches that go through a block one after the other (layerwise.py) are all added to an open home.
-# Gradients of an accelerator whose home is not DEVICE come through a link (gradient_link.py). Its helper thread does this
-# work then, and `join` waits for it.
+# Between `add` and `end` a unit's home is open: memory of its shard layout, which holds the stored
+# gradient if more is to be added to it. Micro-batches that go through a block one after the other
+# (layerwise.py) are all added to an open home. Gradients of an accelerator whose home is not DEVICE
+# come through a link (gradient_link.py). Its helper thread does this work then, and `join` waits
+# for it.
 #
 #     HOST, DEVICE    the memory is on the tier itself
 #     NVME            the memory is a buffer: read first if need be, written in the background afterwards. A unit is read
-#                     only after its write has ended. Until its buffer is wanted for another unit, steps copy the gradients
-#                     from there (`kept`)
+#                     only after its write has ended. Until its buffer is wanted for another unit,
+#                     steps copy the gradients from there (`kept`)
 #     None            (step_in_backward) the memory is a buffer, and the unit is stepped from it at once
 #
-# The sums of squares are of fixed blocks of each parameter, in float64, in the order of elements. They do not depend on
-# how a share was cut into parts.
+# The sums of squares are of fixed blocks of each parameter, in float64, in the order of elements.
+# They do not depend on how a share was cut into parts.
 #
-# On DEVICE the work runs on a stream of its own, because hooks run on any stream that autograd uses. That stream waits
-# for the stream that brings a gradient, and a reader waits for that stream (`join`). The next step's gradients depend
-# on the weights that the last step wrote, so they come after that step has read the gradients before them.
+# On DEVICE the work runs on a stream of its own, because hooks run on any stream that autograd
+# uses. That stream waits for the stream that brings a gradient, and a reader waits for that stream
+# (`join`). The next step's gradients depend on the weights that the last step wrote, so they come
+# after that step has read the gradients before them.
 
 Consume = Callable[[Unit, torch.Tensor], torch.Event | None]
-"""Steps a unit with gradients that are not kept: flat, in the unit's shard layout. They stay valid until the event that it
-returns, after which an accelerator has read them; None: during the call."""
+"""Steps a unit with gradients that are not kept: flat, in the unit's shard layout. They stay valid
+until the event that it returns, after which an accelerator has read them; None: during the call."""
 
 
 _HERE = nullcontext()
@@ -264,29 +284,41 @@ class GradientStore:
         self._shard_rank = shard_rank
         self._workers = workers
         self._pool = pool
-        self._stream = new_stream(store.device) if home is Tier.DEVICE and is_accelerator(store.device) else None
+        self._stream = (
+            new_stream(store.device)
+            if home is Tier.DEVICE and is_accelerator(store.device)
+            else None
+        )
         self._link = GradientLink(store.device, links) if links is not None else None
-        self._open: dict[Unit, OpenHome] = {}  # of units between `add` and `end`; the link's thread has it
+        # of units between `add` and `end`; the link's thread has it
+        self._open: dict[Unit, OpenHome] = {}
         self._leaving: list[tuple[Unit, Slot, Move]] = []  # buffers, also of writes that have ended
         self._on_reuse: Callable[[int], None] = lambda unit: None
-        self._arriving: collections.deque[tuple[Unit, concurrent.futures.Future[None] | None]] = collections.deque()
+        self._arriving: collections.deque[tuple[Unit, concurrent.futures.Future[None] | None]] = (
+            collections.deque()
+        )
         self._ends: dict[Unit, torch.Event] = {}  # after which its gradients are on DEVICE
         self._consume: Consume | None = None  # steps a unit at once when gradients are not kept
-        self._read: torch.Event | None = None  # after which the steps of `_consume` have read their buffers
+        # after which the steps of `_consume` have read their buffers
+        self._read: torch.Event | None = None
 
     def call_on_reuse(self, function: Callable[[int], None]) -> None:
-        """Sets the function to call, with a unit's index, before what `kept` has returned for the unit changes."""
+        """Sets the function to call, with a unit's index, before what `kept` has returned for the
+        unit changes."""
         self._on_reuse = function
 
     def step_with(self, consume: Consume | None) -> None:
-        """Sets the function that steps units in backward, when gradients are not kept; None: there is no optimizer."""
+        """Sets the function that steps units in backward, when gradients are not kept; None: there
+        is no optimizer."""
         self._consume = consume
 
     def check_consumer(self) -> None:
-        """Before a backward: raises RuntimeError when gradients are not kept and no optimizer steps units with them."""
+        """Before a backward: raises RuntimeError when gradients are not kept and no optimizer steps
+        units with them."""
         if self.home is None and self._consume is None:
             raise RuntimeError(
-                "step_in_backward steps units while backward runs, and there is no optimizer yet: build it before backward"
+                "step_in_backward steps units while backward runs, and there is no optimizer yet: "
+                "build it before backward"
             )
 
     @staticmethod
@@ -295,25 +327,33 @@ class GradientStore:
         return f"grad/{unit.index}/{unit.name}"
 
     def announce(self, unit: Unit, dtype: torch.dtype) -> None:
-        """Before the first `reserve`: one slab holds the gradients of all units that are announced, if they are on DEVICE."""
+        """Before the first `reserve`: one slab holds the gradients of all units that are announced,
+        if they are on DEVICE."""
         if self.home is Tier.DEVICE:
             self._store.on_device.reserve(self.entry(unit), unit.shard_numel * dtype.itemsize)
 
     def reserve(self, unit: Unit, dtype: torch.dtype, crosses_link: bool) -> None:
-        """Reserves room for a unit's gradients on their tier. crosses_link: whether steps on an accelerator read them."""
+        """Reserves room for a unit's gradients on their tier. crosses_link: whether steps on an
+        accelerator read them."""
         if self.home is not None:
             entry = self.entry(unit)
             shape = (unit.shard_numel,)
-            self._store.reserve(entry, shape, dtype, self.home, is_durable=False, crosses_link=crosses_link)
+            self._store.reserve(
+                entry, shape, dtype, self.home, is_durable=False, crosses_link=crosses_link
+            )
 
     def view(self, unit: Unit) -> torch.Tensor | None:
         """A unit's gradients in the shard layout; None when they do not rest in memory."""
         return self._store.view(self.entry(unit)) if self.home in (Tier.HOST, Tier.DEVICE) else None
 
-    def add(self, unit: Unit, dtype: torch.dtype, parts: Sequence[GradientPart], is_known: bool) -> None:
-        """Adds parts of a unit's gradients at its home. The parts may be released on return. Blocks for buffers.
+    def add(
+        self, unit: Unit, dtype: torch.dtype, parts: Sequence[GradientPart], is_known: bool
+    ) -> None:
+        """Adds parts of a unit's gradients at its home. The parts may be released on return. Blocks
+        for buffers.
 
-        is_known: whether some rank had these gradients; else `Gradient.confirm` tells later. Raises OSError, also of an
+        is_known: whether some rank had these gradients; else `Gradient.confirm` tells later. Raises
+            OSError, also of an
         earlier call.
         """
         if self._link is None:
@@ -322,16 +362,19 @@ class GradientStore:
             self._link.send(parts, lambda hosted: self._add(unit, dtype, hosted, is_known))
 
     def end_of_reads(self) -> torch.Event | None:
-        """The event after which an accelerator has read all parts that were given to `add`; None: they have been read."""
+        """The event after which an accelerator has read all parts that were given to `add`; None:
+        they have been read."""
         if self._link is not None:
             return self._link.end_of_reads()
         return None if self._stream is None else record(self._stream)
 
     def end(self, unit: Unit) -> None:
-        """Sends the gradients that were added to a unit to their tier. Raises OSError, also of an earlier call.
+        """Sends the gradients that were added to a unit to their tier. Raises OSError, also of an
+        earlier call.
 
-        With step_in_backward it steps the unit, on this thread. It blocks until the gradients have come to host memory, because
-        they may be refused before any state changes, but not until an accelerator has stepped the unit.
+        With step_in_backward it steps the unit, on this thread. It blocks until the gradients have
+        come to host memory, because they may be refused before any state changes, but not until an
+        accelerator has stepped the unit.
         """
         if self._link is not None and self.home is not None:
             self._arriving.append((unit, self._link.call(lambda: self._end(unit))))
@@ -341,13 +384,18 @@ class GradientStore:
             self._arriving.append((unit, None))
 
     def arrived(self) -> Iterator[Unit]:
-        """The units that were ended since the last `join` and whose gradients have come from an accelerator, each once."""
+        """The units that were ended since the last `join` and whose gradients have come from an
+        accelerator, each once."""
         while self._arriving and ((ended := self._arriving[0][1]) is None or ended.done()):
             yield self._arriving.popleft()[0]
 
-    def _add(self, unit: Unit, dtype: torch.dtype, parts: Sequence[GradientPart], is_known: bool) -> None:
+    def _add(
+        self, unit: Unit, dtype: torch.dtype, parts: Sequence[GradientPart], is_known: bool
+    ) -> None:
         if unit not in self._open:
-            self._open[unit] = self.open(unit, dtype, any(shard.gradient.takes_more for shard in unit.shards))
+            self._open[unit] = self.open(
+                unit, dtype, any(shard.gradient.takes_more for shard in unit.shards)
+            )
         for part in parts:
             self.put(self._open[unit], *part)
             if is_known and part.start + part.data.numel() >= part.shard.shard_numel:
@@ -360,12 +408,14 @@ class GradientStore:
             self._ends[unit] = record(self._stream)
 
     def await_end(self, unit: Unit) -> None:
-        """Lets the current stream wait until the gradients of a unit's last `end` are on DEVICE. For any thread."""
+        """Lets the current stream wait until the gradients of a unit's last `end` are on DEVICE.
+        For any thread."""
         if unit in self._ends:
             current_stream(self._store.device).wait_event(self._ends[unit])
 
     def open(self, unit: Unit, dtype: torch.dtype, adds: bool) -> OpenHome:
-        """Memory for a unit's gradients; with `adds` it holds the stored gradient. Blocks for a buffer; raises OSError."""
+        """Memory for a unit's gradients; with `adds` it holds the stored gradient. Blocks for a
+        buffer; raises OSError."""
         at_home = self.view(unit)
         if at_home is not None:
             return OpenHome(unit, at_home, None)
@@ -384,7 +434,8 @@ class GradientStore:
         return OpenHome(unit, data.view(dtype), slot)
 
     def put(self, opened: OpenHome, shard: Shard, start: int, part: torch.Tensor) -> None:
-        """Copies or adds a flat part of this rank's share from element `start` on. The last one computes sums of squares."""
+        """Copies or adds a flat part of this rank's share from element `start` on. The last one
+        computes sums of squares."""
         with self._at_home(part):
             self._put(opened, shard, part, start)
 
@@ -395,11 +446,14 @@ class GradientStore:
         num_valid = own_numel(shard, self._shard_rank)
         share = opened.flat[shard.shard_offset : shard.shard_offset + num_valid]
         if start == 0 and adds and shard.gradient.factor != 1.0:
-            share.mul_(shard.gradient.factor)  # the user scaled the stored gradient, not the new part
+            # the user scaled the stored gradient, not the new part
+            share.mul_(shard.gradient.factor)
         source = part if stop <= num_valid else part[: max(0, num_valid - start)]
         is_last = stop >= num_valid
         if start == 0 and is_last and not is_accelerator(share.device):
-            shard.gradient.arrive(store_gradient(self._workers, share, source, first, accumulate=adds))
+            shard.gradient.arrive(
+                store_gradient(self._workers, share, source, first, accumulate=adds)
+            )
             return
         if source.numel():
             target = share[start : start + source.numel()]
@@ -420,11 +474,18 @@ class GradientStore:
         shard.gradient.arrive(())
 
     def visit(
-        self, unit: Unit, dtype: torch.dtype, shard: Shard, visitor: Callable[[torch.Tensor], object], changes: bool
+        self,
+        unit: Unit,
+        dtype: torch.dtype,
+        shard: Shard,
+        visitor: Callable[[torch.Tensor], object],
+        changes: bool,
     ) -> None:
-        """Shows a function this rank's share of a parameter's stored gradient: flat, without padding, with the user's factor.
+        """Shows a function this rank's share of a parameter's stored gradient: flat, without
+        padding, with the user's factor.
 
-        changes: whether the function changes it, which is then stored. Call it after `join`. Blocks; raises OSError.
+        changes: whether the function changes it, which is then stored. Call it after `join`.
+            Blocks; raises OSError.
         """
         opened = self.open(unit, dtype, adds=True)
         start = shard.shard_offset
@@ -433,7 +494,9 @@ class GradientStore:
             if shard.gradient.is_zero:
                 share = share.zero_() if changes else torch.zeros_like(share)
             elif shard.gradient.factor != 1.0:
-                share = share.mul_(shard.gradient.factor) if changes else share * shard.gradient.factor
+                share = (
+                    share.mul_(shard.gradient.factor) if changes else share * shard.gradient.factor
+                )
             visitor(share)
         except BaseException:
             self._give_back(opened.slot)
@@ -445,7 +508,8 @@ class GradientStore:
         self.close(opened)
 
     def close(self, opened: OpenHome) -> None:
-        """Sends a unit's gradients to their tier; a write to NVME continues in the background. Raises OSError."""
+        """Sends a unit's gradients to their tier; a write to NVME continues in the background.
+        Raises OSError."""
         unit, flat, slot = opened
         if slot is None:
             return
@@ -463,27 +527,33 @@ class GradientStore:
         self._leaving.append((unit, slot, move))
 
     def is_home(self, unit: Unit) -> bool:
-        """Whether a step can read a unit's gradients: no write is under way, or memory has them. Does not block."""
+        """Whether a step can read a unit's gradients: no write is under way, or memory has them.
+        Does not block."""
         done = all(each is not unit or move.is_done() for each, _, move in list(self._leaving))
         return done or self.kept(unit) is not None
 
     def kept(self, unit: Unit) -> torch.Tensor | None:
-        """The bytes of a unit's gradients that rest on NVMe, if memory still has them; see `call_on_reuse`.
+        """The bytes of a unit's gradients that rest on NVMe, if memory still has them; see
+        `call_on_reuse`.
 
         None with an accelerator, where another thread takes the buffers.
         """
-        found = [slot for each, slot, _ in self._leaving if each is unit] if self._link is None else []
+        found = (
+            [slot for each, slot, _ in self._leaving if each is unit] if self._link is None else []
+        )
         return found[-1].tensor if found else None
 
     def drop(self) -> None:
-        """Discards the parts of the unit between `add` and `end`, and earlier errors. Blocks until the link is empty."""
+        """Discards the parts of the unit between `add` and `end`, and earlier errors. Blocks until
+        the link is empty."""
         if self._link is not None:
             with suppress(Exception):
                 self._link.join()
         self._drop_open()
 
     def reset(self) -> None:
-        """`drop`, and takes every buffer back, also one that an interrupt has lost. May be repeated. Blocks."""
+        """`drop`, and takes every buffer back, also one that an interrupt has lost. May be
+        repeated. Blocks."""
         self.drop()
         for unit, _, move in self._leaving:
             move.outcome()
@@ -513,7 +583,8 @@ class GradientStore:
                 self._reap()  # raises the error, once
 
     def stop(self) -> None:
-        """Ends the link's thread and gives all buffers back, after `settle`. No backward may be under way."""
+        """Ends the link's thread and gives all buffers back, after `settle`. No backward may be
+        under way."""
         if self._link is not None:
             self._link.close()
             self._link = None
@@ -530,7 +601,8 @@ class GradientStore:
             self._store.drop(self.entry(unit))
 
     def join(self) -> None:
-        """Blocks until the link is empty; lets the current stream wait for work on gradients that rest on DEVICE.
+        """Blocks until the link is empty; lets the current stream wait for work on gradients that
+        rest on DEVICE.
 
         Raises OSError.
         """
@@ -548,7 +620,8 @@ class GradientStore:
                 raise
 
     def _at_home(self, data: torch.Tensor) -> AbstractContextManager[object]:
-        """Inside the block, accelerator work runs on the stream of DEVICE gradients, after the current stream's `data`."""
+        """Inside the block, accelerator work runs on the stream of DEVICE gradients, after the
+        current stream's `data`."""
         if self._stream is None:
             return _HERE
         self._stream.wait_stream(current_stream(self._stream.device))
@@ -559,7 +632,8 @@ class GradientStore:
         assert self._pool is not None
         slot = self._pool.take()
         if slot is None:
-            if not self._leaving:  # open homes have all buffers: the oldest is read again when more is added to it
+            # open homes have all buffers: the oldest is read again when more is added to it
+            if not self._leaving:
                 self._end(next(iter(self._open)))
             self._reap()
             slot = self._pool.take()

@@ -1,27 +1,33 @@
 """Gradients: from autograd's `p.grad` to the tier where they rest until the step (their home).
 
-When backward has answered every use of a unit (its gradients are final), the unit's `p.grad` are packed into buckets and
-released. Buckets are added up over ranks while backward continues (reduce.py). The sums are copied to the unit's gradient home,
-or added to it when micro-batches accumulate. The same pass computes sums of squares (gradient_store.py); the global norm and
-the check for NaN and infinity use these sums.
+When backward has answered every use of a unit (its gradients are final), the unit's `p.grad` are
+packed into buckets and released. Buckets are added up over ranks while backward continues
+(reduce.py). The sums are copied to the unit's gradient home, or added to it when micro-batches
+accumulate. The same pass computes sums of squares (gradient_store.py); the global norm and the
+check for NaN and infinity use these sums.
 
-A home may have another dtype than the parameters (`Precision.grads`): micro-batches of a bf16 model then accumulate in fp32.
+A home may have another dtype than the parameters (`Precision.grads`): micro-batches of a bf16 model
+then accumulate in fp32.
 
-Ranks may differ in which parameters get a gradient; a rank without one contributes zeros. Ranks must reduce the same units in
-the same sequence:
+Ranks may differ in which parameters get a gradient; a rank without one contributes zeros. Ranks
+must reduce the same units in the same sequence:
 
     stage 3        a unit is reduced when it is answered; ranks answer units in the order in which they gathered them
     stages 0 to 2  nothing is gathered in backward, so units are reduced in the reverse order of definition, each as soon as it
-                   and all units before it are answered; at the end of backward the remaining units are reduced
+                   and all units before it are answered; at the end of backward the remaining units
+                   are reduced
     the end        one exchange finds which parameters have a gradient on any rank (the others have none and are not stepped),
-                   and which units have late gradients on any rank; those units are reduced once more
+                   and which units have late gradients on any rank; those units are reduced once
+                   more
 
     added          at the end as well: ordinary parameters that were added to the model after it was sharded, such as adapters.
-                   Their gradients stay in `p.grad`, whole, as the mean over the ranks, as under DistributedDataParallel
+                   Their gradients stay in `p.grad`, whole, as the mean over the ranks, as under
+                   DistributedDataParallel
 
-Afterwards `p.grad` holds a ShardedGrad (gradient_store.py). When a backward ends in an exception, all gradients of its step are
-dropped (`abandon`): it is not known which of them were already reduced. Each change of gradients is marked while it lasts
-(`is_torn`). A mark that is left tells of an interrupt: then they are dropped before the next forward, backward, look or step.
+Afterwards `p.grad` holds a ShardedGrad (gradient_store.py). When a backward ends in an exception,
+all gradients of its step are dropped (`abandon`): it is not known which of them were already
+reduced. Each change of gradients is marked while it lasts (`is_torn`). A mark that is left tells of
+an interrupt: then they are dropped before the next forward, backward, look or step.
 """
 
 from __future__ import annotations
@@ -66,11 +72,13 @@ class GradientHomes:
 
     Args:
         units: the trainable units.
-        plan: its `grads` is the tier where gradients rest; None: they are not kept, and units are stepped in backward.
-        pools: its `gradients` are buffers for NVME and None, its `links` those of the link from an accelerator, its `sums`
-            those of reductions.
+        plan: its `grads` is the tier where gradients rest; None: they are not kept, and units are
+            stepped in backward.
+        pools: its `gradients` are buffers for NVME and None, its `links` those of the link from an
+            accelerator, its `sums` those of reductions.
         policy: in which dtype gradients rest, and how they are reduced.
-        steps: the step that may be under way; it is finished before a gradient at home is read or changed.
+        steps: the step that may be under way; it is finished before a gradient at home is read or
+            changed.
     """
 
     def __init__(
@@ -88,23 +96,34 @@ class GradientHomes:
         self._topology = topology
         self._policy = policy
         self._steps = steps
-        self.store = GradientStore(plan.grads, store, topology.shard_rank, workers, pools.gradients, pools.links)
-        self._reducer = Reducer(topology, policy, pools.sums, store.device) if topology.group is not None else None
+        self.store = GradientStore(
+            plan.grads, store, topology.shard_rank, workers, pools.gradients, pools.links
+        )
+        self._reducer = (
+            Reducer(topology, policy, pools.sums, store.device)
+            if topology.group is not None
+            else None
+        )
         self._cut: dict[int, list[Bucket]] = {}  # each unit's buckets
         self._of_shard = {shard: unit for unit in units for shard in unit.shards}
         self._shards = list(self._of_shard)
-        self._stand_ins: dict[Shard, ShardedGrad] = {}  # the values of `p.grad` between backward and step
+        # the values of `p.grad` between backward and step
+        self._stand_ins: dict[Shard, ShardedGrad] = {}
         self._shown: set[Shard] = set()  # shards whose `p.grad` was set to its stand-in
-        self._waiting: dict[Unit, bool] = {}  # units that this backward has not begun to reduce; True: answered
-        self.num_micro_batches = 1  # a step's gradient is the mean of this many; 1: their losses were divided already
-        self._factor: tuple[torch.Tensor, int, Factor] | None = None  # the last one of `factor`: its value and version
+        # units that this backward has not begun to reduce; True: answered
+        self._waiting: dict[Unit, bool] = {}
+        # a step's gradient is the mean of this many; 1: their losses were divided already
+        self.num_micro_batches = 1
+        # the last one of `factor`: its value and version
+        self._factor: tuple[torch.Tensor, int, Factor] | None = None
         self._sums = BlockSums()
         self._rows = RowSums(topology)  # of `_left`, and of squares or zeros: all of one length
         self._ends: collections.deque[bool] = (
             collections.deque()
         )  # of buckets being reduced: whether its unit's home closes
         self._given: set[Shard] = set()  # shards of which this rank had a gradient in this backward
-        self._stepped: dict[Unit, list[Shard]] = {}  # units stepped in backward; their shards with a gradient
+        # units stepped in backward; their shards with a gradient
+        self._stepped: dict[Unit, list[Shard]] = {}
         self._added: dict[
             nn.Parameter, None
         ] = {}  # ordinary parameters that were added to the model: a set with an order
@@ -113,7 +132,8 @@ class GradientHomes:
         self._reserve(units, plan)
 
     def call_on_arrival(self, function: Callable[[Unit], None]) -> None:
-        """Sets the function to call when a unit's gradients of a backward are on their tier, or on their way to NVMe."""
+        """Sets the function to call when a unit's gradients of a backward are on their tier, or on
+        their way to NVMe."""
         self._on_arrival = function
 
     @property
@@ -122,7 +142,8 @@ class GradientHomes:
         return not any(shard.gradient.is_there for shard in self._shards)
 
     def make_room(self, plan: Plan) -> None:
-        """Before another plan is carved: ends transfers and gives up what it has no room for. Blocks; raises OSError."""
+        """Before another plan is carved: ends transfers and gives up what it has no room for.
+        Blocks; raises OSError."""
         self.store.settle()
         self.store.stop()
         if plan.grads is not self.store.home:
@@ -130,7 +151,8 @@ class GradientHomes:
                 self.store.drop_room(unit)
 
     def take_up(self, units: Sequence[Unit], plan: Plan, pools: Pools) -> None:
-        """After `make_room`: goes on with another plan and its buffers, and with these units, the trainable ones."""
+        """After `make_room`: goes on with another plan and its buffers, and with these units, the
+        trainable ones."""
         due = set(units) - (set(self._units) if plan.grads is self.store.home else set())
         self._units = units
         self._of_shard = {shard: unit for unit in units for shard in unit.shards}
@@ -155,31 +177,41 @@ class GradientHomes:
     def divisor(self) -> float:
         """The number by which stored gradients and their norms are divided.
 
-        It is the number of ranks (for a mean) times the micro-batches, divided by the factor that was applied before the sum.
+        It is the number of ranks (for a mean) times the micro-batches, divided by the factor that
+        was applied before the sum.
         """
         world = self._topology.world
         ranks = (world if self._policy.reduce_op == "mean" else 1) / predivided(world, self._policy)
         return ranks * self.num_micro_batches
 
     def adopt(self, model: nn.Module) -> None:
-        """Before a forward, on several ranks: finds trained parameters that were added to the model after it was sharded.
+        """Before a forward, on several ranks: finds trained parameters that were added to the model
+        after it was sharded.
 
-        New ones get rank 0's values. Collective if there are any; blocks. Raises ValueError where ranks differ in them.
+        New ones get rank 0's values. Collective if there are any; blocks. Raises ValueError where
+        ranks differ in them.
         """
         if self._reducer is None:
             return
-        found = {p: None for p in model.parameters() if p.requires_grad and registry.owner_of(p) is None}
+        found = {
+            p: None for p in model.parameters() if p.requires_grad and registry.owner_of(p) is None
+        }
         fresh = [param for param in found if param not in self._added]
         self._added = found
         if fresh:
-            shapes = {f"added parameter {i}": f"{tuple(p.shape)} {p.dtype}" for i, p in enumerate(fresh)}
-            agree(self._topology, shapes, "a forward with parameters that were added after sharding")
+            shapes = {
+                f"added parameter {i}": f"{tuple(p.shape)} {p.dtype}" for i, p in enumerate(fresh)
+            }
+            agree(
+                self._topology, shapes, "a forward with parameters that were added after sharding"
+            )
         for param in fresh:
             share(self._topology, param.detach(), "sharing added parameters")
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """A block that changes gradients, or uses them with other ranks. If an interrupt ends it, the mark stays."""
+        """A block that changes gradients, or uses them with other ranks. If an interrupt ends it,
+        the mark stays."""
         was_torn = self.is_torn
         self.is_torn = True
         try:
@@ -194,17 +226,20 @@ class GradientHomes:
         self._topology.check_alone()
 
     def check_whole(self) -> None:
-        """Drops every gradient and raises RuntimeError, if an interrupt has ended a change of gradients."""
+        """Drops every gradient and raises RuntimeError, if an interrupt has ended a change of
+        gradients."""
         if self.is_torn:
             self.abandon()
             raise lost_gradients("a change of gradients")
 
-    # ---- in backward -------------------------------------------------------------------------------------------------------
+    # ---- in backward -----------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Begins a backward: clears `p.grad` for autograd's gradients."""
         self._factor = self._coming = None
-        self._waiting = dict.fromkeys(self._units if self._policy.stage == 3 else reversed(self._units), False)
+        self._waiting = dict.fromkeys(
+            self._units if self._policy.stage == 3 else reversed(self._units), False
+        )
         self._given.clear()
         self.forget_replaced()
         for shard in self._shown:
@@ -214,7 +249,8 @@ class GradientHomes:
     def receive(self, unit: Unit) -> None:
         """Takes the gradients that autograd left on a unit's parameters, and starts to reduce them.
 
-        Collective. Raises OSError, RankLost. Blocks for the copy, and for the oldest reduction when two are under way.
+        Collective. Raises OSError, RankLost. Blocks for the copy, and for the oldest reduction when
+        two are under way.
         """
         with self.changing():
             if self._reducer is None:
@@ -227,7 +263,8 @@ class GradientHomes:
                     self._reduce(first)
 
     def add(self, unit: Unit, is_last: bool) -> None:
-        """Takes the gradients of one of several micro-batches, whose sum goes home with the last one. Collective.
+        """Takes the gradients of one of several micro-batches, whose sum goes home with the last
+        one. Collective.
 
         Blocks and raises as `receive`. A unit without gradients takes part, too.
         """
@@ -240,9 +277,11 @@ class GradientHomes:
                 self._reduce(unit, is_last)
 
     def finish(self) -> None:
-        """Ends a backward, or prepares a step: afterwards every gradient is at home. Collective; blocks.
+        """Ends a backward, or prepares a step: afterwards every gradient is at home. Collective;
+        blocks.
 
-        Raises RuntimeError on every rank when a unit that was stepped in backward gets another gradient.
+        Raises RuntimeError on every rank when a unit that was stepped in backward gets another
+        gradient.
         """
         with self.changing():
             for unit in list(self._waiting) if self._reducer is not None else ():
@@ -253,7 +292,8 @@ class GradientHomes:
         self._steps.is_partial = False
 
     def receive_rest(self) -> None:
-        """Receives every `p.grad` that any rank still has, for example before a step. Collective; blocks."""
+        """Receives every `p.grad` that any rank still has, for example before a step. Collective;
+        blocks."""
         with self.changing():
             if self._reducer is None:
                 for unit in self._units:
@@ -262,11 +302,14 @@ class GradientHomes:
                 return
             self._drain()  # what this rank can do before the others have come
             left = self._left()
-            sums = self._add_up("comparing which gradients there are", [*left, *[0.0] * len(self._shards)])
+            sums = self._add_up(
+                "comparing which gradients there are", [*left, *[0.0] * len(self._shards)]
+            )
             self._receive([number > 0 for number in sums[: len(left)]])
 
     def _left(self) -> list[bool]:
-        """Of each unit, whether this rank has a `p.grad` left; of each parameter, whether it had one in this backward."""
+        """Of each unit, whether this rank has a `p.grad` left; of each parameter, whether it had
+        one in this backward."""
         fresh = [[shard for shard in unit.shards if _fresh(shard)] for unit in self._units]
         self._given.update(*fresh)
         return [bool(each) for each in fresh] + [shard in self._given for shard in self._shards]
@@ -284,7 +327,8 @@ class GradientHomes:
         self._given.clear()
 
     def abandon(self) -> None:
-        """Drops every gradient, after a backward that ended in an exception. Blocks until reductions under way have ended.
+        """Drops every gradient, after a backward that ended in an exception. Blocks until
+        reductions under way have ended.
 
         A second call completes the first.
         """
@@ -307,10 +351,11 @@ class GradientHomes:
             param.grad = None
         self.is_torn = False
 
-    # ---- between backward and step -------------------------------------------------------------------------------------------
+    # ---- between backward and step ---------------------------------------------------------------
 
     def show(self, unit: Unit) -> None:
-        """Sets `p.grad` to a ShardedGrad for gradients that are at home, or that step_in_backward has used."""
+        """Sets `p.grad` to a ShardedGrad for gradients that are at home, or that step_in_backward
+        has used."""
         used = self._stepped.get(unit, ())
         for shard in unit.shards:
             if (shard.gradient.is_there or shard in used) and shard.param.grad is None:
@@ -320,7 +365,8 @@ class GradientHomes:
                 self._shown.add(shard)
 
     def forget_replaced(self) -> None:
-        """Outside backward: drops the stored gradients whose `p.grad` the user has set to None or to another tensor."""
+        """Outside backward: drops the stored gradients whose `p.grad` the user has set to None or
+        to another tensor."""
         for shard in self._shards:
             if not shard.gradient.is_there or isinstance(shard.param.grad, ShardedGrad):
                 continue
@@ -329,18 +375,22 @@ class GradientHomes:
                 self._shown.discard(shard)
 
     def write_zeros(self) -> None:
-        """Before a step: writes zeros at home for gradients that the user has zeroed. Blocks; raises OSError."""
+        """Before a step: writes zeros at home for gradients that the user has zeroed. Blocks;
+        raises OSError."""
         for unit in self._units:
             zeroed = [shard for shard in unit.shards if shard.gradient.is_zero]
             if zeroed:
                 self._steps.finish()
-                opened = self.store.open(unit, self.dtype(unit), adds=len(zeroed) < len(unit.shards))
+                opened = self.store.open(
+                    unit, self.dtype(unit), adds=len(zeroed) < len(unit.shards)
+                )
                 for shard in zeroed:
                     self.store.clear(opened, shard)
                 self.store.close(opened)
 
     def check_all_used(self) -> None:
-        """Before a step: raises RuntimeError on every rank, with the names of parameters without a gradient.
+        """Before a step: raises RuntimeError on every rank, with the names of parameters without a
+        gradient.
 
         Does nothing when the policy sets `ignore_unused`.
         """
@@ -352,19 +402,23 @@ class GradientHomes:
         unused = [s.name for s in trained if not s.gradient.is_there and s not in stepped]
         if unused:
             raise RuntimeError(
-                f"{len(unused)} of {len(trained)} parameters took no part in the loss on any rank since the last step: "
-                f"{', '.join(unused[:20])}{', ...' if len(unused) > 20 else ''}. Use them, freeze them, or "
-                "let training go on without them: ignore_unused=True (in a config: ignore_unused_parameters)"
+                f"{len(unused)} of {len(trained)} parameters took no part in the loss on any rank "
+                "since the last step: "
+                f"{', '.join(unused[:20])}{', ...' if len(unused) > 20 else ''}. Use them, freeze "
+                "them, or "
+                "let training go on without them: ignore_unused=True (in a config: "
+                "ignore_unused_parameters)"
             )
 
     def check_kept(self, shard: Shard, is_zeroed: bool = False) -> None:
-        """Raises RuntimeError for a gradient that step_in_backward has used; after the step it may be zeroed."""
+        """Raises RuntimeError for a gradient that step_in_backward has used; after the step it may
+        be zeroed."""
         if self.store.home is None and (self._of_shard[shard] in self._stepped or not is_zeroed):
             raise _used(shard, "cannot be read, scaled or zeroed any more")
 
     def check_used_once(self) -> None:
-        """With step_in_backward, before a step: raises RuntimeError if the user has dropped gradients that were used, and for
-        a second step with the same gradients."""
+        """With step_in_backward, before a step: raises RuntimeError if the user has dropped
+        gradients that were used, and for a second step with the same gradients."""
         for shard in self._shown:
             is_seen = isinstance(shard.param.grad, ShardedGrad)
             is_stepped = self._of_shard[shard] in self._stepped
@@ -374,28 +428,39 @@ class GradientHomes:
                 raise _used(shard, "cannot be stepped with again")
 
     def begin_step(self) -> None:
-        """With step_in_backward: allows units that were stepped in the last backward to be stepped again.
+        """With step_in_backward: allows units that were stepped in the last backward to be stepped
+        again.
 
-        Blocks until an accelerator has stepped the last of them; `GradientStore.open` has waited for the others.
+        Blocks until an accelerator has stepped the last of them; `GradientStore.open` has waited
+        for the others.
         """
         self._steps.finish()
         self._stepped.clear()
 
     def sums_of_squares(self, shards: Sequence[Shard]) -> list[float]:
-        """The sum of squares of each parameter's gradient over all ranks, in float64, with the user's scaling. Collective."""
-        values: list[float] = total(self._topology, self._on_wire(self._squares(shards), torch.float64)).tolist()
+        """The sum of squares of each parameter's gradient over all ranks, in float64, with the
+        user's scaling. Collective."""
+        values: list[float] = total(
+            self._topology, self._on_wire(self._squares(shards), torch.float64)
+        ).tolist()
         return values
 
     def _squares(self, shards: Sequence[Shard]) -> list[float]:
-        """The sum of squares of this rank's part of each parameter's gradient, in float64, with the user's scaling."""
+        """The sum of squares of this rank's part of each parameter's gradient, in float64, with the
+        user's scaling."""
         self.store.join()
-        factors = [shard.gradient.factor for shard in shards]  # computed after the sums: one wait for both
+        # computed after the sums: one wait for both
+        factors = [shard.gradient.factor for shard in shards]
         self._sums.bring(self._shards)
         grads = zip((shard.gradient for shard in shards), factors, strict=True)
-        return [math.fsum(cast(Sequence[float], g.block_sums)) * by**2 if g.is_there else 0.0 for g, by in grads]
+        return [
+            math.fsum(cast(Sequence[float], g.block_sums)) * by**2 if g.is_there else 0.0
+            for g, by in grads
+        ]
 
     def norms(self, shards: Sequence[Shard], device: torch.device) -> torch.Tensor:
-        """The 2-norm of each parameter's gradient, after the mean over ranks, fp32, on a device. Collective.
+        """The 2-norm of each parameter's gradient, after the mean over ranks, fp32, on a device.
+        Collective.
 
         Scale factors and sums of squares on an accelerator stay there, so no thread waits for them.
         """
@@ -403,16 +468,28 @@ class GradientHomes:
         known = [abs(s.gradient.known_factor) for s in shards]
         squares = self._sums.squares_there(shards, self._shards) if self.has_whole else None
         if squares is not None:
-            found = squares.sqrt() * to_device(torch.tensor(known, dtype=torch.float64), device) / self.divisor
+            found = (
+                squares.sqrt()
+                * to_device(torch.tensor(known, dtype=torch.float64), device)
+                / self.divisor
+            )
             return with_factors(found, shards).float()
         self._sums.bring(self._shards)
-        sums = [math.fsum(cast(Sequence[float], s.gradient.block_sums)) if s.gradient.is_there else 0.0 for s in shards]
+        sums = [
+            math.fsum(cast(Sequence[float], s.gradient.block_sums)) if s.gradient.is_there else 0.0
+            for s in shards
+        ]
         total_sums = total(self._topology, self._on_wire(sums, torch.float64)).tolist()
-        norms = [math.sqrt(of) * by / self.divisor for of, by in zip(total_sums, known, strict=True)]
-        return with_factors(to_device(torch.tensor(norms, dtype=torch.float64), device), shards).float()
+        norms = [
+            math.sqrt(of) * by / self.divisor for of, by in zip(total_sums, known, strict=True)
+        ]
+        return with_factors(
+            to_device(torch.tensor(norms, dtype=torch.float64), device), shards
+        ).float()
 
     def tell_nonfinite(self, shards: Sequence[Shard], found_inf: torch.Tensor) -> None:
-        """Sets a tensor of one element to 1 where an element of these gradients is not finite. Collective.
+        """Sets a tensor of one element to 1 where an element of these gradients is not finite.
+        Collective.
 
         Blocks, but not for sums of squares that rest on an accelerator, where this is found out.
         """
@@ -458,7 +535,9 @@ class GradientHomes:
         bounds = [None if bound is None else bound * self.divisor for bound in (low, high)]
         self._visit(shard, lambda share: share.clamp_(*bounds), changes=True)
 
-    def _visit(self, shard: Shard, visitor: Callable[[torch.Tensor], object], changes: bool) -> None:
+    def _visit(
+        self, shard: Shard, visitor: Callable[[torch.Tensor], object], changes: bool
+    ) -> None:
         self._steps.finish()
         self.check_whole()
         unit = self._of_shard[shard]
@@ -466,13 +545,15 @@ class GradientHomes:
             self.store.visit(unit, self.dtype(unit), shard, visitor, changes)
 
     def norm(self, meanwhile: Callable[[], object]) -> float:
-        """Before a step: receives every `p.grad` that any rank still has, and returns the global 2-norm of the gradients.
+        """Before a step: receives every `p.grad` that any rank still has, and returns the global
+        2-norm of the gradients.
 
-        The norm is that after the mean over ranks; NaN or infinity if any gradient is. Afterwards every gradient is on its
-        tier, and those that the user has zeroed are zero there. Collective: one exchange where no rank has a `p.grad` left.
-        Blocks; raises OSError.
+        The norm is that after the mean over ranks; NaN or infinity if any gradient is. Afterwards
+        every gradient is on its tier, and those that the user has zeroed are zero there.
+        Collective: one exchange where no rank has a `p.grad` left. Blocks; raises OSError.
 
-        meanwhile: called while ranks exchange; what it has found of gradients is old if it is called again.
+        meanwhile: called while ranks exchange; what it has found of gradients is old if it is
+            called again.
         """
         shards = sorted(self._shards, key=lambda s: s.index)
         if self._reducer is None:
@@ -483,11 +564,18 @@ class GradientHomes:
                 self._drain()
                 self.write_zeros()
                 self.store.await_writes()
-                squares = self._squares(shards) if self._reducer is None else self._squares_or_more(shards, meanwhile)
+                squares = (
+                    self._squares(shards)
+                    if self._reducer is None
+                    else self._squares_or_more(shards, meanwhile)
+                )
         return math.sqrt(math.fsum(squares)) / self.divisor
 
-    def _squares_or_more(self, shards: Sequence[Shard], meanwhile: Callable[[], object]) -> list[float] | None:
-        """`sums_of_squares`; None: a rank had gradients left, which are received now. Ranks add in their order. Collective."""
+    def _squares_or_more(
+        self, shards: Sequence[Shard], meanwhile: Callable[[], object]
+    ) -> list[float] | None:
+        """`sums_of_squares`; None: a rank had gradients left, which are received now. Ranks add in
+        their order. Collective."""
         left = self._left()
         own = self._squares(shards) if self._topology.replica == 0 else [0.0] * len(shards)
         sums = self._add_up("adding up norms", [*left, *own], meanwhile)
@@ -496,10 +584,13 @@ class GradientHomes:
             return None
         return sums[len(left) :]
 
-    # ---- between ranks -------------------------------------------------------------------------------------------------------
+    # ---- between ranks ---------------------------------------------------------------------------
 
-    def _add_up(self, what: str, row: list[float], meanwhile: Callable[[], object] = lambda: None) -> list[float]:
-        """The sums of a row over ranks. Raises RankLost where ranks have made other calls, which may have been mixed up."""
+    def _add_up(
+        self, what: str, row: list[float], meanwhile: Callable[[], object] = lambda: None
+    ) -> list[float]:
+        """The sums of a row over ranks. Raises RankLost where ranks have made other calls, which
+        may have been mixed up."""
         digest = self._topology.traffic.digest
         *sums, digests = self._rows.add_up(what, [*row, digest], meanwhile)
         if digests != digest * self._topology.world:
@@ -507,7 +598,8 @@ class GradientHomes:
         return sums
 
     def _reduce(self, unit: Unit, ends: bool = True) -> None:
-        """Starts the reductions of a unit's gradients, bucket by bucket. ends: its home closes after them. Collective."""
+        """Starts the reductions of a unit's gradients, bucket by bucket. ends: its home closes
+        after them. Collective."""
         assert self._reducer is not None
         if unit in self._stepped:
             raise _stepped_already(unit)
@@ -521,7 +613,9 @@ class GradientHomes:
             while self._reducer.is_full:
                 self._arrive()
             name = unit.name if len(buckets) == 1 else f"{unit.name} {number + 1}/{len(buckets)}"
-            grads = [part.shard.param.grad if _fresh(part.shard) else None for part in bucket.ranges]
+            grads = [
+                part.shard.param.grad if _fresh(part.shard) else None for part in bucket.ranges
+            ]
             self._ends.append(ends and bucket is buckets[-1])
             self._reducer.start(name, bucket, grads)
             del grads
@@ -534,7 +628,8 @@ class GradientHomes:
             shard.param.grad = None
 
     def _arrive(self) -> None:
-        """Waits for the oldest reduction and stores its result; after the last one of a unit, closes the unit's home."""
+        """Waits for the oldest reduction and stores its result; after the last one of a unit,
+        closes the unit's home."""
         assert self._reducer is not None
         done, column = self._reducer.finish()
         unit = done.bucket.unit
@@ -545,7 +640,9 @@ class GradientHomes:
                 self.store.add(unit, self.dtype(unit), parts, is_known=False)
         finally:
             self._reducer.release(done, self.store.end_of_reads())
-        self.store.recorder.add("reduce", done.what, done.start_ns, time.monotonic_ns(), done.bucket.num_bytes)
+        self.store.recorder.add(
+            "reduce", done.what, done.start_ns, time.monotonic_ns(), done.bucket.num_bytes
+        )
         if self._ends.popleft():
             self._end(unit)
 
@@ -555,19 +652,23 @@ class GradientHomes:
         self.store.join()
 
     def _reduce_added(self) -> None:
-        """Makes `p.grad` of added parameters the mean (or sum) over the ranks; a rank without one adds zeros. Collective."""
+        """Makes `p.grad` of added parameters the mean (or sum) over the ranks; a rank without one
+        adds zeros. Collective."""
         added = list(self._added)
         given = self._on_any_rank([param.grad is not None for param in added]) if added else []
         for param in itertools.compress(added, given):
             grad = torch.zeros_like(param) if param.grad is None else param.grad.contiguous()
             call(self._topology, "adding up gradients of added parameters", dist.all_reduce, grad)
-            param.grad = grad.div_(self._topology.world) if self._policy.reduce_op == "mean" else grad
+            param.grad = (
+                grad.div_(self._topology.world) if self._policy.reduce_op == "mean" else grad
+            )
 
     def _note_given(self, unit: Unit) -> None:
         self._given.update(shard for shard in unit.shards if _fresh(shard))
 
     def _tell_given(self, unit: Unit) -> None:
-        """Before a unit is stepped in backward: confirms the gradients of parameters that any rank had a gradient of."""
+        """Before a unit is stepped in backward: confirms the gradients of parameters that any rank
+        had a gradient of."""
         flags = self._on_any_rank([shard in self._given for shard in unit.shards])
         for shard, is_given in zip(unit.shards, flags, strict=True):
             if is_given:
@@ -576,13 +677,19 @@ class GradientHomes:
     def _on_any_rank(self, flags: Sequence[bool]) -> list[bool]:
         """For each flag, whether it is True on any rank. Collective; blocks."""
         found = self._on_wire(flags, torch.uint8)
-        call(self._topology, "comparing which gradients there are", dist.all_reduce, found, dist.ReduceOp.MAX)
+        call(
+            self._topology,
+            "comparing which gradients there are",
+            dist.all_reduce,
+            found,
+            dist.ReduceOp.MAX,
+        )
         return [bool(flag) for flag in found.tolist()]
 
     def _on_wire(self, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
         return to_device(torch.tensor(values, dtype=dtype), self._topology.control_device)
 
-    # ---- home ----------------------------------------------------------------------------------------------------------------
+    # ---- home ------------------------------------------------------------------------------------
 
     def _take(self, unit: Unit, ends: bool = True) -> None:
         """With one rank: stores the gradients that autograd left. ends: the unit's home closes."""
@@ -592,7 +699,9 @@ class GradientHomes:
         if unit in self._stepped:
             raise _stepped_already(unit)
         start_ns = time.monotonic_ns()
-        parts = [GradientPart(s, 0, s.param.grad.reshape(-1)) for s in fresh if s.param.grad is not None]
+        parts = [
+            GradientPart(s, 0, s.param.grad.reshape(-1)) for s in fresh if s.param.grad is not None
+        ]
         try:
             self.store.add(unit, self.dtype(unit), parts, is_known=True)
         except BaseException:
@@ -600,7 +709,9 @@ class GradientHomes:
             raise
         if ends:
             self._end(unit)
-        self.store.recorder.add("reduce", unit.name, start_ns, time.monotonic_ns(), unit.shard_bytes)
+        self.store.recorder.add(
+            "reduce", unit.name, start_ns, time.monotonic_ns(), unit.shard_bytes
+        )
         for shard in fresh:
             shard.param.grad = None
 
@@ -617,9 +728,11 @@ class GradientHomes:
 
 
 def lost_gradients(where: str) -> RuntimeError:
-    """The error of a step that an exception has deprived of its gradients. where: what it has ended."""
+    """The error of a step that an exception has deprived of its gradients. where: what it has
+    ended."""
     return RuntimeError(
-        f"{where} ended in an exception, so the gradients are those of a part of the model. They are forgotten: run forward "
+        f"{where} ended in an exception, so the gradients are those of a part of the model. They "
+        "are forgotten: run forward "
         "and backward again before the step"
     )
 
@@ -632,14 +745,17 @@ def _fresh(shard: Shard) -> bool:
 
 def _used(shard: Shard, what: str) -> RuntimeError:
     return RuntimeError(
-        f"the gradient of {shard.name} was used while backward ran, by step_in_backward: it {what}. Set step_in_backward=False "
+        f"the gradient of {shard.name} was used while backward ran, by step_in_backward: it "
+        f"{what}. Set step_in_backward=False "
         "to clip or change gradients between backward and step"
     )
 
 
 def _stepped_already(unit: Unit) -> RuntimeError:
     return RuntimeError(
-        f"unit {unit.name!r} gets gradients after it was stepped in this backward: with step_in_backward every parameter "
-        "takes part in one backward per step, and in one part of it. Set step_in_backward=False to add gradients up. If an "
+        f"unit {unit.name!r} gets gradients after it was stepped in this backward: with "
+        "step_in_backward every parameter "
+        "takes part in one backward per step, and in one part of it. Set step_in_backward=False to "
+        "add gradients up. If an "
         "interrupt came between backward and step, the step was made: go on with the next one"
     )

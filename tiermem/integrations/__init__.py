@@ -1,4 +1,5 @@
-"""Integrations: other libraries' training loops over sharded models. Each module imports its library; nothing here does.
+"""Integrations: other libraries' training loops over sharded models. Each module imports its
+library; nothing here does.
 
     choice        the policy for a model that a training loop asks for: given, from a config, or computed from the memory
     arguments     a DeepSpeed-style config beside transformers' TrainingArguments

@@ -1,14 +1,16 @@
 """Accelerate: `prepare` makes an Accelerator drive a sharded model.
 
     accelerator = Accelerator(gradient_accumulation_steps=2)
-    model, optimizer, loader, scheduler = prepare(accelerator, model, optimizer, loader, scheduler, policy=OffloadPolicy(...))
+    model, optimizer, loader, scheduler = prepare(accelerator, model, optimizer, loader, scheduler,
+    policy=OffloadPolicy(...))
 
     the model       is sharded with the policy, unless it is sharded already; it is not wrapped (DDP) and not moved
     the optimizer   becomes tiermem's of the same kind with the same groups, unless it steps the sharded model already
     everything else as accelerator.prepare
 
-The Accelerator's own methods then work on one and on several ranks: backward, accumulate, clip_grad_norm_, gather. `save_state`
-saves a durable step in `<dir>/tiermem` instead of whole states, and `load_state` opens it.
+The Accelerator's own methods then work on one and on several ranks: backward, accumulate,
+clip_grad_norm_, gather. `save_state` saves a durable step in `<dir>/tiermem` instead of whole
+states, and `load_state` opens it.
 """
 
 from __future__ import annotations
@@ -61,19 +63,22 @@ class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
 
 def prepare(accelerator: Accelerator, *objects: Any, policy: OffloadPolicy | None = None) -> Any:
-    """Prepares a model, its optimizer and any loaders and schedules, in any order, for an Accelerator.
+    """Prepares a model, its optimizer and any loaders and schedules, in any order, for an
+    Accelerator.
 
     Args:
-        objects: one model; at most one optimizer, of its parameters; anything else that `accelerator.prepare` takes.
+        objects: one model; at most one optimizer, of its parameters; anything else that
+            `accelerator.prepare` takes.
         policy: shards a model that is not sharded yet; default: everything in memory.
 
-    Returns the prepared objects in the same order; one alone, not in a tuple. Collective; blocks. Raises ValueError unless
-    there is one model, and for an optimizer that cannot be taken over.
+    Returns the prepared objects in the same order; one alone, not in a tuple. Collective; blocks.
+    Raises ValueError unless there is one model, and for an optimizer that cannot be taken over.
     """
     models = [each for each in objects if isinstance(each, nn.Module)]
     if len(models) != 1:
         raise ValueError(
-            f"prepare was given {len(models)} models; give one, and prepare others with accelerator.prepare"
+            f"prepare was given {len(models)} models; give one, and prepare others with "
+            "accelerator.prepare"
         )
     [model] = models
     optimizer = next((each for each in objects if isinstance(each, torch.optim.Optimizer)), None)
@@ -91,13 +96,17 @@ def prepare(accelerator: Accelerator, *objects: Any, policy: OffloadPolicy | Non
             found.append(each)
         else:
             found.append(each if each is model else accelerator.prepare(each))
-    schedules = torch.optim.lr_scheduler.LRScheduler  # after the optimizers, whose skipped steps they follow
+    # after the optimizers, whose skipped steps they follow
+    schedules = torch.optim.lr_scheduler.LRScheduler
     found = [accelerator.prepare(each) if isinstance(each, schedules) else each for each in found]
     return tuple(found) if len(found) > 1 else found[0]
 
 
 def _sharded(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device, policy: OffloadPolicy | None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    device: torch.device,
+    policy: OffloadPolicy | None,
 ) -> tuple[Shards, NativeOptimizer | None]:
     """The sharded model and the optimizer that steps it."""
     shards = owner_of(model)
@@ -111,8 +120,11 @@ def _sharded(
     return shards, None if choice is None else choice.build()
 
 
-def _save_with(accelerator: Accelerator, shards: Shards, prepared: PreparedOptimizer | None) -> None:
-    """Makes `save_state` and `load_state` save and open durable steps. Both are collective and block."""
+def _save_with(
+    accelerator: Accelerator, shards: Shards, prepared: PreparedOptimizer | None
+) -> None:
+    """Makes `save_state` and `load_state` save and open durable steps. Both are collective and
+    block."""
     native = None if prepared is None else prepared.optimizer
 
     def save_step(_: list[nn.Module], __: list[Any], output_dir: str) -> None:

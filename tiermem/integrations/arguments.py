@@ -4,8 +4,8 @@
     a value         must be that of the training arguments, where the table names one
     not set         the training arguments'
 
-The Trainer counts micro-batches, clips and logs. The config says what is sharded, where it rests, in which precision, and, in
-sections of their own, the optimizer and the schedule.
+The Trainer counts micro-batches, clips and logs. The config says what is sharded, where it rests,
+in which precision, and, in sections of their own, the optimizer and the schedule.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from tiermem.config.root import TiermemConfig
 
 
 def values_of(args: Any, num_steps: int | None) -> dict[str, Any]:
-    """The value of each key that training arguments have too. num_steps: optimizer steps of the training, where known."""
+    """The value of each key that training arguments have too. num_steps: optimizer steps of the
+    training, where known."""
     micro = args.per_device_train_batch_size
     accumulation = args.gradient_accumulation_steps
     found = {
@@ -55,8 +56,9 @@ def config_beside(
 
     hidden_size: of the model; for three sizes of ZeRO that are "auto".
 
-    Raises ConfigError (a ValueError) that lists every wrong key, every value that contradicts the training arguments, and
-    what the Trainer cannot do with a config: fp16 and torch_autocast. Raises OSError when a file cannot be read.
+    Raises ConfigError (a ValueError) that lists every wrong key, every value that contradicts the
+    training arguments, and what the Trainer cannot do with a config: fp16 and torch_autocast.
+    Raises OSError when a file cannot be read.
     """
     raw, source = read_raw(asked)
     raw = copy.deepcopy(raw)
@@ -73,14 +75,17 @@ def config_beside(
         ),
     ):
         if is_on:
-            problems.append(Problem(key, f"true, which TiermemTrainer does not do with a config; {instead}"))
+            problems.append(
+                Problem(key, f"true, which TiermemTrainer does not do with a config; {instead}")
+            )
     if problems:
         raise ConfigError(problems, source)
     return config if hidden_size is None else resolve_auto(config, hidden_size)
 
 
 def hidden_size_of(model: Any) -> int | None:
-    """The hidden size that a model's config names, else None; the largest where there are several."""
+    """The hidden size that a model's config names, else None; the largest where there are
+    several."""
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     sizes = getattr(config, "hidden_sizes", None) or [getattr(config, "hidden_size", None)]
@@ -99,12 +104,22 @@ def _fill(raw: dict[str, Any], values: Mapping[str, Any]) -> Iterator[Problem]:
         if is_auto(holder[key]):
             holder[key] = value
         elif path != "scheduler.params.warmup_min_lr" and not _is_same(holder[key], value):
-            yield Problem(path, f'{holder[key]!r}, but TrainingArguments say {value!r}: give both the same, or "auto"')
+            yield Problem(
+                path,
+                (
+                    f"{holder[key]!r}, but TrainingArguments say {value!r}: give both the same, or "
+                    '"auto"'
+                ),
+            )
 
 
 def _is_same(given: Any, value: Any) -> bool:
     if isinstance(value, list):
-        return isinstance(given, list | tuple) and len(given) == len(value) and all(map(_is_same, given, value))
+        return (
+            isinstance(given, list | tuple)
+            and len(given) == len(value)
+            and all(map(_is_same, given, value))
+        )
     if isinstance(value, bool) or not isinstance(given, int | float):
         return bool(given == value)
     return math.isclose(given, value)

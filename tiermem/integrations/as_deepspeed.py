@@ -1,13 +1,16 @@
-"""as_deepspeed: answers for the modules of DeepSpeed that transformers, accelerate, trl and peft import.
+"""as_deepspeed: answers for the modules of DeepSpeed that transformers, accelerate, trl and peft
+import.
 
     tiermem.as_deepspeed()                        before transformers is imported
     python -m tiermem.as_deepspeed train.py ...   for a script that stays as it is
 
-The folder deepspeed_names, first in sys.path, has a module deepspeed and its metadata. Imported, the module puts a finder into
-sys.meta_path that makes the modules of NAMES. Their names are tiermem's, imported when first used; other names raise
-AttributeError, other modules ModuleNotFoundError. Nothing is patched, and without a call nothing is changed.
+The folder deepspeed_names, first in sys.path, has a module deepspeed and its metadata. Imported,
+the module puts a finder into sys.meta_path that makes the modules of NAMES. Their names are
+tiermem's, imported when first used; other names raise AttributeError, other modules
+ModuleNotFoundError. Nothing is patched, and without a call nothing is changed.
 
-Saved checkpoints are complete copies, as DeepSpeed's are, unless the config sets `tiermem.durability`.
+Saved checkpoints are complete copies, as DeepSpeed's are, unless the config sets
+`tiermem.durability`.
 """
 
 from __future__ import annotations
@@ -51,15 +54,23 @@ DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
 
 VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
 
-# ---- functions and classes under DeepSpeed's names ---------------------------------------------------------------------
+# ---- functions and classes under DeepSpeed's names -----------------------------------------------
 
 
-def initialize(args: Any = None, *more: Any, config: Any = None, config_params: Any = None, **kwargs: Any) -> Any:
-    """tiermem.initialize, whose checkpoints are complete copies unless the config says otherwise. Collective; blocks."""
+def initialize(
+    args: Any = None, *more: Any, config: Any = None, config_params: Any = None, **kwargs: Any
+) -> Any:
+    """tiermem.initialize, whose checkpoints are complete copies unless the config says otherwise.
+    Collective; blocks."""
     init_distributed()
     _check_processes()
     given = next(
-        (each for each in (config, config_params, getattr(args, "deepspeed_config", None)) if each is not None), None
+        (
+            each
+            for each in (config, config_params, getattr(args, "deepspeed_config", None))
+            if each is not None
+        ),
+        None,
     )
     if given is None:
         return start(args, *more, **kwargs)
@@ -79,14 +90,18 @@ def _check_processes() -> None:
     started = dist.get_world_size()
     if counted not in (None, started):
         raise ValueError(
-            f"Accelerate counts {counted} processes, and the launcher has started {started}, so that batches and data would be "
-            f"those of {counted}. Without an accelerator give Accelerator(kwargs_handlers=[InitProcessGroupKwargs("
-            'backend="gloo")]); with one, start the script by `accelerate launch`, or by torchrun alone'
+            f"Accelerate counts {counted} processes, and the launcher has started {started}, so "
+            "that batches and data would be "
+            f"those of {counted}. Without an accelerator give "
+            "Accelerator(kwargs_handlers=[InitProcessGroupKwargs("
+            'backend="gloo")]); with one, start the script by `accelerate launch`, or by torchrun '
+            "alone"
         )
 
 
 def init_distributed(dist_backend: str | None = None, *args: Any, **kwargs: Any) -> None:
-    """tiermem.init_distributed; without a launcher a group of this process alone, which transformers expects."""
+    """tiermem.init_distributed; without a launcher a group of this process alone, which
+    transformers expects."""
     join(dist_backend, *args, **kwargs)
     if not dist.is_initialized():
         hold_no_group()
@@ -94,9 +109,12 @@ def init_distributed(dist_backend: str | None = None, *args: Any, **kwargs: Any)
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds --deepspeed and --deepspeed_config, which `initialize(args, ...)` reads; returns the parser."""
+    """Adds --deepspeed and --deepspeed_config, which `initialize(args, ...)` reads; returns the
+    parser."""
     group = parser.add_argument_group("DeepSpeed", "the config of the engine")
-    group.add_argument("--deepspeed", action="store_true", help="for the script itself; tiermem does not read it")
+    group.add_argument(
+        "--deepspeed", action="store_true", help="for the script itself; tiermem does not read it"
+    )
     group.add_argument("--deepspeed_config", help="the JSON file of the config")
     return parser
 
@@ -127,12 +145,14 @@ def clone_tensors_for_torch_save(item: Any) -> Any:
 
 
 def zero_wrapper_for_fp_tensor_constructor(constructor: Any, *args: Any, **kwargs: Any) -> Any:
-    """The same constructor: tiermem's zero.Init changes no dtype of torch.arange, for which transformers replaces this."""
+    """The same constructor: tiermem's zero.Init changes no dtype of torch.arange, for which
+    transformers replaces this."""
     return constructor
 
 
 class Init(ZeroInit):
-    """tiermem.zero.Init in a process group, which transformers expects inside. Collective; blocks."""
+    """tiermem.zero.Init in a process group, which transformers expects inside. Collective;
+    blocks."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         init_distributed()
@@ -140,17 +160,22 @@ class Init(ZeroInit):
 
     def __exit__(self, kind: Any, *more: Any) -> None:
         given = sys.modules.get("transformers.initialization")
-        if kind is None and given is not None and nn.init.uniform_ is not given.TORCH_INIT_FUNCTIONS["uniform_"]:
+        if (
+            kind is None
+            and given is not None
+            and nn.init.uniform_ is not given.TORCH_INIT_FUNCTIONS["uniform_"]
+        ):
             for module in list(self._seen):
                 _draw_parametrised(module)
         super().__exit__(kind, *more)
 
 
 def _draw_parametrised(module: nn.Module) -> None:
-    """Gives a layer's computed weights the values that torch's layers begin with, also those that older hooks compute.
+    """Gives a layer's computed weights the values that torch's layers begin with, also those that
+    older hooks compute.
 
-    transformers' no_init_weights has left them undefined. It initialises what the files lack after the build, and then writes
-    to `layer.weight`, which is no parameter. The random state stays.
+    transformers' no_init_weights has left them undefined. It initialises what the files lack after
+    the build, and then writes to `layer.weight`, which is no parameter. The random state stays.
     """
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         computed: Any = getattr(module, "parametrizations", {})
@@ -163,7 +188,9 @@ def _draw_parametrised(module: nn.Module) -> None:
             if isinstance(hook, WeightNorm):
                 direction = getattr(module, f"{hook.name}_v")
                 direction.copy_(_drawn(direction))
-                getattr(module, f"{hook.name}_g").copy_(torch.norm_except_dim(direction, 2, hook.dim))
+                getattr(module, f"{hook.name}_g").copy_(
+                    torch.norm_except_dim(direction, 2, hook.dim)
+                )
             elif isinstance(hook, SpectralNorm):
                 weight = getattr(module, f"{hook.name}_orig")
                 weight.copy_(_drawn(weight))
@@ -200,9 +227,12 @@ class DeepSpeedCPUAdam:
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> Any:
-        """Raises ValueError for bias_correction=False; the policy says in which precision states are kept."""
+        """Raises ValueError for bias_correction=False; the policy says in which precision states
+        are kept."""
         if not bias_correction:
-            raise ValueError("bias_correction=False is not done: tiermem corrects the moments, as torch does")
+            raise ValueError(
+                "bias_correction=False is not done: tiermem corrects the moments, as torch does"
+            )
         kind = AdamW if adamw_mode else Adam
         return kind(_without_speed(model_params), lr, betas, eps, weight_decay, amsgrad)
 
@@ -223,14 +253,22 @@ class FusedAdam:
         set_grad_none: bool = True,
     ) -> Any:
         """Raises ValueError as DeepSpeedCPUAdam."""
-        return DeepSpeedCPUAdam(params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode)
+        return DeepSpeedCPUAdam(
+            params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode
+        )
 
 
 class DeepSpeedCPUAdagrad(Adagrad):
-    """Adagrad under DeepSpeed's arguments, and adamw_mode, which Accelerate gives every optimizer."""
+    """Adagrad under DeepSpeed's arguments, and adamw_mode, which Accelerate gives every
+    optimizer."""
 
     def __init__(
-        self, model_params: Any, lr: float = 1e-2, eps: float = 1e-10, weight_decay: float = 0.0, **_: Any
+        self,
+        model_params: Any,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        **_: Any,
     ) -> None:
         super().__init__(_without_speed(model_params), lr, eps=eps, weight_decay=weight_decay)
 
@@ -252,7 +290,7 @@ class DeepSpeedCPULion(Lion):
 FusedLion = DeepSpeedCPULion
 
 
-# ---- the modules -------------------------------------------------------------------------------------------------------
+# ---- the modules ---------------------------------------------------------------------------------
 
 _HERE = "tiermem.integrations.as_deepspeed"
 _ALL = "*"  # every name of a module of tiermem
@@ -266,7 +304,14 @@ NAMES: Mapping[str, Mapping[str, Sequence[str] | str]] = {
     "deepspeed.checkpoint.utils": {_HERE: ("clone_tensors_for_torch_save",)},
     "deepspeed.comm": {
         _HERE: ("get_rank", "get_world_size", "init_distributed"),
-        "torch.distributed": ("is_initialized", "barrier", "broadcast", "all_reduce", "all_gather", "ReduceOp"),
+        "torch.distributed": (
+            "is_initialized",
+            "barrier",
+            "broadcast",
+            "all_reduce",
+            "all_gather",
+            "ReduceOp",
+        ),
     },
     "deepspeed.launcher": {},
     "deepspeed.launcher.runner": {_HERE: ("DEEPSPEED_ENVIRONMENT_NAME",)},
@@ -277,11 +322,16 @@ NAMES: Mapping[str, Mapping[str, Sequence[str] | str]] = {
     "deepspeed.runtime": {},
     "deepspeed.runtime.dataloader": {"tiermem.utils": ("RepeatingLoader",)},
     "deepspeed.runtime.engine": {_HERE: ("DeepSpeedEngine",)},
-    "deepspeed.runtime.lr_schedules": {_HERE: ("VALID_LR_SCHEDULES",), "tiermem.schedule": VALID_LR_SCHEDULES},
+    "deepspeed.runtime.lr_schedules": {
+        _HERE: ("VALID_LR_SCHEDULES",),
+        "tiermem.schedule": VALID_LR_SCHEDULES,
+    },
     "deepspeed.runtime.zero": {_HERE: ("Init",), "tiermem.zero": _ALL},
     "deepspeed.runtime.sequence_parallel": {},
     "deepspeed.runtime.sequence_parallel.ulysses_sp": {"tiermem.zero": ("TiledMLP",)},
-    "deepspeed.runtime.zero.offload_config": {"tiermem.zero": ("OffloadDeviceEnum", "OffloadStateTypeEnum")},
+    "deepspeed.runtime.zero.offload_config": {
+        "tiermem.zero": ("OffloadDeviceEnum", "OffloadStateTypeEnum")
+    },
     "deepspeed.runtime.zero.partition_parameters": {
         _HERE: ("Init", "zero_wrapper_for_fp_tensor_constructor"),
         "tiermem.zero.partition_parameters": _ALL,
@@ -294,9 +344,11 @@ NAMES: Mapping[str, Mapping[str, Sequence[str] | str]] = {
 
 
 def as_deepspeed() -> None:
-    """Makes `import deepspeed`, of the modules in NAMES, mean tiermem in this process. A second call does nothing.
+    """Makes `import deepspeed`, of the modules in NAMES, mean tiermem in this process. A second
+    call does nothing.
 
-    Raises RuntimeError when deepspeed itself, or transformers or accelerate, which looked for it, is imported already.
+    Raises RuntimeError when deepspeed itself, or transformers or accelerate, which looked for it,
+    is imported already.
     """
     if _FOLDER in sys.path:
         return
@@ -340,7 +392,8 @@ def look_up(module: str, name: str) -> Any:
         if (names == _ALL and hasattr(found, name) and not name.startswith("_")) or name in names:
             return getattr(found, name)
     raise AttributeError(
-        f"{module}.{name} is not one of the names of DeepSpeed that tiermem answers: docs/from_deepspeed.md says what to use"
+        f"{module}.{name} is not one of the names of DeepSpeed that tiermem answers: "
+        "docs/from_deepspeed.md says what to use"
     )
 
 
@@ -350,9 +403,13 @@ def main() -> None:
     Processes that it starts with this environment find tiermem under the same names.
     """
     if len(sys.argv) < 2 or (sys.argv[1] == "-m" and len(sys.argv) < 3):
-        raise SystemExit("usage: python -m tiermem.as_deepspeed SCRIPT [ARGUMENTS], or -m MODULE [ARGUMENTS]")
+        raise SystemExit(
+            "usage: python -m tiermem.as_deepspeed SCRIPT [ARGUMENTS], or -m MODULE [ARGUMENTS]"
+        )
     as_deepspeed()
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_FOLDER, os.environ.get("PYTHONPATH"))))
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, (_FOLDER, os.environ.get("PYTHONPATH")))
+    )
     if sys.argv[1] == "-m":
         sys.argv[:] = sys.argv[2:]
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

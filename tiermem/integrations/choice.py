@@ -1,4 +1,5 @@
-"""Choice: the policy of a model that a training loop brings: given, read from a config, or computed from the free memory.
+"""Choice: the policy of a model that a training loop brings: given, read from a config, or computed
+from the free memory.
 
     OffloadPolicy    taken as it is
     config           a DeepSpeed-style dict or JSON file; "auto" and missing values are the training loop's
@@ -45,7 +46,8 @@ PLACES = (
 """Homes of the parameters and of the optimizer's states, fastest first."""
 
 SHARE = 0.7
-"""The part of the free memory that a computed plan may take; activations, batches and the interpreter have the rest."""
+"""The part of the free memory that a computed plan may take; activations, batches and the
+interpreter have the rest."""
 
 
 class Room(NamedTuple):
@@ -56,16 +58,29 @@ class Room(NamedTuple):
 
 
 def find_room(model: nn.Module, device: torch.device) -> Room:
-    """Returns SHARE of the free memory. The weights of the model count as free: they move to the store."""
-    weights = sum(param.nbytes for param in model.parameters() if param.device.type == "cpu" and not _is_virtual(param))
+    """Returns SHARE of the free memory. The weights of the model count as free: they move to the
+    store."""
+    weights = sum(
+        param.nbytes
+        for param in model.parameters()
+        if param.device.type == "cpu" and not _is_virtual(param)
+    )
     on_device = free_and_total(device)[0] if is_accelerator(device) else 0
-    return Room(int(SHARE * (free_host_bytes() + weights * ranks_per_node())), int(SHARE * on_device))
+    return Room(
+        int(SHARE * (free_host_bytes() + weights * ranks_per_node())), int(SHARE * on_device)
+    )
 
 
 def compute_policy(
-    model: nn.Module, num_moments: int, device: torch.device, world: int, folder: str | os.PathLike[str], room: Room
+    model: nn.Module,
+    num_moments: int,
+    device: torch.device,
+    world: int,
+    folder: str | os.PathLike[str],
+    room: Room,
 ) -> OffloadPolicy:
-    """Returns the policy of the first of PLACES whose plan fits `room`. Allocates nothing; makes `folder` if a path is needed.
+    """Returns the policy of the first of PLACES whose plan fits `room`. Allocates nothing; makes
+    `folder` if a path is needed.
 
     Args:
         num_moments: moments per parameter that the optimizer keeps.
@@ -89,11 +104,15 @@ def compute_policy(
         )
         topology = plan_topology(world, policy, ranks)
         try:
-            plan = make_plan(divide(model, policy, topology.num_shards), policy, topology, is_gpu, ranks)
+            plan = make_plan(
+                divide(model, policy, topology.num_shards), policy, topology, is_gpu, ranks
+            )
         except ValueError as found:
             error = found
             continue
-        if plan.host_bytes * ranks <= room.host_bytes and (not is_gpu or plan.device_bytes <= room.device_bytes):
+        if plan.host_bytes * ranks <= room.host_bytes and (
+            not is_gpu or plan.device_bytes <= room.device_bytes
+        ):
             if uses_nvme:
                 Path(folder).mkdir(parents=True, exist_ok=True)
             logger.info(
@@ -105,13 +124,15 @@ def compute_policy(
             )
             return policy
     raise ValueError(
-        f"no plan fits {room.host_bytes} bytes of host memory and {room.device_bytes} bytes of {device}, {SHARE:.0%} of those "
+        f"no plan fits {room.host_bytes} bytes of host memory and {room.device_bytes} bytes of "
+        f"{device}, {SHARE:.0%} of those "
         f"free: give a policy. {error or ''}".rstrip()
     )
 
 
 def with_moments(policy: OffloadPolicy, num_moments: int, keep: int | None) -> OffloadPolicy:
-    """Returns a policy that makes room for these moments and keeps at least `keep` durable steps in the store's files."""
+    """Returns a policy that makes room for these moments and keeps at least `keep` durable steps in
+    the store's files."""
     return dataclasses.replace(policy, num_moments=num_moments, keep=max(policy.keep, keep or 1))
 
 
@@ -122,7 +143,8 @@ def owner_of(model: nn.Module) -> Shards | None:
 
 
 def set_called_together(model: nn.Module, is_so: bool) -> None:
-    """Says whether all ranks must call a model together: transformers' `generate` then goes on until the last rank has ended.
+    """Says whether all ranks must call a model together: transformers' `generate` then goes on
+    until the last rank has ended.
 
     transformers asks for it by this attribute; it was made for FSDP, which needs the same.
     """
@@ -134,13 +156,17 @@ def set_called_together(model: nn.Module, is_so: bool) -> None:
 
 
 def free_host_bytes() -> int:
-    """Bytes of memory that this process may still take: of the machine, and of its control group."""
+    """Bytes of memory that this process may still take: of the machine, and of its control
+    group."""
     with open("/proc/meminfo", encoding="ascii") as file:
         table = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in file}
     found = [table["MemAvailable"]]
     for most, used in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+        (
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        ),
     ):
         numbers = [_number(Path(each)) for each in (most, used)]
         if None not in numbers:
@@ -156,5 +182,6 @@ def _number(file: Path) -> int | None:
 
 
 def _is_virtual(param: nn.Parameter) -> bool:
-    """Whether a parameter has no memory of its own: built under zero.Init, or on the meta device."""
+    """Whether a parameter has no memory of its own: built under zero.Init, or on the meta
+    device."""
     return param.is_meta or 0 in param.stride()

@@ -9,14 +9,15 @@
     makes an accelerator                 refuses FSDP, DeepSpeed and torch.compile, and turns DataParallel off
     moves the model to its device        does nothing: sharding places the parameters
     creates its optimizer, wraps         shards the model, builds tiermem's optimizer of the same kind with the same groups, and
-                                         prepares both so that Accelerate neither wraps (DDP) nor moves them
+                                         prepares both so that Accelerate neither wraps (DDP) nor
+                                         moves them
     gets the micro-batches of a step     with accumulation "layers" runs them block by block, and gives their losses one by one
     saves a checkpoint                   streams model.safetensors and saves a durable step instead of optimizer.pt
     logs                                 adds the store's figures: GB/s, seconds of waiting, what limited
     loads a checkpoint, the best model   opens the durable step, or streams safetensors; optimizer.pt of a plain Trainer too
 
-Nothing is patched: every row is a method that the mixin overrides. Losses, clipping, schedules, logs, callbacks, evaluation
-and generation are the Trainer's.
+Nothing is patched: every row is a method that the mixin overrides. Losses, clipping, schedules,
+logs, callbacks, evaluation and generation are the Trainer's.
 """
 
 from __future__ import annotations
@@ -74,25 +75,31 @@ OPTIMIZER_FILE = "optimizer.pt"
 SCHEDULER_FILE = "scheduler.pt"
 
 _Base: Any = (
-    object  # the classes after the mixin are the Trainer; without types, because many of its fields may be None
+    # the classes after the mixin are the Trainer; without types, because many of its fields may be
+    # None
+    object
 )
 
 
 class TiermemMixin(_Base):  # type: ignore[misc]
-    """The part of TiermemTrainer that any class inheriting from Trainer takes: put it before that class.
+    """The part of TiermemTrainer that any class inheriting from Trainer takes: put it before that
+    class.
 
     Args:
-        tiermem: an OffloadPolicy; a DeepSpeed-style config, as a dict or the path of a JSON file; or "auto": the fastest
-            places whose plan fits the free memory, with the states that do not fit in `args.output_dir`.
+        tiermem: an OffloadPolicy; a DeepSpeed-style config, as a dict or the path of a JSON file;
+            or "auto": the fastest places whose plan fits the free memory, with the states that do
+            not fit in `args.output_dir`.
 
-    The model is sharded when training or evaluation starts, and stays sharded until `close`. The optimizer is tiermem's of the
-    same kind as the one that the Trainer would use (AdamW, Adam, Adagrad, SGD, Lion, Muon); others raise ValueError.
+    The model is sharded when training or evaluation starts, and stays sharded until `close`. The
+    optimizer is tiermem's of the same kind as the one that the Trainer would use (AdamW, Adam,
+    Adagrad, SGD, Lion, Muon); others raise ValueError.
     """
 
     optimizer: Any
     lr_scheduler: Any
     _created_lr_scheduler: Any
-    """As the Trainer has them: the caller's, or those that `create_optimizer` and `create_scheduler` make."""
+    """As the Trainer has them: the caller's, or those that `create_optimizer` and
+    `create_scheduler` make."""
 
     def __init__(self, *args: Any, tiermem: Asked = AUTO, **kwargs: Any) -> None:
         self._asked = tiermem
@@ -102,7 +109,8 @@ class TiermemMixin(_Base):  # type: ignore[misc]
         self._is_owner = False  # whether this trainer has sharded the model, and closes it
         self._passes: LayerwisePasses | None = None  # of accumulation "layers"
         self._micros: list[Any] = []  # the micro-batches of the step
-        self._losses: list[torch.Tensor] = []  # of those that `training_step` has not been called for
+        # of those that `training_step` has not been called for
+        self._losses: list[torch.Tensor] = []
         super().__init__(*args, **kwargs)
 
     @property
@@ -111,10 +119,11 @@ class TiermemMixin(_Base):  # type: ignore[misc]
         return self._shards
 
     def close(self, materialize: bool = False) -> None:
-        """Ends the sharding that this trainer began: closes the store and removes its files, unless they hold a checkpoint.
+        """Ends the sharding that this trainer began: closes the store and removes its files, unless
+        they hold a checkpoint.
 
-        With materialize the model keeps its weights as ordinary tensors (collective; takes the whole model's memory). Without
-        it the weights are gone. Blocks. A second call does nothing.
+        With materialize the model keeps its weights as ordinary tensors (collective; takes the
+        whole model's memory). Without it the weights are gone. Blocks. A second call does nothing.
         """
         shards = self._shards
         self._shards = None
@@ -124,45 +133,55 @@ class TiermemMixin(_Base):  # type: ignore[misc]
             set_called_together(shards.model, False)
             shards.close(materialize)
 
-    # ---- start -----------------------------------------------------------------------------------------------------------
+    # ---- start -----------------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
         """Creates the accelerator.
 
-        Raises ValueError for arguments that ask for another way of sharding, or for compiling; on several ranks, for an
-        Accelerate that would wrap the model in DDP.
+        Raises ValueError for arguments that ask for another way of sharding, or for compiling; on
+        several ranks, for an Accelerate that would wrap the model in DDP.
         """
         for name in ("fsdp", "deepspeed", "torch_compile"):
             if getattr(self.args, name, None):
                 raise ValueError(
-                    f"TrainingArguments({name}={getattr(self.args, name)!r}) with TiermemTrainer, which shards the model "
+                    f"TrainingArguments({name}={getattr(self.args, name)!r}) with TiermemTrainer, "
+                    "which shards the model "
                     f"itself: leave {name} out, or use transformers' own Trainer"
                 )
         if self.args.world_size > 1 and Version(accelerate.__version__) < Version("1.14"):
             raise ValueError(
-                f"TiermemTrainer on several ranks with accelerate {accelerate.__version__}, which wraps every model in DDP: "
+                f"TiermemTrainer on several ranks with accelerate {accelerate.__version__}, which "
+                "wraps every model in DDP: "
                 'pip install -U "accelerate>=1.14"'
             )
         if self.args.n_gpu > 1:
-            self.args._n_gpu = 1  # as transformers does for models on several devices: no DataParallel
+            # as transformers does for models on several devices: no DataParallel
+            self.args._n_gpu = 1
         if not isinstance(self._asked, OffloadPolicy) and self._asked != AUTO:
             if isinstance(self._asked, (str, os.PathLike)) and not is_json(self._asked):
-                self._asked = os.path.abspath(self._asked)  # it is read again when the schedule is made
+                # it is read again when the schedule is made
+                self._asked = os.path.abspath(self._asked)
             self._config = config_beside(self._asked, self.args, hidden_size_of(self.model))
         super().create_accelerator_and_postprocess()
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        """Turns off autocast's cache, which keeps a copy of every weight; with a config, autocast itself."""
+        """Turns off autocast's cache, which keeps a copy of every weight; with a config, autocast
+        itself."""
         args: dict[str, Any] = super()._build_accelerator_args(**kwargs)
         if self._config is not None:
             args["mixed_precision"] = "no"  # the config's precision is that of the model
-        return {**args, "kwargs_handlers": [*args["kwargs_handlers"], AutocastKwargs(cache_enabled=False)]}
+        return {
+            **args,
+            "kwargs_handlers": [*args["kwargs_handlers"], AutocastKwargs(cache_enabled=False)],
+        }
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Does nothing: the model goes to the device when it is sharded, as far as its policy says."""
+        """Does nothing: the model goes to the device when it is sharded, as far as its policy
+        says."""
 
     def _prepare_input(self, data: Any) -> Any:
-        """Casts floating-point inputs to the config's precision, as transformers does with DeepSpeed; models are in it."""
+        """Casts floating-point inputs to the config's precision, as transformers does with
+        DeepSpeed; models are in it."""
         found = super()._prepare_input(data)
         is_cast = self._config is not None and self._config.precision != "fp32"
         if is_cast and isinstance(found, torch.Tensor) and found.is_floating_point():
@@ -170,7 +189,8 @@ class TiermemMixin(_Base):  # type: ignore[misc]
         return found
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """Creates the optimizer as the class after the mixin does, then takes it over. Collective; blocks."""
+        """Creates the optimizer as the class after the mixin does, then takes it over. Collective;
+        blocks."""
         if self._native() is None and not self._has_section("optimizer"):
             super().create_optimizer(*args, **kwargs)
         return self._take_over()
@@ -186,32 +206,44 @@ class TiermemMixin(_Base):  # type: ignore[misc]
             return self.lr_scheduler
         return super().create_scheduler(num_training_steps, *args, **kwargs)
 
-    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+    def _wrap_model(
+        self, model: nn.Module, training: bool = True, dataloader: Any = None
+    ) -> nn.Module:
         """Shards the model if it is not sharded; wraps nothing. Collective; blocks."""
         if model is not self.model:
             return model
-        if training or (self.train_dataset is not None and any(p.requires_grad for p in model.parameters())):
+        if training or (
+            self.train_dataset is not None and any(p.requires_grad for p in model.parameters())
+        ):
             if self.optimizer is None:
                 self.create_optimizer()  # evaluation before training
             self.optimizer = self.accelerator.prepare(self._take_over(), device_placement=[False])
         else:
             self._shard(is_trained=False, num_moments=0)
-        prepared: nn.Module = self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+        prepared: nn.Module = self.accelerator.prepare_model(
+            model, device_placement=False, evaluation_mode=True
+        )
         return prepared
 
     def _native(self) -> NativeOptimizer | None:
         """Tiermem's optimizer of the sharded model, without Accelerate's wrapper."""
         inner = unwrapped(self.optimizer)
-        return inner if isinstance(inner, NativeOptimizer) and owner_of(self.model) is not None else None
+        return (
+            inner
+            if isinstance(inner, NativeOptimizer) and owner_of(self.model) is not None
+            else None
+        )
 
     def _take_over(self) -> torch.optim.Optimizer:
-        """Shards the model for the trainer's optimizer, and replaces the optimizer by tiermem's of the same kind."""
+        """Shards the model for the trainer's optimizer, and replaces the optimizer by tiermem's of
+        the same kind."""
         if self._native() is None:
             choice = self._choice()
             self._shard(is_trained=True, num_moments=choice.num_moments)
             self.optimizer = choice.build()
             if self.lr_scheduler is not None:
-                self.lr_scheduler.optimizer = self.optimizer  # it was built for the optimizer that ours replaces
+                # it was built for the optimizer that ours replaces
+                self.lr_scheduler.optimizer = self.optimizer
         self._shards = owner_of(self.model)
         if self._shards is not None and self._meter is None:
             self._meter = Meter(self._shards.store.recorder, self._shards.store.stats)
@@ -222,7 +254,9 @@ class TiermemMixin(_Base):  # type: ignore[misc]
         if self._config is None or not self._has_section("optimizer"):
             return take_over(unwrapped(self.optimizer))
         if self.optimizer is not None:
-            raise ValueError("the config has an optimizer and the Trainer was given one: leave one of them out")
+            raise ValueError(
+                "the config has an optimizer and the Trainer was given one: leave one of them out"
+            )
         choice = choose_optimizer(self._config, self.model, None, None)
         assert choice is not None
         return choice
@@ -232,7 +266,8 @@ class TiermemMixin(_Base):  # type: ignore[misc]
 
     def _shard(self, is_trained: bool, num_moments: int) -> None:
         found = owner_of(self.model)
-        if self._shards is not None and found is not self._shards:  # the trainer has made a new model (model_init)
+        # the trainer has made a new model (model_init)
+        if self._shards is not None and found is not self._shards:
             self.close()
         if found is None:
             policy = self._policy(num_moments)
@@ -254,10 +289,12 @@ class TiermemMixin(_Base):  # type: ignore[misc]
             return with_moments(self._asked, num_moments, keep)
         world = self.args.world_size
         room = find_room(self.model, self.args.device)
-        computed = compute_policy(self.model, num_moments, self.args.device, world, self.args.output_dir, room)
+        computed = compute_policy(
+            self.model, num_moments, self.args.device, world, self.args.output_dir, room
+        )
         return with_moments(computed, num_moments, keep)
 
-    # ---- accumulation "layers" -------------------------------------------------------------------------------------------
+    # ---- accumulation "layers" -------------------------------------------------------------------
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Keeps the micro-batches of a step for `training_step`."""
@@ -269,10 +306,11 @@ class TiermemMixin(_Base):  # type: ignore[misc]
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None, **kwargs: Any
     ) -> torch.Tensor:
-        """As the class after the mixin; with accumulation "layers" the first call of a step computes all gradients.
+        """As the class after the mixin; with accumulation "layers" the first call of a step
+        computes all gradients.
 
-        Collective; blocks. Raises NoChainError where the model is no chain of blocks, ValueError for a trainer whose class has
-        a `training_step` of its own.
+        Collective; blocks. Raises NoChainError where the model is no chain of blocks, ValueError
+        for a trainer whose class has a `training_step` of its own.
         """
         if self._passes is None:
             found: torch.Tensor = super().training_step(model, inputs, num_items_in_batch, **kwargs)
@@ -280,11 +318,14 @@ class TiermemMixin(_Base):  # type: ignore[misc]
         if not self._losses:
             if super().training_step.__func__ is not Trainer.training_step:
                 raise ValueError(
-                    f'{type(self).__name__} has a training_step of its own, and accumulation is "layers", which computes the '
+                    f"{type(self).__name__} has a training_step of its own, and accumulation is "
+                    '"layers", which computes the '
                     'losses of a step\'s micro-batches together: set it to "batches"'
                 )
             model.train()
-            given = [(model, self._prepare_inputs(each), num_items_in_batch) for each in self._micros]
+            given = [
+                (model, self._prepare_inputs(each), num_items_in_batch) for each in self._micros
+            ]
             with self._passes.step([functools.partial(self._loss, *each) for each in given]):
                 self._passes.forward()
                 self._losses = self._passes.backward(self.accelerator.backward)
@@ -293,25 +334,32 @@ class TiermemMixin(_Base):  # type: ignore[misc]
     def _loss(self, model: nn.Module, inputs: Any, num_items: Any) -> torch.Tensor:
         """The loss of a micro-batch, whose gradients add up to those of the step."""
         with self.compute_loss_context_manager():  # a copy, because a loss may take its labels out
-            loss: torch.Tensor = self.compute_loss(model, copy.copy(inputs), num_items_in_batch=num_items)
+            loss: torch.Tensor = self.compute_loss(
+                model, copy.copy(inputs), num_items_in_batch=num_items
+            )
         is_scaled = getattr(self, "loss_is_scaled_for_ga", None)
         if is_scaled is None:
-            is_scaled = (self.model_accepts_loss_kwargs and num_items is not None) or self.compute_loss_func is not None
+            is_scaled = (
+                self.model_accepts_loss_kwargs and num_items is not None
+            ) or self.compute_loss_func is not None
         return loss if is_scaled else loss / len(self._micros)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Logs, and adds to what is logged of training what the store did since the log before (`Figures`)."""
+        """Logs, and adds to what is logged of training what the store did since the log before
+        (`Figures`)."""
         if self._meter is not None and "loss" in logs:
-            logs |= {f"tiermem_{name}": figure for name, figure in self._meter.look().as_logged().items()}  # type: ignore[misc]
+            for name, figure in self._meter.look().as_logged().items():
+                logs[f"tiermem_{name}"] = figure  # type: ignore[assignment]
         super().log(logs, *args, **kwargs)
 
-    # ---- saving ----------------------------------------------------------------------------------------------------------
+    # ---- saving ----------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes model.safetensors, one parameter in memory at a time, and the files that the Trainer writes beside it.
+        """Writes model.safetensors, one parameter in memory at a time, and the files that the
+        Trainer writes beside it.
 
-        With adapters (PEFT) it writes what peft asks for: all adapters, and resized embeddings. Collective; blocks; raises
-        OSError on every rank when rank 0 cannot write the weights.
+        With adapters (PEFT) it writes what peft asks for: all adapters, and resized embeddings.
+        Collective; blocks; raises OSError on every rank when rank 0 cannot write the weights.
         """
         if self._shards is None:
             super().save_model(output_dir, _internal_call)
@@ -330,26 +378,40 @@ class TiermemMixin(_Base):  # type: ignore[misc]
             self._save(folder, state_dict=state)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Saves a durable step into the checkpoint's folder, and scheduler.pt. Collective; blocks until it is complete."""
+        """Saves a durable step into the checkpoint's folder, and scheduler.pt. Collective; blocks
+        until it is complete."""
         assert self._shards is not None
         folder = Path(output_dir)
         beside = Beside(engine={"global_steps": self.state.global_step})
         with times_kept(folder.parent):
-            save(self._shards, self._native(), folder.parent, folder.name, copy=not self._keeps_newest(), beside=beside)
+            save(
+                self._shards,
+                self._native(),
+                folder.parent,
+                folder.name,
+                copy=not self._keeps_newest(),
+                beside=beside,
+            )
             wait(self._shards)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_FILE)
 
     def _keeps_newest(self) -> bool:
-        """Whether the Trainer keeps the newest checkpoints alone, as the store's own files do. Otherwise each is a copy."""
+        """Whether the Trainer keeps the newest checkpoints alone, as the store's own files do.
+        Otherwise each is a copy."""
         limit = self.args.save_total_limit
         return limit is not None and limit > 0 and self.args.metric_for_best_model is None
 
-    # ---- loading ---------------------------------------------------------------------------------------------------------
+    # ---- loading ---------------------------------------------------------------------------------
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Loads weights, unless the folder has a durable step or DeepSpeed's: that is opened when the optimizer exists."""
-        if (Path(resume_from_checkpoint) / POINTER_FILE).is_file() or is_deepspeed(Path(resume_from_checkpoint)):
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
+        """Loads weights, unless the folder has a durable step or DeepSpeed's: that is opened when
+        the optimizer exists."""
+        if (Path(resume_from_checkpoint) / POINTER_FILE).is_file() or is_deepspeed(
+            Path(resume_from_checkpoint)
+        ):
             return
         if has_adapters(self.model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -364,7 +426,8 @@ class TiermemMixin(_Base):  # type: ignore[misc]
             load_weights(self.model, Path(self.state.best_model_checkpoint))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Opens the durable step of a checkpoint, DeepSpeed's, or the optimizer.pt of a plain Trainer. Collective; blocks."""
+        """Opens the durable step of a checkpoint, DeepSpeed's, or the optimizer.pt of a plain
+        Trainer. Collective; blocks."""
         if checkpoint is None:
             return
         folder = Path(checkpoint)
@@ -373,7 +436,8 @@ class TiermemMixin(_Base):  # type: ignore[misc]
         if (folder / POINTER_FILE).is_file():
             load(self._shards, optimizer, folder)
         elif is_deepspeed(folder):
-            own = self.lr_scheduler if self._has_section("scheduler") else None  # DeepSpeed's state fits its schedules
+            # DeepSpeed's state fits its schedules
+            own = self.lr_scheduler if self._has_section("scheduler") else None
             with in_own_format(self._shards.topology, folder, None) as (copy, tag):
                 load(self._shards, optimizer, copy, tag, scheduler=own)
             if own is None and not (folder / SCHEDULER_FILE).is_file():
@@ -390,10 +454,11 @@ class TiermemTrainer(TiermemMixin, Trainer):
     """transformers' Trainer over a sharded model: see TiermemMixin for the argument `tiermem`."""
 
     mixin = TiermemMixin
-    """Put it before another class that inherits from Trainer: `class Mine(TiermemTrainer.mixin, SFTTrainer)`."""
+    """Put it before another class that inherits from Trainer: `class Mine(TiermemTrainer.mixin,
+    SFTTrainer)`."""
 
 
-# ---- models and optimizers -------------------------------------------------------------------------------------------
+# ---- models and optimizers -----------------------------------------------------------------------
 
 
 def unwrapped(optimizer: Any) -> Any:
@@ -405,9 +470,11 @@ def unwrapped(optimizer: Any) -> Any:
 
 @contextlib.contextmanager
 def times_kept(folder: Path) -> Iterator[None]:
-    """A block that leaves the times of the folders in `folder`: dropping an old step changes its folder's, by which the Trainer
-    finds the oldest checkpoint."""
-    times = {each: each.stat() for each in folder.iterdir() if each.is_dir()} if folder.is_dir() else {}
+    """A block that leaves the times of the folders in `folder`: dropping an old step changes its
+    folder's, by which the Trainer finds the oldest checkpoint."""
+    times = (
+        {each: each.stat() for each in folder.iterdir() if each.is_dir()} if folder.is_dir() else {}
+    )
     yield
     for each, before in times.items():
         with contextlib.suppress(FileNotFoundError):
@@ -415,7 +482,8 @@ def times_kept(folder: Path) -> Iterator[None]:
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:
-    """Fills a model from a folder with safetensors, or with pytorch_model.bin. Collective for sharded models; blocks.
+    """Fills a model from a folder with safetensors, or with pytorch_model.bin. Collective for
+    sharded models; blocks.
 
     Raises ValueError for names or shapes that do not match, OSError for missing files.
     """

@@ -13,8 +13,8 @@
     loads a checkpoint               opens that folder, or a file that another strategy saved
     ends                             leaves the module sharded, for the next `fit`, `test` or `predict`, until `close`
 
-Losses, clipping, accumulation, schedules, precision, callbacks and logs are Lightning's. Nothing is patched: every row is a
-method of DDPStrategy that is overridden.
+Losses, clipping, accumulation, schedules, precision, callbacks and logs are Lightning's. Nothing is
+patched: every row is a method of DDPStrategy that is overridden.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ from tiermem.run.shards import Shards
 TAG = "tiermem"
 OWN_FILE = "lightning.ckpt"
 
-_Base: Any = DDPStrategy  # without types, because Lightning may not be installed where types are checked
+# without types, because Lightning may not be installed where types are checked
+_Base: Any = DDPStrategy
 
 
 class TiermemStrategy(_Base):  # type: ignore[misc]
@@ -51,11 +52,13 @@ class TiermemStrategy(_Base):  # type: ignore[misc]
 
     Args:
         policy: where parameters, gradients and states rest; default: everything in memory.
-        options: those of DDPStrategy about processes: accelerator, parallel_devices, cluster_environment, checkpoint_io,
-            precision_plugin, process_group_backend, timeout, start_method.
+        options: those of DDPStrategy about processes: accelerator, parallel_devices,
+            cluster_environment, checkpoint_io, precision_plugin, process_group_backend, timeout,
+            start_method.
 
-    `configure_optimizers` gives one optimizer, tiermem's or torch's of the same name (AdamW, Adam, Adagrad, SGD, Lion, Muon);
-    others, and several, raise ValueError. Its groups and schedules are kept.
+    `configure_optimizers` gives one optimizer, tiermem's or torch's of the same name (AdamW, Adam,
+    Adagrad, SGD, Lion, Muon); others, and several, raise ValueError. Its groups and schedules are
+    kept.
     """
 
     strategy_name = "tiermem"
@@ -67,7 +70,8 @@ class TiermemStrategy(_Base):  # type: ignore[misc]
     def __init__(self, policy: OffloadPolicy | None = None, **options: Any) -> None:
         super().__init__(**options)
         self._policy = policy or OffloadPolicy()
-        self._opened: Path | None = None  # the folder of this strategy that `load_checkpoint` has opened last
+        # the folder of this strategy that `load_checkpoint` has opened last
+        self._opened: Path | None = None
 
     @property
     def shards(self) -> Shards | None:
@@ -77,18 +81,19 @@ class TiermemStrategy(_Base):  # type: ignore[misc]
     def close(self, materialize: bool = False) -> None:
         """Ends the sharding: closes the store and removes its files.
 
-        With materialize the module keeps its weights as ordinary tensors (collective; takes the whole model's memory). Without
-        it the weights are gone. Blocks. A second call does nothing.
+        With materialize the module keeps its weights as ordinary tensors (collective; takes the
+        whole model's memory). Without it the weights are gone. Blocks. A second call does nothing.
         """
         shards = self.shards
         if shards is not None:
             set_called_together(shards.model, False)
             shards.close(materialize)
 
-    # ---- start -----------------------------------------------------------------------------------------------------------
+    # ---- start -----------------------------------------------------------------------------------
 
     def _configure_launcher(self) -> None:
-        """Chooses what starts the other processes; alone nothing, which would leave a launcher's variables to this process."""
+        """Chooses what starts the other processes; alone nothing, which would leave a launcher's
+        variables to this process."""
         if self.num_processes * self.num_nodes > 1:
             super()._configure_launcher()
 
@@ -100,7 +105,8 @@ class TiermemStrategy(_Base):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Inside, tensors have the dtype of the Trainer's precision. They go to the device when the module is sharded."""
+        """Inside, tensors have the dtype of the Trainer's precision. They go to the device when the
+        module is sharded."""
         with self.precision_plugin.tensor_init_context():
             yield
 
@@ -111,7 +117,8 @@ class TiermemStrategy(_Base):  # type: ignore[misc]
             yield
 
     def setup(self, trainer: Any) -> None:
-        """Shards the module, unless it is sharded, and sets up its optimizer. Collective; blocks."""
+        """Shards the module, unless it is sharded, and sets up its optimizer. Collective;
+        blocks."""
         self.accelerator.setup(trainer)
         if self.shards is None:
             self.model = self.precision_plugin.convert_module(self.model)
@@ -122,11 +129,13 @@ class TiermemStrategy(_Base):  # type: ignore[misc]
         self.setup_precision_plugin()
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Replaces the optimizer that `configure_optimizers` gives by tiermem's. Collective; blocks. Raises ValueError."""
+        """Replaces the optimizer that `configure_optimizers` gives by tiermem's. Collective;
+        blocks. Raises ValueError."""
         super().setup_optimizers(trainer)
         if len(self.optimizers) != 1:
             raise ValueError(
-                f"configure_optimizers gives {len(self.optimizers)} optimizers; a sharded module has one: make one optimizer "
+                f"configure_optimizers gives {len(self.optimizers)} optimizers; a sharded module "
+                "has one: make one optimizer "
                 "with several parameter groups"
             )
         choice = take_over(self.optimizers[0])
@@ -135,7 +144,8 @@ class TiermemStrategy(_Base):  # type: ignore[misc]
             self._shard(choice.num_moments)
         elif before is not None:
             raise ValueError(
-                "this module was trained already, and its optimizer's states rest beside it: call strategy.close("
+                "this module was trained already, and its optimizer's states rest beside it: call "
+                "strategy.close("
                 "materialize=True) before another fit"
             )
         native = choice.build()
@@ -145,7 +155,8 @@ class TiermemStrategy(_Base):  # type: ignore[misc]
         self.optimizers = [native]
 
     def model_to_device(self) -> None:
-        """Does nothing: the module goes to the device when it is sharded, as far as its policy says."""
+        """Does nothing: the module goes to the device when it is sharded, as far as its policy
+        says."""
 
     def _shard(self, num_moments: int, is_trained: bool = True) -> None:
         module: nn.Module = self.lightning_module
@@ -160,7 +171,7 @@ class TiermemStrategy(_Base):  # type: ignore[misc]
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
 
-    # ---- checkpoints -----------------------------------------------------------------------------------------------------
+    # ---- checkpoints -----------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Nothing: a durable step has the weights."""
@@ -170,19 +181,33 @@ class TiermemStrategy(_Base):  # type: ignore[misc]
         """Nothing: a durable step has the states."""
         return {}
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Saves a durable step and Lightning's own values in a folder. Collective; blocks until all is on the disk."""
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        """Saves a durable step and Lightning's own values in a folder. Collective; blocks until all
+        is on the disk."""
         folder = Path(self.broadcast(str(filepath)))
         shards = self.shards
         assert shards is not None
-        save(shards, self._native() if "optimizer_states" in checkpoint else None, folder, TAG, copy=True)
+        save(
+            shards,
+            self._native() if "optimizer_states" in checkpoint else None,
+            folder,
+            TAG,
+            copy=True,
+        )
         wait(shards)
         if self.is_global_zero:
-            self.checkpoint_io.save_checkpoint(checkpoint, folder / OWN_FILE, storage_options=storage_options)
+            self.checkpoint_io.save_checkpoint(
+                checkpoint, folder / OWN_FILE, storage_options=storage_options
+            )
         self.barrier()
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Lightning's own values of a folder that this strategy saved, or all of another strategy's file. Blocks."""
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Lightning's own values of a folder that this strategy saved, or all of another strategy's
+        file. Blocks."""
         folder = Path(checkpoint_path)
         self._opened = folder if (folder / TAG).is_dir() else None
         path = checkpoint_path if self._opened is None else folder / OWN_FILE
@@ -195,7 +220,8 @@ class TiermemStrategy(_Base):  # type: ignore[misc]
         return True
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Opens the weights of the durable step, or loads another strategy's weights. Collective; blocks."""
+        """Opens the weights of the durable step, or loads another strategy's weights. Collective;
+        blocks."""
         shards = self.shards
         assert shards is not None
         if self._opened is None:
@@ -204,7 +230,8 @@ class TiermemStrategy(_Base):  # type: ignore[misc]
             load(shards, None, self._opened / TAG)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Opens the durable step whole, or loads the states of another strategy's file. Collective; blocks.
+        """Opens the durable step whole, or loads the states of another strategy's file. Collective;
+        blocks.
 
         Lightning calls it after callbacks have changed what is trained and the optimizer's groups.
         """
@@ -215,7 +242,8 @@ class TiermemStrategy(_Base):  # type: ignore[misc]
             return
         for callback in module.trainer.callbacks:
             if isinstance(callback, BaseFinetuning):
-                callback.on_fit_start(module.trainer, module)  # ran before the callback's own state was restored
+                # ran before the callback's own state was restored
+                callback.on_fit_start(module.trainer, module)
         if self._opened is None:
             native.load_state_dict(checkpoint["optimizer_states"][0])
         else:

@@ -1,11 +1,13 @@
 """Models: `from_pretrained` builds a transformers model whose weights are never whole in memory.
 
     name or folder -> config -> class -> built under zero.Init: every rank keeps its part
-    each tensor of the safetensors files -> converted if need be -> where the policy's parameters rest
-    a quantised model -> the values that its files mean, in the dtype of the model
-    an adapter -> its base model, opened in the same way -> peft adds the adapter, whose weights are ordinary parameters
+    each tensor of the safetensors files -> converted if need be -> where the policy's parameters
+    rest a quantised model -> the values that its files mean, in the dtype of the model
+    an adapter -> its base model, opened in the same way -> peft adds the adapter, whose weights are
+    ordinary parameters
 
-The result is a model as zero.Init builds it: `tiermem.shard`, `initialize` and TiermemTrainer take it.
+The result is a model as zero.Init builds it: `tiermem.shard`, `initialize` and TiermemTrainer take
+it.
 """
 
 from __future__ import annotations
@@ -43,31 +45,43 @@ def from_pretrained(
     dtype: torch.dtype | str = "auto",
     **kwargs: Any,
 ) -> nn.Module:
-    """Builds a transformers model and streams its safetensors to where the policy's parameters rest.
+    """Builds a transformers model and streams its safetensors to where the policy's parameters
+    rest.
 
     Args:
-        name_or_dir: a folder, or a name on the Hugging Face hub, whose files are downloaded; of a model, or of a PEFT adapter.
+        name_or_dir: a folder, or a name on the Hugging Face hub, whose files are downloaded; of a
+            model, or of a PEFT adapter.
         policy: of the model; give `shard` or the Trainer the same. Default: everything in memory.
-        model_class: a class of transformers, or one of its AutoModel classes. Default: the class that the config names.
-        dtype: of the weights: a dtype, or "auto": the config's, else that of the files. What transformers keeps in fp32 beside
-            bf16 or fp16 is fp32.
-        kwargs: `config`; revision, cache_dir, token, local_files_only, force_download, subfolder; others change the config.
+        model_class: a class of transformers, or one of its AutoModel classes. Default: the class
+            that the config names.
+        dtype: of the weights: a dtype, or "auto": the config's, else that of the files. What
+            transformers keeps in fp32 beside bf16 or fp16 is fp32.
+        kwargs: `config`; revision, cache_dir, token, local_files_only, force_download, subfolder;
+            others change the config.
 
-    Returns the model in evaluation mode. Weights that the files lack get initial values, with a warning. Each rank reads the
-    files and keeps its part; in memory is one tensor at a time, or one block of the model where its files have another format.
-    Quantised files are dequantised. An adapter gives a peft.PeftModel that is ready to be trained. Collective; blocks. Raises
-    ValueError for files that do not fit, and for quantised ones that transformers cannot dequantise while it reads them;
-    OSError for missing files; ImportError for an adapter without the peft library.
+    Returns the model in evaluation mode. Weights that the files lack get initial values, with a
+    warning. Each rank reads the files and keeps its part; in memory is one tensor at a time, or one
+    block of the model where its files have another format. Quantised files are dequantised. An
+    adapter gives a peft.PeftModel that is ready to be trained. Collective; blocks. Raises
+    ValueError for files that do not fit, and for quantised ones that transformers cannot dequantise
+    while it reads them; OSError for missing files; ImportError for an adapter without the peft
+    library.
     """
     hub = {name: kwargs.pop(name) for name in _OF_HUB if name in kwargs}
     folder = _folder_of(name_or_dir, str(kwargs.pop("subfolder", "")), hub)
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
-        return _with_adapter(folder, policy=policy, model_class=model_class, dtype=dtype, **hub, **kwargs)
+        return _with_adapter(
+            folder, policy=policy, model_class=model_class, dtype=dtype, **hub, **kwargs
+        )
     config = kwargs.pop("config", None)
     if config is None:
-        config, unused = transformers.AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **kwargs)
+        config, unused = transformers.AutoConfig.from_pretrained(
+            folder, return_unused_kwargs=True, **kwargs
+        )
         if unused:
-            raise ValueError(f"from_pretrained was given {', '.join(unused)}, which the config does not have")
+            raise ValueError(
+                f"from_pretrained was given {', '.join(unused)}, which the config does not have"
+            )
     config = copy.deepcopy(config)
     quantizer = take_quantizer(config)
     kind = class_of(config, model_class)
@@ -78,7 +92,9 @@ def from_pretrained(
     _keep_in_fp32(model, chosen)
     lacking = load_pretrained_weights(model, folder, may_lack=True, quantizer=quantizer)
     if lacking:
-        logger.warning("%s lacks %s, which have initial values: train them", folder, ", ".join(sorted(lacking)))
+        logger.warning(
+            "%s lacks %s, which have initial values: train them", folder, ", ".join(sorted(lacking))
+        )
     if (folder / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     found: nn.Module = model.eval()
@@ -86,7 +102,8 @@ def from_pretrained(
 
 
 def _keep_in_fp32(model: Any, dtype: torch.dtype) -> None:
-    """Makes the parameters and buffers fp32 that transformers keeps so beside this dtype (`_keep_in_fp32_modules`)."""
+    """Makes the parameters and buffers fp32 that transformers keeps so beside this dtype
+    (`_keep_in_fp32_modules`)."""
     keep_buffers_in_fp32(model, dtype)
     kept = names_in_fp32(model, dtype)
     for name, param in model.named_parameters():
@@ -102,10 +119,13 @@ def class_of(config: Any, model_class: Any = None) -> Any:
         found = model_class if mapping is None else mapping[type(config)]
         return found[0] if isinstance(found, tuple) else found
     names = getattr(config, "architectures", None) or []
-    found = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
+    found = next(
+        (getattr(transformers, name) for name in names if hasattr(transformers, name)), None
+    )
     if found is None:
         raise ValueError(
-            f"the config names {names} as its architecture, which transformers does not have: give model_class"
+            f"the config names {names} as its architecture, which transformers does not have: give "
+            "model_class"
         )
     return found
 
@@ -123,11 +143,17 @@ def _with_adapter(folder: Path, **given: Any) -> nn.Module:
     try:
         peft = importlib.import_module("peft")
     except ImportError as error:
-        raise ImportError(f"{folder} holds an adapter, which the peft library opens: pip install peft") from error
+        raise ImportError(
+            f"{folder} holds an adapter, which the peft library opens: pip install peft"
+        ) from error
     config = peft.PeftConfig.from_pretrained(folder)
     if not config.base_model_name_or_path:
-        raise ValueError(f"{folder} does not name its base model: set base_model_name_or_path in adapter_config.json")
-    given["revision"] = getattr(config, "revision", None)  # of the base model; a given one is the adapter's
+        raise ValueError(
+            f"{folder} does not name its base model: set base_model_name_or_path in "
+            "adapter_config.json"
+        )
+    # of the base model; a given one is the adapter's
+    given["revision"] = getattr(config, "revision", None)
     base = from_pretrained(config.base_model_name_or_path, **given)
     found: nn.Module = peft.PeftModel.from_pretrained(base, folder, is_trainable=True)
     return found.eval()
@@ -142,13 +168,17 @@ def _dtype_of(asked: torch.dtype | str, config: Any, folder: Path) -> torch.dtyp
     said = getattr(torch, said) if isinstance(said, str) else said
     if isinstance(said, torch.dtype):
         return said
-    stored = (each.dtype for each in sorted(read_header(find_files(folder)[0])))  # by name, as transformers looks
-    return next((each for each in stored if each.is_floating_point and each.itemsize > 1), torch.float32)
+    # by name, as transformers looks
+    stored = (each.dtype for each in sorted(read_header(find_files(folder)[0])))
+    return next(
+        (each for each in stored if each.is_floating_point and each.itemsize > 1), torch.float32
+    )
 
 
 @contextlib.contextmanager
 def _without_init(kind: Any, config: Any, folder: Path) -> Iterator[None]:
-    """A block in which parameters get no initial values, if the files have all values under the model's own names."""
+    """A block in which parameters get no initial values, if the files have all values under the
+    model's own names."""
     with torch.device("meta"):
         model = kind(config)
     names: dict[int, set[str]] = {}

@@ -19,11 +19,14 @@ from torch import nn
 from tiermem.run.access import GatheredParameters
 
 
-def merge_and_unload(model: Any, safe_merge: bool = False, adapter_names: list[str] | None = None) -> nn.Module:
+def merge_and_unload(
+    model: Any, safe_merge: bool = False, adapter_names: list[str] | None = None
+) -> nn.Module:
     """Merges adapters into the base model and removes them, as the method of peft's models does.
 
-    The optimizer's masters of the merged weights become the merged values. A weight that rests in blocks (frozen_quant_type) is
-    rounded to blocks again. Also takes a model that is not sharded. Collective; blocks.
+    The optimizer's masters of the merged weights become the merged values. A weight that rests in
+    blocks (frozen_quant_type) is rounded to blocks again. Also takes a model that is not sharded.
+    Collective; blocks.
 
     Args:
         model: a peft.PeftModel.

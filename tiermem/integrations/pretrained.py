@@ -1,4 +1,5 @@
-"""Pretrained weights: the safetensors files of transformers' models, streamed from and to sharded models.
+"""Pretrained weights: the safetensors files of transformers' models, streamed from and to sharded
+models.
 
     one file's name and shape      one parameter                 read and written one tensor at a time
     another name or another shape  transformers converts it      in batches: the tensors of one block of the model at a time
@@ -6,8 +7,8 @@
 
     quantised                      transformers dequantises it   in the same batches, to the dtype of the model
 
-transformers lists the conversions of each kind of model and applies them, here to one batch after the other. Versions before 5
-have no conversions.
+transformers lists the conversions of each kind of model and applies them, here to one batch after
+the other. Versions before 5 have no conversions.
 """
 
 from __future__ import annotations
@@ -27,7 +28,14 @@ from transformers.utils import logging as progress
 from tiermem.engine.checkpoints import Batch, Entries, save_weights
 from tiermem.run.shards import Shards
 from tiermem.swap.store.stream import FileReader
-from tiermem.weights_io import StoredTensor, WeightEntry, find_files, load_safetensors, put_value, read_header
+from tiermem.weights_io import (
+    StoredTensor,
+    WeightEntry,
+    find_files,
+    load_safetensors,
+    put_value,
+    read_header,
+)
 
 
 def _from_version_5(name: str) -> Any:
@@ -44,24 +52,33 @@ WEIGHTS_FILE = "model.safetensors"
 Meta = Mapping[str, torch.Tensor]
 """Tensors by name; their values are not read."""
 
-# ---- writing ---------------------------------------------------------------------------------------------------------
+# ---- writing -------------------------------------------------------------------------------------
 
 
 def save_pretrained_weights(shards: Shards, folder: Path) -> None:
-    """Writes `model.safetensors` as the model's own `save_pretrained` does, one batch in memory at a time.
+    """Writes `model.safetensors` as the model's own `save_pretrained` does, one batch in memory at
+    a time.
 
     Collective; blocks. Errors are those of `save_weights`.
     """
-    save_weights(shards, folder / WEIGHTS_FILE, batched=lambda entries: batches_of(shards.model, entries))
+    save_weights(
+        shards, folder / WEIGHTS_FILE, batched=lambda entries: batches_of(shards.model, entries)
+    )
 
 
 def batches_of(model: nn.Module, entries: Entries) -> list[Batch]:
-    """Divides the tensors of a state dict into the smallest batches whose conversions give the whole model's."""
+    """Divides the tensors of a state dict into the smallest batches whose conversions give the
+    whole model's."""
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
-    kept = {tensor: entry for tensor, entry in entries.items() if not set(entry.names) & set(ignored)}
+    kept = {
+        tensor: entry for tensor, entry in entries.items() if not set(entry.names) & set(ignored)
+    }
     named = {_first(entry.names, tied): tensor for tensor, entry in kept.items()}
-    meta = {name: torch.empty(each.shape, dtype=kept[each].dtype, device="meta") for name, each in named.items()}
+    meta = {
+        name: torch.empty(each.shape, dtype=kept[each].dtype, device="meta")
+        for name, each in named.items()
+    }
     if _reverted(model, meta).keys() == meta.keys():
         return [Batch([each], [kept[each]._replace(names=[name])]) for name, each in named.items()]
     whole = _shapes(_reverted(model, meta))
@@ -69,7 +86,9 @@ def batches_of(model: nn.Module, entries: Entries) -> list[Batch]:
         found = [_reverted(model, {name: meta[name] for name in group}) for group in groups]
         if _shapes({name: each for batch in found for name, each in batch.items()}) == whole:
             break
-    return [_batch(model, group, named, outputs) for group, outputs in zip(groups, found, strict=True)]
+    return [
+        _batch(model, group, named, outputs) for group, outputs in zip(groups, found, strict=True)
+    ]
 
 
 def _batch(model: nn.Module, group: list[str], named: Meta, outputs: Meta) -> Batch:
@@ -94,7 +113,8 @@ def _has_conversions(model: nn.Module) -> bool:
 
 
 def _first(names: Sequence[str], tied: Iterable[str]) -> str:
-    """The name under which a tied parameter is stored: not one of those that transformers ties to another."""
+    """The name under which a tied parameter is stored: not one of those that transformers ties to
+    another."""
     return next((name for name in names if name not in tied), names[0])
 
 
@@ -111,13 +131,15 @@ def _by_block(names: Iterable[str]) -> list[list[str]]:
     return list(groups.values())
 
 
-# ---- reading ---------------------------------------------------------------------------------------------------------
+# ---- reading -------------------------------------------------------------------------------------
 
 
 def take_quantizer(config: Any) -> Any:
-    """Removes the quantisation from a model's config; returns transformers' object that dequantises its files, else None.
+    """Removes the quantisation from a model's config; returns transformers' object that dequantises
+    its files, else None.
 
-    Raises ValueError where transformers has no operation that dequantises tensors while they are read.
+    Raises ValueError where transformers has no operation that dequantises tensors while they are
+    read.
     """
     asked = getattr(config, "quantization_config", None)
     if asked is None:
@@ -131,27 +153,35 @@ def take_quantizer(config: Any) -> Any:
         found = auto.AutoHfQuantizer.from_config(asked, pre_quantized=True)
     if "dequantize" not in getattr(found, "get_load_operations", dict)():
         raise ValueError(
-            f"the files are quantised by {getattr(method, 'value', method)}, which cannot be dequantised while they are read: "
-            "give a model in bf16, fp16 or fp32; OffloadPolicy(frozen_quant_type=...) keeps its frozen weights in 4 or 8 bits"
+            f"the files are quantised by {getattr(method, 'value', method)}, which cannot be "
+            "dequantised while they are read: "
+            "give a model in bf16, fp16 or fp32; OffloadPolicy(frozen_quant_type=...) keeps its "
+            "frozen weights in 4 or 8 bits"
         )
     del config.quantization_config
     return found
 
 
-def load_pretrained_weights(model: nn.Module, path: Path, may_lack: bool = False, quantizer: Any = None) -> set[str]:
-    """Fills a model from a safetensors file, or a folder of them, in the model's own names or in those of transformers' files.
+def load_pretrained_weights(
+    model: nn.Module, path: Path, may_lack: bool = False, quantizer: Any = None
+) -> set[str]:
+    """Fills a model from a safetensors file, or a folder of them, in the model's own names or in
+    those of transformers' files.
 
     Args:
         model: plain, sharded, or built under zero.Init.
         may_lack: parameters that the files lack keep their values; otherwise they raise ValueError.
         quantizer: of `take_quantizer`, for quantised files.
 
-    Returns the names of the parameters that the files lack. Collective for sharded models; blocks; every rank reads the files.
-    Raises ValueError for names and shapes that do not match, OSError for missing files.
+    Returns the names of the parameters that the files lack. Collective for sharded models; blocks;
+    every rank reads the files. Raises ValueError for names and shapes that do not match, OSError
+    for missing files.
     """
     files = find_files(path)
     stored = {each.name: (file, each) for file in files for each in read_header(file)}
-    targets = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    targets = dict(model.named_parameters(remove_duplicate=False)) | dict(
+        model.named_buffers(remove_duplicate=False)
+    )
     if quantizer is None and (stored.keys() <= targets.keys() or not _has_conversions(model)):
         load_safetensors(model, path, strict=not may_lack)
         return _lacking(model, stored.keys())
@@ -188,7 +218,8 @@ def _converted(
     readers: Mapping[Path, FileReader],
     quantizer: Any,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, value) of the model's parameters and buffers. One batch is in memory at a time. Raises ValueError."""
+    """Yields (name, value) of the model's parameters and buffers. One batch is in memory at a time.
+    Raises ValueError."""
     receiver = _on_meta(model)
     mapping = _mapping.get_model_conversion_mapping(receiver, None, quantizer)
     config = modeling_utils.LoadStateDictConfig(weight_mapping=mapping, hf_quantizer=quantizer)
@@ -196,8 +227,15 @@ def _converted(
         values = {name: _Lazy(readers[stored[name][0]], stored[name][1]) for name in group}
         with _without_bars():
             said, _ = _loading.convert_and_load_state_dict_in_model(receiver, values, config)
-        if wrong := [*said.unexpected_keys, *said.mismatched_keys, *said.conversion_errors, *said.error_msgs]:
-            raise ValueError(f"the files do not fit {type(model).__name__}: {', '.join(map(str, wrong))}")
+        if wrong := [
+            *said.unexpected_keys,
+            *said.mismatched_keys,
+            *said.conversion_errors,
+            *said.error_msgs,
+        ]:
+            raise ValueError(
+                f"the files do not fit {type(model).__name__}: {', '.join(map(str, wrong))}"
+            )
         for module_name, module in receiver.named_modules():
             prefix = f"{module_name}." if module_name else ""
             for kept in (module._parameters, module._buffers):
@@ -217,9 +255,13 @@ def _on_meta(model: nn.Module) -> nn.Module:
     with torch.device("meta"):
         receiver = type(model)(model.config)
     for name, param in model.named_parameters(remove_duplicate=False):
-        receiver.get_parameter(name).data = torch.empty(param.shape, dtype=param.dtype, device="meta")
+        receiver.get_parameter(name).data = torch.empty(
+            param.shape, dtype=param.dtype, device="meta"
+        )
     for name, buffer in model.named_buffers(remove_duplicate=False):
-        receiver.get_buffer(name).data = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
+        receiver.get_buffer(name).data = torch.empty(
+            buffer.shape, dtype=buffer.dtype, device="meta"
+        )
     return receiver
 
 

@@ -1,4 +1,5 @@
-"""TiledLinear and TiledMLP: layers cut into tiles, so that not all of their weights or activations are in memory at once."""
+"""TiledLinear and TiledMLP: layers cut into tiles, so that not all of their weights or activations
+are in memory at once."""
 
 from __future__ import annotations
 
@@ -13,29 +14,32 @@ from tiermem.run.access import GatheredParameters
 from tiermem.units import registry
 from tiermem.units.leaf import UsedInPieces
 
-# ---- TiledLinear -----------------------------------------------------------------------------------------------------
+# ---- TiledLinear ---------------------------------------------------------------------------------
 
 
 class TiledLinear(UsedInPieces):
     """A replacement for `nn.Linear` whose tiles are fetched, used and released one after the other.
 
-    It serves an operator larger than a unit's buffer. The weight is cut into out_splits x in_splits smaller layers. Each is a
-    unit, so the memory of weights in use falls with their number:
+    It serves an operator larger than a unit's buffer. The weight is cut into out_splits x in_splits
+    smaller layers. Each is a unit, so the memory of weights in use falls with their number:
 
         y[o] = sum over i of tile[o][i](x[i])        the last tile of each row has the bias
 
-    Inputs, outputs and gradients of the whole layer are not cut; TiledMLP cuts activations, along the sequence.
+    Inputs, outputs and gradients of the whole layer are not cut; TiledMLP cuts activations, along
+    the sequence.
 
     Args:
         in_features, out_features, bias: as in nn.Linear.
-        in_splits, out_splits: number of pieces of the input and of the output. Where they do not divide it, the first pieces
-            are one element larger, as in the reference.
+        in_splits, out_splits: number of pieces of the input and of the output. Where they do not
+            divide it, the first pieces are one element larger, as in the reference.
         input_is_already_split: forward takes a sequence of in_splits tensors.
         combine_out_splits: forward returns one tensor; False: a list of out_splits tensors.
-        linear_cls: the class of a tile; called with (in_features, out_features, bias=..., **kwargs).
+        linear_cls: the class of a tile; called with (in_features, out_features, bias=...,
+            **kwargs).
         init_linear: a layer from which weight and bias are copied.
 
-    The tiles are `linears[o][i]`. Raises RuntimeError when a number of splits is less than 1 or more than the features.
+    The tiles are `linears[o][i]`. Raises RuntimeError when a number of splits is less than 1 or
+    more than the features.
     """
 
     def __init__(
@@ -71,7 +75,8 @@ class TiledLinear(UsedInPieces):
             self.copy_params_from(init_linear)
 
     def forward(self, input_: torch.Tensor | list[torch.Tensor]) -> Any:
-        """y = x W^T + b over the last dimension of the input. Returns a tensor, or a list of out_splits tensors."""
+        """y = x W^T + b over the last dimension of the input. Returns a tensor, or a list of
+        out_splits tensors."""
         pieces = self._split(input_)
         return self._combine([self._row(_tiles_of(row), pieces) for row in self.linears])
 
@@ -79,8 +84,9 @@ class TiledLinear(UsedInPieces):
     def copy_params_from(self, other: nn.Linear) -> None:
         """Copies weight and bias of a whole layer into the tiles, one tile at a time.
 
-        Both layers may be partitioned, in zero.Init or by `shard`. Then it is collective and blocks, memory holds the whole
-        other layer and one tile, and every rank gets rank 0's values. Raises RuntimeError for another shape.
+        Both layers may be partitioned, in zero.Init or by `shard`. Then it is collective and
+        blocks, memory holds the whole other layer and one tile, and every rank gets rank 0's
+        values. Raises RuntimeError for another shape.
         """
         self._check_fits(other)
         with GatheredParameters(_free(other)):
@@ -102,11 +108,17 @@ class TiledLinear(UsedInPieces):
         if self.input_is_already_split:
             pieces = list(input_)
             if len(pieces) != self.in_splits:
-                raise RuntimeError(f"{len(pieces)} pieces of input are given; in_splits is {self.in_splits}")
+                raise RuntimeError(
+                    f"{len(pieces)} pieces of input are given; in_splits is {self.in_splits}"
+                )
             return pieces
         if not isinstance(input_, torch.Tensor) or input_.shape[-1] != self.in_features:
-            shape = tuple(input_.shape) if isinstance(input_, torch.Tensor) else type(input_).__name__
-            raise RuntimeError(f"the input is {shape}; its last dimension must be in_features={self.in_features}")
+            shape = (
+                tuple(input_.shape) if isinstance(input_, torch.Tensor) else type(input_).__name__
+            )
+            raise RuntimeError(
+                f"the input is {shape}; its last dimension must be in_features={self.in_features}"
+            )
         return list(torch.tensor_split(input_, self.in_splits, dim=-1))
 
     def _row(self, tiles: list[Any], pieces: list[torch.Tensor]) -> Any:
@@ -122,20 +134,23 @@ class TiledLinear(UsedInPieces):
     def _check_fits(self, other: nn.Linear) -> None:
         if (other.in_features, other.out_features) != (self.in_features, self.out_features):
             raise RuntimeError(
-                f"the other layer is {other.in_features} -> {other.out_features}, this one {self.in_features} -> "
+                f"the other layer is {other.in_features} -> {other.out_features}, this one "
+                f"{self.in_features} -> "
                 f"{self.out_features}"
             )
         if (other.bias is not None) != self.use_bias:
             raise RuntimeError(
-                f"the other layer has {'a' if other.bias is not None else 'no'} bias, this one has not the same"
+                f"the other layer has {'a' if other.bias is not None else 'no'} bias, this one has "
+                "not the same"
             )
 
 
 class TiledLinearReturnBias(TiledLinear):
-    """A TiledLinear whose tiles return (output, bias), as Megatron-LM's do; forward returns (outputs, biases).
+    """A TiledLinear whose tiles return (output, bias), as Megatron-LM's do; forward returns
+    (outputs, biases).
 
-    Outputs of a row are added up. A row's bias is the last one that is not None. Biases are combined like outputs; None when no
-    row has one.
+    Outputs of a row are added up. A row's bias is the last one that is not None. Biases are
+    combined like outputs; None when no row has one.
     """
 
     def _row(self, tiles: list[Any], pieces: list[torch.Tensor]) -> Any:
@@ -145,7 +160,8 @@ class TiledLinearReturnBias(TiledLinear):
             returned = tile(piece)
             if not isinstance(returned, tuple) or len(returned) != 2:
                 raise RuntimeError(
-                    f"a tile returned {type(returned).__name__}; TiledLinearReturnBias needs (output, bias). Give a "
+                    f"a tile returned {type(returned).__name__}; TiledLinearReturnBias needs "
+                    "(output, bias). Give a "
                     "linear_cls that returns both, or use TiledLinear"
                 )
             part, own = returned
@@ -166,7 +182,9 @@ def _sizes(features: int, splits: int) -> list[int]:
 
 def _check_splits(name: str, splits: int, features: int) -> None:
     if not 1 <= splits <= features:
-        raise RuntimeError(f"{name}_splits is {splits}; allowed are 1 to {name}_features={features}")
+        raise RuntimeError(
+            f"{name}_splits is {splits}; allowed are 1 to {name}_features={features}"
+        )
 
 
 def _tiles_of(row: nn.Module) -> list[Any]:
@@ -179,21 +197,24 @@ def _free(module: nn.Module) -> list[nn.Parameter]:
     return [param for param in module.parameters() if not registry.is_gathered(param)]
 
 
-# ---- TiledMLP --------------------------------------------------------------------------------------------------------
+# ---- TiledMLP ------------------------------------------------------------------------------------
 
 AnyModule = TypeVar("AnyModule")
 
 
 class TiledMLP:
-    """A position-wise block computed over pieces of the sequence: only one piece's inner activations are in memory.
+    """A position-wise block computed over pieces of the sequence: only one piece's inner
+    activations are in memory.
 
         x  [batch, sequence, hidden]  --cut along the sequence-->  pieces  --fn, one by one-->  outputs  --joined-->  y
 
-    An MLP treats every position alike and widens it (hidden -> 4 x hidden and more), which fills memory at long sequences.
-    Forward keeps only the pieces of x. Backward computes each piece again, last piece first, and drops it. Peak memory of inner
-    activations falls with the number of pieces; the cost is a second forward.
+    An MLP treats every position alike and widens it (hidden -> 4 x hidden and more), which fills
+    memory at long sequences. Forward keeps only the pieces of x. Backward computes each piece
+    again, last piece first, and drops it. Peak memory of inner activations falls with the number of
+    pieces; the cost is a second forward.
 
-    Call `TiledMLP.apply(fn, self, x, shards, compute_params)` in a module's forward, as with the reference.
+    Call `TiledMLP.apply(fn, self, x, shards, compute_params)` in a module's forward, as with the
+    reference.
     """
 
     @staticmethod
@@ -204,15 +225,18 @@ class TiledMLP:
         shards: int,
         compute_params: Sequence[nn.Parameter] | None = None,
     ) -> torch.Tensor:
-        """Computes `fn(module, x)` over `shards` pieces of the sequence, the last dimension but one.
+        """Computes `fn(module, x)` over `shards` pieces of the sequence, the last dimension but
+        one.
 
-        Pieces differ by at most one position. More shards than positions make one piece per position. On several ranks all use
-        the same number when the module's layers are units of their own. `compute_params` is ignored: gradients are final when
-        the last piece has been computed. Raises ValueError for less than 1 shard or an input of one dimension.
+        Pieces differ by at most one position. More shards than positions make one piece per
+        position. On several ranks all use the same number when the module's layers are units of
+        their own. `compute_params` is ignored: gradients are final when the last piece has been
+        computed. Raises ValueError for less than 1 shard or an input of one dimension.
         """
         if shards < 1 or x.dim() < 2:
             raise ValueError(
-                f"shards is {shards} and x has shape {tuple(x.shape)}; allowed are 1 shard or more, and at least "
+                f"shards is {shards} and x has shape {tuple(x.shape)}; allowed are 1 shard or "
+                "more, and at least "
                 "the dimensions [sequence, hidden]"
             )
         pieces: Sequence[Any] = torch.tensor_split(x, max(1, min(shards, x.shape[-2])), dim=-2)

@@ -24,4 +24,13 @@ from tiermem.optim.base import NativeOptimizer
 from tiermem.optim.classes import SGD, Adagrad, Adam, AdamW, Lion, Muon
 from tiermem.optim.sharded import NonFiniteGradients
 
-__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Lion", "Muon", "NativeOptimizer", "NonFiniteGradients"]
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Lion",
+    "Muon",
+    "NativeOptimizer",
+    "NonFiniteGradients",
+]

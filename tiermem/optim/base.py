@@ -1,4 +1,5 @@
-"""NativeOptimizer: the base class of all optimizers here; a torch optimizer for sharded and ordinary parameters."""
+"""NativeOptimizer: the base class of all optimizers here; a torch optimizer for sharded and
+ordinary parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +16,14 @@ from torch import nn
 from tiermem.optim import ordinary
 from tiermem.optim.local import local_of, sum_over_ranks
 from tiermem.optim.resting import RestingStates, check_policy
-from tiermem.optim.rules import IMPLEMENTATION, AnyStep, Group, LossScaler, Rule, check_implementation
+from tiermem.optim.rules import (
+    IMPLEMENTATION,
+    AnyStep,
+    Group,
+    LossScaler,
+    Rule,
+    check_implementation,
+)
 from tiermem.optim.sharded import NonFiniteGradients, ShardedModel, check_room, clip_factor, take_up
 from tiermem.optim.shown import AtRest, ShownStates
 from tiermem.optim.tiles import StateTiles
@@ -28,90 +36,115 @@ from tiermem.units import registry
 from tiermem.units.state_layout import MASTER
 from tiermem.units.written import Mark, mark_of
 
-# ---- state dicts -----------------------------------------------------------------------------------------------------
+# ---- state dicts ---------------------------------------------------------------------------------
 #
-#   {"state": {0: {"step": tensor(3.), "exp_avg": fp32, "exp_avg_sq": fp32 [, "master": fp32]}, 1: ...}, "param_groups": [...]}
+#   {"state": {0: {"step": tensor(3.), "exp_avg": fp32, "exp_avg_sq": fp32 [, "master": fp32]}, 1:
+#   ...}, "param_groups": [...]}
 #
-# torch's optimizers can load these dicts, and the reverse. Every state is fp32 and has the parameter's shape. `master` exists
-# if a parameter of lower precision has a master beside it; torch ignores it. Without `master` in a dict, the
-# master is made from the parameter; for a sharded model also if its policy's `loads_masters` is False.
+# torch's optimizers can load these dicts, and the reverse. Every state is fp32 and has the
+# parameter's shape. `master` exists if a parameter of lower precision has a master beside it; torch
+# ignores it. Without `master` in a dict, the master is made from the parameter; for a sharded model
+# also if its policy's `loads_masters` is False.
 #
-# The state of a DTensor is a DTensor of the same placements, so that torch.distributed.checkpoint saves and opens it.
+# The state of a DTensor is a DTensor of the same placements, so that torch.distributed.checkpoint
+# saves and opens it.
 #
-# The states of a sharded model are gathered whole, one parameter at a time. Every rank makes the dict and holds all of it in
-# host memory (12 bytes per parameter of a bf16 model under AdamW), beside the largest state of one parameter.
+# The states of a sharded model are gathered whole, one parameter at a time. Every rank makes the
+# dict and holds all of it in host memory (12 bytes per parameter of a bf16 model under AdamW),
+# beside the largest state of one parameter.
 
 
 @dataclasses.dataclass(frozen=True)
 class Sealed:
-    """Wraps an entry, so that torch's `load_state_dict` does not cast its fp32 states to the parameter's dtype."""
+    """Wraps an entry, so that torch's `load_state_dict` does not cast its fp32 states to the
+    parameter's dtype."""
 
     entry: Mapping[str, Any]
 
 
 def seal(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """The same dict, with each entry wrapped in Sealed."""
-    return {**state_dict, "state": {number: Sealed(entry) for number, entry in state_dict["state"].items()}}
+    return {
+        **state_dict,
+        "state": {number: Sealed(entry) for number, entry in state_dict["state"].items()},
+    }
 
 
-# ---- the optimizer ---------------------------------------------------------------------------------------------------
+# ---- the optimizer -------------------------------------------------------------------------------
 
 Params = Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]] | Iterable[dict[str, Any]]
 """Parameters, named parameters, or groups, as torch's optimizers accept them."""
 
 
 def arguments_in(names: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a subclass's constructor, from its `locals()`. Each of them is the default of a group's value of the
-    same name, except `params`, `precision` and `policy`."""
+    """The arguments of a subclass's constructor, from its `locals()`. Each of them is the default
+    of a group's value of the same name, except `params`, `precision` and `policy`."""
     return {name: value for name, value in names.items() if name not in ("self", "__class__")}
 
 
 _VALUES = "safe_get_full_fp32_param and the like of tiermem.utils give a parameter's values"
-_DECLINED = dict.fromkeys(("fp16_groups", "bit16_groups", "fp32_partitioned_groups_flat", "parameter_offload"), _VALUES)
-_DECLINED |= dict.fromkeys(("step_subgroup", "rollback_subgroup"), "tiermem.step_in_backward steps units in backward")
+_DECLINED = dict.fromkeys(
+    ("fp16_groups", "bit16_groups", "fp32_partitioned_groups_flat", "parameter_offload"), _VALUES
+)
+_DECLINED |= dict.fromkeys(
+    ("step_subgroup", "rollback_subgroup"), "tiermem.step_in_backward steps units in backward"
+)
 
 
 class NativeOptimizer(torch.optim.Optimizer):
-    """Base class of the optimizers. A subclass gives the rule of each parameter (rules.py) and checks its groups' values.
+    """Base class of the optimizers. A subclass gives the rule of each parameter (rules.py) and
+    checks its groups' values.
 
         sharded    states rest where the model's policy says, in its precision, and are stepped tile by tile (sharded.py)
         ordinary   states are tensors in `optimizer.state`, under torch's keys (ordinary.py); with a policy whose `optim` is
                    HOST or NVME they rest there (resting.py)
 
-    `optimizer.state` shows all of them; what the user clears, zeroes or assigns there counts (shown.py).
+    `optimizer.state` shows all of them; what the user clears, zeroes or assigns there counts
+    (shown.py).
 
-    All run the same native kernels: one pass over memory for unscaling, clipping, the step and the low-precision copy.
-    `param_groups` are torch's, so torch's schedulers work.
+    All run the same native kernels: one pass over memory for unscaling, clipping, the step and the
+    low-precision copy. `param_groups` are torch's, so torch's schedulers work.
 
     Args:
         params: parameters, named parameters, or groups.
-        precision: of ordinary parameters' states: a Precision or a preset's name; default: fp32 states. Sharded parameters
-            follow their model's policy.
-        policy: where ordinary parameters' states rest, and with how much memory; `precision` is then the policy's.
-        defaults: default values of the groups, and torch's implementation options that the subclass has (IMPLEMENTATION).
+        precision: of ordinary parameters' states: a Precision or a preset's name; default: fp32
+            states. Sharded parameters follow their model's policy.
+        policy: where ordinary parameters' states rest, and with how much memory; `precision` is
+            then the policy's.
+        defaults: default values of the groups, and torch's implementation options that the subclass
+            has (IMPLEMENTATION).
     """
 
     def __init__(
-        self, params: Params, precision: Precision | str | None, policy: OffloadPolicy | None = None, **defaults: Any
+        self,
+        params: Params,
+        precision: Precision | str | None,
+        policy: OffloadPolicy | None = None,
+        **defaults: Any,
     ) -> None:
         precision = Precision.preset(precision) if isinstance(precision, str) else precision
         if policy is not None:
             check_policy(policy)
         if policy is not None and precision not in (None, policy.precision):
-            raise ValueError(f"precision is {precision} and the policy says {policy.precision}: leave precision out")
+            raise ValueError(
+                f"precision is {precision} and the policy says {policy.precision}: leave precision "
+                "out"
+            )
         self._begin(precision if policy is None else policy.precision, policy)
         super().__init__(params, defaults)
         self._is_built = True
         if policy is not None and not any(True for _ in self.named_ordinary()):
             raise ValueError(
-                "a policy was given, and every parameter belongs to a sharded model, whose own policy says where its states "
+                "a policy was given, and every parameter belongs to a sharded model, whose own "
+                "policy says where its states "
                 "rest: leave it out"
             )
         self._attach_all()
 
     def _begin(self, precision: Precision | None, policy: OffloadPolicy | None = None) -> None:
         self.was_skipped = False  # whether the last step found gradients that are not finite
-        self.grad_norm = 0.0  # of the last step, before clipping: of a sharded model, else of ordinary parameters
+        # of the last step, before clipping: of a sharded model, else of ordinary parameters
+        self.grad_norm = 0.0
         self.loss_scaler: LossScaler | None = None
         self._precision = precision  # of ordinary parameters; None: default
         self._policy = policy  # of ordinary parameters' states; None: they are tensors in `state`
@@ -121,8 +154,10 @@ class NativeOptimizer(torch.optim.Optimizer):
         self._noted: list[dict[str, Any]] = []  # the groups that it is of
         self._sharded: dict[Shards, ShardedModel] = {}
         self._workers: Workers | None = None  # threads for ordinary parameters
-        self._marks: dict[nn.Parameter, Mark] = {}  # of ordinary weights when their masters were last made theirs
-        self._masters: dict[nn.Parameter, torch.Tensor] = {}  # of ordinary weights, where the user drops their states
+        # of ordinary weights when their masters were last made theirs
+        self._marks: dict[nn.Parameter, Mark] = {}
+        # of ordinary weights, where the user drops their states
+        self._masters: dict[nn.Parameter, torch.Tensor] = {}
         self._shown = ShownStates()
 
     def __getattr__(self, name: str) -> Any:
@@ -138,7 +173,8 @@ class NativeOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, as in torch. Raises ValueError for values out of range and for parameters that cannot be stepped."""
+        """Adds a group, as in torch. Raises ValueError for values out of range and for parameters
+        that cannot be stepped."""
         merged = {**self.defaults, **param_group}
         check_implementation(merged)
         self.check_group(merged)
@@ -153,7 +189,8 @@ class NativeOptimizer(torch.optim.Optimizer):
 
     @property
     def overflow(self) -> bool:
-        """Whether the last step was skipped because gradients were not finite, under the reference's name."""
+        """Whether the last step was skipped because gradients were not finite, under the
+        reference's name."""
         return self.was_skipped
 
     @property
@@ -169,7 +206,8 @@ class NativeOptimizer(torch.optim.Optimizer):
     cur_scale = loss_scale
 
     def scale_losses_with(self, scaler: LossScaler) -> None:
-        """Sets the loss scale of the engine that steps this optimizer, which `loss_scale` then returns."""
+        """Sets the loss scale of the engine that steps this optimizer, which `loss_scale` then
+        returns."""
         self.loss_scaler = scaler
 
     def set_lr(self, lr: float) -> None:
@@ -194,19 +232,21 @@ class NativeOptimizer(torch.optim.Optimizer):
         max_norm: float = 0.0,
         num_undivided: int = 1,
     ) -> Any:
-        """Steps every parameter that has a gradient. Blocks; collective over the ranks of sharded models.
+        """Steps every parameter that has a gradient. Blocks; collective over the ranks of sharded
+        models.
 
         Args:
             closure: computes the loss again, as in torch.
             scale: the loss scale; gradients are divided by it in the same pass.
-            max_norm: maximum of the global norm, separately for each sharded model and for all ordinary parameters together;
-                0: no clipping.
-            num_undivided: divisor of ordinary parameters' gradients, which sum this many micro-batches. Sharded models divide
-                their gradients themselves.
+            max_norm: maximum of the global norm, separately for each sharded model and for all
+                ordinary parameters together; 0: no clipping.
+            num_undivided: divisor of ordinary parameters' gradients, which sum this many
+                micro-batches. Sharded models divide their gradients themselves.
 
-        If gradients of a sharded model hold NaN or infinity, its policy decides: its states stay unchanged and `was_skipped`
-        is True, NonFiniteGradients is raised, or the gradients are applied. After a skip, ordinary parameters are not stepped.
-        If gradients of ordinary parameters hold NaN or infinity, ordinary parameters are skipped if scale, num_undivided or
+        If gradients of a sharded model hold NaN or infinity, its policy decides: its states stay
+        unchanged and `was_skipped` is True, NonFiniteGradients is raised, or the gradients are
+        applied. After a skip, ordinary parameters are not stepped. If gradients of ordinary
+        parameters hold NaN or infinity, ordinary parameters are skipped if scale, num_undivided or
         max_norm is given; else they are stepped as in torch. Raises OSError when a transfer fails.
         """
         loss = None
@@ -228,11 +268,13 @@ class NativeOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's optimizers do."""
-        with torch._C.DisableTorchFunctionSubclass():  # setting the `grad` of resting parameters takes less time so
+        # setting the `grad` of resting parameters takes less time so
+        with torch._C.DisableTorchFunctionSubclass():
             super().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """The states in torch's format, on the CPU; see the top of this file. Collective for sharded models; blocks."""
+        """The states in torch's format, on the CPU; see the top of this file. Collective for
+        sharded models; blocks."""
         self.follow_state()
         self._drop_hooks()  # an interrupt has left them
         self.register_state_dict_post_hook(self._fill, prepend=True)
@@ -242,11 +284,14 @@ class NativeOptimizer(torch.optim.Optimizer):
             self._drop_hooks()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores a dict of this class, or of torch's optimizer of the same name. Collective for sharded models; blocks.
+        """Restores a dict of this class, or of torch's optimizer of the same name. Collective for
+        sharded models; blocks.
 
-        Raises ValueError for a dict of another optimizer. Groups and some states may then already be changed.
+        Raises ValueError for a dict of another optimizer. Groups and some states may then already
+        be changed.
         """
-        # Sealing runs after the user's pre-hooks and opening before the user's post-hooks: both see plain dicts, as in torch.
+        # Sealing runs after the user's pre-hooks and opening before the user's post-hooks: both see
+        # plain dicts, as in torch.
         self._drop_hooks()  # an interrupt has left them
         self.register_load_state_dict_pre_hook(self._seal)
         self.register_load_state_dict_post_hook(self._open, prepend=True)
@@ -262,17 +307,22 @@ class NativeOptimizer(torch.optim.Optimizer):
             self._drop_hooks()
 
     def follow_state(self) -> None:
-        """Takes over what the user has made of `state` (shown.py). Blocks; raises ValueError for another shape, OSError."""
-        with torch._C.DisableTorchFunctionSubclass():  # looking resting parameters up takes less time so
+        """Takes over what the user has made of `state` (shown.py). Blocks; raises ValueError for
+        another shape, OSError."""
+        # looking resting parameters up takes less time so
+        with torch._C.DisableTorchFunctionSubclass():
             for shard, home in self._shown.changed(self.state, self._at_rest()):
                 if found := self._find_rule(shard.param):
                     self._shown.follow(self.state, shard, home, found[1])
 
     def show_state(self, has_followed: bool = False) -> None:
-        """Makes `state` show states that rest elsewhere as they are. has_followed: it is as `follow_state` has left it."""
+        """Makes `state` show states that rest elsewhere as they are. has_followed: it is as
+        `follow_state` has left it."""
         with torch._C.DisableTorchFunctionSubclass():
             groups = [group for group in self.param_groups if group["params"]]
-            self._shown.use_moments([self.rule_of(group, group["params"][0]).moments for group in groups])
+            self._shown.use_moments(
+                [self.rule_of(group, group["params"][0]).moments for group in groups]
+            )
             for shard, home in self._shown.outdated(self.state, self._at_rest(), has_followed):
                 if found := self._find_rule(shard.param):
                     self._shown.show(self.state, shard, home, found[1])
@@ -281,16 +331,19 @@ class NativeOptimizer(torch.optim.Optimizer):
     def _at_rest(self) -> Iterator[AtRest]:
         """The parameters whose states rest elsewhere."""
         for shards, model in self._sharded.items():
-            yield from ((shard, model) for live, shard in shards.parameters() if live.unit.is_trainable)
+            yield from (
+                (shard, model) for live, shard in shards.parameters() if live.unit.is_trainable
+            )
         for states in self._resting:
             yield from ((shard, states) for shard in states.shards.values())
 
     def close(self) -> None:
-        """Frees the states of sharded models, and those that rest where a policy says; `step` then raises RuntimeError.
+        """Frees the states of sharded models, and those that rest where a policy says; `step` then
+        raises RuntimeError.
 
-        Weights stay. Another optimizer may follow, whose masters begin as the weights. Collective for sharded models; blocks.
-        Without it states are freed with the optimizer, those of a sharded model with the model. Raises the first error of a
-        write that no step has raised.
+        Weights stay. Another optimizer may follow, whose masters begin as the weights. Collective
+        for sharded models; blocks. Without it states are freed with the optimizer, those of a
+        sharded model with the model. Raises the first error of a write that no step has raised.
         """
         while self._sharded:
             self._sharded.popitem()[1].close()
@@ -298,29 +351,39 @@ class NativeOptimizer(torch.optim.Optimizer):
             states.close()
 
     def restore_ordinary(self, entries: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
-        """Restores states of ordinary parameters from entries of a state dict; an empty entry means no steps. Blocks."""
+        """Restores states of ordinary parameters from entries of a state dict; an empty entry means
+        no steps. Blocks."""
         self._note_groups()
         names = {param: name for name, param in self.named()}
         self._restore_all({param: (names[param], entry) for param, entry in entries.items()})
 
     def __getstate__(self) -> dict[str, Any]:
         if self._sharded:
-            raise RuntimeError("this optimizer steps a sharded model, whose states rest in its store: use state_dict()")
+            raise RuntimeError(
+                "this optimizer steps a sharded model, whose states rest in its store: use "
+                "state_dict()"
+            )
         if self._resting:
-            raise RuntimeError("the states of this optimizer rest where its policy says: use state_dict()")
+            raise RuntimeError(
+                "the states of this optimizer rest where its policy says: use state_dict()"
+            )
         return {**super().__getstate__(), "precision": self._precision}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if "defaults" in state:  # unpickled or copied; torch also calls this with a loaded dict, which has no defaults
+        # unpickled or copied; torch also calls this with a loaded dict, which has no defaults
+        if "defaults" in state:
             self._begin(state["precision"])
             state = {name: value for name, value in state.items() if name != "precision"}
         super().__setstate__(state)
         self._is_built = True
 
     def _fill(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        """Adds the entry of every parameter that has states to a dict, under the parameter's number."""
+        """Adds the entry of every parameter that has states to a dict, under the parameter's
+        number."""
         found: dict[int, ordinary.State] = {}
-        resting = {param: state for states in self._resting for param, state in states.export().items()}
+        resting = {
+            param: state for states in self._resting for param, state in states.export().items()
+        }
         numbers = [group["params"] for group in state_dict["param_groups"]]
         for group, own in zip(self.param_groups, numbers, strict=True):
             for number, param in zip(own, group["params"], strict=True):
@@ -334,7 +397,9 @@ class NativeOptimizer(torch.optim.Optimizer):
                     found[number] = resting[param]
                 elif self.state.get(param) and self._home_of(param) is None:
                     self._take_over(str(number), param)
-                    found[number] = ordinary.export_state(self._threads(), param, self.state[param], rule)
+                    found[number] = ordinary.export_state(
+                        self._threads(), param, self.state[param], rule
+                    )
         state_dict["state"] = found
 
     def _seal(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -351,14 +416,21 @@ class NativeOptimizer(torch.optim.Optimizer):
             self._optimizer_load_state_dict_post_hooks,
         )
         for hooks in of_torch:
-            for number in [number for number, hook in hooks.items() if hook in (self._fill, self._seal, self._open)]:
+            for number in [
+                number
+                for number, hook in hooks.items()
+                if hook in (self._fill, self._seal, self._open)
+            ]:
                 del hooks[number]
 
     def _restore(self) -> None:
         """Restores the entries that torch has put into `state`, after torch has set the groups."""
         for group in self.param_groups:
-            nothing = {name: value for name, (value, _) in IMPLEMENTATION.items() if name in self.defaults}
-            group.update({**self.defaults, **group, **nothing})  # torch's implementation options do not apply here
+            nothing = {
+                name: value for name, (value, _) in IMPLEMENTATION.items() if name in self.defaults
+            }
+            # torch's implementation options do not apply here
+            group.update({**self.defaults, **group, **nothing})
             self.check_group(group)
         self._attach_all()
         sealed = dict(self.state)
@@ -379,11 +451,17 @@ class NativeOptimizer(torch.optim.Optimizer):
                 self._sharded[owner].restore(found[1], given or {}, rule)
         self._restore_all(ordinary_ones)
 
-    def _restore_all(self, entries: Mapping[nn.Parameter, tuple[str, Mapping[str, Any] | None]]) -> None:
+    def _restore_all(
+        self, entries: Mapping[nn.Parameter, tuple[str, Mapping[str, Any] | None]]
+    ) -> None:
         """Restores states of ordinary parameters, each given by name and entry."""
         self._rest([(name, param) for param, (name, given) in entries.items() if given])
         for states in self._resting:
-            own = {param: given or {} for param, (_, given) in entries.items() if param in states.shards}
+            own = {
+                param: given or {}
+                for param, (_, given) in entries.items()
+                if param in states.shards
+            }
             states.use_rules(self._rules(states.shards))
             states.restore(own)
         for param, (name, given) in entries.items():
@@ -393,44 +471,57 @@ class NativeOptimizer(torch.optim.Optimizer):
             if given:
                 rule = self.rule_of(self._groups[id(param)], param)
                 precision = self._ordinary_precision
-                self.state[param] = ordinary.restore_state(self._threads(), param, given, rule, precision, name)
+                self.state[param] = ordinary.restore_state(
+                    self._threads(), param, given, rule, precision, name
+                )
             self._marks.pop(param, None)
             self._masters.pop(param, None)
         self.show_state()
 
     def _check_owners(self) -> list[tuple[str, nn.Parameter]]:
-        """Returns `named_ordinary`. Raises RuntimeError for a parameter that this optimizer holds and would never step."""
+        """Returns `named_ordinary`. Raises RuntimeError for a parameter that this optimizer holds
+        and would never step."""
         owners = [(name, param, registry.owner_of(param)) for name, param in self.named()]
         if any(isinstance(owner, Shards) and owner not in self._sharded for _, _, owner in owners):
             raise RuntimeError(
-                "the model was sharded after this optimizer was built, or the optimizer was closed: build it after"
+                "the model was sharded after this optimizer was built, or the optimizer was "
+                "closed: build it after"
             )
         for shards in self._sharded:
             shards.take_up()
             for live, shard in shards.parameters():
                 if not live.unit.is_trainable and shard.param.grad is not None:
                     raise RuntimeError(
-                        f"{shard.name} has a gradient and no states: it is frozen, or the model was sharded for inference. "
+                        f"{shard.name} has a gradient and no states: it is frozen, or the model "
+                        "was sharded for inference. "
                         "Set requires_grad before the forward"
                     )
         return [(name, param) for name, param, owner in owners if not isinstance(owner, Shards)]
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every parameter with its name if torch was given names, else with its number in state dicts."""
+        """Every parameter with its name if torch was given names, else with its number in state
+        dicts."""
         number = 0
         for group in self.param_groups:
-            names = group.get("param_names") or [str(i) for i in range(number, number + len(group["params"]))]
+            names = group.get("param_names") or [
+                str(i) for i in range(number, number + len(group["params"]))
+            ]
             number += len(group["params"])
             yield from zip(names, group["params"], strict=True)
 
     def named_ordinary(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that belong to no sharded model, as `named` yields them."""
-        return ((name, param) for name, param in self.named() if not isinstance(registry.owner_of(param), Shards))
+        return (
+            (name, param)
+            for name, param in self.named()
+            if not isinstance(registry.owner_of(param), Shards)
+        )
 
-    # ---- sharded -----------------------------------------------------------------------------------------------------------
+    # ---- sharded ---------------------------------------------------------------------------------
 
     def _attach_all(self) -> None:
-        """Makes the states of sharded models whose parameters are here. Raises ValueError when the plan lacks room."""
+        """Makes the states of sharded models whose parameters are here. Raises ValueError when the
+        plan lacks room."""
         self._note_groups()
         owners = {param: registry.owner_of(param) for _, param in self.named()}
         for param, owner in owners.items():
@@ -441,8 +532,10 @@ class NativeOptimizer(torch.optim.Optimizer):
                 continue
             if self._precision is not None and self._precision != owner.policy.precision:
                 raise ValueError(
-                    f"precision is {self._precision} and the sharded model's policy says {owner.policy.precision}; its "
-                    "states are planned when it is sharded: set OffloadPolicy(precision=...) and leave this one out"
+                    f"precision is {self._precision} and the sharded model's policy says "
+                    f"{owner.policy.precision}; its "
+                    "states are planned when it is sharded: set OffloadPolicy(precision=...) and "
+                    "leave this one out"
                 )
             self._sharded[owner] = ShardedModel(owner, self._find_rule)
             self._sharded[owner].tiles.on_look = self.follow_state
@@ -453,7 +546,9 @@ class NativeOptimizer(torch.optim.Optimizer):
         self._groups = {id(p): group for group in self._noted for p in group["params"]}
 
     def _find_rule(self, param: nn.Parameter) -> tuple[Group, Rule] | None:
-        if len(self._noted) != len(self.param_groups) or any(map(operator.is_not, self._noted, self.param_groups)):
+        if len(self._noted) != len(self.param_groups) or any(
+            map(operator.is_not, self._noted, self.param_groups)
+        ):
             self._note_groups()  # `param_groups` was set
         group = self._groups.get(id(param))
         return None if group is None else (group, self.rule_of(group, param))
@@ -468,12 +563,13 @@ class NativeOptimizer(torch.optim.Optimizer):
             return
         if shards.policy.on_nonfinite == "raise":
             raise NonFiniteGradients(
-                f"the global norm of the gradients is {self.grad_norm}: they hold NaN or infinity. No state was touched; "
+                f"the global norm of the gradients is {self.grad_norm}: they hold NaN or infinity. "
+                "No state was touched; "
                 'set on_nonfinite="skip" to go on without such steps'
             )
         self.was_skipped = True
 
-    # ---- ordinary ----------------------------------------------------------------------------------------------------------
+    # ---- ordinary --------------------------------------------------------------------------------
 
     def _rest(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Takes room on the policy's tier for states of ordinary parameters that have none yet."""
@@ -510,10 +606,14 @@ class NativeOptimizer(torch.optim.Optimizer):
             weakref.finalize(self, self._workers.close)
         return self._workers
 
-    def _step_ordinary(self, named: list[tuple[str, nn.Parameter]], scale: float, max_norm: float) -> None:
+    def _step_ordinary(
+        self, named: list[tuple[str, nn.Parameter]], scale: float, max_norm: float
+    ) -> None:
         due = [(name, param) for name, param in named if param.grad is not None]
         self._rest(due)
-        grads = {p: ordinary.check_gradient(p, name, self._home_of(p) is not None) for name, p in due}
+        grads = {
+            p: ordinary.check_gradient(p, name, self._home_of(p) is not None) for name, p in due
+        }
         factor = 1.0 / scale
         if due and (scale != 1.0 or max_norm):
             norm = self._ordinary_norm(grads) / scale
@@ -524,7 +624,9 @@ class NativeOptimizer(torch.optim.Optimizer):
                 return
             factor *= clip_factor(norm, max_norm)
         for states in self._resting:
-            own = {param: rule for param, rule in self._rules(grads).items() if param in states.shards}
+            own = {
+                param: rule for param, rule in self._rules(grads).items() if param in states.shards
+            }
             states.use_rules(own)
             states.step(
                 {
@@ -537,7 +639,8 @@ class NativeOptimizer(torch.optim.Optimizer):
                 self._step_parameter(name, param, factor)
 
     def _ordinary_norm(self, grads: Mapping[nn.Parameter, torch.Tensor]) -> float:
-        """The norm of all gradients together. Sums of squares of fixed blocks are added in a fixed order.
+        """The norm of all gradients together. Sums of squares of fixed blocks are added in a fixed
+        order.
 
         Collective where parameters are DTensors.
         """
@@ -567,7 +670,8 @@ class NativeOptimizer(torch.optim.Optimizer):
         self._marks[param] = mark_of(local_of(param))
 
     def _take_over(self, name: str, param: nn.Parameter) -> None:
-        """Makes the master in `state` that of a weight which the user has written since the last step."""
+        """Makes the master in `state` that of a weight which the user has written since the last
+        step."""
         mark = mark_of(local_of(param))
         state = self.state[param]
         if (kept := self._masters.pop(param, None)) is not None:

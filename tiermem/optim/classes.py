@@ -9,28 +9,42 @@ from torch import nn
 
 from tiermem.optim import rules
 from tiermem.optim.base import NativeOptimizer, Params, arguments_in
-from tiermem.optim.rules import MATRIX_LR_NAMES, Group, Rule, check_betas, check_not_negative, check_range
+from tiermem.optim.rules import (
+    MATRIX_LR_NAMES,
+    Group,
+    Rule,
+    check_betas,
+    check_not_negative,
+    check_range,
+)
 from tiermem.policy import OffloadPolicy
 from tiermem.precision import Precision
 
-# ---- Adam and AdamW --------------------------------------------------------------------------------------------------
+# ---- Adam and AdamW ------------------------------------------------------------------------------
 
 
 class Adam(NativeOptimizer):
-    """Adam (Kingma & Ba 2015; amsgrad: Reddi et al. 2018): weight decay is an L2 term of the gradient.
+    """Adam (Kingma & Ba 2015; amsgrad: Reddi et al. 2018): weight decay is an L2 term of the
+    gradient.
 
     Args:
-        params: parameters, named parameters or groups; sharded, or ordinary: on the CPU, or with a policy anywhere.
-        lr, betas, eps, weight_decay, amsgrad, maximize, decoupled_weight_decay: as in torch.optim.Adam.
-        foreach, capturable, differentiable, fused: torch's implementation options; only their defaults, or False, are accepted.
-        precision: of ordinary parameters' states: a Precision or a preset's name (tiermem/precision.py). Default: fp32
-            moments, and an fp32 master for parameters of lower precision. Sharded parameters follow their model's policy.
-        policy: of ordinary parameters' states: their tier (`optim`), precision, paths and budgets. Default: they are tensors
-            beside the parameters. Parameters stay where they are: tensors and DTensors, on the CPU or an accelerator.
+        params: parameters, named parameters or groups; sharded, or ordinary: on the CPU, or with a
+            policy anywhere.
+        lr, betas, eps, weight_decay, amsgrad, maximize, decoupled_weight_decay: as in
+            torch.optim.Adam.
+        foreach, capturable, differentiable, fused: torch's implementation options; only their
+            defaults, or False, are accepted.
+        precision: of ordinary parameters' states: a Precision or a preset's name
+            (tiermem/precision.py). Default: fp32 moments, and an fp32 master for parameters of
+            lower precision. Sharded parameters follow their model's policy.
+        policy: of ordinary parameters' states: their tier (`optim`), precision, paths and budgets.
+            Default: they are tensors beside the parameters. Parameters stay where they are: tensors
+                and DTensors, on the CPU or an accelerator.
 
-    Raises ValueError for values out of range, an empty list, and states that the plan has no room for, BudgetError for a budget
-    of the policy that does not suffice. The optimizer owns the states of ordinary parameters. The states of sharded parameters
-    belong to the model's store and are freed with it.
+    Raises ValueError for values out of range, an empty list, and states that the plan has no room
+    for, BudgetError for a budget of the policy that does not suffice. The optimizer owns the states
+    of ordinary parameters. The states of sharded parameters belong to the model's store and are
+    freed with it.
     """
 
     def __init__(
@@ -62,7 +76,8 @@ class Adam(NativeOptimizer):
 
 
 class AdamW(Adam):
-    """AdamW (Loshchilov & Hutter 2019): weight decay acts on the weight, times lr. Otherwise as Adam."""
+    """AdamW (Loshchilov & Hutter 2019): weight decay acts on the weight, times lr. Otherwise as
+    Adam."""
 
     def __init__(
         self,
@@ -84,7 +99,8 @@ class AdamW(Adam):
         super().__init__(**arguments_in(locals()), decoupled_weight_decay=True)
 
     def rule_of(self, group: Group, param: nn.Parameter) -> Rule:
-        return rules.adam(True, group["amsgrad"])  # ignores decoupled_weight_decay of a loaded group, as torch does
+        # ignores decoupled_weight_decay of a loaded group, as torch does
+        return rules.adam(True, group["amsgrad"])
 
 
 def check_adam(group: Group) -> None:
@@ -93,7 +109,7 @@ def check_adam(group: Group) -> None:
     check_not_negative(group, "lr", "eps", "weight_decay")
 
 
-# ---- Adagrad ---------------------------------------------------------------------------------------------------------
+# ---- Adagrad -------------------------------------------------------------------------------------
 
 
 class Adagrad(NativeOptimizer):
@@ -101,7 +117,8 @@ class Adagrad(NativeOptimizer):
 
     Args:
         params, precision, policy, foreach, differentiable, fused: as for Adam.
-        lr, lr_decay, weight_decay, initial_accumulator_value, eps, maximize: as in torch.optim.Adagrad.
+        lr, lr_decay, weight_decay, initial_accumulator_value, eps, maximize: as in
+            torch.optim.Adagrad.
 
     Errors and ownership: as Adam.
     """
@@ -128,16 +145,20 @@ class Adagrad(NativeOptimizer):
         return rules.ADAGRAD
 
     def check_group(self, group: Group) -> None:
-        check_not_negative(group, "lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps")
+        check_not_negative(
+            group, "lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps"
+        )
 
 
-# ---- Lion ------------------------------------------------------------------------------------------------------------
+# ---- Lion ----------------------------------------------------------------------------------------
 
 
 class Lion(NativeOptimizer):
-    """Lion (Chen et al. 2023): steps along the sign of an interpolated momentum, with decoupled weight decay.
+    """Lion (Chen et al. 2023): steps along the sign of an interpolated momentum, with decoupled
+    weight decay.
 
-    torch has no Lion. It keeps one moment, `exp_avg`; with an fp32 master its states take a third less memory than Adam's.
+    torch has no Lion. It keeps one moment, `exp_avg`; with an fp32 master its states take a third
+    less memory than Adam's.
 
     Args:
         params, precision, policy: as for Adam.
@@ -171,12 +192,12 @@ class Lion(NativeOptimizer):
         check_not_negative(group, "lr", "weight_decay")
 
 
-# ---- SGD -------------------------------------------------------------------------------------------------------------
+# ---- SGD -----------------------------------------------------------------------------------------
 
 
 class SGD(NativeOptimizer):
-    """SGD with momentum (Sutskever et al. 2013, torch's variant). Without momentum it keeps no moment. Unlike torch's SGD, its
-    states also hold `step`.
+    """SGD with momentum (Sutskever et al. 2013, torch's variant). Without momentum it keeps no
+    moment. Unlike torch's SGD, its states also hold `step`.
 
     Args:
         params, precision, policy, foreach, differentiable, fused: as for Adam.
@@ -210,12 +231,13 @@ class SGD(NativeOptimizer):
         check_not_negative(group, "lr", "momentum", "weight_decay")
         if group["nesterov"] and (group["momentum"] <= 0.0 or group["dampening"] != 0.0):
             raise ValueError(
-                f"nesterov=True with momentum={group['momentum']} and dampening={group['dampening']}; it needs a momentum "
+                f"nesterov=True with momentum={group['momentum']} and "
+                f"dampening={group['dampening']}; it needs a momentum "
                 "above 0 and a dampening of 0"
             )
 
 
-# ---- Muon ------------------------------------------------------------------------------------------------------------
+# ---- Muon ----------------------------------------------------------------------------------------
 
 _COEFFICIENTS = (3.4445, -4.775, 2.0315)
 
@@ -227,17 +249,20 @@ class Muon(NativeOptimizer):
         use_muon=True          matrix rule (rules.py)           AdamW
         use_muon=False         AdamW                            AdamW
 
-    Muon does not suit embeddings and output heads: put them in a group with use_muon=False. A matrix step needs the whole
-    matrix. In a sharded model a matrix must therefore fit into one tile and lie whole on one rank.
+    Muon does not suit embeddings and output heads: put them in a group with use_muon=False. A
+    matrix step needs the whole matrix. In a sharded model a matrix must therefore fit into one tile
+    and lie whole on one rank.
 
     Args:
         params, precision, policy: as for Adam. In a group with use_muon=False `eps` is AdamW's.
-        lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as in torch.optim.Muon.
+        lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as in
+            torch.optim.Muon.
         use_muon: default for groups without their own use_muon.
         betas, adam_eps: of AdamW, which shares lr and weight_decay with Muon.
         ns_dtype: dtype of the Newton-Schulz iteration's products: bfloat16 as in torch, or float32.
 
-    A matrix step takes about 16 bytes of memory per element of the matrix beside its states. Errors and ownership: as Adam.
+    A matrix step takes about 16 bytes of memory per element of the matrix beside its states. Errors
+    and ownership: as Adam.
     """
 
     def __init__(
@@ -277,11 +302,15 @@ class Muon(NativeOptimizer):
         check_range("ns_steps", group["ns_steps"], 0, 99)
         if len(group["ns_coefficients"]) != len(_COEFFICIENTS):
             raise ValueError(
-                f"ns_coefficients is {group['ns_coefficients']}; three numbers are due, such as {_COEFFICIENTS}"
+                f"ns_coefficients is {group['ns_coefficients']}; three numbers are due, such as "
+                f"{_COEFFICIENTS}"
             )
         if group["adjust_lr_fn"] not in (None, *MATRIX_LR_NAMES):
             raise ValueError(
-                f"adjust_lr_fn is {group['adjust_lr_fn']!r}; allowed are None, {', '.join(MATRIX_LR_NAMES)}"
+                f"adjust_lr_fn is {group['adjust_lr_fn']!r}; allowed are None, "
+                f"{', '.join(MATRIX_LR_NAMES)}"
             )
         if group["ns_dtype"] not in (torch.bfloat16, torch.float32):
-            raise ValueError(f"ns_dtype is {group['ns_dtype']}; allowed are torch.bfloat16 and torch.float32")
+            raise ValueError(
+                f"ns_dtype is {group['ns_dtype']}; allowed are torch.bfloat16 and torch.float32"
+            )

@@ -1,13 +1,15 @@
-"""Ordinary parameters: tensors and DTensors on the CPU. Their states lie beside them in a chosen precision, under torch's keys.
+"""Ordinary parameters: tensors and DTensors on the CPU. Their states lie beside them in a chosen
+precision, under torch's keys.
 
     optimizer.state[param]     step, the rule's moments [, master], in their stored formats:
         a moment               fp32, bf16 or fp16, in the parameter's shape; 8bit: uint8 codes, and `<name>_scales`
         master                 fp32; split: int16, the 16 bits that the bf16 parameter lacks
     optimizer.state_dict()     the same keys, all fp32 and in the parameter's shape, as in torch's optimizers
 
-Every stored format converts to fp32 exactly, and back to the same numbers, so a state dict restores every state bit by bit.
-A parameter that is not contiguous is stepped in a contiguous copy, which costs one more pass over memory. Gradients are used
-as autograd leaves them. Of a DTensor each rank steps its local shard (local.py), and keeps the states of that shard.
+Every stored format converts to fp32 exactly, and back to the same numbers, so a state dict restores
+every state bit by bit. A parameter that is not contiguous is stepped in a contiguous copy, which
+costs one more pass over memory. Gradients are used as autograd leaves them. Of a DTensor each rank
+steps its local shard (local.py), and keeps the states of that shard.
 """
 
 from __future__ import annotations
@@ -32,48 +34,64 @@ State = dict[str, Any]
 
 
 def check_parameter(param: nn.Parameter, precision: Precision, name: str) -> None:
-    """Raises ValueError for a parameter that is never stepped here, and for one that a precision does not apply to."""
+    """Raises ValueError for a parameter that is never stepped here, and for one that a precision
+    does not apply to."""
     check_kind(param, name)
     precision.check_dtype(param.dtype, name)
     if precision.grads == "fp32" and param.dtype != torch.float32:
         raise ValueError(
-            f"precision: grads is 'fp32' and the ordinary parameter {name!r} is {param.dtype}; autograd accumulates its "
+            f"precision: grads is 'fp32' and the ordinary parameter {name!r} is {param.dtype}; "
+            "autograd accumulates its "
             "gradient in its own dtype. Leave grads at None, or shard the model"
         )
 
 
 def check_gradient(param: nn.Parameter, name: str, is_moved: bool = False) -> torch.Tensor:
-    """This rank's part of a parameter's gradient. Raises ValueError when the gradient or the parameter cannot be stepped here.
+    """This rank's part of a parameter's gradient. Raises ValueError when the gradient or the
+    parameter cannot be stepped here.
 
-    is_moved: whether the caller copies gradients from an accelerator to the CPU, and weights there and back.
+    is_moved: whether the caller copies gradients from an accelerator to the CPU, and weights there
+        and back.
     """
     assert param.grad is not None
     if param.grad.layout != torch.strided:
         raise ValueError(
-            f"the gradient of {name!r} is {param.grad.layout}; dense ones are stepped. Build its embedding with "
+            f"the gradient of {name!r} is {param.grad.layout}; dense ones are stepped. Build its "
+            "embedding with "
             "sparse=False, or give the parameter to torch.optim.SparseAdam"
         )
     placed = as_dtensor(param)
     of_grad = as_dtensor(param.grad)
-    here, there = ("an ordinary tensor" if each is None else str(each.placements) for each in (placed, of_grad))
+    here, there = (
+        "an ordinary tensor" if each is None else str(each.placements) for each in (placed, of_grad)
+    )
     if here != there:
         raise ValueError(
-            f"the parameter {name!r} is placed as {here} and its gradient as {there}: redistribute the gradient first"
+            f"the parameter {name!r} is placed as {here} and its gradient as {there}: redistribute "
+            "the gradient first"
         )
     local = local_of(param)
     grad = local_of(param.grad)
     if not is_moved and (local.device.type != "cpu" or grad.device.type != "cpu"):
         raise ValueError(
-            f"the ordinary parameter {name!r} is on {local.device}; such are stepped on the CPU if their states lie beside "
-            "them. Give policy=OffloadPolicy(optim=Tier.HOST), shard the model, or give it to torch's own optimizer"
+            f"the ordinary parameter {name!r} is on {local.device}; such are stepped on the CPU if "
+            "their states lie beside "
+            "them. Give policy=OffloadPolicy(optim=Tier.HOST), shard the model, or give it to "
+            "torch's own optimizer"
         )
-    if any(stride == 0 and size > 1 for stride, size in zip(local.stride(), local.shape, strict=True)):
+    if any(
+        stride == 0 and size > 1 for stride, size in zip(local.stride(), local.shape, strict=True)
+    ):
         raise ValueError(
-            f"the ordinary parameter {name!r} has strides {local.stride()} for shape {tuple(local.shape)}: several of its "
-            "elements are one number in memory. Make it contiguous: nn.Parameter(p.detach().contiguous())"
+            f"the ordinary parameter {name!r} has strides {local.stride()} for shape "
+            f"{tuple(local.shape)}: several of its "
+            "elements are one number in memory. Make it contiguous: "
+            "nn.Parameter(p.detach().contiguous())"
         )
     if grad.dtype not in STORED:
-        raise ValueError(f"the gradient of {name!r} is {grad.dtype}; allowed are {', '.join(map(str, STORED))}")
+        raise ValueError(
+            f"the gradient of {name!r} is {grad.dtype}; allowed are {', '.join(map(str, STORED))}"
+        )
     return grad
 
 
@@ -81,13 +99,15 @@ def check_rule(param: nn.Parameter, rule: Rule, name: str) -> None:
     """Raises ValueError for a rule of whole matrices when this rank holds a part of one."""
     if rule.is_matrix and local_of(param).shape != param.shape:
         raise ValueError(
-            f"the parameter {name!r} is a DTensor of which this rank holds {tuple(local_of(param).shape)}, and Muon steps "
+            f"the parameter {name!r} is a DTensor of which this rank holds "
+            f"{tuple(local_of(param).shape)}, and Muon steps "
             "whole matrices: put it in a group with use_muon=False"
         )
 
 
 def adopt_weight(param: nn.Parameter, state: State, precision: Precision, name: str) -> None:
-    """Makes a state's master that of a weight which has been written, or was given another dtype. Raises ValueError."""
+    """Makes a state's master that of a weight which has been written, or was given another dtype.
+    Raises ValueError."""
     precision.check_dtype(param.dtype, name)
     local = local_of(param).detach()
     kept = state.pop(MASTER, None)
@@ -105,7 +125,9 @@ def new_master(param: nn.Parameter, precision: Precision) -> torch.Tensor | None
     master = precision.master_of(param.dtype)
     if master is None:
         return None
-    return torch.zeros(local_of(param).shape, dtype=torch.int16 if master == "split" else torch.float32)
+    return torch.zeros(
+        local_of(param).shape, dtype=torch.int16 if master == "split" else torch.float32
+    )
 
 
 def new_state(param: nn.Parameter, rule: Rule, precision: Precision) -> State:
@@ -114,7 +136,9 @@ def new_state(param: nn.Parameter, rule: Rule, precision: Precision) -> State:
     shape = local_of(param).shape
     is_8bit = precision.moments == "8bit"
     for moment in rule.moments:
-        state[moment] = torch.zeros(shape, dtype=torch.uint8 if is_8bit else DTYPES[precision.moments])
+        state[moment] = torch.zeros(
+            shape, dtype=torch.uint8 if is_8bit else DTYPES[precision.moments]
+        )
         if is_8bit:
             state[_scales(moment)] = torch.zeros(num_scales(shape.numel()), dtype=torch.uint8)
     if (master := new_master(param, precision)) is not None:
@@ -123,10 +147,16 @@ def new_state(param: nn.Parameter, rule: Rule, precision: Precision) -> State:
 
 
 def step_parameter(
-    workers: Workers, param: nn.Parameter, state: State, rule: Rule, step: AnyStep, precision: Precision, name: str
+    workers: Workers,
+    param: nn.Parameter,
+    state: State,
+    rule: Rule,
+    step: AnyStep,
+    precision: Precision,
+    name: str,
 ) -> None:
-    """Steps a parameter that has a gradient. `step` in the state already counts this step. Blocks. The master is that
-    of the weight (`adopt_weight`). Raises ValueError."""
+    """Steps a parameter that has a gradient. `step` in the state already counts this step. Blocks.
+    The master is that of the weight (`adopt_weight`). Raises ValueError."""
     grad = check_gradient(param, name)
     num_steps = int(state[STEP])
     local = local_of(param)
@@ -134,7 +164,11 @@ def step_parameter(
     master = state[MASTER].view(-1) if MASTER in state else None
     moments = tuple(_moment(state, moment) for moment in rule.moments)
     parts = StepParts(weight.view(-1), master, grad.contiguous().view(-1), moments)
-    dither = Dither(precision.key(name), num_steps, first_element(param)) if precision.is_stochastic else None
+    dither = (
+        Dither(precision.key(name), num_steps, first_element(param))
+        if precision.is_stochastic
+        else None
+    )
     is_first = num_steps == 1 and not any(state[moment].any() for moment in rule.moments)
     step_parts(workers, step, parts, dither, start_moments=is_first)
     if not local.is_contiguous():
@@ -142,28 +176,40 @@ def step_parameter(
 
 
 def export_state(workers: Workers, param: nn.Parameter, state: State, rule: Rule) -> State:
-    """A state in the format of torch's state dicts: fp32, placed as the parameter. fp32 states are not copied."""
+    """A state in the format of torch's state dicts: fp32, placed as the parameter. fp32 states are
+    not copied."""
     found: State = {STEP: state[STEP]}
     for moment in rule.moments:
         kept = _moment(state, moment)
         found[moment] = state[moment]
         if isinstance(kept, Quantised) or kept.dtype != torch.float32:
-            found[moment] = widen_part(workers, kept, is_positive=is_positive(moment)).view(state[moment].shape)
+            found[moment] = widen_part(workers, kept, is_positive=is_positive(moment)).view(
+                state[moment].shape
+            )
     if MASTER in state:
         master = state[MASTER]
         weight = local_of(param).contiguous().view(-1)
         found[MASTER] = (
-            master if master.dtype == torch.float32 else widen_part(workers, master.view(-1), weight).view(master.shape)
+            master
+            if master.dtype == torch.float32
+            else widen_part(workers, master.view(-1), weight).view(master.shape)
         )
     return {key: value if key == STEP else as_placed(value, param) for key, value in found.items()}
 
 
 def restore_state(
-    workers: Workers, param: nn.Parameter, given: Mapping[str, Any], rule: Rule, precision: Precision, name: str
+    workers: Workers,
+    param: nn.Parameter,
+    given: Mapping[str, Any],
+    rule: Rule,
+    precision: Precision,
+    name: str,
 ) -> State:
-    """A state from an entry of a state dict. Raises ValueError for a moment that is missing or has another shape.
+    """A state from an entry of a state dict. Raises ValueError for a moment that is missing or has
+    another shape.
 
-    Without `master` in the entry, the master is made from the parameter. Restoring a split master also sets its parameter.
+    Without `master` in the entry, the master is made from the parameter. Restoring a split master
+    also sets its parameter.
     """
     state = new_state(param, rule, precision)
     state[STEP] = torch.tensor(float(num_steps_of(given, rule)))
@@ -182,26 +228,30 @@ def restore_state(
 
 
 def num_steps_of(given: Mapping[str, Any], rule: Rule) -> int:
-    """The number of steps in an entry. torch's SGD saves no count: an entry with a momentum counts as one step."""
+    """The number of steps in an entry. torch's SGD saves no count: an entry with a momentum counts
+    as one step."""
     if STEP in given:
         return int(given[STEP])
     return int(any(given.get(moment) is not None for moment in rule.moments))
 
 
 def value_of(given: Mapping[str, Any], key: str, param: torch.Tensor, name: str) -> torch.Tensor:
-    """This rank's part of one state of an entry, fp32 on the CPU. Raises ValueError when it is missing or has another shape.
+    """This rank's part of one state of an entry, fp32 on the CPU. Raises ValueError when it is
+    missing or has another shape.
 
     Collective where the entry has a DTensor that is placed otherwise than the parameter.
     """
     value = given.get(key)
     if not isinstance(value, torch.Tensor):
         raise ValueError(
-            f"the state dict has no {key!r} for parameter {name!r}, only {', '.join(map(repr, given)) or 'nothing'}: it "
+            f"the state dict has no {key!r} for parameter {name!r}, only "
+            f"{', '.join(map(repr, given)) or 'nothing'}: it "
             "comes from another optimizer"
         )
     if value.shape != param.shape:
         raise ValueError(
-            f"the state dict's {key!r} for parameter {name!r} has shape {tuple(value.shape)}; the parameter has "
+            f"the state dict's {key!r} for parameter {name!r} has shape {tuple(value.shape)}; the "
+            "parameter has "
             f"{tuple(param.shape)}"
         )
     return part_of(value.detach(), param).to("cpu", torch.float32)

@@ -6,9 +6,10 @@
     on HOST     the states are stepped where they rest
     on NVMe     through a few buffers: the next tile is read and the previous one written while one is stepped
 
-The parameters and their gradients stay where their owner keeps them; of a DTensor that is its local shard (local.py). From an
-accelerator a tile's gradients are copied into a pinned buffer, and its new weights back, on the accelerator's current stream.
-The states are stepped by the kernels, and in the formats, of every other tier, so a tier changes no bit.
+The parameters and their gradients stay where their owner keeps them; of a DTensor that is its local
+shard (local.py). From an accelerator a tile's gradients are copied into a pinned buffer, and its
+new weights back, on the accelerator's current stream. The states are stepped by the kernels, and in
+the formats, of every other tier, so a tier changes no bit.
 """
 
 from __future__ import annotations
@@ -38,7 +39,14 @@ from tiermem.swap.program.program import Program
 from tiermem.swap.program.tile_plan import TileWork
 from tiermem.swap.store.checksum import Range
 from tiermem.swap.store.store import TensorStore
-from tiermem.units.state_layout import MASTER, StateLayout, StatePieces, StateViews, is_positive, keeps_sums
+from tiermem.units.state_layout import (
+    MASTER,
+    StateLayout,
+    StatePieces,
+    StateViews,
+    is_positive,
+    keeps_sums,
+)
 from tiermem.units.unit import ALIGN, UNIT_ALIGN, Shard, ShardRange, Unit
 from tiermem.units.written import Mark, adopt, mark_of
 
@@ -50,7 +58,8 @@ _APPLIED = {
     *("paths", "host_bytes", "disk_bytes", "resident_bytes"),
     *("tile_numel", "tile_buffers", "pipeline_read", "pipeline_write"),
 }
-"""The fields of a policy that ordinary parameters follow, and those that change nothing for them."""
+"""The fields of a policy that ordinary parameters follow, and those that change nothing for
+them."""
 
 
 def check_policy(policy: OffloadPolicy) -> None:
@@ -63,8 +72,10 @@ def check_policy(policy: OffloadPolicy) -> None:
     ]
     if others:
         raise ValueError(
-            f"the policy sets {', '.join(others)}, which only a sharded model follows; the states of ordinary parameters "
-            "follow optim, precision, paths, host_bytes and the like. Leave the others out, or call "
+            f"the policy sets {', '.join(others)}, which only a sharded model follows; the states "
+            "of ordinary parameters "
+            "follow optim, precision, paths, host_bytes and the like. Leave the others out, or "
+            "call "
             "tiermem.shard(model, policy) and build the optimizer without a policy"
         )
 
@@ -83,10 +94,12 @@ _Act = Callable[[_Held], None]
 
 
 class RestingStates:
-    """The states of some ordinary parameters, on HOST or NVMe. Owns their store, which `close` or the end of its life frees.
+    """The states of some ordinary parameters, on HOST or NVMe. Owns their store, which `close` or
+    the end of its life frees.
 
     Args:
-        policy: tier, precision, paths and budgets. `host_bytes` is a budget per node, divided by the ranks on it.
+        policy: tier, precision, paths and budgets. `host_bytes` is a budget per node, divided by
+            the ranks on it.
         params: the parameters, each with its name and rule.
         workers: threads of the kernels; the caller closes them.
         taken_bytes: what other states of the same policy take of this rank's part of `host_bytes`.
@@ -95,21 +108,26 @@ class RestingStates:
     is taken here.
     """
 
-    def __init__(self, policy: OffloadPolicy, params: Ruled, workers: Workers, taken_bytes: int = 0) -> None:
+    def __init__(
+        self, policy: OffloadPolicy, params: Ruled, workers: Workers, taken_bytes: int = 0
+    ) -> None:
         self._policy = policy
         self._workers = workers
         self._rules = {param: rule for param, (_, rule) in params.items()}
         units = _lay_out(params)
         self.shards = {shard.param: shard for unit in units for shard in unit.shards}
         self._is_torn = False
-        self._marks: dict[Shard, Mark] = {}  # of weights when a step or an adoption made their masters
+        # of weights when a step or an adoption made their masters
+        self._marks: dict[Shard, Mark] = {}
         devices = list(dict.fromkeys(local_of(param).device for param in params))
         devices = [device for device in devices if is_accelerator(device)]
         plan = _Planner(policy, units, self._rules, bool(devices)).plan(taken_bytes)
         self.host_bytes = plan.host_bytes
         """Bytes of HOST memory that the states and the buffers take."""
         self._tiles = plan.tiles
-        self._room = {part.shard: tile.layout.num_moments for tile in plan.tiles for part in tile.ranges}
+        self._room = {
+            part.shard: tile.layout.num_moments for tile in plan.tiles for part in tile.ranges
+        }
         link_bytes = plan.num_buffers * plan.buffer_bytes if devices and policy.pin_memory else 0
         self._store = TensorStore(
             paths_of_rank(policy.paths),
@@ -126,10 +144,11 @@ class RestingStates:
             raise
 
     def step(self, steps: Mapping[nn.Parameter, AnyStep]) -> None:
-        """Steps parameters that have a gradient, with their next scalars. Blocks, also until an accelerator has new weights.
+        """Steps parameters that have a gradient, with their next scalars. Blocks, also until an
+        accelerator has new weights.
 
-        Raises OSError when a transfer fails, ValueError for a rule with more moments than the states have; after an OSError the
-        states refuse to continue until a state dict is loaded.
+        Raises OSError when a transfer fails, ValueError for a rule with more moments than the
+        states have; after an OSError the states refuse to continue until a state dict is loaded.
         """
         self._check_whole()
         due = {self.shards[param]: step for param, step in steps.items()}
@@ -157,13 +176,16 @@ class RestingStates:
         self._is_torn = False
 
     def export(self) -> dict[nn.Parameter, State]:
-        """The states of every parameter that has been stepped, in the format of state dicts: fp32, placed as the parameter.
+        """The states of every parameter that has been stepped, in the format of state dicts: fp32,
+        placed as the parameter.
 
         All of them are in memory at once. Blocks. Raises OSError.
         """
         self._check_whole()
         stepped = [shard for shard in self.shards.values() if shard.num_steps]
-        found: dict[Shard, State] = {shard: {STEP: torch.tensor(float(shard.num_steps))} for shard in stepped}
+        found: dict[Shard, State] = {
+            shard: {STEP: torch.tensor(float(shard.num_steps))} for shard in stepped
+        }
         for shard, state in found.items():
             master = self._policy.precision.master_of(shard.param.dtype)
             names = [*self._names(shard), *([] if master is None else [MASTER])]
@@ -173,7 +195,9 @@ class RestingStates:
             state = found[held.shard]
             master = held.views.master
             for name, moment in zip(self._names(held.shard), held.views.moments, strict=False):
-                state[name][held.elements] = widen_part(self._workers, moment, is_positive=is_positive(name))
+                state[name][held.elements] = widen_part(
+                    self._workers, moment, is_positive=is_positive(name)
+                )
             if master is not None:
                 weight = held.weight if master.dtype == torch.int16 else None
                 state[MASTER][held.elements] = widen_part(self._workers, master, weight)
@@ -185,9 +209,11 @@ class RestingStates:
         return {shard.param: state for shard, state in found.items()}
 
     def restore(self, entries: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
-        """Restores states from entries of a state dict; an empty entry means no steps. Blocks. Raises ValueError, OSError.
+        """Restores states from entries of a state dict; an empty entry means no steps. Blocks.
+        Raises ValueError, OSError.
 
-        Without `master` in an entry, the master is made from the parameter. Restoring a split master also sets its parameter.
+        Without `master` in an entry, the master is made from the parameter. Restoring a split
+        master also sets its parameter.
         """
         stays_torn = self._is_torn and len(entries) < len(self.shards)
         given: dict[Shard, dict[str, torch.Tensor]] = {}
@@ -197,9 +223,13 @@ class RestingStates:
             rule = self._rules[param]
             counts[shard] = num_steps_of(entry, rule)
             if counts[shard]:
-                has_master = self._policy.precision.master_of(param.dtype) is not None and MASTER in entry
+                has_master = (
+                    self._policy.precision.master_of(param.dtype) is not None and MASTER in entry
+                )
                 names = [*rule.moments, *([MASTER] if has_master else [])]
-                given[shard] = {name: value_of(entry, name, param, shard.name).reshape(-1) for name in names}
+                given[shard] = {
+                    name: value_of(entry, name, param, shard.name).reshape(-1) for name in names
+                }
         self._is_torn = True
         for shard, num_steps in counts.items():
             shard.set_steps(num_steps, False, False)
@@ -209,10 +239,17 @@ class RestingStates:
             values = given[held.shard]
             master = held.views.master
             for name, moment in zip(self._names(held.shard), held.views.moments, strict=False):
-                narrow_part(self._workers, values[name][held.elements], moment, is_positive=is_positive(name))
+                narrow_part(
+                    self._workers,
+                    values[name][held.elements],
+                    moment,
+                    is_positive=is_positive(name),
+                )
             if master is not None:
                 new = values[MASTER][held.elements] if MASTER in values else held.weight.float()
-                narrow_part(self._workers, new, master, held.weight if master.dtype == torch.int16 else None)
+                narrow_part(
+                    self._workers, new, master, held.weight if master.dtype == torch.int16 else None
+                )
 
         self._run(given, act, overwrites=True)
         self._is_torn = stays_torn
@@ -224,7 +261,9 @@ class RestingStates:
         number = self._names(shard).index(name)
 
         def act(held: _Held) -> None:
-            found[held.elements] = widen_part(self._workers, held.views.moments[number], is_positive=is_positive(name))
+            found[held.elements] = widen_part(
+                self._workers, held.views.moments[number], is_positive=is_positive(name)
+            )
 
         self._run({shard: None}, act, changes=False)
         return found.view(shard.shape)
@@ -247,10 +286,11 @@ class RestingStates:
         self._rules.update(rules)
 
     def close(self) -> None:
-        """Frees the memory and the files. Blocks. Raises the first error of a write that no step has raised."""
+        """Frees the memory and the files. Blocks. Raises the first error of a write that no step
+        has raised."""
         self._store.close()
 
-    # ---- one pass ------------------------------------------------------------------------------------------------------
+    # ---- one pass --------------------------------------------------------------------------------
 
     def _run(
         self,
@@ -261,7 +301,8 @@ class RestingStates:
         changes: bool = True,
         overwrites: bool = False,
     ) -> None:
-        """Calls `act` for the chosen parameters in every tile; the other arguments are those of _Pass."""
+        """Calls `act` for the chosen parameters in every tile; the other arguments are those of
+        _Pass."""
         tiles = [tile for tile in self._tiles if any(part.shard in chosen for part in tile.ranges)]
         marks = {} if overwrites else {shard: mark_of(local_of(shard.param)) for shard in chosen}
         written = {shard for shard, mark in marks.items() if self._marks.get(shard) != mark}
@@ -278,28 +319,33 @@ class RestingStates:
         self._store.check_process()
         if self._is_torn:
             raise RuntimeError(
-                "a step, or loading a state dict, failed half-way, so that these states are a mixture of two steps: load "
+                "a step, or loading a state dict, failed half-way, so that these states are a "
+                "mixture of two steps: load "
                 "the weights and the optimizer's state dict again"
             )
 
-    # ---- building ------------------------------------------------------------------------------------------------------
+    # ---- building --------------------------------------------------------------------------------
 
     def _names(self, shard: Shard) -> tuple[str, ...]:
         return self._rules[shard.param].moments
 
     def _check(self, shard: Shard) -> None:
-        """Raises ValueError for a parameter of another dtype or shape, or with more moments, than when the plan was made."""
+        """Raises ValueError for a parameter of another dtype or shape, or with more moments, than
+        when the plan was made."""
         local = local_of(shard.param)
         if local.dtype is not shard.reduce_dtype or local.shape != shard.shape:
             raise ValueError(
-                f"the parameter {shard.name!r} is {local.dtype} of shape {tuple(local.shape)} now, and its states are of "
-                f"{shard.reduce_dtype} of shape {tuple(shard.shape)}: build the optimizer after the model has its dtype"
+                f"the parameter {shard.name!r} is {local.dtype} of shape {tuple(local.shape)} now, "
+                "and its states are of "
+                f"{shard.reduce_dtype} of shape {tuple(shard.shape)}: build the optimizer after "
+                "the model has its dtype"
             )
         names = self._names(shard)
         most = self._room.get(shard, 3)
         if len(names) > most:
             raise ValueError(
-                f"the parameter {shard.name!r} has room for {most} moments and now keeps {', '.join(names)}: build the "
+                f"the parameter {shard.name!r} has room for {most} moments and now keeps "
+                f"{', '.join(names)}: build the "
                 "optimizer with the options that its groups have now"
             )
 
@@ -319,12 +365,14 @@ class RestingStates:
                 store.sums.protect(tile.entry, StatePieces(tile_runs(tile, 0, self._names)).pieces)
         if not plan.num_buffers:
             return None
-        pool = Pool(store.arena, plan.buffer_bytes, plan.num_buffers, "tiles of states", crosses_link=True)
+        pool = Pool(
+            store.arena, plan.buffer_bytes, plan.num_buffers, "tiles of states", crosses_link=True
+        )
         store.settle()
         return pool
 
 
-# ---- the plan --------------------------------------------------------------------------------------------------------
+# ---- the plan ------------------------------------------------------------------------------------
 
 
 class _Plan(NamedTuple):
@@ -345,7 +393,8 @@ class _Planner:
     is_moved: bool  # whether parameters are on an accelerator
 
     def plan(self, taken_bytes: int) -> _Plan:
-        """The most buffers and the largest tiles that fit. Raises BudgetError with the arithmetic of the smallest."""
+        """The most buffers and the largest tiles that fit. Raises BudgetError with the arithmetic
+        of the smallest."""
         policy = self.policy
         budget = None
         if policy.host_bytes is not None:
@@ -353,7 +402,9 @@ class _Planner:
         has_buffers = policy.optim is Tier.NVME or self.is_moved
         whole = [max((unit.shard_numel for unit in self.units), default=UNIT_ALIGN)]
         usual = USUAL_TILE_NUMELS if has_buffers else whole
-        numels = [round_up(numel, UNIT_ALIGN) for numel in sizes_from(policy, policy.tile_numel, usual)]
+        numels = [
+            round_up(numel, UNIT_ALIGN) for numel in sizes_from(policy, policy.tile_numel, usual)
+        ]
         usual = usual_tile_buffers(policy.pipeline_read, policy.pipeline_write)
         counts = sizes_from(policy, policy.tile_buffers, usual) if has_buffers else [0]
         for count, numel in itertools.product(counts, numels):
@@ -362,8 +413,10 @@ class _Planner:
                 return plan
         assert budget is not None
         raise BudgetError(
-            f"{plan.why} {plan.host_bytes} bytes of HOST memory are needed, and host_bytes leaves this rank {budget} "
-            f"({policy.host_bytes} // {ranks_per_node()} ranks - {taken_bytes} of other states). Raise host_bytes, "
+            f"{plan.why} {plan.host_bytes} bytes of HOST memory are needed, and host_bytes leaves "
+            f"this rank {budget} "
+            f"({policy.host_bytes} // {ranks_per_node()} ranks - {taken_bytes} of other states). "
+            "Raise host_bytes, "
             + ("choose smaller tiles (tile_numel), " if has_buffers else "set optim=Tier.NVME, ")
             + "or a smaller precision"
         )
@@ -378,7 +431,11 @@ class _Planner:
         total = sum(tile.state_bytes for tile in tiles)
         if is_on_disk:
             left = 0 if budget is None else max(0, budget - buffers)
-            resident = left if self.policy.resident_bytes is None else min(left, self.policy.resident_bytes)
+            resident = (
+                left
+                if self.policy.resident_bytes is None
+                else min(left, self.policy.resident_bytes)
+            )
             stays = within([tile.state_bytes for tile in tiles], min(resident, total))
             tiles = [
                 dataclasses.replace(tile, home=Tier.HOST) if is_resident else tile
@@ -387,8 +444,10 @@ class _Planner:
         on_host = sum(tile.state_bytes for tile in tiles if tile.home is Tier.HOST)
         numel = sum(shard.numel for unit in self.units for shard in unit.shards)
         why = (
-            f"The states of {numel} elements of ordinary parameters take {total} bytes, {on_host} of them on HOST, beside "
-            f"{count} buffers of {buffer_bytes} = {buffers} bytes for tiles of {tile_numel} elements."
+            f"The states of {numel} elements of ordinary parameters take {total} bytes, {on_host} "
+            "of them on HOST, beside "
+            f"{count} buffers of {buffer_bytes} = {buffers} bytes for tiles of {tile_numel} "
+            "elements."
         )
         return _Plan(tiles, count if buffer_bytes else 0, buffer_bytes, on_host + buffers, why)
 
@@ -399,7 +458,14 @@ class _Planner:
         whole = [shard for shard, rule in rules.items() if rule.is_matrix]
         for start, numel, ranges in stepped_ranges(unit, tile_numel, 0, whole):
             entry = f"state/{unit.index}/{start}"
-            yield StateTile(start=start, numel=numel, layout=layout, entry=entry, home=self.policy.optim, ranges=ranges)
+            yield StateTile(
+                start=start,
+                numel=numel,
+                layout=layout,
+                entry=entry,
+                home=self.policy.optim,
+                ranges=ranges,
+            )
 
 
 def link_bytes_of(tile: StateTile) -> int:
@@ -408,14 +474,17 @@ def link_bytes_of(tile: StateTile) -> int:
 
 
 def _lay_out(params: Ruled) -> list[Unit]:
-    """The parameters' local parts one behind the other, those of one dtype and device in one unit."""
+    """The parameters' local parts one behind the other, those of one dtype and device in one
+    unit."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Shard]] = {}
     for index, (param, (name, _)) in enumerate(params.items()):
         local = local_of(param)
         of_kind = kinds.setdefault((param.dtype, local.device), [])
         offset = of_kind[-1].shard_offset + round_up(of_kind[-1].numel, ALIGN) if of_kind else 0
         numel = local.numel()
-        of_kind.append(Shard(name, index, param, local.shape, numel, numel, offset, offset, param.dtype))
+        of_kind.append(
+            Shard(name, index, param, local.shape, numel, numel, offset, offset, param.dtype)
+        )
     units: list[Unit] = []
     for (dtype, _), shards in kinds.items():
         numel = round_up(max(1, shards[-1].shard_offset + shards[-1].numel), UNIT_ALIGN)
@@ -423,7 +492,7 @@ def _lay_out(params: Ruled) -> list[Unit]:
     return units
 
 
-# ---- the work on a tile ----------------------------------------------------------------------------------------------
+# ---- the work on a tile --------------------------------------------------------------------------
 
 
 class _Pass(TileWork[StateTile]):
@@ -436,8 +505,10 @@ class _Pass(TileWork[StateTile]):
         act: works on a parameter's elements in a tile, in place.
         is_step: whether it needs gradients.
         changes: whether states and weights are written back.
-        overwrites: whether it writes every state of these parameters, so that a tile of them alone is not read.
-        written: parameters whose weights the user has written; their masters become those of the weights before `act`.
+        overwrites: whether it writes every state of these parameters, so that a tile of them alone
+            is not read.
+        written: parameters whose weights the user has written; their masters become those of the
+            weights before `act`.
     """
 
     def __init__(
@@ -457,7 +528,8 @@ class _Pass(TileWork[StateTile]):
         self._is_step = is_step
         self._changes = changes
         self._overwrites = overwrites
-        self._straight: dict[Shard, tuple[torch.Tensor, torch.Tensor | None]] = {}  # flat weight and gradient
+        # flat weight and gradient
+        self._straight: dict[Shard, tuple[torch.Tensor, torch.Tensor | None]] = {}
 
     def name(self, tile: StateTile) -> str:
         """The entry of its states."""
@@ -476,8 +548,9 @@ class _Pass(TileWork[StateTile]):
         return is_accelerator(_device_of(tile))
 
     def compute(self, tile: StateTile, slot: Slot | None) -> Callable[[], None] | None:
-        """Does the work on a tile, in its buffer or where it rests; blocks. Parameters on an accelerator come to the buffer on
-        the current stream; the rest, which is returned, does the work when they have come, and waits until they are back."""
+        """Does the work on a tile, in its buffer or where it rests; blocks. Parameters on an
+        accelerator come to the buffer on the current stream; the rest, which is returned, does the
+        work when they have come, and waits until they are back."""
         if not self.is_brought(tile):
             self._work_on(tile, slot)
             return None
@@ -543,18 +616,23 @@ class _Pass(TileWork[StateTile]):
         size = tile.numel * tile.dtype.itemsize
         near = None
         if grad is not None:
-            near = slot.tensor[start + size : start + size + tile.numel * grad.itemsize].view(grad.dtype)[place]
+            near = slot.tensor[start + size : start + size + tile.numel * grad.itemsize].view(
+                grad.dtype
+            )[place]
         return weights[place], near
 
     def _is_blank(self, tile: StateTile) -> bool:
         """Whether nothing of a tile's states is needed."""
-        return not tile.is_started or (self._overwrites and all(part.shard in self._chosen for part in tile.ranges))
+        return not tile.is_started or (
+            self._overwrites and all(part.shard in self._chosen for part in tile.ranges)
+        )
 
     def _parts(self, tile: StateTile) -> Iterator[ShardRange]:
         return (part for part in tile.ranges if part.shard in self._chosen)
 
     def _flat(self, shard: Shard) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A parameter's local weight and, in a step, gradient: flat, copies where they are not contiguous."""
+        """A parameter's local weight and, in a step, gradient: flat, copies where they are not
+        contiguous."""
         if shard not in self._straight:
             grad = check_gradient(shard.param, shard.name, is_moved=True) if self._is_step else None
             flat_grad = None if grad is None else grad.contiguous().view(-1)

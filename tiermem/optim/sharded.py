@@ -1,14 +1,16 @@
 """ShardedModel: one optimizer step of a sharded model.
 
-    gradients of all ranks -> their norm -> finite? -> every tile, with one factor -> gather resident weights again
+    gradients of all ranks -> their norm -> finite? -> every tile, with one factor -> gather
+    resident weights again
                                             no: the states stay unchanged, and the policy decides
 
-With `step_in_backward` a unit is stepped inside backward, as soon as its gradients are reduced; `step` then only ends the
-step. With overlap "backward" tiles are stepped before the norm is known; `step` makes the results count, or steps them again
-(tentative.py). The optimizer gives the rule of each parameter (base.py). tiles.py does the work in a tile.
+With `step_in_backward` a unit is stepped inside backward, as soon as its gradients are reduced;
+`step` then only ends the step. With overlap "backward" tiles are stepped before the norm is known;
+`step` makes the results count, or steps them again (tentative.py). The optimizer gives the rule of
+each parameter (base.py). tiles.py does the work in a tile.
 
-Ranks make one exchange in a step, for the norm; meanwhile each plans a step that does not clip, if all rests in memory. Between
-CPUs the next forward's gathers begin with that forward.
+Ranks make one exchange in a step, for the norm; meanwhile each plans a step that does not clip, if
+all rests in memory. Between CPUs the next forward's gathers begin with that forward.
 """
 
 from __future__ import annotations
@@ -36,11 +38,13 @@ logger = logging.getLogger("tiermem")
 
 
 class NonFiniteGradients(RuntimeError):
-    """The gradients hold NaN or infinity, and the policy makes this an error. `step` changed no state."""
+    """The gradients hold NaN or infinity, and the policy makes this an error. `step` changed no
+    state."""
 
 
 class ShardedModel:
-    """A sharded model and its optimizer states, which rest in the model's store and live as long as the store."""
+    """A sharded model and its optimizer states, which rest in the model's store and live as long as
+    the store."""
 
     def __init__(self, shards: Shards, find_rule: FindRule) -> None:
         self._shards = shards
@@ -50,31 +54,40 @@ class ShardedModel:
         self._planned: PlannedStep | None = None
         self._ruled: dict[Shard, tuple[Group, Rule] | None] = {}  # found in the step under way
         self._tentative: TentativeStep | None = None
-        if shards.policy.wanted_overlap(shards.plan.states, is_accelerator(shards.device)) == "backward":
+        if (
+            shards.policy.wanted_overlap(shards.plan.states, is_accelerator(shards.device))
+            == "backward"
+        ):
             self._tentative = TentativeStep(shards, self.tiles, self._attempted_step)
             shards.homes.call_on_arrival(self._tentative.receive)
         begin = self.tiles.begin if self._tentative is None else self._tentative.begin_backward
         shards.attach_states(self.tiles, None if shards.policy.step_in_backward else begin)
         if shards.policy.step_in_backward:
-            shards.homes.store.step_with(lambda unit, grads: self._step_unit(shards.units[unit.index], grads))
+            shards.homes.store.step_with(
+                lambda unit, grads: self._step_unit(shards.units[unit.index], grads)
+            )
 
     def close(self) -> None:
-        """Gives up the states; the weights stay. Another optimizer may follow. Collective; blocks."""
+        """Gives up the states; the weights stay. Another optimizer may follow. Collective;
+        blocks."""
         if not self._shards.is_closed:
             self._shards.drop_head_start()
             self.tiles.close()
             self._shards.detach_states()
 
     def step(self, scale: float, max_norm: float) -> float | None:
-        """Steps every parameter that has a gradient, unless `is_refused(norm)`. Collective; blocks; raises OSError.
+        """Steps every parameter that has a gradient, unless `is_refused(norm)`. Collective; blocks;
+        raises OSError.
 
-        Returns the norm of all gradients together, before clipping; None with `step_in_backward`, which used the gradients.
+        Returns the norm of all gradients together, before clipping; None with `step_in_backward`,
+        which used the gradients.
 
         Args:
             scale: the loss scale; gradients are divided by it.
             max_norm: maximum of the gradients' global norm; 0: no clipping.
 
-        Raises ValueError for scaling and clipping with `step_in_backward`, RuntimeError for gradients dropped after their use.
+        Raises ValueError for scaling and clipping with `step_in_backward`, RuntimeError for
+        gradients dropped after their use.
         """
         shards = self._shards
         self._ruled.clear()
@@ -87,7 +100,8 @@ class ShardedModel:
             if shards.policy.step_in_backward:
                 if scale != 1.0 or max_norm:
                     raise ValueError(
-                        "step_in_backward has used the gradients: they are neither scaled nor clipped in step"
+                        "step_in_backward has used the gradients: they are neither scaled nor "
+                        "clipped in step"
                     )
                 shards.homes.check_used_once()
                 shards.receive_gradients()
@@ -118,33 +132,49 @@ class ShardedModel:
         return norm
 
     def export(self, shard: Shard, rule: Rule) -> State:
-        """The entry of a parameter: its step, moments and master, whole, fp32. Collective; blocks; raises OSError."""
+        """The entry of a parameter: its step, moments and master, whole, fp32. Collective; blocks;
+        raises OSError."""
         self._shards.check_whole()
         found: State = {STEP: torch.tensor(float(shard.num_steps))}
         moments = rule.moments if shard.num_steps or shard.has_moments else ()
         for name in (*moments, MASTER) if self.tiles.keeps_master(shard) else moments:
-            found[name] = self._shards.values.assemble(shard, self.tiles.state(shard, name)).view(shard.shape)
+            found[name] = self._shards.values.assemble(shard, self.tiles.state(shard, name)).view(
+                shard.shape
+            )
         return found
 
     def begin_restoring(self) -> None:
-        """Before every trained parameter is restored: the model is half loaded until the last one is."""
-        trained = [shard for live in self._shards.units if live.unit.is_trainable for shard in live.unit.shards]
-        self._shards.steps.half_loaded.update(shard for shard in trained if self._find_rule(shard.param) is not None)
+        """Before every trained parameter is restored: the model is half loaded until the last one
+        is."""
+        trained = [
+            shard
+            for live in self._shards.units
+            if live.unit.is_trainable
+            for shard in live.unit.shards
+        ]
+        self._shards.steps.half_loaded.update(
+            shard for shard in trained if self._find_rule(shard.param) is not None
+        )
 
     def end_restoring(self) -> None:
         """After a dict was refused."""
         self._shards.steps.half_loaded.clear()
 
     def restore(self, shard: Shard, given: Mapping[str, Any], rule: Rule) -> None:
-        """Puts an entry where a parameter's states rest; an empty one: the parameter has no steps. Collective; blocks.
+        """Puts an entry where a parameter's states rest; an empty one: the parameter has no steps.
+        Collective; blocks.
 
-        Raises ValueError for a state that is missing or has another shape, OSError when a transfer fails.
+        Raises ValueError for a state that is missing or has another shape, OSError when a transfer
+        fails.
         """
         values = self._shards.values
         num_steps = num_steps_of(given, rule)
         has_moments = num_steps > 0 or any(given.get(name) is not None for name in rule.moments)
         takes_master = MASTER in given and self._shards.policy.loads_masters
-        for name in (*(rule.moments if has_moments else ()), *([MASTER] if self.tiles.keeps_master(shard) else [])):
+        for name in (
+            *(rule.moments if has_moments else ()),
+            *([MASTER] if self.tiles.keeps_master(shard) else []),
+        ):
             if name != MASTER or takes_master:
                 mine = values.mine(shard, value_of(given, name, shard.param, shard.name))
             else:
@@ -154,16 +184,19 @@ class ShardedModel:
         self._shards.steps.half_loaded.discard(shard)
 
     def read_state(self, shard: Shard, name: str) -> torch.Tensor:
-        """A copy of a moment, fp32. Blocks; raises OSError, and RuntimeError where ranks hold parts."""
+        """A copy of a moment, fp32. Blocks; raises OSError, and RuntimeError where ranks hold
+        parts."""
         if self._shards.topology.num_shards > 1:
             raise RuntimeError(
-                f"{name} of {shard.name} rests in parts on several ranks: zero it, or assign it in `optimizer.state`, on every "
+                f"{name} of {shard.name} rests in parts on several ranks: zero it, or assign it in "
+                "`optimizer.state`, on every "
                 "rank; to read it call tiermem.utils.safe_get_full_optimizer_state on every rank"
             )
         return self.tiles.state(shard, name).view(shard.shape)
 
     def write_state(self, shard: Shard, name: str, value: torch.Tensor | None) -> None:
-        """Replaces a moment; None: by zeros. Every rank gives the whole value. Blocks; raises OSError."""
+        """Replaces a moment; None: by zeros. Every rank gives the whole value. Blocks; raises
+        OSError."""
         values = self._shards.values
         mine = torch.zeros(values.num_mine(shard)) if value is None else values.mine(shard, value)
         self.tiles.load(shard, name, mine)
@@ -173,10 +206,13 @@ class ShardedModel:
         return not math.isfinite(norm) and self._shards.policy.on_nonfinite != "apply"
 
     def _step_unit(self, live: LiveUnit, grads: torch.Tensor) -> torch.Event | None:
-        """Inside backward: steps a unit with gradients that are not stored. Returns the end of an accelerator's reads."""
+        """Inside backward: steps a unit with gradients that are not stored. Returns the end of an
+        accelerator's reads."""
         shards = self._shards
         if any(self.is_refused(each) for each in shards.homes.sums_of_squares(live.unit.shards)):
-            raise NonFiniteGradients(f"the gradients of unit {live.unit.name!r} hold NaN or infinity")
+            raise NonFiniteGradients(
+                f"the gradients of unit {live.unit.name!r} hold NaN or infinity"
+            )
         shards.end_gathers([live])
         shards.prefetcher.outdate(live)
         with shards.steps.changing_all():
@@ -193,7 +229,8 @@ class ShardedModel:
         return clipped / scale / self._shards.homes.divisor
 
     def _plan(self, scale: float) -> None:
-        """While ranks exchange norms: makes the units absent, and plans the step that does not clip."""
+        """While ranks exchange norms: makes the units absent, and plans the step that does not
+        clip."""
         self._shards.prefetcher.empty()
         self._planned = self.tiles.plan(self._next_steps(self._factor(scale), num_ahead=1))
 
@@ -223,21 +260,32 @@ class ShardedModel:
     def _attempted_step(
         self, shard: Shard, factor: float, num_steps: int, made: dict[Hashable, AnyStep]
     ) -> AnyStep | None:
-        """The step of a parameter that has a gradient, of that number; before its step. made: earlier ones."""
+        """The step of a parameter that has a gradient, of that number; before its step. made:
+        earlier ones."""
         found = self._find_rule(shard.param)
         return None if found is None else _step_of(shard, *found, factor, num_steps, made)
 
     def _regather(self, trainable: list[LiveUnit]) -> None:
         for live in trainable:
-            if live.unit.is_resident and live.shard is not None and live.shard is not live.memory.full:
+            if (
+                live.unit.is_resident
+                and live.shard is not None
+                and live.shard is not live.memory.full
+            ):
                 self._shards.values.regather(live.unit, live.shard, live.memory)
             live.note_step()
 
 
 def _step_of(
-    shard: Shard, group: Group, rule: Rule, factor: float, num_steps: int, made: dict[Hashable, AnyStep]
+    shard: Shard,
+    group: Group,
+    rule: Rule,
+    factor: float,
+    num_steps: int,
+    made: dict[Hashable, AnyStep],
 ) -> AnyStep:
-    """The step of a parameter that has a gradient, of that number. made: earlier ones, shared in a group."""
+    """The step of a parameter that has a gradient, of that number. made: earlier ones, shared in a
+    group."""
     factor *= shard.gradient.factor
     like = id(group), rule, num_steps, factor, rule.is_matrix and shard.shape
     if (step := made.get(like)) is None:
@@ -246,14 +294,16 @@ def _step_of(
 
 
 def check_room(shards: Shards, rule: Rule, optimizer: str) -> None:
-    """Raises ValueError when the plan lacks room for a rule's moments, or when ranks hold parts of a matrix to be stepped.
+    """Raises ValueError when the plan lacks room for a rule's moments, or when ranks hold parts of
+    a matrix to be stepped.
 
     optimizer: its name, for the error.
     """
     if rule.is_matrix and shards.topology.num_shards > 1:
         raise ValueError(
             f"{optimizer} steps whole matrices, and this model's are cut into "
-            f"{shards.topology.num_shards} shards, one per rank: no rank has a whole one. Use stage 0 or one rank, or "
+            f"{shards.topology.num_shards} shards, one per rank: no rank has a whole one. Use "
+            "stage 0 or one rank, or "
             "groups with use_muon=False"
         )
     planned = shards.policy.num_moments
@@ -261,19 +311,27 @@ def check_room(shards: Shards, rule: Rule, optimizer: str) -> None:
     if needed > planned:
         numel = sum(live.unit.shard_numel for live in shards.units if live.unit.is_trainable)
         raise ValueError(
-            f"{optimizer} keeps {needed} moments for a parameter ({', '.join(rule.moments)}) and the plan made "
-            f"room for num_moments={planned} of each of {numel} elements: {needed} x {numel} = {needed * numel} numbers "
+            f"{optimizer} keeps {needed} moments for a parameter ({', '.join(rule.moments)}) and "
+            "the plan made "
+            f"room for num_moments={planned} of each of {numel} elements: {needed} x {numel} = "
+            f"{needed * numel} numbers "
             f"where {planned * numel} have a place. Shard with OffloadPolicy(num_moments={needed})"
         )
 
 
 def take_up(shards: Shards, saved: Collection[nn.Parameter], where: str) -> None:
-    """Takes room for parameters that are unfrozen, and for frozen ones whose saved states are about to be loaded.
+    """Takes room for parameters that are unfrozen, and for frozen ones whose saved states are about
+    to be loaded.
 
-    Without room for the latter their states are left, with a warning. where: what holds the states. Collective; blocks.
+    Without room for the latter their states are left, with a warning. where: what holds the states.
+    Collective; blocks.
     """
     shards.take_up()
-    frozen = [param for param in saved if not (unit := shards.find(param)[0].unit).is_trainable and unit.blocks is None]
+    frozen = [
+        param
+        for param in saved
+        if not (unit := shards.find(param)[0].unit).is_trainable and unit.blocks is None
+    ]
     try:
         shards.take_up(frozen)
     except (ValueError, OSError) as error:
@@ -282,5 +340,6 @@ def take_up(shards: Shards, saved: Collection[nn.Parameter], where: str) -> None
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """The factor that clips gradients of a norm to max_norm; 1 for max_norm=0 and for norms that are not finite."""
+    """The factor that clips gradients of a norm to max_norm; 1 for max_norm=0 and for norms that
+    are not finite."""
     return min(1.0, max_norm / (norm + 1e-6)) if max_norm and math.isfinite(norm) else 1.0

@@ -1,9 +1,10 @@
-"""Shown: `optimizer.state` of parameters whose states rest elsewhere, and what the user makes of it.
+"""Shown: `optimizer.state` of parameters whose states rest elsewhere, and what the user makes of
+it.
 
     optimizer.state[param]    {"step": tensor, "exp_avg": ShownState, ...} after the parameter's first step
 
-A ShownState is read and written as a tensor; masters are not shown. Before a step, and before states are read or saved, the
-optimizer looks at `state`:
+A ShownState is read and written as a tensor; masters are not shown. Before a step, and before
+states are read or saved, the optimizer looks at `state`:
 
     an entry that is missing or empty    the parameter begins anew: moments are zero, no step is counted, its master stays
     another step, another tensor         is taken over
@@ -30,10 +31,12 @@ class StateHome(Protocol):
     """Where states rest."""
 
     def read_state(self, shard: Shard, name: str) -> torch.Tensor:
-        """A copy of a moment, fp32. Blocks; raises OSError, and RuntimeError where ranks hold parts."""
+        """A copy of a moment, fp32. Blocks; raises OSError, and RuntimeError where ranks hold
+        parts."""
 
     def write_state(self, shard: Shard, name: str, value: torch.Tensor | None) -> None:
-        """Replaces a moment; None: by zeros. Every rank gives the whole value. Blocks; raises OSError."""
+        """Replaces a moment; None: by zeros. Every rank gives the whole value. Blocks; raises
+        OSError."""
 
 
 AtRest = tuple[Shard, StateHome]
@@ -47,7 +50,9 @@ class ShownState(RestingTensor):
 
     @staticmethod
     def __new__(cls, home: StateHome, shard: Shard, name: str) -> ShownState:
-        shown: ShownState = torch.Tensor._make_wrapper_subclass(cls, shard.shape, dtype=torch.float32)
+        shown: ShownState = torch.Tensor._make_wrapper_subclass(
+            cls, shard.shape, dtype=torch.float32
+        )
         shown._home = weakref.ref(home)
         shown._shard = shard
         shown._name = name
@@ -96,7 +101,10 @@ class _Shown:
     def __init__(self, home: StateHome, shard: Shard, rule: Rule) -> None:
         self.moments = rule.moments
         step = torch.tensor(0.0)
-        self.tensors = {STEP: step, **{name: ShownState(home, shard, name) for name in rule.moments}}
+        self.tensors = {
+            STEP: step,
+            **{name: ShownState(home, shard, name) for name in rule.moments},
+        }
         self.step = step.numpy()  # the same memory: a step looks at that of each parameter
         self.num_steps = 0  # that `step` was set to
 
@@ -129,7 +137,9 @@ class ShownStates:
         """Remembers the contents of `state`, which shows everything as it is."""
         self._contents = self._contents or _contents_of(state)
 
-    def changed(self, state: MutableMapping[Any, Any], at_rest: Iterable[AtRest]) -> Iterator[AtRest]:
+    def changed(
+        self, state: MutableMapping[Any, Any], at_rest: Iterable[AtRest]
+    ) -> Iterator[AtRest]:
         """The parameters whose entries are not as they were shown."""
         if self._has_shown(state):
             return
@@ -143,7 +153,8 @@ class ShownStates:
     def outdated(
         self, state: MutableMapping[Any, Any], at_rest: Iterable[AtRest], has_followed: bool
     ) -> Iterator[AtRest]:
-        """Sets the numbers of steps. Yields the parameters whose states are not shown yet, or no more.
+        """Sets the numbers of steps. Yields the parameters whose states are not shown yet, or no
+        more.
 
         has_followed: nobody has changed `state` since `changed` looked at it.
         """
@@ -157,7 +168,11 @@ class ShownStates:
         self._contents.clear()
         for shard, home in homes.items():
             known = self._shown.get(shard)
-            if known is not None and (shard.num_steps or shard.has_moments) and known.is_in(state.get(shard.param)):
+            if (
+                known is not None
+                and (shard.num_steps or shard.has_moments)
+                and known.is_in(state.get(shard.param))
+            ):
                 known.count(shard.num_steps)
             else:
                 yield shard, home
@@ -168,7 +183,9 @@ class ShownStates:
         counts = [shown.num_steps for shown in self._shown.values()]
         return self._contents == _contents_of(state) != [] and [*steps] == counts
 
-    def show(self, state: MutableMapping[Any, Any], shard: Shard, home: StateHome, rule: Rule) -> None:
+    def show(
+        self, state: MutableMapping[Any, Any], shard: Shard, home: StateHome, rule: Rule
+    ) -> None:
         """Makes `state` show a parameter's states as they are; nothing of one that has none."""
         param = shard.param
         if not (shard.num_steps or shard.has_moments):
@@ -181,23 +198,30 @@ class ShownStates:
         shown.count(shard.num_steps)
         state.setdefault(param, {}).update(shown.tensors)
 
-    def follow(self, state: MutableMapping[Any, Any], shard: Shard, home: StateHome, rule: Rule) -> None:
-        """Takes over what the user has made of a parameter's entry. Blocks; raises ValueError for another shape, OSError."""
+    def follow(
+        self, state: MutableMapping[Any, Any], shard: Shard, home: StateHome, rule: Rule
+    ) -> None:
+        """Takes over what the user has made of a parameter's entry. Blocks; raises ValueError for
+        another shape, OSError."""
         param = shard.param
         entry = state.get(param) or {}
         shown = self._shown.get(shard)
         for name in rule.moments:
             if entry and shown is not None and entry.get(name) is shown.tensors.get(name):
                 continue
-            home.write_state(shard, name, value_of(entry, name, param, shard.name) if entry else None)
+            home.write_state(
+                shard, name, value_of(entry, name, param, shard.name) if entry else None
+            )
         shard.set_steps(num_steps_of(entry, rule), bool(entry), False)
         self.show(state, shard, home, rule)
 
 
 def _contents_of(state: Mapping[Any, Any]) -> list[int]:
-    """The parameters, and the values of their entries in order: their addresses, since no tensor is compared so fast.
+    """The parameters, and the values of their entries in order: their addresses, since no tensor is
+    compared so fast.
 
-    Values that were shown stay alive, so that no other has their address. Empty: an entry is no dict.
+    Values that were shown stay alive, so that no other has their address. Empty: an entry is no
+    dict.
     """
     try:
         return [*map(id, state), *map(id, chain.from_iterable(map(dict.values, state.values())))]

@@ -1,19 +1,21 @@
-"""TentativeStep: steps units while backward runs, on assumptions that the step then compares with the facts.
+"""TentativeStep: steps units while backward runs, on assumptions that the step then compares with
+the facts.
 
     backward begins       is it the last one before a step, and did the last steps find what was assumed? If so:
     gradients come home   the unit's tiles are stepped beside what they replace, with the scalars that are assumed
     step                  if every assumption equals the facts to the bit, the results count. Else they are dropped, and every
                           tile is stepped again
 
-What is assumed of a parameter (Assumption): no clipping, the loss scale of the last step, the learning rate as it is now, and
-that its gradient stays as it is. The norm of all gradients is known only at the step, which drops the results if it is not
-finite. Until the step every fetch, read and save finds old weights, states and counts. Another backward drops the results;
-each change of a state drops them, too.
+What is assumed of a parameter (Assumption): no clipping, the loss scale of the last step, the
+learning rate as it is now, and that its gradient stays as it is. The norm of all gradients is known
+only at the step, which drops the results if it is not finite. Until the step every fetch, read and
+save finds old weights, states and counts. Another backward drops the results; each change of a
+state drops them, too.
 
-Of weights that rest in memory a second copy is stepped, and of states that rest there beside an accelerator, where the plan
-has room for it (`Plan.drafted`); other tiles in memory wait for the step. Gradients on an accelerator are copied to
-tiles, and stay there until the step. What a rank attempts is its own affair: results are the same bits in any case, so ranks
-need not agree.
+Of weights that rest in memory a second copy is stepped, and of states that rest there beside an
+accelerator, where the plan has room for it (`Plan.drafted`); other tiles in memory wait for the
+step. Gradients on an accelerator are copied to tiles, and stay there until the step. What a rank
+attempts is its own affair: results are the same bits in any case, so ranks need not agree.
 """
 
 from __future__ import annotations
@@ -36,17 +38,18 @@ from tiermem.weights.unit_state import LiveUnit
 logger = logging.getLogger("tiermem")
 
 StepOf = Callable[[Shard, float, int, dict[Hashable, AnyStep]], AnyStep | None]
-"""(parameter, factor of the gradients, number of its step, earlier ones to share) -> its rule and scalars; None: it is not
-stepped."""
+"""(parameter, factor of the gradients, number of its step, earlier ones to share) -> its rule and
+scalars; None: it is not stepped."""
 
 _MOST_DUE = 64  # steps
 
 
 class History:
-    """Whether steps have found what was assumed. All ranks see the same steps, but for states that only some of them hold.
+    """Whether steps have found what was assumed. All ranks see the same steps, but for states that
+    only some of them hold.
 
-    A step is attempted after as many steps in a row that found it as are due: 1 at first, twice as many after each attempt
-    that failed, at most 64, and half as many after one that held.
+    A step is attempted after as many steps in a row that found it as are due: 1 at first, twice as
+    many after each attempt that failed, at most 64, and half as many after one that held.
     """
 
     def __init__(self) -> None:
@@ -69,11 +72,14 @@ class History:
         self._num_backwards = num_backwards
         self._num_held = self._num_held + 1 if has_held else 0
         if was_attempted:
-            self._num_due = max(1, self._num_due // 2) if has_held else min(_MOST_DUE, 2 * self._num_due)
+            self._num_due = (
+                max(1, self._num_due // 2) if has_held else min(_MOST_DUE, 2 * self._num_due)
+            )
 
 
 class Assumption(NamedTuple):
-    """What a speculative step assumes of one parameter: rule, scalars, step number, gradient version."""
+    """What a speculative step assumes of one parameter: rule, scalars, step number, gradient
+    version."""
 
     step: str  # the rule and its scalars: equal strings are equal bits
     num_steps: int
@@ -109,13 +115,18 @@ class TentativeStep:
         self._texts: dict[int, str] = {}  # by id of these
 
     def begin_backward(self) -> None:
-        """Drops what an earlier backward has stepped. Reads the first tiles ahead if this step is not to be attempted."""
+        """Drops what an earlier backward has stepped. Reads the first tiles ahead if this step is
+        not to be attempted."""
         if self._shards.program.attempted:
             self._shards.program.drop()
         self._forget()
         self._num_backwards += 1
         self._has_changed = False
-        is_due = self._is_possible and self._history.is_due and all(tile.is_started for tile in self._tiles.tiles)
+        is_due = (
+            self._is_possible
+            and self._history.is_due
+            and all(tile.is_started for tile in self._tiles.tiles)
+        )
         is_due = is_due and self._has_slot()
         self._is_attempted = is_due and self._history.is_last(self._num_backwards)
         self._was_attempted |= self._is_attempted
@@ -123,7 +134,8 @@ class TentativeStep:
             self._tiles.begin()
 
     def receive(self, unit: Unit) -> None:
-        """Steps a unit whose gradients of this backward have come home. Does not block for transfers."""
+        """Steps a unit whose gradients of this backward have come home. Does not block for
+        transfers."""
         if not self._is_possible:
             return
         if any(shard in self._assumed for shard in unit.shards):
@@ -139,9 +151,11 @@ class TentativeStep:
             self._attempt()
 
     def end(self, scale: float, factor: float | None) -> bool:
-        """At a step: whether all facts are as assumed, so that the results count. Parameters have counted the step.
+        """At a step: whether all facts are as assumed, so that the results count. Parameters have
+        counted the step.
 
-        factor: that multiplies the gradients; None: they are not applied, and the results are dropped.
+        factor: that multiplies the gradients; None: they are not applied, and the results are
+            dropped.
         """
         if factor is None and self._shards.program.attempted:
             self._shards.program.drop()
@@ -169,8 +183,8 @@ class TentativeStep:
         return overlap_of(shards.policy, shards.plan, is_accelerator(shards.device)) == "backward"
 
     def _has_slot(self) -> bool:
-        """Whether there is the disk space that the plan counts: it is taken before the first such step, so that a run without
-        any takes none."""
+        """Whether there is the disk space that the plan counts: it is taken before the first such
+        step, so that a run without any takes none."""
         shards = self._shards
         if not shards.steps.has_slot and self._slot_of is not shards.plan:
             self._slot_of, shards.steps.has_slot = shards.plan, take_slot(shards.plan, shards.store)
@@ -195,7 +209,9 @@ class TentativeStep:
         if not self._is_attempted:
             self._waiting.clear()
 
-    def _step(self, shard: Shard, factor: float, num_steps: int, has_gradient: bool) -> AnyStep | None:
+    def _step(
+        self, shard: Shard, factor: float, num_steps: int, has_gradient: bool
+    ) -> AnyStep | None:
         return self._step_of(shard, factor, num_steps, self._made) if has_gradient else None
 
     def _assumption(self, shard: Shard, step: AnyStep | None, num_steps: int) -> Assumption | None:

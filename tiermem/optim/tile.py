@@ -1,7 +1,8 @@
 """Tile: a range of one unit's shard layout whose states are read, stepped and written as one.
 
-A tile may cut a parameter; its ranges are the elements of each parameter inside it. The states of a tile lie in one entry of
-the store (units/state_layout.py draws it). Native steps read and write it in strips. A buffer holds:
+A tile may cut a parameter; its ranges are the elements of each parameter inside it. The states of a
+tile lie in one entry of the store (units/state_layout.py draws it). Native steps read and write it
+in strips. A buffer holds:
 
     [ states | parameters | gradients ]    the last two only if they rest on NVMe, or come from an accelerator to be stepped by
                                            the CPU; each begins at a multiple of 4096 bytes
@@ -23,7 +24,14 @@ from tiermem.swap.base.ranges import ByteRange, Column, round_up, within
 from tiermem.swap.base.tier import ALIGNMENT
 from tiermem.swap.memory.accelerator import is_accelerator
 from tiermem.units import state_layout
-from tiermem.units.state_layout import MASTER, SCALES, StateLayout, StatePart, StateRange, planned_layout
+from tiermem.units.state_layout import (
+    MASTER,
+    SCALES,
+    StateLayout,
+    StatePart,
+    StateRange,
+    planned_layout,
+)
 from tiermem.units.unit import UNIT_ALIGN, Shard, ShardRange, Unit, ranges_in
 from tiermem.weights.unit_state import LiveUnit
 
@@ -62,7 +70,8 @@ class StateTile:
         return slice(part.in_unit.start - self.start, part.in_unit.stop - self.start)
 
     def bytes_of(self, state: StatePart, part: ShardRange) -> list[ByteRange]:
-        """The byte ranges of its states that hold one state of elements; 8-bit: codes and scales."""
+        """The byte ranges of its states that hold one state of elements; 8-bit: codes and
+        scales."""
         return self.layout.ranges(state, self.numel, self.place_of(part).start, part.numel)
 
 
@@ -73,7 +82,9 @@ class Tile(StateTile):
     live: LiveUnit
     room_bytes: int  # in a buffer, for its states and the values that they are made from
     is_sent: bool = (
-        False  # whether it is stepped on an accelerator, to which its data is copied, although it rests elsewhere
+        # whether it is stepped on an accelerator, to which its data is copied, although it rests
+        # elsewhere
+        False
     )
 
     @property
@@ -98,31 +109,46 @@ class Tile(StateTile):
 
     @functools.cached_property
     def weight_place(self) -> int:
-        """The place of its weights in its buffer, which has no states if these rest in memory and no weights are on NVMe."""
+        """The place of its weights in its buffer, which has no states if these rest in memory and
+        no weights are on NVMe."""
         return 0 if self._is_in_memory else self.room_bytes
 
     @functools.cached_property
     def grad_place(self) -> int:
-        """The place of its gradients in its buffer: behind the weights, if these pass through it."""
-        return self.weight_place + (0 if self._is_in_memory and not self.weights_are_there else self.slice_bytes)
+        """The place of its gradients in its buffer: behind the weights, if these pass through
+        it."""
+        return self.weight_place + (
+            0 if self._is_in_memory and not self.weights_are_there else self.slice_bytes
+        )
 
     @property
     def _is_in_memory(self) -> bool:
         return self.home is not Tier.NVME and self.live.entry is None
 
     def columns(self, reads_grads: bool) -> list[Column]:
-        """What of its buffer passes from or to NVMe in a step. Empty: strips do not have whole pages of each."""
+        """What of its buffer passes from or to NVMe in a step. Empty: strips do not have whole
+        pages of each."""
         found = list[Column]()
         strip = self.layout.strip_numel
         if self.home is Tier.NVME:
             found += self.layout.columns(self.numel)
         if self.live.entry is not None:
-            found.append(Column(ByteRange(self.weight_place, self.slice_bytes), strip * self.dtype.itemsize))
+            found.append(
+                Column(ByteRange(self.weight_place, self.slice_bytes), strip * self.dtype.itemsize)
+            )
         if reads_grads:
-            found.append(Column(ByteRange(self.grad_place, self.grad_bytes), strip * self.grad_dtype.itemsize))
-        at_once = max(1, round(state_layout.AT_ONCE_BYTES / max(1, sum(each.strip_bytes for each in found))))
+            found.append(
+                Column(
+                    ByteRange(self.grad_place, self.grad_bytes), strip * self.grad_dtype.itemsize
+                )
+            )
+        at_once = max(
+            1, round(state_layout.AT_ONCE_BYTES / max(1, sum(each.strip_bytes for each in found)))
+        )
         found = [Column(place, strip_bytes * at_once) for place, strip_bytes in found]
-        has_pages = all(size % ALIGNMENT == 0 for place, strip_bytes in found for size in (*place, strip_bytes))
+        has_pages = all(
+            size % ALIGNMENT == 0 for place, strip_bytes in found for size in (*place, strip_bytes)
+        )
         return found if has_pages else []
 
     @property
@@ -134,32 +160,40 @@ class Tile(StateTile):
 def stepped_ranges(
     unit: Unit, step: int, shard_rank: int, whole: Sequence[Shard] = ()
 ) -> Iterator[tuple[int, int, list[ShardRange]]]:
-    """(start, elements, ranges) of each tile of a unit. Tiles that hold only padding are left out."""
+    """(start, elements, ranges) of each tile of a unit. Tiles that hold only padding are left
+    out."""
     for start, numel in _ranges(unit.shard_numel, step, whole):
         if ranges := ranges_in(unit, slice(start, start + numel), shard_rank):
             yield start, numel, ranges
 
 
 def homes_of_tiles(sizes: Sequence[int], plan: Plan) -> list[Tier]:
-    """Where the states of tiles of these sizes rest: where the plan has them; or on the device; or, of those on NVMe, on HOST.
+    """Where the states of tiles of these sizes rest: where the plan has them; or on the device; or,
+    of those on NVMe, on HOST.
 
-    The tiles that stay on the device are evenly spread and take at most `plan.kept_bytes` together, and so do those on HOST and
-    `plan.resident_bytes`.
+    The tiles that stay on the device are evenly spread and take at most `plan.kept_bytes` together,
+    and so do those on HOST and `plan.resident_bytes`.
     """
     kept = Tier.DEVICE if plan.steps_there else Tier.HOST
     homes = [kept if stays else plan.states for stays in within(sizes, plan.kept_bytes)]
     rest = [number for number, home in enumerate(homes) if home is plan.states is Tier.NVME]
-    for number, stays in zip(rest, within([sizes[n] for n in rest], plan.resident_bytes), strict=True):
+    for number, stays in zip(
+        rest, within([sizes[n] for n in rest], plan.resident_bytes), strict=True
+    ):
         homes[number] = Tier.HOST if stays else Tier.NVME
     return homes
 
 
 def sent_tiles(numels: Sequence[int], homes: Sequence[Tier], plan: Plan) -> list[bool]:
-    """Which tiles of so many elements, at these homes, are stepped on an accelerator where they do not rest.
+    """Which tiles of so many elements, at these homes, are stepped on an accelerator where they do
+    not rest.
 
-    They are evenly spread over the tiles that rest elsewhere, and have at most the plan's part of the elements of these.
+    They are evenly spread over the tiles that rest elsewhere, and have at most the plan's part of
+    the elements of these.
     """
-    elsewhere = [0 if home is Tier.DEVICE else numel for numel, home in zip(numels, homes, strict=True)]
+    elsewhere = [
+        0 if home is Tier.DEVICE else numel for numel, home in zip(numels, homes, strict=True)
+    ]
     chosen = within(elsewhere, int(sum(elsewhere) * plan.streamed_part))
     return [is_chosen and numel > 0 for is_chosen, numel in zip(chosen, elsewhere, strict=True)]
 
@@ -172,10 +206,11 @@ class LinkBytes(NamedTuple):
 
 
 def sent_bytes(unit: Unit, numel: int, plan: Plan, policy: OffloadPolicy) -> LinkBytes:
-    """What a tile of so many elements moves over the link in a step, after its first, if it is stepped where it does not rest.
+    """What a tile of so many elements moves over the link in a step, after its first, if it is
+    stepped where it does not rest.
 
-    States go both ways; weights too, unless they rest there, and down only if the step reads them or they rest in memory;
-    gradients go down, unless they rest there.
+    States go both ways; weights too, unless they rest there, and down only if the step reads them
+    or they rest in memory; gradients go down, unless they rest there.
     """
     layout = planned_layout(unit, policy)
     home = plan.unit_homes.get(unit.index)
@@ -183,13 +218,16 @@ def sent_bytes(unit: Unit, numel: int, plan: Plan, policy: OffloadPolicy) -> Lin
     weights = numel * unit.dtype.itemsize
     rests_there = home is Tier.DEVICE and not unit.is_resident
     is_read = layout.reads_weight or home is not Tier.NVME or unit.is_resident
-    grads = 0 if plan.grads is Tier.DEVICE else numel * policy.precision.grad_dtype(unit.dtype).itemsize
+    grads = (
+        0 if plan.grads is Tier.DEVICE else numel * policy.precision.grad_dtype(unit.dtype).itemsize
+    )
     up = states + (0 if rests_there else weights)
     return LinkBytes(up - (0 if is_read or rests_there else weights) + grads, up)
 
 
 def _ranges(total: int, step: int, whole: Sequence[Shard]) -> Iterator[tuple[int, int]]:
-    """(start, number) of ranges of at most `step` elements, cut at multiples of 4096 and never inside a whole parameter."""
+    """(start, number) of ranges of at most `step` elements, cut at multiples of 4096 and never
+    inside a whole parameter."""
     start = 0
     while start < total:
         end = min(start + step, total)
@@ -199,12 +237,17 @@ def _ranges(total: int, step: int, whole: Sequence[Shard]) -> Iterator[tuple[int
             due = start + step
             while (inside := _cut_by(due, whole)) is not None:
                 due = round_up(inside.shard_offset + inside.shard_numel, UNIT_ALIGN)
-            held = [s for s in whole if s.shard_offset < due and s.shard_offset + s.shard_numel > start]
+            held = [
+                s for s in whole if s.shard_offset < due and s.shard_offset + s.shard_numel > start
+            ]
             largest = max(held, key=lambda shard: shard.shard_numel)
             raise ValueError(
-                f"{largest.name} has {largest.shard_numel} elements and is stepped as a whole matrix, which no tile may cut; "
-                f"with what shares its pages that is {due - start} elements, and a tile's buffer holds {step}. Shard with "
-                f"OffloadPolicy(tile_numel={due - start}), or step this parameter elementwise (use_muon=False)"
+                f"{largest.name} has {largest.shard_numel} elements and is stepped as a whole "
+                "matrix, which no tile may cut; "
+                f"with what shares its pages that is {due - start} elements, and a tile's buffer "
+                f"holds {step}. Shard with "
+                f"OffloadPolicy(tile_numel={due - start}), or step this parameter elementwise "
+                "(use_muon=False)"
             )
         yield start, end - start
         start = end
@@ -215,7 +258,7 @@ def _cut_by(end: int, whole: Sequence[Shard]) -> Shard | None:
     return next((s for s in whole if s.shard_offset < end < s.shard_offset + s.shard_numel), None)
 
 
-# ---- checksums -------------------------------------------------------------------------------------------------------
+# ---- checksums -----------------------------------------------------------------------------------
 
 
 def tile_runs(tile: StateTile, shard_rank: int, moments_of: MomentsOf) -> Iterator[StateRange]:
@@ -223,14 +266,15 @@ def tile_runs(tile: StateTile, shard_rank: int, moments_of: MomentsOf) -> Iterat
 
         [ master: a, b, c | moment 0: a, b, c | moment 1 codes: a, b, c | its scales: a, b, c ]    of parameters a, b, c
 
-    A moment that a parameter's rule does not keep has checksums too: its bytes are written and read with the others, and the
-    rule may become known later.
+    A moment that a parameter's rule does not keep has checksums too: its bytes are written and read
+    with the others, and the rule may become known later.
     """
     columns = tile.layout.columns(tile.numel)
     for state in tile.layout.parts:
         places = [tile.bytes_of(state, part) for part in tile.ranges]
         number = state.place - (tile.layout.master is not None)
-        for kind, suffix in enumerate(("", SCALES) if state.kind == "8bit" else ("",)):  # values or codes, then scales
+        # values or codes, then scales
+        for kind, suffix in enumerate(("", SCALES) if state.kind == "8bit" else ("",)):
             column = next(columns)
             for part, of_part in zip(tile.ranges, places, strict=True):
                 shard = part.shard
@@ -243,11 +287,14 @@ def tile_runs(tile: StateTile, shard_rank: int, moments_of: MomentsOf) -> Iterat
                     itemsize = 1 if state.kind == "8bit" else state.num_bytes(1)
                     first_byte = itemsize * part.first_element(shard_rank)
                     grain = (itemsize, 1)
-                yield StateRange(shard, name, place.offset, first_byte, place.num_bytes, *grain, column)
+                yield StateRange(
+                    shard, name, place.offset, first_byte, place.num_bytes, *grain, column
+                )
 
 
 def _state_name(moments_of: MomentsOf, shard: Shard, number: int, suffix: str) -> str | None:
-    """The name of a part's state, as in torch. number: of a moment, or -1 for the master. None: no rule keeps it."""
+    """The name of a part's state, as in torch. number: of a moment, or -1 for the master. None: no
+    rule keeps it."""
     if number < 0:
         return MASTER
     names = moments_of(shard)

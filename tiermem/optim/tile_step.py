@@ -1,4 +1,5 @@
-"""TilePass: one pass over tiles: the bytes of each that are read and written, and the work in a buffer.
+"""TilePass: one pass over tiles: the bytes of each that are read and written, and the work in a
+buffer.
 
 It reads, depending on what was written before and what the work needs (units/state_layout.py):
 
@@ -7,14 +8,16 @@ It reads, depending on what was written before and what the work needs (units/st
     parameters         if they are the master or its upper half, or if the master is made from them
     gradients          for a step, if they rest on NVMe; they are final only at the end of backward
 
-It writes back the states and the tile's slice of the parameters. It computes on the CPU, except for two kinds of steps on an
-accelerator: of states that rest there, where data that rests elsewhere is copied there and back; and of tiles that are sent
-there whole (tile_stream.py). The CPU steps other tiles meanwhile; `finish` waits for copies back to host memory. A thread of
-the program waits for what is copied to a tile's buffer, before the buffer is written or used again. Gradients and weights that
-rest on an accelerator come to the pinned buffer of a tile that the CPU steps, on a stream of their own; a thread of the program
-steps a tile whose weights do, and they go back from there.
+It writes back the states and the tile's slice of the parameters. It computes on the CPU, except for
+two kinds of steps on an accelerator: of states that rest there, where data that rests elsewhere is
+copied there and back; and of tiles that are sent there whole (tile_stream.py). The CPU steps other
+tiles meanwhile; `finish` waits for copies back to host memory. A thread of the program waits for
+what is copied to a tile's buffer, before the buffer is written or used again. Gradients and weights
+that rest on an accelerator come to the pinned buffer of a tile that the CPU steps, on a stream of
+their own; a thread of the program steps a tile whose weights do, and they go back from there.
 
-With a second copy (`SecondCopy`) a step reads the weights and the states that rest in memory, and writes the copy.
+With a second copy (`SecondCopy`) a step reads the weights and the states that rest in memory, and
+writes the copy.
 """
 
 from __future__ import annotations
@@ -41,15 +44,19 @@ from tiermem.swap.store.checksum import Range
 from tiermem.units.state_layout import FP32_BYTES, StateViews
 from tiermem.weights.values import initial_master
 
-_Views = tuple[torch.Tensor, torch.Tensor | None, StateViews, tuple[torch.Tensor, StateViews] | None]
+_Views = tuple[
+    torch.Tensor, torch.Tensor | None, StateViews, tuple[torch.Tensor, StateViews] | None
+]
 """The weight, the gradient and the states of a parameter in a tile, and their source."""
 
 
 class SecondCopy(NamedTuple):
-    """Memory beside that in which a unit rests: a step writes it, and `StateTiles` exchanges the two when the step counts."""
+    """Memory beside that in which a unit rests: a step writes it, and `StateTiles` exchanges the
+    two when the step counts."""
 
     weights: torch.Tensor  # flat, in the unit's shard layout, in a storage of their own
-    slots: dict[str, Slot]  # by entry of the store; of the weights, and of tiles whose states rest in memory
+    # by entry of the store; of the weights, and of tiles whose states rest in memory
+    slots: dict[str, Slot]
 
 
 class TilePass:
@@ -58,11 +65,14 @@ class TilePass:
     Args:
         shards: the model.
         moments_of: the moments of each parameter.
-        act: called for each parameter in each tile, in order, after the tile's first states are made.
+        act: called for each parameter in each tile, in order, after the tile's first states are
+            made.
         is_step: whether `act` is an optimizer step, which needs gradients.
-        grads: gradients of the one unit that is stepped, flat in its shard layout; None: they rest in the store or in memory.
+        grads: gradients of the one unit that is stepped, flat in its shard layout; None: they rest
+            in the store or in memory.
         second: of the one unit that is stepped; a step writes it and leaves what rests in memory.
-        link: the stream on which gradients and weights come from an accelerator to tiles that the CPU steps; None: none do.
+        link: the stream on which gradients and weights come from an accelerator to tiles that the
+            CPU steps; None: none do.
         stream: the accelerator's buffers for tiles that are sent there; None: none are.
         reads_weights: whether parameters are always read, not only if states are made from them.
         is_blank: nothing is read; states and parameters are zero when `act` is called.
@@ -94,15 +104,18 @@ class TilePass:
         self._reads_gradients = is_step and grads is None and shards.homes.store.home is Tier.NVME
         self._reads_weights = reads_weights
         self._is_blank = is_blank
-        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # (data, its copy), by the data's address
+        # (data, its copy), by the data's address
+        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._planned: dict[Tile, list[NativeStep] | None] = {}  # of tiles in memory
-        self._has_crossed = False  # whether data was copied to an accelerator since the last `finish`
+        # whether data was copied to an accelerator since the last `finish`
+        self._has_crossed = False
 
     def compute(self, tile: Tile, slot: Slot | None) -> Callable[[], object] | None:
-        """Does the work on a tile, in its buffer or where it rests. Blocks, but not for an accelerator.
+        """Does the work on a tile, in its buffer or where it rests. Blocks, but not for an
+        accelerator.
 
-        Returns what waits for the end of an accelerator's work on the buffer, before the buffer is used; None: the buffer is
-        ready, or there is none.
+        Returns what waits for the end of an accelerator's work on the buffer, before the buffer is
+        used; None: the buffer is ready, or there is none.
         """
         if self._is_far(tile):
             assert slot is not None
@@ -121,13 +134,16 @@ class TilePass:
         finally:
             self._copies.clear()
         if self.is_step:
-            self._store.recorder.add("compute", f"tile {tile.entry}", start_ns, time.monotonic_ns(), tile.state_bytes)
+            self._store.recorder.add(
+                "compute", f"tile {tile.entry}", start_ns, time.monotonic_ns(), tile.state_bytes
+            )
         return ended.synchronize if slot is not None and ended is not None else None
 
     def finish(self) -> None:
         """Ends the pass. Blocks until tiles that were sent have come back, but not in backward.
 
-        Does not wait until an accelerator has read gradients and brought weights to host memory: `StepRun` has the event.
+        Does not wait until an accelerator has read gradients and brought weights to host memory:
+        `StepRun` has the event.
         """
         if not self._has_crossed:
             return
@@ -157,7 +173,8 @@ class TilePass:
         return _into(slot, self._gradient_parts(tile))
 
     def kept(self, tile: Tile) -> int:
-        """The address of its gradients in memory from which they are, or were, written to NVMe; 0: only NVMe has them."""
+        """The address of its gradients in memory from which they are, or were, written to NVMe; 0:
+        only NVMe has them."""
         kept = self._shards.homes.store.kept(tile.live.unit) if self._reads_gradients else None
         return 0 if kept is None else kept.data_ptr() + tile.start * tile.grad_dtype.itemsize
 
@@ -174,7 +191,8 @@ class TilePass:
         return self._brings_gradients(tile) or self._is_far(tile)
 
     def bring(self, tile: Tile, slot: Slot) -> None:
-        """Copies a tile's gradients and weights from an accelerator to its buffer. Blocks; may be called in any thread."""
+        """Copies a tile's gradients and weights from an accelerator to its buffer. Blocks; may be
+        called in any thread."""
         assert self._link is not None
         activate(self._link.device)
         with on(self._link):
@@ -185,7 +203,9 @@ class TilePass:
                 self._gradient_buffer(tile, slot).copy_(grads[tile.elements], non_blocking=True)
             if self._is_far(tile):
                 assert tile.live.shard is not None
-                self._weight_buffer(tile, slot).copy_(tile.live.shard[tile.elements], non_blocking=True)
+                self._weight_buffer(tile, slot).copy_(
+                    tile.live.shard[tile.elements], non_blocking=True
+                )
             copied = record(self._link)
         copied.synchronize()
 
@@ -200,30 +220,43 @@ class TilePass:
         return ranges
 
     def likeness(self, tile: Tile, slot: Slot | None) -> Hashable:
-        """Equal for the ranges of two steps of a tile in the same buffers; None: it is no step, or the tile's first."""
+        """Equal for the ranges of two steps of a tile in the same buffers; None: it is no step, or
+        the tile's first."""
         if not self.is_step or not tile.is_started:
             return None
-        return slot and slot.tensor.data_ptr(), self._reads_gradients, self._reads_weights, tile.live.entry
+        return (
+            slot and slot.tensor.data_ptr(),
+            self._reads_gradients,
+            self._reads_weights,
+            tile.live.entry,
+        )
 
     def is_shown(self, tile: Tile) -> bool:
-        """Whether parameters, which the next forward reads while the step is under way, are the last of them."""
+        """Whether parameters, which the next forward reads while the step is under way, are the
+        last of them."""
         return tile.live.entry is not None
 
     def steps(self, tile: Tile, slot: Slot | None) -> list[NativeStep] | None:
         """The native steps that are the work on a tile. None: `compute` does it.
 
-        That is the case for visits and fills, for a tile's first states, for steps of whole matrices and on an accelerator, and
-        for a parameter without gradient whose weight is written back unread.
+        That is the case for visits and fills, for a tile's first states, for steps of whole
+        matrices and on an accelerator, and for a parameter without gradient whose weight is written
+        back unread.
         """
         if tile in self._planned:
             return self._planned[tile]
         if not isinstance(self._act, Stepping) or not tile.is_started or not self._is_near(tile):
             return None
         is_kept = self._act.kept is not None and self._grads is None and self._second is None
-        return self._kept_steps(tile, slot, self._act) if is_kept else self._new_steps(tile, slot, self._act)
+        return (
+            self._kept_steps(tile, slot, self._act)
+            if is_kept
+            else self._new_steps(tile, slot, self._act)
+        )
 
     def plan(self, tiles: Iterable[Tile]) -> bool:
-        """Makes the steps of tiles in memory early. Whether native steps are the work on all of them."""
+        """Makes the steps of tiles in memory early. Whether native steps are the work on all of
+        them."""
         self._planned.update((tile, self.steps(tile, None)) for tile in tiles)
         return None not in self._planned.values()
 
@@ -240,7 +273,8 @@ class TilePass:
         return steps if is_native else None
 
     def copy_unstepped(self, tile: Tile) -> None:
-        """Copies a tile to the second copy, if there is one, because some or all of its elements are not stepped there."""
+        """Copies a tile to the second copy, if there is one, because some or all of its elements
+        are not stepped there."""
         if self._second is not None:
             assert tile.live.shard is not None
             self._second.weights[tile.elements].copy_(tile.live.shard[tile.elements])
@@ -248,15 +282,22 @@ class TilePass:
                 states.tensor.copy_(self._store.view(tile.entry))
 
     def _kept_steps(self, tile: Tile, slot: Slot | None, act: Stepping) -> list[NativeStep] | None:
-        """The native steps of a tile: those of the step before, with new scalars, if nothing else has changed."""
+        """The native steps of a tile: those of the step before, with new scalars, if nothing else
+        has changed."""
         assert act.kept is not None
         addresses = self._addresses(tile, slot)
         kinds = [act.kind(part.shard) for part in tile.ranges]
         kept = act.kept.get(tile)
         if kept is None or kept.addresses != addresses or kept.kinds != kinds:
             if (steps := self._new_steps(tile, slot, act)) is not None:
-                stepped = [part.shard for part, kind in zip(tile.ranges, kinds, strict=True) if kind is not None]
-                act.kept[tile] = KeptSteps(addresses, kinds, stepped, [NativeStep(step.struct) for step in steps])
+                stepped = [
+                    part.shard
+                    for part, kind in zip(tile.ranges, kinds, strict=True)
+                    if kind is not None
+                ]
+                act.kept[tile] = KeptSteps(
+                    addresses, kinds, stepped, [NativeStep(step.struct) for step in steps]
+                )
             return steps
         for shard, step in zip(kept.stepped, kept.steps, strict=True):
             act.renew(shard, step)
@@ -275,16 +316,23 @@ class TilePass:
         states = 0
         if tile.state_bytes:
             states = buffer if tile.home is Tier.NVME else self._store.address(tile.entry)
-        return buffer + tile.weight_place if live.shard is None else live.shard.data_ptr(), grads, states
+        return (
+            buffer + tile.weight_place if live.shard is None else live.shard.data_ptr(),
+            grads,
+            states,
+        )
 
-    # ---- the work on a tile ------------------------------------------------------------------------------------------------
+    # ---- the work on a tile ----------------------------------------------------------------------
 
     def _step_far(self, tile: Tile, slot: Slot) -> None:
-        """All the work on a tile whose weights rest on an accelerator. Blocks; in a thread of the program."""
+        """All the work on a tile whose weights rest on an accelerator. Blocks; in a thread of the
+        program."""
         self.bring(tile, slot)
         start_ns = time.monotonic_ns()
         self._compute(tile, slot)
-        self._store.recorder.add("compute", f"tile {tile.entry}", start_ns, time.monotonic_ns(), tile.state_bytes)
+        self._store.recorder.add(
+            "compute", f"tile {tile.entry}", start_ns, time.monotonic_ns(), tile.state_bytes
+        )
         assert self._link is not None and tile.live.shard is not None
         tile.live.await_home()
         with on(self._link):
@@ -312,20 +360,29 @@ class TilePass:
             self._stream.arrive()
 
     def _send_back(self, tile: Tile) -> torch.Event | None:
-        """Copies what the work has changed to where it rests. Returns the end of an accelerator's work; None: it had none."""
+        """Copies what the work has changed to where it rests. Returns the end of an accelerator's
+        work; None: it had none."""
         if self._is_sent(tile):
             assert self._stream is not None
             return self._stream.send_back(self._copies.values())
         for original, copy in self._copies.values():
             original.copy_(copy, non_blocking=is_accelerator(copy.device))
-        return record(current_stream(self._store.device)) if is_accelerator(self._device(tile)) else None
+        return (
+            record(current_stream(self._store.device))
+            if is_accelerator(self._device(tile))
+            else None
+        )
 
     def _places(self, tile: Tile, slot: Slot | None) -> Iterator[Places]:
         """The elements of each parameter in a tile."""
         rank = self._shards.topology.shard_rank
-        for part, (weight, grad, views, source) in zip(tile.ranges, self._views(tile, slot), strict=True):
+        for part, (weight, grad, views, source) in zip(
+            tile.ranges, self._views(tile, slot), strict=True
+        ):
             names = self._moments_of(part.shard)
-            yield Places(tile, part.shard, part.first_element(rank), weight, grad, views, names, source)
+            yield Places(
+                tile, part.shard, part.first_element(rank), weight, grad, views, names, source
+            )
 
     def _views(self, tile: Tile, slot: Slot | None) -> list[_Views]:
         """The weight, the gradient and the states of each parameter in a tile."""
@@ -338,7 +395,11 @@ class TilePass:
             place = tile.place_of(part)
             own = states.piece(place.start, part.numel)
             grad = None if grads is None else grads[place]
-            read = None if source is None else (source[0][place], source[1].piece(place.start, part.numel))
+            read = (
+                None
+                if source is None
+                else (source[0][place], source[1].piece(place.start, part.numel))
+            )
             found.append((params[place], grad, own, read))
         return found
 
@@ -351,8 +412,11 @@ class TilePass:
             states = tile.layout.views(self._store.view(tile.entry), tile.numel)
         return tile.live.shard[tile.elements], states
 
-    def _start(self, tile: Tile, slot: Slot | None, views: StateViews, params: torch.Tensor) -> None:
-        """Makes a tile's first states: masters from the initial values or from the weight; moments are zero."""
+    def _start(
+        self, tile: Tile, slot: Slot | None, views: StateViews, params: torch.Tensor
+    ) -> None:
+        """Makes a tile's first states: masters from the initial values or from the weight; moments
+        are zero."""
         initial = self._initial_values(tile, slot)
         states = self._states(tile, slot)
         master = tile.layout.master
@@ -369,13 +433,19 @@ class TilePass:
                 if is_accelerator(params.device):
                     for start in range(place.start, place.stop, CHUNK):
                         part = slice(start, min(start + CHUNK, place.stop))
-                        narrow_in_torch(initial[part].to(params.device), views.master[part], params[part])
+                        narrow_in_torch(
+                            initial[part].to(params.device), views.master[part], params[part]
+                        )
                 else:
-                    narrow_part(self._shards.workers, initial[place], views.master[place], params[place])
-        states[master.num_bytes(tile.numel) :].zero_()  # the initial values may have used these bytes
+                    narrow_part(
+                        self._shards.workers, initial[place], views.master[place], params[place]
+                    )
+        # the initial values may have used these bytes
+        states[master.num_bytes(tile.numel) :].zero_()
 
     def _initial_of(self, tile: Tile) -> str | None:
-        """The entry of the fp32 initial values for a tile's master; None if the tile is started or none were kept."""
+        """The entry of the fp32 initial values for a tile's master; None if the tile is started or
+        none were kept."""
         name = initial_master(tile.live.unit)
         return name if not tile.is_started and name in self._store else None
 
@@ -388,7 +458,7 @@ class TilePass:
         place = tile.layout.initial_offset_bytes(tile.numel)
         return _bytes_in(slot, place, tile.numel * FP32_BYTES).view(torch.float32)
 
-    # ---- places of data ----------------------------------------------------------------------------------------------------
+    # ---- places of data --------------------------------------------------------------------------
 
     def _device(self, tile: Tile) -> torch.device:
         """The device that computes the work on a tile."""
@@ -415,11 +485,14 @@ class TilePass:
         shard = tile.live.shard
         grads = self._shards.homes.store.home
         is_here = shard is None or shard.device.type == "cpu"
-        has_grads = self._grads is not None or grads is not Tier.DEVICE or self._brings_gradients(tile)
+        has_grads = (
+            self._grads is not None or grads is not Tier.DEVICE or self._brings_gradients(tile)
+        )
         return is_here and has_grads and tile.home is not Tier.DEVICE and not self._is_sent(tile)
 
     def _near(self, tile: Tile, data: torch.Tensor, is_read: bool = True) -> torch.Tensor:
-        """A tile's data on the device of its work: the data itself, or a copy that `compute` copies back.
+        """A tile's data on the device of its work: the data itself, or a copy that `compute` copies
+        back.
 
         is_read: whether the work reads the data; else the copy may have any content.
         """
@@ -451,7 +524,14 @@ class TilePass:
             place = tile.layout.initial_offset_bytes(tile.numel)
             parts.append((initial, tile.start * FP32_BYTES, place, tile.numel * FP32_BYTES))
         if tile.live.entry is not None and self._reads_weight(tile):
-            parts.append((tile.live.entry, tile.start * tile.dtype.itemsize, tile.room_bytes, tile.slice_bytes))
+            parts.append(
+                (
+                    tile.live.entry,
+                    tile.start * tile.dtype.itemsize,
+                    tile.room_bytes,
+                    tile.slice_bytes,
+                )
+            )
         return parts
 
     def _reads_weight(self, tile: Tile) -> bool:
@@ -469,7 +549,11 @@ class TilePass:
     def _gradients(self, tile: Tile, slot: Slot | None) -> torch.Tensor | None:
         if not self.is_step:
             return None
-        at_home = self._grads if self._grads is not None else self._shards.homes.store.view(tile.live.unit)
+        at_home = (
+            self._grads
+            if self._grads is not None
+            else self._shards.homes.store.view(tile.live.unit)
+        )
         if at_home is not None and not self._brings_gradients(tile):
             return self._brought(tile, at_home[tile.elements])
         return self._brought(tile, self._gradient_buffer(tile, slot))
@@ -504,7 +588,8 @@ class TilePass:
 
 
 def _bytes_in(slot: Slot | None, place: int, num_bytes: int) -> torch.Tensor:
-    """The bytes of a tile's buffer from a place on; only data that does not rest in memory needs the buffer."""
+    """The bytes of a tile's buffer from a place on; only data that does not rest in memory needs
+    the buffer."""
     assert slot is not None
     return slot.tensor[place : place + num_bytes]
 
@@ -515,4 +600,7 @@ _Part = tuple[str, int, int, int]
 
 def _into(slot: Slot | None, parts: Sequence[_Part]) -> list[Range]:
     """The ranges for the store: (entry, offset, view of the buffer)."""
-    return [(entry, offset, _bytes_in(slot, place, num_bytes)) for entry, offset, place, num_bytes in parts]
+    return [
+        (entry, offset, _bytes_in(slot, place, num_bytes))
+        for entry, offset, place, num_bytes in parts
+    ]

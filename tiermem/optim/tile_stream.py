@@ -1,11 +1,12 @@
-"""TileStream: buffers in an accelerator's memory, for tiles that rest elsewhere and are stepped there.
+"""TileStream: buffers in an accelerator's memory, for tiles that rest elsewhere and are stepped
+there.
 
     down     memory of a tile -> its buffer     states, weights and gradients; when the buffer's last tile has left
     step     in the buffer                      on the stream of the caller, when they have come
     up       its buffer -> memory of the tile   states and weights, when they are stepped
 
-Each row is a stream: while a tile is stepped, the next one comes and the last one leaves. Memory of tiles is pinned. No method
-waits for the accelerator. Two events are used again for all tiles.
+Each row is a stream: while a tile is stepped, the next one comes and the last one leaves. Memory of
+tiles is pinned. No method waits for the accelerator. Two events are used again for all tiles.
 """
 
 from __future__ import annotations
@@ -37,14 +38,18 @@ class TileStream:
         self._device = device
         self._down, self._up = new_stream(device), new_stream(device)
         memory.reserve("stream/", buffers.num * round_up(buffers.slot_bytes, ALIGNMENT))
-        self._slots = [memory.take(f"stream/{number}", buffers.slot_bytes) for number in range(buffers.num)]
-        self._left: list[torch.Event | None] = [None] * buffers.num  # the end of the copies of each buffer's last tile
+        self._slots = [
+            memory.take(f"stream/{number}", buffers.slot_bytes) for number in range(buffers.num)
+        ]
+        # the end of the copies of each buffer's last tile
+        self._left: list[torch.Event | None] = [None] * buffers.num
         # the buffer of the tile under way, and its bytes in use
         self._turn = 0
         self._used_bytes = 0
         self._come, self._stepped = new_event(device), new_event(device)  # of the tile under way
         self._is_coming = False  # the current stream does not wait for all of it yet
-        self._down.wait_stream(current_stream(device))  # which may still use what was freed for the buffers
+        # which may still use what was freed for the buffers
+        self._down.wait_stream(current_stream(device))
 
     def begin(self) -> None:
         """Goes on to the next buffer, for a tile that is about to come."""
@@ -55,7 +60,8 @@ class TileStream:
             self._down.wait_event(left)
 
     def bring(self, data: torch.Tensor, is_read: bool = True) -> torch.Tensor:
-        """A place in the buffer for flat data of the tile, valid until the buffer's next turn; of use after `arrive`.
+        """A place in the buffer for flat data of the tile, valid until the buffer's next turn; of
+        use after `arrive`.
 
         is_read: whether the data is copied there; else the content is undefined.
         """
@@ -70,14 +76,16 @@ class TileStream:
         return place
 
     def arrive(self) -> None:
-        """Makes the current stream wait for what the tile was brought until now, and for the buffer's last tile."""
+        """Makes the current stream wait for what the tile was brought until now, and for the
+        buffer's last tile."""
         if self._is_coming:
             self._come.record(self._down)
             current_stream(self._device).wait_event(self._come)
             self._is_coming = False
 
     def send_back(self, moved: Collection[tuple[torch.Tensor, torch.Tensor]]) -> torch.Event:
-        """Copies each (data, its place) to the data when the current stream has stepped it. Returns the end of the copies."""
+        """Copies each (data, its place) to the data when the current stream has stepped it. Returns
+        the end of the copies."""
         self._stepped.record(current_stream(self._device))
         self._up.wait_event(self._stepped)
         with on(self._up):

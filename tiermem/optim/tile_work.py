@@ -25,10 +25,12 @@ from tiermem.units.unit import Shard
 FP32_PARAM = "fp32_param"
 
 RuleOf = Callable[[Shard], AnyStep | None]
-"""Returns the rule and the scalars of a parameter's next step, or None if the parameter is not stepped."""
+"""Returns the rule and the scalars of a parameter's next step, or None if the parameter is not
+stepped."""
 
 Visitor = Callable[[dict[str, torch.Tensor], Shard, slice], None]
-"""Changes states in place: (states by name, their parameter, the range of elements in the whole parameter)."""
+"""Changes states in place: (states by name, their parameter, the range of elements in the whole
+parameter)."""
 
 
 class Places(NamedTuple):
@@ -41,7 +43,8 @@ class Places(NamedTuple):
     grad: torch.Tensor | None  # None except in a step
     views: StateViews
     names: Sequence[str]  # of the moments, as in torch
-    source: tuple[torch.Tensor, StateViews] | None = None  # the weight and states that a step reads; None: these
+    # the weight and states that a step reads; None: these
+    source: tuple[torch.Tensor, StateViews] | None = None
 
     @property
     def numel(self) -> int:
@@ -50,7 +53,8 @@ class Places(NamedTuple):
 
     @property
     def master(self) -> torch.Tensor | None:
-        """The master: fp32; or int16, the low bits of a split master; or None if the weight is the master."""
+        """The master: fp32; or int16, the low bits of a split master; or None if the weight is the
+        master."""
         return self.views.master
 
     @property
@@ -59,7 +63,8 @@ class Places(NamedTuple):
         return dict(zip(self.names, self.views.moments, strict=False))
 
     def cut(self, most_numel: int) -> Iterator[Places]:
-        """The same elements in pieces of at most `most_numel`, a multiple of 64. `grad` is not cut."""
+        """The same elements in pieces of at most `most_numel`, a multiple of 64. `grad` is not
+        cut."""
         for start in range(0, self.numel, most_numel):
             weight = self.weight[start : start + most_numel]
             views = self.views.piece(start, weight.numel())
@@ -73,14 +78,17 @@ Act = Callable[[Places], None]
 class Stepping:
     """The work of one optimizer step.
 
-    Stochastic rounding depends on the parameter's name, its own count of steps and the element's index in the whole parameter,
-    so the bits do not depend on the tiles or on the number of ranks.
+    Stochastic rounding depends on the parameter's name, its own count of steps and the element's
+    index in the whole parameter, so the bits do not depend on the tiles or on the number of ranks.
 
     is_counted: whether parameters have counted this step already.
-    kept: the native steps of tiles, which this step and the next one use again; None: they are made anew.
+    kept: the native steps of tiles, which this step and the next one use again; None: they are made
+        anew.
     """
 
-    def __init__(self, workers: Workers, rule_of: RuleOf, is_counted: bool = True, kept: Kept | None = None) -> None:
+    def __init__(
+        self, workers: Workers, rule_of: RuleOf, is_counted: bool = True, kept: Kept | None = None
+    ) -> None:
         self._workers = workers
         self._rule_of = functools.cache(rule_of)  # a parameter has several tiles
         self._ahead = 1 - is_counted
@@ -98,7 +106,8 @@ class Stepping:
             places.weight.copy_(places.master)
 
     def plan(self, places: Places) -> KernelStep | CalledStep | None:
-        """The arguments of the step; None: this parameter is not stepped. Raises ValueError when the plan lacks room."""
+        """The arguments of the step; None: this parameter is not stepped. Raises ValueError when
+        the plan lacks room."""
         shard = places.shard
         rule = self._rule_of(places.shard)
         precision = places.tile.layout.precision
@@ -111,8 +120,10 @@ class Stepping:
             num = len(places.names)
             room = places.tile.layout.num_moments
             raise ValueError(
-                f"this optimizer keeps {num} moments of a parameter ({', '.join(places.names)}) and the plan made room for "
-                f"num_moments={room}: {num} > {room}. Shard the model with OffloadPolicy(num_moments={num})"
+                f"this optimizer keeps {num} moments of a parameter ({', '.join(places.names)}) "
+                "and the plan made room for "
+                f"num_moments={room}: {num} > {room}. Shard the model with "
+                f"OffloadPolicy(num_moments={num})"
             )
         if precision.is_stochastic:
             dither = Dither(precision.key(shard.name), num_steps, places.first)
@@ -120,7 +131,9 @@ class Stepping:
         parts = StepParts(places.weight, places.master, places.grad, moments[: len(places.names)])
         if places.source is not None:
             weight, views = places.source
-            source = parts._replace(weight=weight, master=views.master, moments=views.moments[: len(places.names)])
+            source = parts._replace(
+                weight=weight, master=views.master, moments=views.moments[: len(places.names)]
+            )
             parts = parts._replace(source=source)
         starts = self._starts(shard)
         if isinstance(rule, MatrixStep):
@@ -128,11 +141,13 @@ class Stepping:
         return KernelStep(rule, parts, dither, starts)
 
     def _starts(self, shard: Shard) -> bool:
-        """Whether moments are not read: it is the parameter's first step. Its tile may have been stepped before."""
+        """Whether moments are not read: it is the parameter's first step. Its tile may have been
+        stepped before."""
         return shard.num_steps + self._ahead == 1 and not shard.has_moments
 
     def kind(self, shard: Shard) -> Hashable:
-        """What a parameter's step depends on beside places, scalars and counts; None: the parameter is not stepped."""
+        """What a parameter's step depends on beside places, scalars and counts; None: the parameter
+        is not stepped."""
         if shard in self._kinds:
             return self._kinds[shard]
         rule: AnyStep | None = self._rule_of(shard)
@@ -145,7 +160,8 @@ class Stepping:
         return kind
 
     def renew(self, shard: Shard, step: NativeStep) -> None:
-        """Gives an earlier native step of a parameter, of the same kind, the scalars and the number of this step."""
+        """Gives an earlier native step of a parameter, of the same kind, the scalars and the number
+        of this step."""
         if (numbers := self._numbers.get(shard)) is None:
             rule = self._rule_of(shard)
             assert isinstance(rule, StepRule)
@@ -154,7 +170,8 @@ class Stepping:
 
     @staticmethod
     def fills_weight(places: Places) -> bool:
-        """Whether a weight that is not stepped comes from its master: it may be unread, and the whole slice is written back."""
+        """Whether a weight that is not stepped comes from its master: it may be unread, and the
+        whole slice is written back."""
         return not places.tile.layout.reads_weight and places.tile.live.shard is None
 
 
@@ -180,10 +197,12 @@ class CalledStep(NamedTuple):
 
 
 def visiting(workers: Workers, chosen: Collection[Shard], visitor: Visitor) -> Act:
-    """The work of a visit: shows the states of chosen parameters to a function and stores its changes.
+    """The work of a visit: shows the states of chosen parameters to a function and stores its
+    changes.
 
-    The function gets flat fp32 tensors, {"fp32_param": ..., "exp_avg": ..., ...}, and changes them in place. Values that it
-    does not change keep their bits in every precision. The parameter is set from its master.
+    The function gets flat fp32 tensors, {"fp32_param": ..., "exp_avg": ..., ...}, and changes them
+    in place. Values that it does not change keep their bits in every precision. The parameter is
+    set from its master.
     """
 
     def visit(places: Places) -> None:
@@ -194,7 +213,9 @@ def visiting(workers: Workers, chosen: Collection[Shard], visitor: Visitor) -> A
         if shard not in chosen:
             return
         is_split = stored is not None and stored.dtype == torch.int16
-        master = widen_part(workers, weight if stored is None else stored, weight if is_split else None)
+        master = widen_part(
+            workers, weight if stored is None else stored, weight if is_split else None
+        )
         values = {FP32_PARAM: master}
         for name, moment in moments.items():
             values[name] = widen_part(workers, moment, is_positive=is_positive(name))

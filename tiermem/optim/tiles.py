@@ -1,14 +1,17 @@
-"""StateTiles: the optimizer states of a sharded model, cut into tiles that are read, stepped and written as one.
+"""StateTiles: the optimizer states of a sharded model, cut into tiles that are read, stepped and
+written as one.
 
-Before its first step a tile has no states on disk. Its masters are then made from the parameters, or from the fp32 values that
-zero.Init kept; its moments are zero.
+Before its first step a tile has no states on disk. Its masters are then made from the parameters,
+or from the fp32 values that zero.Init kept; its moments are zero.
 
-The first tiles are read while backward runs (run/hooks.py says when). States and parameters do not change between
-steps, so these reads stay valid while micro-batches accumulate, after a failed backward and after a skipped step. Code that
-writes states in between drops these reads (`Shards.drop_head_start`).
+The first tiles are read while backward runs (run/hooks.py says when). States and parameters do not
+change between steps, so these reads stay valid while micro-batches accumulate, after a failed
+backward and after a skipped step. Code that writes states in between drops these reads
+(`Shards.drop_head_start`).
 
-`state` and `load` make and restore an optimizer's state_dict, one state of one parameter at a time. Both are exact in every
-precision: fp32 values that came from a smaller format convert back to the same bits.
+`state` and `load` make and restore an optimizer's state_dict, one state of one parameter at a time.
+Both are exact in every precision: fp32 values that came from a smaller format convert back to the
+same bits.
 """
 
 from __future__ import annotations
@@ -60,7 +63,8 @@ class StateTiles:
 
     Args:
         shards: the model; its plan gives the size of tiles and the number of buffers.
-        find_rule: the group and the rule of each parameter. No tile may cut a parameter that is stepped as a whole matrix.
+        find_rule: the group and the rule of each parameter. No tile may cut a parameter that is
+            stepped as a whole matrix.
 
     Raises ValueError when the model already has an optimizer.
     """
@@ -68,7 +72,8 @@ class StateTiles:
     def __init__(self, shards: Shards, find_rule: FindRule) -> None:
         if shards.states is not None:
             raise ValueError(
-                "this model has an optimizer already: call its close() first, which gives up its states, or make one optimizer "
+                "this model has an optimizer already: call its close() first, which gives up its "
+                "states, or make one optimizer "
                 "with several parameter groups"
             )
         self._shards = shards
@@ -79,15 +84,18 @@ class StateTiles:
         self._stream: TileStream | None = None  # for tiles that are sent to an accelerator
         self._num_moments = 0  # of a tile
         self.tiles: list[Tile] = []
-        self._pieces: dict[Shard, list[tuple[Tile, ShardRange]]] = {}  # of each parameter, in the order of elements
+        # of each parameter, in the order of elements
+        self._pieces: dict[Shard, list[tuple[Tile, ShardRange]]] = {}
         self._of_unit: dict[LiveUnit, list[Tile]] = {}
         self._seconds: dict[LiveUnit, SecondCopy] = {}  # of units in memory; `attempt` changes them
         self._kept: Kept = {}
-        self.on_look: Callable[[], None] = lambda: None  # called before states are shown to a caller
+        # called before states are shown to a caller
+        self.on_look: Callable[[], None] = lambda: None
         self.take_up([live.unit for live in shards.units if live.unit.is_trainable])
 
     def take_up(self, units: Sequence[Unit]) -> None:
-        """Takes room for the states of units that have become trainable, by the model's plan. Raises OSError, ValueError."""
+        """Takes room for the states of units that have become trainable, by the model's plan.
+        Raises OSError, ValueError."""
         lives = [self._shards.units[unit.index] for unit in units]
         held = (len(self.names(shard)) for unit in units for shard in unit.shards)
         self._num_moments = max([self._num_moments, *held])
@@ -95,12 +103,15 @@ class StateTiles:
         tiles = [tile for live in lives for tile in self._cut(live, self._num_moments)]
         tiles = self._at_home(tiles)
         crosses = plan.streamed_part > 0
-        resting = [tile for tile in tiles if tile.state_bytes]  # plain SGD of fp32 parameters has no states
+        # plain SGD of fp32 parameters has no states
+        resting = [tile for tile in tiles if tile.state_bytes]
         for tile in resting:
             if tile.home is Tier.DEVICE:
                 self._store.on_device.reserve(tile.entry, tile.state_bytes)  # all in one slab
         for tile in resting:
-            self._store.reserve(tile.entry, (tile.state_bytes,), torch.uint8, tile.home, crosses_link=crosses)
+            self._store.reserve(
+                tile.entry, (tile.state_bytes,), torch.uint8, tile.home, crosses_link=crosses
+            )
         if plan.streams.num:
             if self._stream is not None:
                 self._stream.close()
@@ -115,14 +126,21 @@ class StateTiles:
             self._store.settle()
 
     def make_room(self, plan: Plan) -> None:
-        """Moves states from HOST to NVME, as many as another plan has no room for on HOST, and gives up second copies.
+        """Moves states from HOST to NVME, as many as another plan has no room for on HOST, and
+        gives up second copies.
 
         The states are written before their memory is given up. Blocks; raises OSError.
         """
-        self._give_up_seconds([each for each in self._seconds if each.unit.index not in plan.drafted])
+        self._give_up_seconds(
+            [each for each in self._seconds if each.unit.index not in plan.drafted]
+        )
         if plan.states is not Tier.NVME:
             return
-        excess = self._bytes_on(Tier.HOST) - plan.resident_bytes - (0 if plan.steps_there else plan.kept_bytes)
+        excess = (
+            self._bytes_on(Tier.HOST)
+            - plan.resident_bytes
+            - (0 if plan.steps_there else plan.kept_bytes)
+        )
         moved: dict[Tile, Tile] = {}
         for tile in reversed(self.tiles):
             if excess > 0 and tile.home is Tier.HOST and tile.state_bytes:
@@ -131,7 +149,8 @@ class StateTiles:
         self._set([moved.get(tile, tile) for tile in self.tiles])
 
     def close(self) -> None:
-        """Gives up the states, so that another optimizer has their room. Call it after `Shards.drop_head_start`."""
+        """Gives up the states, so that another optimizer has their room. Call it after
+        `Shards.drop_head_start`."""
         self._give_up_seconds(list(self._seconds))
         self._shards.program.use(self._shards.tile_pool)
         for tile in self.tiles:
@@ -147,28 +166,36 @@ class StateTiles:
                 self._store.arena.give_back(slot)
 
     def begin(self) -> None:
-        """Starts reading the first tiles of the next step, at low priority. Does nothing if they are already being read.
+        """Starts reading the first tiles of the next step, at low priority. Does nothing if they
+        are already being read.
 
         Tiles in memory are left out, because they need no buffer.
         """
         if self._shards.tile_pool is None or not self._shards.policy.pipeline_read:
             return
         work = TilePass(self._shards, self.names)
-        self._shards.program.begin((tile for tile in self._in_order() if work.has_lasting(tile)), work)
+        self._shards.program.begin(
+            (tile for tile in self._in_order() if work.has_lasting(tile)), work
+        )
 
     def attempt(self, live: LiveUnit, rule_of: RuleOf) -> bool:
-        """Steps tiles of a unit beside what they replace, for a `step` that commits them. Does not block for transfers.
+        """Steps tiles of a unit beside what they replace, for a `step` that commits them. Does not
+        block for transfers.
 
-        Weights and states that rest in memory are stepped into a second copy; tiles without room for one are left out.
-        Parameters have not counted the step. Returns and raises as `Program.attempt`.
+        Weights and states that rest in memory are stepped into a second copy; tiles without room
+        for one are left out. Parameters have not counted the step. Returns and raises as
+        `Program.attempt`.
         """
-        if not live.is_streamed:  # the user may write weights that are always present until the step
+        # the user may write weights that are always present until the step
+        if not live.is_streamed:
             return True
         second = self._seconds.get(live)
         act = Stepping(self._shards.workers, rule_of, is_counted=False, kept=self._kept)
         has_room = {Tier.NVME: second is not None or live.entry is not None}
         tiles = self._of_unit.get(live, [])
-        due = [t for t in tiles if has_room.get(t.home, second is not None and t.entry in second.slots)]
+        due = [
+            t for t in tiles if has_room.get(t.home, second is not None and t.entry in second.slots)
+        ]
         if not due:
             return True
         work = TilePass(self._shards, self.names, act, is_step=True, second=second, link=self._link)
@@ -177,12 +204,18 @@ class StateTiles:
         return self._shards.program.attempt(due, work, len(self.tiles), "compute")
 
     def plan(self, rule_of: RuleOf) -> PlannedStep | None:
-        """Plans the step of every tile before parameters count it, where all rest in memory and the CPU steps them.
+        """Plans the step of every tile before parameters count it, where all rest in memory and the
+        CPU steps them.
 
         `step` takes it if all that it depends on is unchanged. Does not block.
         """
         shards = self._shards
-        if shards.tile_pool is not None or self._link is not None or self._stream is not None or self._is_overlapped:
+        if (
+            shards.tile_pool is not None
+            or self._link is not None
+            or self._stream is not None
+            or self._is_overlapped
+        ):
             return None
         tiles = self._in_order()
         act = Stepping(shards.workers, rule_of, is_counted=False, kept=self._kept)
@@ -197,15 +230,18 @@ class StateTiles:
         commits: bool = False,
         planned: PlannedStep | None = None,
     ) -> None:
-        """Steps every tile once, or the tiles of one unit with the given gradients: flat, in its shard layout.
+        """Steps every tile once, or the tiles of one unit with the given gradients: flat, in its
+        shard layout.
 
-        commits: whether `attempt` has stepped its tiles as this step would, to the bit; they are then not stepped again.
+        commits: whether `attempt` has stepped its tiles as this step would, to the bit; they are
+            then not stepped again.
         planned: what `plan` has planned as this step would; None: nothing.
 
         The caller calls it inside `StepRun.changing_all`, with all else that a step changes.
 
-        Blocks, or with overlap "forward" until all units that are not streamed are stepped (weights/step_run.py); a tile's
-        first step always blocks. Raises OSError when a transfer fails; tiles then hold old and new states.
+        Blocks, or with overlap "forward" until all units that are not streamed are stepped
+        (weights/step_run.py); a tile's first step always blocks. Raises OSError when a transfer
+        fails; tiles then hold old and new states.
         """
         shards = self._shards
         act = Stepping(self._shards.workers, rule_of, kept=self._kept)
@@ -215,35 +251,44 @@ class StateTiles:
         tiles = self._in_order() if live is None else self._of_unit.get(live, ())
         if self._link is not None:
             self._link.wait_stream(current_stream(shards.device))
-        work = TilePass(shards, self.names, act, is_step=True, grads=grads, link=self._link, stream=self._stream)
+        work = TilePass(
+            shards, self.names, act, is_step=True, grads=grads, link=self._link, stream=self._stream
+        )
         if self._is_overlapped and live is None and all(tile.is_started for tile in tiles):
             at_once = [each.unit.index for each in self._of_unit if not each.is_streamed]
             try:
-                shards.steps.start(tiles, work, at_once, "compute", self._accept if commits else None)
+                shards.steps.start(
+                    tiles, work, at_once, "compute", self._accept if commits else None
+                )
             finally:
                 work.finish()
         else:
             self._run(tiles, work)
 
     def state(self, shard: Shard, name: str) -> torch.Tensor:
-        """A copy of this rank's part of one state of a parameter: fp32, flat, without padding. Blocks; raises OSError.
+        """A copy of this rank's part of one state of a parameter: fp32, flat, without padding.
+        Blocks; raises OSError.
 
-        `name` is MASTER, which every parameter has, or one of its moments. Takes twice the memory of that part.
+        `name` is MASTER, which every parameter has, or one of its moments. Takes twice the memory
+        of that part.
         """
         self._shards.take_writes(shard.param)
         return self.read(shard, name)
 
     def read(self, shard: Shard, name: str) -> torch.Tensor:
         """`state`, without taking over what the user has written."""
-        pieces = [self.piece(tile, elements, name) for tile, elements in self._pieces.get(shard, ())]
+        pieces = [
+            self.piece(tile, elements, name) for tile, elements in self._pieces.get(shard, ())
+        ]
         return torch.cat(pieces) if pieces else torch.empty(0)
 
     def load(self, shard: Shard, name: str, values: torch.Tensor) -> None:
         """Restores a state from fp32 values of the form that `state` returns, exactly. Blocks.
 
-        MASTER also sets the parameter, as a step does. After loading moments the caller sets the number of steps that they
-        have seen (`Shard.set_steps`). With several ranks, MASTER is collective; moments become part of the last step if that is
-        still to be made durable. Raises ValueError for another number of values, OSError when a transfer fails.
+        MASTER also sets the parameter, as a step does. After loading moments the caller sets the
+        number of steps that they have seen (`Shard.set_steps`). With several ranks, MASTER is
+        collective; moments become part of the last step if that is still to be made durable. Raises
+        ValueError for another number of values, OSError when a transfer fails.
         """
         self._shards.drop_head_start(is_collective=name == MASTER)
         self.put(shard, name, values)
@@ -251,27 +296,33 @@ class StateTiles:
             self._shards.refresh(shard.param)
 
     def put(self, shard: Shard, name: str, values: torch.Tensor) -> None:
-        """`load` on this rank alone: the caller has dropped reads ahead, and makes what is present show a new weight."""
+        """`load` on this rank alone: the caller has dropped reads ahead, and makes what is present
+        show a new weight."""
         pieces = self._pieces.get(shard, [])
         due = sum(elements.numel for _, elements in pieces)
         if values.shape != (due,):
             raise ValueError(
-                f"{name} of {shard.name}: {tuple(values.shape)} values were given; this rank's part has ({due},)"
+                f"{name} of {shard.name}: {tuple(values.shape)} values were given; this rank's "
+                f"part has ({due},)"
             )
         unstarted = [tile for tile, _ in pieces if not tile.is_started]
         if unstarted:
             self._run(unstarted, TilePass(self._shards, self.names))
         done = 0
         for tile, elements in pieces:
-            self._write_piece(tile, elements, name, values[done : done + elements.numel].to(torch.float32))
+            self._write_piece(
+                tile, elements, name, values[done : done + elements.numel].to(torch.float32)
+            )
             done += elements.numel
         shard.note_loaded(name != MASTER, name == MASTER and self.keeps_master(shard))
 
     def visit(self, chosen: Collection[Shard], visitor: Visitor) -> None:
-        """Calls a function that changes the states of chosen parameters in place, for each tile that holds any of them.
+        """Calls a function that changes the states of chosen parameters in place, for each tile
+        that holds any of them.
 
-        Every rank calls it for the same parameters; collective. Blocks. Raises OSError when a transfer fails, and the
-        visitor's error; then the states that the visitor has seen may be written or not.
+        Every rank calls it for the same parameters; collective. Blocks. Raises OSError when a
+        transfer fails, and the visitor's error; then the states that the visitor has seen may be
+        written or not.
         """
         self._shards.drop_head_start()
         due = [tile for tile in self.tiles if any(part.shard in chosen for part in tile.ranges)]
@@ -282,27 +333,33 @@ class StateTiles:
         for live in dict.fromkeys(self._shards.find(shard.param)[0] for shard in order):
             self._shards.refresh(live.unit.shards[0].param)
         has_moments = torch.tensor([float(s.has_moments) for s in order], dtype=torch.float64)
-        has_moments = total(topology, has_moments.to(topology.control_device))  # a rank may hold zeros, or nothing
+        # a rank may hold zeros, or nothing
+        has_moments = total(topology, has_moments.to(topology.control_device))
         for shard, num_ranks in zip(order, has_moments.tolist(), strict=True):
             shard.note_loaded(num_ranks > 0, self.keeps_master(shard))
 
     def fill(self, filler: Act, keeps: bool = False) -> None:
-        """Calls a function that writes states and weights in their stored formats, once for each parameter in each tile.
+        """Calls a function that writes states and weights in their stored formats, once for each
+        parameter in each tile.
 
-        keeps: whether states and weights that the function does not write keep their values; else they become zero. Not
-        collective. Afterwards every rank calls `Shards.refresh` for every unit, and `Shard.set_steps` of every parameter.
-        Blocks. Raises OSError, and the filler's error; then tiles hold old and new values.
+        keeps: whether states and weights that the function does not write keep their values; else
+            they become zero. Not
+        collective. Afterwards every rank calls `Shards.refresh` for every unit, and
+        `Shard.set_steps` of every parameter. Blocks. Raises OSError, and the filler's error; then
+        tiles hold old and new values.
         """
         self._shards.drop_head_start()
         work = TilePass(self._shards, self.names, filler, reads_weights=True, is_blank=not keeps)
         self._run(self.tiles, work)
 
     def pieces(self, shard: Shard) -> list[tuple[Tile, ShardRange]]:
-        """The tiles that hold a parameter, with its elements in each, in the order of its elements."""
+        """The tiles that hold a parameter, with its elements in each, in the order of its
+        elements."""
         return list(self._pieces.get(shard, ()))
 
     def piece(self, tile: Tile, elements: ShardRange, name: str) -> torch.Tensor:
-        """A copy of one state of elements of a tile, in fp32; before the tile's first step, the state's first value. Blocks."""
+        """A copy of one state of elements of a tile, in fp32; before the tile's first step, the
+        state's first value. Blocks."""
         part = self._part_of(tile, elements.shard, name)
         if not tile.is_started:
             return self._first_value(tile, elements, name)
@@ -311,11 +368,16 @@ class StateTiles:
         weight = self._weight(tile, elements) if part.kind == "split" else None
         ranges = tile.bytes_of(part, elements)
         bytes_of = (slice(each.offset, each.offset + each.num_bytes) for each in ranges)
-        data = torch.cat([self._shards.values.read_part(tile.entry, torch.uint8, each) for each in bytes_of])
-        return widen_part(self._shards.workers, part.view(data, elements.numel), weight, is_positive(name))
+        data = torch.cat(
+            [self._shards.values.read_part(tile.entry, torch.uint8, each) for each in bytes_of]
+        )
+        return widen_part(
+            self._shards.workers, part.view(data, elements.numel), weight, is_positive(name)
+        )
 
     def names(self, shard: Shard) -> tuple[str, ...]:
-        """The names of a parameter's moments, as in torch; none for a parameter that the optimizer does not hold."""
+        """The names of a parameter's moments, as in torch; none for a parameter that the optimizer
+        does not hold."""
         found = self._find_rule(shard.param)
         return () if found is None else found[1].moments
 
@@ -329,11 +391,14 @@ class StateTiles:
         shards = self._shards
         return overlap_of(shards.policy, shards.plan, is_accelerator(shards.device)) != "none"
 
-    # ---- passes and tiles --------------------------------------------------------------------------------------------------
+    # ---- passes and tiles ------------------------------------------------------------------------
 
     def _in_order(self) -> list[Tile]:
-        """The tiles in the order of a step: of units that are not streamed, then in the order of the next forward."""
-        expected = {unit: place for place, unit in enumerate(self._shards.prefetcher.order.first_uses())}
+        """The tiles in the order of a step: of units that are not streamed, then in the order of
+        the next forward."""
+        expected = {
+            unit: place for place, unit in enumerate(self._shards.prefetcher.order.first_uses())
+        }
 
         def place(live: LiveUnit) -> float:
             return expected.get(live.unit.index, math.inf) if live.is_streamed else -1
@@ -341,19 +406,25 @@ class StateTiles:
         return [tile for live in sorted(self._of_unit, key=place) for tile in self._of_unit[live]]
 
     def _accept(self) -> None:
-        """Makes the second copies that `attempt` steps the place where their units rest. They may still be under way."""
+        """Makes the second copies that `attempt` steps the place where their units rest. They may
+        still be under way."""
         for live in {tile.live for tile in self._shards.program.attempted} & self._seconds.keys():
             second = self._seconds[live]
             live.exchange(second.weights)
-            before = {entry: self._store.exchange(entry, slot) for entry, slot in second.slots.items()}
+            before = {
+                entry: self._store.exchange(entry, slot) for entry, slot in second.slots.items()
+            }
             self._seconds[live] = second._replace(slots=before)
 
     def _second_of(self, live: LiveUnit) -> SecondCopy:
-        """Room for a unit's weights, and for its states if they rest in memory, with what no step writes: zeros."""
+        """Room for a unit's weights, and for its states if they rest in memory, with what no step
+        writes: zeros."""
         arena = self._store.arena
         what = f"a second copy of {live.unit.name!r}"
         is_there = live.unit.entry in self._store
-        slot = arena.take(live.unit.shard_bytes, what, crosses_link=is_accelerator(self._shards.device))
+        slot = arena.take(
+            live.unit.shard_bytes, what, crosses_link=is_accelerator(self._shards.device)
+        )
         slots = {live.unit.entry: slot} if is_there else {}
         for tile in self._of_unit[live] if self._shards.plan.states is Tier.HOST else ():
             if tile.state_bytes:
@@ -377,7 +448,8 @@ class StateTiles:
                 self._store.drop(initial)
 
     def _cut(self, live: LiveUnit, num_moments: int) -> Iterator[Tile]:
-        """The tiles of a unit. Raises ValueError for a whole matrix that does not fit into one tile."""
+        """The tiles of a unit. Raises ValueError for a whole matrix that does not fit into one
+        tile."""
         policy = self._shards.policy
         plan = self._shards.plan
         unit = live.unit
@@ -387,7 +459,9 @@ class StateTiles:
         step = plan.tile_numel
         if not plan.tiles.num and whole:
             step = unit.shard_numel  # stepped where it rests, without a buffer that limits the size
-        for start, numel, ranges in stepped_ranges(unit, step, self._shards.topology.shard_rank, whole):
+        for start, numel, ranges in stepped_ranges(
+            unit, step, self._shards.topology.shard_rank, whole
+        ):
             in_buffer = layout.buffer_bytes(numel, keeps_initial_master(unit, policy))
             entry = f"state/{unit.index}/{unit.name}/{start}"
             yield Tile(
@@ -396,8 +470,8 @@ class StateTiles:
             )  # fmt: skip
 
     def _at_home(self, tiles: list[Tile]) -> list[Tile]:
-        """The same tiles, a share of them on another tier where the plan says so and tiles that are there leave room; those
-        that are sent to an accelerator marked."""
+        """The same tiles, a share of them on another tier where the plan says so and tiles that are
+        there leave room; those that are sent to an accelerator marked."""
         plan = self._shards.plan
         on_host = self._bytes_on(Tier.HOST)
         kept = self._bytes_on(Tier.DEVICE) if plan.steps_there else min(plan.kept_bytes, on_host)
@@ -408,10 +482,17 @@ class StateTiles:
             resident_bytes=max(0, plan.resident_bytes - resident),
         )
         homes = homes_of_tiles([tile.state_bytes for tile in tiles], left)
-        fits = [tile.state_bytes + tile.slice_bytes + tile.grad_bytes <= plan.streams.slot_bytes for tile in tiles]
-        sent = sent_tiles([tile.numel * each for tile, each in zip(tiles, fits, strict=True)], homes, plan)
+        fits = [
+            tile.state_bytes + tile.slice_bytes + tile.grad_bytes <= plan.streams.slot_bytes
+            for tile in tiles
+        ]
+        sent = sent_tiles(
+            [tile.numel * each for tile, each in zip(tiles, fits, strict=True)], homes, plan
+        )
         marked = zip(tiles, homes, sent, strict=True)
-        return [dataclasses.replace(tile, home=home, is_sent=is_sent) for tile, home, is_sent in marked]
+        return [
+            dataclasses.replace(tile, home=home, is_sent=is_sent) for tile, home, is_sent in marked
+        ]
 
     def _bytes_on(self, home: Tier) -> int:
         return sum(tile.state_bytes for tile in self.tiles if tile.home is home)
@@ -434,25 +515,34 @@ class StateTiles:
         if keeps_sums(self._shards.policy):
             self._protect([there])
         if tile.is_started:
-            self._store.write([(there.entry, 0, self._store.view(tile.entry))], f"tile {tile.entry}").wait()
+            self._store.write(
+                [(there.entry, 0, self._store.view(tile.entry))], f"tile {tile.entry}"
+            ).wait()
         self._store.drop(tile.entry)
         return there
 
     def _protect(self, tiles: Sequence[Tile]) -> None:
-        """Sets up checksums for bytes on NVMe: for states, and anew for weights, because tiles write parts of them."""
+        """Sets up checksums for bytes on NVMe: for states, and anew for weights, because tiles
+        write parts of them."""
         rank = self._shards.topology.shard_rank
         for tile in tiles:
             if tile.state_bytes and tile.home is Tier.NVME:
-                self._store.sums.protect(tile.entry, StatePieces(tile_runs(tile, rank, self.names)).pieces)
+                self._store.sums.protect(
+                    tile.entry, StatePieces(tile_runs(tile, rank, self.names)).pieces
+                )
         for live in dict.fromkeys(tile.live for tile in tiles):
             if live.entry is not None:
                 starts = [tile.start for tile in self._of_unit[live]]
                 strip = self._of_unit[live][0].layout.strip_numel
-                self._store.sums.protect(live.entry, StatePieces(weight_runs(live.unit, rank, strip, starts)).pieces)
+                self._store.sums.protect(
+                    live.entry, StatePieces(weight_runs(live.unit, rank, strip, starts)).pieces
+                )
 
-    # ---- reading and writing pieces ----------------------------------------------------------------------------------------
+    # ---- reading and writing pieces --------------------------------------------------------------
 
-    def _write_piece(self, tile: Tile, elements: ShardRange, name: str, values: torch.Tensor) -> None:
+    def _write_piece(
+        self, tile: Tile, elements: ShardRange, name: str, values: torch.Tensor
+    ) -> None:
         part = self._part_of(tile, elements.shard, name)
         weight = values.to(tile.dtype)
         if part is not None:
@@ -462,18 +552,23 @@ class StateTiles:
                 self._shards.workers, values, part.view(data, elements.numel), weight if part.kind == "split" else None,
                 is_positive(name),
             )  # fmt: skip
-            for each, piece in zip(ranges, data.split([each.num_bytes for each in ranges]), strict=True):
+            for each, piece in zip(
+                ranges, data.split([each.num_bytes for each in ranges]), strict=True
+            ):
                 self._shards.values.write_part(tile.entry, each.offset, piece)
         if name == MASTER:
             self._shards.values.put_elements(tile.live, elements.in_unit.start, weight)
 
     def _part_of(self, tile: Tile, shard: Shard, name: str) -> StatePart | None:
-        """The part of a tile that holds a state; None: the parameter itself. Raises ValueError for an unknown state."""
+        """The part of a tile that holds a state; None: the parameter itself. Raises ValueError for
+        an unknown state."""
         if name == MASTER:
             return tile.layout.master
         names = self.names(shard)
         if name not in names:
-            raise ValueError(f"{shard.name} has no state {name!r}; it has {', '.join([MASTER, *names])}")
+            raise ValueError(
+                f"{shard.name} has no state {name!r}; it has {', '.join([MASTER, *names])}"
+            )
         return tile.layout.moment(names.index(name))
 
     def _first_value(self, tile: Tile, elements: ShardRange, name: str) -> torch.Tensor:

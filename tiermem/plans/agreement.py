@@ -1,4 +1,5 @@
-"""Agreement: before collectives begin, all ranks compare program place, model and policy; a difference is an error."""
+"""Agreement: before collectives begin, all ranks compare program place, model and policy; a
+difference is an error."""
 
 from __future__ import annotations
 
@@ -15,19 +16,22 @@ from tiermem.policy import OffloadPolicy
 from tiermem.ranks.collectives import exchange, exchange_digests
 from tiermem.ranks.topology import Topology, ranks_per_node
 
-# ---- comparing facts over ranks --------------------------------------------------------------------------------------
+# ---- comparing facts over ranks ------------------------------------------------------------------
 #
-# Ranks that disagree would wait for each other in collectives that do not match, or mix up their bytes. So the facts
-# that decide the sequence of collectives are compared before they begin: when an engine starts, under zero.Init before
-# each parameter is shared, when a model is sharded, and when its memory is planned. Every comparison begins with the
-# same collective (a digest of 32 bytes from every rank), so ranks that are at different places find that out, too.
+# Ranks that disagree would wait for each other in collectives that do not match, or mix up their
+# bytes. So the facts that decide the sequence of collectives are compared before they begin: when
+# an engine starts, under zero.Init before each parameter is shared, when a model is sharded, and
+# when its memory is planned. Every comparison begins with the same collective (a digest of 32 bytes
+# from every rank), so ranks that are at different places find that out, too.
 
-_OWN = {"paths", "disk_bytes", "pin_memory", "io", "timeout_s"}  # fields of a policy that may differ between ranks
+# fields of a policy that may differ between ranks
+_OWN = {"paths", "disk_bytes", "pin_memory", "io", "timeout_s"}
 _MOST_SHOWN = 4
 
 
 def agree(topology: Topology, facts: Mapping[str, Any], where: str = "tiermem.shard") -> None:
-    """Raises ValueError on every rank when a fact differs between ranks; the message names both. Collective; blocks.
+    """Raises ValueError on every rank when a fact differs between ranks; the message names both.
+    Collective; blocks.
 
     Ranks exchange digests first, and the facts themselves only when the digests differ.
 
@@ -38,7 +42,9 @@ def agree(topology: Topology, facts: Mapping[str, Any], where: str = "tiermem.sh
     if topology.group is None:
         return
     text = json.dumps([where, {name: str(value) for name, value in facts.items()}])
-    digests = exchange_digests(topology, hashlib.sha256(text.encode(errors="surrogatepass")).digest())
+    digests = exchange_digests(
+        topology, hashlib.sha256(text.encode(errors="surrogatepass")).digest()
+    )
     if topology.watch is not None:
         topology.watch.meet()
     if len(set(digests)) == 1:
@@ -51,9 +57,13 @@ def agree(topology: Topology, facts: Mapping[str, Any], where: str = "tiermem.sh
 
 
 def facts_of(model: nn.Module, policy: OffloadPolicy, device: torch.device) -> dict[str, Any]:
-    """The facts that decide the sequence of collectives: policy fields, ranks on a node, device type, parameters in order."""
-    facts: dict[str, Any] = {f"policy.{name}": value for name, value in vars(policy).items() if name not in _OWN}
-    facts["ranks on a node (LOCAL_WORLD_SIZE)"] = ranks_per_node()  # divides the budget; decides which ranks are near
+    """The facts that decide the sequence of collectives: policy fields, ranks on a node, device
+    type, parameters in order."""
+    facts: dict[str, Any] = {
+        f"policy.{name}": value for name, value in vars(policy).items() if name not in _OWN
+    }
+    # divides the budget; decides which ranks are near
+    facts["ranks on a node (LOCAL_WORLD_SIZE)"] = ranks_per_node()
     facts["device"] = device.type
     for name, param in model.named_parameters():
         frozen = "" if param.requires_grad else ", frozen"
@@ -62,13 +72,17 @@ def facts_of(model: nn.Module, policy: OffloadPolicy, device: torch.device) -> d
 
 
 def facts_of_plan(plan: Plan) -> dict[str, Any]:
-    """The facts of a plan that decide the sequence of collectives: the units, and how many are present at once.
+    """The facts of a plan that decide the sequence of collectives: the units, and how many are
+    present at once.
 
-    Nodes with different memory or different numbers of ranks may plan different buffers, and would then keep different units.
+    Nodes with different memory or different numbers of ranks may plan different buffers, and would
+    then keep different units.
     """
     facts: dict[str, Any] = {"unit buffers (policy.unit_buffers)": plan.units.num}
     for unit in plan.division.units:
-        facts[f"unit {unit.name}"] = f"{unit.full_numel} elements{', always present' if unit.is_resident else ''}"
+        facts[f"unit {unit.name}"] = (
+            f"{unit.full_numel} elements{', always present' if unit.is_resident else ''}"
+        )
     return facts
 
 
@@ -77,21 +91,30 @@ def _difference(ours: Any, theirs: Any, rank: int) -> str:
     (where, first), (elsewhere, other) = ours, theirs
     if where != elsewhere:
         return (
-            f"rank 0 is at {where}{_shown(first)} and rank {rank} at {elsewhere}{_shown(other)}. Every rank has to go the same "
+            f"rank 0 is at {where}{_shown(first)} and rank {rank} at {elsewhere}{_shown(other)}. "
+            "Every rank has to go the same "
             "way through the program, and build the same model"
         )
     absent = "not there"
-    found = [name for name in {**first, **other} if first.get(name, absent) != other.get(name, absent)]
+    found = [
+        name for name in {**first, **other} if first.get(name, absent) != other.get(name, absent)
+    ]
     if not found:
         place, (mine, its) = next(
-            (place, pair) for place, pair in enumerate(zip(first, other, strict=True)) if pair[0] != pair[1]
+            (place, pair)
+            for place, pair in enumerate(zip(first, other, strict=True))
+            if pair[0] != pair[1]
         )
         return (
-            f"number {place} is {mine} on rank 0 and {its} on rank {rank}: the same in another order. Build the model in the "
+            f"number {place} is {mine} on rank 0 and {its} on rank {rank}: the same in another "
+            "order. Build the model in the "
             "same order on every rank"
         )
     told = [
-        f"{name} is {first.get(name, absent)} on rank 0 and {other.get(name, absent)} on rank {rank}"
+        (
+            f"{name} is {first.get(name, absent)} on rank 0 and {other.get(name, absent)} on rank "
+            f"{rank}"
+        )
         for name in found[:_MOST_SHOWN]
     ]
     more = f"; and {len(found) - _MOST_SHOWN} more" if len(found) > _MOST_SHOWN else ""

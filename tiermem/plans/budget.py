@@ -1,4 +1,5 @@
-"""Budget: chooses the plan of a sharded model, the best one that the budgets of HOST and DEVICE hold."""
+"""Budget: chooses the plan of a sharded model, the best one that the budgets of HOST and DEVICE
+hold."""
 
 from __future__ import annotations
 
@@ -33,16 +34,19 @@ def make_plan(
 ) -> Plan:
     """Plans a division under a policy.
 
-    context_bytes: HOST memory that this process has taken for the accelerator's context; part of the budget. Ranks plan for the
+    context_bytes: HOST memory that this process has taken for the accelerator's context; part of
+        the budget. Ranks plan for the
     rank that took most, so the call is collective.
 
-    With one shard, a unit that rests where the maths runs is used there. In `Plan.division` such units are resident; or, where
-    a step of states on NVMe can go on under the next forward, in place. Raises ValueError when the budget cannot hold the
-    smallest plan, or a parameter cannot be kept in the policy's precision.
+    With one shard, a unit that rests where the maths runs is used there. In `Plan.division` such
+    units are resident; or, where a step of states on NVMe can go on under the next forward, in
+    place. Raises ValueError when the budget cannot hold the smallest plan, or a parameter cannot be
+    kept in the policy's precision.
     """
     if policy.grads is Tier.DEVICE and not is_gpu:
         raise ValueError(
-            "grads=DEVICE without an accelerator: reduced gradients rest on HOST or NVME; leave it None for what fits the "
+            "grads=DEVICE without an accelerator: reduced gradients rest on HOST or NVME; leave it "
+            "None for what fits the "
             "budget"
         )
     for unit in division.units:
@@ -51,9 +55,19 @@ def make_plan(
     homes = _unit_homes(division.units, policy, topology.num_shards)
     if topology.num_shards == 1:
         near = {Tier.DEVICE} if is_gpu else {Tier.DEVICE, Tier.HOST}
-        as_is = [u for u in division.units if homes.get(u.index) in near and not (u.is_packed or u.is_widened)]
-        steps_go_on = not is_gpu and policy.optim is Tier.NVME and policy.wanted_overlap(policy.optim, is_gpu) != "none"
-        absent = {u.index for u in as_is if steps_go_on and u.is_trainable and homes[u.index] is Tier.HOST}
+        as_is = [
+            u
+            for u in division.units
+            if homes.get(u.index) in near and not (u.is_packed or u.is_widened)
+        ]
+        steps_go_on = (
+            not is_gpu
+            and policy.optim is Tier.NVME
+            and policy.wanted_overlap(policy.optim, is_gpu) != "none"
+        )
+        absent = {
+            u.index for u in as_is if steps_go_on and u.is_trainable and homes[u.index] is Tier.HOST
+        }
         stays = {u.index for u in as_is} - absent
         homes = {index: home for index, home in homes.items() if index not in stays}
         division = division.with_residents(stays).with_in_place(absent)
@@ -79,10 +93,12 @@ def plan_unfrozen(
 ) -> Plan:
     """The plan of the same units with more of them trained (by index), within the same budgets.
 
-    Existing units and tiles keep their sizes. When the budget is short, gradients go to NVME, then there are fewer tile
-    buffers, and states that the first plan kept on HOST beyond their tier rest on NVME.
+    Existing units and tiles keep their sizes. When the budget is short, gradients go to NVME, then
+    there are fewer tile buffers, and states that the first plan kept on HOST beyond their tier rest
+    on NVME.
 
-    keeps_grads: gradients stay on their tier. Raises ValueError with the arithmetic, and for a dtype without a master.
+    keeps_grads: gradients stay on their tier. Raises ValueError with the arithmetic, and for a
+        dtype without a master.
     """
     division = now.division.with_unfrozen(indices)
     for index in indices:
@@ -98,17 +114,24 @@ def plan_unfrozen(
 
 
 def take_disk(
-    plan: Plan, policy: OffloadPolicy, store: TensorStore, topology: Topology, is_slot_taken: bool = False
+    plan: Plan,
+    policy: OffloadPolicy,
+    store: TensorStore,
+    topology: Topology,
+    is_slot_taken: bool = False,
 ) -> Plan:
-    """Preallocates the disk space of a plan beyond what is in use; returns the plan for which every rank has room.
+    """Preallocates the disk space of a plan beyond what is in use; returns the plan for which every
+    rank has room.
 
-    Space for steps under backward is only checked here, after every rank has reserved the rest; `take_slot` reserves it before
-    the first such step. If one rank lacks the space, no rank makes such steps.
+    Space for steps under backward is only checked here, after every rank has reserved the rest;
+    `take_slot` reserves it before the first such step. If one rank lacks the space, no rank makes
+    such steps.
 
-    is_slot_taken: this rank has taken the slot. Leaving it out would give no space back, so the whole plan is taken.
+    is_slot_taken: this rank has taken the slot. Leaving it out would give no space back, so the
+        whole plan is taken.
 
-    Collective; blocks. Logs what such steps lack where they are left out: as a warning if the policy names them. Raises OSError
-    when the plan finds no space.
+    Collective; blocks. Logs what such steps lack where they are left out: as a warning if the
+    policy names them. Raises OSError when the plan finds no space.
     """
     failed: OSError | None = None
     try:
@@ -117,38 +140,51 @@ def take_disk(
             store.reserve_disk(_due(store, least), why_disk(plan, policy))
     except OSError as error:  # of this rank, perhaps alone
         failed = error
-    may_look = plan.attempt_disk_bytes and not any(exchange(topology, "no" if failed or is_slot_taken else ""))
+    may_look = plan.attempt_disk_bytes and not any(
+        exchange(topology, "no" if failed or is_slot_taken else "")
+    )
     missing = _missing(plan, store, topology) if may_look else ""
     if failed is not None:
         raise failed
     if missing:
         size = f"{plan.attempt_disk_bytes} bytes ({format_mib(plan.attempt_disk_bytes)})"
-        plan = plan.without_attempts(f"{size} more on disk, for which not every rank has room: {missing}")
+        plan = plan.without_attempts(
+            f"{size} more on disk, for which not every rank has room: {missing}"
+        )
     if plan.lacks:
         level = logging.WARNING if policy.overlap == "backward" else logging.INFO
-        logger.log(level, 'overlap "backward" needs %s. Steps run under the next forward', plan.lacks)
+        logger.log(
+            level, 'overlap "backward" needs %s. Steps run under the next forward', plan.lacks
+        )
     return plan
 
 
 def take_slot(plan: Plan, store: TensorStore) -> bool:
-    """Preallocates the disk space of steps under backward, before the first one; whether it is there. Blocks."""
+    """Preallocates the disk space of steps under backward, before the first one; whether it is
+    there. Blocks."""
     try:
         if plan.attempt_disk_bytes:
             store.reserve_disk(_due(store, plan.disk_bytes))
     except OSError as error:
-        logger.warning("steps do not begin under backward, as the disk has filled up since the start: %s", error)
+        logger.warning(
+            "steps do not begin under backward, as the disk has filled up since the start: %s",
+            error,
+        )
         return False
     return True
 
 
 def why_disk(plan: Plan, policy: OffloadPolicy) -> str:
-    """The arithmetic behind disk_bytes, for the error of a full disk; empty without room for checkpoints."""
+    """The arithmetic behind disk_bytes, for the error of a full disk; empty without room for
+    checkpoints."""
     if not plan.frozen_disk_bytes:
         return ""
     less = plan.disk_bytes - plan.frozen_disk_bytes
     return (
-        f"What steps write rests in {policy.num_slots} slots (durability={policy.durability!r}, keep={policy.keep}), one "
-        f"to write and the rest for what is durable; with durability='none' {less} bytes are enough, and "
+        f"What steps write rests in {policy.num_slots} slots (durability={policy.durability!r}, "
+        f"keep={policy.keep}), one "
+        f"to write and the rest for what is durable; with durability='none' {less} bytes are "
+        "enough, and "
         "a checkpoint is a copy"
     )
 
@@ -159,7 +195,8 @@ def _due(store: TensorStore, disk_bytes: int) -> int:
 
 
 def _missing(plan: Plan, store: TensorStore, topology: Topology) -> str:
-    """Why a rank has no disk space for a whole plan; empty where all have it. Takes nothing. Collective."""
+    """Why a rank has no disk space for a whole plan; empty where all have it. Takes nothing.
+    Collective."""
     error = ""
     with contextlib.ExitStack() as taken:  # until all ranks have tried, as they may share a disk
         try:
@@ -170,27 +207,33 @@ def _missing(plan: Plan, store: TensorStore, topology: Topology) -> str:
 
 
 def check_card(plan: Plan, policy: OffloadPolicy, device: torch.device) -> None:
-    """Raises ValueError, with the arithmetic, when an accelerator has no room for a plan or for the budget."""
+    """Raises ValueError, with the arithmetic, when an accelerator has no room for a plan or for the
+    budget."""
     if is_accelerator(device):
         check_room(plan, policy, *free_and_total(device))
 
 
 def check_room(plan: Plan, policy: OffloadPolicy, free_bytes: int, total_bytes: int) -> None:
-    """As `check_card`, for an accelerator of which this process may still take `free_bytes` of all bytes."""
+    """As `check_card`, for an accelerator of which this process may still take `free_bytes` of all
+    bytes."""
     if policy.device_bytes is not None and policy.device_bytes > total_bytes:
         raise ValueError(
-            f"device_bytes={policy.device_bytes}, and the accelerator has {total_bytes} ({format_mib(total_bytes)}), of which "
+            f"device_bytes={policy.device_bytes}, and the accelerator has {total_bytes} "
+            f"({format_mib(total_bytes)}), of which "
             "activations need a part: give less, or leave it out"
         )
     if plan.device_bytes > free_bytes:
         raise ValueError(
-            f"the plan needs {plan.device_bytes} bytes of the accelerator, and {free_bytes} of its {total_bytes} are free "
-            f"(other processes may hold the rest): {plan.listed(Tier.DEVICE)}. Send more to HOST or NVME, or set device_bytes"
+            f"the plan needs {plan.device_bytes} bytes of the accelerator, and {free_bytes} of its "
+            f"{total_bytes} are free "
+            f"(other processes may hold the rest): {plan.listed(Tier.DEVICE)}. Send more to HOST "
+            "or NVME, or set device_bytes"
         )
 
 
 class _Maker:
-    """Makes the best plan within the budgets, for any choice of units that stay on the accelerator."""
+    """Makes the best plan within the budgets, for any choice of units that stay on the
+    accelerator."""
 
     def __init__(
         self,
@@ -214,18 +257,22 @@ class _Maker:
         self._keeps_grads = False
 
     def follow(self, now: Plan, keeps_grads: bool) -> None:
-        """Makes plans that a model planned otherwise can go over to. keeps_grads: gradients stay on their tier."""
+        """Makes plans that a model planned otherwise can go over to. keeps_grads: gradients stay on
+        their tier."""
         self._now = now
         self._keeps_grads = keeps_grads
 
     def make(self, stays: Collection[int]) -> Plan | None:
-        """The best plan with these units (by index) staying on the accelerator; None when none fits."""
+        """The best plan with these units (by index) staying on the accelerator; None when none
+        fits."""
         policy = self._policy
         budget = self._budget
         planner = self._planner(stays)
         now = self._now
         room, kept = (0, ()) if now is None else (now.activation_bytes, now.drafted)
-        for choice, drafted in itertools.product(self._choices(planner), (kept, ()) if kept else ((),)):
+        for choice, drafted in itertools.product(
+            self._choices(planner), (kept, ()) if kept else ((),)
+        ):
             plan = planner.plan(choice, policy.resident_bytes or 0, room, drafted)
             if self._fits(plan):
                 left = 0 if budget is None else max(0, budget - plan.host_bytes - PAGE_BYTES)
@@ -233,24 +280,38 @@ class _Maker:
                     plan = planner.plan(choice, policy.resident_bytes or 0, room_bytes=left)
                 else:
                     if now is None:
-                        drafted = planner.drafted_within(None if budget is None else left, choice.tile_numel)
+                        drafted = planner.drafted_within(
+                            None if budget is None else left, choice.tile_numel
+                        )
                     resident = left if policy.resident_bytes is None else policy.resident_bytes
                     plan = planner.plan(choice, resident, room, drafted)
-                return dataclasses.replace(plan, lacks="" if plan.may_attempt else self._lacks(planner, choice))
+                return dataclasses.replace(
+                    plan, lacks="" if plan.may_attempt else self._lacks(planner, choice)
+                )
         return None
 
     def _lacks(self, planner: Planner, choice: PlanChoice) -> str:
-        """What steps under backward lack, in words, where they are wanted and the plan of a choice has no room for them."""
+        """What steps under backward lack, in words, where they are wanted and the plan of a choice
+        has no room for them."""
         policy = self._policy
         if not planner.wants_attempts:
-            return "pipeline_read and pipeline_write, one of which is off" if policy.overlap == "backward" else ""
+            return (
+                "pipeline_read and pipeline_write, one of which is off"
+                if policy.overlap == "backward"
+                else ""
+            )
         if not planner.copied:
             return (
-                "states that are stepped on the CPU: on NVMe, with weights on NVMe or in memory that the budget has room for "
-                "twice, or, beside an accelerator, in memory that it has room for twice: there are none"
+                "states that are stepped on the CPU: on NVMe, with weights on NVMe or in memory "
+                "that the budget has room for "
+                "twice, or, beside an accelerator, in memory that it has room for twice: there are "
+                "none"
             )
         if planner.wants_rest:
-            return "activation_bytes: without it inputs of checkpointed blocks take what host_bytes leaves"
+            return (
+                "activation_bytes: without it inputs of checkpointed blocks take what "
+                "host_bytes leaves"
+            )
         plan = planner.plan(choice._replace(attempts=False), policy.resident_bytes or 0)
         copies = [planner.copy_bytes(unit, choice.tile_numel) for unit in planner.copied]
         copies_bytes = sum(weights + states * self._is_gpu for weights, states in copies)
@@ -278,24 +339,34 @@ class _Maker:
         policy = self._policy
         planner = self._planner(())
         count = self._ranks_on_node
-        plans = [planner.plan(choice, policy.resident_bytes or 0) for choice in self._choices(planner)]
+        plans = [
+            planner.plan(choice, policy.resident_bytes or 0) for choice in self._choices(planner)
+        ]
         smallest = min(plans, key=lambda plan: plan.device_bytes)
         if policy.device_bytes is not None and smallest.device_bytes > policy.device_bytes:
             return (
-                f"device_bytes={policy.device_bytes}, and the smallest plan needs {smallest.device_bytes} of each rank's "
-                f"accelerator: {smallest.listed(Tier.DEVICE)}. Raise the budget, or send more to HOST or NVME"
+                f"device_bytes={policy.device_bytes}, and the smallest plan needs "
+                f"{smallest.device_bytes} of each rank's "
+                f"accelerator: {smallest.listed(Tier.DEVICE)}. Raise the budget, or send more to "
+                "HOST or NVME"
             )
-        smallest = min((plan for plan in plans if self._fits_device(plan)), key=lambda plan: plan.host_bytes)
+        smallest = min(
+            (plan for plan in plans if self._fits_device(plan)), key=lambda plan: plan.host_bytes
+        )
         return (
-            f"host_bytes={policy.host_bytes} per node is {self._budget} for each of {count} ranks, and the smallest plan "
-            f"needs {smallest.host_bytes} per rank, {smallest.host_bytes * count} per node: {smallest.listed(Tier.HOST)}. "
+            f"host_bytes={policy.host_bytes} per node is {self._budget} for each of {count} ranks, "
+            "and the smallest plan "
+            f"needs {smallest.host_bytes} per rank, {smallest.host_bytes * count} per node: "
+            f"{smallest.listed(Tier.HOST)}. "
             "Raise the budget, or send more to NVME"
         )
 
     def _planner(self, stays: Collection[int]) -> Planner:
         homes = {index: home for index, home in self._homes.items() if index not in stays}
         division = self._division.with_residents(stays) if stays else self._division
-        return Planner(division, self._policy, self._topology, self._is_gpu, homes, self._context_bytes)
+        return Planner(
+            division, self._policy, self._topology, self._is_gpu, homes, self._context_bytes
+        )
 
     def _fits(self, plan: Plan) -> bool:
         return (self._budget is None or plan.host_bytes <= self._budget) and self._fits_device(plan)
@@ -306,13 +377,19 @@ class _Maker:
 
 
 def _staying(maker: _Maker, division: Division, homes: Mapping[int, Tier]) -> set[int]:
-    """The streamed units, by index, that stay on the accelerator: the most bytes that both budgets hold.
+    """The streamed units, by index, that stay on the accelerator: the most bytes that both budgets
+    hold.
 
-    Fetches cost most from NVME, and twice a step where backward reads the weights again. Units that cost the same stay at even
-    distances, so that fetches of others hide behind them. Large units enlarge every buffer, so that is also tried: these first.
+    Fetches cost most from NVME, and twice a step where backward reads the weights again. Units that
+    cost the same stay at even distances, so that fetches of others hide behind them. Large units
+    enlarge every buffer, so that is also tried: these first.
     """
     again = {unit.index for unit in division.order(reads_weights_again)}
-    units = [u for u in division.units if u.index in homes and not u.is_packed and u.full_dtype == u.dtype]
+    units = [
+        u
+        for u in division.units
+        if u.index in homes and not u.is_packed and u.full_dtype == u.dtype
+    ]
     sizes = sorted(unit.full_bytes for unit in units)
     usual = sizes[len(sizes) // 2] if sizes else 0
 
@@ -320,24 +397,34 @@ def _staying(maker: _Maker, division: Division, homes: Mapping[int, Tier]) -> se
         return homes[unit.index] is Tier.NVME, unit.index in again
 
     def first(count: int, order: Callable[[Unit], Any]) -> set[int]:
-        """The indices of `count` units, group by group, the highest first; of the last group at even distances."""
+        """The indices of `count` units, group by group, the highest first; of the last group at
+        even distances."""
         found: set[int] = set()
         for _, alike in itertools.groupby(sorted(units, key=order, reverse=True), key=order):
             group = sorted(alike, key=lambda unit: unit.index)
-            found.update(unit.index for unit in _spread(group, min(1.0, (count - len(found)) / len(group))))
+            found.update(
+                unit.index for unit in _spread(group, min(1.0, (count - len(found)) / len(group)))
+            )
             if len(found) >= count:
                 break
         return found
 
     best: set[int] = set()
     bytes_of = {unit.index: unit.full_bytes for unit in units}
-    orders: list[Callable[[Unit], Any]] = [cost, lambda unit: (unit.full_bytes > usual, *cost(unit))]
+    orders: list[Callable[[Unit], Any]] = [
+        cost,
+        lambda unit: (unit.full_bytes > usual, *cost(unit)),
+    ]
     for order in orders:
         low = 0
         high = len(units)
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if maker.make(first(middle, order)) is not None else (low, middle - 1)
+            low, high = (
+                (middle, high)
+                if maker.make(first(middle, order)) is not None
+                else (low, middle - 1)
+            )
         found = first(low, order)
         if sum(bytes_of[index] for index in found) > sum(bytes_of[index] for index in best):
             best = found
@@ -345,7 +432,8 @@ def _staying(maker: _Maker, division: Division, homes: Mapping[int, Tier]) -> se
 
 
 def _unit_homes(units: list[Unit], policy: OffloadPolicy, num_shards: int) -> dict[int, Tier]:
-    """Tiers of streamed units. Of units on NVMe, `host_param_numel` elements stay on HOST, spread evenly over the model."""
+    """Tiers of streamed units. Of units on NVMe, `host_param_numel` elements stay on HOST, spread
+    evenly over the model."""
     streamed = [u for u in units if not u.is_resident]
     homes = {u.index: policy.params for u in streamed}
     if policy.params is Tier.NVME and policy.host_param_numel and streamed:

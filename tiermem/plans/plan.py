@@ -1,4 +1,5 @@
-"""Plan: the memory of a sharded model on every tier, as a sum of rows, for one choice of what a budget leaves open."""
+"""Plan: the memory of a sharded model on every tier, as a sum of rows, for one choice of what a
+budget leaves open."""
 
 from __future__ import annotations
 
@@ -9,7 +10,13 @@ from collections.abc import Collection, Hashable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from tiermem.policy import USUAL_TILE_NUMELS, USUAL_UNITS_AHEAD, OffloadPolicy, Tier, usual_tile_buffers
+from tiermem.policy import (
+    USUAL_TILE_NUMELS,
+    USUAL_UNITS_AHEAD,
+    OffloadPolicy,
+    Tier,
+    usual_tile_buffers,
+)
 from tiermem.ranks.topology import Topology
 from tiermem.swap.base.native import NORM_BLOCK
 from tiermem.swap.base.ranges import round_up, within
@@ -27,7 +34,7 @@ from tiermem.wires.gather import secondary_numel
 from tiermem.wires.packed import gathers_packed, needs_wire, wire_bytes
 from tiermem.wires.reduce import MOST_UNDER_WAY, largest_buffer, largest_column
 
-# ---- the plan --------------------------------------------------------------------------------------------------------
+# ---- the plan ------------------------------------------------------------------------------------
 
 _USUAL_GRAD_BUFFERS = 2
 _LINK_BUFFERS = 2
@@ -66,7 +73,8 @@ class PlanChoice(NamedTuple):
     unit_buffers: int
     tile_buffers: int
     tile_numel: int  # most elements of a tile
-    attempts: bool = True  # whether there is room for steps under backward, if the policy wants them
+    # whether there is room for steps under backward, if the policy wants them
+    attempts: bool = True
 
 
 class Buffers(NamedTuple):
@@ -80,30 +88,37 @@ class Buffers(NamedTuple):
 class Plan:
     """Sizes and numbers of everything that is allocated, in bytes of this rank.
 
-    HOST memory is a sum of rows, each with its reason: storage (states that rest on HOST) and buffers (states that pass
-    through). When the budget leaves a choice, the plan prefers, in this order: gradients on HOST; tiles and unit buffers of
-    their usual size and number; then smaller tiles. The rest of the budget keeps a part of the optimizer states on HOST. When
-    even the smallest plan does not fit, ValueError gives the arithmetic and the smallest budget that works. Bytes are per rank;
-    the budget is per node.
+    HOST memory is a sum of rows, each with its reason: storage (states that rest on HOST) and
+    buffers (states that pass through). When the budget leaves a choice, the plan prefers, in this
+    order: gradients on HOST; tiles and unit buffers of their usual size and number; then smaller
+        tiles. The rest of the budget keeps a part of the optimizer states on HOST. When
+    even the smallest plan does not fit, ValueError gives the arithmetic and the smallest budget
+    that works. Bytes are per rank; the budget is per node.
 
-    DEVICE memory is a sum of rows, too, without activations. With a budget for it (`device_bytes`), units stay there that would
-    be streamed without it: those whose fetch costs most, as many as both budgets hold.
+    DEVICE memory is a sum of rows, too, without activations. With a budget for it (`device_bytes`),
+    units stay there that would be streamed without it: those whose fetch costs most, as many as
+    both budgets hold.
     """
 
     rows: list[Row]
     choice: PlanChoice
     host_bytes: int  # all HOST rows
-    arena_bytes: int  # those that are carved from the arena; the others are the driver's and torch's
+    # those that are carved from the arena; the others are the driver's and torch's
+    arena_bytes: int
     device_bytes: int  # all DEVICE rows, on an accelerator
     disk_bytes: int  # all NVME rows
-    frozen_disk_bytes: int  # the part for checkpoints; taken when the first step after a checkpoint is written
-    attempt_disk_bytes: int  # the part for steps under backward, beside what they replace; 0: none is on disk
-    drafted: tuple[int, ...]  # units in memory, by index, that have a second copy for steps under backward
+    # the part for checkpoints; taken when the first step after a checkpoint is written
+    frozen_disk_bytes: int
+    # the part for steps under backward, beside what they replace; 0: none is on disk
+    attempt_disk_bytes: int
+    # units in memory, by index, that have a second copy for steps under backward
+    drafted: tuple[int, ...]
     grads: Tier | None  # None: gradients are not kept
     states: Tier  # of the optimizer
     on_device: tuple[str, ...]  # names of the buffers below that lie on an accelerator
     link_bytes: int  # the part of host_bytes that crosses the link to an accelerator
-    division: Division = dataclasses.field(compare=False, repr=False)  # as planned: more units may be resident
+    # as planned: more units may be resident
+    division: Division = dataclasses.field(compare=False, repr=False)
     unit_homes: dict[int, Tier]  # the tiers of streamed units, by unit index
     units: Buffers  # full layouts of streamed units, on HOST or, with an accelerator, on DEVICE
     shards: Buffers  # shards on their way to a gather or to the accelerator
@@ -115,27 +130,39 @@ class Plan:
     streams: Buffers  # on an accelerator: tiles that rest elsewhere and are stepped there
     activations: Buffers  # pieces of activations on their way to NVMe and back
     tile_numel: int
-    kept_bytes: int  # most bytes of states that stay on the device although `states` is another tier
+    # most bytes of states that stay on the device although `states` is another tier
+    kept_bytes: int
     steps_there: bool  # whether an accelerator steps states that rest there
     streamed_part: float  # of the tiles that rest elsewhere: those that an accelerator steps
     resident_bytes: int  # most bytes of states that are kept on HOST although they rest on NVMe
-    activation_bytes: int  # room for those that rest on HOST; 0: there are none, or the plan does not know how many
+    # room for those that rest on HOST; 0: there are none, or the plan does not know how many
+    activation_bytes: int
     lacks: str = dataclasses.field(default="", compare=False)
     """What steps under backward lack here, in words, where they are wanted and have no room."""
 
     def listed(self, tier: Tier) -> str:
         """Its rows of a tier, in one line, for an error."""
-        return "; ".join(f"{row.what} {format_mib(row.num_bytes)} ({row.why})" for row in self.rows if row.tier is tier)
+        return "; ".join(
+            f"{row.what} {format_mib(row.num_bytes)} ({row.why})"
+            for row in self.rows
+            if row.tier is tier
+        )
 
     @property
     def brings_gradients(self) -> bool:
-        """Whether gradients that rest on an accelerator come to buffers of tiles that the CPU steps."""
+        """Whether gradients that rest on an accelerator come to buffers of tiles that the CPU
+        steps."""
         return self.grads is Tier.DEVICE and bool(self.on_device) and self.states is not Tier.DEVICE
 
     @property
     def brings_weights(self) -> bool:
-        """Whether weights that rest on an accelerator come to buffers of tiles that the CPU steps, and go back."""
-        return bool(self.on_device) and Tier.DEVICE in self.unit_homes.values() and self.states is not Tier.DEVICE
+        """Whether weights that rest on an accelerator come to buffers of tiles that the CPU steps,
+        and go back."""
+        return (
+            bool(self.on_device)
+            and Tier.DEVICE in self.unit_homes.values()
+            and self.states is not Tier.DEVICE
+        )
 
     @property
     def crosses_link(self) -> bool:
@@ -148,7 +175,8 @@ class Plan:
         return bool(self.attempt_disk_bytes or self.drafted)
 
     def without_attempts(self, lacks: str) -> Plan:
-        """The same plan of states on NVMe without room for steps under backward. lacks: what is missing, in words."""
+        """The same plan of states on NVMe without room for steps under backward. lacks: what is
+        missing, in words."""
         rows = [row for row in self.rows if row.what not in (_ATTEMPTS, _DRAFTS)]
         on_host = sum(row.num_bytes for row in self.rows if row.what == _DRAFTS)
         return dataclasses.replace(
@@ -175,7 +203,9 @@ class _Sheet:
         self.rows: list[Row] = []
         self.link_bytes = 0
 
-    def add(self, what: str, tier: Tier, num_bytes: int, why: str, crosses_link: bool = False) -> None:
+    def add(
+        self, what: str, tier: Tier, num_bytes: int, why: str, crosses_link: bool = False
+    ) -> None:
         if num_bytes:
             self.rows.append(Row(what, tier, num_bytes, why))
             self.link_bytes += num_bytes * (crosses_link and tier is Tier.HOST)
@@ -201,7 +231,8 @@ class _Sheet:
 
 
 def sizes_from(policy: OffloadPolicy, given: int | None, usual: Sequence[int]) -> list[int]:
-    """The sizes that a plan tries, best first. given: by the user, which is the least where `sizes_are_least`."""
+    """The sizes that a plan tries, best first. given: by the user, which is the least where
+    `sizes_are_least`."""
     if given is None:
         return list(usual)
     larger = [size for size in usual if policy.sizes_are_least and size > given]
@@ -234,21 +265,29 @@ class Planner:
         kinds: dict[Hashable, list[Unit]] = {}
         for unit in self._trainable:
             kinds.setdefault((unit.dtype, unit.shard_numel, unit.was_unfrozen), []).append(unit)
-        self._cut_alike = [(alike[0], len(alike)) for alike in kinds.values()]  # a unit, and how many have such tiles
+        # a unit, and how many have such tiles
+        self._cut_alike = [(alike[0], len(alike)) for alike in kinds.values()]
         self._homes = homes  # of streamed units, by index
         optim = policy.optim if policy.optim_ratio else Tier.DEVICE
-        device = Tier.DEVICE if is_gpu else Tier.HOST  # without an accelerator DEVICE means host memory
+        # without an accelerator DEVICE means host memory
+        device = Tier.DEVICE if is_gpu else Tier.HOST
         self._states: Tier = device if optim is Tier.DEVICE else optim  # tier of optimizer states
-        self._grad_homes: list[Tier | None] = [Tier.HOST, Tier.NVME] if policy.paths else [Tier.HOST]
+        self._grad_homes: list[Tier | None] = (
+            [Tier.HOST, Tier.NVME] if policy.paths else [Tier.HOST]
+        )
         if policy.step_in_backward:
             self._grad_homes = [None]  # gradients are not kept
         elif policy.grads is not None or self._states is Tier.DEVICE:
             self._grad_homes = [policy.grads or Tier.DEVICE]
         self._is_all_there = {self._states, *self._grad_homes, *homes.values()} == {Tier.DEVICE}
-        """Whether a step finds everything on an accelerator, so that a tile may be as large as a unit."""
-        self._kept_part = 0.0 if self._states is device else 1.0 - policy.optim_ratio  # of them, on the device
+        """Whether a step finds everything on an accelerator, so that a tile may be as large as a
+        unit."""
+        # of them, on the device
+        self._kept_part = 0.0 if self._states is device else 1.0 - policy.optim_ratio
         self._steps_there = is_gpu and (self._states is device or self._kept_part > 0)
-        self._streamed_part = (policy.streamed_ratio or 0.0) * (is_gpu and self._states is not device)
+        self._streamed_part = (policy.streamed_ratio or 0.0) * (
+            is_gpu and self._states is not device
+        )
         self._crosses = self._steps_there or self._streamed_part > 0
         self.wants_attempts = policy.wanted_overlap(self._states, is_gpu) == "backward"
         may_attempt = self.wants_attempts and not (is_gpu and self._crosses)
@@ -258,29 +297,39 @@ class Planner:
         """Units in memory that such steps need second copies of."""
         is_bounded = policy.overlap == "backward" or policy.host_bytes is not None
         self._drafted = self.copied if is_bounded and not is_gpu else []  # of their weights
-        self._undone = self.copied if is_gpu else []  # and, where there is room, of their states as well
+        # and, where there is room, of their states as well
+        self._undone = self.copied if is_gpu else []
         rests_on_host = is_gpu and policy.activations is Tier.HOST
-        self.wants_rest = rests_on_host and policy.activation_bytes is None  # activations get what the budget leaves
+        # activations get what the budget leaves
+        self.wants_rest = rests_on_host and policy.activation_bytes is None
         self._keeps_activations = rests_on_host or policy.activations is Tier.NVME
 
     def choices(self) -> list[PlanChoice]:
         """All choices, best first."""
         policy = self._policy
         aheads = [0] if policy.gather_way == "single" else [USUAL_UNITS_AHEAD, 1]
-        counts = sizes_from(policy, policy.unit_buffers, [self._most_at_once + ahead for ahead in aheads])
-        tiles = sizes_from(policy, policy.tile_numel, [self._largest] * self._is_all_there + USUAL_TILE_NUMELS)
+        counts = sizes_from(
+            policy, policy.unit_buffers, [self._most_at_once + ahead for ahead in aheads]
+        )
+        tiles = sizes_from(
+            policy, policy.tile_numel, [self._largest] * self._is_all_there + USUAL_TILE_NUMELS
+        )
         buffers = sizes_from(
-            policy, policy.tile_buffers, usual_tile_buffers(policy.pipeline_read, policy.pipeline_write)
+            policy,
+            policy.tile_buffers,
+            usual_tile_buffers(policy.pipeline_read, policy.pipeline_write),
         )
         attempts = [True, False] if self._drafted else [True]
         found = [
-            PlanChoice(*fields) for fields in itertools.product(self._grad_homes, counts, buffers, tiles, attempts)
+            PlanChoice(*fields)
+            for fields in itertools.product(self._grad_homes, counts, buffers, tiles, attempts)
         ]
         is_asked = policy.overlap == "backward"  # other things make room for it then
         return sorted(found, key=lambda choice: is_asked and not choice.attempts)
 
     def drafted_within(self, num_bytes: int | None, tile_numel: int) -> tuple[int, ...]:
-        """Units on HOST, by index, whose second copies take so many bytes at most; evenly spread. None: by the policy alone.
+        """Units on HOST, by index, whose second copies take so many bytes at most; evenly spread.
+        None: by the policy alone.
 
         Spreading them lets the next forward start on stepped units while the CPU steps the rest.
         """
@@ -289,20 +338,30 @@ class Planner:
             num_bytes = sum(sizes) if self._policy.overlap == "backward" else 0
         taken = within(sizes, min(num_bytes, sum(sizes)))
         left = num_bytes - sum(itertools.compress(sizes, taken))
-        for place in reversed(range(len(sizes))):  # what is left goes to units whose gradients come first
+        # what is left goes to units whose gradients come first
+        for place in reversed(range(len(sizes))):
             if not taken[place] and sizes[place] <= left:
                 taken[place], left = True, left - sizes[place]
         return tuple(unit.index for unit in itertools.compress(self._undone, taken))
 
     def copy_bytes(self, unit: Unit, tile_numel: int) -> tuple[int, int]:
         """Bytes of the second copies of a unit's weights and of its states."""
-        states = sum(_page(size) * count for size, count in state_sizes(unit, tile_numel, self._policy))
+        states = sum(
+            _page(size) * count for size, count in state_sizes(unit, tile_numel, self._policy)
+        )
         return _page(unit.shard_bytes), states
 
-    def plan(self, choice: PlanChoice, resident_bytes: int, room_bytes: int = 0, drafted: Collection[int] = ()) -> Plan:
+    def plan(
+        self,
+        choice: PlanChoice,
+        resident_bytes: int,
+        room_bytes: int = 0,
+        drafted: Collection[int] = (),
+    ) -> Plan:
         """The plan of one choice, also when it exceeds the budget.
 
-        room_bytes: HOST memory for activations, where the policy does not say how much. drafted: see `drafted_within`.
+        room_bytes: HOST memory for activations, where the policy does not say how much. drafted:
+            see `drafted_within`.
         """
         grads, num_units, num_tiles, tile_numel, attempts = choice
         policy = self._policy
@@ -315,40 +374,74 @@ class Planner:
         full_sizes = (u.full_bytes for u in streamed)
         units = sheet.buffers("unit", num_units, full_sizes, "in use and fetched ahead", tier=place)
         shard_sizes = (u.shard_bytes for u in at_home[Tier.NVME])
-        num_shards = (3 if self._is_gpu else 2) * needs_stage  # one more, which the accelerator still reads
-        shards = sheet.buffers("shard", num_shards, shard_sizes, "read ahead of a gather", crosses_link=self._is_gpu)
-        wired = [u for u in streamed if gathers_packed(u, policy) and needs_wire(u, self._num_shards, self._is_gpu)]
+        # one more, which the accelerator still reads
+        num_shards = (3 if self._is_gpu else 2) * needs_stage
+        shards = sheet.buffers(
+            "shard", num_shards, shard_sizes, "read ahead of a gather", crosses_link=self._is_gpu
+        )
+        wired = [
+            u
+            for u in streamed
+            if gathers_packed(u, policy) and needs_wire(u, self._num_shards, self._is_gpu)
+        ]
         wire_sizes = (wire_bytes(u, self._num_shards) for u in wired)
-        wires = sheet.buffers("wire", units.num, wire_sizes, "blocks on their way between ranks", tier=place)
+        wires = sheet.buffers(
+            "wire", units.num, wire_sizes, "blocks on their way between ranks", tier=place
+        )
         gradients = self._add_gradients(sheet, grads)
         num_links = _LINK_BUFFERS * (self._is_gpu and grads is not Tier.DEVICE)
         limit = policy.reduce_bucket_numel if self._world > 1 else sys.maxsize
         link_sizes = (largest_column(u, self._num_shards, limit) for u in self._trainable)
-        links = sheet.buffers("link", num_links, link_sizes, "gradients on their way from the accelerator", True)
+        links = sheet.buffers(
+            "link", num_links, link_sizes, "gradients on their way from the accelerator", True
+        )
         num_sums = MOST_UNDER_WAY * (self._world > 1)
         limit = policy.reduce_bucket_numel
-        sum_sizes = (largest_buffer(u, self._topology, limit, self._is_gpu) for u in self._trainable)
-        sums = sheet.buffers("reduce", num_sums, sum_sizes, "gradients on their way between ranks", tier=place)
+        sum_sizes = (
+            largest_buffer(u, self._topology, limit, self._is_gpu) for u in self._trainable
+        )
+        sums = sheet.buffers(
+            "reduce", num_sums, sum_sizes, "gradients on their way between ranks", tier=place
+        )
         self._add_packing(sheet, wired)
         activations, room_bytes = self._add_activations(sheet, room_bytes)
         kept_bytes, resident_bytes = self._add_states(sheet, resident_bytes, tile_numel)
         frozen, attempt = self._add_slots(sheet, at_home[Tier.NVME], attempts)
-        drafts = [self.copy_bytes(unit, tile_numel) for unit in self._undone if unit.index in drafted]
-        why = f"of {len(drafts)} of {len(self._undone)} units, evenly spread: what the budget leaves room for"
+        drafts = [
+            self.copy_bytes(unit, tile_numel) for unit in self._undone if unit.index in drafted
+        ]
+        why = (
+            f"of {len(drafts)} of {len(self._undone)} units, evenly spread: what the budget "
+            "leaves room for"
+        )
         sheet.add(_DRAFTS, Tier.HOST, sum(weights for weights, _ in drafts), why, crosses_link=True)
         sheet.add(_UNDO, Tier.HOST, sum(states for _, states in drafts), why)
-        second = [*(self._drafted if attempt else ()), *(unit for unit in self._undone if unit.index in drafted)]
+        second = [
+            *(self._drafted if attempt else ()),
+            *(unit for unit in self._undone if unit.index in drafted),
+        ]
         streams = Tier.NVME in (self._states, grads, *self._homes.values())
         brings_grads = self._is_gpu and grads is Tier.DEVICE and self._states is not Tier.DEVICE
-        brings_weights = self._is_gpu and bool(at_home[Tier.DEVICE]) and self._states is not Tier.DEVICE
+        brings_weights = (
+            self._is_gpu and bool(at_home[Tier.DEVICE]) and self._states is not Tier.DEVICE
+        )
         tile_numel = min(round_up(tile_numel, UNIT_ALIGN), self._largest)
-        size_of = tile_bytes if streams else partial(brought_bytes, grads=brings_grads, weights=brings_weights)
+        size_of = (
+            tile_bytes
+            if streams
+            else partial(brought_bytes, grads=brings_grads, weights=brings_weights)
+        )
         tile_sizes = (size_of(u, tile_numel, policy) for u, _ in self._cut_alike)
         why = f"of {tile_numel} elements"
         crosses = self._crosses or brings_grads or brings_weights
         tiles = sheet.buffers("tile", num_tiles, tile_sizes, why, crosses_link=crosses)
         there = self._add_steps_there(sheet, tile_numel, grads)
-        sheet.add("bounce buffer", Tier.HOST, BOUNCE_BYTES if policy.paths else 0, "for bytes of ordinary tensors")
+        sheet.add(
+            "bounce buffer",
+            Tier.HOST,
+            BOUNCE_BYTES if policy.paths else 0,
+            "for bytes of ordinary tensors",
+        )
         outside_bytes = self._add_outside(sheet, grads)
         return Plan(
             rows=sheet.rows,
@@ -385,72 +478,138 @@ class Planner:
 
     def _add_parameters(self, sheet: _Sheet) -> dict[Tier, list[Unit]]:
         """Adds the rows of parameters; returns the streamed units by tier."""
-        at_home = {tier: [u for u in self._units if self._homes.get(u.index) is tier] for tier in Tier}
+        at_home = {
+            tier: [u for u in self._units if self._homes.get(u.index) is tier] for tier in Tier
+        }
         present = [u for u in self._units if u.is_resident]
         place = Tier.DEVICE if self._is_gpu else Tier.HOST
-        sheet.add("resident parameters", place, _pages(u.full_bytes for u in present), "present all the time")
+        sheet.add(
+            "resident parameters",
+            place,
+            _pages(u.full_bytes for u in present),
+            "present all the time",
+        )
         if self._num_shards > 1 or (self._is_gpu and self._states is not Tier.DEVICE):
             home = Tier.DEVICE if self._states is Tier.DEVICE else Tier.HOST
             shards = _pages(u.shard_bytes for u in present)
             sheet.add("their shards", home, shards, "what a step writes", crosses_link=self._is_gpu)
-        blocks = f", frozen matrices in {form} blocks" if (form := self._policy.frozen_blocks) else ""
+        blocks = (
+            f", frozen matrices in {form} blocks" if (form := self._policy.frozen_blocks) else ""
+        )
         for tier in (Tier.HOST, Tier.DEVICE):
             home = tier if self._is_gpu else Tier.HOST
             at_rest = _pages(u.shard_bytes for u in at_home[tier])
-            sheet.add("parameters", home, at_rest, f"rest on {home.name}{blocks}", crosses_link=self._is_gpu)
-        sheet.add("parameters", Tier.NVME, _pages(u.shard_bytes for u in at_home[Tier.NVME]), f"rest on NVME{blocks}")
+            sheet.add(
+                "parameters",
+                home,
+                at_rest,
+                f"rest on {home.name}{blocks}",
+                crosses_link=self._is_gpu,
+            )
+        sheet.add(
+            "parameters",
+            Tier.NVME,
+            _pages(u.shard_bytes for u in at_home[Tier.NVME]),
+            f"rest on NVME{blocks}",
+        )
         if keeps_secondary(self._policy, self._num_shards):
             num_across = self._num_shards // self._policy.secondary_group_size
-            sizes = [secondary_numel(u, num_across) * u.dtype.itemsize for u in self._units if not u.is_resident]
+            sizes = [
+                secondary_numel(u, num_across) * u.dtype.itemsize
+                for u in self._units
+                if not u.is_resident
+            ]
             sheet.add("secondary copies", place, _pages(sizes), "backward gathers from them (hpZ)")
         return at_home
 
     def _add_gradients(self, sheet: _Sheet, home: Tier | None) -> Buffers:
         """Adds the rows of gradients; returns the buffers through which they pass."""
-        sizes = [u.shard_numel * self._policy.precision.grad_dtype(u.dtype).itemsize for u in self._trainable]
+        sizes = [
+            u.shard_numel * self._policy.precision.grad_dtype(u.dtype).itemsize
+            for u in self._trainable
+        ]
         if home is not None:
             why = f"rest on {home.name} until the step"
             sheet.add("gradients", home, _pages(sizes), why, crosses_link=self._crosses)
         passes = home in (None, Tier.NVME)
         crosses = self._crosses and home is None  # to the accelerator that steps them
-        return sheet.buffers("gradient", _USUAL_GRAD_BUFFERS * passes, sizes, "on their way home", crosses)
+        return sheet.buffers(
+            "gradient", _USUAL_GRAD_BUFFERS * passes, sizes, "on their way home", crosses
+        )
 
     def _add_packing(self, sheet: _Sheet, wired: Sequence[Unit]) -> None:
-        """Adds the row of an accelerator's memory for packing: the streams of gathers and of reductions each keep some."""
+        """Adds the row of an accelerator's memory for packing: the streams of gathers and of
+        reductions each keep some."""
         reduced = self._trainable if self._topology.packs_reductions else ()
         sizes = (max((u.packed_numel for u in units), default=0) for units in (wired, reduced))
         scratch = sum(map(scratch_bytes, sizes)) * self._is_gpu
-        sheet.add(PACKING, Tier.DEVICE, scratch, "fp32 copies of pieces of blocks that are sent and received")
+        sheet.add(
+            PACKING,
+            Tier.DEVICE,
+            scratch,
+            "fp32 copies of pieces of blocks that are sent and received",
+        )
 
     def _add_steps_there(self, sheet: _Sheet, tile_numel: int, grads: Tier | None) -> Buffers:
-        """Adds the rows of an accelerator's memory for steps; returns the buffers of tiles that rest elsewhere."""
+        """Adds the rows of an accelerator's memory for steps; returns the buffers of tiles that
+        rest elsewhere."""
         if self._crosses and self._trainable:
-            sheet.add("step", Tier.DEVICE, step_scratch_bytes(tile_numel, self._is_all_there), "fp32 values and copies")
+            sheet.add(
+                "step",
+                Tier.DEVICE,
+                step_scratch_bytes(tile_numel, self._is_all_there),
+                "fp32 values and copies",
+            )
         elif grads is Tier.DEVICE and self._trainable:
-            sheet.add("step", Tier.DEVICE, sum_scratch_bytes(self._largest), "squares in fp64, for the norm")
+            sheet.add(
+                "step",
+                Tier.DEVICE,
+                sum_scratch_bytes(self._largest),
+                "squares in fp64, for the norm",
+            )
         policy = self._policy
         count = _STREAM_BUFFERS * (self._streamed_part > 0)
         sizes = (tile_bytes(u, tile_numel, policy) for u, _ in self._cut_alike)
-        return sheet.buffers("stream", count, sizes, f"streamed_ratio={policy.streamed_ratio}", tier=Tier.DEVICE)
+        return sheet.buffers(
+            "stream", count, sizes, f"streamed_ratio={policy.streamed_ratio}", tier=Tier.DEVICE
+        )
 
     def _add_outside(self, sheet: _Sheet, grads: Tier | None) -> int:
-        """Adds the rows of memory outside the arena: of a KV cache, and what an accelerator takes of HOST. Returns the bytes of
-        HOST among them."""
+        """Adds the rows of memory outside the arena: of a KV cache, and what an accelerator takes
+        of HOST. Returns the bytes of HOST among them."""
         kv_bytes = self._policy.kv_bytes or 0
-        sheet.add("KV cache", Tier.DEVICE if self._is_gpu else Tier.HOST, kv_bytes, "left to a generation: kv_bytes")
+        sheet.add(
+            "KV cache",
+            Tier.DEVICE if self._is_gpu else Tier.HOST,
+            kv_bytes,
+            "left to a generation: kv_bytes",
+        )
         if not self._is_gpu:
             return kv_bytes
         shards = [shard for unit in self._trainable for shard in unit.shards]
-        sizes = [8 * len(shards), *_FACTORS]  # of norms, and of factors from clipping and GradScaler: float64
+        # of norms, and of factors from clipping and GradScaler: float64
+        sizes = [8 * len(shards), *_FACTORS]
         if grads is Tier.DEVICE:
-            sizes.append(8 * sum(shard.shard_numel // NORM_BLOCK + 2 for shard in shards))  # sums of squares
+            # sums of squares
+            sizes.append(8 * sum(shard.shard_numel // NORM_BLOCK + 2 for shard in shards))
         small = sum(max(_PAGE, 1 << (size - 1).bit_length()) for size in sizes if size)
-        sheet.add(CONTEXT, Tier.HOST, self._context_bytes, "of the accelerator's driver in this process, measured")
-        sheet.add("small copies", Tier.HOST, small, "pinned by torch, which rounds them up to powers of two")
+        sheet.add(
+            CONTEXT,
+            Tier.HOST,
+            self._context_bytes,
+            "of the accelerator's driver in this process, measured",
+        )
+        sheet.add(
+            "small copies",
+            Tier.HOST,
+            small,
+            "pinned by torch, which rounds them up to powers of two",
+        )
         return self._context_bytes + small
 
     def _add_activations(self, sheet: _Sheet, room_bytes: int) -> tuple[Buffers, int]:
-        """Adds the rows of activations; returns the buffers through which they pass, and their room on HOST."""
+        """Adds the rows of activations; returns the buffers through which they pass, and their room
+        on HOST."""
         if not self._keeps_activations:
             return Buffers(0, 0), 0
         room_bytes = round_up(self._policy.activation_bytes or 0, ACTIVATION_CHUNK_BYTES) or (
@@ -461,14 +620,19 @@ class Planner:
         sheet.add("activations", home, room_bytes, why, crosses_link=True)
         count = _ACTIVATION_BUFFERS * (home is Tier.NVME)
         buffers = sheet.buffers(
-            "activation", count, [ACTIVATION_CHUNK_BYTES], "on their way to NVME and back", self._is_gpu
+            "activation",
+            count,
+            [ACTIVATION_CHUNK_BYTES],
+            "on their way to NVME and back",
+            self._is_gpu,
         )
         return buffers, room_bytes * (home is Tier.HOST)
 
     def _add_states(self, sheet: _Sheet, resident_bytes: int, tile_numel: int) -> tuple[int, int]:
         """Adds the rows of optimizer states.
 
-        Returns the bytes of states that stay on an accelerator, and of those kept on HOST, although the others rest elsewhere.
+        Returns the bytes of states that stay on an accelerator, and of those kept on HOST, although
+        the others rest elsewhere.
         """
         tiles = [
             (size, num * count)
@@ -477,40 +641,63 @@ class Planner:
         ]
         states = sum(_page(size) * count for size, count in tiles)
         home = self._states
-        initial = [u.shard_numel * FP32_BYTES for u in self._trainable if keeps_initial_master(u, self._policy)]
+        initial = [
+            u.shard_numel * FP32_BYTES
+            for u in self._trainable
+            if keeps_initial_master(u, self._policy)
+        ]
         sheet.add(
-            "initial masters", Tier.NVME if home is Tier.NVME else Tier.HOST, _pages(initial), "until the first step"
+            "initial masters",
+            Tier.NVME if home is Tier.NVME else Tier.HOST,
+            _pages(initial),
+            "until the first step",
         )
         kept = int(states * self._kept_part) // _PAGE * _PAGE
         resident = min(resident_bytes // _PAGE * _PAGE, states - kept) if home is Tier.NVME else 0
         # Tiles are not divided, so up to one tile less is kept, and one less resident.
         largest = max(tiles, default=(0, 0))[0]
-        elsewhere = sum(part if part == states else max(0, part - largest) for part in (kept, resident))
+        elsewhere = sum(
+            part if part == states else max(0, part - largest) for part in (kept, resident)
+        )
         is_streamed = self._streamed_part > 0
-        sheet.add(_STATES, home, states - elsewhere, f"rest on {home.name}", crosses_link=is_streamed)
+        sheet.add(
+            _STATES, home, states - elsewhere, f"rest on {home.name}", crosses_link=is_streamed
+        )
         why = f"states that stay: optim_ratio={self._policy.optim_ratio}"
         sheet.add("kept tiles", Tier.DEVICE if self._is_gpu else Tier.HOST, kept, why)
-        sheet.add("resident tiles", Tier.HOST, resident, "states kept on HOST", crosses_link=is_streamed)
+        sheet.add(
+            "resident tiles", Tier.HOST, resident, "states kept on HOST", crosses_link=is_streamed
+        )
         return kept, resident
 
     def _add_slots(self, sheet: _Sheet, resting: list[Unit], attempts: bool) -> tuple[int, int]:
-        """Adds room for slots that checkpoints hold while steps write to others, and for what steps under backward write.
+        """Adds room for slots that checkpoints hold while steps write to others, and for what steps
+        under backward write.
 
         Returns the bytes of both on NVMe.
 
-        resting: units on NVMe. Units that training never writes are stored once for all checkpoints; writing a checkpoint
-        makes the files grow by them. attempts: whether steps under backward get room, if the policy wants them.
+        resting: units on NVMe. Units that training never writes are stored once for all
+            checkpoints; writing a checkpoint
+        makes the files grow by them. attempts: whether steps under backward get room, if the policy
+        wants them.
         """
         policy = self._policy
         written = _pages(u.shard_bytes for u in resting if u.is_trainable)
         written += sum(r.num_bytes for r in sheet.rows if r.tier is Tier.NVME and r.what == _STATES)
         frozen = (policy.num_slots - 1) * written
-        sheet.add("frozen slots", Tier.NVME, frozen, f"durability={policy.durability!r}, keep={policy.keep}")
+        sheet.add(
+            "frozen slots",
+            Tier.NVME,
+            frozen,
+            f"durability={policy.durability!r}, keep={policy.keep}",
+        )
         is_attempted = attempts and self._may_attempt and bool(resting or self._drafted)
         attempt = written if is_attempted else 0
         why = f"overlap={policy.overlap!r}"
         sheet.add(_ATTEMPTS, Tier.NVME, attempt, why)
-        sheet.add(_DRAFTS, Tier.HOST, _pages(u.shard_bytes for u in self._drafted) * is_attempted, why)
+        sheet.add(
+            _DRAFTS, Tier.HOST, _pages(u.shard_bytes for u in self._drafted) * is_attempted, why
+        )
         return frozen, attempt
 
 

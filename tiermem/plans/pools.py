@@ -1,4 +1,5 @@
-"""Pools: the store of a plan, and its buffers, which are carved from the store's memory before a run."""
+"""Pools: the store of a plan, and its buffers, which are carved from the store's memory before a
+run."""
 
 from __future__ import annotations
 
@@ -17,10 +18,14 @@ from tiermem.swap.memory.device_memory import DevicePool
 from tiermem.swap.store.store import TensorStore
 
 
-def open_store(plan: Plan, policy: OffloadPolicy, topology: Topology, device: torch.device) -> TensorStore:
-    """Opens the store of a plan. Rank 0 chooses the run's id; folder names of several ranks contain the rank. Collective.
+def open_store(
+    plan: Plan, policy: OffloadPolicy, topology: Topology, device: torch.device
+) -> TensorStore:
+    """Opens the store of a plan. Rank 0 chooses the run's id; folder names of several ranks contain
+    the rank. Collective.
 
-    Where steps under backward are wanted it has one more slot, which is used while the plan has room: perhaps a later plan.
+    Where steps under backward are wanted it has one more slot, which is used while the plan has
+    room: perhaps a later plan.
     """
     [run_id, *_] = exchange(topology, RunName.new().run_id)
     return TensorStore(
@@ -30,7 +35,8 @@ def open_store(plan: Plan, policy: OffloadPolicy, topology: Topology, device: to
         policy.disk_bytes,
         device,
         plan.link_bytes if policy.pin_memory else 0,
-        num_slots=policy.num_slots + (policy.wanted_overlap(plan.states, is_accelerator(device)) == "backward"),
+        num_slots=policy.num_slots
+        + (policy.wanted_overlap(plan.states, is_accelerator(device)) == "backward"),
         run=RunName(run_id, None if topology.world == 1 else topology.rank),
     )
 
@@ -49,16 +55,19 @@ class Pools(NamedTuple):
 
 
 def give_back(pools: Pools, now: Plan, plan: Plan) -> None:
-    """Gives the buffers back that have another size or number in another plan. All of them must be free."""
+    """Gives the buffers back that have another size or number in another plan. All of them must be
+    free."""
     for name, pool in pools._asdict().items():
         if pool is not None and getattr(now, name) != getattr(plan, name):
             pool.close()
 
 
 def carve(store: TensorStore, plan: Plan, kept: Pools | None = None) -> Pools:
-    """Takes all buffers of a plan from the store, which owns them until it is closed. Raises torch's OutOfMemoryError.
+    """Takes all buffers of a plan from the store, which owns them until it is closed. Raises
+    torch's OutOfMemoryError.
 
-    Those on an accelerator have a slab for each purpose; full layouts have slots there instead (unit_memory.py).
+    Those on an accelerator have a slab for each purpose; full layouts have slots there instead
+    (unit_memory.py).
 
     kept: buffers of another plan; those that `give_back` has left are kept.
     """

@@ -1,4 +1,5 @@
-"""Ranks: their groups, their collectives, and how one that is gone is found. No file here knows a tensor of a model.
+"""Ranks: their groups, their collectives, and how one that is gone is found. No file here knows a
+tensor of a model.
 
 Files in order: each imports only files before it.
 

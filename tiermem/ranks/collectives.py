@@ -1,4 +1,5 @@
-"""Collectives: the calls that all ranks make together, and the messages that ranks on CPUs send each other directly."""
+"""Collectives: the calls that all ranks make together, and the messages that ranks on CPUs send
+each other directly."""
 
 from __future__ import annotations
 
@@ -18,20 +19,22 @@ from tiermem.ranks.failures import OtherGroups, RankLost, meet
 from tiermem.ranks.topology import Topology
 from tiermem.swap.memory.accelerator import to_device
 
-# ---- messages between CPU ranks --------------------------------------------------------------------------------------
+# ---- messages between CPU ranks ------------------------------------------------------------------
 #
 #     send_to_all    my piece to every other rank, theirs to me        an all-gather, received in its final place
 #     RowSums        sums of a small row over all ranks, again and again, without marks
 #     swap_rows      my row r to rank r, one row from each rank        an all-to-all
 #
-# gloo's all-gather copies through a buffer. gloo also matches collectives by counting them: ranks that have gone
-# different ways would match calls of different sizes, which ends the process. A message carries a tag for its purpose
-# instead, so such ranks wait, and failures.py finds where they differ. Other backends run the collective.
+# gloo's all-gather copies through a buffer. gloo also matches collectives by counting them: ranks
+# that have gone different ways would match calls of different sizes, which ends the process. A
+# message carries a tag for its purpose instead, so such ranks wait, and failures.py finds where
+# they differ. Other backends run the collective.
 #
-# When a connection closes, gloo ends the waits for messages that have not begun to arrive. The wait for a message of which a
-# part has arrived goes on until its time-out. So a mark of one byte follows the messages of an exchange between two ranks, and
-# is waited for first: when it has come, so have they. A message that is sent in part has no such mark: its wait ends with the
-# exchange's first failure, else with the time-out.
+# When a connection closes, gloo ends the waits for messages that have not begun to arrive. The wait
+# for a message of which a part has arrived goes on until its time-out. So a mark of one byte
+# follows the messages of an exchange between two ranks, and is waited for first: when it has come,
+# so have they. A message that is sent in part has no such mark: its wait ends with the exchange's
+# first failure, else with the time-out.
 
 GATHER_TAG = 1 << 20  # tags of the user's own messages begin at 0
 REDUCE_TAG = 1 << 29
@@ -39,34 +42,48 @@ _ROWS_TAG = 3 << 28
 _MARK_TAG = (1 << 30) - 1
 _MARK = torch.zeros(1, dtype=torch.uint8)  # its value means nothing
 
-# The rows and the receives of every `RowSums` on a group. They live as long as the group: a row that has been asked for may
-# come after its model has been closed.
-_EXPECTED: WeakKeyDictionary[dist.ProcessGroup, list[tuple[torch.Tensor, dict[int, Any]]]] = WeakKeyDictionary()
+# The rows and the receives of every `RowSums` on a group. They live as long as the group: a row
+# that has been asked for may come after its model has been closed.
+_EXPECTED: WeakKeyDictionary[dist.ProcessGroup, list[tuple[torch.Tensor, dict[int, Any]]]] = (
+    WeakKeyDictionary()
+)
 
 
 def sends_directly(group: dist.ProcessGroup | None, device: torch.device) -> bool:
     """Whether tensors on a device travel as messages in a group: on CPUs with gloo."""
-    return group is not None and device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(group)
+    return (
+        group is not None and device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(group)
+    )
 
 
-def send_to_all(group: dist.ProcessGroup, me: int, pieces: Sequence[torch.Tensor], tag: int) -> list[Any]:
-    """Starts messages of every rank's piece between every two ranks of a group; returns the handles to wait for."""
+def send_to_all(
+    group: dist.ProcessGroup, me: int, pieces: Sequence[torch.Tensor], tag: int
+) -> list[Any]:
+    """Starts messages of every rank's piece between every two ranks of a group; returns the handles
+    to wait for."""
     others = [(rank, piece) for rank, piece in enumerate(pieces) if rank != me]
     receives = [group.recv([piece], rank, tag) for rank, piece in others]
     return receives + [group.send([pieces[me]], rank, tag) for rank, _ in others]
 
 
 def marked(group: dist.ProcessGroup, messages: list[Any]) -> list[Any]:
-    """The handles of an exchange's messages, all started, between the marks that follow them on every connection."""
+    """The handles of an exchange's messages, all started, between the marks that follow them on
+    every connection."""
     others = [rank for rank in range(group.size()) if rank != group.rank()]
     marks = [group.recv([_MARK], rank, _MARK_TAG) for rank in others]
     return marks + messages + [group.send([_MARK], rank, _MARK_TAG) for rank in others]
 
 
 def swap_rows(
-    topology: Topology, what: str, received: torch.Tensor, sent: torch.Tensor, among: str, number: int
+    topology: Topology,
+    what: str,
+    received: torch.Tensor,
+    sent: torch.Tensor,
+    among: str,
+    number: int,
 ) -> Pending:
-    """Starts sending row r to rank r of a dimension, and receiving one row from each. Does not block. Raises RankLost.
+    """Starts sending row r to rank r of a dimension, and receiving one row from each. Does not
+    block. Raises RankLost.
 
     Args:
         received, sent: flat tensors of as many equal rows as there are ranks.
@@ -88,7 +105,7 @@ def swap_rows(
     return Pending(topology, what, [works], [received, sent])
 
 
-# ---- collectives -----------------------------------------------------------------------------------------------------
+# ---- collectives ---------------------------------------------------------------------------------
 #
 #     start    hands a collective to torch.distributed and returns at once with a Pending
 #     call     does the same and waits
@@ -96,29 +113,37 @@ def swap_rows(
 #     share    copies one rank's tensor to all ranks; share_parts: to each rank its part
 #     exchange gives every rank the strings of all ranks; exchange_digests: bytes of one length
 #
-# torch.distributed does the work (NCCL on GPUs, gloo on CPUs). The sequence of calls depends only on the program's
-# sequence of units. When a rank dies, or is silent for longer than the policy's `timeout_s`, the wait on the other
-# ranks fails with the name of that rank (failures.py).
+# torch.distributed does the work (NCCL on GPUs, gloo on CPUs). The sequence of calls depends only
+# on the program's sequence of units. When a rank dies, or is silent for longer than the policy's
+# `timeout_s`, the wait on the other ranks fails with the name of that rank (failures.py).
 
 _COMPARING = "comparing what ranks were given"
 
 
-_NEWER_NAMES = {"all_gather_into_tensor": "all_gather_single", "reduce_scatter_tensor": "reduce_scatter_single"}
+_NEWER_NAMES = {
+    "all_gather_into_tensor": "all_gather_single",
+    "reduce_scatter_tensor": "reduce_scatter_single",
+}
 
 
 class Pending:
-    """Collectives under way. Owns the tensors that must stay alive until they end, and the wait for them.
+    """Collectives under way. Owns the tensors that must stay alive until they end, and the wait for
+    them.
 
     Args:
         topology: finds the rank that is gone when the wait fails.
         what: the purpose, for that error.
-        rounds: lists of torch.distributed's handles. The wait asks for a round after the rounds before it have ended, so an
-            iterator may start each round at that point.
+        rounds: lists of torch.distributed's handles. The wait asks for a round after the rounds
+            before it have ended, so an iterator may start each round at that point.
         owns: the tensors that the transfers read and write, all on one device.
     """
 
     def __init__(
-        self, topology: Topology, what: str, rounds: Iterable[Sequence[Any]], owns: Sequence[torch.Tensor]
+        self,
+        topology: Topology,
+        what: str,
+        rounds: Iterable[Sequence[Any]],
+        owns: Sequence[torch.Tensor],
     ) -> None:
         self._topology = topology
         self._what = what
@@ -127,12 +152,14 @@ class Pending:
         self._is_bounded = all(tensor.device.type == "cpu" for tensor in owns)
 
     def wait(self) -> None:
-        """Blocks until all have ended (on a GPU: orders the current stream after them). Raises RankLost; safe to repeat."""
+        """Blocks until all have ended (on a GPU: orders the current stream after them). Raises
+        RankLost; safe to repeat."""
         with explaining(self._topology, self._what):
             self._wait()
 
     def end(self) -> None:
-        """Waits until no transfer uses the tensors any more; errors are suppressed. For use after a failure."""
+        """Waits until no transfer uses the tensors any more; errors are suppressed. For use after a
+        failure."""
         with contextlib.suppress(RuntimeError):
             self._wait()
 
@@ -152,10 +179,12 @@ class Pending:
         self._rounds = self._owns = ()  # not before: after an interrupt `end` waits again
 
     def _wait_for(self, works: Sequence[Any]) -> None:
-        """Waits for all of a round, then raises the first failure: until then transfers use the owned tensors.
+        """Waits for all of a round, then raises the first failure: until then transfers use the
+        owned tensors.
 
-        The first failure also ends the others: the ranks that they wait for may wait for this rank, which sends no more. The
-        connections are closed then, so nothing moves any more, and a message that has moved in part is waited for no longer.
+        The first failure also ends the others: the ranks that they wait for may wait for this rank,
+        which sends no more. The connections are closed then, so nothing moves any more, and a
+        message that has moved in part is waited for no longer.
         """
         failure = None
         limit = timedelta(seconds=self._topology.timeout_s)
@@ -164,7 +193,8 @@ class Pending:
                 if self._is_bounded:
                     work.wait(limit)
                 else:
-                    work.wait()  # orders the stream; the backend's own watchdog applies the time-out
+                    # orders the stream; the backend's own watchdog applies the time-out
+                    work.wait()
             except RuntimeError as error:
                 if failure is None and self._topology.watch is not None:
                     self._topology.watch.end_waits()
@@ -180,16 +210,19 @@ class Pending:
 class RowSums:
     """Sums of a small row of numbers over all ranks of the group, again and again.
 
-    Between CPUs a row travels as one message, and no two messages pass each other between two ranks:
+    Between CPUs a row travels as one message, and no two messages pass each other between two
+    ranks:
 
         the lower rank   asks for the other's row and gives its own
         the higher rank  when it has that row, asks for the next one and gives its own
 
-    So a thread of gloo finds its lock free. (It tries the lock, which our thread holds while it asks or gives, again and again
-    until it has it: where both share a core, for the 3 to 5 ms after which the system lets our thread go on.) A row is asked
-    for before it is given, so each object has a tag of its own.
+    So a thread of gloo finds its lock free. (It tries the lock, which our thread holds while it
+    asks or gives, again and again until it has it: where both share a core, for the 3 to 5 ms after
+    which the system lets our thread go on.) A row is asked for before it is given, so each object
+    has a tag of its own.
 
-    Rows should seldom change their length: then this one starts anew. All ranks make and change theirs in the same order.
+    Rows should seldom change their length: then this one starts anew. All ranks make and change
+    theirs in the same order.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -199,8 +232,11 @@ class RowSums:
     def _resize(self, numel: int) -> None:
         group = self._topology.group
         device = self._topology.control_device
-        self._in_turn = torch.zeros(2, self._topology.world, numel, dtype=torch.float64, device=device)
-        self._next = 0  # which of the two is filled next: while one is added up, rows arrive in the other
+        self._in_turn = torch.zeros(
+            2, self._topology.world, numel, dtype=torch.float64, device=device
+        )
+        # which of the two is filled next: while one is added up, rows arrive in the other
+        self._next = 0
         self._expected: dict[int, Any] = {}  # by lower rank: the receive of its next row
         self._tag: int | None = None  # None: the backend runs the collective
         if group is not None and numel and sends_directly(group, device):
@@ -208,8 +244,11 @@ class RowSums:
             self._tag = _ROWS_TAG + len(made)
             made.append((self._in_turn, self._expected))
 
-    def add_up(self, what: str, mine: Sequence[float], meanwhile: Callable[[], object] = lambda: None) -> list[float]:
-        """The sums, added in the order of ranks: the same bits on every rank. Collective; blocks. Raises RankLost.
+    def add_up(
+        self, what: str, mine: Sequence[float], meanwhile: Callable[[], object] = lambda: None
+    ) -> list[float]:
+        """The sums, added in the order of ranks: the same bits on every rank. Collective; blocks.
+        Raises RankLost.
 
         meanwhile: called while rows travel.
         """
@@ -229,7 +268,9 @@ class RowSums:
         sums: list[float] = functools.reduce(torch.add, rows).tolist()
         return sums
 
-    def _give(self, what: str, row: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup, tag: int) -> Pending:
+    def _give(
+        self, what: str, row: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup, tag: int
+    ) -> Pending:
         me = group.rank()
         size = group.size()
         after = self._in_turn[self._next]
@@ -240,7 +281,9 @@ class RowSums:
                 yield [self._expected.pop(rank, None) or group.recv([rows[rank]], rank, tag)]
                 self._expected[rank] = group.recv([after[rank]], rank, tag)
                 works.append(group.send([row], rank, tag))
-            os.sched_yield()  # to a thread of the rank that waits for this row, where the system has put it on our core
+            # to a thread of the rank that waits for this row, where the system has put it on our
+            # core
+            os.sched_yield()
             yield works
 
         works: list[Any] = []
@@ -263,14 +306,18 @@ class Then(Pending):
     """
 
     def __init__(
-        self, pending: Sequence[Pending], on_end: Callable[[], None] = _nothing, release: Callable[[], None] = _nothing
+        self,
+        pending: Sequence[Pending],
+        on_end: Callable[[], None] = _nothing,
+        release: Callable[[], None] = _nothing,
     ) -> None:
         self._pending = pending
         self._on_end = on_end
         self._release = release
 
     def wait(self) -> None:
-        """Blocks until all have ended (on a GPU: orders the current stream after them). Raises RankLost; safe to repeat."""
+        """Blocks until all have ended (on a GPU: orders the current stream after them). Raises
+        RankLost; safe to repeat."""
         try:
             for each in self._pending:
                 each.wait()
@@ -284,19 +331,24 @@ class Then(Pending):
         self._pending = ()
 
     def end(self) -> None:
-        """Waits until no transfer uses the tensors any more, also after an interrupt of `wait`; errors are suppressed."""
+        """Waits until no transfer uses the tensors any more, also after an interrupt of `wait`;
+        errors are suppressed."""
         for each in self._pending:
             each.end()
 
 
 def newest(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a collective under its newest name in this torch: newer releases warn about the older names."""
+    """Returns a collective under its newest name in this torch: newer releases warn about the older
+    names."""
     found: Callable[..., Any] = getattr(dist, _NEWER_NAMES.get(collective.__name__, ""), collective)
     return found
 
 
-def start(topology: Topology, what: str, collective: Callable[..., Any], *args: Any, among: str = "world") -> Pending:
-    """Starts a collective of torch.distributed among the ranks of a dimension (`Topology.group_of`); does not block.
+def start(
+    topology: Topology, what: str, collective: Callable[..., Any], *args: Any, among: str = "world"
+) -> Pending:
+    """Starts a collective of torch.distributed among the ranks of a dimension
+    (`Topology.group_of`); does not block.
 
     Raises RankLost.
     """
@@ -307,29 +359,36 @@ def start(topology: Topology, what: str, collective: Callable[..., Any], *args: 
     return Pending(topology, what, [[work]], tensors)
 
 
-def call(topology: Topology, what: str, collective: Callable[..., Any], *args: Any, among: str = "world") -> None:
-    """Runs a collective and blocks until it has ended. Raises RankLost, which names the rank that is gone."""
+def call(
+    topology: Topology, what: str, collective: Callable[..., Any], *args: Any, among: str = "world"
+) -> None:
+    """Runs a collective and blocks until it has ended. Raises RankLost, which names the rank that
+    is gone."""
     with explaining(topology, what):
         start(topology, what, collective, *args, among=among).wait()
 
 
 def total(topology: Topology, sums: torch.Tensor, among: str = "shard") -> torch.Tensor:
-    """Adds float64 sums in place over the ranks that hold different parts ("shard") or over all ("world"). Blocks."""
+    """Adds float64 sums in place over the ranks that hold different parts ("shard") or over all
+    ("world"). Blocks."""
     if (topology.num_shards if among == "shard" else topology.world) > 1:
         call(topology, "adding up norms", dist.all_reduce, sums, among=among)
     return sums
 
 
 def share(topology: Topology, value: torch.Tensor, what: str, rank: int = 0) -> None:
-    """Overwrites a tensor with the one of rank `rank` of the group. Blocks; does nothing when there is one rank."""
+    """Overwrites a tensor with the one of rank `rank` of the group. Blocks; does nothing when there
+    is one rank."""
     if topology.group is not None and value.numel():
         call(topology, what, dist.broadcast, value, dist.get_global_rank(topology.group, rank))
 
 
 def share_parts(topology: Topology, value: torch.Tensor, places: Sequence[int], what: str) -> None:
-    """Overwrites this rank's part of a contiguous tensor with rank 0's values. Blocks; raises RankLost.
+    """Overwrites this rank's part of a contiguous tensor with rank 0's values. Blocks; raises
+    RankLost.
 
-    Between CPUs each rank is sent its part alone. Other backends send the whole, which then is rank 0's.
+    Between CPUs each rank is sent its part alone. Other backends send the whole, which then is rank
+    0's.
 
     Args:
         places: the part that each rank of the group keeps, in the order of ranks.
@@ -351,7 +410,8 @@ def share_parts(topology: Topology, value: torch.Tensor, places: Sequence[int], 
 
 
 def exchange_digests(topology: Topology, digest: bytes) -> list[bytes]:
-    """Every rank's digest, in the order of ranks; all have one length. Blocks; the first half of a comparison.
+    """Every rank's digest, in the order of ranks; all have one length. Blocks; the first half of a
+    comparison.
 
     Raises RankLost, and OtherGroups when ranks were given different groups.
     """
@@ -362,7 +422,9 @@ def exchange_digests(topology: Topology, digest: bytes) -> list[bytes]:
     whole = torch.empty(topology.world * len(digest), dtype=torch.uint8, device=device)
     try:
         with explaining(topology, _COMPARING):
-            work = newest(dist.all_gather_into_tensor)(whole, mine, group=topology.group, async_op=True)
+            work = newest(dist.all_gather_into_tensor)(
+                whole, mine, group=topology.group, async_op=True
+            )
             meet(topology.group, work, topology.timeout_s) if device.type == "cpu" else work.wait()
     except OtherGroups:
         if topology.watch is not None:
@@ -387,9 +449,11 @@ def exchange(topology: Topology, value: str) -> list[str]:
 
 
 class explaining:  # noqa: N801 (named as a function, which it stands for)
-    """Makes an error of a collective say where ranks differ, or which rank is gone. Finding that takes a few seconds.
+    """Makes an error of a collective say where ranks differ, or which rank is gone. Finding that
+    takes a few seconds.
 
-    An interrupt in the block leaves messages that no call waits for: after it every block raises RankLost.
+    An interrupt in the block leaves messages that no call waits for: after it every block raises
+    RankLost.
     """
 
     def __init__(self, topology: Topology, what: str) -> None:

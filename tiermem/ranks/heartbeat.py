@@ -1,12 +1,14 @@
-"""Heartbeat: datagrams by which ranks know that the others run, beside the collectives and without the store.
+"""Heartbeat: datagrams by which ranks know that the others run, beside the collectives and without
+the store.
 
     every interval    rank, newest call, ranks found dead    -->  every other rank
     at the end        the same, marked as the last one
 
-A rank that was heard once and is silent for longer than the limit is gone: its process or host has died or stopped, or the
-network is cut. A rank that said its last datagram ended in order. One that was never heard is not judged: a firewall may drop
-datagrams. Each datagram carries the token that its receiver has posted, so those of other programs are ignored. A thread sends
-and hears; it takes the interpreter's lock for microseconds at a time.
+A rank that was heard once and is silent for longer than the limit is gone: its process or host has
+died or stopped, or the network is cut. A rank that said its last datagram ended in order. One that
+was never heard is not judged: a firewall may drop datagrams. Each datagram carries the token that
+its receiver has posted, so those of other programs are ignored. A thread sends and hears; it takes
+the interpreter's lock for microseconds at a time.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ class Heartbeat:
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
         self._socket.bind(("", 0))
         self._token = secrets.token_hex(8)
-        self._peers: dict[int, tuple[str, set[tuple[str, int]]]] = {}  # by rank: its token, where it may be
+        # by rank: its token, where it may be
+        self._peers: dict[int, tuple[str, set[tuple[str, int]]]] = {}
         self._heard_s: dict[int, float] = {}
         self._calls: dict[int, str] = {}
         self._ended: set[int] = set()
@@ -84,7 +87,8 @@ class Heartbeat:
         self._dead.update(ranks)
 
     def silence_s(self, rank: int) -> float:
-        """Seconds since a rank was heard; 0 for one that was never heard, or that has ended in order."""
+        """Seconds since a rank was heard; 0 for one that was never heard, or that has ended in
+        order."""
         heard_s = self._heard_s.get(rank)
         return 0.0 if heard_s is None or rank in self._ended else time.monotonic() - heard_s
 
@@ -93,12 +97,14 @@ class Heartbeat:
         return self._calls.get(rank, "")
 
     def close(self) -> None:
-        """Says the last datagram and ends the thread. Blocks for at most an interval; twice does nothing."""
+        """Says the last datagram and ends the thread. Blocks for at most an interval; twice does
+        nothing."""
         if self._is_closed.is_set():
             return
         self._is_closed.set()
         with contextlib.suppress(OSError):
-            self._socket.sendto(b"", ("127.0.0.1", self._socket.getsockname()[1]))  # wakes the thread
+            # wakes the thread
+            self._socket.sendto(b"", ("127.0.0.1", self._socket.getsockname()[1]))
         if self._thread.is_alive():
             self._thread.join()
         self._send(is_last=True)
@@ -120,7 +126,8 @@ class Heartbeat:
         for token, places in list(self._peers.values()):
             note = [token, self._me, call, sorted(self._dead)[:100], is_last]
             for place in list(places):
-                with contextlib.suppress(OSError):  # a place that cannot be reached, or a full buffer
+                # a place that cannot be reached, or a full buffer
+                with contextlib.suppress(OSError):
                     self._socket.sendto(json.dumps(note).encode(), socket.MSG_DONTWAIT, place)
 
     def _hear(self, data: bytes, place: tuple[str, int]) -> None:
@@ -141,7 +148,10 @@ class Heartbeat:
 def _addresses() -> list[str]:
     """Addresses at which ranks of this host and of others may reach this process."""
     found = ["127.0.0.1"]
-    with contextlib.suppress(OSError, ValueError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    with (
+        contextlib.suppress(OSError, ValueError),
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
+    ):
         probe.connect(
             (os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0")) or 9)
         )  # sends nothing

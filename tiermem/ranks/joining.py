@@ -1,12 +1,14 @@
-"""Joining: the ranks that a launcher has started create the process group, or the error names the missing ranks.
+"""Joining: the ranks that a launcher has started create the process group, or the error names the
+missing ranks.
 
     RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT    ->  a store  ->  every rank posts its WORLD_SIZE  ->  the group
 
-torch alone would wait for missing ranks until its time-out, and not name them. Here rank 0 reads each rank's post before the
-group is created, and posts one answer for all. A rank that gets no answer names rank 0 if rank 0 has not come.
+torch alone would wait for missing ranks until its time-out, and not name them. Here rank 0 reads
+each rank's post before the group is created, and posts one answer for all. A rank that gets no
+answer names rank 0 if rank 0 has not come.
 
-The store belongs to rank 0 or to torchrun's agent. The agent's store outlives ranks and their restarts, so each round of
-`world` arrivals has its own keys.
+The store belongs to rank 0 or to torchrun's agent. The agent's store outlives ranks and their
+restarts, so each round of `world` arrivals has its own keys.
 """
 
 from __future__ import annotations
@@ -33,18 +35,23 @@ _LEAST_S = 10.0  # for making the group
 _AGREED = "agreed"
 
 
-def join_ranks(timeout_s: float, device: torch.device, join_timeout_s: float = JOIN_TIMEOUT_S) -> None:
-    """Creates the process group of the launcher's ranks, also of one, unless a group exists. Collective; blocks.
+def join_ranks(
+    timeout_s: float, device: torch.device, join_timeout_s: float = JOIN_TIMEOUT_S
+) -> None:
+    """Creates the process group of the launcher's ranks, also of one, unless a group exists.
+    Collective; blocks.
 
-    The group takes CPU tensors and tensors of `device`'s kind. A process that no launcher has started trains without a group.
+    The group takes CPU tensors and tensors of `device`'s kind. A process that no launcher has
+    started trains without a group.
 
     Args:
         timeout_s: longest wait in a collective of the group.
         join_timeout_s: longest wait for all ranks to start; no more than timeout_s.
 
-    Raises ValueError on the ranks that came when ranks are missing (it names them), when ranks have different WORLD_SIZEs, or
-    when two have the same RANK. Also raises it when the existing process group holds this rank alone although a launcher has
-    started several: each rank would train by itself.
+    Raises ValueError on the ranks that came when ranks are missing (it names them), when ranks have
+    different WORLD_SIZEs, or when two have the same RANK. Also raises it when the existing process
+    group holds this rank alone although a launcher has started several: each rank would train by
+    itself.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if not dist.is_available() or (world < 2 and not _says_where()):
@@ -52,7 +59,8 @@ def join_ranks(timeout_s: float, device: torch.device, join_timeout_s: float = J
     if dist.is_initialized():
         if dist.get_world_size() == 1 < world:
             raise ValueError(
-                f"WORLD_SIZE is {world} and the process group holds this rank alone, so that every rank would train by itself: "
+                f"WORLD_SIZE is {world} and the process group holds this rank alone, so that every "
+                "rank would train by itself: "
                 "make the group of all ranks, leave it to tiermem, or unset WORLD_SIZE"
             )
         return
@@ -71,10 +79,12 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Creates the process group of the launcher's ranks, unless one exists, like the reference's function of this name.
+    """Creates the process group of the launcher's ranks, unless one exists, like the reference's
+    function of this name.
 
-    `initialize`, `shard` and `zero.Init` do this themselves, also for one rank. Without a launcher (RANK, WORLD_SIZE,
-    MASTER_ADDR and MASTER_PORT) and without init_method no group is created: one process trains without a group.
+    `initialize`, `shard` and `zero.Init` do this themselves, also for one rank. Without a launcher
+    (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT) and without init_method no group is created: one
+    process trains without a group.
 
     Args:
         dist_backend: default: gloo for the CPU, and the accelerator's own backend.
@@ -83,38 +93,51 @@ def init_distributed(
         dist_init_required: False: a group has to exist already.
         auto_mpi_discovery, distributed_port, verbose, config: ignored; the port is MASTER_PORT.
 
-    Collective; blocks. Raises RuntimeError when a group has to exist and does not, ValueError like `join_ranks`.
+    Collective; blocks. Raises RuntimeError when a group has to exist and does not, ValueError like
+    `join_ranks`.
     """
     if dist.is_initialized():
         return
     if dist_init_required is False:
-        raise RuntimeError("dist_init_required is False and there is no process group: make one, or leave it out")
+        raise RuntimeError(
+            "dist_init_required is False and there is no process group: make one, or leave it out"
+        )
     device = find_device()
     activate(device)
     backend = dist_backend or backends_of(device)
     timeout_s = 1800.0 if timeout is None else timeout.total_seconds()
     if init_method is not None:
         hold_no_group()
-        dist.init_process_group(backend, init_method, timedelta(seconds=timeout_s), world_size, rank)
+        dist.init_process_group(
+            backend, init_method, timedelta(seconds=timeout_s), world_size, rank
+        )
     elif _says_where():
         world = int(os.environ.get("WORLD_SIZE", "1"))
         _join(world, backend, device, timeout_s, JOIN_TIMEOUT_S if timeout is None else timeout_s)
 
 
 def hold_no_group() -> None:
-    """Call it before a process group is created; else torch keeps a reference, and the group is not destroyed.
+    """Call it before a process group is created; else torch keeps a reference, and the group is not
+    destroyed.
 
-    torch.distributed.nn.functional, which torch's optimizers import, uses the world's group at import as a default argument.
-    gloo's threads would live on with the group, and sometimes abort an interpreter that exits (pytorch/pytorch#179291).
+    torch.distributed.nn.functional, which torch's optimizers import, uses the world's group at
+    import as a default argument. gloo's threads would live on with the group, and sometimes abort
+    an interpreter that exits (pytorch/pytorch#179291).
     """
     import torch.distributed.nn.functional  # noqa: F401
 
 
-def _join(world: int, backend: str, device: torch.device, timeout_s: float, join_timeout_s: float) -> None:
+def _join(
+    world: int, backend: str, device: torch.device, timeout_s: float, join_timeout_s: float
+) -> None:
     hold_no_group()
     timeout = timedelta(seconds=timeout_s)
     # With its device a backend connects at once, and a barrier need not guess the device.
-    place = device if is_accelerator(device) and device.index is not None and backend != "gloo" else None
+    place = (
+        device
+        if is_accelerator(device) and device.index is not None and backend != "gloo"
+        else None
+    )
     if not _says_where():
         dist.init_process_group(backend, timeout=timeout, device_id=place)
         return
@@ -123,11 +146,18 @@ def _join(world: int, backend: str, device: torch.device, timeout_s: float, join
     store = _meet(rank, world, join_timeout_s)
     kinds = {each.rpartition(":")[2] for each in backend.split(",")}
     # Private to torch, and only for these backends.
-    set_timeout = getattr(dist.distributed_c10d, "_set_pg_timeout", None) if kinds <= {"gloo", "nccl"} else None
-    # The same on every rank, so that all find out together: a rank that dies now is not waited for as in a collective.
+    set_timeout = (
+        getattr(dist.distributed_c10d, "_set_pg_timeout", None)
+        if kinds <= {"gloo", "nccl"}
+        else None
+    )
+    # The same on every rank, so that all find out together: a rank that dies now is not waited for
+    # as in a collective.
     joining = timedelta(seconds=max(join_timeout_s / 2, _LEAST_S)) if set_timeout else timeout
     try:
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=joining, device_id=place)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world, timeout=joining, device_id=place
+        )
     except RuntimeError as error:
         _tell_gone(store, rank, world, error)
         raise
@@ -137,13 +167,19 @@ def _join(world: int, backend: str, device: torch.device, timeout_s: float, join
 
 
 def _tell_gone(store: Store, rank: int, world: int, error: RuntimeError) -> None:
-    """Raises ValueError that names the ranks that are gone when the group cannot be made; all others call it. Blocks."""
+    """Raises ValueError that names the ranks that are gone when the group cannot be made; all
+    others call it. Blocks."""
     try:
         _agree(PrefixStore("again", store), rank, world, _GRACE_S, time.monotonic() + _GRACE_S)
     except (ValueError, dist.DistError) as said:
-        asked = said if isinstance(said, ValueError) else "rank 0, which keeps the store, does not answer"
+        asked = (
+            said
+            if isinstance(said, ValueError)
+            else "rank 0, which keeps the store, does not answer"
+        )
         raise ValueError(
-            f"all ranks had come, and some were gone before the group was made: see their logs. Asked again, {asked}"
+            "all ranks had come, and some were gone before the group was made: see their logs. "
+            f"Asked again, {asked}"
         ) from error
 
 
@@ -152,7 +188,8 @@ def _says_where() -> bool:
 
 
 def _meet(rank: int, world: int, timeout_s: float) -> Store:
-    """The store to which all ranks have come. Raises ValueError when ranks are missing or their numbers differ. Blocks."""
+    """The store to which all ranks have come. Raises ValueError when ranks are missing or their
+    numbers differ. Blocks."""
     deadline = time.monotonic() + timeout_s
     store = _open_store(rank, world, deadline, timeout_s)
     attempt = (store.add(f"{_KEY}/arrived", 1) - 1) // world
@@ -161,8 +198,10 @@ def _meet(rank: int, world: int, timeout_s: float) -> Store:
 
 
 def _agree(attempt: Store, rank: int, world: int, timeout_s: float, deadline: float) -> None:
-    """Returns when all ranks have come. Raises ValueError as `_meet`, DistError when the store has gone. Blocks."""
-    place = attempt.add("arrived", 1)  # counts arrivals, not ranks: two processes may have the same RANK
+    """Returns when all ranks have come. Raises ValueError as `_meet`, DistError when the store has
+    gone. Blocks."""
+    # counts arrivals, not ranks: two processes may have the same RANK
+    place = attempt.add("arrived", 1)
     attempt.set(f"said/{place}", f"{rank} {world}")
     if rank == 0:
         attempt.set("answer", _read_all(attempt, world, deadline, timeout_s))
@@ -176,35 +215,46 @@ def _agree(attempt: Store, rank: int, world: int, timeout_s: float, deadline: fl
 
 
 def _open_store(rank: int, world: int, deadline: float, timeout_s: float) -> Store:
-    """The store of rank 0 or of torchrun's agent, with its own prefix for every restart of the ranks."""
+    """The store of rank 0 or of torchrun's agent, with its own prefix for every restart of the
+    ranks."""
     address = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_mine = rank == 0 and not is_agents
     store = None
     while store is None:
-        half = timedelta(seconds=max((deadline - time.monotonic()) / 2, 1.0))  # torch tries twice, each time so long
+        # torch tries twice, each time so long
+        half = timedelta(seconds=max((deadline - time.monotonic()) / 2, 1.0))
         try:
             store = TCPStore(
-                address, port, is_master=is_mine, timeout=half, wait_for_workers=False, multi_tenant=not is_agents
+                address,
+                port,
+                is_master=is_mine,
+                timeout=half,
+                wait_for_workers=False,
+                multi_tenant=not is_agents,
             )
         except dist.DistNetworkError as error:
             if is_mine:
                 raise
             if time.monotonic() > deadline - 1.0:
                 raise ValueError(
-                    f"WORLD_SIZE is {world}, and in {timeout_s:g} s nothing answered at MASTER_ADDR:MASTER_PORT "
+                    f"WORLD_SIZE is {world}, and in {timeout_s:g} s nothing answered at "
+                    "MASTER_ADDR:MASTER_PORT "
                     f"{address}:{port}: rank 0 has not come, or not there ({error})"
                 ) from None
     store.set_timeout(timedelta(seconds=timeout_s))
     if not is_agents:
         return store
-    return PrefixStore(f"tiermem/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return PrefixStore(
+        f"tiermem/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store
+    )
 
 
 def _answer(attempt: Store, world: int, deadline: float, timeout_s: float) -> str:
     """Rank 0's answer; without one, a message that names the missing ranks."""
-    left_s = max(deadline - time.monotonic(), 0.0) + _GRACE_S  # rank 0 may have started after this one
+    # rank 0 may have started after this one
+    left_s = max(deadline - time.monotonic(), 0.0) + _GRACE_S
     try:
         attempt.wait(["answer"], timedelta(seconds=left_s))
         return attempt.get("answer").decode()
@@ -224,12 +274,14 @@ def _arrived(attempt: Store) -> set[int]:
 def _missing(world: int, found: set[int], timeout_s: float) -> str:
     missing = sorted(set(range(world)) - found)
     return (
-        f"WORLD_SIZE is {world}, and after {timeout_s:g} s ranks {missing} have not come: start them, or set WORLD_SIZE"
+        f"WORLD_SIZE is {world}, and after {timeout_s:g} s ranks {missing} have not come: start "
+        "them, or set WORLD_SIZE"
     )
 
 
 def _read_all(attempt: Store, world: int, deadline: float, timeout_s: float) -> str:
-    """Reads each rank's post until all have come or one differs. Returns the answer for all ranks."""
+    """Reads each rank's post until all have come or one differs. Returns the answer for all
+    ranks."""
     found: dict[int, int] = {}
     while len(found) < world and time.monotonic() < deadline:
         if not attempt.check([f"said/{len(found) + 1}"]):
@@ -238,17 +290,22 @@ def _read_all(attempt: Store, world: int, deadline: float, timeout_s: float) -> 
         rank, theirs = map(int, attempt.get(f"said/{len(found) + 1}").decode().split())
         if theirs != world:
             return (
-                f"ranks disagree: WORLD_SIZE is {world} on rank 0 and {theirs} on rank {rank}. Start every rank with the "
+                f"ranks disagree: WORLD_SIZE is {world} on rank 0 and {theirs} on rank {rank}. "
+                "Start every rank with the "
                 "number of all ranks"
             )
         if rank in found:
-            return f"two processes say that they are rank {rank} of {world}: start every rank with a RANK of its own"
+            return (
+                f"two processes say that they are rank {rank} of {world}: start every rank with "
+                "a RANK of its own"
+            )
         found[rank] = theirs
     return _AGREED if len(found) == world else _missing(world, set(found), timeout_s)
 
 
 def _wait_until_read(attempt: Store, most_s: float = 5.0) -> None:
-    """Rank 0 may keep the store: it waits until the ranks that have come have read the answer, at most `most_s`."""
+    """Rank 0 may keep the store: it waits until the ranks that have come have read the answer, at
+    most `most_s`."""
     deadline = time.monotonic() + most_s
     while attempt.add("read", 0) < attempt.add("arrived", 0) - 1 and time.monotonic() < deadline:
         time.sleep(_LOOK_S)

@@ -1,4 +1,5 @@
-"""Access to whole parameters: GatheredParameters, external parameters, and all units at once for generation."""
+"""Access to whole parameters: GatheredParameters, external parameters, and all units at once for
+generation."""
 
 from __future__ import annotations
 
@@ -19,26 +20,28 @@ from tiermem.swap.memory.accelerator import free_and_total, is_accelerator
 from tiermem.units import registry
 from tiermem.weights.unit_state import LiveUnit
 
-# ---- external parameters ---------------------------------------------------------------------------------------------
+# ---- external parameters -------------------------------------------------------------------------
 #
 # An external parameter is used outside its own module's forward:
 #
 #     F.linear(x, self.embed.weight)        the weight of another module
 #     output, bias = self.layer(x)          a parameter that a module returned
 #
-# Both are noticed when they happen, because every torch call on a resting parameter passes its class (absent.py). The
-# call is treated as a small module: its units are gathered before it and released after it, and gathered again in
-# backward when the gradient of its result arrives. When the result is a view of a parameter (`weight.t()`,
-# `weight[3:]`), the running module holds the unit until it ends, in forward and in backward. Only the order of units is
-# remembered between passes, so a program may use other parameters in each pass.
+# Both are noticed when they happen, because every torch call on a resting parameter passes its
+# class (absent.py). The call is treated as a small module: its units are gathered before it and
+# released after it, and gathered again in backward when the gradient of its result arrives. When
+# the result is a view of a parameter (`weight.t()`, `weight[3:]`), the running module holds the
+# unit until it ends, in forward and in backward. Only the order of units is remembered between
+# passes, so a program may use other parameters in each pass.
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Registers a parameter of another module that `module` needs in its forward and backward.
 
-    The parameter's unit is then present whenever `module` runs. This is needed only to gather the unit earlier, or where no
-    torch call sees the parameter (a kernel that takes its address). Works before and after sharding. Not collective. Raises
-    RuntimeError when `parameter` is not a Parameter or `module` is not a module.
+    The parameter's unit is then present whenever `module` runs. This is needed only to gather the
+    unit earlier, or where no torch call sees the parameter (a kernel that takes its address). Works
+    before and after sharding. Not collective. Raises RuntimeError when `parameter` is not a
+    Parameter or `module` is not a module.
     """
     _check(module, parameter)
     known: list[nn.Parameter] = module.__dict__.setdefault(registry.EXTERNAL, [])
@@ -50,7 +53,8 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Removes a registration. Raises RuntimeError when `parameter` is no Parameter or is not registered with this module."""
+    """Removes a registration. Raises RuntimeError when `parameter` is no Parameter or is not
+    registered with this module."""
     _check(module, parameter)
     known: list[nn.Parameter] = module.__dict__.get(registry.EXTERNAL, [])
     if all(each is not parameter for each in known):
@@ -65,17 +69,22 @@ def _check(module: Any, parameter: Any) -> None:
     if not isinstance(module, nn.Module):
         raise RuntimeError(f"the module is a {type(module).__name__}; give a torch.nn.Module")
     if not isinstance(parameter, nn.Parameter):
-        what = "a tensor, perhaps a view or a copy of one" if isinstance(parameter, torch.Tensor) else type(parameter)
+        what = (
+            "a tensor, perhaps a view or a copy of one"
+            if isinstance(parameter, torch.Tensor)
+            else type(parameter)
+        )
         raise RuntimeError(f"the parameter is {what}; give the torch.nn.Parameter itself")
 
 
-# ---- GatheredParameters ----------------------------------------------------------------------------------------------
+# ---- GatheredParameters --------------------------------------------------------------------------
 
 _Owner = ParametersInInit | Shards
 
 
 class GatheredParameters:
-    """A context in which parameters hold their whole values. Entering and leaving are collective and block.
+    """A context in which parameters hold their whole values. Entering and leaving are collective
+    and block.
 
         with tiermem.zero.GatheredParameters(model.embed.weight):                   # to read: every rank has the values
             print(model.embed.weight.norm())
@@ -90,21 +99,27 @@ class GatheredParameters:
         Shards, always present           the unit, which is in memory
         none                             an ordinary parameter: nothing happens
 
-    With a `modifier_rank`, that rank's values replace those of all ranks when the context ends: where the parameter rests,
-    and in the optimizer's master, whose elements become the new values where these differ (moments stay). Without one, a
-    partitioned parameter written in place raises RuntimeError on every rank, because the ranks may differ by then. Writing
-    through `.data` or NumPy is not noticed. An exception inside the context drops the changes of parameters that are not always
-    present. In stages 0 to 2 parameters are always present: without a modifier each rank's writes stay, as outside.
+    With a `modifier_rank`, that rank's values replace those of all ranks when the context ends:
+    where the parameter rests, and in the optimizer's master, whose elements become the new values
+    where these differ (moments stay). Without one, a partitioned parameter written in place raises
+    RuntimeError on every rank, because the ranks may differ by then. Writing through `.data` or
+    NumPy is not noticed. An exception inside the context drops the changes of parameters that are
+    not always present. In stages 0 to 2 parameters are always present: without a modifier each
+    rank's writes stay, as outside.
 
     Args:
-        params: one parameter, or any iterable of them; ordinary parameters and other objects are skipped.
-        modifier_rank: the rank (of the group that shares the parameters) whose changes are kept; None: they are not changed.
-        fwd_module: a module that will use the parameters in its forward; they are registered with it as external ones.
+        params: one parameter, or any iterable of them; ordinary parameters and other objects are
+            skipped.
+        modifier_rank: the rank (of the group that shares the parameters) whose changes are kept;
+            None: they are not changed.
+        fwd_module: a module that will use the parameters in its forward; they are registered with
+            it as external ones.
         enabled: False makes the context do nothing.
 
-    A parameter that an outer context has gathered stays gathered until the outer context ends. A step, and opening a
-    checkpoint, end each gather: also one that an interrupt at the end of its context has left. Raises RuntimeError on entering
-    when this context has a modifier rank and an outer one holds a parameter; ValueError for a rank that does not exist.
+    A parameter that an outer context has gathered stays gathered until the outer context ends. A
+    step, and opening a checkpoint, end each gather: also one that an interrupt at the end of its
+    context has left. Raises RuntimeError on entering when this context has a modifier rank and an
+    outer one holds a parameter; ValueError for a rank that does not exist.
     """
 
     def __init__(
@@ -116,7 +131,8 @@ class GatheredParameters:
     ) -> None:
         self._kept = _partitioned(params, modifier_rank) if enabled else []
         self._modifier = modifier_rank
-        self._taken: list[tuple[nn.Parameter, _Owner, int]] = []  # with the parameter's version when it was gathered
+        # with the parameter's version when it was gathered
+        self._taken: list[tuple[nn.Parameter, _Owner, int]] = []
         if modifier_rank is not None:
             for _, owner in self._kept:
                 _check_rank(modifier_rank, owner.topology)
@@ -128,13 +144,15 @@ class GatheredParameters:
         fresh = [(param, owner) for param, owner in self._kept if not registry.is_gathered(param)]
         if len(fresh) < len(self._kept) and self._modifier is not None:
             raise RuntimeError(
-                "a parameter is gathered by a context around this one: which of the two would write it back cannot be known. "
+                "a parameter is gathered by a context around this one: which of the two would "
+                "write it back cannot be known. "
                 "Give modifier_rank to the outer context, and none to this one"
             )
         with torch._C.DisableTorchFunction():
             try:
                 for param, owner in fresh:
-                    self._taken.append((param, owner, param._version))  # before: `_give_back` then ends half of it
+                    # before: `_give_back` then ends half of it
+                    self._taken.append((param, owner, param._version))
                     owner.take_out(param)
                     registry.set_gathered(param, True)
                     self._taken[-1] = param, owner, param._version
@@ -143,7 +161,10 @@ class GatheredParameters:
                 raise
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         with torch._C.DisableTorchFunction():
             try:
@@ -157,9 +178,13 @@ class GatheredParameters:
     def _write(self, rank: int) -> None:
         if not all(registry.is_gathered(param) for param, _, _ in self._taken):
             raise RuntimeError(
-                "a step or a load in this context has ended the gather, so that what was written is dropped: write after it"
+                "a step or a load in this context has ended the gather, so that what was written "
+                "is dropped: write after it"
             )
-        values = [p.detach().clone() if _is_regathered(p, owner) else p.detach() for p, owner, _ in self._taken]
+        values = [
+            p.detach().clone() if _is_regathered(p, owner) else p.detach()
+            for p, owner, _ in self._taken
+        ]
         for (param, owner, _), value in zip(self._taken, values, strict=True):
             value = value.contiguous()
             share(owner.topology, value, "sharing what one rank wrote", rank)
@@ -167,7 +192,11 @@ class GatheredParameters:
 
     def _refuse_changes(self) -> None:
         for owner in {id(k): k for _, k, _ in self._taken}.values():
-            mine = [(p, version) for p, k, version in self._taken if k is owner and registry.is_gathered(p)]
+            mine = [
+                (p, version)
+                for p, k, version in self._taken
+                if k is owner and registry.is_gathered(p)
+            ]
             changed = [p for p, version in mine if p._version != version]
             device = owner.device if isinstance(owner, Shards) else "cpu"
             sums = torch.tensor([float(len(changed))], dtype=torch.float64, device=device)
@@ -175,8 +204,10 @@ class GatheredParameters:
             if num_changed:
                 shapes = ", ".join(str(tuple(p.shape)) for p in changed[:3]) or "none on this rank"
                 raise RuntimeError(
-                    f"{num_changed} gathered parameters were written, counted over all ranks (shapes here: {shapes}), but "
-                    "nobody was named to write, so it would be lost. Give modifier_rank, the rank whose values are to be kept"
+                    f"{num_changed} gathered parameters were written, counted over all ranks "
+                    f"(shapes here: {shapes}), but "
+                    "nobody was named to write, so it would be lost. Give modifier_rank, the rank "
+                    "whose values are to be kept"
                 )
 
     def _give_back(self) -> None:
@@ -188,10 +219,12 @@ class GatheredParameters:
 
 
 def apply_gathered(model: nn.Module, function: Callable[[nn.Module], Any]) -> None:
-    """`model.apply(function)` on a partitioned model: children first, each module with its own parameters gathered.
+    """`model.apply(function)` on a partitioned model: children first, each module with its own
+    parameters gathered.
 
-    Rank 0's changes are kept. The function sees the parameters of the module that it is given, not those of its children.
-    Collective; blocks. `Engine.apply` calls this. On a bare partitioned model torch's `apply` raises on writing.
+    Rank 0's changes are kept. The function sees the parameters of the module that it is given, not
+    those of its children. Collective; blocks. `Engine.apply` calls this. On a bare partitioned
+    model torch's `apply` raises on writing.
     """
     for child in model.children():
         apply_gathered(child, function)
@@ -200,8 +233,13 @@ def apply_gathered(model: nn.Module, function: Callable[[nn.Module], Any]) -> No
 
 
 def _partitioned(params: Any, modifier_rank: int | None) -> list[tuple[nn.Parameter, _Owner]]:
-    """Each partitioned parameter once, with its owner, in the given order; with a modifier those of all stages."""
-    given = params if isinstance(params, Iterable) and not isinstance(params, torch.Tensor) else [params]
+    """Each partitioned parameter once, with its owner, in the given order; with a modifier those of
+    all stages."""
+    given = (
+        params
+        if isinstance(params, Iterable) and not isinstance(params, torch.Tensor)
+        else [params]
+    )
     found: dict[int, tuple[nn.Parameter, _Owner]] = {}
     for param in given:
         owner = registry.owner_of(param) if isinstance(param, nn.Parameter) else None
@@ -213,34 +251,44 @@ def _partitioned(params: Any, modifier_rank: int | None) -> list[tuple[nn.Parame
 
 
 def _is_regathered(param: nn.Parameter, owner: _Owner) -> bool:
-    """Whether replacing one parameter refills the memory of others: all small parameters share one unit."""
-    return isinstance(owner, Shards) and not owner.find(param)[0].is_streamed and owner.topology.num_shards > 1
+    """Whether replacing one parameter refills the memory of others: all small parameters share one
+    unit."""
+    return (
+        isinstance(owner, Shards)
+        and not owner.find(param)[0].is_streamed
+        and owner.topology.num_shards > 1
+    )
 
 
 def _check_rank(rank: int, topology: Topology) -> None:
     if type(rank) is not int or not 0 <= rank < topology.world:
-        raise ValueError(f"modifier_rank is {rank!r}; allowed are 0 to {topology.world - 1}, and None for nobody")
+        raise ValueError(
+            f"modifier_rank is {rank!r}; allowed are 0 to {topology.world - 1}, and None for nobody"
+        )
 
 
-# ---- all units in memory, for generation -----------------------------------------------------------------------------
+# ---- all units in memory, for generation ---------------------------------------------------------
 
 logger = logging.getLogger("tiermem")
 
 
 @contextlib.contextmanager
 def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
-    """Keeps the whole of a sharded model (or of an engine's) in memory inside the block; yields its argument.
+    """Keeps the whole of a sharded model (or of an engine's) in memory inside the block; yields its
+    argument.
 
         with tiermem.zero.unwrap_model_for_generation(engine) as model:
             model.generate(...)
 
-    Without it every unit is fetched once per token. Inside the block the streamed units count as resident: hooks find them
-    present and fetch nothing. Their memory is torch's own, beside the arena, and counts against the part of the budget that
-    the plan leaves free (on an accelerator: its free memory less `kv_bytes`). Where that is too small on some rank, a warning
-    states the arithmetic and units are streamed as usual.
+    Without it every unit is fetched once per token. Inside the block the streamed units count as
+    resident: hooks find them present and fetch nothing. Their memory is torch's own, beside the
+        arena, and counts against the part of the budget that
+    the plan leaves free (on an accelerator: its free memory less `kv_bytes`). Where that is too
+    small on some rank, a warning states the arithmetic and units are streamed as usual.
 
-    Collective; blocks for the gathers. A model that is not sharded is yielded as it is. Raises RuntimeError inside the block
-    when weights are stepped or replaced, OSError when a read fails. After the block, also after an error, units are streamed.
+    Collective; blocks for the gathers. A model that is not sharded is yielded as it is. Raises
+    RuntimeError inside the block when weights are stepped or replaced, OSError when a read fails.
+    After the block, also after an error, units are streamed.
     """
     owners = (registry.owner_of(param) for param in model.parameters())
     shards = next((owner for owner in owners if isinstance(owner, Shards)), None)
@@ -263,11 +311,14 @@ def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
 def _has_room(shards: Shards, streamed: Sequence[LiveUnit]) -> bool:
     """Whether every rank has room for all units; logs the arithmetic for each rank that has not."""
     needed, room, what = sum(live.unit.full_bytes for live in streamed), *_room(shards)
-    answers = exchange(shards.topology, "" if room is None or needed <= room else f"{needed} > {room} {what}")
+    answers = exchange(
+        shards.topology, "" if room is None or needed <= room else f"{needed} > {room} {what}"
+    )
     short = {rank: answer for rank, answer in enumerate(answers) if answer}
     for rank, answer in short.items():
         logger.warning(
-            "generation fetches every unit for every token: the whole model does not fit on rank %d: %d units of %s. "
+            "generation fetches every unit for every token: the whole model does not fit on rank "
+            "%d: %d units of %s. "
             "Raise the budget (host_bytes) to keep them",
             rank,
             len(streamed),
@@ -281,10 +332,15 @@ def _room(shards: Shards) -> tuple[int | None, str]:
     if is_accelerator(shards.device):
         cache = shards.policy.kv_bytes or 0
         left = f", {cache} of them left to the KV cache" if cache else ""
-        return free_and_total(shards.device)[0] - cache, f"bytes: what is free on {shards.device}{left}"
+        return free_and_total(shards.device)[
+            0
+        ] - cache, f"bytes: what is free on {shards.device}{left}"
     budget = shards.policy.host_bytes
     ranks = ranks_per_node()
     if budget is None:
         return None, ""
     planned = shards.plan.host_bytes
-    return budget // ranks - planned, f"bytes = host_bytes {budget} // {ranks} ranks - {planned} planned"
+    return (
+        budget // ranks - planned,
+        f"bytes = host_bytes {budget} // {ranks} ranks - {planned} planned",
+    )

@@ -4,17 +4,20 @@
                 the next block's input is saved      --> the input before it is let go
     backward    a checkpoint asks for its input      --> the input that is needed next starts to come back
 
-torch.utils.checkpoint, reentrant or not, saves the inputs of a block through `saved_tensors_hooks`, which are in force during
-the outermost forward of a sharded model. Only what a checkpoint saves moves; a model without checkpoints keeps its activations.
-These stay where they are: parameters, buffers, parts of a larger tensor, small tensors, and a tensor that several checkpoints
-save (a mask), which is one tensor whatever the depth. The bytes come back as they left, with the same shape and strides.
+torch.utils.checkpoint, reentrant or not, saves the inputs of a block through `saved_tensors_hooks`,
+which are in force during the outermost forward of a sharded model. Only what a checkpoint saves
+moves; a model without checkpoints keeps its activations. These stay where they are: parameters,
+buffers, parts of a larger tensor, small tensors, and a tensor that several checkpoints save (a
+mask), which is one tensor whatever the depth. The bytes come back as they left, with the same shape
+and strides.
 
-One input is on its way out, or one ahead on its way back, so the memory where the maths runs holds at most one input beside
-the one in use, whatever the number of blocks. A home is freed when the graph lets its input go: after its backward, or when an
-exception or the caller drops the graph.
+One input is on its way out, or one ahead on its way back, so the memory where the maths runs holds
+at most one input beside the one in use, whatever the number of blocks. A home is freed when the
+graph lets its input go: after its backward, or when an exception or the caller drops the graph.
 
-torch looks at no version of a tensor that hooks saved. What is saved here keeps its version: a tensor that was changed in place
-before it had left, or that stayed, is an error in backward, as without hooks.
+torch looks at no version of a tensor that hooks saved. What is saved here keeps its version: a
+tensor that was changed in place before it had left, or that stayed, is an error in backward, as
+without hooks.
 """
 
 from __future__ import annotations
@@ -37,7 +40,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tiermem.plans.plan import ACTIVATION_CHUNK_BYTES, Plan
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.swap.base.ranges import round_up
-from tiermem.swap.memory.accelerator import activate, current_stream, is_accelerator, new_stream, on, record
+from tiermem.swap.memory.accelerator import (
+    activate,
+    current_stream,
+    is_accelerator,
+    new_stream,
+    on,
+    record,
+)
 from tiermem.swap.memory.arena import Arena, BudgetError, Pool, Slot
 from tiermem.swap.store.checksum import Pieces
 from tiermem.swap.store.move import Move
@@ -54,10 +64,11 @@ _CHUNKS_AT_ONCE = 16
 """Chunks of HOST memory that are carved and pinned in one call, where there is room."""
 _PAGE = 4096
 _FRAMES = 3
-"""A hook of a tensor that a checkpoint saves is called at most so many frames below torch.utils.checkpoint."""
+"""A hook of a tensor that a checkpoint saves is called at most so many frames below
+torch.utils.checkpoint."""
 
 
-# ---- homes -----------------------------------------------------------------------------------------------------------
+# ---- homes ---------------------------------------------------------------------------------------
 
 
 class _Passing:
@@ -65,19 +76,23 @@ class _Passing:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
-        self.work: concurrent.futures.Future[None] | None = None  # of a helper thread that moves the bytes
-        self.ended: torch.Event | None = None  # the end of the accelerator's copies; valid after `work`
+        # of a helper thread that moves the bytes
+        self.work: concurrent.futures.Future[None] | None = None
+        # the end of the accelerator's copies; valid after `work`
+        self.ended: torch.Event | None = None
         self.stream: torch.Stream | None = None  # of these copies
 
     @property
     def pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """(offset in bytes, bytes of one chunk) from the first byte of the tensor's storage to the last."""
+        """(offset in bytes, bytes of one chunk) from the first byte of the tensor's storage to the
+        last."""
         flat = self.tensor.as_strided((self.tensor.numel(),), (1,)).view(torch.uint8)
         for start in range(0, flat.numel(), ACTIVATION_CHUNK_BYTES):
             yield start, flat[start : start + ACTIVATION_CHUNK_BYTES]
 
     def settle(self) -> None:
-        """Lets the current stream wait for the copies. Blocks for a helper thread, not for the accelerator. Raises OSError."""
+        """Lets the current stream wait for the copies. Blocks for a helper thread, not for the
+        accelerator. Raises OSError."""
         work = self.work
         self.work = None
         if work is not None:
@@ -87,7 +102,8 @@ class _Passing:
             self.ended = None
 
     def __del__(self) -> None:
-        if self.ended is not None and self.stream is not None:  # dropped with its graph: nothing waits for the copies
+        # dropped with its graph: nothing waits for the copies
+        if self.ended is not None and self.stream is not None:
             self.tensor.record_stream(self.stream)
 
 
@@ -111,7 +127,8 @@ class _Room(Protocol):
 
 
 class _HostRoom:
-    """Chunks of pinned HOST memory, for an accelerator. One stream copies in both directions, which orders a chunk's uses.
+    """Chunks of pinned HOST memory, for an accelerator. One stream copies in both directions, which
+    orders a chunk's uses.
 
     Args:
         device: the accelerator.
@@ -161,7 +178,9 @@ class _HostRoom:
     def _grow(self, count: int) -> None:
         what = "an input of a checkpointed block, resting on HOST,"
         try:
-            slot = self._arena.take(max(count, _CHUNKS_AT_ONCE) * ACTIVATION_CHUNK_BYTES, what, crosses_link=True)
+            slot = self._arena.take(
+                max(count, _CHUNKS_AT_ONCE) * ACTIVATION_CHUNK_BYTES, what, crosses_link=True
+            )
         except BudgetError:
             slot = self._arena.take(ACTIVATION_CHUNK_BYTES, what, crosses_link=True)
         self._arena.pin(self._device)
@@ -175,7 +194,8 @@ class _Extent:
         self.name = name
         self.num_bytes = num_bytes
         self.writes: list[Move] = []
-        self.work: concurrent.futures.Future[None] | None = None  # the last that a helper thread was given
+        # the last that a helper thread was given
+        self.work: concurrent.futures.Future[None] | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -184,7 +204,8 @@ class _Extent:
 
 
 class _DiskRoom:
-    """Files of the store. One helper thread moves the bytes through a ring of buffers, which bounds memory.
+    """Files of the store. One helper thread moves the bytes through a ring of buffers, which bounds
+    memory.
 
     Args:
         device: where the inputs are.
@@ -196,7 +217,9 @@ class _DiskRoom:
         self._device = device
         self._store = store
         self._stream = new_stream(device) if is_accelerator(device) else None
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, "tiermem-activations", activate, (device,))
+        self._thread = concurrent.futures.ThreadPoolExecutor(
+            1, "tiermem-activations", activate, (device,)
+        )
         # Each buffer with the transfer that last used it. Used by the helper thread alone.
         self._ring: collections.deque[tuple[Slot, Move | torch.Event | None]] = collections.deque()
         for _ in range(pool.count):
@@ -240,10 +263,14 @@ class _DiskRoom:
             self._next()
 
     def _start(
-        self, work: Callable[[_Passing, _Extent, torch.Event | None], None], passing: _Passing, home: _Extent
+        self,
+        work: Callable[[_Passing, _Extent, torch.Event | None], None],
+        passing: _Passing,
+        home: _Extent,
     ) -> None:
         ready = None if self._stream is None else record(current_stream(self._device))
-        given = [passing]  # the thread takes it out: its queue must not hold the tensor after the result is there
+        # the thread takes it out: its queue must not hold the tensor after the result is there
+        given = [passing]
         passing.work = home.work = self._thread.submit(lambda: work(given.pop(), home, ready))
 
     def _next(self) -> Slot:
@@ -288,7 +315,9 @@ class _DiskRoom:
                     self._end_read(passing, reading, ready)
                 slot = self._next()
                 data = slot.tensor[: round_up(piece.numel(), _PAGE)]
-                reading.append((slot, self._store.read([(home.name, start, data)], home.name), piece))
+                reading.append(
+                    (slot, self._store.read([(home.name, start, data)], home.name), piece)
+                )
             while reading:
                 self._end_read(passing, reading, ready)
         finally:
@@ -321,7 +350,7 @@ class _DiskRoom:
             write.wait()
 
 
-# ---- inputs ----------------------------------------------------------------------------------------------------------
+# ---- inputs --------------------------------------------------------------------------------------
 
 
 class Saved(NamedTuple):
@@ -345,7 +374,8 @@ class Saved(NamedTuple):
         if self.is_changed:
             of = f"of shape {tuple(self.tensor.shape)} in {self.tensor.dtype}"
             raise RuntimeError(
-                f"a tensor {of} that backward needs was changed in place after it was saved: change a copy"
+                f"a tensor {of} that backward needs was changed in place after it was saved: "
+                "change a copy"
             )
         return self.tensor
 
@@ -353,16 +383,21 @@ class Saved(NamedTuple):
 class _Input:
     """What a graph keeps of a tensor that moves.
 
-    LEAVING --(the next input is saved)--> AWAY --(backward comes near)--> COMING --(backward asks)--> AWAY
+    LEAVING --(the next input is saved)--> AWAY --(backward comes near)--> COMING --(backward
+    asks)--> AWAY
 
-    A tensor that is asked for while it is LEAVING is taken as it is. One that several checkpoints save stays.
+    A tensor that is asked for while it is LEAVING is taken as it is. One that several checkpoints
+    save stays.
     """
 
-    def __init__(self, room: _Room, home: Any, tensor: torch.Tensor, before: Callable[[], _Input | None]) -> None:
+    def __init__(
+        self, room: _Room, home: Any, tensor: torch.Tensor, before: Callable[[], _Input | None]
+    ) -> None:
         self._room = room
         self._home = home
         self._before = before  # the input that was saved before it, which backward needs after it
-        self._source = StorageWeakRef(tensor.untyped_storage())  # its address is not used again while this lives
+        # its address is not used again while this lives
+        self._source = StorageWeakRef(tensor.untyped_storage())
         self._layout = tensor.size(), tensor.stride()
         self._like = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self._here: Saved | None = Saved.of(tensor.detach())  # until it has left
@@ -381,17 +416,20 @@ class _Input:
             self._stays, self._passing = True, self._passing or _Passing(self._here.tensor)
 
     def let_go(self) -> None:
-        """LEAVING -> AWAY, unless it stays. Blocks for a helper thread. Raises OSError; then it stays."""
+        """LEAVING -> AWAY, unless it stays. Blocks for a helper thread. Raises OSError; then it
+        stays."""
         if self._passing is not None and not self._stays:
             self._stays = True
             self._passing.settle()
-            if self._here is not None and not self._here.is_changed:  # else what has left may be changed too
+            # else what has left may be changed too
+            if self._here is not None and not self._here.is_changed:
                 self._here = None
             self._stays = False
             self._passing = None
 
     def take(self) -> torch.Tensor:
-        """The tensor; the one that is needed next starts to come. Blocks for a helper thread. Raises OSError, RuntimeError."""
+        """The tensor; the one that is needed next starts to come. Blocks for a helper thread.
+        Raises OSError, RuntimeError."""
         if self._here is not None:
             self._here.take()
         self._was_taken = True
@@ -423,7 +461,8 @@ def _moving(kept: Kept | None) -> _Input | None:
 
 
 class Activations:
-    """Moves the inputs of checkpointed blocks during the forwards of one model. Used by the thread that computes.
+    """Moves the inputs of checkpointed blocks during the forwards of one model. Used by the thread
+    that computes.
 
     Args:
         room: where they rest.
@@ -438,7 +477,9 @@ class Activations:
         self._kept: set[int] = set()
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
         self._last: Callable[[], _Input | None] = lambda: None  # the input that was saved last
-        self._known: weakref.WeakValueDictionary[tuple[Any, ...], _Input] = weakref.WeakValueDictionary()
+        self._known: weakref.WeakValueDictionary[tuple[Any, ...], _Input] = (
+            weakref.WeakValueDictionary()
+        )
         self._has_warned = False
 
     def begin(self) -> None:
@@ -456,9 +497,11 @@ class Activations:
             hooks.__exit__()
 
     def keep(self, tensor: torch.Tensor, following: Callable[[], Kept | None]) -> Kept:
-        """Sends a tensor home that no graph saves; `take` brings it back. One that is too small to move stays.
+        """Sends a tensor home that no graph saves; `take` brings it back. One that is too small to
+        move stays.
 
-        following: the tensor that is taken after this one, which starts to come when this one is taken.
+        following: the tensor that is taken after this one, which starts to come when this one is
+            taken.
         """
         if not self._may_move(tensor):
             return Saved.of(tensor)
@@ -504,18 +547,28 @@ class Activations:
 
     def _may_move(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is large, no weight, and all of its storage."""
-        if type(tensor) is not torch.Tensor or tensor.nbytes < _LEAST_BYTES or tensor.layout is not torch.strided:
+        if (
+            type(tensor) is not torch.Tensor
+            or tensor.nbytes < _LEAST_BYTES
+            or tensor.layout is not torch.strided
+        ):
             return False
         storage = tensor.untyped_storage()
         is_whole = storage.nbytes() == tensor.nbytes and tensor.storage_offset() == 0
         is_plain = not (tensor.is_conj() or tensor.is_neg())
-        return is_whole and is_plain and tensor.device == self._device and storage._cdata not in self._kept
+        return (
+            is_whole
+            and is_plain
+            and tensor.device == self._device
+            and storage._cdata not in self._kept
+        )
 
     def _warn(self, tensor: torch.Tensor, error: Exception) -> None:
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "an input of a checkpointed block, of %d bytes, stays on %s, and so do others: %s. Raise activation_bytes or "
+                "an input of a checkpointed block, of %d bytes, stays on %s, and so do others: %s. "
+                "Raise activation_bytes or "
                 "the budget of its home",
                 tensor.nbytes,
                 self._device,
@@ -526,7 +579,8 @@ class Activations:
 def _unpack(saved: torch.Tensor | Saved | _Input) -> torch.Tensor:
     if isinstance(saved, (Saved, _Input)):
         return saved.take()
-    if type(saved) is RestingParameter:  # torch gives the checkpoint a plain tensor of its memory, with absent values
+    # torch gives the checkpoint a plain tensor of its memory, with absent values
+    if type(saved) is RestingParameter:
         owner: Owner | None = registry.owner_of(saved)
         if owner is not None and owner.may_lend:
             owner.take_out(saved)  # in backward: present until its end
@@ -553,7 +607,8 @@ def make_activations(
     store: TensorStore,
     pool: Pool | None,
 ) -> Activations | None:
-    """What a policy asks for; None where activations stay: without a home for them, and on HOST where the maths runs there.
+    """What a policy asks for; None where activations stay: without a home for them, and on HOST
+    where the maths runs there.
 
     pool: the plan's buffers for activations.
     """
@@ -563,7 +618,8 @@ def make_activations(
         assert pool is not None
         room = _DiskRoom(device, store, pool)
     elif policy.activations is Tier.HOST and is_accelerator(device):
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # addresses alone, until pages are carved
+        # addresses alone, until pages are carved
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         own = None if plan.activation_bytes else Arena(memory, memory if policy.pin_memory else 0)
         room = _HostRoom(device, own or store.arena, owns_arena=own is not None)
     else:
@@ -571,6 +627,9 @@ def make_activations(
 
     def kept() -> set[int]:
         buffers = [each for each in model.buffers() if each.layout is torch.strided]
-        return {each.untyped_storage()._cdata for each in (*(live.memory.full for live in units), *buffers)}
+        return {
+            each.untyped_storage()._cdata
+            for each in (*(live.memory.full for live in units), *buffers)
+        }
 
     return Activations(room, device, kept)

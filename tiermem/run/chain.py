@@ -1,14 +1,17 @@
-"""Chain: the blocks of a model that run one after the other, each once, on the output of the block before.
+"""Chain: the blocks of a model that run one after the other, each once, on the output of the block
+before.
 
     head      all that runs before the first block     h = embed(tokens)
     blocks    modules of one ModuleList or Sequential   for block in blocks: h = block(h, mask)
     tail      all that runs after the last block       loss = cross_entropy(head(norm(h)), targets)
 
-`find_chain` watches one forward without gradients and finds the chain, or raises NoChainError with the reason. A `Walk` is one
-forward of the model with stand-ins in the places of the blocks: the model's own code runs, and no block does. A walk to the end
-of the chain gives the arguments of every block; a walk through a chain whose output is known gives the tail. Between blocks a
-stand-in returns NaN of the right shape, without memory. A walk raises NoChainError where the model's code leaves the chain: it
-calls other blocks, changes the output of a block before the next one gets it, or takes a gradient of it.
+`find_chain` watches one forward without gradients and finds the chain, or raises NoChainError with
+the reason. A `Walk` is one forward of the model with stand-ins in the places of the blocks: the
+model's own code runs, and no block does. A walk to the end of the chain gives the arguments of
+every block; a walk through a chain whose output is known gives the tail. Between blocks a stand-in
+returns NaN of the right shape, without memory. A walk raises NoChainError where the model's code
+leaves the chain: it calls other blocks, changes the output of a block before the next one gets it,
+or takes a gradient of it.
 """
 
 from __future__ import annotations
@@ -51,7 +54,8 @@ class Link(NamedTuple):
     """Its name in the container."""
     block: nn.Module
     hidden_in: int | None
-    """Which of the leaves of its arguments is the hidden state; None: its arguments have none, as those of an embedding."""
+    """Which of the leaves of its arguments is the hidden state; None: its arguments have none, as
+    those of an embedding."""
     hidden_out: int
     """Which of the leaves of its output is the next hidden state."""
     leaves: Sequence[Any]
@@ -61,8 +65,12 @@ class Link(NamedTuple):
     """Whether the two hidden states have one shape."""
 
     def output(self, hidden: torch.Tensor, refuse: Callable[[torch.Tensor], None]) -> Any:
-        """An output with this hidden state. Other tensors are NaN; a gradient of one calls `refuse`."""
-        leaves = [_nan(leaf, hidden.device, refuse) if isinstance(leaf, _Leaf) else leaf for leaf in self.leaves]
+        """An output with this hidden state. Other tensors are NaN; a gradient of one calls
+        `refuse`."""
+        leaves = [
+            _nan(leaf, hidden.device, refuse) if isinstance(leaf, _Leaf) else leaf
+            for leaf in self.leaves
+        ]
         leaves[self.hidden_out] = hidden
         return tree_unflatten(leaves, self.spec)
 
@@ -78,7 +86,11 @@ class Arguments(NamedTuple):
     def of(cls, args: Any, kwargs: Any, hidden: torch.Tensor | None) -> Arguments:
         """Takes the arguments apart, and leaves this tensor out; None: there is no hidden state."""
         leaves, spec = tree_flatten((args, kwargs))
-        place = next((i for i, leaf in enumerate(leaves) if leaf is hidden), None) if hidden is not None else None
+        place = (
+            next((i for i, leaf in enumerate(leaves) if leaf is hidden), None)
+            if hidden is not None
+            else None
+        )
         if place is not None:
             leaves[place] = None
         return cls(leaves, spec, place)
@@ -92,7 +104,7 @@ class Arguments(NamedTuple):
         return args, kwargs
 
 
-# ---- finding a chain -------------------------------------------------------------------------------------------------
+# ---- finding a chain -----------------------------------------------------------------------------
 
 
 class _ChainCall(NamedTuple):
@@ -100,7 +112,8 @@ class _ChainCall(NamedTuple):
 
     place: str
     leaves: Sequence[Any]  # of its arguments; of tensors shape and dtype
-    from_before: Sequence[tuple[int, int]]  # (leaf of its arguments, leaf of the output before): the same tensor
+    # (leaf of its arguments, leaf of the output before): the same tensor
+    from_before: Sequence[tuple[int, int]]
 
 
 class Chain:
@@ -116,7 +129,8 @@ class Chain:
 
     @contextlib.contextmanager
     def standing_in(self, visit: Callable[[int, Any, Any], Any]) -> Iterator[None]:
-        """A block in which a call of the chain's block k calls `visit(k, args, kwargs)` instead, and returns its result."""
+        """A block in which a call of the chain's block k calls `visit(k, args, kwargs)` instead,
+        and returns its result."""
         try:
             for number, link in enumerate(self.links):
                 self._container.register_module(link.place, _StandIn(link.block, number, visit))
@@ -129,9 +143,12 @@ class Chain:
 class _StandIn(nn.Module):
     """Takes a block's place in its container. Attributes that it does not have are the block's."""
 
-    def __init__(self, block: nn.Module, number: int, visit: Callable[[int, Any, Any], Any]) -> None:
+    def __init__(
+        self, block: nn.Module, number: int, visit: Callable[[int, Any, Any], Any]
+    ) -> None:
         super().__init__()
-        self.__dict__["_stood_for"] = block  # not as a child: modules() and parameters() do not enter the block
+        # not as a child: modules() and parameters() do not enter the block
+        self.__dict__["_stood_for"] = block
         self._number = number
         self._visit = visit
         self.training = block.training
@@ -151,7 +168,9 @@ def find_chain(model: nn.Module, run: Callable[[], Any]) -> Chain:
     """
     container = max(_containers(model), key=_numel, default=None)
     if container is None:
-        raise no_chain(f"this {type(model).__name__} has no ModuleList or Sequential of two or more modules")
+        raise no_chain(
+            f"this {type(model).__name__} has no ModuleList or Sequential of two or more modules"
+        )
     watch = _ChainWatch(container)
     with watch.watching(), torch.no_grad():
         run()
@@ -179,7 +198,8 @@ class _ChainWatch:
     def __init__(self, container: nn.Module) -> None:
         self._blocks = dict(container.named_children())
         self._calls: list[_ChainCall] = []
-        self._outputs: list[tuple[Sequence[Any], TreeSpec]] = []  # of every call; of tensors shape and dtype
+        # of every call; of tensors shape and dtype
+        self._outputs: list[tuple[Sequence[Any], TreeSpec]] = []
         self._last: Sequence[Any] = ()  # the leaves of the output of the last call
 
     @contextlib.contextmanager
@@ -203,14 +223,17 @@ class _ChainWatch:
         places = [call.place for call in self._calls]
         calls = self._calls
         if len(places) < 2 or len(self._outputs) != len(places):
-            raise no_chain(f"of {len(self._blocks)} blocks {len(places)} were called through their container")
+            raise no_chain(
+                f"of {len(self._blocks)} blocks {len(places)} were called through their container"
+            )
         for number, call in enumerate(calls):
             name = names[self._blocks[call.place]]
             if places.count(call.place) > 1:
                 raise no_chain(f"{name} is called {places.count(call.place)} times in one forward")
             if number and len(call.from_before) != 1:
                 raise no_chain(
-                    f"{name} takes {len(call.from_before) or 'no'} tensors of the output of the block before as they are, "
+                    f"{name} takes {len(call.from_before) or 'no'} tensors of the output of the "
+                    "block before as they are, "
                     "not one"
                 )
         for number, call in enumerate(calls):
@@ -227,7 +250,8 @@ class _ChainWatch:
         return found
 
     def _first_hidden(self) -> int | None:
-        """Which argument of the first block is the hidden state: as in the second block, or the first floating tensor."""
+        """Which argument of the first block is the hidden state: as in the second block, or the
+        first floating tensor."""
         leaves = self._calls[0].leaves
         second = self._calls[1]
         place = second.from_before[0][0] if second.from_before else None
@@ -239,8 +263,13 @@ class _ChainWatch:
         return None
 
     def _last_hidden(self, name: str, leaves: Sequence[Any], before: Link) -> int:
-        """Which output of the last block is the hidden state: as in the block before, or the only floating tensor."""
-        floating = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _Leaf) and leaf.dtype.is_floating_point]
+        """Which output of the last block is the hidden state: as in the block before, or the only
+        floating tensor."""
+        floating = [
+            i
+            for i, leaf in enumerate(leaves)
+            if isinstance(leaf, _Leaf) and leaf.dtype.is_floating_point
+        ]
         if before.hidden_out in floating and len(leaves) == len(before.leaves):
             return before.hidden_out
         if len(floating) != 1:
@@ -251,7 +280,12 @@ class _ChainWatch:
         def begin(block: nn.Module, args: Any, kwargs: Any) -> None:
             leaves = tree_leaves((args, kwargs))
             pairs = enumerate(leaves)
-            same = [(i, j) for i, leaf in pairs for j, out in enumerate(self._last) if _is_tensor(leaf) and leaf is out]
+            same = [
+                (i, j)
+                for i, leaf in pairs
+                for j, out in enumerate(self._last)
+                if _is_tensor(leaf) and leaf is out
+            ]
             self._calls.append(_ChainCall(place, [_shown(leaf) for leaf in leaves], same))
 
         return begin
@@ -269,11 +303,12 @@ def _shown(leaf: Any) -> Any:
     return _Leaf(leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
 
 
-# ---- walks -----------------------------------------------------------------------------------------------------------
+# ---- walks ---------------------------------------------------------------------------------------
 
 
 class ForwardEnded(Exception):
-    """Ends a forward at the last block, whose output is not known yet. A Walk raises and catches it."""
+    """Ends a forward at the last block, whose output is not known yet. A Walk raises and catches
+    it."""
 
 
 class Walk:
@@ -295,21 +330,27 @@ class Walk:
         """Of every block that was visited."""
 
     def to_the_end(self) -> None:
-        """Runs the head, and the code between blocks. Afterwards `first` and `arguments` are those of all blocks."""
+        """Runs the head, and the code between blocks. Afterwards `first` and `arguments` are those
+        of all blocks."""
         with self._chain.standing_in(self._visit):
             try:
                 self._run()
             except ForwardEnded:
                 return
-        raise no_chain(f"a forward ended before it called {self._chain.links[self._visited - 1].name}")
+        raise no_chain(
+            f"a forward ended before it called {self._chain.links[self._visited - 1].name}"
+        )
 
     def through(self, then: Callable[[], torch.Tensor]) -> Any:
-        """Runs the whole forward; returns its result. `then` is called for the output of the last block."""
+        """Runs the whole forward; returns its result. `then` is called for the output of the last
+        block."""
         self._then = then
         with self._chain.standing_in(self._visit):
             result = self._run()
         if self._visited != len(self._chain.links):
-            raise no_chain(f"a forward called {self._visited} of the {len(self._chain.links)} blocks")
+            raise no_chain(
+                f"a forward called {self._visited} of the {len(self._chain.links)} blocks"
+            )
         return result
 
     def _visit(self, number: int, args: Any, kwargs: Any) -> Any:
@@ -320,7 +361,8 @@ class Walk:
             raise no_chain(f"a forward called {link.name} where others called {expected}")
         if not torch.is_grad_enabled():
             raise no_chain(
-                f"{link.name} is called without gradients, as reentrant checkpointing does: turn the model's checkpointing "
+                f"{link.name} is called without gradients, as reentrant checkpointing does: turn "
+                "the model's checkpointing "
                 "off, as blocks are checkpointed here, or set use_reentrant=False"
             )
         self._check_arguments(link, args, kwargs)
@@ -336,7 +378,11 @@ class Walk:
         else:
             leaf = link.leaves[link.hidden_out]
             shape = given.shape if given is not None and link.keeps_shape else leaf.shape
-            device = next(each.device for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor))
+            device = next(
+                each.device
+                for each in tree_leaves((args, kwargs))
+                if isinstance(each, torch.Tensor)
+            )
             self._hidden = _nan(_Leaf(shape, leaf.dtype), device, self._refuse(link))
         assert self._hidden is not None
         return link.output(self._hidden, self._refuse(link))
@@ -346,18 +392,28 @@ class Walk:
         is_first = self._visited == 0
         if link.hidden_in is not None and (
             len(leaves) <= link.hidden_in
-            or (leaves[link.hidden_in] is not self._hidden if not is_first else not _is_tensor(leaves[link.hidden_in]))
+            or (
+                leaves[link.hidden_in] is not self._hidden
+                if not is_first
+                else not _is_tensor(leaves[link.hidden_in])
+            )
         ):
-            raise no_chain(f"the hidden state that {link.name} gets is not the output of the block before")
+            raise no_chain(
+                f"the hidden state that {link.name} gets is not the output of the block before"
+            )
         for number, leaf in enumerate(leaves):
             if number != link.hidden_in and isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 raise no_chain(
-                    f"{link.name} takes a tensor of shape {tuple(leaf.shape)} that needs a gradient, beside the hidden state"
+                    f"{link.name} takes a tensor of shape {tuple(leaf.shape)} that needs a "
+                    "gradient, beside the hidden state"
                 )
 
     def _refuse(self, link: Link) -> Callable[[torch.Tensor], None]:
         def refuse(grad: torch.Tensor) -> None:
-            raise no_chain(f"the loss depends on the output of {link.name} in another way than through the next block")
+            raise no_chain(
+                f"the loss depends on the output of {link.name} in another way than through the "
+                "next block"
+            )
 
         return refuse
 
@@ -366,6 +422,10 @@ def _nan(leaf: _Leaf, device: torch.device, refuse: Callable[[torch.Tensor], Non
     """NaN of a shape, without memory; of integers zeros. Calls `refuse` with a gradient of it."""
     if not leaf.dtype.is_floating_point:
         return torch.zeros((), dtype=leaf.dtype, device=device).expand(leaf.shape)
-    made = torch.full((), float("nan"), dtype=leaf.dtype, device=device).expand(leaf.shape).requires_grad_()
+    made = (
+        torch.full((), float("nan"), dtype=leaf.dtype, device=device)
+        .expand(leaf.shape)
+        .requires_grad_()
+    )
     made.register_hook(refuse)
     return made

@@ -1,4 +1,5 @@
-"""Hooks: find out from a model's own forward and backward which units are needed, and when they are needed no more.
+"""Hooks: find out from a model's own forward and backward which units are needed, and when they are
+needed no more.
 
 Only hooks that torch offers are used. For every module that needs units:
 
@@ -6,28 +7,33 @@ Only hooks that torch offers are used. For every module that needs units:
     after forward    its units are released, unless backward runs (activation checkpointing repeats forward inside backward)
     before backward  the gradient of an output has come: the units are made present and held again
     after backward   the gradient of an input has come, or of the output of a module that ran before: the use is *answered*.
-                     All operations in between have been computed then (backward_marks.py). The unit's own parameters have
-                     their gradients, since autograd accumulates those at once
+                     All operations in between have been computed then (backward_marks.py). The
+                     unit's own parameters have their gradients, since autograd accumulates those at
+                     once
 
-Each forward with gradients makes a *use* (prefetcher.py), which backward answers. A unit's gradients are final when it has no
-unanswered use. A use that is still unanswered when backward ends (its inputs are token ids, for example) is answered there.
-Gradients accumulate where they rest, so a late answer costs time, never correctness.
+Each forward with gradients makes a *use* (prefetcher.py), which backward answers. A unit's
+gradients are final when it has no unanswered use. A use that is still unanswered when backward ends
+(its inputs are token ids, for example) is answered there. Gradients accumulate where they rest, so
+a late answer costs time, never correctness.
 
 Any module of the tree may be called by itself, any number of times:
 
     a module that triggers units            needs these units, from any caller
     a module inside such a module           needs the units of its own parameters. Its hooks are removed while the module around
-                                            it runs, which holds these units (torch.compile then sees the module without hooks)
+                                            it runs, which holds these units (torch.compile then
+                                            sees the module without hooks)
     a module around such modules            needs the units of its own parameters alone. Its call shows where a pass begins, and
                                             its output shows backward
     a parameter that is always present      needs no module: a hook on the parameter shows that a backward has begun
 
-An exception that torch does not show to hooks (KeyboardInterrupt, SystemExit, CancelledError) leaves frames of a forward. They
-are dropped when the call that began it is on no thread's stack any more. One that ends a hook leaves the prefetcher's mark, or
-that of the backward. `recover` then makes every unit absent before the next pass, step or close.
+An exception that torch does not show to hooks (KeyboardInterrupt, SystemExit, CancelledError)
+leaves frames of a forward. They are dropped when the call that began it is on no thread's stack any
+more. One that ends a hook leaves the prefetcher's mark, or that of the backward. `recover` then
+makes every unit absent before the next pass, step or close.
 
-The function given to `call_on_backward` is called when a backward begins, after the last step has ended: reads for the next
-step may begin then. They are behind all other transfers, so that they take the disk only when it is idle.
+The function given to `call_on_backward` is called when a backward begins, after the last step has
+ended: reads for the next step may begin then. They are behind all other transfers, so that they
+    take the disk only when it is idle.
 """
 
 from __future__ import annotations
@@ -60,7 +66,8 @@ from tiermem.weights.unit_state import LiveUnit, needed_by_module, reset_all
 
 
 class Hooks(Uncopied):
-    """Installs hooks on a model. They call the prefetcher's `acquire` and `release`, and `receive` of the gradient homes.
+    """Installs hooks on a model. They call the prefetcher's `acquire` and `release`, and `receive`
+    of the gradient homes.
 
     Args:
         root: the model.
@@ -68,7 +75,8 @@ class Hooks(Uncopied):
         units: all units.
         prefetcher: makes units present.
         homes: receives gradients.
-        steps: the step that may be under way when a backward begins, and is durable afterwards where that is due.
+        steps: the step that may be under way when a backward begins, and is durable afterwards
+            where that is due.
         store: its recorder gets an event for every forward and backward of a unit.
         activations: moves what checkpoints save; None: it stays.
     """
@@ -92,30 +100,39 @@ class Hooks(Uncopied):
         self._store = store
         self._homes = homes
         self._uses = Uses(units)
-        self._held: dict[UnitUse, None] = {}  # in their order: uses whose units the backward under way holds
+        # in their order: uses whose units the backward under way holds
+        self._held: dict[UnitUse, None] = {}
         self._frames: list[Frame] = []  # forwards under way, the innermost last
         # At most one: the outermost forward under way. A dict, since `setdefault` is one step.
         self._call: dict[str, _Call] = {}
         self._is_joined = False  # inside `joined`
-        self._returned: list[LiveUnit] = []  # units of parameters that the model returned; held until backward ends
+        # units of parameters that the model returned; held until backward ends
+        self._returned: list[LiveUnit] = []
         self._leader: nn.Module | None = None  # the module whose call began the pass
         self._pass_kind: tuple[bool, bool] | None = None
         self.thread = threading.get_ident()  # the thread that computes
-        self._is_training_pass = False  # whether the outermost forward under way began with gradients
-        self._ending: weakref.ref[Callable[[], None]] | None = None  # called at the end of the backward under way
+        # whether the outermost forward under way began with gradients
+        self._is_training_pass = False
+        # called at the end of the backward under way
+        self._ending: weakref.ref[Callable[[], None]] | None = None
         self._watched = -1  # torch's number of the backward whose end calls `finish_backward`
         self.num_backwards = 0  # backwards that have begun
-        self.has_left_gradients = False  # in `p.grad`: the last backward was not to receive them (`receive_if`)
+        # in `p.grad`: the last backward was not to receive them (`receive_if`)
+        self.has_left_gradients = False
         self._clock = itertools.count(1)  # of begins and ends of forwards
-        self._may_receive: Callable[[], bool] = lambda: True  # False: autograd continues to add to p.grad
+        # False: autograd continues to add to p.grad
+        self._may_receive: Callable[[], bool] = lambda: True
         self._on_backward: Callable[[], None] = lambda: None
         self._on_training: Callable[[], None] = lambda: None
         self._handles: list[RemovableHandle] = []
         self._by_param = {id(shard.param): live for live in units for shard in live.unit.shards}
-        self._seen_params: set[int] = set()  # ids of parameters whose gradients show that a backward has begun
+        # ids of parameters whose gradients show that a backward has begun
+        self._seen_params: set[int] = set()
         needed_by = needed_by_module(root, triggers, self._by_param)
         self._by_module = {
-            module: _ModuleHooks(self, module, needed, is_inner=bool(needed) and module not in triggers)
+            module: _ModuleHooks(
+                self, module, needed, is_inner=bool(needed) and module not in triggers
+            )
             for module, needed in needed_by.items()
         }
         for module, hooks in self._by_module.items():
@@ -134,7 +151,8 @@ class Hooks(Uncopied):
             self.activations.close()
 
     def add_need(self, module: nn.Module, live: LiveUnit) -> bool:
-        """Registers that a module's forward needs a unit; returns False if it was registered already."""
+        """Registers that a module's forward needs a unit; returns False if it was registered
+        already."""
         if module not in self._by_module:
             self._by_module[module] = _ModuleHooks(self, module, [], is_inner=False)
         hooks = self._by_module[module]
@@ -155,7 +173,8 @@ class Hooks(Uncopied):
         for param in (shard.param for shard in live.unit.shards):
             if not live.is_streamed:
                 self.see_gradient_of(live, param)
-            if live.memory.has_streams and live.unit.is_trainable and param.requires_grad:  # noted twice is noted once
+            # noted twice is noted once
+            if live.memory.has_streams and live.unit.is_trainable and param.requires_grad:
                 note = marks.WeakCall(live, lambda live, param: live.memory.note_gradient())
                 self._handles.append(param.register_post_accumulate_grad_hook(note))
 
@@ -163,13 +182,16 @@ class Hooks(Uncopied):
         """Watches a parameter's gradient, which may be the only sign that a backward has begun."""
         if live.unit.is_trainable and param.requires_grad and id(param) not in self._seen_params:
             self._seen_params.add(id(param))
-            # Weak, because torch keeps hooks of parameters where the garbage collector does not look.
+            # Weak, because torch keeps hooks of parameters where the garbage collector does not
+            # look.
             see = marks.WeakCall(self, Hooks.watch_backward)
             self._handles.append(param.register_hook(unserializable_hook(see)))
 
-    # ---- forward ---------------------------------------------------------------------------------------------------------
+    # ---- forward ---------------------------------------------------------------------------------
 
-    def enter(self, needed: Sequence[LiveUnit], args: Any, kwargs: Any, reads_again: bool = True) -> Frame:
+    def enter(
+        self, needed: Sequence[LiveUnit], args: Any, kwargs: Any, reads_again: bool = True
+    ) -> Frame:
         """Begins a forward whose units are present: marks its inputs when gradients will flow."""
         frame = Frame(tuple(needed))
         self._frames.append(frame)
@@ -186,7 +208,9 @@ class Hooks(Uncopied):
         self._uses.add(use)
         given = marks.handed_over(args, kwargs)
         marks.mark([tensor for tensor in given if tensor.grad_fn is not None], use, self._computed)
-        marks.mark([tensor for tensor in given if tensor.grad_fn is None], use, self._computed_to_a_leaf)
+        marks.mark(
+            [tensor for tensor in given if tensor.grad_fn is None], use, self._computed_to_a_leaf
+        )
         return frame
 
     def leave(self, frame: Frame, made: list[torch.Tensor]) -> None:
@@ -226,11 +250,13 @@ class Hooks(Uncopied):
 
     @property
     def is_foreign(self) -> bool:
-        """Whether this thread is another one than that of the last pass, and not one of a backward."""
+        """Whether this thread is another one than that of the last pass, and not one of a
+        backward."""
         return self.thread != threading.get_ident() and not marks.in_backward()
 
     def recover(self) -> None:
-        """Before a call of the user: completes what an interrupt has left half-way. Blocks; raises OSError of a step.
+        """Before a call of the user: completes what an interrupt has left half-way. Blocks; raises
+        OSError of a step.
 
         Does nothing inside a forward or a backward, nor if all is well.
         """
@@ -246,10 +272,11 @@ class Hooks(Uncopied):
             self.prefetcher.recover(functools.partial(reset_all, self._units))
 
     def begin_outermost(self, module: nn.Module) -> bool:
-        """Begins the outermost call. Returns whether it begins a pass; then the prefetcher has to start fetching.
+        """Begins the outermost call. Returns whether it begins a pass; then the prefetcher has to
+        start fetching.
 
-        A pass continues while its modules are called one after the other. It ends when the module that began it, or the model,
-        is called again, or when a module is called in another mode.
+        A pass continues while its modules are called one after the other. It ends when the module
+        that began it, or the model, is called again, or when a module is called in another mode.
         """
         self.thread = threading.get_ident()
         self._abandon_backward()
@@ -265,7 +292,11 @@ class Hooks(Uncopied):
             self._on_training()
         kind = (self._is_training_pass and module.training, module.training)
         order = self.prefetcher.order
-        if module not in (self._root, self._leader) and kind == self._pass_kind and not order.is_long:
+        if (
+            module not in (self._root, self._leader)
+            and kind == self._pass_kind
+            and not order.is_long
+        ):
             return False
         self._leader = module
         self._pass_kind = kind
@@ -276,7 +307,9 @@ class Hooks(Uncopied):
         order.begin(kind, has_backward=kind[0])
         return True
 
-    def end_outermost(self, module: nn.Module, frame: Frame, output: Any, made: list[torch.Tensor]) -> None:
+    def end_outermost(
+        self, module: nn.Module, frame: Frame, output: Any, made: list[torch.Tensor]
+    ) -> None:
         """Ends the outermost call, also one that raised."""
         if self.activations is not None:
             self.activations.end()
@@ -288,15 +321,18 @@ class Hooks(Uncopied):
         if frame.use is not None and not frame.use.units:
             marks.mark(made, self, Hooks.watch_backward)
         if module is self._root and not torch.is_grad_enabled() and not self.prefetcher.is_torn:
-            self.prefetcher.end_pass()  # of an evaluation: weights do not change before the next pass
+            # of an evaluation: weights do not change before the next pass
+            self.prefetcher.end_pass()
         self._call.clear()
 
     @contextlib.contextmanager
     def joined(self) -> Iterator[None]:
-        """Joins all forwards and backwards in the block to one pass and one backward; the caller receives the gradients.
+        """Joins all forwards and backwards in the block to one pass and one backward; the caller
+        receives the gradients.
 
-        Call `begin_backward` before the first backward, and `answer_held` after each one. The last step may go on until then.
-        When the block ends, the homes have every gradient; when it raises, the gradients are forgotten. Collective; blocks.
+        Call `begin_backward` before the first backward, and `answer_held` after each one. The last
+        step may go on until then. When the block ends, the homes have every gradient; when it
+        raises, the gradients are forgotten. Collective; blocks.
         """
         self.begin_outermost(self._root)
         self.prefetcher.acquire()
@@ -315,7 +351,8 @@ class Hooks(Uncopied):
         ending()
 
     def answer_held(self) -> None:
-        """Inside `joined`, after a backward: answers the uses that it began, whose operations have all been computed."""
+        """Inside `joined`, after a backward: answers the uses that it began, whose operations have
+        all been computed."""
         while self._held:
             self.answer(next(reversed(self._held)))
 
@@ -334,7 +371,7 @@ class Hooks(Uncopied):
                 hooks.forget_frames()
             self._frames.clear()
 
-    # ---- parameters of other modules -------------------------------------------------------------------------------------
+    # ---- parameters of other modules -------------------------------------------------------------
 
     @property
     def may_lend(self) -> bool:
@@ -345,8 +382,11 @@ class Hooks(Uncopied):
         return bool(self._frames) and (found is None or found.is_under_way)
 
     def lend(self, params: Sequence[nn.Parameter], func: Any, args: Any, kwargs: Any) -> Any:
-        """Calls a torch function with resting parameters gathered (access.py). Collective; blocks."""
-        needed = list({self._by_param[id(p)].unit.index: self._by_param[id(p)] for p in params}.values())
+        """Calls a torch function with resting parameters gathered (access.py). Collective;
+        blocks."""
+        needed = list(
+            {self._by_param[id(p)].unit.index: self._by_param[id(p)] for p in params}.values()
+        )
         for live in needed:
             self.prefetcher.acquire(live)
         frame = self.enter(needed, args, kwargs)
@@ -356,7 +396,9 @@ class Hooks(Uncopied):
             output = without_loans(make(), params, make, may_borrow=torch.is_grad_enabled())
         finally:
             made = [
-                tensor for tensor in marks.tensors_in(output) if not isinstance(tensor, (nn.Parameter, RestingView))
+                tensor
+                for tensor in marks.tensors_in(output)
+                if not isinstance(tensor, (nn.Parameter, RestingView))
             ]
             for live in needed:
                 if any(live.memory.sees(tensor) for tensor in made):
@@ -385,21 +427,24 @@ class Hooks(Uncopied):
         if frame.use is not None:
             self._uses.extend(frame.use, live)
 
-    # ---- backward ----------------------------------------------------------------------------------------------------------
+    # ---- backward --------------------------------------------------------------------------------
 
     def answer(self, use: UnitUse) -> None:
-        """A use's backward has been computed: releases its units, and receives their gradients if they are final."""
+        """A use's backward has been computed: releases its units, and receives their gradients if
+        they are final."""
         use.answered_in = self.num_backwards
         self._uses.answer(use)
         self._let_go(use)
-        with torch._C.DisableTorchFunctionSubclass():  # reading the `grad` of resting parameters takes less time so
+        # reading the `grad` of resting parameters takes less time so
+        with torch._C.DisableTorchFunctionSubclass():
             for live in use.units:
                 live.memory.join()  # autograd may have computed and accumulated on other streams
                 if live.unit.is_trainable and self._uses.is_final(live) and self._may_receive():
                     self._homes.receive(live.unit)
 
     def receive_if(self, may_receive: Callable[[], bool]) -> Callable[[], bool]:
-        """Sets a condition: final gradients are received only if `may_receive()`. Returns the condition before."""
+        """Sets a condition: final gradients are received only if `may_receive()`. Returns the
+        condition before."""
         before = self._may_receive
         self._may_receive = may_receive
         return before
@@ -409,11 +454,13 @@ class Hooks(Uncopied):
         self._on_backward = function
 
     def call_on_training(self, function: Callable[[], None]) -> None:
-        """Sets the function to call before an outermost forward with gradients. It may raise; then nothing has begun."""
+        """Sets the function to call before an outermost forward with gradients. It may raise; then
+        nothing has begun."""
         self._on_training = function
 
     def check_backward_ended(self) -> None:
-        """Raises RuntimeError before a step if the last backward ended in an exception; drops its gradients."""
+        """Raises RuntimeError before a step if the last backward ended in an exception; drops its
+        gradients."""
         self._drop_frames()
         if self._ending is not None:
             self._abandon_backward()
@@ -422,7 +469,8 @@ class Hooks(Uncopied):
 
     @marks.outside_transforms
     def finish_backward(self) -> None:
-        """Receives the remaining gradients and releases every held unit. Called automatically at the end of backward."""
+        """Receives the remaining gradients and releases every held unit. Called automatically at
+        the end of backward."""
         self._uses.forget_promises()
         self.answer_held()
         while self._returned:
@@ -437,13 +485,15 @@ class Hooks(Uncopied):
         self._ending = None
 
     def _hold(self, use: UnitUse, grad: torch.Tensor | None = None) -> None:
-        """The gradient of a tensor that a forward returned has come: holds the use's units for its backward."""
+        """The gradient of a tensor that a forward returned has come: holds the use's units for its
+        backward."""
         self.watch_backward()
         if use in self._held or use.answered_in == self.num_backwards:
             return
         for later in [other for other in self._held if other.entered > use.left]:
             self.answer(later)  # operations recorded after this forward have been computed
-        if grad is not None and grad.requires_grad:  # a second backward through this one needs the units until here
+        # a second backward through this one needs the units until here
+        if grad is not None and grad.requires_grad:
             marks.mark([grad], use, self._let_go)
         self._uses.add(use)
         self._held[use] = None
@@ -452,7 +502,8 @@ class Hooks(Uncopied):
         use.start_ns = time.monotonic_ns()
 
     def _computed(self, use: UnitUse, grad: torch.Tensor) -> None:
-        """The gradient of an input of a forward has come, perhaps of another use of this input: answers the use."""
+        """The gradient of an input of a forward has come, perhaps of another use of this input:
+        answers the use."""
         self.watch_backward()
         if use.answered_in != self.num_backwards:
             self.answer(use)
@@ -460,17 +511,22 @@ class Hooks(Uncopied):
             marks.mark([grad], use, self._hold)
 
     def _computed_to_a_leaf(self, use: UnitUse, grad: torch.Tensor) -> None:
-        """The gradient of a leaf input has come; the order relative to gradients of parameters used beside it is not known.
+        """The gradient of a leaf input has come; the order relative to gradients of parameters used
+        beside it is not known.
 
-        Reentrant checkpointing makes its inputs leaves of an inner backward. At the end of that backward all have come.
+        Reentrant checkpointing makes its inputs leaves of an inner backward. At the end of that
+        backward all have come.
         """
         if torch._C._current_graph_task_id() == self._watched:
             self._computed(use, grad)
         else:
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._computed(use, grad))
+            torch.autograd.Variable._execution_engine.queue_callback(
+                lambda: self._computed(use, grad)
+            )
 
     def _let_go(self, use: UnitUse, grad: torch.Tensor | None = None) -> None:
-        """A use's backward, or a second backward through it, has passed the forward's operations: releases the units."""
+        """A use's backward, or a second backward through it, has passed the forward's operations:
+        releases the units."""
         if use in self._held:
             del self._held[use]
             self._record("backward", use)
@@ -479,10 +535,13 @@ class Hooks(Uncopied):
 
     def _record(self, phase: str, use: UnitUse) -> None:
         for live in use.units:
-            self._store.recorder.add("unit", f"{phase} {live.unit.name}", use.start_ns, time.monotonic_ns())
+            self._store.recorder.add(
+                "unit", f"{phase} {live.unit.name}", use.start_ns, time.monotonic_ns()
+            )
 
     def watch_backward(self, grad: torch.Tensor | None = None) -> None:
-        """At the first sign of a backward: clears `p.grad` and registers a callback for the end of the backward.
+        """At the first sign of a backward: clears `p.grad` and registers a callback for the end of
+        the backward.
 
         Ends the last step first. Raises its errors, and RuntimeError in a forked child.
         """
@@ -499,16 +558,19 @@ class Hooks(Uncopied):
         self.begin_backward()
 
     def _expect_end(self) -> Callable[[], None]:
-        """Returns the function that ends a backward. When nothing holds it any more, an exception has ended the backward."""
+        """Returns the function that ends a backward. When nothing holds it any more, an exception
+        has ended the backward."""
         ending = functools.partial(self.finish_backward)
         self._ending = weakref.ref(ending)
         return ending
 
     @marks.outside_transforms
     def begin_backward(self) -> None:
-        """Begins a backward, or all those of a `joined` block: ends the last step, which reads gradients; clears `p.grad`.
+        """Begins a backward, or all those of a `joined` block: ends the last step, which reads
+        gradients; clears `p.grad`.
 
-        Blocks; raises the errors of the step, and RuntimeError when no optimizer takes gradients that are not kept.
+        Blocks; raises the errors of the step, and RuntimeError when no optimizer takes gradients
+        that are not kept.
         """
         self._homes.store.check_consumer()
         self._steps.end()
@@ -518,7 +580,8 @@ class Hooks(Uncopied):
         self._on_backward()
 
     def _abandon_backward(self) -> None:
-        """After a backward that ended in an exception: releases its units and drops its gradients."""
+        """After a backward that ended in an exception: releases its units and drops its
+        gradients."""
         if self._ending is not None or self._homes.is_torn:
             self._homes.abandon()
         while self._held:
@@ -561,7 +624,8 @@ def _is_alive(thread: int) -> bool:
 
 def _in_another_thread(phase: str) -> RuntimeError:
     return RuntimeError(
-        f"another thread is in a {phase} of this model, whose fetches use the same buffers: wait until it has ended, or call "
+        f"another thread is in a {phase} of this model, whose fetches use the same buffers: wait "
+        "until it has ended, or call "
         "the model in that thread"
     )
 
@@ -569,20 +633,28 @@ def _in_another_thread(phase: str) -> RuntimeError:
 class _ModuleHooks:
     """The two forward hooks of one module; carries the frame from the first to the second.
 
-    A module inside one that triggers units may be copied while its parameters are gathered. The hooks of the copy do nothing.
+    A module inside one that triggers units may be copied while its parameters are gathered. The
+    hooks of the copy do nothing.
     """
 
-    def __init__(self, hooks: Hooks, module: nn.Module, needed: list[LiveUnit], is_inner: bool) -> None:
+    def __init__(
+        self, hooks: Hooks, module: nn.Module, needed: list[LiveUnit], is_inner: bool
+    ) -> None:
         self.module = module
         self.needed = needed
         self.is_inner = is_inner
         self._hooks = hooks
-        self._inside: list[_ModuleHooks] = []  # of modules whose units this module holds while it runs
+        # of modules whose units this module holds while it runs
+        self._inside: list[_ModuleHooks] = []
         # Forwards under way (a module may call itself), and whether each is the outermost call.
         self._frames: list[tuple[Frame, bool] | None] = []
         self._num_off = 0  # modules around this one that run now
-        self._before = module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
-        self._after = module.register_forward_hook(self.after_forward, with_kwargs=True, always_call=True)
+        self._before = module.register_forward_pre_hook(
+            self.before_forward, prepend=True, with_kwargs=True
+        )
+        self._after = module.register_forward_hook(
+            self.after_forward, with_kwargs=True, always_call=True
+        )
 
     def covers(self, inside: list[_ModuleHooks]) -> None:
         """Sets the modules inside this one whose units are all held by this one."""
@@ -647,7 +719,8 @@ class _ModuleHooks:
             self._hooks.end_outermost(module, frame, output, made)
 
     def _switch(self, change: int) -> None:
-        """Counts the modules around this one that run; torch calls the hooks only when the count is zero."""
+        """Counts the modules around this one that run; torch calls the hooks only when the count is
+        zero."""
         was_off = self._num_off > 0
         self._num_off = max(0, self._num_off + change)
         if was_off == (self._num_off > 0):

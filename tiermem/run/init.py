@@ -32,11 +32,20 @@ from tiermem.swap.memory.accelerator import device_taken, find_device, kind_of_d
 from tiermem.units import registry
 from tiermem.weights.absent import needs_values, parameters_in, replaces_data, writes_in_place
 
-# ---- Init ------------------------------------------------------------------------------------------------------------
+# ---- Init ----------------------------------------------------------------------------------------
 
 AnyConfig = Mapping[str, Any] | str | os.PathLike[str]
 
-_CREATORS = {torch.tensor, torch.empty, torch.zeros, torch.ones, torch.full, torch.arange, torch.eye, torch.randn}
+_CREATORS = {
+    torch.tensor,
+    torch.empty,
+    torch.zeros,
+    torch.ones,
+    torch.full,
+    torch.arange,
+    torch.eye,
+    torch.randn,
+}
 
 
 class DeepSpeedTensorOverride(enum.Enum):
@@ -59,47 +68,60 @@ class Init:
         with tiermem.zero.Init(config_dict_or_path=cfg):
             model = MyLargeModel()
 
-    When a module is assigned to its parent, its parameters are partitioned: each rank keeps its part, and the parameter shows
-    NaN (init_params.py). The root's parameters are partitioned when Init exits; a parameter on the meta device, when another
-    takes its place. Code that uses a parameter afterwards (weight
-    initialisation by a library, tied weights, `Module.apply`) finds its values: inside Init a TorchFunctionMode sees torch's
-    calls on parameters and brings the values back before the call. A bounded cache holds them; the oldest leave first.
+    When a module is assigned to its parent, its parameters are partitioned: each rank keeps its
+    part, and the parameter shows NaN (init_params.py). The root's parameters are partitioned when
+    Init exits; a parameter on the meta device, when another takes its place. Code that uses a
+    parameter afterwards (weight initialisation by a library, tied weights, `Module.apply`) finds
+    its values: inside Init a TorchFunctionMode sees torch's calls on parameters and brings the
+    values back before the call. A bounded cache holds them; the oldest leave first.
 
-    The values are the same as in a plain build with the same seed. They keep the dtype in which they were built and are cast
-    when the model is sharded. With several ranks they are rank 0's values; other ranks' writes are dropped.
+    The values are the same as in a plain build with the same seed. They keep the dtype in which
+    they were built and are cast when the model is sharded. With several ranks they are rank 0's
+    values; other ranks' writes are dropped.
 
-    Peak memory while building is this rank's parts, and the larger of one module that is not yet assigned to its parent and the
-    cache: 16 MiB, or the parameters of one call if they take more. The modules of a plain list
-    (`nn.ModuleList([nn.Linear(...) for ...])`) are all assigned at once, so the list may exceed that.
+    Peak memory while building is this rank's parts, and the larger of one module that is not yet
+    assigned to its parent and the cache: 16 MiB, or the parameters of one call if they take more.
+    The modules of a plain list (`nn.ModuleList([nn.Linear(...) for ...])`) are all assigned at
+    once, so the list may exceed that.
 
-    Contexts nest: the innermost takes the modules built in it. No torch name is patched: the registration hooks and the mode
-    are torch's own, and are removed when Init exits. The model is usable only after `shard` or `initialize`, which take over
-    the parameters. A subclass may override `get_partition_rank` and `get_dp_process_group`.
+    Contexts nest: the innermost takes the modules built in it. No torch name is patched: the
+    registration hooks and the mode are torch's own, and are removed when Init exits. The model is
+    usable only after `shard` or `initialize`, which take over the parameters. A subclass may
+    override `get_partition_rank` and `get_dp_process_group`.
 
     Args:
         module: partition a finished module instead of building one inside the context.
-        data_parallel_group: ranks that share the parameters; default: those of mpu, else the world. If a launcher (torchrun)
-            has started ranks and no process group exists, entering the context creates it.
-        mem_efficient_linear: has no effect: linear layers keep no copy of a weight (weights/unit_state.py).
-        remote_device: where parameters rest until they are sharded: "none", "cpu" or "nvme"; default: as in the config.
+        data_parallel_group: ranks that share the parameters; default: those of mpu, else the world.
+            If a launcher (torchrun) has started ranks and no process group exists, entering the
+            context creates it.
+        mem_efficient_linear: has no effect: linear layers keep no copy of a weight
+            (weights/unit_state.py).
+        remote_device: where parameters rest until they are sharded: "none", "cpu" or "nvme";
+            default: as in the config.
         pin_memory: page-lock the parts that rest in memory, where there is a GPU.
         config_dict_or_path: a DeepSpeed-style config: a dict or the path of a JSON file.
         config: the deprecated name of config_dict_or_path.
         enabled: False makes the context do nothing.
         dtype: dtype of the parameters once sharded; default: the config's precision, else as built.
-        mpu: an object whose `get_data_parallel_group()` returns the ranks that share the parameters.
-        zero_param_parallel_group: neighbouring ranks, this one among them, that keep a second copy of gathered parameters
-            (hpZ): the same as zero_hpz_partition_size with the number of these ranks.
-        zero_quantized_weights, zero_quantized_nontrainable_weights: as the config keys of the same name.
+        mpu: an object whose `get_data_parallel_group()` returns the ranks that share the
+            parameters.
+        zero_param_parallel_group: neighbouring ranks, this one among them, that keep a second copy
+            of gathered parameters (hpZ): the same as zero_hpz_partition_size with the number of
+            these ranks.
+        zero_quantized_weights, zero_quantized_nontrainable_weights: as the config keys of the same
+            name.
         sequence_data_parallel_group: the deprecated name of data_parallel_group.
-        param_swapper: refused: the reference's own object for reading and writing files; here tiers do that.
-        tensor_overrides: `DeepSpeedTensorOverride` members. With `dtype`, floating-point tensors made inside (by torch.tensor,
-            empty, zeros, ones, full, arange, eye, randn) without a dtype get `dtype`. With `device`, tensors made without a
-            device get the current GPU. Default: neither, so values and buffers are those of a plain build; the reference does
-            both.
+        param_swapper: refused: the reference's own object for reading and writing files; here tiers
+            do that.
+        tensor_overrides: `DeepSpeedTensorOverride` members. With `dtype`, floating-point tensors
+            made inside (by torch.tensor, empty, zeros, ones, full, arange, eye, randn) without a
+            dtype get `dtype`. With `device`, tensors made without a device get the current GPU.
+            Default: neither, so values and buffers are those of a plain build; the reference does
+                both.
         policy: an OffloadPolicy instead of a config.
-    These arguments and a subclass's methods also hold for `shard` and `initialize` afterwards (init_params.py). Entering is
-    collective. Raises ValueError for arguments that are wrong or contradict each other, OSError when a path is missing or full.
+    These arguments and a subclass's methods also hold for `shard` and `initialize` afterwards
+    (init_params.py). Entering is collective. Raises ValueError for arguments that are wrong or
+    contradict each other, OSError when a path is missing or full.
     """
 
     def __init__(
@@ -125,10 +147,13 @@ class Init:
     ) -> None:
         if param_swapper:
             raise ValueError(
-                f"zero.Init was given param_swapper={param_swapper!r}; allowed is leaving it out: tiers move parameters here"
+                f"zero.Init was given param_swapper={param_swapper!r}; allowed is leaving it out: "
+                "tiers move parameters here"
             )
         given = _one_config(config_dict_or_path, config)
-        self._policy, self._dtype, self._serves_apply, self._fp32_names = _read(given, policy, dtype)
+        self._policy, self._dtype, self._serves_apply, self._fp32_names = _read(
+            given, policy, dtype
+        )
         if remote_device is not None:
             self._policy = _rest_on(self._policy, remote_device)
         self._group = _one_group(data_parallel_group, sequence_data_parallel_group, mpu)
@@ -137,14 +162,17 @@ class Init:
             "quantised_gather": zero_quantized_weights,
             "quantised_frozen": zero_quantized_nontrainable_weights,
         }
-        self._fields: dict[str, Any] = {name: True for name, is_asked in quantised.items() if is_asked}
+        self._fields: dict[str, Any] = {
+            name: True for name, is_asked in quantised.items() if is_asked
+        }
         self._pins = pin_memory
         self._overrides = frozenset(tensor_overrides)
         self._enabled = enabled and self._policy.stage == 3
         self._handles: list[RemovableHandle] = []
         self._mode: _Touch | None = None
         self._built: ParametersInInit | None = None
-        self._seen: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()  # built here, in order
+        # built here, in order
+        self._seen: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
         if module is not None and self._enabled:
             with self:
                 self._seen.update(dict.fromkeys(module.modules()))
@@ -152,7 +180,8 @@ class Init:
     def get_partition_rank(self) -> int:
         """The part of every parameter that this rank keeps: its place in the group.
 
-        A subclass may return another number. The numbers of all ranks must be a permutation of 0 to ranks - 1.
+        A subclass may return another number. The numbers of all ranks must be a permutation of 0 to
+        ranks - 1.
         """
         group = self.get_dp_process_group()
         return dist.get_rank(group) if group is not None else 0
@@ -186,7 +215,10 @@ class Init:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._mode is None or self._built is None:
             return
@@ -199,7 +231,9 @@ class Init:
             for module in list(self._seen):
                 self._built.admit_new(module.parameters(recurse=False))
             self._built.finish(self._dtype, [each for each in self._seen if each._parameters])
-            roots = set(self._seen) - {child for parent in self._seen for child in parent.children()}
+            roots = set(self._seen) - {
+                child for parent in self._seen for child in parent.children()
+            }
             for root in roots:
                 keep_buffers_in_fp32(root, self._dtype, self._fp32_names)
         else:
@@ -208,13 +242,15 @@ class Init:
         self._mode = None
 
     def _numbers(self, topology: Topology) -> tuple[int, ...] | None:
-        """The part of each rank, where they differ from the ranks' numbers; else None. Collective."""
+        """The part of each rank, where they differ from the ranks' numbers; else None.
+        Collective."""
         if type(self).get_partition_rank is Init.get_partition_rank or topology.group is None:
             return None
         numbers = [int(each) for each in exchange(topology, str(self.get_partition_rank()))]
         if sorted(numbers) != list(range(topology.num_shards)):
             raise ValueError(
-                f"get_partition_rank gave {numbers}, in the order of ranks; together they must be 0 to "
+                f"get_partition_rank gave {numbers}, in the order of ranks; together they must be "
+                "0 to "
                 f"{topology.num_shards - 1}"
             )
         return tuple(numbers)
@@ -223,7 +259,8 @@ class Init:
         if _innermost() is self._mode and self._built is not None:
             self._seen[module] = None
             before = module._parameters.get(name)
-            if before is not None and before.is_meta and param is not None and not param.is_meta:  # a library fills it
+            # a library fills it
+            if before is not None and before.is_meta and param is not None and not param.is_meta:
                 self._built.admit_new([param])
 
     def _stands(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
@@ -232,7 +269,7 @@ class Init:
             self._built.admit_new(param for param in module.parameters() if not param.is_meta)
 
 
-# ---- what stays in fp32 beside bf16 and fp16 -------------------------------------------------------------------------
+# ---- what stays in fp32 beside bf16 and fp16 -----------------------------------------------------
 
 _LISTS = {
     torch.bfloat16: ("_keep_in_fp32_modules_strict",),
@@ -244,9 +281,11 @@ _LISTS = {
 def names_in_fp32(
     module: nn.Module, dtype: torch.dtype | None, asked: Sequence[str] | None = None
 ) -> re.Pattern[str] | None:
-    """A pattern that is found in the names of a module's tensors that stay in fp32 beside a dtype; None: no tensor does.
+    """A pattern that is found in the names of a module's tensors that stay in fp32 beside a dtype;
+    None: no tensor does.
 
-    asked: parts of names, in which `*` stands for any characters; None: those that the module's class lists.
+    asked: parts of names, in which `*` stands for any characters; None: those that the module's
+        class lists.
     """
     if dtype not in _LISTS:
         return None
@@ -258,7 +297,8 @@ def names_in_fp32(
 def keep_buffers_in_fp32(
     model: nn.Module, dtype: torch.dtype | None, asked: Sequence[str] | None = None
 ) -> list[torch.Tensor]:
-    """Makes the floating-point buffers that stay in fp32 fp32, and returns them. `asked`: see `names_in_fp32`."""
+    """Makes the floating-point buffers that stay in fp32 fp32, and returns them. `asked`: see
+    `names_in_fp32`."""
     kept: list[torch.Tensor] = []
     for module in model.modules() if asked is None else (model,):
         names = names_in_fp32(module, dtype, asked)
@@ -270,7 +310,8 @@ def keep_buffers_in_fp32(
 
 
 def shutdown_init_context() -> None:
-    """Suspends every Init context around the caller, so that modules built then are ordinary. Does nothing outside one."""
+    """Suspends every Init context around the caller, so that modules built then are ordinary. Does
+    nothing outside one."""
     for mode in _modes():
         mode.is_suspended = True
 
@@ -282,11 +323,13 @@ def restore_init_context() -> None:
 
 
 class _Touch(TorchFunctionMode):
-    """Sees torch's calls inside Init: brings back the values of parameters that a call uses, and sets `tensor_overrides`.
+    """Sees torch's calls inside Init: brings back the values of parameters that a call uses, and
+    sets `tensor_overrides`.
 
     Args:
         parameters: holds the parts of the parameters.
-        serves_apply: False: a function given to `Module.apply` gathers the parameters that it uses (override_module_apply).
+        serves_apply: False: a function given to `Module.apply` gathers the parameters that it uses
+            (override_module_apply).
         overrides: the properties to set on tensors made inside.
         dtype: the dtype for new floating-point tensors.
     """
@@ -324,15 +367,23 @@ class _Touch(TorchFunctionMode):
         if DeepSpeedTensorOverride.device in self._overrides and kwargs.get("device") is None:
             kwargs = {**kwargs, "device": find_device()}
         made: torch.Tensor = func(*args, **kwargs)
-        sets_dtype = DeepSpeedTensorOverride.dtype in self._overrides and kwargs.get("dtype") is None
-        return made.to(self._dtype) if sets_dtype and self._dtype is not None and made.is_floating_point() else made
+        sets_dtype = (
+            DeepSpeedTensorOverride.dtype in self._overrides and kwargs.get("dtype") is None
+        )
+        return (
+            made.to(self._dtype)
+            if sets_dtype and self._dtype is not None and made.is_floating_point()
+            else made
+        )
 
     def _refuse_writes(self, func: Any, written: list[torch.Tensor]) -> None:
         for param in written:
             if isinstance(param, nn.Parameter) and self._built.is_asleep(param):
                 raise RuntimeError(
-                    f"{func.__name__} in Module.apply writes a parameter of shape {tuple(param.shape)} that is partitioned, "
-                    "and override_module_apply is false: gather it with tiermem.zero.GatheredParameters(parameter, "
+                    f"{func.__name__} in Module.apply writes a parameter of shape "
+                    f"{tuple(param.shape)} that is partitioned, "
+                    "and override_module_apply is false: gather it with "
+                    "tiermem.zero.GatheredParameters(parameter, "
                     "modifier_rank=0) in the function, or set the key to true"
                 )
 
@@ -342,7 +393,8 @@ def _modes() -> list[_Touch]:
 
 
 def _innermost() -> _Touch | None:
-    """The mode of the context that takes modules built now; None outside Init or while contexts are suspended."""
+    """The mode of the context that takes modules built now; None outside Init or while contexts are
+    suspended."""
     modes = _modes()
     return modes[-1] if modes and not modes[-1].is_suspended else None
 
@@ -356,21 +408,32 @@ def _is_in_apply() -> bool:
     return False
 
 
-def _one_config(config_dict_or_path: AnyConfig | None, config: AnyConfig | None) -> AnyConfig | None:
+def _one_config(
+    config_dict_or_path: AnyConfig | None, config: AnyConfig | None
+) -> AnyConfig | None:
     if config is None:
         return config_dict_or_path
     if config_dict_or_path is not None:
         raise ValueError("config and config_dict_or_path are the same thing: give one of them")
-    warnings.warn("zero.Init(config=...) is deprecated; use config_dict_or_path", DeprecationWarning, stacklevel=3)
+    warnings.warn(
+        "zero.Init(config=...) is deprecated; use config_dict_or_path",
+        DeprecationWarning,
+        stacklevel=3,
+    )
     return config
 
 
 def _one_group(
-    group: dist.ProcessGroup | None, older: dist.ProcessGroup | None, mpu: HasDataParallelGroup | None
+    group: dist.ProcessGroup | None,
+    older: dist.ProcessGroup | None,
+    mpu: HasDataParallelGroup | None,
 ) -> dist.ProcessGroup | None:
     if older is not None:
         if group is not None:
-            raise ValueError("sequence_data_parallel_group is an older name of data_parallel_group: give one of them")
+            raise ValueError(
+                "sequence_data_parallel_group is an older name of data_parallel_group: give one of "
+                "them"
+            )
         warnings.warn(
             "zero.Init(sequence_data_parallel_group=...) is deprecated; use data_parallel_group",
             DeprecationWarning,
@@ -383,7 +446,8 @@ def _one_group(
 def _read(
     given: AnyConfig | None, policy: OffloadPolicy | None, dtype: torch.dtype | None
 ) -> tuple[OffloadPolicy, torch.dtype | None, bool, Sequence[str] | None]:
-    """The policy, the dtype that parameters will have, whether `Module.apply` brings values back, and what stays in fp32."""
+    """The policy, the dtype that parameters will have, whether `Module.apply` brings values back,
+    and what stays in fp32."""
     if given is None:
         return policy or OffloadPolicy(), dtype, True, None
     if policy is not None:
@@ -402,26 +466,28 @@ def _rest_on(policy: OffloadPolicy, remote_device: str) -> OffloadPolicy:
         raise ValueError(f"remote_device is {remote_device!r}; allowed are {', '.join(homes)}")
     if remote_device == "nvme" and not policy.paths:
         raise ValueError(
-            "remote_device is 'nvme', but no path is given: set offload_param.nvme_path in the config (in a policy: paths)"
+            "remote_device is 'nvme', but no path is given: set offload_param.nvme_path in the "
+            "config (in a policy: paths)"
         )
     return replace(policy, params=homes[remote_device])
 
 
-# ---- MiCS_Init -------------------------------------------------------------------------------------------------------
+# ---- MiCS_Init -----------------------------------------------------------------------------------
 
 
 class MiCS_Init(Init):  # noqa: N801 (the documented name)
     """Init for sharding within groups of ranks (MiCS), for a config with `mics_shard_size`.
 
-    While the model is built, parameters are divided over all ranks, not only over one group, so building takes less memory than
-    training. `shard` and `initialize` divide them within groups and make the copies. Raises ValueError when the config has no
-    `mics_shard_size`.
+    While the model is built, parameters are divided over all ranks, not only over one group, so
+    building takes less memory than training. `shard` and `initialize` divide them within groups and
+    make the copies. Raises ValueError when the config has no `mics_shard_size`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self._enabled and self._policy.shard_group_size is None:
             raise ValueError(
-                "MiCS_Init without a size of shard groups: set zero_optimization.mics_shard_size to 1 or more in its config "
+                "MiCS_Init without a size of shard groups: set zero_optimization.mics_shard_size "
+                "to 1 or more in its config "
                 "(shard_group_size of a policy), or use Init"
             )

@@ -1,4 +1,5 @@
-"""Parameters under zero.Init: keeps the parameters of a model while it is built, until `shard` takes them."""
+"""Parameters under zero.Init: keeps the parameters of a model while it is built, until `shard`
+takes them."""
 
 from __future__ import annotations
 
@@ -30,12 +31,13 @@ from tiermem.weights.absent import ZeroParamStatus, absent_part, become, describ
 from tiermem.weights.values import StateDicts
 from tiermem.wires.gather import assemble
 
-# ---- arguments of zero.Init that `shard` and `initialize` use as well ------------------------------------------------
+# ---- arguments of zero.Init that `shard` and `initialize` use as well ----------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class AsBuilt:
-    """Settings given to zero.Init that no config contains. ParametersInInit keeps them; empty by default.
+    """Settings given to zero.Init that no config contains. ParametersInInit keeps them; empty by
+    default.
 
     group     get_dp_process_group()   the ranks that share the model, unless shard is given a group
     parts     get_partition_rank()     the part that each rank keeps, for as long as the model is sharded
@@ -45,17 +47,20 @@ class AsBuilt:
     group: dist.ProcessGroup | None = None
     """The ranks that share the model; None: the world."""
     parts: tuple[int, ...] | None = None
-    """The part that each rank of the group keeps, in the order of ranks; None: rank r keeps part r."""
+    """The part that each rank of the group keeps, in the order of ranks; None: rank r keeps part
+    r."""
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Fields of the policy."""
 
     def over(self, policy: OffloadPolicy) -> OffloadPolicy:
-        """A policy with these fields. Raises ValueError when the policy sets one of them to another value."""
+        """A policy with these fields. Raises ValueError when the policy sets one of them to another
+        value."""
         defaults = {field.name: field.default for field in dataclasses.fields(policy)}
         for name, value in self.fields.items():
             if getattr(policy, name) not in (value, defaults[name]):
                 raise ValueError(
-                    f"{name}={getattr(policy, name)!r} in the policy, but the model was built under a zero.Init whose "
+                    f"{name}={getattr(policy, name)!r} in the policy, but the model was built "
+                    "under a zero.Init whose "
                     f"arguments say {value!r}: say it in one place, or the same in both"
                 )
         return dataclasses.replace(policy, **self.fields)
@@ -71,9 +76,11 @@ def built_with(model: nn.Module) -> AsBuilt:
 
 
 def size_of_near(group: dist.ProcessGroup, near: dist.ProcessGroup) -> int:
-    """The number of ranks of `near`, which keep a second copy of gathered parameters (hpZ), among the ranks of `group`.
+    """The number of ranks of `near`, which keep a second copy of gathered parameters (hpZ), among
+    the ranks of `group`.
 
-    Raises ValueError unless `near` holds neighbouring ranks, this one among them, and its size divides the group into blocks.
+    Raises ValueError unless `near` holds neighbouring ranks, this one among them, and its size
+    divides the group into blocks.
     """
     ranks = dist.get_process_group_ranks(group)
     inside = dist.get_process_group_ranks(near)
@@ -81,7 +88,8 @@ def size_of_near(group: dist.ProcessGroup, near: dist.ProcessGroup) -> int:
     blocks = [ranks[start : start + size] for start in range(0, len(ranks), size)]
     if len(ranks) % size or sorted(inside) not in blocks or dist.get_rank() not in inside:
         raise ValueError(
-            f"zero_param_parallel_group holds ranks {inside} of {ranks}, and a second copy is kept among neighbours: allowed "
+            f"zero_param_parallel_group holds ranks {inside} of {ranks}, and a second copy is kept "
+            "among neighbours: allowed "
             f"are {_allowed(ranks)}, and every rank gives the one that it is in"
         )
     return size
@@ -90,11 +98,12 @@ def size_of_near(group: dist.ProcessGroup, near: dist.ProcessGroup) -> int:
 def _allowed(ranks: Sequence[int]) -> str:
     sizes = [size for size in range(1, len(ranks) + 1) if len(ranks) % size == 0]
     return "; ".join(
-        ", ".join(str(ranks[start : start + size]) for start in range(0, len(ranks), size)) for size in sizes
+        ", ".join(str(ranks[start : start + size]) for start in range(0, len(ranks), size))
+        for size in sizes
     )
 
 
-# ---- ParametersInInit ------------------------------------------------------------------------------------------------
+# ---- ParametersInInit ----------------------------------------------------------------------------
 
 _CACHE_BYTES = 16 << 20
 _FREED_BYTES = 4 << 20
@@ -103,7 +112,8 @@ _MAPPED_BYTES = 128 << 10
 
 
 Put = Callable[[int, torch.Tensor], object]
-"""Takes flat values of this rank's part of a parameter, from an element of the part on. They are valid during the call."""
+"""Takes flat values of this rank's part of a parameter, from an element of the part on. They are
+valid during the call."""
 
 
 def into(out: torch.Tensor) -> Put:
@@ -114,10 +124,11 @@ def into(out: torch.Tensor) -> Put:
 class ParametersInInit:
     """Keeps the parameters of a model that is being built, until `shard` takes them.
 
-    Each rank keeps its part of every parameter, in ordinary memory or on NVMe. The parameter itself sleeps: it shows NaN and
-    takes no memory. Code that uses it wakes it (init.py sees the use). Before the awake parameters take more than 16 MiB, the
-    oldest go back to sleep. Then, and when a parameter is admitted, rank 0's values are kept on every rank; other ranks'
-    writes are dropped. This holds for parameters of every size.
+    Each rank keeps its part of every parameter, in ordinary memory or on NVMe. The parameter itself
+    sleeps: it shows NaN and takes no memory. Code that uses it wakes it (init.py sees the use).
+        Before the awake parameters take more than 16 MiB, the
+    oldest go back to sleep. Then, and when a parameter is admitted, rank 0's values are kept on
+    every rank; other ranks' writes are dropped. This holds for parameters of every size.
 
     Peak memory: the parts, and the larger of 16 MiB and the parameters that one call of torch uses.
 
@@ -125,8 +136,8 @@ class ParametersInInit:
         finish: building has ended, parameters rest (absent.py)    move_part: the model is sharded; the part is dropped here
 
     Args:
-        policy: parts rest on NVMe if the policy's parameters do, else in ordinary memory. Parameters of at most
-            `persistence_numel` elements always rest in memory.
+        policy: parts rest on NVMe if the policy's parameters do, else in ordinary memory.
+            Parameters of at most `persistence_numel` elements always rest in memory.
         topology: which rank keeps which part.
         as_built: the settings of the context, for `shard`.
         pin_memory: parts that rest in memory are page-locked, where there is a GPU.
@@ -147,9 +158,12 @@ class ParametersInInit:
         self._small_numel = policy.persistence_numel
         self._store: TensorStore | None = None
         self._bounce: Bounce | None = None
-        self._piece: torch.Tensor | None = None  # receives pieces read on the way to a parameter's place
+        # receives pieces read on the way to a parameter's place
+        self._piece: torch.Tensor | None = None
         if policy.params is Tier.NVME:
-            self._store = TensorStore(paths_of_rank(policy.paths), 8 << 20, policy.io, policy.disk_bytes)
+            self._store = TensorStore(
+                paths_of_rank(policy.paths), 8 << 20, policy.io, policy.disk_bytes
+            )
             self._bounce = Bounce(self._store)
             self._piece = torch.empty(
                 _PIECE_NUMEL * 8, dtype=torch.uint8, device="cpu"
@@ -160,14 +174,20 @@ class ParametersInInit:
         self._freed_bytes = 0  # since the heap was last trimmed
         self._num_admitted = 0
         self._is_building = True
-        self._handles: list[RemovableHandle] = []  # of `load_state_dict`, until the model is sharded
+        # of `load_state_dict`, until the model is sharded
+        self._handles: list[RemovableHandle] = []
 
     def admit(self, param: nn.Parameter) -> None:
-        """Takes a parameter's values (rank 0's) and leaves NaN. Collective when there are several ranks; blocks."""
+        """Takes a parameter's values (rank 0's) and leaves NaN. Collective when there are several
+        ranks; blocks."""
         value = param.detach()
         if self.topology.group is not None and not value.is_meta:
             number = f"parameter number {self._num_admitted}"
-            agree(self.topology, {number: f"{tuple(value.shape)} {value.dtype}"}, f"{number} under zero.Init")
+            agree(
+                self.topology,
+                {number: f"{tuple(value.shape)} {value.dtype}"},
+                f"{number} under zero.Init",
+            )
             value = self._of_rank_0(value)
         self._num_admitted += 1
         kept = _Kept(f"init/{self._num_admitted}")
@@ -178,11 +198,13 @@ class ParametersInInit:
         part = absent_part((part_numel,), value.dtype)
         describe(param, self._num_admitted, value.shape, part, ZeroParamStatus.NOT_AVAILABLE)
         weakref.finalize(param, self._forget, kept)
-        del value  # the last name of the values but the parameter: `_sleep` frees them, then trims the heap
+        # the last name of the values but the parameter: `_sleep` frees them, then trims the heap
+        del value
         self._sleep(param)
 
     def admit_new(self, params: Iterable[nn.Parameter]) -> None:
-        """Admits parameters of any module that have no owner, also after building. Collective; blocks."""
+        """Admits parameters of any module that have no owner, also after building. Collective;
+        blocks."""
         fresh = [param for param in params if registry.owner_of(param) is None]
         for param in fresh:
             self.admit(param)
@@ -190,7 +212,8 @@ class ParametersInInit:
             absent.rest(fresh)
 
     def wake(self, param: nn.Parameter, is_overwritten: bool = False) -> None:
-        """Brings a parameter's values back for code that uses it, until `trim` puts it to sleep. Collective; blocks.
+        """Brings a parameter's values back for code that uses it, until `trim` puts it to sleep.
+        Collective; blocks.
 
         is_overwritten: the code sets `data` to another tensor, so the values are not brought back.
         """
@@ -208,15 +231,23 @@ class ParametersInInit:
 
     def is_asleep(self, param: nn.Parameter) -> bool:
         """Whether a parameter is kept here and shows NaN."""
-        return param in self._kept and not registry.is_gathered(param) and id(param) not in self._awake
+        return (
+            param in self._kept and not registry.is_gathered(param) and id(param) not in self._awake
+        )
 
     def make_room(self, params: Iterable[torch.Tensor]) -> None:
-        """Before parameters are woken together: puts the oldest awake ones to sleep, until all take 16 MiB at most."""
-        asleep = [self._kept[param] for param in params if param in self._kept and id(param) not in self._awake]
+        """Before parameters are woken together: puts the oldest awake ones to sleep, until all take
+        16 MiB at most."""
+        asleep = [
+            self._kept[param]
+            for param in params
+            if param in self._kept and id(param) not in self._awake
+        ]
         self.trim(_CACHE_BYTES - sum(kept.whole_bytes for kept in asleep))
 
     def trim(self, keep_bytes: int) -> None:
-        """Puts the oldest awake parameters to sleep, with their values written back, until the others take <= keep_bytes."""
+        """Puts the oldest awake parameters to sleep, with their values written back, until the
+        others take <= keep_bytes."""
         while self._awake and self._awake_bytes > keep_bytes:
             param = next(iter(self._awake.values()))
             self._write_back(param)
@@ -229,11 +260,13 @@ class ParametersInInit:
             self.write(param, param.detach())
 
     def write(self, param: nn.Parameter, value: torch.Tensor) -> None:
-        """Replaces a parameter's values by those that rank 0 gives. Collective when there are several ranks; blocks."""
+        """Replaces a parameter's values by those that rank 0 gives. Collective when there are
+        several ranks; blocks."""
         self._put(self._kept[param], self._of_rank_0(value))
 
     def _of_rank_0(self, value: torch.Tensor) -> torch.Tensor:
-        """A tensor whose part that this rank keeps has rank 0's values. Collective when there are several ranks; blocks."""
+        """A tensor whose part that this rank keeps has rank 0's values. Collective when there are
+        several ranks; blocks."""
         if self.topology.group is None or value.is_meta or value.numel() == 0:
             return value
         value = value.contiguous()
@@ -243,13 +276,15 @@ class ParametersInInit:
 
     @functools.cached_property
     def _places(self) -> list[int]:
-        """The part that each rank keeps, in the order of ranks. Collective the first time; blocks."""
+        """The part that each rank keeps, in the order of ranks. Collective the first time;
+        blocks."""
         return [int(place) for place in exchange(self.topology, str(self.topology.shard_rank))]
 
     def finish(self, dtype: torch.dtype | None, modules: Iterable[nn.Module]) -> None:
         """Ends building: all parameters sleep and show the dtype that they will have.
 
-        modules: whose `load_state_dict` fills parameters until the model is sharded; every rank gives all values.
+        modules: whose `load_state_dict` fills parameters until the model is sharded; every rank
+            gives all values.
         """
         loads = StateDicts(self.whole, self._load)
         self._handles = [loads.watch_loads(module) for module in modules]
@@ -273,7 +308,8 @@ class ParametersInInit:
     def move_part(self, param: nn.Parameter, put: Put | None) -> None:
         """Hands this rank's part of a parameter (flat, without padding) to `put`, and forgets it.
 
-        put: called with pieces, in order, so no copy of the whole part is made; None: nothing is handed over. Blocks; raises
+        put: called with pieces, in order, so no copy of the whole part is made; None: nothing is
+            handed over. Blocks; raises
         OSError.
         """
         kept = self._kept.pop(param)
@@ -294,7 +330,8 @@ class ParametersInInit:
     def lend(self, params: list[nn.Parameter], func: Any, args: Any, kwargs: Any) -> Any:
         """Calls a function while parameters hold copies of their values. Blocks.
 
-        Raises RuntimeError on several ranks, unless a zero.Init is open, in which every rank makes the same calls.
+        Raises RuntimeError on several ranks, unless a zero.Init is open, in which every rank makes
+        the same calls.
         """
         if self.topology.world > 1 and not registry.is_building():
             absent.refuse_read(params[0], self.topology.world)
@@ -314,27 +351,32 @@ class ParametersInInit:
             self.replace(param, value.to(self._kept[param].dtype))
 
     def take_out(self, param: nn.Parameter) -> None:
-        """Gives a parameter its whole values until `put_back`. Collective when there are several ranks; blocks."""
+        """Gives a parameter its whole values until `put_back`. Collective when there are several
+        ranks; blocks."""
         kept = self._kept[param]
         shown = param.dtype
         self._write_back(param)  # keeps changes made while it was awake
         absent.part_with([param])
-        param.data = self._get(kept).to(param.device, shown, copy=True).view(kept.shape)  # its changes may be dropped
+        # its changes may be dropped
+        param.data = self._get(kept).to(param.device, shown, copy=True).view(kept.shape)
         mark((param,), ZeroParamStatus.AVAILABLE)
 
     def put_back(self, param: nn.Parameter) -> None:
-        """Ends a `take_out`: the parameter sleeps. Changes are dropped, unless `replace` was called."""
+        """Ends a `take_out`: the parameter sleeps. Changes are dropped, unless `replace` was
+        called."""
         self._sleep(param)
         if not self._is_building:
             absent.rest([param])
 
     def whole(self, param: nn.Parameter) -> torch.Tensor:
-        """A copy of a parameter's values as built. Collective when there are several ranks; blocks."""
+        """A copy of a parameter's values as built. Collective when there are several ranks;
+        blocks."""
         kept = self._kept[param]
         return self._get(kept).view(kept.shape)
 
     def _sleep(self, param: nn.Parameter) -> None:
-        """Sets a parameter's data to NaN. The C library keeps freed blocks, so the heap is trimmed every 4 MiB."""
+        """Sets a parameter's data to NaN. The C library keeps freed blocks, so the heap is trimmed
+        every 4 MiB."""
         self._freed_bytes += param.nbytes
         with torch._C.DisableTorchFunction():
             device = "cpu" if param.is_meta else param.device
@@ -344,7 +386,7 @@ class ParametersInInit:
             self._freed_bytes = 0
             trim_heap()
 
-    # ---- one parameter ---------------------------------------------------------------------------------------------------
+    # ---- one parameter ---------------------------------------------------------------------------
 
     def _put(self, kept: _Kept, value: torch.Tensor) -> None:
         part_numel = self.share_of(value.numel())
@@ -368,7 +410,8 @@ class ParametersInInit:
         kept.is_filled = True
 
     def _keep_in_memory(self, kept: _Kept, mine: torch.Tensor) -> None:
-        """Copies a part into its place. On one rank a parameter that is awake shows the part itself; then nothing is copied."""
+        """Copies a part into its place. On one rank a parameter that is awake shows the part
+        itself; then nothing is copied."""
         if kept.part is not None and self.topology.num_shards > 1:
             kept.part.copy_(mine)
         elif kept.part is None or kept.part.data_ptr() != mine.data_ptr():
@@ -377,7 +420,8 @@ class ParametersInInit:
     def _read_pieces(self, kept: _Kept, put: Put) -> None:
         if not kept.is_filled:
             raise RuntimeError(
-                f"a parameter of shape {tuple(kept.shape)} was built on the meta device and never given values: "
+                f"a parameter of shape {tuple(kept.shape)} was built on the meta device and never "
+                "given values: "
                 "load a checkpoint (tiermem.load_safetensors) before sharding"
             )
         assert self._bounce is not None and self._piece is not None and kept.dtype is not None
@@ -396,7 +440,9 @@ class ParametersInInit:
             self._read_pieces(kept, into(part))
         numel = kept.shape.numel()
         device = self.topology.control_device
-        return assemble(self.topology, part, self.share_of(numel), device, "gathering initial values")[:numel]
+        return assemble(
+            self.topology, part, self.share_of(numel), device, "gathering initial values"
+        )[:numel]
 
     def _forget(self, kept: _Kept) -> None:
         kept.part = None
@@ -409,8 +455,8 @@ class ParametersInInit:
 def _mapped(values: torch.Tensor) -> torch.Tensor:
     """A copy of flat values on the CPU; if it is large, in a mapping of its own.
 
-    Parts stay while whole parameters come and go. Among them in the C library's heap, parts would leave holes that only
-    shorter blocks fit into.
+    Parts stay while whole parameters come and go. Among them in the C library's heap, parts would
+    leave holes that only shorter blocks fit into.
     """
     if values.nbytes < _MAPPED_BYTES:
         return values.clone()
@@ -419,7 +465,8 @@ def _mapped(values: torch.Tensor) -> torch.Tensor:
 
 
 class _Kept:
-    """One parameter: its dtype and shape as built, and this rank's part (in memory, or in the store)."""
+    """One parameter: its dtype and shape as built, and this rank's part (in memory, or in the
+    store)."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -1,7 +1,8 @@
-"""KV cache: the bytes of keys and values that a generation keeps, by a model's config, for `OffloadPolicy.kv_bytes`.
+"""KV cache: the bytes of keys and values that a generation keeps, by a model's config, for
+`OffloadPolicy.kv_bytes`.
 
-transformers keeps the keys and values of every layer where the maths runs, for every token so far. They grow with the text and
-are no part of a model's weights, so a plan must leave room for them.
+transformers keeps the keys and values of every layer where the maths runs, for every token so far.
+They grow with the text and are no part of a model's weights, so a plan must leave room for them.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ _HEADS = ("num_attention_heads", "n_head", "num_heads", "decoder_attention_heads
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 
 
-def kv_cache_bytes(config: Any, num_sequences: int, num_tokens: int, dtype: torch.dtype | None = None) -> int:
+def kv_cache_bytes(
+    config: Any, num_sequences: int, num_tokens: int, dtype: torch.dtype | None = None
+) -> int:
     """Returns the most bytes that the KV cache of transformers takes while it generates text.
 
-    That is layers x heads of keys x (width of a key + width of a value) x sequences x tokens x bytes of an element, and one
-    layer more, because a cache grows by making a layer's tensors anew. A model that forgets (sliding windows) takes less.
+    That is layers x heads of keys x (width of a key + width of a value) x sequences x tokens x
+    bytes of an element, and one layer more, because a cache grows by making a layer's tensors anew.
+    A model that forgets (sliding windows) takes less.
 
     Args:
         config: of a decoder: a transformers config, or anything with its attributes.
@@ -36,8 +40,14 @@ def kv_cache_bytes(config: Any, num_sequences: int, num_tokens: int, dtype: torc
     num_layers = _first(text, _LAYERS)
     num_heads = _first(text, _HEADS)
     head_dim = getattr(text, "head_dim", None) or _first(text, _HIDDEN) // num_heads
-    of_key, of_value = (getattr(text, name, None) or head_dim for name in ("qk_head_dim", "v_head_dim"))
-    kv_heads = 1 if getattr(text, "multi_query", False) else getattr(text, "num_key_value_heads", None) or num_heads
+    of_key, of_value = (
+        getattr(text, name, None) or head_dim for name in ("qk_head_dim", "v_head_dim")
+    )
+    kv_heads = (
+        1
+        if getattr(text, "multi_query", False)
+        else getattr(text, "num_key_value_heads", None) or num_heads
+    )
     dtype = dtype or getattr(text, "dtype", None) or torch.float32
     layer = kv_heads * (of_key + of_value) * num_sequences * num_tokens * dtype.itemsize
     return (num_layers + 1) * layer
@@ -48,5 +58,7 @@ def _first(config: Any, names: tuple[str, ...]) -> int:
     found = (getattr(config, name, None) for name in names)
     value = next((each for each in found if each is not None), None)
     if value is None:
-        raise ValueError(f"the model's config has no {names[0]}: give kv_bytes as a number of bytes")
+        raise ValueError(
+            f"the model's config has no {names[0]}: give kv_bytes as a number of bytes"
+        )
     return int(value)

@@ -1,4 +1,5 @@
-"""Layerwise: the micro-batches of a step go through the model block by block, so that one fetch of a block serves all of them.
+"""Layerwise: the micro-batches of a step go through the model block by block, so that one fetch of
+a block serves all of them.
 
     head        micro-batch 0, 1, ...     to the first block's input; its graph stays
     blocks      block 0:  micro-batch 0, 1, ...     without gradients; each input is kept (activations.py moves it)
@@ -8,20 +9,23 @@
                 ...
     head        micro-batch 0: backward; micro-batch 1: ...
 
-Whatever the number of micro-batches, a step reads the weights of a block twice, and writes its gradients once: those of all
-micro-batches are added, in their order, while the unit's home is open. The model is a chain of blocks (chain.py) and is not
-rewritten. The model's own checkpointing of blocks has no effect: blocks are checkpointed here.
+Whatever the number of micro-batches, a step reads the weights of a block twice, and writes its
+gradients once: those of all micro-batches are added, in their order, while the unit's home is open.
+The model is a chain of blocks (chain.py) and is not rewritten. The model's own checkpointing of
+blocks has no effect: blocks are checkpointed here.
 
-Bits are those of accumulation micro-batch by micro-batch: each sees the same operations, and each parameter's gradients are
-added in the same order. A gradient that one micro-batch has only in part (tied weights, small parameters, which share a unit)
-waits in memory for the rest.
+Bits are those of accumulation micro-batch by micro-batch: each sees the same operations, and each
+parameter's gradients are added in the same order. A gradient that one micro-batch has only in part
+(tied weights, small parameters, which share a unit) waits in memory for the rest.
 
-Random numbers: the first micro-batch sees the generator's numbers as in a plain forward and backward. Each other one has a
-stream of its own, which the generator's state and the micro-batch's number determine, because the state after the micro-batch
-before is not known yet. A forward that draws no numbers leaves the generators as they are.
+Random numbers: the first micro-batch sees the generator's numbers as in a plain forward and
+backward. Each other one has a stream of its own, which the generator's state and the micro-batch's
+number determine, because the state after the micro-batch before is not known yet. A forward that
+draws no numbers leaves the generators as they are.
 
-Memory where the maths runs: for each micro-batch the input of one block and its gradient; the arguments of blocks beside the
-hidden state (a mask); the graph of the head; and what one block, or the tail, takes for one micro-batch.
+Memory where the maths runs: for each micro-batch the input of one block and its gradient; the
+arguments of blocks beside the hidden state (a mask); the graph of the head; and what one block, or
+the tail, takes for one micro-batch.
 """
 
 from __future__ import annotations
@@ -79,7 +83,12 @@ class _Random(NamedTuple):
         text = self.cpu.numpy().tobytes() + there + number.to_bytes(8, "little")
         seed = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
         here = torch.Generator().manual_seed(seed).get_state()
-        return _Random(here, torch.Generator(device).manual_seed(seed).get_state() if self.there is not None else None)
+        return _Random(
+            here,
+            torch.Generator(device).manual_seed(seed).get_state()
+            if self.there is not None
+            else None,
+        )
 
 
 class _MicroBatch:
@@ -91,8 +100,10 @@ class _MicroBatch:
         self.at_start = random
         self.random = random  # for its next turn
         self.of_blocks: list[_Random] = []  # before each block's forward
-        self.first: torch.Tensor | None = None  # the first block's input, with the graph of the head
-        self.hidden: torch.Tensor | None = None  # the input of its next block; after the last, of the tail
+        # the first block's input, with the graph of the head
+        self.first: torch.Tensor | None = None
+        # the input of its next block; after the last, of the tail
+        self.hidden: torch.Tensor | None = None
         self.arguments: list[Arguments] = []  # of its blocks
         self.inputs: list[Kept | None] = []  # hidden states that blocks took
         self.grad: torch.Tensor | None = None  # of the output of the block whose backward is next
@@ -103,7 +114,8 @@ class _Owned(NamedTuple):
     """The trainable parameters of one part of the chain."""
 
     units: Sequence[LiveUnit]
-    """Units that no other part needs: their gradients are complete when the part's backward has ended."""
+    """Units that no other part needs: their gradients are complete when the part's backward has
+    ended."""
     others: Sequence[nn.Parameter]
     """Parameters of other units."""
 
@@ -151,10 +163,11 @@ class LayerwisePasses:
 
     @contextlib.contextmanager
     def step(self, losses: Sequence[Loss]) -> Iterator[None]:
-        """A block that calls `forward` and `backward`. When it ends, the homes have the gradients of all micro-batches.
+        """A block that calls `forward` and `backward`. When it ends, the homes have the gradients
+        of all micro-batches.
 
-        Collective; blocks. Raises NoChainError where the model is no chain of blocks. If the block raises, the gradients are
-        forgotten.
+        Collective; blocks. Raises NoChainError where the model is no chain of blocks. If the block
+        raises, the gradients are forgotten.
         """
         random = _Random.now(self._device)
         if self._chain is None:
@@ -162,7 +175,9 @@ class LayerwisePasses:
             random.apply(self._device)
         self._owned = self._divide()
         begins = (random.of_micro_batch(number, self._device) for number in range(len(losses)))
-        self._micros = [_MicroBatch(i, *each) for i, each in enumerate(zip(losses, begins, strict=True))]
+        self._micros = [
+            _MicroBatch(i, *each) for i, each in enumerate(zip(losses, begins, strict=True))
+        ]
         try:
             with self._hooks.joined():
                 yield
@@ -208,7 +223,7 @@ class LayerwisePasses:
             self._receive(micro, [live for live in self._owned[-1].units if live not in ended], [])
         return losses
 
-    # ---- the parts of a pass -------------------------------------------------------------------------------------------
+    # ---- the parts of a pass ---------------------------------------------------------------------
 
     def _run_head(self, micro: _MicroBatch) -> None:
         assert self._chain is not None
@@ -219,7 +234,8 @@ class LayerwisePasses:
         micro.hidden = walk.first.detach() if walk.first is not None else None
 
     def _run_block(self, number: int, micro: _MicroBatch) -> None:
-        """Runs one block without gradients, and keeps its input and the arguments that reached it."""
+        """Runs one block without gradients, and keeps its input and the arguments that reached
+        it."""
         link = self._links[number]
         hidden = micro.hidden
         args, kwargs = micro.arguments[number].with_hidden(hidden)
@@ -240,7 +256,8 @@ class LayerwisePasses:
                 t is not a or v != a._version for (t, v), a in zip(given, after, strict=True)
             ):
                 raise no_chain(
-                    f"{link.name} changes its arguments, which its backward needs as they were: give it no cache "
+                    f"{link.name} changes its arguments, which its backward needs as they were: "
+                    "give it no cache "
                     "(use_cache=False), and change no tensor in place"
                 )
         micro.arguments[number] = Arguments.of(*captured, hidden)
@@ -251,7 +268,9 @@ class LayerwisePasses:
         if self._captured is None:
             self._captured = args, kwargs
 
-    def _run_tail(self, micro: _MicroBatch, differentiate: Callable[[torch.Tensor], object]) -> torch.Tensor:
+    def _run_tail(
+        self, micro: _MicroBatch, differentiate: Callable[[torch.Tensor], object]
+    ) -> torch.Tensor:
         """Runs the forward again without blocks, to the loss, and differentiates it."""
         assert self._chain is not None and micro.hidden is not None
         hidden = micro.hidden.detach().requires_grad_()
@@ -265,7 +284,8 @@ class LayerwisePasses:
         loss: torch.Tensor = Walk(self._chain, micro.compute).through(arrive)
         micro.random = _Random.now(self._device)
         if micro.number == 0:
-            self._hooks.begin_backward()  # not sooner: the last step may go on under the first tail's forward
+            # not sooner: the last step may go on under the first tail's forward
+            self._hooks.begin_backward()
         differentiate(loss)
         self._hooks.answer_held()
         micro.grad = hidden.grad
@@ -282,12 +302,15 @@ class LayerwisePasses:
         if grad is None:
             return
         hidden = kept.take().detach() if kept is not None else None
-        if hidden is not None and (number or (micro.first is not None and micro.first.requires_grad)):
+        if hidden is not None and (
+            number or (micro.first is not None and micro.first.requires_grad)
+        ):
             hidden.requires_grad_()
         args, kwargs = arguments.with_hidden(hidden)
         random.apply(self._device)
         with self._around(), torch.enable_grad():
-            output = nn.Module.__call__(link.block, *args, **kwargs)  # not the checkpointing that a class may add there
+            # not the checkpointing that a class may add there
+            output = nn.Module.__call__(link.block, *args, **kwargs)
         made = tree_leaves(output)[link.hidden_out]
         del output, args, kwargs, arguments
         self._check_leaves_nothing(link)
@@ -297,7 +320,8 @@ class LayerwisePasses:
             micro.grad = hidden.grad if hidden is not None else None
 
     def _check_leaves_nothing(self, link: Link) -> None:
-        """Raises NoChainError for a block that keeps a tensor with a gradient on itself, such as a loss of its router."""
+        """Raises NoChainError for a block that keeps a tensor with a gradient on itself, such as a
+        loss of its router."""
         if link.name in self._checked:
             return
         self._checked.add(link.name)
@@ -305,9 +329,11 @@ class LayerwisePasses:
             for key, value in vars(module).items():
                 if isinstance(value, torch.Tensor) and value.grad_fn is not None:
                     where = f"{link.name}.{name}" if name else link.name
-                    raise no_chain(f"{where}.{key} is made by the block and would lose its gradient")
+                    raise no_chain(
+                        f"{where}.{key} is made by the block and would lose its gradient"
+                    )
 
-    # ---- what waits between turns ----------------------------------------------------------------------------------------
+    # ---- what waits between turns ----------------------------------------------------------------
 
     @contextlib.contextmanager
     def _drawing(self, micro: _MicroBatch) -> Iterator[None]:
@@ -320,7 +346,9 @@ class LayerwisePasses:
         activations = self._hooks.activations
         if activations is None:
             return Saved.of(hidden)
-        following = (micro.number + 1, number) if micro.number + 1 < len(self._micros) else (0, number - 1)
+        following = (
+            (micro.number + 1, number) if micro.number + 1 < len(self._micros) else (0, number - 1)
+        )
         return activations.keep(hidden, lambda: self._kept(*following))
 
     def _kept(self, of: int, number: int) -> Kept | None:
@@ -332,7 +360,9 @@ class LayerwisePasses:
     def _held(self, block: nn.Module) -> Iterator[None]:
         """Inside, a block's units stay present, if there are buffers for all of them."""
         needs = self._hooks.needs()
-        units = {live.unit.index: live for module in block.modules() for live in needs.get(module, ())}
+        units = {
+            live.unit.index: live for module in block.modules() for live in needs.get(module, ())
+        }
         held = [live for live in units.values() if live.is_streamed]
         if not self._hooks.prefetcher.has_room_for(held):
             held = []
@@ -348,7 +378,11 @@ class LayerwisePasses:
 
     def _divide(self) -> list[_Owned]:
         """The trainable parameters of each block, and at the end those of head and tail."""
-        place = {module: number for number, link in enumerate(self._links) for module in link.block.modules()}
+        place = {
+            module: number
+            for number, link in enumerate(self._links)
+            for module in link.block.modules()
+        }
         needed_in: dict[LiveUnit, set[int]] = {}
         for module, needed in self._hooks.needs().items():
             for live in needed:
@@ -356,7 +390,11 @@ class LayerwisePasses:
         self._shared = {live for live, places in needed_in.items() if len(places) > 1}
         found = []
         for number, link in enumerate(self._links):
-            units = [live for live, places in needed_in.items() if places == {number} and live.unit.is_trainable]
+            units = [
+                live
+                for live, places in needed_in.items()
+                if places == {number} and live.unit.is_trainable
+            ]
             own = {id(shard.param) for live in units for shard in live.unit.shards}
             others = [p for p in link.block.parameters() if p.requires_grad and id(p) not in own]
             found.append(_Owned(units, others))
@@ -367,18 +405,26 @@ class LayerwisePasses:
         return [*found, _Owned(rest, others)]
 
     def _ended_with_tail(self) -> set[LiveUnit]:
-        """The units of the head and the tail that no backward needs any more: those of the tail alone."""
-        rest = [live for live in self._owned[-1].units if not (live.unit.is_resident or live in self._shared)]
+        """The units of the head and the tail that no backward needs any more: those of the tail
+        alone."""
+        rest = [
+            live
+            for live in self._owned[-1].units
+            if not (live.unit.is_resident or live in self._shared)
+        ]
         return {live for live in rest if not self._hooks.is_open(live)}
 
     def _restore(self, micro: _MicroBatch, params: Sequence[nn.Parameter]) -> None:
-        """Gives parameters the part of a micro-batch's gradient that there is, to which autograd adds."""
+        """Gives parameters the part of a micro-batch's gradient that there is, to which autograd
+        adds."""
         for param in params:
             part = micro.parts.pop(param, None)
             if part is not None:
                 param.grad = part if param.grad is None else param.grad + part
 
-    def _receive(self, micro: _MicroBatch, final: Sequence[LiveUnit], others: Sequence[nn.Parameter]) -> None:
+    def _receive(
+        self, micro: _MicroBatch, final: Sequence[LiveUnit], others: Sequence[nn.Parameter]
+    ) -> None:
         """Sends complete gradients of a micro-batch home, and keeps those of other parameters."""
         with torch._C.DisableTorchFunctionSubclass():
             for live in final:

@@ -1,4 +1,5 @@
-"""Settle: checks a model, then moves its parameters' values to where their units rest, one parameter at a time."""
+"""Settle: checks a model, then moves its parameters' values to where their units rest, one
+parameter at a time."""
 
 from __future__ import annotations
 
@@ -20,59 +21,86 @@ from tiermem.swap.memory.accelerator import is_accelerator
 from tiermem.swap.memory.arena import Pool
 from tiermem.units import registry
 from tiermem.units.quantised import BlockFormat, pack_into
-from tiermem.units.state_layout import StatePieces, keeps_initial_master, keeps_sums, planned_layout, weight_runs
+from tiermem.units.state_layout import (
+    StatePieces,
+    keeps_initial_master,
+    keeps_sums,
+    planned_layout,
+    weight_runs,
+)
 from tiermem.units.unit import UNIT_ALIGN, Shard, Unit
-from tiermem.weights.absent import RestingParameter, ZeroParamStatus, absent_part, become, describe, undescribe
+from tiermem.weights.absent import (
+    RestingParameter,
+    ZeroParamStatus,
+    absent_part,
+    become,
+    describe,
+    undescribe,
+)
 from tiermem.weights.unit_memory import LAYOUTS, Passage, UnitMemory, apart
 from tiermem.weights.unit_state import LiveUnit
 from tiermem.weights.values import Values, initial_master
 from tiermem.wires.gather import Gather, NearGather, UnitGather, secondary_numel
 from tiermem.wires.packed import PackedGather, gathers_packed
 
-# ---- models that are refused -----------------------------------------------------------------------------------------
+# ---- models that are refused ---------------------------------------------------------------------
 #
 #     lazy parameters      have no shape yet, so nothing can be planned
 #     sparse embeddings    have gradients that are lists of rows, which cannot be reduced or stepped here (frozen: allowed)
 #     max_norm embeddings  write weights in forward, where these may be a copy; the master is not written (frozen: allowed)
 #     shared memory        two parameters over the same memory, or a buffer over a parameter's. Torch steps such memory once for
-#                          each parameter. Frozen ones that are equal in place, shape and strides become one parameter
+#                          each parameter. Frozen ones that are equal in place, shape and strides
+#                          become one parameter
 #     complex parameters   no optimizer here steps them (frozen: allowed)
 #
-# Checks that depend on the policy (dtypes of masters, sizes of buffers) are made during planning (plan.py, unit.py).
+# Checks that depend on the policy (dtypes of masters, sizes of buffers) are made during planning
+# (plan.py, unit.py).
 
 
 def check_model(model: nn.Module, is_trained: bool) -> None:
-    """Raises ValueError for a model that cannot be partitioned; names the parameter or module and the change to make."""
+    """Raises ValueError for a model that cannot be partitioned; names the parameter or module and
+    the change to make."""
     tie_shared(model)
     for name, param in model.named_parameters():
         if is_lazy(param):
             raise ValueError(
-                f"parameter {name!r} has no shape yet (a lazy module): call the model once before it is sharded"
+                f"parameter {name!r} has no shape yet (a lazy module): call the model once before "
+                "it is sharded"
             )
         if is_trained and param.requires_grad and param.is_complex():
             raise ValueError(
-                f"parameter {name!r} is {param.dtype}, which no optimizer here steps: keep torch.view_as_real of it as the "
+                f"parameter {name!r} is {param.dtype}, which no optimizer here steps: keep "
+                "torch.view_as_real of it as the "
                 "parameter and torch.view_as_complex that in forward, or freeze it"
             )
     empty = empty_buffers(model)
     if empty:
         raise ValueError(
-            f"{', '.join(empty)}: buffers on the meta device, which no file fills (persistent=False). Give them values before "
-            "the model is sharded, or build it without torch.device('meta'), under tiermem.zero.Init"
+            f"{', '.join(empty)}: buffers on the meta device, which no file fills "
+            "(persistent=False). Give them values before "
+            "the model is sharded, or build it without torch.device('meta'), under "
+            "tiermem.zero.Init"
         )
     for name, module in model.named_modules():
         is_scripted = isinstance(module, torch.jit.RecursiveScriptModule)  # type: ignore[attr-defined]  # torch documents it
         if is_scripted and next(module.parameters(), None) is not None:
             raise ValueError(
-                f"module {name or 'model'!r} was made by torch.jit.script, which takes no hooks that fetch its weights: keep "
-                "the module itself and compile it by engine.compile() or torch.compile, or trace it (torch.jit.trace)"
+                f"module {name or 'model'!r} was made by torch.jit.script, which takes no hooks "
+                "that fetch its weights: keep "
+                "the module itself and compile it by engine.compile() or torch.compile, or trace "
+                "it (torch.jit.trace)"
             )
-        if is_trained and isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.weight.requires_grad:
+        if (
+            is_trained
+            and isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+            and module.weight.requires_grad
+        ):
             _check_embedding(name, module)
 
 
 def tie_shared(model: nn.Module) -> None:
-    """Makes frozen parameters over the same elements one parameter. Raises ValueError for other overlaps, with both names."""
+    """Makes frozen parameters over the same elements one parameter. Raises ValueError for other
+    overlaps, with both names."""
     seen: dict[int, list[tuple[int, int, str, torch.Tensor]]] = {}
     for prefix, module in model.named_modules():
         for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
@@ -83,7 +111,11 @@ def tie_shared(model: nn.Module) -> None:
                 storage, start, stop = place
                 whole_name = f"{kind} {f'{prefix}.{name}' if prefix else name!r}"
                 others = seen.setdefault(storage, [])
-                over = [each for each in others if each[0] < stop and start < each[1] and each[3] is not tensor]
+                over = [
+                    each
+                    for each in others
+                    if each[0] < stop and start < each[1] and each[3] is not tensor
+                ]
                 twin = next((each for each in over if _is_twin(each[3], tensor)), None)
                 if twin is not None and len(over) == 1:
                     module._parameters[name] = cast(nn.Parameter, twin[3])
@@ -91,20 +123,31 @@ def tie_shared(model: nn.Module) -> None:
                 parameters = [each for each in over if isinstance(each[3], nn.Parameter)]
                 if parameters or (over and kind == "parameter"):
                     raise ValueError(
-                        f"{whole_name} and {over[0][2]} share memory, and each weight has a place of its own here. Use one "
-                        "parameter for both (head.weight = embed.weight, without .data), or give one of them a clone"
+                        f"{whole_name} and {over[0][2]} share memory, and each weight has a place "
+                        "of its own here. Use one "
+                        "parameter for both (head.weight = embed.weight, without .data), or give "
+                        "one of them a clone"
                     )
                 others.append((start, stop, whole_name, tensor))
 
 
 def _place_of(tensor: torch.Tensor) -> tuple[int, int, int] | None:
-    """A tensor's storage, and the bytes of it from the first to the last element; None for one without memory of its own."""
-    if is_lazy(tensor) or isinstance(tensor, RestingParameter) or tensor.layout is not torch.strided or tensor.is_meta:
+    """A tensor's storage, and the bytes of it from the first to the last element; None for one
+    without memory of its own."""
+    if (
+        is_lazy(tensor)
+        or isinstance(tensor, RestingParameter)
+        or tensor.layout is not torch.strided
+        or tensor.is_meta
+    ):
         return None
     if not tensor.numel() or type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
         return None
     start = int(tensor.storage_offset()) * tensor.itemsize
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    reach = (
+        sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        + 1
+    )
     return int(tensor.untyped_storage()._cdata), start, start + int(reach) * tensor.itemsize
 
 
@@ -130,18 +173,21 @@ def empty_buffers(model: nn.Module) -> list[str]:
 def _check_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
     if module.sparse:
         raise ValueError(
-            f"module {name!r} makes sparse gradients, which are neither reduced nor stepped here: build it with "
+            f"module {name!r} makes sparse gradients, which are neither reduced nor stepped here: "
+            "build it with "
             "sparse=False, or freeze it"
         )
     if module.max_norm is not None:
         raise ValueError(
-            f"module {name!r} has max_norm={module.max_norm}: it writes its weights in forward, where they are a copy of what "
-            "is stepped, so that would be lost. Build it with max_norm=None and divide the rows that it looks up by their "
+            f"module {name!r} has max_norm={module.max_norm}: it writes its weights in forward, "
+            "where they are a copy of what "
+            "is stepped, so that would be lost. Build it with max_norm=None and divide the rows "
+            "that it looks up by their "
             "norms, or freeze it"
         )
 
 
-# ---- moving weights --------------------------------------------------------------------------------------------------
+# ---- moving weights ------------------------------------------------------------------------------
 #
 #     a parameter's whole value                    this rank's part, in the unit's shard layout
 #       rank 0's, shared with all     ----------->   resident   the unit's storage for life (and, for a gather, its shard)
@@ -150,16 +196,18 @@ def _check_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
 #                                                    NVME       through a buffer, then an entry of the store
 #                                                    packed     codes and scales, on HOST or NVME
 #
-# The fp32 values for the first step (`master_from="init"`) are stored as well. A parameter releases its old memory as soon
-# as its part is stored, so the model needs memory once.
+# The fp32 values for the first step (`master_from="init"`) are stored as well. A parameter releases
+# its old memory as soon as its part is stored, so the model needs memory once.
 
 
 def settle(
     units: Iterable[Unit], plan: Plan, policy: OffloadPolicy, values: Values, pools: Pools
 ) -> tuple[list[LiveUnit], Passage]:
-    """Moves every unit's weights to where they rest; the store owns the memory. Collective; blocks; raises OSError.
+    """Moves every unit's weights to where they rest; the store owns the memory. Collective; blocks;
+    raises OSError.
 
-    `TensorStore.settle` registers the memory taken here. Returns the units and what they share, which `release` ends.
+    `TensorStore.settle` registers the memory taken here. Returns the units and what they share,
+    which `release` ends.
     """
     units = list(units)
     if is_accelerator(values.device):
@@ -172,7 +220,8 @@ def settle(
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Moves a model's buffers to a device; buffers that share a tensor still share it afterwards."""
+    """Moves a model's buffers to a device; buffers that share a tensor still share it
+    afterwards."""
     moved: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -194,9 +243,11 @@ def show_parts(units: Iterable[LiveUnit]) -> None:
 
 
 def release(units: Iterable[LiveUnit], passage: Passage, keeps_residents: bool) -> None:
-    """The opposite of `settle`: parameters become ordinary ones without gradients, and leave the registry.
+    """The opposite of `settle`: parameters become ordinary ones without gradients, and leave the
+    registry.
 
-    keeps_residents: parameters of resident units get copies of their values, since their storage is the store's.
+    keeps_residents: parameters of resident units get copies of their values, since their storage is
+        the store's.
     """
     units = list(units)
     for live in units:
@@ -215,20 +266,24 @@ def release(units: Iterable[LiveUnit], passage: Passage, keeps_residents: bool) 
 class _Settler:
     """Moves units; used during `settle` only."""
 
-    def __init__(self, plan: Plan, policy: OffloadPolicy, values: Values, pools: Pools, passage: Passage) -> None:
+    def __init__(
+        self, plan: Plan, policy: OffloadPolicy, values: Values, pools: Pools, passage: Passage
+    ) -> None:
         self._plan = plan
         self._policy = policy
         self._values = values
         self._store = values.store
         self._topology = values.topology
         self._device = values.device
-        self._pool: Pool | None = pools.units or pools.shards  # buffers in which a unit for NVMe is filled
+        # buffers in which a unit for NVMe is filled
+        self._pool: Pool | None = pools.units or pools.shards
         self._wires = pools.wires
         self._is_accelerated = is_accelerator(self._device)
         self._passage = passage
 
     def send_home(self, unit: Unit) -> LiveUnit:
-        """Moves a unit's weights to where they rest, one parameter at a time. Collective; blocks."""
+        """Moves a unit's weights to where they rest, one parameter at a time. Collective;
+        blocks."""
         if not unit.takes_buffer:
             return self._make_resident(unit)
         home = self._plan.unit_homes[unit.index]
@@ -242,7 +297,9 @@ class _Settler:
             shard = self._store.view(entry)
             shard = shard if is_accelerator(shard.device) else apart(shard)
             self._fill(unit, shard)
-            return LiveUnit(unit, memory, self._passage, None, shard, self._gather_of(unit, memory, home))
+            return LiveUnit(
+                unit, memory, self._passage, None, shard, self._gather_of(unit, memory, home)
+            )
         self._protect(unit, entry)
         assert self._pool is not None
         slot = self._pool.take()
@@ -250,26 +307,33 @@ class _Settler:
         self._fill(unit, slot.tensor[: unit.shard_bytes].view(unit.rests_as))
         self._store.write([(entry, 0, slot.tensor[: unit.shard_bytes])], entry).wait()
         self._pool.give_back(slot)
-        return LiveUnit(unit, memory, self._passage, entry, None, self._gather_of(unit, memory, home))
+        return LiveUnit(
+            unit, memory, self._passage, entry, None, self._gather_of(unit, memory, home)
+        )
 
     def _protect(self, unit: Unit, entry: str) -> None:
         """Gives a unit's weights on NVMe checksums, cut at the usual tile boundaries."""
         if keeps_sums(self._policy):
-            step = round_up(self._plan.choice.tile_numel, UNIT_ALIGN)  # of frozen units too, which may be unfrozen
+            # of frozen units too, which may be unfrozen
+            step = round_up(self._plan.choice.tile_numel, UNIT_ALIGN)
             cuts = range(step, unit.shard_numel, step)
             strip = planned_layout(unit, self._policy).strip_numel
             runs = weight_runs(unit, self._topology.shard_rank, strip, cuts)
             self._store.sums.protect(entry, StatePieces(runs).pieces)
 
     def _gather_of(self, unit: Unit, memory: UnitMemory, home: Tier) -> Gather | None:
-        """The gather of a unit; None when it is present in the form in which it rests, or is copied or widened alone.
+        """The gather of a unit; None when it is present in the form in which it rests, or is copied
+        or widened alone.
 
-        On one rank a unit that is widened on the device where it rests is gathered: on the stream whose work writes it there.
+        On one rank a unit that is widened on the device where it rests is gathered: on the stream
+        whose work writes it there.
         """
         policy = self._policy
         topology = self._topology
         if gathers_packed(unit, policy):
-            plain: Gather = PackedGather(topology, unit, memory.travels, self._wires, self._values.workers)
+            plain: Gather = PackedGather(
+                topology, unit, memory.travels, self._wires, self._values.workers
+            )
         elif topology.num_shards > 1 or (home is Tier.DEVICE and unit.is_widened):
             plain = UnitGather(topology, unit, memory.travels, policy.gather_way == "single")
         else:
@@ -294,7 +358,9 @@ class _Settler:
             memory = UnitMemory(unit, self._passage, apart(slot.tensor[: unit.full_bytes]))
         shard = memory.full
         if home is not None:
-            self._store.reserve(entry, (unit.shard_numel,), unit.dtype, home, crosses_link=self._is_accelerated)
+            self._store.reserve(
+                entry, (unit.shard_numel,), unit.dtype, home, crosses_link=self._is_accelerated
+            )
             shard = self._store.view(entry)
         self._fill(unit, shard)
         if shard is not memory.full:
@@ -302,11 +368,14 @@ class _Settler:
         return LiveUnit(unit, memory, self._passage, None, shard)
 
     def _fill(self, unit: Unit, shard: torch.Tensor) -> None:
-        """Writes this rank's part of every parameter of a unit, of rank 0's values, into the unit's shard layout."""
+        """Writes this rank's part of every parameter of a unit, of rank 0's values, into the unit's
+        shard layout."""
         shard.zero_()
         if keeps_initial_master(unit, self._policy):
             home = Tier.NVME if self._plan.states is Tier.NVME else Tier.HOST
-            self._store.reserve(initial_master(unit), (unit.shard_numel,), torch.float32, home, is_durable=False)
+            self._store.reserve(
+                initial_master(unit), (unit.shard_numel,), torch.float32, home, is_durable=False
+            )
         for part in unit.shards:
             piece = shard[part.shard_offset : part.shard_offset + part.shard_numel]
             if unit.blocks is not None:
@@ -325,12 +394,20 @@ class _Settler:
 
         def put(start: int, values: torch.Tensor) -> None:
             values = values.to(shard.device, unit.dtype)
-            pack_into(shard, unit.packed_numel, values, part.shard_offset + start, form, self._values.workers)
+            pack_into(
+                shard,
+                unit.packed_numel,
+                values,
+                part.shard_offset + start,
+                form,
+                self._values.workers,
+            )
 
         return put
 
     def _fill_part(self, part: Shard, put: Put) -> None:
-        """Hands this rank's part of a parameter that is not sharded yet to `put`, without padding."""
+        """Hands this rank's part of a parameter that is not sharded yet to `put`, without
+        padding."""
         owner = registry.owner_of(part.param)
         if isinstance(owner, ParametersInInit):
             if owner.topology == self._topology and owner.share_of(part.numel) == part.shard_numel:
@@ -350,7 +427,8 @@ class _Settler:
 
 
 def _home_of_resident(plan: Plan, topology: Topology, is_gpu: bool) -> Tier | None:
-    """Where the shards of resident units rest, which steps write; None: steps write the full layouts."""
+    """Where the shards of resident units rest, which steps write; None: steps write the full
+    layouts."""
     steps_there = is_gpu and plan.states is Tier.DEVICE
     if topology.num_shards > 1 or (is_gpu and not steps_there):
         return Tier.DEVICE if steps_there else Tier.HOST
@@ -358,13 +436,17 @@ def _home_of_resident(plan: Plan, topology: Topology, is_gpu: bool) -> Tier | No
 
 
 def _announce(units: Sequence[Unit], plan: Plan, policy: OffloadPolicy, values: Values) -> None:
-    """Announces what units take of an accelerator for life, so that all of one kind lies in one slab."""
+    """Announces what units take of an accelerator for life, so that all of one kind lies in one
+    slab."""
     memory = values.store.on_device
     home = _home_of_resident(plan, values.topology, is_gpu=True)
     for unit in units:
         if unit.is_resident:
             memory.reserve(unit.entry if home is None else LAYOUTS, unit.full_bytes)
-        elif keeps_secondary(policy, values.topology.num_shards) and values.topology.across is not None:
+        elif (
+            keeps_secondary(policy, values.topology.num_shards)
+            and values.topology.across is not None
+        ):
             numel = secondary_numel(unit, values.topology.across.size)
             memory.reserve("secondary/", numel * unit.travels_as.itemsize)
         if (home if unit.is_resident else plan.unit_homes[unit.index]) is Tier.DEVICE:

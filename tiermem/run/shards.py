@@ -1,6 +1,8 @@
-"""Shards: a model whose parameters are partitioned and rest on a tier, and the objects that serve it.
+"""Shards: a model whose parameters are partitioned and rest on a tier, and the objects that serve
+it.
 
-    with tiermem.shard(model, policy=OffloadPolicy(params=Tier.NVME, optim=Tier.NVME, paths=["/mnt/nvme0"])) as shards:
+    with tiermem.shard(model, policy=OffloadPolicy(params=Tier.NVME, optim=Tier.NVME,
+    paths=["/mnt/nvme0"])) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=3e-4)
         loss = model(x); loss.backward(); optim.step(); optim.zero_grad()
 
@@ -9,9 +11,9 @@
     settle   every parameter's part on its tier   settle.py     receive   gradients                      gradients.py
     values   where they rest, read and written    values.py     show      whole weights to torch         values.py
 
-To read a weight or a gradient outside forward and backward, use `weight`, `gradient` or `state_dict`. They gather it and are
-collective: every rank calls them. Nothing in torch is patched. Closing the shards removes the hooks and leaves the module, with
-its weights if asked to.
+To read a weight or a gradient outside forward and backward, use `weight`, `gradient` or
+`state_dict`. They gather it and are collective: every rank calls them. Nothing in torch is patched.
+Closing the shards removes the hooks and leaves the module, with its weights if asked to.
 """
 
 from __future__ import annotations
@@ -76,7 +78,8 @@ _Attached = TypeVar("_Attached", bound="Attached")
 
 
 class Attached(Protocol):
-    """An object that other packages attach to a sharded model; the model calls it. The saver of durable steps is one."""
+    """An object that other packages attach to a sharded model; the model calls it. The saver of
+    durable steps is one."""
 
     @property
     def keeps_files(self) -> bool:
@@ -86,27 +89,32 @@ class Attached(Protocol):
         """Called after a step of this optimizer, on every rank. May block."""
 
     def close(self) -> None:
-        """Called when the model is being closed and its store is still open. Blocks; raises errors since the last call."""
+        """Called when the model is being closed and its store is still open. Blocks; raises errors
+        since the last call."""
 
 
 class States(Protocol):
     """The optimizer's states of a sharded model, as far as the model uses them."""
 
     def make_room(self, plan: Plan) -> None:
-        """Moves states to NVMe that another plan has no room for on HOST. Blocks; raises OSError."""
+        """Moves states to NVMe that another plan has no room for on HOST. Blocks; raises
+        OSError."""
 
     def take_up(self, units: Sequence[Unit]) -> None:
         """Takes room for the states of units that have become trainable. Raises OSError."""
 
     def read(self, shard: Shard, name: str) -> torch.Tensor:
-        """A copy of this rank's part of one state of a parameter: flat, fp32, without padding. Blocks."""
+        """A copy of this rank's part of one state of a parameter: flat, fp32, without padding.
+        Blocks."""
 
     def put(self, shard: Shard, name: str, values: torch.Tensor) -> None:
-        """Stores this rank's part of one state of a parameter, given in fp32, and of a master the weight. Blocks."""
+        """Stores this rank's part of one state of a parameter, given in fp32, and of a master the
+        weight. Blocks."""
 
 
 class Shards:
-    """The result of `tiermem.shard` (see there for the arguments). Closing it, or leaving its `with` block, ends it."""
+    """The result of `tiermem.shard` (see there for the arguments). Closing it, or leaving its
+    `with` block, ends it."""
 
     def __init__(
         self,
@@ -117,7 +125,9 @@ class Shards:
         is_trained: bool = True,
     ) -> None:
         if any(isinstance(registry.owner_of(p), Shards) for p in model.parameters()):
-            raise ValueError("this model is sharded already: close its shards before sharding it again")
+            raise ValueError(
+                "this model is sharded already: close its shards before sharding it again"
+            )
         check_model(model, is_trained)
         self.model = model
         self.device = find_device(device)
@@ -133,16 +143,23 @@ class Shards:
         self.policy = policy
         self.states: States | None = None  # of the optimizer that steps this model
         self._attached: list[Attached] = []
-        self.is_held = False  # weights may not change: all units are present (access.py), or show averages
+        # weights may not change: all units are present (access.py), or show averages
+        self.is_held = False
         self._residents: list[LiveUnit] = []  # units that are always present
         self.topology: Topology = arrange(
-            everyone, policy, ranks_per_node(), self.device.type, built.parts if ranks is built.group else None
+            everyone,
+            policy,
+            ranks_per_node(),
+            self.device.type,
+            built.parts if ranks is built.group else None,
         )
         self._is_closed = False
         self._is_trained = is_trained
         self._handles: list[RemovableHandle] = []
         division = divide(model, policy, self.topology.num_shards, is_trained)
-        self.plan = make_plan(division, policy, self.topology, is_accelerator(self.device), ranks_per_node(), context)
+        self.plan = make_plan(
+            division, policy, self.topology, is_accelerator(self.device), ranks_per_node(), context
+        )
         agree(self.topology, facts_of_plan(self.plan), "the plan of tiermem.shard")
         check_card(self.plan, policy, self.device)
         self.store = open_store(self.plan, policy, self.topology, self.device)
@@ -151,7 +168,8 @@ class Shards:
         try:
             self.workers = workers = near_workers(self.device, self.store.arena)
             self.store.sums.use(workers, policy.verify)
-            weakref.finalize(self, end_kernels, self.store.programs, workers)  # for a model that is never closed
+            # for a model that is never closed
+            weakref.finalize(self, end_kernels, self.store.programs, workers)
             if self.topology.group is not None and self.topology.watch is not None:
                 self.topology.watch.start(self.topology.group, self.topology.groups)
                 self._end_watch = weakref.finalize(self, self.topology.watch.close)
@@ -170,7 +188,10 @@ class Shards:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         with contextlib.suppress(
             *[] if kind is None else [RankLost]
@@ -178,14 +199,16 @@ class Shards:
             self.close()
 
     def switch_pipeline(self, read: bool, write: bool) -> None:
-        """Switches `pipeline_read` and `pipeline_write` of the policy for the steps that follow, as a benchmark does."""
+        """Switches `pipeline_read` and `pipeline_write` of the policy for the steps that follow, as
+        a benchmark does."""
         self.policy = dataclasses.replace(self.policy, pipeline_read=read, pipeline_write=write)
 
     def keep_overlap(self, saved: str) -> None:
-        """Goes on with the `overlap` of the run that saved a checkpoint, unless the policy names one."""
+        """Goes on with the `overlap` of the run that saved a checkpoint, unless the policy names
+        one."""
         self.policy = kept_overlap(self.policy, self.plan, is_accelerator(self.device), saved)
 
-    # ---- reading values ------------------------------------------------------------------------------------------------
+    # ---- reading values --------------------------------------------------------------------------
 
     def weight(self, param: nn.Parameter) -> torch.Tensor:
         """A copy of a parameter's whole value, on the CPU, in its own dtype. Collective; blocks."""
@@ -194,7 +217,11 @@ class Shards:
             self.store.on_device.check_there("param/")
             return param.detach().to("cpu", live.unit.dtype, copy=True)
         if live.is_present and not live.is_streamed:
-            return live.memory.views[live.unit.shards.index(shard)].detach().to("cpu", live.unit.dtype, copy=True)
+            return (
+                live.memory.views[live.unit.shards.index(shard)]
+                .detach()
+                .to("cpu", live.unit.dtype, copy=True)
+            )
         return self.values.assemble(shard, self.local_weight(param)).view(shard.shape)
 
     def _saved(self, param: nn.Parameter) -> torch.Tensor:
@@ -204,13 +231,17 @@ class Shards:
         return value
 
     def local_weight(self, param: nn.Parameter) -> torch.Tensor:
-        """A copy of this rank's part of a parameter: flat, on the CPU, shard_numel elements. Blocks."""
+        """A copy of this rank's part of a parameter: flat, on the CPU, shard_numel elements.
+        Blocks."""
         live, shard = self.find(param)
         self.take_writes(param)
-        return self.values.elements(live, slice(shard.shard_offset, shard.shard_offset + shard.shard_numel))
+        return self.values.elements(
+            live, slice(shard.shard_offset, shard.shard_offset + shard.shard_numel)
+        )
 
     def refresh(self, param: nn.Parameter) -> None:
-        """Makes a parameter's unit show new values from where it rests, unless a module holds it; gathered parameters, too.
+        """Makes a parameter's unit show new values from where it rests, unless a module holds it;
+        gathered parameters, too.
 
         Collective; blocks.
         """
@@ -229,7 +260,8 @@ class Shards:
             self.values.regather(live.unit, live.shard, live.memory)
 
     def gradient(self, param: nn.Parameter) -> torch.Tensor | None:
-        """A copy of a parameter's reduced gradient (mean over ranks), or None. Call between backward and step. Collective.
+        """A copy of a parameter's reduced gradient (mean over ranks), or None. Call between
+        backward and step. Collective.
 
         A `p.grad` that the user has set counts, on every rank. Blocks; raises OSError.
         """
@@ -241,9 +273,11 @@ class Shards:
         return self.values.assemble(shard, local.to(self.homes.dtype(live.unit))).view(shard.shape)
 
     def local_gradient(self, param: nn.Parameter) -> torch.Tensor | None:
-        """This rank's part of a reduced gradient, without padding: flat, fp32, on the CPU; or None. Blocks.
+        """This rank's part of a reduced gradient, without padding: flat, fp32, on the CPU; or None.
+        Blocks.
 
-        On several ranks also None for a `p.grad` that the user has set and no backward, step or `gradient` has reduced.
+        On several ranks also None for a `p.grad` that the user has set and no backward, step or
+        `gradient` has reduced.
         """
         live, shard = self.find(param)
         self._receive_set(is_collective=False)
@@ -253,11 +287,14 @@ class Shards:
             return torch.zeros(self.values.num_mine(shard))
         self.homes.store.settle()
         part = slice(shard.shard_offset, shard.shard_offset + self.values.num_mine(shard))
-        local = self.values.read_part(self.homes.store.entry(live.unit), self.homes.dtype(live.unit), part)
+        local = self.values.read_part(
+            self.homes.store.entry(live.unit), self.homes.dtype(live.unit), part
+        )
         return local.float() * (shard.gradient.factor / self.homes.divisor)
 
     def _receive_set(self, is_collective: bool) -> None:
-        """Outside backward: drops gradients that the user has replaced, and receives the new ones where ranks may. Blocks."""
+        """Outside backward: drops gradients that the user has replaced, and receives the new ones
+        where ranks may. Blocks."""
         if in_backward() or self.hooks.has_left_gradients or self.homes.store.home is None:
             return
         self.steps.finish()
@@ -270,7 +307,8 @@ class Shards:
                 self.homes.show(unit)
 
     def find(self, param: nn.Parameter) -> tuple[LiveUnit, Shard]:
-        """A parameter's unit and its shard. Raises ValueError for a parameter of another model, RuntimeError in a fork."""
+        """A parameter's unit and its shard. Raises ValueError for a parameter of another model,
+        RuntimeError in a fork."""
         self.store.check_process()
         try:
             return self._by_param[id(param)]
@@ -284,20 +322,28 @@ class Shards:
 
     @property
     def adds_at_home(self) -> bool:
-        """Whether gradients of micro-batches accumulate on their tier: in stages 2 and 3, or in a dtype of their own."""
-        kept = (self.homes.dtype(live.unit) == live.unit.dtype for live in self.units if live.unit.is_trainable)
+        """Whether gradients of micro-batches accumulate on their tier: in stages 2 and 3, or in a
+        dtype of their own."""
+        kept = (
+            self.homes.dtype(live.unit) == live.unit.dtype
+            for live in self.units
+            if live.unit.is_trainable
+        )
         return self.policy.stage >= 2 or not all(kept)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A block in which backwards accumulate gradients without reducing them, where `p.grad` can hold them.
+        """A block in which backwards accumulate gradients without reducing them, where `p.grad` can
+        hold them.
 
-        This holds in stages 0 and 1; the next backward outside the block, or the step, reduces the sum. In stages 2 and 3 a
-        rank has room for its part alone, so gradients are reduced as usual, with the same sum. Raises RuntimeError with
-        step_in_backward.
+        This holds in stages 0 and 1; the next backward outside the block, or the step, reduces the
+        sum. In stages 2 and 3 a rank has room for its part alone, so gradients are reduced as
+        usual, with the same sum. Raises RuntimeError with step_in_backward.
         """
         if self.policy.step_in_backward:
-            raise RuntimeError("no_sync with step_in_backward: no gradient is held to add to. Set it to False")
+            raise RuntimeError(
+                "no_sync with step_in_backward: no gradient is held to add to. Set it to False"
+            )
         before = self.hooks.receive_if(lambda: self.adds_at_home)
         try:
             yield
@@ -305,15 +351,18 @@ class Shards:
             self.hooks.receive_if(before)
 
     def receive_gradients(self, meanwhile: Callable[[], object] | None = None) -> float | None:
-        """Reduces the gradients that backwards have left in `p.grad`, and stores them. Collective; blocks; raises OSError.
+        """Reduces the gradients that backwards have left in `p.grad`, and stores them. Collective;
+        blocks; raises OSError.
 
         Call it after `Hooks.check_backward_ended`.
 
-        meanwhile: of `GradientHomes.norm`, whose norm is returned; None: no step follows, which needs it.
+        meanwhile: of `GradientHomes.norm`, whose norm is returned; None: no step follows, which
+            needs it.
         """
         self.store.check_process()
         self.hooks.has_left_gradients = False
-        with torch._C.DisableTorchFunctionSubclass():  # reading the `grad` of resting parameters takes less time so
+        # reading the `grad` of resting parameters takes less time so
+        with torch._C.DisableTorchFunctionSubclass():
             self.homes.forget_replaced()
             norm = None if meanwhile is None else self.homes.norm(meanwhile)
             if norm is None:
@@ -323,21 +372,29 @@ class Shards:
         return norm
 
     def replace(self, param: nn.Parameter, value: torch.Tensor) -> None:
-        """Replaces a parameter's values; every rank gives the whole tensor. Collective; blocks; raises OSError.
+        """Replaces a parameter's values; every rank gives the whole tensor. Collective; blocks;
+        raises OSError.
 
-        The master becomes exactly the new value if that has a wider dtype than the weight. Else elements that change become the
-        new value, and all others keep their master. Moments stay as they are.
+        The master becomes exactly the new value if that has a wider dtype than the weight. Else
+        elements that change become the new value, and all others keep their master. Moments stay as
+        they are.
         """
         live, shard = self.find(param)
         self.check_may_change()
         self.steps.half_loaded.add(param)
         self.drop_head_start()
-        self._take_over(live, shard, value.detach(), is_master=value.dtype.itemsize > live.unit.dtype.itemsize)
+        self._take_over(
+            live, shard, value.detach(), is_master=value.dtype.itemsize > live.unit.dtype.itemsize
+        )
         self._refresh(live)
         index = live.unit.shards.index(shard)
         is_gathered = index in live.taken_out and value.data_ptr() != param.data_ptr()
         if is_gathered or (live.num_users and live.is_streamed):
-            shown = self.weight(param) if live.unit.is_packed else value.to(live.unit.dtype).view(shard.shape)
+            shown = (
+                self.weight(param)
+                if live.unit.is_packed
+                else value.to(live.unit.dtype).view(shard.shape)
+            )
             if is_gathered:
                 live.take_out(index, shown.detach().to(self.device, copy=True))
             else:
@@ -345,10 +402,13 @@ class Shards:
         self.steps.half_loaded.discard(param)
 
     def take_writes(self, param: nn.Parameter | None = None) -> None:
-        """Takes over what the user has written to weights that are always present. Does nothing where nothing was written.
+        """Takes over what the user has written to weights that are always present. Does nothing
+        where nothing was written.
 
-        param: the one that is looked at; None: all. Each rank takes its own part of what its own parameters show. Not
-        collective; blocks; raises OSError, and RuntimeError as `LiveUnit.written` and `check_may_change` do.
+        param: the one that is looked at; None: all. Each rank takes its own part of what its own
+            parameters show. Not
+        collective; blocks; raises OSError, and RuntimeError as `LiveUnit.written` and
+        `check_may_change` do.
         """
         if param is not None:
             live, _ = self.find(param)
@@ -366,7 +426,8 @@ class Shards:
             found[0].note_data(param, data)
 
     def _take_writes_of(self, live: LiveUnit) -> None:
-        """Takes over what the user has written to a unit that is present, and drops reads ahead of the old values."""
+        """Takes over what the user has written to a unit that is present, and drops reads ahead of
+        the old values."""
         if self.is_held:
             self._refuse_held()
         if self.topology.world == 1:
@@ -384,19 +445,24 @@ class Shards:
             if live.is_home(shown) and self._is_split(live):
                 live.remember(index)  # this program writes weights
 
-    def _take_over(self, live: LiveUnit, shard: Shard, value: torch.Tensor, is_master: bool = False) -> None:
-        """Stores this rank's part of a whole weight where it rests. Elements that change become masters (written.py).
+    def _take_over(
+        self, live: LiveUnit, shard: Shard, value: torch.Tensor, is_master: bool = False
+    ) -> None:
+        """Stores this rank's part of a whole weight where it rests. Elements that change become
+        masters (written.py).
 
-        A split master consists of the weight and its low half, so its elements are compared with the weight at rest, or with
-        what `LiveUnit.remember` kept where the user writes that very memory. The first such write to a parameter, before which
-        nothing was kept, leaves low halves as they are, but for those of zeros: up to half a unit of bf16's last place.
+        A split master consists of the weight and its low half, so its elements are compared with
+        the weight at rest, or with what `LiveUnit.remember` kept where the user writes that very
+        memory. The first such write to a parameter, before which nothing was kept, leaves low
+        halves as they are, but for those of zeros: up to half a unit of bf16's last place.
 
         is_master: every element becomes the master. Not collective; blocks; raises OSError.
         """
         unit = live.unit
         mine = self.values.mine(shard, value).cpu()
         part = slice(shard.shard_offset, shard.shard_offset + mine.numel())
-        stepped = any(other.num_steps for _, other in self.parameters())  # a step has made the masters
+        # a step has made the masters
+        stepped = any(other.num_steps for _, other in self.parameters())
         states = self.states if unit.is_trainable and stepped else None
         is_there = live.is_home(value)
         initial = initial_master(unit)
@@ -404,12 +470,18 @@ class Shards:
             if not is_there:
                 self.values.put_elements(live, part.start, mine.to(unit.dtype))
             return
-        master = self.values.read_part(initial, torch.float32, part) if states is None else states.read(shard, MASTER)
+        master = (
+            self.values.read_part(initial, torch.float32, part)
+            if states is None
+            else states.read(shard, MASTER)
+        )
         before = live.before(unit.shards.index(shard))
         if before is not None:
             before = self.values.mine(shard, before).cpu()
         else:
-            before = self.values.elements(live, part) if self._is_split(live) else master.to(unit.dtype)
+            before = (
+                self.values.elements(live, part) if self._is_split(live) else master.to(unit.dtype)
+            )
         if is_master:
             master.copy_(mine)
         elif not adopt(mine, master, before.to(mine.dtype)):
@@ -422,10 +494,13 @@ class Shards:
 
     def _is_split(self, live: LiveUnit) -> bool:
         """Whether a unit's masters are the weights and what these lack."""
-        return live.unit.is_trainable and self.policy.precision.master_of(live.unit.dtype) == "split"
+        return (
+            live.unit.is_trainable and self.policy.precision.master_of(live.unit.dtype) == "split"
+        )
 
     def replace_mine(self, live: LiveUnit, shard: Shard, mine: torch.Tensor) -> None:
-        """Replaces this rank's part of a parameter that has no master yet; every rank gives its own. Collective; blocks."""
+        """Replaces this rank's part of a parameter that has no master yet; every rank gives its
+        own. Collective; blocks."""
         self.drop_head_start()
         if initial_master(live.unit) in self.store:
             self.values.put_initial_master(live.unit, shard, mine)
@@ -433,11 +508,13 @@ class Shards:
         self.refresh(shard.param)
 
     def check_may_change(self, is_collective: bool = True, is_step: bool = False) -> None:
-        """Raises RuntimeError while all units are held present (changes would not reach them), and for a torn model.
+        """Raises RuntimeError while all units are held present (changes would not reach them), and
+        for a torn model.
 
-        Makes the last step durable before if that is due, unless this rank alone is about to change something. Blocks.
-        is_step: a step follows. What an accelerator still copies to host memory for the last one is not waited for: a step on
-        the CPU writes other elements, one on the accelerator comes after it.
+        Makes the last step durable before if that is due, unless this rank alone is about to change
+        something. Blocks. is_step: a step follows. What an accelerator still copies to host memory
+        for the last one is not waited for: a step on the CPU writes other elements, one on the
+        accelerator comes after it.
         """
         self.store.check_process()
         if is_collective or self.topology.world == 1:
@@ -448,13 +525,16 @@ class Shards:
 
     def _refuse_held(self) -> NoReturn:
         raise RuntimeError(
-            "weights cannot change inside EMA.applied, nor inside unwrap_model_for_generation: leave its block first"
+            "weights cannot change inside EMA.applied, nor inside unwrap_model_for_generation: "
+            "leave its block first"
         )
 
     def check_whole(self) -> None:
-        """Finishes the step under way, then raises RuntimeError when the model's states are of two different steps.
+        """Finishes the step under way, then raises RuntimeError when the model's states are of two
+        different steps.
 
-        Raises the error of that step, and RuntimeError in a forked child and after half a `load_state_dict`. Blocks.
+        Raises the error of that step, and RuntimeError in a forked child and after half a
+        `load_state_dict`. Blocks.
         """
         self._check_untorn(is_step=False)
         self.steps.check_loaded()
@@ -471,7 +551,8 @@ class Shards:
         return self.find(param)[0].unit.is_leaf
 
     def take_out(self, param: nn.Parameter) -> None:
-        """Gives a parameter its whole values until `put_back`. Collective; blocks. Takes memory for this parameter alone."""
+        """Gives a parameter its whole values until `put_back`. Collective; blocks. Takes memory for
+        this parameter alone."""
         live, shard = self.find(param)
         if live.unit.is_resident:
             if self._is_split(live):
@@ -487,7 +568,8 @@ class Shards:
             self.prefetcher.is_torn = False
 
     def put_back(self, param: nn.Parameter) -> None:
-        """Ends a `take_out`: the parameter shows its unit again. Changes are dropped, unless `replace` was called."""
+        """Ends a `take_out`: the parameter shows its unit again. Changes are dropped, unless
+        `replace` was called."""
         live, shard = self.find(param)
         was_torn = self.prefetcher.is_torn
         self.prefetcher.is_torn = True
@@ -507,7 +589,8 @@ class Shards:
                     registry.set_gathered(param, False)
 
     def drop_head_start(self, is_collective: bool = True) -> None:
-        """Drops states read ahead for the next step, because they are about to change. Blocks until reads have stopped."""
+        """Drops states read ahead for the next step, because they are about to change. Blocks until
+        reads have stopped."""
         self.check_may_change(is_collective)
         self.program.drop()
 
@@ -517,21 +600,23 @@ class Shards:
             for shard in live.unit.shards:
                 yield live, shard
 
-    # ---- attachments ---------------------------------------------------------------------------------------------------
+    # ---- attachments -----------------------------------------------------------------------------
 
     def attach(self, attached: Attached) -> None:
         """Attaches an object: the model calls it after each step and when it is closed."""
         self._attached.append(attached)
 
     def find_attached(self, kind: type[_Attached]) -> _Attached | None:
-        """The attached object of this class, or None. Raises RuntimeError in a forked child, which has no thread of it."""
+        """The attached object of this class, or None. Raises RuntimeError in a forked child, which
+        has no thread of it."""
         self.store.check_process()
         return next((each for each in self._attached if isinstance(each, kind)), None)
 
     def attach_states(self, states: States, on_last_read: Callable[[], None] | None) -> None:
         """Registers the states of the optimizer that steps this model.
 
-        on_last_read: called when a backward begins, whose reads go before those that it starts (hooks.py).
+        on_last_read: called when a backward begins, whose reads go before those that it starts
+            (hooks.py).
         """
         self.states = states
         if on_last_read is not None:
@@ -553,7 +638,8 @@ class Shards:
 
     @contextlib.contextmanager
     def held_present(self) -> Iterator[None]:
-        """A block in which the caller chooses all units' weights; stepping, replacing or loading them raises RuntimeError."""
+        """A block in which the caller chooses all units' weights; stepping, replacing or loading
+        them raises RuntimeError."""
         before = self.is_held
         self.is_held = True
         try:
@@ -561,16 +647,19 @@ class Shards:
         finally:
             self.is_held = before
 
-    # ---- unfreezing ----------------------------------------------------------------------------------------------------
+    # ---- unfreezing ------------------------------------------------------------------------------
 
     def take_up(self, params: Collection[nn.Parameter] = ()) -> None:
-        """Takes room for parameters that were frozen when the model was sharded and require gradients now (unfreeze.py).
+        """Takes room for parameters that were frozen when the model was sharded and require
+        gradients now (unfreeze.py).
 
-        params: frozen parameters that get room as well, because their states are about to be loaded.
+        params: frozen parameters that get room as well, because their states are about to be
+            loaded.
 
-        Called before a forward with gradients, a step and a load. Does nothing without such parameters; else collective, and
-        blocks. Raises ValueError with the arithmetic when there is no room, RuntimeError for weights in blocks, OSError for a
-        full disk: then the model is as it was.
+        Called before a forward with gradients, a step and a load. Does nothing without such
+        parameters; else collective, and blocks. Raises ValueError with the arithmetic when there is
+        no room, RuntimeError for weights in blocks, OSError for a full disk: then the model is as
+        it was.
         """
         found = [] if self.is_held or self._is_closed else self._frozen.unfrozen(params)
         lives = list(dict.fromkeys(live for live, _ in found if not live.unit.is_trainable))
@@ -579,7 +668,9 @@ class Shards:
             self.steps.finish()
             self.homes.forget_replaced()
             keeps_grads = not self.homes.is_empty
-            plan = plan_of(found, self.model, self.plan, self.policy, self.topology, self.device, keeps_grads)
+            plan = plan_of(
+                found, self.model, self.plan, self.policy, self.topology, self.device, keeps_grads
+            )
             plan = reserve_more(plan, self.policy, self.store, self.topology, self.steps.has_slot)
             with self.steps.changing_all():
                 self._go_over(plan, lives)
@@ -602,7 +693,9 @@ class Shards:
         for live in lives:
             live.unit.unfreeze()
             live.take_up()
-        self.homes.take_up([live.unit for live in self.units if live.unit.is_trainable], plan, self._pools)
+        self.homes.take_up(
+            [live.unit for live in self.units if live.unit.is_trainable], plan, self._pools
+        )
         if self.states is not None:
             self.states.take_up([live.unit for live in lives])
         self.store.settle()
@@ -613,7 +706,7 @@ class Shards:
         self._pools = pools
         self.tile_pool = pools.tiles
 
-    # ---- parameters of other modules -----------------------------------------------------------------------------------
+    # ---- parameters of other modules -------------------------------------------------------------
 
     @property
     def may_lend(self) -> bool:
@@ -622,9 +715,11 @@ class Shards:
         return self.hooks.may_lend
 
     def lend(self, params: list[nn.Parameter], func: Any, args: Any, kwargs: Any) -> Any:
-        """Calls a function with resting parameters gathered (access.py); outside a forward with copies of them. Blocks.
+        """Calls a function with resting parameters gathered (access.py); outside a forward with
+        copies of them. Blocks.
 
-        Collective in a forward or backward. Outside, raises RuntimeError on several ranks; in another thread always.
+        Collective in a forward or backward. Outside, raises RuntimeError on several ranks; in
+        another thread always.
         """
         check_thread(self.hooks.thread)
         if self.may_lend:
@@ -639,37 +734,45 @@ class Shards:
             frame = self.hooks.enter(list(dict.fromkeys(needed)), (), {}, reads_again=False)
             output = None
             try:
-                with torch.autograd.graph.saved_tensors_hooks(lambda t: kept(self, t, copied), lambda read: read()):
+                with torch.autograd.graph.saved_tensors_hooks(
+                    lambda t: kept(self, t, copied), lambda read: read()
+                ):
                     output = make()
             finally:
                 self.hooks.leave(frame, made_by(tensors_in(output)))
             return absent.without_loans(output, params, make)
 
     def add_need(self, module: nn.Module, param: nn.Parameter) -> None:
-        """Registers that a module needs a parameter of another module whenever it runs. No effect for a resident parameter."""
+        """Registers that a module needs a parameter of another module whenever it runs. No effect
+        for a resident parameter."""
         live, _ = self._by_param.get(id(param), (None, None))
         if live is not None and live.is_streamed and self.hooks.add_need(module, live):
             self._added.append((module, live))
 
     def drop_need(self, module: nn.Module, param: nn.Parameter) -> None:
-        """Removes an `add_need`, unless the module needs another external parameter of the same unit."""
+        """Removes an `add_need`, unless the module needs another external parameter of the same
+        unit."""
         live, _ = self.find(param)
         still = {id(each) for each in registry.externals_of(module)}
-        if (module, live) in self._added and not any(id(shard.param) in still for shard in live.unit.shards):
+        if (module, live) in self._added and not any(
+            id(shard.param) in still for shard in live.unit.shards
+        ):
             self._added.remove((module, live))
             self.hooks.drop_need(module, live)
 
-    # ---- the end -------------------------------------------------------------------------------------------------------
+    # ---- the end ---------------------------------------------------------------------------------
 
     def close(self, materialize: bool = False) -> None:
-        """Removes the hooks and closes the store; files on paths are deleted, unless they hold a checkpoint.
+        """Removes the hooks and closes the store; files on paths are deleted, unless they hold a
+        checkpoint.
 
-        With materialize the parameters become ordinary tensors with their weights (collective; takes the whole model's
-        memory). Without it, parameters that are not resident show NaN. Blocks. Raises the first error of a write-back. Does
-        nothing in a forked child, where parameters show NaN.
+        With materialize the parameters become ordinary tensors with their weights (collective;
+        takes the whole model's memory). Without it, parameters that are not resident show NaN.
+        Blocks. Raises the first error of a write-back. Does nothing in a forked child, where
+        parameters show NaN.
 
-        With durability="step" the last step is made durable (collective), but not on several ranks while an exception is being
-        handled, because the other ranks may be elsewhere.
+        With durability="step" the last step is made durable (collective), but not on several ranks
+        while an exception is being handled, because the other ranks may be elsewhere.
         """
         if self._is_closed:
             return
@@ -682,7 +785,11 @@ class Shards:
                     each.close()
             self.hooks.recover()
             self.prefetcher.empty()
-            weights = [(s.param, self.weight(s.param)) for _, s in self.parameters()] if materialize else []
+            weights = (
+                [(s.param, self.weight(s.param)) for _, s in self.parameters()]
+                if materialize
+                else []
+            )
             self.homes.store.settle()
         finally:
             self.hooks.remove()
@@ -698,14 +805,15 @@ class Shards:
             param.data = value.to(self.device)
 
     def _leave_to_parent(self) -> None:
-        """In a forked child, which has no arena: parameters show NaN, calls on them are refused, and `close` does nothing."""
+        """In a forked child, which has no arena: parameters show NaN, calls on them are refused,
+        and `close` does nothing."""
         self._is_closed = True
         for live in self.units:
             live.leave_to_parent()
         if self.policy.stage == 3:
             show_parts(self.units)
 
-    # ---- building ------------------------------------------------------------------------------------------------------
+    # ---- building --------------------------------------------------------------------------------
 
     def _build(self, division: Division) -> None:
         units = division.units
@@ -718,15 +826,24 @@ class Shards:
         self.program: Program[Any] = Program(self.store, pools.tiles, self.workers)
         self.steps = StepRun(self.program)
         spread_numel = policy.allgather_bucket_numel
-        self.values = Values(self.store, self.steps, self.topology, self.device, bounce, spread_numel, workers)
+        self.values = Values(
+            self.store, self.steps, self.topology, self.device, bounce, spread_numel, workers
+        )
         self.units, self._passage = settle(units, self.plan, self.policy, self.values, pools)
         move_buffers(self.model, self.device)
         self.prefetcher = Prefetcher(self.units, order, limits_of(self.plan, self.policy))
-        self.homes = GradientHomes(trainable, self.plan, self.store, self.topology, workers, pools, policy, self.steps)
+        self.homes = GradientHomes(
+            trainable, self.plan, self.store, self.topology, workers, pools, policy, self.steps
+        )
         self.store.settle()
-        live = {module: [self.units[u.index] for u in needed] for module, needed in division.triggers.items()}
+        live = {
+            module: [self.units[u.index] for u in needed]
+            for module, needed in division.triggers.items()
+        }
         self.triggers = list(live)  # modules that make units present
-        activations = make_activations(self.model, self.units, self.plan, policy, self.store, pools.activations)
+        activations = make_activations(
+            self.model, self.units, self.plan, policy, self.store, pools.activations
+        )
         served = self.prefetcher, self.homes, self.steps, self.store
         self.hooks = Hooks(self.model, live, self.units, *served, activations)
         lowered = [s.param for u in units if u.full_dtype != u.dtype for s in u.shards]
@@ -743,7 +860,8 @@ class Shards:
             registry.register(part.param, self)
         if self.policy.stage == 3:
             show_parts(self.units)
-        self._added: list[tuple[nn.Module, LiveUnit]] = []  # registered needs of other modules' parameters
+        # registered needs of other modules' parameters
+        self._added: list[tuple[nn.Module, LiveUnit]] = []
         for module in self.model.modules():
             for param in registry.externals_of(module):
                 self.add_need(module, param)
@@ -758,4 +876,9 @@ class Shards:
         stats = self.store.stats()
         engine = f"; {stats.engine_why}" if self.policy.paths and stats.engine != "none yet" else ""
         sizes = self.plan.host_bytes / 2**20, self.plan.disk_bytes / 2**20
-        logger.info("%d units, %.1f MiB on HOST, %.1f MiB on NVME per rank%s", len(self.units), *sizes, engine)
+        logger.info(
+            "%d units, %.1f MiB on HOST, %.1f MiB on NVME per rank%s",
+            len(self.units),
+            *sizes,
+            engine,
+        )

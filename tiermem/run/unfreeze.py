@@ -2,16 +2,18 @@
 
     p.requires_grad_(True)  ->  the next forward with gradients, step or load  ->  room for gradients and states  ->  trained
 
-A unit has room for gradients and states, or for neither, so a unit is unfrozen as a whole; its parameters that still require no
-gradient get none and are not stepped. Weights stay where they rest. The plan is made again within the same budgets before
-anything is changed (budget.py). Then the model goes over to it between two passes:
+A unit has room for gradients and states, or for neither, so a unit is unfrozen as a whole; its
+parameters that still require no gradient get none and are not stepped. Weights stay where they
+rest. The plan is made again within the same budgets before anything is changed (budget.py). Then
+the model goes over to it between two passes:
 
     refuse     blocks, sparse gradients and the like: RuntimeError or ValueError; no room: ValueError with the arithmetic
     reserve    space on disk: OSError. Where there is none for steps under backward alone, they run under the next forward
     make room  what the new plan has no place for on HOST goes to NVMe; buffers of another size are given back
     carve      the arena goes on with the new budget; new buffers, gradients and states are carved from it
 
-A parameter that is frozen again keeps its states and its room. With several ranks all must unfreeze the same parameters.
+A parameter that is frozen again keeps its states and its room. With several ranks all must unfreeze
+the same parameters.
 """
 
 from __future__ import annotations
@@ -45,13 +47,18 @@ class Frozen:
     def unfrozen(self, also: Collection[nn.Parameter] = ()) -> list[tuple[LiveUnit, Shard]]:
         """Those that require gradients now, and these."""
         chosen = {id(param) for param in also}
-        with torch._C.DisableTorchFunctionSubclass():  # reading it of resting parameters takes less time so
-            return [e for e in self._parameters if e[1].param.requires_grad or id(e[1].param) in chosen]
+        # reading it of resting parameters takes less time so
+        with torch._C.DisableTorchFunctionSubclass():
+            return [
+                e for e in self._parameters if e[1].param.requires_grad or id(e[1].param) in chosen
+            ]
 
     def forget(self) -> None:
         """Drops those that require gradients now."""
         with torch._C.DisableTorchFunctionSubclass():
-            self._parameters = [each for each in self._parameters if not each[1].param.requires_grad]
+            self._parameters = [
+                each for each in self._parameters if not each[1].param.requires_grad
+            ]
 
 
 def plan_of(
@@ -63,10 +70,11 @@ def plan_of(
     device: torch.device,
     keeps_grads: bool,
 ) -> Plan:
-    """The plan of a model with more trained units, those of these parameters; changes nothing. Collective; blocks.
+    """The plan of a model with more trained units, those of these parameters; changes nothing.
+    Collective; blocks.
 
-    Raises RuntimeError for a unit in blocks; ValueError for a model that cannot be trained, where ranks differ, and with the
-    arithmetic when there is no room.
+    Raises RuntimeError for a unit in blocks; ValueError for a model that cannot be trained, where
+    ranks differ, and with the arithmetic when there is no room.
     """
     names = ", ".join(shard.name for live, shard in found if not live.unit.is_trainable)
     units = list(dict.fromkeys(live.unit for live, _ in found if not live.unit.is_trainable))
@@ -74,7 +82,8 @@ def plan_of(
     for unit in units:
         if unit.blocks is not None:
             raise RuntimeError(
-                f"{names} requires gradients and rests in {unit.blocks.name} blocks, which no step can write: set "
+                f"{names} requires gradients and rests in {unit.blocks.name} blocks, which no step "
+                "can write: set "
                 "requires_grad before sharding, or shard without blocks (frozen_quant_type=None)"
             )
     check_model(model, is_trained=True)
@@ -89,16 +98,20 @@ def plan_of(
         error = str(refused)
     said = next((each for each in exchange(topology, error) if each), None)
     if said is not None:
-        raise ValueError(f"no room to train {names}, frozen until now: {said}. The model is as it was")
+        raise ValueError(
+            f"no room to train {names}, frozen until now: {said}. The model is as it was"
+        )
     return plan
 
 
 def reserve_more(
     plan: Plan, policy: OffloadPolicy, store: TensorStore, topology: Topology, is_slot_taken: bool
 ) -> Plan:
-    """Preallocates the disk space that a plan needs beyond that of the plan now; returns the plan, as `take_disk` does.
+    """Preallocates the disk space that a plan needs beyond that of the plan now; returns the plan,
+    as `take_disk` does.
 
-    Collective; blocks. Raises OSError (ENOSPC) with the arithmetic; where only another rank has no space, with its error.
+    Collective; blocks. Raises OSError (ENOSPC) with the arithmetic; where only another rank has no
+    space, with its error.
     """
     failed: OSError | None = None
     try:
@@ -116,6 +129,7 @@ def reserve_more(
 def _check_card(due_bytes: int, free_bytes: int, total_bytes: int, plan: Plan) -> None:
     if due_bytes > free_bytes:
         raise ValueError(
-            f"the plan needs {due_bytes} bytes more of the accelerator ({format_mib(due_bytes)}), and {free_bytes} of its "
+            f"the plan needs {due_bytes} bytes more of the accelerator ({format_mib(due_bytes)}), "
+            f"and {free_bytes} of its "
             f"{total_bytes} are free: {plan.listed(Tier.DEVICE)}"
         )

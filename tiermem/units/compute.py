@@ -3,12 +3,14 @@
     at rest, on disk, between ranks      bf16 or fp16           p.dtype outside forward, p.grad, state_dict(), masters
     while a module holds the unit        fp32                   p.dtype inside forward and backward
 
-A fetched unit is widened once, in place: its bytes arrive in the upper half of its buffer, and are spread from there. The maths
-sees fp32 weights and makes fp32 activations. autograd rounds each gradient to the dtype at rest, to nearest even, when it
-reaches its parameter, so all that comes after (sums over ranks and micro-batches, homes, steps) is as without widening. A
-plain PyTorch model that calls `weight.float()` in each forward has the same bits.
+A fetched unit is widened once, in place: its bytes arrive in the upper half of its buffer, and are
+spread from there. The maths sees fp32 weights and makes fp32 activations. autograd rounds each
+gradient to the dtype at rest, to nearest even, when it reaches its parameter, so all that comes
+after (sums over ranks and micro-batches, homes, steps) is as without widening. A plain PyTorch
+model that calls `weight.float()` in each forward has the same bits.
 
-The dtype can affect bits: ranks agree on it, a checkpoint holds it, and training that goes on from there keeps it.
+The dtype can affect bits: ranks agree on it, a checkpoint holds it, and training that goes on from
+there keeps it.
 """
 
 from __future__ import annotations
@@ -30,12 +32,13 @@ from tiermem.ranks.collectives import exchange
 from tiermem.ranks.topology import Topology
 from tiermem.swap.memory.accelerator import is_accelerator
 
-# ---- the choice ------------------------------------------------------------------------------------------------------
+# ---- the choice ----------------------------------------------------------------------------------
 #
-# "measured" times the three products of a training step (x @ w.t(), grad @ w, grad.t() @ x) with weights of the model's own
-# shapes, no dimension longer than _MOST_SIDE or shorter than _LEAST_SIDE, where calls take longer than products: on one thread
-# and in CPU time, so that other programs change little. CPUs without instructions for 16-bit products are slower by factors of
-# ten to hundreds, others by less than _SLOWER. An accelerator computes in the dtype at rest.
+# "measured" times the three products of a training step (x @ w.t(), grad @ w, grad.t() @ x) with
+# weights of the model's own shapes, no dimension longer than _MOST_SIDE or shorter than
+# _LEAST_SIDE, where calls take longer than products: on one thread and in CPU time, so that other
+# programs change little. CPUs without instructions for 16-bit products are slower by factors of ten
+# to hundreds, others by less than _SLOWER. An accelerator computes in the dtype at rest.
 
 logger = logging.getLogger("tiermem")
 
@@ -70,7 +73,11 @@ class Products(NamedTuple):
 
     def __str__(self) -> str:
         rest = str(self.at_rest).removeprefix("torch.")
-        than = f"{self.ratio:.3g} times slower" if self.ratio > 1 else f"{1 / self.ratio:.3g} times faster"
+        than = (
+            f"{self.ratio:.3g} times slower"
+            if self.ratio > 1
+            else f"{1 / self.ratio:.3g} times faster"
+        )
         reached = f"{_gflops(self.rest_flops)} in {rest} and {_gflops(self.fp32_flops)} in float32"
         return f"products of one thread reach {reached}, so {rest} is {than}"
 
@@ -85,9 +92,16 @@ class ComputeChoice(NamedTuple):
 
 
 def measure_products(shapes: Iterable[tuple[int, ...]], at_rest: torch.dtype) -> Products:
-    """Times products with weights of some shapes, the most frequent first. Blocks for less than a second."""
-    sides = [tuple(max(_LEAST_SIDE, min(side, _MOST_SIDE)) for side in shape) for shape in shapes if len(shape) == 2]
-    common = [shape for shape, _ in Counter(sides).most_common(_NUM_SHAPES)] or [(_MOST_SIDE, _MOST_SIDE)]
+    """Times products with weights of some shapes, the most frequent first. Blocks for less than a
+    second."""
+    sides = [
+        tuple(max(_LEAST_SIDE, min(side, _MOST_SIDE)) for side in shape)
+        for shape in shapes
+        if len(shape) == 2
+    ]
+    common = [shape for shape, _ in Counter(sides).most_common(_NUM_SHAPES)] or [
+        (_MOST_SIDE, _MOST_SIDE)
+    ]
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -125,7 +139,8 @@ def _gflops(flops: float) -> str:
 
 
 def choose_compute(model: nn.Module, policy: OffloadPolicy, device: torch.device) -> ComputeChoice:
-    """What this process would choose; for "measured" it measures, where a model's weights rest in 16 bits. May be on meta."""
+    """What this process would choose; for "measured" it measures, where a model's weights rest in
+    16 bits. May be on meta."""
     if policy.compute_dtype != "measured":
         return ComputeChoice(policy.compute_dtype, "given")
     numels = Counter[torch.dtype]()
@@ -140,15 +155,21 @@ def choose_compute(model: nn.Module, policy: OffloadPolicy, device: torch.device
     products = measure_products(shapes, common)
     if products.is_slow:
         return ComputeChoice(
-            "fp32", f"weights rest in 16 bits and are multiplied in float32: {products}", True, products
+            "fp32",
+            f"weights rest in 16 bits and are multiplied in float32: {products}",
+            True,
+            products,
         )
-    return ComputeChoice("storage", f"weights are multiplied as they rest: {products}", True, products)
+    return ComputeChoice(
+        "storage", f"weights are multiplied as they rest: {products}", True, products
+    )
 
 
 def agree_on_compute(
     model: nn.Module, policy: OffloadPolicy, topology: Topology, device: torch.device
 ) -> tuple[ComputeChoice, OffloadPolicy]:
-    """The choice of all ranks, fp32 as soon as one rank's products are slow; and the policy with it. Collective; blocks."""
+    """The choice of all ranks, fp32 as soon as one rank's products are slow; and the policy with
+    it. Collective; blocks."""
     choice = choose_compute(model, policy, device)
     if policy.compute_dtype == "storage":
         _warn_of_slow_products(model, policy, device)
@@ -162,13 +183,17 @@ def agree_on_compute(
 
 
 def _warn_of_slow_products(model: nn.Module, policy: OffloadPolicy, device: torch.device) -> None:
-    """Measures, where the CPU may be slow, products as the weights rest, and warns where they are far slower than in fp32."""
+    """Measures, where the CPU may be slow, products as the weights rest, and warns where they are
+    far slower than in fp32."""
     if torch.backends.cpu.get_cpu_capability() == "AVX512":
         return
-    products = choose_compute(model, dataclasses.replace(policy, compute_dtype="measured"), device).products
+    products = choose_compute(
+        model, dataclasses.replace(policy, compute_dtype="measured"), device
+    ).products
     if products is not None and products.ratio >= FAR_SLOWER:
         logger.warning(
-            '%s; compute_dtype "measured" (in a config "tiermem": {"compute_dtype": "measured"}) multiplies the same weights '
+            '%s; compute_dtype "measured" (in a config "tiermem": {"compute_dtype": "measured"}) '
+            "multiplies the same weights "
             "in fp32 on such a machine",
             products,
         )
@@ -179,7 +204,7 @@ def whole_shape(param: nn.Parameter) -> torch.Size:
     return torch.Size(getattr(param, "ds_shape", param.shape))
 
 
-# ---- widening --------------------------------------------------------------------------------------------------------
+# ---- widening ------------------------------------------------------------------------------------
 #
 #     0                    n elements x 2 bytes            n x 4 bytes
 #     |       free         |  16-bit values, in order       |            fp32 value i takes bytes 4i to 4i + 4, and
@@ -192,7 +217,9 @@ _LEAST_SPREAD = 4096
 
 def widened_dtype(param: nn.Parameter, policy: OffloadPolicy) -> torch.dtype:
     """The dtype in which the maths sees a parameter."""
-    return torch.float32 if policy.compute_dtype == "fp32" and param.dtype in _HALVES else param.dtype
+    return (
+        torch.float32 if policy.compute_dtype == "fp32" and param.dtype in _HALVES else param.dtype
+    )
 
 
 def narrow_part(full: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -201,7 +228,8 @@ def narrow_part(full: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def widen(full: torch.Tensor, narrow: torch.Tensor) -> None:
-    """Widens values in place: `narrow` is `narrow_part(full)`, or `full` itself, of which nothing is widened.
+    """Widens values in place: `narrow` is `narrow_part(full)`, or `full` itself, of which nothing
+    is widened.
 
     On an accelerator in the order of the current stream.
     """
@@ -217,7 +245,8 @@ def widen(full: torch.Tensor, narrow: torch.Tensor) -> None:
 
 
 def widen_inputs(model: nn.Module, dtypes: Iterable[torch.dtype]) -> Iterator[RemovableHandle]:
-    """Makes the model's forward see arguments of these dtypes in fp32; yields the hook's handle, if there are any."""
+    """Makes the model's forward see arguments of these dtypes in fp32; yields the hook's handle, if
+    there are any."""
     found = frozenset(dtypes)
 
     def widened(tensor: torch.Tensor) -> torch.Tensor:

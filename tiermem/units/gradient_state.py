@@ -1,4 +1,5 @@
-"""GradientState: the content of the home (the place at rest) of a parameter's gradient, and the factors that scale it."""
+"""GradientState: the content of the home (the place at rest) of a parameter's gradient, and the
+factors that scale it."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ class GradientState(enum.Enum):
     """The content of the home of a parameter's reduced gradient; see the diagram of Gradient."""
 
     NONE = enum.auto()  # no valid content
-    ARRIVED = enum.auto()  # the sum of this backward; it is not known yet whether any rank had a gradient
+    # the sum of this backward; it is not known yet whether any rank had a gradient
+    ARRIVED = enum.auto()
     HOME = enum.auto()  # the gradient
     ZERO = enum.auto()  # any content: the gradient is zero
 
@@ -45,14 +47,16 @@ class Gradient:
     def __init__(self) -> None:
         self.state = GradientState.NONE
         self.known_factor = 1.0
-        """The product of the factors, from clip_grad_norm_ and GradScaler, whose numbers the CPU has."""
+        """The product of the factors, from clip_grad_norm_ and GradScaler, whose numbers the CPU
+        has."""
         self._pending: list[Factor] = []  # the others, in their order
         self.block_sums: Sequence[float] | torch.Tensor = ()  # sums of squares of its blocks
         self.version = 0  # counts changes of the content; factors change none
 
     @property
     def factor(self) -> float:
-        """The product of all factors. Blocks for those that an accelerator computes: once, as their copies end in order."""
+        """The product of all factors. Blocks for those that an accelerator computes: once, as their
+        copies end in order."""
         for each in reversed(self._pending):
             each.number()
         while self._pending:
@@ -80,8 +84,13 @@ class Gradient:
         return self.state in (GradientState.ARRIVED, GradientState.HOME)
 
     def arrive(self, block_sums: Sequence[float] | torch.Tensor, factor: float = 1.0) -> None:
-        """HOME or ZERO -> HOME, else -> ARRIVED: all of this rank's part is stored, with these sums of squares."""
-        self._put(GradientState.HOME if self.state in _THERE else GradientState.ARRIVED, factor, block_sums)
+        """HOME or ZERO -> HOME, else -> ARRIVED: all of this rank's part is stored, with these sums
+        of squares."""
+        self._put(
+            GradientState.HOME if self.state in _THERE else GradientState.ARRIVED,
+            factor,
+            block_sums,
+        )
 
     def bring_sums(self, block_sums: Sequence[float]) -> None:
         """Replaces the sums of squares on an accelerator by the same numbers on the CPU."""
@@ -93,7 +102,8 @@ class Gradient:
             self.state = GradientState.HOME
 
     def scale(self, factor: Factor) -> None:
-        """HOME: multiplies the gradient by a factor; the stored values do not change. Does not block."""
+        """HOME: multiplies the gradient by a factor; the stored values do not change. Does not
+        block."""
         if factor.there is None:
             self.known_factor *= factor.number()
         else:
@@ -108,7 +118,12 @@ class Gradient:
         """-> NONE."""
         self._put(GradientState.NONE)
 
-    def _put(self, state: GradientState, factor: float = 1.0, block_sums: Sequence[float] | torch.Tensor = ()) -> None:
+    def _put(
+        self,
+        state: GradientState,
+        factor: float = 1.0,
+        block_sums: Sequence[float] | torch.Tensor = (),
+    ) -> None:
         self.state = state
         self.known_factor = factor
         self.block_sums = block_sums

@@ -1,4 +1,5 @@
-"""Quantised: blocks of values as 8-bit or 4-bit codes with one scale each, for transfers and for frozen weights at rest.
+"""Quantised: blocks of values as 8-bit or 4-bit codes with one scale each, for transfers and for
+frozen weights at rest.
 
     values   any floating dtype, n elements                          x
     scales   fp32, one per block of BLOCK elements                   INT8: the block's largest |x| / 127; NF4: the largest |x|
@@ -6,14 +7,15 @@
              NF4: two per byte, the first in the upper half          the number of the level nearest to x / scale
     packed   uint8: the codes, then the scales                       sent or stored: 1.0625 (INT8) or 0.5625 bytes per element
 
-The levels of NF4 are 16 quantiles of a normal distribution (Dettmers et al. 2023, QLoRA). An INT8 value differs by at most half
-a scale of its block, an NF4 value by at most 0.152 scales, plus the rounding of the output dtype. A block of zeros unpacks to
-zeros. A block that holds NaN or infinity unpacks to NaN, so non-finite values are never hidden. BLOCK divides the alignment of
-parameters in a unit's layouts, so no block holds values of two parameters.
+The levels of NF4 are 16 quantiles of a normal distribution (Dettmers et al. 2023, QLoRA). An INT8
+value differs by at most half a scale of its block, an NF4 value by at most 0.152 scales, plus the
+rounding of the output dtype. A block of zeros unpacks to zeros. A block that holds NaN or infinity
+unpacks to NaN, so non-finite values are never hidden. BLOCK divides the alignment of parameters in
+a unit's layouts, so no block holds values of two parameters.
 
-On a CPU native kernels pack and unpack (native/blocks.cpp). Elsewhere, and for other dtypes, torch calls on pieces of PIECE
-elements give the same bits, and no fp32 copy of a whole tensor is made. On an accelerator pieces are larger, since each costs
-a few launches, and no call waits for it.
+On a CPU native kernels pack and unpack (native/blocks.cpp). Elsewhere, and for other dtypes, torch
+calls on pieces of PIECE elements give the same bits, and no fp32 copy of a whole tensor is made. On
+an accelerator pieces are larger, since each costs a few launches, and no call waits for it.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from tiermem.swap.memory.accelerator import is_accelerator, to_device
 BLOCK = 64  # elements
 PIECE = 1 << 18  # elements
 _PIECE_ON_DEVICE = 1 << 22  # elements
-_SCRATCH_BYTES = 13  # of torch's memory for each element of a piece, at most: fp32 copies, and codes
+# of torch's memory for each element of a piece, at most: fp32 copies, and codes
+_SCRATCH_BYTES = 13
 _SCALE_BYTES = 4
 _LARGEST_CODE = 127
 LEVELS = (
@@ -43,7 +46,8 @@ _PAIRS = [(a, b) for a in LEVELS for b in LEVELS]  # the levels of both codes of
 
 
 class BlockFormat(NamedTuple):
-    """How blocks are packed: the name, as policies and manifests have it, and the bits of a code."""
+    """How blocks are packed: the name, as policies and manifests have it, and the bits of a
+    code."""
 
     name: str
     code_bits: int
@@ -62,8 +66,11 @@ NF4 = BlockFormat("nf4", 4)
 FORMATS = {each.name: each for each in (INT8, NF4)}
 
 
-def pack(values: torch.Tensor, form: BlockFormat = INT8, workers: Workers | None = None) -> torch.Tensor:
-    """Packs flat floating-point values; returns uint8. Blocks on a CPU; in stream order on a GPU."""
+def pack(
+    values: torch.Tensor, form: BlockFormat = INT8, workers: Workers | None = None
+) -> torch.Tensor:
+    """Packs flat floating-point values; returns uint8. Blocks on a CPU; in stream order on a
+    GPU."""
     packed = torch.empty(form.packed_bytes(values.numel()), dtype=torch.uint8, device=values.device)
     pack_into(packed, values.numel(), values, 0, form, workers)
     return packed
@@ -80,7 +87,8 @@ def pack_into(
     """Packs values over elements `start` and following of a packed tensor of `numel` elements.
 
     Args:
-        packed: uint8, `form.packed_bytes(numel)` long; the values' blocks are overwritten, the last one padded with zeros.
+        packed: uint8, `form.packed_bytes(numel)` long; the values' blocks are overwritten, the last
+            one padded with zeros.
         values: flat, floating point, on the device of `packed`; not changed.
         start: a multiple of BLOCK.
         workers: threads of a CPU; None: the caller alone.
@@ -127,8 +135,12 @@ def unpack(
         return out
     pairs = _table(_PAIRS, out.device) if form == NF4 else None
     for first, last in _pieces(out):
-        rows = _values(blocks.codes[form.code_bytes(first) : form.code_bytes(last)], pairs).view(-1, BLOCK)
-        values = torch.mul(rows, blocks.scales[first // BLOCK : -(-last // BLOCK)].unsqueeze(1)).view(-1)
+        rows = _values(blocks.codes[form.code_bytes(first) : form.code_bytes(last)], pairs).view(
+            -1, BLOCK
+        )
+        values = torch.mul(
+            rows, blocks.scales[first // BLOCK : -(-last // BLOCK)].unsqueeze(1)
+        ).view(-1)
         target = out[first:last]
         if add:
             target.add_(values[: last - first])
@@ -138,14 +150,17 @@ def unpack(
 
 
 def scratch_bytes(numel: int) -> int:
-    """Most bytes of an accelerator that packing or unpacking `numel` elements takes beside what it reads and writes."""
+    """Most bytes of an accelerator that packing or unpacking `numel` elements takes beside what it
+    reads and writes."""
     return min(numel, _PIECE_ON_DEVICE) * _SCRATCH_BYTES
 
 
 def byte_ranges(numel: int, start: int, stop: int, form: BlockFormat = INT8) -> tuple[slice, slice]:
-    """The byte ranges of the codes and of the scales of elements `start` to `stop` in the packed bytes of `numel` elements.
+    """The byte ranges of the codes and of the scales of elements `start` to `stop` in the packed
+    bytes of `numel` elements.
 
-    The two ranges one after the other are these elements packed by themselves. `start` is a multiple of BLOCK.
+    The two ranges one after the other are these elements packed by themselves. `start` is a
+    multiple of BLOCK.
     """
     assert start % BLOCK == 0
     first = start // BLOCK
@@ -164,7 +179,12 @@ def _blocks(packed: torch.Tensor, numel: int, start: int, count: int, form: Bloc
 def _codes(quotients: torch.Tensor, form: BlockFormat) -> torch.Tensor:
     """The codes of whole blocks of x / scale, as uint8."""
     if form == INT8:
-        return quotients.round_().clamp_(-_LARGEST_CODE, _LARGEST_CODE).to(torch.int8).view(torch.uint8)
+        return (
+            quotients.round_()
+            .clamp_(-_LARGEST_CODE, _LARGEST_CODE)
+            .to(torch.int8)
+            .view(torch.uint8)
+        )
     levels = _table(LEVELS, quotients.device)
     numbers = torch.bucketize(quotients, (levels[:-1] + levels[1:]) * 0.5).to(torch.uint8)
     return numbers[::2] * 16 + numbers[1::2]

@@ -1,7 +1,8 @@
-"""The registry: a weak map from each partitioned Parameter to its owner, the object that keeps its values.
+"""The registry: a weak map from each partitioned Parameter to its owner, the object that keeps its
+values.
 
-With it optimizers, loaders and state access find a parameter's shard, and no attribute is set on the user's tensors. An
-entry ends with its parameter.
+With it optimizers, loaders and state access find a parameter's shard, and no attribute is set on
+the user's tensors. An entry ends with its parameter.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 EXTERNAL = "_external_params"
-"""The attribute of a module that lists the parameters of other modules that it needs. Copied and pickled with the module."""
+"""The attribute of a module that lists the parameters of other modules that it needs. Copied and
+pickled with the module."""
 
-_owners: dict[int, tuple[weakref.ref[nn.Parameter], weakref.ref[Any]]] = {}  # by id(parameter); a step asks for each
+# by id(parameter); a step asks for each
+_owners: dict[int, tuple[weakref.ref[nn.Parameter], weakref.ref[Any]]] = {}
 _gathered: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _num_open = 0
 
@@ -77,7 +80,8 @@ class Uncopied:
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise RuntimeError(
-            "a sharded model cannot be copied or pickled: its weights rest elsewhere. Use model.state_dict(), which gathers "
+            "a sharded model cannot be copied or pickled: its weights rest elsewhere. Use "
+            "model.state_dict(), which gathers "
             "them, or close the shards with materialize=True first"
         )
 

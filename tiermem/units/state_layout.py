@@ -1,4 +1,5 @@
-"""StateLayout: the places of optimizer states in a tile's bytes, and the pieces that have a checksum each."""
+"""StateLayout: the places of optimizer states in a tile's bytes, and the pieces that have a
+checksum each."""
 
 from __future__ import annotations
 
@@ -21,16 +22,18 @@ from tiermem.swap.store.checksum import Pieces
 from tiermem.units.quantised import BLOCK, BlockFormat, byte_ranges
 from tiermem.units.unit import UNIT_ALIGN, Shard, Unit, own_numel, ranges_in
 
-# ---- the layout of a tile --------------------------------------------------------------------------------------------
+# ---- the layout of a tile ------------------------------------------------------------------------
 
 MASTER = "master"
 EXP_AVG = "exp_avg"
 EXP_AVG_SQ = "exp_avg_sq"
 FP32_BYTES = 4
 STRIP_NUMEL = 1 << 17
-"""Elements of a strip of a tile, with checksums of its own: two megabytes of an exact step, one of a compact one."""
+"""Elements of a strip of a tile, with checksums of its own: two megabytes of an exact step, one of
+a compact one."""
 AT_ONCE_BYTES = 2 << 20
-"""About what is read, stepped and written at once: with fewer bytes threads wake each other as long as they work."""
+"""About what is read, stepped and written at once: with fewer bytes threads wake each other as long
+as they work."""
 
 Kind = Literal["fp32", "bf16", "fp16", "split", "8bit"]
 
@@ -58,7 +61,9 @@ class StatePart(NamedTuple):
         """A view of the part's elements in bytes that hold this part alone."""
         if self.kind == "8bit":
             return Quantised(data[:numel], data[numel : numel + num_scales(numel)])
-        return data[: self.num_bytes(numel)].view(torch.int16 if self.kind == "split" else DTYPES[self.kind])
+        return data[: self.num_bytes(numel)].view(
+            torch.int16 if self.kind == "split" else DTYPES[self.kind]
+        )
 
 
 class StateViews(NamedTuple):
@@ -68,14 +73,16 @@ class StateViews(NamedTuple):
     moments: tuple[Moment, ...]
 
     def piece(self, start: int, numel: int) -> StateViews:
-        """Elements [start, start + numel) of every part, as views; with 8-bit moments `start` is a multiple of 64."""
+        """Elements [start, start + numel) of every part, as views; with 8-bit moments `start` is a
+        multiple of 64."""
         master = None if self.master is None else self.master[start : start + numel]
         return StateViews(master, tuple(_piece(moment, start, numel) for moment in self.moments))
 
 
 @dataclasses.dataclass(frozen=True)
 class StateLayout:
-    """The layout of the states of elements of one dtype, in one precision, with a number of moments.
+    """The layout of the states of elements of one dtype, in one precision, with a number of
+    moments.
 
         a tile of n elements    [ master | moment 0 | moment 1 | ... ]    n multiples of 4096, so parts begin at 64 bytes
 
@@ -83,14 +90,15 @@ class StateLayout:
                    bf16  2n        8bit   n codes, then n / 64 scale bytes
                    fp16  2n        (none: the weight is the master, and rests elsewhere)
 
-    A tile is one range of the disk, so its bytes are rounded up to the disk's alignment. Zeros are the state before the first
-    step in every format. Moments have a place here; the optimizer's rule names them, and two parameters of a tile may have
-    different rules. 8-bit blocks of 64 elements are counted from the start of this rank's part of a parameter, and tiles never
-    cut a block. If shards do not begin at multiples of 64 elements of the whole parameter, another number of ranks makes other
-    blocks and other bits, of the same precision.
+    A tile is one range of the disk, so its bytes are rounded up to the disk's alignment. Zeros are
+    the state before the first step in every format. Moments have a place here; the optimizer's rule
+    names them, and two parameters of a tile may have different rules. 8-bit blocks of 64 elements
+    are counted from the start of this rank's part of a parameter, and tiles never cut a block. If
+    shards do not begin at multiples of 64 elements of the whole parameter, another number of ranks
+    makes other blocks and other bits, of the same precision.
 
-    With `master_from="init"` the first step makes a split master from fp32 values. These pass through the tile's buffer behind
-    the master, in the place of the moments, which are still zero:
+    With `master_from="init"` the first step makes a split master from fp32 values. These pass
+    through the tile's buffer behind the master, in the place of the moments, which are still zero:
 
         [ low bits | fp32 values ... ]    fp32 masters need only their own place
     """
@@ -119,7 +127,8 @@ class StateLayout:
 
     @property
     def reads_weight(self) -> bool:
-        """Whether a step reads the old weight: it is the master, or the upper half of the master."""
+        """Whether a step reads the old weight: it is the master, or the upper half of the
+        master."""
         return self.master is None or self.master.kind == "split"
 
     def offset_bytes(self, part: StatePart, numel: int) -> int:
@@ -132,17 +141,24 @@ class StateLayout:
 
     def initial_offset_bytes(self, numel: int) -> int:
         """The byte at which fp32 values for the first master begin in a tile's buffer."""
-        return 0 if self.master is None or self.master.kind == "fp32" else self.master.num_bytes(numel)
+        return (
+            0 if self.master is None or self.master.kind == "fp32" else self.master.num_bytes(numel)
+        )
 
     def buffer_bytes(self, numel: int, keeps_initial: bool) -> int:
-        """Bytes that a tile's states take in its buffer; with `keeps_initial` also the fp32 values of the first step."""
+        """Bytes that a tile's states take in its buffer; with `keeps_initial` also the fp32 values
+        of the first step."""
         initial = self.initial_offset_bytes(numel) + FP32_BYTES * numel if keeps_initial else 0
         return max(self.total_bytes(numel), round_up(initial, ALIGNMENT))
 
     @property
     def strip_numel(self) -> int:
         """Elements of a strip of a tile; of 8-bit moments as many as fill a page with scales."""
-        return max(STRIP_NUMEL, Q8_BLOCK * ALIGNMENT) if self.precision.moments == "8bit" else STRIP_NUMEL
+        return (
+            max(STRIP_NUMEL, Q8_BLOCK * ALIGNMENT)
+            if self.precision.moments == "8bit"
+            else STRIP_NUMEL
+        )
 
     def columns(self, numel: int) -> Iterator[Column]:
         """Each part in a tile's states; 8-bit: its codes, then its scales."""
@@ -157,7 +173,8 @@ class StateLayout:
                 place += num_bytes
 
     def views(self, states: torch.Tensor, numel: int) -> StateViews:
-        """The parts of a tile's states as views of `states`: a uint8 tensor of total_bytes(numel)."""
+        """The parts of a tile's states as views of `states`: a uint8 tensor of
+        total_bytes(numel)."""
         found = []
         offset = 0
         for part in self.parts:
@@ -168,7 +185,8 @@ class StateLayout:
         return StateViews(master, tuple(found))
 
     def ranges(self, part: StatePart, tile_numel: int, start: int, numel: int) -> list[ByteRange]:
-        """The byte ranges of a tile's states that hold elements [start, start + numel) of a part; 8-bit: codes and scales.
+        """The byte ranges of a tile's states that hold elements [start, start + numel) of a part;
+        8-bit: codes and scales.
 
         The ranges one after the other are the bytes that `StatePart.view` takes.
         """
@@ -186,22 +204,27 @@ def _piece(moment: Moment, start: int, numel: int) -> Moment:
     return moment[start : start + numel]
 
 
-# ---- the tiles of a unit, as a plan counts them ----------------------------------------------------------------------
+# ---- the tiles of a unit, as a plan counts them --------------------------------------------------
 
 
 def planned_layout(unit: Unit, policy: OffloadPolicy) -> StateLayout:
-    """The state layout of a unit when the optimizer keeps as many moments as the policy plans for."""
+    """The state layout of a unit when the optimizer keeps as many moments as the policy plans
+    for."""
     return StateLayout(unit.dtype, policy.precision, policy.num_moments)
 
 
 def keeps_initial_master(unit: Unit, policy: OffloadPolicy) -> bool:
-    """Whether a unit's fp32 initial values are kept until its first step, beside its low-precision parameters."""
+    """Whether a unit's fp32 initial values are kept until its first step, beside its low-precision
+    parameters."""
     has_master = policy.precision.master_of(unit.dtype) is not None
-    return policy.master_from == "init" and unit.is_trainable and not unit.was_unfrozen and has_master
+    return (
+        policy.master_from == "init" and unit.is_trainable and not unit.was_unfrozen and has_master
+    )
 
 
 def tile_bytes(unit: Unit, tile_numel: int, policy: OffloadPolicy) -> int:
-    """Bytes of a tile's buffer: its states, and its slices of the parameters and of the gradients."""
+    """Bytes of a tile's buffer: its states, and its slices of the parameters and of the
+    gradients."""
     numel = min(tile_numel, unit.shard_numel)
     states = planned_layout(unit, policy).buffer_bytes(numel, keeps_initial_master(unit, policy))
     return states + numel * unit.dtype.itemsize + grad_bytes(unit, tile_numel, policy)
@@ -212,7 +235,9 @@ def grad_bytes(unit: Unit, tile_numel: int, policy: OffloadPolicy) -> int:
     return min(tile_numel, unit.shard_numel) * policy.precision.grad_dtype(unit.dtype).itemsize
 
 
-def brought_bytes(unit: Unit, tile_numel: int, policy: OffloadPolicy, grads: bool, weights: bool) -> int:
+def brought_bytes(
+    unit: Unit, tile_numel: int, policy: OffloadPolicy, grads: bool, weights: bool
+) -> int:
     """Bytes of what comes from an accelerator to the buffer of a tile in memory."""
     weight_bytes = min(tile_numel, unit.shard_numel) * unit.dtype.itemsize
     return weight_bytes * weights + grad_bytes(unit, tile_numel, policy) * grads
@@ -223,10 +248,14 @@ def state_sizes(unit: Unit, tile_numel: int, policy: OffloadPolicy) -> list[tupl
     layout = planned_layout(unit, policy)
     step = round_up(tile_numel, UNIT_ALIGN)
     whole, rest = divmod(unit.shard_numel, step)
-    return [(layout.total_bytes(numel), count) for numel, count in ((step, whole), (rest, 1)) if numel * count]
+    return [
+        (layout.total_bytes(numel), count)
+        for numel, count in ((step, whole), (rest, 1))
+        if numel * count
+    ]
 
 
-# ---- pieces with checksums -------------------------------------------------------------------------------------------
+# ---- pieces with checksums -----------------------------------------------------------------------
 
 BLOCK_BYTES = 1 << 20
 WEIGHT = "weight"
@@ -237,7 +266,8 @@ class StateRange(NamedTuple):
     """Bytes of an entry that are contiguous in one state of one parameter as well."""
 
     shard: Shard
-    state: Callable[[], str | None]  # called when needed: the rule may be set later; None: the rule has no such state
+    # called when needed: the rule may be set later; None: the rule has no such state
+    state: Callable[[], str | None]
     offset: int  # first byte in the entry
     first_byte: int  # in the state of the whole parameter
     num_bytes: int
@@ -256,7 +286,10 @@ class StatePiece(NamedTuple):
     num_steps: int  # optimizer steps of the parameter, with the one under way
 
     def __str__(self) -> str:
-        return f"{self.state} of {self.param}, elements {self.start} to {self.stop}, at step {self.num_steps}"
+        return (
+            f"{self.state} of {self.param}, elements {self.start} to {self.stop}, at step "
+            f"{self.num_steps}"
+        )
 
 
 def keeps_sums(policy: OffloadPolicy) -> bool:
@@ -267,18 +300,18 @@ def keeps_sums(policy: OffloadPolicy) -> bool:
 class StatePieces:
     """The pieces of one entry on NVMe, each with a checksum.
 
-    An entry holds parts of several parameters and states. Each part is cut at every MiB of its state's bytes, counted from the
-    first element of the WHOLE parameter:
+    An entry holds parts of several parameters and states. Each part is cut at every MiB of its
+    state's bytes, counted from the first element of the WHOLE parameter:
 
         exp_avg of a parameter     |   1 MiB   |   1 MiB   |   1 MiB   | rest |       blocks: a manifest's checksums
         ranks                      [       rank 0       |       rank 1        ]
         tiles                      [ tile | tile | tile ][ tile | tile | tile ]
         pieces                     [  |   |    |  |     ][   |  |    | |      ]
 
-    Tiles are cut in strips, which are read and written one by one. A piece lies in one block, one strip and one rank, so it is
-    written and read whole. Checksums (CRC-32C) of consecutive pieces
-    combine to the checksum of their block, whatever the tiles and ranks. Padding between parameters, states in memory and
-    gradients have no checksum.
+    Tiles are cut in strips, which are read and written one by one. A piece lies in one block, one
+    strip and one rank, so it is written and read whole. Checksums (CRC-32C) of consecutive pieces
+    combine to the checksum of their block, whatever the tiles and ranks. Padding between
+    parameters, states in memory and gradients have no checksum.
 
     runs: in the order of their bytes in the entry.
     """
@@ -288,10 +321,15 @@ class StatePieces:
         cut = [_cut(run) for run in self.runs]
         self._first_piece = np.cumsum([0, *map(len, cut)]).tolist()
         self.first_bytes: Numbers = np.concatenate([*cut, np.zeros(0, np.int64)])
-        ends = [np.append(each[1:], run.first_byte + run.num_bytes) for each, run in zip(cut, self.runs, strict=True)]
+        ends = [
+            np.append(each[1:], run.first_byte + run.num_bytes)
+            for each, run in zip(cut, self.runs, strict=True)
+        ]
         self.num_bytes: Numbers = np.concatenate([*ends, np.zeros(0, np.int64)]) - self.first_bytes
         shifts = [run.offset - run.first_byte for run in self.runs]
-        starts = self.first_bytes + np.repeat(np.array(shifts, np.int64), [len(each) for each in cut])
+        starts = self.first_bytes + np.repeat(
+            np.array(shifts, np.int64), [len(each) for each in cut]
+        )
         self.pieces = Pieces(starts, starts + self.num_bytes, self.name)
 
     def name(self, number: int) -> StatePiece:
@@ -300,13 +338,18 @@ class StatePieces:
         first = int(self.first_bytes[number])
         start = _element(run, first)
         stop = _element(run, first + int(self.num_bytes[number]))
-        return StatePiece(run.shard.name, run.state() or "an unused state", start, stop, run.shard.num_steps)
+        return StatePiece(
+            run.shard.name, run.state() or "an unused state", start, stop, run.shard.num_steps
+        )
 
 
-def weight_runs(unit: Unit, shard_rank: int, strip: int, cuts: Sequence[int] = ()) -> Iterator[StateRange]:
+def weight_runs(
+    unit: Unit, shard_rank: int, strip: int, cuts: Sequence[int] = ()
+) -> Iterator[StateRange]:
     """The runs of a unit's entry on NVMe that hold this rank's weights.
 
-    strip: elements of a strip; cuts: elements of its shard layout, ascending, at which tiles divide it.
+    strip: elements of a strip; cuts: elements of its shard layout, ascending, at which tiles divide
+        it.
     """
     if unit.blocks is not None:
         yield from _packed_runs(unit, unit.blocks, shard_rank)
@@ -315,15 +358,21 @@ def weight_runs(unit: Unit, shard_rank: int, strip: int, cuts: Sequence[int] = (
     for span in itertools.starmap(slice, itertools.pairwise([0, *cuts, unit.shard_numel])):
         for part in ranges_in(unit, span, shard_rank):
             first = part.first_element(shard_rank)
-            column = Column(ByteRange(span.start * size, (span.stop - span.start) * size), strip * size)
+            column = Column(
+                ByteRange(span.start * size, (span.stop - span.start) * size), strip * size
+            )
             places = part.in_unit.start * size, first * size, part.numel * size
             yield StateRange(part.shard, _weight, *places, size, column=column)
 
 
 def _packed_runs(unit: Unit, form: BlockFormat, shard_rank: int) -> Iterator[StateRange]:
-    """Codes of all parameters, then their scales; a scale of 4 bytes for each block of a rank's part."""
+    """Codes of all parameters, then their scales; a scale of 4 bytes for each block of a rank's
+    part."""
     grain = 8 // form.code_bits  # elements of a byte
-    places = [byte_ranges(unit.packed_numel, s.shard_offset, s.shard_offset + s.shard_numel, form) for s in unit.shards]
+    places = [
+        byte_ranges(unit.packed_numel, s.shard_offset, s.shard_offset + s.shard_numel, form)
+        for s in unit.shards
+    ]
     for shard, (codes, _) in zip(unit.shards, places, strict=True):
         first = shard_rank * shard.shard_numel // grain
         own = -(-own_numel(shard, shard_rank) // grain)
@@ -357,5 +406,6 @@ def _cut(run: StateRange) -> Numbers:
 
 
 def _element(run: StateRange, byte: int) -> int:
-    """The element at a byte of a state. Blocks of elements with one scale are counted on each rank from its first element."""
+    """The element at a byte of a state. Blocks of elements with one scale are counted on each rank
+    from its first element."""
     return min(byte // run.grain_bytes * run.grain_numel, run.shard.numel)

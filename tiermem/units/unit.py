@@ -21,32 +21,39 @@ from tiermem.units.gradient_state import Gradient
 from tiermem.units.leaf import UsedInPieces, apply_rules, has_forward, is_routed, z3_leaf_module
 from tiermem.units.quantised import BLOCK, FORMATS, INT8, BlockFormat
 
-# ---- lowered weights -------------------------------------------------------------------------------------------------
+# ---- lowered weights -----------------------------------------------------------------------------
 #
-# Under torch.autocast a Linear's fp32 weight is cast to bf16 in every forward, and autograd keeps the copy until
-# backward. When the policy names the dtype (`gather_dtype`), each rank casts its fp32 part before the gather instead.
-# Half the bytes cross ranks, the unit's buffer is half as large, and autograd keeps a view of that buffer, no copy. The
-# values have the same bits. At rest the parameter is fp32 (as are masters, gradients and state dicts). While its unit
-# is present, its dtype is the lower one.
+# Under torch.autocast a Linear's fp32 weight is cast to bf16 in every forward, and autograd keeps
+# the copy until backward. When the policy names the dtype (`gather_dtype`), each rank casts its
+# fp32 part before the gather instead. Half the bytes cross ranks, the unit's buffer is half as
+# large, and autograd keeps a view of that buffer, no copy. The values have the same bits. At rest
+# the parameter is fp32 (as are masters, gradients and state dicts). While its unit is present, its
+# dtype is the lower one.
 #
-# A parameter is lowered when it has a wider dtype and belongs only to modules of the classes that the policy names. A
-# weight tied to an Embedding, which autocast does not lower, is not lowered. With one shard no weight is lowered:
-# nothing is gathered, and weights are read straight into place.
+# A parameter is lowered when it has a wider dtype and belongs only to modules of the classes that
+# the policy names. A weight tied to an Embedding, which autocast does not lower, is not lowered.
+# With one shard no weight is lowered: nothing is gathered, and weights are read straight into
+# place.
 #
-# An *island* is such a module that runs outside that autocast after all. It computes with its parameters as they rest.
-# They are gathered for that call, beside the unit, and autograd keeps the copy until backward.
+# An *island* is such a module that runs outside that autocast after all. It computes with its
+# parameters as they rest. They are gathered for that call, beside the unit, and autograd keeps the
+# copy until backward.
 
 logger = logging.getLogger("tiermem")
 
 
-def lowered_parameters(model: nn.Module, policy: OffloadPolicy, num_shards: int) -> dict[nn.Parameter, torch.dtype]:
+def lowered_parameters(
+    model: nn.Module, policy: OffloadPolicy, num_shards: int
+) -> dict[nn.Parameter, torch.dtype]:
     """The parameters that are gathered in a lower dtype than they rest in, each with that dtype."""
     if policy.gather_dtype is None or policy.stage != 3 or num_shards == 1:
         return {}
     if policy.quantised_gather or policy.frozen_blocks:
         return {}  # blocks cross ranks
     dtype = DTYPES[policy.gather_dtype]
-    lowered = {p: dtype for m in _lowered_modules(model, policy) for p in m.parameters(recurse=False)}
+    lowered = {
+        p: dtype for m in _lowered_modules(model, policy) for p in m.parameters(recurse=False)
+    }
     for module in model.modules():
         for param in module.parameters(recurse=False):
             if type(module) not in policy.lowered_modules or param.dtype.itemsize <= dtype.itemsize:
@@ -61,7 +68,8 @@ def serve_islands(
     device: torch.device,
     whole: Callable[[nn.Parameter], torch.Tensor],
 ) -> Iterator[RemovableHandle]:
-    """Installs hooks on every module with lowered parameters; they serve its forward outside autocast. Yields their handles.
+    """Installs hooks on every module with lowered parameters; they serve its forward outside
+    autocast. Yields their handles.
 
     whole: gathers a parameter's values as they rest. Collective; held weakly.
     """
@@ -76,7 +84,8 @@ def serve_islands(
 
 
 class _Islands:
-    """Replaces lowered parameters during forwards outside the autocast for which they are lowered."""
+    """Replaces lowered parameters during forwards outside the autocast for which they are
+    lowered."""
 
     def __init__(
         self,
@@ -93,7 +102,8 @@ class _Islands:
         self._has_warned = False
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        """Before forward: outside autocast, replaces the module's parameters by their values as they rest."""
+        """Before forward: outside autocast, replaces the module's parameters by their values as
+        they rest."""
         kind = self._device.type
         if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is self._dtype:
             return
@@ -104,7 +114,9 @@ class _Islands:
         own = {name: p for name, p in module.named_parameters(recurse=False) if p in self._lowered}
         self._replaced[module] = own
         for name, param in own.items():
-            module._parameters[name] = cast(Any, InPlaceOf).apply(param, whole(param).to(self._device))
+            module._parameters[name] = cast(Any, InPlaceOf).apply(
+                param, whole(param).to(self._device)
+            )
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """After forward, also one that raised: restores the parameters."""
@@ -114,8 +126,10 @@ class _Islands:
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "a %s runs outside torch.autocast(%r, %s), for which weights are gathered in that dtype: those of such modules "
-                "are gathered a second time in every forward, as they rest, and kept until backward. In a config, "
+                "a %s runs outside torch.autocast(%r, %s), for which weights are gathered in that "
+                "dtype: those of such modules "
+                "are gathered a second time in every forward, as they rest, and kept until "
+                "backward. In a config, "
                 "lower_precision_safe_modules says which modules are gathered so",
                 type(module).__name__,
                 self._device.type,
@@ -139,25 +153,27 @@ def _lowered_modules(model: nn.Module, policy: OffloadPolicy) -> Iterator[nn.Mod
     return (module for module in model.modules() if type(module) in policy.lowered_modules)
 
 
-# ---- units -----------------------------------------------------------------------------------------------------------
+# ---- units ---------------------------------------------------------------------------------------
 #
-# A unit is a child of the outermost ModuleList. A child that is larger than its buffer is split at its inner modules, down
-# to leaf modules (leaf.py) and tiles (tiled.py). Outside every ModuleList each module that owns parameters is a unit.
-# Small parameters (and, below stage 3, all of them) form *resident* units, which stay present. Parameters of one unit
-# share a dtype (and a lowered dtype), and are all trainable or all frozen when the model is sharded; all or none of the
-# frozen ones rest in blocks. A unit becomes trainable as a whole when one of its parameters is unfrozen (unfreeze.py).
-# A parameter owned by two modules (tied weights) belongs to the first module's unit, and both modules then trigger that
-# unit.
+# A unit is a child of the outermost ModuleList. A child that is larger than its buffer is split at
+# its inner modules, down to leaf modules (leaf.py) and tiles (tiled.py). Outside every ModuleList
+# each module that owns parameters is a unit. Small parameters (and, below stage 3, all of them)
+# form *resident* units, which stay present. Parameters of one unit share a dtype (and a lowered
+# dtype), and are all trainable or all frozen when the model is sharded; all or none of the frozen
+# ones rest in blocks. A unit becomes trainable as a whole when one of its parameters is unfrozen
+# (unfreeze.py). A parameter owned by two modules (tied weights) belongs to the first module's unit,
+# and both modules then trigger that unit.
 #
-# There are two layouts, in elements. Every parameter begins at a multiple of ALIGN (64 bytes or more in every dtype):
+# There are two layouts, in elements. Every parameter begins at a multiple of ALIGN (64 bytes or
+# more in every dtype):
 #
 #     full    as the maths sees it:   parameter i holds shards x ceil(numel / shards) elements, its own numel first
 #     shard   this rank's part:       parameter i holds ceil(numel / shards) elements, flat row-major, zero-padded tail
 #
-# In units that rest in blocks, shards hold whole blocks: ceil(numel / shards) is rounded up to BLOCK elements.
-# With one shard the two are the same, so a unit is read from disk straight into place. Both are padded to a multiple of
-# UNIT_ALIGN elements, so a tile cut at such a multiple begins at a multiple of 4096 bytes in every dtype. A shard is one
-# contiguous extent: one read.
+# In units that rest in blocks, shards hold whole blocks: ceil(numel / shards) is rounded up to
+# BLOCK elements. With one shard the two are the same, so a unit is read from disk straight into
+# place. Both are padded to a multiple of UNIT_ALIGN elements, so a tile cut at such a multiple
+# begins at a multiple of 4096 bytes in every dtype. A shard is one contiguous extent: one read.
 
 ALIGN = 64  # elements
 UNIT_ALIGN = 4096  # elements
@@ -183,7 +199,8 @@ class Shard:
     has_master: bool = False  # a master was loaded before the first step
 
     def reduce_in(self, dtype: torch.dtype) -> None:
-        """Makes its gradient be reduced in another dtype. To be called before the first backward."""
+        """Makes its gradient be reduced in another dtype. To be called before the first
+        backward."""
         self.reduce_dtype = dtype
 
     def count_step(self) -> None:
@@ -193,7 +210,8 @@ class Shard:
     def set_steps(self, num_steps: int, has_moments: bool, has_master: bool) -> None:
         """Sets the number of steps that its restored states have seen.
 
-        has_moments, has_master: whether moments and a master were restored; they matter before the first step.
+        has_moments, has_master: whether moments and a master were restored; they matter before the
+            first step.
         """
         self.num_steps = num_steps
         self.has_moments = has_moments and not num_steps
@@ -228,7 +246,8 @@ class ShardRange(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is the whole share, so that the ranges of all ranks are contiguous in the full layout."""
+        """Whether it is the whole share, so that the ranges of all ranks are contiguous in the full
+        layout."""
         return self.numel == self.shard.shard_numel
 
     @property
@@ -248,7 +267,8 @@ class ShardRange(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Unit:
-    """Parameters that are fetched, gathered and released together. Its layout is fixed. It can become trainable."""
+    """Parameters that are fetched, gathered and released together. Its layout is fixed. It can
+    become trainable."""
 
     name: str
     index: int
@@ -258,11 +278,14 @@ class Unit:
     is_resident: bool  # always present: its full layout is never released
     full_numel: int
     shard_numel: int
-    full_dtype: torch.dtype  # of the full layout; another than dtype when parts are cast before the gather, or widened
+    # of the full layout; another than dtype when parts are cast before the gather, or widened
+    full_dtype: torch.dtype
     is_leaf: bool = False  # the unit of a leaf module
-    blocks: BlockFormat | None = None  # its shard rests in such blocks (quantised.py), and is sent as such
+    # its shard rests in such blocks (quantised.py), and is sent as such
+    blocks: BlockFormat | None = None
     was_unfrozen: bool = False  # became trainable after the model was sharded
-    is_in_place: bool = False  # used where it rests, and absent between uses, so that a step can go on meanwhile
+    # used where it rests, and absent between uses, so that a step can go on meanwhile
+    is_in_place: bool = False
 
     def unfreeze(self) -> None:
         """Makes it trainable; it has room for gradients and states now."""
@@ -270,7 +293,8 @@ class Unit:
 
     @property
     def takes_buffer(self) -> bool:
-        """Whether a fetch fills a buffer with it. Not if it is always present, or used where it rests."""
+        """Whether a fetch fills a buffer with it. Not if it is always present, or used where it
+        rests."""
         return not (self.is_resident or self.is_in_place)
 
     @property
@@ -295,13 +319,15 @@ class Unit:
 
     @property
     def packed_numel(self) -> int:
-        """Elements of the shard layout up to the end of the last parameter's blocks: the elements that are packed."""
+        """Elements of the shard layout up to the end of the last parameter's blocks: the elements
+        that are packed."""
         last = self.shards[-1]
         return last.shard_offset + round_up(last.shard_numel, ALIGN)
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of a rank's blocks: of those in which it rests, or of the 8-bit ones in which it may cross ranks."""
+        """Bytes of a rank's blocks: of those in which it rests, or of the 8-bit ones in which it
+        may cross ranks."""
         return (self.blocks or INT8).packed_bytes(self.packed_numel)
 
     @property
@@ -322,10 +348,14 @@ class Unit:
         return self.shard_numel * self.dtype.itemsize
 
 
-def ranges_in(unit: Unit, span: slice | None = None, shard_rank: int | None = None) -> list[ShardRange]:
-    """The elements of a unit's parameters that a span of its shard layout holds, in its order; None: the whole layout.
+def ranges_in(
+    unit: Unit, span: slice | None = None, shard_rank: int | None = None
+) -> list[ShardRange]:
+    """The elements of a unit's parameters that a span of its shard layout holds, in its order;
+    None: the whole layout.
 
-    shard_rank: the rank whose elements are meant, without padding; None: every rank's share, with padding.
+    shard_rank: the rank whose elements are meant, without padding; None: every rank's share, with
+        padding.
     """
     start, stop = (span.start, span.stop) if span is not None else (0, unit.shard_numel)
     found: list[ShardRange] = []
@@ -343,30 +373,42 @@ class Division:
     """A model divided into units."""
 
     units: list[Unit]
-    triggers: dict[nn.Module, list[Unit]]  # modules whose forward needs units, in the order of the model
-    most_at_once: int  # most streamed units that a module needs, together with the modules around it
+    # modules whose forward needs units, in the order of the model
+    triggers: dict[nn.Module, list[Unit]]
+    # most streamed units that a module needs, together with the modules around it
+    most_at_once: int
 
     def with_residents(self, indices: Collection[int]) -> Division:
         """The same division, with these units resident."""
-        return self._with({i: dataclasses.replace(self.units[i], is_resident=True) for i in indices})
+        return self._with(
+            {i: dataclasses.replace(self.units[i], is_resident=True) for i in indices}
+        )
 
     def with_in_place(self, indices: Collection[int]) -> Division:
         """The same division, with these units used where they rest."""
-        return self._with({i: dataclasses.replace(self.units[i], is_in_place=True) for i in indices})
+        return self._with(
+            {i: dataclasses.replace(self.units[i], is_in_place=True) for i in indices}
+        )
 
     def with_unfrozen(self, indices: Collection[int]) -> Division:
         """The same division, with these units unfrozen."""
         return self._with(
-            {i: dataclasses.replace(self.units[i], is_trainable=True, was_unfrozen=True) for i in indices}
+            {
+                i: dataclasses.replace(self.units[i], is_trainable=True, was_unfrozen=True)
+                for i in indices
+            }
         )
 
     def _with(self, changed: Mapping[int, Unit]) -> Division:
         units = [changed.get(unit.index, unit) for unit in self.units]
-        triggers = {module: [units[u.index] for u in needed] for module, needed in self.triggers.items()}
+        triggers = {
+            module: [units[u.index] for u in needed] for module, needed in self.triggers.items()
+        }
         return dataclasses.replace(self, units=units, triggers=triggers)
 
     def order(self, counts: Callable[[nn.Module], bool] = lambda module: True) -> list[Unit]:
-        """The streamed units in the order of definition of their modules; `counts` selects modules."""
+        """The streamed units in the order of definition of their modules; `counts` selects
+        modules."""
         seen: dict[int, Unit] = {}
         for module, units in self.triggers.items():
             if counts(module):
@@ -378,7 +420,8 @@ _HOOKS_OF_A_MODULE = 1  # the number that hooks.py installs before a forward, an
 
 
 def reads_weights_again(module: nn.Module) -> bool:
-    """Whether a module's backward may read its weights: True, except for a plain Embedding without the user's hooks.
+    """Whether a module's backward may read its weights: True, except for a plain Embedding without
+    the user's hooks.
 
     A user's hook may use the weights in any way.
     """
@@ -386,16 +429,19 @@ def reads_weights_again(module: nn.Module) -> bool:
     return type(module) is not nn.Embedding or any(len(each) > _HOOKS_OF_A_MODULE for each in hooks)
 
 
-def divide(model: nn.Module, policy: OffloadPolicy, num_shards: int, is_trained: bool = True) -> Division:
+def divide(
+    model: nn.Module, policy: OffloadPolicy, num_shards: int, is_trained: bool = True
+) -> Division:
     """Divides a model's parameters into units.
 
-    Raises ValueError when a module with parameters of its own is larger than `policy.unit_numel`, naming it, and for a model
-    that is marked as a leaf and has no forward.
+    Raises ValueError when a module with parameters of its own is larger than `policy.unit_numel`,
+    naming it, and for a model that is marked as a leaf and has no forward.
     """
     apply_rules(model, policy.leaves)
     if z3_leaf_module(model) and not has_forward(model):
         raise ValueError(
-            f"the model is a leaf, but a {type(model).__name__} has no forward that would fetch it: mark the modules in it"
+            f"the model is a leaf, but a {type(model).__name__} has no forward that would fetch "
+            "it: mark the modules in it"
         )
     names = {param: (i, name) for i, (name, param) in enumerate(model.named_parameters())}
     persistent = _persistent(model, policy)
@@ -446,11 +492,13 @@ class _Group(NamedTuple):
     is_leaf: bool
 
 
-def _groups(model: nn.Module, limit: int | None, persistent: set[nn.Parameter], num_shards: int) -> Iterator[_Group]:
+def _groups(
+    model: nn.Module, limit: int | None, persistent: set[nn.Parameter], num_shards: int
+) -> Iterator[_Group]:
     """Every group: whole subtrees where they fit, elsewhere a module's own parameters.
 
-    The group's module has a forward. Parameters in a bare container (ModuleList, ParameterList) belong to the module around
-    it.
+    The group's module has a forward. Parameters in a bare container (ModuleList, ParameterList)
+    belong to the module around it.
     """
     seen: set[nn.Module] = set()
 
@@ -479,7 +527,8 @@ def _groups(model: nn.Module, limit: int | None, persistent: set[nn.Parameter], 
 
 
 def _must_split(module: nn.Module, num_shards: int) -> bool:
-    """Whether a module holds modules whose children are units: tiles, and on one rank the experts behind a router."""
+    """Whether a module holds modules whose children are units: tiles, and on one rank the experts
+    behind a router."""
     return any(
         isinstance(m, UsedInPieces) or (num_shards == 1 and is_routed(m) and not z3_leaf_module(m))
         for m in module.modules()
@@ -487,20 +536,24 @@ def _must_split(module: nn.Module, num_shards: int) -> bool:
 
 
 def _widened_parameters(model: nn.Module, policy: OffloadPolicy) -> dict[nn.Parameter, torch.dtype]:
-    """The parameters that the maths sees in a wider dtype than they rest in, each with that dtype."""
+    """The parameters that the maths sees in a wider dtype than they rest in, each with that
+    dtype."""
     dtypes = {param: widened_dtype(param, policy) for param in model.parameters()}
     return {param: dtype for param, dtype in dtypes.items() if dtype is not param.dtype}
 
 
 def _persistent(model: nn.Module, policy: OffloadPolicy) -> set[nn.Parameter]:
-    """Parameters small enough to stay gathered, smallest first, within the bound for the whole model.
+    """Parameters small enough to stay gathered, smallest first, within the bound for the whole
+    model.
 
     A parameter that is widened for the maths is not among them: at rest it is seen as it rests.
     """
     if policy.stage != 3:
         return set()
     params = [param for param in model.parameters() if widened_dtype(param, policy) is param.dtype]
-    small = sorted((p for p in params if p.numel() <= policy.persistence_numel), key=lambda p: p.numel())
+    small = sorted(
+        (p for p in params if p.numel() <= policy.persistence_numel), key=lambda p: p.numel()
+    )
     room = math.inf if policy.model_persistence_numel is None else policy.model_persistence_numel
     chosen: set[nn.Parameter] = set()
     for param in small:
@@ -521,13 +574,18 @@ class _Kind(NamedTuple):
 
 
 def _by_kind(
-    params: list[nn.Parameter], is_trained: bool, seen_as: Mapping[nn.Parameter, torch.dtype], form: BlockFormat | None
+    params: list[nn.Parameter],
+    is_trained: bool,
+    seen_as: Mapping[nn.Parameter, torch.dtype],
+    form: BlockFormat | None,
 ) -> dict[_Kind, list[nn.Parameter]]:
     kinds: dict[_Kind, list[nn.Parameter]] = {}
     for param in dict.fromkeys(params):
         is_trainable = param.requires_grad and is_trained
         has_blocks = not is_trainable and param.dim() > 1 and param.dtype.is_floating_point
-        kind = _Kind(param.dtype, is_trainable, seen_as.get(param, param.dtype), form if has_blocks else None)
+        kind = _Kind(
+            param.dtype, is_trainable, seen_as.get(param, param.dtype), form if has_blocks else None
+        )
         kinds.setdefault(kind, []).append(param)
     return kinds
 
@@ -548,14 +606,39 @@ def _lay_out(
     full = part = 0
     for param in params:
         position, full_name = names[param]
-        share = round_up(-(-param.numel() // num_shards), BLOCK if blocks else 1)  # so ranks cut no block
-        shards.append(Shard(full_name, position, param, param.shape, param.numel(), share, full, part, reduce_dtype))
+        # so ranks cut no block
+        share = round_up(-(-param.numel() // num_shards), BLOCK if blocks else 1)
+        shards.append(
+            Shard(
+                full_name,
+                position,
+                param,
+                param.shape,
+                param.numel(),
+                share,
+                full,
+                part,
+                reduce_dtype,
+            )
+        )
         full += round_up(share * num_shards, ALIGN)
         part += round_up(share, ALIGN)
     full = round_up(max(full, 1), UNIT_ALIGN)
     part = round_up(max(part, 1), UNIT_ALIGN)
     is_resident = policy.stage != 3
-    return Unit(name, index, shards, dtype, is_trainable, is_resident, full, part, full_dtype, is_leaf, blocks)
+    return Unit(
+        name,
+        index,
+        shards,
+        dtype,
+        is_trainable,
+        is_resident,
+        full,
+        part,
+        full_dtype,
+        is_leaf,
+        blocks,
+    )
 
 
 def _check_size(unit: Unit, policy: OffloadPolicy) -> None:
@@ -565,9 +648,13 @@ def _check_size(unit: Unit, policy: OffloadPolicy) -> None:
     why = "has no inner module to split it at"
     instead = ", or replace its Linear by tiermem.zero.TiledLinear"
     if unit.is_leaf:
-        why = "is a leaf module, fetched as one because which of its children run may differ between ranks"
+        why = (
+            "is a leaf module, fetched as one because which of its children run may differ "
+            "between ranks"
+        )
         instead = ""
     raise ValueError(
-        f"unit {unit.name!r} holds {numel} elements, more than the {policy.unit_numel} of one parameter buffer "
+        f"unit {unit.name!r} holds {numel} elements, more than the {policy.unit_numel} of one "
+        "parameter buffer "
         f"(unit_numel; buffer_size in a config), and {why}. Raise the buffer's size{instead}"
     )

@@ -2,8 +2,8 @@
 
 fp32     elements whose weight is not the master's rounding take the weight; all others keep their bits
 split    a low half makes, of any weight, a number that rounds to this weight, so a written element is found by the weight
-         before. Without it, the low halves of zeros become 0, and those that make NaN of infinity; the master of another
-         written element is the weight to within half of bf16's spacing
+         before. Without it, the low halves of zeros become 0, and those that make NaN of infinity;
+         the master of another written element is the weight to within half of bf16's spacing
 """
 
 from __future__ import annotations
@@ -25,12 +25,17 @@ def mark_of(tensor: torch.Tensor) -> Mark:
 def adopt(weight: torch.Tensor, master: torch.Tensor, before: torch.Tensor | None = None) -> bool:
     """Makes a master, in place, that of its weight. All are flat, on the CPU, of the same elements.
 
-    master: fp32, or int16, the low half of a split master. before: the weight that the master was made with, in the dtype of
+    master: fp32, or int16, the low half of a split master. before: the weight that the master was
+        made with, in the dtype of
     `weight`; None: an fp32 master's rounding. Returns whether an element of the master was written.
     """
     changed = False
-    olds = [None] * len(master.split(_BLOCK_NUMEL)) if before is None else before.split(_BLOCK_NUMEL)
-    for own, kept, old in zip(weight.split(_BLOCK_NUMEL), master.split(_BLOCK_NUMEL), olds, strict=True):
+    olds = (
+        [None] * len(master.split(_BLOCK_NUMEL)) if before is None else before.split(_BLOCK_NUMEL)
+    )
+    for own, kept, old in zip(
+        weight.split(_BLOCK_NUMEL), master.split(_BLOCK_NUMEL), olds, strict=True
+    ):
         if old is None and kept.dtype == torch.int16:
             number = ((_bits(own).int() << 16) + kept).view(torch.float32)
             is_written = (number.isnan() & ~own.isnan()) | (own == 0)

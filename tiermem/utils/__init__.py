@@ -21,8 +21,12 @@ from tiermem.state_access import safe_set_full_optimizer_state as safe_set_full_
 from tiermem.state_access import safe_set_local_fp32_param as safe_set_local_fp32_param
 from tiermem.state_access import safe_set_local_grad as safe_set_local_grad
 from tiermem.state_access import safe_set_local_optimizer_state as safe_set_local_optimizer_state
-from tiermem.state_access import safe_update_full_grad_vectorized as safe_update_full_grad_vectorized
-from tiermem.state_access import safe_update_local_states_vectorized as safe_update_local_states_vectorized
+from tiermem.state_access import (
+    safe_update_full_grad_vectorized as safe_update_full_grad_vectorized,
+)
+from tiermem.state_access import (
+    safe_update_local_states_vectorized as safe_update_local_states_vectorized,
+)
 from tiermem.units.leaf import get_z3_leaf_modules as get_z3_leaf_modules
 from tiermem.units.leaf import set_z3_leaf_module as set_z3_leaf_module
 from tiermem.units.leaf import set_z3_leaf_modules as set_z3_leaf_modules

@@ -1,4 +1,5 @@
-"""The functions that users of the reference system import from its `utils.zero_to_fp32`; nothing is defined here."""
+"""The functions that users of the reference system import from its `utils.zero_to_fp32`; nothing is
+defined here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Absent parameters: the attributes and the class of a partitioned parameter while its values are not in memory."""
+"""Absent parameters: the attributes and the class of a partitioned parameter while its values are
+not in memory."""
 
 from __future__ import annotations
 
@@ -16,15 +17,15 @@ from torch.utils._pytree import tree_map_only
 from tiermem.units import registry
 from tiermem.units.unit import InPlaceOf
 
-# ---- the attributes of a partitioned parameter -----------------------------------------------------------------------
+# ---- the attributes of a partitioned parameter ---------------------------------------------------
 #
 #     ds_id       its number          ds_shape, ds_numel   of the whole          ds_status   whether the values are in memory
 #     ds_tensor   this rank's part: flat, ceil(numel / ranks) elements. A view of the bytes where they rest in memory.
 #                 On NVMe, and while zero.Init builds: NaN of that size, which takes no memory
 #
-# A parameter has them in stage 3, from zero.Init or `shard` until the shards are closed. They are read-only by
-# convention: setting one changes nothing else. To read or write values use tiermem.zero.GatheredParameters or the
-# functions of tiermem.utils.
+# A parameter has them in stage 3, from zero.Init or `shard` until the shards are closed. They are
+# read-only by convention: setting one changes nothing else. To read or write values use
+# tiermem.zero.GatheredParameters or the functions of tiermem.utils.
 
 _NAMES = ("ds_id", "ds_shape", "ds_numel", "ds_tensor", "ds_status")
 
@@ -51,9 +52,13 @@ class ZeroParamStatus(enum.Enum):
     """The gather is under way."""
 
 
-def describe(param: nn.Parameter, number: int, shape: torch.Size, part: torch.Tensor, status: ZeroParamStatus) -> None:
+def describe(
+    param: nn.Parameter, number: int, shape: torch.Size, part: torch.Tensor, status: ZeroParamStatus
+) -> None:
     """Sets a parameter's `ds_` attributes."""
-    param.__dict__.update(ds_id=number, ds_shape=shape, ds_numel=shape.numel(), ds_tensor=part, ds_status=status)
+    param.__dict__.update(
+        ds_id=number, ds_shape=shape, ds_numel=shape.numel(), ds_tensor=part, ds_status=status
+    )
 
 
 def mark(params: Iterable[nn.Parameter], status: ZeroParamStatus) -> None:
@@ -69,17 +74,22 @@ def undescribe(param: nn.Parameter) -> None:
         param.__dict__.pop(name, None)
 
 
-def absent_part(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Returns a placeholder for values that are not in memory: NaN (zero for integers), one element big. Writing it raises."""
-    nothing = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
+def absent_part(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """Returns a placeholder for values that are not in memory: NaN (zero for integers), one element
+    big. Writing it raises."""
+    nothing = torch.full(
+        (), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device
+    )
     torch._C._set_throw_on_mutable_data_ptr(nothing)
     return nothing.expand(shape)
 
 
-# ---- which calls need a parameter's values ---------------------------------------------------------------------------
+# ---- which calls need a parameter's values -------------------------------------------------------
 #
-# torch passes every call that takes a parameter to the parameter's class (`__torch_function__`). A call that asks for a
-# shape, a dtype or a gradient needs no values. Every other call does.
+# torch passes every call that takes a parameter to the parameter's class (`__torch_function__`). A
+# call that asks for a shape, a dtype or a gradient needs no values. Every other call does.
 
 _ASKS = {
     "shape", "dtype", "device", "requires_grad", "is_leaf", "grad", "grad_fn", "layout", "is_meta", "ndim", "names",
@@ -94,15 +104,26 @@ _ASKS = {
     "_has_compatible_shallow_copy_type", "backward",
 }  # fmt: skip
 _NOT_IN_PLACE = {"__index__", "__int__", "__invert__", "__iter__"}
-_SETS = {"grad", "requires_grad", "_backward_hooks", "names", "_post_accumulate_grad_hooks", "_grad", "grad_dtype"}
-_LIKE = {"to", "type_as", "view_as", "expand_as", "reshape_as"}  # of a parameter that is not first they need the shape
-_CASTS = {"to", "type", "float", "half", "bfloat16", "double", "cpu", "cuda"}  # the same object when nothing changes
+_SETS = {
+    "grad",
+    "requires_grad",
+    "_backward_hooks",
+    "names",
+    "_post_accumulate_grad_hooks",
+    "_grad",
+    "grad_dtype",
+}
+# of a parameter that is not first they need the shape
+_LIKE = {"to", "type_as", "view_as", "expand_as", "reshape_as"}
+# the same object when nothing changes
+_CASTS = {"to", "type", "float", "half", "bfloat16", "double", "cpu", "cuda"}
 _ADDRESSES = {"data_ptr", "storage", "untyped_storage", "_typed_storage", "__dlpack__"}
 _OF_LEAVES = {"requires_grad_", "retain_grad", "register_hook"}
 
 
 def needs_values(func: Any) -> bool:
-    """Whether a call reads or writes values. A call that asks about a tensor does neither; setting `data` is a write."""
+    """Whether a call reads or writes values. A call that asks about a tensor does neither; setting
+    `data` is a write."""
     name = _attribute_of(func)
     if name is None:
         return getattr(func, "__name__", "") not in _ASKS
@@ -114,19 +135,30 @@ def replaces_data(func: Any) -> bool:
     return getattr(func, "__name__", "") == "__set__" and _attribute_of(func) == "data"
 
 
-def writes_in_place(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The tensors that a call writes: the first argument of `name_`, an `out`, or the target of an assignment.
+def writes_in_place(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[torch.Tensor]:
+    """The tensors that a call writes: the first argument of `name_`, an `out`, or the target of an
+    assignment.
 
     An operator of torch.ops has a schema, which says it.
     """
     if isinstance(func, torch._ops.OpOverload):
-        by_name = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | dict(kwargs)
+        by_name = dict(
+            zip((each.name for each in func._schema.arguments), args, strict=False)
+        ) | dict(kwargs)
         written = [by_name.get(each.name) for each in func._schema.arguments if each.is_write]
         return [each for each in _flat(written) if isinstance(each, torch.Tensor)]
     name = getattr(func, "__name__", "")
     is_operator = name.startswith("__i") and name.endswith("__") and name not in _NOT_IN_PLACE
-    is_in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or is_operator
-    written = [*args[:1], *(kwargs[key] for key in ("tensor", "input", "self") if key in kwargs)] if is_in_place else []
+    is_in_place = (
+        (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or is_operator
+    )
+    written = (
+        [*args[:1], *(kwargs[key] for key in ("tensor", "input", "self") if key in kwargs)]
+        if is_in_place
+        else []
+    )
     return [each for each in _flat([*written, kwargs.get("out")]) if isinstance(each, torch.Tensor)]
 
 
@@ -137,7 +169,11 @@ def parameters_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[nn.Par
 
 def _flat(given: Iterable[Any]) -> list[Any]:
     """Values, and those in lists and tuples among them."""
-    return [each for value in given for each in (value if isinstance(value, (list, tuple)) else (value,))]
+    return [
+        each
+        for value in given
+        for each in (value if isinstance(value, (list, tuple)) else (value,))
+    ]
 
 
 def _attribute_of(func: Any) -> str | None:
@@ -148,21 +184,24 @@ def _attribute_of(func: Any) -> str | None:
     return None
 
 
-# ---- resting parameters ----------------------------------------------------------------------------------------------
+# ---- resting parameters --------------------------------------------------------------------------
 
 
 class Owner(Protocol):
-    """Keeps resting parameters and can bring their values into memory for one call. Shards is one."""
+    """Keeps resting parameters and can bring their values into memory for one call. Shards is
+    one."""
 
     @property
     def may_lend(self) -> bool:
         """Whether a forward or a backward is under way, on every rank."""
 
     def lend(self, params: list[nn.Parameter], func: Any, args: Any, kwargs: Any) -> Any:
-        """Calls `func` while the parameters hold their values, or raises RuntimeError where that is not possible."""
+        """Calls `func` while the parameters hold their values, or raises RuntimeError where that is
+        not possible."""
 
     def take_out(self, param: nn.Parameter) -> None:
-        """Gives a parameter its own copy of its values until `put_back`; it is an ordinary parameter meanwhile."""
+        """Gives a parameter its own copy of its values until `put_back`; it is an ordinary
+        parameter meanwhile."""
 
     def put_back(self, param: nn.Parameter) -> None:
         """Ends a `take_out`."""
@@ -192,7 +231,8 @@ class OwnerWithWrites(Protocol):
 
 @runtime_checkable
 class OwnerInInit(Protocol):
-    """Keeps the parameters of a model that is not sharded yet, and takes more of them. ParametersInInit is one."""
+    """Keeps the parameters of a model that is not sharded yet, and takes more of them.
+    ParametersInInit is one."""
 
     def admit_new(self, params: Iterable[nn.Parameter]) -> None:
         """Partitions parameters that were made after building. Collective; blocks."""
@@ -218,13 +258,15 @@ class RestingParameter(nn.Parameter):
                          <-------------------------------------------------------
                              rest: the last of these modules has ended
 
-    A resting parameter is the same object with this class (torch's lazy modules change their class in the same way). Each
-    torch call on it comes here first. Examples are `F.linear(x, self.embed.weight)` in a module that does not own the
-    embedding, and a `bias` that a module has returned. During a forward or backward the owner lends the values to the call
-    (access.py). At other times the owner lends a copy if the model is on one rank (`copies`). On several ranks
-    reading raises RuntimeError then, because a rank that calls alone would wait for the others. Writing in place, copying and
-    pickling always raise RuntimeError. docs/absent.md has a table. While a module holds the unit the parameter is an ordinary
-    one, and torch's calls cost nothing extra.
+    A resting parameter is the same object with this class (torch's lazy modules change their class
+    in the same way). Each torch call on it comes here first. Examples are `F.linear(x,
+    self.embed.weight)` in a module that does not own the embedding, and a `bias` that a module has
+    returned. During a forward or backward the owner lends the values to the call (access.py). At
+    other times the owner lends a copy if the model is on one rank (`copies`). On several ranks
+    reading raises RuntimeError then, because a rank that calls alone would wait for the others.
+    Writing in place, copying and pickling always raise RuntimeError. docs/absent.md has a table.
+    While a module holds the unit the parameter is an ordinary one, and torch's calls cost nothing
+    extra.
 
     Only plain parameters change class: a subclass of Parameter keeps its own and is never lent.
     """
@@ -235,7 +277,8 @@ class RestingParameter(nn.Parameter):
 
     @property
     def ds_tensor(self) -> torch.Tensor:
-        """This rank's part, as `describe` says. A step under way, which changes it, is finished first."""
+        """This rank's part, as `describe` says. A step under way, which changes it, is finished
+        first."""
         owner = registry.owner_of(self)
         if isinstance(owner, OwnerWithSteps):
             owner.steps.finish()
@@ -249,21 +292,24 @@ class RestingParameter(nn.Parameter):
         self.__dict__["ds_tensor"] = part
 
     def convert_to_zero_parameters(self, param_list: Iterable[nn.Parameter]) -> None:
-        """Partitions ordinary parameters, such as adapters that were added after zero.Init, beside this one.
+        """Partitions ordinary parameters, such as adapters that were added after zero.Init, beside
+        this one.
 
-        They keep their dtype; parameters that are partitioned already stay as they are. Collective; blocks. Raises
-        RuntimeError once the model is sharded.
+        They keep their dtype; parameters that are partitioned already stay as they are. Collective;
+        blocks. Raises RuntimeError once the model is sharded.
         """
         owner = registry.owner_of(self)
         if not isinstance(owner, OwnerInInit):
             raise RuntimeError(
-                "convert_to_zero_parameters on a sharded model, whose parameters are planned: add modules before "
+                "convert_to_zero_parameters on a sharded model, whose parameters are planned: add "
+                "modules before "
                 "tiermem.initialize or tiermem.shard"
             )
         owner.admit_new(param_list)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """Before the model is sharded: an ordinary parameter with the values. Collective then; blocks."""
+        """Before the model is sharded: an ordinary parameter with the values. Collective then;
+        blocks."""
         owner = registry.owner_of(self)
         if not isinstance(owner, OwnerInInit):
             self.__reduce_ex__(4)
@@ -275,7 +321,8 @@ class RestingParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         refuse(
             self,
-            "{} cannot be copied or pickled. Do it under tiermem.zero.GatheredParameters(parameter), or take its value from "
+            "{} cannot be copied or pickled. Do it under "
+            "tiermem.zero.GatheredParameters(parameter), or take its value from "
             "state_dict() or Shards.weight(parameter)",
         )
 
@@ -283,9 +330,10 @@ class RestingParameter(nn.Parameter):
 class PresentParameter(nn.Parameter):
     """A parameter of a sharded model while it is in memory. Torch's calls on it cost nothing extra.
 
-    `p.data = x` raises RuntimeError at once for another dtype, shape or device: `model.half()` does that. What x holds is taken
-    over when the module ends, or before the next step or save (`Shards.take_writes`); forward uses x until then.
-    Who takes `p.data` may write it, and torch keeps no trace: the values are compared with their masters at that time.
+    `p.data = x` raises RuntimeError at once for another dtype, shape or device: `model.half()` does
+    that. What x holds is taken over when the module ends, or before the next step or save
+    (`Shards.take_writes`); forward uses x until then. Who takes `p.data` may write it, and torch
+    keeps no trace: the values are compared with their masters at that time.
     """
 
     @property
@@ -304,7 +352,8 @@ class PresentParameter(nn.Parameter):
         _DATA.__set__(self, values)
 
     def copy_(self, values: torch.Tensor, non_blocking: bool = False) -> PresentParameter:
-        """Writes values, as torch does; a copy to itself, with which `load_state_dict` ends after our hook, is no write."""
+        """Writes values, as torch does; a copy to itself, with which `load_state_dict` ends after
+        our hook, is no write."""
         if values is not self:
             super().copy_(values, non_blocking)
         return self
@@ -313,7 +362,9 @@ class PresentParameter(nn.Parameter):
         return repr(nn.Parameter(self.detach(), self.requires_grad))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        copied = nn.Parameter(self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
+        copied = nn.Parameter(
+            self.detach().clone(memory_format=torch.preserve_format), self.requires_grad
+        )
         memo[id(self)] = copied
         return copied
 
@@ -325,22 +376,27 @@ set_data: Callable[[nn.Parameter, torch.Tensor], None] = _DATA.__set__
 
 
 def check_like(given: torch.Tensor, shown: torch.Tensor) -> None:
-    """Raises RuntimeError if a parameter of a sharded model was given values of another dtype, shape or device."""
+    """Raises RuntimeError if a parameter of a sharded model was given values of another dtype,
+    shape or device."""
     had = shown.dtype, shown.device, tuple(shown.shape)
     has = given.dtype, given.device, tuple(given.shape)
     if has != had:
         raise RuntimeError(
-            f"a parameter of a sharded model was {had[0]} on {had[1]} of shape {had[2]} and is given values that are {has[0]} "
-            f"on {has[1]} of shape {has[2]}. The policy or config says the dtype, tiermem.shard(device=...) the device; resize "
+            f"a parameter of a sharded model was {had[0]} on {had[1]} of shape {had[2]} and is "
+            f"given values that are {has[0]} "
+            f"on {has[1]} of shape {has[2]}. The policy or config says the dtype, "
+            "tiermem.shard(device=...) the device; resize "
             "a model before it is sharded, or close its shards with materialize=True first"
         )
 
 
 class RestingView(torch.Tensor):
-    """A view of resting parameters that was made outside a forward, such as `p.data`, `p.detach()` and `p[3:]`.
+    """A view of resting parameters that was made outside a forward, such as `p.data`, `p.detach()`
+    and `p[3:]`.
 
-    It holds no values. Every call on it makes the view again, from the values that the parameters have then. So a view that is
-    kept costs no memory and is never out of date. Writing through it raises RuntimeError while a parameter rests.
+    It holds no values. Every call on it makes the view again, from the values that the parameters
+    have then. So a view that is kept costs no memory and is never out of date. Writing through it
+    raises RuntimeError while a parameter rests.
 
     Args:
         like: has its shape, dtype, device and requires_grad.
@@ -354,7 +410,9 @@ class RestingView(torch.Tensor):
         nothing = absent_part(like.shape, like.dtype, like.device)
         return torch.Tensor._make_subclass(cls, nothing, like.requires_grad)
 
-    def __init__(self, like: torch.Tensor, params: Sequence[nn.Parameter], make: Callable[[], torch.Tensor]) -> None:
+    def __init__(
+        self, like: torch.Tensor, params: Sequence[nn.Parameter], make: Callable[[], torch.Tensor]
+    ) -> None:
         self.params = params
         self.make = make
 
@@ -369,27 +427,41 @@ def _call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     name = _attribute_of(func) or getattr(func, "__name__", "")
     is_first = isinstance(first, (RestingParameter, RestingView))
     if isinstance(first, RestingView) and name in _OF_LEAVES:
-        refuse(first.params[0], name + " changes a view of {}, which is made again at every use. Take a clone() of it")
+        refuse(
+            first.params[0],
+            name + " changes a view of {}, which is made again at every use. Take a clone() of it",
+        )
     with torch._C.DisableTorchFunctionSubclass():
         if not needs_values(func) or (name in _LIKE and not is_first):
             return func(*args, **kwargs)
-        if name == "equal" and len({each.shape for each in args if isinstance(each, torch.Tensor)}) == 2:
+        if (
+            name == "equal"
+            and len({each.shape for each in args if isinstance(each, torch.Tensor)}) == 2
+        ):
             return False
-    params: list[nn.Parameter] = [p for p in _under([*args, *kwargs.values()]) if type(p) is RestingParameter]
+    params: list[nn.Parameter] = [
+        p for p in _under([*args, *kwargs.values()]) if type(p) is RestingParameter
+    ]
     if not params:
         return _call_lent(func, (), *args, **kwargs)
     if name in ("copy_", "data") and len(args) > 1 and args[1] is first:
-        return first if name == "copy_" else None  # load_state_dict, after our hook has loaded; to()
+        # load_state_dict, after our hook has loaded; to()
+        return first if name == "copy_" else None
     if replaces_data(func) and type(first) is RestingParameter:
         keeper = registry.owner_of(first)
-        if isinstance(keeper, OwnerInInit):  # before the model is sharded, values are what they are set to
+        # before the model is sharded, values are what they are set to
+        if isinstance(keeper, OwnerInInit):
             value = args[1].detach().clone()
             with torch._C.DisableTorchFunctionSubclass():
                 keeper.write(first, value)
                 become(first, absent_part(value.shape, value.dtype, first.device))
             return None
     written = _under(args[:1] if replaces_data(func) else writes_in_place(func, args, kwargs))
-    if replaces_data(func) and isinstance(args[1], RestingView) and set(args[1].params) <= set(written):
+    if (
+        replaces_data(func)
+        and isinstance(args[1], RestingView)
+        and set(args[1].params) <= set(written)
+    ):
         return None  # `p.data.data -= x` ends so: a view of the parameter is given what it shows
     resting = [param for param in written if type(param) is RestingParameter]
     owners = [(param, registry.owner_of(param)) for param in resting]
@@ -409,17 +481,23 @@ def _call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
                 return first if cast is probe else cast
         if name in _ADDRESSES:
             instead = (
-                "tiermem.zero.GatheredParameters(parameter), or register_external_parameter for a kernel in forward"
+                "tiermem.zero.GatheredParameters(parameter), or register_external_parameter "
+                "for a kernel in forward"
             )
             refuse(params[0], f"{name} asks for the memory of {{}}, and it has none. Use {instead}")
         if name in ("data", "detach"):  # needs no values yet: state_dict() detaches every parameter
-            return RestingView(first.detach(), params, functools.partial(_call_lent, func, params, *args, **kwargs))
+            return RestingView(
+                first.detach(), params, functools.partial(_call_lent, func, params, *args, **kwargs)
+            )
     mine = [param for param in params if registry.owner_of(param) is owner]
     return owner.lend(mine, functools.partial(_call_lent, func, mine), args, kwargs)
 
 
-def _write_in_init(keepers: Mapping[RestingParameter, OwnerInInit], func: Any, args: Any, kwargs: Any) -> Any:
-    """Calls a function that writes parameters of a model that is not sharded yet: what it writes counts."""
+def _write_in_init(
+    keepers: Mapping[RestingParameter, OwnerInInit], func: Any, args: Any, kwargs: Any
+) -> Any:
+    """Calls a function that writes parameters of a model that is not sharded yet: what it writes
+    counts."""
     with contextlib.ExitStack() as ending:
         for param, keeper in keepers.items():
             keeper.take_out(param)
@@ -431,23 +509,27 @@ def _write_in_init(keepers: Mapping[RestingParameter, OwnerInInit], func: Any, a
 
 
 def _call_lent(func: Any, lent: Sequence[nn.Parameter], *args: Any, **kwargs: Any) -> Any:
-    """Calls a function while parameters hold values that they were lent; views of them are made again.
+    """Calls a function while parameters hold values that they were lent; views of them are made
+    again.
 
-    Raises RuntimeError if it wrote the lent values. Names show most writes before; this shows those of `inplace=True`.
+    Raises RuntimeError if it wrote the lent values. Names show most writes before; this shows those
+    of `inplace=True`.
     """
     made: list[torch.Tensor] = []
 
     def make(view: RestingView) -> torch.Tensor:
         value = view.make()
         made.append(value if view.requires_grad else value.detach())
-        # Reentrant checkpointing detaches each argument, and passes the gradient of such a leaf to the argument.
+        # Reentrant checkpointing detaches each argument, and passes the gradient of such a leaf to
+        # the argument.
         if view.requires_grad and view.grad_fn is None and not value.requires_grad:
             made[-1] = cast(Any, InPlaceOf).apply(view, value)
         return made[-1]
 
     if any(isinstance(each, RestingView) for each in _flat([*args, *kwargs.values()])):
         args, kwargs = tree_map_only(RestingView, make, (args, kwargs))
-    if func is torch.Tensor.__repr__ and isinstance(args[0], nn.Parameter):  # it would name our class
+    # it would name our class
+    if func is torch.Tensor.__repr__ and isinstance(args[0], nn.Parameter):
         args = (nn.Parameter(args[0].detach(), args[0].requires_grad),)
     watched = [*lent, *made] if lent else []
     before = [each._version for each in watched]
@@ -467,7 +549,7 @@ def _under(values: Iterable[Any]) -> list[nn.Parameter]:
     return list(found.values())
 
 
-# ---- outside a forward -----------------------------------------------------------------------------------------------
+# ---- outside a forward ---------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -488,8 +570,10 @@ def refuse_read(param: nn.Parameter, num_ranks: int) -> NoReturn:
     """Raises RuntimeError for a read that one rank alone may have asked for."""
     refuse(
         param,
-        f"{{}} is read outside forward and backward. Its parts are on {num_ranks} ranks, which would wait for each other. Read "
-        "it under tiermem.zero.GatheredParameters(parameter), or take Shards.weight(parameter), on every rank; before the "
+        f"{{}} is read outside forward and backward. Its parts are on {num_ranks} ranks, which "
+        "would wait for each other. Read "
+        "it under tiermem.zero.GatheredParameters(parameter), or take Shards.weight(parameter), on "
+        "every rank; before the "
         "model is sharded, code that every rank runs may read inside tiermem.zero.Init",
     )
 
@@ -497,7 +581,8 @@ def refuse_read(param: nn.Parameter, num_ranks: int) -> NoReturn:
 def without_loans(
     output: Any, params: Sequence[nn.Parameter], make: Callable[[], Any], may_borrow: bool = False
 ) -> Any:
-    """The result of `make`, without views of the values that parameters hold now: they become views that are made again.
+    """The result of `make`, without views of the values that parameters hold now: they become views
+    that are made again.
 
     NumPy arrays become read-only copies.
 
@@ -515,11 +600,13 @@ def without_loans(
         return output
     if output.layout is not torch.strided or (may_borrow and output.requires_grad):
         return output
-    is_view = any(output.untyped_storage()._cdata == param.untyped_storage()._cdata for param in params)
+    is_view = any(
+        output.untyped_storage()._cdata == param.untyped_storage()._cdata for param in params
+    )
     return RestingView(output, params, make) if is_view else output
 
 
-# ---- the two classes of a parameter ----------------------------------------------------------------------------------
+# ---- the two classes of a parameter --------------------------------------------------------------
 
 
 def rest(params: Iterable[nn.Parameter]) -> None:
@@ -547,24 +634,30 @@ def refuse(param: nn.Parameter, sentences: str) -> NoReturn:
     """Raises RuntimeError about a resting parameter, which the sentences call {}."""
     with torch._C.DisableTorchFunctionSubclass():
         shape = tuple(param.shape)
-    raise RuntimeError(sentences.format(f"a parameter of shape {shape} whose values rest elsewhere"))
+    raise RuntimeError(
+        sentences.format(f"a parameter of shape {shape} whose values rest elsewhere")
+    )
 
 
 def _refuse_write(what: str, param: nn.Parameter) -> NoReturn:
     refuse(
         param,
         what + " writes {}, so what it writes would be lost. "
-        "Write under tiermem.zero.GatheredParameters(parameter, modifier_rank=0), through Shards.replace or load_state_dict, "
-        "or before sharding; step with tiermem.AdamW and its like. The policy or config says the dtype, and "
+        "Write under tiermem.zero.GatheredParameters(parameter, modifier_rank=0), through "
+        "Shards.replace or load_state_dict, "
+        "or before sharding; step with tiermem.AdamW and its like. The policy or config says the "
+        "dtype, and "
         "tiermem.shard(device=...) the device, which half() and to() would set",
     )
 
 
 def become(param: torch.Tensor, value: torch.Tensor) -> None:
-    """Gives a parameter or a buffer another value, possibly on another device; it stays the same object.
+    """Gives a parameter or a buffer another value, possibly on another device; it stays the same
+    object.
 
-    torch assigns `data` only within a device (or from CPU to CUDA). Otherwise the tensors behind two objects are swapped. This
-    is torch.utils.swap_tensors without its check for weak references: ours refer to the Python object and stay right.
+    torch assigns `data` only within a device (or from CPU to CUDA). Otherwise the tensors behind
+    two objects are swapped. This is torch.utils.swap_tensors without its check for weak references:
+    ours refer to the Python object and stay right.
     """
     if param.device == value.device:
         param.data = value

@@ -1,4 +1,5 @@
-"""Prefetcher: learns the order of uses, tracks unanswered uses, and decides which units to fetch, to keep and to evict."""
+"""Prefetcher: learns the order of uses, tracks unanswered uses, and decides which units to fetch,
+to keep and to evict."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from tiermem.units.unit import Division, Unit, reads_weights_again
 from tiermem.weights.backward_marks import outside_transforms
 from tiermem.weights.unit_state import LiveUnit, UnitState
 
-# ---- the order of uses -----------------------------------------------------------------------------------------------
+# ---- the order of uses ---------------------------------------------------------------------------
 
 _LOOK_BEHIND = 4  # uses
 _LONGEST = 64  # uses of each unit in one pass
@@ -25,15 +26,18 @@ _LONGEST = 64  # uses of each unit in one pass
 class Order:
     """The learnt sequence of unit indices, with the current place in it.
 
-    A *pass* begins when the model is called, or the module that began the last pass (hooks.py). The sequence of one pass
-    (forward, and backward if there is one) is the guess for the next pass of the same kind. The first guess is the order of
-    definition, then the reverse order of the units that backward needs. When the program uses another unit than guessed, the
-    place moves to the next one where the guess fits. A wrong guess costs time, never correctness. The guess depends only on the
-    program's sequence of uses, not on time or memory, so every rank makes the same guess.
+    A *pass* begins when the model is called, or the module that began the last pass (hooks.py). The
+    sequence of one pass (forward, and backward if there is one) is the guess for the next pass of
+    the same kind. The first guess is the order of definition, then the reverse order of the units
+    that backward needs. When the program uses another unit than guessed, the place moves to the
+    next one where the guess fits. A wrong guess costs time, never correctness. The guess depends
+    only on the program's sequence of uses, not on time or memory, so every rank makes the same
+    guess.
 
     Args:
         forward: unit indices in the order of definition.
-        backward: the units that backward needs, in order of definition reversed; default: all, reversed.
+        backward: the units that backward needs, in order of definition reversed; default: all,
+            reversed.
     """
 
     def __init__(self, forward: Sequence[int], backward: Sequence[int] | None = None) -> None:
@@ -61,7 +65,8 @@ class Order:
         return list(dict.fromkeys(self._seen or self._guess))
 
     def rewind(self) -> None:
-        """Ends a pass and expects the next one to be of the same kind: its first units become upcoming."""
+        """Ends a pass and expects the next one to be of the same kind: its first units become
+        upcoming."""
         if self._seen:
             self._learnt[self._kind] = self._seen
             self._expect(self._seen)
@@ -70,7 +75,8 @@ class Order:
 
     @property
     def is_long(self) -> bool:
-        """Whether a pass has used every unit more than 64 times on average: no repetition was found in it."""
+        """Whether a pass has used every unit more than 64 times on average: no repetition was found
+        in it."""
         return len(self._seen) > _LONGEST * (len(self._forward) + 1)
 
     def use(self, unit: int) -> None:
@@ -91,7 +97,8 @@ class Order:
         return map(self._guess.__getitem__, range(self._place, len(self._guess)))
 
     def distance(self, unit: int) -> float:
-        """The number of uses before the unit's next use; infinity when none is expected in this pass."""
+        """The number of uses before the unit's next use; infinity when none is expected in this
+        pass."""
         places = self._places.get(unit, ())
         nearest = bisect_left(places, self._place)
         return places[nearest] - self._place if nearest < len(places) else float("inf")
@@ -103,14 +110,15 @@ class Order:
             self._places.setdefault(unit, []).append(place)
 
 
-# ---- unanswered uses -------------------------------------------------------------------------------------------------
+# ---- unanswered uses -----------------------------------------------------------------------------
 
 
 class UnitUse:
     """One forward of a module with gradients: its units, and whether backward has asked for them.
 
-    Backward reads the weights of a use again, except those of an Embedding, whose gradient depends on the indices alone. So
-    the unit of an embedding table, often the largest, is fetched once per step instead of twice.
+    Backward reads the weights of a use again, except those of an Embedding, whose gradient depends
+    on the indices alone. So the unit of an embedding table, often the largest, is fetched once per
+    step instead of twice.
 
     Args:
         units: units whose parameters get gradients through it.
@@ -132,7 +140,8 @@ class UnitUse:
 
 
 class Frame:
-    """A forward under way: its use, and units of other modules' parameters that it holds until it ends."""
+    """A forward under way: its use, and units of other modules' parameters that it holds until it
+    ends."""
 
     def __init__(self, needed: Sequence[LiveUnit]) -> None:
         self.needed = needed
@@ -143,13 +152,16 @@ class Frame:
 class Uses:
     """The unanswered uses of every unit.
 
-    Only the autograd graph holds a use. A graph that is thrown away (after an exception, or an evaluation without backward)
-    takes its uses with it. Reentrant checkpointing first runs forward without gradients: this *promises* a use, which is made
-    when backward computes forward again. A unit's gradients are final when it has no unanswered and no promised use.
+    Only the autograd graph holds a use. A graph that is thrown away (after an exception, or an
+    evaluation without backward) takes its uses with it. Reentrant checkpointing first runs forward
+    without gradients: this *promises* a use, which is made when backward computes forward again. A
+    unit's gradients are final when it has no unanswered and no promised use.
     """
 
     def __init__(self, units: Sequence[LiveUnit]) -> None:
-        self._open: dict[int, weakref.WeakSet[UnitUse]] = {live.unit.index: weakref.WeakSet() for live in units}
+        self._open: dict[int, weakref.WeakSet[UnitUse]] = {
+            live.unit.index: weakref.WeakSet() for live in units
+        }
         self._promised: dict[int, int] = dict.fromkeys(self._open, 0)
 
     def add(self, use: UnitUse) -> None:
@@ -170,7 +182,8 @@ class Uses:
             self._open[live.unit.index].discard(use)
 
     def promise(self, needed: Sequence[LiveUnit], change: int) -> None:
-        """Notes that a use of each of these units will be made (change 1), or has been made (change -1)."""
+        """Notes that a use of each of these units will be made (change 1), or has been made (change
+        -1)."""
         for live in needed:
             self._promised[live.unit.index] = max(0, self._promised[live.unit.index] + change)
 
@@ -185,13 +198,14 @@ class Uses:
 
 
 def first_order(division: Division) -> Order:
-    """The expected order of a model's first pass: forward in order of definition, then the units that backward reads again."""
+    """The expected order of a model's first pass: forward in order of definition, then the units
+    that backward reads again."""
     forward = division.order()
     backward = division.order(reads_weights_again)
     return Order([unit.index for unit in forward], [unit.index for unit in reversed(backward)])
 
 
-# ---- the prefetcher --------------------------------------------------------------------------------------------------
+# ---- the prefetcher ------------------------------------------------------------------------------
 
 _MOST_AHEAD = 8  # units
 
@@ -217,7 +231,8 @@ class Streamed(Protocol):
 
     @property
     def is_stepped(self) -> bool:
-        """Whether its weights at rest are those of the last step, so that a copy of them need not wait."""
+        """Whether its weights at rest are those of the last step, so that a copy of them need not
+        wait."""
 
     @property
     def is_staged(self) -> bool:
@@ -277,17 +292,20 @@ class Limits(NamedTuple):
     reuse_numel: float
     """A released unit whose next use is farther ahead is evicted at once: max_reuse_numel."""
     is_late: bool = False
-    """Whether the maths of a released unit may still run: an accelerator does what it was given when it comes to it."""
+    """Whether the maths of a released unit may still run: an accelerator does what it was given
+    when it comes to it."""
 
 
 def limits_of(plan: Plan, policy: OffloadPolicy) -> Limits:
-    """Limits of a plan's buffers and of the policy's four ZeRO-3 sizes. Resident units and those in place do not count."""
+    """Limits of a plan's buffers and of the policy's four ZeRO-3 sizes. Resident units and those in
+    place do not count."""
     ahead = math.inf if policy.prefetch_numel is None else policy.prefetch_numel
     return Limits(
         num_full=plan.units.num,
         is_fixed=plan.units.num > 0,
         num_stages=plan.shards.num,
-        ahead_numel=0 if policy.gather_way == "single" else ahead,  # single: only units in use are in memory
+        # single: only units in use are in memory
+        ahead_numel=0 if policy.gather_way == "single" else ahead,
         live_numel=policy.max_live_numel or math.inf,
         reuse_numel=math.inf if policy.max_reuse_numel is None else policy.max_reuse_numel,
         is_late="units" in plan.on_device,
@@ -299,19 +317,22 @@ _Step = tuple[T, Callable[[], None]]  # a unit, and its next transition
 
 
 class Prefetcher(Generic[T]):
-    """Decides which units to fetch, to keep and to evict, and calls their transitions. Has no access to their memory.
+    """Decides which units to fetch, to keep and to evict, and calls their transitions. Has no
+    access to their memory.
 
-    `acquire` makes a unit present and starts to fetch the units that the order expects next, as far as buffers allow. A pass
-    begins with `order.begin` and `acquire()`. With one shard it starts reads into place. With several it starts the gathers of
-    the next units, and reads of the units after those. A released unit stays until its buffer is needed. Then the unit whose
-    next use is farthest ahead is evicted. Weights do not change in forward and backward, so an eviction writes nothing.
+    `acquire` makes a unit present and starts to fetch the units that the order expects next, as far
+    as buffers allow. A pass begins with `order.begin` and `acquire()`. With one shard it starts
+    reads into place. With several it starts the gathers of the next units, and reads of the units
+    after those. A released unit stays until its buffer is needed. Then the unit whose next use is
+    farthest ahead is evicted. Weights do not change in forward and backward, so an eviction writes
+    nothing.
 
-    Gathers are collective. Their sequence, and the evictions for them, depend only on the order of uses, never on time, memory
-    or the disk. A unit on NVMe is gathered ahead when it is the next one, whether its read has ended or not. Reads further
-    ahead may differ between ranks.
+    Gathers are collective. Their sequence, and the evictions for them, depend only on the order of
+    uses, never on time, memory or the disk. A unit on NVMe is gathered ahead when it is the next
+    one, whether its read has ended or not. Reads further ahead may differ between ranks.
 
-    Each change is marked while it lasts (`is_torn`). A mark that is left tells of an interrupt: then nothing is fetched or
-    released until `recover`, which the next pass, step or close calls.
+    Each change is marked while it lasts (`is_torn`). A mark that is left tells of an interrupt:
+    then nothing is fetched or released until `recover`, which the next pass, step or close calls.
 
     Args:
         units: all units, by index.
@@ -331,13 +352,16 @@ class Prefetcher(Generic[T]):
 
     @outside_transforms
     def acquire(self, live: T | None = None, may_gather: bool = True) -> None:
-        """Makes a unit present for one more user, and starts to fetch the units that are expected next. None: only the latter.
+        """Makes a unit present for one more user, and starts to fetch the units that are expected
+        next. None: only the latter.
 
-        may_gather: whether gathers of units that are expected next may begin. Blocks; raises OSError when a read failed.
+        may_gather: whether gathers of units that are expected next may begin. Blocks; raises
+            OSError when a read failed.
         """
         if self.is_torn:
             raise RuntimeError(
-                "an exception has ended this forward or backward in the midst of a fetch, so that it cannot go on: call the "
+                "an exception has ended this forward or backward in the midst of a fetch, so that "
+                "it cannot go on: call the "
                 "model again"
             )
         self.is_torn = True
@@ -360,19 +384,26 @@ class Prefetcher(Generic[T]):
 
     @outside_transforms
     def release(self, live: T, may_evict: bool = True) -> None:
-        """Removes a user of a unit. Without users it may be evicted: now if its next use is beyond reuse_numel."""
+        """Removes a user of a unit. Without users it may be evicted: now if its next use is beyond
+        reuse_numel."""
         if self.is_torn:
             return
         self.is_torn = True
         live.let_go()
-        is_idle = may_evict and live.is_streamed and not live.num_users and live.state is UnitState.PRESENT
+        is_idle = (
+            may_evict
+            and live.is_streamed
+            and not live.num_users
+            and live.state is UnitState.PRESENT
+        )
         is_bounded = self._limits.reuse_numel < math.inf and live.unit.takes_buffer
         if is_idle and is_bounded and self._distance_numel(live) > self._limits.reuse_numel:
             self._evict(live)
         self.is_torn = False
 
     def recover(self, reset: Callable[[], None]) -> None:
-        """After an interrupt that has left the mark. reset: makes every unit absent and all buffers free. Blocks."""
+        """After an interrupt that has left the mark. reset: makes every unit absent and all buffers
+        free. Blocks."""
         reset()
         self._staged.clear()
         self._full.clear()
@@ -380,7 +411,8 @@ class Prefetcher(Generic[T]):
         self.is_torn = False
 
     def empty(self) -> None:
-        """Evicts every streamed unit: before weights change, and at the end. Blocks for gathers under way."""
+        """Evicts every streamed unit: before weights change, and at the end. Blocks for gathers
+        under way."""
         self.is_torn = True
         for live in self._units:
             live.outdate()
@@ -402,23 +434,30 @@ class Prefetcher(Generic[T]):
 
     def has_room_for(self, units: Iterable[T]) -> bool:
         """Whether these units can be in use at once."""
-        return not self._limits.is_fixed or sum(live.unit.takes_buffer for live in units) <= self._limits.num_full
+        return (
+            not self._limits.is_fixed
+            or sum(live.unit.takes_buffer for live in units) <= self._limits.num_full
+        )
 
     def end_pass(self, may_gather: bool = True) -> None:
-        """Ends a pass and starts to fetch the first units of the next pass, which is expected to be of the same kind.
+        """Ends a pass and starts to fetch the first units of the next pass, which is expected to be
+        of the same kind.
 
-        Call it when weights do not change before the next pass: after a step, an evaluation, or a micro-batch without a step.
+        Call it when weights do not change before the next pass: after a step, an evaluation, or a
+        micro-batch without a step.
 
-        may_gather: whether gathers may begin. After a step on CPUs they begin with the next pass: they take the time of the
+        may_gather: whether gathers may begin. After a step on CPUs they begin with the next pass:
+            they take the time of the
         thread that begins them.
         """
         self.order.rewind()
         self.acquire(may_gather=may_gather)
 
-    # ---- fetching ----------------------------------------------------------------------------------------------------
+    # ---- fetching --------------------------------------------------------------------------------
 
     def _due(self, current: T | None, may_gather: bool) -> Iterator[_Step[T]]:
-        """Yields the transitions that `acquire` makes, in order. The caller makes each one before it asks for the next."""
+        """Yields the transitions that `acquire` makes, in order. The caller makes each one before
+        it asks for the next."""
         if current is not None:
             if current.state is not UnitState.PRESENT:
                 current.promote()
@@ -427,7 +466,9 @@ class Prefetcher(Generic[T]):
             current.use()
         may_wait = current is not None  # a gather may wait for one read: that of the next unit
         for live in self._ahead(current):  # nearest first, as far as limits and buffers allow
-            if live.state is UnitState.PRESENT or (live.state is UnitState.GATHERING and not self._has_reads):
+            if live.state is UnitState.PRESENT or (
+                live.state is UnitState.GATHERING and not self._has_reads
+            ):
                 continue
             is_read = live.is_gathered and live.reads
             if live.is_gathered and not may_gather:
@@ -435,7 +476,8 @@ class Prefetcher(Generic[T]):
             if (is_read and not may_wait) or not (yield from self._start(live, is_urgent=False)):
                 break
             may_wait = may_wait and not is_read
-        for live in self._ahead(current) if self._has_reads else ():  # shards that will be gathered later
+        # shards that will be gathered later
+        for live in self._ahead(current) if self._has_reads else ():
             if live.state is UnitState.HOME and live.is_gathered and live.reads:
                 if not self._make_stage(live, is_urgent=False):
                     break
@@ -443,12 +485,15 @@ class Prefetcher(Generic[T]):
                 self._staged[live.unit.index] = live
 
     def _start(self, live: T, is_urgent: bool) -> Generator[_Step[T], None, bool]:
-        """Starts to bring a unit into its full layout, unless that is under way. False: it is not urgent, and has no room.
+        """Starts to bring a unit into its full layout, unless that is under way. False: it is not
+        urgent, and has no room.
 
-        A unit that is copied from memory where it is being stepped has to be urgent, too. A gather waits for the step: which
-        gathers begin must not depend on time.
+        A unit that is copied from memory where it is being stepped has to be urgent, too. A gather
+        waits for the step: which gathers begin must not depend on time.
         """
-        begins = live.state is UnitState.HOME or (live.state is UnitState.READING and live.is_gathered)
+        begins = live.state is UnitState.HOME or (
+            live.state is UnitState.READING and live.is_gathered
+        )
         if not begins:
             return True
         if not (is_urgent or live.reads or live.is_gathered or live.is_stepped):
@@ -456,7 +501,11 @@ class Prefetcher(Generic[T]):
         if not self._make_room(live, is_urgent):
             return False
         if live.is_gathered:
-            if live.state is UnitState.HOME and live.reads and self._make_stage(live, is_urgent=True):
+            if (
+                live.state is UnitState.HOME
+                and live.reads
+                and self._make_stage(live, is_urgent=True)
+            ):
                 yield live, partial(live.read, True)
             self._staged.pop(live.unit.index, None)
             yield live, live.gather
@@ -482,7 +531,7 @@ class Prefetcher(Generic[T]):
                     return
                 yield live
 
-    # ---- making room -------------------------------------------------------------------------------------------------
+    # ---- making room -----------------------------------------------------------------------------
 
     def _evict(self, live: T) -> None:
         self._staged.pop(live.unit.index, None)
@@ -491,15 +540,20 @@ class Prefetcher(Generic[T]):
         live.drop()
 
     def _make_room(self, live: T, is_urgent: bool) -> bool:
-        """Takes room for a unit's full layout, if need be from units whose next use is farther ahead.
+        """Takes room for a unit's full layout, if need be from units whose next use is farther
+        ahead.
 
-        Returns False when there is no such room. Raises RuntimeError when the unit is urgent and all buffers are in use.
+        Returns False when there is no such room. Raises RuntimeError when the unit is urgent and
+        all buffers are in use.
         """
         if not live.unit.takes_buffer:
             return True
         limits = self._limits
         mine = -1.0 if is_urgent else self.order.distance(live.unit.index)
-        while len(self._full) >= limits.num_full or self._full_numel + live.unit.full_numel > limits.live_numel:
+        while (
+            len(self._full) >= limits.num_full
+            or self._full_numel + live.unit.full_numel > limits.live_numel
+        ):
             farthest, distance = self._farthest(self._full)
             if farthest is None or distance <= mine:
                 if not is_urgent:
@@ -522,28 +576,42 @@ class Prefetcher(Generic[T]):
         if len(holders) < self._limits.num_stages:
             return True
         mine = -1.0 if is_urgent else self.order.distance(live.unit.index)
-        farthest, distance = self._farthest({i: u for i, u in holders.items() if u.state is UnitState.READING})
+        farthest, distance = self._farthest(
+            {i: u for i, u in holders.items() if u.state is UnitState.READING}
+        )
         if farthest is None or distance <= mine:
             return False
         self._evict(farthest)
         return True
 
     def _farthest(self, among: dict[int, T]) -> tuple[T | None, float]:
-        """The unit without users whose next use is farthest ahead, and the number of uses before it.
+        """The unit without users whose next use is farthest ahead, and the number of uses before
+        it.
 
-        Who follows a unit in its buffer waits for its maths. So the unit that was used last goes only if it is the only one.
+        Who follows a unit in its buffer waits for its maths. So the unit that was used last goes
+        only if it is the only one.
         """
-        idle = [(self.order.distance(index), live) for index, live in among.items() if not live.num_users]
+        idle = [
+            (self.order.distance(index), live)
+            for index, live in among.items()
+            if not live.num_users
+        ]
         if self._limits.is_late and len(idle) > 1:
             idle = [each for each in idle if each[1] is not self._last]
         distance, found = max(idle, key=lambda each: each[0], default=(-1.0, None))
         return found, distance
 
     def _refuse(self, live: T) -> None:
-        busy = ", ".join(other.unit.name for other in self._full.values() if other.num_users and other is not live)
+        busy = ", ".join(
+            other.unit.name
+            for other in self._full.values()
+            if other.num_users and other is not live
+        )
         raise RuntimeError(
-            f"unit {live.unit.name!r} finds all {self._limits.num_full} buffers in use by {busy}: modules with parameters of "
-            "their own are nested deeper than that. Raise unit_buffers (buffer_count in a config) to "
+            f"unit {live.unit.name!r} finds all {self._limits.num_full} buffers in use by {busy}: "
+            "modules with parameters of "
+            "their own are nested deeper than that. Raise unit_buffers (buffer_count in a config) "
+            "to "
             f"{self._limits.num_full + 1} or more"
         )
 

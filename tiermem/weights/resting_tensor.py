@@ -1,7 +1,8 @@
-"""RestingTensor: a tensor of the user's whose values rest elsewhere. It has a shape and a dtype; a call works on a copy.
+"""RestingTensor: a tensor of the user's whose values rest elsewhere. It has a shape and a dtype; a
+call works on a copy.
 
-A call that writes stores its result. A view is one of a copy: writing it raises RuntimeError. So does adding the values to
-another tensor in place, as the steps of torch's optimizers do.
+A call that writes stores its result. A view is one of a copy: writing it raises RuntimeError. So
+does adding the values to another tensor in place, as the steps of torch's optimizers do.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ class RestingTensor(torch.Tensor):
     """The base class. A subclass reads and replaces the values."""
 
     def read(self) -> torch.Tensor:
-        """A copy of the values. Blocks. Raises RuntimeError where they cannot be read, OSError when a transfer fails."""
+        """A copy of the values. Blocks. Raises RuntimeError where they cannot be read, OSError when
+        a transfer fails."""
         raise NotImplementedError
 
     def replace(self, value: torch.Tensor) -> None:
@@ -50,7 +52,12 @@ class RestingTensor(torch.Tensor):
         return on_copies(func, args, kwargs or {})
 
 
-_OF_VALUES = (torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist, torch.Tensor.__reduce_ex__)
+_OF_VALUES = (
+    torch.Tensor.numpy,
+    torch.Tensor.__array__,
+    torch.Tensor.tolist,
+    torch.Tensor.__reduce_ex__,
+)
 """Functions that read a tensor's memory without a call that __torch_dispatch__ sees."""
 
 
@@ -64,14 +71,21 @@ def on_copies(func: Any, args: Any, kwargs: Any) -> Any:
             f"{schema.name} gives a view of {what}, whose values rest elsewhere: clone() it first"
         )
     given = zip(schema.arguments, args, strict=False)
-    written = [value for arg, value in given if arg.alias_info is not None and arg.alias_info.is_write]
-    written += [
-        kwargs[arg.name] for arg in schema.arguments if arg.kwarg_only and arg.alias_info and arg.name in kwargs
+    written = [
+        value for arg, value in given if arg.alias_info is not None and arg.alias_info.is_write
     ]
-    if schema.name != "aten::copy_" and any(not isinstance(each, RestingTensor) for each in tree_leaves(written)):
+    written += [
+        kwargs[arg.name]
+        for arg in schema.arguments
+        if arg.kwarg_only and arg.alias_info and arg.name in kwargs
+    ]
+    if schema.name != "aten::copy_" and any(
+        not isinstance(each, RestingTensor) for each in tree_leaves(written)
+    ):
         what = resting_in((args, kwargs))[0].what
         raise RuntimeError(
-            f"{schema.name} writes into another tensor from {what}, as optimizers do that cannot step such parameters: take "
+            f"{schema.name} writes into another tensor from {what}, as optimizers do that cannot "
+            "step such parameters: take "
             "tiermem's optimizer, or read a copy, clone()"
         )
     found = func(*_copied(args, copies), **_copied(kwargs, copies))

@@ -1,4 +1,5 @@
-"""StepRun: the run of an optimizer step over a model's tiles, which may go on under the next forward; whether states are whole.
+"""StepRun: the run of an optimizer step over a model's tiles, which may go on under the next
+forward; whether states are whole.
 
     step       `start` starts the run and returns. Units that can be read without a fetch have been stepped by then. What an
                accelerator has stepped may still be on its way to host memory (`note_copied`)
@@ -6,7 +7,8 @@
     backward   with overlap "backward", tiles are stepped beside what they replace (optim/tentative.py). Nothing reads the
                results before `start` has committed them, so that no step is under way until then
     the end    `end` waits for the last write: before the next backward, which replaces the gradients that the run reads (those
-               that an accelerator reads are replaced by ones that depend on what it has written), and before the next step
+               that an accelerator reads are replaced by ones that depend on what it has written),
+               and before the next step
     a look     `finish` waits for the accelerator, too. Every other access to what rests calls it first:
 
         Values               each read and write of weights, states and gradients where they rest
@@ -16,10 +18,11 @@
         Shards.close         the end
 
     commit     makes the step durable if that is due (durability="step"). All ranks do this together, so it has fixed places in
-               their program: the begin of the next backward, or before it the next step, save, load, change of values or close
+               their program: the begin of the next backward, or before it the next step, save,
+               load, change of values or close
 
-Errors of reads, checksums and kernels are raised by the fetch of a unit that needs them, all others by `finish`. Either way the
-model is torn afterwards: its states are of two different steps.
+Errors of reads, checksums and kernels are raised by the fetch of a unit that needs them, all others
+by `finish`. Either way the model is torn afterwards: its states are of two different steps.
 """
 
 from __future__ import annotations
@@ -45,36 +48,49 @@ from tiermem.weights import backward_marks as marks
 logger = logging.getLogger("tiermem")
 
 
-def overlap_of(policy: OffloadPolicy, plan: Plan, is_gpu: bool) -> Literal["none", "forward", "backward"]:
+def overlap_of(
+    policy: OffloadPolicy, plan: Plan, is_gpu: bool
+) -> Literal["none", "forward", "backward"]:
     """What runs beside the steps of a model, by its policy: see `OffloadPolicy.overlap`."""
     wanted = policy.wanted_overlap(plan.states, is_gpu)
     homes = plan.unit_homes.values()
     if is_gpu and (plan.kept_bytes or plan.streamed_part or Tier.DEVICE in (plan.states, *homes)):
         return "none"  # a step that an accelerator takes part in ends before the next forward
-    if wanted == "none" or not any(unit.is_trainable and not unit.is_resident for unit in plan.division.units):
+    if wanted == "none" or not any(
+        unit.is_trainable and not unit.is_resident for unit in plan.division.units
+    ):
         return "none"
     return "backward" if wanted == "backward" and plan.may_attempt else "forward"
 
 
 def kept_overlap(policy: OffloadPolicy, plan: Plan, is_gpu: bool, saved: str) -> OffloadPolicy:
-    """The policy with the `overlap` that a saved run had, unless it names one. Warns where the plan has no room for that."""
+    """The policy with the `overlap` that a saved run had, unless it names one. Warns where the plan
+    has no room for that."""
     if policy.overlap != "auto":
         return policy
     policy = dataclasses.replace(policy, overlap=cast(Overlap, saved))
     if saved == "backward" and overlap_of(policy, plan, is_gpu) != saved:
-        lacks = plan.lacks or 'to be named at the start (overlap "backward"), so that its slot is planned'
-        logger.warning('the run that is resumed had overlap "backward", which needs %s. It goes on without', lacks)
+        lacks = (
+            plan.lacks
+            or 'to be named at the start (overlap "backward"), so that its slot is planned'
+        )
+        logger.warning(
+            'the run that is resumed had overlap "backward", which needs %s. It goes on without',
+            lacks,
+        )
     return policy
 
 
 class StepRun:
-    """The step under way, if there is one. For one thread at a time, but for `read` and the methods of what it returns.
+    """The step under way, if there is one. For one thread at a time, but for `read` and the methods
+    of what it returns.
 
     program: runs the tiles of the model.
     """
 
     def __init__(self, program: Program[Any]) -> None:
-        self.is_torn = False  # a step or a restore has not ended; it failed or was interrupted, or it is under way now
+        # a step or a restore has not ended; it failed or was interrupted, or it is under way now
+        self.is_torn = False
         self._is_changing = False  # it is under way now
         self.is_partial = False  # with step_in_backward: units were stepped since the last step
         self.half_loaded: set[Hashable] = set()  # what `load_state_dict` has begun to replace
@@ -83,10 +99,12 @@ class StepRun:
         self.num_redone = 0  # steps whose tiles were stepped in backward, dropped and stepped again
         self._program = program
         self._due: Callable[[], None] | None = None  # what `commit` calls, once
-        self.copied: torch.Event | None = None  # the end of an accelerator's copies to weights in host memory
+        # the end of an accelerator's copies to weights in host memory
+        self.copied: torch.Event | None = None
 
     def note_copied(self, copied: torch.Event) -> None:
-        """Notes the event after which an accelerator has read the gradients and written the weights in host memory."""
+        """Notes the event after which an accelerator has read the gradients and written the weights
+        in host memory."""
         self.copied = copied
 
     def start(
@@ -97,10 +115,13 @@ class StepRun:
         lane: str,
         accept: Callable[[], None] | None = None,
     ) -> None:
-        """Starts a step, and blocks until some units are stepped; a run that Python takes part in, until its end.
+        """Starts a step, and blocks until some units are stepped; a run that Python takes part in,
+        until its end.
 
-        at_once: the numbers of these units. accept: given if the tentative run has stepped its tiles as this step would; they
-        are then not stepped again, unless it has failed. Called before its results count. Raises what a run raises.
+        at_once: the numbers of these units. accept: given if the tentative run has stepped its
+            tiles as this step would; they
+        are then not stepped again, unless it has failed. Called before its results count. Raises
+        what a run raises.
         """
         is_attempted = bool(self._program.attempted)
         if accept is not None and is_attempted and not self._program.has_failed:
@@ -125,23 +146,30 @@ class StepRun:
         return self._program.is_stepped(unit)
 
     def await_unit(self, unit: int) -> None:
-        """Blocks until a unit's weights in memory are those of the last step. Raises the error of the run."""
+        """Blocks until a unit's weights in memory are those of the last step. Raises the error of
+        the run."""
         self._program.wait(unit)
 
     def stepped(self, unit: int) -> Iterator[slice]:
-        """The elements of a unit's shard in memory that the step under way changes, each range when it has been stepped.
+        """The elements of a unit's shard in memory that the step under way changes, each range when
+        it has been stepped.
 
-        Blocks before each as `await_unit`. Nothing: the unit has been stepped, or no step changes it.
+        Blocks before each as `await_unit`. Nothing: the unit has been stepped, or no step changes
+        it.
         """
         for tile in () if self.is_stepped(unit) else self._program.computed(unit):
             yield slice(tile.start, tile.start + tile.numel)
 
-    def read(self, ranges: Sequence[Range], name: str, unit: int, priority: int = NORMAL) -> Move | RunRead:
-        """Starts reading a unit's weights of the last step, as `TensorStore.read`. Does not block, in any thread."""
+    def read(
+        self, ranges: Sequence[Range], name: str, unit: int, priority: int = NORMAL
+    ) -> Move | RunRead:
+        """Starts reading a unit's weights of the last step, as `TensorStore.read`. Does not block,
+        in any thread."""
         return self._program.read(ranges, name, unit, priority)
 
     def finish(self) -> None:
-        """`finish_tiles`, and blocks until an accelerator has written the weights in host memory."""
+        """`finish_tiles`, and blocks until an accelerator has written the weights in host
+        memory."""
         try:
             self.finish_tiles()
         finally:
@@ -151,7 +179,8 @@ class StepRun:
                 copied.synchronize()
 
     def finish_tiles(self) -> None:
-        """Blocks until the last write of the step has ended. Raises its error, once; then the model is torn.
+        """Blocks until the last write of the step has ended. Raises its error, once; then the model
+        is torn.
 
         An interrupt leaves the step under way.
         """
@@ -165,10 +194,14 @@ class StepRun:
                 self._is_changing = False
 
     def check_whole(self) -> None:
-        """Raises RuntimeError if the model is torn, also by a backward that has stepped units and was left."""
-        if (self.is_torn and not self._is_changing) or (self.is_partial and not marks.in_backward()):
+        """Raises RuntimeError if the model is torn, also by a backward that has stepped units and
+        was left."""
+        if (self.is_torn and not self._is_changing) or (
+            self.is_partial and not marks.in_backward()
+        ):
             raise RuntimeError(
-                "a step, or opening a checkpoint, failed half-way, so that this model is a mixture of two steps: open a "
+                "a step, or opening a checkpoint, failed half-way, so that this model is a mixture "
+                "of two steps: open a "
                 "checkpoint that is whole, or close it"
             )
 
@@ -176,16 +209,19 @@ class StepRun:
         """Raises RuntimeError if a `load_state_dict` was interrupted."""
         if self.half_loaded:
             raise RuntimeError(
-                "a load_state_dict ended half-way, so that this model is torn between what it was and what was loaded: load "
+                "a load_state_dict ended half-way, so that this model is torn between what it was "
+                "and what was loaded: load "
                 "again, or open a checkpoint that is whole, or close it"
             )
 
     def commit_later(self, act: Callable[[], None] | None) -> None:
-        """Sets what the next `commit` calls: it finishes the step and makes it durable. None: nothing."""
+        """Sets what the next `commit` calls: it finishes the step and makes it durable. None:
+        nothing."""
         self._due = act
 
     def commit(self) -> None:
-        """Makes the step durable if that is due. Collective then; blocks; raises the errors of the step and of the commit.
+        """Makes the step durable if that is due. Collective then; blocks; raises the errors of the
+        step and of the commit.
 
         Afterwards it is not due, also after an error, but after an interrupt it is.
         """
@@ -204,21 +240,24 @@ class StepRun:
         self.finish_tiles()
 
     def abandon(self) -> None:
-        """Ends the step under way early, and forgets failures, because every state is about to be replaced. Blocks."""
+        """Ends the step under way early, and forgets failures, because every state is about to be
+        replaced. Blocks."""
         self._program.drop()
         self.is_torn = self._is_changing = self.is_partial = False
         self._due = None
         self.half_loaded.clear()
 
     def changing_all(self) -> contextlib.AbstractContextManager[None]:
-        """A block that changes many states. If it fails, or an interrupt ends it, the model is torn. Not to be nested."""
+        """A block that changes many states. If it fails, or an interrupt ends it, the model is
+        torn. Not to be nested."""
         return _Changing(self)
 
 
 class _Changing(contextlib.AbstractContextManager[None]):
     """Marks the model as torn, and clears the mark at the end of a block that did not fail.
 
-    An interrupt before `__exit__` of a block that has ended leaves both marks: the model is whole, and is not refused.
+    An interrupt before `__exit__` of a block that has ended leaves both marks: the model is whole,
+    and is not refused.
     """
 
     def __init__(self, steps: StepRun) -> None:

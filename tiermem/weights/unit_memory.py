@@ -1,4 +1,5 @@
-"""UnitMemory: the memory of one unit; the buffers, streams and threads that units share; reads that a thread waits for."""
+"""UnitMemory: the memory of one unit; the buffers, streams and threads that units share; reads that
+a thread waits for."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ from tiermem.units.unit import Unit
 from tiermem.weights.absent import absent_part
 from tiermem.weights.step_run import StepRun
 
-# ---- buffers for shards on their way ---------------------------------------------------------------------------------
+# ---- buffers for shards on their way -------------------------------------------------------------
 
 
 class Stage(NamedTuple):
@@ -43,7 +44,8 @@ class Stage(NamedTuple):
 
 
 class Stages:
-    """The buffers for shards on their way. Giving one back waits for nothing: each keeps the event of the last copy out of it.
+    """The buffers for shards on their way. Giving one back waits for nothing: each keeps the event
+    of the last copy out of it.
 
     pool: the buffers; must outlive the stages.
     """
@@ -59,19 +61,22 @@ class Stages:
         return Stage(slot, self._reads.pop(slot.offset, None))
 
     def give_back(self, stage: Stage, read: torch.Event | None) -> None:
-        """Takes a buffer back, out of which the accelerator copies until `read`; None: since its last event it did not."""
+        """Takes a buffer back, out of which the accelerator copies until `read`; None: since its
+        last event it did not."""
         read = read or stage.read
         if read is not None:
             self._reads[stage.slot.offset] = read
         self._pool.give_back(stage.slot)
 
     def reset(self) -> None:
-        """Takes every buffer back after an interrupt, when no read fills any of them. Blocks for copies out of them."""
+        """Takes every buffer back after an interrupt, when no read fills any of them. Blocks for
+        copies out of them."""
         self.settle()
         self._pool.reset()
 
     def settle(self) -> None:
-        """Blocks until the accelerator copies out of no buffer. Call it before their memory ends."""
+        """Blocks until the accelerator copies out of no buffer. Call it before their memory
+        ends."""
         for read in list(self._reads.values()):
             read.synchronize()
         self._reads.clear()
@@ -82,9 +87,11 @@ LAYOUTS = "layout"
 
 
 class UnitSlots(DevicePool):
-    """Equal slots for full layouts on an accelerator, carved from one slab, so that no piece of memory lies between them.
+    """Equal slots for full layouts on an accelerator, carved from one slab, so that no piece of
+    memory lies between them.
 
-    owner: the stream that waits for the users of a slot before the slot is used again. Not for several threads.
+    owner: the stream that waits for the users of a slot before the slot is used again. Not for
+        several threads.
     """
 
     def __init__(self, memory: DeviceMemory, buffers: Buffers, owner: torch.Stream) -> None:
@@ -97,7 +104,7 @@ class UnitSlots(DevicePool):
             raise RuntimeError(f"{num_used} units are in use: their memory cannot leave the device")
 
 
-# ---- what units share ------------------------------------------------------------------------------------------------
+# ---- what units share ----------------------------------------------------------------------------
 
 
 class Passage:
@@ -132,21 +139,25 @@ class Passage:
         self.slots = None if is_accelerated else slots
         self.stages = Stages(stages) if stages is not None else None
         self._wires = wires
-        self.may_exchange = can_swap_pointers(torch.device("cpu"))  # the memory of shards that rest in the CPU's
+        # the memory of shards that rest in the CPU's
+        self.may_exchange = can_swap_pointers(torch.device("cpu"))
         self.may_swap = not is_accelerated and self.may_exchange  # that of full layouts
         is_carved = is_accelerated and on_device.num > 0 and can_swap_pointers(device)
-        self.owner = new_stream(device) if is_accelerated else None  # allocates and frees full layouts
+        # allocates and frees full layouts
+        self.owner = new_stream(device) if is_accelerated else None
         self.slab = None
         if is_carved:
             assert self.owner is not None
             self.slab = UnitSlots(store.on_device, on_device, self.owner)
-        self.copies = new_stream(device) if is_accelerated else None  # fills full layouts: copies and gathers
+        # fills full layouts: copies and gathers
+        self.copies = new_stream(device) if is_accelerated else None
         # One thread each, so that reads and copies keep their order.
         self.starter: concurrent.futures.ThreadPoolExecutor | None = None  # starts reads
         self.reader: concurrent.futures.ThreadPoolExecutor | None = None  # waits for reads
         if is_accelerated and stages is not None:
             self.starter, self.reader = (
-                concurrent.futures.ThreadPoolExecutor(1, "tiermem-reads", activate, (device,)) for _ in range(2)
+                concurrent.futures.ThreadPoolExecutor(1, "tiermem-reads", activate, (device,))
+                for _ in range(2)
             )
         self._nan = Map(nan_bytes, is_nan=True).tensor() if self.may_swap and nan_bytes else None
         self._is_outdated = True  # shards on the accelerator may have been written since `_written`
@@ -157,15 +168,21 @@ class Passage:
         return contextlib.nullcontext() if self.copies is None else on(self.copies)
 
     def nan_storage(self, num_bytes: int) -> torch.UntypedStorage | None:
-        """Bytes of NaN, which take no memory, for views of weights that are not there (CPU). None: this torch has no way."""
-        return None if self._nan is None else torch.from_numpy(self._nan[:num_bytes].numpy()).untyped_storage()
+        """Bytes of NaN, which take no memory, for views of weights that are not there (CPU). None:
+        this torch has no way."""
+        return (
+            None
+            if self._nan is None
+            else torch.from_numpy(self._nan[:num_bytes].numpy()).untyped_storage()
+        )
 
     def note_outdated(self) -> None:
         """Notes that weights are about to change where they rest."""
         self._is_outdated = True
 
     def await_written(self, shard: torch.Tensor) -> None:
-        """Lets the stream that fills wait until the accelerator has written a shard, there or in host memory."""
+        """Lets the stream that fills wait until the accelerator has written a shard, there or in
+        host memory."""
         if self.copies is None:
             return
         if not is_accelerator(shard.device):
@@ -178,7 +195,8 @@ class Passage:
         self.copies.wait_event(self._written)
 
     def reset(self) -> None:
-        """Takes every buffer back after an interrupt, when no unit has any of them. Blocks for transfers."""
+        """Takes every buffer back after an interrupt, when no unit has any of them. Blocks for
+        transfers."""
         self.store.end_transfers()
         if self.owner is not None:
             for stream in (current_stream(self.device), self.copies):
@@ -189,14 +207,16 @@ class Passage:
                 each.reset()
 
     def close(self) -> None:
-        """Ends the threads, and waits for copies out of the buffers. No read may be under way. Blocks."""
+        """Ends the threads, and waits for copies out of the buffers. No read may be under way.
+        Blocks."""
         for thread in (self.starter, self.reader):
             if thread is not None:
                 thread.shutdown()
         if self.stages is not None:
             self.stages.settle()
         if self.copies is not None:
-            current_stream(self.device).wait_stream(self.copies)  # before memory that it uses is freed
+            # before memory that it uses is freed
+            current_stream(self.device).wait_stream(self.copies)
 
 
 class StagedRead:
@@ -205,11 +225,13 @@ class StagedRead:
         starter    waits for the last copy out of the stage -> starts the read
         reader     waits for the read -> starts the copy
 
-    So no other thread waits for the accelerator before a read begins, and the copy begins when the bytes are there.
+    So no other thread waits for the accelerator before a read begins, and the copy begins when the
+    bytes are there.
 
     Args:
         unit: whose shard it is, and `entry` the shard's name in the store.
-        then: called on the reader's thread when the bytes have arrived; returns the end of the copy that it started, or None.
+        then: called on the reader's thread when the bytes have arrived; returns the end of the copy
+            that it started, or None.
     """
 
     def __init__(
@@ -222,7 +244,8 @@ class StagedRead:
         is_urgent: bool,
         then: Callable[[], torch.Event | None],
     ) -> None:
-        self.copied: torch.Event | None = None  # the end of the copy; valid after `wait` or `cancel`
+        # the end of the copy; valid after `wait` or `cancel`
+        self.copied: torch.Event | None = None
         self._steps = passage.steps
         self._unit = unit
         self._entry = entry
@@ -253,7 +276,8 @@ class StagedRead:
             move.promote()
 
     def cancel(self) -> None:
-        """Drops the read, unless it has ended, and waits until the helper threads have ended its work. Never raises OSError."""
+        """Drops the read, unless it has ended, and waits until the helper threads have ended its
+        work. Never raises OSError."""
         with self._lock:
             self._is_cancelled = True
             move = self._move
@@ -285,11 +309,16 @@ class StagedRead:
 
 
 def can_swap_pointers(device: torch.device) -> bool:
-    """Whether this torch can put other memory under a storage on a device; each call tries it on small storages."""
+    """Whether this torch can put other memory under a storage on a device; each call tries it on
+    small storages."""
     try:
         memory = torch.zeros(16, dtype=torch.uint8, device=device)
         borrower = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
-        lender = _storage_at(memory.data_ptr(), device, 16) if is_accelerator(device) else memory.untyped_storage()
+        lender = (
+            _storage_at(memory.data_ptr(), device, 16)
+            if is_accelerator(device)
+            else memory.untyped_storage()
+        )
         borrower._swap_data_ptr_(lender)  # type: ignore[attr-defined]
     except (AttributeError, RuntimeError, TypeError):
         return False
@@ -297,35 +326,42 @@ def can_swap_pointers(device: torch.device) -> bool:
 
 
 def apart(data: torch.Tensor) -> torch.Tensor:
-    """The same bytes of the CPU, in a storage of their own: other memory can be put under it alone."""
+    """The same bytes of the CPU, in a storage of their own: other memory can be put under it
+    alone."""
     return torch.from_numpy(data.view(torch.uint8).numpy()).view(data.dtype)
 
 
 def _storage_at(address: int, device: torch.device, num_bytes: int) -> torch.UntypedStorage:
     """A storage over memory that another object owns. The function is private to torch."""
-    return cast(torch.UntypedStorage, torch._C._construct_storage_from_data_pointer(address, device, num_bytes))
+    return cast(
+        torch.UntypedStorage,
+        torch._C._construct_storage_from_data_pointer(address, device, num_bytes),
+    )
 
 
-# ---- a unit's memory -------------------------------------------------------------------------------------------------
+# ---- a unit's memory -----------------------------------------------------------------------------
 
 
 class UnitMemory:
-    """The memory of one unit's full layout: one storage for the unit's life, whose bytes come and go.
+    """The memory of one unit's full layout: one storage for the unit's life, whose bytes come and
+    go.
 
-    Autograd saves views of weights (`weight.t()`) in forward and reads them in backward. They point at the storage, so the
-    storage has to stay:
+    Autograd saves views of weights (`weight.t()`) in forward and reads them in backward. They point
+    at the storage, so the storage has to stay:
 
         CPU            arena memory is put under the storage (`UntypedStorage._swap_data_ptr_`: microseconds, views follow). The
-                       call is private to torch, so it is tested first; without it the storage is resized and bytes are copied.
-                       A view that a user has kept reads NaN after the bytes have gone.
+                       call is private to torch, so it is tested first; without it the storage is
+                       resized and bytes are copied. A view that a user has kept reads NaN after the
+                       bytes have gone.
         accelerator    the same with slots of one slab. Without that call they have memory of torch's allocator: the storage is
                        resized.
 
     A unit that stays is given its memory for life (`held`): of the arena, or of a slab.
 
-    Freed memory goes to the next unit, or request, at once. So on an accelerator one stream, the *owner*, stands for the memory
-    of all units, and allocates what torch's allocator gives. A stream that fills a unit waits for the owner. Before a unit is
-    freed, the owner waits for every stream that has used it (from `use` to `end_use`).
+    Freed memory goes to the next unit, or request, at once. So on an accelerator one stream, the
+    *owner*, stands for the memory of all units, and allocates what torch's allocator gives. A
+    stream that fills a unit waits for the owner. Before a unit is freed, the owner waits for every
+    stream that has used it (from `use` to `end_use`).
     """
 
     def __init__(self, unit: Unit, passage: Passage, held: torch.Tensor | None = None) -> None:
@@ -333,29 +369,40 @@ class UnitMemory:
         self._passage = passage
         self._owner = passage.owner
         self._allocated: torch.Event | None = None  # the owner may give the memory from here on
-        self._home_read: torch.Event | None = None  # the accelerator has read the shard in host memory
-        self._users: dict[int, torch.Stream] = {}  # by id; streams whose work reads or writes the memory
-        self._ends: dict[int, torch.Event] = {}  # by id; the end of a stream's work, where it is known
-        self._accumulating: dict[int, torch.Stream] = {}  # by id; streams that made gradients since the last join
+        # the accelerator has read the shard in host memory
+        self._home_read: torch.Event | None = None
+        # by id; streams whose work reads or writes the memory
+        self._users: dict[int, torch.Stream] = {}
+        # by id; the end of a stream's work, where it is known
+        self._ends: dict[int, torch.Event] = {}
+        # by id; streams that made gradients since the last join
+        self._accumulating: dict[int, torch.Stream] = {}
         self._filled: torch.Event | None = None  # the layout on an accelerator holds its bytes
         self._slots = passage.slots
         self._slot: Slot | None = None  # the arena's buffer, while the unit occupies it
-        self.slab = passage.slab if held is None else None  # carves its memory; None: torch's allocator does
+        # carves its memory; None: torch's allocator does
+        self.slab = passage.slab if held is None else None
         self._place: Slot | None = None  # of the slab, while the unit occupies it
         self._may_swap = passage.may_swap
         self._is_held = held is not None  # its memory is there for life
-        self._lender: torch.UntypedStorage | None = None  # the buffer's storage, while the unit has its pointer
+        # the buffer's storage, while the unit has its pointer
+        self._lender: torch.UntypedStorage | None = None
         self._nan: torch.UntypedStorage | None = None  # empty while its bytes are under the unit
         full = (
-            torch.empty(0, dtype=unit.full_dtype, device=passage.device) if held is None else held.view(unit.full_dtype)
+            torch.empty(0, dtype=unit.full_dtype, device=passage.device)
+            if held is None
+            else held.view(unit.full_dtype)
         )
         self.full = full
         self._storage = full.untyped_storage()
         if held is None:
             self.allocate()  # for the views; on a CPU no page is touched
             full.set_(self._storage, 0, (unit.full_numel,), (1,))
-        self.travels = narrow_part(full, unit.dtype) if unit.is_widened else full  # what a copy or a gather fills
-        self.views = [full[s.full_offset : s.full_offset + s.numel].view(s.shape) for s in unit.shards]
+        # what a copy or a gather fills
+        self.travels = narrow_part(full, unit.dtype) if unit.is_widened else full
+        self.views = [
+            full[s.full_offset : s.full_offset + s.numel].view(s.shape) for s in unit.shards
+        ]
         self.absent = [absent_part(s.shape, unit.dtype, passage.device) for s in unit.shards]
         if unit.takes_buffer:
             self._nan = passage.nan_storage(unit.full_bytes)
@@ -375,7 +422,8 @@ class UnitMemory:
         return self._slot
 
     def allocate_slot(self) -> None:
-        """Puts the arena's buffer under the unit (CPU), with its content, or else allocates torch's memory."""
+        """Puts the arena's buffer under the unit (CPU), with its content, or else allocates torch's
+        memory."""
         if self._slots is None or self._is_held:
             self.allocate()
             self.begin_filling()
@@ -389,7 +437,8 @@ class UnitMemory:
             self.full.view(torch.uint8).copy_(data)
 
     def allocate(self, outside: bool = False) -> None:
-        """Allocates the full layout, content undefined. On an accelerator `begin_filling` comes next.
+        """Allocates the full layout, content undefined. On an accelerator `begin_filling` comes
+        next.
 
         outside: in torch's own memory, beside the slab.
         """
@@ -408,7 +457,8 @@ class UnitMemory:
         self._allocated = record(self._owner)
 
     def begin_filling(self) -> None:
-        """Lets the current stream wait for the memory, which it fills. Does nothing on a CPU, and for memory for life."""
+        """Lets the current stream wait for the memory, which it fills. Does nothing on a CPU, and
+        for memory for life."""
         if self._owner is not None and not self._is_held:
             assert self._allocated is not None
             stream = current_stream(self._owner.device)
@@ -424,22 +474,26 @@ class UnitMemory:
         self._home_read = read
 
     def await_home(self) -> None:
-        """Blocks until the accelerator has read the shard where it rests. Call it before the shard is written."""
+        """Blocks until the accelerator has read the shard where it rests. Call it before the shard
+        is written."""
         if self._home_read is not None:
             if not self._home_read.query():
                 self._home_read.synchronize()
             self._home_read = None
 
     def use(self) -> None:
-        """Registers the current stream as a user, from the time when the memory is filled. Does nothing on a CPU.
+        """Registers the current stream as a user, from the time when the memory is filled. Does
+        nothing on a CPU.
 
         Raises RuntimeError while a graph is captured, if the memory comes and goes.
         """
         if self._owner is not None:
             if not self._is_held and is_capturing(self._owner.device):
                 raise RuntimeError(
-                    f"a graph is being captured with unit {self.unit.name!r}, whose weights have another address after each "
-                    "fetch: capture modules whose weights stay on the device (on one rank, without offload_param), or none"
+                    f"a graph is being captured with unit {self.unit.name!r}, whose weights have "
+                    "another address after each "
+                    "fetch: capture modules whose weights stay on the device (on one rank, without "
+                    "offload_param), or none"
                 )
             stream = current_stream(self._owner.device)
             self._ends.pop(stream.stream_id, None)
@@ -462,7 +516,8 @@ class UnitMemory:
         self._accumulating[stream.stream_id] = stream
 
     def join(self) -> None:
-        """Lets the current stream wait for all other streams that accumulated the unit's gradients."""
+        """Lets the current stream wait for all other streams that accumulated the unit's
+        gradients."""
         if self._owner is not None:
             stream = current_stream(self._owner.device)
             for number, other in self._accumulating.items():
@@ -500,7 +555,8 @@ class UnitMemory:
             self._slots.give_back(slot)
 
     def reset(self) -> None:
-        """Releases the bytes, also after an interrupt, whatever it has left; its buffers are the caller's to take back.
+        """Releases the bytes, also after an interrupt, whatever it has left; its buffers are the
+        caller's to take back.
 
         Each statement may be the last one of a call, and the next call completes what is left.
         """
@@ -523,7 +579,9 @@ class UnitMemory:
         assert self.slab is not None and self._place is None
         self._place = self.slab.take()
         assert self._place is not None  # the prefetcher has made room
-        self._lender = _storage_at(self._place.tensor.data_ptr(), self._place.tensor.device, self.unit.full_bytes)
+        self._lender = _storage_at(
+            self._place.tensor.data_ptr(), self._place.tensor.device, self.unit.full_bytes
+        )
         self._storage._swap_data_ptr_(self._lender)  # type: ignore[attr-defined]
 
     def _give_place_back(self) -> bool:
@@ -541,4 +599,7 @@ class UnitMemory:
 
     def sees(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a view of this memory."""
-        return tensor.layout is torch.strided and tensor.untyped_storage()._cdata == self._storage._cdata
+        return (
+            tensor.layout is torch.strided
+            and tensor.untyped_storage()._cdata == self._storage._cdata
+        )

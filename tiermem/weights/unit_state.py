@@ -1,4 +1,5 @@
-"""LiveUnit: a unit of a living model: its state machine, its memory, and the transfers of its values."""
+"""LiveUnit: a unit of a living model: its state machine, its memory, and the transfers of its
+values."""
 
 from __future__ import annotations
 
@@ -27,11 +28,12 @@ from tiermem.weights.absent import ZeroParamStatus, mark
 from tiermem.weights.unit_memory import Passage, Stage, StagedRead, UnitMemory
 from tiermem.wires.gather import Gather
 
-# ---- the state machine -----------------------------------------------------------------------------------------------
+# ---- the state machine ---------------------------------------------------------------------------
 
 
 class UnitState(enum.Enum):
-    """The memory that a unit occupies beside its place at rest (its home); see the diagram of LiveUnit."""
+    """The memory that a unit occupies beside its place at rest (its home); see the diagram of
+    LiveUnit."""
 
     HOME = enum.auto()  # none
     READING = enum.auto()  # a buffer; the shard is being read into it from NVMe
@@ -41,9 +43,13 @@ class UnitState(enum.Enum):
 
 
 _COPIED_NUMEL = 1 << 24
-"""A shard is copied to an accelerator in pieces of so many elements, so that what is needed sooner passes between them."""
+"""A shard is copied to an accelerator in pieces of so many elements, so that what is needed sooner
+passes between them."""
 
-_STATUS = {UnitState.HOME: ZeroParamStatus.NOT_AVAILABLE, UnitState.PRESENT: ZeroParamStatus.AVAILABLE}
+_STATUS = {
+    UnitState.HOME: ZeroParamStatus.NOT_AVAILABLE,
+    UnitState.PRESENT: ZeroParamStatus.AVAILABLE,
+}
 
 
 _Read = Move | RunRead | StagedRead
@@ -68,17 +74,19 @@ class LiveUnit:
         from any state                             --drop--> HOME
 
     A shard that rests in memory needs no `read`. Ranks may call `read` at different
-    times. `gather` is collective: every rank calls it for the same units in the same order, so it waits for the read if need
-    be. It copies the shard into the full layout (in the dtype that the maths sees). On a CPU the shard's buffer is free before
-    the exchange begins. After an error the caller has to drop the unit. The prefetcher decides which units are fetched.
+    times. `gather` is collective: every rank calls it for the same units in the same order, so it
+    waits for the read if need be. It copies the shard into the full layout (in the dtype that the
+    maths sees). On a CPU the shard's buffer is free before the exchange begins. After an error the
+    caller has to drop the unit. The prefetcher decides which units are fetched.
 
-    Outside PRESENT a parameter's data is a zero-stride NaN expanded to the true shape: shape and numel stay right, and writes
-    raise (absent.py).
+    Outside PRESENT a parameter's data is a zero-stride NaN expanded to the true shape: shape and
+    numel stay right, and writes raise (absent.py).
 
-    On an accelerator copies and gathers run on a stream of their own, which waits only for the memory that it fills; the stream
-    that computes waits for their end. A helper thread waits for the read of a shard on NVMe and starts the copy (StagedRead).
-    The unit keeps the event of the last read from its place at rest until a writer asks (`await_home`). A buffer is given back
-    with the event of the copy out of it.
+    On an accelerator copies and gathers run on a stream of their own, which waits only for the
+    memory that it fills; the stream that computes waits for their end. A helper thread waits for
+    the read of a shard on NVMe and starts the copy (StagedRead). The unit keeps the event of the
+    last read from its place at rest until a writer asks (`await_home`). A buffer is given back with
+    the event of the copy out of it.
 
     Args:
         entry: its shard's name in the store, when the shard rests on NVMe.
@@ -104,23 +112,30 @@ class LiveUnit:
         self.state = UnitState.PRESENT if unit.is_resident else UnitState.HOME
         self.num_users = 0  # modules in forward, and uses in backward, that need it now
         self._is_kept = False  # present outside the prefetcher's buffers
-        self._stage: Stage | None = None  # holds the shard on its way to a gather or to the accelerator
+        # holds the shard on its way to a gather or to the accelerator
+        self._stage: Stage | None = None
         self._coming: _Read | _Gathering | None = None  # the transfer of READING or GATHERING
         self._params = [shard.param for shard in unit.shards]
         self._index = {id(param): index for index, param in enumerate(self._params)}
-        self._changing = [] if unit.is_resident else self._params  # their class shows whether the unit has users
+        # their class shows whether the unit has users
+        self._changing = [] if unit.is_resident else self._params
         self._out: set[int] = set()  # parameters that hold their own copy (access.py)
-        self._before: dict[int, torch.Tensor] = {}  # by parameter: weights before the user writes them (`remember`)
-        self._seen: list[tuple[int, int]] = []  # of each parameter, when it was shown: address and version
+        # by parameter: weights before the user writes them (`remember`)
+        self._before: dict[int, torch.Tensor] = {}
+        # of each parameter, when it was shown: address and version
+        self._seen: list[tuple[int, int]] = []
         self._take_writes: Callable[[LiveUnit], None] = lambda live: None
-        self._data_taken: set[int] = set()  # parameters whose `data` was taken since their values were compared
+        # parameters whose `data` was taken since their values were compared
+        self._data_taken: set[int] = set()
         self._datas: dict[int, list[weakref.ref[torch.Tensor]]] = {}  # by parameter: these `data`
         absent.wake(self._params if unit.is_resident else ())
         self._point()
-        self.take_up()  # not before the parameters have moved to the device, which resets their gradients' dtype
+        # not before the parameters have moved to the device, which resets their gradients' dtype
+        self.take_up()
 
     def take_up(self) -> None:
-        """Lets autograd accumulate a trainable unit's gradients in the dtype at rest, whatever dtype forward sees."""
+        """Lets autograd accumulate a trainable unit's gradients in the dtype at rest, whatever
+        dtype forward sees."""
         if self.unit.full_dtype != self.unit.dtype and self.unit.is_trainable:
             with torch._C.DisableTorchFunctionSubclass():
                 for param in self._params:
@@ -163,20 +178,26 @@ class LiveUnit:
 
     @property
     def is_stepped(self) -> bool:
-        """Whether its weights at rest are those of the last step, so that a copy of them need not wait."""
+        """Whether its weights at rest are those of the last step, so that a copy of them need not
+        wait."""
         return self.passage.steps.is_stepped(self.unit.index)
 
-    # ---- transitions -------------------------------------------------------------------------------------------------
+    # ---- transitions -----------------------------------------------------------------------------
 
     def read(self, is_urgent: bool) -> None:
-        """HOME -> READING: starts the read of the shard. The caller ensures that a buffer is free. Does not block."""
+        """HOME -> READING: starts the read of the shard. The caller ensures that a buffer is free.
+        Does not block."""
         self._check(UnitState.READING, UnitState.HOME)
         assert self.entry is not None
         num_bytes = round_up(self.unit.shard_bytes, ALIGNMENT)
         passage = self.passage
         slot = self._take_stage().slot if self.is_staged else self.memory.take_slot()
         if passage.copies is None:
-            first = 0 if self.is_staged or not self.unit.is_widened else self.unit.full_bytes - self.unit.shard_bytes
+            first = (
+                0
+                if self.is_staged or not self.unit.is_widened
+                else self.unit.full_bytes - self.unit.shard_bytes
+            )
             ranges = [(self.entry, 0, slot.tensor[first : first + num_bytes])]
             priority = URGENT if is_urgent else NORMAL
             if passage.steps.is_under_way:
@@ -188,7 +209,9 @@ class LiveUnit:
             if self._gather is None:
                 self.memory.allocate()
             then = self._copy if self._gather is None else _start_nothing
-            self._coming = StagedRead(passage, self.unit.index, self.entry, self._stage, num_bytes, is_urgent, then)
+            self._coming = StagedRead(
+                passage, self.unit.index, self.entry, self._stage, num_bytes, is_urgent, then
+            )
         self._become(UnitState.READING)
 
     def use(self) -> None:
@@ -196,12 +219,14 @@ class LiveUnit:
         self.memory.use()
 
     def promote(self) -> None:
-        """READING: raises the priority of the read, which is needed at once. Other states: does nothing."""
+        """READING: raises the priority of the read, which is needed at once. Other states: does
+        nothing."""
         if (move := self.move) is not None:
             move.promote()
 
     def gather(self) -> None:
-        """HOME or READING -> GATHERING: starts the exchange. Collective; waits for the read, or for the step of the shard.
+        """HOME or READING -> GATHERING: starts the exchange. Collective; waits for the read, or for
+        the step of the shard.
 
         Raises OSError, RankLost.
         """
@@ -225,10 +250,11 @@ class LiveUnit:
         self._become(UnitState.GATHERING)
 
     def copy(self) -> None:
-        """HOME -> COPYING: starts the copy of a unit that rests in host memory to the accelerator. Waits until it is stepped.
+        """HOME -> COPYING: starts the copy of a unit that rests in host memory to the accelerator.
+        Waits until it is stepped.
 
-        What is stepped is copied while the rest is stepped. On a CPU it widens a shard that rests in memory, and blocks; a unit
-        in place is there.
+        What is stepped is copied while the rest is stepped. On a CPU it widens a shard that rests
+        in memory, and blocks; a unit in place is there.
         """
         self._check(UnitState.COPYING, UnitState.HOME)
         assert self.shard is not None
@@ -247,7 +273,8 @@ class LiveUnit:
         self._become(UnitState.COPYING)
 
     def land(self) -> None:
-        """READING, GATHERING or COPYING -> PRESENT: waits for the bytes and shows them. Blocks; raises OSError, RankLost."""
+        """READING, GATHERING or COPYING -> PRESENT: waits for the bytes and shows them. Blocks;
+        raises OSError, RankLost."""
         self._check(UnitState.PRESENT, UnitState.READING, UnitState.GATHERING, UnitState.COPYING)
         if isinstance(self._coming, _Gathering):
             self._await_gather(self._coming)
@@ -262,7 +289,8 @@ class LiveUnit:
         self._show()
 
     def drop(self) -> None:
-        """Any state -> HOME. Cancels a read under way; waits for an exchange under way. Raises RankLost."""
+        """Any state -> HOME. Cancels a read under way; waits for an exchange under way. Raises
+        RankLost."""
         coming = self._coming
         read = None
         try:
@@ -281,7 +309,8 @@ class LiveUnit:
             self.memory.free()
 
     def reset(self) -> None:
-        """Any state, also one that an interrupt has left half-way -> HOME without users; a second call completes the first.
+        """Any state, also one that an interrupt has left half-way -> HOME without users; a second
+        call completes the first.
 
         Blocks for transfers. Its buffers are the caller's to take back.
         """
@@ -297,14 +326,17 @@ class LiveUnit:
         self.num_users = 0
         self._become(UnitState.HOME)
         self._point()
-        self._changing = [param for index, param in enumerate(self._params) if index not in self._out]
+        self._changing = [
+            param for index, param in enumerate(self._params) if index not in self._out
+        ]
         absent.rest(self._changing)
         for index in [each for each in self._out if not is_gathered(self._params[each])]:
             self.put_back(index)
         self.memory.reset()
 
     def keep(self, fill: Callable[[UnitMemory], None]) -> None:
-        """HOME -> PRESENT: `fill` fills it in torch's own memory. It is not streamed until `end_keeping`."""
+        """HOME -> PRESENT: `fill` fills it in torch's own memory. It is not streamed until
+        `end_keeping`."""
         self._check(UnitState.PRESENT, UnitState.HOME)
         self.memory.allocate(outside=True)
         self.memory.begin_filling()
@@ -313,31 +345,36 @@ class LiveUnit:
         self._show()
 
     def end_keeping(self) -> None:
-        """Ends a `keep`, also one that failed: the unit returns to HOME. Raises RuntimeError if it was written meanwhile."""
+        """Ends a `keep`, also one that failed: the unit returns to HOME. Raises RuntimeError if it
+        was written meanwhile."""
         is_written = len(self.written()) > 0
         self._is_kept = False
         self.drop()
         self.let_all_go()
         if is_written:
             raise RuntimeError(
-                f"weights of unit {self.unit.name!r} were written while the whole model was kept in memory (EMA.applied, "
+                f"weights of unit {self.unit.name!r} were written while the whole model was kept "
+                "in memory (EMA.applied, "
                 "unwrap_model_for_generation), and the writes are dropped: write after the block"
             )
 
-    # ---- the place at rest -------------------------------------------------------------------------------------------
+    # ---- the place at rest -----------------------------------------------------------------------
 
     def await_home(self) -> None:
-        """Blocks until the accelerator has read the shard where it rests. Call it before the shard is written."""
+        """Blocks until the accelerator has read the shard where it rests. Call it before the shard
+        is written."""
         self.memory.await_home()
 
     @property
     def may_exchange(self) -> bool:
-        """Whether `exchange` is possible: the shard rests in the CPU's memory, and this torch can."""
+        """Whether `exchange` is possible: the shard rests in the CPU's memory, and this torch
+        can."""
         is_near = self.shard is not None and not is_accelerator(self.shard.device)
         return is_near and self.passage.may_exchange
 
     def exchange(self, values: torch.Tensor) -> None:
-        """Gives the shard other values and the tensor those of the shard, without copies. values: a result of `apart`.
+        """Gives the shard other values and the tensor those of the shard, without copies. values: a
+        result of `apart`.
 
         Blocks until the accelerator has read the shard, since the tensor's memory is written next.
         """
@@ -346,12 +383,13 @@ class LiveUnit:
         self.shard.untyped_storage()._swap_data_ptr_(values.untyped_storage())  # type: ignore[attr-defined]
 
     def outdate(self) -> None:
-        """Notes that the weights are about to change where they rest: a second copy of them is not used again."""
+        """Notes that the weights are about to change where they rest: a second copy of them is not
+        used again."""
         self.passage.note_outdated()
         if self._gather is not None:
             self._gather.outdate()
 
-    # ---- users -------------------------------------------------------------------------------------------------------
+    # ---- users -----------------------------------------------------------------------------------
 
     def hold(self) -> None:
         """Adds a user. The parameters are ordinary ones until every `hold` is let go."""
@@ -368,7 +406,8 @@ class LiveUnit:
             self.let_all_go()
 
     def let_all_go(self) -> None:
-        """Removes all users: the parameters rest (absent.py). Values that a module has written are taken over first."""
+        """Removes all users: the parameters rest (absent.py). Values that a module has written are
+        taken over first."""
         if self.num_users:
             if self.is_streamed and self.is_present and self.written():
                 self._take_writes(self)
@@ -377,18 +416,20 @@ class LiveUnit:
         self._widen_view()
         absent.rest(self._changing)
 
-    # ---- what the user writes ------------------------------------------------------------------------------------------
+    # ---- what the user writes --------------------------------------------------------------------
 
     def call_on_writes(self, take: Callable[[LiveUnit], None]) -> None:
-        """Sets the function that takes over what was written while the unit was in use, before it is let go."""
+        """Sets the function that takes over what was written while the unit was in use, before it
+        is let go."""
         self._take_writes = take
 
     def written(self) -> list[int]:
-        """The numbers of the parameters that were written since they were shown, that show other memory, or may be written.
+        """The numbers of the parameters that were written since they were shown, that show other
+        memory, or may be written.
 
-        The last are those whose `data` was taken. Writes through NumPy, and through a `data` that was taken before the last
-        comparison, leave no trace. Raises RuntimeError for a parameter whose memory was replaced by one of another dtype, shape
-        or device.
+        The last are those whose `data` was taken. Writes through NumPy, and through a `data` that
+        was taken before the last comparison, leave no trace. Raises RuntimeError for a parameter
+        whose memory was replaced by one of another dtype, shape or device.
         """
         if not self._is_shown or len(self._seen) != len(self._params):
             return []
@@ -397,7 +438,11 @@ class LiveUnit:
 
     def is_written(self, param: nn.Parameter) -> bool:
         """Whether a parameter is among those of `written`."""
-        return self._is_shown and len(self._seen) == len(self._params) and self._is_written(self._index[id(param)])
+        return (
+            self._is_shown
+            and len(self._seen) == len(self._params)
+            and self._is_written(self._index[id(param)])
+        )
 
     def _is_written(self, index: int) -> bool:
         param = self._params[index]
@@ -416,7 +461,8 @@ class LiveUnit:
             self._datas[index].append(weakref.ref(data))
 
     def remember(self, index: int) -> None:
-        """Keeps a copy of a parameter's present values until `forget`, so that each element that is written next is known.
+        """Keeps a copy of a parameter's present values until `forget`, so that each element that is
+        written next is known.
 
         Needed where the unit rests in the memory that its parameters show, beside split masters.
         """
@@ -432,18 +478,21 @@ class LiveUnit:
         return self._before.get(index)
 
     def note_step(self) -> None:
-        """Notes that a step has written the unit: what was kept or counted before is counted anew."""
+        """Notes that a step has written the unit: what was kept or counted before is counted
+        anew."""
         for index in self._before:
             self.remember(index)
 
     def forget_writes(self) -> None:
-        """What was written to the unit until now is not taken over: the call that wrote it raised."""
+        """What was written to the unit until now is not taken over: the call that wrote it
+        raised."""
         if self.num_users == 1:
             self._see()
             self._data_taken.clear()
 
     def show_again(self, index: int) -> None:
-        """Notes that a parameter's values have been taken over; the parameter shows the unit's memory again, with them."""
+        """Notes that a parameter's values have been taken over; the parameter shows the unit's
+        memory again, with them."""
         param = self._params[index]
         view = self.memory.views[index]
         with torch._C.DisableTorchFunctionSubclass():
@@ -454,7 +503,8 @@ class LiveUnit:
         self._data_taken.discard(index)
 
     def check_alone(self, index: int) -> None:
-        """Raises RuntimeError where a parameter shows other memory while the user holds a `data` of it, which would change."""
+        """Raises RuntimeError where a parameter shows other memory while the user holds a `data` of
+        it, which would change."""
         param = self._params[index]
         view = self.memory.views[index]
         with torch._C.DisableTorchFunctionSubclass():
@@ -462,18 +512,24 @@ class LiveUnit:
         if is_shown or all(taken() is None for taken in self._datas.get(index, ())):
             return
         raise RuntimeError(
-            "`p.data = x` has put values in place of a parameter whose old memory is still held, perhaps to put it back "
-            "(backup = p.data). A step or a save writes that memory. Put it back before, or keep a copy: "
+            "`p.data = x` has put values in place of a parameter whose old memory is still held, "
+            "perhaps to put it back "
+            "(backup = p.data). A step or a save writes that memory. Put it back before, or keep a "
+            "copy: "
             "backup = p.data.clone()"
         )
 
     def is_home(self, values: torch.Tensor) -> bool:
         """Whether a tensor lies in the memory in which the unit rests."""
         at_home = self.shard
-        return at_home is not None and values.untyped_storage().data_ptr() == at_home.untyped_storage().data_ptr()
+        return (
+            at_home is not None
+            and values.untyped_storage().data_ptr() == at_home.untyped_storage().data_ptr()
+        )
 
     def take_out(self, index: int, value: torch.Tensor) -> None:
-        """Gives one parameter its own copy of the values until `put_back`, whatever the state of the unit."""
+        """Gives one parameter its own copy of the values until `put_back`, whatever the state of
+        the unit."""
         param = self._params[index]
         self._out.add(index)
         self._changing = [each for each in self._changing if each is not param]
@@ -505,9 +561,11 @@ class LiveUnit:
         self._changing = []
 
     def leave_to_parent(self) -> None:
-        """PRESENT -> HOME in a forked child, which has no arena. In any state the parameters rest, so that calls are refused.
+        """PRESENT -> HOME in a forked child, which has no arena. In any state the parameters rest,
+        so that calls are refused.
 
-        A graph that the parent made reads zeros, which take no memory, until a hook refuses its backward.
+        A graph that the parent made reads zeros, which take no memory, until a hook refuses its
+        backward.
         """
         self.shard = None
         if self.is_present:
@@ -518,36 +576,46 @@ class LiveUnit:
                 self.memory.full.untyped_storage()._swap_data_ptr_(zeros)  # type: ignore[attr-defined]
         absent.rest(self._params)
 
-    # ---- steps of transitions ----------------------------------------------------------------------------------------
+    # ---- steps of transitions --------------------------------------------------------------------
 
     def _check(self, to: UnitState, *states: UnitState) -> None:
         if self.state not in states:
-            raise RuntimeError(f"unit {self.unit.name!r} cannot go from {self.state.name} to {to.name}")
+            raise RuntimeError(
+                f"unit {self.unit.name!r} cannot go from {self.state.name} to {to.name}"
+            )
 
     def _become(self, state: UnitState) -> None:
         self.state = state
-        self._mark([p for i, p in enumerate(self._params) if i not in self._out] if self._out else self._params)
+        self._mark(
+            [p for i, p in enumerate(self._params) if i not in self._out]
+            if self._out
+            else self._params
+        )
 
     def _mark(self, params: Sequence[nn.Parameter]) -> None:
         mark(params, _STATUS.get(self.state, ZeroParamStatus.INFLIGHT))
 
     def _show(self) -> None:
-        """Makes the parameters show the full layout; its bytes are complete, on an accelerator in stream order."""
+        """Makes the parameters show the full layout; its bytes are complete, on an accelerator in
+        stream order."""
         self._become(UnitState.PRESENT)
         self._point()
 
     @property
     def _is_shown(self) -> bool:
-        """Whether the parameters show the full layout. Widened ones do while a module holds them, else their dtype at rest."""
+        """Whether the parameters show the full layout. Widened ones do while a module holds them,
+        else their dtype at rest."""
         return self.is_present and (not self.unit.is_widened or self._is_kept or self.num_users > 0)
 
     def _widen_view(self) -> None:
-        """After a change of users: widened parameters that are present show the dtype of the maths, or that at rest."""
+        """After a change of users: widened parameters that are present show the dtype of the maths,
+        or that at rest."""
         if self.unit.is_widened and self.is_present:
             self._point()
 
     def _point(self) -> None:
-        """Points the parameters at the full layout, or at NaN; skips parameters that hold their own copy."""
+        """Points the parameters at the full layout, or at NaN; skips parameters that hold their own
+        copy."""
         params = self._params
         tensors = self.memory.views if self._is_shown else self.memory.absent
         if self._out:
@@ -582,9 +650,11 @@ class LiveUnit:
         recorder.add("gather", name, gathering.start_ns, end_ns, self.unit.full_bytes)
 
     def _copy(self, ranges: Iterable[slice] = ()) -> torch.Event:
-        """Starts the copy of the shard to the accelerator; returns its end. Also called on a helper thread.
+        """Starts the copy of the shard to the accelerator; returns its end. Also called on a helper
+        thread.
 
-        ranges: of its elements. Each is copied before the next one is asked for, and the rest at the end.
+        ranges: of its elements. Each is copied before the next one is asked for, and the rest at
+            the end.
         """
         shard = self.shard if self.shard is not None else self._staged()
         copies = self.passage.copies
@@ -610,7 +680,8 @@ class LiveUnit:
                 self.memory.travels[piece].copy_(shard[piece], non_blocking=True)
 
     def _end_staged(self) -> None:
-        """Waits until the helper thread has started the copy out of the stage, and gives the stage back."""
+        """Waits until the helper thread has started the copy out of the stage, and gives the stage
+        back."""
         assert isinstance(self._coming, StagedRead)
         reading = self._coming
         reading.wait()
@@ -638,7 +709,9 @@ class LiveUnit:
 
     def _staged(self) -> torch.Tensor | None:
         return (
-            None if self._stage is None else self._stage.slot.tensor[: self.unit.shard_bytes].view(self.unit.rests_as)
+            None
+            if self._stage is None
+            else self._stage.slot.tensor[: self.unit.shard_bytes].view(self.unit.rests_as)
         )
 
 
@@ -647,13 +720,15 @@ def _start_nothing() -> None:
 
 
 def _point(params: Sequence[nn.Parameter], tensors: Sequence[torch.Tensor]) -> None:
-    with torch._C.DisableTorchFunctionSubclass():  # a resting parameter would ask its owner (absent.py)
+    # a resting parameter would ask its owner (absent.py)
+    with torch._C.DisableTorchFunctionSubclass():
         for param, tensor in zip(params, tensors, strict=True):
             absent.set_data(param, tensor)
 
 
 def reset_all(units: Sequence[LiveUnit]) -> None:
-    """Makes every unit absent after an interrupt, and all their buffers free. Blocks; a second call completes the first."""
+    """Makes every unit absent after an interrupt, and all their buffers free. Blocks; a second call
+    completes the first."""
     for live in units:
         live.reset()
     for live in units[:1]:

@@ -1,4 +1,5 @@
-"""Values: reads and writes a unit's weights where they rest, by element, by parameter, and as the model's state dict."""
+"""Values: reads and writes a unit's weights where they rest, by element, by parameter, and as the
+model's state dict."""
 
 from __future__ import annotations
 
@@ -24,11 +25,12 @@ from tiermem.weights.unit_memory import UnitMemory
 from tiermem.weights.unit_state import LiveUnit
 from tiermem.wires.gather import assemble, gather_unit, spread
 
-# ---- values at rest --------------------------------------------------------------------------------------------------
+# ---- values at rest ------------------------------------------------------------------------------
 
 
 def initial_master(unit: Unit) -> str:
-    """The name in the store of a unit's fp32 values before its first step, kept for `master_from="init"`."""
+    """The name in the store of a unit's fp32 values before its first step, kept for
+    `master_from="init"`."""
     return f"initial/{unit.index}/{unit.name}"
 
 
@@ -38,9 +40,10 @@ class Values:
         memory   the shard itself                      NVMe             through a small bounce buffer, a piece at a time
         packed   codes and their scales                initial master   fp32 values kept until the first step
 
-    A unit rests in its shard layout (unit.py): this rank's part of every parameter, with padding. A full layout that is present
-    does not follow writes made here; `Shards.refresh` makes it show them. A step under way is finished before anything is read
-    or written; its errors are raised here.
+    A unit rests in its shard layout (unit.py): this rank's part of every parameter, with padding. A
+    full layout that is present does not follow writes made here; `Shards.refresh` makes it show
+    them. A step under way is finished before anything is read or written; its errors are raised
+    here.
 
     steps: the step that may be under way.
     bounce: moves pieces of entries on NVMe; None: no entry is on NVMe.
@@ -66,12 +69,14 @@ class Values:
         self._spread_numel = spread_numel
         self.workers = workers
 
-    # ---- by element -----------------------------------------------------------------------------------------------------
+    # ---- by element ------------------------------------------------------------------------------
 
     def elements(self, live: LiveUnit, part: slice) -> torch.Tensor:
-        """A copy of elements of a unit's shard layout on this rank, on the CPU. Blocks; raises OSError.
+        """A copy of elements of a unit's shard layout on this rank, on the CPU. Blocks; raises
+        OSError.
 
-        When the unit rests packed, the first element must be a multiple of BLOCK; every parameter begins at one.
+        When the unit rests packed, the first element must be a multiple of BLOCK; every parameter
+        begins at one.
         """
         self.steps.finish()
         form = live.unit.blocks
@@ -81,24 +86,30 @@ class Values:
         return unpack(self.blocks(live, part), out.numel(), out, 0, False, form, self.workers)
 
     def put_elements(self, live: LiveUnit, start: int, values: torch.Tensor) -> None:
-        """Overwrites elements of a unit's shard layout from `start` on, in the unit's dtype. Blocks; raises OSError.
+        """Overwrites elements of a unit's shard layout from `start` on, in the unit's dtype.
+        Blocks; raises OSError.
 
-        Call `drop_head_start` before, and `refresh` after the last write: present parameters do not follow by themselves.
+        Call `drop_head_start` before, and `refresh` after the last write: present parameters do not
+        follow by themselves.
         """
         self.steps.finish()
         form = live.unit.blocks
         if form is not None:
-            self.put_blocks(live, slice(start, start + values.numel()), pack(values, form, self.workers))
+            self.put_blocks(
+                live, slice(start, start + values.numel()), pack(values, form, self.workers)
+            )
             return
         live.await_home()
         self._write(live, start, values)
 
     def blocks(self, live: LiveUnit, part: slice) -> torch.Tensor:
-        """A copy of the blocks of elements of a unit that rests packed: uint8, codes, then scales. Blocks; raises OSError."""
+        """A copy of the blocks of elements of a unit that rests packed: uint8, codes, then scales.
+        Blocks; raises OSError."""
         return torch.cat([self._read(live, torch.uint8, each) for each in self._places(live, part)])
 
     def put_blocks(self, live: LiveUnit, part: slice, packed: torch.Tensor) -> None:
-        """Overwrites blocks of a unit that rests packed, as `blocks` gives them. Blocks; raises OSError."""
+        """Overwrites blocks of a unit that rests packed, as `blocks` gives them. Blocks; raises
+        OSError."""
         live.await_home()
         codes, scales = self._places(live, part)
         self._write(live, codes.start, packed[: codes.stop - codes.start])
@@ -110,17 +121,21 @@ class Values:
         return byte_ranges(live.unit.packed_numel, part.start, part.stop, live.unit.blocks)
 
     def read_part(self, entry: str, dtype: torch.dtype, part: slice) -> torch.Tensor:
-        """A copy of elements of an entry, on the CPU; from NVME through a small bounce buffer. Blocks; raises OSError."""
+        """A copy of elements of an entry, on the CPU; from NVME through a small bounce buffer.
+        Blocks; raises OSError."""
         self.steps.finish()
         if self.store.home_of(entry) is not Tier.NVME:
             return self.store.view(entry)[part].to("cpu", copy=True)
         out = torch.empty(part.stop - part.start, dtype=dtype)
         assert self._bounce is not None
-        self._bounce.read(entry, part.start * dtype.itemsize, part.stop * dtype.itemsize, out.view(torch.uint8))
+        self._bounce.read(
+            entry, part.start * dtype.itemsize, part.stop * dtype.itemsize, out.view(torch.uint8)
+        )
         return out
 
     def write_part(self, entry: str, start: int, values: torch.Tensor) -> None:
-        """Writes elements of an entry from element `start` on, in its dtype; to NVME through the bounce buffer.
+        """Writes elements of an entry from element `start` on, in its dtype; to NVME through the
+        bounce buffer.
 
         Blocks; raises OSError.
         """
@@ -131,8 +146,11 @@ class Values:
         assert self._bounce is not None
         self._bounce.write(entry, start * values.itemsize, values.contiguous().view(torch.uint8))
 
-    def put_initial_master(self, unit: Unit, part: Shard, values: torch.Tensor, start: int = 0) -> None:
-        """Stores fp32 values until a parameter's first step, from element `start` of this rank's part on. Blocks.
+    def put_initial_master(
+        self, unit: Unit, part: Shard, values: torch.Tensor, start: int = 0
+    ) -> None:
+        """Stores fp32 values until a parameter's first step, from element `start` of this rank's
+        part on. Blocks.
 
         Raises OSError.
         """
@@ -153,10 +171,11 @@ class Values:
             assert live.entry is not None
             self.write_part(live.entry, start, values)
 
-    # ---- by parameter, over ranks ---------------------------------------------------------------------------------------
+    # ---- by parameter, over ranks ----------------------------------------------------------------
 
     def assemble(self, shard: Shard, local: torch.Tensor) -> torch.Tensor:
-        """A parameter's whole elements from every rank's part: flat, on the CPU. Collective; blocks.
+        """A parameter's whole elements from every rank's part: flat, on the CPU. Collective;
+        blocks.
 
         local: this rank's part, flat, with or without its padding.
         """
@@ -165,7 +184,8 @@ class Values:
         return assemble(self.topology, local, share, self.device, what)[: shard.numel]
 
     def mine(self, shard: Shard, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a parameter's elements, flat and without padding: a view where possible."""
+        """This rank's part of a parameter's elements, flat and without padding: a view where
+        possible."""
         first = shard.shard_numel * self.topology.shard_rank
         return whole.reshape(-1)[first : first + shard.shard_numel]
 
@@ -174,7 +194,8 @@ class Values:
         return own_numel(shard, self.topology.shard_rank)
 
     def regather(self, unit: Unit, shard: torch.Tensor, memory: UnitMemory) -> None:
-        """Fills a present unit's full layout from every rank's shard. Collective; blocks (on a GPU in stream order)."""
+        """Fills a present unit's full layout from every rank's shard. Collective; blocks (on a GPU
+        in stream order)."""
         if unit.is_resident:
             spread(self.topology, unit, shard, memory.full, self._spread_numel)
             if memory.has_streams:
@@ -183,16 +204,19 @@ class Values:
             gather_unit(self.topology, unit, shard.to(self.device), memory.full)
 
     def keep_present(self, live: LiveUnit) -> None:
-        """Makes a unit at HOME present in torch's own memory until `end_keeping`. Collective; blocks."""
+        """Makes a unit at HOME present in torch's own memory until `end_keeping`. Collective;
+        blocks."""
         self.steps.finish()
         shard = live.shard
         unit = live.unit
         if shard is None or unit.is_packed:
-            shard = self.elements(live, slice(0, unit.packed_numel if unit.is_packed else unit.shard_numel))
+            shard = self.elements(
+                live, slice(0, unit.packed_numel if unit.is_packed else unit.shard_numel)
+            )
         live.keep(lambda memory: self.regather(unit, shard, memory))
 
 
-# ---- values in a graph ----------------------------------------------------------------------------------------------
+# ---- values in a graph ---------------------------------------------------------------------------
 
 
 class Weights(Protocol):
@@ -207,10 +231,14 @@ class Weights(Protocol):
         """A copy of a parameter's whole value, on the CPU. Collective; blocks."""
 
 
-def kept(weights: Weights, saved: torch.Tensor, copied: Mapping[int, nn.Parameter]) -> Callable[[], torch.Tensor]:
-    """What a graph keeps of a tensor: a function that gives it; of a parameter's copy one that reads the weight again.
+def kept(
+    weights: Weights, saved: torch.Tensor, copied: Mapping[int, nn.Parameter]
+) -> Callable[[], torch.Tensor]:
+    """What a graph keeps of a tensor: a function that gives it; of a parameter's copy one that
+    reads the weight again.
 
-    copied: the parameter of each copy, by the copy's storage. The function raises RuntimeError after a step of the parameter.
+    copied: the parameter of each copy, by the copy's storage. The function raises RuntimeError
+        after a step of the parameter.
     """
     param = copied.get(saved.untyped_storage()._cdata) if saved.layout is torch.strided else None
     if param is None or saved.is_conj() or saved.is_neg():
@@ -222,7 +250,8 @@ def kept(weights: Weights, saved: torch.Tensor, copied: Mapping[int, nn.Paramete
     def read() -> torch.Tensor:
         if weights.find(param)[1].num_steps != num_steps:
             raise RuntimeError(
-                f"a graph that reads a parameter of shape {tuple(param.shape)} was made before the optimizer stepped it: "
+                f"a graph that reads a parameter of shape {tuple(param.shape)} was made before the "
+                "optimizer stepped it: "
                 "run backward before the step"
             )
         return weights.weight(param).to(weights.device).flatten().view(dtype).as_strided(*shape)
@@ -230,17 +259,18 @@ def kept(weights: Weights, saved: torch.Tensor, copied: Mapping[int, nn.Paramete
     return read
 
 
-# ---- state dicts -----------------------------------------------------------------------------------------------------
+# ---- state dicts ---------------------------------------------------------------------------------
 
 
 class StateDicts:
-    """Makes `model.state_dict()` return whole weights, and `load_state_dict` store them where the parameters rest.
+    """Makes `model.state_dict()` return whole weights, and `load_state_dict` store them where the
+    parameters rest.
 
         state_dict        each module's own parameters are replaced by gathered copies     (torch's post-hook)
         load_state_dict   values are stored first; torch then copies nothing               (torch's pre-hook)
 
-    Both are collective. Every module has its own hooks, so the state dict of a submodule works. Buffers, extra state and the
-    parameters of copied modules are left to torch.
+    Both are collective. Every module has its own hooks, so the state dict of a submodule works.
+    Buffers, extra state and the parameters of copied modules are left to torch.
 
     weight: returns a copy of a parameter's whole value. replace: stores a parameter's whole value.
     """
@@ -252,38 +282,53 @@ class StateDicts:
     ) -> None:
         self._weight = weight
         self._replace = replace
-        self._gathered: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
-        self._gathered_by: Callable[[], object] = lambda: None  # a weak reference to the state dict under way
+        self._gathered: weakref.WeakValueDictionary[int, torch.Tensor] = (
+            weakref.WeakValueDictionary()
+        )
+        # a weak reference to the state dict under way
+        self._gathered_by: Callable[[], object] = lambda: None
 
     def watch(self, model: nn.Module) -> list[RemovableHandle]:
-        """Installs hooks on every module with parameters. Returns their handles; the caller removes them."""
+        """Installs hooks on every module with parameters. Returns their handles; the caller removes
+        them."""
         handles: list[RemovableHandle] = []
         for module in model.modules():
             if module._parameters:
-                fill = self._fill  # torch sets attributes on the function, so each module gets its own
-                handles.append(module.register_state_dict_post_hook(lambda *args, fill=fill: fill(*args)))
+                # torch sets attributes on the function, so each module gets its own
+                fill = self._fill
+                handles.append(
+                    module.register_state_dict_post_hook(lambda *args, fill=fill: fill(*args))
+                )
                 handles.append(self.watch_loads(module))
         return handles
 
     def watch_loads(self, module: nn.Module) -> RemovableHandle:
         """Installs the hook of `load_state_dict` on one module."""
-        handle: RemovableHandle = module.register_load_state_dict_pre_hook(lambda *args: self._take(*args))
+        handle: RemovableHandle = module.register_load_state_dict_pre_hook(
+            lambda *args: self._take(*args)
+        )
         return handle
 
     def _fill(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        """Replaces a module's own parameters in a state dict by gathered copies in ordinary memory; tied ones share one."""
+        """Replaces a module's own parameters in a state dict by gathered copies in ordinary memory;
+        tied ones share one."""
         if self._gathered_by() is not state:
             self._gathered_by = weakref.ref(state)
             self._gathered.clear()
         for name, param in module._parameters.items():
-            if param is not None and prefix + name in state and registry.owner_of(param) is not None:
+            if (
+                param is not None
+                and prefix + name in state
+                and registry.owner_of(param) is not None
+            ):
                 copy = self._gathered.get(id(param))
                 if copy is None:
                     copy = self._gathered[id(param)] = self._weight(param)
                 state[prefix + name] = copy
 
     def _take(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Before torch loads a module's own parameters: stores their values where the parameters rest."""
+        """Before torch loads a module's own parameters: stores their values where the parameters
+        rest."""
         for name, param in module._parameters.items():
             value = state.get(prefix + name)
             if param is None or registry.owner_of(param) is None:

@@ -1,4 +1,5 @@
-"""Gather: brings every rank's part to all ranks; keeps the second copy of hpZ; spreads new weights of resident units."""
+"""Gather: brings every rank's part to all ranks; keeps the second copy of hpZ; spreads new weights
+of resident units."""
 
 from __future__ import annotations
 
@@ -28,29 +29,32 @@ from tiermem.ranks.topology import Topology
 from tiermem.swap.base.ranges import round_up
 from tiermem.units.unit import ALIGN, UNIT_ALIGN, Unit, ranges_in
 
-# ---- gathers ---------------------------------------------------------------------------------------------------------
+# ---- gathers -------------------------------------------------------------------------------------
 #
 #     UnitGather    every rank's shard of a unit     -> the unit's full layout, which the maths sees; may overlap compute
 #     gather_unit   the same, at once; also for a span of the shard layout
 #     assemble      every rank's part of one tensor  -> the whole tensor, in the order of ranks
 #
-# A rank first copies its own part into the full layout, in the dtype that the maths sees, so this dtype also crosses
-# ranks. The buffer that the shard was read into is free after that. Then the parts are exchanged in place:
+# A rank first copies its own part into the full layout, in the dtype that the maths sees, so this
+# dtype also crosses ranks. The buffer that the shard was read into is free after that. Then the
+# parts are exchanged in place:
 #
 #     coalesced    all parameters of the unit in one call
 #     single       one parameter after the other, so that at most one parameter is buffered
 #
-# gloo's all-gather collects into a tensor as large as everything gathered, and copies from there. So between CPUs each
-# rank's part travels as a message to each of the others and is received in its final place. NCCL gathers in place, where
-# the places of all ranks lie one behind the other. Else (a part of a parameter, one rank of every node) the pieces travel
-# through a flat buffer, and the wait copies them out. torch's all_gather of a list would do that as well, but in a group
-# of calls it queues those copies before NCCL launches the gather.
+# gloo's all-gather collects into a tensor as large as everything gathered, and copies from there.
+# So between CPUs each rank's part travels as a message to each of the others and is received in its
+# final place. NCCL gathers in place, where the places of all ranks lie one behind the other. Else
+# (a part of a parameter, one rank of every node) the pieces travel through a flat buffer, and the
+# wait copies them out. torch's all_gather of a list would do that as well, but in a group of calls
+# it queues those copies before NCCL launches the gather.
 
 _Call = Callable[[], Sequence[Any]]  # starts transfers and returns the handles to wait for
 
 
 class Gather:
-    """The gather of one unit, in two steps: `put` takes this rank's shard, `start` begins the exchange."""
+    """The gather of one unit, in two steps: `put` takes this rank's shard, `start` begins the
+    exchange."""
 
     @property
     def needs_shard(self) -> bool:
@@ -66,22 +70,30 @@ class Gather:
         raise NotImplementedError
 
     def outdate(self) -> None:
-        """Notes that the weights are about to change where they rest; a second copy is not used again."""
+        """Notes that the weights are about to change where they rest; a second copy is not used
+        again."""
 
 
 class UnitGather(Gather):
-    """The gather of one unit; may be repeated. Collective: every rank starts the same gathers in the same order.
+    """The gather of one unit; may be repeated. Collective: every rank starts the same gathers in
+    the same order.
 
     Args:
         topology: the ranks that share the unit.
         unit: the unit to gather.
         full: its full layout; its storage has bytes whenever a gather runs.
-        is_single: gather one parameter after the other, so that at most one is buffered; else all in one call.
+        is_single: gather one parameter after the other, so that at most one is buffered; else all
+            in one call.
         span: the elements of the shard layout to gather; default: all of it.
     """
 
     def __init__(
-        self, topology: Topology, unit: Unit, full: torch.Tensor, is_single: bool = False, span: slice | None = None
+        self,
+        topology: Topology,
+        unit: Unit,
+        full: torch.Tensor,
+        is_single: bool = False,
+        span: slice | None = None,
     ) -> None:
         self._topology = topology
         self._full = full
@@ -89,14 +101,17 @@ class UnitGather(Gather):
         self._what = f"gathering {unit.name}"
         self._first = span.start if span is not None else 0
         self._parts = ranges_in(unit, span)
-        self._pieces: list[list[torch.Tensor]] = []  # per parameter, the place of every rank's part: views, made once
+        # per parameter, the place of every rank's part: views, made once
+        self._pieces: list[list[torch.Tensor]] = []
         self._own: list[torch.Tensor] = []  # this rank's places among them
-        self._exchanges: list[_Exchange] = []  # between these places, in the order in which they are started
+        # between these places, in the order in which they are started
+        self._exchanges: list[_Exchange] = []
         self._shard: torch.Tensor | None = None
         self._mine: list[torch.Tensor] = []  # views of the shard, one per parameter
 
     def put(self, shard: torch.Tensor | None) -> None:
-        """Copies this rank's flat shard layout, or the span of it, into its place in the full layout.
+        """Copies this rank's flat shard layout, or the span of it, into its place in the full
+        layout.
 
         The shard may be reused afterwards; on a GPU when the current stream has done the copy.
         """
@@ -106,7 +121,9 @@ class UnitGather(Gather):
         if shard is not self._shard:  # a shard that rests in memory is the same tensor every time
             self._shard = shard
             places = [part.in_unit for part in self._parts]
-            self._mine = [shard[place.start - self._first : place.stop - self._first] for place in places]
+            self._mine = [
+                shard[place.start - self._first : place.stop - self._first] for place in places
+            ]
         if self._parts:
             torch._foreach_copy_(self._own, self._mine, non_blocking=True)
 
@@ -125,7 +142,8 @@ class UnitGather(Gather):
         return exchange.start()
 
     def _prepare(self) -> None:
-        """Makes the views that every gather uses. Not before the first gather: a storage without bytes cannot be viewed."""
+        """Makes the views that every gather uses. Not before the first gather: a storage without
+        bytes cannot be viewed."""
         ranks = range(self._topology.num_shards)
         self._pieces = [[self._full[part.in_full(rank)] for rank in ranks] for part in self._parts]
         self._own = [pieces[self._topology.shard_rank] for pieces in self._pieces]
@@ -135,10 +153,13 @@ class UnitGather(Gather):
         calls = [[index] for index in everything] if self._is_single else [everything]
         is_direct = sends_directly(self._topology.group, self._full.device)
         make = self._messages if is_direct else self._all_gathers
-        self._exchanges = [make(call, each) for call in calls for each in _rounds_of(self._topology)]
+        self._exchanges = [
+            make(call, each) for call in calls for each in _rounds_of(self._topology)
+        ]
 
     def _messages(self, indices: list[int], each: _Round) -> _Exchange:
-        """One round of the exchange of some parameters, as messages of every rank's piece between every two ranks."""
+        """One round of the exchange of some parameters, as messages of every rank's piece between
+        every two ranks."""
         group = self._topology.group_of(each.among)
         num_bytes = 0
         calls: list[_Call] = []
@@ -151,9 +172,12 @@ class UnitGather(Gather):
         return _Exchange(each.among, num_bytes, calls, marked_in=group)
 
     def _all_gathers(self, indices: list[int], each: _Round) -> _Exchange:
-        """The same round as one backend call: in place where the pieces of a row lie one behind the other, else flat."""
+        """The same round as one backend call: in place where the pieces of a row lie one behind the
+        other, else flat."""
         group = self._topology.group_of(each.among)
-        places = [[self._pieces[index][place] for place in row] for index in indices for row in each.rows]
+        places = [
+            [self._pieces[index][place] for place in row] for index in indices for row in each.rows
+        ]
         num_bytes = sum(piece.nbytes for row in places for piece in row)
         is_in_place = all(row == list(range(row[0], row[-1] + 1)) for row in each.rows)
         if not (is_in_place and all(self._parts[index].is_whole for index in indices)):
@@ -163,7 +187,8 @@ class UnitGather(Gather):
             first = row[0].storage_offset() - self._full.storage_offset()
             whole = self._full[first : first + len(row) * row[0].numel()]
             calls.append(partial(_gather_in_place, group, whole, row[each.me]))
-        if self._full.device.type == "cpu":  # grouping gains nothing, and a grouped call has no wait with a time-out
+        # grouping gains nothing, and a grouped call has no wait with a time-out
+        if self._full.device.type == "cpu":
             return _Exchange(each.among, num_bytes, calls)
         return _Exchange(each.among, num_bytes, calls, _grouping(group))
 
@@ -174,7 +199,8 @@ class _Exchange(NamedTuple):
     among: str
     num_bytes: int
     calls: list[_Call]
-    grouping: Callable[[], contextlib.AbstractContextManager[Any]] | None = None  # makes the calls one backend call
+    # makes the calls one backend call
+    grouping: Callable[[], contextlib.AbstractContextManager[Any]] | None = None
     marked_in: dist.ProcessGroup | None = None  # the group of messages, which marks follow
 
     def start(self) -> list[Any]:
@@ -189,7 +215,8 @@ class _Exchange(NamedTuple):
 
 
 class _Round(NamedTuple):
-    """One exchange among some ranks. Each row lists places in a parameter; every rank contributes its own place."""
+    """One exchange among some ranks. Each row lists places in a parameter; every rank contributes
+    its own place."""
 
     among: str
     me: int  # this rank's place in a row
@@ -197,26 +224,32 @@ class _Round(NamedTuple):
 
 
 def _rounds_of(topology: Topology) -> list[_Round]:
-    """One round among all ranks that share the parts; or two, across nodes and then within, so bytes cross nodes once."""
+    """One round among all ranks that share the parts; or two, across nodes and then within, so
+    bytes cross nodes once."""
     if not topology.gathers_in_stages:
         return [_Round("shard", topology.shard_rank, [list(range(topology.num_shards))])]
     across = topology.across
     within = topology.within
     assert across is not None and within is not None
-    places = [[node * within.size + local for local in range(within.size)] for node in range(across.size)]
+    places = [
+        [node * within.size + local for local in range(within.size)] for node in range(across.size)
+    ]
     return [
         _Round("across", across.rank, [[row[within.rank] for row in places]]),
         _Round("within", within.rank, places),
     ]
 
 
-def _gather_in_place(group: dist.ProcessGroup, whole: torch.Tensor, mine: torch.Tensor) -> list[Any]:
+def _gather_in_place(
+    group: dist.ProcessGroup, whole: torch.Tensor, mine: torch.Tensor
+) -> list[Any]:
     """Starts the gather of every rank's piece into the tensor that holds this rank's."""
     return [newest(dist.all_gather_into_tensor)(whole, mine, group=group, async_op=True)]
 
 
 def _gather_flat(group: dist.ProcessGroup, me: int, places: list[list[torch.Tensor]]) -> list[Any]:
-    """Starts the gather of every rank's pieces through one buffer; rank r's pieces come to place r of each row."""
+    """Starts the gather of every rank's pieces through one buffer; rank r's pieces come to place r
+    of each row."""
     mine = torch.cat([row[me] for row in places])
     come = mine.new_empty(len(places[0]), mine.numel())
     work = newest(dist.all_gather_into_tensor)(come.view(-1), mine, group=group, async_op=True)
@@ -224,29 +257,39 @@ def _gather_flat(group: dist.ProcessGroup, me: int, places: list[list[torch.Tens
 
 
 class _Flat:
-    """A gather into a buffer, under way. Its wait copies the pieces of the other ranks to their places."""
+    """A gather into a buffer, under way. Its wait copies the pieces of the other ranks to their
+    places."""
 
-    def __init__(self, work: Any, come: torch.Tensor, places: list[list[torch.Tensor]], mine: torch.Tensor) -> None:
+    def __init__(
+        self, work: Any, come: torch.Tensor, places: list[list[torch.Tensor]], mine: torch.Tensor
+    ) -> None:
         self._work = work
         self._come = come
         self._places = places
         self._mine = mine  # read until the work has ended
 
     def wait(self, *limit: timedelta) -> None:
-        """Waits as the work does, then copies: on an accelerator both on the current stream. Raises RuntimeError."""
+        """Waits as the work does, then copies: on an accelerator both on the current stream. Raises
+        RuntimeError."""
         self._work.wait(*limit)
         sizes = [row[0].numel() for row in self._places]
         pieces = [piece for rank in self._come for piece in rank.split_with_sizes(sizes)]
-        torch._foreach_copy_([row[rank] for rank in range(len(self._come)) for row in self._places], pieces)
+        torch._foreach_copy_(
+            [row[rank] for rank in range(len(self._come)) for row in self._places], pieces
+        )
 
 
-def _grouping(group: dist.ProcessGroup) -> Callable[[], contextlib.AbstractContextManager[Any]] | None:
-    manager = getattr(dist.distributed_c10d, "_coalescing_manager", None)  # private to torch; else calls are separate
+def _grouping(
+    group: dist.ProcessGroup,
+) -> Callable[[], contextlib.AbstractContextManager[Any]] | None:
+    # private to torch; else calls are separate
+    manager = getattr(dist.distributed_c10d, "_coalescing_manager", None)
     return None if manager is None else partial(manager, group, None, async_ops=True)
 
 
 def spans_of(unit: Unit, num_shards: int, limit_numel: int) -> list[slice]:
-    """Cuts a unit's shard layout into spans of at most `limit_numel` elements over all ranks, and at least one per rank."""
+    """Cuts a unit's shard layout into spans of at most `limit_numel` elements over all ranks, and
+    at least one per rank."""
     room = max(1, limit_numel // num_shards)
     last = unit.shards[-1]
     end = last.shard_offset + last.shard_numel
@@ -254,9 +297,14 @@ def spans_of(unit: Unit, num_shards: int, limit_numel: int) -> list[slice]:
 
 
 def gather_unit(
-    topology: Topology, unit: Unit, shard: torch.Tensor, full: torch.Tensor, span: slice | None = None
+    topology: Topology,
+    unit: Unit,
+    shard: torch.Tensor,
+    full: torch.Tensor,
+    span: slice | None = None,
 ) -> None:
-    """Fills the full layout, or a span's part of it, from every rank's shard. Collective; blocks (on a GPU in stream order).
+    """Fills the full layout, or a span's part of it, from every rank's shard. Collective; blocks
+    (on a GPU in stream order).
 
     shard: this rank's flat shard layout, or the span of it.
     """
@@ -266,12 +314,16 @@ def gather_unit(
         whole.start().wait()
 
 
-def assemble(topology: Topology, local: torch.Tensor, share: int, device: torch.device, what: str) -> torch.Tensor:
-    """The elements of every rank's part, in the order of ranks: flat, on the CPU. Collective; blocks.
+def assemble(
+    topology: Topology, local: torch.Tensor, share: int, device: torch.device, what: str
+) -> torch.Tensor:
+    """The elements of every rank's part, in the order of ranks: flat, on the CPU. Collective;
+    blocks.
 
-    Takes memory for the whole elements on `device`, and for those on the CPU if that is another device. On an accelerator no
-    row of a plan counts it, because no forward or backward is under way: it has the room of the gradients that autograd and the
-    link hold in backward, which is that of more than one unit.
+    Takes memory for the whole elements on `device`, and for those on the CPU if that is another
+    device. On an accelerator no row of a plan counts it, because no forward or backward is under
+    way: it has the room of the gradients that autograd and the link hold in backward, which is that
+        of more than one unit.
 
     local: this rank's part, flat, with or without its padding.
     share: elements of a part with its padding.
@@ -288,11 +340,12 @@ def assemble(topology: Topology, local: torch.Tensor, share: int, device: torch.
 
 
 def gather(topology: Topology, rows: torch.Tensor, what: str) -> None:
-    """Fills the rows with the parts of the ranks that share them; this rank's own row holds its part. Collective; blocks.
+    """Fills the rows with the parts of the ranks that share them; this rank's own row holds its
+    part. Collective; blocks.
 
-    With `gathers_in_stages` there are two stages: the first gathers from this rank's place on every node, the second gathers
-    each node's parts within this node. A byte crosses to this node once for all its ranks. If a backend runs the stages, the
-    first takes a buffer of num_across parts.
+    With `gathers_in_stages` there are two stages: the first gathers from this rank's place on every
+    node, the second gathers each node's parts within this node. A byte crosses to this node once
+    for all its ranks. If a backend runs the stages, the first takes a buffer of num_across parts.
     """
     if sends_directly(topology.group, rows.device):
         for each in _rounds_of(topology):
@@ -317,28 +370,35 @@ def _send_rows(topology: Topology, each: _Round, rows: torch.Tensor, what: str) 
     with explaining(topology, what):
         for number, places in enumerate(each.rows):
             pieces = [rows[place] for place in places]
-            topology.traffic.add("all_gather", what, sum(piece.nbytes for piece in pieces), each.among)
-            works += send_to_all(group, each.me, pieces, (number + 2) * GATHER_TAG - 1)  # a tag of no unit
+            topology.traffic.add(
+                "all_gather", what, sum(piece.nbytes for piece in pieces), each.among
+            )
+            # a tag of no unit
+            works += send_to_all(group, each.me, pieces, (number + 2) * GATHER_TAG - 1)
         Pending(topology, what, [marked(group, works)], [rows]).wait()
 
 
-# ---- the second copy of hpZ ------------------------------------------------------------------------------------------
+# ---- the second copy of hpZ ----------------------------------------------------------------------
 
 
 def secondary_numel(unit: Unit, num_across: int) -> int:
     """Elements of a rank's part of a unit's second copy."""
-    return round_up(sum(round_up(s.shard_numel * num_across, ALIGN) for s in unit.shards), UNIT_ALIGN)
+    return round_up(
+        sum(round_up(s.shard_numel * num_across, ALIGN) for s in unit.shards), UNIT_ALIGN
+    )
 
 
 class NearGather(Gather):
-    """The gather of one unit with a second copy (hpZ): from all ranks at first, then from near ranks until weights change.
+    """The gather of one unit with a second copy (hpZ): from all ranks at first, then from near
+    ranks until weights change.
 
         forward    gathers from the shards of all ranks, over all nodes    each rank keeps its part of the result
         backward   gathers from those parts, within `Topology.within`      no byte leaves the node
 
-    Of every parameter a rank keeps 1 / num_within of the full layout, contiguous, so this gather also is in place. The copy has
-    the same bits that forward computed with. Until weights change where they rest, every gather of the unit uses the copy, also
-    in later micro-batches. It costs the memory of num_across shards per unit.
+    Of every parameter a rank keeps 1 / num_within of the full layout, contiguous, so this gather
+    also is in place. The copy has the same bits that forward computed with. Until weights change
+    where they rest, every gather of the unit uses the copy, also in later micro-batches. It costs
+    the memory of num_across shards per unit.
 
     Args:
         topology: with `within` and `across`.
@@ -347,7 +407,9 @@ class NearGather(Gather):
         copy: `secondary_numel` elements in the dtype of the full layout, for this rank's part.
     """
 
-    def __init__(self, topology: Topology, unit: Unit, far: Gather, full: torch.Tensor, copy: torch.Tensor) -> None:
+    def __init__(
+        self, topology: Topology, unit: Unit, far: Gather, full: torch.Tensor, copy: torch.Tensor
+    ) -> None:
         assert topology.across is not None
         self._topology = topology
         self._unit = unit
@@ -378,10 +440,13 @@ class NearGather(Gather):
         what = f"gathering {self._unit.name}"
         pairs = [pair for pair in zip(self._wholes(), self._parts, strict=True) if pair[0].numel()]
         collective = dist.all_gather_into_tensor
-        return Then([start(self._topology, what, collective, *pair, among="within") for pair in pairs])
+        return Then(
+            [start(self._topology, what, collective, *pair, among="within") for pair in pairs]
+        )
 
     def outdate(self) -> None:
-        """Notes that the weights are about to change where they rest: the next gather is from all ranks."""
+        """Notes that the weights are about to change where they rest: the next gather is from all
+        ranks."""
         self._is_filled = False
 
     def _keep(self) -> None:
@@ -392,22 +457,30 @@ class NearGather(Gather):
         self._is_filled = True
 
     def _wholes(self) -> list[torch.Tensor]:
-        """The parameters in the full layout. The views are made anew, since the layout's memory comes and goes."""
+        """The parameters in the full layout. The views are made anew, since the layout's memory
+        comes and goes."""
         num_shards = self._topology.num_shards
-        return [self._full[s.full_offset : s.full_offset + s.shard_numel * num_shards] for s in self._unit.shards]
+        return [
+            self._full[s.full_offset : s.full_offset + s.shard_numel * num_shards]
+            for s in self._unit.shards
+        ]
 
 
-# ---- new weights for resident units ----------------------------------------------------------------------------------
+# ---- new weights for resident units --------------------------------------------------------------
 
 
-def spread(topology: Topology, unit: Unit, shard: torch.Tensor, full: torch.Tensor, limit_numel: int) -> None:
+def spread(
+    topology: Topology, unit: Unit, shard: torch.Tensor, full: torch.Tensor, limit_numel: int
+) -> None:
     """Fills a resident unit's full layout with new weights from every rank's flat shard layout.
 
-    The shard layouts are gathered in spans of at most `limit_numel` elements over all ranks. A span may end inside a parameter
-    and may hold several. The limit bounds the bytes of a call, and so the memory beside weights and shards: the backend's
-    buffer. Streamed units are gathered whole (UnitGather).
+    The shard layouts are gathered in spans of at most `limit_numel` elements over all ranks. A span
+    may end inside a parameter and may hold several. The limit bounds the bytes of a call, and so
+    the memory beside weights and shards: the backend's buffer. Streamed units are gathered whole
+    (UnitGather).
 
-    Collective: every rank calls it for the same units in the same order. Blocks, on a GPU in stream order: there the shard must
+    Collective: every rank calls it for the same units in the same order. Blocks, on a GPU in stream
+        order: there the shard must
     not change until the current stream has copied it. Raises RankLost.
     """
     if topology.num_shards == 1:

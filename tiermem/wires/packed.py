@@ -1,12 +1,15 @@
-"""Packed: gathers and reductions that send blocks instead of values (ZeRO++: qwZ, qgZ), and gathers of packed units.
+"""Packed: gathers and reductions that send blocks instead of values (ZeRO++: qwZ, qgZ), and gathers
+of packed units.
 
     gather     shard --pack--> all-gather of the unit's packed shard, one call --unpack--> the full layout
-               Every rank, also the sender, computes with the unpacked values, so ranks agree. Shards and masters keep their
-               precision. A unit that rests packed is sent as it rests; with one shard it is only unpacked, on a CPU
-               straight from where it rests, or has been read to, into the full layout.
+               Every rank, also the sender, computes with the unpacked values, so ranks agree.
+               Shards and masters keep their precision. A unit that rests packed is sent as it
+               rests; with one shard it is only unpacked, on a CPU straight from where it rests, or
+               has been read to, into the full layout.
 
     reduce     columns for all ranks --pack--> all-to-all --unpack, add up in fp32, in the order of ranks--> this rank's column
-               Over several nodes there are two steps, within the node first, so that only one node's sum crosses nodes:
+               Over several nodes there are two steps, within the node first, so that only one
+               node's sum crosses nodes:
 
                    columns[across][within]  -> to each rank of the node its column of every node  -> this node's sums
                                             -> to each node its own sums                          -> this rank's column
@@ -46,18 +49,25 @@ from tiermem.wires.gather import Gather
 
 
 class PackedGather(Gather):
-    """The gather of one unit as blocks; may be repeated. Collective: every rank starts the same ones in the same order.
+    """The gather of one unit as blocks; may be repeated. Collective: every rank starts the same
+    ones in the same order.
 
     Args:
         topology: the ranks of its shard group take part.
         unit: the unit to gather.
-        full: its full layout; its storage has bytes from `put` on, until the gather has been waited for.
+        full: its full layout; its storage has bytes from `put` on, until the gather has been waited
+            for.
         pool: buffers of `wire_bytes` for sent and received blocks; None: torch's own memory.
         workers: threads that pack and unpack on a CPU; None: the caller alone.
     """
 
     def __init__(
-        self, topology: Topology, unit: Unit, full: torch.Tensor, pool: Pool | None, workers: Workers | None = None
+        self,
+        topology: Topology,
+        unit: Unit,
+        full: torch.Tensor,
+        pool: Pool | None,
+        workers: Workers | None = None,
     ) -> None:
         self._topology = topology
         self._unit = unit
@@ -69,7 +79,8 @@ class PackedGather(Gather):
         self._wire: _Wire | None = None  # between `put` and `start`
 
     def put(self, shard: torch.Tensor | None) -> None:
-        """Packs this rank's flat shard layout, or copies it where the unit rests packed; unpacks it where that is the gather.
+        """Packs this rank's flat shard layout, or copies it where the unit rests packed; unpacks it
+        where that is the gather.
 
         The shard may be reused afterwards, on an accelerator when the current stream has copied it.
         """
@@ -89,7 +100,8 @@ class PackedGather(Gather):
             pack_into(self._wire.mine, numel, values, 0, self._form, self._workers)
 
     def start(self) -> Pending:
-        """Starts the exchange, after `put`. Does not block; the wait fills the full layout. Raises RankLost."""
+        """Starts the exchange, after `put`. Does not block; the wait fills the full layout. Raises
+        RankLost."""
         what = f"gathering {self._unit.name}"
         if self._wire is None:
             return Pending(self._topology, what, [], [])
@@ -107,13 +119,28 @@ class PackedGather(Gather):
             for part in self._unit.shards:
                 first = part.full_offset + rank * part.shard_numel
                 target = self._full[first : first + part.shard_numel]
-                unpack(row, self._unit.packed_numel, target, part.shard_offset, False, self._form, self._workers)
+                unpack(
+                    row,
+                    self._unit.packed_numel,
+                    target,
+                    part.shard_offset,
+                    False,
+                    self._form,
+                    self._workers,
+                )
 
     def _exchange(self, what: str, wire: _Wire) -> Pending:
         topology = self._topology
         group = self._topology.group_of("shard")
         if not sends_directly(group, wire.mine.device):
-            return start(topology, what, dist.all_gather_into_tensor, wire.rows.view(-1), wire.mine, among="shard")
+            return start(
+                topology,
+                what,
+                dist.all_gather_into_tensor,
+                wire.rows.view(-1),
+                wire.mine,
+                among="shard",
+            )
         pieces = list(wire.rows)
         pieces[topology.shard_rank].copy_(wire.mine)
         topology.traffic.add("all_gather_into_tensor", what, wire.rows.nbytes, "shard")
@@ -124,31 +151,39 @@ class PackedGather(Gather):
 
 
 def gathers_packed(unit: Unit, policy: OffloadPolicy) -> bool:
-    """Whether a unit is gathered as blocks: it rests packed, or the policy packs its values for the gather."""
+    """Whether a unit is gathered as blocks: it rests packed, or the policy packs its values for the
+    gather."""
     return unit.is_packed or (policy.quantised_gather and unit.dtype.is_floating_point)
 
 
 def needs_wire(unit: Unit, num_shards: int, is_gpu: bool) -> bool:
-    """Whether a packed gather needs a buffer: all but that of blocks which rest where the maths runs."""
+    """Whether a packed gather needs a buffer: all but that of blocks which rest where the maths
+    runs."""
     return num_shards > 1 or is_gpu or not unit.is_packed
 
 
 def wire_bytes(unit: Unit, num_shards: int) -> int:
-    """Bytes of the buffer of a packed gather: this rank's blocks, and with several shards those of all ranks."""
+    """Bytes of the buffer of a packed gather: this rank's blocks, and with several shards those of
+    all ranks."""
     return unit.packed_bytes * (num_shards + 1 if num_shards > 1 else 1)
 
 
 class _Wire:
-    """The blocks that one packed gather sends (`mine`) and receives (`rows`, one per rank), in one buffer."""
+    """The blocks that one packed gather sends (`mine`) and receives (`rows`, one per rank), in one
+    buffer."""
 
-    def __init__(self, topology: Topology, unit: Unit, pool: Pool | None, device: torch.device) -> None:
+    def __init__(
+        self, topology: Topology, unit: Unit, pool: Pool | None, device: torch.device
+    ) -> None:
         num_bytes = unit.packed_bytes
         self._pool = pool
         self._slot = pool.take() if pool is not None else None
         if self._slot is not None:
             memory = self._slot.tensor[: wire_bytes(unit, topology.num_shards)]
         else:
-            memory = torch.empty(wire_bytes(unit, topology.num_shards), dtype=torch.uint8, device=device)
+            memory = torch.empty(
+                wire_bytes(unit, topology.num_shards), dtype=torch.uint8, device=device
+            )
         self.mine = memory[:num_bytes]
         self.rows = memory[-num_bytes * topology.num_shards :].view(topology.num_shards, num_bytes)
 
@@ -185,20 +220,26 @@ def packed_reduction_bytes(topology: Topology, column_bytes: int, column_numel: 
     if across is None or within is None:
         return _exchange_bytes(topology.num_shards, column_numel)
     rows = round_up(column_bytes * topology.num_shards, CARVED_ALIGN)
-    return rows + _exchange_bytes(within.size, column_numel * across.size) + _exchange_bytes(across.size, column_numel)
+    return (
+        rows
+        + _exchange_bytes(within.size, column_numel * across.size)
+        + _exchange_bytes(across.size, column_numel)
+    )
 
 
 def start_packed_reduction(
     topology: Topology, columns: torch.Tensor, what: str, number: int, carving: Carving
 ) -> tuple[Pending, Callable[[], torch.Tensor]]:
-    """Starts a reduction. Collective: every rank starts and finishes the same reductions in the same order.
+    """Starts a reduction. Collective: every rank starts and finishes the same reductions in the
+    same order.
 
-    Returns the calls under way, and a function that waits for them and returns the sum of this rank's column: fp32, flat, a
-    part of the buffer. It blocks, and raises RankLost.
+    Returns the calls under way, and a function that waits for them and returns the sum of this
+    rank's column: fp32, flat, a part of the buffer. It blocks, and raises RankLost.
 
     Args:
         topology: the ranks of its shard group take part.
-        columns: flat, a column of equal size for each rank of the shard group; read before this function returns.
+        columns: flat, a column of equal size for each rank of the shard group; read before this
+            function returns.
         what: the purpose, for errors and counts.
         number: names the purpose, as in `swap_rows` (collectives.py).
         carving: gives `packed_reduction_bytes`, which the reduction uses until it has ended.
@@ -206,14 +247,18 @@ def start_packed_reduction(
     across = topology.across
     within = topology.within
     if across is None or within is None:
-        whole = _PackedExchange(topology, columns.view(topology.num_shards, -1), what, "shard", number, carving)
+        whole = _PackedExchange(
+            topology, columns.view(topology.num_shards, -1), what, "shard", number, carving
+        )
         return whole.pending, whole.sum
     by_node = columns.view(across.size, within.size, -1).transpose(0, 1)
     rows = carving.take(columns.dtype, *by_node.shape).copy_(by_node).view(within.size, -1)
     near = _PackedExchange(topology, rows, what, "within", number, carving)
 
     def finish() -> torch.Tensor:
-        return _PackedExchange(topology, near.sum().view(across.size, -1), what, "across", number, carving).sum()
+        return _PackedExchange(
+            topology, near.sum().view(across.size, -1), what, "across", number, carving
+        ).sum()
 
     return near.pending, finish
 
@@ -222,7 +267,13 @@ class _PackedExchange:
     """Sends its packed row to each rank of a dimension, and receives one from each."""
 
     def __init__(
-        self, topology: Topology, rows: torch.Tensor, what: str, among: str, number: int, carving: Carving
+        self,
+        topology: Topology,
+        rows: torch.Tensor,
+        what: str,
+        among: str,
+        number: int,
+        carving: Carving,
     ) -> None:
         self._numel = rows.shape[1]
         blocks = rows.shape[0], INT8.packed_bytes(self._numel)
@@ -242,4 +293,6 @@ class _PackedExchange:
 
 
 def _exchange_bytes(num_rows: int, numel: int) -> int:
-    return 2 * round_up(num_rows * INT8.packed_bytes(numel), CARVED_ALIGN) + round_up(4 * numel, CARVED_ALIGN)
+    return 2 * round_up(num_rows * INT8.packed_bytes(numel), CARVED_ALIGN) + round_up(
+        4 * numel, CARVED_ALIGN
+    )

@@ -18,21 +18,27 @@ from tiermem.swap.base.ranges import round_up
 from tiermem.swap.memory.accelerator import current_stream, is_accelerator, new_stream, on
 from tiermem.swap.memory.arena import Pool, Slot
 from tiermem.units.unit import ALIGN, Shard, ShardRange, Unit
-from tiermem.wires.packed import CARVED_ALIGN, Carving, packed_reduction_bytes, start_packed_reduction
+from tiermem.wires.packed import (
+    CARVED_ALIGN,
+    Carving,
+    packed_reduction_bytes,
+    start_packed_reduction,
+)
 
-# ---- buckets ---------------------------------------------------------------------------------------------------------
+# ---- buckets -------------------------------------------------------------------------------------
 #
 #     parameter a, 5 elements, 2 ranks    share 3    a0 a1 a2 | a3 a4 .
 #     parameter b, 4 elements             share 2    b0 b1    | b2 b3
 #
 #     bucket                              a0 a1 a2 b0 b1 | a3 a4 . b2 b3       one column per rank, one after the other
 #
-# Column r holds every parameter's share for rank r, so one reduce-scatter gives each rank its own parts. A share is
-# ceil(numel / shards) elements; the last shares are padded with zeros. A bucket holds at most `limit_numel` elements over
-# all columns. A parameter that does not fit continues in the next bucket. With one shard there is one column, for an
-# all-reduce.
+# Column r holds every parameter's share for rank r, so one reduce-scatter gives each rank its own
+# parts. A share is ceil(numel / shards) elements; the last shares are padded with zeros. A bucket
+# holds at most `limit_numel` elements over all columns. A parameter that does not fit continues in
+# the next bucket. With one shard there is one column, for an all-reduce.
 #
-# The place of a cut changes neither which elements of two ranks are added nor the order in which reductions add them.
+# The place of a cut changes neither which elements of two ranks are added nor the order in which
+# reductions add them.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +53,8 @@ class Bucket:
 
     @property
     def number(self) -> int:
-        """The index of its first parameter: the same on every rank, and different for buckets of other units."""
+        """The index of its first parameter: the same on every rank, and different for buckets of
+        other units."""
         return self.ranges[0].shard.index
 
     @property
@@ -61,7 +68,8 @@ class Bucket:
 
 
 def cut(unit: Unit, num_shards: int, limit_numel: int) -> list[Bucket]:
-    """Cuts a unit's gradients into buckets by the dtype of the reduction, in the order of parameters.
+    """Cuts a unit's gradients into buckets by the dtype of the reduction, in the order of
+    parameters.
 
     limit_numel: most elements of a bucket over all columns; a column holds at least one element.
     """
@@ -70,14 +78,19 @@ def cut(unit: Unit, num_shards: int, limit_numel: int) -> list[Bucket]:
         if shard.shard_numel:
             kinds.setdefault(shard.reduce_dtype, []).append(shard)
     room = max(1, limit_numel // num_shards)
-    return [bucket for dtype, alike in kinds.items() for bucket in _fill(unit, dtype, alike, num_shards, room)]
+    return [
+        bucket
+        for dtype, alike in kinds.items()
+        for bucket in _fill(unit, dtype, alike, num_shards, room)
+    ]
 
 
 def largest_buffer(unit: Unit, topology: Topology, limit_numel: int, is_gpu: bool = False) -> int:
     """Most bytes of the buffer of a reduction of a unit's gradients.
 
-    With several shards it is the bucket, and the columns that come from other ranks: on an accelerator their sum alone; as
-    blocks what is sent and received, and the sum. An all-reduce is done in place.
+    With several shards it is the bucket, and the columns that come from other ranks: on an
+    accelerator their sum alone; as blocks what is sent and received, and the sum. An all-reduce is
+    done in place.
     """
     num_shards = topology.num_shards
     shares = sum(shard.shard_numel for shard in unit.shards)
@@ -93,9 +106,12 @@ def largest_buffer(unit: Unit, topology: Topology, limit_numel: int, is_gpu: boo
 
 
 def largest_column(unit: Unit, num_shards: int, limit_numel: int) -> int:
-    """Most bytes of a rank's column of the sums of a unit's gradients, each parameter's part at a multiple of 64 bytes."""
+    """Most bytes of a rank's column of the sums of a unit's gradients, each parameter's part at a
+    multiple of 64 bytes."""
     column = min(unit.shard_numel, max(1, limit_numel // num_shards) + ALIGN * len(unit.shards))
-    return column * max(unit.dtype.itemsize, *(shard.reduce_dtype.itemsize for shard in unit.shards))
+    return column * max(
+        unit.dtype.itemsize, *(shard.reduce_dtype.itemsize for shard in unit.shards)
+    )
 
 
 def put_in(part: ShardRange, grad: torch.Tensor | None, columns: torch.Tensor) -> None:
@@ -107,12 +123,15 @@ def put_in(part: ShardRange, grad: torch.Tensor | None, columns: torch.Tensor) -
         columns.zero_()
         return
     share = part.shard.shard_numel
-    if part.numel == share and len(columns) * share == part.shard.numel:  # all of it, without padding
+    # all of it, without padding
+    if part.numel == share and len(columns) * share == part.shard.numel:
         columns.copy_(grad.reshape(columns.shape))
         return
     source = grad.reshape(-1)
     num_full, rest = divmod(part.shard.numel, share)
-    columns[:num_full].copy_(source[: num_full * share].view(num_full, share)[:, part.start : part.stop])
+    columns[:num_full].copy_(
+        source[: num_full * share].view(num_full, share)[:, part.start : part.stop]
+    )
     if num_full < len(columns):
         rest = min(max(0, rest - part.start), part.numel)
         begin = num_full * share + part.start
@@ -121,7 +140,9 @@ def put_in(part: ShardRange, grad: torch.Tensor | None, columns: torch.Tensor) -
         columns[num_full + 1 :].zero_()
 
 
-def _fill(unit: Unit, dtype: torch.dtype, shards: Sequence[Shard], num_shards: int, room: int) -> Iterator[Bucket]:
+def _fill(
+    unit: Unit, dtype: torch.dtype, shards: Sequence[Shard], num_shards: int, room: int
+) -> Iterator[Bucket]:
     ranges: list[ShardRange] = []
     filled = 0
     for shard in shards:
@@ -139,7 +160,7 @@ def _fill(unit: Unit, dtype: torch.dtype, shards: Sequence[Shard], num_shards: i
         yield Bucket(unit, dtype, tuple(ranges), filled, num_shards)
 
 
-# ---- reductions ------------------------------------------------------------------------------------------------------
+# ---- reductions ----------------------------------------------------------------------------------
 
 MOST_UNDER_WAY = 2
 """Most reductions under way at once; each owns a buffer."""
@@ -154,7 +175,8 @@ class Reduction:
     slot: Slot
     start_ns: int
     pending: Pending
-    column: Callable[[], torch.Tensor]  # this rank's column of the sums; call it when `pending` has ended
+    # this rank's column of the sums; call it when `pending` has ended
+    column: Callable[[], torch.Tensor]
 
 
 class Reducer:
@@ -167,24 +189,29 @@ class Reducer:
         stage 0                  all-reduce: every rank gets the sum of the one column
         copies of parts (MiCS)   the column is then all-reduced among the ranks that hold copies of it
 
-    Between CPUs a reduce-scatter is an all-to-all, after which every rank adds up the received columns in the order of ranks.
-    (gloo would all-reduce the whole bucket, in an order that depends on an element's place in it.) So on CPUs the bits of a sum
-    depend only on the gradients and the number of ranks, not on bucket sizes or tiers. All-reduces and NCCL add in their own
-    order; with two ranks the bits are the same anyway.
+    Between CPUs a reduce-scatter is an all-to-all, after which every rank adds up the received
+    columns in the order of ranks. (gloo would all-reduce the whole bucket, in an order that depends
+    on an element's place in it.) So on CPUs the bits of a sum depend only on the gradients and the
+    number of ranks, not on bucket sizes or tiers. All-reduces and NCCL add in their own order; with
+    two ranks the bits are the same anyway.
 
-    At most two reductions are under way: the first is finished before a third is started. Each owns a buffer, into which its
-    gradients are packed, and which holds all that it sends and receives. On an accelerator the next reduction in a buffer waits
-    for those who read its sums.
+    At most two reductions are under way: the first is finished before a third is started. Each owns
+    a buffer, into which its gradients are packed, and which holds all that it sends and receives.
+    On an accelerator the next reduction in a buffer waits for those who read its sums.
 
     Args:
         pool: buffers of `largest_buffer`; None: there are no gradients.
-        device: the device of the gradients. On an accelerator reductions have a stream of their own, and no call waits for it.
+        device: the device of the gradients. On an accelerator reductions have a stream of their
+            own, and no call waits for it.
     """
 
-    def __init__(self, topology: Topology, policy: OffloadPolicy, pool: Pool | None, device: torch.device) -> None:
+    def __init__(
+        self, topology: Topology, policy: OffloadPolicy, pool: Pool | None, device: torch.device
+    ) -> None:
         self._topology = topology
         self._pool = pool
-        self._reads: dict[int, torch.Event] = {}  # by the buffer's offset; the end of the last reads of its sums
+        # by the buffer's offset; the end of the last reads of its sums
+        self._reads: dict[int, torch.Event] = {}
         self._under_way: collections.deque[Reduction] = collections.deque()
         self._factor = 1.0 / predivided(topology.world, policy)
         self._stream = new_stream(device) if is_accelerator(device) else None
@@ -195,7 +222,8 @@ class Reducer:
 
     @property
     def is_eager(self) -> bool:
-        """Whether `finish` only orders streams, so that a reduction is finished as soon as it is started."""
+        """Whether `finish` only orders streams, so that a reduction is finished as soon as it is
+        started."""
         return self._stream is not None
 
     def aside(self) -> contextlib.AbstractContextManager[None]:
@@ -213,7 +241,8 @@ class Reducer:
         return not self._under_way
 
     def start(self, what: str, bucket: Bucket, grads: Sequence[torch.Tensor | None]) -> None:
-        """Starts to add up a bucket. Collective; does not block. Gradients may be released when it returns.
+        """Starts to add up a bucket. Collective; does not block. Gradients may be released when it
+        returns.
 
         grads: the whole gradient of each of its pieces; None for zeros.
         """
@@ -239,18 +268,21 @@ class Reducer:
         self._under_way.append(Reduction(what, bucket, slot, start_ns, *begun))
 
     def _take(self) -> Slot:
-        """A buffer; on an accelerator the current stream, that of reductions, waits until its last sums have been read."""
+        """A buffer; on an accelerator the current stream, that of reductions, waits until its last
+        sums have been read."""
         assert self._pool is not None
         slot = self._pool.take()
         assert slot is not None
         if self._stream is not None:
-            slot.tensor.record_stream(self._stream)  # a slab that ends is not given to others before its reductions
+            # a slab that ends is not given to others before its reductions
+            slot.tensor.record_stream(self._stream)
             if (read := self._reads.pop(slot.offset, None)) is not None:
                 self._stream.wait_event(read)
         return slot
 
     def finish(self) -> tuple[Reduction, torch.Tensor]:
-        """The oldest reduction and this rank's column of its sums, valid until `release`. Raises RankLost.
+        """The oldest reduction and this rank's column of its sums, valid until `release`. Raises
+        RankLost.
 
         Blocks; on an accelerator the column is there in the order of the stream of reductions.
         """
@@ -259,11 +291,18 @@ class Reducer:
             done.pending.wait()
             column = done.column()
             if self._topology.num_shards > 1 and self._topology.num_replicas > 1:
-                call(self._topology, f"reducing {done.what}", dist.all_reduce, column, among="replica")
+                call(
+                    self._topology,
+                    f"reducing {done.what}",
+                    dist.all_reduce,
+                    column,
+                    among="replica",
+                )
         return done, column
 
     def release(self, done: Reduction, read: torch.Event | None = None) -> None:
-        """Takes the buffer of the oldest reduction back, whose sums streams of an accelerator read until `read`."""
+        """Takes the buffer of the oldest reduction back, whose sums streams of an accelerator read
+        until `read`."""
         assert self._pool is not None
         if read is not None:
             self._reads[done.slot.offset] = read
@@ -271,7 +310,8 @@ class Reducer:
         self._pool.give_back(done.slot)
 
     def reset(self) -> None:
-        """After an exception: ends what is under way, and takes every buffer back. May be repeated. Blocks."""
+        """After an exception: ends what is under way, and takes every buffer back. May be repeated.
+        Blocks."""
         with self.aside():
             for each in self._under_way:
                 each.pending.end()
@@ -295,11 +335,14 @@ class Reducer:
             pending = swap_rows(topology, what, received.view(-1), filled, "shard", bucket.number)
             return pending, lambda: _added_up(received)
         column = carving.take(bucket.dtype, numel)
-        return start(topology, what, dist.reduce_scatter_tensor, column, filled, among="shard"), lambda: column
+        return start(
+            topology, what, dist.reduce_scatter_tensor, column, filled, among="shard"
+        ), lambda: column
 
 
 def _added_up(parts: torch.Tensor) -> torch.Tensor:
-    """The sum of the columns that every rank sent, in the order of ranks; overwrites the first column."""
+    """The sum of the columns that every rank sent, in the order of ranks; overwrites the first
+    column."""
     first, *others = parts.unbind()
     for part in others:
         first.add_(part)

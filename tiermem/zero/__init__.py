@@ -1,4 +1,5 @@
-"""The names of ZeRO's partitioner: `zero.Init`, `zero.GatheredParameters`, `zero.shard` and others, imported when first used.
+"""The names of ZeRO's partitioner: `zero.Init`, `zero.GatheredParameters`, `zero.shard` and others,
+imported when first used.
 
 partition_parameters    names for programs that migrate
 """

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from torch import nn
 
-from tiermem.run.access import GatheredParameters, register_external_parameter, unregister_external_parameter
-from tiermem.run.init import DeepSpeedTensorOverride, Init, restore_init_context, shutdown_init_context
+from tiermem.run.access import (
+    GatheredParameters,
+    register_external_parameter,
+    unregister_external_parameter,
+)
+from tiermem.run.init import (
+    DeepSpeedTensorOverride,
+    Init,
+    restore_init_context,
+    shutdown_init_context,
+)
 from tiermem.units import registry
 from tiermem.weights.absent import ZeroParamStatus, ZeroParamType
 
@@ -24,5 +33,6 @@ __all__ = [
 
 
 def is_zero_param(param: nn.Parameter) -> bool:
-    """Whether zero.Init, `initialize` or `shard` has partitioned a parameter, and it is not an ordinary one again."""
+    """Whether zero.Init, `initialize` or `shard` has partitioned a parameter, and it is not an
+    ordinary one again."""
     return registry.owner_of(param) is not None

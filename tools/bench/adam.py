@@ -1,11 +1,13 @@
-"""`tiermem bench adam`: how fast AdamW steps in every precision, beside the memory's own speed and beside peers.
+"""`tiermem bench adam`: how fast AdamW steps in every precision, beside the memory's own speed and
+beside peers.
 
     for every row:  prepare all contestants  ->  loops x (ours, torch, peer, yardstick in turn)  ->  medians
 
-Figures are ns per parameter, GB/s by the bytes that must move, and the share of the yardstick's rate over the same arrays:
-the median of the loops' own ratios, since memory is not equally fast from one second to the next. A loop counts the fastest
-of five passes. A whole step goes from bf16 gradients with a loss scale and clipping to bf16 parameters; peers' whole steps
-are written with their parts.
+Figures are ns per parameter, GB/s by the bytes that must move, and the share of the yardstick's
+rate over the same arrays: the median of the loops' own ratios, since memory is not equally fast
+from one second to the next. A loop counts the fastest of five passes. A whole step goes from bf16
+gradients with a loss scale and clipping to bf16 parameters; peers' whole steps are written with
+their parts.
 """
 
 from __future__ import annotations
@@ -34,20 +36,22 @@ from tiermem.tools.options import ISAS, AdamBenchOptions
 from tiermem.tools.record.reports import table
 from tiermem.tools.words import format_bytes, stopped_by_sigterm
 
-# ---- rows: the precisions in which AdamW is timed, and the bytes that a step must move -------------------------------
+# ---- rows: the precisions in which AdamW is timed, and the bytes that a step must move -----------
 #
 #     weight    what the model sees            bf16, fp32
 #     master    fp32, split (the 16 bits that the bf16 weight lacks), or the weight's own precision: it is the master
 #     moments   fp32, bf16, 8bit               grads   fp32, bf16               rounding   of what is stored below fp32
 #
-# A row is the kernel alone. A *whole* step reads the gradients once more for their norm, and applies loss scale and
-# clipping. Each array counts once for a read and once for a write: no cache could save that.
+# A row is the kernel alone. A *whole* step reads the gradients once more for their norm, and
+# applies loss scale and clipping. Each array counts once for a read and once for a write: no cache
+# could save that.
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "split": torch.int16, "8bit": torch.uint8}
 
 
 class MemoryStream(NamedTuple):
-    """An array that a step passes over: bytes per element, and whether it is read, written or both (r, w, rw)."""
+    """An array that a step passes over: bytes per element, and whether it is read, written or both
+    (r, w, rw)."""
 
     num_bytes: int
     how: str
@@ -70,9 +74,15 @@ class AdamRow:
     @property
     def name(self) -> str:
         """Such as "split + bf16, stochastic"."""
-        master = self.master if self.master in ("split", self.weight) else f"{self.weight} + {self.master}"
+        master = (
+            self.master
+            if self.master in ("split", self.weight)
+            else f"{self.weight} + {self.master}"
+        )
         rounding = f", {self.rounding}" if self.is_rounded else ""
-        return f"{'whole step: ' if self.kind == 'whole' else ''}{master} / {self.moments}{rounding}"
+        return (
+            f"{'whole step: ' if self.kind == 'whole' else ''}{master} / {self.moments}{rounding}"
+        )
 
     @property
     def is_rounded(self) -> bool:
@@ -81,7 +91,8 @@ class AdamRow:
 
     @property
     def peer_kind(self) -> str | None:
-        """The step that other libraries have for this row ("fp32", "bf16" or "whole"); None: they have none."""
+        """The step that other libraries have for this row ("fp32", "bf16" or "whole"); None: they
+        have none."""
         if self.kind == "whole":
             return "whole" if self.master == self.moments == "fp32" else None
         return self.weight if self.weight == self.master == self.moments == self.grads else None
@@ -111,7 +122,8 @@ class AdamRow:
     @property
     def bytes_per_param(self) -> float:
         """Bytes that must move per parameter, the scales of 8-bit moments included."""
-        scales = 2 * 2 / 64 if self.moments == "8bit" else 0.0  # two moments, read and written, 64 codes to a scale
+        # two moments, read and written, 64 codes to a scale
+        scales = 2 * 2 / 64 if self.moments == "8bit" else 0.0
         return self.stream_bytes + scales
 
 
@@ -130,7 +142,7 @@ ROWS = (
 """Every row, in the order in which they are told."""
 
 
-# ---- contestants: what does a row's work, or moves its bytes ---------------------------------------------------------
+# ---- contestants: what does a row's work, or moves its bytes -------------------------------------
 #
 #     tiermem     the native kernel, and for a whole step the norm before it
 #     torch       its fused AdamW, on our arrays where all of them have one dtype; a whole step written with it has fp32
@@ -139,7 +151,8 @@ ROWS = (
 #     yardstick   tests/native/bare_stream: the same arrays, read and written in the fastest way found, and nothing else
 #     arithmetic  the same program: our kernel over arrays that stay in the first-level cache, as many parameters
 #
-# The last three are programs that are asked line by line (witnesses.py). A row is limited by the slower of the last two.
+# The last three are programs that are asked line by line (witnesses.py). A row is limited by the
+# slower of the last two.
 
 PASSES = 5
 _LR = 1e-4
@@ -170,7 +183,12 @@ def _parts_of(row: AdamRow, numel: int) -> StepParts:
     own_master = others.pop(0) if master else None
     if own_master is not None and row.master == "fp32":
         own_master.fill_(0.5)
-    return StepParts(weight, own_master, grad, [Quantised(*others[:2]), Quantised(*others[2:])] if scales else others)
+    return StepParts(
+        weight,
+        own_master,
+        grad,
+        [Quantised(*others[:2]), Quantised(*others[2:])] if scales else others,
+    )
 
 
 def _our_step(row: AdamRow, parts: StepParts, workers: Workers) -> None:
@@ -179,7 +197,13 @@ def _our_step(row: AdamRow, parts: StepParts, workers: Workers) -> None:
         norm = math.sqrt(sum(store_gradient(workers, None, parts.grad))) / SCALE
         factor = min(1.0, MAX_NORM / (norm + 1e-6)) / SCALE
     rule = StepRule(
-        "adamw", step_size=_LR, decay=1.0 - _LR * _DECAY, grad_scale=factor, beta1=_BETAS[0], beta2=_BETAS[1], eps=_EPS
+        "adamw",
+        step_size=_LR,
+        decay=1.0 - _LR * _DECAY,
+        grad_scale=factor,
+        beta1=_BETAS[0],
+        beta2=_BETAS[1],
+        eps=_EPS,
     )
     dither = Dither(1, 1, 0) if row.is_rounded and row.rounding == "stochastic" else None
     optimizer_step(workers, rule, parts, dither)
@@ -191,16 +215,21 @@ def _torch_step(row: AdamRow, parts: StepParts) -> Callable[[], object]:
     assert low is not None
     param = torch.nn.Parameter(low if parts.master is None else parts.master)
     param.grad = _arrays((grad.numel(), torch.float32))[0] if row.kind == "whole" else grad
-    adam = torch.optim.AdamW([param], lr=_LR, betas=_BETAS, eps=_EPS, weight_decay=_DECAY, fused=True)
+    adam = torch.optim.AdamW(
+        [param], lr=_LR, betas=_BETAS, eps=_EPS, weight_decay=_DECAY, fused=True
+    )
     exp_avg, exp_avg_sq = parts.moments
     adam.state[param] = {"step": torch.tensor(1.0), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
 
-    return functools.partial(whole_step, adam, param, low, grad) if row.kind == "whole" else adam.step
+    return (
+        functools.partial(whole_step, adam, param, low, grad) if row.kind == "whole" else adam.step
+    )
 
 
 def _fastest(step: Callable[[], object]) -> float:
     """Seconds of the fastest of PASSES calls, after a moment of rest."""
-    # torch's threads look for more work for some milliseconds after the last; no other is timed beside them
+    # torch's threads look for more work for some milliseconds after the last; no other is timed
+    # beside them
     time.sleep(0.02)
     return min(timeit.repeat(step, number=1, repeat=PASSES))
 
@@ -212,7 +241,8 @@ def _asked(program: LineProgram, verb: str, factor: float = 1.0) -> float:
 def _timers(
     row: AdamRow, numel: int, workers: Workers, programs: Mapping[str, LineProgram]
 ) -> Iterator[tuple[str, Callable[[], float]]]:
-    """Makes ready the contestants that have a row; each with a function for the seconds of its fastest pass."""
+    """Makes ready the contestants that have a row; each with a function for the seconds of its
+    fastest pass."""
     for program in programs.values():
         program.ask("release", 1, "a number")
     parts = _parts_of(row, numel)
@@ -224,7 +254,9 @@ def _timers(
         torch_step()
         yield "torch", functools.partial(_fastest, torch_step)
     if "deepspeed" in programs and row.peer_kind is not None and row.rounding == "nearest":
-        programs["deepspeed"].ask(f"prepare {row.peer_kind} {numel} {workers.num_threads}", 1, "bytes")
+        programs["deepspeed"].ask(
+            f"prepare {row.peer_kind} {numel} {workers.num_threads}", 1, "bytes"
+        )
         yield "deepspeed", functools.partial(_asked, programs["deepspeed"], "step")
     if "yardstick" in programs:
         line = f"prepare {numel} {workers.num_threads} {' '.join(map(str, row.streams))}"
@@ -233,10 +265,13 @@ def _timers(
         yield "yardstick", functools.partial(_asked, programs["yardstick"], "pass", factor)
         words = (row.kind, row.weight, row.master, row.moments, row.grads, row.rounding)
         line = f"arithmetic {workers.num_threads} {' '.join(words)}"
-        yield "arithmetic", lambda: programs["yardstick"].ask(line, 1, "seconds a parameter")[0] * numel
+        yield (
+            "arithmetic",
+            lambda: programs["yardstick"].ask(line, 1, "seconds a parameter")[0] * numel,
+        )
 
 
-# ---- the command -----------------------------------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------------------
 
 _UNIT = 1024  # the yardstick takes multiples of it
 # per parameter, in the largest row; ours and torch's
@@ -246,10 +281,15 @@ _HELD_BY_PEER = 20
 
 
 def bench_adam(options: AdamBenchOptions, console: Console) -> int:
-    """Measures, prints and writes what was asked for; returns the exit status. Raises ValueError and OSError."""
+    """Measures, prints and writes what was asked for; returns the exit status. Raises ValueError
+    and OSError."""
     chosen = chosen_rows(options)
     numel = options.num_params // _UNIT * _UNIT
-    held = _HELD_BYTES + _HELD_BY_YARDSTICK * bool(options.yardstick) + _HELD_BY_PEER * bool(options.peer_python)
+    held = (
+        _HELD_BYTES
+        + _HELD_BY_YARDSTICK * bool(options.yardstick)
+        + _HELD_BY_PEER * bool(options.peer_python)
+    )
     said = f"--params {options.num_params} takes up to {format_bytes(numel * held)} at once"
     check_memory(numel * held, said, "ask for fewer")
     start = time.monotonic()
@@ -260,7 +300,10 @@ def bench_adam(options: AdamBenchOptions, console: Console) -> int:
     finally:
         choose_isa()
     facts = machine_facts()
-    title = f"AdamW over {numel:,} parameters, {rows[0]['threads']} threads, {isa}, medians of {options.loops} loops"
+    title = (
+        f"AdamW over {numel:,} parameters, {rows[0]['threads']} threads, {isa}, medians of "
+        f"{options.loops} loops"
+    )
     _print_rows(rows, title, caption(facts), console)
     options.save_json(options.report(facts, start, rows=rows))
     return 0
@@ -268,14 +311,20 @@ def bench_adam(options: AdamBenchOptions, console: Console) -> int:
 
 def chosen_rows(options: AdamBenchOptions) -> list[AdamRow]:
     """The rows to measure. Raises ValueError when there is none."""
-    rows = [row for row in ROWS if not options.rows or any(part in row.name for part in options.rows)]
+    rows = [
+        row for row in ROWS if not options.rows or any(part in row.name for part in options.rows)
+    ]
     if not rows:
         names = "; ".join(row.name for row in ROWS)
-        raise ValueError(f"--row {', '.join(options.rows)} is part of no row's name; they are: {names}")
+        raise ValueError(
+            f"--row {', '.join(options.rows)} is part of no row's name; they are: {names}"
+        )
     return rows
 
 
-def measure(options: AdamBenchOptions, chosen: Sequence[AdamRow], numel: int, console: Console) -> list[dict[str, Any]]:
+def measure(
+    options: AdamBenchOptions, chosen: Sequence[AdamRow], numel: int, console: Console
+) -> list[dict[str, Any]]:
     """Every chosen row: in each loop the contestants take turns. Blocks; raises OSError."""
     threads = options.threads or fair_threads()
     with contextlib.ExitStack() as closing:
@@ -284,7 +333,8 @@ def measure(options: AdamBenchOptions, chosen: Sequence[AdamRow], numel: int, co
         closing.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(threads)
         programs = {}
-        if options.peer_python is not None:  # its operator compiles before the first answer, with -O3 without a GPU
+        # its operator compiles before the first answer, with -O3 without a GPU
+        if options.peer_python is not None:
             command = peer_program(options.peer_python, "adam", OMP_NUM_THREADS=str(threads))
             programs["deepspeed"] = closing.enter_context(LineProgram(command, "DeepSpeedCPUAdam"))
         if options.yardstick is not None:
@@ -295,7 +345,14 @@ def measure(options: AdamBenchOptions, chosen: Sequence[AdamRow], numel: int, co
         rows = []
         for row in chosen:
             with console.status(f"measuring {row.name}"):
-                rows.append(row_of(row, numel, _seconds_of(row, numel, options.loops, workers, programs), threads))
+                rows.append(
+                    row_of(
+                        row,
+                        numel,
+                        _seconds_of(row, numel, options.loops, workers, programs),
+                        threads,
+                    )
+                )
         return rows
 
 
@@ -311,17 +368,24 @@ def _seconds_of(
     return seconds
 
 
-def row_of(row: AdamRow, numel: int, seconds: dict[str, list[float]], threads: int) -> dict[str, Any]:
-    """A row of the report from the seconds of each loop: medians, and the medians of the loops' ratios."""
+def row_of(
+    row: AdamRow, numel: int, seconds: dict[str, list[float]], threads: int
+) -> dict[str, Any]:
+    """A row of the report from the seconds of each loop: medians, and the medians of the loops'
+    ratios."""
     medians = {name: statistics.median(series) for name, series in seconds.items()}
     ratios = {
-        name: statistics.median(their / our for their, our in zip(series, seconds["tiermem"], strict=True))
+        name: statistics.median(
+            their / our for their, our in zip(series, seconds["tiermem"], strict=True)
+        )
         for name, series in seconds.items()
     }
     own = medians.pop("tiermem")
     bare = medians.pop("yardstick", None)
     cached = medians.pop("arithmetic", None)
-    limits = zip(*(seconds[name] for name in ("yardstick", "arithmetic") if name in seconds), strict=True)
+    limits = zip(
+        *(seconds[name] for name in ("yardstick", "arithmetic") if name in seconds), strict=True
+    )
     of_limit = [max(limit) / our for limit, our in zip(limits, seconds["tiermem"], strict=False)]
     return {
         "name": row.name,
@@ -337,7 +401,10 @@ def row_of(row: AdamRow, numel: int, seconds: dict[str, list[float]], threads: i
         "arithmetic_ns_per_param": None if cached is None else cached / numel * 1e9,
         "arithmetic_fraction": ratios.get("arithmetic"),
         "limit_fraction": statistics.median(of_limit) if of_limit else None,
-        "peers": {name: {"ns_per_param": s / numel * 1e9, "speedup": ratios[name]} for name, s in medians.items()},
+        "peers": {
+            name: {"ns_per_param": s / numel * 1e9, "speedup": ratios[name]}
+            for name, s in medians.items()
+        },
     }
 
 
@@ -347,12 +414,26 @@ def _print_rows(rows: Sequence[dict[str, Any]], title: str, facts: str, console:
         "of its maths": "arithmetic_fraction",
         "of the slower": "limit_fraction",
     }
-    columns = ("weight + master / moments", ">bytes", ">ns", ">GB/s", *(f">{share}" for share in shares))
+    columns = (
+        "weight + master / moments",
+        ">bytes",
+        ">ns",
+        ">GB/s",
+        *(f">{share}" for share in shares),
+    )
     shown = table(title, *columns, ">torch ns", ">DeepSpeed ns", caption=facts)
     for row in rows:
         told = ["-" if row[key] is None else f"{row[key]:.1%}" for key in shares.values()]
         peers = [row["peers"].get(name) for name in ("torch", "deepspeed")]
-        told += ["-" if each is None else f"{each['ns_per_param']:.4f} ({each['speedup']:.2f}x)" for each in peers]
-        figures = (f"{row['bytes_per_param']:.4g}", f"{row['ns_per_param']:.4f}", f"{row['gbps']:.1f}", *told)
+        told += [
+            "-" if each is None else f"{each['ns_per_param']:.4f} ({each['speedup']:.2f}x)"
+            for each in peers
+        ]
+        figures = (
+            f"{row['bytes_per_param']:.4g}",
+            f"{row['ns_per_param']:.4f}",
+            f"{row['gbps']:.1f}",
+            *told,
+        )
         shown.add_row(row["name"], *figures)
     console.print(shown)

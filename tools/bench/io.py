@@ -1,22 +1,25 @@
-"""`tiermem bench io`: how fast a folder's disk is through the queue, for every engine, block size, depth and pattern asked for.
+"""`tiermem bench io`: how fast a folder's disk is through the queue, for every engine, block size,
+depth and pattern asked for.
 
     read, write, mixed   in order; mixed reads one half of a file while it writes the other, as the optimizer's step does
     random               small blocks by batch calls
     tensors              4 MiB tensors through the TensorStore, beside sequential passes
     sustained            writes past the drive's fast cache, as a series
 
-    options -> checks (outputs, room, memory) -> BenchFiles -> Ranks (processes) -> sweep -> rows -> table, JSON, CSV, PNG
+    options -> checks (outputs, room, memory) -> BenchFiles -> Ranks (processes) -> sweep -> rows ->
+    table, JSON, CSV, PNG
 
 Every setting is measured in turn, loop after loop:
 
     for each mode:  loop 1: A B C w(A) ...   loop 2: A B C w(A) ...        A, B, C settings; w a witness of the same file
 
-The rate of a disk drifts, and so does that of a host that others use. Settings of one mode are comparable because they take
-turns, and their medians are compared. Witnesses (fio, a bare loop, a peer) are measured in the same loops, after the settings
-with their block and depth.
+The rate of a disk drifts, and so does that of a host that others use. Settings of one mode are
+comparable because they take turns, and their medians are compared. Witnesses (fio, a bare loop, a
+peer) are measured in the same loops, after the settings with their block and depth.
 
-Several paths are measured each alone and then all at once, each with a queue and a depth of its own.
-Whatever is wrong with the options is said before anything is measured; however the benchmark ends, no file is left.
+Several paths are measured each alone and then all at once, each with a queue and a depth of its
+own. Whatever is wrong with the options is said before anything is measured; however the benchmark
+ends, no file is left.
 """
 
 from __future__ import annotations
@@ -36,7 +39,13 @@ from tiermem.swap.disk.direct import MEMORY_FILE_SYSTEMS, file_system_of
 from tiermem.tools.bench import io_report
 from tiermem.tools.bench.io_ranks import CannotRun, RankJob, Ranks, Setting
 from tiermem.tools.bench.witnesses import FioWitness, Witness, bare_witness, peer_witness
-from tiermem.tools.measure.files import BenchFiles, check_memory, check_room, memory_backed, why_unmeasured
+from tiermem.tools.measure.files import (
+    BenchFiles,
+    check_memory,
+    check_room,
+    memory_backed,
+    why_unmeasured,
+)
 from tiermem.tools.measure.machine import caption, machine_facts, try_engines
 from tiermem.tools.options import SEQUENTIAL, IoBenchOptions
 from tiermem.tools.words import format_bytes, stopped_by_sigterm
@@ -45,7 +54,8 @@ EXIT_FAILED = 1
 
 
 def bench_io(options: IoBenchOptions, console: Console) -> int:
-    """Measures, prints and writes what was asked for; returns the exit status. Raises ValueError and OSError."""
+    """Measures, prints and writes what was asked for; returns the exit status. Raises ValueError
+    and OSError."""
     options = _without_small_disks(options, console)
     settings = settings_of(options)
     largest = max(settings, key=_buffer_bytes)
@@ -59,7 +69,9 @@ def bench_io(options: IoBenchOptions, console: Console) -> int:
     facts = machine_facts(options.paths)
     facts["engines"] = {name: why for name, (_, why) in try_engines().items()}
     io_report.print_rows(rows, best, notes, caption(facts), console)
-    options.save_json(options.report(facts, start, rows=rows, best=best, notes=notes), allows_nan=False)
+    options.save_json(
+        options.report(facts, start, rows=rows, best=best, notes=notes), allows_nan=False
+    )
     if options.csv_file is not None:
         io_report.save_csv(options.csv_file, options.MADE_BY, rows)
     if options.plot_file is not None:
@@ -68,7 +80,8 @@ def bench_io(options: IoBenchOptions, console: Console) -> int:
 
 
 def _without_small_disks(options: IoBenchOptions, console: Console) -> IoBenchOptions:
-    """The options without the folders that have no room, each named, where another has; folders in memory are named too."""
+    """The options without the folders that have no room, each named, where another has; folders in
+    memory are named too."""
     file_bytes = sum(size for _, size in _room(options))
     large = []
     for path in options.paths:
@@ -85,19 +98,30 @@ def _without_small_disks(options: IoBenchOptions, console: Console) -> IoBenchOp
 def measure(
     options: IoBenchOptions, settings: Sequence[Setting], console: Console
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Every setting in every loop; rows and notes. Nothing is left on the paths, however it ends."""
+    """Every setting in every loop; rows and notes. Nothing is left on the paths, however it
+    ends."""
     with contextlib.ExitStack() as closing:
         num_ranks = max(options.ranks)
         sustained = _sustained_bytes(options)
-        files = closing.enter_context(BenchFiles(options.paths, num_ranks, options.size_bytes, sustained))
+        files = closing.enter_context(
+            BenchFiles(options.paths, num_ranks, options.size_bytes, sustained)
+        )
         ranks = closing.enter_context(Ranks(num_ranks, options.paths))
         program = shutil.which("fio") if options.has_fio else None
-        notes = ["fio is not installed: its column is absent"] if options.has_fio and program is None else []
+        notes = (
+            ["fio is not installed: its column is absent"]
+            if options.has_fio and program is None
+            else []
+        )
         judges: dict[str, Witness] = {}
         if options.yardstick:
-            judges["yardstick"] = closing.enter_context(bare_witness(options.yardstick, files, options.sync))
+            judges["yardstick"] = closing.enter_context(
+                bare_witness(options.yardstick, files, options.sync)
+            )
         if options.peer_python:
-            judges["peer"] = closing.enter_context(peer_witness(options.peer_python, files, options.sync))
+            judges["peer"] = closing.enter_context(
+                peer_witness(options.peer_python, files, options.sync)
+            )
         if program:
             judges["fio"] = FioWitness(program, files, options.sync)
         witnesses = list(judges.values())
@@ -109,16 +133,24 @@ def measure(
         rows = [io_report.row_of(each) for each in measured]
         for row, setting in zip(rows, settings, strict=True):
             if is_witnessed(setting):
-                loops = {name: judges.get(name, absent).loops_gbps(setting) for name in ("fio", "yardstick", "peer")}
-                io_report.add_witness(row, **loops, bare_user_us=judges.get("yardstick", absent).user_us(setting))
+                loops = {
+                    name: judges.get(name, absent).loops_gbps(setting)
+                    for name in ("fio", "yardstick", "peer")
+                }
+                io_report.add_witness(
+                    row, **loops, bare_user_us=judges.get("yardstick", absent).user_us(setting)
+                )
         notes += [note for witness in witnesses for note in witness.notes]
         in_memory = [path for path in options.paths if file_system_of(path) in MEMORY_FILE_SYSTEMS]
         notes += [f"{path} lies in memory: no disk was measured" for path in in_memory]
-        return rows, io_report.notes_of(rows, *(io_report.byte_counts([] if in_memory else measured))) + notes
+        return rows, io_report.notes_of(
+            rows, *(io_report.byte_counts([] if in_memory else measured))
+        ) + notes
 
 
 def _fill(options: IoBenchOptions, files: BenchFiles, ranks: Ranks) -> None:
-    """Writes every file once: first writes to preallocated blocks are slower, and reads of them touch no disk."""
+    """Writes every file once: first writes to preallocated blocks are slower, and reads of them
+    touch no disk."""
     block = next(size for size in (1 << 20, 1 << 16, 4096) if options.size_bytes % size == 0)
     for place, path in enumerate(options.paths):
         setting = Setting("write", "auto", block, 32, max(options.ranks), str(path), (place,))
@@ -132,33 +164,49 @@ def _sustained_bytes(options: IoBenchOptions) -> int:
 def _room(options: IoBenchOptions) -> list[tuple[str, int]]:
     """What each path must have room for."""
     num_ranks = max(options.ranks)
-    files = (f"{num_ranks} files of {format_bytes(options.size_bytes)} (--size)", num_ranks * options.size_bytes)
+    files = (
+        f"{num_ranks} files of {format_bytes(options.size_bytes)} (--size)",
+        num_ranks * options.size_bytes,
+    )
     stores = num_ranks * options.size_bytes if "tensors" in options.modes else 0
-    return [files, ("the tensors' stores", stores), ("sustained writes (--bytes)", _sustained_bytes(options))]
+    return [
+        files,
+        ("the tensors' stores", stores),
+        ("sustained writes (--bytes)", _sustained_bytes(options)),
+    ]
 
 
 def _buffer_bytes(setting: Setting) -> int:
     """Bytes of the memory that a setting's blocks pass through."""
-    copies = 3 if setting.mode == "tensors" else 1  # its store's memory, and the sequential pass beside it
+    # its store's memory, and the sequential pass beside it
+    copies = 3 if setting.mode == "tensors" else 1
     return setting.block_bytes * setting.depth * setting.ranks * len(setting.places) * copies
 
 
 @contextlib.contextmanager
 def _progress(total: int, console: Console) -> Iterator[Callable[[str], None]]:
-    """A bar; what it yields is called with what is being measured, before each pass. Drawn seldom: it costs CPU time."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    """A bar; what it yields is called with what is being measured, before each pass. Drawn seldom:
+    it costs CPU time."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=console, transient=True, refresh_per_second=2) as bar:
         task = bar.add_task("starting", total=total + 1)
         yield lambda what: bar.update(task, description=what, advance=1)
 
 
-# ---- the sweep -------------------------------------------------------------------------------------------------------
+# ---- the sweep -----------------------------------------------------------------------------------
 
 
 def settings_of(options: IoBenchOptions) -> list[Setting]:
-    """Every setting, those of one block and depth together. Several paths: each alone, then "all" at once.
+    """Every setting, those of one block and depth together. Several paths: each alone, then "all"
+    at once.
 
-    "random" has its own block; "sustained" is measured once per path, on one rank, with the largest block and depth.
+    "random" has its own block; "sustained" is measured once per path, on one rank, with the largest
+    block and depth.
     """
     places = [(str(path), (number,)) for number, path in enumerate(options.paths)]
     everywhere = [("all", tuple(range(len(places))))] if len(places) > 1 else []
@@ -190,11 +238,15 @@ def sweep(
     witnesses: Sequence[Witness] = (),
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[io_report.MeasuredRow]:
-    """Measures every setting in every loop ("sustained": once). Blocks; raises OSError when a transfer fails.
+    """Measures every setting in every loop ("sustained": once). Blocks; raises OSError when a
+    transfer fails.
 
     A setting whose engine cannot run gets its reason and is not tried again.
     """
-    measured = {setting: io_report.MeasuredRow(setting, files.is_direct(setting.places)) for setting in settings}
+    measured = {
+        setting: io_report.MeasuredRow(setting, files.is_direct(setting.places))
+        for setting in settings
+    }
     for setting, witness, loop in _turns(settings, options.loops, witnesses):
         if witness is not None:
             progress(f"{witness.name}, {setting.describe()}")
@@ -222,7 +274,9 @@ def _turns(
     for mode, of_mode in itertools.groupby(settings, key=lambda each: each.mode):
         rows = list(of_mode)
         for loop in range(1 if mode == "sustained" else loops):
-            for _, group in itertools.groupby(rows, key=lambda each: (each.path, each.block_bytes, each.depth)):
+            for _, group in itertools.groupby(
+                rows, key=lambda each: (each.path, each.block_bytes, each.depth)
+            ):
                 together = list(group)
                 yield from ((setting, None, loop) for setting in together)
                 judged = next(filter(is_witnessed, together), None)
@@ -232,10 +286,14 @@ def _turns(
 
 def is_witnessed(setting: Setting) -> bool:
     """Whether witnesses can measure the same: one process on one file."""
-    return setting.ranks == 1 and len(setting.places) == 1 and setting.mode in (*SEQUENTIAL, "random")
+    return (
+        setting.ranks == 1 and len(setting.places) == 1 and setting.mode in (*SEQUENTIAL, "random")
+    )
 
 
-def jobs_of(setting: Setting, options: IoBenchOptions, files: BenchFiles, seed: int = 0) -> list[RankJob]:
+def jobs_of(
+    setting: Setting, options: IoBenchOptions, files: BenchFiles, seed: int = 0
+) -> list[RankJob]:
     """The job of each rank."""
     return [
         RankJob(

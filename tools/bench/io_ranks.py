@@ -1,4 +1,5 @@
-"""The processes of `tiermem bench io` that measure, started once and told jobs; all of them begin at one moment."""
+"""The processes of `tiermem bench io` that measure, started once and told jobs; all of them begin
+at one moment."""
 
 from __future__ import annotations
 
@@ -34,11 +35,12 @@ from tiermem.swap.store.store import TensorStore
 from tiermem.tools.record.run_record import IoCounts, kernel_counts
 from tiermem.tools.words import handling, message_of
 
-# ---- what passes between the benchmark and its processes -------------------------------------------------------------
+# ---- what passes between the benchmark and its processes -----------------------------------------
 
 
 class Setting(NamedTuple):
-    """What a row of the report is about. `places` are the indices of the paths that take part, `path` is their name in it."""
+    """What a row of the report is about. `places` are the indices of the paths that take part,
+    `path` is their name in it."""
 
     mode: str
     engine: str
@@ -51,11 +53,15 @@ class Setting(NamedTuple):
     def describe(self) -> str:
         """The setting on one line."""
         ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
-        return f"{self.mode} {self.engine}, {self.block_bytes >> 10} KiB x {self.depth}, {ranks}, {self.path}"
+        return (
+            f"{self.mode} {self.engine}, {self.block_bytes >> 10} KiB x {self.depth}, {ranks}, "
+            f"{self.path}"
+        )
 
 
 class RankJob(NamedTuple):
-    """One pass of one rank. Its files are opened by these names, which may be those of descriptors in /proc."""
+    """One pass of one rank. Its files are opened by these names, which may be those of descriptors
+    in /proc."""
 
     setting: Setting
     files: tuple[str, ...]  # one on each path that takes part
@@ -71,7 +77,9 @@ class RankJob(NamedTuple):
     @property
     def io(self) -> IoSettings:
         """Of its queues. Raises ValueError."""
-        return IoSettings(self.setting.engine, self.setting.block_bytes, self.setting.depth, self.threads)
+        return IoSettings(
+            self.setting.engine, self.setting.block_bytes, self.setting.depth, self.threads
+        )
 
 
 class RankOutcome(NamedTuple):
@@ -88,7 +96,8 @@ class RankOutcome(NamedTuple):
     kernel: IoCounts  # of /proc/self/io
     num_blocks: int
     series: tuple[tuple[int, float], ...] = ()  # "sustained": bytes written so far, and when
-    shares: tuple[tuple[str, float, float], ...] = ()  # "tensors": what, its GB/s, and the sequential GB/s beside it
+    # "tensors": what, its GB/s, and the sequential GB/s beside it
+    shares: tuple[tuple[str, float, float], ...] = ()
 
 
 class Failed(NamedTuple):
@@ -98,13 +107,14 @@ class Failed(NamedTuple):
     errno: int | None
 
 
-# ---- tensors of 4 MiB through the TensorStore, in random order -------------------------------------------------------
+# ---- tensors of 4 MiB through the TensorStore, in random order -----------------------------------
 #
 #     put      each tensor is copied into the store's memory and written                   beside a sequential write
 #     fetch    each is fetched and released                                                beside a sequential read
 #     change   each is fetched and released as changed, so that it is written back         beside a mixed pass
 #
-# The order is drawn anew for each. The store's budget holds as many tensors as keep its queue full, and a few more.
+# The order is drawn anew for each. The store's budget holds as many tensors as keep its queue full,
+# and a few more.
 
 TENSOR_BYTES = 4 << 20
 
@@ -125,7 +135,9 @@ class TensorPass(AbstractContextManager["TensorPass"]):
             self.store.reserve_disk(self.num_bytes)
             values = self._generator.integers(0, 256, TENSOR_BYTES, dtype=np.uint8)
             self._tensor = torch.from_numpy(values)
-            self._put_all()  # first writes to preallocated blocks are slower, and memory is registered when it is known
+            # first writes to preallocated blocks are slower, and memory is registered when it is
+            # known
+            self._put_all()
             self.store.settle()
         except BaseException:
             self.store.close()
@@ -172,7 +184,7 @@ class TensorPass(AbstractContextManager["TensorPass"]):
         return self.num_bytes / (time.monotonic() - start) / 1e9
 
 
-# ---- the processes, as the benchmark sees them -----------------------------------------------------------------------
+# ---- the processes, as the benchmark sees them ---------------------------------------------------
 #
 # A rank that dies, or a benchmark that is interrupted, leaves none behind and no store's folder.
 
@@ -181,7 +193,8 @@ _STOP_S = 20.0
 
 
 class CannotRun(Exception):
-    """A job that no rank can prepare, with the reason: the engine cannot run here, or memory is missing."""
+    """A job that no rank can prepare, with the reason: the engine cannot run here, or memory is
+    missing."""
 
 
 class Ranks(AbstractContextManager["Ranks"]):
@@ -197,10 +210,13 @@ class Ranks(AbstractContextManager["Ranks"]):
         self._ranks: list[_Rank] = []
         context = multiprocessing.get_context("spawn")
         try:
-            with handling({signal.SIGINT: signal.SIG_IGN}):  # Ctrl-C does not reach them, not even while Python starts
+            # Ctrl-C does not reach them, not even while Python starts
+            with handling({signal.SIGINT: signal.SIG_IGN}):
                 for number in range(num_ranks):
                     ours, theirs = context.Pipe()
-                    process = context.Process(target=serve, args=(theirs,), name=f"rank {number}", daemon=True)
+                    process = context.Process(
+                        target=serve, args=(theirs,), name=f"rank {number}", daemon=True
+                    )
                     process.start()
                     theirs.close()
                     self._ranks.append(_Rank(process, ours))
@@ -231,7 +247,11 @@ class Ranks(AbstractContextManager["Ranks"]):
         outcomes = [_hear(rank) for rank in taking_part]
         for outcome in outcomes:
             if isinstance(outcome, Failed):
-                raise OSError(outcome.errno, outcome.message) if outcome.errno else OSError(outcome.message)
+                raise (
+                    OSError(outcome.errno, outcome.message)
+                    if outcome.errno
+                    else OSError(outcome.message)
+                )
         return outcomes
 
     def close(self) -> None:
@@ -265,15 +285,15 @@ def _hear(rank: _Rank) -> Any:
         raise OSError(f"{rank.process.name} ended with status {rank.process.exitcode}") from None
 
 
-# ---- a process, from within ------------------------------------------------------------------------------------------
+# ---- a process, from within ----------------------------------------------------------------------
 #
 #     benchmark  -- Job -->      rank    opens the files, the queues and their memory
 #                <-- ready --            (or why it cannot)
 #                -- start -->            one moment for all ranks: a barrier
 #                <-- Outcome --          (or what broke)
 #
-# It ends when the benchmark does: then its pipe is closed. Ctrl-C is the benchmark's to handle; SIGTERM unwinds, so
-# that a store's folder goes.
+# It ends when the benchmark does: then its pipe is closed. Ctrl-C is the benchmark's to handle;
+# SIGTERM unwinds, so that a store's folder goes.
 
 READY = "ready"
 _POINT_BYTES = 1 << 30  # between two points of a sustained series
@@ -283,7 +303,8 @@ _LEAST_POINTS = 16
 def serve(connection: Connection) -> None:
     """Obeys until the other end closes. The entry point of the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.getLogger("tiermem").setLevel(logging.ERROR)  # what there is to say of a path the benchmark says, once
+    # what there is to say of a path the benchmark says, once
+    logging.getLogger("tiermem").setLevel(logging.ERROR)
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
             _obey(connection, connection.recv())
@@ -301,7 +322,8 @@ def _obey(connection: Connection, job: RankJob) -> None:
             connection.send(READY)
             try:
                 start_s = connection.recv()
-            except EOFError:  # the benchmark has ended, and its SIGTERM is not to cut the unwinding short either
+            # the benchmark has ended, and its SIGTERM is not to cut the unwinding short either
+            except EOFError:
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
                 raise
             if start_s is None:  # another rank cannot
@@ -314,7 +336,8 @@ def _obey(connection: Connection, job: RankJob) -> None:
     except (OSError, ValueError, MemoryError) as error:
         connection.send(Failed(message_of(error), getattr(error, "errno", None)))
     finally:
-        if signal.getsignal(signal.SIGTERM) is _unwind:  # nothing is open: the process may end where it stands
+        # nothing is open: the process may end where it stands
+        if signal.getsignal(signal.SIGTERM) is _unwind:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
@@ -325,7 +348,11 @@ def prepare(job: RankJob) -> Iterator[Callable[[], RankOutcome]]:
     with contextlib.ExitStack() as closing:
         descriptors = [_open(job, file, closing) for file in job.files]
         if job.setting.mode == "tensors":
-            pair = closing.enter_context(Passes(descriptors[0], job.file_bytes, io)) if len(descriptors) == 1 else None
+            pair = (
+                closing.enter_context(Passes(descriptors[0], job.file_bytes, io))
+                if len(descriptors) == 1
+                else None
+            )
             tensors = closing.enter_context(TensorPass(job.folders, job.num_bytes, io, job.seed))
             yield lambda: _measure_tensors(tensors, pair, job)
             return
@@ -357,12 +384,15 @@ def _measure(several: list[Passes], job: RankJob) -> RankOutcome:
     gauge = _Gauge([p.queue for p in several])
     with ThreadPoolExecutor(len(several)) as threads:
         passes = list(threads.map(run, range(len(several)))) if len(several) > 1 else [run(0)]
-    outcome = gauge.outcome(IoCounts(sum(p.read_bytes for p in passes), sum(p.written_bytes for p in passes)))
+    outcome = gauge.outcome(
+        IoCounts(sum(p.read_bytes for p in passes), sum(p.written_bytes for p in passes))
+    )
     return outcome._replace(series=tuple(quota.series)) if isinstance(quota, _Metered) else outcome
 
 
 def _measure_tensors(tensors: TensorPass, pair: Passes | None, job: RankJob) -> RankOutcome:
-    """Tensors through the store, and beside each kind of pass the sequential one that moves as much."""
+    """Tensors through the store, and beside each kind of pass the sequential one that moves as
+    much."""
 
     def beside(mode: str) -> float:
         return pair.run(mode, tensors.num_bytes).gbps if pair else 0.0
@@ -372,14 +402,20 @@ def _measure_tensors(tensors: TensorPass, pair: Passes | None, job: RankJob) -> 
     fetched = tensors.fetch()
     outcome = gauge.outcome(IoCounts(tensors.num_bytes, 0))
     return outcome._replace(
-        shares=(put, ("fetch", fetched, beside("read")), ("change", tensors.change(), beside("mixed")))
+        shares=(
+            put,
+            ("fetch", fetched, beside("read")),
+            ("change", tensors.change(), beside("mixed")),
+        )
     )
 
 
 class _Metered(Quota):
-    """Bytes to write until they are written or the time is over; notes when how many had been asked for.
+    """Bytes to write until they are written or the time is over; notes when how many had been asked
+    for.
 
-    What is asked for runs ahead of what is written by the memory of the passes: the series begins when that is full.
+    What is asked for runs ahead of what is written by the memory of the passes: the series begins
+    when that is full.
     """
 
     def __init__(self, num_bytes: int, seconds: float | None, ahead_bytes: int) -> None:
@@ -439,6 +475,12 @@ class _Gauge:
     def _look(self) -> tuple[npt.NDArray[np.int64], list[Counters]]:
         counters: list[Counters] = []
         for queue in self._queues:
-            counters += queue.counters_by_path() if isinstance(queue, Queues) else [queue.counters()]
-        counts = [queue.latencies(kind).astype(np.int64) for queue in self._queues for kind in (READ, WRITE)]
+            counters += (
+                queue.counters_by_path() if isinstance(queue, Queues) else [queue.counters()]
+            )
+        counts = [
+            queue.latencies(kind).astype(np.int64)
+            for queue in self._queues
+            for kind in (READ, WRITE)
+        ]
         return np.sum(counts, axis=0, dtype=np.int64), counters

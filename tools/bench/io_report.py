@@ -31,16 +31,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-# ---- latencies --------------------------------------------------------------------------------------------------------
+# ---- latencies -----------------------------------------------------------------------------------
 
 _LEAST = 1e-9  # part of a block: the rank of quantile 0 lies in the first bucket that holds one
 
 
 def latency_quantiles(counts: npt.NDArray[np.uint64], quantiles: Sequence[float]) -> list[float]:
-    """The latencies, in microseconds, that these fractions of the blocks did not exceed; NaN where none was counted.
+    """The latencies, in microseconds, that these fractions of the blocks did not exceed; NaN where
+    none was counted.
 
-    Counts of several queues, or of one since an earlier moment, may be added and subtracted before. A bucket is a
-    sixteenth of an octave; within it blocks are taken as evenly spread.
+    Counts of several queues, or of one since an earlier moment, may be added and subtracted before.
+    A bucket is a sixteenth of an octave; within it blocks are taken as evenly spread.
     """
     total = float(counts.sum())
     if total == 0:
@@ -56,7 +57,7 @@ def latency_quantiles(counts: npt.NDArray[np.uint64], quantiles: Sequence[float]
     return found
 
 
-# ---- rows: the results of a sweep, as JSON and CSV have them ---------------------------------------------------------
+# ---- rows: the results of a sweep, as JSON and CSV have them -------------------------------------
 
 Row = dict[str, Any]
 
@@ -71,7 +72,8 @@ class MeasuredRow:
     error: str | None = None
 
     def gbps(self) -> list[float]:
-        """The total rate of each loop, all ranks and both directions together, from the first start to the last end."""
+        """The total rate of each loop, all ranks and both directions together, from the first start
+        to the last end."""
         return [
             sum(IoCounts.total(o.moved for o in ranks))
             / (max(o.end_s for o in ranks) - min(o.start_s for o in ranks))
@@ -91,7 +93,9 @@ def row_of(measured: MeasuredRow) -> Row:
     outcomes = [outcome for loop in measured.outcomes for outcome in loop]
     moved = sum(IoCounts.total(o.moved for o in outcomes))
     latencies = np.array([o.latencies for o in outcomes], dtype=np.uint64).sum(axis=0)
-    p50, p99 = (None if math.isnan(value) else value for value in latency_quantiles(latencies, (0.5, 0.99)))
+    p50, p99 = (
+        None if math.isnan(value) else value for value in latency_quantiles(latencies, (0.5, 0.99))
+    )
     row |= {
         **_spread_of(rates),
         "p50_us": p50,
@@ -99,7 +103,9 @@ def row_of(measured: MeasuredRow) -> Row:
         "cpu_s_per_gb": sum(o.user_s + o.system_s for o in outcomes) / moved * 1e9,
         "idle_fraction": statistics.fmean(o.idle_fraction for o in outcomes),
         "first_gbps": rates[0] if measured.setting.mode in ("read", "random") else None,
-        "user_us_per_block": sum(o.user_s for o in outcomes) / max(1, sum(o.num_blocks for o in outcomes)) * 1e6,
+        "user_us_per_block": sum(o.user_s for o in outcomes)
+        / max(1, sum(o.num_blocks for o in outcomes))
+        * 1e6,
         "engine_used": outcomes[0].engine,
         "loops_gbps": rates,
     }
@@ -107,13 +113,23 @@ def row_of(measured: MeasuredRow) -> Row:
 
 
 def add_witness(
-    row: Row, fio: Sequence[float], yardstick: Sequence[float], peer: Sequence[float], bare_user_us: float | None
+    row: Row,
+    fio: Sequence[float],
+    yardstick: Sequence[float],
+    peer: Sequence[float],
+    bare_user_us: float | None,
 ) -> None:
-    """Enters what witnesses reached, in GB/s, and what part of it is ours: yardstick and peer loop by loop.
+    """Enters what witnesses reached, in GB/s, and what part of it is ours: yardstick and peer loop
+    by loop.
 
-    A part is the median of the loops' own: a disk that moves from one loop to the next moves both of a pair.
+    A part is the median of the loops' own: a disk that moves from one loop to the next moves both
+    of a pair.
     """
-    row |= {"fio_gbps": _median(fio), "yardstick_gbps": _median(yardstick), "peer_gbps": _median(peer)}
+    row |= {
+        "fio_gbps": _median(fio),
+        "yardstick_gbps": _median(yardstick),
+        "peer_gbps": _median(peer),
+    }
     if row["gbps_median"] is None:
         return
     row["fraction"] = _paired(row["loops_gbps"], yardstick)
@@ -135,12 +151,21 @@ def best_of(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """The row with the highest median of each mode."""
     measured = [row for row in rows if row["gbps_median"] is not None]
     modes = dict.fromkeys(row["mode"] for row in measured)
-    return {mode: max((r for r in measured if r["mode"] == mode), key=itemgetter("gbps_median")) for mode in modes}
+    return {
+        mode: max((r for r in measured if r["mode"] == mode), key=itemgetter("gbps_median"))
+        for mode in modes
+    }
 
 
 def byte_counts(measured: Sequence[MeasuredRow]) -> tuple[IoCounts, IoCounts]:
     """Bytes moved past the page cache, as the passes count them and as the kernel does."""
-    direct = [outcome for each in measured if each.is_direct for outcomes in each.outcomes for outcome in outcomes]
+    direct = [
+        outcome
+        for each in measured
+        if each.is_direct
+        for outcomes in each.outcomes
+        for outcome in outcomes
+    ]
     return IoCounts.total(o.moved for o in direct), IoCounts.total(o.kernel for o in direct)
 
 
@@ -149,10 +174,14 @@ def _spread_of(rates: Sequence[float]) -> dict[str, float]:
 
 
 def _shares(outcomes: Sequence[RankOutcome]) -> dict[str, Any]:
-    """What tensors through the store reach of the sequential pass beside them: medians of each kind."""
+    """What tensors through the store reach of the sequential pass beside them: medians of each
+    kind."""
     found: dict[str, Any] = {}
     for kind in zip(*(outcome.shares for outcome in outcomes), strict=True):
-        what, rate, beside = kind[0][0], *(statistics.median(each[column] for each in kind) for column in (1, 2))
+        what, rate, beside = (
+            kind[0][0],
+            *(statistics.median(each[column] for each in kind) for column in (1, 2)),
+        )
         found[f"{what}_gbps"] = rate
         if beside:
             found[f"{what}_share"] = rate / beside
@@ -179,11 +208,11 @@ def _sustained(outcome: RankOutcome, row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-# ---- the picture -----------------------------------------------------------------------------------------------------
+# ---- the picture ---------------------------------------------------------------------------------
 #
-# Settings of one mode share a scale of colours. A sustained write is a line instead: GB/s over GB written. The caption
-# says which machine, file system and mount it was, and when. Drawn from rows alone, so that it can be drawn again from
-# the JSON.
+# Settings of one mode share a scale of colours. A sustained write is a line instead: GB/s over GB
+# written. The caption says which machine, file system and mount it was, and when. Drawn from rows
+# alone, so that it can be drawn again from the JSON.
 
 _MOST_COLUMNS = 4
 _COLOURS = "viridis"
@@ -207,7 +236,9 @@ def draw_heatmap(rows: Sequence[Row], caption: str, file: Path, made_by: str) ->
     size = width * max(2, num_columns), height * len(lines) + 0.5 + 0.16 * len(folded)
     figure = pyplot.figure(figsize=size, layout="constrained")
     grid = figure.add_gridspec(len(lines), num_columns)
-    for title, place in ((title, grid[y, x]) for y, line in enumerate(lines) for x, title in enumerate(line)):
+    for title, place in (
+        (title, grid[y, x]) for y, line in enumerate(lines) for x, title in enumerate(line)
+    ):
         ax = figure.add_subplot(place, title=title)
         mode = panels[title][0]["mode"]
         if mode == "sustained":
@@ -221,12 +252,18 @@ def draw_heatmap(rows: Sequence[Row], caption: str, file: Path, made_by: str) ->
 
 
 def panels_of(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows by title: mode, engine, and the number of ranks and the path where these differ between panels."""
+    """Rows by title: mode, engine, and the number of ranks and the path where these differ between
+    panels."""
     differ = [key for key in ("ranks", "path") if len({row[key] for row in rows}) > 1]
     found: dict[str, list[Row]] = {}
     for row in rows:
-        words = {"ranks": "1 rank" if row["ranks"] == 1 else f"{row['ranks']} ranks", "path": str(row["path"])}
-        found.setdefault(", ".join([row["mode"], row["engine"], *map(words.__getitem__, differ)]), []).append(row)
+        words = {
+            "ranks": "1 rank" if row["ranks"] == 1 else f"{row['ranks']} ranks",
+            "path": str(row["path"]),
+        }
+        found.setdefault(
+            ", ".join([row["mode"], row["engine"], *map(words.__getitem__, differ)]), []
+        ).append(row)
     return found
 
 
@@ -234,11 +271,15 @@ def _lines(panels: dict[str, list[Row]]) -> list[list[str]]:
     """Titles as panels stand: a mode begins a new line, long lines are folded."""
     by_mode = itertools.groupby(panels, key=lambda title: panels[title][0]["mode"])
     modes = [list(titles) for _, titles in by_mode]
-    return [line[i : i + _MOST_COLUMNS] for line in modes for i in range(0, len(line), _MOST_COLUMNS)]
+    return [
+        line[i : i + _MOST_COLUMNS] for line in modes for i in range(0, len(line), _MOST_COLUMNS)
+    ]
 
 
 def _scale(rows: Sequence[Row], mode: str) -> tuple[float, float]:
-    rates = [row["gbps_median"] for row in rows if row["mode"] == mode and row["gbps_median"] is not None]
+    rates = [
+        row["gbps_median"] for row in rows if row["mode"] == mode and row["gbps_median"] is not None
+    ]
     return (min(rates), max(rates)) if rates else (0.0, 1.0)
 
 
@@ -250,15 +291,30 @@ def _draw_map(ax: Axes, rows: Sequence[Row], scale: tuple[float, float]) -> None
     values = np.full((len(blocks), len(depths)), np.nan)
     for row in rows:
         if row["gbps_median"] is not None:
-            values[blocks.index(row["block_bytes"]), depths.index(row["depth"])] = row["gbps_median"]
+            values[blocks.index(row["block_bytes"]), depths.index(row["depth"])] = row[
+                "gbps_median"
+            ]
     low, high = scale
-    ax.imshow(values, cmap=_COLOURS, vmin=low, vmax=max(high, low * 1.0001 + 1e-9), aspect="auto", origin="lower")
+    ax.imshow(
+        values,
+        cmap=_COLOURS,
+        vmin=low,
+        vmax=max(high, low * 1.0001 + 1e-9),
+        aspect="auto",
+        origin="lower",
+    )
     for (y, x), value in np.ndenumerate(values):
         is_dark = not np.isnan(value) and (value - low) <= 0.6 * (high - low) and high > low
-        text = "cannot\nrun" if np.isnan(value) else f"{value:.2f}" if value < 10 else f"{value:.1f}"
-        ax.text(x, y, text, ha="center", va="center", fontsize=8, color="white" if is_dark else "black")
+        text = (
+            "cannot\nrun" if np.isnan(value) else f"{value:.2f}" if value < 10 else f"{value:.1f}"
+        )
+        ax.text(
+            x, y, text, ha="center", va="center", fontsize=8, color="white" if is_dark else "black"
+        )
         if value == high:
-            ax.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, fill=False, edgecolor="#e45756", linewidth=2.5))
+            ax.add_patch(
+                Rectangle((x - 0.5, y - 0.5), 1, 1, fill=False, edgecolor="#e45756", linewidth=2.5)
+            )
     ax.set_xticks(range(len(depths)), [str(depth) for depth in depths], fontsize=8)
     ax.set_yticks(range(len(blocks)), [block_label(block) for block in blocks], fontsize=8)
     ax.set_xlabel("blocks in flight", fontsize=8)
@@ -267,7 +323,12 @@ def _draw_map(ax: Axes, rows: Sequence[Row], scale: tuple[float, float]) -> None
 def _draw_series(ax: Axes, rows: Sequence[Row]) -> None:
     for row in rows:
         points = row.get("series") or []
-        ax.plot([p["written_bytes"] / 1e9 for p in points], [p["gbps"] for p in points], marker=".", linewidth=1)
+        ax.plot(
+            [p["written_bytes"] / 1e9 for p in points],
+            [p["gbps"] for p in points],
+            marker=".",
+            linewidth=1,
+        )
         if row.get("knee_bytes"):
             ax.axvline(row["knee_bytes"] / 1e9, color="#e45756", linestyle="--", linewidth=1)
     ax.set_ylim(bottom=0)
@@ -281,14 +342,34 @@ def block_label(num_bytes: int) -> str:
     return f"{num_bytes >> 20} MiB" if num_bytes % (1 << 20) == 0 else f"{num_bytes / 1024:g} KiB"
 
 
-# ---- table, CSV and notes --------------------------------------------------------------------------------------------
+# ---- table, CSV and notes ------------------------------------------------------------------------
 #
-# The notes say what a reader must know before believing a figure: caches that warm, engines that cannot run, files that
-# are not direct, bytes that the kernel counts otherwise, yardsticks that were slower than what they judge.
+# The notes say what a reader must know before believing a figure: caches that warm, engines that
+# cannot run, files that are not direct, bytes that the kernel counts otherwise, yardsticks that
+# were slower than what they judge.
 
 CSV_COLUMNS = (
-    *("mode", "engine", "block_bytes", "depth", "ranks", "path", "gbps_median", "gbps_min", "gbps_max"),
-    *("p50_us", "p99_us", "cpu_s_per_gb", "idle_fraction", "first_gbps", "fio_gbps", "yardstick_gbps", "fraction"),
+    *(
+        "mode",
+        "engine",
+        "block_bytes",
+        "depth",
+        "ranks",
+        "path",
+        "gbps_median",
+        "gbps_min",
+        "gbps_max",
+    ),
+    *(
+        "p50_us",
+        "p99_us",
+        "cpu_s_per_gb",
+        "idle_fraction",
+        "first_gbps",
+        "fio_gbps",
+        "yardstick_gbps",
+        "fraction",
+    ),
     *("peer_gbps", "peer_fraction", "user_us_per_block", "engine_used", "is_direct", "error"),
 )
 _MOST_FRACTION = 1.02
@@ -299,12 +380,15 @@ _SLACK = IoCounts(1 << 20, 1 << 20)
 def notes_of(rows: Sequence[Row], ours: IoCounts, kernel: IoCounts) -> list[str]:
     """One sentence for each thing that the rows themselves do not say."""
     notes = []
-    for engine, reason in dict.fromkeys((row["engine"], row["error"]) for row in rows if row["error"]):
+    for engine, reason in dict.fromkeys(
+        (row["engine"], row["error"]) for row in rows if row["error"]
+    ):
         notes.append(f"{engine} cannot run here: {reason}")
     for row in rows:
         if (row["fraction"] or 0) > _MOST_FRACTION:
             notes.append(
-                f"an error of the yardstick: {_name(row)} is {row['fraction']:.3f} of its rate; above {_MOST_FRACTION} "
+                f"an error of the yardstick: {_name(row)} is {row['fraction']:.3f} of its rate; "
+                f"above {_MOST_FRACTION} "
                 "it was not the fastest loop, or the disk moved between the two"
             )
     for row in rows:  # a cache answered all passes but the first
@@ -312,13 +396,15 @@ def notes_of(rows: Sequence[Row], ours: IoCounts, kernel: IoCounts) -> list[str]
         later = statistics.median(rates[1:]) if len(rates) > 2 else 0.0
         if row["first_gbps"] is not None and row["first_gbps"] < 0.8 * later:
             notes.append(
-                f"{_name(row)}: the first pass reached {row['first_gbps']:.2f} GB/s, later ones {later:.2f}: "
+                f"{_name(row)}: the first pass reached {row['first_gbps']:.2f} GB/s, later ones "
+                f"{later:.2f}: "
                 "the host's or the device's cache warms"
             )
     notes += disagreements(ours, kernel, "the queues", _TOLERANCE, _SLACK)
     for path in dict.fromkeys(row["path"] for row in rows if not row["is_direct"]):
         notes.append(
-            f"{path}: buffered, O_DIRECT is refused: the page cache is dropped before each pass and still helps"
+            f"{path}: buffered, O_DIRECT is refused: the page cache is dropped before each pass "
+            "and still helps"
         )
     for row in rows:
         if row.get("knee_bytes"):
@@ -329,11 +415,14 @@ def notes_of(rows: Sequence[Row], ours: IoCounts, kernel: IoCounts) -> list[str]
     return notes
 
 
-def print_rows(rows: Sequence[Row], best: dict[str, Row], notes: Sequence[str], caption: str, console: Console) -> None:
+def print_rows(
+    rows: Sequence[Row], best: dict[str, Row], notes: Sequence[str], caption: str, console: Console
+) -> None:
     """The table, the best of each mode in bold, and the notes."""
     shown = [column for column in _COLUMNS if _is_shown(column, rows)]
     printed = table(
-        "tiermem bench io", *(("" if title in ("mode", "engine", "path") else ">") + title for title, _, _ in shown)
+        "tiermem bench io",
+        *(("" if title in ("mode", "engine", "path") else ">") + title for title, _, _ in shown),
     )
     for column in printed.columns:
         column.no_wrap = column.header != "path"
@@ -345,7 +434,11 @@ def print_rows(rows: Sequence[Row], best: dict[str, Row], notes: Sequence[str], 
     console.print(printed)
     console.print(caption, style="dim")
     for row in rows:
-        shares = [f"{what} {row[f'{what}_share']:.0%}" for what in ("put", "fetch", "change") if f"{what}_share" in row]
+        shares = [
+            f"{what} {row[f'{what}_share']:.0%}"
+            for what in ("put", "fetch", "change")
+            if f"{what}_share" in row
+        ]
         if shares:
             console.print(f"{_name(row)}: of the sequential rate {', '.join(shares)}")
     for note in notes:
@@ -410,7 +503,11 @@ _COLUMNS: tuple[tuple[str, Any, str], ...] = (  # title, what stands in it, when
     ("CPU s/GB", _figure("cpu_s_per_gb", 3), "always"),
     ("idle %", _figure("idle_fraction", 1, 100), "always"),
     ("first", _figure("first_gbps", 2), "filled"),
-    ("us/block", lambda row: _figure("user_us_per_block", 1)(row) if row["mode"] == "random" else "", "filled"),
+    (
+        "us/block",
+        lambda row: _figure("user_us_per_block", 1)(row) if row["mode"] == "random" else "",
+        "filled",
+    ),
     ("over bare", _figure("user_us_beyond_bare", 1), "filled"),
     ("fio", _figure("fio_gbps", 2), "filled"),
     ("bare", _figure("yardstick_gbps", 2), "filled"),

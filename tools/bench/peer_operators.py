@@ -1,4 +1,5 @@
-"""DeepSpeed's operators behind a protocol of lines, to be run by the interpreter that has them; imports nothing of ours.
+"""DeepSpeed's operators behind a protocol of lines, to be run by the interpreter that has them;
+imports nothing of ours.
 
 adam.py uses the whole step, too.
 
@@ -8,7 +9,8 @@ adam.py uses the whole step, too.
                                                release -> 0
                                                quit ends both
 
-An operator compiles at first use, before the first command is answered: DS_ACCELERATOR=cpu builds it with -O3.
+An operator compiles at first use, before the first command is answered: DS_ACCELERATOR=cpu builds
+it with -O3.
 """
 
 from __future__ import annotations
@@ -43,10 +45,10 @@ def main() -> int:
     return 0
 
 
-# ---- aio_handle: reads and writes the same file by its means ---------------------------------------------------------
+# ---- aio_handle: reads and writes the same file by its means -------------------------------------
 #
-# One thread, blocks submitted together, into page-locked memory of its own making, as its users set it. A pass is one call
-# where memory allows, as its own benchmark does it.
+# One thread, blocks submitted together, into page-locked memory of its own making, as its users set
+# it. A pass is one call where memory allows, as its own benchmark does it.
 
 _MOST_BYTES = 1 << 30  # of one call, and of locked memory
 
@@ -62,9 +64,12 @@ class Aio:
         self._buffer: Any = None
 
     def obey(self, command: str, *numbers: str) -> str:
-        """Moves the first bytes of the file and returns "seconds user_s system_s". Raises ValueError, OSError."""
+        """Moves the first bytes of the file and returns "seconds user_s system_s". Raises
+        ValueError, OSError."""
         if command not in ("read", "write"):
-            raise ValueError(f"{command} is not something that aio_handle does; it reads and writes")
+            raise ValueError(
+                f"{command} is not something that aio_handle does; it reads and writes"
+            )
         block_bytes, depth, num_bytes = map(int, numbers)
         handle = self._operator.aio_handle(block_bytes, depth, False, True, 1)
         move = handle.sync_pread if command == "read" else handle.sync_pwrite
@@ -74,19 +79,26 @@ class Aio:
         for offset in range(0, num_bytes, _MOST_BYTES):
             part = buffer[: min(_MOST_BYTES, num_bytes - offset)]
             if move(part, self._file, offset) != 1:
-                raise OSError(f"aio_handle did not {command} {part.numel()} bytes at offset {offset}")
+                raise OSError(
+                    f"aio_handle did not {command} {part.numel()} bytes at offset {offset}"
+                )
         seconds = time.monotonic() - start
         after = resource.getrusage(resource.RUSAGE_SELF)
-        return f"{seconds:.9f} {after.ru_utime - before.ru_utime:.6f} {after.ru_stime - before.ru_stime:.6f}"
+        return (
+            f"{seconds:.9f} {after.ru_utime - before.ru_utime:.6f} "
+            f"{after.ru_stime - before.ru_stime:.6f}"
+        )
 
     def _locked(self, handle: Any, num_bytes: int) -> Any:
         if self._buffer is None or self._buffer.numel() < num_bytes:
-            self._buffer = handle.new_cpu_locked_tensor(num_bytes, torch.empty(0, dtype=torch.uint8))
+            self._buffer = handle.new_cpu_locked_tensor(
+                num_bytes, torch.empty(0, dtype=torch.uint8)
+            )
             self._buffer.fill_(1)
         return self._buffer
 
 
-# ---- DeepSpeedCPUAdam ------------------------------------------------------------------------------------------------
+# ---- DeepSpeedCPUAdam ----------------------------------------------------------------------------
 #
 # KIND     fp32     on fp32 parameters, gradients and moments
 #          bf16     the same in bf16 throughout
@@ -132,7 +144,9 @@ class PeerAdam:
             param.fill_(0.5)
         param = torch.nn.Parameter(param)
         keeps_fp32 = dtype == torch.float32
-        adam = self._adam([param], lr=1e-4, weight_decay=0.01, adamw_mode=True, fp32_optimizer_states=keeps_fp32)
+        adam = self._adam(
+            [param], lr=1e-4, weight_decay=0.01, adamw_mode=True, fp32_optimizer_states=keeps_fp32
+        )
         adam.state[param].update({"step": 0, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq})
         param.grad = grad
         if low:
@@ -145,7 +159,8 @@ class PeerAdam:
 
 
 def whole_step(adam: Any, param: Any, low: torch.Tensor, low_grad: torch.Tensor) -> None:
-    """From low-precision gradients to low-precision parameters with torch's parts; `param` has gradients of its own."""
+    """From low-precision gradients to low-precision parameters with torch's parts; `param` has
+    gradients of its own."""
     with torch.no_grad():
         norm = torch.linalg.vector_norm(low_grad, dtype=torch.float32).item() / SCALE
         param.grad.copy_(low_grad)
@@ -169,7 +184,8 @@ def _arrays(numel: int, dtypes: list[torch.dtype]) -> list[torch.Tensor]:
 
 
 def padded(num_bytes: int) -> int:
-    """An odd number of pages: arrays a power of two apart would evict each other from the first-level cache."""
+    """An odd number of pages: arrays a power of two apart would evict each other from the
+    first-level cache."""
     return ((-(-num_bytes // _PAGE_BYTES) + 3) | 1) * _PAGE_BYTES
 
 

@@ -33,10 +33,14 @@ from tiermem.tools.record.reports import table
 from tiermem.tools.record.run_record import IoCounts, disagreements
 from tiermem.tools.words import OneOf, format_bytes, parse_bytes, stopped_by_sigterm
 
-# ---- tables ----------------------------------------------------------------------------------------------------------
+# ---- tables --------------------------------------------------------------------------------------
 
 
-_DIFFERENCES = {"preset": "smaller states", "resident_bytes": "resident states", "verify": "unverified states"}
+_DIFFERENCES = {
+    "preset": "smaller states",
+    "resident_bytes": "resident states",
+    "verify": "unverified states",
+}
 
 
 def print_figures(figures: Mapping[str, Any], console: Console) -> None:
@@ -55,26 +59,45 @@ def print_figures(figures: Mapping[str, Any], console: Console) -> None:
 
 
 def _main_table(figures: Mapping[str, Any]) -> Table:
-    resident = f", {figures['resident_fraction']:.0%} of the states resident" if figures["resident_bytes"] else ""
+    resident = (
+        f", {figures['resident_fraction']:.0%} of the states resident"
+        if figures["resident_bytes"]
+        else ""
+    )
     title = (
-        f"optimizer step, {figures['num_params'] / 1e6:.1f} M parameters in {figures['precision']}, states "
+        f"optimizer step, {figures['num_params'] / 1e6:.1f} M parameters in "
+        f"{figures['precision']}, states "
         f"{figures['preset']} on NVMe{resident}"
     )
     shown = table(title, "figure", ">value")
     shown.add_row("step, median (min to max)", _spread(figures["step_s"]))
     per_param = figures["state_bytes"] / figures["num_params"]
-    shown.add_row("states", f"{figures['state_bytes'] / 1e9:.3f} GB, {per_param:.2f} bytes per parameter")
-    shown.add_row("read", f"{figures['read_bytes'] / 1e9:.3f} GB at {figures['read_gbps']:.2f} GB/s")
-    shown.add_row("written", f"{figures['written_bytes'] / 1e9:.3f} GB at {figures['written_gbps']:.2f} GB/s")
+    shown.add_row(
+        "states", f"{figures['state_bytes'] / 1e9:.3f} GB, {per_param:.2f} bytes per parameter"
+    )
+    shown.add_row(
+        "read", f"{figures['read_bytes'] / 1e9:.3f} GB at {figures['read_gbps']:.2f} GB/s"
+    )
+    shown.add_row(
+        "written", f"{figures['written_bytes'] / 1e9:.3f} GB at {figures['written_gbps']:.2f} GB/s"
+    )
     if len(figures["paths"]) > 1:
         for part in figures["paths"]:
-            said = f"{part['read_bytes'] / 1e9:.3f} GB read, {part['written_bytes'] / 1e9:.3f} GB written"
+            said = (
+                f"{part['read_bytes'] / 1e9:.3f} GB read, {part['written_bytes'] / 1e9:.3f} GB "
+                "written"
+            )
             shown.add_row(f"  {part['path']}", said)
-    shown.add_row("computing / waiting", f"{figures['compute_s']:.3f} s / {figures['wait_s']:.3f} s")
+    shown.add_row(
+        "computing / waiting", f"{figures['compute_s']:.3f} s / {figures['wait_s']:.3f} s"
+    )
     shown.add_row("disk idle", f"{figures['disk_idle_fraction']:.1%} of the step")
     for each in figures["rooflines"]:
         shown.add_row(f"the same bytes, {each['by']}", _spread(each["seconds"]))
-    shown.add_row("memory traffic of Adam", f"{figures['memory_s']:.3f} s at {figures['memory_gbps']:.1f} GB/s")
+    shown.add_row(
+        "memory traffic of Adam",
+        f"{figures['memory_s']:.3f} s at {figures['memory_gbps']:.1f} GB/s",
+    )
     shown.add_row(f"roofline ({figures['roofline_by']})", f"{figures['roofline_s']:.3f} s")
     shown.add_row("fraction reached", f"{figures['roofline_fraction']:.3f}")
     return shown
@@ -89,12 +112,23 @@ def _compare_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _models_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Time and bytes beside each other: what is smaller, or rests in memory, is neither read nor written."""
+    """Time and bytes beside each other: what is smaller, or rests in memory, is neither read nor
+    written."""
     columns = (
-        *("states", ">resident", ">verified", ">step, median (min to max)", ">faster", ">time saved", ">bytes saved"),
+        *(
+            "states",
+            ">resident",
+            ">verified",
+            ">step, median (min to max)",
+            ">faster",
+            ">time saved",
+            ">bytes saved",
+        ),
         ">fraction of its roofline",
     )
-    worth = " and ".join(name for key, name in _DIFFERENCES.items() if len({row[key] for row in rows}) > 1)
+    worth = " and ".join(
+        name for key, name in _DIFFERENCES.items() if len({row[key] for row in rows}) > 1
+    )
     shown = table(f"what {worth or 'nothing'} are worth, steps in turn", *columns)
     first = rows[0]
     for row in rows:
@@ -119,24 +153,31 @@ def _spread(seconds: Sequence[float]) -> str:
     return f"{statistics.median(seconds):.3f} s ({min(seconds):.3f} to {max(seconds):.3f})"
 
 
-# ---- the command -----------------------------------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------------------
 #
 #     for each loop:   a step of each model | the yardstick | a step with the pipeline off | the yardstick | ...
 #
-# A model (stepped_model.py) is measured for each value of --preset, --resident and --verify; with --compare its
-# pipeline is switched from step to step. The yardstick (stepped_model.py) moves the same bytes in between, on the same
-# paths: a disk that others use drifts, so what is compared is taken in turns, and medians are reported. Bytes are those
-# of the queues' completions, checked against the kernel's.
+# A model (stepped_model.py) is measured for each value of --preset, --resident and --verify; with
+# --compare its pipeline is switched from step to step. The yardstick (stepped_model.py) moves the
+# same bytes in between, on the same paths: a disk that others use drifts, so what is compared is
+# taken in turns, and medians are reported. Bytes are those of the queues' completions, checked
+# against the kernel's.
 
 _ALL_WAYS = tuple(Pipelining(*way) for way in itertools.product((True, False), repeat=2))
 
 
 def cases_of(options: StepBenchOptions) -> list[Case]:
     """One for each model. Raises ValueError."""
-    presets = _words("--preset", options.preset, "precisions with commas between, such as exact,compact")
+    presets = _words(
+        "--preset", options.preset, "precisions with commas between, such as exact,compact"
+    )
     for preset in presets:
         Precision.preset(preset)  # raises for one that does not exist
-    sizes = _words("--resident", options.resident, "sizes or percentages with commas between, such as 0,25%,50%")
+    sizes = _words(
+        "--resident",
+        options.resident,
+        "sizes or percentages with commas between, such as 0,25%,50%",
+    )
     ways = _words("--verify", options.verify, "always, sample or resume, with commas between")
     OneOf(*get_args(Verify))("--verify", ways)
     return [
@@ -163,7 +204,9 @@ def bench_step(options: StepBenchOptions, console: Console) -> int:
     ways = _ALL_WAYS if options.compares else (own,)  # what is reported comes first
     with stopped_by_sigterm(), contextlib.ExitStack() as open_models:
         with console.status("building the models and making their first steps"):
-            models = [open_models.enter_context(SteppedModel(options, case, ways)) for case in cases]
+            models = [
+                open_models.enter_context(SteppedModel(options, case, ways)) for case in cases
+            ]
         _measure(options, models, console)
         rate = memory_rate()
         rows = [_figures_of(model, options, rate) for model in models]
@@ -173,30 +216,41 @@ def bench_step(options: StepBenchOptions, console: Console) -> int:
     options.save_json(figures)
     if options.plot_file is not None:
         last = models[0].steps[ways[0]][-1]
-        draw_tiles(last, models[0].tile_names, figures, caption(facts), options.plot_file, options.MADE_BY)
+        draw_tiles(
+            last, models[0].tile_names, figures, caption(facts), options.plot_file, options.MADE_BY
+        )
     return 0
 
 
 def _measure(options: StepBenchOptions, models: Sequence[SteppedModel], console: Console) -> None:
-    """Every step is followed by a setting of the yardstick; every setting has its turn in each loop."""
+    """Every step is followed by a setting of the yardstick; every setting has its turn in each
+    loop."""
     loads = [model.load for model in models]
     with Roofline(options.paths, loads, options.yardstick, options.engine) as roofline:
         for loop in range(options.loops):
             for way, setting in itertools.zip_longest(models[0].steps, SETTINGS):
                 for number, model in enumerate(models):
-                    with console.status(f"loop {loop + 1} of {options.loops}, model {number + 1} of {len(models)}"):
+                    with console.status(
+                        f"loop {loop + 1} of {options.loops}, model {number + 1} of {len(models)}"
+                    ):
                         if way is not None:
                             model.steps[way].append(model.step(way))
                         if setting is not None:
                             model.rooflines[setting].append(roofline.measure(model.load, setting))
 
 
-def _figures_of(model: SteppedModel, options: StepBenchOptions, memory_bytes_s: float) -> dict[str, Any]:
+def _figures_of(
+    model: SteppedModel, options: StepBenchOptions, memory_bytes_s: float
+) -> dict[str, Any]:
     """The figures of one model with the pipeline as asked."""
     steps = next(iter(model.steps.values()))
     step_s = statistics.median(step.seconds for step in steps)
-    moved = IoCounts(*(sum(part) // len(steps) for part in zip(*(step.total for step in steps), strict=True)))
-    kernel = IoCounts(*(sum(part) // len(steps) for part in zip(*(step.kernel for step in steps), strict=True)))
+    moved = IoCounts(
+        *(sum(part) // len(steps) for part in zip(*(step.total for step in steps), strict=True))
+    )
+    kernel = IoCounts(
+        *(sum(part) // len(steps) for part in zip(*(step.kernel for step in steps), strict=True))
+    )
     memory_s = model.memory_bytes / memory_bytes_s
     roofline_s, roofline_by = ceiling(options.yardstick, list(model.rooflines.items()), memory_s)
     figures: dict[str, Any] = {
@@ -219,58 +273,87 @@ def _figures_of(model: SteppedModel, options: StepBenchOptions, memory_bytes_s: 
         "kernel_read_bytes": kernel.read_bytes,
         "kernel_written_bytes": kernel.written_bytes,
         "paths": [
-            {"path": str(path), **on_path._asdict()} for path, on_path in zip(options.paths, model.load, strict=True)
+            {"path": str(path), **on_path._asdict()}
+            for path, on_path in zip(options.paths, model.load, strict=True)
         ],
     }
     figures["notes"] = list(_notes(figures, moved, kernel, model.expected))
     return figures
 
 
-def _notes(figures: dict[str, Any], moved: IoCounts, kernel: IoCounts, expected: IoCounts) -> Iterator[str]:
+def _notes(
+    figures: dict[str, Any], moved: IoCounts, kernel: IoCounts, expected: IoCounts
+) -> Iterator[str]:
     """What is wrong with the figures."""
     if figures["roofline_fraction"] > MOST_FRACTION:
         yield (
-            f"error of the yardstick: the step takes {figures['step_s_median']:.3f} s, less than the roofline's "
-            f"{figures['roofline_s']:.3f} s ({figures['roofline_by']}); nothing is faster than the roofline. Measure again"
+            f"error of the yardstick: the step takes {figures['step_s_median']:.3f} s, less than "
+            "the roofline's "
+            f"{figures['roofline_s']:.3f} s ({figures['roofline_by']}); nothing is faster than the "
+            "roofline. Measure again"
         )
     if moved != expected:
         due = f"{expected.read_bytes} and {expected.written_bytes} are due"
-        yield f"the queue counts {moved.read_bytes} bytes read and {moved.written_bytes} written; {due}"
+        yield (
+            f"the queue counts {moved.read_bytes} bytes read and {moved.written_bytes} written; "
+            f"{due}"
+        )
     yield from disagreements(moved, kernel, "in a step the queue", 0.01, IoCounts(0, 0))
 
 
 def _comparison(model: SteppedModel) -> list[dict[str, Any]]:
-    """What each half of the pipeline is worth: seconds with it switched so, and how much longer that is."""
+    """What each half of the pipeline is worth: seconds with it switched so, and how much longer
+    that is."""
     seconds = {way: [step.seconds for step in steps] for way, steps in model.steps.items()}
     medians = {way: statistics.median(times) for way, times in seconds.items()}
     first = next(iter(medians.values()))
     rows = [
-        {**way._asdict(), "name": way.name, "step_s": seconds[way], "step_s_median": median, "slower": median / first}
+        {
+            **way._asdict(),
+            "name": way.name,
+            "step_s": seconds[way],
+            "step_s_median": median,
+            "slower": median / first,
+        }
         for way, median in medians.items()
     ]
     return rows if len(rows) > 1 else []
 
 
 def _endurance(model: SteppedModel, options: StepBenchOptions) -> list[str]:
-    """What the timed steps wrote: neither building the models nor the yardstick is what training does."""
+    """What the timed steps wrote: neither building the models nor the yardstick is what training
+    does."""
     steps = [step for several in model.steps.values() for step in several]
     written = [
         WrittenOnPath(path, sum(step.moved[place].written_bytes for step in steps))
         for place, path in enumerate(options.paths)
     ]
-    return endurance_lines(written, len(steps), sum(step.seconds for step in steps), options.tbw_bytes)
+    return endurance_lines(
+        written, len(steps), sum(step.seconds for step in steps), options.tbw_bytes
+    )
 
 
 def _check_room(options: StepBenchOptions, cases: Sequence[Case]) -> None:
-    """Sees that memory and paths hold all models at once. Raises ValueError or OSError with the arithmetic."""
+    """Sees that memory and paths hold all models at once. Raises ValueError or OSError with the
+    arithmetic."""
     size = options.num_params
     itemsize = DTYPES[options.precision].itemsize
     others = 2 * size * itemsize
-    sizes = [(state_bytes_of(size, options.precision, case.preset), case.resident_bytes) for case in cases]
-    needed = size * itemsize + sum(min(resident, states) + others * options.only_states for states, resident in sizes)
-    said = f"{format_bytes(needed)} of memory are needed (parameters while they are made, and what rests in memory)"
+    sizes = [
+        (state_bytes_of(size, options.precision, case.preset), case.resident_bytes)
+        for case in cases
+    ]
+    needed = size * itemsize + sum(
+        min(resident, states) + others * options.only_states for states, resident in sizes
+    )
+    said = (
+        f"{format_bytes(needed)} of memory are needed (parameters while they are made, and what "
+        "rests in memory)"
+    )
     check_memory(needed, said, "ask for fewer parameters or less --resident")
-    stores = sum(max(0, states - resident) + others * (not options.only_states) for states, resident in sizes)
+    stores = sum(
+        max(0, states - resident) + others * (not options.only_states) for states, resident in sizes
+    )
     largest = max(states for states, _ in sizes)
     parts = [
         ("the states (--params)", stores // len(options.paths)),
@@ -294,5 +377,8 @@ def _resident_bytes(word: str, state_bytes: int) -> int:
     except ValueError:
         percent = -1.0
     if not 0 <= percent <= 100:
-        raise ValueError(f"--resident: {word!r} is no percentage of the states; allowed are 0% to 100%")
-    return int(state_bytes * percent / 100) if percent < 100 else 2 * state_bytes  # more than padding adds
+        raise ValueError(
+            f"--resident: {word!r} is no percentage of the states; allowed are 0% to 100%"
+        )
+    # more than padding adds
+    return int(state_bytes * percent / 100) if percent < 100 else 2 * state_bytes

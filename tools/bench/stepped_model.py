@@ -1,4 +1,5 @@
-"""SteppedModel: parameters, gradients and optimizer states on NVMe, stepped again and again; its roofline."""
+"""SteppedModel: parameters, gradients and optimizer states on NVMe, stepped again and again; its
+roofline."""
 
 from __future__ import annotations
 
@@ -29,17 +30,25 @@ from tiermem.tools.bench.witnesses import BareLoop
 from tiermem.tools.measure.files import BenchFiles
 from tiermem.tools.options import StepBenchOptions
 from tiermem.tools.record.plots import new_figure, save_figure, stack_bands
-from tiermem.tools.record.run_record import IoCounts, Span, busy_fraction, kernel_counts, rows_of, within
+from tiermem.tools.record.run_record import (
+    IoCounts,
+    Span,
+    busy_fraction,
+    kernel_counts,
+    rows_of,
+    within,
+)
 from tiermem.units.state_layout import StateLayout
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-# ---- the model -------------------------------------------------------------------------------------------------------
+# ---- the model -----------------------------------------------------------------------------------
 #
-# The model is blocks of parameters without a forward. Gradients are given once and stay: every step reads, computes and
-# writes the same bytes, which `expected` says by arithmetic, per element of a tile:
+# The model is blocks of parameters without a forward. Gradients are given once and stay: every step
+# reads, computes and writes the same bytes, which `expected` says by arithmetic, per element of a
+# tile:
 #
 #     parameters in       fp32                    bf16
 #     preset              exact   compact  tiny   exact   compact  bf16   tiny
@@ -106,10 +115,12 @@ class TimedStep:
 
 
 class SteppedModel(AbstractContextManager["SteppedModel"]):
-    """A sharded model with its optimizer and gradients, and what is measured of it. A context manager.
+    """A sharded model with its optimizer and gradients, and what is measured of it. A context
+    manager.
 
-    Its first two steps have been made: the first writes states that were never read, the second shows a step's bytes. Raises
-    OSError when a path has too little room or fails. Leaves nothing on the paths when it ends.
+    Its first two steps have been made: the first writes states that were never read, the second
+    shows a step's bytes. Raises OSError when a path has too little room or fails. Leaves nothing on
+    the paths when it ends.
     """
 
     def __init__(self, options: StepBenchOptions, case: Case, ways: Sequence[Pipelining]) -> None:
@@ -160,7 +171,8 @@ class SteppedModel(AbstractContextManager["SteppedModel"]):
         params = sum(tile.slice_bytes for tile in tiles)
         grads = sum(tile.grad_bytes for tile in tiles)
         read_params = sum(tile.slice_bytes for tile in tiles if tile.layout.reads_weight)
-        self.memory_bytes = 2 * state_bytes + params + read_params + grads  # read and written in memory, in one pass
+        # read and written in memory, in one pass
+        self.memory_bytes = 2 * state_bytes + params + read_params + grads
         streamed = state_bytes - resident_bytes
         self.expected = IoCounts(streamed, streamed)
         if not options.only_states:
@@ -181,7 +193,9 @@ class SteppedModel(AbstractContextManager["SteppedModel"]):
         end_ns = time.monotonic_ns()
         kernel = kernel_counts().since(kernel_before)
         moved = tuple(now.since(then) for now, then in zip(self._counts(), before, strict=True))
-        return TimedStep(start_ns, end_ns, moved, kernel, [Span(*event) for event in recorder.events])
+        return TimedStep(
+            start_ns, end_ns, moved, kernel, [Span(*event) for event in recorder.events]
+        )
 
     def _give_gradients(self) -> None:
         for live in self._shards.units:
@@ -205,15 +219,19 @@ def _blocks(num_params: int, dtype: torch.dtype) -> nn.Module:
     """Nothing but parameters, in units of at most 16 M elements."""
     count = math.ceil(num_params / (1 << 24))
     values = torch.full((num_params // count // _BLOCK_PARAMS,), 0.01, dtype=dtype)
-    blocks = (nn.ParameterList(nn.Parameter(values.clone()) for _ in range(_BLOCK_PARAMS)) for _ in range(count))
+    blocks = (
+        nn.ParameterList(nn.Parameter(values.clone()) for _ in range(_BLOCK_PARAMS))
+        for _ in range(count)
+    )
     return nn.ModuleDict({"layers": nn.ModuleList(blocks)})
 
 
-# ---- the roofline: the shortest time in which this machine could make the step ---------------------------------------
+# ---- the roofline: the shortest time in which this machine could make the step -------------------
 #
 #   disk     a bare loop (tests/native/bare_loop, built by `make yardsticks`) reads and writes as many bytes on each path, all
-#              at the same time, in files that lie beside the store. Several settings take turns between the steps; the
-#              best median counts. Without the program the queue moves the bytes (swap/disk/passes.py), which is said.
+#              at the same time, in files that lie beside the store. Several settings take turns
+#              between the steps; the best median counts. Without the program the queue moves the
+#              bytes (swap/disk/passes.py), which is said.
 #     memory   what Adam reads and writes in memory, at the rate of a vector loop over memory of its own
 #
 # No step can be faster, so a fraction above `MOST_FRACTION` says that the yardstick is wrong.
@@ -236,7 +254,8 @@ class BareSetting(NamedTuple):
 
 
 SETTINGS = (
-    BareSetting(1 << 19, 8),  # few bytes, which a processor's cache keeps: the fastest on some machines
+    # few bytes, which a processor's cache keeps: the fastest on some machines
+    BareSetting(1 << 19, 8),
     BareSetting(1 << 20, 16),
     BareSetting(1 << 20, 32),
     BareSetting(4 << 20, 8),
@@ -248,7 +267,8 @@ class Roofline(AbstractContextManager["Roofline"]):
 
     Args:
         paths: those of the store.
-        loads: of each model that is stepped, its bytes on each path; the files are made large enough for all.
+        loads: of each model that is stepped, its bytes on each path; the files are made large
+            enough for all.
         yardstick: tests/native/bare_loop, built; None: the queue.
         engine: of the queue.
 
@@ -256,7 +276,11 @@ class Roofline(AbstractContextManager["Roofline"]):
     """
 
     def __init__(
-        self, paths: Sequence[Path], loads: Sequence[Sequence[IoCounts]], yardstick: Path | None, engine: str
+        self,
+        paths: Sequence[Path],
+        loads: Sequence[Sequence[IoCounts]],
+        yardstick: Path | None,
+        engine: str,
     ) -> None:
         self._engine = engine
         largest = max((max(moved) for load in loads for moved in load), default=0)
@@ -266,18 +290,26 @@ class Roofline(AbstractContextManager["Roofline"]):
             self._files = opened.enter_context(BenchFiles(paths, 1, self._file_bytes))
             for place in range(len(paths)):
                 if yardstick is not None:
-                    self._loops.append(BareLoop(yardstick, Path(self._files.name(place, 0, "mixed"))))
+                    self._loops.append(
+                        BareLoop(yardstick, Path(self._files.name(place, 0, "mixed")))
+                    )
                     opened.callback(self._loops[-1].close)
                 with self._passes(place, IoSettings(engine)) as passes:
-                    passes.run("write")  # first writes to preallocated blocks are slower: not what a step does
+                    # first writes to preallocated blocks are slower: not what a step does
+                    passes.run("write")
             self._opened = opened.pop_all()
 
     def __exit__(self, *_: object) -> None:
         self._opened.close()
 
     def measure(self, load: Sequence[IoCounts], setting: BareSetting) -> float:
-        """Seconds in which a step's bytes are read and written, on all paths at once. Blocks; raises OSError."""
-        busy = [(place, moved) for place, moved in enumerate(load) if moved.read_bytes or moved.written_bytes]
+        """Seconds in which a step's bytes are read and written, on all paths at once. Blocks;
+        raises OSError."""
+        busy = [
+            (place, moved)
+            for place, moved in enumerate(load)
+            if moved.read_bytes or moved.written_bytes
+        ]
         if not busy:
             return 0.0
         with ThreadPoolExecutor(len(busy)) as threads:
@@ -288,9 +320,19 @@ class Roofline(AbstractContextManager["Roofline"]):
             mode = "mixed" if all(moved) else "read" if moved.read_bytes else "write"
             return self._loops[place].run(mode, *setting, *(each for each in moved if each)).seconds
         both = min(moved)
-        parts = {"mixed": both, "read": moved.read_bytes - both, "write": moved.written_bytes - both}
-        with self._passes(place, IoSettings(self._engine, setting.block_bytes, 2 * setting.depth)) as passes:
-            return sum(passes.run(mode, num_bytes).seconds for mode, num_bytes in parts.items() if num_bytes)
+        parts = {
+            "mixed": both,
+            "read": moved.read_bytes - both,
+            "write": moved.written_bytes - both,
+        }
+        with self._passes(
+            place, IoSettings(self._engine, setting.block_bytes, 2 * setting.depth)
+        ) as passes:
+            return sum(
+                passes.run(mode, num_bytes).seconds
+                for mode, num_bytes in parts.items()
+                if num_bytes
+            )
 
     def _passes(self, place: int, io: IoSettings) -> Passes:
         return Passes(self._files.descriptor(place), self._file_bytes, io)
@@ -299,8 +341,11 @@ class Roofline(AbstractContextManager["Roofline"]):
 def ceiling(
     yardstick: Path | None, series: Sequence[tuple[BareSetting, Sequence[float]]], memory_s: float
 ) -> tuple[float, str]:
-    """The shortest time of a step in seconds, and what sets it: the best median of the disk's settings, or the memory."""
-    best, seconds = min(((s, statistics.median(times)) for s, times in series), key=lambda item: item[1])
+    """The shortest time of a step in seconds, and what sets it: the best median of the disk's
+    settings, or the memory."""
+    best, seconds = min(
+        ((s, statistics.median(times)) for s, times in series), key=lambda item: item[1]
+    )
     if memory_s > seconds:
         return memory_s, "memory traffic of Adam"
     by = "bare loop" if yardstick is not None else "by the queue without arithmetic"
@@ -308,17 +353,19 @@ def ceiling(
 
 
 def memory_rate() -> float:
-    """Bytes per second that memory takes when one vector is added to another in place, all threads; the best of a few."""
+    """Bytes per second that memory takes when one vector is added to another in place, all threads;
+    the best of a few."""
     a = torch.zeros(_STREAM_NUMEL)
     b = torch.ones(_STREAM_NUMEL)
     return 3 * a.nbytes / min(timeit.repeat(lambda: a.add_(b), number=1, repeat=5))
 
 
-# ---- the picture of one step -----------------------------------------------------------------------------------------
+# ---- the picture of one step ---------------------------------------------------------------------
 #
 #     GB/s                    rates of reads and writes over time
 #     read, compute, write    one bar per tile, from its first block to its last; bars of concurrent tiles lie below each
-#                             other. The colour is the tile's position in the model, so that it can be found in each lane
+#                             other. The colour is the tile's position in the model, so that it can
+#                             be found in each lane
 #
 # Below the whole step the picture magnifies a part of it. It is drawn from the spans of one step.
 
@@ -332,7 +379,12 @@ _GREY = "#666666"
 
 
 def draw_tiles(
-    step: TimedStep, tile_names: Sequence[str], figures: Mapping[str, Any], caption: str, file: Path, made_by: str
+    step: TimedStep,
+    tile_names: Sequence[str],
+    figures: Mapping[str, Any],
+    caption: str,
+    file: Path,
+    made_by: str,
 ) -> None:
     """Draws and saves the picture of one step. Raises OSError; needs matplotlib.
 
@@ -345,24 +397,34 @@ def draw_tiles(
     spans = [span for span in step.spans if span.lane in _LANES]
     order = {name: number for number, name in enumerate(tile_names)}
     stretches = _stretches(step, spans)
-    figure, axes = new_figure(13, 1.2 + 4.2 * len(stretches), (1.0, 2.6) * len(stretches), is_shared=False)
+    figure, axes = new_figure(
+        13, 1.2 + 4.2 * len(stretches), (1.0, 2.6) * len(stretches), is_shared=False
+    )
     for number, stretch in enumerate(stretches):
         rates, lanes = axes[2 * number : 2 * number + 2]
         part = within(spans, *stretch)
         _draw_rates(rates, part, stretch, step)
         _draw_lanes(lanes, part, stretch, step, order)
-        rates.set_title("a part of it, magnified" if number else "the whole step", fontsize=9, loc="left")
+        rates.set_title(
+            "a part of it, magnified" if number else "the whole step", fontsize=9, loc="left"
+        )
     axes[-1].set_xlabel(f"time since the step began (ms)\n\n{caption}", fontsize=8, color=_GREY)
     figure.suptitle(_title(step, figures), fontsize=12)
     save_figure(figure, file, made_by)
 
 
 def _title(step: TimedStep, figures: Mapping[str, Any]) -> str:
-    resident = f", {figures['resident_fraction']:.0%} of states resident" if figures["resident_bytes"] else ""
+    resident = (
+        f", {figures['resident_fraction']:.0%} of states resident"
+        if figures["resident_bytes"]
+        else ""
+    )
     return (
-        f"one optimizer step of {figures['num_params'] / 1e6:.0f} M parameters in {figures['precision']}{resident}: "
+        f"one optimizer step of {figures['num_params'] / 1e6:.0f} M parameters in "
+        f"{figures['precision']}{resident}: "
         f"{step.seconds:.3f} s\n"
-        f"median of {len(figures['step_s'])}: {figures['step_s_median']:.3f} s; roofline {figures['roofline_s']:.3f} s "
+        f"median of {len(figures['step_s'])}: {figures['step_s_median']:.3f} s; roofline "
+        f"{figures['roofline_s']:.3f} s "
         f"({figures['roofline_by']}); fraction reached {figures['roofline_fraction']:.2f}; "
         f"disk idle {step.idle_fraction():.1%}"
     )
@@ -371,7 +433,9 @@ def _title(step: TimedStep, figures: Mapping[str, Any]) -> str:
 def _stretches(step: TimedStep, spans: Sequence[Span]) -> list[tuple[int, int]]:
     """The whole step, and, when that is dense, a part from its middle with a few tiles."""
     whole = (step.start_ns, step.end_ns)
-    computed = sorted((span for span in spans if span.lane == "compute"), key=lambda span: span.start_ns)
+    computed = sorted(
+        (span for span in spans if span.lane == "compute"), key=lambda span: span.start_ns
+    )
     if len(computed) < 2 * _MAGNIFIED_TILES:
         return [whole]
     first = len(computed) // 2
@@ -384,7 +448,9 @@ def _draw_rates(ax: Axes, spans: Sequence[Span], stretch: tuple[int, int], step:
     times = ((edges[:-1] + edges[1:]) / 2 - step.start_ns) / 1e6
     for lane, colour in (("read", _READ_COLOUR), ("write", _WRITE_COLOUR)):
         moved = np.zeros(len(edges))  # bytes until each edge
-        for span in (span for span in step.spans if span.lane == lane and span.end_ns > span.start_ns):
+        for span in (
+            span for span in step.spans if span.lane == lane and span.end_ns > span.start_ns
+        ):
             moved += np.interp(edges, (span.start_ns, span.end_ns), (0, span.num_bytes))
         rates = np.diff(moved) / np.diff(edges)
         carried = sum(span.num_bytes for span in spans if span.lane == lane) / 1e9
@@ -399,25 +465,41 @@ def _draw_rates(ax: Axes, spans: Sequence[Span], stretch: tuple[int, int], step:
 
 
 def _draw_lanes(
-    ax: Axes, spans: Sequence[Span], stretch: tuple[int, int], step: TimedStep, order: Mapping[str, int]
+    ax: Axes,
+    spans: Sequence[Span],
+    stretch: tuple[int, int],
+    step: TimedStep,
+    order: Mapping[str, int],
 ) -> None:
     """Each lane's bars, rows of tiles that were on their way together below each other."""
     import matplotlib
 
     colours = matplotlib.colormaps[_COLOURS]
-    numbers = [order[name] for span in spans if (name := span.name.removeprefix(_PREFIX)) in order] or [0]
-    scale = matplotlib.cm.ScalarMappable(matplotlib.colors.Normalize(min(numbers), max(numbers)), colours)
+    numbers = [
+        order[name] for span in spans if (name := span.name.removeprefix(_PREFIX)) in order
+    ] or [0]
+    scale = matplotlib.cm.ScalarMappable(
+        matplotlib.colors.Normalize(min(numbers), max(numbers)), colours
+    )
     bands = []
     for lane in _LANES:
-        members = sorted((span for span in spans if span.lane == lane), key=lambda span: span.start_ns)
+        members = sorted(
+            (span for span in spans if span.lane == lane), key=lambda span: span.start_ns
+        )
         rows = rows_of(members) or [[]]
         height = 2.0 if lane == "compute" else max(2.0, len(rows))
         bands.append((f"{lane}\n{busy_fraction(members, *stretch):.0%} busy", rows, height))
-    for top, (_, rows, height) in zip(stack_bands(ax, bands, stretch, step.start_ns), bands, strict=True):
+    for top, (_, rows, height) in zip(
+        stack_bands(ax, bands, stretch, step.start_ns), bands, strict=True
+    ):
         each = height / len(rows)
         for number, row in enumerate(rows):
-            bars = [((s.start_ns - step.start_ns) / 1e6, (s.end_ns - s.start_ns) / 1e6) for s in row]
-            shades = scale.to_rgba(np.array([order.get(s.name.removeprefix(_PREFIX), 0) for s in row], dtype=float))
+            bars = [
+                ((s.start_ns - step.start_ns) / 1e6, (s.end_ns - s.start_ns) / 1e6) for s in row
+            ]
+            shades = scale.to_rgba(
+                np.array([order.get(s.name.removeprefix(_PREFIX), 0) for s in row], dtype=float)
+            )
             place = (top + (number + 0.06) * each, 0.88 * each)
             ax.broken_barh(bars, place, facecolors=shades, edgecolor="white", linewidth=0.2)
     bar = ax.figure.colorbar(scale, ax=ax, pad=0.01, aspect=18)

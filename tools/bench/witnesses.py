@@ -1,4 +1,5 @@
-"""Witnesses: fio, a bare loop and a peer, measured in the same loops and on the same files as our own settings."""
+"""Witnesses: fio, a bare loop and a peer, measured in the same loops and on the same files as our
+own settings."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 from tiermem.tools.bench.io_ranks import Setting
 from tiermem.tools.measure.files import BenchFiles
 
-# ---- programs that are asked a line and answer one -------------------------------------------------------------------
+# ---- programs that are asked a line and answer one -----------------------------------------------
 #
 #     us -> a command                     it -> one line, which begins with "error" when it refuses
 #     us -> quit
@@ -74,13 +75,16 @@ class LineProgram(AbstractContextManager["LineProgram"]):
         except BrokenPipeError:
             answer = self._process.stdout.readline()  # it may have said why before it ended
         if not answer:
-            raise OSError(f"{self.name} ended (status {self._end()}) at {line!r}: {self._last_words()}")
+            raise OSError(
+                f"{self.name} ended (status {self._end()}) at {line!r}: {self._last_words()}"
+            )
         if answer.startswith("error"):
             raise ValueError(f"{self.name} answers {line!r} with {answer.strip()}")
         return answer.strip()
 
     def ask(self, line: str, how_many: int, what: str) -> list[float]:
-        """Sends one line and waits for the numbers that answer it; `what` they are. Raises as `say`."""
+        """Sends one line and waits for the numbers that answer it; `what` they are. Raises as
+        `say`."""
         answer = self.say(line)
         try:
             numbers = list(map(float, answer.split()))
@@ -121,13 +125,14 @@ def _words(said: str, number: int) -> str:
     return lines[number] if lines else "it said nothing"
 
 
-# ---- the bare loop ---------------------------------------------------------------------------------------------------
+# ---- the bare loop -------------------------------------------------------------------------------
 #
 #     us   -> read 1048576 32 2147483648      it -> 0.512345 0.010000 0.120000       seconds, user CPU, system CPU
 #
-# Commands are `read BLOCK DEPTH BYTES`, `write BLOCK DEPTH BYTES`, `mixed BLOCK DEPTH READ_BYTES WRITE_BYTES` (both at
-# once, DEPTH each way) and `random BLOCK DEPTH BYTES SEED`. The program is tests/native/bare_loop (`make yardsticks`) or
-# another that speaks so, such as peer_operators.py. It opens the file itself, and overwrites what the file held.
+# Commands are `read BLOCK DEPTH BYTES`, `write BLOCK DEPTH BYTES`, `mixed BLOCK DEPTH READ_BYTES
+# WRITE_BYTES` (both at once, DEPTH each way) and `random BLOCK DEPTH BYTES SEED`. The program is
+# tests/native/bare_loop (`make yardsticks`) or another that speaks so, such as peer_operators.py.
+# It opens the file itself, and overwrites what the file held.
 
 
 class BareRun(NamedTuple):
@@ -155,16 +160,18 @@ class BareLoop(LineProgram):
     def run(self, command: str, block_bytes: int, depth: int, *numbers: int) -> BareRun:
         """Sends one command and waits for its answer. `numbers`: bytes, and the seed of "random".
 
-        Raises ValueError with the program's words when it refuses or does not speak the protocol, OSError when it ended.
+        Raises ValueError with the program's words when it refuses or does not speak the protocol,
+        OSError when it ended.
         """
         line = " ".join(map(str, (command, block_bytes, depth, *numbers)))
         return BareRun(*self.ask(line, len(BareRun._fields), "seconds, user_s and system_s"))
 
 
-# ---- fio -------------------------------------------------------------------------------------------------------------
+# ---- fio -----------------------------------------------------------------------------------------
 #
-# Its two asynchronous engines run in turn, io_uring with registered buffers and files; the better one counts. fio gets a
-# file that exists, and moves as many bytes as our own pass. Its memory is `depth` blocks, used again and again.
+# Its two asynchronous engines run in turn, io_uring with registered buffers and files; the better
+# one counts. fio gets a file that exists, and moves as many bytes as our own pass. Its memory is
+# `depth` blocks, used again and again.
 
 ENGINES = {"io_uring": ("--fixedbufs=1", "--registerfiles=1"), "libaio": ()}
 _PATTERNS = {"read": "read", "write": "write", "mixed": "rw", "random": "randread"}
@@ -172,9 +179,15 @@ _PATIENCE_S = 600.0
 
 
 def run_fio(
-    program: str, engine: str, files: BenchFiles, setting: Setting, num_bytes: int, sync: bool = False
+    program: str,
+    engine: str,
+    files: BenchFiles,
+    setting: Setting,
+    num_bytes: int,
+    sync: bool = False,
 ) -> float:
-    """GB (1e9 bytes) per second, both directions together. Moves num_bytes, for "mixed" each way. Blocks.
+    """GB (1e9 bytes) per second, both directions together. Moves num_bytes, for "mixed" each way.
+    Blocks.
 
     Raises OSError with fio's words.
     """
@@ -197,7 +210,9 @@ def run_fio(
         "--output-format=json",
     ]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_PATIENCE_S)
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=_PATIENCE_S
+        )
     except subprocess.TimeoutExpired:
         raise OSError(f"fio ({engine}) took more than {_PATIENCE_S:.0f} s") from None
     if done.returncode:
@@ -206,7 +221,8 @@ def run_fio(
 
 
 def read_rate(report: str) -> float:
-    """GB per second out of fio's JSON report. Raises OSError when it is none, or says that nothing was moved."""
+    """GB per second out of fio's JSON report. Raises OSError when it is none, or says that nothing
+    was moved."""
     try:
         job: dict[str, Any] = json.loads(report[report.index("{") :])["jobs"][0]
         num_bytes = sum(int(job[way]["io_bytes"]) for way in ("read", "write"))
@@ -218,14 +234,15 @@ def read_rate(report: str) -> float:
     return num_bytes / max(milliseconds, 1) / 1e6
 
 
-# ---- witnesses -------------------------------------------------------------------------------------------------------
+# ---- witnesses -----------------------------------------------------------------------------------
 #
-# fio, a bare loop and a peer are measured in the same loops and on the same files as our own settings. A witness that fails
-# says why once and is left out after that.
+# fio, a bare loop and a peer are measured in the same loops and on the same files as our own
+# settings. A witness that fails says why once and is left out after that.
 
 
 class Witness:
-    """Another program that measures the same pattern on the same file. It keeps a figure of each loop."""
+    """Another program that measures the same pattern on the same file. It keeps a figure of each
+    loop."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -241,12 +258,16 @@ class Witness:
         return self._series(setting)
 
     def user_us(self, setting: Setting) -> float | None:
-        """Microseconds of user CPU for a block: the mean, since a loop may be shorter than the kernel's tick."""
+        """Microseconds of user CPU for a block: the mean, since a loop may be shorter than the
+        kernel's tick."""
         return statistics.fmean(series) if (series := self._series(setting, "user")) else None
 
     def _series(self, setting: Setting, kind: str = "") -> list[float]:
-        """What was measured of a setting so far. The engine and the ranks are ours: a witness has neither."""
-        return self._figures[kind, setting.mode, setting.block_bytes, setting.depth, setting.places[0]]
+        """What was measured of a setting so far. The engine and the ranks are ours: a witness has
+        neither."""
+        return self._figures[
+            kind, setting.mode, setting.block_bytes, setting.depth, setting.places[0]
+        ]
 
 
 class FioWitness(Witness):
@@ -275,17 +296,24 @@ class FioWitness(Witness):
 
 
 class LoopWitness(Witness, AbstractContextManager["LoopWitness"]):
-    """A program that speaks the protocol of witnesses.py, a process for each path. A context manager.
+    """A program that speaks the protocol of witnesses.py, a process for each path. A context
+    manager.
 
     Args:
         name: how notes call it.
         command: of the program, without the file.
         modes: what it can do.
-        sync: whether ours syncs what it writes; the programs do not, so then they are asked to read alone.
+        sync: whether ours syncs what it writes; the programs do not, so then they are asked to read
+            alone.
     """
 
     def __init__(
-        self, name: str, command: Path | Sequence[str], files: BenchFiles, modes: Sequence[str], sync: bool
+        self,
+        name: str,
+        command: Path | Sequence[str],
+        files: BenchFiles,
+        modes: Sequence[str],
+        sync: bool,
     ) -> None:
         super().__init__(name)
         self._command = command
@@ -314,7 +342,9 @@ class LoopWitness(Witness, AbstractContextManager["LoopWitness"]):
             self.notes.append(f"{self.name} is left out: {error}")
             return
         self._series(setting).append(ways * num_bytes / run.seconds / 1e9)
-        self._series(setting, "user").append(run.user_s * setting.block_bytes / (ways * num_bytes) * 1e6)
+        self._series(setting, "user").append(
+            run.user_s * setting.block_bytes / (ways * num_bytes) * 1e6
+        )
 
     def _program_on(self, setting: Setting) -> BareLoop:
         place = setting.places[0]
@@ -332,21 +362,26 @@ def bare_witness(program: Path, files: BenchFiles, sync: bool) -> LoopWitness:
 
 
 def peer_witness(python: Path, files: BenchFiles, sync: bool) -> LoopWitness:
-    """DeepSpeed's aio_handle, in the interpreter that has it; its operator compiles before the first answer."""
+    """DeepSpeed's aio_handle, in the interpreter that has it; its operator compiles before the
+    first answer."""
     return LoopWitness("aio_handle", peer_program(python, "aio"), files, ("read", "write"), sync)
 
 
 def peer_program(python: Path, operator: str, **variables: str) -> list[str]:
-    """Command line of DeepSpeed's operator ("adam" or "aio") behind lines, in the interpreter that has it."""
+    """Command line of DeepSpeed's operator ("adam" or "aio") behind lines, in the interpreter that
+    has it."""
     script = Path(__file__).parent / "peer_operators.py"
     return [*peer_command(python, **variables), str(script), operator]
 
 
 def peer_command(python: Path, name: str = "deepspeed", **variables: str) -> list[str]:
-    """How a peer's command line begins: its interpreter's tools come first (ninja), no GPU means DS_ACCELERATOR=cpu."""
+    """How a peer's command line begins: its interpreter's tools come first (ninja), no GPU means
+    DS_ACCELERATOR=cpu."""
     # Packages that a bare machine has in PYTHONPATH alone are this interpreter's own.
     is_ours = "PYTHONPATH" in os.environ and python.absolute() == Path(sys.executable).absolute()
-    variables["PATH"] = f"{python.absolute().parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    variables["PATH"] = (
+        f"{python.absolute().parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    )
     if name == "deepspeed" and not has_gpu():
         variables["DS_ACCELERATOR"] = os.environ.get("DS_ACCELERATOR", "cpu")
     return [
@@ -358,5 +393,6 @@ def peer_command(python: Path, name: str = "deepspeed", **variables: str) -> lis
 
 
 def has_gpu() -> bool:
-    """Whether a driver of NVIDIA or AMD has made its device; the launcher imports no torch to ask."""
+    """Whether a driver of NVIDIA or AMD has made its device; the launcher imports no torch to
+    ask."""
     return any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd")))

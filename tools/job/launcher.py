@@ -1,4 +1,5 @@
-"""Launcher: starts one process under a memory cap, sends its job, reads its channel, and reports why it ended."""
+"""Launcher: starts one process under a memory cap, sends its job, reads its channel, and reports
+why it ended."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from tiermem.tools.measure.machine import bytes_in, read_table
 from tiermem.tools.memory_limit import Charge, MemoryLimit
 from tiermem.tools.words import format_bytes, handling, read_json, save_json
 
-# ---- the job: one JSON file for a trainer process; peers' processes get the same file --------------------------------
+# ---- the job: one JSON file for a trainer process; peers' processes get the same file ------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,8 @@ class Job:
     batch: int
     seed: int
     precision: str
-    is_checkpointing: bool | None  # whether blocks are recomputed in backward; None: the trainer chooses
+    # whether blocks are recomputed in backward; None: the trainer chooses
+    is_checkpointing: bool | None
     memory_limit_bytes: int | None
     threads: int | None  # None: what torch takes by itself
     nvme_paths: list[str]
@@ -62,7 +64,8 @@ class Job:
 
     @property
     def at_once(self) -> int | None:
-        """Micro-batches that go through the model block by block; None: they go one after the other."""
+        """Micro-batches that go through the model block by block; None: they go one after the
+        other."""
         if (self.config.get("tiermem") or {}).get("accumulation") != "layers":
             return None
         return int(self.config.get("gradient_accumulation_steps") or 1)
@@ -82,15 +85,16 @@ def compute_of(config: Mapping[str, Any], precision: str) -> str:
     return "fp32" if (config.get("tiermem") or {}).get("compute_dtype") == "fp32" else precision
 
 
-# ---- the channel: one JSON object a line, over an inherited pipe -----------------------------------------------------
+# ---- the channel: one JSON object a line, over an inherited pipe ---------------------------------
 #
 #     {"kind": "phase", "name": "forward of step 3", "time_ns": ...}      before the phase begins: names the phase of a crash
 #     {"kind": "step", "loss": ..., ...}                                   after each step
 #     {"kind": "error", "type": "ValueError", "message": ..., "trace": ...}
 #     {"kind": "done", ...}
 #
-# It is a pipe and not a file: it costs the writer no page cache and no I/O, and its messages survive the writer's end. When the
-# launcher has ended, the writer gets BrokenPipeError, so a trainer ends at most one phase after its launcher.
+# It is a pipe and not a file: it costs the writer no page cache and no I/O, and its messages
+# survive the writer's end. When the launcher has ended, the writer gets BrokenPipeError, so a
+# trainer ends at most one phase after its launcher.
 
 Message = dict[str, Any]
 
@@ -142,17 +146,19 @@ class LineReader:
         return [line.decode(errors="replace") for line in complete]
 
 
-# ---- the C heap of the trained process (glibc; elsewhere nothing changes) --------------------------------------------
+# ---- the C heap of the trained process (glibc; elsewhere nothing changes) ------------------------
 #
 #     training    the heap keeps freed blocks of up to 32 MiB for reuse: new mappings would cost page faults for activations
 #     building    blocks of 256 KiB or more get mappings of their own, which end when the blocks are freed
 #
-# A model larger than memory is built once, and each module's weights move to their home when the module is built. In the heap
-# these weights would leave holes as large as the whole model. The holes' pages are given back, but training's blocks would
-# later spread over the holes, so that the peak grows with the number of layers. Mappings leave no holes.
+# A model larger than memory is built once, and each module's weights move to their home when the
+# module is built. In the heap these weights would leave holes as large as the whole model. The
+# holes' pages are given back, but training's blocks would later spread over the holes, so that the
+# peak grows with the number of layers. Mappings leave no holes.
 
 MAP_FROM_BYTES = 32 << 20
-"""Blocks of this size and more are mapped while a model is trained: the largest that glibc allows."""
+"""Blocks of this size and more are mapped while a model is trained: the largest that glibc
+allows."""
 KEEP_BYTES = 1 << 30
 """Free bytes at the heap's end that are kept."""
 
@@ -164,7 +170,8 @@ _M_MMAP_THRESHOLD = -3
 
 @contextlib.contextmanager
 def large_blocks_mapped() -> Iterator[None]:
-    """Inside, blocks are treated as building wants it; afterwards as training does, and free pages are given back."""
+    """Inside, blocks are treated as building wants it; afterwards as training does, and free pages
+    are given back."""
     _set_threshold(_MAP_FROM_BYTES_BUILDING)
     try:
         yield
@@ -174,7 +181,8 @@ def large_blocks_mapped() -> Iterator[None]:
 
 
 def give_back_free_memory() -> None:
-    """Hands the heap's free pages back to the kernel: memory freed after building is not counted during training."""
+    """Hands the heap's free pages back to the kernel: memory freed after building is not counted
+    during training."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, musl has not
     if trim is not None:
         trim(0)
@@ -187,10 +195,10 @@ def _set_threshold(num_bytes: int) -> None:
         set_option(_M_TRIM_THRESHOLD, KEEP_BYTES)
 
 
-# ---- resident memory of a process and its descendants, read from /proc -----------------------------------------------
+# ---- resident memory of a process and its descendants, read from /proc ---------------------------
 #
-# VmRSS is the present resident memory, VmHWM its maximum so far. Pages that two processes share count twice, so the sum over a
-# process tree is an upper bound. That is safe for a cap.
+# VmRSS is the present resident memory, VmHWM its maximum so far. Pages that two processes share
+# count twice, so the sum over a process tree is an upper bound. That is safe for a cap.
 
 _SAMPLES_PER_WALK = 10
 
@@ -203,7 +211,8 @@ class Resident(NamedTuple):
 
 
 def resident_of(pid: int | str = "self") -> Resident:
-    """Reads the resident memory of a process, by default this one; zeros for a process that has ended."""
+    """Reads the resident memory of a process, by default this one; zeros for a process that has
+    ended."""
     table = read_table(f"/proc/{pid}/status")
     return Resident(bytes_in(table, "VmRSS"), bytes_in(table, "VmHWM"))
 
@@ -229,7 +238,8 @@ class ProcessTree:
         return now_bytes
 
     def raise_peak(self, num_bytes: int) -> None:
-        """Takes note of a peak, such as a VmHWM that a process read of itself later than the last sample."""
+        """Takes note of a peak, such as a VmHWM that a process read of itself later than the last
+        sample."""
         self.peak_bytes = max(self.peak_bytes, num_bytes)
 
 
@@ -244,7 +254,7 @@ def _descendants(root: int) -> list[int]:
     return found
 
 
-# ---- the launcher ----------------------------------------------------------------------------------------------------
+# ---- the launcher --------------------------------------------------------------------------------
 #
 #     launcher (small, not capped)                        child (capped, in a session of its own)
 #       samples the tree's memory          <-- /proc
@@ -252,14 +262,17 @@ def _descendants(root: int) -> list[int]:
 #       keeps the child's output           <-- pipe         stdout and stderr
 #       forwards Ctrl-C once, then kills   --> SIGINT       finishes its step and reports
 #
-# One thread waits for all of these, so there are no locks. Output that the child wrote before it was killed is still in its
-# pipes. All measurements run outside the child, and the launcher's I/O does not count as the child's.
+# One thread waits for all of these, so there are no locks. Output that the child wrote before it
+# was killed is still in its pipes. All measurements run outside the child, and the launcher's I/O
+# does not count as the child's.
 
 CHILD_ENVIRONMENT = {
-    # Activations of a step come and go in sizes of 100 KiB to 32 MiB. Mapped anew each time they cost page faults; kept in
-    # the heap they leave holes. Measured (24 layers of 1024 sharing one block's weights, 128 tokens, 2 quiet cores, glibc
-    # 2.36), backward and peak above the imports: mapped from 128 KiB on 1.24 s, 217 MiB; glibc's own moving threshold 0.72
-    # s, 288 MiB; kept up to 32 MiB and never trimmed 0.68 s, 294 MiB. The last does not depend on what was freed before.
+    # Activations of a step come and go in sizes of 100 KiB to 32 MiB. Mapped anew each time they
+    # cost page faults; kept in the heap they leave holes. Measured (24 layers of 1024 sharing one
+    # block's weights, 128 tokens, 2 quiet cores, glibc 2.36), backward and peak above the imports:
+    # mapped from 128 KiB on 1.24 s, 217 MiB; glibc's own moving threshold 0.72 s, 288 MiB; kept up
+    # to 32 MiB and never trimmed 0.68 s, 294 MiB. The last does not depend on what was freed
+    # before.
     "MALLOC_MMAP_THRESHOLD_": str(MAP_FROM_BYTES),
     "MALLOC_TRIM_THRESHOLD_": str(KEEP_BYTES),
 }
@@ -282,12 +295,14 @@ class Sample(NamedTuple):
 
     @property
     def held_bytes(self) -> int:
-        """What the cap counts: bytes charged to the cgroup where one is the cap, else resident bytes."""
+        """What the cap counts: bytes charged to the cgroup where one is the cap, else resident
+        bytes."""
         return self.resident_bytes if self.charged_bytes is None else self.charged_bytes
 
 
 class Observer:
-    """What a launch tells its caller while it runs; every method may be overridden, none must block."""
+    """What a launch tells its caller while it runs; every method may be overridden, none must
+    block."""
 
     def on_message(self, message: Message) -> None:
         """A line of the channel."""
@@ -312,7 +327,8 @@ class Outcome:
     is_interrupted: bool = False
     peak_rss_bytes: int = 0  # over the process tree: samples and VmHWM
     charge: Charge = dataclasses.field(default_factory=Charge)  # the kernel's counts at the end
-    anonymous_peak_bytes: int | None = None  # largest sample of the cgroup's memory that is not page cache
+    # largest sample of the cgroup's memory that is not page cache
+    anonymous_peak_bytes: int | None = None
     wall_s: float = 0.0
     pid: int = 0  # it was, and the session of its children
 
@@ -320,7 +336,10 @@ class Outcome:
         """One line: finished, or killed at the cap during which phase, by whose counters."""
         if self.is_killed_at_cap:
             cap = format_bytes(self.limit_bytes or 0)
-            return f"killed at the cap of {cap} during {self.phase} ({self.limit_kind}: {self._evidence()})"
+            return (
+                f"killed at the cap of {cap} during {self.phase} ({self.limit_kind}: "
+                f"{self._evidence()})"
+            )
         if self.is_stalled:
             return f"stopped: no progress during {self.phase}"
         if self.exit_code == 0:
@@ -348,11 +367,12 @@ def launch(
     environment: Mapping[str, str] | None = None,
     patience_s: float | None = None,
 ) -> Outcome:
-    """Runs a command under `limit` to its end. Blocks; Ctrl-C goes to the child, a second one kills it.
+    """Runs a command under `limit` to its end. Blocks; Ctrl-C goes to the child, a second one kills
+    it.
 
-    CHANNEL_FD in the command becomes the number of the descriptor for messages. `environment` is added to this
-    process's. A child that says nothing on its channel for `patience_s` is killed. The child and all it started are gone
-    on return, also when this raises.
+    CHANNEL_FD in the command becomes the number of the descriptor for messages. `environment` is
+    added to this process's. A child that says nothing on its channel for `patience_s` is killed.
+    The child and all it started are gone on return, also when this raises.
 
     Raises:
         OSError: the command cannot be started.
@@ -382,7 +402,8 @@ def launch(
 
 
 class _Watch(Outcome):
-    """The launcher's loop: selects on the child's end and its pipes, samples in between. The outcome is its state."""
+    """The launcher's loop: selects on the child's end and its pipes, samples in between. The
+    outcome is its state."""
 
     def __init__(
         self,
@@ -423,20 +444,23 @@ class _Watch(Outcome):
                         due = time.monotonic() + interval
         finally:
             os.close(exit_fd)
-        _kill(self._child)  # what it started and left behind; its own pid is still held by the kernel
+        # what it started and left behind; its own pid is still held by the kernel
+        _kill(self._child)
         self._reap()
         self._read(None)
         self._conclude()
 
     def _reap(self) -> None:
-        """Ends the child's entry with the kernel and learns its peak, which between fork and exec was the launcher's."""
+        """Ends the child's entry with the kernel and learns its peak, which between fork and exec
+        was the launcher's."""
         _, status, usage = os.wait4(self._child.pid, 0)
         self._child.returncode = os.waitstatus_to_exitcode(status)
         if usage.ru_maxrss * 1024 > resident_of().peak_bytes:
             self._tree.raise_peak(usage.ru_maxrss * 1024)
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Handles SIGINT and SIGTERM: the first goes to the child as SIGINT, the second kills it."""
+        """Handles SIGINT and SIGTERM: the first goes to the child as SIGINT, the second kills
+        it."""
         if self.is_interrupted:
             _kill(self._child)
         else:
@@ -448,7 +472,8 @@ class _Watch(Outcome):
         """Notes what is known once the child has ended."""
         self.charge = self._limit.charge(in_full=True)
         code = self._child.returncode
-        if self.is_interrupted and code == -signal.SIGINT:  # before it handled Ctrl-C, or after its last word
+        # before it handled Ctrl-C, or after its last word
+        if self.is_interrupted and code == -signal.SIGINT:
             code = 0
         self.exit_code = 128 - code if code < 0 else code
         self.is_killed_at_cap |= code != 0 and bool(self.charge.num_kills)
@@ -488,13 +513,16 @@ class _Watch(Outcome):
         for observer in self._observers:
             observer.on_sample(sample)
         self.is_killed_at_cap |= self._limit.is_over(resident)
-        self.is_stalled = self._patience_s is not None and time.monotonic() - self._heard > self._patience_s
+        self.is_stalled = (
+            self._patience_s is not None and time.monotonic() - self._heard > self._patience_s
+        )
         if self.is_killed_at_cap or self.is_stalled:
             _kill(self._child)
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
-    """Kills the child and what it started, unless its end was noted: its pid may be another process's by then."""
+    """Kills the child and what it started, unless its end was noted: its pid may be another
+    process's by then."""
     if child.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)

@@ -1,4 +1,5 @@
-"""TrainJob: makes a config and the job from `tiermem train`'s options and a saved step, and finds errors before it starts."""
+"""TrainJob: makes a config and the job from `tiermem train`'s options and a saved step, and finds
+errors before it starts."""
 
 from __future__ import annotations
 
@@ -15,10 +16,17 @@ from tiermem.tools.corpus import Corpus, check_bytes_suit
 from tiermem.tools.job.launcher import Job
 from tiermem.tools.measure.machine import memory_bytes
 from tiermem.tools.options import TrainOptions
-from tiermem.tools.presets import ModelShape, ModelSizes, check_shape, read_shape, shape_of, with_layers
+from tiermem.tools.presets import (
+    ModelShape,
+    ModelSizes,
+    check_shape,
+    read_shape,
+    shape_of,
+    with_layers,
+)
 from tiermem.tools.words import Mistake, folders, format_bytes, options_of, read_json
 
-# ---- the config ------------------------------------------------------------------------------------------------------
+# ---- the config ----------------------------------------------------------------------------------
 #
 # A setting that the config file contains cannot be given as an option, too.
 
@@ -33,7 +41,8 @@ _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_a
 
 
 def make_config(options: TrainOptions, nvme_paths: Sequence[Path] = ()) -> Config:
-    """AdamW with clipping; parameters and optimizer states at home on `offload`, on NVMe at `nvme_paths`. Raises ValueError."""
+    """AdamW with clipping; parameters and optimizer states at home on `offload`, on NVMe at
+    `nvme_paths`. Raises ValueError."""
     offload = options.offload or "nvme"
     precision = options.precision or "auto"
     compute = options.compute
@@ -41,7 +50,10 @@ def make_config(options: TrainOptions, nvme_paths: Sequence[Path] = ()) -> Confi
         precision = "bf16"
         compute = compute or "auto"
     if options.resident_bytes and offload != "nvme":
-        said = f"--resident keeps a part of what rests on NVMe in memory; with --offload {offload} all is"
+        said = (
+            f"--resident keeps a part of what rests on NVMe in memory; with --offload {offload} "
+            "all is"
+        )
         raise Mistake(said, {"--resident": ""})
     target: Config = {"device": offload}
     if offload == "nvme":
@@ -52,12 +64,22 @@ def make_config(options: TrainOptions, nvme_paths: Sequence[Path] = ()) -> Confi
         "gradient_accumulation_steps": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": lr, "weight_decay": 0.0}},
         "gradient_clipping": CLIPPING,
-        "zero_optimization": {"stage": 3, "offload_param": dict(target), "offload_optimizer": dict(target)},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": dict(target),
+            "offload_optimizer": dict(target),
+        },
     }
     if precision != "fp32":
         config[precision] = {"enabled": True}
-    own: Config = {name: getattr(options, name) for name in ("resident_bytes", "durability", "keep", "overlap")}
-    computed = None if precision == "fp32" or compute == "storage" else {"auto": "measured"}.get(compute or "", compute)
+    own: Config = {
+        name: getattr(options, name) for name in ("resident_bytes", "durability", "keep", "overlap")
+    }
+    computed = (
+        None
+        if precision == "fp32" or compute == "storage"
+        else {"auto": "measured"}.get(compute or "", compute)
+    )
     own |= {"precision": options.states, "compute_dtype": computed}
     own = {key: value for key, value in own.items() if value is not None}
     return {**config, "tiermem": own} if own else config
@@ -80,14 +102,21 @@ def read_config(file: Path, given_options: Sequence[str], batch: int) -> Config:
 
 
 def nvme_folders(config: Mapping[str, Any]) -> list[str]:
-    """Folders that states may rest in, in every form that a config has for them; each once. For a config not yet checked."""
+    """Folders that states may rest in, in every form that a config has for them; each once. For a
+    config not yet checked."""
     zero = config.get("zero_optimization")
-    sections = [zero.get(name) for name in ("offload_param", "offload_optimizer")] if isinstance(zero, dict) else []
+    sections = (
+        [zero.get(name) for name in ("offload_param", "offload_optimizer")]
+        if isinstance(zero, dict)
+        else []
+    )
     in_use = [each for each in sections if isinstance(each, dict) and each.get("device") == "nvme"]
     own = own_folders(config)
     if own and in_use:
         return own
-    return list(dict.fromkeys(folder for each in in_use for folder in _folders(each.get("nvme_path"))))
+    return list(
+        dict.fromkeys(folder for each in in_use for folder in _folders(each.get("nvme_path")))
+    )
 
 
 def own_folders(config: Mapping[str, Any]) -> list[str]:
@@ -109,7 +138,8 @@ def micro_batch_of(config: Mapping[str, Any], default: int) -> int:
 
 
 def with_key(config: Mapping[str, Any], path: Sequence[str], value: Any) -> Config:
-    """The config with one key set, or taken out where the value is None; `path` names its sections and then the key."""
+    """The config with one key set, or taken out where the value is None; `path` names its sections
+    and then the key."""
     changed: Any = copy.deepcopy(dict(config))
     *sections, key = path
     place = changed
@@ -136,7 +166,7 @@ def _folders(paths: object) -> list[str]:
     return [each for each in found if isinstance(each, str)]
 
 
-# ---- resuming --------------------------------------------------------------------------------------------------------
+# ---- resuming ------------------------------------------------------------------------------------
 #
 #     DIR          the folder of `--save`, one of its tags, a run's folder (runs/<id>) or a store's: its newest durable step
 #     options      of the run that saved it: data, sizes, precision, learning rate, homes ...; options given now replace them
@@ -166,7 +196,16 @@ _DECIDED_BY_CONFIG = (
     "overlap",
 )
 _ADDED = ("compute", "overlap")  # older runs have no such options
-_CARRIED = (*_DECIDED_BY_CONFIG, "data", "steps", "seq", "seed", "memory_bytes", "threads", "save_every")
+_CARRIED = (
+    *_DECIDED_BY_CONFIG,
+    "data",
+    "steps",
+    "seq",
+    "seed",
+    "memory_bytes",
+    "threads",
+    "save_every",
+)
 
 
 class Resumed(NamedTuple):
@@ -188,12 +227,18 @@ def options_to_save(
     """What a run saves of itself, as JSON."""
     kept = {field: getattr(options, field) for field in _CARRIED}
     kept |= {field: [str(path.absolute()) for path in kept[field]] for field in _PATHS}
-    return {"name": name, "shape": shape, "config": config, "is_checkpointing": options.is_checkpointing, **kept}
+    return {
+        "name": name,
+        "shape": shape,
+        "config": config,
+        "is_checkpointing": options.is_checkpointing,
+        **kept,
+    }
 
 
 def find_resumed(where: Path) -> Resumed:
-    """The newest durable step of a place. Raises OSError when there is none; ValueError for one that is not whole, or that
-    another program saved."""
+    """The newest durable step of a place. Raises OSError when there is none; ValueError for one
+    that is not whole, or that another program saved."""
     from tiermem.checkpoint.opening.source import Source  # imports torch
 
     found: list[tuple[Path, Any]] = []
@@ -201,23 +246,39 @@ def find_resumed(where: Path) -> Resumed:
         with Source.open(place) as source:
             found.append((source.place, source.manifest))
     place, manifest = max(found, key=lambda each: each[1].step)
-    saved = manifest.client_state.get(CLIENT_KEY) if isinstance(manifest.client_state, dict) else None
+    saved = (
+        manifest.client_state.get(CLIENT_KEY) if isinstance(manifest.client_state, dict) else None
+    )
     if not isinstance(saved, dict):
         raise ValueError(
-            f"--resume: {place} was not saved by tiermem train, so it does not say how to go on; open it with "
+            f"--resume: {place} was not saved by tiermem train, so it does not say how to go on; "
+            "open it with "
             "engine.load_checkpoint"
         )
     try:
-        options = {field: saved[field] for field in (*_CARRIED, "is_checkpointing") if field not in _ADDED}
+        options = {
+            field: saved[field] for field in (*_CARRIED, "is_checkpointing") if field not in _ADDED
+        }
         options |= {field: saved.get(field) for field in _ADDED}
         kept = manifest.compute_dtype, manifest.streamed_part
-        return Resumed(place, manifest.step, str(saved["name"]), dict(saved["shape"]), saved["config"], options, *kept)
+        return Resumed(
+            place,
+            manifest.step,
+            str(saved["name"]),
+            dict(saved["shape"]),
+            saved["config"],
+            options,
+            *kept,
+        )
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"--resume: {place}: what tiermem train saved of itself is not complete: {error}") from error
+        raise ValueError(
+            f"--resume: {place}: what tiermem train saved of itself is not complete: {error}"
+        ) from error
 
 
 def with_saved(options: TrainOptions, resumed: Resumed) -> TrainOptions:
-    """The options, those that were not given taken from the run that saved. Raises ValueError when no step is left."""
+    """The options, those that were not given taken from the run that saved. Raises ValueError when
+    no step is left."""
     names = set(_CARRIED)
     if options.deepspeed_config is not None or resumed.config is not None:
         names -= set(_DECIDED_BY_CONFIG)
@@ -233,7 +294,8 @@ def with_saved(options: TrainOptions, resumed: Resumed) -> TrainOptions:
     found = dataclasses.replace(options, **taken)
     if found.steps is not None and found.steps <= resumed.step:
         raise ValueError(
-            f"--resume: {resumed.place} has {resumed.step} steps behind it, and --steps counts from the first: give more than "
+            f"--resume: {resumed.place} has {resumed.step} steps behind it, and --steps counts "
+            "from the first: give more than "
             f"{resumed.step}, not {found.steps}"
         )
     return found
@@ -251,17 +313,21 @@ def _places(where: Path) -> list[Path]:
             return bool(find(place))
         return False
 
-    stores = [each for each in sorted(where.glob("tiermem-*")) if each.is_dir() and holds_steps(each)]
+    stores = [
+        each for each in sorted(where.glob("tiermem-*")) if each.is_dir() and holds_steps(each)
+    ]
     if len(stores) > 1:
         names = ", ".join(each.name for each in stores)
         raise ValueError(f"--resume: {where} holds the stores of several runs: name one of {names}")
-    found = [each for each in (where, where / CHECKPOINTS) if each.exists() and holds_steps(each)] + stores
+    found = [
+        each for each in (where, where / CHECKPOINTS) if each.exists() and holds_steps(each)
+    ] + stores
     if not found:
         find(where)  # raises what is missing there
     return found
 
 
-# ---- the job ---------------------------------------------------------------------------------------------------------
+# ---- the job -------------------------------------------------------------------------------------
 #
 #     options  ->  shape, config, folders, data  ->  Job
 #
@@ -323,20 +389,24 @@ def num_ranks() -> int:
 
 
 def recomputes_blocks(is_asked: bool | None, config: Config) -> bool | None:
-    """Whether blocks are recomputed in backward: as asked, but layer by layer always; None: that is to be chosen.
+    """Whether blocks are recomputed in backward: as asked, but layer by layer always; None: that is
+    to be chosen.
 
     Raises Mistake where a config of layer by layer is not to recompute them.
     """
     if (config.get("tiermem") or {}).get("accumulation") != "layers":
         return is_asked
     if is_asked is False:
-        said = '--no-checkpointing with accumulation "layers", which computes blocks again in backward'
+        said = (
+            '--no-checkpointing with accumulation "layers", which computes blocks again in backward'
+        )
         raise Mistake(said, {"--no-checkpointing": ""})
     return True
 
 
 def _with_kept(config: Config, resumed: Resumed) -> Config:
-    """The config with what this machine would choose as the saved run had it, because it may change bits."""
+    """The config with what this machine would choose as the saved run had it, because it may change
+    bits."""
     own = config.get("tiermem") or {}
     if own.get("compute_dtype") == "measured":
         config = with_key(config, ("tiermem", "compute_dtype"), resumed.compute_dtype)
@@ -345,16 +415,24 @@ def _with_kept(config: Config, resumed: Resumed) -> Config:
     return config
 
 
-def _config(options: TrainOptions, resumed: Resumed | None, folder: Path, batch: int) -> tuple[Config, Config | None]:
+def _config(
+    options: TrainOptions, resumed: Resumed | None, folder: Path, batch: int
+) -> tuple[Config, Config | None]:
     """The config, and the config again if it was given and not made here."""
     tuned = _with_tuned({}, options.tuned)
     said = options_of(options)
-    decided = [said[field].name for field in _DECIDED_BY_CONFIG if getattr(options, field) not in (None, ())]
+    decided = [
+        said[field].name
+        for field in _DECIDED_BY_CONFIG
+        if getattr(options, field) not in (None, ())
+    ]
     if options.deepspeed_config is not None:
         given = read_config(options.deepspeed_config, decided, batch)
     elif resumed is not None and resumed.config is not None:
         if decided:
-            raise ValueError(f"{', '.join(decided)}: {resumed.place} was saved with a config, which decides this")
+            raise ValueError(
+                f"{', '.join(decided)}: {resumed.place} was saved with a config, which decides this"
+            )
         given = resumed.config
     else:
         return _with_tuned(make_config(options, _nvme_of(options, tuned, folder)), tuned), None
@@ -371,7 +449,8 @@ def _with_tuned(config: Config, tuned: Path | Mapping[str, Any] | None) -> Confi
 
 
 def _nvme_of(options: TrainOptions, tuned: Config, folder: Path) -> list[Path]:
-    """The folders that states rest in: those of --nvme, or those that were tuned; both when they are the same."""
+    """The folders that states rest in: those of --nvme, or those that were tuned; both when they
+    are the same."""
     if options.offload not in (None, "nvme"):
         if options.nvme:
             said = f"--nvme names folders, but with --offload {options.offload} nothing rests there"
@@ -380,7 +459,11 @@ def _nvme_of(options: TrainOptions, tuned: Config, folder: Path) -> list[Path]:
     if options.nvme:
         folders("--nvme", options.nvme)
     found = [Path(folder) for folder in own_folders(tuned)]
-    if options.nvme and found and {path.resolve() for path in options.nvme} != {path.resolve() for path in found}:
+    if (
+        options.nvme
+        and found
+        and {path.resolve() for path in options.nvme} != {path.resolve() for path in found}
+    ):
         raise ValueError(
             f"--nvme is {', '.join(map(str, options.nvme))}, but {options.tuned} was made for "
             f"{', '.join(map(str, found))}: leave --nvme out, or tune these folders"
@@ -396,15 +479,20 @@ def _shape(options: TrainOptions, resumed: Resumed | None) -> tuple[ModelShape, 
     if len(named) != 1:
         what = f"{' and '.join(named)} are given" if named else "none is given"
         instead = dict.fromkeys(named[1:], "") if named else {"--preset": "--preset 419m"}
-        raise Mistake(f"a model is named by exactly one of --preset, --config and --model; {what}", instead)
+        raise Mistake(
+            f"a model is named by exactly one of --preset, --config and --model; {what}", instead
+        )
     if options.model is not None:
         if not (options.model / "config.json").is_file():
             raise FileNotFoundError(
-                f"--model: {options.model} has no config.json: give a local folder with config.json and safetensors; nothing "
+                f"--model: {options.model} has no config.json: give a local folder with "
+                "config.json and safetensors; nothing "
                 "is downloaded"
             )
         if options.layers is not None:
-            raise ValueError("--layers changes the shape, but --model brings weights of its own shape")
+            raise ValueError(
+                "--layers changes the shape, but --model brings weights of its own shape"
+            )
         check_bytes_suit(options.model)
         return read_shape(options.model / "config.json"), options.model
     shape = shape_of(options.preset, options.config, "--config")
@@ -412,18 +500,22 @@ def _shape(options: TrainOptions, resumed: Resumed | None) -> tuple[ModelShape, 
 
 
 def _check_room(shape: ModelShape, nvme: list[Path]) -> None:
-    """Raises ValueError for a model whose weights alone, in two bytes each, exceed all disks and the memory."""
+    """Raises ValueError for a model whose weights alone, in two bytes each, exceed all disks and
+    the memory."""
     try:
         sizes = ModelSizes.of(shape)
-    except (ValueError, TypeError):  # a model that the budget does not know, which the trainer builds as it is
+    # a model that the budget does not know, which the trainer builds as it is
+    except (ValueError, TypeError):
         return
     num_bytes = 2 * (sizes.num_layers * sizes.block_numel + sizes.vocabulary * sizes.hidden)
     disks = {facts.device: facts.free_bytes for facts in map(probe_path, nvme)}
     there = sum(disks.values()) + memory_bytes()
     if num_bytes > there:
         raise ValueError(
-            f"the model's weights alone are {format_bytes(num_bytes)} ({sizes.num_layers} layers of {sizes.hidden}, vocabulary "
-            f"{sizes.vocabulary}); memory and free disk are {format_bytes(there)}: take a smaller model, or name a larger disk "
+            f"the model's weights alone are {format_bytes(num_bytes)} ({sizes.num_layers} layers "
+            f"of {sizes.hidden}, vocabulary "
+            f"{sizes.vocabulary}); memory and free disk are {format_bytes(there)}: take a smaller "
+            "model, or name a larger disk "
             "with --nvme"
         )
 

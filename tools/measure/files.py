@@ -16,10 +16,11 @@ from tiermem.swap.disk.passes import Passes
 from tiermem.tools.measure.machine import available_bytes
 from tiermem.tools.words import format_bytes
 
-# ---- files: one on each path for each rank, preallocated, without a name ---------------------------------------------
+# ---- files: one on each path for each rank, preallocated, without a name -------------------------
 #
-# Nothing can be left behind, however the benchmark ends: a file lives as long as a process holds it open. Other processes
-# (ranks, fio, a bare loop) open it as /proc/<pid>/fd/<n>, with a position and flags of their own.
+# Nothing can be left behind, however the benchmark ends: a file lives as long as a process holds it
+# open. Other processes (ranks, fio, a bare loop) open it as /proc/<pid>/fd/<n>, with a position and
+# flags of their own.
 
 
 class BenchFiles(AbstractContextManager["BenchFiles"]):
@@ -34,11 +35,14 @@ class BenchFiles(AbstractContextManager["BenchFiles"]):
     Raises OSError naming the path, and then nothing stays taken.
     """
 
-    def __init__(self, paths: Sequence[Path], num_ranks: int, file_bytes: int, sustained_bytes: int = 0) -> None:
+    def __init__(
+        self, paths: Sequence[Path], num_ranks: int, file_bytes: int, sustained_bytes: int = 0
+    ) -> None:
         self.paths = tuple(paths)
         self._file_bytes = file_bytes
         self._sustained_bytes = sustained_bytes
-        self._descriptors: list[list[int]] = []  # of each path: a file for each rank, and last the sustained one
+        # of each path: a file for each rank, and last the sustained one
+        self._descriptors: list[list[int]] = []
         self._is_direct: list[bool] = []
         with ExitStack() as opened:
             for path in paths:
@@ -76,12 +80,16 @@ class BenchFiles(AbstractContextManager["BenchFiles"]):
         try:
             preallocate(fd, 0, num_bytes)
         except OSError as error:
-            reason = f"a file of {format_bytes(num_bytes)} cannot be made: {os.strerror(error.errno or 0)}"
+            reason = (
+                f"a file of {format_bytes(num_bytes)} cannot be made: "
+                f"{os.strerror(error.errno or 0)}"
+            )
             raise OSError(error.errno, reason, str(path)) from None
 
 
 def check_room(paths: Sequence[Path], parts: Sequence[tuple[str, int]]) -> None:
-    """Sees that every path has room for its parts (what, bytes); paths on one file system share what is free there.
+    """Sees that every path has room for its parts (what, bytes); paths on one file system share
+    what is free there.
 
     Raises OSError (ENOSPC) with the arithmetic.
     """
@@ -97,22 +105,25 @@ def check_room(paths: Sequence[Path], parts: Sequence[tuple[str, int]]) -> None:
         said = " + ".join(f"{format_bytes(size)} for {what}" for what, size in parts if size)
         said = f"({said}) x {len(on_one)} paths on this file system" if len(on_one) > 1 else said
         reason = (
-            f"{format_bytes(needed)} are needed, {format_bytes(free)} are free: {said}. Free space, or ask for less"
+            f"{format_bytes(needed)} are needed, {format_bytes(free)} are free: {said}. Free "
+            "space, or ask for less"
         )
         raise OSError(errno.ENOSPC, reason, ", ".join(map(str, on_one)))
 
 
 def check_memory(num_bytes: int, needed: str, advice: str) -> None:
-    """Sees that memory leaves some room beside what a benchmark takes. Raises ValueError with the arithmetic."""
+    """Sees that memory leaves some room beside what a benchmark takes. Raises ValueError with the
+    arithmetic."""
     available = available_bytes()
     if num_bytes > 0.8 * available:
         raise ValueError(f"{needed}, {format_bytes(available)} of memory are available: {advice}")
 
 
-# ---- the rate of a folder's disk -------------------------------------------------------------------------------------
+# ---- the rate of a folder's disk -----------------------------------------------------------------
 #
-# The ceiling that a run is held to. The file is written once before the clock starts, since first writes to preallocated
-# blocks are slower. A disk that others use, or a host that caches it, moves the figure from run to run: compare within one.
+# The ceiling that a run is held to. The file is written once before the clock starts, since first
+# writes to preallocated blocks are slower. A disk that others use, or a host that caches it, moves
+# the figure from run to run: compare within one.
 
 BLOCK_BYTES = 1 << 20
 DEPTH = 32
@@ -128,17 +139,25 @@ class DiskRate(NamedTuple):
     why: str
     is_direct: bool
     sustained: str | None = None
-    """What was written to get past the disk's fast cache, and what came of it; None: it was not asked for."""
+    """What was written to get past the disk's fast cache, and what came of it; None: it was not
+    asked for."""
 
 
 def why_unmeasured(folders: Sequence[Path], file_bytes: int = DISK_FILE_BYTES) -> str | None:
-    """Why the disks of some folders cannot be measured with a file of so many bytes in each; None: they can."""
+    """Why the disks of some folders cannot be measured with a file of so many bytes in each; None:
+    they can."""
     for folder in folders:
         if (kind := memory_backed(folder)) is not None:
-            return f"{folder} lies in memory ({kind}), where what rests takes memory: name a folder on a disk"
+            return (
+                f"{folder} lies in memory ({kind}), where what rests takes memory: name a "
+                "folder on a disk"
+            )
         stats = os.statvfs(folder)
         if (free := stats.f_bavail * stats.f_frsize) < file_bytes:
-            return f"{folder} has {format_bytes(free)} free, and a file of {format_bytes(file_bytes)} is needed"
+            return (
+                f"{folder} has {format_bytes(free)} free, and a file of "
+                f"{format_bytes(file_bytes)} is needed"
+            )
     return None
 
 
@@ -149,21 +168,29 @@ def memory_backed(folder: Path) -> str | None:
 
 
 def measure_disk(folder: Path, seconds: float, file_bytes: int = DISK_FILE_BYTES) -> DiskRate:
-    """Reads and writes `file_bytes` in `folder` again and again for about `seconds`. Blocks; raises OSError."""
+    """Reads and writes `file_bytes` in `folder` again and again for about `seconds`. Blocks; raises
+    OSError."""
     io = IoSettings(block_bytes=BLOCK_BYTES, depth=DEPTH)
-    with BenchFiles([folder], 1, file_bytes) as files, Passes(files.descriptor(0), file_bytes, io) as passes:
+    with (
+        BenchFiles([folder], 1, file_bytes) as files,
+        Passes(files.descriptor(0), file_bytes, io) as passes,
+    ):
         passes.run("write")
         write = _rate(passes, "write", seconds / 2)
         read = _rate(passes, "read", seconds / 2)
         return DiskRate(read, write, passes.queue.engine, passes.queue.why, files.is_direct([0]))
 
 
-def measure_disks(folders: Sequence[Path], seconds: float, file_bytes: int = DISK_FILE_BYTES) -> DiskRate:
-    """The rates of several folders together: the sum of one folder of each file system, measured one after the other.
+def measure_disks(
+    folders: Sequence[Path], seconds: float, file_bytes: int = DISK_FILE_BYTES
+) -> DiskRate:
+    """The rates of several folders together: the sum of one folder of each file system, measured
+    one after the other.
 
-    Two folders of one file system share its disk, so that the second adds nothing. What file systems share below (a disk, a
-    bus) is not looked up. What measured is the first folder's; it is direct where all are. Blocks for about `seconds` for
-    each file system; raises OSError, and ValueError without folders.
+    Two folders of one file system share its disk, so that the second adds nothing. What file
+    systems share below (a disk, a bus) is not looked up. What measured is the first folder's; it is
+    direct where all are. Blocks for about `seconds` for each file system; raises OSError, and
+    ValueError without folders.
     """
     return rate_of_all(folders, lambda folder: measure_disk(folder, seconds, file_bytes))
 

@@ -1,11 +1,13 @@
-"""GpuLink: what registering host memory with a device's driver costs, and how fast its link and its own memory are.
+"""GpuLink: what registering host memory with a device's driver costs, and how fast its link and its
+own memory are.
 
     registration   fresh memory (its pages come with the registration) and touched memory, in huge pages where there are any
     copies         pinned memory, as the arena carves it, and pageable memory; to the device, to the host, both at once
     memory         an AdamW step of bf16 weights with fp32 states, by the bytes that its torch operations move
     beside copies  host memory, by work of the CPU and copies both ways that go on together
 
-One Python thread issues the copies, as in training, so that small ones show what issuing costs. A tool: it waits for streams.
+One Python thread issues the copies, as in training, so that small ones show what issuing costs. A
+tool: it waits for streams.
 """
 
 from __future__ import annotations
@@ -26,7 +28,14 @@ from tiermem.swap.base.parts import StepParts, StepRule
 from tiermem.swap.base.ranges import ByteRange, round_up
 from tiermem.swap.kernels.device_kernels import kernels_of
 from tiermem.swap.kernels.torch_step import step_in_torch
-from tiermem.swap.memory.accelerator import PageLock, free_and_total, is_accelerator, new_stream, on, record
+from tiermem.swap.memory.accelerator import (
+    PageLock,
+    free_and_total,
+    is_accelerator,
+    new_stream,
+    on,
+    record,
+)
 from tiermem.swap.memory.arena import HUGE_BYTES, PAGE_BYTES, Arena
 from tiermem.tools.measure.machine import available_bytes
 from tiermem.tools.words import format_bytes
@@ -46,21 +55,30 @@ Copy = tuple[torch.Stream, torch.Tensor, torch.Tensor]
 
 
 def measure_registration(device: torch.device, sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """Registers fresh and touched memory of each size, those too large for this machine left out. Blocks."""
+    """Registers fresh and touched memory of each size, those too large for this machine left out.
+    Blocks."""
     most = available_bytes() // 2
-    rows = [_registration(device, size, touched) for size in sizes if size <= most for touched in (False, True)]
+    rows = [
+        _registration(device, size, touched)
+        for size in sizes
+        if size <= most
+        for touched in (False, True)
+    ]
     left_out = f"{format_bytes(2 * most)} are free"
     return rows + [{"num_bytes": size, "left_out": left_out} for size in sizes if size > most]
 
 
 def measure_copies(device: torch.device, most: int, least_s: float) -> list[dict[str, Any]]:
-    """Copies each size up to `most` bytes for `least_s` seconds or more, each way. Blocks; takes four times `most` of memory.
+    """Copies each size up to `most` bytes for `least_s` seconds or more, each way. Blocks; takes
+    four times `most` of memory.
 
     A rate is in bytes per second; of both directions it is the sum.
     """
     sizes = [size for size in _COPY_SIZES if size <= most]
     if not sizes:
-        raise ValueError(f"--most is {most} bytes; the smallest copy is {format_bytes(_COPY_SIZES[0])}")
+        raise ValueError(
+            f"--most is {most} bytes; the smallest copy is {format_bytes(_COPY_SIZES[0])}"
+        )
     streams = new_stream(device), new_stream(device)
     rates = []
     with _pinned(device, sizes[-1]) as (pinned, is_pinned):
@@ -73,14 +91,25 @@ def measure_copies(device: torch.device, most: int, least_s: float) -> list[dict
                 down = streams[1], here[1][:size], there[1][:size]
                 for direction, copies in zip(DIRECTIONS, ([up], [down], [up, down]), strict=True):
                     rate = _rate(copies, size, least_s)
-                    rates.append({"num_bytes": size, "direction": direction, "is_pinned": is_fast, "bytes_s": rate})
+                    rates.append(
+                        {
+                            "num_bytes": size,
+                            "direction": direction,
+                            "is_pinned": is_fast,
+                            "bytes_s": rate,
+                        }
+                    )
     return rates
 
 
-def measure_link(device: torch.device, num_bytes: int = 16 << 20, least_s: float = 0.05) -> float | None:
-    """Bytes per second each way of an accelerator's link, while pinned memory is copied both ways at once, as training does.
+def measure_link(
+    device: torch.device, num_bytes: int = 16 << 20, least_s: float = 0.05
+) -> float | None:
+    """Bytes per second each way of an accelerator's link, while pinned memory is copied both ways
+    at once, as training does.
 
-    None for the CPU. Blocks for about `least_s` seconds or more; takes `num_bytes` of memory twice on either side.
+    None for the CPU. Blocks for about `least_s` seconds or more; takes `num_bytes` of memory twice
+    on either side.
     """
     if not is_accelerator(device):
         return None
@@ -91,8 +120,9 @@ def measure_link(device: torch.device, num_bytes: int = 16 << 20, least_s: float
         return _rate(copies, num_bytes, least_s) / 2
 
 
-# An H200, whose memory moves 4.8 TB/s, takes 0.0084, 0.0066 and 0.0065 ns for an element's step by the Triton kernel
-# (docs/gpu.md). Its 28, 18 and 14 bytes pass in less. The rest of the time is counted as further passes.
+# An H200, whose memory moves 4.8 TB/s, takes 0.0084, 0.0066 and 0.0065 ns for an element's step by
+# the Triton kernel (docs/gpu.md). Its 28, 18 and 14 bytes pass in less. The rest of the time is
+# counted as further passes.
 _EXACT_BYTES = 28
 _KERNEL_PASSES = {
     PRESETS["exact"]: 0.0084e-9 * 4.8e12 / _EXACT_BYTES,
@@ -102,16 +132,20 @@ _KERNEL_PASSES = {
 
 
 def kernel_passes(states: Precision) -> float:
-    """`Rates.step_passes` of a card whose steps a Triton kernel makes; of formats that were not timed, those of compact."""
+    """`Rates.step_passes` of a card whose steps a Triton kernel makes; of formats that were not
+    timed, those of compact."""
     return _KERNEL_PASSES.get(states, _KERNEL_PASSES[PRESETS["compact"]])
 
 
 def measure_memory(device: torch.device) -> float | None:
-    """Bytes per second of an accelerator's memory in an optimizer step there. None: the CPU, or no room for a small step.
+    """Bytes per second of an accelerator's memory in an optimizer step there. None: the CPU, or no
+    room for a small step.
 
     Blocks for some milliseconds. Takes up to 1 GiB of the device.
     """
-    numel = min(_STEPPED, free_and_total(device)[0] // _STEPPED_BYTES) if is_accelerator(device) else 0
+    numel = (
+        min(_STEPPED, free_and_total(device)[0] // _STEPPED_BYTES) if is_accelerator(device) else 0
+    )
     if numel < _LEAST_STEPPED:
         return None
     weight = torch.zeros(numel, dtype=torch.bfloat16, device=device)
@@ -132,17 +166,24 @@ def measure_memory(device: torch.device) -> float | None:
 
 
 def step_passes(device: torch.device, states: Precision) -> float | None:
-    """`Rates.step_passes` of a device and a precision of states; None where no Triton kernel steps there."""
+    """`Rates.step_passes` of a device and a precision of states; None where no Triton kernel steps
+    there."""
     is_stepped_so = is_accelerator(device) and kernels_of(device).step is not step_in_torch
     return kernel_passes(states) if is_stepped_so else None
 
 
 def measure_beside_copies(
-    device: torch.device, work: Callable[[], object], work_bytes: int, num_bytes: int, least_s: float = 0.1
+    device: torch.device,
+    work: Callable[[], object],
+    work_bytes: int,
+    num_bytes: int,
+    least_s: float = 0.1,
 ) -> float:
-    """Bytes per second of host memory while work of the CPU goes on and pinned memory is copied both ways: those of both.
+    """Bytes per second of host memory while work of the CPU goes on and pinned memory is copied
+    both ways: those of both.
 
-    Blocks for `least_s` seconds or more. Takes `num_bytes` of memory twice on either side, or half of what the device has left.
+    Blocks for `least_s` seconds or more. Takes `num_bytes` of memory twice on either side, or half
+    of what the device has left.
 
     Args:
         work: blocks; called again and again. `work_bytes` is what it reads and writes.
@@ -214,7 +255,9 @@ def _pinned(device: torch.device, num_bytes: int) -> Iterator[tuple[list[torch.T
     total = 2 * round_up(max(num_bytes, 1), PAGE_BYTES)
     arena = Arena(total, link_bytes=total)
     try:
-        slots = [arena.take(num_bytes, "a slot to copy from", crosses_link=True).tensor for _ in range(2)]
+        slots = [
+            arena.take(num_bytes, "a slot to copy from", crosses_link=True).tensor for _ in range(2)
+        ]
         for slot in slots:
             slot.fill_(1)
         arena.pin(device)

@@ -1,4 +1,5 @@
-"""Machine: the facts about a machine that accompany every figure, and the bytes written to the drive of each path."""
+"""Machine: the facts about a machine that accompany every figure, and the bytes written to the
+drive of each path."""
 
 from __future__ import annotations
 
@@ -13,10 +14,11 @@ from typing import Any, NamedTuple
 import tiermem
 from tiermem.tools.words import format_bytes, parse_bytes
 
-# ---- the machine -----------------------------------------------------------------------------------------------------
+# ---- the machine ---------------------------------------------------------------------------------
 #
-# The facts come from /proc and /sys, without root and without starting a program; unreadable facts are "unknown". A benchmark
-# stores them in its JSON and prints the main ones in the caption of its picture.
+# The facts come from /proc and /sys, without root and without starting a program; unreadable facts
+# are "unknown". A benchmark stores them in its JSON and prints the main ones in the caption of its
+# picture.
 
 _UNKNOWN = "unknown"
 _MOUNTS = Path("/proc/self/mountinfo")
@@ -35,7 +37,8 @@ class DiskPlace(NamedTuple):
 
 
 def machine_facts(paths: Sequence[Path] = ()) -> dict[str, Any]:
-    """The facts as JSON takes them: kernel, cpu, num_cores, memory_bytes, virtualisation, date, tiermem, paths."""
+    """The facts as JSON takes them: kernel, cpu, num_cores, memory_bytes, virtualisation, date,
+    tiermem, paths."""
     return {
         "kernel": f"{platform.system()} {platform.release()}",
         "cpu": cpu_model(),
@@ -60,7 +63,10 @@ def caption(facts: dict[str, Any]) -> str:
     ]
     for place in facts["paths"]:
         model = "" if place["device_model"] == _UNKNOWN else f" ({place['device_model']})"
-        lines.append(f"{place['path']}: {place['file_system']} ({place['mount_options']}) on {place['device']}{model}")
+        lines.append(
+            f"{place['path']}: {place['file_system']} ({place['mount_options']}) on "
+            f"{place['device']}{model}"
+        )
     return "\n".join(lines)
 
 
@@ -82,7 +88,12 @@ def try_engines() -> dict[str, tuple[bool, str]]:
 
 def cpu_model() -> str:
     """The processor's name."""
-    return read_table("/proc/cpuinfo").get("model name") or platform.processor() or platform.machine() or _UNKNOWN
+    return (
+        read_table("/proc/cpuinfo").get("model name")
+        or platform.processor()
+        or platform.machine()
+        or _UNKNOWN
+    )
 
 
 def num_cores() -> int:
@@ -117,11 +128,18 @@ def place_of(path: Path) -> DiskPlace:
         _, _, number, _, point, options, *_ = first.split(" ")
         file_system, source, super_options = second.split(" ", 2)
         mount = Path(_unescaped(point))
-        if resolved.is_relative_to(mount) and len(mount.parts) >= best:  # of two on one point the later covers
+        # of two on one point the later covers
+        if resolved.is_relative_to(mount) and len(mount.parts) >= best:
             best = len(mount.parts)
             together = ",".join(dict.fromkeys([*options.split(","), *super_options.split(",")]))
-            model = _UNKNOWN if _NETWORKED.match(file_system) else _model_of(Path("/sys/dev/block") / number)
-            found = DiskPlace(str(path), str(mount), file_system, together, _unescaped(source) or _UNKNOWN, model)
+            model = (
+                _UNKNOWN
+                if _NETWORKED.match(file_system)
+                else _model_of(Path("/sys/dev/block") / number)
+            )
+            found = DiskPlace(
+                str(path), str(mount), file_system, together, _unescaped(source) or _UNKNOWN, model
+            )
     return found
 
 
@@ -134,7 +152,8 @@ def read_word(file: str | Path) -> str:
 
 
 def read_table(file: str) -> dict[str, str]:
-    """The `name : value` lines of a file of /proc; of several with one name the first. Empty when the file is not there."""
+    """The `name : value` lines of a file of /proc; of several with one name the first. Empty when
+    the file is not there."""
     found: dict[str, str] = {}
     for line in read_word(file).split("\n"):
         name, colon, value = line.partition(":")
@@ -163,13 +182,14 @@ def _unescaped(text: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), text)
 
 
-# ---- endurance: bytes written, compared with a drive's TBW (terabytes written) ---------------------------------------
+# ---- endurance: bytes written, compared with a drive's TBW (terabytes written) -------------------
 #
-#     written to /mnt/nvme0: 12.3 GB in this run, 1.23 GB per step; a drive of 600 TBW lasts 48,780 such runs, ...
+#     written to /mnt/nvme0: 12.3 GB in this run, 1.23 GB per step; a drive of 600 TBW lasts 48,780
+#     such runs, ...
 #
-# TBW is in the drive's data sheet, in units of 10**12 bytes. Writes that the drive makes internally are not counted: the
-# vendor's figure allows for them. Each path is treated as a separate drive. The tool does not check whether two paths share
-# a drive, so it prints their sum, too.
+# TBW is in the drive's data sheet, in units of 10**12 bytes. Writes that the drive makes internally
+# are not counted: the vendor's figure allows for them. Each path is treated as a separate drive.
+# The tool does not check whether two paths share a drive, so it prints their sum, too.
 
 _PART_BYTES = 100 * 10**12  # of a drive's TBW that is spoken of when none is given
 _LEAST_TBW_BYTES = 10**9  # less is a slip: 600 MB for 600 TB
@@ -180,7 +200,8 @@ _MANY_DAYS = 1000
 
 
 class WrittenOnPath(NamedTuple):
-    """The bytes that were written to a folder in a run, and since the store was made, where that is known."""
+    """The bytes that were written to a folder in a run, and since the store was made, where that is
+    known."""
 
     path: Path | str
     written_bytes: int
@@ -190,7 +211,8 @@ class WrittenOnPath(NamedTuple):
 def endurance_lines(
     paths: Sequence[WrittenOnPath], num_steps: int, seconds: float, tbw_bytes: int | None = None
 ) -> list[str]:
-    """One sentence per path, and one for their sum when there are several. Empty when no path was in use.
+    """One sentence per path, and one for their sum when there are several. Empty when no path was
+    in use.
 
     Args:
         paths: what was written in this run.
@@ -202,13 +224,17 @@ def endurance_lines(
     if sum(each.written_bytes > 0 for each in paths) > 1:
         total = WrittenOnPath("", sum(each.written_bytes for each in paths))
         written_to["all of it, if the paths share one drive"] = total
-    return [_sentence(what, each, num_steps, seconds, tbw_bytes) for what, each in written_to.items()]
+    return [
+        _sentence(what, each, num_steps, seconds, tbw_bytes) for what, each in written_to.items()
+    ]
 
 
 def lines_of_run(run: Mapping[str, Any], tbw_bytes: int | None = None) -> list[str]:
-    """The same for a run of `tiermem train` as saved: its training alone, and beside it the building of the model.
+    """The same for a run of `tiermem train` as saved: its training alone, and beside it the
+    building of the model.
 
-    What was written twice, because steps under backward were dropped and made again, is part of it, and said apart.
+    What was written twice, because steps under backward were dropped and made again, is part of it,
+    and said apart.
     """
     paths = [WrittenOnPath(**each) for each in run.get("paths", [])]
     lines = endurance_lines(paths, len(run["losses"]), run.get("training_s", 0.0), tbw_bytes)
@@ -216,14 +242,19 @@ def lines_of_run(run: Mapping[str, Any], tbw_bytes: int | None = None) -> list[s
         lines.append(f"of this {_gigabytes(copied)} are copies that saves made")
     if redone := run.get("redone_bytes"):
         times = f"{run.get('steps_redone')} of {len(run['losses'])} steps were made again"
-        lines.append(f"of this {_gigabytes(redone)} were written under backward and dropped: {times}")
+        lines.append(
+            f"of this {_gigabytes(redone)} were written under backward and dropped: {times}"
+        )
     return lines
 
 
 def wear_a_day(num_bytes: float, tbw_bytes: int = USUAL_TBW_BYTES) -> str:
     """A sentence on the bytes that would be written in a day."""
     lasts = _days(tbw_bytes / num_bytes)
-    return f"NVMe: {_gigabytes(num_bytes)} written a day; a drive of {tbw_bytes / 1e12:,.6g} TBW would last {lasts}"
+    return (
+        f"NVMe: {_gigabytes(num_bytes)} written a day; a drive of {tbw_bytes / 1e12:,.6g} TBW "
+        f"would last {lasts}"
+    )
 
 
 def parse_tbw(text: str) -> int:
@@ -238,7 +269,9 @@ def parse_tbw(text: str) -> int:
     return num_bytes
 
 
-def _sentence(what: str, each: WrittenOnPath, num_steps: int, seconds: float, tbw_bytes: int | None) -> str:
+def _sentence(
+    what: str, each: WrittenOnPath, num_steps: int, seconds: float, tbw_bytes: int | None
+) -> str:
     written = each.written_bytes
     since_made = each.since_made_bytes
     said = f"{what}: {_gigabytes(written)} in this run"

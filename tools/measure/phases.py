@@ -1,4 +1,5 @@
-"""Phases: a step of a training in three parts, each timed by a clock that may wait for the device."""
+"""Phases: a step of a training in three parts, each timed by a clock that may wait for the
+device."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ PHASES = ("forward", "backward", "step")
 def timed(
     clock: Callable[[], float], forward: Callable[[], torch.Tensor], *step: Callable[[], object]
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """Makes one step; returns the loss that `forward` made, and the seconds of each of PHASES by a clock."""
+    """Makes one step; returns the loss that `forward` made, and the seconds of each of PHASES by a
+    clock."""
     marks = [clock()]
     loss = forward()
     marks.append(clock())
@@ -25,7 +27,9 @@ def timed(
     for each in step:
         each()
     marks.append(clock())
-    return loss, dict(zip(PHASES, (end - start for start, end in itertools.pairwise(marks)), strict=True))
+    return loss, dict(
+        zip(PHASES, (end - start for start, end in itertools.pairwise(marks)), strict=True)
+    )
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:

@@ -1,8 +1,8 @@
 """Sustained: the rates of disks past their fast caches, and where a series of rates drops for good.
 
-A drive takes writes fast until its cache (SLC flash, or memory) is full, and then at the rate of its main flash. A training
-writes for days, so that rate counts. The file is written from its start to its end, never twice in one place: a drive may drop
-from its cache what is overwritten.
+A drive takes writes fast until its cache (SLC flash, or memory) is full, and then at the rate of
+its main flash. A training writes for days, so that rate counts. The file is written from its start
+to its end, never twice in one place: a drive may drop from its cache what is overwritten.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from tiermem.tools.words import format_bytes
 
 # ---- the knee: where a series of rates drops for good, as a drive does when its fast cache is full -------------------
 #
-# The series is cut in two where two levels fit it best (least squares). It is a knee when the second level is at least
-# a fifth lower, and two points or more, three quarters of those behind the cut, lie that low; anything less is noise.
+# The series is cut in two where two levels fit it best (least squares). It is a knee when the
+# second level is at least a fifth lower, and two points or more, three quarters of those behind the
+# cut, lie that low; anything less is noise.
 
 _LEAST_DROP = 0.2
 _LEAST_POINTS = 2
@@ -53,7 +54,7 @@ def find_knee(rates: Sequence[float]) -> Knee | None:
     return Knee(len(parts[0]), before, after) if is_knee else None
 
 
-# ---- writing until there is a plateau --------------------------------------------------------------------------------
+# ---- writing until there is a plateau ------------------------------------------------------------
 
 _NUM_POINTS = 128  # of a whole series
 _PLATEAU_POINTS = 12  # behind the knee
@@ -72,7 +73,8 @@ def has_plateau(rates: Sequence[float]) -> bool:
 
 
 class _Series(Quota):
-    """Bytes to write until they are written or a plateau is reached; keeps the rate of each point."""
+    """Bytes to write until they are written or a plateau is reached; keeps the rate of each
+    point."""
 
     def __init__(self, num_bytes: int) -> None:
         super().__init__(num_bytes)
@@ -82,7 +84,8 @@ class _Series(Quota):
         self._since = 0, time.monotonic()  # bytes and seconds at the last point
 
     def take(self, most_bytes: int) -> int:
-        """As Quota's; the next piece is asked for when one has ended, so that points are as far apart as ends are."""
+        """As Quota's; the next piece is asked for when one has ended, so that points are as far
+        apart as ends are."""
         num_bytes, since_s = self._since
         if self._taken_bytes - num_bytes >= self._point_bytes:
             now_s = time.monotonic()
@@ -96,22 +99,28 @@ class _Series(Quota):
 
 
 def measure_sustained(folder: Path, share: float) -> DiskRate:
-    """Writes in `folder` until the rate has fallen to a plateau, or `share` of its free space is written; then reads. Blocks.
+    """Writes in `folder` until the rate has fallen to a plateau, or `share` of its free space is
+    written; then reads. Blocks.
 
-    The rate of writes is that of the plateau, or of all writes where it does not fall. Nothing is left in the folder. Raises
-    OSError: ENOSPC, before anything is written, where the share of the free space is too small for a series.
+    The rate of writes is that of the plateau, or of all writes where it does not fall. Nothing is
+    left in the folder. Raises OSError: ENOSPC, before anything is written, where the share of the
+    free space is too small for a series.
     """
     stats = os.statvfs(folder)
     free_bytes = stats.f_bavail * stats.f_frsize
     num_bytes = int(share * free_bytes) // BLOCK_BYTES * BLOCK_BYTES
     if num_bytes < LEAST_BYTES:
         reason = (
-            f"--sustained writes {format_bytes(LEAST_BYTES)} at least, and {share:.0%} of the {format_bytes(free_bytes)} that "
+            f"--sustained writes {format_bytes(LEAST_BYTES)} at least, and {share:.0%} of the "
+            f"{format_bytes(free_bytes)} that "
             f"are free are {format_bytes(num_bytes)}: free some space, or give a larger share"
         )
         raise OSError(errno.ENOSPC, reason, str(folder))
     io = IoSettings(block_bytes=BLOCK_BYTES, depth=DEPTH)
-    with BenchFiles([folder], 1, num_bytes) as files, Passes(files.descriptor(0), num_bytes, io) as passes:
+    with (
+        BenchFiles([folder], 1, num_bytes) as files,
+        Passes(files.descriptor(0), num_bytes, io) as passes,
+    ):
         series = _Series(num_bytes)
         written = passes.run("write", series)
         read = passes.run("read", min(written.written_bytes, _MOST_READ_BYTES))
@@ -119,12 +128,15 @@ def measure_sustained(folder: Path, share: float) -> DiskRate:
         rate = written.written_bytes / written.seconds if knee is None else knee.after
         said = f"{written.written_bytes / 1e9:.1f} GB written: "
         said += (
-            "the rate did not fall" if knee is None else f"{knee.before / 1e9:.2f} GB/s fell to {knee.after / 1e9:.2f}"
+            "the rate did not fall"
+            if knee is None
+            else f"{knee.before / 1e9:.2f} GB/s fell to {knee.after / 1e9:.2f}"
         )
         engine = passes.queue.engine, passes.queue.why
         return DiskRate(read.read_bytes / read.seconds, rate, *engine, files.is_direct([0]), said)
 
 
 def measure_sustained_disks(folders: Sequence[Path], share: float) -> DiskRate:
-    """Several folders together, as `files.measure_disks`; `share` of what is free on each file system. Blocks."""
+    """Several folders together, as `files.measure_disks`; `share` of what is free on each file
+    system. Blocks."""
     return rate_of_all(folders, lambda folder: measure_sustained(folder, share))

@@ -1,4 +1,5 @@
-"""Card: what an accelerator's memory leaves to a plan, and what a run's config leaves open, chosen and explained.
+"""Card: what an accelerator's memory leaves to a plan, and what a run's config leaves open, chosen
+and explained.
 
 card - in use - torch's part - activations, by the home of block inputs  =  room for the plan
 rates or none, room  ->  forecast's choice, or the plan's rule  ->  config, and a sentence for each choice
@@ -61,12 +62,20 @@ class Card(NamedTuple):
         if not is_accelerator(device):
             return None
         free, total = free_and_total(device)
-        return Card(total, (Row("in use", Tier.DEVICE, total - free, "by the context and others, now"), _gaps(total)))
+        return Card(
+            total,
+            (
+                Row("in use", Tier.DEVICE, total - free, "by the context and others, now"),
+                _gaps(total),
+            ),
+        )
 
     @staticmethod
     def elsewhere(total_bytes: int) -> Card:
         """A card that is not in this machine."""
-        context = Row("context", Tier.DEVICE, min(_CONTEXT_BYTES, total_bytes), "of the driver, assumed")
+        context = Row(
+            "context", Tier.DEVICE, min(_CONTEXT_BYTES, total_bytes), "of the driver, assumed"
+        )
         return Card(total_bytes, (context, _gaps(total_bytes)))
 
     @property
@@ -75,17 +84,27 @@ class Card(NamedTuple):
         return max(1, self.total_bytes - sum(row.num_bytes for row in self.others))
 
     def budget(self, activations: ActivationBytes, home: Tier | None) -> Budget:
-        """The arithmetic: what is left for a plan with the inputs of checkpointed blocks in a home."""
+        """The arithmetic: what is left for a plan with the inputs of checkpointed blocks in a
+        home."""
         return Budget(self.total_bytes, (*self.others, *activations.rows(home)), "the plan")
 
 
 def _gaps(total_bytes: int) -> Row:
     part = int(_TORCHS_PART * total_bytes)
-    return Row("torch", Tier.DEVICE, part, f"{_TORCHS_PART:.0%}: libraries' workspaces, gaps between torch's blocks")
+    return Row(
+        "torch",
+        Tier.DEVICE,
+        part,
+        f"{_TORCHS_PART:.0%}: libraries' workspaces, gaps between torch's blocks",
+    )
 
 
 def say_placement(
-    given: OffloadPolicy, policy: OffloadPolicy, plan: Plan, card: Card, activations: ActivationBytes
+    given: OffloadPolicy,
+    policy: OffloadPolicy,
+    plan: Plan,
+    card: Card,
+    activations: ActivationBytes,
 ) -> list[str]:
     """A sentence on `device_bytes` and one on `activations`, with the arithmetic.
 
@@ -96,40 +115,55 @@ def say_placement(
     stay = f"{sum(unit.is_resident for unit in units)} of {len(units)} units stay on the GPU"
     takes = f"the plan takes {format_bytes(plan.device_bytes)}: {stay}"
     if given.device_bytes is not None:
-        first = f"device_bytes: {format_bytes(given.device_bytes)}, as the config says; {takes}; {budget.explain()}"
+        first = (
+            f"device_bytes: {format_bytes(given.device_bytes)}, as the config says; {takes}; "
+            f"{budget.explain()}"
+        )
     elif policy.device_bytes is None:
-        why = "no more units stay, which is faster" if plan.device_bytes <= budget.left_bytes else "no plan fits"
+        why = (
+            "no more units stay, which is faster"
+            if plan.device_bytes <= budget.left_bytes
+            else "no plan fits"
+        )
         first = f"device_bytes: not set, since {why}: {budget.explain()}; {takes}"
     else:
         first = f"device_bytes: {budget.explain()}; {takes}"
     if not activations.is_checkpointing:
         return [first, "activations: they stay on the GPU, since no block is recomputed"]
     inputs = (
-        f"inputs of {activations.sizes.num_layers} checkpointed blocks take {format_bytes(activations.inputs_bytes)}"
+        f"inputs of {activations.sizes.num_layers} checkpointed blocks take "
+        f"{format_bytes(activations.inputs_bytes)}"
     )
     if not activations.moves_inputs(policy.activations):
         return [first, f"activations: {inputs} and stay on the GPU"]
     assert policy.activations is not None
     left_bytes = card.budget(activations, None).left_bytes
     there = f"there they would leave {format_bytes(left_bytes)} for the plan"
-    there = there if left_bytes > 0 else f"they are {format_bytes(-left_bytes)} too large to stay there"
+    there = (
+        there if left_bytes > 0 else f"they are {format_bytes(-left_bytes)} too large to stay there"
+    )
     why = "as the config says" if given.activations is not None else there
     return [first, f"activations: {inputs} and go from the GPU to {policy.activations.name}: {why}"]
 
 
-# ---- recomputation: the activations of blocks are kept, or computed again in backward -----------------------------------
+# ---- recomputation: the activations of blocks are kept, or computed again in backward ------------
 #
-# Where nobody says which, both are planned and a step of each is played. Recomputing takes the forward's time once more, and
-# leaves what autograd would keep to weights and states. The bits are the same.
+# Where nobody says which, both are planned and a step of each is played. Recomputing takes the
+# forward's time once more, and leaves what autograd would keep to weights and states. The bits are
+# the same.
 
-NO_OTHER_WAY = "checkpointing: blocks are recomputed in backward, since what they would keep leaves no room for a plan"
+NO_OTHER_WAY = (
+    "checkpointing: blocks are recomputed in backward, since what they would keep "
+    "leaves no room for a plan"
+)
 
 
 def recomputes(kept: Tried | None, again: Tried | None) -> tuple[bool, str | None]:
-    """Whether blocks are to be recomputed in backward, and a sentence that says why; None: there is nothing to compare.
+    """Whether blocks are to be recomputed in backward, and a sentence that says why; None: there is
+    nothing to compare.
 
-    It must be 10 % faster; but where more units stay on an accelerator with it, keeping what forward leaves must be, as for
-    every plan that leaves units elsewhere (forecast/forecast.py).
+    It must be 10 % faster; but where more units stay on an accelerator with it, keeping what
+    forward leaves must be, as for every plan that leaves units elsewhere (forecast/forecast.py).
 
     kept, again: the plan without and with it, and a step of each; None: none fits.
     """
@@ -137,21 +171,33 @@ def recomputes(kept: Tried | None, again: Tried | None) -> tuple[bool, str | Non
         return kept is None and again is not None, NO_OTHER_WAY if again is not None else None
     kept_s = kept[1].total_s
     again_s = again[1].total_s
-    stay, more = (sum(unit.is_resident for unit in plan.division.units) for plan, _ in (kept, again))
+    stay, more = (
+        sum(unit.is_resident for unit in plan.division.units) for plan, _ in (kept, again)
+    )
     keeps_more = bool(again[0].on_device) and more > stay
-    is_better = kept_s * LEAST_FAR_GAIN >= again_s if keeps_more else again_s * LEAST_FAR_GAIN < kept_s
+    is_better = (
+        kept_s * LEAST_FAR_GAIN >= again_s if keeps_more else again_s * LEAST_FAR_GAIN < kept_s
+    )
     said = f"{again_s:.3g} s a step are predicted with that, {kept_s:.3g} s without"
     if keeps_more:
-        said = f"{more} of {len(again[0].division.units)} units stay on the GPU with that, {stay} without; {said}"
+        said = (
+            f"{more} of {len(again[0].division.units)} units stay on the GPU with that, {stay} "
+            f"without; {said}"
+        )
     if is_better:
-        return True, f"checkpointing: blocks are recomputed in backward: {said} (--no-checkpointing)"
+        return (
+            True,
+            f"checkpointing: blocks are recomputed in backward: {said} (--no-checkpointing)",
+        )
     return False, f"checkpointing: no block is recomputed in backward: {said} (--checkpointing)"
 
 
 def plan_open(scenario: Scenario, recomputing: bool | None) -> Planned:
-    """Plans a scenario with blocks recomputed in backward, or not, or, if None is given, as `recomputes` finds best.
+    """Plans a scenario with blocks recomputed in backward, or not, or, if None is given, as
+    `recomputes` finds best.
 
-    Measured maths of the scenario was measured as it is said, and without recomputation for None. Raises as `plan_scenario`.
+    Measured maths of the scenario was measured as it is said, and without recomputation for None.
+    Raises as `plan_scenario`.
     """
     kept = plan_scenario(dataclasses.replace(scenario, is_checkpointing=bool(recomputing)))
     is_scarce = scenario.cluster.gpu_bytes is not None or kept.given.host_bytes is not None
@@ -164,7 +210,8 @@ def plan_open(scenario: Scenario, recomputing: bool | None) -> Planned:
 
 
 def settle_by_cap(job: Job, resident_bytes: int, is_gpu: bool) -> Job:
-    """The job, recomputing blocks where it leaves that open and what forward keeps does not fit under its cap otherwise."""
+    """The job, recomputing blocks where it leaves that open and what forward keeps does not fit
+    under its cap otherwise."""
     if (
         job.is_checkpointing is not None
         or job.memory_limit_bytes is None
@@ -176,12 +223,14 @@ def settle_by_cap(job: Job, resident_bytes: int, is_gpu: bool) -> Job:
     return dataclasses.replace(job, is_checkpointing=True)
 
 
-# ---- the choice of open settings -------------------------------------------------------------------------------------
+# ---- the choice of open settings -----------------------------------------------------------------
 #
-#     measured rates -> forecast/forecast.py, on the meta device -> config, and lines that give the choice and the reason
+#     measured rates -> forecast/forecast.py, on the meta device -> config, and lines that give the
+#     choice and the reason
 #   policy field      grads          tile_numel      tile_buffers                    unit_buffers               host_param_numel
 #     key               tiermem.grads  sub_group_size  offload_optimizer.buffer_count  offload_param.buffer_count  max_in_cpu
-#   activations, activation_bytes, device_bytes, host_bytes, streamed_ratio: keys of the section "tiermem" with the same names
+#   activations, activation_bytes, device_bytes, host_bytes, streamed_ratio: keys of the section
+#   "tiermem" with the same names
 #
 # So the config alone is enough to repeat a run. If the rule's plan is the fastest, no key is set.
 
@@ -194,7 +243,13 @@ _PLACES = {
     "host_param_numel": ("zero_optimization", "offload_param", "max_in_cpu"),
     **{
         name: ("tiermem", name)
-        for name in ("activations", "activation_bytes", "device_bytes", "host_bytes", "streamed_ratio")
+        for name in (
+            "activations",
+            "activation_bytes",
+            "device_bytes",
+            "host_bytes",
+            "streamed_ratio",
+        )
     },
 }
 
@@ -217,8 +272,8 @@ class CardRoom(NamedTuple):
     card: Card | None
     """None: the CPU."""
     host_bytes: int | None
-    """What the caps of a node's ranks leave for the plan beside activations as the config has them; None: the config names the
-    plan's own."""
+    """What the caps of a node's ranks leave for the plan beside activations as the config has them;
+    None: the config names the plan's own."""
     num_ranks: int = 1
     ranks_on_node: int = 1
 
@@ -232,8 +287,10 @@ def choose_config(
 ) -> Chosen:
     """Settles what the config of a run leaves open.
 
-    speed: None where nothing was measured: the plan's rule chooses. Raises ValueError for a config that cannot be, and, with
-    the arithmetic, where a card has no room for the smallest plan beside activations and the config names no `device_bytes`.
+    speed: None where nothing was measured: the plan's rule chooses. Raises ValueError for a config
+        that cannot be, and, with
+    the arithmetic, where a card has no room for the smallest plan beside activations and the config
+    names no `device_bytes`.
     """
     loaded = resolve_auto(load_config(config), ModelSizes.of(shape).hidden)
     policy = loaded.policy()
@@ -249,11 +306,18 @@ def choose_config(
     tried: Tried | None = None
     try:
         if speed is None:
-            chosen, plan = placed(model, policy, placements, topology, card is not None, room.ranks_on_node)
+            chosen, plan = placed(
+                model, policy, placements, topology, card is not None, room.ranks_on_node
+            )
         else:
-            more: dict[str, Any] = {"placements": placements, "input_bytes": activations.input_bytes}
+            more: dict[str, Any] = {
+                "placements": placements,
+                "input_bytes": activations.input_bytes,
+            }
             num_micro = loaded.batch(room.num_ranks).accumulation
-            choice = choose(model, policy, speed[1], speed[0], *ranks, card is not None, num_micro, **more)
+            choice = choose(
+                model, policy, speed[1], speed[0], *ranks, card is not None, num_micro, **more
+            )
             chosen = choice.policy
             plan = choice.chosen.plan
             how = str(choice)
@@ -261,9 +325,12 @@ def choose_config(
     except ValueError:
         if card is not None and policy.device_bytes is None:
             _check_room(model, policy, placements, topology, room, activations)
-        return Chosen(config, None, [], None)  # nothing fits for another reason: building the model says why
+        # nothing fits for another reason: building the model says why
+        return Chosen(config, None, [], None)
     said = [] if card is None else say_placement(policy, chosen, plan, card, activations)
-    fields = {name: value for name in _PLACES if (value := getattr(chosen, name)) != getattr(policy, name)}
+    fields = {
+        name: value for name in _PLACES if (value := getattr(chosen, name)) != getattr(policy, name)
+    }
     return Chosen(with_choice(config, fields), how, said, tried)
 
 
@@ -272,7 +339,9 @@ def with_choice(config: Config, fields: Mapping[str, Any]) -> Config:
     for name, value in fields.items():
         if isinstance(value, Tier):
             value = "nvme" if value is Tier.NVME else "cpu"
-        config = with_key(config, _PLACES[name], value * STATES_PER_TILE if name == "tile_buffers" else value)
+        config = with_key(
+            config, _PLACES[name], value * STATES_PER_TILE if name == "tile_buffers" else value
+        )
     if fields.keys() & _SIZES:
         config = with_key(config, ("tiermem", "sizes_are_least"), False)
     return config
@@ -290,8 +359,12 @@ def _check_room(
     roomy = max(placements, key=lambda placement: placement.device_bytes or 0)
     changed = dataclasses.replace(policy, **roomy.fields(policy) | {"host_bytes": None})
     try:
-        make_plan(divide(model, changed, topology.num_shards), changed, topology, True, room.ranks_on_node)
+        make_plan(
+            divide(model, changed, topology.num_shards), changed, topology, True, room.ranks_on_node
+        )
     except ValueError as error:
         assert room.card is not None
         budget = room.card.budget(activations, roomy.activations)
-        raise ValueError(f"the accelerator has too little memory: {budget.explain()}; {error}") from error
+        raise ValueError(
+            f"the accelerator has too little memory: {budget.explain()}; {error}"
+        ) from error

@@ -1,4 +1,5 @@
-"""Paper: `tiermem plan --paper`: the ZeRO-Infinity paper's table of memory, and the estimators' tables of a model."""
+"""Paper: `tiermem plan --paper`: the ZeRO-Infinity paper's table of memory, and the estimators'
+tables of a model."""
 
 from __future__ import annotations
 
@@ -20,9 +21,11 @@ ESTIMATED = "7b"
 
 
 def print_paper(console: Console) -> None:
-    """Prints the table of memory of the ZeRO-Infinity paper, by its own formulas (tiermem.forecast.rates)."""
+    """Prints the table of memory of the ZeRO-Infinity paper, by its own formulas
+    (tiermem.forecast.rates)."""
     title = (
-        f"memory that large models need, as arXiv 2104.07857 counts it ({PAPER_BATCH} sequences of {PAPER_SEQ} tokens on a "
+        f"memory that large models need, as arXiv 2104.07857 counts it ({PAPER_BATCH} sequences of "
+        f"{PAPER_SEQ} tokens on a "
         f"node of {PAPER_GPUS} GPUs; TB and GB are powers of 2)"
     )
     sizes = (
@@ -34,8 +37,14 @@ def print_paper(console: Console) -> None:
     )
     shown = table(title, "parameters", ">layers", ">hidden", ">heads", *sizes)
     for model in PAPER_MODELS:
-        of_a_node = model.activation_bytes(PAPER_BATCH, PAPER_SEQ), model.checkpoint_bytes(PAPER_BATCH, PAPER_SEQ)
-        of_a_gpu = model.state_working_bytes, model.activation_working_bytes(PAPER_BATCH // PAPER_GPUS, PAPER_SEQ)
+        of_a_node = (
+            model.activation_bytes(PAPER_BATCH, PAPER_SEQ),
+            model.checkpoint_bytes(PAPER_BATCH, PAPER_SEQ),
+        )
+        of_a_gpu = (
+            model.state_working_bytes,
+            model.activation_working_bytes(PAPER_BATCH // PAPER_GPUS, PAPER_SEQ),
+        )
         shown.add_row(
             f"{model.num_params / 1e12:.2f} T",
             str(model.num_layers),
@@ -48,12 +57,15 @@ def print_paper(console: Console) -> None:
 
 
 def print_estimates(name: str, shape: ModelShape, sizes: tuple[int, int], console: Console) -> None:
-    """Prints the estimators' tables for ZeRO-3 and ZeRO-2: the reference's formulas, and this library's plan.
+    """Prints the estimators' tables for ZeRO-3 and ZeRO-2: the reference's formulas, and this
+    library's plan.
 
     name: of the model, to be shown; sizes: GPUs of a node, and nodes.
     """
     model = meta_model(shape, "bf16")
-    console.print(f"model states of {name} (--preset or --model names another, --ranks and --nodes the GPUs)")
+    console.print(
+        f"model states of {name} (--preset or --model names another, --ranks and --nodes the GPUs)"
+    )
     estimate_zero3_model_states_mem_needs_all_live(model, *sizes)
     estimate_zero2_model_states_mem_needs_all_live(model, *sizes)
 

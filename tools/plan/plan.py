@@ -1,11 +1,13 @@
-"""`tiermem plan`: the memory and disk space that a training needs and the seconds of its steps, without the machine.
+"""`tiermem plan`: the memory and disk space that a training needs and the seconds of its steps,
+without the machine.
 
-    options -> Scenario (config, model, cluster, speed) -> planned.py -> tables, --json, advice about changes
+    options -> Scenario (config, model, cluster, speed) -> planned.py -> tables, --json, advice
+    about changes
                                   |
                     given, tuned, measured here, or assumed: the report says which
 
-Exit status 0: the training fits, or no limit was given. 1: it does not fit. Mistakes in options, config and model raise
-ValueError and OSError.
+Exit status 0: the training fits, or no limit was given. 1: it does not fit. Mistakes in options,
+config and model raise ValueError and OSError.
 """
 
 from __future__ import annotations
@@ -35,7 +37,15 @@ from tiermem.tools.measure.machine import wear_a_day
 from tiermem.tools.options import MADE_OF, PlanOptions, TrainOptions
 from tiermem.tools.plan.card import Card, plan_open, say_placement
 from tiermem.tools.plan.paper import ESTIMATED, print_estimates, print_paper
-from tiermem.tools.plan.planned import PLACES, Cluster, Overlapped, Planned, Scenario, overlaps_of, plan_scenario
+from tiermem.tools.plan.planned import (
+    PLACES,
+    Cluster,
+    Overlapped,
+    Planned,
+    Scenario,
+    overlaps_of,
+    plan_scenario,
+)
 from tiermem.tools.plan.prediction import settle_compute
 from tiermem.tools.plan.speed import speed_of
 from tiermem.tools.presets import ModelShape, preset, shape_of
@@ -48,7 +58,8 @@ _DISK_THERE = Path("/mnt/nvme0")
 
 
 def plan(options: PlanOptions, console: Console) -> int:
-    """Plans, prints, writes `--json`; returns the exit status. Blocks for a few seconds when something is measured."""
+    """Plans, prints, writes `--json`; returns the exit status. Blocks for a few seconds when
+    something is measured."""
     if options.shows_paper:
         print_paper(console)
         name = options.preset or (str(options.model) if options.model is not None else ESTIMATED)
@@ -69,12 +80,16 @@ def plan(options: PlanOptions, console: Console) -> int:
 
 
 def scenario_of(options: PlanOptions) -> tuple[Scenario, list[str]]:
-    """What the options describe, and a line on each rate. Measures what is of this machine and not given: blocks for that."""
+    """What the options describe, and a line on each rate. Measures what is of this machine and not
+    given: blocks for that."""
     shape = _shape(options)
     config = _config(options)
-    if options.flops is None and options.gpu_bytes is None:  # measured here, in the dtype that is best here
+    # measured here, in the dtype that is best here
+    if options.flops is None and options.gpu_bytes is None:
         config, _ = settle_compute(config, shape)
-    card = Card.here(find_device()) if options.gpu_bytes is None else Card.elsewhere(options.gpu_bytes)
+    card = (
+        Card.here(find_device()) if options.gpu_bytes is None else Card.elsewhere(options.gpu_bytes)
+    )
     rates, compute, sources = speed_of(options, shape, config, card is not None)
     cluster = Cluster(
         options.nodes,
@@ -89,32 +104,52 @@ def scenario_of(options: PlanOptions) -> tuple[Scenario, list[str]]:
 
 def _shape(options: PlanOptions) -> ModelShape:
     model = options.model
-    return shape_of(options.preset, model / "config.json" if model is not None and model.is_dir() else model, "--model")
+    return shape_of(
+        options.preset,
+        model / "config.json" if model is not None and model.is_dir() else model,
+        "--model",
+    )
 
 
 def _config(options: PlanOptions) -> Config:
-    """The config given, or one made of the options as `train` makes it; the disk of a GPU's machine is not one of this."""
+    """The config given, or one made of the options as `train` makes it; the disk of a GPU's machine
+    is not one of this."""
     if options.config is None:
         folder = Path() if options.gpu_bytes is None else _DISK_THERE
-        config = make_config(TrainOptions(**{name: getattr(options, name) for name in MADE_OF}), [folder])
+        config = make_config(
+            TrainOptions(**{name: getattr(options, name) for name in MADE_OF}), [folder]
+        )
         return config | {"gradient_accumulation_steps": options.accumulation or 1}
     config = read_config(options.config, [], 1)
     if "model_type" in config:
         instead = {"--config": f"--model {options.config}", "--preset": ""}
-        raise Mistake(f"{options.config} is a model's config, and --config takes a DeepSpeed-style one", instead)
+        raise Mistake(
+            f"{options.config} is a model's config, and --config takes a DeepSpeed-style one",
+            instead,
+        )
     return config
 
 
-# ---- tables, and the same figures as JSON ----------------------------------------------------------------------------
+# ---- tables, and the same figures as JSON --------------------------------------------------------
 
-_LANES = {"maths": "compute", "disk read": "disk", "disk write": "disk", "link up": "link", "link down": "link"}
+_LANES = {
+    "maths": "compute",
+    "disk read": "disk",
+    "disk write": "disk",
+    "link up": "link",
+    "link down": "link",
+}
 
 
 Overlaps = Mapping[str, Overlapped]
 
 
 def print_plan(
-    planned: Planned, advice: Sequence[Advice], overlaps: Overlaps, sources: Sequence[str], console: Console
+    planned: Planned,
+    advice: Sequence[Advice],
+    overlaps: Overlaps,
+    sources: Sequence[str],
+    console: Console,
 ) -> None:
     """Tiers, edges, phases, whether it fits, and what to change."""
     cluster = planned.scenario.cluster
@@ -122,8 +157,10 @@ def print_plan(
     where = "GPUs" if cluster.gpu_bytes is not None else "CPUs"
     num_micro = planned.batch.accumulation
     console.print(
-        f"{planned.num_params:,} parameters on {ranks}: {cluster.num_nodes} x {cluster.ranks_per_node}, maths on {where}; "
-        f"{planned.batch.micro} x {planned.scenario.seq} tokens, {num_micro} micro-batch{'es' * (num_micro > 1)} a step"
+        f"{planned.num_params:,} parameters on {ranks}: {cluster.num_nodes} x "
+        f"{cluster.ranks_per_node}, maths on {where}; "
+        f"{planned.batch.micro} x {planned.scenario.seq} tokens, {num_micro} "
+        f"micro-batch{'es' * (num_micro > 1)} a step"
     )
     console.print(_tier_table(planned))
     console.print(_edge_table(planned))
@@ -156,7 +193,9 @@ def plan_figures(
         "ranks_per_node": cluster.ranks_per_node,
         "lines": [{**row._asdict(), "tier": row.tier.name} for row in planned.lines],
         "rank_bytes": {tier.name: planned.tier_bytes(tier) for tier in Tier},
-        "node_bytes": {tier.name: planned.tier_bytes(tier) * cluster.ranks_per_node for tier in Tier},
+        "node_bytes": {
+            tier.name: planned.tier_bytes(tier) * cluster.ranks_per_node for tier in Tier
+        },
         "moved_bytes": {edge: dict(by) for edge, by in planned.forecast.moved_bytes.items()},
         "seconds": dict(planned.forecast.seconds),
         "busy_s": {lane: dict(by) for lane, by in planned.forecast.busy_s.items()},
@@ -165,7 +204,9 @@ def plan_figures(
         "overlaps": [_figures_of(name, each) for name, each in overlaps.items()],
         "tokens_per_s": planned.tokens_per_s,
         "choice": str(planned.choice) if planned.choice is not None else None,
-        "activations": planned.policy.activations.name if planned.policy.activations is not None else None,
+        "activations": planned.policy.activations.name
+        if planned.policy.activations is not None
+        else None,
         "device_budget_bytes": planned.policy.device_bytes,
         "streamed_ratio": planned.policy.streamed_ratio,
         "placement": _said(planned),
@@ -177,7 +218,12 @@ def plan_figures(
         "fits": not planned.problems,
         "problems": [problem._asdict() for problem in planned.problems],
         "advice": [
-            {"change": each.words, "fits": each.fits, "seconds": dict(each.planned.forecast.seconds)} for each in advice
+            {
+                "change": each.words,
+                "fits": each.fits,
+                "seconds": dict(each.planned.forecast.seconds),
+            }
+            for each in advice
         ],
     }
 
@@ -189,7 +235,10 @@ def _said(planned: Planned) -> list[str]:
     if cluster.gpu_bytes is None:
         return said
     card = Card(cluster.gpu_bytes, cluster.gpu_others)
-    return [*say_placement(planned.given, planned.policy, planned.plan, card, planned.activations), *said]
+    return [
+        *say_placement(planned.given, planned.policy, planned.plan, card, planned.activations),
+        *said,
+    ]
 
 
 def _tier_table(planned: Planned) -> Table:
@@ -202,19 +251,36 @@ def _tier_table(planned: Planned) -> Table:
         for row in rows:
             shown.add_row(row.what, tier.name, format_bytes(row.num_bytes), row.why)
         total = planned.tier_bytes(tier)
-        per_node = "" if tier is Tier.DEVICE else f"; {format_bytes(total * cluster.ranks_per_node)} per node"
+        per_node = (
+            ""
+            if tier is Tier.DEVICE
+            else f"; {format_bytes(total * cluster.ranks_per_node)} per node"
+        )
         given = f", of {format_bytes(limit)} given" if limit is not None else ""
         if tier is Tier.HOST and planned.pinned_bytes:
-            given += f"; {format_bytes(planned.pinned_bytes)} of a rank's pinned, as its driver must allow"
-        shown.add_row(f"= {tier.name}", tier.name, format_bytes(total), f"per rank{per_node}{given}", style="bold")
+            given += (
+                f"; {format_bytes(planned.pinned_bytes)} of a rank's pinned, as its driver "
+                "must allow"
+            )
+        shown.add_row(
+            f"= {tier.name}",
+            tier.name,
+            format_bytes(total),
+            f"per rank{per_node}{given}",
+            style="bold",
+        )
         shown.add_section()
     return shown
 
 
 def _edge_table(planned: Planned) -> Table:
-    shown = table("bytes per step, per rank", "edge", *(f">{phase}" for phase in PHASES), ">together")
+    shown = table(
+        "bytes per step, per rank", "edge", *(f">{phase}" for phase in PHASES), ">together"
+    )
     for edge, by_phase in planned.forecast.moved_bytes.items():
-        sizes = [format_bytes(by_phase.get(phase, 0)) if by_phase.get(phase) else "" for phase in PHASES]
+        sizes = [
+            format_bytes(by_phase.get(phase, 0)) if by_phase.get(phase) else "" for phase in PHASES
+        ]
         shown.add_row(edge, *sizes, format_bytes(planned.forecast.edge_bytes(edge)))
     return shown
 
@@ -225,13 +291,29 @@ def _phase_table(planned: Planned) -> Table:
     for phase in PHASES:
         lane = forecast.bound_of(phase)
         busy = forecast.busy_s.get(lane, {}).get(phase, 0.0)
-        shown.add_row(phase, f"{forecast.seconds[phase]:.3f}", _LANES.get(lane, lane), f"{busy:.3f} s")
-    shown.add_row("together", f"{forecast.total_s:.3f}", "", f"{planned.tokens_per_s:.1f} tokens/s", style="bold")
+        shown.add_row(
+            phase, f"{forecast.seconds[phase]:.3f}", _LANES.get(lane, lane), f"{busy:.3f} s"
+        )
+    shown.add_row(
+        "together",
+        f"{forecast.total_s:.3f}",
+        "",
+        f"{planned.tokens_per_s:.1f} tokens/s",
+        style="bold",
+    )
     return shown
 
 
 def _overlap_table(overlaps: Overlaps) -> Table:
-    columns = ("overlap", ">iteration", "limited by", ">read", ">written", ">more disk", ">more memory")
+    columns = (
+        "overlap",
+        ">iteration",
+        "limited by",
+        ">read",
+        ">written",
+        ">more disk",
+        ">more memory",
+    )
     shown = table("what a step runs beside, per rank", *columns)
     for name, each in overlaps.items():
         row = _figures_of(name, each)
@@ -240,10 +322,15 @@ def _overlap_table(overlaps: Overlaps) -> Table:
             name,
             f"{row['iteration_s']:.3f} s",
             f"{row['limited_by']}, {limit_s:.3f} s",
-            *(format_bytes(row[f"{what}_bytes"]) for what in ("read", "written", "extra_disk", "extra_host")),
+            *(
+                format_bytes(row[f"{what}_bytes"])
+                for what in ("read", "written", "extra_disk", "extra_host")
+            ),
         )
     if most := max((each.extra_disk_bytes for each in overlaps.values()), default=0):
-        shown.caption = f"a step under backward that is made again writes up to {format_bytes(most)} more"
+        shown.caption = (
+            f"a step under backward that is made again writes up to {format_bytes(most)} more"
+        )
     return shown
 
 
@@ -264,31 +351,41 @@ def _figures_of(name: str, overlapped: Overlapped) -> dict[str, Any]:
 def _print_verdict(planned: Planned, advice: Sequence[Advice], console: Console) -> None:
     for problem in planned.problems:
         console.print(
-            f"does not fit: {problem.where} has {format_bytes(problem.limit_bytes)} and {format_bytes(problem.needed_bytes)} "
+            f"does not fit: {problem.where} has {format_bytes(problem.limit_bytes)} and "
+            f"{format_bytes(problem.needed_bytes)} "
             "are needed",
             style="bold",
         )
     if not planned.problems:
         has_limit = any(limit is not None for limit in planned.scenario.cluster.limits.values())
-        console.print("it fits" if has_limit else "no limit was given: --gpu-memory, --host-memory, --nvme-size")
+        console.print(
+            "it fits"
+            if has_limit
+            else "no limit was given: --gpu-memory, --host-memory, --nvme-size"
+        )
     hint = tiling_hint(planned)
     if advice or hint:
         console.print("what to change:" if planned.problems else "what would be faster:")
     for number, each in enumerate(advice, start=1):
-        says = "fits" if each.fits else f"still too large ({', '.join(p.where for p in each.planned.problems)})"
+        says = (
+            "fits"
+            if each.fits
+            else f"still too large ({', '.join(p.where for p in each.planned.problems)})"
+        )
         total = each.planned.forecast.total_s
         console.print(
-            f"  {number}. {each.words}: {says}, {total:.3f} s a step, {each.planned.tokens_per_s:.1f} tokens/s"
+            f"  {number}. {each.words}: {says}, {total:.3f} s a step, "
+            f"{each.planned.tokens_per_s:.1f} tokens/s"
         )
     if hint:
         console.print(f"  also: {hint}")
 
 
-# ---- advice ----------------------------------------------------------------------------------------------------------
+# ---- advice --------------------------------------------------------------------------------------
 #
-# Every candidate is one change of the config or of the command. It is planned and forecast like the scenario itself, which
-# gives its bytes and seconds. Candidates that fit come first, the fastest of them first. If no candidate fits alone, candidates
-# are combined until one combination fits.
+# Every candidate is one change of the config or of the command. It is planned and forecast like the
+# scenario itself, which gives its bytes and seconds. Candidates that fit come first, the fastest of
+# them first. If no candidate fits alone, candidates are combined until one combination fits.
 
 _LEAST_GAIN = 1.03  # of a change that is only about time
 _NODES = 2
@@ -320,14 +417,17 @@ def advise(planned: Planned, most: int = 5) -> list[Advice]:
         enough = _LEAST_GAIN * planned.tokens_per_s or math.inf
         faster = [each for each in tried if each.fits and each.planned.tokens_per_s >= enough]
         return sorted(faster, key=lambda each: -each.planned.tokens_per_s)[:most]
-    fitting = sorted((each for each in tried if each.fits), key=lambda each: -each.planned.tokens_per_s)
+    fitting = sorted(
+        (each for each in tried if each.fits), key=lambda each: -each.planned.tokens_per_s
+    )
     if fitting:
         return fitting[:most]
     together = _together(planned)
     nearer = sorted(tried, key=lambda each: _excess(each.planned))
-    return [*([together] if together else []), *(each for each in nearer if _excess(each.planned) < _excess(planned))][
-        :most
-    ]
+    return [
+        *([together] if together else []),
+        *(each for each in nearer if _excess(each.planned) < _excess(planned)),
+    ][:most]
 
 
 def _try(candidate: Candidate, scenario: Scenario) -> Advice | None:
@@ -341,7 +441,9 @@ def _try(candidate: Candidate, scenario: Scenario) -> Advice | None:
 
 def _excess(planned: Planned) -> float:
     """By what factor the tightest tier is too small; 1 when all fit."""
-    return max((problem.needed_bytes / problem.limit_bytes for problem in planned.problems), default=1.0)
+    return max(
+        (problem.needed_bytes / problem.limit_bytes for problem in planned.problems), default=1.0
+    )
 
 
 def _together(planned: Planned) -> Advice | None:
@@ -367,17 +469,27 @@ def _candidates(planned: Planned) -> Iterator[Candidate]:
     if "host_bytes" in own:
         yield _key("leave tiermem.host_bytes to the plan", None, "tiermem", "host_bytes")
     if policy.tile_numel is not None:
-        yield _key("leave sub_group_size to the plan (smaller tiles)", None, "zero_optimization", "sub_group_size")
+        yield _key(
+            "leave sub_group_size to the plan (smaller tiles)",
+            None,
+            "zero_optimization",
+            "sub_group_size",
+        )
     for section, home in (("offload_optimizer", policy.optim), ("offload_param", policy.params)):
         may_move = policy.stage == 3 or (policy.stage and section == "offload_optimizer")
         for device in ("cpu", "nvme", "none") if may_move else ():
             if Tier(device) is not home:
-                yield Candidate(f'{section} to "{device}"', functools.partial(_offload, section=section, device=device))
+                yield Candidate(
+                    f'{section} to "{device}"',
+                    functools.partial(_offload, section=section, device=device),
+                )
     if policy.stage in (1, 2):
         yield _key("stage 3, which partitions parameters too", 3, "zero_optimization", "stage")
     if "precision" not in own:
         for preset in ("compact", "tiny"):
-            yield _key(f'tiermem.precision "{preset}" (smaller states)', preset, "tiermem", "precision")
+            yield _key(
+                f'tiermem.precision "{preset}" (smaller states)', preset, "tiermem", "precision"
+            )
     if planned.plan.frozen_disk_bytes:
         words = 'tiermem.durability "none" (one slot on NVMe; a checkpoint is a copy)'
         yield _key(words, "none", "tiermem", "durability")
@@ -396,7 +508,8 @@ def _candidates(planned: Planned) -> Iterator[Candidate]:
 
 
 def tiling_hint(planned: Planned) -> str | None:
-    """A sentence on the largest unit when its buffers are most of a tier that is too small; no plan is made of it."""
+    """A sentence on the largest unit when its buffers are most of a tier that is too small; no plan
+    is made of it."""
     units = [unit for unit in planned.plan.division.units if not unit.is_resident]
     largest = max(units, key=lambda unit: unit.full_bytes, default=None)
     if largest is None:
@@ -404,13 +517,17 @@ def tiling_hint(planned: Planned) -> str | None:
     names = {problem.where for problem in planned.problems}
     for tier in (Tier.DEVICE, Tier.HOST):
         passing = [
-            row for row in planned.lines if row.tier is tier and "unit" in row.what and "resident" not in row.what
+            row
+            for row in planned.lines
+            if row.tier is tier and "unit" in row.what and "resident" not in row.what
         ]
         num_bytes = sum(row.num_bytes for row in passing)
         if PLACES[tier] in names and num_bytes > planned.tier_bytes(tier) / 3:
             return (
-                f"units take {format_bytes(num_bytes)} of a rank's {tier.name}; the largest is {largest.name!r} with "
-                f"{format_bytes(largest.full_bytes)}: replace its Linear by tiermem.zero.TiledLinear, whose tiles are units "
+                f"units take {format_bytes(num_bytes)} of a rank's {tier.name}; the largest is "
+                f"{largest.name!r} with "
+                f"{format_bytes(largest.full_bytes)}: replace its Linear by "
+                "tiermem.zero.TiledLinear, whose tiles are units "
                 "of their own"
             )
     return None
@@ -429,21 +546,27 @@ def _offload(scenario: Scenario, section: str, device: str) -> Scenario:
     zero = scenario.config.get("zero_optimization", {})
     values = {**(zero.get(section) or {}), "device": device}
     if device == "nvme":
-        other = zero.get("offload_optimizer" if section == "offload_param" else "offload_param") or {}
+        other = (
+            zero.get("offload_optimizer" if section == "offload_param" else "offload_param") or {}
+        )
         values.setdefault("nvme_path", other.get("nvme_path", "/mnt/nvme0"))
     return _with(scenario, values, "zero_optimization", section)
 
 
 def _half_batch(scenario: Scenario, micro: int, accumulation: int) -> Scenario:
     changed = _with(scenario, micro, "train_micro_batch_size_per_gpu")
-    return _with(_with(changed, None, "train_batch_size"), accumulation, "gradient_accumulation_steps")
+    return _with(
+        _with(changed, None, "train_batch_size"), accumulation, "gradient_accumulation_steps"
+    )
 
 
 def _twice_the_disks(scenario: Scenario) -> Scenario:
     rates = scenario.rates
     cluster = scenario.cluster
     doubled = dataclasses.replace(
-        rates, disk_read_bytes_s=2 * rates.disk_read_bytes_s, disk_write_bytes_s=2 * rates.disk_write_bytes_s
+        rates,
+        disk_read_bytes_s=2 * rates.disk_read_bytes_s,
+        disk_write_bytes_s=2 * rates.disk_write_bytes_s,
     )
     cluster = dataclasses.replace(cluster, nvme_bytes=cluster.nvme_bytes and 2 * cluster.nvme_bytes)
     return dataclasses.replace(scenario, rates=doubled, cluster=cluster)

@@ -4,8 +4,8 @@
     ds.json     -> policy ----------------------^            ^
     ranks, nodes, memory -----------------------------------/
 
-Every size is the one that training would allocate. A setting that does not fit raises no error: it is planned as if there
-were no limit, and `problems` says by how many bytes it is too large.
+Every size is the one that training would allocate. A setting that does not fit raises no error: it
+is planned as if there were no limit, and `problems` says by how many bytes it is too large.
 """
 
 from __future__ import annotations
@@ -38,14 +38,23 @@ from tiermem.units.state_layout import StateLayout
 from tiermem.units.unit import divide
 from tiermem.weights.step_run import overlap_of
 
-PLACES = {Tier.DEVICE: "the GPU of a rank", Tier.HOST: "the memory of a node", Tier.NVME: "the disks of a node"}
+PLACES = {
+    Tier.DEVICE: "the GPU of a rank",
+    Tier.HOST: "the memory of a node",
+    Tier.NVME: "the disks of a node",
+}
 """What a limit of a tier is a limit of."""
 
 
-INTERPRETER = Row("interpreter and libraries", Tier.HOST, 360 << 20, "measured before any model, transformers included")
+INTERPRETER = Row(
+    "interpreter and libraries",
+    Tier.HOST,
+    360 << 20,
+    "measured before any model, transformers included",
+)
 """With torch and transformers imported, as measured on Linux with Python 3.11."""
 
-# ---- the budget: host memory that the store may carve under a cap ----------------------------------------------------
+# ---- the budget: host memory that the store may carve under a cap --------------------------------
 #
 #     cap  =  interpreter and libraries    measured, after the imports
 #          +  activations                  a formula per token and layer, from what autograd saves for a Llama
@@ -55,17 +64,19 @@ INTERPRETER = Row("interpreter and libraries", Tier.HOST, 360 << 20, "measured b
 #          +  margin
 #          +  host_bytes                   the rest: units, tiles, staging, resident states
 #
-# The formula was checked against what autograd saves (`saved_tensors_hooks`), to the byte per layer, and against the
-# peak of a run. Other families are treated as a Llama of the same sizes.
+# The formula was checked against what autograd saves (`saved_tensors_hooks`), to the byte per
+# layer, and against the peak of a run. Other families are treated as a Llama of the same sizes.
 
 MARGIN_BYTES = 32 << 20  # thread stacks, page tables, the queue, Python objects of a step
 MARGIN_PART = 0.03
-HEAP_PART = 0.30  # measured at 24 and 48 layers of 1024: 9.5 MB of heap for 7.35 MB saved, glibc 2.36
+# measured at 24 and 48 layers of 1024: 9.5 MB of heap for 7.35 MB saved, glibc 2.36
+HEAP_PART = 0.30
 _HEAP_WHY = f"free pieces between live ones: {HEAP_PART:.0%} of activations, block and logits"
 
 
 _LOGITS_WHOLE_BYTES = 256 << 20
-"""Logits of more fp32 bytes are computed in chunks (tiermem.chunked_cross_entropy): before, a chunk saves little."""
+"""Logits of more fp32 bytes are computed in chunks (tiermem.chunked_cross_entropy): before, a chunk
+saves little."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,19 +95,33 @@ class Budget:
 
     def rows(self) -> list[Row]:
         """The lines to show: every term, then what is left."""
-        return [*self.terms, Row("host memory of the store", Tier.HOST, self.left_bytes, "what the cap leaves")]
+        return [
+            *self.terms,
+            Row("host memory of the store", Tier.HOST, self.left_bytes, "what the cap leaves"),
+        ]
 
     def explain(self) -> str:
         """The arithmetic on one line."""
         parts = " - ".join(f"{format_bytes(term.num_bytes)} ({term.what})" for term in self.terms)
-        return f"{format_bytes(self.cap_bytes)} - {parts} = {format_bytes(self.left_bytes)} for {self.taker}"
+        return (
+            f"{format_bytes(self.cap_bytes)} - {parts} = {format_bytes(self.left_bytes)} for "
+            f"{self.taker}"
+        )
 
 
-def plan_budget(cap_bytes: int, resident_bytes: int, activations: ActivationBytes, home: Tier | None = None) -> Budget:
-    """The budget of a run: `resident_bytes` measured after imports; home: of the inputs of checkpointed blocks."""
+def plan_budget(
+    cap_bytes: int, resident_bytes: int, activations: ActivationBytes, home: Tier | None = None
+) -> Budget:
+    """The budget of a run: `resident_bytes` measured after imports; home: of the inputs of
+    checkpointed blocks."""
     margin = max(MARGIN_BYTES, int(MARGIN_PART * cap_bytes))
     terms = (
-        Row("interpreter and libraries", Tier.HOST, resident_bytes, "resident after the imports, measured"),
+        Row(
+            "interpreter and libraries",
+            Tier.HOST,
+            resident_bytes,
+            "resident after the imports, measured",
+        ),
         *(row for row in activations.rows(home) if row.tier is Tier.HOST),
         Row("margin", Tier.HOST, margin, "stacks, page tables, Python objects"),
     )
@@ -104,11 +129,13 @@ def plan_budget(cap_bytes: int, resident_bytes: int, activations: ActivationByte
 
 
 def check_cap(job: Job, resident_bytes: int, is_gpu: bool) -> Budget | None:
-    """The budget of a job under its cap; None where it has no cap, or a config that names `host_bytes`.
+    """The budget of a job under its cap; None where it has no cap, or a config that names
+    `host_bytes`.
 
     resident_bytes: of the process with everything imported.
-    Raises Mistake when the cap is too small for the job's plan, with the arithmetic and the smallest cap that is not. Where the
-    job leaves recomputation open, `settle_by_cap` (card.py) comes first.
+    Raises Mistake when the cap is too small for the job's plan, with the arithmetic and the
+    smallest cap that is not. Where the job leaves recomputation open, `settle_by_cap` (card.py)
+    comes first.
     """
     if job.memory_limit_bytes is None or "host_bytes" in job.config.get("tiermem", {}):
         return None
@@ -129,7 +156,8 @@ def check_cap(job: Job, resident_bytes: int, is_gpu: bool) -> Budget | None:
     least = f"--memory {-(-enough // _CAP_STEP_BYTES) * (_CAP_STEP_BYTES >> 20)}MiB"
     smaller = f"{'' if job.is_checkpointing else '--checkpointing or '}a shorter --seq"
     raise Mistake(
-        f"--memory {format_bytes(job.memory_limit_bytes)} is too small for this model, and {least} is the smallest that works, "
+        f"--memory {format_bytes(job.memory_limit_bytes)} is too small for this model, and {least} "
+        "is the smallest that works, "
         f"or a smaller one with {smaller} ({budget.explain()})",
         {"--memory": least},
     )
@@ -140,7 +168,8 @@ _NO_CAP_BYTES = 1 << 44
 
 
 def budget_of(job: Job, cap_bytes: int, resident_bytes: int, is_gpu: bool) -> Budget:
-    """The budget of a job under a cap, with the inputs of checkpointed blocks where its config has them."""
+    """The budget of a job under a cap, with the inputs of checkpointed blocks where its config has
+    them."""
     activations = ActivationBytes.of(job, is_gpu)
     home = resolve_auto(load_config(job.config), activations.sizes.hidden).policy().activations
     return plan_budget(cap_bytes, resident_bytes, activations, home)
@@ -167,7 +196,8 @@ def has_chunked_loss(sizes: ModelSizes, num_tokens: int) -> bool:
 
 
 class ActivationBytes(NamedTuple):
-    """A micro-batch's activations on one rank: their memory, where block inputs may rest, and what that leaves to the plan."""
+    """A micro-batch's activations on one rank: their memory, where block inputs may rest, and what
+    that leaves to the plan."""
 
     sizes: ModelSizes
     num_tokens: int
@@ -178,18 +208,22 @@ class ActivationBytes(NamedTuple):
     is_checkpointing: bool
     is_gpu: bool
     at_once: int | None = None
-    """Micro-batches that go through the model block by block (accumulation "layers"); None: one after the other."""
+    """Micro-batches that go through the model block by block (accumulation "layers"); None: one
+    after the other."""
 
     @staticmethod
     def of(job: Job, is_gpu: bool) -> ActivationBytes:
         """Those of a run. Raises ValueError for a shape that lacks a size."""
         sizes = ModelSizes.of(job.shape)
         kept = bool(job.is_checkpointing) or job.at_once is not None
-        return ActivationBytes(sizes, job.batch * job.seq, job.precision, job.compute, kept, is_gpu, job.at_once)
+        return ActivationBytes(
+            sizes, job.batch * job.seq, job.precision, job.compute, kept, is_gpu, job.at_once
+        )
 
     @property
     def input_bytes(self) -> int:
-        """Of the inputs of one checkpointed block, of all micro-batches at once; 0: nothing is recomputed."""
+        """Of the inputs of one checkpointed block, of all micro-batches at once; 0: nothing is
+        recomputed."""
         return (self.at_once or 1) * self._hidden_bytes if self.is_checkpointing else 0
 
     @property
@@ -202,11 +236,13 @@ class ActivationBytes(NamedTuple):
         return self.num_tokens * self.sizes.hidden * DTYPES[self.compute].itemsize
 
     def moves_inputs(self, home: Tier | None) -> bool:
-        """Whether inputs of checkpointed blocks leave the place of the maths for this home (`OffloadPolicy.activations`)."""
+        """Whether inputs of checkpointed blocks leave the place of the maths for this home
+        (`OffloadPolicy.activations`)."""
         return self.is_checkpointing and (home is Tier.NVME or (home is Tier.HOST and self.is_gpu))
 
     def rows(self, home: Tier | None = None) -> list[Row]:
-        """The rows of a forward and backward at their peak, on the tier where the maths runs; home: see `moves_inputs`."""
+        """The rows of a forward and backward at their peak, on the tier where the maths runs; home:
+        see `moves_inputs`."""
         sizes = self.sizes
         num_tokens = self.num_tokens
         tier = Tier.DEVICE if self.is_gpu else Tier.HOST
@@ -215,13 +251,19 @@ class ActivationBytes(NamedTuple):
         saved = saved_bytes_per_token(sizes, self.compute)
         block = num_tokens * saved
         if self.is_checkpointing:
-            num_here = min(_INPUTS_HERE, sizes.num_layers) if self.moves_inputs(home) else sizes.num_layers
+            num_here = (
+                min(_INPUTS_HERE, sizes.num_layers) if self.moves_inputs(home) else sizes.num_layers
+            )
             kept = num_here * self.input_bytes
             each = f"{self.at_once} x " * ((self.at_once or 1) > 1)
-            kept_why = f"{num_here} block inputs of {each}{num_tokens} x {sizes.hidden} x {element} B"
+            kept_why = (
+                f"{num_here} block inputs of {each}{num_tokens} x {sizes.hidden} x {element} B"
+            )
         else:
             kept = sizes.num_layers * block
-            kept_why = f"{sizes.num_layers} layers x {num_tokens} tokens x {saved} B saved by autograd"
+            kept_why = (
+                f"{sizes.num_layers} layers x {num_tokens} tokens x {saved} B saved by autograd"
+            )
         working = 2 * block if self.is_checkpointing else block
         logits, loss_why = self._loss()
         of_block = sizes.block_numel * at_rest
@@ -230,49 +272,90 @@ class ActivationBytes(NamedTuple):
         if self.is_gpu:  # whose allocator gives the memory of the one peak to the other
             peaks = {"one block": working + of_block, "logits and loss": logits + of_largest}
             most, least = sorted(peaks, key=peaks.__getitem__, reverse=True)
-            most_why = f"{most}, with gradients in autograd; {least} before or after: {format_bytes(peaks[least])}"
+            most_why = (
+                f"{most}, with gradients in autograd; {least} before or after: "
+                f"{format_bytes(peaks[least])}"
+            )
             terms.append(("at work", peaks[most], most_why))
-            terms.append(("gradients leaving", max(2 * of_block, of_largest), "of two blocks, or of the largest unit"))
+            terms.append(
+                (
+                    "gradients leaving",
+                    max(2 * of_block, of_largest),
+                    "of two blocks, or of the largest unit",
+                )
+            )
         else:
             terms += [
-                ("one block at work", working, "recomputed and " * self.is_checkpointing + "turned into gradients"),
+                (
+                    "one block at work",
+                    working,
+                    "recomputed and " * self.is_checkpointing + "turned into gradients",
+                ),
                 ("logits and loss", logits, loss_why),
-                ("gradients in autograd", of_largest, f"largest unit: {sizes.unit_numel} x {at_rest} B"),
-                ("repacked weight", sizes.weight_numel * element, "the largest weight, as the matrix product wants it"),
-                ("gradients before", of_block, "the last block's: freed, kept by the C library's heap"),
+                (
+                    "gradients in autograd",
+                    of_largest,
+                    f"largest unit: {sizes.unit_numel} x {at_rest} B",
+                ),
+                (
+                    "repacked weight",
+                    sizes.weight_numel * element,
+                    "the largest weight, as the matrix product wants it",
+                ),
+                (
+                    "gradients before",
+                    of_block,
+                    "the last block's: freed, kept by the C library's heap",
+                ),
                 ("allocator", int(HEAP_PART * (kept + working + logits)), _HEAP_WHY),
             ]
         if self.at_once is not None:
             why = f"hidden states, later gradients, of {self.at_once} micro-batches and one"
             terms.append(("between blocks", self.input_bytes + self._hidden_bytes, why))
         if self.compute != self.precision:
-            wide_why = f"the largest weight's in {self.compute}, before it is rounded to {self.precision}"
+            wide_why = (
+                f"the largest weight's in {self.compute}, before it is rounded to {self.precision}"
+            )
             terms.append(("wide gradient", sizes.weight_numel * element, wide_why))
         return [Row(what, tier, num_bytes, why) for what, num_bytes, why in terms]
 
     def placements(
-        self, policy: OffloadPolicy, device_bytes: int | None, host_bytes: int | None, ranks_on_node: int = 1
+        self,
+        policy: OffloadPolicy,
+        device_bytes: int | None,
+        host_bytes: int | None,
+        ranks_on_node: int = 1,
     ) -> list[Placement]:
-        """The homes that inputs may have under a policy, each with what it leaves to the plan; the one in use first.
+        """The homes that inputs may have under a policy, each with what it leaves to the plan; the
+        one in use first.
 
-        device_bytes: of an accelerator, for the plan and activations together; host_bytes: of a node, for the plan beside the
+        device_bytes: of an accelerator, for the plan and activations together; host_bytes: of a
+            node, for the plan beside the
         activations as the policy has them; None: no limit, or not to be changed.
         """
         homes = [policy.activations]
         if policy.activations is None and self.is_gpu and self.is_checkpointing:
             homes += [Tier.HOST, *([Tier.NVME] if policy.paths else [])]
-        elif policy.activations is None and self.input_bytes >= _ALWAYS_MAPPED_BYTES and policy.paths:
+        elif (
+            policy.activations is None and self.input_bytes >= _ALWAYS_MAPPED_BYTES and policy.paths
+        ):
             homes += [Tier.NVME]
         chunks = -(-self.input_bytes // ACTIVATION_CHUNK_BYTES)
         at_home = self.sizes.num_layers * chunks * ACTIVATION_CHUNK_BYTES
         here = {home: sum(row.num_bytes for row in self.rows(home)) for home in homes}
         found = []
         for home in homes:
-            on_device = max(1, device_bytes - here[home]) if self.is_gpu and device_bytes is not None else None
+            on_device = (
+                max(1, device_bytes - here[home])
+                if self.is_gpu and device_bytes is not None
+                else None
+            )
             on_host = None
             if not self.is_gpu and host_bytes is not None and len(homes) > 1:
                 on_host = host_bytes + (here[policy.activations] - here[home]) * ranks_on_node
-            found.append(Placement(home, at_home if self.moves_inputs(home) else None, on_device, on_host))
+            found.append(
+                Placement(home, at_home if self.moves_inputs(home) else None, on_device, on_host)
+            )
         return found
 
     def _loss(self) -> tuple[int, str]:
@@ -283,27 +366,36 @@ class ActivationBytes(NamedTuple):
         if not has_chunked_loss(sizes, num_tokens):
             why = f"{num_tokens} x {sizes.vocabulary}: in {self.compute}, float, softmax, gradient"
             return num_tokens * sizes.vocabulary * (2 * element + 12), why
-        is_wider = self.compute == "fp16" or self.compute != self.precision  # than the gradient that autograd gets
-        head = sizes.vocabulary * sizes.hidden * (4 if self.compute == "fp16" else element) * is_wider
+        # than the gradient that autograd gets
+        is_wider = self.compute == "fp16" or self.compute != self.precision
+        head = (
+            sizes.vocabulary * sizes.hidden * (4 if self.compute == "fp16" else element) * is_wider
+        )
         chunks = CHUNK_BYTES // 4 * (2 * element + 12)
-        why = f"chunks of {CHUNK_BYTES} B in float" + "; the head's gradient, before it is rounded" * is_wider
+        why = (
+            f"chunks of {CHUNK_BYTES} B in float"
+            + "; the head's gradient, before it is rounded" * is_wider
+        )
         return chunks + head + num_tokens * sizes.hidden * element, why
 
 
 _INPUTS_HERE = 2
-"""Inputs that are where the maths runs although others rest elsewhere: the one in use, and one on its way."""
+"""Inputs that are where the maths runs although others rest elsewhere: the one in use, and one on
+its way."""
 
 _ALWAYS_MAPPED_BYTES = 32 << 20
-"""glibc maps blocks from this size on, always: the memory of an input that leaves the CPU's heap is free then, and no gap."""
+"""glibc maps blocks from this size on, always: the memory of an input that leaves the CPU's heap is
+free then, and no gap."""
 
 
 def saved_bytes_per_token(sizes: ModelSizes, precision: str) -> int:
     """What autograd saves per token in one Llama block (attention fused, SwiGLU), in bytes.
 
-    In the compute precision: inputs of the six projections' three distinct places, queries, attention's output, both
-    norms' outputs and inputs (six of hidden); keys and values; four of intermediate. In float: both norms' inputs once
-    more when the precision is lower, attention's log-sum-exp per head, two reciprocal roots. With fp32 the norms'
-    inputs are saved at two more places instead of their casts.
+    In the compute precision: inputs of the six projections' three distinct places, queries,
+    attention's output, both norms' outputs and inputs (six of hidden); keys and values; four of
+    intermediate. In float: both norms' inputs once more when the precision is lower, attention's
+    log-sum-exp per head, two reciprocal roots. With fp32 the norms' inputs are saved at two more
+    places instead of their casts.
     """
     hidden_places, float_places = (8, 0) if precision == "fp32" else (6, 2)
     element = DTYPES[precision].itemsize
@@ -312,15 +404,18 @@ def saved_bytes_per_token(sizes: ModelSizes, precision: str) -> int:
 
 
 def state_bytes(num_params: int, precision: str, states: Precision | None = None) -> int:
-    """What a model and its AdamW must keep between steps: the weight, the master that lies beside it and two moments.
+    """What a model and its AdamW must keep between steps: the weight, the master that lies beside
+    it and two moments.
 
     precision: of the weights, "bf16", "fp16" or "fp32"; states: of the rest, default fp32.
     """
     layout = StateLayout(DTYPES[precision], states or Precision(), num_moments=2)
-    return num_params * DTYPES[precision].itemsize + sum(part.num_bytes(num_params) for part in layout.parts)
+    return num_params * DTYPES[precision].itemsize + sum(
+        part.num_bytes(num_params) for part in layout.parts
+    )
 
 
-# ---- a scenario and its plan -------------------------------------------------------------------------------------------
+# ---- a scenario and its plan ---------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -354,31 +449,36 @@ class Scenario:
     cluster: Cluster
     rates: Rates
     compute: Compute | float
-    """Measured, for one micro-batch of the scenario's size on one rank; or the operations a second that a rank reaches."""
+    """Measured, for one micro-batch of the scenario's size on one rank; or the operations a second
+    that a rank reaches."""
     seq: int
     is_checkpointing: bool = False
 
     @property
     def recomputing(self) -> Scenario:
-        """The same with blocks computed again in backward; measured maths was measured without that."""
+        """The same with blocks computed again in backward; measured maths was measured without
+        that."""
         compute = self.compute.recomputing() if isinstance(self.compute, Compute) else self.compute
         return dataclasses.replace(self, compute=compute, is_checkpointing=True)
 
     def compute_of(self, num_tokens: int, is_by_layer: bool) -> Compute:
-        """The seconds of the maths of a micro-batch of so many tokens. is_by_layer: with accumulation "layers"."""
+        """The seconds of the maths of a micro-batch of so many tokens. is_by_layer: with
+        accumulation "layers"."""
         if isinstance(self.compute, Compute):
             return self.compute
         return Compute.of_peak(self.compute, num_tokens, self.is_checkpointing or is_by_layer)
 
     def activations_of(self, num_tokens: int, at_once: int | None) -> ActivationBytes:
-        """The activations of a micro-batch of so many tokens; at_once: see Activations. Raises ValueError for a shape that
-        lacks a size."""
+        """The activations of a micro-batch of so many tokens; at_once: see Activations. Raises
+        ValueError for a shape that lacks a size."""
         sizes = ModelSizes.of(self.shape)
         is_gpu = self.cluster.gpu_bytes is not None
         precision = resolve_auto(load_config(self.config), sizes.hidden).precision
         compute = compute_of(self.config, precision)
         is_checkpointing = self.is_checkpointing or at_once is not None
-        return ActivationBytes(sizes, num_tokens, precision, compute, is_checkpointing, is_gpu, at_once)
+        return ActivationBytes(
+            sizes, num_tokens, precision, compute, is_checkpointing, is_gpu, at_once
+        )
 
 
 class Overlapped(NamedTuple):
@@ -409,7 +509,8 @@ class Planned:
     plan: Plan
     lines: tuple[Row, ...]
     play: Callable[[], Forecast]
-    """Plays a step, once; raises ValueError when a module needs more units at once than the plan has buffers for."""
+    """Plays a step, once; raises ValueError when a module needs more units at once than the plan
+    has buffers for."""
     batch: BatchSizes
     given: OffloadPolicy
     """The policy before the choice."""
@@ -427,7 +528,12 @@ class Planned:
     @property
     def tokens_per_s(self) -> float:
         """Of the whole cluster."""
-        tokens = self.batch.micro * self.scenario.seq * self.batch.accumulation * self.scenario.cluster.num_ranks
+        tokens = (
+            self.batch.micro
+            * self.scenario.seq
+            * self.batch.accumulation
+            * self.scenario.cluster.num_ranks
+        )
         return tokens / self.forecast.total_s if self.forecast.total_s else 0.0
 
     @property
@@ -438,7 +544,8 @@ class Planned:
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of HOST memory that one rank registers with its accelerator's driver, which may have a limit on them."""
+        """Bytes of HOST memory that one rank registers with its accelerator's driver, which may
+        have a limit on them."""
         is_pinned = self.scenario.cluster.gpu_bytes is not None and self.policy.pin_memory
         return self.plan.link_bytes if is_pinned else 0
 
@@ -452,23 +559,28 @@ class Planned:
         cluster = self.scenario.cluster
         found = []
         for tier, limit_bytes in cluster.limits.items():
-            needed_bytes = self.tier_bytes(tier) * (1 if tier is Tier.DEVICE else cluster.ranks_per_node)
+            needed_bytes = self.tier_bytes(tier) * (
+                1 if tier is Tier.DEVICE else cluster.ranks_per_node
+            )
             if limit_bytes and needed_bytes > limit_bytes:
                 found.append(PlanProblem(PLACES[tier], needed_bytes, limit_bytes))
         return found
 
 
 def plan_scenario(scenario: Scenario, chooses: bool = True) -> Planned:
-    """Plans a scenario; with `chooses`, what its budget leaves open is settled by predicted time (forecast/forecast.py).
+    """Plans a scenario; with `chooses`, what its budget leaves open is settled by predicted time
+    (forecast/forecast.py).
 
-    Steps begin under backward only where the disk has room for it. Raises ValueError for a config or model that cannot be: what
-    a real start would refuse too.
+    Steps begin under backward only where the disk has room for it. Raises ValueError for a config
+    or model that cannot be: what a real start would refuse too.
     """
     planned = _planned(scenario, chooses)
     plan = planned.plan
     most_bytes = planned.policy.disk_bytes
     is_full = any(problem.where == PLACES[Tier.NVME] for problem in planned.problems)
-    if plan.attempt_disk_bytes and (is_full or (most_bytes is not None and plan.disk_bytes > most_bytes)):
+    if plan.attempt_disk_bytes and (
+        is_full or (most_bytes is not None and plan.disk_bytes > most_bytes)
+    ):
         return _planned(scenario, chooses, overlap="forward")
     return planned
 
@@ -482,8 +594,11 @@ def _planned(scenario: Scenario, chooses: bool, **fields: Any) -> Planned:
     num_tokens = batch.micro * scenario.seq
     policy = loaded.policy(**fields)
     is_host_open = False
-    activations = scenario.activations_of(num_tokens, batch.accumulation if policy.accumulation == "layers" else None)
-    if policy.host_bytes is None and cluster.host_bytes is not None:  # the store has what a node's memory leaves
+    activations = scenario.activations_of(
+        num_tokens, batch.accumulation if policy.accumulation == "layers" else None
+    )
+    # the store has what a node's memory leaves
+    if policy.host_bytes is None and cluster.host_bytes is not None:
         outside = [INTERPRETER, *activations.rows(policy.activations)]
         outside_bytes = sum(row.num_bytes for row in outside if row.tier is Tier.HOST)
         left = cluster.host_bytes - outside_bytes * cluster.ranks_per_node
@@ -502,9 +617,20 @@ def _planned(scenario: Scenario, chooses: bool, **fields: Any) -> Planned:
     try:
         if chooses and (policy.host_bytes is not None or is_gpu):
             compute = scenario.compute_of(num_tokens, policy.accumulation == "layers")
-            more: dict[str, Any] = {"placements": placements, "input_bytes": activations.input_bytes}
+            more: dict[str, Any] = {
+                "placements": placements,
+                "input_bytes": activations.input_bytes,
+            }
             choice = choose(
-                model, policy, scenario.rates, compute, num_ranks, per_node, is_gpu, batch.accumulation, **more
+                model,
+                policy,
+                scenario.rates,
+                compute,
+                num_ranks,
+                per_node,
+                is_gpu,
+                batch.accumulation,
+                **more,
             )
             policy = choice.policy
             plan = choice.chosen.plan
@@ -527,7 +653,8 @@ def _planned(scenario: Scenario, chooses: bool, **fields: Any) -> Planned:
 
 
 def overlaps_of(planned: Planned) -> dict[str, Overlapped]:
-    """The scenario with each `overlap` that changes a step of it, the first is "none". Otherwise it is planned alike."""
+    """The scenario with each `overlap` that changes a step of it, the first is "none". Otherwise it
+    is planned alike."""
     scenario = planned.scenario
     found = dict[str, Overlapped]()
     cluster = scenario.cluster
@@ -545,11 +672,15 @@ def overlaps_of(planned: Planned) -> dict[str, Overlapped]:
         elif overlap_of(changed, plan, is_gpu) != overlap:
             continue
         forecast = _forecast(scenario, model, plan, changed, batch)
-        found[overlap] = Overlapped(forecast, plan.disk_bytes - none.disk_bytes, plan.host_bytes - none.host_bytes)
+        found[overlap] = Overlapped(
+            forecast, plan.disk_bytes - none.disk_bytes, plan.host_bytes - none.host_bytes
+        )
     return found
 
 
-def _forecast(scenario: Scenario, model: nn.Module, plan: Plan, policy: OffloadPolicy, batch: BatchSizes) -> Forecast:
+def _forecast(
+    scenario: Scenario, model: nn.Module, plan: Plan, policy: OffloadPolicy, batch: BatchSizes
+) -> Forecast:
     cluster = scenario.cluster
     num_tokens = batch.micro * scenario.seq
     at_once = batch.accumulation if policy.accumulation == "layers" else None
@@ -569,19 +700,22 @@ def _forecast(scenario: Scenario, model: nn.Module, plan: Plan, policy: OffloadP
 
 
 def meta_model(shape: Mapping[str, Any], precision: str) -> nn.Module:
-    """The model without memory. Raises ValueError for a model type that transformers does not know."""
+    """The model without memory. Raises ValueError for a model type that transformers does not
+    know."""
     with torch.device("meta"):
         model: nn.Module = transformers().AutoModelForCausalLM.from_config(hf_config(shape))
     return model.to(DTYPES[precision])
 
 
 def hf_config(shape: Mapping[str, Any]) -> Any:
-    """The transformers config of a shape. Raises ValueError for a model type that transformers does not know."""
+    """The transformers config of a shape. Raises ValueError for a model type that transformers does
+    not know."""
     return transformers().AutoConfig.for_model(**shape)
 
 
 def transformers() -> Any:
-    """The package, imported; typed as Any, since it is typed in parts only. Raises ImportError where it is not installed."""
+    """The package, imported; typed as Any, since it is typed in parts only. Raises ImportError
+    where it is not installed."""
     return importlib.import_module("transformers")
 
 
@@ -593,7 +727,8 @@ def placed(
     is_gpu: bool,
     ranks_on_node: int,
 ) -> tuple[OffloadPolicy, Plan]:
-    """The policy with the first placement whose plan fits, and that plan. Raises ValueError where none fits."""
+    """The policy with the first placement whose plan fits, and that plan. Raises ValueError where
+    none fits."""
     division = divide(model, policy, topology.num_shards)
     for placement in placements:
         changed = dataclasses.replace(policy, **placement.fields(policy))

@@ -1,4 +1,5 @@
-"""Prediction: predicts the seconds and bytes of a training from measurements of a few blocks of its own model."""
+"""Prediction: predicts the seconds and bytes of a training from measurements of a few blocks of its
+own model."""
 
 from __future__ import annotations
 
@@ -29,7 +30,12 @@ from tiermem.swap.memory.accelerator import find_device, is_accelerator
 from tiermem.swap.store.checksum import crc32c
 from tiermem.tools.job.launcher import Job, compute_of
 from tiermem.tools.job.train_job import Config, precision_of, with_key
-from tiermem.tools.measure.gpu_link import measure_beside_copies, measure_link, measure_memory, step_passes
+from tiermem.tools.measure.gpu_link import (
+    measure_beside_copies,
+    measure_link,
+    measure_memory,
+    step_passes,
+)
 from tiermem.tools.measure.machine import available_bytes
 from tiermem.tools.measure.phases import PHASES, clock_of, timed
 from tiermem.tools.plan.planned import (
@@ -48,14 +54,18 @@ from tiermem.tools.words import format_bytes
 from tiermem.units.compute import FAR_SLOWER, ComputeChoice, choose_compute
 from tiermem.weights.step_run import overlap_of
 
-# ---- the trained model -----------------------------------------------------------------------------------------------
+# ---- the trained model ---------------------------------------------------------------------------
 #
-#     seed -> zero.Init -> AutoModelForCausalLM of a shape -> activation checkpointing, if the job says so
+#     seed -> zero.Init -> AutoModelForCausalLM of a shape -> activation checkpointing, if the job
+#     says so
 #
 
 
-def build_model(shape: ModelShape, seed: int, is_checkpointing: bool, num_tokens: int, **placed: Any) -> nn.Module:
-    """A model of a shape with weights from a seed, built under `zero.Init(**placed)`: each module goes to its home at once.
+def build_model(
+    shape: ModelShape, seed: int, is_checkpointing: bool, num_tokens: int, **placed: Any
+) -> nn.Module:
+    """A model of a shape with weights from a seed, built under `zero.Init(**placed)`: each module
+    goes to its home at once.
 
     num_tokens: of one forward; the loss of many is computed in chunks.
     """
@@ -65,14 +75,18 @@ def build_model(shape: ModelShape, seed: int, is_checkpointing: bool, num_tokens
     return _made_ready(model, shape, is_checkpointing, num_tokens)
 
 
-def build_plain(shape: ModelShape, seed: int, is_checkpointing: bool, num_tokens: int, dtype: torch.dtype) -> nn.Module:
+def build_plain(
+    shape: ModelShape, seed: int, is_checkpointing: bool, num_tokens: int, dtype: torch.dtype
+) -> nn.Module:
     """The model of `build_model` in memory as plain PyTorch has it, on the CPU, in one dtype."""
     torch.manual_seed(seed)
     model = transformers().AutoModelForCausalLM.from_config(hf_config(shape)).to(dtype)
     return _made_ready(model, shape, is_checkpointing, num_tokens)
 
 
-def _made_ready(model: Any, shape: ModelShape, is_checkpointing: bool, num_tokens: int) -> nn.Module:
+def _made_ready(
+    model: Any, shape: ModelShape, is_checkpointing: bool, num_tokens: int
+) -> nn.Module:
     _set_training(model, is_checkpointing)
     if has_chunked_loss(ModelSizes.of(shape), num_tokens):
         chunk_loss(model)
@@ -80,7 +94,8 @@ def _made_ready(model: Any, shape: ModelShape, is_checkpointing: bool, num_token
 
 
 def chunk_loss(model: Any) -> None:
-    """Makes a Llama compute its loss in chunks: the head passes hidden states on, the loss multiplies them by its weight."""
+    """Makes a Llama compute its loss in chunks: the head passes hidden states on, the loss
+    multiplies them by its weight."""
     head = model.get_output_embeddings()
 
     def loss_of(logits: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.Tensor:
@@ -96,26 +111,32 @@ def _unchanged(hidden: torch.Tensor) -> torch.Tensor:
 
 
 def _set_training(model: Any, is_checkpointing: bool) -> None:
-    """Training mode, with activation checkpointing by the name that the model's version of transformers has for it."""
+    """Training mode, with activation checkpointing by the name that the model's version of
+    transformers has for it."""
     model.train()
     if is_checkpointing:
-        (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
+        (
+            getattr(model, "activation_checkpointing_enable", None)
+            or model.gradient_checkpointing_enable
+        )()
 
 
-# ---- on a GPU: two small copies of the model in plain PyTorch --------------------------------------------------------
+# ---- on a GPU: two small copies of the model in plain PyTorch ------------------------------------
 #
 #     time of a block      = (copy of 3 blocks - copy of 1 block) / 2        at the real width, sequence and batch
 #     time of the rest     = copy of 1 block - a block                       embedding, head and loss
 #
-# The copies' weights are noise; gradients are dropped as they appear. The CPU's way below uses the library's recorder; on
-# a GPU the recorder has the times of submission, not of execution.
+# The copies' weights are noise; gradients are dropped as they appear. The CPU's way below uses the
+# library's recorder; on a GPU the recorder has the times of submission, not of execution.
 
 _FEW = 1
 _MORE = 3
 _NUM_TIMED_COPIES = 3
 
 
-def time_plain_copies(shape: ModelShape, precision: str, batch: int, seq: int, is_checkpointing: bool) -> Compute:
+def time_plain_copies(
+    shape: ModelShape, precision: str, batch: int, seq: int, is_checkpointing: bool
+) -> Compute:
     """Seconds of a micro-batch's maths, per parameter of a block and of the rest. Blocks.
 
     Raises ValueError for a model whose number of layers cannot be changed.
@@ -132,7 +153,8 @@ def time_plain_copies(shape: ModelShape, precision: str, batch: int, seq: int, i
 def _time_copy(
     shape: ModelShape, precision: str, batch: int, seq: int, is_checkpointing: bool
 ) -> tuple[int, float, float]:
-    """(elements of matrices in blocks and elsewhere, seconds of a forward, seconds of a backward) of a copy."""
+    """(elements of matrices in blocks and elsewhere, seconds of a forward, seconds of a backward)
+    of a copy."""
     device = find_device()
     model: Any = meta_model(shape, precision).to_empty(device=device)
     for tensor in (*model.parameters(), *model.buffers()):
@@ -147,12 +169,16 @@ def _time_copy(
     numel = sum(p.numel() for p in model.parameters() if p.dim() > 1)
     del model, forward
     gc.collect()
-    forward_s, backward_s = (statistics.median(each[phase] for each in seconds[1:]) for phase in PHASES[:2])
+    forward_s, backward_s = (
+        statistics.median(each[phase] for each in seconds[1:]) for phase in PHASES[:2]
+    )
     return numel, forward_s, backward_s
 
 
 def _tokens(shape: ModelShape, batch: int, seq: int) -> torch.Tensor:
-    return torch.randint(0, int(shape["vocab_size"]), (batch, seq), generator=torch.Generator().manual_seed(0))
+    return torch.randint(
+        0, int(shape["vocab_size"]), (batch, seq), generator=torch.Generator().manual_seed(0)
+    )
 
 
 def _loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
@@ -164,12 +190,13 @@ def _drop(param: torch.Tensor) -> None:
     param.grad = None
 
 
-# ---- on a CPU: a few blocks of the model, trained for a moment by the library ----------------------------------------
+# ---- on a CPU: a few blocks of the model, trained for a moment by the library --------------------
 #
-# The copy has the real width, sequence, batch, embedding, head and loss, but few blocks. It is built and sharded like the run:
-# its blocks are read from the disk into two buffers, and its gradients move to their home. So the same causes slow its maths:
-# weights that are not in a cache, new gradients, transfers of the disk, hooks. It makes no step and no checksum. Each figure
-# comes from the recorder's spans, without waits for the disk (the forecast simulates those itself):
+# The copy has the real width, sequence, batch, embedding, head and loss, but few blocks. It is
+# built and sharded like the run: its blocks are read from the disk into two buffers, and its
+# gradients move to their home. So the same causes slow its maths: weights that are not in a cache,
+# new gradients, transfers of the disk, hooks. It makes no step and no checksum. Each figure comes
+# from the recorder's spans, without waits for the disk (the forecast simulates those itself):
 #
 #     |-wait-|--block 0--|use|--block 1--|use| ... |rest|            forward
 #     |rest|--block n--|reduce|use|--block n-1--|reduce|use| ...     backward
@@ -179,8 +206,8 @@ def _drop(param: torch.Tensor) -> None:
 #     kernels      an AdamW step of some Mi bf16 parameters with fp32 states, in bytes of memory traffic a second
 #     sums         checksums of some MiB, in bytes a second
 #
-# Its memory is that of the run with few blocks. On a machine that does other things the figures are of what is left of
-# it.
+# Its memory is that of the run with few blocks. On a machine that does other things the figures are
+# of what is left of it.
 
 # more than a processor's cache holds the activations of, as in the run
 _LAYERS = 6
@@ -223,16 +250,22 @@ def measure_maths(
     folders: Sequence[Path] = (),
     compute: str | None = None,
 ) -> Maths:
-    """Times a small copy of a model; with `folders` its parameters and gradients rest there, else in memory. Blocks.
+    """Times a small copy of a model; with `folders` its parameters and gradients rest there, else
+    in memory. Blocks.
 
-    compute: the precision of products, where it is not that of weights. Raises ValueError for a model whose number of layers
+    compute: the precision of products, where it is not that of weights. Raises ValueError for a
+        model whose number of layers
     cannot be changed, OSError when a folder is missing or too full.
     """
     if is_accelerator(find_device()):
-        return Maths(time_plain_copies(shape, precision, batch, seq, is_checkpointing), _GPU_USE_S, None)
+        return Maths(
+            time_plain_copies(shape, precision, batch, seq, is_checkpointing), _GPU_USE_S, None
+        )
     policy = _policy(precision, folders, compute or precision)
     few = with_layers(shape, _num_layers(shape))
-    model = build_model(few, 0, is_checkpointing, batch * seq, policy=policy, dtype=DTYPES[precision])
+    model = build_model(
+        few, 0, is_checkpointing, batch * seq, policy=policy, dtype=DTYPES[precision]
+    )
     tokens = _tokens(shape, batch, seq)
     passes: list[tuple[Phase, Phase]] = []
     with tiermem.shard(model, policy) as shards:
@@ -248,9 +281,11 @@ def measure_maths(
     return maths_of(events, passes[_NUM_WARM_UP:], *_lists_of_blocks(model))
 
 
-def copy_bytes(shape: ModelShape, precision: str, is_on_disk: bool, compute: str | None = None) -> int:
-    """Memory that the copy takes beside its activations and gradients in autograd. Raises ValueError for a shape without
-    sizes."""
+def copy_bytes(
+    shape: ModelShape, precision: str, is_on_disk: bool, compute: str | None = None
+) -> int:
+    """Memory that the copy takes beside its activations and gradients in autograd. Raises
+    ValueError for a shape without sizes."""
     sizes = ModelSizes.of(shape)
     rest = DTYPES[precision].itemsize
     wide = DTYPES[compute or precision].itemsize
@@ -260,7 +295,8 @@ def copy_bytes(shape: ModelShape, precision: str, is_on_disk: bool, compute: str
 
 
 def measure_kernels(room_bytes: int | None = None) -> float:
-    """Bytes of memory traffic a second of an optimizer step on the CPU, all threads of this process. Blocks.
+    """Bytes of memory traffic a second of an optimizer step on the CPU, all threads of this
+    process. Blocks.
 
     Takes at most half of the room; None: there is no limit.
     """
@@ -269,7 +305,8 @@ def measure_kernels(room_bytes: int | None = None) -> float:
 
 
 def measure_host_memory(room_bytes: int | None = None) -> float | None:
-    """`Rates.host_memory_bytes_s` of this machine; None: it has no accelerator. Takes at most half of the room; blocks.
+    """`Rates.host_memory_bytes_s` of this machine; None: it has no accelerator. Takes at most half
+    of the room; blocks.
 
     What is stepped and what is copied are together nearly twice as large as the processor's cache.
     """
@@ -280,8 +317,11 @@ def measure_host_memory(room_bytes: int | None = None) -> float | None:
     return measure_beside_copies(device, step, num_bytes, num_bytes // 4)
 
 
-def _small_step(numel: int, room_bytes: int | None, param_bytes: int) -> tuple[Callable[[], object], int]:
-    """A step of so many parameters, or of those that half of the room holds, and the bytes that it moves."""
+def _small_step(
+    numel: int, room_bytes: int | None, param_bytes: int
+) -> tuple[Callable[[], object], int]:
+    """A step of so many parameters, or of those that half of the room holds, and the bytes that it
+    moves."""
     if room_bytes is not None:
         numel = max(_LEAST_KERNEL_NUMEL, min(numel, room_bytes // (2 * param_bytes)))
     param = torch.nn.Parameter(torch.zeros(numel, dtype=torch.bfloat16))
@@ -291,7 +331,8 @@ def _small_step(numel: int, room_bytes: int | None, param_bytes: int) -> tuple[C
 
 
 def measure_sums() -> float:
-    """Bytes a second that are summed for checksums, by all threads of this process. Takes 32 MiB; blocks."""
+    """Bytes a second that are summed for checksums, by all threads of this process. Takes 32 MiB;
+    blocks."""
     pieces = list(torch.ones(_SUMMED_BYTES, dtype=torch.uint8).split(1 << 20))
     workers = Workers(torch.get_num_threads())
     try:
@@ -302,11 +343,16 @@ def measure_sums() -> float:
 
 def _median_s(work: Callable[[], object]) -> float:
     """The median seconds of a few calls, the first left out."""
-    return statistics.median(timeit.repeat(work, number=1, repeat=_NUM_WARM_UP + _NUM_TIMED)[_NUM_WARM_UP:])
+    return statistics.median(
+        timeit.repeat(work, number=1, repeat=_NUM_WARM_UP + _NUM_TIMED)[_NUM_WARM_UP:]
+    )
 
 
 def maths_of(
-    events: Iterable[Event], passes: Sequence[tuple[Phase, Phase]], prefixes: tuple[str, ...], num_numel: int
+    events: Iterable[Event],
+    passes: Sequence[tuple[Phase, Phase]],
+    prefixes: tuple[str, ...],
+    num_numel: int,
 ) -> Maths:
     """Reads the figures off the events of some passes.
 
@@ -322,10 +368,15 @@ def maths_of(
     rates = [part.reduced_bytes / part.reduce_ns * 1e9 for part in backward if part.reduce_ns]
 
     def block_s(parts: list[_Parts]) -> float:
-        return max(1e-3, statistics.median(part.block_ns for part in parts)) * 1e-9 / max(1, num_numel)
+        return (
+            max(1e-3, statistics.median(part.block_ns for part in parts)) * 1e-9 / max(1, num_numel)
+        )
 
     def rest_s(parts: list[_Parts]) -> float:
-        return max(0.0, statistics.median(part.rest_ns for part in parts) * 1e-9 - use_s * parts[0].num_uses)
+        return max(
+            0.0,
+            statistics.median(part.rest_ns for part in parts) * 1e-9 - use_s * parts[0].num_uses,
+        )
 
     compute = Compute(block_s(forward), block_s(backward), rest_s(forward), rest_s(backward))
     return Maths(compute, use_s, statistics.median(rates) if rates else None)
@@ -336,7 +387,8 @@ class _Parts:
     """What the time of one forward or backward was spent on."""
 
     block_ns: float  # inside blocks
-    rest_ns: float  # neither there, nor waiting for the disk, nor with gradients; bookkeeping is in it
+    # neither there, nor waiting for the disk, nor with gradients; bookkeeping is in it
+    rest_ns: float
     use_ns: float  # of bookkeeping, for each use of a unit
     num_uses: int
     reduce_ns: float  # gradients of blocks on their way home
@@ -349,9 +401,13 @@ class _Parts:
         blocks = [span for span in units if span.name.partition(" ")[2].startswith(prefixes)]
         waits = [span for span in inside if span.lane == "wait"]
         aside = [span for span in inside if span.lane in ("wait", "reduce", "gather")]
-        reduced = [span for span in inside if span.lane == "reduce" and span.name.startswith(prefixes)]
+        reduced = [
+            span for span in inside if span.lane == "reduce" and span.name.startswith(prefixes)
+        ]
         if not blocks:
-            raise ValueError("the model runs no list of blocks that could be timed: it is not predicted")
+            raise ValueError(
+                "the model runs no list of blocks that could be timed: it is not predicted"
+            )
         window = min(span.start_ns for span in blocks), max(span.end_ns for span in blocks)
         gaps_ns = (window[1] - window[0]) - covered(within([*units, *aside], *window))
         return _Parts(
@@ -370,7 +426,8 @@ def _num_layers(shape: ModelShape) -> int:
 
 
 def _policy(precision: str, folders: Sequence[Path], compute: str) -> OffloadPolicy:
-    """Everything streams through two buffers; the states that no step will make take as little room as can be."""
+    """Everything streams through two buffers; the states that no step will make take as little room
+    as can be."""
     home = Tier.NVME if folders else Tier.HOST
     masters = Precision() if precision == "fp32" else Precision(precision, precision)  # type: ignore[arg-type]
     return OffloadPolicy(
@@ -392,16 +449,21 @@ def _policy(precision: str, folders: Sequence[Path], compute: str) -> OffloadPol
 
 def _lists_of_blocks(model: nn.Module) -> tuple[tuple[str, ...], int]:
     """What the names in lists of blocks begin with, and the elements of the matrices there."""
-    lists = {f"{name}.": module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    lists = {
+        f"{name}.": module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+    }
     params = {param for each in lists.values() for param in each.parameters() if param.dim() > 1}
     return tuple(lists), sum(param.numel() for param in params)
 
 
-# ---- the dtype of products, and warnings ------------------------------------------------------------------------------
+# ---- the dtype of products, and warnings ---------------------------------------------------------
 
 
 def settle_compute(config: Config, shape: Mapping[str, Any]) -> tuple[Config, ComputeChoice]:
-    """The config with the dtype of products chosen here, where it asks for a measurement; and the choice. Blocks for that."""
+    """The config with the dtype of products chosen here, where it asks for a measurement; and the
+    choice. Blocks for that."""
     loaded = resolve_auto(load_config(config), ModelSizes.of(shape).hidden)
     policy = loaded.policy()
     choice = choose_compute(meta_model(shape, loaded.precision), policy, find_device())
@@ -411,22 +473,28 @@ def settle_compute(config: Config, shape: Mapping[str, Any]) -> tuple[Config, Co
 
 
 def warn_of_compute(config: Config, shape: Mapping[str, Any]) -> str | None:
-    """One sentence where products as the config asks for them are far slower here than in fp32, with the way out."""
-    if compute_of(config, precision := precision_of(config)) == "fp32" or is_accelerator(find_device()):
+    """One sentence where products as the config asks for them are far slower here than in fp32,
+    with the way out."""
+    if compute_of(config, precision := precision_of(config)) == "fp32" or is_accelerator(
+        find_device()
+    ):
         return None
     measured = with_key(config, ("tiermem", "compute_dtype"), "measured")
     _, choice = settle_compute(measured, shape)
     if choice.products is None or choice.products.ratio < FAR_SLOWER:
         return None
     return (
-        f"{precision} products are {choice.products.ratio:.0f} times slower here than fp32 products, and so is this run: stop "
-        "it with Ctrl-C and give --precision auto, which multiplies the same weights in fp32 (in a config "
+        f"{precision} products are {choice.products.ratio:.0f} times slower here than fp32 "
+        "products, and so is this run: stop "
+        "it with Ctrl-C and give --precision auto, which multiplies the same weights in fp32 (in a "
+        "config "
         '"tiermem": {"compute_dtype": "measured"})'
     )
 
 
 def warn_of_disk(job: Job, measured: MeasuredRates | str, predicted_s: float) -> str | None:
-    """One sentence where a step takes far longer than one in host memory that is free here, with the way out.
+    """One sentence where a step takes far longer than one in host memory that is free here, with
+    the way out.
 
     predicted_s: of a step of the job. Plans the other run; blocks for that.
     """
@@ -438,7 +506,9 @@ def warn_of_disk(job: Job, measured: MeasuredRates | str, predicted_s: float) ->
             config = with_key(config, ("zero_optimization", section, "device"), "cpu")
     cluster = Cluster(1, 1, _NO_LIMIT_BYTES if is_accelerator(find_device()) else None)
     compute, rates = measured
-    scenario = Scenario(job.shape, config, cluster, rates, compute, job.seq, bool(job.is_checkpointing))
+    scenario = Scenario(
+        job.shape, config, cluster, rates, compute, job.seq, bool(job.is_checkpointing)
+    )
     try:
         planned = plan_scenario(scenario, chooses=False)
         needed_bytes = planned.tier_bytes(Tier.HOST)
@@ -448,13 +518,16 @@ def warn_of_disk(job: Job, measured: MeasuredRates | str, predicted_s: float) ->
     if predicted_s < _ABSURD * other_s or needed_bytes > available_bytes():
         return None
     return (
-        f"a step from {', '.join(job.nvme_paths)} is predicted to take {predicted_s:.3g} s, {predicted_s / other_s:.0f} times "
-        f"as long as one in host memory: stop it with Ctrl-C and give --offload cpu (it takes {format_bytes(needed_bytes)} "
-        f"of memory, of which {format_bytes(available_bytes())} are free), or name a faster disk with --nvme"
+        f"a step from {', '.join(job.nvme_paths)} is predicted to take {predicted_s:.3g} s, "
+        f"{predicted_s / other_s:.0f} times "
+        "as long as one in host memory: stop it with Ctrl-C and give --offload cpu (it takes "
+        f"{format_bytes(needed_bytes)} "
+        f"of memory, of which {format_bytes(available_bytes())} are free), or name a faster disk "
+        "with --nvme"
     )
 
 
-# ---- predicting ------------------------------------------------------------------------------------------------------
+# ---- predicting ----------------------------------------------------------------------------------
 #
 #     maths     a small copy of the model, trained for a moment in the trainer's own process before the model is built
 #               (prediction.py), where the cap leaves room for it
@@ -483,9 +556,11 @@ class MeasuredRates(NamedTuple):
 
 
 def measure(job: Job, room_bytes: int | None, disk: Figures | None) -> MeasuredRates | str:
-    """Times the maths within `room_bytes` of memory (None: no limit); returns why not, where it cannot. Blocks.
+    """Times the maths within `room_bytes` of memory (None: no limit); returns why not, where it
+    cannot. Blocks.
 
-    `disk` holds the measured rates of the paths' disks in bytes per second; None: nothing rests there.
+    `disk` holds the measured rates of the paths' disks in bytes per second; None: nothing rests
+    there.
     """
     folders = [Path(path) for path in job.nvme_paths]
     if folders and disk is None:
@@ -495,7 +570,13 @@ def measure(job: Job, room_bytes: int | None, disk: Figures | None) -> MeasuredR
         if room_bytes is not None and copy > room_bytes:
             return f"a small copy of the model takes {copy} bytes and the cap leaves {room_bytes}"
         maths = measure_maths(
-            job.shape, job.precision, job.batch, job.seq, bool(job.is_checkpointing), folders, job.compute
+            job.shape,
+            job.precision,
+            job.batch,
+            job.seq,
+            bool(job.is_checkpointing),
+            folders,
+            job.compute,
         )
         rates = Rates(
             disk_read_bytes_s=disk["read_bytes_s"] if disk else _NO_DISK,
@@ -504,7 +585,9 @@ def measure(job: Job, room_bytes: int | None, disk: Figures | None) -> MeasuredR
             kernel_bytes_s=measure_kernels(room_bytes),
             host_memory_bytes_s=measure_host_memory(room_bytes) or Rates.host_memory_bytes_s,
             device_memory_bytes_s=measure_memory(find_device()) or Rates.device_memory_bytes_s,
-            step_passes=step_passes(find_device(), resolve_auto(load_config(job.config), 1).policy().precision),
+            step_passes=step_passes(
+                find_device(), resolve_auto(load_config(job.config), 1).policy().precision
+            ),
             gradient_bytes_s=maths.gradient_bytes_s,
             sum_bytes_s=measure_sums(),
             use_s=maths.use_s,
@@ -512,14 +595,22 @@ def measure(job: Job, room_bytes: int | None, disk: Figures | None) -> MeasuredR
     except ValueError as error:
         return str(error)
     except torch.OutOfMemoryError:
-        return "what is measured, such as a small copy of the model, does not fit the accelerator's memory"
+        return (
+            "what is measured, such as a small copy of the model, does not fit the "
+            "accelerator's memory"
+        )
     return MeasuredRates(maths.compute, rates)
 
 
 def predict(
-    engine: Engine, job: Job, measured: MeasuredRates | str, disk: Figures | None, resident_bytes: int
+    engine: Engine,
+    job: Job,
+    measured: MeasuredRates | str,
+    disk: Figures | None,
+    resident_bytes: int,
 ) -> Figures:
-    """The figures of a step and of memory, as JSON takes them; `disk` holds rates in bytes per second."""
+    """The figures of a step and of memory, as JSON takes them; `disk` holds rates in bytes per
+    second."""
     if isinstance(measured, str):
         return {"not_made": measured}
     compute, rates = measured
@@ -529,13 +620,16 @@ def predict(
     num_micro = engine.gradient_accumulation_steps()
     forecast = forecast_shards(engine.shards, compute, rates, num_micro, of_job.input_bytes)
     activations = sum(row.num_bytes for row in of_job.rows(engine.shards.policy.activations))
-    # whether steps write beside what a checkpoint holds; it takes its room with the first step after one
+    # whether steps write beside what a checkpoint holds; it takes its room with the first step
+    # after one
     freezes = job.save_every is not None or engine.shards.policy.durability == "step"
     disk_bytes = plan.disk_bytes - (0 if freezes else plan.frozen_disk_bytes)
     on_device = plan.device_bytes + activations
     late: Figures | None = None
     if overlap_of(engine.shards.policy, plan, is_gpu) == "backward":
-        later = forecast_shards(engine.shards, compute, rates, num_micro, of_job.input_bytes, is_early=False)
+        later = forecast_shards(
+            engine.shards, compute, rates, num_micro, of_job.input_bytes, is_early=False
+        )
         late = {**_figures_of(later), "disk_bytes": disk_bytes - plan.attempt_disk_bytes}
     return {
         **_figures_of(forecast),

@@ -1,10 +1,11 @@
-"""Seen: what runs took from their disks, kept beside the result of `tiermem tune`, and the rates that follow from it.
+"""Seen: what runs took from their disks, kept beside the result of `tiermem tune`, and the rates
+that follow from it.
 
     train --tuned tiermem.json    a run that its disks have limited adds {"date", "read_bytes", "written_bytes", "disk_s"}
     plan --rates tiermem.json     the measured rates, times the median of (seconds that they predict / seconds seen)
 
-A record is of an iteration: bytes read and written, and the seconds for which a transfer was under way. Where something else
-limits, the disk waits between transfers, and its seconds say nothing.
+A record is of an iteration: bytes read and written, and the seconds for which a transfer was under
+way. Where something else limits, the disk waits between transfers, and its seconds say nothing.
 """
 
 from __future__ import annotations
@@ -22,9 +23,15 @@ _MADE_BY = "tiermem tune"
 
 
 def record_of(run: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What a run, as saved, has seen of its disks; None where they did not limit it, or it was too short to tell."""
+    """What a run, as saved, has seen of its disks; None where they did not limit it, or it was too
+    short to tell."""
     moved = run.get("nvme_read_bytes_a_step"), run.get("nvme_written_bytes_a_step")
-    if run.get("limited_by") != "disk" or None in moved or run.get("error") or not sum(map(int, filter(None, moved))):
+    if (
+        run.get("limited_by") != "disk"
+        or None in moved
+        or run.get("error")
+        or not sum(map(int, filter(None, moved)))
+    ):
         return None
     return {
         "date": run["date"],
@@ -35,7 +42,8 @@ def record_of(run: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def keep_record(file: Path, run: Mapping[str, Any]) -> bool:
-    """Adds a run's record to what `tiermem tune` wrote, and drops the oldest above twenty. Returns whether it did.
+    """Adds a run's record to what `tiermem tune` wrote, and drops the oldest above twenty. Returns
+    whether it did.
 
     A file that holds other content is the user's and stays as it is. Raises OSError.
     """
@@ -49,7 +57,9 @@ def keep_record(file: Path, run: Mapping[str, Any]) -> bool:
     return True
 
 
-def pace_of(records: list[Mapping[str, float]], read_bytes_s: float, write_bytes_s: float, is_duplex: bool) -> float:
+def pace_of(
+    records: list[Mapping[str, float]], read_bytes_s: float, write_bytes_s: float, is_duplex: bool
+) -> float:
     """How fast the disks were in runs, relative to these rates: the median; 1 without a record."""
     paces = []
     for record in records:

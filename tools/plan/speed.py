@@ -1,4 +1,5 @@
-"""Speed: the rates of a plan's disks, links and kernels, and of its maths: given, tuned, measured here, or assumed.
+"""Speed: the rates of a plan's disks, links and kernels, and of its maths: given, tuned, measured
+here, or assumed.
 
 Each comes with a line that says where it is from.
 """
@@ -35,7 +36,8 @@ from tiermem.tools.plan.seen import pace_of
 from tiermem.tools.presets import ModelShape
 
 _PROBE_S = 1.0
-ASSUMED_DISK = (7.0e9, 5.0e9)  # bytes a second, read and write, both at once: an NVMe drive of PCIe 4.0
+# bytes a second, read and write, both at once: an NVMe drive of PCIe 4.0
+ASSUMED_DISK = (7.0e9, 5.0e9)
 _ASSUMED_LINK = 25e9  # bytes a second each way: PCIe 4.0 with 16 lanes
 _ASSUMED_FLOPS = 150e12  # operations a second that a GPU of 24 GB reaches in 16 bits
 
@@ -43,7 +45,8 @@ _ASSUMED_FLOPS = 150e12  # operations a second that a GPU of 24 GB reaches in 16
 def speed_of(
     options: PlanOptions, shape: ModelShape, config: Mapping[str, Any], is_gpu: bool
 ) -> tuple[Rates, Compute | float, list[str]]:
-    """Every rate, the compute of a scenario, and a line for each on where it is from. is_gpu: the maths runs on GPUs."""
+    """Every rate, the compute of a scenario, and a line for each on where it is from. is_gpu: the
+    maths runs on GPUs."""
     rates, source = _disk_speed(options, config)
     compute: Compute | float
     link_bytes_s, link_source = _link_speed(options, is_gpu)
@@ -61,7 +64,9 @@ def speed_of(
         compute = options.flops or _ASSUMED_FLOPS
         source = "given by --flops" if options.flops else "assumed: give --flops"
         sources.append(f"computing: {compute:.3g} operations a second a rank, {source}")
-        sources.append(f"CPU kernels: {rates.kernel_bytes_s / 1e9:.0f} GB/s of memory traffic, assumed")
+        sources.append(
+            f"CPU kernels: {rates.kernel_bytes_s / 1e9:.0f} GB/s of memory traffic, assumed"
+        )
         if is_gpu:
             beside = f"{rates.host_memory_bytes_s / 1e9:.0f} GB/s of memory traffic"
             sources.append(f"CPU kernels beside copies: {beside}, assumed")
@@ -71,12 +76,17 @@ def speed_of(
         kernels = measure_kernels() / options.ranks
         sums = measure_sums() / options.ranks
         shared = f", shared by {options.ranks} ranks" if options.ranks > 1 else ""
-        sources.append(f"computing: a few of the model's blocks, trained for a moment on this machine{shared}")
+        sources.append(
+            f"computing: a few of the model's blocks, trained for a moment on this machine{shared}"
+        )
         sources.append(f"CPU kernels: {kernels / 1e9:.0f} GB/s of memory traffic, measured{shared}")
         memory = measure_host_memory() if is_gpu else None
         if memory is not None:
             memory /= options.ranks
-            sources.append(f"CPU kernels beside copies: {memory / 1e9:.0f} GB/s of memory traffic, measured{shared}")
+            sources.append(
+                f"CPU kernels beside copies: {memory / 1e9:.0f} GB/s of memory traffic, "
+                f"measured{shared}"
+            )
         rates = dataclasses.replace(
             rates,
             kernel_bytes_s=kernels,
@@ -86,11 +96,18 @@ def speed_of(
             use_s=use_s,
         )
     if options.ranks * options.nodes > 1:
-        sources.append(f"between ranks: {options.network_bytes_s / 1e9:g} GB/s a rank, by --network")
+        sources.append(
+            f"between ranks: {options.network_bytes_s / 1e9:g} GB/s a rank, by --network"
+        )
     if options.near_bytes_s is not None:
-        sources.append(f"between ranks of a node: {options.near_bytes_s / 1e9:g} GB/s a rank, by --near-network")
+        sources.append(
+            f"between ranks of a node: {options.near_bytes_s / 1e9:g} GB/s a rank, by "
+            "--near-network"
+        )
     if is_gpu:
-        sources.append(f"between memory and GPU: {link_bytes_s / 1e9:.3g} GB/s each way, {link_source}")
+        sources.append(
+            f"between memory and GPU: {link_bytes_s / 1e9:.3g} GB/s each way, {link_source}"
+        )
         sources.append(f"memory of the GPU: {memory_bytes_s / 1e9:.0f} GB/s, {memory_source}")
     return rates, compute, sources
 
@@ -98,7 +115,9 @@ def speed_of(
 def _step_passes(options: PlanOptions, config: Mapping[str, Any]) -> float | None:
     """Those of this machine's card; of a card that is not here, those of the Triton kernel."""
     states = resolve_auto(load_config(config), 1).policy().precision
-    return step_passes(find_device(), states) if options.gpu_bytes is None else kernel_passes(states)
+    return (
+        step_passes(find_device(), states) if options.gpu_bytes is None else kernel_passes(states)
+    )
 
 
 def parse_rates(text: str) -> tuple[float, float]:
@@ -109,13 +128,16 @@ def parse_rates(text: str) -> tuple[float, float]:
     except ValueError:
         numbers = []
     if len(numbers) != 2 or not all(number > 0 for number in numbers):
-        raise ValueError(f"--nvme-rate is {text!r}; write two rates in GB/s, read and written, such as 3.6,7.0")
+        raise ValueError(
+            f"--nvme-rate is {text!r}; write two rates in GB/s, read and written, such as 3.6,7.0"
+        )
     return numbers[0], numbers[1]
 
 
 def tuned_speed(file: Path) -> tuple[Rates, str]:
-    """The disk's rates that `tiermem tune` measured, past the fast cache where it was asked to, at the pace of the runs that
-    have used its result; and where they are from. Raises OSError, or ValueError for a file that holds none."""
+    """The disk's rates that `tiermem tune` measured, past the fast cache where it was asked to, at
+    the pace of the runs that have used its result; and where they are from. Raises OSError, or
+    ValueError for a file that holds none."""
     try:
         measured = json.loads(file.read_text(encoding="utf-8"))["tiermem"]["measured"]
         facts = measured["default" if measured["is_default_kept"] else "winner"]
@@ -123,7 +145,8 @@ def tuned_speed(file: Path) -> tuple[Rates, str]:
         read = sum(facts["read_gbps"]) * 1e9
         past = measured.get("sustained")
         records = measured.get("runs", [])
-        rest = 2 / mixed - 1 / read  # of each byte read and each written at once, what is left for the one written
+        # of each byte read and each written at once, what is left for the one written
+        rest = 2 / mixed - 1 / read
         is_duplex = rest <= 0 or mixed >= 1.5 * read
         write = mixed / 2 if is_duplex else 1 / rest
         if past is not None:
@@ -131,7 +154,9 @@ def tuned_speed(file: Path) -> tuple[Rates, str]:
             write = min(write, past["write_bytes_s"])
         pace = pace_of(records, read, write, is_duplex)
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
-        raise ValueError(f"--rates: {file} holds no rates; it must be what `tiermem tune` wrote") from None
+        raise ValueError(
+            f"--rates: {file} holds no rates; it must be what `tiermem tune` wrote"
+        ) from None
     source = f"disk: from {file}"
     source += "" if past is None else f", past the fast cache ({past['sustained']})"
     source += f", at {pace:.2f} of that, as seen in {len(records)} runs" if records else ""
@@ -139,7 +164,8 @@ def tuned_speed(file: Path) -> tuple[Rates, str]:
 
 
 def _link_speed(options: PlanOptions, is_gpu: bool) -> tuple[float, str]:
-    """Bytes a second each way between memory and an accelerator, and where they are from: given, measured here, or assumed."""
+    """Bytes a second each way between memory and an accelerator, and where they are from: given,
+    measured here, or assumed."""
     if options.link_bytes_s is not None:
         return options.link_bytes_s, "by --link"
     measured = measure_link(find_device()) if is_gpu else None
@@ -149,7 +175,8 @@ def _link_speed(options: PlanOptions, is_gpu: bool) -> tuple[float, str]:
 
 
 def _memory_speed(options: PlanOptions, is_gpu: bool) -> tuple[float, str]:
-    """Bytes a second of an accelerator's memory, and where they are from: given, measured here, or assumed."""
+    """Bytes a second of an accelerator's memory, and where they are from: given, measured here, or
+    assumed."""
     if options.gpu_memory_bytes_s is not None:
         return options.gpu_memory_bytes_s, "by --gpu-bandwidth"
     measured = measure_memory(find_device()) if is_gpu else None
@@ -159,7 +186,8 @@ def _memory_speed(options: PlanOptions, is_gpu: bool) -> tuple[float, str]:
 
 
 def _measured(options: PlanOptions, shape: ModelShape, config: Mapping[str, Any]) -> Maths:
-    """The maths of a micro-batch here. Raises ValueError when a small copy does not fit this machine's free memory."""
+    """The maths of a micro-batch here. Raises ValueError when a small copy does not fit this
+    machine's free memory."""
     precision = precision_of(config)
     num_bytes = available_bytes()
     folders = _folders_here(config)
@@ -167,21 +195,25 @@ def _measured(options: PlanOptions, shape: ModelShape, config: Mapping[str, Any]
     copy = copy_bytes(shape, precision, bool(folders), compute)
     if copy > num_bytes:
         raise ValueError(
-            f"a small copy of the model, to measure how fast this machine computes, takes {copy} bytes and {num_bytes} are "
+            f"a small copy of the model, to measure how fast this machine computes, takes {copy} "
+            f"bytes and {num_bytes} are "
             "free: give --flops, the operations a second that a rank reaches"
         )
     micro = micro_batch_of(config, 1)
     try:
-        return measure_maths(shape, precision, micro, options.seq, bool(options.is_checkpointing), folders, compute)
+        return measure_maths(
+            shape, precision, micro, options.seq, bool(options.is_checkpointing), folders, compute
+        )
     except torch.OutOfMemoryError:
         raise ValueError(
-            "a small copy of the model, to measure how fast this GPU computes, does not fit it: give --checkpointing or --flops"
+            "a small copy of the model, to measure how fast this GPU computes, does not fit it: "
+            "give --checkpointing or --flops"
         ) from None
 
 
 def _disk_speed(options: PlanOptions, config: Mapping[str, Any]) -> tuple[Rates, str]:
-    """The disk's rates, and where they are from: given, tuned, measured in the config's own folders when all are here, or
-    assumed."""
+    """The disk's rates, and where they are from: given, tuned, measured in the config's own folders
+    when all are here, or assumed."""
     if options.nvme_rate is not None:
         read, write = parse_rates(options.nvme_rate)
         return Rates(read, write, is_disk_duplex=options.is_duplex), "disk: given by --nvme-rate"
@@ -190,12 +222,17 @@ def _disk_speed(options: PlanOptions, config: Mapping[str, Any]) -> tuple[Rates,
     folders = _folders_here(config)
     if options.sustained is not None and not folders:
         raise ValueError(
-            "--sustained measures the folders that states rest in, and not all of them are on this machine"
+            "--sustained measures the folders that states rest in, and not all of them are on this "
+            "machine"
         )
     why = why_unmeasured(folders)
     if folders and why is None:
         share = options.sustained
-        measured = measure_disks(folders, _PROBE_S) if share is None else measure_sustained_disks(folders, share)
+        measured = (
+            measure_disks(folders, _PROBE_S)
+            if share is None
+            else measure_sustained_disks(folders, share)
+        )
         read = measured.read_bytes_s
         write = measured.write_bytes_s
         where = f"measured in {', '.join(map(str, folders))}"
@@ -207,7 +244,9 @@ def _disk_speed(options: PlanOptions, config: Mapping[str, Any]) -> tuple[Rates,
         how += f" ({why})" if why else ""
         source = f"disk: {read / 1e9:g} GB/s read, {write / 1e9:g} written, {how}"
     source = source if nvme_folders(config) else "disk: not used"
-    return Rates(read, write, is_disk_duplex=options.is_duplex or not folders or why is not None), source
+    return Rates(
+        read, write, is_disk_duplex=options.is_duplex or not folders or why is not None
+    ), source
 
 
 def _folders_here(config: Mapping[str, Any]) -> list[Path]:

@@ -1,7 +1,9 @@
-"""Pictures of a run: `python -m tiermem.tools.record.plots runs/<id>` draws loss.png, memory.png and timeline.png.
+"""Pictures of a run: `python -m tiermem.tools.record.plots runs/<id>` draws loss.png, memory.png
+and timeline.png.
 
-Run as a process of its own after the run, outside the cap: matplotlib would cost the trainer memory. Everything comes from
-run.json and events.jsonl, so a picture can be drawn again at any time.
+Run as a process of its own after the run, outside the cap: matplotlib would cost the trainer
+memory. Everything comes from run.json and events.jsonl, so a picture can be drawn again at any
+time.
 """
 
 from __future__ import annotations
@@ -54,7 +56,13 @@ _GREY = "#888888"
 _MAX_ROWS = 6
 _BAND_GAP = 0.5
 _PHASES_LABEL = "phase"
-_LABELS = {"unit": "maths", "gather": "link", "read": "disk reads", "write": "disk writes", "compute": "kernels"}
+_LABELS = {
+    "unit": "maths",
+    "gather": "link",
+    "read": "disk reads",
+    "write": "disk writes",
+    "compute": "kernels",
+}
 """What the picture calls a lane, where it is not the lane's name."""
 _MAX_READABLE_SPANS = 250
 _LEAST_NAMED = 0.04  # of the width: a phase that has room for its name
@@ -70,7 +78,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def draw_run(folder: Path) -> list[Path]:
-    """Draws what the run's files allow; returns the PNGs. Raises OSError when run.json is missing."""
+    """Draws what the run's files allow; returns the PNGs. Raises OSError when run.json is
+    missing."""
     run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     spans = read_spans(folder / "events.jsonl")
     drawn = []
@@ -96,24 +105,38 @@ def draw_loss(run: dict[str, Any]) -> Figure | None:
     ax = axes[0]
     numbers = [s["step"] for s in steps]
     losses = [s["loss"] for s in steps]
-    ax.plot(numbers, losses, color=_COLOURS["forward"], marker="o" if len(steps) <= 50 else "", markersize=4)
+    ax.plot(
+        numbers,
+        losses,
+        color=_COLOURS["forward"],
+        marker="o" if len(steps) <= 50 else "",
+        markersize=4,
+    )
     ax.set(xlabel="step", ylabel="loss (nats per token)")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.grid(alpha=0.25)
-    ax.annotate(f"{losses[-1]:.4f}", (numbers[-1], losses[-1]), textcoords="offset points", xytext=(0, 8), ha="center")
+    ax.annotate(
+        f"{losses[-1]:.4f}",
+        (numbers[-1], losses[-1]),
+        textcoords="offset points",
+        xytext=(0, 8),
+        ha="center",
+    )
     ax.margins(x=0.06, y=0.1)
     figure.suptitle(f"{run['name']}: loss over {len(steps)} steps", fontsize=12)
     return figure
 
 
 def draw_memory(run: dict[str, Any]) -> Figure | None:
-    """Memory over time: resident, charged to the cgroup and carved by the store, under the cap; below it the accelerator's,
-    if there is one, and NVMe in use."""
+    """Memory over time: resident, charged to the cgroup and carved by the store, under the cap;
+    below it the accelerator's, if there is one, and NVMe in use."""
     samples = run["pictures"]["samples"]
     if not samples:
         return None
     origin = samples[0][0]
-    on_device = [p for p in (*run["pictures"]["phases"], *run["pictures"]["steps"]) if "device_memory" in p]
+    on_device = [
+        p for p in (*run["pictures"]["phases"], *run["pictures"]["steps"]) if "device_memory" in p
+    ]
     figure, axes = new_figure(10, 8.0, (3, 2, 1)) if on_device else new_figure(10, 6.2, (3, 1))
     top, *middle, bottom = axes
     for ax in middle:
@@ -123,20 +146,32 @@ def draw_memory(run: dict[str, Any]) -> Figure | None:
     if charged:
         label = "charged to the cgroup (with page cache)"
         top.plot(*zip(*charged, strict=True), color=_GREY, linewidth=1.2, label=label)
-    top.plot(times, [s[1] / MIB for s in samples], color=_COLOURS["forward"], linewidth=1.6, label="resident (VmRSS)")
-    marks = [p for p in (*run["pictures"]["phases"], *run["pictures"]["steps"]) if "host_bytes" in p]
+    top.plot(
+        times,
+        [s[1] / MIB for s in samples],
+        color=_COLOURS["forward"],
+        linewidth=1.6,
+        label="resident (VmRSS)",
+    )
+    marks = [
+        p for p in (*run["pictures"]["phases"], *run["pictures"]["steps"]) if "host_bytes" in p
+    ]
     marks.sort(key=lambda p: int(p["time_ns"]))
     at = [(p["time_ns"] - origin) / 1e9 for p in marks]
     if marks:
         host = [p["host_bytes"] / MIB for p in marks]
-        top.fill_between(at, host, step="post", color=_COLOURS["compute"], alpha=0.35, label="HOST tier (carved)")
+        top.fill_between(
+            at, host, step="post", color=_COLOURS["compute"], alpha=0.35, label="HOST tier (carved)"
+        )
         nvme = [p["nvme_bytes"] / GIB for p in marks]
         bottom.fill_between(at, nvme, step="post", color=_COLOURS["write"], alpha=0.6)
     cap = run.get("memory_limit_bytes")
     if cap:
         top.axhline(cap / MIB, color=_COLOURS["wait"], linestyle="--", linewidth=1.4)
         text = f"cap {cap / MIB:.0f} MiB ({run['limit_kind']})"
-        top.text(times[-1], cap / MIB, text, color=_COLOURS["wait"], ha="right", va="bottom", fontsize=9)
+        top.text(
+            times[-1], cap / MIB, text, color=_COLOURS["wait"], ha="right", va="bottom", fontsize=9
+        )
     highest = max([s[1] for s in samples] + [s[2] or 0 for s in samples] + [cap or 0])
     top.set(ylim=(0, highest / MIB * 1.32), ylabel="memory (MiB)")
     top.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, fontsize=9, frameon=False)
@@ -155,21 +190,43 @@ def draw_memory(run: dict[str, Any]) -> Figure | None:
 
 
 def _draw_device_memory(ax: Axes, marks: Sequence[dict[str, Any]], origin: int) -> None:
-    """The accelerator's memory as each phase began: tensors, what torch has reserved, and the peak so far."""
+    """The accelerator's memory as each phase began: tensors, what torch has reserved, and the peak
+    so far."""
     at = [(mark["time_ns"] - origin) / 1e9 for mark in marks]
     told = [mark["device_memory"] for mark in marks]
-    held = {key: [each[f"{key}_bytes"] / MIB for each in told] for key in ("allocated", "reserved", "peak_allocated")}
-    ax.fill_between(at, held["allocated"], step="post", color=_COLOURS["forward"], alpha=0.35, label="in tensors")
-    ax.step(at, held["reserved"], where="post", color=_GREY, linewidth=1.2, label="reserved by torch")
+    held = {
+        key: [each[f"{key}_bytes"] / MIB for each in told]
+        for key in ("allocated", "reserved", "peak_allocated")
+    }
+    ax.fill_between(
+        at,
+        held["allocated"],
+        step="post",
+        color=_COLOURS["forward"],
+        alpha=0.35,
+        label="in tensors",
+    )
+    ax.step(
+        at, held["reserved"], where="post", color=_GREY, linewidth=1.2, label="reserved by torch"
+    )
     label = "most in tensors so far"
-    ax.step(at, held["peak_allocated"], where="post", color=_COLOURS["wait"], linestyle=":", linewidth=1.4, label=label)
+    ax.step(
+        at,
+        held["peak_allocated"],
+        where="post",
+        color=_COLOURS["wait"],
+        linestyle=":",
+        linewidth=1.4,
+        label=label,
+    )
     ax.set_ylim(0, max(*held["reserved"], *held["peak_allocated"]) * 1.3 or 1)
     ax.set_ylabel(f"{told[0]['device']} (MiB\nof {told[0]['total_bytes'] / MIB:,.0f})")
     ax.legend(loc="upper left", ncols=3, fontsize=9, frameon=False)
 
 
 def draw_timeline(run: dict[str, Any], spans: Sequence[Span]) -> Figure | None:
-    """One step, the one of median length after the warm-up: what ran, moved and waited when; a dense one magnified too."""
+    """One step, the one of median length after the warm-up: what ran, moved and waited when; a
+    dense one magnified too."""
     step = _typical_step(run["pictures"]["steps"], spans)
     if step is None:
         return None
@@ -180,10 +237,15 @@ def draw_timeline(run: dict[str, Any], spans: Sequence[Span]) -> Figure | None:
     tiles = [span for span in spans if span.lane not in PHASES]
     if len(tiles) > _MAX_READABLE_SPANS:
         middle = tiles[len(tiles) * 3 // 4].start_ns
-        stretches.append((middle, min(end, middle + (end - start) * _MAX_READABLE_SPANS // len(tiles) // 2)))
+        stretches.append(
+            (middle, min(end, middle + (end - start) * _MAX_READABLE_SPANS // len(tiles) // 2))
+        )
     parts = [_bands_of(within(spans, *stretch), *stretch) for stretch in stretches]
-    heights = [sum(height for _, _, height in bands) - 1.0 for bands in parts]  # the phases' own is 2
-    figure, axes = new_figure(13, 1.4 + 0.36 * sum(heights) + 0.8 * len(parts), heights, is_shared=False)
+    # the phases' own is 2
+    heights = [sum(height for _, _, height in bands) - 1.0 for bands in parts]
+    figure, axes = new_figure(
+        13, 1.4 + 0.36 * sum(heights) + 0.8 * len(parts), heights, is_shared=False
+    )
     for ax, bands, stretch in zip(axes, parts, stretches, strict=True):
         tops = stack_bands(ax, bands, stretch, start)
         for (label, rows, height), top in zip(bands, tops, strict=True):
@@ -195,9 +257,18 @@ def draw_timeline(run: dict[str, Any], spans: Sequence[Span]) -> Figure | None:
     disk = run.get("disk")
     rates = ""
     if disk:
-        rates = f"; disk measured {disk['read_bytes_s'] / 1e9:.1f} read, {disk['write_bytes_s'] / 1e9:.1f} write GB/s"
-    together = f"; two or more of maths, link, disk and kernels at once: {together_ns(spans) / (end - start):.0%}"
-    figure.suptitle(f"{run['name']}: step {step['step']}, {(end - start) / 1e9:.2f} s{rates}{together}", fontsize=12)
+        rates = (
+            f"; disk measured {disk['read_bytes_s'] / 1e9:.1f} read, "
+            f"{disk['write_bytes_s'] / 1e9:.1f} write GB/s"
+        )
+    together = (
+        "; two or more of maths, link, disk and kernels at once: "
+        f"{together_ns(spans) / (end - start):.0%}"
+    )
+    figure.suptitle(
+        f"{run['name']}: step {step['step']}, {(end - start) / 1e9:.2f} s{rates}{together}",
+        fontsize=12,
+    )
     return figure
 
 
@@ -206,19 +277,25 @@ Band = tuple[str, list[list[Span]], float]
 
 
 def _bands_of(spans: Sequence[Span], start_ns: int, end_ns: int) -> list[Band]:
-    """The lanes of a stretch of time, from top to bottom: the phases in one band, then a band for each other lane."""
+    """The lanes of a stretch of time, from top to bottom: the phases in one band, then a band for
+    each other lane."""
     lanes = lanes_of(spans)
     phases = rows_of([span for span in spans if span.lane in PHASES]) or [[]]
     bands: list[Band] = [(_PHASES_LABEL, phases, 2.0 * len(phases))]
     for lane, members in lanes.items():
         if lane not in PHASES:
             rows = rows_of(members)[:_MAX_ROWS]
-            bands.append((_lane_label(lane, members, (end_ns - start_ns) / 1e9), rows, max(2.0, len(rows))))
+            bands.append(
+                (_lane_label(lane, members, (end_ns - start_ns) / 1e9), rows, max(2.0, len(rows)))
+            )
     return bands
 
 
-def stack_bands(ax: Axes, bands: Sequence[Band], stretch: tuple[int, int], origin: int) -> list[float]:
-    """Room for bands (label, rows of spans, height) below each other over a stretch of time; returns the top of each."""
+def stack_bands(
+    ax: Axes, bands: Sequence[Band], stretch: tuple[int, int], origin: int
+) -> list[float]:
+    """Room for bands (label, rows of spans, height) below each other over a stretch of time;
+    returns the top of each."""
     heights = [height + _BAND_GAP for _, _, height in bands]
     *tops, end = itertools.accumulate(heights, initial=0.0)
     for top in (*tops[1:], end):
@@ -231,15 +308,28 @@ def stack_bands(ax: Axes, bands: Sequence[Band], stretch: tuple[int, int], origi
     return tops
 
 
-def _draw_band(ax: Axes, rows: list[list[Span]], top: float, height: float, origin: int, is_phase: bool) -> None:
+def _draw_band(
+    ax: Axes, rows: list[list[Span]], top: float, height: float, origin: int, is_phase: bool
+) -> None:
     row_height = height / max(len(rows), 1)
     for number, row in enumerate(rows):
         y = top + number * row_height
         for lane in {span.lane for span in row}:
-            bars = [((s.start_ns - origin) / 1e6, (s.end_ns - s.start_ns) / 1e6) for s in row if s.lane == lane]
+            bars = [
+                ((s.start_ns - origin) / 1e6, (s.end_ns - s.start_ns) / 1e6)
+                for s in row
+                if s.lane == lane
+            ]
             colour = _COLOURS.get(lane, _GREY)
-            edge = "white" if lane in ("read", "write", "wait") else colour  # thin bars must not drown in their edges
-            ax.broken_barh(bars, (y + 0.04, row_height - 0.08), facecolors=colour, edgecolor=edge, linewidth=0.3)
+            # thin bars must not drown in their edges
+            edge = "white" if lane in ("read", "write", "wait") else colour
+            ax.broken_barh(
+                bars,
+                (y + 0.04, row_height - 0.08),
+                facecolors=colour,
+                edgecolor=edge,
+                linewidth=0.3,
+            )
         left, right = ax.get_xlim()
         if is_phase:
             for span in row:
@@ -247,7 +337,15 @@ def _draw_band(ax: Axes, rows: list[list[Span]], top: float, height: float, orig
                     continue
                 x = ((span.start_ns + span.end_ns) / 2 - origin) / 1e6
                 text = f"{TAIL if span.name == TAIL else span.lane}\n{(span.end_ns - span.start_ns) / 1e6:.0f} ms"
-                ax.text(x, y + row_height / 2, text, ha="center", va="center", fontsize=8.5, color="white")
+                ax.text(
+                    x,
+                    y + row_height / 2,
+                    text,
+                    ha="center",
+                    va="center",
+                    fontsize=8.5,
+                    color="white",
+                )
 
 
 def _lane_label(lane: str, spans: Sequence[Span], seconds: float) -> str:
@@ -271,9 +369,12 @@ def _typical_step(steps: list[dict[str, Any]], spans: Sequence[Span]) -> dict[st
 
 
 def _name_stretches(ax: Axes, run: dict[str, Any], origin: int) -> None:
-    """Thin lines where a new stretch begins: imports, build, initialize, each step when there are few."""
+    """Thin lines where a new stretch begins: imports, build, initialize, each step when there are
+    few."""
     steps = run["pictures"]["steps"]
-    marks = [(p["time_ns"], p["name"]) for p in run["pictures"]["phases"] if " of step " not in p["name"]]
+    marks = [
+        (p["time_ns"], p["name"]) for p in run["pictures"]["phases"] if " of step " not in p["name"]
+    ]
     marks += [(steps[0]["start_ns"], "step 1")] if steps else []
     marks += [(step["start_ns"], "") for step in steps[1:]] if len(steps) <= 30 else []
     marks.sort()
@@ -281,14 +382,24 @@ def _name_stretches(ax: Axes, run: dict[str, Any], origin: int) -> None:
     for (time_ns, name), (following_ns, _) in itertools.pairwise([*marks, (1 << 63, "")]):
         x = (time_ns - origin) / 1e9
         ax.axvline(x, color=_GREY, linewidth=0.8 if name else 0.5, alpha=0.7 if name else 0.4)
-        if (following_ns - time_ns) / 1e9 > 0.018 * width:  # no room for two names beside each other
-            ax.text(x, ax.get_ylim()[1] * 0.985, f" {name}", rotation=90, va="top", fontsize=7.5, color="#444444")
+        # no room for two names beside each other
+        if (following_ns - time_ns) / 1e9 > 0.018 * width:
+            ax.text(
+                x,
+                ax.get_ylim()[1] * 0.985,
+                f" {name}",
+                rotation=90,
+                va="top",
+                fontsize=7.5,
+                color="#444444",
+            )
 
 
 def new_figure(
     width: float, height: float, heights: Sequence[float] = (1,), is_shared: bool = True
 ) -> tuple[Figure, list[Axes]]:
-    """A figure of axes below each other, drawn without a display; they share their x where `is_shared`."""
+    """A figure of axes below each other, drawn without a display; they share their x where
+    `is_shared`."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,5 @@
-"""Reports of a run: progress while it runs, on a console and for TensorBoard; then tables of memory, time and predictions."""
+"""Reports of a run: progress while it runs, on a console and for TensorBoard; then tables of
+memory, time and predictions."""
 
 from __future__ import annotations
 
@@ -18,14 +19,20 @@ from rich.text import Text
 
 from tiermem.swap.base.errors import printable
 from tiermem.tools.job.launcher import Message, Observer, Sample
-from tiermem.tools.record.run_record import IoCounts, RunRecord, describe_device, median_after_warm_up, planned_bytes
+from tiermem.tools.record.run_record import (
+    IoCounts,
+    RunRecord,
+    describe_device,
+    median_after_warm_up,
+    planned_bytes,
+)
 from tiermem.tools.words import format_bytes
 
-# ---- progress: a live panel on a terminal, plain lines elsewhere -----------------------------------------------------
+# ---- progress: a live panel on a terminal, plain lines elsewhere ---------------------------------
 #
-# In brief it shows the run's size, its prediction and a few steps; --verbose shows phases, the plan and every step. A step has
-# loss, tokens per second, memory compared with the cap and on the accelerator, GB/s compared with the disk's measured
-# rate, and the seconds and reasons of waits.
+# In brief it shows the run's size, its prediction and a few steps; --verbose shows phases, the plan
+# and every step. A step has loss, tokens per second, memory compared with the cap and on the
+# accelerator, GB/s compared with the disk's measured rate, and the seconds and reasons of waits.
 
 _REFRESH_S = 0.25
 _BAR_WIDTH = 40
@@ -54,7 +61,11 @@ class Progress(RunRecord):
         self._sample: Sample | None = None
         self._peak_bytes = 0
         self._drawn = 0.0
-        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+        self._live = (
+            Live(console=console, auto_refresh=False, transient=True)
+            if console.is_terminal
+            else None
+        )
 
     def __enter__(self) -> Progress:
         if self._live:
@@ -77,7 +88,11 @@ class Progress(RunRecord):
                 self._show_ready(message)
         elif kind == "warning":
             self._line(message["text"])
-        elif kind == "step" and self._live is None and (self._is_verbose or self._is_shown(message["step"])):
+        elif (
+            kind == "step"
+            and self._live is None
+            and (self._is_verbose or self._is_shown(message["step"]))
+        ):
             self._line(self._describe_step(message))
 
     def _show_ready(self, ready: Message) -> None:
@@ -109,7 +124,10 @@ class Progress(RunRecord):
             f"step {step['step']}/{self._num_steps}",
             f"loss {step['loss']:.4f}",
             f"{step['tokens'] / seconds:.1f} tokens/s",
-            f"forward {step['forward_s']:.2f} backward {step['backward_s']:.2f} step {step['step_s']:.2f} s",
+            (
+                f"forward {step['forward_s']:.2f} backward {step['backward_s']:.2f} step "
+                f"{step['step_s']:.2f} s"
+            ),
             f"memory {self._describe_memory()}",
         ]
         if "device_memory" in step:
@@ -124,7 +142,11 @@ class Progress(RunRecord):
 
     def _describe_memory(self) -> str:
         now = format_bytes(self._sample.held_bytes) if self._sample else "?"
-        cap = f" of {format_bytes(self._limit_bytes)} ({self._limit_kind})" if self._limit_bytes else ""
+        cap = (
+            f" of {format_bytes(self._limit_bytes)} ({self._limit_kind})"
+            if self._limit_bytes
+            else ""
+        )
         return f"{now}{cap}, peak {format_bytes(self._peak_bytes)}"
 
     def _describe_disk(self, seconds: float) -> str:
@@ -133,19 +155,32 @@ class Progress(RunRecord):
         read, written = (num_bytes / seconds / 1e9 for num_bytes in moved)
         if not ceiling:
             return f"{read:.2f} read + {written:.2f} write GB/s"
-        least = moved.read_bytes / ceiling["read_bytes_s"] + moved.written_bytes / ceiling["write_bytes_s"]
+        least = (
+            moved.read_bytes / ceiling["read_bytes_s"]
+            + moved.written_bytes / ceiling["write_bytes_s"]
+        )
         bound = f"{ceiling['read_bytes_s'] / 1e9:.1f} and {ceiling['write_bytes_s'] / 1e9:.1f}"
-        return f"{read:.2f} read + {written:.2f} write GB/s (ceilings {bound}: busy {least / seconds:.0%})"
+        return (
+            f"{read:.2f} read + {written:.2f} write GB/s (ceilings {bound}: busy "
+            f"{least / seconds:.0%})"
+        )
 
     def _moved_last(self) -> IoCounts:
         """NVMe bytes of the last step."""
         start = IoCounts(self.ready.get("read_bytes", 0), self.ready.get("written_bytes", 0))
-        ends = (IoCounts(s.get("nvme_read_bytes", 0), s.get("nvme_written_bytes", 0)) for s in self.steps[-2:])
+        ends = (
+            IoCounts(s.get("nvme_read_bytes", 0), s.get("nvme_written_bytes", 0))
+            for s in self.steps[-2:]
+        )
         before, now = [start, *ends][-2:]
         return now.since(before)
 
     def _describe_waits(self, step: Message) -> str:
-        return ", ".join(f"{s:.2f} s for {name}" for name, s in list(step.get("waits", {}).items())[:3] if s >= 0.005)
+        return ", ".join(
+            f"{s:.2f} s for {name}"
+            for name, s in list(step.get("waits", {}).items())[:3]
+            if s >= 0.005
+        )
 
     def _panel(self) -> Table:
         rows = Table.grid(padding=(0, 2))
@@ -158,7 +193,9 @@ class Progress(RunRecord):
         if step:
             seconds = _seconds_of(step)
             rows.add_row("loss", f"{step['loss']:.4f}")
-            rows.add_row("speed", f"{step['tokens'] / seconds:.1f} tokens/s, {seconds:.2f} s a step")
+            rows.add_row(
+                "speed", f"{step['tokens'] / seconds:.1f} tokens/s, {seconds:.2f} s a step"
+            )
             if any(self._moved_last()):
                 rows.add_row("disk", self._describe_disk(seconds))
             limited = f", limited by {step['limited_by']}" if "limited_by" in step else ""
@@ -169,7 +206,9 @@ class Progress(RunRecord):
         if self._limit_bytes and self._sample:
             part = self._sample.held_bytes / self._limit_bytes
             style = "green" if part < 0.85 else "yellow" if part < 0.97 else "red"
-            bar = ProgressBar(self._limit_bytes, self._sample.held_bytes, width=_BAR_WIDTH, complete_style=style)
+            bar = ProgressBar(
+                self._limit_bytes, self._sample.held_bytes, width=_BAR_WIDTH, complete_style=style
+            )
             rows.add_row("", bar)
         return rows
 
@@ -181,18 +220,30 @@ def _seconds_of(step: Message) -> float:
     return max(1e-9, float(step["forward_s"] + step["backward_s"] + step["step_s"]))
 
 
-# ---- TensorBoard -----------------------------------------------------------------------------------------------------
+# ---- TensorBoard ---------------------------------------------------------------------------------
 
-SCALARS = ("loss", "grad_norm", "lr", "forward_s", "backward_s", "step_s", "read_gb_s", "written_gb_s", "waited_s")
+SCALARS = (
+    "loss",
+    "grad_norm",
+    "lr",
+    "forward_s",
+    "backward_s",
+    "step_s",
+    "read_gb_s",
+    "written_gb_s",
+    "waited_s",
+)
 """Figures of a step's message that are written as they are."""
 
 
 class TensorBoardLog(Observer):
-    """Writes the figures of every step into a folder for TensorBoard. Imports torch, which the launcher does without otherwise.
+    """Writes the figures of every step into a folder for TensorBoard. Imports torch, which the
+    launcher does without otherwise.
 
-    `train/` has loss, norm and rate, `tiermem/` the seconds of each phase, tokens a second, GB/s, waiting, resident memory, and
-    what limited the step, as text. The folder is new: TensorBoard's own writer follows links. Raises FileExistsError for one
-    that exists, ImportError where tensorboard is not installed.
+    `train/` has loss, norm and rate, `tiermem/` the seconds of each phase, tokens a second, GB/s,
+    waiting, resident memory, and what limited the step, as text. The folder is new: TensorBoard's
+    own writer follows links. Raises FileExistsError for one that exists, ImportError where
+    tensorboard is not installed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -208,7 +259,9 @@ class TensorBoardLog(Observer):
             if name in message:
                 place = "train" if name in ("loss", "grad_norm", "lr") else "tiermem"
                 self._writer.add_scalar(f"{place}/{name}", message[name], step)
-        self._writer.add_scalar("tiermem/tokens_per_s", message["tokens"] / _seconds_of(message), step)
+        self._writer.add_scalar(
+            "tiermem/tokens_per_s", message["tokens"] / _seconds_of(message), step
+        )
         self._writer.add_scalar("tiermem/resident_gib", self._resident_bytes / (1 << 30), step)
         if "limited_by" in message:
             self._writer.add_text("tiermem/limited_by", message["limited_by"], step)
@@ -222,7 +275,7 @@ class TensorBoardLog(Observer):
         self._writer.close()
 
 
-# ---- tables ----------------------------------------------------------------------------------------------------------
+# ---- tables --------------------------------------------------------------------------------------
 
 _WIDTH = 150  # of tables that go to a file
 
@@ -230,35 +283,53 @@ _WIDTH = 150  # of tables that go to a file
 class _Terminal(Console):
     """Escapes what would steer the terminal: names and texts may be those of other users."""
 
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterator[Segment]:
         """The segments, with escapes as texts."""
         for each in super().render(renderable, options):
             yield each if each.control else each._replace(text=printable(each.text))
 
 
 def open_console() -> Console:
-    """A console on stdout, wide where there is no terminal to be wide as; it prints texts as they are, brackets too."""
+    """A console on stdout, wide where there is no terminal to be wide as; it prints texts as they
+    are, brackets too."""
     return _Terminal(markup=False, highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
 
 
 def table(title: str, *columns: str, **how: Any) -> Table:
-    """A table without borders, its title above it on the left. A column whose name begins with ">" is aligned right."""
-    made = Table(title=title, title_justify="left", caption_justify="left", box=None, pad_edge=False, **how)
+    """A table without borders, its title above it on the left. A column whose name begins with ">"
+    is aligned right."""
+    made = Table(
+        title=title, title_justify="left", caption_justify="left", box=None, pad_edge=False, **how
+    )
     for name in columns:
-        made.add_column(name.removeprefix(">"), justify="right" if name[:1] == ">" else "left", overflow="fold")
+        made.add_column(
+            name.removeprefix(">"), justify="right" if name[:1] == ">" else "left", overflow="fold"
+        )
     return made
 
 
 def plan_table(ready: Message) -> Table:
-    """The plan (what rests and passes where) and, under a cap, the arithmetic that led to its budget."""
+    """The plan (what rests and passes where) and, under a cap, the arithmetic that led to its
+    budget."""
     shown = table("where each byte lives", "what", "tier", ">size", "why")
     shown.columns[-1].style = "dim"
     for what, tier, num_bytes, why in ready.get("plan", []):
         shown.add_row(what, tier, format_bytes(num_bytes), why)
     if "device_memory" in ready:
         card = ready["device_memory"]
-        on = f"of {format_bytes(card['total_bytes'])} of {card['device']}, {format_bytes(card['free_bytes'])} free now"
-        shown.add_row("= DEVICE", "DEVICE", format_bytes(planned_bytes(ready.get("plan", []))), on, style="bold")
+        on = (
+            f"of {format_bytes(card['total_bytes'])} of {card['device']}, "
+            f"{format_bytes(card['free_bytes'])} free now"
+        )
+        shown.add_row(
+            "= DEVICE",
+            "DEVICE",
+            format_bytes(planned_bytes(ready.get("plan", []))),
+            on,
+            style="bold",
+        )
     if ready.get("budget"):
         shown.add_section()
         for name, num_bytes, why in ready["budget"]:
@@ -276,22 +347,35 @@ def result_table(run: Mapping[str, Any]) -> Table:
         shown.add_row("forward / backward / step", times, "", "medians, the first step left out")
         shown.add_row("tokens per second", f"{run['tokens_per_s']:.1f}", "", "")
     if run["num_params"]:
-        shown.add_row("parameters", f"{run['num_params']:,}", "", f"{format_bytes(run['state_bytes'])} of states")
+        shown.add_row(
+            "parameters",
+            f"{run['num_params']:,}",
+            "",
+            f"{format_bytes(run['state_bytes'])} of states",
+        )
     for what in ("read", "written"):
         ours = run.get(f"nvme_{what}_bytes")
         kernel = run.get(f"kernel_{what}_bytes")
         if ours or kernel:
-            shown.add_row(f"NVMe bytes {what}", _size(ours), _size(kernel), _difference(ours, kernel))
-    shown.add_row("host memory carved", _size(run.get("host_peak_bytes")), "", "peak of the store's arena")
+            shown.add_row(
+                f"NVMe bytes {what}", _size(ours), _size(kernel), _difference(ours, kernel)
+            )
+    shown.add_row(
+        "host memory carved", _size(run.get("host_peak_bytes")), "", "peak of the store's arena"
+    )
     card = run.get("device_memory")
     if card is not None:
         planned = f"{_size(card['plan_bytes'])} of them planned to rest there"
         tensors = f"peak; {_size(card['allocated_bytes'])} at the end, {planned}"
-        shown.add_row(f"memory of {card['device']}", _size(card["peak_allocated_bytes"]), "", tensors)
+        shown.add_row(
+            f"memory of {card['device']}", _size(card["peak_allocated_bytes"]), "", tensors
+        )
         of_card = f"of {_size(card['total_bytes'])}, {_size(card['free_bytes'])} free"
         reserved = f"peak; {_size(card['reserved_bytes'])} at the end, {of_card}"
         shown.add_row("reserved there by torch", _size(card["peak_reserved_bytes"]), "", reserved)
-    shown.add_row("resident", "", _size(run["peak_rss_bytes"]), "peak over the process tree (VmHWM)")
+    shown.add_row(
+        "resident", "", _size(run["peak_rss_bytes"]), "peak over the process tree (VmHWM)"
+    )
     if run["cgroup_peak_bytes"] is not None:
         anonymous = run["cgroup_anonymous_peak_bytes"]
         note = f"with page cache; without {_size(anonymous)} at the largest sample"
@@ -304,14 +388,23 @@ def result_table(run: Mapping[str, Any]) -> Table:
 
 
 def describe_ready(ready: Message) -> str:
-    """One line before the first step: the model, its states, where the bytes rest, and the prediction."""
+    """One line before the first step: the model, its states, where the bytes rest, and the
+    prediction."""
     by_tier: dict[str, int] = {}
     for _, tier, num_bytes, _ in ready["plan"]:
         by_tier[tier] = by_tier.get(tier, 0) + num_bytes
-    places = ", ".join(f"{format_bytes(num_bytes)} on {tier}" for tier, num_bytes in by_tier.items() if num_bytes)
+    places = ", ".join(
+        f"{format_bytes(num_bytes)} on {tier}" for tier, num_bytes in by_tier.items() if num_bytes
+    )
     said = ready.get("predicted") or {}
-    seconds = [said[f"{phase}_s"] for phase in ("forward", "backward", "step") if f"{phase}_s" in said]
-    parts = [f"{ready['num_params']:,} parameters", f"{format_bytes(ready['state_bytes'])} of states", places]
+    seconds = [
+        said[f"{phase}_s"] for phase in ("forward", "backward", "step") if f"{phase}_s" in said
+    ]
+    parts = [
+        f"{ready['num_params']:,} parameters",
+        f"{format_bytes(ready['state_bytes'])} of states",
+        places,
+    ]
     if seconds:
         parts.append(f"predicted {sum(seconds):.2f} s a step")
     if late := said.get("late"):
@@ -321,18 +414,28 @@ def describe_ready(ready: Message) -> str:
 
 
 def result_lines(run: Mapping[str, Any]) -> list[str]:
-    """What a run took, on two lines: time beside its prediction, and memory and disk beside the kernel's counts."""
+    """What a run took, on two lines: time beside its prediction, and memory and disk beside the
+    kernel's counts."""
     medians = _medians(run)
     said = run.get("predicted") or {}
     times = [f"{run['outcome']}"]
     if run["losses"]:
         shown = " / ".join(map(_seconds, medians.values()))
         num_steps = len(run["losses"])
-        times += [f"loss {run['losses'][0]:.4f} → {run['losses'][-1]:.4f} in {num_steps} step{'s' * (num_steps > 1)}"]
+        times += [
+            f"loss {run['losses'][0]:.4f} → {run['losses'][-1]:.4f} in {num_steps} "
+            f"step{'s' * (num_steps > 1)}"
+        ]
         times += [f"forward / backward / step {shown} s", f"{run['tokens_per_s']:.1f} tokens/s"]
         if f"{next(iter(medians))}_s" in said:
-            times.append(f"predicted {' / '.join(_seconds(said[f'{phase}_s']) for phase in medians)}")
-    cap = f" of {_size(run['memory_limit_bytes'])} ({run['limit_kind']})" if run["memory_limit_bytes"] else ""
+            times.append(
+                f"predicted {' / '.join(_seconds(said[f'{phase}_s']) for phase in medians)}"
+            )
+    cap = (
+        f" of {_size(run['memory_limit_bytes'])} ({run['limit_kind']})"
+        if run["memory_limit_bytes"]
+        else ""
+    )
     peak_bytes = run["cgroup_peak_bytes"] or run["peak_rss_bytes"]
     memory = [f"memory: peak {_size(peak_bytes)}{cap}"]
     for what in ("read", "written"):
@@ -346,14 +449,20 @@ def result_lines(run: Mapping[str, Any]) -> list[str]:
 
 
 def predicted_table(run: Mapping[str, Any]) -> Table | None:
-    """What was predicted before the first step beside what it was; None for a run without a prediction or an end."""
+    """What was predicted before the first step beside what it was; None for a run without a
+    prediction or an end."""
     said = run.get("predicted")
     if not said or "not_made" in said or not run["losses"]:
         return None
-    shown = table("predicted before the first step, and real", "", ">predicted", ">real", ">predicted / real")
+    shown = table(
+        "predicted before the first step, and real", "", ">predicted", ">real", ">predicted / real"
+    )
     real = _medians(run)
     times = {phase: (said[f"{phase}_s"], seconds) for phase, seconds in real.items()}
-    times["together"] = sum(each for each, _ in times.values()), sum(seconds or 0.0 for seconds in real.values())
+    times["together"] = (
+        sum(each for each, _ in times.values()),
+        sum(seconds or 0.0 for seconds in real.values()),
+    )
     for phase, both in times.items():
         shown.add_row(phase, *map(_seconds, both), _ratio(*both))
     for what, predicted, measured in (
@@ -371,7 +480,9 @@ def predicted_table(run: Mapping[str, Any]) -> Table | None:
 
 def _medians(run: Mapping[str, Any]) -> dict[str, float | None]:
     """Seconds of each phase of the median step."""
-    return {phase: median_after_warm_up(run[f"{phase}_s"]) for phase in ("forward", "backward", "step")}
+    return {
+        phase: median_after_warm_up(run[f"{phase}_s"]) for phase in ("forward", "backward", "step")
+    }
 
 
 def _device_peak(run: Mapping[str, Any]) -> int | None:

@@ -1,4 +1,5 @@
-"""RunRecord: the record of a run, of bounded size, saved as runs/<id>/run.json; its timeline, trace and device memory."""
+"""RunRecord: the record of a run, of bounded size, saved as runs/<id>/run.json; its timeline, trace
+and device memory."""
 
 from __future__ import annotations
 
@@ -17,10 +18,11 @@ from tiermem.tools.job.launcher import Message, Observer, Outcome, Sample
 from tiermem.tools.measure.machine import WrittenOnPath, cpu_model, memory_bytes, num_cores
 from tiermem.tools.words import format_bytes
 
-# ---- counts of bytes: the store's compared with the kernel's (/proc/self/io) -----------------------------------------
+# ---- counts of bytes: the store's compared with the kernel's (/proc/self/io) ---------------------
 #
-# The kernel counts all block I/O of the process. That includes pages of program code that are read late, or again after the
-# cap evicted them. So the kernel's reads may exceed the store's by SLACK_BYTES.
+# The kernel counts all block I/O of the process. That includes pages of program code that are read
+# late, or again after the cap evicted them. So the kernel's reads may exceed the store's by
+# SLACK_BYTES.
 
 TOLERANCE = 0.02
 
@@ -38,7 +40,9 @@ class IoCounts(NamedTuple):
 
     def since(self, before: IoCounts) -> IoCounts:
         """What was added after `before`."""
-        return IoCounts(self.read_bytes - before.read_bytes, self.written_bytes - before.written_bytes)
+        return IoCounts(
+            self.read_bytes - before.read_bytes, self.written_bytes - before.written_bytes
+        )
 
 
 SLACK = IoCounts(32 << 20, 1 << 20)
@@ -52,21 +56,28 @@ def kernel_counts() -> IoCounts:
 
 
 def disagreements(
-    ours: IoCounts, kernel: IoCounts, who: str = "the store", tolerance: float = TOLERANCE, slack: IoCounts = SLACK
+    ours: IoCounts,
+    kernel: IoCounts,
+    who: str = "the store",
+    tolerance: float = TOLERANCE,
+    slack: IoCounts = SLACK,
 ) -> list[str]:
-    """A sentence with both numbers for each count that the kernel has otherwise; it may have `slack` bytes more."""
+    """A sentence with both numbers for each count that the kernel has otherwise; it may have
+    `slack` bytes more."""
     return [
-        f"bytes {what}: {who} counts {mine} ({format_bytes(mine)}), the kernel {theirs} ({format_bytes(theirs)}); they may "
+        f"bytes {what}: {who} counts {mine} ({format_bytes(mine)}), the kernel {theirs} "
+        f"({format_bytes(theirs)}); they may "
         f"differ by {tolerance:.0%}"
         for what, mine, theirs, more in zip(("read", "written"), ours, kernel, slack, strict=True)
         if not mine * (1 - tolerance) <= theirs <= mine * (1 + tolerance) + more
     ]
 
 
-# ---- timeline: events as lanes, and a lane as rows of events that do not overlap -------------------------------------
+# ---- timeline: events as lanes, and a lane as rows of events that do not overlap -----------------
 #
-# Concurrent transfers share a lane; a picture or a trace viewer needs them in separate rows. Each event goes to the first free
-# row, in order of start, so a lane has as many rows as the most concurrent transfers.
+# Concurrent transfers share a lane; a picture or a trace viewer needs them in separate rows. Each
+# event goes to the first free row, in order of start, so a lane has as many rows as the most
+# concurrent transfers.
 
 PHASES = ("forward", "backward", "step")
 LANES = (*PHASES, "unit", "gather", "reduce", "read", "write", "compute", "check", "wait")
@@ -76,7 +87,8 @@ RESOURCES = {
     "disk": ("read", "write"),
     "kernels": ("compute", "check"),
 }
-"""The lanes of what a step may keep busy: the maths of modules, links, disks, and kernels of steps and checksums."""
+"""The lanes of what a step may keep busy: the maths of modules, links, disks, and kernels of steps
+and checksums."""
 TAIL = "step under the forward"
 """The name of the part of a step that goes on after its return."""
 
@@ -105,7 +117,10 @@ def lanes_of(spans: Iterable[Span]) -> dict[str, list[Span]]:
     for span in spans:
         lanes.setdefault(span.lane, []).append(span)
     known = {lane: i for i, lane in enumerate(LANES)}
-    return {lane: lanes[lane] for lane in sorted(lanes, key=lambda lane: (known.get(lane, len(known)), lane))}
+    return {
+        lane: lanes[lane]
+        for lane in sorted(lanes, key=lambda lane: (known.get(lane, len(known)), lane))
+    }
 
 
 def rows_of(spans: Sequence[Span]) -> list[list[Span]]:
@@ -140,9 +155,11 @@ def covered(spans: Iterable[Span]) -> float:
 
 
 def with_tails(spans: Sequence[Span]) -> list[Span]:
-    """The spans, and one in the lane "step" for each step that went on under the next forward: from its return to its end.
+    """The spans, and one in the lane "step" for each step that went on under the next forward: from
+    its return to its end.
 
-    spans: in order of start. The kernels of a step's tiles are in the lane "compute", and "write" has their names.
+    spans: in order of start. The kernels of a step's tiles are in the lane "compute", and "write"
+        has their names.
     """
     steps = [span for span in spans if span.lane == "step"]
     tiles = [span for span in spans if span.lane == "compute"]
@@ -151,15 +168,20 @@ def with_tails(spans: Sequence[Span]) -> list[Span]:
     found = list(spans)
     for number, step in enumerate(steps):
         before_ns = steps[number + 1].start_ns if number + 1 < len(steps) else float("inf")
-        end_ns = max((tile.end_ns for tile in tiles if step.start_ns <= tile.start_ns < before_ns), default=0)
+        end_ns = max(
+            (tile.end_ns for tile in tiles if step.start_ns <= tile.start_ns < before_ns), default=0
+        )
         if end_ns > step.end_ns:
             found.append(Span("step", TAIL, step.end_ns, end_ns, 0))
     return sorted(found, key=lambda span: span.start_ns)
 
 
 def without_waits(spans: Sequence[Span]) -> list[Span]:
-    """The spans of the lane "unit" cut by the waits inside them: a module that waits computes nothing. Others as they are."""
-    aside = [span for span in spans if span.lane == "wait" or (span.lane == "step" and span.name != TAIL)]
+    """The spans of the lane "unit" cut by the waits inside them: a module that waits computes
+    nothing. Others as they are."""
+    aside = [
+        span for span in spans if span.lane == "wait" or (span.lane == "step" and span.name != TAIL)
+    ]
     waits = sorted((span.start_ns, span.end_ns) for span in aside)
     found = []
     for span in spans:
@@ -179,7 +201,9 @@ def together_ns(spans: Sequence[Span]) -> float:
     edges: list[tuple[int, int]] = []
     for lanes in RESOURCES.values():
         until = 0
-        for start_ns, end_ns in sorted((span.start_ns, span.end_ns) for span in spans if span.lane in lanes):
+        for start_ns, end_ns in sorted(
+            (span.start_ns, span.end_ns) for span in spans if span.lane in lanes
+        ):
             edges += [(max(start_ns, until), 1), (end_ns, -1)] if end_ns > until else []
             until = max(until, end_ns)
     total = 0
@@ -197,10 +221,10 @@ def busy_fraction(spans: Iterable[Span], start_ns: int, end_ns: int) -> float:
     return covered(within(spans, start_ns, end_ns)) / max(1, end_ns - start_ns)
 
 
-# ---- trace.json: opens in Perfetto (ui.perfetto.dev) or chrome://tracing ---------------------------------------------
+# ---- trace.json: opens in Perfetto (ui.perfetto.dev) or chrome://tracing -------------------------
 #
-# Each lane's rows become threads of one process, so that concurrent transfers are shown side by side. Source: "Trace
-# Event Format", complete events ("X"), microseconds.
+# Each lane's rows become threads of one process, so that concurrent transfers are shown side by
+# side. Source: "Trace Event Format", complete events ("X"), microseconds.
 
 _PROCESS = 1
 
@@ -213,7 +237,9 @@ def write_trace(file: Path, spans: Sequence[Span]) -> None:
     for lane, members in lanes_of(spans).items():
         for number, row in enumerate(rows_of(members)):
             thread += 1
-            events.append(_about("thread_name", thread, name=lane if number == 0 else f"{lane} {number + 1}"))
+            events.append(
+                _about("thread_name", thread, name=lane if number == 0 else f"{lane} {number + 1}")
+            )
             events.append(_about("thread_sort_index", thread, sort_index=thread))
             events += [_complete(span, thread, origin) for span in row]
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n"
@@ -241,18 +267,20 @@ def _about(kind: str, thread: int, **arguments: Any) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": _PROCESS, "tid": thread, "args": arguments}
 
 
-# ---- the accelerator's memory ----------------------------------------------------------------------------------------
+# ---- the accelerator's memory --------------------------------------------------------------------
 #
 #     allocated   bytes of tensors                     reserved   bytes that torch took from the driver, its cache included
 #     free        bytes that can still be allocated    total      bytes of the device
 #
-# Messages and run.json have the figures under `device_memory`. A run on the CPU has no such key and prints no such line.
+# Messages and run.json have the figures under `device_memory`. A run on the CPU has no such key and
+# prints no such line.
 
 Figures = dict[str, Any]
 
 
 class OutOfDeviceMemory(RuntimeError):
-    """The accelerator's memory does not hold what the run needs; the message says what to change."""
+    """The accelerator's memory does not hold what the run needs; the message says what to
+    change."""
 
 
 def describe_device(figures: Mapping[str, Any]) -> str:
@@ -261,7 +289,9 @@ def describe_device(figures: Mapping[str, Any]) -> str:
         format_bytes(figures[f"{key}_bytes"])
         for key in ("allocated", "reserved", "peak_allocated", "peak_reserved", "total")
     )
-    return f"{figures['device']} {now} ({reserved} reserved) of {total}, peak {peak} ({peak_reserved})"
+    return (
+        f"{figures['device']} {now} ({reserved} reserved) of {total}, peak {peak} ({peak_reserved})"
+    )
 
 
 def planned_bytes(plan: Sequence[Sequence[Any]]) -> int:
@@ -269,10 +299,11 @@ def planned_bytes(plan: Sequence[Sequence[Any]]) -> int:
     return sum(num_bytes for _, tier, num_bytes, _ in plan if tier == "DEVICE")
 
 
-# ---- the record: runs/<id>/run.json ----------------------------------------------------------------------------------
+# ---- the record: runs/<id>/run.json --------------------------------------------------------------
 #
-# It takes memory samples from the launcher, and phases, steps and counts from the channel, and keeps bounded lists of both.
-# Floats keep every bit in the file: two runs are equal when their `losses` are equal.
+# It takes memory samples from the launcher, and phases, steps and counts from the channel, and
+# keeps bounded lists of both. Floats keep every bit in the file: two runs are equal when their
+# `losses` are equal.
 
 _MAX_SAMPLES = 4096
 _MAX_PHASES = 20_000
@@ -283,14 +314,20 @@ _OF_OUTCOME = (
 
 
 def median_limits(steps: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
-    """Seconds for which each resource was busy in an iteration (swap/disk/queue.py), the median after the warm-up."""
+    """Seconds for which each resource was busy in an iteration (swap/disk/queue.py), the median
+    after the warm-up."""
     told = [step["limits_s"] for step in steps if "limits_s" in step]
     found = told[NUM_WARM_UP:] or told
-    return {name: statistics.median(each[name] for each in found) for name in found[0]} if found else None
+    return (
+        {name: statistics.median(each[name] for each in found) for name in found[0]}
+        if found
+        else None
+    )
 
 
 class Series:
-    """Samples over time in bounded memory: when it is full, neighbours are merged and their larger figures kept."""
+    """Samples over time in bounded memory: when it is full, neighbours are merged and their larger
+    figures kept."""
 
     def __init__(self, max_samples: int = _MAX_SAMPLES) -> None:
         self.samples: list[Sample] = []
@@ -309,7 +346,9 @@ class Series:
         self._pending = None
         self._num_pending = 0
         if len(self.samples) >= self._max_samples:
-            self.samples = [_larger(a, b) for a, b in zip(self.samples[::2], self.samples[1::2], strict=False)]
+            self.samples = [
+                _larger(a, b) for a, b in zip(self.samples[::2], self.samples[1::2], strict=False)
+            ]
             self._stride *= 2
 
 
@@ -348,11 +387,14 @@ class RunRecord(Observer):
 
     def tokens_per_s(self) -> float | None:
         """Tokens per second of the median step."""
-        seconds = median_after_warm_up([step["forward_s"] + step["backward_s"] + step["step_s"] for step in self.steps])
+        seconds = median_after_warm_up(
+            [step["forward_s"] + step["backward_s"] + step["step_s"] for step in self.steps]
+        )
         return self.steps[-1]["tokens"] / seconds if seconds else None
 
     def disagreements(self) -> list[str]:
-        """Where our counts differ from the kernel's; empty for a run that did not get to its end, or that used no disk.
+        """Where our counts differ from the kernel's; empty for a run that did not get to its end,
+        or that used no disk.
 
         A run without a disk still reads program code, and an accelerator's libraries write caches.
         """
@@ -360,12 +402,14 @@ class RunRecord(Observer):
             return []
         ours = IoCounts(self.done["nvme_read_bytes"], self.done["nvme_written_bytes"])
         kernel = IoCounts(self.done["kernel_read_bytes"], self.done["kernel_written_bytes"])
-        if self.done.get("is_every_step_durable"):  # manifests, and what rests in memory, are not the store's to count
+        # manifests, and what rests in memory, are not the store's to count
+        if self.done.get("is_every_step_durable"):
             kernel = kernel._replace(written_bytes=ours.written_bytes)
         return disagreements(ours, kernel)
 
     def _predicted(self) -> dict[str, Any] | None:
-        """What was predicted, of steps as most of them were: begun under backward, or not, which shows in the run alone."""
+        """What was predicted, of steps as most of them were: begun under backward, or not, which
+        shows in the run alone."""
         said: dict[str, Any] | None = self.ready.get("predicted")
         is_late = 2 * self.done.get("steps_early", len(self.steps)) < len(self.steps)
         return {**said, **said["late"]} if said and said.get("late") and is_late else said
@@ -379,10 +423,20 @@ class RunRecord(Observer):
         last = self.steps[-1] if self.steps else {}
         figures: dict[str, Any] = {
             "losses": self.losses,
-            **{key: [step[key] for step in self.steps] for key in ("forward_s", "backward_s", "step_s")},
-            "iteration_s": [(step["end_ns"] - step["start_ns"]) * 1e-9 for step in self.steps if "end_ns" in step],
+            **{
+                key: [step[key] for step in self.steps]
+                for key in ("forward_s", "backward_s", "step_s")
+            },
+            "iteration_s": [
+                (step["end_ns"] - step["start_ns"]) * 1e-9
+                for step in self.steps
+                if "end_ns" in step
+            ],
             "limits_s": limits,
-            **{key: done.get(key) for key in ("steps_early", "steps_redone", "redone_bytes", "copied_bytes")},
+            **{
+                key: done.get(key)
+                for key in ("steps_early", "steps_redone", "redone_bytes", "copied_bytes")
+            },
             "limited_by": max(limits, key=lambda name: limits[name]) if limits else None,
             "grad_norms": [step.get("grad_norm") for step in self.steps],
             "tokens_per_s": self.tokens_per_s(),
@@ -403,7 +457,10 @@ class RunRecord(Observer):
             "predicted": self._predicted(),
             "nvme_read_bytes": self._moved("read"),
             "nvme_written_bytes": self._moved("written"),
-            **{key: done.get(key) for key in ("kernel_read_bytes", "kernel_written_bytes", "host_peak_bytes")},
+            **{
+                key: done.get(key)
+                for key in ("kernel_read_bytes", "kernel_written_bytes", "host_peak_bytes")
+            },
             "paths": [WrittenOnPath(*each)._asdict() for each in done.get("paths", [])],
             "device_memory": self._device_memory(),
             **{key: last.get(key) for key in ("engine", "engine_why")},
@@ -411,7 +468,9 @@ class RunRecord(Observer):
             "disk": ready.get("ceiling"),
             "nvme_read_bytes_a_step": self._moved_a_step("read"),
             "nvme_written_bytes_a_step": self._moved_a_step("written"),
-            "nvme_peak_bytes": max((step.get("nvme_bytes", 0) for step in self.steps), default=None),
+            "nvme_peak_bytes": max(
+                (step.get("nvme_bytes", 0) for step in self.steps), default=None
+            ),
             "disagreements": self.disagreements(),
             "error": self.error,
         }
@@ -427,18 +486,31 @@ class RunRecord(Observer):
         return figures
 
     def _device_memory(self) -> dict[str, Any] | None:
-        """The last figures of the accelerator's memory, beside what the plan has there; None for a run on the CPU."""
-        told = [message for message in (self.ready, *self.steps[-1:], self.done) if "device_memory" in message]
+        """The last figures of the accelerator's memory, beside what the plan has there; None for a
+        run on the CPU."""
+        told = [
+            message
+            for message in (self.ready, *self.steps[-1:], self.done)
+            if "device_memory" in message
+        ]
         if not told:
             return None
-        return {**told[-1]["device_memory"], "plan_bytes": planned_bytes(self.ready.get("plan", []))}
+        return {
+            **told[-1]["device_memory"],
+            "plan_bytes": planned_bytes(self.ready.get("plan", [])),
+        }
 
     def _training_s(self) -> float:
         """Seconds from the start of the first step to the end of the last."""
-        return (self.steps[-1].get("end_ns", 0) - self.steps[0].get("start_ns", 0)) * 1e-9 if self.steps else 0.0
+        return (
+            (self.steps[-1].get("end_ns", 0) - self.steps[0].get("start_ns", 0)) * 1e-9
+            if self.steps
+            else 0.0
+        )
 
     def _moved(self, what: str) -> int | None:
-        """NVMe bytes of the training part: at its end, else, for a run that did not get there, at its last step."""
+        """NVMe bytes of the training part: at its end, else, for a run that did not get there, at
+        its last step."""
         key = f"nvme_{what}_bytes"
         if key in self.done or not self.steps:
             return self.done.get(key)
@@ -462,7 +534,8 @@ class RunRecord(Observer):
 
 
 def median_after_warm_up(values: Sequence[float]) -> float | None:
-    """The median of a figure per step, the first step left out when there is more; None without any."""
+    """The median of a figure per step, the first step left out when there is more; None without
+    any."""
     return statistics.median(values[NUM_WARM_UP:] or values) if values else None
 
 

@@ -1,8 +1,10 @@
 """`tiermem train`, from options to pictures.
 
-    options -> Job -> launcher (cap) -> trainer process -> RunRecord -> run.json, table, --json, trace.json, PNGs
+    options -> Job -> launcher (cap) -> trainer process -> RunRecord -> run.json, table, --json,
+    trace.json, PNGs
 
-Every mistake that can be found without starting a process raises ValueError or OSError before a folder is made.
+Every mistake that can be found without starting a process raises ValueError or OSError before a
+folder is made.
 """
 
 from __future__ import annotations
@@ -25,7 +27,14 @@ from rich.console import Console
 from tiermem.swap.disk import durable
 from tiermem.swap.disk.run_folder import remove_dead_runs
 from tiermem.tools.job.launcher import CHANNEL_FD, CHILD_ENVIRONMENT, Job, Observer, launch
-from tiermem.tools.job.train_job import LIST_OF_STEPS, Resumed, find_resumed, make_job, num_ranks, with_saved
+from tiermem.tools.job.train_job import (
+    LIST_OF_STEPS,
+    Resumed,
+    find_resumed,
+    make_job,
+    num_ranks,
+    with_saved,
+)
 from tiermem.tools.measure.machine import lines_of_run
 from tiermem.tools.memory_limit import open_limit
 from tiermem.tools.options import TrainOptions
@@ -49,7 +58,8 @@ class OtherTrainings(Protocol):
     """Other trainings of the same job, which an instrument runs after ours."""
 
     def prepare(self, job: Job) -> None:
-        """Before anything is started. Raises ValueError and OSError for a job that they cannot be given."""
+        """Before anything is started. Raises ValueError and OSError for a job that they cannot be
+        given."""
 
     def run(self, job: Job, folder: Path, ours: dict[str, Any]) -> dict[str, Any]:
         """Runs them. Returns what the JSON has of them beside the record of ours."""
@@ -58,7 +68,8 @@ class OtherTrainings(Protocol):
 def train(options: TrainOptions, console: Console, beside: OtherTrainings | None = None) -> int:
     """Runs the training, reports, and returns the exit status.
 
-    0 finished · 1 failed · 3 our counts and the kernel's differ · 130 stopped by Ctrl-C · 137 killed at the cap.
+    0 finished · 1 failed · 3 our counts and the kernel's differ · 130 stopped by Ctrl-C · 137
+    killed at the cap.
 
     Raises:
         ValueError, OSError: options that cannot be met.
@@ -66,7 +77,10 @@ def train(options: TrainOptions, console: Console, beside: OtherTrainings | None
     if options.resume == Path(LIST_OF_STEPS):
         return list_steps(options.runs, console)
     if options.tensorboard is not None and importlib.util.find_spec("tensorboard") is None:
-        said = "--tensorboard needs the package tensorboard, which is not installed: pip install tensorboard"
+        said = (
+            "--tensorboard needs the package tensorboard, which is not installed: pip install "
+            "tensorboard"
+        )
         raise Mistake(said, {"--tensorboard": ""})
     resumed = find_resumed(options.resume) if options.resume is not None else None
     if resumed is not None:
@@ -89,7 +103,8 @@ def train(options: TrainOptions, console: Console, beside: OtherTrainings | None
     _report(run, folder, options, console)
     if options.tuned is not None and keep_record(options.tuned, run):
         console.print(
-            f"{options.tuned} keeps what this run has seen of its disks: tiermem plan --rates {options.tuned}"
+            f"{options.tuned} keeps what this run has seen of its disks: tiermem plan --rates "
+            f"{options.tuned}"
         )
     job = dataclasses.replace(job, is_checkpointing=run["is_checkpointing"])  # as ours has chosen
     others = {} if beside is None else beside.run(job, folder, run)
@@ -100,11 +115,19 @@ def train(options: TrainOptions, console: Console, beside: OtherTrainings | None
 
 def _trainer(folder: Path) -> list[str]:
     """The command of a trainer whose job lies in a folder."""
-    return [sys.executable, "-m", "tiermem.tools.train.trainer", str(folder / "job.json"), "--channel", CHANNEL_FD]
+    return [
+        sys.executable,
+        "-m",
+        "tiermem.tools.train.trainer",
+        str(folder / "job.json"),
+        "--channel",
+        CHANNEL_FD,
+    ]
 
 
 def _follow(options: TrainOptions, name: str, resumed: Resumed | None) -> int:
-    """The launcher of a rank that is not the first: its trainer takes rank 0's job, and rank 0 reports. Returns the status."""
+    """The launcher of a rank that is not the first: its trainer takes rank 0's job, and rank 0
+    reports. Returns the status."""
     quiet = Console(quiet=True)
     with tempfile.TemporaryDirectory(prefix="tiermem-train-") as place:
         options = dataclasses.replace(options, runs=Path(place), tensorboard=None)
@@ -120,21 +143,30 @@ def _follow(options: TrainOptions, name: str, resumed: Resumed | None) -> int:
 
 
 def list_steps(runs: Path, console: Console) -> int:
-    """Prints the newest durable step of every run in `runs`, and of every folder of checkpoints here; returns 0."""
+    """Prints the newest durable step of every run in `runs`, and of every folder of checkpoints
+    here; returns 0."""
     found: dict[Path, Resumed] = {}
-    for folder in sorted({*runs.glob("*/"), *Path().glob("*/")}, key=lambda each: each.stat().st_mtime, reverse=True):
+    for folder in sorted(
+        {*runs.glob("*/"), *Path().glob("*/")}, key=lambda each: each.stat().st_mtime, reverse=True
+    ):
         with contextlib.suppress(ValueError, OSError):  # nothing to go on from
             each = find_resumed(folder)
             found.setdefault(each.place.resolve(), each._replace(place=folder))
     if not found:
         console.print(
-            f"nothing to resume in {runs.absolute()} or here: a run keeps its steps with --save-every or --save"
+            f"nothing to resume in {runs.absolute()} or here: a run keeps its steps with "
+            "--save-every or --save"
         )
         return 0
     shown = table("what can be resumed, the newest first", ">step", "run", "saved", "command")
     for place, each in found.items():
         when = datetime.datetime.fromtimestamp(place.stat().st_mtime)
-        shown.add_row(str(each.step), each.name, f"{when:%Y-%m-%d %H:%M}", f"tiermem train --resume {each.place}")
+        shown.add_row(
+            str(each.step),
+            each.name,
+            f"{when:%Y-%m-%d %H:%M}",
+            f"tiermem train --resume {each.place}",
+        )
     console.print(shown)
     return 0
 
@@ -143,9 +175,11 @@ _TRAINER_BYTES = 300 << 20  # resident in every trainer: torch and transformers,
 
 
 def _check_memory(job: Job, console: Console) -> None:
-    """Raises Mistake, with the smallest cap that works, for a cap below a bound that needs no import.
+    """Raises Mistake, with the smallest cap that works, for a cap below a bound that needs no
+    import.
 
-    A cap between this bound and that is refused by the trainer when it has imported torch, before it measures.
+    A cap between this bound and that is refused by the trainer when it has imported torch, before
+    it measures.
     """
     least = _TRAINER_BYTES
     with contextlib.suppress(ValueError):  # a model of a family that the arithmetic does not know
@@ -153,7 +187,8 @@ def _check_memory(job: Job, console: Console) -> None:
     if job.memory_limit_bytes is None or job.memory_limit_bytes >= least:
         return
     with console.status("looking for the smallest --memory that works"):
-        from tiermem.swap.memory.accelerator import find_device, is_accelerator  # torch: the launcher does without
+        # torch: the launcher does without
+        from tiermem.swap.memory.accelerator import find_device, is_accelerator
         from tiermem.tools.plan.card import settle_by_cap
         from tiermem.tools.plan.planned import INTERPRETER, check_cap
         from tiermem.tools.plan.prediction import settle_compute
@@ -164,7 +199,8 @@ def _check_memory(job: Job, console: Console) -> None:
 
 
 class _Log(Observer):
-    """Writes a child's output to a file, which is made with the first line, and to a console where there is one."""
+    """Writes a child's output to a file, which is made with the first line, and to a console where
+    there is one."""
 
     def __init__(self, file: Path, console: Console | None) -> None:
         self._file = file
@@ -192,15 +228,20 @@ def run_one(
     console: Console,
     patience_s: float | None = None,
 ) -> dict[str, Any]:
-    """One capped process from job to run.json; returns the run as saved, without what only pictures need."""
+    """One capped process from job to run.json; returns the run as saved, without what only pictures
+    need."""
     job.save(folder / "job.json")
     is_verbose = options.is_verbose or options.is_debug
     with open_limit(job.memory_limit_bytes) as limit:
         if is_verbose or limit.kind == "watch":
             console.print(f"memory limit: {limit.why}")
         with (
-            Progress(console, title, job.steps, limit.limit_bytes, limit.kind, is_verbose) as record,
-            contextlib.closing(_Log(folder / "output.log", console if options.is_debug else None)) as log,
+            Progress(
+                console, title, job.steps, limit.limit_bytes, limit.kind, is_verbose
+            ) as record,
+            contextlib.closing(
+                _Log(folder / "output.log", console if options.is_debug else None)
+            ) as log,
             contextlib.ExitStack() as closing,
         ):
             observers: list[Observer] = [record, log]
@@ -208,11 +249,13 @@ def run_one(
                 board = TensorBoardLog(options.tensorboard / folder.relative_to(options.runs))
                 observers.append(closing.enter_context(contextlib.closing(board)))
             record.outcome = launch(command, limit, observers, CHILD_ENVIRONMENT, patience_s)
-    for path in job.nvme_paths:  # a trainer that was killed left a folder there; one that closed left nothing
+    # a trainer that was killed left a folder there; one that closed left nothing
+    for path in job.nvme_paths:
         for name in remove_dead_runs(Path(path), record.outcome.pid):
             console.print(f"removed {name}, which the killed trainer left in {path}")
     if record.error and record.outcome.exit_code == EXIT_USER and not record.steps:
-        for file in ("job.json", "output.log"):  # the run never began: nothing else is in its folder
+        # the run never began: nothing else is in its folder
+        for file in ("job.json", "output.log"):
             (folder / file).unlink(missing_ok=True)
         folder.rmdir()
         message = record.error["trace"] if options.is_debug else record.error["message"]
@@ -247,7 +290,8 @@ def _report(run: dict[str, Any], folder: Path, options: TrainOptions, console: C
         files.append(f"{folder / 'trace.json'} (opens in ui.perfetto.dev)")
     if not is_verbose:
         console.print(
-            f"{folder}: figures, {len(files)} pictures and traces; --verbose prints the tables", soft_wrap=True
+            f"{folder}: figures, {len(files)} pictures and traces; --verbose prints the tables",
+            soft_wrap=True,
         )
         return
     for file in files:

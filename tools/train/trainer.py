@@ -1,8 +1,10 @@
-"""Trainer: the program of the capped process: `python -m tiermem.tools.train.trainer JOB --channel FD`.
+"""Trainer: the program of the capped process: `python -m tiermem.tools.train.trainer JOB --channel
+FD`.
 
-It imports torch only after it has named the phase "the imports", so that the launcher can say when a cap killed it. training.py
-is the training itself. Errors go over the channel, and the launcher prints them. SIGINT before the first step ends the process
-at once; later SIGINT lets the present step finish.
+It imports torch only after it has named the phase "the imports", so that the launcher can say when
+a cap killed it. training.py is the training itself. Errors go over the channel, and the launcher
+prints them. SIGINT before the first step ends the process at once; later SIGINT lets the present
+step finish.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ EXIT_USER = 2
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one job; the exit status is 0, EXIT_USER for what the user must change, EXIT_FAILED for the rest."""
+    """Runs one job; the exit status is 0, EXIT_USER for what the user must change, EXIT_FAILED for
+    the rest."""
     parser = argparse.ArgumentParser(prog="tiermem.tools.train.trainer")
     parser.add_argument("job", type=Path)
     parser.add_argument("--channel", type=int)
@@ -44,9 +47,17 @@ def main(arguments: list[str] | None = None) -> int:
     except Exception as error:
         instead = error.instead if isinstance(error, Mistake) else {}
         channel.send(
-            "error", type=type(error).__name__, message=str(error), instead=instead, trace=traceback.format_exc()
+            "error",
+            type=type(error).__name__,
+            message=str(error),
+            instead=instead,
+            trace=traceback.format_exc(),
         )
-        return EXIT_USER if isinstance(error, (ValueError, OSError, OutOfDeviceMemory)) else EXIT_FAILED
+        return (
+            EXIT_USER
+            if isinstance(error, (ValueError, OSError, OutOfDeviceMemory))
+            else EXIT_FAILED
+        )
     return 0
 
 

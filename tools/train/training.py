@@ -1,9 +1,12 @@
-"""Training: the training loop of the capped process, and the counts and sentences that it sends to the launcher.
+"""Training: the training loop of the capped process, and the counts and sentences that it sends to
+the launcher.
 
-    imports -> budget -> disk's ceiling -> build under zero.Init -> initialize -> steps -> close -> counts -> events
+    imports -> budget -> disk's ceiling -> build under zero.Init -> initialize -> steps -> close ->
+    counts -> events
 
-It sends phases and the figures of each step to the launcher over the channel. It writes no file until the counts are closed;
-then it writes its events to the file that the job names, one on each line.
+It sends phases and the figures of each step to the launcher over the channel. It writes no file
+until the counts are closed; then it writes its events to the file that the job names, one on each
+line.
 """
 
 from __future__ import annotations
@@ -30,15 +33,36 @@ import tiermem.run.init
 from tiermem.engine import Engine
 from tiermem.swap.disk import durable
 from tiermem.swap.disk.queue import Meter
-from tiermem.swap.memory.accelerator import find_device, free_and_total, is_accelerator, open_context, reset_peak, usage
+from tiermem.swap.memory.accelerator import (
+    find_device,
+    free_and_total,
+    is_accelerator,
+    open_context,
+    reset_peak,
+    usage,
+)
 from tiermem.swap.store.store import TensorStore
 from tiermem.tools.corpus import Corpus
-from tiermem.tools.job.launcher import Channel, Job, give_back_free_memory, large_blocks_mapped, resident_of
+from tiermem.tools.job.launcher import (
+    Channel,
+    Job,
+    give_back_free_memory,
+    large_blocks_mapped,
+    resident_of,
+)
 from tiermem.tools.job.train_job import CLIENT_KEY, Config, with_host_bytes
 from tiermem.tools.measure.files import measure_disks, why_unmeasured
 from tiermem.tools.measure.phases import PHASES
 from tiermem.tools.measure.sustained import measure_sustained_disks
-from tiermem.tools.plan.card import NO_OTHER_WAY, Card, CardRoom, Chosen, choose_config, recomputes, settle_by_cap
+from tiermem.tools.plan.card import (
+    NO_OTHER_WAY,
+    Card,
+    CardRoom,
+    Chosen,
+    choose_config,
+    recomputes,
+    settle_by_cap,
+)
 from tiermem.tools.plan.planned import (
     ActivationBytes,
     Budget,
@@ -57,18 +81,32 @@ from tiermem.tools.plan.prediction import (
     warn_of_compute,
     warn_of_disk,
 )
-from tiermem.tools.record.run_record import Figures, IoCounts, OutOfDeviceMemory, kernel_counts, planned_bytes
+from tiermem.tools.record.run_record import (
+    Figures,
+    IoCounts,
+    OutOfDeviceMemory,
+    kernel_counts,
+    planned_bytes,
+)
 from tiermem.tools.words import Stop, format_bytes
 
 T = TypeVar("T")
 
 _CEILING_S = 0.4
 _ARRIVAL_S = 0.2
-_STATS = ("nvme_read_bytes", "nvme_written_bytes", "nvme_bytes", "host_bytes", "engine", "engine_why")
+_STATS = (
+    "nvme_read_bytes",
+    "nvme_written_bytes",
+    "nvme_bytes",
+    "host_bytes",
+    "engine",
+    "engine_why",
+)
 
 
 class Trainer:
-    """One job from imports to counts; every attribute is what a later phase needs of an earlier one."""
+    """One job from imports to counts; every attribute is what a later phase needs of an earlier
+    one."""
 
     def __init__(self, job: Job, channel: Channel, stop: Stop) -> None:
         self._job = job
@@ -79,10 +117,12 @@ class Trainer:
         self._choice: str | None = None  # how what the budget leaves open was settled
         self._placement: list[str] = []  # what was chosen for an accelerator, with the arithmetic
         self._recomputation: str | None = None  # whether blocks are recomputed, and why
-        self._beside = IoCounts(0, 0)  # bytes of checkpoints that the kernel counts and the store does not
+        # bytes of checkpoints that the kernel counts and the store does not
+        self._beside = IoCounts(0, 0)
 
     def run(self) -> None:
-        """Trains and reports. Raises what goes wrong, the store closed; what an accelerator refuses as OutOfDeviceMemory."""
+        """Trains and reports. Raises what goes wrong, the store closed; what an accelerator refuses
+        as OutOfDeviceMemory."""
         job = self._job
         resident_bytes = load_model_classes(job)
         if job.num_ranks > 1:
@@ -99,7 +139,11 @@ class Trainer:
         with self._explaining_out_of_memory(), large_blocks_mapped():
             self._channel.phase("building the model")
             model = build_model(
-                job.shape, job.seed, bool(job.is_checkpointing), job.batch * job.seq, config_dict_or_path=config
+                job.shape,
+                job.seed,
+                bool(job.is_checkpointing),
+                job.batch * job.seq,
+                config_dict_or_path=config,
             )
             self._channel.phase("initialize")
             engine = self._initialize(model, config)
@@ -115,8 +159,16 @@ class Trainer:
                 give_back_free_memory()
                 predicted = predict(engine, job, measured, ceiling, resident_bytes)
                 self._announce(engine, num_params, ceiling, predicted)
-                self._warn(warn_of_disk(job, measured, sum(predicted.get(f"{phase}_s", 0.0) for phase in PHASES)))
-                before = store_counts(engine.shards.store), kernel_counts(), written_by_path(engine.shards.store)
+                self._warn(
+                    warn_of_disk(
+                        job, measured, sum(predicted.get(f"{phase}_s", 0.0) for phase in PHASES)
+                    )
+                )
+                before = (
+                    store_counts(engine.shards.store),
+                    kernel_counts(),
+                    written_by_path(engine.shards.store),
+                )
                 self._stop.may_unwind = False
                 self._train(engine)
         except BaseException:
@@ -128,9 +180,11 @@ class Trainer:
             dist.destroy_process_group()
 
     def _join(self, resident_bytes: int) -> int:
-        """Meets the other ranks, takes rank 0's job, and returns the most bytes that are resident in one of them. Collective.
+        """Meets the other ranks, takes rank 0's job, and returns the most bytes that are resident
+        in one of them. Collective.
 
-        What a rank measures of itself differs, and would give each another plan: rank 0's figures and the largest need count.
+        What a rank measures of itself differs, and would give each another plan: rank 0's figures
+        and the largest need count.
         """
         self._channel.phase("waiting for the other ranks")
         tiermem.init_distributed()
@@ -143,7 +197,8 @@ class Trainer:
 
     @contextlib.contextmanager
     def _explaining_out_of_memory(self, engine: Engine | None = None) -> Iterator[None]:
-        """Inside, an accelerator's refusal of memory becomes one sentence, made of what it holds at that moment."""
+        """Inside, an accelerator's refusal of memory becomes one sentence, made of what it holds at
+        that moment."""
         try:
             yield
         except Exception as error:
@@ -156,10 +211,11 @@ class Trainer:
                 explain_out_of_memory(refusal, figures, plan, self._channel.phase_name, self._job)
             ) from error
 
-    # ---- before training ---------------------------------------------------------------------------------------------
+    # ---- before training -------------------------------------------------------------------------
 
     def _settle_compute(self, job: Job) -> Job:
-        """The job with the dtype of products in its config; a warning is sent where the one asked for is far slower."""
+        """The job with the dtype of products in its config; a warning is sent where the one asked
+        for is far slower."""
         self._channel.phase("measuring products")
         ((config, choice), *_) = of_every_rank(settle_compute(job.config, job.shape))
         if choice.is_measured:
@@ -173,7 +229,8 @@ class Trainer:
             self._channel.send("warning", text=text)
 
     def _settle_by_room(self, job: Job, resident_bytes: int) -> Job:
-        """The job, recomputing blocks if it leaves that open and memory has no room otherwise. Finds the budget under a cap."""
+        """The job, recomputing blocks if it leaves that open and memory has no room otherwise.
+        Finds the budget under a cap."""
         is_gpu = is_accelerator(find_device())
         settled = settle_by_cap(job, resident_bytes, is_gpu)
         self._budget = check_cap(settled, resident_bytes, is_gpu)
@@ -182,18 +239,24 @@ class Trainer:
                 self._chosen(settled, None, resident_bytes)
             except ValueError:  # of the accelerator
                 settled = dataclasses.replace(job, is_checkpointing=True)
-        self._recomputation = NO_OTHER_WAY if settled.is_checkpointing != job.is_checkpointing else None
+        self._recomputation = (
+            NO_OTHER_WAY if settled.is_checkpointing != job.is_checkpointing else None
+        )
         return settled
 
-    def _choose(self, measured: MeasuredRates | str, resident_bytes: int) -> tuple[Config, MeasuredRates | str]:
-        """The config with what the budgets leave open chosen, recomputation too, and the maths as it is then."""
+    def _choose(
+        self, measured: MeasuredRates | str, resident_bytes: int
+    ) -> tuple[Config, MeasuredRates | str]:
+        """The config with what the budgets leave open chosen, recomputation too, and the maths as
+        it is then."""
         job = self._job
         speed = None if isinstance(measured, str) else measured
         try:
             chosen = self._chosen(job, speed, resident_bytes)
         except ValueError as error:
             raise ValueError(
-                f"{error}: {_remedy(job, is_made=True)}, or name tiermem.device_bytes in a config to try it"
+                f"{error}: {_remedy(job, is_made=True)}, or name tiermem.device_bytes in a config "
+                "to try it"
             ) from error
         if job.is_checkpointing is None and speed is not None and chosen.tried is not None:
             recomputing = dataclasses.replace(job, is_checkpointing=True)
@@ -214,8 +277,9 @@ class Trainer:
         return chosen.config, measured
 
     def _chosen(self, job: Job, measured: MeasuredRates | None, resident_bytes: int) -> Chosen:
-        """What the budgets of host memory and of an accelerator leave open, chosen by predicted time or, where nothing was
-        measured, by rule. Raises ValueError where the accelerator has no room."""
+        """What the budgets of host memory and of an accelerator leave open, chosen by predicted
+        time or, where nothing was measured, by rule. Raises ValueError where the accelerator has no
+        room."""
         device = find_device()
         config = job.config
         host_bytes = None
@@ -230,7 +294,8 @@ class Trainer:
         return choose_config(config, job.shape, measured, ActivationBytes.of(job, is_gpu), room)
 
     def _measure_ceiling(self) -> dict[str, Any] | None:
-        """The rates of the paths' disks, in their own short-lived memory: far below what training takes."""
+        """The rates of the paths' disks, in their own short-lived memory: far below what training
+        takes."""
         if not self._job.nvme_paths:
             return None
         self._channel.phase("measuring the disk")
@@ -248,7 +313,9 @@ class Trainer:
         except ValueError as error:
             if self._budget is None:
                 raise
-            raise ValueError(f"{error} (the budget under the cap: {self._budget.explain()})") from error
+            raise ValueError(
+                f"{error} (the budget under the cap: {self._budget.explain()})"
+            ) from error
 
     def _resume(self, engine: Engine, place: str) -> None:
         self._channel.phase("opening the saved step")
@@ -257,17 +324,25 @@ class Trainer:
         self._channel.send("resumed", step=engine.global_steps, seconds=time.monotonic() - started)
 
     def _announce(
-        self, engine: Engine, num_params: int, ceiling: dict[str, Any] | None, predicted: dict[str, Any]
+        self,
+        engine: Engine,
+        num_params: int,
+        ceiling: dict[str, Any] | None,
+        predicted: dict[str, Any],
     ) -> None:
         self._channel.send(
             "ready",
             num_params=num_params,
-            state_bytes=state_bytes(num_params, self._job.precision, engine.shards.policy.precision),
+            state_bytes=state_bytes(
+                num_params, self._job.precision, engine.shards.policy.precision
+            ),
             batch_size=engine.train_batch_size(),
             threads=torch.get_num_threads(),
             device=str(engine.device),
             plan=_rows_of(engine),
-            budget=[[row.what, row.num_bytes, row.why] for row in self._budget.rows()] if self._budget else [],
+            budget=[[row.what, row.num_bytes, row.why] for row in self._budget.rows()]
+            if self._budget
+            else [],
             ceiling=ceiling,
             predicted=predicted,
             choice=self._choice,
@@ -284,7 +359,7 @@ class Trainer:
             **device_fields(engine.device),
         )
 
-    # ---- training ----------------------------------------------------------------------------------------------------
+    # ---- training --------------------------------------------------------------------------------
 
     def _train(self, engine: Engine) -> None:
         job = self._job
@@ -314,23 +389,31 @@ class Trainer:
                 del loss
                 with self._timed(engine, seconds, "step", step):
                     engine.step()
-            mean = float(torch.stack(losses).float().mean()) if len(losses) > 1 else float(losses[0])
-            told: list[tuple[float, bool]] = of_every_rank((mean, self._stop.is_asked))  # ranks stop together
+            mean = (
+                float(torch.stack(losses).float().mean()) if len(losses) > 1 else float(losses[0])
+            )
+            # ranks stop together
+            told: list[tuple[float, bool]] = of_every_rank((mean, self._stop.is_asked))
             mean = sum(each[0] for each in told) / len(told)
             is_stopped = any(each[1] for each in told)
             seen = meter.look()
             waits = dict(itertools.islice(seen.waits_s.items(), 5))
             figures = {**seen.as_logged(), "limits_s": seen.limits_s, "waits": waits}
             figures |= {f"{phase}_s": seconds[phase] for phase in PHASES}
-            self._report_step(engine, step, started, mean, figures, size * accumulation * job.num_ranks * job.seq)
+            self._report_step(
+                engine, step, started, mean, figures, size * accumulation * job.num_ranks * job.seq
+            )
             is_last = step == job.steps or is_stopped
-            if job.save_dir is not None and (is_last or (job.save_every and step % job.save_every == 0)):
+            if job.save_dir is not None and (
+                is_last or (job.save_every and step % job.save_every == 0)
+            ):
                 self._save(engine, job.save_dir, step)
             if is_last:
                 break
 
     def _save(self, engine: Engine, folder: str, step: int) -> None:
-        """A checkpoint; what the kernel counts of it beside the store's own is not the training's."""
+        """A checkpoint; what the kernel counts of it beside the store's own is not the
+        training's."""
         self._channel.phase(f"saving step {step}")
         started = time.monotonic()
         ours = counts_at_rest(engine.shards.store)
@@ -339,22 +422,37 @@ class Trainer:
         engine.wait_checkpoint()
         moved = counts_at_rest(engine.shards.store).since(ours)
         by_kernel = kernel_counts().since(kernel)
-        self._beside = IoCounts(*(a + b - c for a, b, c in zip(self._beside, by_kernel, moved, strict=True)))
+        self._beside = IoCounts(
+            *(a + b - c for a, b, c in zip(self._beside, by_kernel, moved, strict=True))
+        )
         self._channel.send("saved", step=step, seconds=time.monotonic() - started, folder=folder)
 
     @contextlib.contextmanager
-    def _timed(self, engine: Engine, seconds: dict[str, float], name: str, step: int) -> Iterator[None]:
+    def _timed(
+        self, engine: Engine, seconds: dict[str, float], name: str, step: int
+    ) -> Iterator[None]:
         stats = engine.shards.store.stats()
-        held = {"host_bytes": stats.host_bytes, "nvme_bytes": stats.nvme_bytes, **device_fields(engine.device)}
+        held = {
+            "host_bytes": stats.host_bytes,
+            "nvme_bytes": stats.nvme_bytes,
+            **device_fields(engine.device),
+        }
         self._channel.phase(f"{name} of step {step}", **held)
         started = time.monotonic()
         yield
-        if is_accelerator(engine.device):  # a phase's time is its own; a tool may wait for the device
+        # a phase's time is its own; a tool may wait for the device
+        if is_accelerator(engine.device):
             torch.accelerator.synchronize(engine.device)
         seconds[name] += time.monotonic() - started
 
     def _report_step(
-        self, engine: Engine, step: int, started: int, loss: float, figures: dict[str, Any], tokens: int
+        self,
+        engine: Engine,
+        step: int,
+        started: int,
+        loss: float,
+        figures: dict[str, Any],
+        tokens: int,
     ) -> None:
         stats = engine.shards.store.stats()
         self._channel.send(
@@ -372,9 +470,11 @@ class Trainer:
             **device_fields(engine.device),
         )
 
-    # ---- after training ----------------------------------------------------------------------------------------------
+    # ---- after training --------------------------------------------------------------------------
 
-    def _finish(self, engine: Engine, ours: IoCounts, kernel: IoCounts, written: dict[str, int]) -> None:
+    def _finish(
+        self, engine: Engine, ours: IoCounts, kernel: IoCounts, written: dict[str, int]
+    ) -> None:
         """Lets what is under way arrive, takes both counts, closes; only then writes a file."""
         self._channel.phase("close")
         engine.shards.check_whole()  # the last step may be under way
@@ -391,7 +491,11 @@ class Trainer:
                 counts[place] = counts.get(place, 0) + copied
         of_ranks = of_every_rank((written_here, since_made))
         paths = [
-            [path, sum(new.get(path, 0) for new, _ in of_ranks), sum(total.get(path, 0) for _, total in of_ranks)]
+            [
+                path,
+                sum(new.get(path, 0) for new, _ in of_ranks),
+                sum(total.get(path, 0) for _, total in of_ranks),
+            ]
             for path in since_made
         ]
         engine.close()
@@ -411,7 +515,9 @@ class Trainer:
             **on_device,
         )
         if self._job.events_file is not None:
-            with open(durable.create_anew(Path(self._job.events_file)), "w", encoding="utf-8") as file:
+            with open(
+                durable.create_anew(Path(self._job.events_file)), "w", encoding="utf-8"
+            ) as file:
                 for event in engine.shards.store.recorder.events:
                     file.write(json.dumps(list(event)) + "\n")
 
@@ -433,7 +539,8 @@ def of_every_rank(value: T) -> list[T]:
 def load_model_classes(job: Job) -> int:
     """Imports the model's own modules, makes the accelerator's context and sets the threads.
 
-    Returns the bytes that are resident then: the part of the interpreter, the libraries and the driver.
+    Returns the bytes that are resident then: the part of the interpreter, the libraries and the
+    driver.
     """
     transformers().logging.set_verbosity_error()
     if job.threads is not None:
@@ -444,7 +551,8 @@ def load_model_classes(job: Job) -> int:
 
 
 def _divide_by_phase(engine: Engine, started_ns: int, seconds: dict[str, float]) -> None:
-    """Divides the seconds of a `train_batch` into phases: forward and backward as recorded, the rest is the step."""
+    """Divides the seconds of a `train_batch` into phases: forward and backward as recorded, the
+    rest is the step."""
     for event in engine.shards.store.recorder.events:
         if event.lane in PHASES[:2] and event.start_ns >= started_ns:
             seconds[event.lane] += (event.end_ns - event.start_ns) * 1e-9
@@ -455,7 +563,7 @@ def _rows_of(engine: Engine) -> list[tuple[str, str, int, str]]:
     return [(row.what, row.tier.name, row.num_bytes, row.why) for row in engine.shards.plan.rows]
 
 
-# ---- counts of bytes, and the accelerator's memory ---------------------------------------------------------------------
+# ---- counts of bytes, and the accelerator's memory -----------------------------------------------
 
 
 def store_counts(store: TensorStore) -> IoCounts:
@@ -470,7 +578,8 @@ def written_by_path(store: TensorStore) -> dict[str, int]:
 
 
 def counts_at_rest(store: TensorStore) -> IoCounts:
-    """Counts with nothing under way: writes are waited for, reads ahead of a step that never comes arrive by themselves."""
+    """Counts with nothing under way: writes are waited for, reads ahead of a step that never comes
+    arrive by themselves."""
     store.settle()
     before = IoCounts(-1, -1)
     counts = store_counts(store)
@@ -482,18 +591,25 @@ def counts_at_rest(store: TensorStore) -> IoCounts:
 
 
 def device_fields(device: torch.device | None = None) -> dict[str, Figures]:
-    """`device_memory` and its figures, for a message; empty on the CPU. None: the device that this process computes on."""
+    """`device_memory` and its figures, for a message; empty on the CPU. None: the device that this
+    process computes on."""
     device = device or find_device()
     if not is_accelerator(device):
         return {}
     free, total = free_and_total(device)
     return {
-        "device_memory": {**usage(device)._asdict(), "free_bytes": free, "total_bytes": total, "device": str(device)}
+        "device_memory": {
+            **usage(device)._asdict(),
+            "free_bytes": free,
+            "total_bytes": total,
+            "device": str(device),
+        }
     }
 
 
 def forget_peak() -> None:
-    """Gives back what a measurement has cached on the accelerator, so that peaks are those of what comes now."""
+    """Gives back what a measurement has cached on the accelerator, so that peaks are those of what
+    comes now."""
     device = find_device()
     if is_accelerator(device):
         gc.collect()
@@ -512,23 +628,35 @@ def out_of_memory_in(error: BaseException | None) -> torch.OutOfMemoryError | No
 
 
 def explain_out_of_memory(
-    refusal: BaseException, figures: Mapping[str, Any], plan: Sequence[Sequence[Any]] | None, phase: str, job: Job
+    refusal: BaseException,
+    figures: Mapping[str, Any],
+    plan: Sequence[Sequence[Any]] | None,
+    phase: str,
+    job: Job,
 ) -> str:
-    """One sentence: what was asked for and when, what is reserved, what the plan has on DEVICE, what to change."""
+    """One sentence: what was asked for and when, what is reserved, what the plan has on DEVICE,
+    what to change."""
     asked = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(refusal))
     wanted = f"{asked[1]} more were wanted" if asked else "more was wanted"
     reserved, allocated, total, free = (
         format_bytes(figures[f"{key}_bytes"]) for key in ("reserved", "allocated", "total", "free")
     )
-    rests = "" if plan is None else f"; the plan keeps {format_bytes(planned_bytes(plan))} on DEVICE{_rows(plan)}"
+    rests = (
+        ""
+        if plan is None
+        else f"; the plan keeps {format_bytes(planned_bytes(plan))} on DEVICE{_rows(plan)}"
+    )
     return (
-        f"{figures['device']} has no memory left in {phase}: {wanted}, torch has reserved {reserved} of {total} ({allocated} "
+        f"{figures['device']} has no memory left in {phase}: {wanted}, torch has reserved "
+        f"{reserved} of {total} ({allocated} "
         f"in tensors) and {free} are free{rests}: {_remedy(job, is_made=plan is not None)}"
     )
 
 
 def _rows(plan: Sequence[Sequence[Any]]) -> str:
-    rows = [f"{what} {format_bytes(num_bytes)}" for what, tier, num_bytes, _ in plan if tier == "DEVICE"]
+    rows = [
+        f"{what} {format_bytes(num_bytes)}" for what, tier, num_bytes, _ in plan if tier == "DEVICE"
+    ]
     return f" ({', '.join(rows)})" if rows else ""
 
 

@@ -1,4 +1,5 @@
-"""What an installed plugin of a device would be: with this folder in PYTHONPATH, `import torch` loads the simulated device.
+"""What an installed plugin of a device would be: with this folder in PYTHONPATH, `import torch`
+loads the simulated device.
 
 Torch calls `autoload`, which the entry point in tiermem_sim-1.0.dist-info names.
 """

@@ -1,4 +1,5 @@
-"""`make bench RUN="peers ..."`: a training by tiermem, then by its peers, each in a process of its own, side by side."""
+"""`make bench RUN="peers ..."`: a training by tiermem, then by its peers, each in a process of its
+own, side by side."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ _PATIENCE_S = 300.0  # a peer that hangs, or thrashes below its cap, is a result
 
 
 def bench_peers(options: PeersOptions, console: Console) -> int:
-    """Trains as `tiermem train` does, then with each peer. Returns the exit status of ours. Raises as `train`."""
+    """Trains as `tiermem train` does, then with each peer. Returns the exit status of ours. Raises
+    as `train`."""
     return train(options, console, Peers(options, console))
 
 
@@ -36,7 +38,8 @@ class Peers:
         self._peers: Sequence[Peer] = ()
 
     def prepare(self, job: Job) -> None:
-        """Lists the peers. Raises ValueError for a job that a peer cannot be given, OSError for a missing interpreter."""
+        """Lists the peers. Raises ValueError for a job that a peer cannot be given, OSError for a
+        missing interpreter."""
         if job.num_ranks > 1:
             raise ValueError(f"peers train on one rank, and {job.num_ranks} were started")
         self._peers = list_peers(job, self._options.peer_python)
@@ -54,7 +57,15 @@ class Peers:
 def peers_table(runs: Sequence[Mapping[str, Any]]) -> Table:
     """The same training by different means, side by side."""
     has_device = any(run.get("device_memory") for run in runs)
-    figures = (">loss", ">forward s", ">backward s", ">step s", ">tokens/s", ">peak RSS", *(">peak GPU",) * has_device)
+    figures = (
+        ">loss",
+        ">forward s",
+        ">backward s",
+        ">step s",
+        ">tokens/s",
+        ">peak RSS",
+        *(">peak GPU",) * has_device,
+    )
     shown = table("side by side (same model, data, seed, threads, cap)", "run", *figures, "outcome")
     for run in runs:
         losses = run["losses"]
@@ -70,7 +81,9 @@ def peers_table(runs: Sequence[Mapping[str, Any]]) -> Table:
     return shown
 
 
-def _run_peer(peer: Peer, job: Job, folder: Path, options: PeersOptions, console: Console) -> list[dict[str, Any]]:
+def _run_peer(
+    peer: Peer, job: Job, folder: Path, options: PeersOptions, console: Console
+) -> list[dict[str, Any]]:
     """A peer with each of its settings; the best one, the others printed. Its death is a result."""
     home = folder / peer.name
     home.mkdir()
@@ -98,10 +111,22 @@ def _run_peer(peer: Peer, job: Job, folder: Path, options: PeersOptions, console
 
 def _rank(run: dict[str, Any]) -> tuple[bool, bool, int, float]:
     """Finished first, then with states on the tier where ours rest, then further, then faster."""
-    return run["exit_code"] != 0, not run["is_like_ours"], -len(run["losses"]), -(run["tokens_per_s"] or 0.0)
+    return (
+        run["exit_code"] != 0,
+        not run["is_like_ours"],
+        -len(run["losses"]),
+        -(run["tokens_per_s"] or 0.0),
+    )
 
 
 def _tell_peer(run: dict[str, Any], console: Console) -> None:
     speed = f"{run['tokens_per_s']:.1f} tokens/s, " if run["tokens_per_s"] else ""
-    reason = f": {run['error']['type']}: {run['error']['message'].splitlines()[0]}" if run["error"] else ""
-    console.print(f"{run['name']}: {speed}peak {run['peak_rss_bytes'] / 2**20:.0f} MiB, {run['outcome']}{reason}")
+    reason = (
+        f": {run['error']['type']}: {run['error']['message'].splitlines()[0]}"
+        if run["error"]
+        else ""
+    )
+    console.print(
+        f"{run['name']}: {speed}peak {run['peak_rss_bytes'] / 2**20:.0f} MiB, "
+        f"{run['outcome']}{reason}"
+    )

@@ -1,7 +1,8 @@
 """DeepSpeed, ZeRO-3 with offload, one process: the peer that does the same job by its own means.
 
-Built under its zero.Init, with the setting that the sweep hands in. Imports torch, transformers and deepspeed only; its
-extensions compile at first use, which `python -I peer_deepspeed.py` does ahead of any measurement.
+Built under its zero.Init, with the setting that the sweep hands in. Imports torch, transformers and
+deepspeed only; its extensions compile at first use, which `python -I peer_deepspeed.py` does ahead
+of any measurement.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def build(job: dict[str, Any], setting: dict[str, Any]) -> Any:
     transformers.logging.set_verbosity_error()
     _join()
     shape = transformers.AutoConfig.for_model(**job["shape"])
-    with torch.device("meta"):  # what building imports must come in before zero.Init has replaced torch's constructors
+    # what building imports must come in before zero.Init has replaced torch's constructors
+    with torch.device("meta"):
         transformers.AutoModelForCausalLM.from_config(shape)
     torch.manual_seed(job["seed"])
     with deepspeed.zero.Init(config_dict_or_path=_config(job, setting)):
@@ -40,8 +42,12 @@ class Training:
 
     def __init__(self, model: Any, job: dict[str, Any], setting: dict[str, Any]) -> None:
         config = _config(job, setting)
-        self._engine = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())[0]
-        self.device = "cpu" if str(self._engine.device).startswith("cpu") else str(self._engine.device)
+        self._engine = deepspeed.initialize(
+            model=model, config=config, model_parameters=model.parameters()
+        )[0]
+        self.device = (
+            "cpu" if str(self._engine.device).startswith("cpu") else str(self._engine.device)
+        )
         self.backward = self._engine.backward
         self.step = self._engine.step
         self.close = self._engine.destroy
@@ -64,9 +70,14 @@ def compile_extensions() -> None:
 
 
 def _join() -> None:
-    """A process group of one that meets in its own memory: no port or file that another run might hold."""
+    """A process group of one that meets in its own memory: no port or file that another run might
+    hold."""
     store: Any = vars(torch.distributed)["HashStore"]()
-    backend = "nccl" if torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu" else "gloo"
+    backend = (
+        "nccl"
+        if torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
+        else "gloo"
+    )
     torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
     deepspeed.init_distributed(dist_backend=backend)
 

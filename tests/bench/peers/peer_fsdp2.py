@@ -1,7 +1,9 @@
-"""FSDP2 (`fully_shard`), one process: parameters, gradients and optimizer states offloaded to pinned memory of the CPU.
+"""FSDP2 (`fully_shard`), one process: parameters, gradients and optimizer states offloaded to
+pinned memory of the CPU.
 
-Its fp32 parameters are the masters; they are cast to the job's precision as they are gathered, and torch's fused AdamW steps
-them on the CPU, after clipping by their global norm. Without a GPU nothing is offloaded. Imports torch and transformers only.
+Its fp32 parameters are the masters; they are cast to the job's precision as they are gathered, and
+torch's fused AdamW steps them on the CPU, after clipping by their global norm. Without a GPU
+nothing is offloaded. Imports torch and transformers only.
 """
 
 from __future__ import annotations
@@ -11,7 +13,12 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
 plain: Any = importlib.import_module("peer_plain")  # beside this file, where peer_main.py finds it
 
@@ -35,7 +42,9 @@ class Training:
             "mp_policy": MixedPrecisionPolicy(param_dtype=_DTYPES[job["precision"]]),
             "offload_policy": CPUOffloadPolicy() if self.device == "cuda" else OffloadPolicy(),
         }
-        for layer in max((each for each in model.modules() if isinstance(each, torch.nn.ModuleList)), key=len):
+        for layer in max(
+            (each for each in model.modules() if isinstance(each, torch.nn.ModuleList)), key=len
+        ):
             fully_shard(layer, **settings)
         self._model = fully_shard(model, **settings)
         self._num_micro = int(job["config"].get("gradient_accumulation_steps", 1))
@@ -63,7 +72,8 @@ class Training:
 
 
 def _join(device: str) -> None:
-    """A process group of one that meets in its own memory; norms of offloaded gradients are summed on the CPU."""
+    """A process group of one that meets in its own memory; norms of offloaded gradients are summed
+    on the CPU."""
     store: Any = vars(torch.distributed)["HashStore"]()
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)

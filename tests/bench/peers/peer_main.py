@@ -1,8 +1,9 @@
-"""The loop that every peer runs, as a script of its own: `python -I peer_main.py plain JOB TOKENS --channel FD`.
+"""The loop that every peer runs, as a script of its own: `python -I peer_main.py plain JOB TOKENS
+--channel FD`.
 
-It imports no tiermem, so that any environment with torch and transformers can run it: job and tokens come as files, what
-it tells goes down the same channel as our trainer's. The peer itself is peer_<name>.py beside this file; times, warm-up
-and tokens are the same for all. A peer has
+It imports no tiermem, so that any environment with torch and transformers can run it: job and
+tokens come as files, what it tells goes down the same channel as our trainer's. The peer itself is
+peer_<name>.py beside this file; times, warm-up and tokens are the same for all. A peer has
 
     PACKAGES                        whose versions are told
     build(job, setting)             the model
@@ -36,7 +37,10 @@ def main() -> int:
 
     def tell(kind: str, **fields: Any) -> None:
         if given.channel is not None:
-            line = json.dumps({"kind": kind, "time_ns": time.monotonic_ns(), **fields}).encode() + b"\n"
+            line = (
+                json.dumps({"kind": kind, "time_ns": time.monotonic_ns(), **fields}).encode()
+                + b"\n"
+            )
             while line:
                 line = line[os.write(given.channel, line) :]
 
@@ -51,7 +55,11 @@ def main() -> int:
 
 
 def train(
-    name: str, job: dict[str, Any], tokens_file: Path, setting: dict[str, Any], tell: Callable[..., None]
+    name: str,
+    job: dict[str, Any],
+    tokens_file: Path,
+    setting: dict[str, Any],
+    tell: Callable[..., None],
 ) -> None:
     """Builds the peer and trains it for the job's steps."""
     tell("phase", name="the imports")
@@ -67,7 +75,10 @@ def train(
     model = peer.build(job, setting)
     model.train()
     if job["is_checkpointing"]:
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable = (
+            getattr(model, "activation_checkpointing_enable", None)
+            or model.gradient_checkpointing_enable
+        )
         enable()
     tell("phase", name="initialize")
     training = peer.Training(model, job, setting)
@@ -91,7 +102,9 @@ def train(
 def _run_steps(training: Any, job: dict[str, Any], tokens: Any, tell: Callable[..., None]) -> None:
     import torch
 
-    def timed(seconds: dict[str, float], what: str, step: int, verb: Callable[..., Any], *arguments: Any) -> Any:
+    def timed(
+        seconds: dict[str, float], what: str, step: int, verb: Callable[..., Any], *arguments: Any
+    ) -> Any:
         tell("phase", name=f"{what} of step {step}")
         begin = time.monotonic()
         answer = verb(*arguments)
@@ -106,7 +119,9 @@ def _run_steps(training: Any, job: dict[str, Any], tokens: Any, tell: Callable[.
         seconds = {"forward": 0.0, "backward": 0.0, "step": 0.0}
         loss_sum = 0.0
         for micro in range(num_micro):
-            batch = torch.from_numpy(tokens[(step - 1) * num_micro + micro].astype("int64")).to(training.device)
+            batch = torch.from_numpy(tokens[(step - 1) * num_micro + micro].astype("int64")).to(
+                training.device
+            )
 
             loss = timed(seconds, "forward", step, training.forward, batch)
             timed(seconds, "backward", step, training.backward, loss)

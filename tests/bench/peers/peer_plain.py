@@ -1,7 +1,9 @@
-"""Plain PyTorch, everything in memory: the peer that shows what the hardware does when the states fit.
+"""Plain PyTorch, everything in memory: the peer that shows what the hardware does when the states
+fit.
 
-Low-precision parameters, fp32 masters stepped by torch's fused AdamW, gradients clipped by their global norm, masters
-copied back. With fp32 the parameters are their own masters. Imports torch and transformers only.
+Low-precision parameters, fp32 masters stepped by torch's fused AdamW, gradients clipped by their
+global norm, masters copied back. With fp32 the parameters are their own masters. Imports torch and
+transformers only.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def build(job: dict[str, Any], setting: dict[str, Any]) -> Any:
-    """The job's model: built in fp32 from its seed, then its parameters cast (buffers stay, as everywhere)."""
+    """The job's model: built in fp32 from its seed, then its parameters cast (buffers stay, as
+    everywhere)."""
     return built(job, _DTYPES[job["precision"]]).to("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -26,11 +29,15 @@ def built(job: dict[str, Any], dtype: torch.dtype) -> Any:
     """The model on the CPU, its parameters in a dtype."""
     transformers.logging.set_verbosity_error()
     if job["checkpoint"] is not None:
-        model = transformers.AutoModelForCausalLM.from_pretrained(job["checkpoint"], dtype=torch.float32)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            job["checkpoint"], dtype=torch.float32
+        )
         model.config.use_cache = False
     else:
         torch.manual_seed(job["seed"])
-        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**job["shape"]))
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.for_model(**job["shape"])
+        )
     for param in model.parameters():
         param.data = param.data.to(dtype)
     return model

@@ -1,4 +1,5 @@
-"""What a sitting changes in a trainer's process, from outside; Python imports this file at its start where PYTHONPATH has it.
+"""What a sitting changes in a trainer's process, from outside; Python imports this file at its
+start where PYTHONPATH has it.
 
 always                    weights are copied from one drawn block: torch draws 8 G numbers for minutes
 TIERMEM_DRAW=1            they are drawn as always: for the seconds of a start
@@ -31,7 +32,9 @@ def _copy_weights(module: ModuleType) -> None:
             if tensor.is_meta:
                 return tensor
             if not block:
-                block.append(torch.randn(1 << 22, generator=torch.Generator().manual_seed(1), device="cpu"))
+                block.append(
+                    torch.randn(1 << 22, generator=torch.Generator().manual_seed(1), device="cpu")
+                )
             for part in tensor.view(-1).split(1 << 22):
                 part.copy_(block[0][: part.numel()].mul(std))
         return tensor
@@ -53,7 +56,9 @@ def _trace_a_step(module: ModuleType) -> None:
     def report_step(trainer: Any, engine: Any, step: int, *rest: Any) -> None:
         report(trainer, engine, step, *rest)
         if step == traced - 1:
-            profilers.append(torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]))
+            profilers.append(
+                torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+            )
             profilers[0].start()
         elif step == traced:
             profilers[0].stop()
@@ -72,7 +77,9 @@ def _choose_peers(module: ModuleType) -> None:
     if chosen is None:
         return
     list_all = module.list_peers
-    module.list_peers = lambda job, python: [peer for peer in list_all(job, python) if peer.name == chosen]
+    module.list_peers = lambda job, python: [
+        peer for peer in list_all(job, python) if peer.name == chosen
+    ]
 
 
 _CHANGES: dict[str, Callable[[ModuleType], None]] = {

@@ -1,6 +1,8 @@
-"""Finding: the durable steps of a place, the paths of their files, and the pieces of all parts as arrays, checked.
+"""Finding: the durable steps of a place, the paths of their files, and the pieces of all parts as
+arrays, checked.
 
-This module opens manifests, parts, pointers and `latest`. It never opens the files of states; opening/source.py does.
+This module opens manifests, parts, pointers and `latest`. It never opens the files of states;
+opening/source.py does.
 """
 
 from __future__ import annotations
@@ -17,7 +19,13 @@ from typing import NamedTuple
 import numpy as np
 
 from tiermem.checkpoint.format import kinds
-from tiermem.checkpoint.format.fields import LARGEST, MOST_BYTES, ManifestError, crc32c, no_collection
+from tiermem.checkpoint.format.fields import (
+    LARGEST,
+    MOST_BYTES,
+    ManifestError,
+    crc32c,
+    no_collection,
+)
 from tiermem.checkpoint.format.manifest import (
     CHECKSUM_BYTES,
     LATEST_FILE,
@@ -37,17 +45,18 @@ from tiermem.checkpoint.format.manifest import (
 from tiermem.swap.base.ranges import Numbers
 from tiermem.swap.disk import durable
 
-# ---- rows: pieces as arrays ------------------------------------------------------------------------------------------
+# ---- rows: pieces as arrays ----------------------------------------------------------------------
 
 Key = tuple[str, str, str]
 """Parameter, state, kind."""
 
 
 class Rows(NamedTuple):
-    """Pieces as flat int64 arrays of one length, because a model has hundreds of thousands; manifest.Piece is one piece.
+    """Pieces as flat int64 arrays of one length, because a model has hundreds of thousands;
+    manifest.Piece is one piece.
 
-    Row i holds elements [start, start + numel) of the state `keys[key]`, in `num_bytes` bytes from `offset` of file `file`, an
-    index into the files of a part, or of all parts one after another.
+    Row i holds elements [start, start + numel) of the state `keys[key]`, in `num_bytes` bytes from
+    `offset` of file `file`, an index into the files of a part, or of all parts one after another.
     """
 
     keys: Sequence[Key]
@@ -59,12 +68,15 @@ class Rows(NamedTuple):
     num_bytes: Numbers
 
     def states(self) -> tuple[PartState, ...]:
-        """The rows as a part lists them: keys in their order, each with its rows in the order of elements."""
+        """The rows as a part lists them: keys in their order, each with its rows in the order of
+        elements."""
         order = np.lexsort((self.start, self.key))
         table = np.stack((self.start, self.numel, self.file, self.offset), 1)[order].tolist()
         edges = [0, *np.cumsum(np.bincount(self.key, minlength=len(self.keys))).tolist()]
         found = zip(self.keys, itertools.pairwise(edges), strict=True)
-        return tuple(PartState(*key, table[start:end]) for key, (start, end) in found if start < end)
+        return tuple(
+            PartState(*key, table[start:end]) for key, (start, end) in found if start < end
+        )
 
 
 def rows_of_part(part: Part) -> Rows:
@@ -73,10 +85,14 @@ def rows_of_part(part: Part) -> Rows:
     keys = [(each.param, each.state, each.kind) for each in states]
     counts = [len(each.pieces) for each in states]
     pieces = itertools.chain.from_iterable([each.pieces for each in states])
-    start, numel, file, offset = np.fromiter(itertools.chain.from_iterable(pieces), np.int64).reshape(-1, 4).T
+    start, numel, file, offset = (
+        np.fromiter(itertools.chain.from_iterable(pieces), np.int64).reshape(-1, 4).T
+    )
     key = np.repeat(np.arange(len(keys)), counts)
     grain_bytes, grain_numel = grains(keys)
-    return Rows(keys, key, start, numel, file, offset, -(-numel // grain_numel[key]) * grain_bytes[key])
+    return Rows(
+        keys, key, start, numel, file, offset, -(-numel // grain_numel[key]) * grain_bytes[key]
+    )
 
 
 def joined_rows(several: Sequence[Rows]) -> Rows:
@@ -86,7 +102,8 @@ def joined_rows(several: Sequence[Rows]) -> Rows:
     keys = dict.fromkeys(key for rows in several for key in rows.keys)
     numbers = dict(zip(keys, range(len(keys)), strict=True))
     tables = [
-        np.stack((np.array([numbers[key] for key in rows.keys], np.int64)[rows.key], *rows[2:])) for rows in several
+        np.stack((np.array([numbers[key] for key in rows.keys], np.int64)[rows.key], *rows[2:]))
+        for rows in several
     ]
     return Rows(list(keys), *np.concatenate([np.zeros((6, 0), np.int64), *tables], 1))
 
@@ -99,14 +116,14 @@ def grains(keys: Sequence[Key]) -> tuple[Numbers, Numbers]:
     return num_bytes, numel
 
 
-# ---- cover: the parts of a manifest hold every state once and whole --------------------------------------------------
+# ---- cover: the parts of a manifest hold every state once and whole ------------------------------
 
 
 class StepStates:
     """The pieces of every state of all parts.
 
-    A model may have a million states. The pieces are rows of one table, and one operation handles a column of it. An object
-    is made for a piece when it is asked for.
+    A model may have a million states. The pieces are rows of one table, and one operation handles a
+    column of it. An object is made for a piece when it is asked for.
 
     Attributes:
         numbers: of each (parameter, state).
@@ -118,7 +135,9 @@ class StepStates:
     def __init__(self, parts: Sequence[Part]) -> None:
         self.files = [(part.rank, file) for part in parts for file in part.files]
         first_files = itertools.accumulate((len(part.files) for part in parts), initial=0)
-        moved = [(rows_of_part(part), first) for part, first in zip(parts, first_files, strict=False)]
+        moved = [
+            (rows_of_part(part), first) for part, first in zip(parts, first_files, strict=False)
+        ]
         rows = joined_rows([each._replace(file=each.file + first) for each, first in moved])
         names = [key[:2] for key in rows.keys]
         self.numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
@@ -133,10 +152,13 @@ class StepStates:
         sizes = self.rows.num_bytes
         if sizes.sum(dtype=float) > LARGEST:  # of a hostile part: int64 would wrap around
             sizes = sizes.astype(object)
-        self.num_bytes: list[int] = np.add.reduceat(sizes, self.firsts).tolist() if len(number) else []
+        self.num_bytes: list[int] = (
+            np.add.reduceat(sizes, self.firsts).tolist() if len(number) else []
+        )
 
     def pieces(self, param: str, state: str) -> list[Piece]:
-        """The pieces of a state in the order of elements. Raises KeyError for a state without pieces."""
+        """The pieces of a state in the order of elements. Raises KeyError for a state without
+        pieces."""
         number = self.numbers[param, state]
         return [self.piece(row) for row in range(self._edges[number], self._edges[number + 1])]
 
@@ -159,10 +181,12 @@ class StepStates:
 def cover(manifest: Manifest, parts: Sequence[Part], source: str) -> StepStates:
     """Checks the pieces of all parts and returns them by state.
 
-    Pieces of a state are compared in the order of their elements; pieces of a file are compared in the order of their bytes.
+    Pieces of a state are compared in the order of their elements; pieces of a file are compared in
+    the order of their bytes.
 
-    Raises ManifestError: a part is of another commit, a piece names an unknown parameter, a state has a hole, an overlap or
-    ends at another element than its parameter, a state mixes kinds, a weight is missing, the number of checksums is wrong.
+    Raises ManifestError: a part is of another commit, a piece names an unknown parameter, a state
+    has a hole, an overlap or ends at another element than its parameter, a state mixes kinds, a
+    weight is missing, the number of checksums is wrong.
     """
     _check_parts(manifest, parts, source)
     parameters = {each.name: each for each in manifest.parameters}
@@ -181,7 +205,8 @@ def _check_parts(manifest: Manifest, parts: Sequence[Part], source: str) -> None
     for due, part in zip(manifest.parts, parts, strict=True):
         if (part.run_id, part.commit, part.rank) != (manifest.run_id, manifest.commit, due.rank):
             raise ManifestError(
-                f"{source}: {due.file} is of run {part.run_id}, commit {part.commit}, rank {part.rank}; the manifest is of run "
+                f"{source}: {due.file} is of run {part.run_id}, commit {part.commit}, rank "
+                f"{part.rank}; the manifest is of run "
                 f"{manifest.run_id}, commit {manifest.commit}, rank {due.rank}"
             )
 
@@ -196,7 +221,10 @@ def _check_files(states: StepStates, source: str) -> None:
     for row in order[1:][overlaps].tolist():
         piece = states.piece(row)
         rank, name = states.files[piece.file]
-        what = f"{piece.state} of {piece.param[:80]!r} overlaps another piece at byte {piece.offset} of {name}"
+        what = (
+            f"{piece.state} of {piece.param[:80]!r} overlaps another piece at byte "
+            f"{piece.offset} of {name}"
+        )
         raise ManifestError(f"{source}: part {rank}: {what}")
 
 
@@ -218,34 +246,51 @@ def _check_states(states: StepStates, parameters: Mapping[str, Parameter], sourc
         first = int(firsts[states.number[row]])
         if start != due[row]:
             word = "is missing" if start > due[row] else "is there twice"
-            raise ManifestError(f"{what}: element {min(due[row], start)} {word} (part {states.files[file][0]})")
+            raise ManifestError(
+                f"{what}: element {min(due[row], start)} {word} (part {states.files[file][0]})"
+            )
         if is_mixed[row]:
             raise ManifestError(f"{what}: mixes {states.piece(first).kind} and {kind}")
         of = parameters[param].numel
-        raise ManifestError(f"{what}: its pieces hold {stops[row]} elements; the parameter has {of}")
+        raise ManifestError(
+            f"{what}: its pieces hold {stops[row]} elements; the parameter has {of}"
+        )
 
 
-def _check_due(manifest: Manifest, states: StepStates, parameters: Mapping[str, Parameter], source: str) -> None:
+def _check_due(
+    manifest: Manifest, states: StepStates, parameters: Mapping[str, Parameter], source: str
+) -> None:
     for parameter in manifest.parameters:
         if (parameter.name, WEIGHT) not in states.numbers and parameter.numel:
             raise ManifestError(f"{source}: {parameter.name[:80]!r} has no weight")
     wrong_form = functools.cache(_wrong_form)  # a model has few forms of states
     forms = {name: (each.dtype, each.at_rest) for name, each in parameters.items()}
     checksums = manifest.checksums
-    for (param, state), kind, num_bytes in zip(states.numbers, states.kinds, states.num_bytes, strict=True):
+    for (param, state), kind, num_bytes in zip(
+        states.numbers, states.kinds, states.num_bytes, strict=True
+    ):
         wrong = wrong_form(state, kind, *forms[param])
         due = -(-num_bytes // CHECKSUM_BYTES)
         sums = checksums[param].get(state) if param in checksums else None
-        if wrong is None and kind in kinds.SCALED and (param, kinds.scales_of(state)) not in states.numbers:
+        if (
+            wrong is None
+            and kind in kinds.SCALED
+            and (param, kinds.scales_of(state)) not in states.numbers
+        ):
             wrong = " is quantised and has no scales"
         if wrong is not None:
             raise ManifestError(f"{source}: {state} of {param[:80]!r}{wrong}")
         if sums is None or len(sums) != due:
             has = "no" if sums is None else len(sums)
             what = f"{state} of {param[:80]!r}"
-            raise ManifestError(f"{source}: checksums: {what} has {has} checksums; {due} are due for {num_bytes} bytes")
+            raise ManifestError(
+                f"{source}: checksums: {what} has {has} checksums; {due} are due for {num_bytes} "
+                "bytes"
+            )
     if sum(map(len, checksums.values())) > len(states.numbers):
-        param, state = next((p, s) for p, found in checksums.items() for s in found if (p, s) not in states.numbers)
+        param, state = next(
+            (p, s) for p, found in checksums.items() for s in found if (p, s) not in states.numbers
+        )
         raise ManifestError(f"{source}: checksums: {param[:80]!r} has no {state[:80]!r}")
 
 
@@ -261,14 +306,15 @@ def _wrong_form(state: str, kind: str, dtype: str, at_rest: str | None) -> str |
     return None
 
 
-# ---- the paths of a checkpoint's files -------------------------------------------------------------------------------
+# ---- the paths of a checkpoint's files -----------------------------------------------------------
 
 
 def written(path: Path, base: Path) -> str:
-    """A path as a file in `base` names it. Both may be relative to the working directory, or contain links.
+    """A path as a file in `base` names it. Both may be relative to the working directory, or
+    contain links.
 
-    The result is relative where both lie in one folder, or in two folders beside each other, so that the folders can be moved
-    together. Else it is absolute.
+    The result is relative where both lie in one folder, or in two folders beside each other, so
+    that the folders can be moved together. Else it is absolute.
     """
     path = real(path)
     base = real(base)
@@ -291,15 +337,19 @@ def named_folder(argument: str, folder: str | os.PathLike[str]) -> Path:
     if not isinstance(folder, (str, os.PathLike)):
         raise ValueError(f"{argument} is {folder!r}; give the folder of checkpoints, a path")
     if not os.fspath(folder):
-        raise ValueError(f"{argument} is empty; give the folder of checkpoints, '.' for the working directory")
+        raise ValueError(
+            f"{argument} is empty; give the folder of checkpoints, '.' for the working directory"
+        )
     return Path(folder)
 
 
 def tag_folder(save_dir: Path, tag: str) -> Path:
-    """The folder of a tag. Raises ValueError for a tag that does not name a folder below `save_dir`."""
+    """The folder of a tag. Raises ValueError for a tag that does not name a folder below
+    `save_dir`."""
     if not is_tag(tag):
         raise ValueError(
-            f"tag is {tag!r}; allowed are names of a folder below the checkpoint's, such as 'global_step10'"
+            f"tag is {tag!r}; allowed are names of a folder below the checkpoint's, such as "
+            "'global_step10'"
         )
     return save_dir / tag
 
@@ -310,23 +360,26 @@ def pointer_path(save_dir: Path, tag: str) -> Path:
 
 
 def copy_name(run_id: str, commit: int, rank: int | None, suffix: str) -> str:
-    """The file name of a complete copy's manifest (rank None), part or data. Every run and commit has its own names."""
+    """The file name of a complete copy's manifest (rank None), part or data. Every run and commit
+    has its own names."""
     if rank is None:
         return f"manifest-{run_id}-{commit}.{suffix}"
     return f"{'data' if suffix == 'bin' else 'part'}-{run_id}-{commit}-{rank}.{suffix}"
 
 
-# ---- the durable steps of a place ------------------------------------------------------------------------------------
+# ---- the durable steps of a place ----------------------------------------------------------------
 #
-# A save writes the manifest, then the tag's pointer, then `latest`. A crash between two of them leaves
+# A save writes the manifest, then the tag's pointer, then `latest`. A crash between two of them
+# leaves
 #
 #     a manifest that no pointer names    the tag has the step before, or none
 #     a pointer newer than `latest`       of a new tag: `latest` names an older tag, which opens
 #                                         of the tag that `latest` names: the newer step opens
 #
-# In both cases of the second line the pointer's number is that of `latest` plus 1, and so it is after a save with
-# save_latest=False. What no crash leaves is an error: a pointer, manifest or folder of another tag or step; a pointer that is
-# older than `latest` says; a `latest` that is older than two pointers written one after the other.
+# In both cases of the second line the pointer's number is that of `latest` plus 1, and so it is
+# after a save with save_latest=False. What no crash leaves is an error: a pointer, manifest or
+# folder of another tag or step; a pointer that is older than `latest` says; a `latest` that is
+# older than two pointers written one after the other.
 
 _MANIFEST = re.compile(r"manifest-(?:[^-]{1,64}-)?(\d{1,18})\.json")
 MOST_POINTER_BYTES = 1 << 16  # of a pointer or `latest`: two names of 4096 characters and more
@@ -344,7 +397,8 @@ class Found(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """A manifest that has been read and validated; its paths are relative to the folder of `file`."""
+    """A manifest that has been read and validated; its paths are relative to the folder of
+    `file`."""
 
     file: Path
     manifest: Manifest
@@ -365,15 +419,16 @@ def find(where: Path, tag: str | None = None) -> list[Found]:
     a run folder        its newest commit                                   its other commits
     a file              that manifest or pointer                            -
 
-    A tag that is found by its name must have that name: `read_manifest` compares. Beside a `latest`, this holds for DIR/TAG
-    too; a folder that was moved elsewhere may have any name.
+    A tag that is found by its name must have that name: `read_manifest` compares. Beside a
+    `latest`, this holds for DIR/TAG too; a folder that was moved elsewhere may have any name.
 
-    The other steps are for callers that may fall back to them. This function reads `latest`, pointers and file names only.
-    Manifests, pointers and `latest` must be regular files: a FIFO or a link in their place is an error when it is read. Folders
-    may be links, and so may the file that the user names.
+    The other steps are for callers that may fall back to them. This function reads `latest`,
+    pointers and file names only. Manifests, pointers and `latest` must be regular files: a FIFO or
+    a link in their place is an error when it is read. Folders may be links, and so may the file
+    that the user names.
 
-    Raises NothingSaved (a FileNotFoundError) when there is no step, or not that tag; the text lists the tags. Without `tag`
-    raises ManifestError as `read_latest`.
+    Raises NothingSaved (a FileNotFoundError) when there is no step, or not that tag; the text lists
+    the tags. Without `tag` raises ManifestError as `read_latest`.
     """
     if tag is not None and not is_tag(tag):
         raise ValueError(f"tag is {tag!r}; a tag is the name of a folder below the checkpoint's")
@@ -401,27 +456,41 @@ def find(where: Path, tag: str | None = None) -> list[Found]:
         return [named._replace(file=own[0].file), *own[1:]]
     if not own:
         others = f"; name one of its tags: {', '.join(tags)}" if tags else ""
-        raise NothingSaved(2, f"holds no file named {LATEST_FILE}, and no manifest{others}", str(where))
+        raise NothingSaved(
+            2, f"holds no file named {LATEST_FILE}, and no manifest{others}", str(where)
+        )
     return own
 
 
 def is_tag(tag: str) -> bool:
     """Whether a tag is a relative path of 1 to 255 characters that stays below its folder."""
     parts = Path(tag).parts
-    return 0 < len(tag) <= 255 and "\0" not in tag and bool(parts) and ".." not in parts and not Path(tag).is_absolute()
+    return (
+        0 < len(tag) <= 255
+        and "\0" not in tag
+        and bool(parts)
+        and ".." not in parts
+        and not Path(tag).is_absolute()
+    )
 
 
 def read_latest(where: Path) -> Pointer | None:
-    """The content of `latest`, a copy of a tag's pointer; None: no such file. The text of version 1 is a pointer's tag alone.
+    """The content of `latest`, a copy of a tag's pointer; None: no such file. The text of version 1
+    is a pointer's tag alone.
 
-    Raises ManifestError if it is damaged, names no tag, or a save must have replaced it by a newer one; OSError.
+    Raises ManifestError if it is damaged, names no tag, or a save must have replaced it by a newer
+    one; OSError.
     """
     file = where / LATEST_FILE
     if not durable.exists(file) or file.is_dir():
         return None
     data = _read(file, MOST_POINTER_BYTES)
     text = data.decode(errors="replace").strip()
-    latest = parse_pointer(data, str(file)) if data.startswith(b"{") else Pointer("", 0, "", "", 0, 0, text)
+    latest = (
+        parse_pointer(data, str(file))
+        if data.startswith(b"{")
+        else Pointer("", 0, "", "", 0, 0, text)
+    )
     if not is_tag(latest.tag):
         raise ManifestError(f"{file}: {latest.tag[:80]!r} is no tag")
     for _, each, _ in pointers_of(where):
@@ -429,8 +498,10 @@ def read_latest(where: Path) -> Pointer | None:
             if _read(file, MOST_POINTER_BYTES) != data:  # a run saves meanwhile
                 return read_latest(where)
             raise ManifestError(
-                f"{file}: names {latest.tag!r} and is older than {each.tag!r} (step {each.step}): it was put in the place of a "
-                f"newer one. Open a tag by its name, or let tiermem fsck --repair write {LATEST_FILE} anew"
+                f"{file}: names {latest.tag!r} and is older than {each.tag!r} (step {each.step}): "
+                "it was put in the place of a "
+                "newer one. Open a tag by its name, or let tiermem fsck --repair write "
+                f"{LATEST_FILE} anew"
             )
     return latest
 
@@ -443,7 +514,8 @@ def known_latest(where: Path) -> Pointer | None:
 
 
 def pointers_of(where: Path) -> list[tuple[Path, Pointer, Path]]:
-    """(pointer file, pointer, manifest path) of the tags below a folder, newest first. Skips invalid files. Raises OSError."""
+    """(pointer file, pointer, manifest path) of the tags below a folder, newest first. Skips
+    invalid files. Raises OSError."""
     found = []
     for file in [where / tag / POINTER_FILE for tag in tags_of(where)]:
         with contextlib.suppress(ManifestError, OSError):
@@ -452,19 +524,22 @@ def pointers_of(where: Path) -> list[tuple[Path, Pointer, Path]]:
 
 
 def real(path: Path) -> Path:
-    """The absolute path without links. Links that form a circle are followed as far as they lead."""
+    """The absolute path without links. Links that form a circle are followed as far as they
+    lead."""
     return Path(os.path.realpath(path))
 
 
 def read_pointer(file: Path) -> tuple[Pointer, Path]:
-    """A tag's pointer, and the path of its manifest, which may no longer exist. Raises ManifestError, OSError."""
+    """A tag's pointer, and the path of its manifest, which may no longer exist. Raises
+    ManifestError, OSError."""
     pointer = parse_pointer(_read(file), str(file))
     return pointer, file.parent / pointer.folder / pointer.file
 
 
 @no_collection()
 def read_manifest(found: Found) -> Opened:
-    """The manifest of a place; a pointer is followed. Raises OSError, and ManifestError for a step of another tag or time."""
+    """The manifest of a place; a pointer is followed. Raises OSError, and ManifestError for a step
+    of another tag or time."""
     if found.file.name != POINTER_FILE:
         manifest = parse_manifest(_read(found.file), str(found.file))
         _check_place(found, manifest, manifest.choices is None)
@@ -477,9 +552,12 @@ def read_manifest(found: Found) -> Opened:
         newer = newer_of(pointer, file)
         if newer is None:
             raise _lost(file, found.file) from None
-        raise ManifestError(f"{found.file}: is of {_name(pointer)}; beside that lies {_name(newer)}{_OLDER}") from None
+        raise ManifestError(
+            f"{found.file}: is of {_name(pointer)}; beside that lies {_name(newer)}{_OLDER}"
+        ) from None
     manifest = parse_manifest(data, str(file))
-    num_said = 4 if pointer.tag or manifest.choices is not None else 2  # version 1 says run and commit
+    # version 1 says run and commit
+    num_said = 4 if pointer.tag or manifest.choices is not None else 2
     if _identity(pointer)[:num_said] != _identity(manifest)[:num_said]:
         raise ManifestError(f"{found.file}: is of {_name(pointer)}; {file} is of {_name(manifest)}")
     return Opened(file, manifest, found.file.parent)
@@ -491,35 +569,50 @@ def _lost(file: Path, by: Path) -> FileNotFoundError:
     now = "which is not there" if not file.parent.is_dir() else "which holds it no more"
     return FileNotFoundError(
         2,
-        f"is missing: {by} only names it, and the step's bytes lay in {place}, {now}. Mount its disk or put the folder back. "
-        'copy=True, "tiermem": {"copies": true} and tiermem export --whole make checkpoints that hold all of their bytes',
+        f"is missing: {by} only names it, and the step's bytes lay in {place}, {now}. Mount its "
+        "disk or put the folder back. "
+        'copy=True, "tiermem": {"copies": true} and tiermem export --whole make checkpoints that '
+        "hold all of their bytes",
         str(file),
     )
 
 
 def newer_of(pointer: Pointer, file: Path) -> Manifest | None:
-    """A manifest of the pointer's tag beside `file`, which it names: of a later commit or another run. None: there is none."""
+    """A manifest of the pointer's tag beside `file`, which it names: of a later commit or another
+    run. None: there is none."""
     for commit, other in sorted(_commits(file.parent), reverse=True):
         with contextlib.suppress(ManifestError, OSError):
             manifest = parse_manifest(_read(other), str(other))
-            if manifest.tag == pointer.tag and (manifest.run_id != pointer.run_id or commit > pointer.commit):
+            if manifest.tag == pointer.tag and (
+                manifest.run_id != pointer.run_id or commit > pointer.commit
+            ):
                 return manifest
     return None
 
 
 def _check_place(found: Found, step: Pointer | Manifest, is_version_1: bool) -> None:
-    """Raises ManifestError for a step of another tag than its folder (not in version 1), or of another time than `latest`."""
+    """Raises ManifestError for a step of another tag than its folder (not in version 1), or of
+    another time than `latest`."""
     folder = found.file.parent
     latest = found.latest
-    if found.tag is not None and not is_version_1 and step.tag not in (found.tag, real(folder).name):
+    if (
+        found.tag is not None
+        and not is_version_1
+        and step.tag not in (found.tag, real(folder).name)
+    ):
         raise ManifestError(
-            f"{found.file}: is of {_name(step)}, in the folder of tag {found.tag!r}: give files and folders their own names "
+            f"{found.file}: is of {_name(step)}, in the folder of tag {found.tag!r}: give files "
+            "and folders their own names "
             "again, or open the other tag"
         )
     if latest is None or not latest.series or _identity(step)[:2] == _identity(latest)[:2]:
         return
-    if not (isinstance(step, Pointer) and step.series == latest.series and step.number > latest.number):
-        raise ManifestError(f"{found.file}: is of {_name(step)}; {LATEST_FILE} is of {_name(latest)}{_OLDER}")
+    if not (
+        isinstance(step, Pointer) and step.series == latest.series and step.number > latest.number
+    ):
+        raise ManifestError(
+            f"{found.file}: is of {_name(step)}; {LATEST_FILE} is of {_name(latest)}{_OLDER}"
+        )
 
 
 def _identity(step: Pointer | Manifest) -> tuple[object, ...]:
@@ -575,16 +668,25 @@ def _in_folder(folder: Path) -> list[Found]:
 
 def _commits(folder: Path) -> list[tuple[int, Path]]:
     files = list(folder.iterdir()) if folder.is_dir() else []
-    return [(int(match[1]), file) for file in files if (match := _MANIFEST.fullmatch(file.name)) is not None]
+    return [
+        (int(match[1]), file)
+        for file in files
+        if (match := _MANIFEST.fullmatch(file.name)) is not None
+    ]
 
 
 def _read_whole(file: Path, num_bytes: int, crc: int, source: str) -> bytes:
-    """The bytes of a file whose size and checksum another file records. Raises ManifestError when they differ."""
+    """The bytes of a file whose size and checksum another file records. Raises ManifestError when
+    they differ."""
     data = _read(file)
     if len(data) != num_bytes:
-        raise ManifestError(f"{file}: has {len(data)} bytes; {source} says {num_bytes}: it was cut, or is another's")
+        raise ManifestError(
+            f"{file}: has {len(data)} bytes; {source} says {num_bytes}: it was cut, or is another's"
+        )
     if crc32c(data) != crc:
-        raise ManifestError(f"{file}: its CRC-32C is not the one that {source} says: it is damaged, or another's")
+        raise ManifestError(
+            f"{file}: its CRC-32C is not the one that {source} says: it is damaged, or another's"
+        )
     return data
 
 

@@ -6,7 +6,8 @@
     packed, packed-scales      a frozen weight: one int8 per element, one fp32 scale per 64 elements (units/quantised.py)
     nf4, packed-scales         a frozen weight: two elements per byte, one fp32 scale per 64 elements (the same)
 
-Blocks of 64 elements start at the first element of a piece. The last block of a piece may be shorter.
+Blocks of 64 elements start at the first element of a piece. The last block of a piece may be
+shorter.
 """
 
 from __future__ import annotations
@@ -50,11 +51,14 @@ OF_SCALES = frozenset({CODE_SCALES, PACKED_SCALES})
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """The name of a dtype in a manifest. Raises ValueError for a dtype without a name (quantised, sub-byte)."""
+    """The name of a dtype in a manifest. Raises ValueError for a dtype without a name (quantised,
+    sub-byte)."""
     try:
         return _NAMES[dtype]
     except KeyError:
-        raise ValueError(f"tensors of {dtype} cannot be saved; allowed are {', '.join(map(str, _NAMES))}") from None
+        raise ValueError(
+            f"tensors of {dtype} cannot be saved; allowed are {', '.join(map(str, _NAMES))}"
+        ) from None
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -72,7 +76,8 @@ def bytes_of(kind: str, numel: int) -> int:
 
 
 def grain_of(kind: str) -> tuple[int, int]:
-    """The smallest unit of a kind: (bytes, elements): one scale and its block, one byte of 4-bit codes, or one element."""
+    """The smallest unit of a kind: (bytes, elements): one scale and its block, one byte of 4-bit
+    codes, or one element."""
     return bytes_of(kind, 1), BLOCK if kind in OF_SCALES else 2 if kind == NF4 else 1
 
 

@@ -3,59 +3,71 @@
     <dir>/latest                       a pointer: as a rule a copy of the newest tag's
     <dir>/<tag>/tiermem.json           pointer: the folder and the file of the tag's manifest
     <folder>/manifest-<commit>.json    what all ranks saved: parameters, scalars, checksums, the list of parts
-    <folder>/part-<commit>-<rank>.json what one rank saved: pieces of states, and their file and byte ranges
+    <folder>/part-<commit>-<rank>.json what one rank saved: pieces of states, and their file and
+    byte ranges
     <folder>/segment.bin               the store's own file: states that rest on NVMe are not copied
     <folder>/data-<commit>.bin         states that rest in host memory, written when the step is saved
     <dir>/<tag>/data-<run id>-<commit>-<rank>.bin    a complete copy: all states of a rank; its part and manifest lie beside
-                                       it under similar names, so a tag that is saved again changes only with its pointer
+                                       it under similar names, so a tag that is saved again changes
+                                       only with its pointer
 
-<folder> is a run folder, `<path>/tiermem-<run id>[.<rank>]`: rank 0's for the manifest, each rank's own for the rest. A path in
-a file is absolute, or relative to the folder of the file that names it (in `latest`: to the tag's folder). Commit numbers of
-a run increase. Every file is written under a temporary name, synced and renamed. The order is parts, manifest, pointer,
-`latest`: a file that exists is whole.
+<folder> is a run folder, `<path>/tiermem-<run id>[.<rank>]`: rank 0's for the manifest, each rank's
+own for the rest. A path in a file is absolute, or relative to the folder of the file that names it
+(in `latest`: to the tag's folder). Commit numbers of a run increase. Every file is written under a
+temporary name, synced and renamed. The order is parts, manifest, pointer, `latest`: a file that
+exists is whole.
 
-Each file is one JSON object (UTF-8, no NaN, no key twice) on one line. Its last field, "crc32c", is the CRC-32C of all bytes
-before `,"crc32c"`, in 8 hexadecimal digits. Sizes and offsets are in bytes; starts and numels are in elements.
+Each file is one JSON object (UTF-8, no NaN, no key twice) on one line. Its last field, "crc32c", is
+the CRC-32C of all bytes before `,"crc32c"`, in 8 hexadecimal digits. Sizes and offsets are in
+bytes; starts and numels are in elements.
 
 pointer   format "tiermem" · version 2 · tag, run_id, commit and step, as the manifest has them · series, number (below) ·
           folder · file · bytes and crc32c_of (of the manifest file)
 manifest  format, version, run_id, commit · tag (null: a durable step without a tag) · step (number of optimizer steps) ·
-          world (ranks) · num_shards (ranks that share one copy of a parameter) · parts [{rank, folder, file, bytes, crc32c}],
-          one per rank, in order · optimizer, scheduler, loss_scaler, engine, client_state, config (values, see fields.py) ·
-          parameters [{name, aliases, role, shape, dtype, trainable, num_steps, group, at_rest}] · excluded (frozen parameters
-          that the caller left out) · checksums {parameter: {state: [CRC-32C of each MiB]}} · choices
+          world (ranks) · num_shards (ranks that share one copy of a parameter) · parts [{rank,
+          folder, file, bytes, crc32c}], one per rank, in order · optimizer, scheduler, loss_scaler,
+          engine, client_state, config (values, see fields.py) · parameters [{name, aliases, role,
+          shape, dtype, trainable, num_steps, group, at_rest}] · excluded (frozen parameters that
+          the caller left out) · checksums {parameter: {state: [CRC-32C of each MiB]}} · choices
 part      format, version, run_id, commit · rank · rng, data (values) · files [path] ·
-          states [{param, state, kind, pieces [[start, numel, file, offset]]}], each (param, state) once
+          states [{param, state, kind, pieces [[start, numel, file, offset]]}], each (param, state)
+          once
 
 role      "parameter": of the sharded model; "buffer": of the model; "ordinary": stepped by the optimizer, not sharded
 group     index of the optimizer's parameter group; null: in no group. num_steps: optimizer steps that the states have seen
 state     "weight" (also of a buffer) · "master": the fp32 value, if it is kept beside the weight · moments under torch's
-          names ("exp_avg", ...) · "<state>.scales" for a quantised state · "<state>.rank<r>" for a buffer or an ordinary
-          parameter whose value on rank r differs from rank 0's
+          names ("exp_avg", ...) · "<state>.scales" for a quantised state · "<state>.rank<r>" for a
+          buffer or an ordinary parameter whose value on rank r differs from rank 0's
 kind      how a piece's elements are stored, see kinds.py; all pieces of a (parameter, state) have one kind
 piece     elements [start, start + numel) of the whole parameter, row-major, from byte `offset` of a file; `file` is an index
-          into the part's files, from 0. The pieces of a (parameter, state), over all parts, cover it exactly once. Pieces of
-          one file do not overlap. Pieces may have any size. A state without pieces has its value from before the first step:
-          a moment is zero, and a master equals the weight
-checksums of each 1 MiB of a state's bytes, in the order of its elements as if they lay in one piece. They do not depend on
-          tiles, ranks or files. The last checksum covers the remaining bytes. Codes and scales have separate checksums. The
-          manifest holds them, not the blocks: a block that was written elsewhere, or not at all, differs from its checksum
+          into the part's files, from 0. The pieces of a (parameter, state), over all parts, cover
+          it exactly once. Pieces of one file do not overlap. Pieces may have any size. A state
+          without pieces has its value from before the first step: a moment is zero, and a master
+          equals the weight
+checksums of each 1 MiB of a state's bytes, in the order of its elements as if they lay in one
+piece. They do not depend on
+          tiles, ranks or files. The last checksum covers the remaining bytes. Codes and scales have
+          separate checksums. The manifest holds them, not the blocks: a block that was written
+          elsewhere, or not at all, differs from its checksum
 choices   {name: value}, strings: choices that can affect bits, that all ranks share, and that are not as by default.
-          "compute_dtype" "fp32": weights of 16 bits are multiplied in fp32. "overlap" "none", "forward", "backward": what runs
-          beside steps, if the policy said it. "streamed_ratio" "0.5": the part of the tiles that an accelerator steps and that
+          "compute_dtype" "fp32": weights of 16 bits are multiplied in fp32. "overlap" "none",
+          "forward", "backward": what runs beside steps, if the policy said it. "streamed_ratio"
+              "0.5": the part of the tiles that an accelerator steps and that
           rest on HOST or NVMe. A reader refuses what it does not know
 at_rest   the form of a frozen parameter that rests in blocks: "int8" or "nf4"; its weight has the kind "packed" or "nf4", and
-          its dtype is that of the values which the blocks stand for. null: it rests in its dtype; before forms were named,
-          also "int8". A reader refuses a form that it does not know
+          its dtype is that of the values which the blocks stand for. null: it rests in its dtype;
+          before forms were named, also "int8". A reader refuses a form that it does not know
 number    a pointer's number is that of `latest` when it was written, plus 1. Numbers belong to a series: a new series begins
-          where no `latest` can be trusted. finding.py says which states a crash leaves, and which only a change from outside
+          where no `latest` can be trusted. finding.py says which states a crash leaves, and which
+          only a change from outside
 
-Version 1 had no tag, step, series and number in a pointer, and no choices and at_rest; `latest` was the name of the tag as
-plain text. It opens as before, without the comparisons of these fields.
+Version 1 had no tag, step, series and number in a pointer, and no choices and at_rest; `latest` was
+the name of the tag as plain text. It opens as before, without the comparisons of these fields.
 
-This module and finding.py validate all files before any byte of a state is read. An error is a ManifestError that names the
-file and the field. Nothing in a file is executed, and memory use is bounded by the file's size. `dump` reads back what it
-has written with the same functions: a checkpoint that opening would refuse is not saved.
+This module and finding.py validate all files before any byte of a state is read. An error is a
+ManifestError that names the file and the field. Nothing in a file is executed, and memory use is
+bounded by the file's size. `dump` reads back what it has written with the same functions: a
+checkpoint that opening would refuse is not saved.
 """
 
 from __future__ import annotations
@@ -105,19 +117,23 @@ _MOST_CRC = (1 << 32) - 1
 flat = itertools.chain.from_iterable
 
 
-# ---- records ---------------------------------------------------------------------------------------------------------
+# ---- records -------------------------------------------------------------------------------------
 #
-# Each attribute has the type of its field (fields.py), and the field's name as alias where that differs.
+# Each attribute has the type of its field (fields.py), and the field's name as alias where that
+# differs.
 
 
 def _check_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     if len(shape) > _MOST_DIMENSIONS or math.prod(max(n, 1) for n in shape) > LARGEST:
-        raise ValueError(f"at most {_MOST_DIMENSIONS} dimensions and {LARGEST} elements are allowed")
+        raise ValueError(
+            f"at most {_MOST_DIMENSIONS} dimensions and {LARGEST} elements are allowed"
+        )
     return shape
 
 
 def _checksums(found: Json) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Checksums by parameter and state. There may be millions of them: Python code per state runs only to name a fault."""
+    """Checksums by parameter and state. There may be millions of them: Python code per state runs
+    only to name a fault."""
     if not _are_checksums(found):
         for param, states in found.items() if isinstance(found, dict) else [("checksums", None)]:
             if not isinstance(states, dict):
@@ -125,9 +141,13 @@ def _checksums(found: Json) -> dict[str, dict[str, tuple[int, ...]]]:
             for state, sums in states.items():
                 if not are_whole(sums, _MOST_CRC):
                     raise ValueError(
-                        f"{state[:80]} of {param[:80]!r}: a list of whole numbers of 0 to {_MOST_CRC} is due"
+                        f"{state[:80]} of {param[:80]!r}: a list of whole numbers of 0 to "
+                        f"{_MOST_CRC} is due"
                     )
-    return {param: {state: tuple(sums) for state, sums in states.items()} for param, states in found.items()}
+    return {
+        param: {state: tuple(sums) for state, sums in states.items()}
+        for param, states in found.items()
+    }
 
 
 def _are_checksums(found: Json) -> bool:
@@ -156,7 +176,9 @@ def _known_form(found: str) -> str:
 
 
 def _unknown(found: str) -> NoReturn:
-    raise ValueError(f"{found!r:.80} is unknown: it was written by a newer tiermem, open it with that")
+    raise ValueError(
+        f"{found!r:.80} is unknown: it was written by a newer tiermem, open it with that"
+    )
 
 
 def _known_choices(found: Mapping[str, str]) -> Mapping[str, str]:
@@ -183,7 +205,8 @@ _Shape = Annotated[tuple[Whole, ...], FailFast(), AfterValidator(_check_shape)]
 
 
 class Piece(NamedTuple):
-    """Elements of one state of one parameter, in one range of a file. `kind` is one of kinds.KINDS."""
+    """Elements of one state of one parameter, in one range of a file. `kind` is one of
+    kinds.KINDS."""
 
     param: str
     state: str
@@ -197,7 +220,8 @@ class Piece(NamedTuple):
 
 @record
 class PartState:
-    """The pieces of one state of one parameter in a part. A piece is (start, numel, file, offset), as in Piece."""
+    """The pieces of one state of one parameter in a part. A piece is (start, numel, file, offset),
+    as in Piece."""
 
     param: Name
     state: _File
@@ -207,7 +231,8 @@ class PartState:
 
 @record
 class Part:
-    """One rank's part of a durable step: the pieces of states in its files, and its generators and loader state."""
+    """One rank's part of a durable step: the pieces of states in its files, and its generators and
+    loader state."""
 
     run_id: _RunId
     commit: Whole
@@ -300,7 +325,8 @@ class Manifest:
 class Pointer:
     """The manifest file of a tag: its folder, name, size and CRC-32C, its run and commit.
 
-    In version 2 also its tag and step, and the series and number of the pointer. An empty tag: a pointer of version 1.
+    In version 2 also its tag and step, and the series and number of the pointer. An empty tag: a
+    pointer of version 1.
     """
 
     run_id: _RunId
@@ -334,7 +360,7 @@ def data_name(commit: int) -> str:
     return f"data-{commit}.bin"
 
 
-# ---- reading files ---------------------------------------------------------------------------------------------------
+# ---- reading files -------------------------------------------------------------------------------
 
 
 def parse_pointer(data: bytes, source: str) -> Pointer:
@@ -360,10 +386,13 @@ def parse_manifest(data: bytes, source: str) -> Manifest:
     """A manifest from its file's bytes. `source` names the file in errors. Raises ManifestError."""
     found = _opened(Manifest, data, source)
     if found.world % found.num_shards:
-        raise ManifestError(f"{source}: num_shards is {found.num_shards}; a divisor of world={found.world} is due")
+        raise ManifestError(
+            f"{source}: num_shards is {found.num_shards}; a divisor of world={found.world} is due"
+        )
     if [part.rank for part in found.parts] != list(range(found.world)):
         raise ManifestError(
-            f"{source}: parts: {len(found.parts)} are listed; one for each of world={found.world} ranks is due, in order"
+            f"{source}: parts: {len(found.parts)} are listed; one for each of world={found.world} "
+            "ranks is due, in order"
         )
     if len({(part.folder, part.file) for part in found.parts}) != len(found.parts):
         raise ManifestError(f"{source}: parts: a path is listed twice")
@@ -375,7 +404,8 @@ def parse_manifest(data: bytes, source: str) -> Manifest:
 
 
 def check_parameters(parameters: Sequence[Parameter], excluded: Sequence[str]) -> None:
-    """Raises ManifestError for parameters that `parse_manifest` would refuse. Call it before anything is written."""
+    """Raises ManifestError for parameters that `parse_manifest` would refuse. Call it before
+    anything is written."""
     listed = read(_Listed, write(_Listed(tuple(parameters), tuple(excluded))), _NOT_SAVED)
     _check_names(listed.parameters, listed.excluded, _NOT_SAVED)
 
@@ -384,7 +414,10 @@ _NOT_SAVED = "this cannot be saved, because it would not open again"
 _Record = TypeVar("_Record", Pointer, Part, Manifest)
 
 
-_SINCE_2: Mapping[type, Sequence[str]] = {Pointer: ("tag", "step", "series", "number"), Manifest: ("choices",)}
+_SINCE_2: Mapping[type, Sequence[str]] = {
+    Pointer: ("tag", "step", "series", "number"),
+    Manifest: ("choices",),
+}
 
 
 @record
@@ -412,15 +445,22 @@ def _sealed(value: _Record, parse: Callable[[bytes, str], _Record], what: str) -
 
 def _opened(kind: type[_Record], data: bytes, source: str) -> _Record:
     content = unseal(data, source)
-    head = read(_Head, {name: content.pop(name) for name in ("format", "version") if name in content}, source)
+    head = read(
+        _Head,
+        {name: content.pop(name) for name in ("format", "version") if name in content},
+        source,
+    )
     if head.version > VERSION:
         raise ManifestError(
-            f"{source}: is of version {head.version} of the format; this tiermem reads version {VERSION}: open it with a "
+            f"{source}: is of version {head.version} of the format; this tiermem reads version "
+            f"{VERSION}: open it with a "
             "newer one"
         )
     for name in _SINCE_2.get(kind, ()):
         if (content.get(name) is None) != (head.version == 1):
-            raise ManifestError(f"{source}: {name} is due since version 2 of the format, and not in version 1")
+            raise ManifestError(
+                f"{source}: {name} is due since version 2 of the format, and not in version 1"
+            )
     return read(kind, content, source)
 
 
@@ -446,7 +486,9 @@ def _may_be_wrong(part: Part) -> bool:
     start, numel, file, offset = numbers.reshape(-1, 4).T
     most = np.maximum(start, offset) + numel.astype(float) * _MOST_ELEMENT_BYTES
     return bool(
-        numel.min(initial=1) < 1 or file.max(initial=-1) >= len(part.files) or most.max(initial=0) > LARGEST / 2
+        numel.min(initial=1) < 1
+        or file.max(initial=-1) >= len(part.files)
+        or most.max(initial=0) > LARGEST / 2
     )
 
 

@@ -1,4 +1,5 @@
-"""Export: writes a saved step as safetensors, as torch files, or as a torch.distributed.checkpoint folder, streamed."""
+"""Export: writes a saved step as safetensors, as torch files, or as a torch.distributed.checkpoint
+folder, streamed."""
 
 from __future__ import annotations
 
@@ -28,14 +29,15 @@ from tiermem.swap.disk import durable
 from tiermem.swap.disk.direct import check_room
 from tiermem.weights_io import MOST_AROUND_BYTES, SafetensorsFile, TorchFile, WeightEntry
 
-# ---- the weights of an opened step -----------------------------------------------------------------------------------
+# ---- the weights of an opened step ---------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
     """One weight or buffer of an opened step. The source must stay open while values are read.
 
-    parameter: its record in the step. dtype: of the values that `pieces`, `read` and `whole` return.
+    parameter: its record in the step. dtype: of the values that `pieces`, `read` and `whole`
+        return.
     """
 
     source: Source
@@ -48,8 +50,10 @@ class Weight:
         return (self.parameter.name, *self.parameter.aliases)
 
     def pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """(first element, flat values), in order. Values are valid until the next. Blocks; raises DamagedState, OSError."""
-        # One buffer: a new tensor for each piece leaves holes in malloc's heap, into which the next one does not fit.
+        """(first element, flat values), in order. Values are valid until the next. Blocks; raises
+        DamagedState, OSError."""
+        # One buffer: a new tensor for each piece leaves holes in malloc's heap, into which the next
+        # one does not fit.
         numel = self.parameter.numel
         values = torch.empty(min(CHUNK_NUMEL, numel), dtype=self.dtype)
         for start in range(0, numel, CHUNK_NUMEL):
@@ -65,27 +69,39 @@ class Weight:
         return _filled(self.parameter, self.dtype, self.read)
 
 
-def weights_of(source: Source, dtype: torch.dtype | None = None, exclude_frozen: bool = False) -> list[Weight]:
-    """The weights and buffers, in the order of the model. Ordinary parameters are no weights of the model.
+def weights_of(
+    source: Source, dtype: torch.dtype | None = None, exclude_frozen: bool = False
+) -> list[Weight]:
+    """The weights and buffers, in the order of the model. Ordinary parameters are no weights of the
+    model.
 
-    dtype: of floating-point values. None: as stored, bit by bit; a weight in blocks has the dtype of its parameter. fp32: the
-        master where it was saved beside the weight, else the weight. Another dtype: the weight if it is stored in this dtype,
-        else the master, rounded to nearest. Other values keep their dtype.
+    dtype: of floating-point values. None: as stored, bit by bit; a weight in blocks has the dtype
+        of its parameter. fp32: the master where it was saved beside the weight, else the weight.
+        Another dtype: the weight if it is stored in this dtype, else the master, rounded to
+        nearest. Other values keep their dtype.
 
     Raises ValueError for a dtype that is not floating-point.
     """
     if dtype is not None and not dtype.is_floating_point:
-        raise ValueError(f"weights cannot be exported as {dtype}; floating-point dtypes are allowed")
+        raise ValueError(
+            f"weights cannot be exported as {dtype}; floating-point dtypes are allowed"
+        )
     found = []
     for each in source.manifest.parameters:
-        if each.role == "ordinary" or (exclude_frozen and each.role == "parameter" and not each.is_trainable):
+        if each.role == "ordinary" or (
+            exclude_frozen and each.role == "parameter" and not each.is_trainable
+        ):
             continue
         stored = kinds.dtype_of(each.dtype)
-        found.append(Weight(source, each, dtype if dtype is not None and stored.is_floating_point else stored))
+        found.append(
+            Weight(
+                source, each, dtype if dtype is not None and stored.is_floating_point else stored
+            )
+        )
     return found
 
 
-# ---- safetensors and torch files -------------------------------------------------------------------------------------
+# ---- safetensors and torch files -----------------------------------------------------------------
 
 
 class ExportShard(NamedTuple):
@@ -107,31 +123,37 @@ def export_weights(
     config: str | None = None,
     progress: Progress | None = None,
 ) -> list[ExportShard]:
-    """Writes shards, the index of several shards, and the model's config; returns the shards. Blocks.
+    """Writes shards, the index of several shards, and the model's config; returns the shards.
+    Blocks.
 
         OUT/model.safetensors                       one shard
         OUT/model-00001-of-00003.safetensors ...    several shards, with model.safetensors.index.json
         OUT/pytorch_model*.bin                      the same in torch's format
         OUT/config.json                             the model's config, if it is given
 
-    A shard is created in its full size and filled 16 MiB at a time, so memory use does not depend on its size. Files have
-    random names until all are synced (swap/disk/durable.py); the index is renamed after the shards.
+    A shard is created in its full size and filled 16 MiB at a time, so memory use does not depend
+    on its size. Files have random names until all are synced (swap/disk/durable.py); the index is
+    renamed after the shards.
 
     Args:
         max_shard_bytes: a larger tensor gets a shard of its own. None: one file.
         config: the text of config.json.
 
-    Raises FileExistsError when one of the files exists; nothing is changed then. Raises OSError when the disk is full or a
-    state is damaged; then no new file is left.
+    Raises FileExistsError when one of the files exists; nothing is changed then. Raises OSError
+    when the disk is full or a state is damaged; then no new file is left.
     """
     shards = deal(weights, max_shard_bytes, is_safetensors)
     texts = {} if config is None else {"config.json": config}
     if len(shards) > 1:
-        texts[f"{'model.safetensors' if is_safetensors else 'pytorch_model.bin'}.index.json"] = _index(shards)
+        texts[f"{'model.safetensors' if is_safetensors else 'pytorch_model.bin'}.index.json"] = (
+            _index(shards)
+        )
     names = [*(shard.name for shard in shards), *texts]
     there = [name for name in names if durable.exists(out / name)]
     if there:
-        raise FileExistsError(17, f"{', '.join(there)} there already; choose another folder", str(out))
+        raise FileExistsError(
+            17, f"{', '.join(there)} there already; choose another folder", str(out)
+        )
     durable.make_folder(out)
     with contextlib.ExitStack() as undoing, contextlib.ExitStack() as placing:
         files = {name: undoing.enter_context(durable.NewFile(out / name)) for name in names}
@@ -149,7 +171,9 @@ def export_weights(
     return shards
 
 
-def deal(weights: Sequence[Weight], max_shard_bytes: int | None, is_safetensors: bool = True) -> list[ExportShard]:
+def deal(
+    weights: Sequence[Weight], max_shard_bytes: int | None, is_safetensors: bool = True
+) -> list[ExportShard]:
     """The shards, in the order of the model. Each takes weights until the next one does not fit."""
     dealt: list[list[Weight]] = [[]]
     filled = 0
@@ -163,10 +187,15 @@ def deal(weights: Sequence[Weight], max_shard_bytes: int | None, is_safetensors:
     base, suffix = ("model", ".safetensors") if is_safetensors else ("pytorch_model", ".bin")
     if len(dealt) == 1:
         return [ExportShard(f"{base}{suffix}", dealt[0])]
-    return [ExportShard(f"{base}-{i:05d}-of-{len(dealt):05d}{suffix}", part) for i, part in enumerate(dealt, 1)]
+    return [
+        ExportShard(f"{base}-{i:05d}-of-{len(dealt):05d}{suffix}", part)
+        for i, part in enumerate(dealt, 1)
+    ]
 
 
-def _write_shard(new: durable.NewFile, shard: ExportShard, is_safetensors: bool, progress: Progress) -> None:
+def _write_shard(
+    new: durable.NewFile, shard: ExportShard, is_safetensors: bool, progress: Progress
+) -> None:
     kind = SafetensorsFile if is_safetensors else TorchFile
     entries = [_entry(weight) for weight in shard.weights]
     with contextlib.closing(kind(new, entries)) as file:
@@ -181,8 +210,8 @@ def _entry(weight: Weight) -> WeightEntry:
 
 
 def _index(shards: Sequence[ExportShard]) -> str:
-    """The text of an index: the file of each tensor. For safetensors it lists only the first name of a tied tensor, as
-    Hugging Face does."""
+    """The text of an index: the file of each tensor. For safetensors it lists only the first name
+    of a tied tensor, as Hugging Face does."""
     is_safetensors = shards[0].name.endswith(".safetensors")
     place = {
         name: shard.name
@@ -195,18 +224,22 @@ def _index(shards: Sequence[ExportShard]) -> str:
 
 
 def _remove_file(path: Path) -> None:
-    """Removes a file that this export made. A file that cannot be removed is left, so that the first error is raised."""
+    """Removes a file that this export made. A file that cannot be removed is left, so that the
+    first error is raised."""
     with contextlib.suppress(OSError):
         path.unlink(missing_ok=True)
 
 
-# ---- torch.distributed.checkpoint folders ----------------------------------------------------------------------------
+# ---- torch.distributed.checkpoint folders --------------------------------------------------------
 
 Read = Callable[[], torch.Tensor]
 
 
-def export_dcp(source: Source, out: Path, dtype: torch.dtype | None = None, progress: Progress | None = None) -> int:
-    """Writes a new folder for dcp.load (FSDP2, DDP, plain torch); returns the bytes of its tensors. Blocks; not collective.
+def export_dcp(
+    source: Source, out: Path, dtype: torch.dtype | None = None, progress: Progress | None = None
+) -> int:
+    """Writes a new folder for dcp.load (FSDP2, DDP, plain torch); returns the bytes of its tensors.
+    Blocks; not collective.
 
         model.<name>                        weights and buffers, under every name of a tensor
         optim.state.<name>.exp_avg, .step   states in fp32, by the parameter's name
@@ -214,15 +247,20 @@ def export_dcp(source: Source, out: Path, dtype: torch.dtype | None = None, prog
 
     The layout is that of get_state_dict and set_state_dict. One tensor is in memory at a time.
 
-    dtype: of the model's floating-point values; None: fp32 masters, as FSDP2 keeps them. Raises FileExistsError when `out`
-    exists and is not an empty folder, OSError when the disk is full or a state is damaged; then nothing is left.
+    dtype: of the model's floating-point values; None: fp32 masters, as FSDP2 keeps them. Raises
+        FileExistsError when `out`
+    exists and is not an empty folder, OSError when the disk is full or a state is damaged; then
+    nothing is left.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(17, "is there and not empty; choose another folder", str(out))
     planner = _ExportPlanner(progress or (lambda _: None))
     state: dict[str, Any] = {"model": _model(source, planner, dtype or torch.float32)}
     if any(_states(source, each) for each in source.manifest.parameters):
-        state["optim"] = {"state": _optimizer(source, planner), "param_groups": torch_groups(source)}
+        state["optim"] = {
+            "state": _optimizer(source, planner),
+            "param_groups": torch_groups(source),
+        }
     with contextlib.ExitStack() as undoing:
         with new_folder(out, undoing) as new:
             # torch's own error says less
@@ -247,13 +285,15 @@ def _save(state: dict[str, Any], folder: Path, planner: DefaultSavePlanner) -> N
 
 
 class _ExportPlanner(DefaultSavePlanner):
-    """torch's planner for tensors without values: it reads the values of a tensor when that tensor is written."""
+    """torch's planner for tensors without values: it reads the values of a tensor when that tensor
+    is written."""
 
     def __init__(self, progress: Progress) -> None:
         super().__init__()
         self.num_bytes = 0
         self._progress = progress
-        self.reads: dict[int, tuple[torch.Tensor, Read]] = {}  # by the id of the tensor, which is kept alive
+        # by the id of the tensor, which is kept alive
+        self.reads: dict[int, tuple[torch.Tensor, Read]] = {}
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, read: Read) -> torch.Tensor:
         """A tensor on the meta device. When it is written, `read` returns its values."""
@@ -284,7 +324,9 @@ def _optimizer(source: Source, planner: _ExportPlanner) -> dict[str, dict[str, t
             continue
         states = {}
         for name in _states(source, each):
-            read = functools.partial(_filled, each, torch.float32, functools.partial(source.fp32, each.name, name))
+            read = functools.partial(
+                _filled, each, torch.float32, functools.partial(source.fp32, each.name, name)
+            )
             states[name] = planner.tensor(each.shape, torch.float32, read)
         if states:
             steps = float(each.num_steps)
@@ -295,10 +337,16 @@ def _optimizer(source: Source, planner: _ExportPlanner) -> dict[str, dict[str, t
 def _states(source: Source, parameter: Parameter) -> list[str]:
     """The names of a parameter's moments, without scales and variants of ranks."""
     names = source.states(parameter.name)
-    return [name for name in names if name not in (WEIGHT, MASTER) and kinds.SCALES not in name and ".rank" not in name]
+    return [
+        name
+        for name in names
+        if name not in (WEIGHT, MASTER) and kinds.SCALES not in name and ".rank" not in name
+    ]
 
 
-def _filled(parameter: Parameter, dtype: torch.dtype, part: Callable[[int, int], torch.Tensor]) -> torch.Tensor:
+def _filled(
+    parameter: Parameter, dtype: torch.dtype, part: Callable[[int, int], torch.Tensor]
+) -> torch.Tensor:
     """A whole tensor, read in pieces of 16 MiB (fp32)."""
     value = torch.empty(parameter.shape, dtype=dtype)
     flat = value.view(-1)

@@ -2,7 +2,8 @@
 
     from_torch.py   from_deepspeed.py   from_dcp.py   ->   Foreign   ->   write.py: a tiermem checkpoint
 
-Values are read in pieces when they are written, so a checkpoint may be larger than memory. This module opens no file.
+Values are read in pieces when they are written, so a checkpoint may be larger than memory. This
+module opens no file.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from tiermem.checkpoint.opening.source import Source
 from tiermem.optim.rules import IMPLEMENTATION
 from tiermem.units.state_layout import EXP_AVG, EXP_AVG_SQ, MASTER
 
-# ---- the form --------------------------------------------------------------------------------------------------------
+# ---- the form ------------------------------------------------------------------------------------
 
 STEP = "step"
 STEP_KEYS = ("global_step", "global_steps", "step")
 """Keys of a file under which it may say how many steps were made."""
 STATES = (MASTER, EXP_AVG, EXP_AVG_SQ, "max_exp_avg_sq", "sum", "momentum_buffer")
-"""States of a parameter that are imported, under torch's and tiermem's names. Others are left out and listed."""
+"""States of a parameter that are imported, under torch's and tiermem's names. Others are left out
+and listed."""
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -37,8 +39,9 @@ Pieces = Callable[[], Iterator[torch.Tensor]]
 class ForeignState:
     """The values of one state of one parameter, or of a buffer.
 
-    `pieces` yields flat CPU tensors of `dtype`; in order they are the values. Each piece may be freed before the next is
-    requested. It raises OSError, or ValueError when the values do not match the description.
+    `pieces` yields flat CPU tensors of `dtype`; in order they are the values. Each piece may be
+    freed before the next is requested. It raises OSError, or ValueError when the values do not
+    match the description.
     """
 
     dtype: torch.dtype
@@ -78,7 +81,8 @@ class LossScale:
 class Foreign:
     """A whole checkpoint. Scalars are plain Python values.
 
-    `groups` are those of a torch optimizer. If a group has `params`, it lists the names of its parameters in order.
+    `groups` are those of a torch optimizer. If a group has `params`, it lists the names of its
+    parameters in order.
     """
 
     kind: str  # shown to the user: "DeepSpeed ZeRO-3, 2 ranks"
@@ -99,12 +103,14 @@ def of_tensor(value: torch.Tensor) -> ForeignState:
 
 
 def is_buffer_like(name: str, dtype: torch.dtype) -> bool:
-    """Whether a tensor of a state dict is probably a buffer: not floating-point, or named like a buffer of torch's norms."""
+    """Whether a tensor of a state dict is probably a buffer: not floating-point, or named like a
+    buffer of torch's norms."""
     return not dtype.is_floating_point or name.rpartition(".")[2] in _BUFFERS
 
 
 def steps_in(value: Any, what: str) -> int:
-    """A step count from a number, or from a tensor of one number. Raises ValueError for anything else."""
+    """A step count from a number, or from a tensor of one number. Raises ValueError for anything
+    else."""
     number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
     is_number = isinstance(number, int | float) and not isinstance(number, bool)
     if not is_number or not number >= 0 or number != int(number) or number >= 1 << 53:
@@ -112,39 +118,59 @@ def steps_in(value: Any, what: str) -> int:
     return int(number)
 
 
-def global_steps_of(found: Mapping[str, Any], parameters: Iterable[ForeignParameter], what: str) -> int:
-    """The number of steps that a file says, else the most steps that a parameter has seen. Raises ValueError."""
+def global_steps_of(
+    found: Mapping[str, Any], parameters: Iterable[ForeignParameter], what: str
+) -> int:
+    """The number of steps that a file says, else the most steps that a parameter has seen. Raises
+    ValueError."""
     said = [found[key] for key in STEP_KEYS if key in found]
-    return steps_in(said[0], f"{what}: step") if said else max((p.num_steps for p in parameters), default=0)
+    return (
+        steps_in(said[0], f"{what}: step")
+        if said
+        else max((p.num_steps for p in parameters), default=0)
+    )
 
 
 def states_in(entry: Mapping[Any, Any], left_behind: set[str]) -> dict[str, Any]:
-    """The imported states of a parameter's entry in an optimizer's state dict; describes the others in `left_behind`."""
-    left_behind.update(f"state {name!r} of the optimizer" for name in entry if name not in (*STATES, STEP))
+    """The imported states of a parameter's entry in an optimizer's state dict; describes the others
+    in `left_behind`."""
+    left_behind.update(
+        f"state {name!r} of the optimizer" for name in entry if name not in (*STATES, STEP)
+    )
     return {name: value for name, value in entry.items() if name in STATES}
 
 
 def check_state(name: str, state: str, value: Any, numel: int) -> torch.Tensor:
-    """`value`. Raises ValueError unless it is a tensor of `numel` elements in a dtype that tiermem can keep."""
+    """`value`. Raises ValueError unless it is a tensor of `numel` elements in a dtype that tiermem
+    can keep."""
     if not isinstance(value, torch.Tensor) or value.numel() != numel or value.dtype not in _FLOATS:
-        found = f"{tuple(value.shape)} of {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
+        found = (
+            f"{tuple(value.shape)} of {value.dtype}"
+            if isinstance(value, torch.Tensor)
+            else type(value).__name__
+        )
         allowed = ", ".join(str(dtype) for dtype in _FLOATS)
-        raise ValueError(f"{name}: {state} is {found} where {numel} elements are due; allowed are {allowed}")
+        raise ValueError(
+            f"{name}: {state} is {found} where {numel} elements are due; allowed are {allowed}"
+        )
     return value
 
 
 def tie(parameters: Iterable[ForeignParameter], ties: Mapping[str, str]) -> list[ForeignParameter]:
-    """The parameters with their aliases; `ties` maps alias -> first name. Raises ValueError for an unknown first name."""
+    """The parameters with their aliases; `ties` maps alias -> first name. Raises ValueError for an
+    unknown first name."""
     others: dict[str, list[str]] = {}
     for alias, name in ties.items():
         others.setdefault(name, []).append(alias)
     found = [dataclasses.replace(p, aliases=tuple(others.pop(p.name, ()))) for p in parameters]
     if others:
-        raise ValueError(f"{', '.join(others)}: other names are tied to it, and it is not there itself")
+        raise ValueError(
+            f"{', '.join(others)}: other names are tied to it, and it is not there itself"
+        )
     return found
 
 
-# ---- parameter groups ------------------------------------------------------------------------------------------------
+# ---- parameter groups ----------------------------------------------------------------------------
 #
 # import    the class is inferred from states and settings; a group keeps the settings that an optimizer here may have
 # export    a group gets every setting of torch's optimizer of that class, because dcp.load asks for each of them
@@ -155,7 +181,8 @@ _SETTINGS = frozenset(
         "dampening", "nesterov", "lr_decay", "initial_accumulator_value", "ns_steps", "ns_coefficients", "adjust_lr_fn",
     )
 )  # fmt: skip
-"""Settings of torch's optimizers that have a counterpart here, without those of the implementation."""
+"""Settings of torch's optimizers that have a counterpart here, without those of the
+implementation."""
 
 _CLASSES = (
     (EXP_AVG_SQ, "AdamW"), (EXP_AVG, "Lion"), ("sum", "Adagrad"), ("lr_decay", "Adagrad"), ("ns_steps", "Muon"),
@@ -165,13 +192,17 @@ _CLASSES = (
 
 
 def class_of(foreign: Foreign) -> str:
-    """The name of the optimizer that these states and settings belong to; AdamW if they do not tell."""
-    marks = {name for p in foreign.parameters for name in p.states} | {key for group in foreign.groups for key in group}
+    """The name of the optimizer that these states and settings belong to; AdamW if they do not
+    tell."""
+    marks = {name for p in foreign.parameters for name in p.states} | {
+        key for group in foreign.groups for key in group
+    }
     return next((name for mark, name in _CLASSES if mark in marks), "AdamW")
 
 
 def optimizer_of(foreign: Foreign, lost: list[str]) -> Json:
-    """The field `optimizer` of a manifest; None without groups. Adds the names of settings that cannot be kept to `lost`."""
+    """The field `optimizer` of a manifest; None without groups. Adds the names of settings that
+    cannot be kept to `lost`."""
     if not foreign.groups:
         return None
     names: list[dict[str, None]] = [{} for _ in foreign.groups]
@@ -180,13 +211,19 @@ def optimizer_of(foreign: Foreign, lost: list[str]) -> Json:
             names[p.group][p.name] = None
     groups = []
     for number, (group, params) in enumerate(zip(foreign.groups, names, strict=True)):
-        unknown = sorted(str(key) for key in group if key not in _SETTINGS and not _says_nothing(key, group))
+        unknown = sorted(
+            str(key) for key in group if key not in _SETTINGS and not _says_nothing(key, group)
+        )
         lost += [f"{key} of group {number}" for key in unknown]
         values = {
-            key: encode(_plain(value), f"group {number}: {key}") for key, value in group.items() if key in _SETTINGS
+            key: encode(_plain(value), f"group {number}: {key}")
+            for key, value in group.items()
+            if key in _SETTINGS
         }
         said = [name for name in group.get("params", ()) if name in params]
-        groups.append({"values": values, "params": said if len(said) == len(params) else list(params)})
+        groups.append(
+            {"values": values, "params": said if len(said) == len(params) else list(params)}
+        )
     return {"name": class_of(foreign), "groups": groups}
 
 
@@ -206,7 +243,8 @@ def torch_groups(source: Source) -> list[dict[str, Any]]:
 
 
 def _defaults(name: str) -> Mapping[str, Any]:
-    """The default settings of torch's optimizer of a name; empty if this module knows none of that name."""
+    """The default settings of torch's optimizer of a name; empty if this module knows none of that
+    name."""
     if name not in ("AdamW", "Adam", "Adagrad", "SGD"):
         return {}
     group = getattr(torch.optim, name)([torch.zeros(1)], lr=1e-3).param_groups[0]
@@ -215,9 +253,14 @@ def _defaults(name: str) -> Mapping[str, Any]:
 
 def _says_nothing(key: Any, group: Mapping[str, Any]) -> bool:
     """Whether a setting selects only an implementation, or is false (None, False, 0, empty)."""
-    return key in IMPLEMENTATION or key in ("step", "bias_correction", "params", "param_names") or not group[key]
+    return (
+        key in IMPLEMENTATION
+        or key in ("step", "bias_correction", "params", "param_names")
+        or not group[key]
+    )
 
 
 def _plain(value: Any) -> Any:
-    """A setting as a number, if it is a tensor of one number: a capturable learning rate, for example."""
+    """A setting as a number, if it is a tensor of one number: a capturable learning rate, for
+    example."""
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value

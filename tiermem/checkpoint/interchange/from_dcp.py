@@ -27,17 +27,24 @@ from tiermem.checkpoint.interchange.foreign import (
     states_in,
     steps_in,
 )
-from tiermem.checkpoint.interchange.from_torch import MODEL_KEYS, OPTIMIZER_KEYS, Attributes, load_bytes, tensors_in
+from tiermem.checkpoint.interchange.from_torch import (
+    MODEL_KEYS,
+    OPTIMIZER_KEYS,
+    Attributes,
+    load_bytes,
+    tensors_in,
+)
 from tiermem.swap.disk import durable
 
-# ---- the files -------------------------------------------------------------------------------------------------------
+# ---- the files -----------------------------------------------------------------------------------
 #
 #     DIR/.metadata        a pickle: for each key its size, dtype and chunks, and the place of each chunk
 #     DIR/__R_N.distcp     chunks one after another, each as torch.save writes it
 #
-# torch's own reader executes the pickle. This reader replaces its classes by stand-ins with attributes and without code, and
-# refuses other names. Chunks pass through torch's weights-only unpickler. If chunks are cut along the first dimension, as
-# FSDP2 and DDP do, one chunk is in memory at a time; else one whole tensor.
+# torch's own reader executes the pickle. This reader replaces its classes by stand-ins with
+# attributes and without code, and refuses other names. Chunks pass through torch's weights-only
+# unpickler. If chunks are cut along the first dimension, as FSDP2 and DDP do, one chunk is in
+# memory at a time; else one whole tensor.
 
 METADATA = ".metadata"
 _ROOM = "torch.distributed.checkpoint."
@@ -49,7 +56,8 @@ _CLASSES = {
     f"{_ROOM}filesystem": ("_StorageInfo", "_StoragePrefix"),
     "torch.serialization": ("_get_layout",),
     "torch": ("memory_format",),
-    "builtins": ("getattr",),  # Python 3.11.0 to 3.11.3 pickle a member of an enumeration so; the stand-in calls nothing
+    # Python 3.11.0 to 3.11.3 pickle a member of an enumeration so; the stand-in calls nothing
+    "builtins": ("getattr",),
     "pathlib": ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"),
     "pathlib._local": ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"),
 }  # fmt: skip
@@ -60,7 +68,8 @@ Path_ = tuple[Any, ...]
 
 
 class Plain(NamedTuple):
-    """A stored value that is not a tensor, or a chunk of one: its byte range in a file. It is read later."""
+    """A stored value that is not a tensor, or a chunk of one: its byte range in a file. It is read
+    later."""
 
     file: Path
     offset: int
@@ -68,7 +77,8 @@ class Plain(NamedTuple):
     key: str
 
     def load(self) -> Any:
-        """The value. Blocks. Raises OSError, and ValueError unless it consists of plain values and tensors."""
+        """The value. Blocks. Raises OSError, and ValueError unless it consists of plain values and
+        tensors."""
         with open(durable.open_regular(self.file, follows=True), "rb") as opened:
             opened.seek(self.offset)
             return load_bytes(opened.read(self.length), f"{self.file}: {self.key}")
@@ -91,7 +101,8 @@ class Tensor(NamedTuple):
     chunks: tuple[Chunk, ...]
 
     def pieces(self) -> Iterator[torch.Tensor]:
-        """The elements in order, flat, one chunk at a time if possible. Blocks. Raises ValueError, OSError."""
+        """The elements in order, flat, one chunk at a time if possible. Blocks. Raises ValueError,
+        OSError."""
         if not math.prod(self.shape):
             return
         if all(chunk.sizes[1:] == self.shape[1:] for chunk in self.chunks):
@@ -109,7 +120,11 @@ class Tensor(NamedTuple):
 
     def _load(self, chunk: Chunk) -> torch.Tensor:
         value = chunk.place.load()
-        if not isinstance(value, torch.Tensor) or tuple(value.shape) != chunk.sizes or value.dtype != self.dtype:
+        if (
+            not isinstance(value, torch.Tensor)
+            or tuple(value.shape) != chunk.sizes
+            or value.dtype != self.dtype
+        ):
             said = f"the {chunk.sizes} of {self.dtype} that {METADATA} says"
             raise ValueError(f"{chunk.place.file}: {self.key} is not {said}")
         return value.detach()
@@ -119,13 +134,16 @@ Stored = dict[Path_, Tensor | Plain]
 
 
 def read_stored(folder: Path) -> Stored:
-    """The stored values of a folder, by their path of keys in the state dict. Raises ValueError, OSError."""
+    """The stored values of a folder, by their path of keys in the state dict. Raises ValueError,
+    OSError."""
     file = folder / METADATA
     try:
         return _Metadata(folder, _unpickle(file)).stored()
     except (AttributeError, KeyError, TypeError, IndexError) as error:
         reason = f"{type(error).__name__}: {str(error)[:200]}"
-        raise ValueError(f"{file}: not the metadata of torch.distributed.checkpoint ({reason})") from None
+        raise ValueError(
+            f"{file}: not the metadata of torch.distributed.checkpoint ({reason})"
+        ) from None
 
 
 class _Metadata:
@@ -152,7 +170,9 @@ class _Metadata:
             stored[path] = self._tensor(key, what) if is_tensor else self._place(key, None)
         for a, b in itertools.pairwise(sorted(self._used)):
             if a.file == b.file and a.offset + a.length > b.offset:
-                raise ValueError(f"{self._file}: {a.key} and {b.key} lie on the same bytes of {a.file}")
+                raise ValueError(
+                    f"{self._file}: {a.key} and {b.key} lie on the same bytes of {a.file}"
+                )
         return stored
 
     def _index(self, index: Any) -> tuple[str, tuple[int, ...] | None]:
@@ -169,21 +189,30 @@ class _Metadata:
             if math.prod(sizes):
                 place = self._place(key, offsets)
                 if math.prod(sizes) * dtype.itemsize > place.length:
-                    raise ValueError(f"{self._file}: {key}: {sizes} of {dtype} do not lie in {place.length} bytes")
+                    raise ValueError(
+                        f"{self._file}: {key}: {sizes} of {dtype} do not lie in {place.length} "
+                        "bytes"
+                    )
                 chunks.append(Chunk(offsets, sizes, place))
         chunks.sort()
         self._check_boxes(key, shape, chunks)
         return Tensor(key, dtype, shape, tuple(chunks))
 
     def _check_boxes(self, key: str, shape: tuple[int, ...], chunks: Sequence[Chunk]) -> None:
-        """Raises ValueError unless the chunks lie inside the tensor and have as many elements. Also raises if chunks of whole
-        rows overlap; `Tensor.pieces` checks other chunks."""
+        """Raises ValueError unless the chunks lie inside the tensor and have as many elements. Also
+        raises if chunks of whole rows overlap; `Tensor.pieces` checks other chunks."""
         is_inside = all(
             len(chunk.sizes) == len(chunk.offsets) == len(shape)
-            and all(o + n <= most for o, n, most in zip(chunk.offsets, chunk.sizes, shape, strict=True))
+            and all(
+                o + n <= most for o, n, most in zip(chunk.offsets, chunk.sizes, shape, strict=True)
+            )
             for chunk in chunks
         )
-        if not is_inside or len(chunks) > _MAX_CHUNKS or sum(math.prod(c.sizes) for c in chunks) != math.prod(shape):
+        if (
+            not is_inside
+            or len(chunks) > _MAX_CHUNKS
+            or sum(math.prod(c.sizes) for c in chunks) != math.prod(shape)
+        ):
             raise ValueError(f"{self._file}: the chunks of {key} do not make up its shape {shape}")
         rows = [chunk for chunk in chunks if chunk.sizes[1:] == shape[1:]]
         if any(
@@ -202,13 +231,21 @@ class _Metadata:
         is_name = isinstance(name, str) and name.isprintable() and Path(name).name == name
         if not is_name or getattr(info, "transform_descriptors", None):
             raise ValueError(
-                f"{self._file}: {key} lies in {name!r}; files of the same folder, not compressed, are read"
+                f"{self._file}: {key} lies in {name!r}; files of the same folder, not compressed, "
+                "are read"
             )
         file = self._folder / name
         if file not in self._sizes:
             self._sizes[file] = file.stat().st_size
-        if type(start) is not int or type(length) is not int or not 0 <= start <= start + length <= self._sizes[file]:
-            raise ValueError(f"{file} has {self._sizes[file]} bytes; {key} takes {length} from {start} on: it was cut")
+        if (
+            type(start) is not int
+            or type(length) is not int
+            or not 0 <= start <= start + length <= self._sizes[file]
+        ):
+            raise ValueError(
+                f"{file} has {self._sizes[file]} bytes; {key} takes {length} from {start} on: it "
+                "was cut"
+            )
         self._used.append(Plain(file, start, length, key))
         return self._used[-1]
 
@@ -220,7 +257,7 @@ def _size(value: Any) -> tuple[int, ...]:
     return size
 
 
-# ---- the pickle, without its code ------------------------------------------------------------------------------------
+# ---- the pickle, without its code ----------------------------------------------------------------
 
 
 class _Properties(Attributes):
@@ -237,10 +274,13 @@ class _Properties(Attributes):
 
 
 class _Unpickler(pickle._Unpickler):
-    """The unpickler of the standard library that is written in Python: its memo cannot allocate more than the file's size."""
+    """The unpickler of the standard library that is written in Python: its memo cannot allocate
+    more than the file's size."""
 
     dispatch = {  # noqa: RUF012 - as in the base class. Without BYTEARRAY8, which allocates its claimed size before it reads
-        code: load for code, load in pickle._Unpickler.dispatch.items() if code != pickle.BYTEARRAY8[0]
+        code: load
+        for code, load in pickle._Unpickler.dispatch.items()
+        if code != pickle.BYTEARRAY8[0]
     }
 
     def __init__(self, data: bytes) -> None:
@@ -256,7 +296,9 @@ class _Unpickler(pickle._Unpickler):
         if (module, name) == ("collections", "OrderedDict"):
             return type("OrderedDict", (dict,), {})
         if name not in _CLASSES.get(module, ()):
-            raise pickle.UnpicklingError(f"it holds {module}.{name}, which is code, or an object that code would make")
+            raise pickle.UnpicklingError(
+                f"it holds {module}.{name}, which is code, or an object that code would make"
+            )
         base = _Properties if name == "TensorProperties" else Attributes
         return self._stand_ins.setdefault((module, name), type(name, (base,), {}))
 
@@ -277,17 +319,19 @@ def _unpickle(file: Path) -> Any:
         raise ValueError(f"{file}: {error}") from None
     except Exception as error:  # a damaged or hostile pickle may cause any error
         reason = f"{type(error).__name__}: {str(error)[:200]}"
-        raise ValueError(f"{file}: not the metadata of torch.distributed.checkpoint ({reason})") from None
+        raise ValueError(
+            f"{file}: not the metadata of torch.distributed.checkpoint ({reason})"
+        ) from None
 
 
-# ---- weights, an optimizer's states and the rest ---------------------------------------------------------------------
+# ---- weights, an optimizer's states and the rest -------------------------------------------------
 #
 #     model.<name>                          weights and buffers            ("model": get_model_state_dict(...))
 #     optim.state.<name>.exp_avg, .step     states by name                 ("optim": get_optimizer_state_dict(...))
 #     optim.param_groups.<n>.lr             groups; or by name, from flatten_optimizer_state_dict
 #
-# `model` and `optim` may have other names (from_torch.py), and a common first key ("app.model..."). Without a model key all
-# tensors outside the optimizer are weights.
+# `model` and `optim` may have other names (from_torch.py), and a common first key ("app.model...").
+# Without a model key all tensors outside the optimizer are weights.
 
 _SCHEDULER_KEYS = ("scheduler", "lr_scheduler", "sched")
 
@@ -300,7 +344,8 @@ def is_dcp(path: Path) -> bool:
 def read_dcp(path: Path) -> Foreign:
     """Opens a folder. Reads sizes and scalars; weights are read later.
 
-    Raises ValueError when it is damaged, not understood or would execute code; OSError when it cannot be read.
+    Raises ValueError when it is damaged, not understood or would execute code; OSError when it
+    cannot be read.
     """
     return _DcpReader(path, _without_common_key(read_stored(path))).foreign()
 
@@ -313,7 +358,8 @@ class _DcpReader:
         self._left_behind: set[str] = set()
         self._weights: dict[str, Tensor] = {}
         self._states: dict[str, dict[str, Tensor | Plain]] = {}
-        self._settings: dict[Any, dict[str, Any]] = {}  # of groups, by the group's index or the parameter's name
+        # of groups, by the group's index or the parameter's name
+        self._settings: dict[Any, dict[str, Any]] = {}
         self._rest: dict[Path_, Tensor | Plain] = {}
         has_model = any(keys[0] in MODEL_KEYS for keys in stored)
         for keys, value in stored.items():
@@ -329,18 +375,28 @@ class _DcpReader:
     def foreign(self) -> Foreign:
         unknown = [name for name in self._states if name not in self._weights]
         if unknown:
-            raise ValueError(f"{self._path}: there are states of {', '.join(unknown[:5])}, which is no weight of it")
+            raise ValueError(
+                f"{self._path}: there are states of {', '.join(unknown[:5])}, which is no weight "
+                "of it"
+            )
         groups, group_of = self._groups()
-        parameters = [self._parameter(name, weight, group_of.get(name)) for name, weight in self._weights.items()]
+        parameters = [
+            self._parameter(name, weight, group_of.get(name))
+            for name, weight in self._weights.items()
+        ]
         client = {
-            keys[0]: value.load() for keys, value in self._rest.items() if len(keys) == 1 and isinstance(value, Plain)
+            keys[0]: value.load()
+            for keys, value in self._rest.items()
+            if len(keys) == 1 and isinstance(value, Plain)
         }
         scheduler = {
             str(keys[1]): value.load()
             for keys, value in self._rest.items()
             if len(keys) == 2 and keys[0] in _SCHEDULER_KEYS and isinstance(value, Plain)
         }
-        deeper = {str(keys[0]) for keys in self._rest if len(keys) > 1 and keys[0] not in _SCHEDULER_KEYS}
+        deeper = {
+            str(keys[0]) for keys in self._rest if len(keys) > 1 and keys[0] not in _SCHEDULER_KEYS
+        }
         return Foreign(
             kind="torch.distributed.checkpoint",
             parameters=parameters,
@@ -348,7 +404,10 @@ class _DcpReader:
             global_steps=global_steps_of(client, parameters, str(self._path)),
             scheduler=scheduler or None,
             client_state={key: value for key, value in client.items() if key not in STEP_KEYS},
-            left_behind=[*sorted(self._left_behind), *(f"{key!r} of the checkpoint" for key in sorted(deeper))],
+            left_behind=[
+                *sorted(self._left_behind),
+                *(f"{key!r} of the checkpoint" for key in sorted(deeper)),
+            ],
         )
 
     def _take_weight(self, keys: Path_, value: Tensor | Plain) -> None:
@@ -380,12 +439,18 @@ class _DcpReader:
         """The groups, and the index of each parameter's group."""
         if all(isinstance(key, int) for key in self._settings):
             ordered = [self._settings[number] for number in sorted(self._settings)]
-            group_of = {name: i for i, group in enumerate(ordered) for name in _names(group.get("params"))}
-            return [{**group, "params": list(_names(group.get("params")))} for group in ordered], group_of
+            group_of = {
+                name: i for i, group in enumerate(ordered) for name in _names(group.get("params"))
+            }
+            return [
+                {**group, "params": list(_names(group.get("params")))} for group in ordered
+            ], group_of
         groups: dict[str, tuple[int, Mapping[str, Any]]] = {}  # by their text
         group_of = {}
         for name, settings in self._settings.items():
-            text = json.dumps(encode(settings, f"{self._path}: the settings of {name}"), sort_keys=True)
+            text = json.dumps(
+                encode(settings, f"{self._path}: the settings of {name}"), sort_keys=True
+            )
             group_of[str(name)], _ = groups.setdefault(text, (len(groups), settings))
         return [settings for _, settings in groups.values()], group_of
 
@@ -395,14 +460,22 @@ class _DcpReader:
         for key, value in states_in(kept, self._left_behind).items():
             if not isinstance(value, Tensor) or math.prod(value.shape) != math.prod(weight.shape):
                 shown = value.shape if isinstance(value, Tensor) else "no tensor"
-                raise ValueError(f"{self._path}: {key} of {name} is {shown} where {weight.shape} is due")
+                raise ValueError(
+                    f"{self._path}: {key} of {name} is {shown} where {weight.shape} is due"
+                )
             states[key] = ForeignState(value.dtype, value.pieces)
         step = kept.get(STEP)
         steps = 0 if step is None else steps_in(_number(step), f"{self._path}: {name}")
         is_buffer = group is None and not kept and is_buffer_like(name, weight.dtype)
         is_trainable = bool(kept) or group is not None or not self._settings
         return ForeignParameter(
-            name, weight.shape, states, is_buffer=is_buffer, is_trainable=is_trainable, num_steps=steps, group=group
+            name,
+            weight.shape,
+            states,
+            is_buffer=is_buffer,
+            is_trainable=is_trainable,
+            num_steps=steps,
+            group=group,
         )
 
 
@@ -421,9 +494,14 @@ def _number(value: Tensor | Plain) -> Any:
 
 
 def _without_common_key(stored: Stored) -> Stored:
-    """Removes a first key that all paths share, if the second key is a model or an optimizer: {"app": {"model": ...}}."""
+    """Removes a first key that all paths share, if the second key is a model or an optimizer:
+    {"app": {"model": ...}}."""
     firsts = {keys[0] for keys in stored}
-    if len(firsts) != 1 or firsts & {*MODEL_KEYS, *OPTIMIZER_KEYS} or any(len(keys) < 2 for keys in stored):
+    if (
+        len(firsts) != 1
+        or firsts & {*MODEL_KEYS, *OPTIMIZER_KEYS}
+        or any(len(keys) < 2 for keys in stored)
+    ):
         return stored
     inner = {keys[1:]: value for keys, value in stored.items()}
     return inner if any(keys[0] in (*MODEL_KEYS, *OPTIMIZER_KEYS) for keys in inner) else stored

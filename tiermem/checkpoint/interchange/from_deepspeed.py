@@ -6,9 +6,10 @@
         sub-group i:   fp32_flat_groups[i]   = this rank's part of each of its parameters, one after another
                        state[i]["exp_avg"]   the same for a moment
 
-A part is ceil(numel / ranks) elements of the flat parameter; the end of the last part is padding. The files are memory-mapped
-and opened weights-only: objects of DeepSpeed's classes become `Attributes`. The file holds no 16-bit weights of trainable
-parameters; they are the masters, rounded, as in DeepSpeed's own loading.
+A part is ceil(numel / ranks) elements of the flat parameter; the end of the last part is padding.
+The files are memory-mapped and opened weights-only: objects of DeepSpeed's classes become
+`Attributes`. The file holds no 16-bit weights of trainable parameters; they are the masters,
+rounded, as in DeepSpeed's own loading.
 """
 
 from __future__ import annotations
@@ -46,7 +47,12 @@ _FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|opt
 _SCALER = "deepspeed.runtime.fp16.loss_scaler."
 _STAGE = "deepspeed.runtime.zero.config.ZeroStageEnum"
 _STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}
-_CLASSES = (f"{_SCALER}LossScaler", f"{_SCALER}DynamicLossScaler", f"{_SCALER}LossScalerBase", _STAGE)
+_CLASSES = (
+    f"{_SCALER}LossScaler",
+    f"{_SCALER}DynamicLossScaler",
+    f"{_SCALER}LossScalerBase",
+    _STAGE,
+)
 _MAX_LATEST_BYTES = 4096
 _OURS = frozenset(
     (
@@ -60,7 +66,8 @@ _OURS = frozenset(
 
 
 def is_deepspeed(path: Path) -> bool:
-    """Whether a folder, or the tag's folder that its `latest` names, holds files of a ZeRO checkpoint."""
+    """Whether a folder, or the tag's folder that its `latest` names, holds files of a ZeRO
+    checkpoint."""
     try:
         folder = _tag_folder(path, None)
     except (ValueError, OSError):
@@ -69,15 +76,19 @@ def is_deepspeed(path: Path) -> bool:
 
 
 def read_deepspeed(path: Path, tag: str | None = None) -> Foreign:
-    """Opens a checkpoint folder, or the folder of one tag. Reads shapes and scalars; values are read later.
+    """Opens a checkpoint folder, or the folder of one tag. Reads shapes and scalars; values are
+    read later.
 
-    Raises ValueError when it is incomplete, not ZeRO-3 or would execute code; OSError when it cannot be read.
+    Raises ValueError when it is incomplete, not ZeRO-3 or would execute code; OSError when it
+    cannot be read.
     """
     folder = _tag_folder(path, tag)
     models = _find_ranks(folder, "model")
     optims = _find_ranks(folder, "optim")
     if len(models) != len(optims):
-        raise ValueError(f"{folder}: model states of {len(models)} ranks and optimizer states of {len(optims)}")
+        raise ValueError(
+            f"{folder}: model states of {len(models)} ranks and optimizer states of {len(optims)}"
+        )
     with_models = [_model_file(file) for file in models]
     with_optims = [_optim_file(file, len(optims)) for file in optims]
     return _DeepSpeedReader(folder, with_models, with_optims).foreign()
@@ -95,7 +106,9 @@ class _Optim(NamedTuple):
 class _DeepSpeedReader:
     """The opened files of all ranks."""
 
-    def __init__(self, folder: Path, models: Sequence[Mapping[str, Any]], optims: Sequence[_Optim]) -> None:
+    def __init__(
+        self, folder: Path, models: Sequence[Mapping[str, Any]], optims: Sequence[_Optim]
+    ) -> None:
         self._folder = folder
         self._models = models
         self._optims = optims
@@ -106,25 +119,36 @@ class _DeepSpeedReader:
         first = self._first
         found = {p.name: p for p in (*self._trainable(), *self._frozen(), *self._buffers())}
         order = [*first["module"], *found]
-        parameters = tie([found.pop(name) for name in order if name in found], first.get("shared_params") or {})
+        parameters = tie(
+            [found.pop(name) for name in order if name in found], first.get("shared_params") or {}
+        )
         moments = sum(len(p.states) > 1 + (MASTER in p.states) for p in parameters)
         if not moments:
             self._left_behind.add("no moments are in it: the optimizer begins anew")
         return Foreign(
-            kind=f"DeepSpeed {first.get('ds_version') or ''} ZeRO-3, {len(self._models)} ranks".replace("  ", " "),
+            kind=f"DeepSpeed {first.get('ds_version') or ''} ZeRO-3, {len(self._models)} ranks".replace(
+                "  ", " "
+            ),
             parameters=parameters,
-            groups=[{k: v for k, v in group.items() if k != "params"} for group in self._optims[0].groups],
+            groups=[
+                {k: v for k, v in group.items() if k != "params"}
+                for group in self._optims[0].groups
+            ],
             global_steps=_count(first, "global_steps"),
             global_samples=_count(first, "global_samples"),
             skipped_steps=_count(first, "skipped_steps"),
             loss_scale=_loss_scale(self._optims[0].scaler),
-            scheduler=first.get("lr_scheduler") if isinstance(first.get("lr_scheduler"), dict) else None,
+            scheduler=first.get("lr_scheduler")
+            if isinstance(first.get("lr_scheduler"), dict)
+            else None,
             client_state={key: value for key, value in first.items() if key not in _OURS},
             left_behind=sorted(self._left_behind),
         )
 
     def _trainable(self) -> Iterator[ForeignParameter]:
-        group_of = {i: g for g, group in enumerate(self._optims[0].groups) for i in group.get("params", ())}
+        group_of = {
+            i: g for g, group in enumerate(self._optims[0].groups) for i in group.get("params", ())
+        }
         for sub_group, shapes in enumerate(self._first["param_shapes"]):
             self._check_sub_group(sub_group, shapes)
             what = f"{self._folder}: sub-group {sub_group}"
@@ -134,49 +158,75 @@ class _DeepSpeedReader:
             start = 0
             for name, shape in shapes.items():
                 numel = math.prod(shape)
-                states = self._states(name, {state: _joined(flat, start, numel) for state, flat in flats.items()})
-                yield ForeignParameter(name, tuple(shape), states, num_steps=num_steps, group=group_of.get(sub_group))
+                states = self._states(
+                    name, {state: _joined(flat, start, numel) for state, flat in flats.items()}
+                )
+                yield ForeignParameter(
+                    name, tuple(shape), states, num_steps=num_steps, group=group_of.get(sub_group)
+                )
                 start += -(-numel // len(self._models))
 
     def _check_sub_group(self, sub_group: int, shapes: Mapping[str, Any]) -> None:
         due = sum(-(-math.prod(shape) // len(self._models)) for shape in shapes.values())
         for rank, optim in enumerate(self._optims):
-            there = optim.flat_groups[sub_group].numel() if sub_group < len(optim.flat_groups) else 0
+            there = (
+                optim.flat_groups[sub_group].numel() if sub_group < len(optim.flat_groups) else 0
+            )
             if there == 0 and due:
                 raise ValueError(
-                    f"{self._folder}: the masters of sub-group {sub_group} of rank {rank} are not in the file: they were on "
-                    "NVMe. Save from a run with the optimizer on the CPU, or import weights from save_16bit_model"
+                    f"{self._folder}: the masters of sub-group {sub_group} of rank {rank} are not "
+                    "in the file: they were on "
+                    "NVMe. Save from a run with the optimizer on the CPU, or import weights from "
+                    "save_16bit_model"
                 )
             if there != due:
                 raise ValueError(
-                    f"{self._folder}: sub-group {sub_group} of rank {rank} has {there} elements, not {due}"
+                    f"{self._folder}: sub-group {sub_group} of rank {rank} has {there} elements, "
+                    f"not {due}"
                 )
 
     def _moments(self, sub_group: int, what: str) -> dict[str, list[torch.Tensor]]:
         """The moments of a sub-group: the flat tensor of each rank. Raises ValueError."""
-        kept = [(optim.states.get(sub_group, {}), optim.flat_groups[sub_group].numel()) for optim in self._optims]
+        kept = [
+            (optim.states.get(sub_group, {}), optim.flat_groups[sub_group].numel())
+            for optim in self._optims
+        ]
         return {
-            state: [check_state(what, state, own.get(state), numel).reshape(-1) for own, numel in kept]
+            state: [
+                check_state(what, state, own.get(state), numel).reshape(-1) for own, numel in kept
+            ]
             for state in states_in(kept[0][0], self._left_behind)
         }
 
     def _states(self, name: str, found: dict[str, ForeignState]) -> dict[str, ForeignState]:
-        """The states of a parameter, from its master and moments. Its weight is the master in the dtype in which the model is
-        trained: DeepSpeed keeps an empty tensor of it in place of each parameter."""
+        """The states of a parameter, from its master and moments. Its weight is the master in the
+        dtype in which the model is trained: DeepSpeed keeps an empty tensor of it in place of each
+        parameter."""
         master = found[MASTER]
         kept = self._first["module"].get(name)
-        dtype = kept.dtype if isinstance(kept, torch.Tensor) and kept.is_floating_point() else master.dtype
+        dtype = (
+            kept.dtype
+            if isinstance(kept, torch.Tensor) and kept.is_floating_point()
+            else master.dtype
+        )
         if dtype == torch.float32:
             del found[MASTER]
-        return {WEIGHT: ForeignState(dtype, lambda: (piece.to(dtype) for piece in master.pieces())), **found}
+        return {
+            WEIGHT: ForeignState(dtype, lambda: (piece.to(dtype) for piece in master.pieces())),
+            **found,
+        }
 
     def _frozen(self) -> Iterator[ForeignParameter]:
         for name, shape in (self._first.get("frozen_param_shapes") or {}).items():
             numel = math.prod(shape)
-            fragments = [(model.get("frozen_param_fragments") or {}).get(name) for model in self._models]
+            fragments = [
+                (model.get("frozen_param_fragments") or {}).get(name) for model in self._models
+            ]
             parts = [f for f in fragments if isinstance(f, torch.Tensor)]
             if len(parts) < len(fragments) or sum(part.numel() for part in parts) < numel:
-                raise ValueError(f"{self._folder}: frozen {name} has not all of its {numel} elements")
+                raise ValueError(
+                    f"{self._folder}: frozen {name} has not all of its {numel} elements"
+                )
             weight = _joined([part.reshape(-1) for part in parts], 0, numel)
             yield ForeignParameter(name, tuple(shape), {WEIGHT: weight}, is_trainable=False)
 
@@ -184,11 +234,14 @@ class _DeepSpeedReader:
         for name in self._first["buffer_names"]:
             value = self._first["module"].get(name)
             if isinstance(value, torch.Tensor):
-                yield ForeignParameter(name, tuple(value.shape), {WEIGHT: of_tensor(value)}, is_buffer=True)
+                yield ForeignParameter(
+                    name, tuple(value.shape), {WEIGHT: of_tensor(value)}, is_buffer=True
+                )
 
 
 def _joined(flats: Sequence[torch.Tensor], start: int, numel: int) -> ForeignState:
-    """A parameter from the parts of all ranks; each part begins at `start` in that rank's tensor. Padding is left out."""
+    """A parameter from the parts of all ranks; each part begins at `start` in that rank's tensor.
+    Padding is left out."""
 
     def pieces() -> Iterator[torch.Tensor]:
         part = -(-numel // len(flats))
@@ -245,7 +298,8 @@ def _model_file(file: Path) -> Mapping[str, Any]:
     found = load_torch(file, _CLASSES)
     if isinstance(found, dict) and found.get("mp_world_size", 1) != 1:
         raise ValueError(
-            f"{file}: the model was cut over {found['mp_world_size']} tensor-parallel ranks; only ZeRO-3 alone is read"
+            f"{file}: the model was cut over {found['mp_world_size']} tensor-parallel ranks; only "
+            "ZeRO-3 alone is read"
         )
     return {**found, **read(_ModelFile, found, f"{file}: no model states of ZeRO")}
 
@@ -260,12 +314,14 @@ def _optim_file(file: Path, num_ranks: int) -> _Optim:
         stage = _STAGES.get(str(stage.arguments[-1]), stage.arguments[-1])
     if stage != 3:
         raise ValueError(
-            f"{file}: ZeRO stage {stage}; stage 3 is read. DeepSpeed's own zero_to_fp32.py makes a pytorch_model.bin of "
+            f"{file}: ZeRO stage {stage}; stage 3 is read. DeepSpeed's own zero_to_fp32.py makes a "
+            "pytorch_model.bin of "
             "others, which is read as well (weights alone)"
         )
     if kept.get("partition_count") != num_ranks:
         raise ValueError(
-            f"{file}: written by {kept.get('partition_count')} ranks, files of {num_ranks} are here: some are missing, or left "
+            f"{file}: written by {kept.get('partition_count')} ranks, files of {num_ranks} are "
+            "here: some are missing, or left "
             "of an older save"
         )
     flat = kept.get("fp32_flat_groups")
@@ -274,7 +330,12 @@ def _optim_file(file: Path, num_ranks: int) -> _Optim:
         raise ValueError(f"{file}: fp32_flat_groups must be a list of tensors")
     found = read(_States, inner or {}, f"{file}: the optimizer's state dict")
     groups = found.get("param_groups", [])
-    return _Optim([group.reshape(-1) for group in flat], found.get("state", {}), groups, kept.get("loss_scaler"))
+    return _Optim(
+        [group.reshape(-1) for group in flat],
+        found.get("state", {}),
+        groups,
+        kept.get("loss_scaler"),
+    )
 
 
 def _find_ranks(folder: Path, kind: str) -> list[Path]:
@@ -284,14 +345,18 @@ def _find_ranks(folder: Path, kind: str) -> list[Path]:
         match = _FILE.fullmatch(file.name)
         if match is None:
             raise ValueError(
-                f"{file}: its name is not one of ZeRO-3 (zero_pp_rank_R_mp_rank_00_{kind}_states.pt): pipeline stages, experts "
+                f"{file}: its name is not one of ZeRO-3 "
+                f"(zero_pp_rank_R_mp_rank_00_{kind}_states.pt): pipeline stages, experts "
                 "and ZeRO 1 and 2 are not read"
             )
         if int(match[2]) != 0:
             raise ValueError(f"{file}: a tensor-parallel part; only ZeRO-3 alone is read")
         if ranks.setdefault(int(match[1]), file) != file:
-            raise ValueError(f"{file} and {ranks[int(match[1])]} are of one rank; one of them is of another save")
-    missing = [rank for rank in range(len(ranks) or 1) if rank not in ranks]  # not up to a number in a name
+            raise ValueError(
+                f"{file} and {ranks[int(match[1])]} are of one rank; one of them is of another save"
+            )
+    # not up to a number in a name
+    missing = [rank for rank in range(len(ranks) or 1) if rank not in ranks]
     if missing:
         raise ValueError(f"{folder}: no {kind} states of rank {', '.join(map(str, missing))}")
     return [ranks[rank] for rank in sorted(ranks)]
@@ -301,8 +366,14 @@ def _tag_folder(path: Path, tag: str | None) -> Path:
     if tag is None and not any(path.glob("*_model_states.pt")):
         latest = path / "latest"
         if not latest.exists():
-            raise FileNotFoundError(2, "no *_model_states.pt and no file `latest` that names a tag", str(path))
-        tag = durable.read_file(latest, _MAX_LATEST_BYTES, follows=True).decode(errors="replace").strip()
+            raise FileNotFoundError(
+                2, "no *_model_states.pt and no file `latest` that names a tag", str(path)
+            )
+        tag = (
+            durable.read_file(latest, _MAX_LATEST_BYTES, follows=True)
+            .decode(errors="replace")
+            .strip()
+        )
     if tag is None:
         return path
     if Path(tag).name != tag or tag in ("", ".", ".."):

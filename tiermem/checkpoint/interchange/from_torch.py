@@ -38,12 +38,13 @@ from tiermem.swap.disk import durable
 from tiermem.swap.store.stream import FileReader
 from tiermem.weights_io import INDEX_NAME, find_files, names_in, read_header, read_ties
 
-# ---- files of torch.save ---------------------------------------------------------------------------------------------
+# ---- files of torch.save -------------------------------------------------------------------------
 #
-# A pickle is a program. torch's weights-only unpickler runs it: it makes tensors and containers, and refuses everything else.
-# Objects of other systems' classes become `Attributes`, which have their attributes and none of their code. Tensors are
-# memory-mapped if the file format allows it. No tensor is larger than its storage in the file. During unpickling this process
-# may allocate 10 times the file's size and 64 MiB, because a hostile pickle may call bytearray(6 << 30).
+# A pickle is a program. torch's weights-only unpickler runs it: it makes tensors and containers,
+# and refuses everything else. Objects of other systems' classes become `Attributes`, which have
+# their attributes and none of their code. Tensors are memory-mapped if the file format allows it.
+# No tensor is larger than its storage in the file. During unpickling this process may allocate 10
+# times the file's size and 64 MiB, because a hostile pickle may call bytearray(6 << 30).
 
 _NAMED = re.compile(
     r"(?:GLOBAL |Unsupported class |forbidden to load |unsupported |disallowed )`?([A-Za-z_][\w.]*\.\w+)"
@@ -55,20 +56,24 @@ _SPARE_VALUES = 1 << 16
 
 
 class Attributes:
-    """Stands for an object whose class is not imported: its attributes, and the arguments of its constructor."""
+    """Stands for an object whose class is not imported: its attributes, and the arguments of its
+    constructor."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
 
 
 def load_torch(path: Path, foreign: Sequence[str] = ()) -> Any:
-    """The content of a file that torch.save wrote. Tensors are on the CPU and memory-mapped where possible. Blocks.
+    """The content of a file that torch.save wrote. Tensors are on the CPU and memory-mapped where
+    possible. Blocks.
 
     Args:
-        foreign: dotted names of classes whose objects come back as `Attributes`. For a member of an enumeration, some Python
-            releases pickle the class and the member's name instead of its value.
+        foreign: dotted names of classes whose objects come back as `Attributes`. For a member of an
+            enumeration, some Python releases pickle the class and the member's name instead of its
+            value.
 
-    Raises ValueError when the file has another format, is damaged, or would execute code; OSError when it cannot be read.
+    Raises ValueError when the file has another format, is damaged, or would execute code; OSError
+    when it cannot be read.
     """
     os.close(durable.open_regular(path, follows=True))
     size = os.stat(path).st_size
@@ -81,10 +86,11 @@ def load_bytes(data: bytes, what: str) -> Any:
 
 
 def tensors_in(found: Any, num_bytes: int, what: str) -> Iterator[torch.Tensor]:
-    """Every tensor in nested dicts, lists and tuples, and in the attributes of `Attributes`, once for each place.
+    """Every tensor in nested dicts, lists and tuples, and in the attributes of `Attributes`, once
+    for each place.
 
-    Raises ValueError where a file of `num_bytes` places the same lists in one another so often that they unfold to more
-    than 10 values for each byte.
+    Raises ValueError where a file of `num_bytes` places the same lists in one another so often that
+    they unfold to more than 10 values for each byte.
     """
     left = [found]
     num_values = 0
@@ -96,19 +102,27 @@ def tensors_in(found: Any, num_bytes: int, what: str) -> Iterator[torch.Tensor]:
             value = vars(value) if isinstance(value, Attributes) else value
             num_values += len(value)
             if num_values > _MEMORY_TIMES * num_bytes + _SPARE_VALUES:
-                raise ValueError(f"{what}: its {num_bytes} bytes unfold to {num_values} values: no checkpoint's do")
+                raise ValueError(
+                    f"{what}: its {num_bytes} bytes unfold to {num_values} values: no checkpoint's "
+                    "do"
+                )
             left += value.values() if isinstance(value, dict) else value
 
 
-def _load(file: Path | io.BytesIO, size: int, what: str, foreign: Sequence[str], is_mapped: bool) -> Any:
-    # Early releases of Python 3.11 pickle an enumeration's member as getattr(class, name). A stand-in keeps both arguments.
+def _load(
+    file: Path | io.BytesIO, size: int, what: str, foreign: Sequence[str], is_mapped: bool
+) -> Any:
+    # Early releases of Python 3.11 pickle an enumeration's member as getattr(class, name). A
+    # stand-in keeps both arguments.
     names = [*foreign, "builtins.getattr"] if foreign else []
     stand_ins = [(type(name.rpartition(".")[2], (Attributes,), {}), name) for name in names]
     with _bounded(size, what):
         try:
             with torch.serialization.safe_globals(stand_ins), warnings.catch_warnings():  # type: ignore[arg-type]  # pairs too
                 warnings.simplefilter("ignore")  # about a pickle protocol that torch then refuses
-                found = torch.load(file, map_location="cpu", mmap=is_mapped or None, weights_only=True)
+                found = torch.load(
+                    file, map_location="cpu", mmap=is_mapped or None, weights_only=True
+                )
         except (OSError, MemoryError):
             raise
         except Exception as error:  # a damaged or hostile file may cause any error inside torch
@@ -120,17 +134,21 @@ def _load(file: Path | io.BytesIO, size: int, what: str, foreign: Sequence[str],
 
 @contextlib.contextmanager
 def _bounded(num_bytes: int, what: str) -> Iterator[None]:
-    """Within the block this process may allocate 10 times `num_bytes` and 64 MiB. Raises ValueError if that is too little."""
+    """Within the block this process may allocate 10 times `num_bytes` and 64 MiB. Raises ValueError
+    if that is too little."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     with open("/proc/self/statm", "rb") as file:
         used = int(file.read().split()[5]) * resource.getpagesize()
     most = used + _MEMORY_TIMES * num_bytes + _SPARE_BYTES
-    resource.setrlimit(resource.RLIMIT_DATA, (most if soft == resource.RLIM_INFINITY else min(soft, most), hard))
+    resource.setrlimit(
+        resource.RLIMIT_DATA, (most if soft == resource.RLIM_INFINITY else min(soft, most), hard)
+    )
     try:
         yield
     except MemoryError:
         raise ValueError(
-            f"{what}: its {num_bytes} bytes ask for more memory than {_MEMORY_TIMES} times as many and {_SPARE_BYTES >> 20} "
+            f"{what}: its {num_bytes} bytes ask for more memory than {_MEMORY_TIMES} times as many "
+            f"and {_SPARE_BYTES >> 20} "
             "MiB: no weights do"
         ) from None
     finally:
@@ -141,47 +159,65 @@ def _reason(error: Exception) -> str:
     text = " ".join(str(error).split())
     named = _NAMED.search(text)
     if named is not None:
-        return f"it holds {named[1]}, which is code, or an object that code would make; only tensors and plain values are read"
+        return (
+            f"it holds {named[1]}, which is code, or an object that code would make; only "
+            "tensors and plain values are read"
+        )
     if "Weights only load failed" in text:
         return "its pickle does more than make tensors and plain values; only those are read"
-    return f"not a file that torch.save wrote, or a damaged one ({type(error).__name__}: {text[:200]})"
+    return (
+        f"not a file that torch.save wrote, or a damaged one ({type(error).__name__}: {text[:200]})"
+    )
 
 
 def _check_structure(path: Path, size: int) -> bool:
-    """Whether the file is a zip, as torch.save writes since 1.6. Raises ValueError when its entries claim too many bytes."""
+    """Whether the file is a zip, as torch.save writes since 1.6. Raises ValueError when its entries
+    claim too many bytes."""
     try:
         with open(path, "rb") as file:
             head = file.read(4)
             is_zip = zipfile.is_zipfile(file)
             entries = zipfile.ZipFile(file).infolist() if is_zip else []
     except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
-        raise ValueError(f"{path}: not a file that torch.save wrote, or a damaged one ({error})") from None
+        raise ValueError(
+            f"{path}: not a file that torch.save wrote, or a damaged one ({error})"
+        ) from None
     if not is_zip and head == b"PK\x03\x04":
         raise ValueError(f"{path}: the end is missing: {size} bytes are not the whole file")
     for entry in entries:
         is_data = "/data/" in entry.filename
         if entry.file_size > size or (not is_data and entry.file_size > _MAX_PICKLE_BYTES):
-            raise ValueError(f"{path}: {entry.filename} claims {entry.file_size} bytes in a file of {size}")
+            raise ValueError(
+                f"{path}: {entry.filename} claims {entry.file_size} bytes in a file of {size}"
+            )
     return is_zip
 
 
 def _check_tensor(what: str, tensor: torch.Tensor) -> None:
-    """Raises ValueError for a tensor that is not dense, or has more elements than its storage (a stride of 0)."""
+    """Raises ValueError for a tensor that is not dense, or has more elements than its storage (a
+    stride of 0)."""
     if tensor.layout != torch.strided or tensor.is_quantized:
-        raise ValueError(f"{what}: a tensor is {tensor.layout} and {tensor.dtype}; only dense ones are read")
+        raise ValueError(
+            f"{what}: a tensor is {tensor.layout} and {tensor.dtype}; only dense ones are read"
+        )
     needed = tensor.numel() * tensor.element_size()
     there = tensor.untyped_storage().nbytes()
     if needed > there:
-        raise ValueError(f"{what}: a tensor of shape {tuple(tensor.shape)} stands on {there} bytes, not on {needed}")
+        raise ValueError(
+            f"{what}: a tensor of shape {tuple(tensor.shape)} stands on {there} bytes, not on "
+            f"{needed}"
+        )
 
 
-# ---- weights and an optimizer's states -------------------------------------------------------------------------------
+# ---- weights and an optimizer's states -----------------------------------------------------------
 #
-#     model.safetensors · a folder of them with an index · pytorch_model.bin, with or without an index · model.pt
+#     model.safetensors · a folder of them with an index · pytorch_model.bin, with or without an
+#     index · model.pt
 #     {"model": {...}, "optimizer": {...}, "step": 7}    also module, state_dict, model_state_dict; optim, optimizer_state_dict
 #
-# torch numbers an optimizer's parameters group by group, and saves their names only if it was given `named_parameters()`.
-# Without names, each group is matched with the model's parameters by order and shape:
+# torch numbers an optimizer's parameters group by group, and saves their names only if it was given
+# `named_parameters()`. Without names, each group is matched with the model's parameters by order
+# and shape:
 #
 #     optimizer   0: [13, 7]   1: [7]           2: [11, 7]
 #     model       embed.weight norm.weight      hidden.weight       every group in the order of the model
@@ -199,13 +235,16 @@ State = Mapping[str, Any]
 
 
 def read_torch(path: Path, optimizer: Path | None = None) -> Foreign:
-    """Opens a file or a folder of weights, and an optimizer's state dict in the same file or in another file.
+    """Opens a file or a folder of weights, and an optimizer's state dict in the same file or in
+    another file.
 
-    Raises ValueError when the content is not understood, does not match or would execute code; OSError when a file cannot be
-    read.
+    Raises ValueError when the content is not understood, does not match or would execute code;
+    OSError when a file cannot be read.
     """
     rest: dict[str, Any] = {}
-    has_safetensors = path.is_dir() and ((path / INDEX_NAME).is_file() or any(path.glob("*.safetensors")))
+    has_safetensors = path.is_dir() and (
+        (path / INDEX_NAME).is_file() or any(path.glob("*.safetensors"))
+    )
     if path.suffix == ".safetensors" or has_safetensors:
         kind = "safetensors"
         parameters = _safetensors(path)
@@ -218,11 +257,16 @@ def read_torch(path: Path, optimizer: Path | None = None) -> Foreign:
         parameters = _tensors(path, weights)
     kept = _optimizer_in(rest) if optimizer is None else _optimizer_file(optimizer)
     groups = []
-    left_behind = [f"{str(key)!r} of the file" for key in rest if key not in (*OPTIMIZER_KEYS, *STEP_KEYS)]
+    left_behind = [
+        f"{str(key)!r} of the file" for key in rest if key not in (*OPTIMIZER_KEYS, *STEP_KEYS)
+    ]
     if kept is not None:
         names = _names_of(parameters, kept, str(optimizer or path))
         parameters, more = _with_states(parameters, kept, names)
-        groups = [{**group, "params": [names[key] for key in group["params"]]} for group in kept["param_groups"]]
+        groups = [
+            {**group, "params": [names[key] for key in group["params"]]}
+            for group in kept["param_groups"]
+        ]
         left_behind += more
     global_steps = global_steps_of(rest, parameters, str(path))
     return Foreign(kind, parameters, groups, global_steps, left_behind=left_behind)
@@ -233,9 +277,13 @@ def _safetensors(path: Path) -> list[ForeignParameter]:
     for file in find_files(path):
         own = []
         for stored in read_header(file):
-            state = ForeignState(stored.dtype, _range_of(file, stored.start, stored.num_bytes, stored.dtype))
+            state = ForeignState(
+                stored.dtype, _range_of(file, stored.start, stored.num_bytes, stored.dtype)
+            )
             is_buffer = is_buffer_like(stored.name, stored.dtype)
-            own.append(ForeignParameter(stored.name, stored.shape, {WEIGHT: state}, is_buffer=is_buffer))
+            own.append(
+                ForeignParameter(stored.name, stored.shape, {WEIGHT: state}, is_buffer=is_buffer)
+            )
         found += tie(own, read_ties(file))
     return found
 
@@ -267,7 +315,8 @@ def _split(file: Path, found: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """The weights of a loaded file, and its other entries."""
     if not isinstance(found, dict):
         raise ValueError(
-            f"{file}: holds {type(found).__name__}; a state dict is due, or a dict with one under {MODEL_KEYS}"
+            f"{file}: holds {type(found).__name__}; a state dict is due, or a dict with one under "
+            f"{MODEL_KEYS}"
         )
     for key in MODEL_KEYS:
         if isinstance(found.get(key), dict):
@@ -284,7 +333,10 @@ def _tensors(path: Path, weights: Mapping[str, Any]) -> list[ForeignParameter]:
     for name, value in weights.items():
         if not isinstance(value, torch.Tensor):
             shown = f"{name!r:.80} is {type(value).__name__}"
-            raise ValueError(f"{path}: {shown}; a state dict of weights holds tensors, under {MODEL_KEYS} or alone")
+            raise ValueError(
+                f"{path}: {shown}; a state dict of weights holds tensors, under {MODEL_KEYS} or "
+                "alone"
+            )
         if not isinstance(name, str):
             raise ValueError(f"{path}: a tensor is called {name!r:.80}; names are strings")
         place = (value.data_ptr(), value.shape, value.stride(), value.dtype)
@@ -293,12 +345,17 @@ def _tensors(path: Path, weights: Mapping[str, Any]) -> list[ForeignParameter]:
             continue
         first[place] = name
         is_buffer = is_buffer_like(name, value.dtype)
-        found.append(ForeignParameter(name, tuple(value.shape), {WEIGHT: of_tensor(value)}, is_buffer=is_buffer))
+        found.append(
+            ForeignParameter(
+                name, tuple(value.shape), {WEIGHT: of_tensor(value)}, is_buffer=is_buffer
+            )
+        )
         storage = value.untyped_storage()
         of_storage[storage.data_ptr()] = of_storage.get(storage.data_ptr(), 0) + value.nbytes
         if of_storage[storage.data_ptr()] > _MOST_VIEWS * storage.nbytes():
             raise ValueError(
-                f"{path}: {name!r:.80} and others are {of_storage[storage.data_ptr()]} bytes of tensors that all stand on the "
+                f"{path}: {name!r:.80} and others are {of_storage[storage.data_ptr()]} bytes of "
+                "tensors that all stand on the "
                 f"same {storage.nbytes()} bytes: no weights do"
             )
     return tie(found, ties)
@@ -317,15 +374,20 @@ def _optimizer_file(file: Path) -> State:
 
 def _checked(kept: Any, what: str) -> State:
     if not isinstance(kept, dict) or not isinstance(kept.get("state"), dict):
-        raise ValueError(f"{what}: not an optimizer's state dict: a dict with state and param_groups is due")
+        raise ValueError(
+            f"{what}: not an optimizer's state dict: a dict with state and param_groups is due"
+        )
     groups = kept.get("param_groups")
     is_list = isinstance(groups, list) and all(
-        isinstance(g, dict) and isinstance(g.get("params"), list) and all(isinstance(p, int | str) for p in g["params"])
+        isinstance(g, dict)
+        and isinstance(g.get("params"), list)
+        and all(isinstance(p, int | str) for p in g["params"])
         for g in groups
     )
     if not is_list or not all(isinstance(entry, dict) for entry in kept["state"].values()):
         raise ValueError(
-            f"{what}: an optimizer's state dict holds param_groups, each with params, and a dict for each state"
+            f"{what}: an optimizer's state dict holds param_groups, each with params, and a dict "
+            "for each state"
         )
     return kept
 
@@ -341,15 +403,22 @@ def _names_of(parameters: Sequence[ForeignParameter], kept: State, what: str) ->
         said = group.get("param_names")
         if all(isinstance(key, str) for key in keys):
             names |= {key: key for key in keys}
-        elif isinstance(said, list) and len(said) == len(keys) and all(isinstance(name, str) for name in said):
+        elif (
+            isinstance(said, list)
+            and len(said) == len(keys)
+            and all(isinstance(name, str) for name in said)
+        ):
             names |= dict(zip(keys, said, strict=True))
         else:
-            found = _match(places, len(own), [_shape_of(kept["state"].get(key)) for key in keys], what)
+            found = _match(
+                places, len(own), [_shape_of(kept["state"].get(key)) for key in keys], what
+            )
             names |= {key: own[place].name for key, place in zip(keys, found, strict=True)}
     unknown = [name for name in names.values() if name not in known]
     if unknown:
         raise ValueError(
-            f"{what}: the optimizer has states of {', '.join(map(str, unknown[:5]))}, which the weights lack"
+            f"{what}: the optimizer has states of {', '.join(map(str, unknown[:5]))}, which the "
+            "weights lack"
         )
     if len(set(names.values())) < len(names):
         raise ValueError(f"{what}: two states of the optimizer are of one parameter; {_ADVICE}")
@@ -357,7 +426,8 @@ def _names_of(parameters: Sequence[ForeignParameter], kept: State, what: str) ->
 
 
 _ADVICE = (
-    "make the optimizer with model.named_parameters() (torch 2.6 and newer then saves names), or save with "
+    "make the optimizer with model.named_parameters() (torch 2.6 and newer then saves names), or "
+    "save with "
     "torch.distributed.checkpoint"
 )
 
@@ -373,8 +443,11 @@ def _places(parameters: Sequence[ForeignParameter]) -> _Places:
     return found
 
 
-def _match(places: tuple[_Places, _Places], num: int, wanted: Sequence[tuple[int, ...] | None], what: str) -> list[int]:
-    """The index of the parameter for each shape of a group. Raises ValueError unless there is exactly one match.
+def _match(
+    places: tuple[_Places, _Places], num: int, wanted: Sequence[tuple[int, ...] | None], what: str
+) -> list[int]:
+    """The index of the parameter for each shape of a group. Raises ValueError unless there is
+    exactly one match.
 
     places: of the `num` parameters in order, and in reverse order.
     """
@@ -390,12 +463,19 @@ def _match(places: tuple[_Places, _Places], num: int, wanted: Sequence[tuple[int
 
 def _shape_of(entry: State | None) -> tuple[int, ...] | None:
     """The parameter's shape, which its states share; None if it has no states."""
-    shapes = [tuple(v.shape) for k, v in (entry or {}).items() if k in STATES and isinstance(v, torch.Tensor)]
+    shapes = [
+        tuple(v.shape)
+        for k, v in (entry or {}).items()
+        if k in STATES and isinstance(v, torch.Tensor)
+    ]
     return shapes[0] if shapes else None
 
 
-def _earliest(wanted: Sequence[tuple[int, ...] | None], places: _Places, num: int) -> list[int] | None:
-    """For every shape its first place after the place of the previous one; None if there is none."""
+def _earliest(
+    wanted: Sequence[tuple[int, ...] | None], places: _Places, num: int
+) -> list[int] | None:
+    """For every shape its first place after the place of the previous one; None if there is
+    none."""
     found = []
     place = 0
     for shape in wanted:
@@ -412,13 +492,17 @@ def _with_states(
     parameters: Sequence[ForeignParameter], kept: State, names: Mapping[Any, str]
 ) -> tuple[list[ForeignParameter], list[str]]:
     key_of = {name: key for key, name in names.items()}
-    group_of = {key: number for number, group in enumerate(kept["param_groups"]) for key in group["params"]}
+    group_of = {
+        key: number for number, group in enumerate(kept["param_groups"]) for key in group["params"]
+    }
     left_behind: set[str] = set()
     found = []
     for p in parameters:
         key = next((key_of[name] for name in (p.name, *p.aliases) if name in key_of), None)
         if key is None:
-            found.append(dataclasses.replace(p, is_trainable=p.is_trainable and not kept["param_groups"]))
+            found.append(
+                dataclasses.replace(p, is_trainable=p.is_trainable and not kept["param_groups"])
+            )
             continue
         states = dict(p.states)
         entry = kept["state"].get(key, {})
@@ -426,5 +510,9 @@ def _with_states(
             if value is not None:
                 states[name] = of_tensor(check_state(p.name, name, value, math.prod(p.shape)))
         steps = steps_in(entry.get(STEP, 0), p.name)
-        found.append(dataclasses.replace(p, states=states, num_steps=steps, group=group_of[key], is_buffer=False))
+        found.append(
+            dataclasses.replace(
+                p, states=states, num_steps=steps, group=group_of[key], is_buffer=False
+            )
+        )
     return found, sorted(left_behind)

@@ -8,7 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tiermem.checkpoint.format.fields import crc32c
-from tiermem.checkpoint.format.finding import Found, copy_name, find, is_tag, read_manifest, read_parts, rows_of_part
+from tiermem.checkpoint.format.finding import (
+    Found,
+    copy_name,
+    find,
+    is_tag,
+    read_manifest,
+    read_parts,
+    rows_of_part,
+)
 from tiermem.checkpoint.format.manifest import PartFile
 from tiermem.checkpoint.interchange.write import Imported, new_folder
 from tiermem.checkpoint.opening.source import Source
@@ -20,11 +28,14 @@ from tiermem.swap.disk import durable
 def export_whole(
     where: Path, out: Path, tag: str | None = None, progress: Callable[[int], None] | None = None
 ) -> Imported:
-    """Writes OUT/<tag>/ and OUT/latest: every byte of a step, with all that a run needs to continue. Blocks.
+    """Writes OUT/<tag>/ and OUT/latest: every byte of a step, with all that a run needs to
+    continue. Blocks.
 
-    The bytes of states are copied as they are, then every checksum is compared. The folder has its name when it is whole.
+    The bytes of states are copied as they are, then every checksum is compared. The folder has its
+    name when it is whole.
 
-    tag: which of the folder's; default: its latest. Raises FileExistsError when OUT has the tag, ManifestError, DamagedState
+    tag: which of the folder's; default: its latest. Raises FileExistsError when OUT has the tag,
+        ManifestError, DamagedState
     and OSError for a step that is not whole or a full disk; then nothing is left.
     """
     opened = read_manifest(find(where, tag)[0])
@@ -35,7 +46,8 @@ def export_whole(
     with contextlib.ExitStack() as undoing:
         with new_folder(out / name, undoing) as new:
             parts = read_parts(opened)
-            with Source(opened._replace(parts=parts)):  # it keeps the folders from being removed meanwhile
+            # it keeps the folders from being removed meanwhile
+            with Source(opened._replace(parts=parts)):
                 told = []
                 for folder, part in parts:
                     data = new / copy_name(part.run_id, part.commit, part.rank, "bin")
@@ -43,7 +55,9 @@ def export_whole(
                     durable.write_file(data, b"")
                     take_room(data, extents)
                     copy([folder / each for each in part.files], extents, data, Pace())
-                    text = dataclasses.replace(part, files=(data.name,), states=rows.states()).dump()
+                    text = dataclasses.replace(
+                        part, files=(data.name,), states=rows.states()
+                    ).dump()
                     file = copy_name(part.run_id, part.commit, part.rank, "json")
                     durable.write_file(new / file, text)
                     told.append(PartFile(part.rank, ".", file, len(text), crc32c(text)))

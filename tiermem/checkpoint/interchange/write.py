@@ -17,21 +17,41 @@ import torch
 
 from tiermem.checkpoint.format import kinds
 from tiermem.checkpoint.format.fields import Json, encode
-from tiermem.checkpoint.format.finding import Found, NothingSaved, copy_name, find, is_tag, read_manifest
+from tiermem.checkpoint.format.finding import (
+    Found,
+    NothingSaved,
+    copy_name,
+    find,
+    is_tag,
+    read_manifest,
+)
 from tiermem.checkpoint.format.manifest import Parameter, check_parameters
-from tiermem.checkpoint.interchange.foreign import Foreign, ForeignParameter, ForeignState, LossScale, optimizer_of
+from tiermem.checkpoint.interchange.foreign import (
+    Foreign,
+    ForeignParameter,
+    ForeignState,
+    LossScale,
+    optimizer_of,
+)
 from tiermem.checkpoint.interchange.from_dcp import is_dcp, read_dcp
 from tiermem.checkpoint.interchange.from_deepspeed import is_deepspeed, read_deepspeed
 from tiermem.checkpoint.interchange.from_torch import read_torch
 from tiermem.checkpoint.opening.source import Source
 from tiermem.checkpoint.saving.pieces import CHUNK_BYTES, Resting, Stretch, in_memory, write_data
-from tiermem.checkpoint.saving.publish import Content, SavingInto, alone, manifest_of, write_latest, write_part
+from tiermem.checkpoint.saving.publish import (
+    Content,
+    SavingInto,
+    alone,
+    manifest_of,
+    write_latest,
+    write_part,
+)
 from tiermem.ranks.collectives import exchange
 from tiermem.ranks.topology import Topology
 from tiermem.swap.disk import durable
 from tiermem.swap.disk.run_folder import is_of_one_host
 
-# ---- reading a checkpoint of any known system ------------------------------------------------------------------------
+# ---- reading a checkpoint of any known system ----------------------------------------------------
 
 
 def read_foreign(path: Path, tag: str | None = None, optimizer: Path | None = None) -> Foreign:
@@ -43,17 +63,22 @@ def read_foreign(path: Path, tag: str | None = None, optimizer: Path | None = No
 
     Args:
         tag: of a DeepSpeed folder; default: the tag that its `latest` names.
-        optimizer: a file with a torch optimizer's state dict, if the weights are in files of their own.
+        optimizer: a file with a torch optimizer's state dict, if the weights are in files of their
+            own.
 
-    Raises ValueError when it is not understood, is damaged, would execute code, or is a tiermem checkpoint; OSError when it
-    cannot be read.
+    Raises ValueError when it is not understood, is damaged, would execute code, or is a tiermem
+    checkpoint; OSError when it cannot be read.
     """
     if not path.is_dir():
         os.close(durable.open_regular(path, follows=True))
     if path.is_dir() and _is_ours(path, tag):
-        raise ValueError(f"{path} is a tiermem checkpoint: it is loaded as it is, on any number of ranks")
+        raise ValueError(
+            f"{path} is a tiermem checkpoint: it is loaded as it is, on any number of ranks"
+        )
     if optimizer is not None and (is_dcp(path) or is_deepspeed(path)):
-        raise ValueError(f"{path} has optimizer states of its own; --optimizer goes with a file of weights")
+        raise ValueError(
+            f"{path} has optimizer states of its own; --optimizer goes with a file of weights"
+        )
     try:
         if is_dcp(path):
             return read_dcp(path)
@@ -70,7 +95,8 @@ def read_foreign(path: Path, tag: str | None = None, optimizer: Path | None = No
 
 
 _OF_OTHER_TYPES = (AttributeError, KeyError, IndexError, TypeError, OverflowError, RuntimeError)
-"""Errors in a reader when a value has another type than expected: a tensor or a list in place of a name or a number."""
+"""Errors in a reader when a value has another type than expected: a tensor or a list in place of a
+name or a number."""
 
 
 def _is_ours(path: Path, tag: str | None) -> bool:
@@ -81,11 +107,15 @@ def _is_ours(path: Path, tag: str | None) -> bool:
 
 
 @contextlib.contextmanager
-def in_own_format(topology: Topology, load_dir: Path, tag: str | None) -> Iterator[tuple[Path, str | None]]:
-    """Yields the folder and the tag that `load` opens: those given, or of a DeepSpeed checkpoint a copy, removed afterwards.
+def in_own_format(
+    topology: Topology, load_dir: Path, tag: str | None
+) -> Iterator[tuple[Path, str | None]]:
+    """Yields the folder and the tag that `load` opens: those given, or of a DeepSpeed checkpoint a
+    copy, removed afterwards.
 
-    Rank 0 writes the copy into load_dir, which takes as much disk space as the checkpoint. Collective; blocks. Raises the
-    errors of `read_foreign` and `write_checkpoint`: on the other ranks a ValueError that quotes rank 0's.
+    Rank 0 writes the copy into load_dir, which takes as much disk space as the checkpoint.
+    Collective; blocks. Raises the errors of `read_foreign` and `write_checkpoint`: on the other
+    ranks a ValueError that quotes rank 0's.
     """
     if not is_deepspeed(load_dir if tag is None else load_dir / tag):
         yield load_dir, tag
@@ -102,7 +132,9 @@ def in_own_format(topology: Topology, load_dir: Path, tag: str | None) -> Iterat
                 error = found
         said = exchange(topology, "" if error is None else str(error))[0]
         if error is not None or said:
-            raise error or ValueError(f"rank 0 could not read the DeepSpeed checkpoint {load_dir}: {said}")
+            raise error or ValueError(
+                f"rank 0 could not read the DeepSpeed checkpoint {load_dir}: {said}"
+            )
         yield Path(exchange(topology, made)[0]), None
         exchange(topology, "")  # every rank has read
 
@@ -130,17 +162,22 @@ def _remove_copies(folder: Path) -> None:
                     shutil.rmtree(each, ignore_errors=True)
 
 
-# ---- scalars ---------------------------------------------------------------------------------------------------------
+# ---- scalars -------------------------------------------------------------------------------------
 
 
 def scalars_of(foreign: Foreign) -> tuple[dict[str, Json], list[str]]:
     """The scalars as fields of a Manifest, and descriptions of the values that JSON cannot hold."""
     lost: list[str] = []
     found = {
-        "scheduler": None if foreign.scheduler is None else _kept(foreign.scheduler, "scheduler", lost),
+        "scheduler": None
+        if foreign.scheduler is None
+        else _kept(foreign.scheduler, "scheduler", lost),
         "optimizer": optimizer_of(foreign, lost),
         "loss_scaler": _scaler(foreign.loss_scale),
-        "engine": {name: getattr(foreign, name) for name in ("global_steps", "global_samples", "skipped_steps")},
+        "engine": {
+            name: getattr(foreign, name)
+            for name in ("global_steps", "global_samples", "skipped_steps")
+        },
         "client_state": _kept(foreign.client_state, "client_state", lost),
         "config": None,
     }
@@ -165,7 +202,7 @@ def _kept(values: Mapping[str, Any], what: str, lost: list[str]) -> dict[str, Js
     return found
 
 
-# ---- writing ---------------------------------------------------------------------------------------------------------
+# ---- writing -------------------------------------------------------------------------------------
 
 _COMMIT = 1
 
@@ -184,22 +221,26 @@ class Imported(NamedTuple):
     left_behind: tuple[str, ...]
 
 
-def write_checkpoint(foreign: Foreign, out: Path, tag: str | None = None, progress: Progress | None = None) -> Imported:
-    """Writes OUT/<tag>/ and OUT/latest; any number of ranks can load it. Blocks; takes 8 MiB beside the reader's memory.
+def write_checkpoint(
+    foreign: Foreign, out: Path, tag: str | None = None, progress: Progress | None = None
+) -> Imported:
+    """Writes OUT/<tag>/ and OUT/latest; any number of ranks can load it. Blocks; takes 8 MiB beside
+    the reader's memory.
 
         OUT/<random>.<tag>.new/    data (preallocated)   part   manifest     each synced, in this order; named as a copy's
         OUT/<tag>/        the same folder, renamed
         OUT/latest        names the tag
 
-    A folder named <tag> is whole: it has another name until it is synced, and it is removed after an error. Values are
-    summed and written in chunks.
+    A folder named <tag> is whole: it has another name until it is synced, and it is removed after
+    an error. Values are summed and written in chunks.
 
     Args:
         out: the folder of checkpoints, made if it is missing.
         tag: default: global_step<N>, as save_checkpoint names it.
 
-    Raises FileExistsError when the tag exists, OSError when the disk is full or a file cannot be read, ValueError when values
-    do not match their description or the checkpoint would not open; then nothing is left.
+    Raises FileExistsError when the tag exists, OSError when the disk is full or a file cannot be
+    read, ValueError when values do not match their description or the checkpoint would not open;
+    then nothing is left.
     """
     step = foreign.global_steps or max((p.num_steps for p in foreign.parameters), default=0)
     tag = f"global_step{step}" if tag is None else tag
@@ -212,7 +253,9 @@ def write_checkpoint(foreign: Foreign, out: Path, tag: str | None = None, progre
         raise FileExistsError(17, "is there already; choose another tag or folder", str(folder))
     with contextlib.ExitStack() as undoing:
         with new_folder(folder, undoing) as new:
-            file, left_behind, num_bytes = _write_folder(foreign, parameters, new, tag, step, progress)
+            file, left_behind, num_bytes = _write_folder(
+                foreign, parameters, new, tag, step, progress
+            )
         write_latest(folder / file, out, tag)
         undoing.pop_all()
     return Imported(folder, tag, step, len(foreign.parameters), num_bytes, tuple(left_behind))
@@ -220,8 +263,8 @@ def write_checkpoint(foreign: Foreign, out: Path, tag: str | None = None, progre
 
 @contextlib.contextmanager
 def new_folder(folder: Path, undoing: contextlib.ExitStack) -> Iterator[Path]:
-    """Makes a folder under a temporary name. When the block ends, the folder gets its name; an empty folder of that name is
-    replaced. Raises OSError.
+    """Makes a folder under a temporary name. When the block ends, the folder gets its name; an
+    empty folder of that name is replaced. Raises OSError.
 
     undoing: removes both names; a folder that cannot be removed is left.
     """
@@ -240,7 +283,12 @@ def new_folder(folder: Path, undoing: contextlib.ExitStack) -> Iterator[Path]:
 
 
 def _write_folder(
-    foreign: Foreign, parameters: tuple[Parameter, ...], folder: Path, tag: str, step: int, progress: Progress | None
+    foreign: Foreign,
+    parameters: tuple[Parameter, ...],
+    folder: Path,
+    tag: str,
+    step: int,
+    progress: Progress | None,
 ) -> tuple[str, list[str], int]:
     run_id = secrets.token_hex(6)
     scalars, lost = scalars_of(foreign)
@@ -254,7 +302,11 @@ def _write_folder(
     told = write_part(part, run_id, _COMMIT, 0, content, [data], placed)
     durable.write_file(file, manifest_of(content, run_id, _COMMIT, (1, 1), [told], folder).dump())
     Source(read_manifest(Found(file, None))).close()  # raises if it would not open
-    return file.name, [*foreign.left_behind, *lost], sum(each.num_bytes for each in content.in_memory)
+    return (
+        file.name,
+        [*foreign.left_behind, *lost],
+        sum(each.num_bytes for each in content.in_memory),
+    )
 
 
 def _parameter(p: ForeignParameter) -> Parameter:
@@ -274,7 +326,8 @@ def _stretches(foreign: Foreign) -> Iterator[Stretch]:
 
 
 def _chunks(what: str, state: ForeignState) -> Iterator[torch.Tensor]:
-    """The bytes of a state. Raises ValueError where the values have another dtype than `state.dtype`."""
+    """The bytes of a state. Raises ValueError where the values have another dtype than
+    `state.dtype`."""
     for values in state.pieces():
         if values.dtype != state.dtype:
             raise ValueError(f"{what} is {values.dtype}, not {state.dtype}")

@@ -1,9 +1,11 @@
 """Loading: puts a saved step into a sharded model, its optimizer and its generators.
 
-    find the steps -> open one on every rank -> match names, groups, states -> put everything in place
+    find the steps -> open one on every rank -> match names, groups, states -> put everything in
+    place
 
-Nothing is changed before the last arrow; mismatches are raised before it. With `allow_older`, a step that is not whole, or is
-found damaged while it is read, is replaced by the next older step. Without, the error names an older whole step.
+Nothing is changed before the last arrow; mismatches are raised before it. With `allow_older`, a
+step that is not whole, or is found damaged while it is read, is replaced by the next older step.
+Without, the error names an older whole step.
 """
 
 from __future__ import annotations
@@ -23,7 +25,14 @@ from torch import nn
 
 from tiermem.checkpoint.format import kinds
 from tiermem.checkpoint.format.fields import Json, ManifestError, decode
-from tiermem.checkpoint.format.finding import Found, NothingSaved, find, named_folder, read_latest, tags_of
+from tiermem.checkpoint.format.finding import (
+    Found,
+    NothingSaved,
+    find,
+    named_folder,
+    read_latest,
+    tags_of,
+)
 from tiermem.checkpoint.format.manifest import MASTER, WEIGHT, Parameter
 from tiermem.checkpoint.opening.restore import Fitted, Wants, fit, restore, shown_names
 from tiermem.checkpoint.opening.source import Source
@@ -42,13 +51,15 @@ from tiermem.run.shards import Shards
 from tiermem.swap.disk.run_folder import RunOwner, this_process
 from tiermem.swap.memory.accelerator import is_accelerator, set_rng_state
 
-# ---- saved weights as a mapping --------------------------------------------------------------------------------------
+# ---- saved weights as a mapping ------------------------------------------------------------------
 
 
 class SavedWeights(Mapping[str, torch.Tensor]):
-    """Weights and buffers by name, aliases of tied tensors included, as in a `state_dict`. Valid while the source is open.
+    """Weights and buffers by name, aliases of tied tensors included, as in a `state_dict`. Valid
+    while the source is open.
 
-    Each access reads the whole tensor and keeps nothing: a dict of all items takes memory for all of them.
+    Each access reads the whole tensor and keeps nothing: a dict of all items takes memory for all
+    of them.
     """
 
     def __init__(self, source: Source) -> None:
@@ -60,7 +71,9 @@ class SavedWeights(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         param = self._names[name]
-        return self._source.weight(param.name, 0, param.numel, kinds.dtype_of(param.dtype)).view(param.shape)
+        return self._source.weight(param.name, 0, param.numel, kinds.dtype_of(param.dtype)).view(
+            param.shape
+        )
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -71,26 +84,31 @@ class SavedWeights(Mapping[str, torch.Tensor]):
 
 # ---- ordinary parameters: stepped by the optimizer beside the sharded model, whole on every rank ---------------------
 #
-# They are saved as `optimizer.<name>`, or their number if the optimizer knows no name. If ranks had different values and the
-# number of ranks is equal, each rank takes its own value; else all ranks take rank 0's.
+# They are saved as `optimizer.<name>`, or their number if the optimizer knows no name. If ranks had
+# different values and the number of ranks is equal, each rank takes its own value; else all ranks
+# take rank 0's.
 
 _ROLE = "ordinary"
 
 
 def check_ordinary(source: Source, optimizer: NativeOptimizer) -> None:
-    """Raises ValueError, with both lists, when the saved ordinary parameters are not those that the optimizer steps."""
+    """Raises ValueError, with both lists, when the saved ordinary parameters are not those that the
+    optimizer steps."""
     own = _ordinary(optimizer)
     saved = {each.name: each for each in source.manifest.parameters if each.role == _ROLE}
     missing = [n for n in own if n not in saved]
     extra = [n for n in saved if n not in own]
     if missing or extra:
         raise ValueError(
-            f"{source.file} does not fit what the optimizer steps beside the sharded model. Missing in the checkpoint: "
+            f"{source.file} does not fit what the optimizer steps beside the sharded model. "
+            "Missing in the checkpoint: "
             f"{shown_names(missing)}. Not in the optimizer: {shown_names(extra)}"
         )
     wrong = [name for name, param in own.items() if tuple(param.shape) != saved[name].shape]
     if wrong:
-        raise ValueError(f"{source.file}: {shown_names(wrong)} has another shape than in the optimizer")
+        raise ValueError(
+            f"{source.file}: {shown_names(wrong)} has another shape than in the optimizer"
+        )
 
 
 def put_ordinary(source: Source, optimizer: NativeOptimizer, topology: Topology) -> None:
@@ -115,7 +133,9 @@ def _entry(source: Source, name: str, param: nn.Parameter, topology: Topology) -
             param.copy_(values(WEIGHT))
     num_steps = source.parameters[name].num_steps
     kept = [each for each in states if "." not in each and each not in (WEIGHT, MASTER)]
-    found: dict[str, Any] = {STEP: torch.tensor(float(num_steps))} | {each: values(each) for each in kept}
+    found: dict[str, Any] = {STEP: torch.tensor(float(num_steps))} | {
+        each: values(each) for each in kept
+    }
     if MASTER in states:
         found[MASTER] = values(MASTER)
     return found if num_steps or kept else {}
@@ -125,7 +145,7 @@ def _ordinary(optimizer: NativeOptimizer) -> dict[str, nn.Parameter]:
     return {f"optimizer.{name}": param for name, param in optimizer.named_ordinary()}
 
 
-# ---- parameter groups and random generators --------------------------------------------------------------------------
+# ---- parameter groups and random generators ------------------------------------------------------
 
 _ALIKE = ({"Adam", "AdamW"},)  # classes that can load each other's states
 _NO_STATES = "load_optimizer_states=False takes the weights alone"
@@ -133,19 +153,27 @@ _NO_STATES = "load_optimizer_states=False takes the weights alone"
 Group = dict[str, Any]
 
 
-def saved_groups(source: Source, optimizer: NativeOptimizer, fitted: Fitted) -> list[tuple[Group, Group]]:
+def saved_groups(
+    source: Source, optimizer: NativeOptimizer, fitted: Fitted
+) -> list[tuple[Group, Group]]:
     """(group of the optimizer, saved values) of every group that was saved.
 
-    A group takes the values (lr, betas, ...) of the saved group that held its parameters, under any index. Changes nothing.
+    A group takes the values (lr, betas, ...) of the saved group that held its parameters, under any
+    index. Changes nothing.
 
-    Raises ValueError when another class of optimizer was saved, the parameters of a group were in several saved groups, or
-    groups that differ now were one; ManifestError for JSON that no optimizer saves.
+    Raises ValueError when another class of optimizer was saved, the parameters of a group were in
+    several saved groups, or groups that differ now were one; ManifestError for JSON that no
+    optimizer saves.
     """
     saved = source.manifest.optimizer
     _check_class(saved, optimizer, source)
     groups, number_of = _saved_values(saved, source)
     names = {id(shard.param): name for shard, name in fitted.params.items()}
-    names |= {id(param): f"optimizer.{name}" for name, param in optimizer.named() if id(param) not in names}
+    names |= {
+        id(param): f"optimizer.{name}"
+        for name, param in optimizer.named()
+        if id(param) not in names
+    }
     found: list[tuple[Group, Group]] = []
     holder: dict[int, int] = {}  # of each saved group, the first group that steps parameters of it
     for number, group in enumerate(optimizer.param_groups):
@@ -153,7 +181,8 @@ def saved_groups(source: Source, optimizer: NativeOptimizer, fitted: Fitted) -> 
         if len(numbers) > 1:
             raise ValueError(
                 f"{source.file}: group {number} of the optimizer steps parameters of the saved "
-                f"groups {shown_names([str(each) for each in sorted(numbers)])}, which may differ in lr and the rest: "
+                f"groups {shown_names([str(each) for each in sorted(numbers)])}, which may differ "
+                "in lr and the rest: "
                 f"make the groups as they were; {_NO_STATES}"
             )
         for each in numbers:
@@ -162,39 +191,55 @@ def saved_groups(source: Source, optimizer: NativeOptimizer, fitted: Fitted) -> 
             differing = [key for key in groups[each] if group.get(key) != other.get(key)]
             if differing:
                 raise ValueError(
-                    f"{source.file}: groups {first} and {number} of the optimizer differ in {', '.join(differing)}, and their "
-                    f"parameters were in one saved group, {each}: make the groups as they were; {_NO_STATES}"
+                    f"{source.file}: groups {first} and {number} of the optimizer differ in "
+                    f"{', '.join(differing)}, and their "
+                    f"parameters were in one saved group, {each}: make the groups as they were; "
+                    f"{_NO_STATES}"
                 )
             found.append((group, groups[each]))
     return found
 
 
 def check_moments(source: Source, shards: Shards, fitted: Fitted) -> None:
-    """Raises ValueError that names states which this optimizer keeps and the checkpoint lacks for stepped parameters."""
+    """Raises ValueError that names states which this optimizer keeps and the checkpoint lacks for
+    stepped parameters."""
     tiles = tiles_of(shards)
     lacking = []
     for shard, name in fitted.params.items():
         live, _ = shards.find(shard.param)
-        if tiles is None or not live.unit.is_trainable or not source.parameters[name].num_steps or not shard.numel:
+        if (
+            tiles is None
+            or not live.unit.is_trainable
+            or not source.parameters[name].num_steps
+            or not shard.numel
+        ):
             continue
-        lacking += [f"{state} of {name}" for state in tiles.names(shard) if source.kind(name, state) is None]
+        lacking += [
+            f"{state} of {name}" for state in tiles.names(shard) if source.kind(name, state) is None
+        ]
     if lacking:
         raise ValueError(
-            f"{source.file} has no {shown_names(lacking[:4])}{' and others' if len(lacking) > 4 else ''}: it was saved by an "
-            f"optimizer with other settings (amsgrad, momentum). Set them as they were; {_NO_STATES}"
+            f"{source.file} has no "
+            f"{shown_names(lacking[:4])}{' and others' if len(lacking) > 4 else ''}: it was saved "
+            "by an "
+            "optimizer with other settings (amsgrad, momentum). Set them as they were; "
+            f"{_NO_STATES}"
         )
 
 
 def put_groups(optimizer: NativeOptimizer, groups: list[tuple[Group, Group]]) -> None:
-    """Sets groups to their saved values. Raises ValueError for values that the optimizer refuses."""
+    """Sets groups to their saved values. Raises ValueError for values that the optimizer
+    refuses."""
     how = {name: value for name, (value, _) in IMPLEMENTATION.items() if name in optimizer.defaults}
     for group, values in groups:
         optimizer.check_group({**group, **values, **how})
-        group.update({**values, **how})  # options of the implementation (foreach, fused) stay this optimizer's
+        # options of the implementation (foreach, fused) stay this optimizer's
+        group.update({**values, **how})
 
 
 def put_rng(saved: Json, where: str, device: torch.device) -> None:
-    """Restores this rank's random generators. Raises ManifestError for JSON that no generator saves."""
+    """Restores this rank's random generators. Raises ManifestError for JSON that no generator
+    saves."""
     if saved is None:
         return
     state = decode(saved, where)
@@ -205,7 +250,9 @@ def put_rng(saved: Json, where: str, device: torch.device) -> None:
         if is_accelerator(device) and device.type in state:
             set_rng_state(device, state[device.type])
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise ManifestError(f"{where}: is no state of this machine's generators: {error}") from error
+        raise ManifestError(
+            f"{where}: is no state of this machine's generators: {error}"
+        ) from error
 
 
 def _check_class(saved: Json, optimizer: NativeOptimizer, source: Source) -> None:
@@ -213,23 +260,31 @@ def _check_class(saved: Json, optimizer: NativeOptimizer, source: Source) -> Non
     own = type(optimizer).__name__
     if name != own and not any({name, own} <= alike for alike in _ALIKE):
         raise ValueError(
-            f"{source.file} was saved by {name}, and this optimizer is {own}: build a {name}; {_NO_STATES}"
+            f"{source.file} was saved by {name}, and this optimizer is {own}: build a {name}; "
+            f"{_NO_STATES}"
         )
 
 
 def _saved_values(saved: Json, source: Source) -> tuple[list[Group], dict[str, int]]:
-    """The values of each saved group, and each parameter's index of its group. Raises ManifestError."""
+    """The values of each saved group, and each parameter's index of its group. Raises
+    ManifestError."""
     try:
         groups = [decode(each["values"], f"{source.file}: optimizer") for each in saved["groups"]]
-        number_of = {str(name): number for number, each in enumerate(saved["groups"]) for name in each["params"]}
+        number_of = {
+            str(name): number
+            for number, each in enumerate(saved["groups"])
+            for name in each["params"]
+        }
         if not all(isinstance(values, dict) for values in groups):
             raise TypeError("values are no object")
     except (KeyError, TypeError) as error:
-        raise ManifestError(f"{source.file}: optimizer: is not what an optimizer saves: {error!r}") from error
+        raise ManifestError(
+            f"{source.file}: optimizer: is not what an optimizer saves: {error!r}"
+        ) from error
     return groups, number_of
 
 
-# ---- loading ---------------------------------------------------------------------------------------------------------
+# ---- loading -------------------------------------------------------------------------------------
 
 logger = logging.getLogger("tiermem")
 
@@ -237,7 +292,8 @@ COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 """The counters that an engine saves."""
 
 CustomLoad = Callable[..., Any]
-"""Called with src=(a mapping of the saved weights) and dst=(the model); it puts the weights in place itself."""
+"""Called with src=(a mapping of the saved weights) and dst=(the model); it puts the weights in
+place itself."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,38 +342,49 @@ def load(
     loss_scaler: Any = None,
     loader: Any = None,
 ) -> Loaded | None:
-    """Opens a step that `save` saved, from any number of ranks, tiers, tile sizes, paths and precisions.
+    """Opens a step that `save` saved, from any number of ranks, tiers, tile sizes, paths and
+    precisions.
 
     Args:
         optimizer: the optimizer that steps the model; None: only weights and buffers are loaded.
         load_dir: the save_dir of `save`, the folder of a tag or a run, or a manifest file.
         tag: default: the tag that `latest` names. newest: if there is no `latest`, the newest tag.
-        load_module_strict: names that only the model or only the checkpoint has raise ValueError; if False they are logged.
+        load_module_strict: names that only the model or only the checkpoint has raise ValueError;
+            if False they are logged.
         load_optimizer_states: False: moments and step counts stay as they are.
-        load_module_only: only weights and buffers are loaded. Masters are made from the weights, as they are if the policy's
-            `loads_masters` is False.
-        custom_load_fn: loads the weights itself: called with src= (a mapping; each access reads a saved weight) and dst= (the
-            model). Masters are then made from the model's weights. Called on every rank, so it may call collectives.
+        load_module_only: only weights and buffers are loaded. Masters are made from the weights, as
+            they are if the policy's `loads_masters` is False.
+        custom_load_fn: loads the weights itself: called with src= (a mapping; each access reads a
+            saved weight) and dst= (the model). Masters are then made from the model's weights.
+            Called on every rank, so it may call collectives.
         allow_older: loads the next older step when this one is not whole, or damaged.
-        scheduler, loss_scaler, loader: objects whose saved state is restored with `load_state_dict`.
+        scheduler, loss_scaler, loader: objects whose saved state is restored with
+            `load_state_dict`.
 
-    Returns None, with a warning, when no tag is given and nothing is saved there. On as many ranks as saved, random generators
-    and the loader's position are restored too, and training continues bit by bit.
+    Returns None, with a warning, when no tag is given and nothing is saved there. On as many ranks
+    as saved, random generators and the loader's position are restored too, and training continues
+    bit by bit.
 
-    Collective; blocks. Every byte is verified. Raises NothingSaved (a FileNotFoundError) that lists the tags, when the tag does
-    not exist, or when there are tags, no `latest`, and `newest` is False; ValueError for an empty load_dir; ManifestError and
-    ValueError for a mismatch, before anything is changed; DamagedState and OSError when reading fails. After a failed read the
-    model holds a mixture of values, and steps refuse to run until another load succeeds.
+    Collective; blocks. Every byte is verified. Raises NothingSaved (a FileNotFoundError) that lists
+    the tags, when the tag does not exist, or when there are tags, no `latest`, and `newest` is
+    False; ValueError for an empty load_dir; ManifestError and ValueError for a mismatch, before
+    anything is changed; DamagedState and OSError when reading fails. After a failed read the model
+    holds a mixture of values, and steps refuse to run until another load succeeds.
     """
     beside = (("scheduler", scheduler), ("loss_scaler", loss_scaler), ("data", loader))
-    asked = Asked(load_module_strict, load_optimizer_states, load_module_only, custom_load_fn, beside)
+    asked = Asked(
+        load_module_strict, load_optimizer_states, load_module_only, custom_load_fn, beside
+    )
     where = named_folder("load_dir", load_dir)
     try:
         shards.steps.commit()  # of durability="step": before the newest step is looked for
     except (OSError, RuntimeError) as error:
         logger.warning("the last step is not made durable: %s", error)
     candidates = _candidates(shards, where, tag, newest)
-    own = frozenset(RunOwner(*json.loads(each)) for each in exchange(shards.topology, json.dumps(this_process())))
+    own = frozenset(
+        RunOwner(*json.loads(each))
+        for each in exchange(shards.topology, json.dumps(this_process()))
+    )
     for number, each in enumerate(candidates):
         older = candidates[number + 1 :]
         try:
@@ -330,7 +397,8 @@ def load(
 
 
 def _candidates(shards: Shards, where: Path, tag: str | None, newest: bool) -> list[Found]:
-    """The steps of the place, the requested one first; equal in number on every rank. Collective."""
+    """The steps of the place, the requested one first; equal in number on every rank.
+    Collective."""
 
     def look() -> list[Found]:
         try:
@@ -364,7 +432,11 @@ def _open(
     source = everywhere(topology, f"opening {found}", lambda: Source.of(found, older, own))
     with source:
         manifest = source.manifest
-        agree(topology, {"saved step": f"run {manifest.run_id}, commit {manifest.commit}"}, "load_checkpoint")
+        agree(
+            topology,
+            {"saved step": f"run {manifest.run_id}, commit {manifest.commit}"},
+            "load_checkpoint",
+        )
         wants = _wants(source, shards, optimizer, asked)
         _check_compute(source, shards, wants)
         _check_streamed(source, shards, wants)
@@ -375,7 +447,11 @@ def _open(
             assert optimizer is not None
             groups = saved_groups(source, optimizer, fitted)
             held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-            stepped = [shard.param for shard, name in fitted.params.items() if source.parameters[name].num_steps]
+            stepped = [
+                shard.param
+                for shard, name in fitted.params.items()
+                if source.parameters[name].num_steps
+            ]
             take_up(shards, [param for param in stepped if id(param) in held], str(source.file))
             check_moments(source, shards, fitted)
             check_ordinary(source, optimizer)
@@ -398,40 +474,60 @@ def _open(
         return loaded
 
 
-def _wants(source: Source, shards: Shards, optimizer: NativeOptimizer | None, asked: Asked) -> Wants:
+def _wants(
+    source: Source, shards: Shards, optimizer: NativeOptimizer | None, asked: Asked
+) -> Wants:
     has_states = asked.takes_states and not asked.module_only and optimizer is not None
     if has_states and source.manifest.optimizer is None:
-        logger.warning("%s holds no optimizer: its weights are opened, and states begin anew", source.file)
-    has_masters = asked.custom_load is None and not asked.module_only and shards.policy.loads_masters
+        logger.warning(
+            "%s holds no optimizer: its weights are opened, and states begin anew", source.file
+        )
+    has_masters = (
+        asked.custom_load is None and not asked.module_only and shards.policy.loads_masters
+    )
     return Wants(weights=asked.custom_load is None, states=has_states, masters=has_masters)
 
 
 def _check_compute(source: Source, shards: Shards, wants: Wants) -> None:
-    """Warns when training goes on with another compute dtype than the save's; raises ValueError when a measurement chose it."""
+    """Warns when training goes on with another compute dtype than the save's; raises ValueError
+    when a measurement chose it."""
     saved = source.manifest.compute_dtype
     now = shards.compute
     if not wants.states or saved == now.dtype:
         return
-    said = f"{source.file} was trained with compute_dtype {saved!r}, and this start computes with {now.dtype!r} ({now.why})"
+    said = (
+        f"{source.file} was trained with compute_dtype {saved!r}, and this start computes with "
+        f"{now.dtype!r} ({now.why})"
+    )
     if now.is_measured:
-        raise ValueError(f'{said}: set "tiermem": {{"compute_dtype": "{saved}"}} to go on with the same bits')
+        raise ValueError(
+            f'{said}: set "tiermem": {{"compute_dtype": "{saved}"}} to go on with the same bits'
+        )
     logger.warning("%s: losses differ from those of the run that saved it", said)
 
 
 def _check_streamed(source: Source, shards: Shards, wants: Wants) -> None:
-    """Warns when the save's tiles were stepped on an accelerator in another part than now, and the policy leaves that open."""
+    """Warns when the save's tiles were stepped on an accelerator in another part than now, and the
+    policy leaves that open."""
     saved = source.manifest.streamed_part
     now = shards.plan.streamed_part
-    if wants.states and saved != now and shards.policy.streamed_ratio is None and shards.plan.states is not Tier.DEVICE:
+    if (
+        wants.states
+        and saved != now
+        and shards.policy.streamed_ratio is None
+        and shards.plan.states is not Tier.DEVICE
+    ):
         logger.warning(
-            '%s was trained with streamed_ratio %s, and this start with %s: set "tiermem": {"streamed_ratio": %s} to step the '
+            '%s was trained with streamed_ratio %s, and this start with %s: set "tiermem": '
+            '{"streamed_ratio": %s} to step the '
             "same tiles on the accelerator",
             source.file, saved, now, saved,
         )  # fmt: skip
 
 
 def _rest(source: Source, shards: Shards, wants: Wants, asked: Asked) -> list[tuple[Any, Any, str]]:
-    """(owner, saved state, its place for errors) of the scheduler, the loss scaler and the loader. Changes nothing.
+    """(owner, saved state, its place for errors) of the scheduler, the loss scaler and the loader.
+    Changes nothing.
 
     Raises ManifestError for a state of another type than the owner saves.
     """
@@ -440,13 +536,22 @@ def _rest(source: Source, shards: Shards, wants: Wants, asked: Asked) -> list[tu
     found = []
     is_same_world = manifest.world == shards.topology.world
     for name, owner in asked.beside:
-        saved = getattr(source.parts[rank], name) if name == "data" and is_same_world else getattr(manifest, name, None)
-        if saved is not None and hasattr(owner, "load_state_dict") and (wants.states or name != "loss_scaler"):
+        saved = (
+            getattr(source.parts[rank], name)
+            if name == "data" and is_same_world
+            else getattr(manifest, name, None)
+        )
+        if (
+            saved is not None
+            and hasattr(owner, "load_state_dict")
+            and (wants.states or name != "loss_scaler")
+        ):
             state = decode(saved, f"{source.file}: {name}")
             own = owner.state_dict()
             if isinstance(own, Mapping) and not isinstance(state, Mapping):
                 raise ManifestError(
-                    f"{source.file}: {name}: is a {type(state).__name__}; what {type(owner).__name__} saves is due, which has "
+                    f"{source.file}: {name}: is a {type(state).__name__}; what "
+                    f"{type(owner).__name__} saves is due, which has "
                     f"{', '.join(map(str, own))}"
                 )
             found.append((owner, state, f"{source.file}: {name}"))
@@ -454,12 +559,16 @@ def _rest(source: Source, shards: Shards, wants: Wants, asked: Asked) -> list[tu
 
 
 def _put_rest(source: Source, shards: Shards, rest: list[tuple[Any, Any, str]]) -> None:
-    """Restores generators and the states that `_rest` found. Raises ManifestError for a state that its owner refuses."""
+    """Restores generators and the states that `_rest` found. Raises ManifestError for a state that
+    its owner refuses."""
     rank = shards.topology.rank
     manifest = source.manifest
     is_same_world = manifest.world == shards.topology.world
     if not is_same_world and rank == 0:
-        text = "%s was saved on %d ranks and is opened on %d: generators and the position in the data are not put back"
+        text = (
+            "%s was saved on %d ranks and is opened on %d: generators and the position in the "
+            "data are not put back"
+        )
         logger.info(text, source.file, manifest.world, shards.topology.world)
     if is_same_world:
         put_rng(source.parts[rank].rng, f"{source.file}: rng of rank {rank}", shards.device)
@@ -467,7 +576,9 @@ def _put_rest(source: Source, shards: Shards, rest: list[tuple[Any, Any, str]]) 
         try:
             owner.load_state_dict(state)
         except (AttributeError, KeyError, IndexError, TypeError) as error:
-            raise ManifestError(f"{where}: is not what {type(owner).__name__} saves: {error!r}") from error
+            raise ManifestError(
+                f"{where}: is not what {type(owner).__name__} saves: {error!r}"
+            ) from error
 
 
 def _loaded(source: Source, wants: Wants) -> Loaded:
@@ -475,10 +586,16 @@ def _loaded(source: Source, wants: Wants) -> Loaded:
     engine = decode(manifest.engine, f"{source.file}: engine")
     engine = {} if engine is None else engine
     if not isinstance(engine, dict):
-        raise ManifestError(f"{source.file}: engine: is a {type(engine).__name__}; an object with its counters is due")
+        raise ManifestError(
+            f"{source.file}: engine: is a {type(engine).__name__}; an object with its counters is "
+            "due"
+        )
     for name in COUNTERS:
         if type(engine.get(name, 0)) is not int or engine.get(name, 0) < 0:
-            raise ManifestError(f"{source.file}: engine: {name} is {engine[name]!r:.80}; a count of 0 or more is due")
+            raise ManifestError(
+                f"{source.file}: engine: {name} is {engine[name]!r:.80}; a count of 0 or more is "
+                "due"
+            )
     return Loaded(
         path=source.place,
         tag=manifest.tag,

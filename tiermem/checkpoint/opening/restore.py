@@ -1,16 +1,18 @@
-"""Restore: matches saved states with a model's parameters, converts them, and puts them where the model's states rest.
+"""Restore: matches saved states with a model's parameters, converts them, and puts them where the
+model's states rest.
 
     fit       names and shapes are compared, before anything is changed
     put       each rank fills its part of every weight and state
     agree     ranks exchange whether that succeeded
     show      step counts, buffers, and gathered parameters are updated       all ranks together
 
-The saved step may come from any number of ranks, tiers, tile sizes and precisions. A rank reads its own elements and the
-1 MiB blocks around them, tile by tile, and gathers no parameter. The next tiles are read while one tile is filled and others
-are written, all within the buffers of the optimizer's tiles. Only a buffer of the model is read at once.
+The saved step may come from any number of ranks, tiers, tile sizes and precisions. A rank reads its
+own elements and the 1 MiB blocks around them, tile by tile, and gathers no parameter. The next
+tiles are read while one tile is filled and others are written, all within the buffers of the
+optimizer's tiles. Only a buffer of the model is read at once.
 
-When a rank fails, all ranks raise. The model then holds a mixture of old and new values, and every step refuses to run until
-another restore succeeds.
+When a rank fails, all ranks raise. The model then holds a mixture of old and new values, and every
+step refuses to run until another restore succeeds.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ from tiermem.units.unit import Shard
 from tiermem.weights.unit_state import LiveUnit
 from tiermem.weights.values import initial_master
 
-# ---- matching saved tensors with parameters and buffers --------------------------------------------------------------
+# ---- matching saved tensors with parameters and buffers ------------------------------------------
 
 logger = logging.getLogger("tiermem")
 
@@ -58,30 +60,51 @@ class Fitted(NamedTuple):
 def fit(shards: Shards, source: Source, is_strict: bool) -> Fitted:
     """Finds every tensor of a model in a source.
 
-    A parameter matches under any of its names, so weights may be tied here and saved apart, or the reverse. Nothing is
-    changed.
+    A parameter matches under any of its names, so weights may be tied here and saved apart, or the
+    reverse. Nothing is changed.
 
-    is_strict: names that only the model or only the source has raise ValueError, with both lists; else they are logged and
-    the rest is matched. Frozen parameters that the save left out are not missing. Raises ValueError for different shapes.
+    is_strict: names that only the model or only the source has raise ValueError, with both lists;
+        else they are logged and
+    the rest is matched. Frozen parameters that the save left out are not missing. Raises ValueError
+    for different shapes.
     """
     aliases = names_of(shards.model)
-    own = [(shard, [shard.name, *aliases.get(id(shard.param), ())]) for _, shard in shards.parameters()]
+    own = [
+        (shard, [shard.name, *aliases.get(id(shard.param), ())]) for _, shard in shards.parameters()
+    ]
     held = buffers(shards.model)
-    params = {shard: found.name for shard, names in own if (found := _found(source, names)) is not None}
-    placed = [(tensor, found.name) for names, tensor in held if (found := _found(source, names)) is not None]
+    params = {
+        shard: found.name for shard, names in own if (found := _found(source, names)) is not None
+    }
+    placed = [
+        (tensor, found.name)
+        for names, tensor in held
+        if (found := _found(source, names)) is not None
+    ]
     used = {*params.values(), *(name for _, name in placed)}
-    used.update(name for shard, names in own if shard in params for name in names)  # tied in the model, saved apart
+    # tied in the model, saved apart
+    used.update(name for shard, names in own if shard in params for name in names)
     excluded = set(source.manifest.excluded)
-    missing = [names[0] for shard, names in own if shard not in params and not excluded.intersection(names)]
+    missing = [
+        names[0] for shard, names in own if shard not in params and not excluded.intersection(names)
+    ]
     missing += [names[0] for names, _ in held if _found(source, names) is None]
-    extra = [each.name for each in source.manifest.parameters if each.name not in used and each.role != "ordinary"]
+    extra = [
+        each.name
+        for each in source.manifest.parameters
+        if each.name not in used and each.role != "ordinary"
+    ]
     _check_shapes(source, [(shard.shape, name) for shard, name in params.items()])
     _check_shapes(source, [(tensor.shape, name) for tensor, name in placed])
     if missing or extra:
-        lists = f"Missing in the checkpoint: {shown_names(missing)}. Not in the model: {shown_names(extra)}"
+        lists = (
+            f"Missing in the checkpoint: {shown_names(missing)}. Not in the model: "
+            f"{shown_names(extra)}"
+        )
         if is_strict:
             raise ValueError(
-                f"{source.file} does not fit the model. {lists}. load_module_strict=False loads what fits and leaves the "
+                f"{source.file} does not fit the model. {lists}. load_module_strict=False loads "
+                "what fits and leaves the "
                 "rest as it is"
             )
         logger.warning("%s fits the model in part. %s", source.file, lists)
@@ -94,7 +117,8 @@ def shown_names(names: Sequence[str]) -> str:
 
 
 def _found(source: Source, names: Sequence[str]) -> Parameter | None:
-    """The tensor saved under one of these names. Its role is ignored: state dicts do not mark buffers."""
+    """The tensor saved under one of these names. Its role is ignored: state dicts do not mark
+    buffers."""
     for name in names:
         found = source.find(name)
         if found is not None and found.role != "ordinary":
@@ -104,7 +128,11 @@ def _found(source: Source, names: Sequence[str]) -> Parameter | None:
 
 def _check_shapes(source: Source, found: Sequence[tuple[torch.Size, str]]) -> None:
     wrong = [
-        f"{name} is {tuple(source.parameters[name].shape)} in the checkpoint and {tuple(shape)} in the model"
+        (
+            f"{name} is {tuple(source.parameters[name].shape)} in the checkpoint and "
+            f"{tuple(shape)} in "
+            "the model"
+        )
         for shape, name in found
         if tuple(source.parameters[name].shape) != tuple(shape)
     ]
@@ -112,7 +140,7 @@ def _check_shapes(source: Source, found: Sequence[tuple[torch.Size, str]]) -> No
         raise ValueError(f"{source.file} does not fit the model: {'; '.join(wrong)}")
 
 
-# ---- converting saved states to the formats of this model ------------------------------------------------------------
+# ---- converting saved states to the formats of this model ----------------------------------------
 #
 #     same format as saved                  bytes are read into place
 #     another format                        converted through fp32: exact where the new format can hold it, else rounded
@@ -142,13 +170,17 @@ class Filling:
         wants: the values to restore.
     """
 
-    def __init__(self, source: Source, names: Mapping[Shard, str], workers: Workers, wants: Wants) -> None:
+    def __init__(
+        self, source: Source, names: Mapping[Shard, str], workers: Workers, wants: Wants
+    ) -> None:
         self._source = source
         self._names = names
         self._workers = workers
         self._wants = wants
-        self.conversions: set[tuple[str, str, str]] = set()  # (state, saved as, kept as), for one log line
-        self.has_moments: set[Shard] = set()  # parameters without steps that have a moment other than zero
+        # (state, saved as, kept as), for one log line
+        self.conversions: set[tuple[str, str, str]] = set()
+        # parameters without steps that have a moment other than zero
+        self.has_moments: set[Shard] = set()
 
     def reads(self, tile: Tile, shard_rank: int) -> Iterator[Elements]:
         """The reads of `fill` for a tile, in order."""
@@ -176,7 +208,8 @@ class Filling:
                 self._put_moment(name, moment, piece, place)
 
     def weight(self, name: str, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Elements of a weight in a dtype: as saved if the weight has that dtype, else from the saved master."""
+        """Elements of a weight in a dtype: as saved if the weight has that dtype, else from the
+        saved master."""
         self._note(WEIGHT, self._source.kind(name, WEIGHT), kinds.name_of(dtype))
         return self._source.weight(name, start, numel, dtype)
 
@@ -185,7 +218,9 @@ class Filling:
         found = []
         saved = self._source.kind(name, WEIGHT)
         master = tile.layout.master
-        if self._wants.weights and not self._is_weight_of_master(name, master is not None and master.kind == "split"):
+        if self._wants.weights and not self._is_weight_of_master(
+            name, master is not None and master.kind == "split"
+        ):
             found.append(WEIGHT if saved == kinds.name_of(tile.dtype) else MASTER)
         if self._wants.weights and self._wants.masters and master is not None:
             found.append(MASTER)
@@ -195,14 +230,17 @@ class Filling:
         return found
 
     def _is_weight_of_master(self, name: str, is_split: bool) -> bool:
-        """Whether the weight is the upper half of a split master that is converted from another kind of master."""
+        """Whether the weight is the upper half of a split master that is converted from another
+        kind of master."""
         return is_split and self._wants.masters and self._source.kind(name, MASTER) != kinds.SPLIT
 
     def _put_weight(self, name: str, places: Places) -> None:
         """The weight and its master."""
         master = places.master
         weight = places.weight
-        is_of_master = self._is_weight_of_master(name, master is not None and master.dtype == torch.int16)
+        is_of_master = self._is_weight_of_master(
+            name, master is not None and master.dtype == torch.int16
+        )
         if not is_of_master:
             self._note(WEIGHT, self._source.kind(name, WEIGHT), kinds.name_of(weight.dtype))
             self._source.weight_into(name, places.first, weight)
@@ -227,12 +265,21 @@ class Filling:
                 each.zero_()
             return
         self._put(name, moment, places, place)
-        is_new = self._source.parameters[name].num_steps == 0  # `has_moments` is only for these parameters
+        # `has_moments` is only for these parameters
+        is_new = self._source.parameters[name].num_steps == 0
         if is_new and places.shard not in self.has_moments and stored[0].any():
             self.has_moments.add(places.shard)
 
-    def _put(self, name: str, state: str, places: Places, place: Moment, weight: torch.Tensor | None = None) -> None:
-        """Puts a state into its place, converted if needed. weight: receives the upper half of a split master."""
+    def _put(
+        self,
+        name: str,
+        state: str,
+        places: Places,
+        place: Moment,
+        weight: torch.Tensor | None = None,
+    ) -> None:
+        """Puts a state into its place, converted if needed. weight: receives the upper half of a
+        split master."""
         saved = self._source.kind(name, state)
         kept = kinds.CODES
         if isinstance(place, torch.Tensor):
@@ -249,7 +296,7 @@ class Filling:
             self.conversions.add((state, saved or "the weight", kept))
 
 
-# ---- putting a step in place -----------------------------------------------------------------------------------------
+# ---- putting a step in place ---------------------------------------------------------------------
 
 _LENT_OF = 4  # of each 4 tile buffers, 1 is lent to the source for prefetching
 
@@ -257,7 +304,8 @@ _LENT_OF = 4  # of each 4 tile buffers, 1 is lent to the source for prefetching
 def restore(shards: Shards, source: Source, fitted: Fitted, wants: Wants) -> None:
     """Puts weights, buffers and states in place. Collective; blocks.
 
-    A rank where reading fails raises DamagedState or OSError. Other ranks raise DamageElsewhere (an OSError) or RuntimeError.
+    A rank where reading fails raises DamagedState or OSError. Other ranks raise DamageElsewhere (an
+    OSError) or RuntimeError.
     """
     filling = Filling(source, fitted.params, shards.workers, wants)
     shards.steps.abandon()
@@ -265,10 +313,16 @@ def restore(shards: Shards, source: Source, fitted: Fitted, wants: Wants) -> Non
     shards.end_gathers(shards.units)
     with shards.steps.changing_all():
         shards.prefetcher.empty()
-        everywhere(shards.topology, "restoring its part", lambda: _put(shards, source, fitted, wants, filling))
+        everywhere(
+            shards.topology,
+            "restoring its part",
+            lambda: _put(shards, source, fitted, wants, filling),
+        )
         _show(shards, source, fitted, wants, filling)
     if filling.conversions and shards.topology.rank == 0:
-        shown = ", ".join(f"{state} {saved} -> {kept}" for state, saved, kept in sorted(filling.conversions))
+        shown = ", ".join(
+            f"{state} {saved} -> {kept}" for state, saved, kept in sorted(filling.conversions)
+        )
         logger.info("restored in other formats than were saved: %s", shown)
 
 
@@ -278,7 +332,9 @@ def _put(shards: Shards, source: Source, fitted: Fitted, wants: Wants, filling: 
     untiled = [
         (live, shard)
         for live, shard in shards.parameters()
-        if wants.weights and shard in fitted.params and not (shards.states is not None and live.unit.is_trainable)
+        if wants.weights
+        and shard in fitted.params
+        and not (shards.states is not None and live.unit.is_trainable)
     ]
     with _reading_ahead(shards, source):
         source.follow(_in_order(shards, source, fitted, filling, untiled))
@@ -294,7 +350,8 @@ def _put(shards: Shards, source: Source, fitted: Fitted, wants: Wants, filling: 
 
 @contextlib.contextmanager
 def _reading_ahead(shards: Shards, source: Source) -> Iterator[None]:
-    """Lends some of the tile buffers to the source for prefetching, if they are large enough. Allocates no memory."""
+    """Lends some of the tile buffers to the source for prefetching, if they are large enough.
+    Allocates no memory."""
     pool = shards.tile_pool
     lent = list[Slot]()
     with contextlib.ExitStack() as returning:
@@ -302,12 +359,18 @@ def _reading_ahead(shards: Shards, source: Source) -> Iterator[None]:
             give_back = pool.give_back
             returning.callback(lambda: [give_back(slot) for slot in lent])
             lent.extend(itertools.islice(iter(pool.take, None), pool.count // _LENT_OF))
-        with source.lent([slot.tensor[: slot.num_bytes // PAGE_BYTES * PAGE_BYTES] for slot in lent]):
+        with source.lent(
+            [slot.tensor[: slot.num_bytes // PAGE_BYTES * PAGE_BYTES] for slot in lent]
+        ):
             yield
 
 
 def _in_order(
-    shards: Shards, source: Source, fitted: Fitted, filling: Filling, untiled: Sequence[tuple[LiveUnit, Shard]]
+    shards: Shards,
+    source: Source,
+    fitted: Fitted,
+    filling: Filling,
+    untiled: Sequence[tuple[LiveUnit, Shard]],
 ) -> Iterator[Elements]:
     """All reads in order: tiles, then the weights of parameters without tiles."""
     rank = shards.topology.shard_rank
@@ -323,8 +386,11 @@ def _in_order(
             yield Elements(name, state, first + start, min(CHUNK_NUMEL, numel - start))
 
 
-def _put_weight(shards: Shards, live: LiveUnit, shard: Shard, name: str, source: Source, filling: Filling) -> None:
-    """Fills the weight of a parameter without tiles, in pieces, and the fp32 values that its master will start from.
+def _put_weight(
+    shards: Shards, live: LiveUnit, shard: Shard, name: str, source: Source, filling: Filling
+) -> None:
+    """Fills the weight of a parameter without tiles, in pieces, and the fp32 values that its master
+    will start from.
 
     A weight that rests in blocks gets the saved blocks themselves, where they are of the same form.
     """
@@ -340,14 +406,19 @@ def _put_weight(shards: Shards, live: LiveUnit, shard: Shard, name: str, source:
                 shards.values.put_blocks(live, slice(place, place + due[2]), packed)
                 continue
         if keeps_initial:
-            shards.values.put_initial_master(live.unit, shard, filling.weight(*due, torch.float32), start)
+            shards.values.put_initial_master(
+                live.unit, shard, filling.weight(*due, torch.float32), start
+            )
         shards.values.put_elements(live, place, filling.weight(*due, live.unit.dtype))
 
 
 def _put_buffer(tensor: torch.Tensor, name: str, source: Source, topology: Topology) -> None:
-    """Fills a buffer: with this rank's own saved value if the number of ranks is equal and it has one, else with rank 0's."""
+    """Fills a buffer: with this rank's own saved value if the number of ranks is equal and it has
+    one, else with rank 0's."""
     own = f"{WEIGHT}.rank{topology.rank}"
-    state = own if own in source.states(name) and source.manifest.world == topology.world else WEIGHT
+    state = (
+        own if own in source.states(name) and source.manifest.world == topology.world else WEIGHT
+    )
     if tensor.numel():
         saved = source.read(name, state, 0, tensor.numel()).view(tensor.shape)
         with torch.no_grad():

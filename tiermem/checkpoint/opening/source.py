@@ -3,12 +3,12 @@
     Source.open(DIR, tag)  ->  manifest, parts, cover: all valid, every file exists and is long enough
     read, fp32             ->  elements of one state, by index in the whole parameter
 
-A read takes whole blocks of 1 MiB and compares the CRC-32C of each block with the manifest. It returns no unverified byte. The
-range may have any size, so tiles and ranks may differ from those that saved. `follow` announces reads, which are then
-prefetched. Memory use: see verified.py.
+A read takes whole blocks of 1 MiB and compares the CRC-32C of each block with the manifest. It
+returns no unverified byte. The range may have any size, so tiles and ranks may differ from those
+that saved. `follow` announces reads, which are then prefetched. Memory use: see verified.py.
 
-A store that another live process uses is not read, because its slots change. A store that is read is locked as shared: no
-process can take it over or remove it. A Source writes nothing.
+A store that another live process uses is not read, because its slots change. A store that is read
+is locked as shared: no process can take it over or remove it. A Source writes nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,13 @@ from tiermem.checkpoint.format import kinds
 from tiermem.checkpoint.format.fields import ManifestError, no_collection
 from tiermem.checkpoint.format.finding import Found, Opened, cover, find, read_manifest, read_parts
 from tiermem.checkpoint.format.manifest import MASTER, WEIGHT, Manifest, Parameter, Part
-from tiermem.checkpoint.opening.verified import LEAST_AREA_BYTES, DamagedState, Verified, VerifiedSpan, VerifiedStream
+from tiermem.checkpoint.opening.verified import (
+    LEAST_AREA_BYTES,
+    DamagedState,
+    Verified,
+    VerifiedSpan,
+    VerifiedStream,
+)
 from tiermem.ranks.topology import fair_cores, fair_threads
 from tiermem.swap.base.native import Workers, widen_part
 from tiermem.swap.base.parts import Quantised
@@ -60,12 +66,14 @@ class Source:
         others: further durable steps of the same place, for the advice in errors.
         own: processes whose live stores may be read: this process and the other ranks.
 
-    Raises ManifestError when manifest and parts do not describe a whole step; OSError when a file is missing; EBUSY when
-    another process uses the store.
+    Raises ManifestError when manifest and parts do not describe a whole step; OSError when a file
+    is missing; EBUSY when another process uses the store.
     """
 
     @no_collection()
-    def __init__(self, opened: Opened, others: Sequence[Found] = (), own: frozenset[RunOwner] = frozenset()) -> None:
+    def __init__(
+        self, opened: Opened, others: Sequence[Found] = (), own: frozenset[RunOwner] = frozenset()
+    ) -> None:
         self.file = opened.file
         self.place = opened.place
         self.manifest: Manifest = opened.manifest
@@ -85,9 +93,14 @@ class Source:
             self._share(folder, shared)
         self.parts: tuple[Part, ...] = tuple(part for _, part in parts)
         self._saved = cover(self.manifest, self.parts, str(self.file))
-        self.parameters: Mapping[str, Parameter] = {each.name: each for each in self.manifest.parameters}
-        self._aliases = {alias: each.name for each in self.manifest.parameters for alias in each.aliases}
-        self._states: dict[str, dict[str, int]] = {name: {} for name in self.parameters}  # with their numbers
+        self.parameters: Mapping[str, Parameter] = {
+            each.name: each for each in self.manifest.parameters
+        }
+        self._aliases = {
+            alias: each.name for each in self.manifest.parameters for alias in each.aliases
+        }
+        # with their numbers
+        self._states: dict[str, dict[str, int]] = {name: {} for name in self.parameters}
         for (param, state), number in self._saved.numbers.items():
             self._states[param][state] = number
         self._streams: dict[tuple[str, str], VerifiedStream] = {}  # those that were asked for
@@ -101,7 +114,8 @@ class Source:
     def open(cls, where: Path | str, tag: str | None = None, allow_older: bool = False) -> Self:
         """Opens a durable step: the given tag, else the newest step; see `finding.find`. Blocks.
 
-        allow_older: opens the next older step when the newest is not whole. Otherwise the error names an older whole step.
+        allow_older: opens the next older step when the newest is not whole. Otherwise the error
+            names an older whole step.
         Raises NothingSaved (a FileNotFoundError), ManifestError, OSError.
         """
         found = find(Path(where), tag)
@@ -114,8 +128,11 @@ class Source:
         raise AssertionError("find returns something, or raises")
 
     @classmethod
-    def of(cls, found: Found, others: Sequence[Found] = (), own: frozenset[RunOwner] = frozenset()) -> Self:
-        """Opens one durable step. An error names the first of `others` that is whole. Raises ManifestError, OSError."""
+    def of(
+        cls, found: Found, others: Sequence[Found] = (), own: frozenset[RunOwner] = frozenset()
+    ) -> Self:
+        """Opens one durable step. An error names the first of `others` that is whole. Raises
+        ManifestError, OSError."""
         try:
             return cls(read_manifest(found), others, own)
         except (ManifestError, OSError) as error:
@@ -139,14 +156,15 @@ class Source:
             self._workers.close()
             self._workers = None
 
-    # ---- contents ------------------------------------------------------------------------------------------------------
+    # ---- contents --------------------------------------------------------------------------------
 
     def find(self, name: str) -> Parameter | None:
         """A parameter by its name or an alias; None if it was not saved."""
         return self.parameters.get(self._aliases.get(name, name))
 
     def states(self, param: str) -> tuple[str, ...]:
-        """The saved states of a parameter. A missing state has its value from before the first step."""
+        """The saved states of a parameter. A missing state has its value from before the first
+        step."""
         return tuple(self._states[param])
 
     def kind(self, param: str, state: str) -> str | None:
@@ -168,35 +186,41 @@ class Source:
         """Bytes of all states."""
         return sum(self._saved.num_bytes)
 
-    # ---- reading -------------------------------------------------------------------------------------------------------
+    # ---- reading ---------------------------------------------------------------------------------
 
     def follow(self, told: Iterable[Elements]) -> None:
-        """Announces the next reads by `read`, `read_into` or `fp32`, in order; they are prefetched. A hint. Raises OSError.
+        """Announces the next reads by `read`, `read_into` or `fp32`, in order; they are prefetched.
+        A hint. Raises OSError.
 
         For a state that was not saved, the state that `fp32` computes it from is prefetched.
         """
         self._verified.follow(each for elements in told for each in self._bytes_of(elements))
 
     def lent(self, areas: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
-        """Within the block, prefetches into the caller's memory areas that are large enough: see verified.py."""
+        """Within the block, prefetches into the caller's memory areas that are large enough: see
+        verified.py."""
         return self._verified.lent([area for area in areas if area.numel() >= LEAST_AREA_BYTES])
 
     def read(self, param: str, state: str, start: int, numel: int) -> torch.Tensor:
-        """Elements [start, start + numel) as stored: flat, of the kind's dtype (int16 for a split master).
+        """Elements [start, start + numel) as stored: flat, of the kind's dtype (int16 for a split
+        master).
 
-        Blocks. Raises DamagedState, OSError; KeyError for a state that was not saved; ValueError for a quantised state, whose
-        codes need their scales: use `fp32`.
+        Blocks. Raises DamagedState, OSError; KeyError for a state that was not saved; ValueError
+        for a quantised state, whose codes need their scales: use `fp32`.
         """
         out = torch.empty(numel, dtype=self._dtype(self._stream(param, state)))
         self.read_into(param, state, start, out)
         return out
 
     def read_into(self, param: str, state: str, start: int, out: torch.Tensor) -> None:
-        """`read` into a flat contiguous CPU tensor of the kind's dtype; takes no memory for the whole range. Blocks."""
+        """`read` into a flat contiguous CPU tensor of the kind's dtype; takes no memory for the
+        whole range. Blocks."""
         stream = self._stream(param, state)
         dtype = self._dtype(stream)
         if out.dtype != dtype:
-            raise ValueError(f"{state} of {param} is stored as {dtype}; it cannot be read into {out.dtype}")
+            raise ValueError(
+                f"{state} of {param} is stored as {dtype}; it cannot be read into {out.dtype}"
+            )
         first = start * dtype.itemsize
         self._verified.copy(stream, first, out.contiguous().view(torch.uint8))
 
@@ -215,11 +239,16 @@ class Source:
             return self._scaled(stream, start, numel)
         values = self.read(param, state, start, numel)
         if stream.kind == kinds.SPLIT:
-            return widen_part(self._threads(), values, self.read(param, self._weight_beside(param, rank), start, numel))
+            return widen_part(
+                self._threads(),
+                values,
+                self.read(param, self._weight_beside(param, rank), start, numel),
+            )
         return values.float()
 
     def weight(self, param: str, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Elements [start, start + numel) of a weight: as stored, if it was stored in this dtype, else from the master.
+        """Elements [start, start + numel) of a weight: as stored, if it was stored in this dtype,
+        else from the master.
 
         The master is rounded to nearest. Blocks; raises as `read`.
         """
@@ -238,16 +267,21 @@ class Source:
             out.copy_(self.fp32(param, MASTER, start, out.numel()))
 
     def blocks(self, param: str, start: int, numel: int, form: BlockFormat) -> torch.Tensor | None:
-        """The blocks of elements [start, start + numel) of a frozen weight as saved: uint8, codes, then scales.
+        """The blocks of elements [start, start + numel) of a frozen weight as saved: uint8, codes,
+        then scales.
 
-        None: it was saved in another form, or its blocks do not begin at multiples of BLOCK. start: such a multiple. Blocks;
+        None: it was saved in another form, or its blocks do not begin at multiples of BLOCK. start:
+            such a multiple. Blocks;
         raises as `read`.
         """
         if _FORMS.get(self.kind(param, WEIGHT) or "") != form:
             return None
         stream = self._stream(param, WEIGHT)
         scales = self._scales_of(stream)
-        found = [(span, list(scales.spans(span.start, span.numel))) for span in stream.spans(start, numel)]
+        found = [
+            (span, list(scales.spans(span.start, span.numel)))
+            for span in stream.spans(start, numel)
+        ]
         if any(each.start % BLOCK for span, own in found for each in (span, *own)):
             return None
         of_blocks = list[torch.Tensor]()
@@ -255,31 +289,41 @@ class Source:
         for span, own in found:
             of_blocks += map(self._bytes, own)
             codes.append(self._bytes(span))
-        padding = torch.zeros(form.code_bytes(numel) - sum(each.numel() for each in codes), dtype=torch.uint8)
+        padding = torch.zeros(
+            form.code_bytes(numel) - sum(each.numel() for each in codes), dtype=torch.uint8
+        )
         return torch.cat([*codes, padding, *of_blocks])
 
     def verify(self, param: str, state: str) -> Iterator[int]:
-        """Compares every block of a state with its checksum; yields the bytes of each chunk. Raises DamagedState, OSError."""
+        """Compares every block of a state with its checksum; yields the bytes of each chunk. Raises
+        DamagedState, OSError."""
         yield from self._verified.verify(self._stream(param, state))
 
-    # ---- helpers -------------------------------------------------------------------------------------------------------
+    # ---- helpers ---------------------------------------------------------------------------------
 
     def _share(self, folder: Path, shared: contextlib.ExitStack) -> None:
-        """Locks a run's folder as shared, until this closes. Raises OSError (EBUSY) when another process uses it."""
+        """Locks a run's folder as shared, until this closes. Raises OSError (EBUSY) when another
+        process uses it."""
         place = Path(os.path.normpath(folder))
         name = RunName.of(place)
         if name is not None and place not in self._shared:
-            shared.enter_context(share(place, name.run_id if owner_of(place) in self._own else None))
+            shared.enter_context(
+                share(place, name.run_id if owner_of(place) in self._own else None)
+            )
             self._shared.add(place)
 
     def _check_files(self, used: set[int]) -> None:
-        """Raises OSError or ManifestError unless every file exists and is as long as its pieces require."""
+        """Raises OSError or ManifestError unless every file exists and is as long as its pieces
+        require."""
         rows = self._saved.rows
-        sizes = np.array([_size_of(path) if n in used else 0 for n, path in enumerate(self._paths)], np.int64)
+        sizes = np.array(
+            [_size_of(path) if n in used else 0 for n, path in enumerate(self._paths)], np.int64
+        )
         for row in np.flatnonzero(rows.offset + rows.num_bytes > sizes[rows.file]).tolist():
             piece = self._saved.piece(row)
             raise ManifestError(
-                f"{self._paths[piece.file]}: has {sizes[piece.file]} bytes and {piece.state} of {piece.param} ends at byte "
+                f"{self._paths[piece.file]}: has {sizes[piece.file]} bytes and {piece.state} of "
+                f"{piece.param} ends at byte "
                 f"{piece.offset + piece.num_bytes}: it was cut, or is another's"
             )
 
@@ -287,17 +331,24 @@ class Source:
         """The bytes of a state. Raises KeyError for a state that was not saved."""
         found = self._streams.get((param, state))
         if found is None:
-            pieces = [(self._paths[piece.file], piece) for piece in self._saved.pieces(param, state)]
+            pieces = [
+                (self._paths[piece.file], piece) for piece in self._saved.pieces(param, state)
+            ]
             found = self._streams[param, state] = VerifiedStream(param, state, pieces)
         return found
 
     def _bytes_of(self, told: Elements) -> Iterator[VerifiedSpan]:
-        """The spans of elements of a state, with the spans of its scales and of the weight beside a split master."""
+        """The spans of elements of a state, with the spans of its scales and of the weight beside a
+        split master."""
         base, _, rank = told.state.partition(kinds.OF_RANK)
         states = [told.state]
         if base == MASTER and self.kind(told.param, told.state) in (None, kinds.SPLIT):
             states.append(self._weight_beside(told.param, rank))
-        for each in (self._stream(told.param, state) for state in states if (told.param, state) in self._saved.numbers):
+        for each in (
+            self._stream(told.param, state)
+            for state in states
+            if (told.param, state) in self._saved.numbers
+        ):
             for span in each.spans(told.start, told.numel):
                 if each.kind in kinds.SCALED:
                     yield from self._scales_of(each).spans(span.start, span.numel)
@@ -311,7 +362,10 @@ class Source:
         if stream.kind == kinds.SPLIT:
             return torch.int16
         if stream.kind not in kinds.DTYPES:
-            raise ValueError(f"{stream.state} of {stream.param} is stored in codes ({stream.kind}): ask for it in fp32")
+            raise ValueError(
+                f"{stream.state} of {stream.param} is stored in codes ({stream.kind}): ask for it "
+                "in fp32"
+            )
         return kinds.dtype_of(stream.kind)
 
     def _weight_beside(self, param: str, rank: str) -> str:
@@ -325,31 +379,41 @@ class Source:
         for span in stream.spans(start, numel):
             own = list(scales.spans(span.start, span.numel))
             if any((each.start - span.start) % BLOCK for each in own):
-                raise ManifestError(f"{self.file}: {stream.state} of {stream.param}: its scales are of other blocks")
+                raise ManifestError(
+                    f"{self.file}: {stream.state} of {stream.param}: its scales are of other blocks"
+                )
             of_span = torch.cat([self._bytes(each) for each in own])
             values = self._unscaled(stream, span.numel, self._bytes(span), of_span)
             parts.append(values[max(0, start - span.start) :])
         return torch.cat(parts) if len(parts) != 1 else parts[0]
 
-    def _unscaled(self, stream: VerifiedStream, numel: int, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    def _unscaled(
+        self, stream: VerifiedStream, numel: int, codes: torch.Tensor, scales: torch.Tensor
+    ) -> torch.Tensor:
         if stream.kind == kinds.CODES:
             positive = is_positive(stream.state.partition(".")[0])
             return widen_part(self._threads(), Quantised(codes, scales), is_positive=positive)
         form = _FORMS[stream.kind]
         filled = torch.nn.functional.pad(codes, (0, form.code_bytes(numel) - codes.numel()))
-        return unpack(torch.cat([filled, scales]), numel, torch.empty(numel), 0, False, form, self._threads())
+        return unpack(
+            torch.cat([filled, scales]), numel, torch.empty(numel), 0, False, form, self._threads()
+        )
 
     def _bytes(self, span: VerifiedSpan) -> torch.Tensor:
         out = torch.empty(span.num_bytes, dtype=torch.uint8)
         self._verified.copy(span.stream, span.first_byte, out)
         return out
 
-    def _damage(self, stream: VerifiedStream, begin: int, stop: int, saved: int, seen: int) -> DamagedState:
+    def _damage(
+        self, stream: VerifiedStream, begin: int, stop: int, saved: int, seen: int
+    ) -> DamagedState:
         start, behind = stream.elements_of(begin, stop)
         places = stream.ranges(begin, stop)
         step = self.manifest.step
         what = advice(self._others)
-        return DamagedState(places, stream.param, stream.state, start, behind, step, saved, seen, what)
+        return DamagedState(
+            places, stream.param, stream.state, start, behind, step, saved, seen, what
+        )
 
     def _threads(self) -> Workers:
         if self._workers is None:
@@ -364,7 +428,8 @@ def _size_of(file: Path) -> int:
 
 
 def advice(others: Sequence[Found]) -> str:
-    """The last sentence of an error: the first of the other steps that is whole, and how to open it."""
+    """The last sentence of an error: the first of the other steps that is whole, and how to open
+    it."""
     for each in others:
         try:
             with Source(read_manifest(each)) as source:
@@ -372,7 +437,10 @@ def advice(others: Sequence[Found]) -> str:
         except (ManifestError, OSError):
             continue
         what = f"tag={each.tag!r}" if each.tag is not None else f"{each.file}"
-        return f"The durable step that is whole before it is step {step}: open it with {what} or allow_older=True"
+        return (
+            f"The durable step that is whole before it is step {step}: open it with {what} or "
+            "allow_older=True"
+        )
     return "There is no other durable step that is whole here"
 
 

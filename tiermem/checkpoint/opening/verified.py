@@ -1,4 +1,5 @@
-"""Verified: reads the bytes of saved states in the order of their elements, ahead of use, and compares their checksums."""
+"""Verified: reads the bytes of saved states in the order of their elements, ahead of use, and
+compares their checksums."""
 
 from __future__ import annotations
 
@@ -21,15 +22,16 @@ from tiermem.swap.base.ranges import FileRange
 from tiermem.swap.memory.arena import Arena
 from tiermem.swap.store.stream import ReadAhead, Reading
 
-# ---- the error -------------------------------------------------------------------------------------------------------
+# ---- the error -----------------------------------------------------------------------------------
 
 
 class DamagedState(CorruptionError):
-    """The bytes of a saved state do not match the checksum in its manifest. errno is EIO; the text says what to do.
+    """The bytes of a saved state do not match the checksum in its manifest. errno is EIO; the text
+    says what to do.
 
     Attributes:
-        filename, offset, length: the first byte range of the block. The block may continue elsewhere; the checksums are of all
-            of it.
+        filename, offset, length: the first byte range of the block. The block may continue
+            elsewhere; the checksums are of all of it.
         param, state, start, stop: the elements that the block holds.
         step: the damaged durable step.
     """
@@ -47,10 +49,16 @@ class DamagedState(CorruptionError):
         advice: str,
     ) -> None:
         first, *rest = places
-        elsewhere = f" (and {len(rest)} other places, {rest[0].path}@{rest[0].offset} the next)" if rest else ""
+        elsewhere = (
+            f" (and {len(rest)} other places, {rest[0].path}@{rest[0].offset} the next)"
+            if rest
+            else ""
+        )
         what = (
-            f"{state} of {param}, elements {start} to {stop}, is not what was saved at step {step}: {first.num_bytes} bytes at "
-            f"offset {first.offset}{elsewhere} have another CRC-32C ({seen:#010x}, saved {written:#010x}). {advice}"
+            f"{state} of {param}, elements {start} to {stop}, is not what was saved at step "
+            f"{step}: {first.num_bytes} bytes at "
+            f"offset {first.offset}{elsewhere} have another CRC-32C ({seen:#010x}, saved "
+            f"{written:#010x}). {advice}"
         )
         super().__init__(what, str(first.path), first.offset, first.num_bytes, written, seen)
         self.param = param
@@ -60,11 +68,12 @@ class DamagedState(CorruptionError):
         self.step = step
 
 
-# ---- streams ---------------------------------------------------------------------------------------------------------
+# ---- streams -------------------------------------------------------------------------------------
 
 
 class VerifiedSpan(NamedTuple):
-    """Elements [start, start + numel) of a state that lie in one piece, and their byte range in the stream."""
+    """Elements [start, start + numel) of a state that lie in one piece, and their byte range in the
+    stream."""
 
     stream: VerifiedStream
     start: int
@@ -74,18 +83,21 @@ class VerifiedSpan(NamedTuple):
 
 
 class VerifiedStream:
-    """The bytes of one state of one parameter, in the order of its elements, from the pieces that hold them.
+    """The bytes of one state of one parameter, in the order of its elements, from the pieces that
+    hold them.
 
         elements    0 ........ start ................. numel        of the whole parameter, row-major
         bytes       [ piece 0 ][ piece 1 ][ piece 2 ... ]           as if they lay in one piece; checksums are of these
         places      file 3     file 0     file 3                    of several ranks and paths
 
-    The kind (kinds.py) decides which bytes a range of elements takes. Scales belong to blocks of 64 elements, counted from
-    the first element of their piece: a range that begins inside a block is extended to the start of the block.
+    The kind (kinds.py) decides which bytes a range of elements takes. Scales belong to blocks of 64
+    elements, counted from the first element of their piece: a range that begins inside a block is
+    extended to the start of the block.
 
     Args:
         param, state: their names, for errors.
-        pieces: (path of the file, piece) in the order of elements; together they hold every element once (finding.py).
+        pieces: (path of the file, piece) in the order of elements; together they hold every element
+            once (finding.py).
     """
 
     def __init__(self, param: str, state: str, pieces: Sequence[tuple[Path, Piece]]) -> None:
@@ -105,7 +117,8 @@ class VerifiedStream:
         return self._bytes[-1]
 
     def spans(self, start: int, numel: int) -> Iterator[VerifiedSpan]:
-        """The elements of a range, piece by piece; for quantised states and scales, from the start of a block of 64."""
+        """The elements of a range, piece by piece; for quantised states and scales, from the start
+        of a block of 64."""
         stop = start + numel
         number = bisect.bisect_right(self._starts, start) - 1
         while start < stop:
@@ -116,12 +129,15 @@ class VerifiedStream:
             last = min(stop - piece.start, piece.numel)
             begin = bytes_of(self.kind, first)
             end = bytes_of(self.kind, last)
-            yield VerifiedSpan(self, piece.start + first, last - first, self._bytes[number] + begin, end - begin)
+            yield VerifiedSpan(
+                self, piece.start + first, last - first, self._bytes[number] + begin, end - begin
+            )
             start = piece.start + last
             number = number + 1
 
     def ranges(self, first_byte: int, last_byte: int) -> list[FileRange]:
-        """The file ranges of bytes [first_byte, last_byte) of the stream, in order; adjacent ranges are joined."""
+        """The file ranges of bytes [first_byte, last_byte) of the stream, in order; adjacent ranges
+        are joined."""
         found: list[FileRange] = []
         number = bisect.bisect_right(self._bytes, first_byte) - 1
         while first_byte < last_byte:
@@ -130,7 +146,10 @@ class VerifiedStream:
             offset = piece.offset + first_byte - self._bytes[number]
             num_bytes = stop - first_byte
             before = found[-1] if found else None
-            if before is not None and (before.path, before.offset + before.num_bytes) == (path, offset):
+            if before is not None and (before.path, before.offset + before.num_bytes) == (
+                path,
+                offset,
+            ):
                 found[-1] = before._replace(num_bytes=before.num_bytes + num_bytes)
             else:
                 found.append(FileRange(path, offset, num_bytes))
@@ -152,10 +171,11 @@ class VerifiedStream:
         return piece.start + min(grains * numel, piece.numel)
 
 
-# ---- verified reads --------------------------------------------------------------------------------------------------
+# ---- verified reads ------------------------------------------------------------------------------
 
 LEAST_AREA_BYTES = 2 << 20
-"""Least size of a lent memory area: room for a block of 1 MiB and the page-aligned read around it."""
+"""Least size of a lent memory area: room for a block of 1 MiB and the page-aligned read around
+it."""
 
 _CHUNK_BLOCKS = 4
 _NUM_EDGES = 8  # blocks of which a part is still unread
@@ -166,14 +186,16 @@ Damage = Callable[[VerifiedStream, int, int, int, int], DamagedState]
 
 
 class Verified:
-    """Reads the streams of one source in whole blocks of 1 MiB and verifies each. For one thread at a time.
+    """Reads the streams of one source in whole blocks of 1 MiB and verifies each. For one thread at
+    a time.
 
         follow   the next reads, as an iterator         a chunk: up to 4 blocks of one stream
         start    [ chunk ][ chunk ][ chunk ] ...        as many reads at once as the memory holds
         copy     waits for its chunks | CRC-32C of each block | copies into place | frees the room
 
-    The announced reads are a hint: other reads, or another order, give the same bytes. No byte is returned from a block whose
-    checksum differs. The unread rest of a block is kept for the next read.
+    The announced reads are a hint: other reads, or another order, give the same bytes. No byte is
+    returned from a block whose checksum differs. The unread rest of a block is kept for the next
+    read.
 
     Memory: the lent areas, or else 16 MiB of its own; and at most 8 blocks whose rest is kept.
 
@@ -183,26 +205,33 @@ class Verified:
         damage: makes the error from (stream, first byte, last byte, saved checksum, seen checksum).
     """
 
-    def __init__(self, checksums: Checksums, workers: Callable[[], Workers], damage: Damage) -> None:
+    def __init__(
+        self, checksums: Checksums, workers: Callable[[], Workers], damage: Damage
+    ) -> None:
         self._checksums = checksums
         self._workers = workers
         self._damage = damage
         self._told: Iterator[VerifiedSpan] = iter(())
         self._due: collections.deque[_Chunk] = collections.deque()  # waiting for room
         self._coming: dict[_Chunk, Reading] = {}  # being read, in the order of their start
-        self._known: dict[tuple[VerifiedStream, int], _Chunk] = {}  # by block: chunks in `_due` and `_coming`
-        self._edges: collections.OrderedDict[tuple[VerifiedStream, int], torch.Tensor] = collections.OrderedDict()
+        # by block: chunks in `_due` and `_coming`
+        self._known: dict[tuple[VerifiedStream, int], _Chunk] = {}
+        self._edges: collections.OrderedDict[tuple[VerifiedStream, int], torch.Tensor] = (
+            collections.OrderedDict()
+        )
         """The blocks of which a part is unread, by (stream, block), oldest first."""
         self._ahead: ReadAhead | None = None
         self._closing = contextlib.ExitStack()  # the reads, then own memory, if none is lent
 
     def follow(self, told: Iterator[VerifiedSpan]) -> None:
-        """Announces the next reads, in order. As many are started as the memory holds. Raises OSError."""
+        """Announces the next reads, in order. As many are started as the memory holds. Raises
+        OSError."""
         self._told = told
         self._start_next()
 
     def copy(self, stream: VerifiedStream, first_byte: int, out: torch.Tensor) -> None:
-        """Fills a flat uint8 CPU tensor with bytes of a stream, from `first_byte` on. Blocks; raises DamagedState, OSError."""
+        """Fills a flat uint8 CPU tensor with bytes of a stream, from `first_byte` on. Blocks;
+        raises DamagedState, OSError."""
         done = 0
         stop = first_byte + out.numel()
         self._expect(stream, first_byte, stop)
@@ -230,7 +259,8 @@ class Verified:
             self._start_next()
 
     def verify(self, stream: VerifiedStream) -> Iterator[int]:
-        """Compares every block of a stream with its checksum; yields bytes per chunk. Raises DamagedState, OSError."""
+        """Compares every block of a stream with its checksum; yields bytes per chunk. Raises
+        DamagedState, OSError."""
         self._expect(stream, 0, stream.num_bytes)
         self._start_next()
         for first in range(-(-stream.num_bytes // CHECKSUM_BYTES)):
@@ -242,7 +272,8 @@ class Verified:
 
     @contextlib.contextmanager
     def lent(self, areas: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Within the block, reads into the caller's memory: page-aligned areas of at least LEAST_AREA_BYTES each."""
+        """Within the block, reads into the caller's memory: page-aligned areas of at least
+        LEAST_AREA_BYTES each."""
         self.close()
         with contextlib.closing(self):
             if areas:
@@ -250,7 +281,8 @@ class Verified:
             yield
 
     def close(self) -> None:
-        """Ends all reads and releases memory and files. A later read allocates new ones. Calling it twice does nothing."""
+        """Ends all reads and releases memory and files. A later read allocates new ones. Calling it
+        twice does nothing."""
         self._told = iter(())
         self._due.clear()
         self._coming.clear()
@@ -261,14 +293,18 @@ class Verified:
         self._ahead = None
         closing.close()
 
-    # ---- chunks --------------------------------------------------------------------------------------------------------
+    # ---- chunks ----------------------------------------------------------------------------------
 
     def _expect(self, stream: VerifiedStream, first_byte: int, last_byte: int) -> None:
         """Appends the blocks of these bytes to `_due`, unless they are known or kept."""
         first = None
         last = -(-last_byte // CHECKSUM_BYTES)
         for block in range(first_byte // CHECKSUM_BYTES, last + 1):
-            is_new = block < last and (stream, block) not in self._known and (stream, block) not in self._edges
+            is_new = (
+                block < last
+                and (stream, block) not in self._known
+                and (stream, block) not in self._edges
+            )
             if first is not None and (not is_new or block - first == _CHUNK_BLOCKS):
                 chunk = _Chunk(stream, first, block)
                 first = None
@@ -292,7 +328,8 @@ class Verified:
 
     @contextlib.contextmanager
     def _taken(self, chunk: _Chunk) -> Iterator[list[tuple[int, torch.Tensor]]]:
-        """Yields a chunk's verified bytes in order, each piece with its first byte's position in the stream; then frees it."""
+        """Yields a chunk's verified bytes in order, each piece with its first byte's position in
+        the stream; then frees it."""
         for key in chunk.blocks():
             self._known.pop(key, None)
         reading = self._coming.pop(chunk, None)
@@ -311,7 +348,8 @@ class Verified:
                 reading.release()
 
     def _start_now(self, chunk: _Chunk) -> Reading | None:
-        """Starts a chunk before all others. If there is no room, cancels the chunks that are being read.
+        """Starts a chunk before all others. If there is no room, cancels the chunks that are being
+        read.
 
         Returns None when the memory is too small for the chunk alone.
         """
@@ -328,7 +366,8 @@ class Verified:
         return reading
 
     def _one_by_one(self, chunk: _Chunk) -> list[torch.Tensor]:
-        """The bytes of a chunk with so many pieces that their page-aligned reads do not fit into memory at once."""
+        """The bytes of a chunk with so many pieces that their page-aligned reads do not fit into
+        memory at once."""
         found = []
         for each in chunk.ranges():
             reading = self._reader().start([each])
@@ -347,9 +386,13 @@ class Verified:
         for block, crc in enumerate(seen, chunk.first):
             if crc != due[block]:
                 begin = block * CHECKSUM_BYTES
-                raise self._damage(stream, begin, min(begin + CHECKSUM_BYTES, stream.num_bytes), due[block], crc)
+                raise self._damage(
+                    stream, begin, min(begin + CHECKSUM_BYTES, stream.num_bytes), due[block], crc
+                )
 
-    def _keep_rest(self, chunk: _Chunk, pieces: Sequence[tuple[int, torch.Tensor]], stop: int) -> None:
+    def _keep_rest(
+        self, chunk: _Chunk, pieces: Sequence[tuple[int, torch.Tensor]], stop: int
+    ) -> None:
         """Keeps the blocks of a chunk that have bytes after `stop`."""
         end = min(chunk.last * CHECKSUM_BYTES, chunk.stream.num_bytes)
         for block in range(stop // CHECKSUM_BYTES, chunk.last) if stop < end else ():
@@ -364,7 +407,9 @@ class Verified:
         if self._ahead is None:
             arena = Arena(_OWN_BYTES)
             self._closing.callback(arena.close)
-            return self._read_through([arena.take(_OWN_BYTES, "what a checkpoint is read through").tensor])
+            return self._read_through(
+                [arena.take(_OWN_BYTES, "what a checkpoint is read through").tensor]
+            )
         return self._ahead
 
     def _read_through(self, areas: Sequence[torch.Tensor]) -> ReadAhead:

@@ -4,9 +4,10 @@
     states     master and moments, tile by tile                                 only ranks of replica 0
     own        buffers, and ordinary parameters with their states               rank 0; other ranks if their values differ
 
-Ordinary parameters are those that the optimizer steps beside the sharded model. A master is saved if it is kept beside the
-weight. Before the first step it is saved only if it was made from the fp32 values that zero.Init saw. A parameter that was
-neither stepped nor loaded has no states; the reader takes them as zeros. Gradients are not saved.
+Ordinary parameters are those that the optimizer steps beside the sharded model. A master is saved
+if it is kept beside the weight. Before the first step it is saved only if it was made from the fp32
+values that zero.Init saw. A parameter that was neither stepped nor loaded has no states; the reader
+takes them as zeros. Gradients are not saved.
 """
 
 from __future__ import annotations
@@ -39,8 +40,13 @@ if TYPE_CHECKING:
 def parameters(
     shards: Shards, optimizer: NativeOptimizer | None, exclude_frozen: bool
 ) -> tuple[list[Parameter], list[str]]:
-    """Every tensor that is saved, in the order of the model, and the names of frozen parameters that are left out."""
-    groups = {id(p): i for i, g in enumerate(optimizer.param_groups if optimizer else ()) for p in g["params"]}
+    """Every tensor that is saved, in the order of the model, and the names of frozen parameters
+    that are left out."""
+    groups = {
+        id(p): i
+        for i, g in enumerate(optimizer.param_groups if optimizer else ())
+        for p in g["params"]
+    }
     aliases = names_of(shards.model)
     found = []
     excluded = []
@@ -56,18 +62,32 @@ def parameters(
         at_rest = None if form is None else form.name
         found.append(
             Parameter(
-                shard.name, names, "parameter", tuple(shard.shape), dtype, trains, shard.num_steps, group, at_rest
+                shard.name,
+                names,
+                "parameter",
+                tuple(shard.shape),
+                dtype,
+                trains,
+                shard.num_steps,
+                group,
+                at_rest,
             )
         )
     for (name, *others), buffer in buffers(shards.model):
         dtype = kinds.name_of(buffer.dtype)
-        found.append(Parameter(name, tuple(others), "buffer", tuple(buffer.shape), dtype, False, 0, None))
+        found.append(
+            Parameter(name, tuple(others), "buffer", tuple(buffer.shape), dtype, False, 0, None)
+        )
     for name, param in _ordinary(shards, optimizer):
         assert optimizer is not None
         steps = int(optimizer.state.get(param, {}).get(ordinary.STEP, 0))
         dtype = kinds.name_of(param.dtype)
         group = groups[id(param)]
-        found.append(Parameter(name, (), "ordinary", tuple(param.shape), dtype, param.requires_grad, steps, group))
+        found.append(
+            Parameter(
+                name, (), "ordinary", tuple(param.shape), dtype, param.requires_grad, steps, group
+            )
+        )
     return found, excluded
 
 
@@ -83,8 +103,9 @@ def buffers(model: nn.Module) -> list[tuple[list[str], torch.Tensor]]:
 
 
 class Captures:
-    """Finds the weights and states that this rank saves. The stretches on NVMe are put into arrays once, and again after a
-    state has moved between tiers, after a tile's first step, or for other names."""
+    """Finds the weights and states that this rank saves. The stretches on NVMe are put into arrays
+    once, and again after a state has moved between tiers, after a tile's first step, or for other
+    names."""
 
     def __init__(self, shards: Shards) -> None:
         self._shards = shards
@@ -92,7 +113,8 @@ class Captures:
         self._resting = Resting([])
 
     def take(self, names: Sequence[str]) -> tuple[Resting, list[Stretch]]:
-        """The stretches of the named parameters on NVMe, and those in memory. Reads no bytes; does not block."""
+        """The stretches of the named parameters on NVMe, and those in memory. Reads no bytes; does
+        not block."""
         seen = _what_decides(self._shards, names)
         if seen != self._seen:
             self._resting = Resting(stretches(self._shards, frozenset(names), is_on_nvme=True))
@@ -101,15 +123,20 @@ class Captures:
 
 
 def own(shards: Shards, optimizer: NativeOptimizer | None) -> Iterator[Stretch]:
-    """The states that every rank holds whole: ordinary parameters and their states, and copies of buffers.
+    """The states that every rank holds whole: ordinary parameters and their states, and copies of
+    buffers.
 
     A forward may change a buffer before it is written.
     """
-    held = [(names[0], buffer.clone()) for names, buffer in buffers(shards.model)] + _ordinary(shards, optimizer)
+    held = [(names[0], buffer.clone()) for names, buffer in buffers(shards.model)] + _ordinary(
+        shards, optimizer
+    )
     for name, tensor in held:
         if not tensor.numel():
             continue
-        yield Stretch(name, WEIGHT, kinds.name_of(tensor.dtype), 0, tensor.numel(), 0, (in_memory(tensor), 0))
+        yield Stretch(
+            name, WEIGHT, kinds.name_of(tensor.dtype), 0, tensor.numel(), 0, (in_memory(tensor), 0)
+        )
         states = optimizer.state.get(tensor, {}) if optimizer is not None else {}
         for key, value in states.items():
             if key != ordinary.STEP:
@@ -117,23 +144,28 @@ def own(shards: Shards, optimizer: NativeOptimizer | None) -> Iterator[Stretch]:
                 yield Stretch(name, state, kind, 0, tensor.numel(), 0, (in_memory(value), 0))
 
 
-# ---- sharded states --------------------------------------------------------------------------------------------------
+# ---- sharded states ------------------------------------------------------------------------------
 
 
 def _what_decides(shards: Shards, names: Sequence[str]) -> tuple[object, ...]:
     """A value that changes when the stretches on NVMe change."""
-    units = tuple((live.entry, live.unit.is_packed, live.unit.is_trainable) for live in shards.units)
+    units = tuple(
+        (live.entry, live.unit.is_packed, live.unit.is_trainable) for live in shards.units
+    )
     tiles = tiles_of(shards)
     if tiles is None:
         return tuple(names), units
-    moments = tuple(tiles.names(shard) for live, shard in shards.parameters() if live.unit.is_trainable)
+    moments = tuple(
+        tiles.names(shard) for live, shard in shards.parameters() if live.unit.is_trainable
+    )
     num_started = sum(tile.is_started for tile in tiles.tiles)
     num_on_nvme = sum(tile.home is Tier.NVME for tile in tiles.tiles)  # a tile moves only to NVMe
     return tuple(names), units, tiles, num_started, num_on_nvme, moments
 
 
 def stretches(shards: Shards, names: frozenset[str], is_on_nvme: bool) -> Iterator[Stretch]:
-    """The stretches of the named parameters on NVMe, or those in memory. Reads no bytes; does not block."""
+    """The stretches of the named parameters on NVMe, or those in memory. Reads no bytes; does not
+    block."""
     if shards.topology.replica:  # a rank of replica 0 saves the same elements
         return
     plan = functools.cache(functools.partial(_plan, shards))
@@ -147,7 +179,8 @@ def stretches(shards: Shards, names: frozenset[str], is_on_nvme: bool) -> Iterat
 
 
 class _Planned(NamedTuple):
-    """A state of a tile: where it lies, and the smallest unit of its kind, in bytes and in elements."""
+    """A state of a tile: where it lies, and the smallest unit of its kind, in bytes and in
+    elements."""
 
     state: str
     kind: str
@@ -162,26 +195,37 @@ class _Planned(NamedTuple):
 
 
 def _plan(shards: Shards, tile: Tile, names: tuple[str, ...]) -> Sequence[_Planned]:
-    """Every state of a tile; of an 8-bit state its codes, then its scales. Plain SGD of fp32 parameters has none."""
+    """Every state of a tile; of an 8-bit state its codes, then its scales. Plain SGD of fp32
+    parameters has none."""
     if not tile.state_bytes:
         return []
     layout = tile.layout
     found = list[tuple[str, str, int]]()
     holder = tile.entry if tile.home is Tier.NVME else in_memory(shards.store.view(tile.entry))
     master = [] if layout.master is None else [(layout.master, MASTER)]
-    for part, state in [*master, *((layout.moment(number), name) for number, name in enumerate(names))]:
+    for part, state in [
+        *master,
+        *((layout.moment(number), name) for number, name in enumerate(names)),
+    ]:
         codes, *scales = layout.ranges(part, tile.numel, 0, tile.numel)
         found.append((state, part.kind, codes.offset))
         found += [(state + kinds.SCALES, kinds.CODE_SCALES, each.offset) for each in scales]
-    return [_Planned(state, kind, holder, offset, *kinds.grain_of(kind)) for state, kind, offset in found]
+    return [
+        _Planned(state, kind, holder, offset, *kinds.grain_of(kind))
+        for state, kind, offset in found
+    ]
 
 
 def _holder(live: LiveUnit) -> str | torch.Tensor:
     """The entry or the bytes of a unit's shard."""
-    return in_memory(live.shard) if live.entry is None and live.shard is not None else live.entry or ""
+    return (
+        in_memory(live.shard) if live.entry is None and live.shard is not None else live.entry or ""
+    )
 
 
-def _weight(shards: Shards, live: LiveUnit, shard: Shard, holder: str | torch.Tensor) -> Iterator[Stretch]:
+def _weight(
+    shards: Shards, live: LiveUnit, shard: Shard, holder: str | torch.Tensor
+) -> Iterator[Stretch]:
     unit = live.unit
     numel = shards.values.num_mine(shard)
     first = shard.shard_numel * shards.topology.shard_rank
@@ -193,18 +237,28 @@ def _weight(shards: Shards, live: LiveUnit, shard: Shard, holder: str | torch.Te
         return
     codes, scales = byte_ranges(unit.packed_numel, offset, offset + numel, unit.blocks)
     kind = kinds.AT_REST[unit.blocks.name]
-    yield Stretch(shard.name, WEIGHT, kind, first, numel, kinds.bytes_of(kind, first), (holder, codes.start))
+    yield Stretch(
+        shard.name, WEIGHT, kind, first, numel, kinds.bytes_of(kind, first), (holder, codes.start)
+    )
     before = _scales_before(shards, shard, kinds.PACKED_SCALES)
     kind = kinds.PACKED_SCALES
-    yield Stretch(shard.name, WEIGHT + kinds.SCALES, kind, first, numel, before, (holder, scales.start))
+    yield Stretch(
+        shard.name, WEIGHT + kinds.SCALES, kind, first, numel, before, (holder, scales.start)
+    )
 
 
-def _states(shards: Shards, live: LiveUnit, shard: Shard, plan: Any, is_on_nvme: bool) -> Iterator[Stretch]:
+def _states(
+    shards: Shards, live: LiveUnit, shard: Shard, plan: Any, is_on_nvme: bool
+) -> Iterator[Stretch]:
     tiles = tiles_of(shards)
     assert tiles is not None
     pieces = tiles.pieces(shard)
     if not all(tile.is_started for tile, _ in pieces):
-        if not is_on_nvme and initial_master(live.unit) in shards.store and pieces[0][0].layout.master is not None:
+        if (
+            not is_on_nvme
+            and initial_master(live.unit) in shards.store
+            and pieces[0][0].layout.master is not None
+        ):
             for tile, elements in pieces:
                 yield _initial(shards, tile, elements)
         return
@@ -231,18 +285,21 @@ def _initial(shards: Shards, tile: Tile, elements: ShardRange) -> Stretch:
 
     def chunks() -> Iterator[torch.Tensor]:
         for start in range(elements.start, elements.stop, CHUNK_BYTES // 4):
-            chunk = elements._replace(start=start, stop=min(start + CHUNK_BYTES // 4, elements.stop))
+            chunk = elements._replace(
+                start=start, stop=min(start + CHUNK_BYTES // 4, elements.stop)
+            )
             yield tiles.piece(tile, chunk, MASTER).view(torch.uint8)
 
     return Stretch(elements.shard.name, MASTER, "fp32", first, elements.numel, first * 4, chunks)
 
 
 def _scales_before(shards: Shards, shard: Shard, kind: str) -> int:
-    """Bytes of scales that earlier ranks hold of a parameter. Blocks of 64 start anew on each rank."""
+    """Bytes of scales that earlier ranks hold of a parameter. Blocks of 64 start anew on each
+    rank."""
     return shards.topology.shard_rank * kinds.bytes_of(kind, shard.shard_numel)
 
 
-# ---- states that every rank holds whole ------------------------------------------------------------------------------
+# ---- states that every rank holds whole ----------------------------------------------------------
 
 
 def names_of(model: nn.Module) -> dict[int, list[str]]:
@@ -269,12 +326,18 @@ def _ordinary(shards: Shards, optimizer: NativeOptimizer | None) -> list[tuple[s
         if not isinstance(owner, Shards):
             found.append((f"optimizer.{name}", param))
         elif owner is not shards:
-            raise ValueError(f"parameter {name!r} is of another sharded model: save each with an optimizer of its own")
+            raise ValueError(
+                f"parameter {name!r} is of another sharded model: save each with an optimizer of "
+                "its own"
+            )
     return found
 
 
-def _ordinary_kind(key: str, value: torch.Tensor, state: Sequence[str] | dict[str, torch.Tensor]) -> tuple[str, str]:
-    """(state, kind) of a tensor that an ordinary parameter has under a key of the optimizer's state."""
+def _ordinary_kind(
+    key: str, value: torch.Tensor, state: Sequence[str] | dict[str, torch.Tensor]
+) -> tuple[str, str]:
+    """(state, kind) of a tensor that an ordinary parameter has under a key of the optimizer's
+    state."""
     if key.endswith("_scales"):
         return key.removesuffix("_scales") + kinds.SCALES, kinds.CODE_SCALES
     if f"{key}_scales" in state:

@@ -1,4 +1,5 @@
-"""Commit: makes a durable step of a sharded model in the store's own files. States on NVMe are not copied.
+"""Commit: makes a durable step of a sharded model in the store's own files. States on NVMe are not
+copied.
 
     every rank   the step ends -> store.freeze (pending writes end, files are synced) -> states in memory to data-<commit>.bin
                  -> part
@@ -7,13 +8,14 @@
     together     exchange rank 0's result
     every rank   thaw the dropped steps, remove their data and parts
 
-Each arrow is durable before the next begins. If all processes stop at any moment, every manifest describes a whole step: the
-previous one or this one.
+Each arrow is durable before the next begins. If all processes stop at any moment, every manifest
+describes a whole step: the previous one or this one.
 
-An error on any rank is raised on all ranks. The new files are removed, the new freeze is thawed, and older durable steps are
-unchanged. Files that cannot be removed (the disk has become read-only) are removed by the next commit. If a rank is lost while
-rank 0 writes, the other ranks cannot know whether the manifest exists. They leave all files, and opening the folder finds one
-step or the other.
+An error on any rank is raised on all ranks. The new files are removed, the new freeze is thawed,
+and older durable steps are unchanged. Files that cannot be removed (the disk has become read-only)
+are removed by the next commit. If a rank is lost while rank 0 writes, the other ranks cannot know
+whether the manifest exists. They leave all files, and opening the folder finds one step or the
+other.
 
 After a commit, optimizer steps write to slots that no kept commit holds (swap/store/entry.py).
 """
@@ -33,7 +35,13 @@ import torch
 
 from tiermem.checkpoint.format.fields import Json, encode
 from tiermem.checkpoint.format.finding import known_latest, pointer_path, written
-from tiermem.checkpoint.format.manifest import LATEST_FILE, Manifest, data_name, manifest_name, part_name
+from tiermem.checkpoint.format.manifest import (
+    LATEST_FILE,
+    Manifest,
+    data_name,
+    manifest_name,
+    part_name,
+)
 from tiermem.checkpoint.saving.pieces import put_together, write_data
 from tiermem.checkpoint.saving.publish import (
     Content,
@@ -55,7 +63,7 @@ if TYPE_CHECKING:
     from tiermem.optim.base import NativeOptimizer
 
 
-# ---- scalars: JSON saved beside the states ---------------------------------------------------------------------------
+# ---- scalars: JSON saved beside the states -------------------------------------------------------
 #
 # optimizer   {"name": "AdamW", "groups": [{"params": [names], "values": {"lr": 0.1, ...}}]}
 # rng         {"python", "numpy", "torch" [, "cuda" or another accelerator's name]}: the generators of this rank
@@ -63,16 +71,25 @@ if TYPE_CHECKING:
 
 
 def optimizer_json(shards: Shards, optimizer: NativeOptimizer | None) -> Json:
-    """The optimizer's class and its groups. Parameters have their names in the manifest. None without an optimizer."""
+    """The optimizer's class and its groups. Parameters have their names in the manifest. None
+    without an optimizer."""
     if optimizer is None:
         return None
     names = {id(shard.param): shard.name for _, shard in shards.parameters()}
-    names |= {id(param): f"optimizer.{name}" for name, param in optimizer.named() if id(param) not in names}
+    names |= {
+        id(param): f"optimizer.{name}"
+        for name, param in optimizer.named()
+        if id(param) not in names
+    }
     groups = [
         {
             "params": [names[id(param)] for param in group["params"]],
             "values": encode(
-                {key: value for key, value in group.items() if key not in ("params", "param_names")},
+                {
+                    key: value
+                    for key, value in group.items()
+                    if key not in ("params", "param_names")
+                },
                 f"optimizer.param_groups[{number}]",
             ),
         }
@@ -94,12 +111,13 @@ def rng_json(device: torch.device) -> Json:
 
 
 def state_json(owner: Any, where: str) -> Json:
-    """The `state_dict()` of an object; null for None or without that method. Raises TypeError that names the place."""
+    """The `state_dict()` of an object; null for None or without that method. Raises TypeError that
+    names the place."""
     state = getattr(owner, "state_dict", None)
     return None if state is None else encode(state(), where)
 
 
-# ---- durable steps ---------------------------------------------------------------------------------------------------
+# ---- durable steps -------------------------------------------------------------------------------
 
 logger = logging.getLogger("tiermem")
 
@@ -120,7 +138,8 @@ class HeldStep:
 
 
 class Commits:
-    """The durable steps of one sharded model that lie in the store's files. Lives as long as the store.
+    """The durable steps of one sharded model that lie in the store's files. Lives as long as the
+    store.
 
     tags    The newest `keep` tags stay, tags of earlier runs in the same folder included (publish.py). An older tag is dropped,
             with a warning that names it.
@@ -132,11 +151,14 @@ class Commits:
         self._shards = shards
         self.run_id = shards.store.run.run_id  # the same on every rank
         self.number = 0  # of the last attempt
-        self.steps: list[HeldStep] = []  # all durable steps, oldest first; at most one has no tag (durability="step")
-        self._opened: Path | None = None  # manifest of an earlier run's untagged step that this model was loaded from
+        # all durable steps, oldest first; at most one has no tag (durability="step")
+        self.steps: list[HeldStep] = []
+        # manifest of an earlier run's untagged step that this model was loaded from
+        self._opened: Path | None = None
 
     def make(self, content: Content) -> None:
-        """Makes the states durable as they are now. Collective; blocks. Errors: see the module, and those of the step."""
+        """Makes the states durable as they are now. Collective; blocks. Errors: see the module, and
+        those of the step."""
         self.number += 1
         commit = self.number
         topology = self._shards.topology
@@ -150,7 +172,9 @@ class Commits:
             def save_all() -> list[int]:
                 if topology.rank == 0:
                     ranks = topology.world, topology.num_shards
-                    manifest = manifest_of(content, self.run_id, commit, ranks, told, kept.manifest.parent)
+                    manifest = manifest_of(
+                        content, self.run_id, commit, ranks, told, kept.manifest.parent
+                    )
                     publish(content, manifest, kept.manifest, told, undo)
                     return self.removed(doomed)
                 return []
@@ -165,16 +189,20 @@ class Commits:
         self._take_over(kept, [each for each in doomed if each.commit in gone], content.save_dir)
         self._sweep()
 
-    # ---- every rank -----------------------------------------------------------------------------------------------------
+    # ---- every rank ------------------------------------------------------------------------------
 
-    def _save_own(self, content: Content, commit: int, undo: contextlib.ExitStack) -> tuple[HeldStep, Any]:
-        """Freezes, and writes this rank's data and part; `undo` reverts both. Also returns the values for other ranks."""
+    def _save_own(
+        self, content: Content, commit: int, undo: contextlib.ExitStack
+    ) -> tuple[HeldStep, Any]:
+        """Freezes, and writes this rank's data and part; `undo` reverts both. Also returns the
+        values for other ranks."""
         shards = self._shards
         rank = self._shards.topology.rank
         shards.check_whole()
         freeze = shards.store.freeze()
         undo.callback(shards.store.thaw, freeze)
-        files = [each.absolute() for each in freeze.files()]  # a reader may have another working directory
+        # a reader may have another working directory
+        files = [each.absolute() for each in freeze.files()]
         folder = shards.store.folders()[0].absolute()
         placed = [frozen(shards, content, freeze)]
         if content.in_memory:
@@ -190,16 +218,23 @@ class Commits:
         if content.tag is not None and content.save_dir is not None:
             pointer = pointer_path(content.save_dir, content.tag)
         own = (path, *files[len(freeze.files()) :])
-        kept = HeldStep(commit, content.step, content.tag, freeze, folder / manifest_name(commit), pointer, own)
+        kept = HeldStep(
+            commit, content.step, content.tag, freeze, folder / manifest_name(commit), pointer, own
+        )
         return kept, told
 
     def _doomed(self, kept: HeldStep, is_whole: bool) -> list[HeldStep]:
-        """The steps that the new one replaces: the untagged step, the same tag, tags beyond `keep`. Equal on all ranks."""
+        """The steps that the new one replaces: the untagged step, the same tag, tags beyond `keep`.
+        Equal on all ranks."""
         untagged = [each for each in self.steps if each.tag is None]
         if kept.tag is None:
             return untagged
-        same = [each for each in self.steps if each.tag is not None and each.pointer == kept.pointer]
-        others = [each for each in self.steps if each.tag is not None and each.pointer != kept.pointer]
+        same = [
+            each for each in self.steps if each.tag is not None and each.pointer == kept.pointer
+        ]
+        others = [
+            each for each in self.steps if each.tag is not None and each.pointer != kept.pointer
+        ]
         dropped = others[: max(0, len(others) + 1 - self._shards.policy.keep)]
         return (untagged if is_whole else []) + same + dropped
 
@@ -218,21 +253,34 @@ class Commits:
         opened = self._opened
         self._opened = None
         if opened is not None:
-            drop_step(opened, f"{opened} is removed: this run has gone on from it, and has a durable step of its own")
+            drop_step(
+                opened,
+                (
+                    f"{opened} is removed: this run has gone on from it, and has a durable step of "
+                    "its "
+                    "own"
+                ),
+            )
         if save_dir is not None:
-            num_own = sum(each.pointer is not None and each.pointer.parent.parent == save_dir for each in self.steps)
+            num_own = sum(
+                each.pointer is not None and each.pointer.parent.parent == save_dir
+                for each in self.steps
+            )
             drop_tags(save_dir, self.run_id, max(0, self._shards.policy.keep - num_own))
 
     def went_on_from(self, manifest: Path, opened: Manifest) -> None:
-        """Records the manifest that the model was loaded from. The next commit drops an earlier run's untagged step."""
+        """Records the manifest that the model was loaded from. The next commit drops an earlier
+        run's untagged step."""
         self._opened = manifest if opened.tag is None and opened.run_id != self.run_id else None
 
     def removed(self, doomed: Sequence[HeldStep]) -> list[int]:
-        """Removes manifests; returns the commits whose manifest is gone. The others stay durable. Rank 0 only."""
+        """Removes manifests; returns the commits whose manifest is gone. The others stay durable.
+        Rank 0 only."""
         return [each.commit for each in doomed if remove(each.manifest)]
 
     def forget(self, gone: Sequence[HeldStep]) -> None:
-        """Thaws these steps and removes their files. Call it after rank 0 has removed their manifests durably."""
+        """Thaws these steps and removes their files. Call it after rank 0 has removed their
+        manifests durably."""
         self.steps = [each for each in self.steps if each not in gone]
         self._shards.store.keep_files(bool(self.steps))
         for each in gone:
@@ -241,7 +289,8 @@ class Commits:
                 remove(file)
 
     def _sweep(self) -> None:
-        """Removes this rank's files of failed commits that could not be removed then; rank 0 also removes manifests."""
+        """Removes this rank's files of failed commits that could not be removed then; rank 0 also
+        removes manifests."""
         folder = self._shards.store.folders()[0].absolute()
         names = {file.name for each in self.steps for file in (each.manifest, *each.files)}
         for file in sorted(folder.iterdir()):
@@ -253,8 +302,10 @@ class Commits:
         remove_pointer(old.pointer)
         latest = None if save_dir is None else known_latest(save_dir)
         logger.warning(
-            "checkpoint %r (step %d) is dropped for %r (step %d): keep=%d. Keep more with OffloadPolicy(keep=...), or "
-            '"tiermem": {"keep": ...} in a config; copy=True makes copies, which are never dropped%s',
+            "checkpoint %r (step %d) is dropped for %r (step %d): keep=%d. Keep more with "
+            "OffloadPolicy(keep=...), or "
+            '"tiermem": {"keep": ...} in a config; copy=True makes copies, which are never '
+            'dropped%s',
             old.tag, old.step, new.tag, new.step, self._shards.policy.keep,
             f"; {LATEST_FILE} in {save_dir} still names it" if latest is not None and latest.tag == old.tag else "",
         )  # fmt: skip

@@ -1,14 +1,17 @@
-"""Copies: complete checkpoints in <dir>/<tag>/, apart from the store, written while training goes on.
+"""Copies: complete checkpoints in <dir>/<tag>/, apart from the store, written while training goes
+on.
 
     at once           freeze -> states in memory to the data file -> reserve space for the rest     together
     in the thread     frozen ranges -> data file -> part                                           together
                       rank 0: manifest -> pointer -> latest                                         together, then thaw
 
-The thread uses a process group of its own, so that its collectives never mix with those of training. It is used only while
-optimizer steps have another slot to write to. Otherwise, and if no state rests on NVMe, the caller does all the work at once.
+The thread uses a process group of its own, so that its collectives never mix with those of
+training. It is used only while optimizer steps have another slot to write to. Otherwise, and if no
+state rests on NVMe, the caller does all the work at once.
 
-A copy that fails removes the files that it wrote; earlier files are unchanged. Its error is raised by the next save, by `wait`
-or by the end of the run. File names contain the run and the commit: a tag that is saved again changes only with its pointer.
+A copy that fails removes the files that it wrote; earlier files are unchanged. Its error is raised
+by the next save, by `wait` or by the end of the run. File names contain the run and the commit: a
+tag that is saved again changes only with its pointer.
 """
 
 from __future__ import annotations
@@ -53,11 +56,13 @@ from tiermem.swap.disk.direct import open_direct
 from tiermem.swap.disk.run_folder import SEGMENT, is_of_one_host, remove
 from tiermem.swap.store.entry import Freeze
 
-# ---- copying file ranges ---------------------------------------------------------------------------------------------
+# ---- copying file ranges -------------------------------------------------------------------------
 #
-#     frozen ranges of all paths -> extents (whole 4096-byte blocks, adjacent ones joined) -> one after another in a data file
+#     frozen ranges of all paths -> extents (whole 4096-byte blocks, adjacent ones joined) -> one
+#     after another in a data file
 #
-# Three methods. `copy` uses the first that the file systems support, for one source file after the other:
+# Three methods. `copy` uses the first that the file systems support, for one source file after the
+# other:
 #
 #     reflink            FICLONERANGE: the copy shares the blocks; no data is moved
 #     copy_file_range    only on a file system that several hosts may have mounted: its server may copy the data itself
@@ -68,11 +73,20 @@ from tiermem.swap.store.entry import Freeze
 
 _FICLONERANGE = 0x4020940D
 _STEP_BYTES = 4 << 20
-_NOT_HERE = {errno.EOPNOTSUPP, errno.ENOTTY, errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.ETXTBSY}
+_NOT_HERE = {
+    errno.EOPNOTSUPP,
+    errno.ENOTTY,
+    errno.EXDEV,
+    errno.EINVAL,
+    errno.ENOSYS,
+    errno.EPERM,
+    errno.ETXTBSY,
+}
 
 
 class CopyExtent(NamedTuple):
-    """Whole 4096-byte blocks of a source file: index of the file, offset there, size in bytes, offset in the copy."""
+    """Whole 4096-byte blocks of a source file: index of the file, offset there, size in bytes,
+    offset in the copy."""
 
     file: int
     offset: int
@@ -81,7 +95,8 @@ class CopyExtent(NamedTuple):
 
 
 class Pace:
-    """Limits the share of time in which a copy moves data, until a thread waits for the copy. Training needs the disk too.
+    """Limits the share of time in which a copy moves data, until a thread waits for the copy.
+    Training needs the disk too.
 
     busy_share: more than 0, at most 1. Training loses at most about this share of its time.
     """
@@ -91,35 +106,44 @@ class Pace:
         self._is_awaited = threading.Event()
 
     def hurry(self) -> None:
-        """Ends the limit, because a thread waits for the copy. Never blocks; any thread may call it."""
+        """Ends the limit, because a thread waits for the copy. Never blocks; any thread may call
+        it."""
         self._is_awaited.set()
 
     def rest(self, busy_s: float) -> None:
-        """Blocks for the pause that is due after `busy_s` seconds of copying, or until `hurry` is called."""
+        """Blocks for the pause that is due after `busy_s` seconds of copying, or until `hurry` is
+        called."""
         self._is_awaited.wait(busy_s * self._rest_per_busy)
 
 
 def lay_out(rows: Rows, start: int, file: int) -> tuple[list[CopyExtent], Rows]:
-    """The extents that hold these rows, one after another in the copy from byte `start` (a multiple of 4096), and the rows
-    with their places in the copy, whose file number is `file`."""
+    """The extents that hold these rows, one after another in the copy from byte `start` (a multiple
+    of 4096), and the rows with their places in the copy, whose file number is `file`."""
     order = np.lexsort((rows.offset, rows.file))
     source = rows.file[order]
     offset = rows.offset[order]
     first = offset // ALIGNMENT * ALIGNMENT
     stop = -(-(offset + rows.num_bytes[order]) // ALIGNMENT) * ALIGNMENT
-    is_new = np.concatenate(([True], (source[1:] != source[:-1]) | (first[1:] > stop[:-1])))[: len(order)]
+    is_new = np.concatenate(([True], (source[1:] != source[:-1]) | (first[1:] > stop[:-1])))[
+        : len(order)
+    ]
     heads = np.flatnonzero(is_new)
     ends = np.append(heads, len(order))[1:] - 1
     sizes = stop[ends] - first[heads]  # rows do not overlap, so the last one of an extent ends it
     places = start + np.cumsum(sizes) - sizes
     moved = np.empty_like(offset)
     moved[order] = offset + (places - first[heads])[np.cumsum(is_new) - 1]
-    columns = zip(source[heads].tolist(), first[heads].tolist(), sizes.tolist(), places.tolist(), strict=True)
-    return [CopyExtent(*each) for each in columns], rows._replace(file=np.full_like(rows.file, file), offset=moved)
+    columns = zip(
+        source[heads].tolist(), first[heads].tolist(), sizes.tolist(), places.tolist(), strict=True
+    )
+    return [CopyExtent(*each) for each in columns], rows._replace(
+        file=np.full_like(rows.file, file), offset=moved
+    )
 
 
 def take_room(path: Path, extents: Sequence[CopyExtent]) -> None:
-    """Allocates the blocks for the extents. Raises OSError (ENOSPC) that says how much is needed and free."""
+    """Allocates the blocks for the extents. Raises OSError (ENOSPC) that says how much is needed
+    and free."""
     if not extents:
         return
     start = extents[0].place
@@ -129,7 +153,8 @@ def take_room(path: Path, extents: Sequence[CopyExtent]) -> None:
 
 
 def copy(sources: Sequence[Path], extents: Sequence[CopyExtent], path: Path, pace: Pace) -> None:
-    """Copies extents of the sources into an existing file and syncs it. Blocks, without the GIL. Raises OSError."""
+    """Copies extents of the sources into an existing file and syncs it. Blocks, without the GIL.
+    Raises OSError."""
     with open_direct(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)[0] as target:
         with mmap.mmap(-1, _STEP_BYTES) as buffer:  # page-aligned, as O_DIRECT requires
             for number, source in enumerate(sources):
@@ -140,7 +165,12 @@ def copy(sources: Sequence[Path], extents: Sequence[CopyExtent], path: Path, pac
 
 
 def _copy_from(
-    source: Path, extents: Sequence[CopyExtent], target: int, path: Path, pace: Pace, buffer: mmap.mmap
+    source: Path,
+    extents: Sequence[CopyExtent],
+    target: int,
+    path: Path,
+    pace: Pace,
+    buffer: mmap.mmap,
 ) -> None:
     with open_direct(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)[0] as fd:
         ways = [_clone] if is_of_one_host(path.parent) else [_clone, _copy_range]
@@ -149,17 +179,24 @@ def _copy_from(
         for each in extents:
             done = 0
             num_bytes = each.num_bytes
-            if 0 < each.offset + num_bytes - end < ALIGNMENT and source.name != SEGMENT:  # a data file
+            # a data file
+            if 0 < each.offset + num_bytes - end < ALIGNMENT and source.name != SEGMENT:
                 num_bytes = end - each.offset
             while done < num_bytes:
-                length = min(_STEP_BYTES, num_bytes - done) if ways[0] is not _clone else num_bytes - done
+                length = (
+                    min(_STEP_BYTES, num_bytes - done)
+                    if ways[0] is not _clone
+                    else num_bytes - done
+                )
                 start_s = time.monotonic()
                 try:
                     done += ways[0](fd, each.offset + done, length, target, each.place + done)
                 except OSError as error:
                     if len(ways) == 1 or error.errno not in _NOT_HERE:
                         with durable.named(path):
-                            raise OSError(error.errno, f"copying {source}: {error.strerror}") from None
+                            raise OSError(
+                                error.errno, f"copying {source}: {error.strerror}"
+                            ) from None
                     ways.pop(0)
                 pace.rest(time.monotonic() - start_s)
 
@@ -179,11 +216,15 @@ def _copy_range(source: int, offset: int, num_bytes: int, target: int, place: in
     return done
 
 
-def _read_and_write(buffer: mmap.mmap, source: int, offset: int, num_bytes: int, target: int, place: int) -> int:
+def _read_and_write(
+    buffer: mmap.mmap, source: int, offset: int, num_bytes: int, target: int, place: int
+) -> int:
     with memoryview(buffer) as whole, whole[: round_up(num_bytes, ALIGNMENT)] as view:
         done = os.preadv(source, [view], offset)
         if done < num_bytes:
-            raise OSError(errno.ENODATA, f"the file ends at byte {offset + done}: something truncated it")
+            raise OSError(
+                errno.ENODATA, f"the file ends at byte {offset + done}: something truncated it"
+            )
         view[done:] = bytes(len(view) - done)
         written = 0
         while written < len(view):
@@ -192,13 +233,14 @@ def _read_and_write(buffer: mmap.mmap, source: int, offset: int, num_bytes: int,
     return num_bytes
 
 
-# ---- one copy at a time ----------------------------------------------------------------------------------------------
+# ---- one copy at a time --------------------------------------------------------------------------
 
 logger = logging.getLogger("tiermem")
 
 WHAT = "copying the checkpoint"
 _BUSY_SHARE = 0.08
-"""Share of time in which the thread moves data while training goes on, so that training loses less than a tenth."""
+"""Share of time in which the thread moves data while training goes on, so that training loses less
+than a tenth."""
 
 
 class _Work(NamedTuple):
@@ -229,29 +271,38 @@ class Copies:
         self._error: BaseException | None = None
 
     def make(self, content: Content, commit: int, is_behind: bool) -> None:
-        """Copies the states as they are now. Collective; blocks until the states in memory are written. Raises OSError.
+        """Copies the states as they are now. Collective; blocks until the states in memory are
+        written. Raises OSError.
 
-        is_behind: whether a thread may copy the states on NVMe while training goes on; equal on all ranks.
+        is_behind: whether a thread may copy the states on NVMe while training goes on; equal on all
+            ranks.
         """
         topology = self._shards.topology
         self._pace = Pace(_BUSY_SHARE if is_behind else 1.0)
         with contextlib.ExitStack() as undo:
             talk = talk_over(topology)
             work, has_rest = together(
-                talk, WHAT, lambda: self._begin(content, commit, undo), tell=lambda work: bool(work.extents)
+                talk,
+                WHAT,
+                lambda: self._begin(content, commit, undo),
+                tell=lambda work: bool(work.extents),
             )
             work = work._replace(undo=undo.pop_all())
         if not (any(has_rest) and is_behind):
             self._end(work, talk)
             return
-        # The thread's collectives use a group of their own; the watch explains, and ranks compare, those of the main group.
+        # The thread's collectives use a group of their own; the watch explains, and ranks compare,
+        # those of the main group.
         group = None if topology.group is None else group_aside(topology)
         talk = talk_over(dataclasses.replace(topology, group=group, watch=None, traffic=Traffic()))
-        self._thread = threading.Thread(target=self._run, args=(work, talk), name="tiermem-copy", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(work, talk), name="tiermem-copy", daemon=True
+        )
         self._thread.start()
 
     def wait(self) -> None:
-        """Blocks until no copy is running; the copy pauses no more. Raises the error of a failed copy, once."""
+        """Blocks until no copy is running; the copy pauses no more. Raises the error of a failed
+        copy, once."""
         self._pace.hurry()
         thread = self._thread
         self._thread = None
@@ -262,7 +313,7 @@ class Copies:
         if error is not None:
             raise error
 
-    # ---- one copy -------------------------------------------------------------------------------------------------------
+    # ---- one copy --------------------------------------------------------------------------------
 
     def _begin(self, content: Content, commit: int, undo: contextlib.ExitStack) -> _Work:
         """Writes the states in memory and reserves space for the frozen ones."""
@@ -279,7 +330,9 @@ class Copies:
             freeze = shards.store.freeze()
             undo.callback(shards.store.thaw, freeze)
             rest = frozen(shards, content, freeze)
-            extents, rows = lay_out(rest.rows, round_up(Resting(content.in_memory).data_bytes, ALIGNMENT), file=0)
+            extents, rows = lay_out(
+                rest.rows, round_up(Resting(content.in_memory).data_bytes, ALIGNMENT), file=0
+            )
             placed.append(rest._replace(rows=rows))
         data = folder / copy_name(self._commits.run_id, commit, rank, "bin")
         undo.callback(remove, data)
@@ -296,7 +349,8 @@ class Copies:
             self._error = error
 
     def _end(self, work: _Work, talk: Talk) -> None:
-        """Copies the frozen ranges and publishes the copy. Thaws on success and on error. Collective over `talk`; blocks."""
+        """Copies the frozen ranges and publishes the copy. Thaws on success and on error.
+        Collective over `talk`; blocks."""
         content = work.content
         topology = self._shards.topology
         assert content.save_dir is not None and content.tag is not None
@@ -309,7 +363,9 @@ class Copies:
                 if topology.rank == 0:
                     self._check_seen(told)
                     ranks = topology.world, topology.num_shards
-                    manifest = manifest_of(content, self._commits.run_id, work.commit, ranks, told, work.folder)
+                    manifest = manifest_of(
+                        content, self._commits.run_id, work.commit, ranks, told, work.folder
+                    )
                     name = copy_name(self._commits.run_id, work.commit, None, "json")
                     publish(content, manifest, work.folder / name, told, work.undo)
                     return self._commits.removed(replaced)
@@ -334,7 +390,9 @@ class Copies:
         content = work.content
         path = work.folder / copy_name(self._commits.run_id, work.commit, rank, "json")
         work.undo.callback(remove, path)
-        return write_part(path, self._commits.run_id, work.commit, rank, content, [work.data.name], work.placed)
+        return write_part(
+            path, self._commits.run_id, work.commit, rank, content, [work.data.name], work.placed
+        )
 
     def _check_seen(self, told: list[Any]) -> None:
         """Raises OSError when a rank has written to a folder that rank 0 does not see."""
@@ -342,15 +400,17 @@ class Copies:
             if not (Path(each["folder"]) / each["file"]).is_file():
                 raise FileNotFoundError(
                     2,
-                    f"rank {rank} has written {each['file']}, which rank 0 does not see: a copy needs a folder that all ranks "
+                    f"rank {rank} has written {each['file']}, which rank 0 does not see: a copy "
+                    "needs a folder that all ranks "
                     "share. Save on the paths of the store, or to a shared file system",
                     each["folder"],
                 )
 
 
 def remove_other_copies(folder: Path, kept: str, topology: Topology) -> None:
-    """Removes this rank's files of other copies from a tag's folder. Rank 0 also removes manifests, and files of ranks that
-    this run does not have. `kept` is "<run id>-<commit>" of the copy that stays, or empty."""
+    """Removes this rank's files of other copies from a tag's folder. Rank 0 also removes manifests,
+    and files of ranks that this run does not have. `kept` is "<run id>-<commit>" of the copy that
+    stays, or empty."""
     for file in sorted(folder.iterdir()):
         match = OURS.fullmatch(file.name)
         if match is None or match[1] == kept:

@@ -26,19 +26,20 @@ _ALIGN = 64  # bytes
 _MOST_GAP = 256  # bytes: more than lie between two parameters of a tile
 
 Chunks = Callable[[], Iterator[torch.Tensor]]
-"""Returns the bytes in order: uint8 tensors, contiguous, on the CPU. Each is valid until the next one is requested."""
+"""Returns the bytes in order: uint8 tensors, contiguous, on the CPU. Each is valid until the next
+one is requested."""
 
 
 class Stretch(NamedTuple):
     """Elements [start, start + numel) of one state of a parameter, in one byte range of this rank.
 
-    A stretch on NVMe lies in an entry of the store; the freeze keeps its bytes, and they are not copied. A stretch in memory
-    is read in chunks while it is written to a file.
+    A stretch on NVMe lies in an entry of the store; the freeze keeps its bytes, and they are not
+    copied. A stretch in memory is read in chunks while it is written to a file.
 
     Attributes:
         first_byte: position of the stretch in the bytes of the whole state.
-        place: on NVMe: (entry, byte offset in it). In memory: (flat uint8 tensor on any device, byte offset in it), or a
-            function that returns the bytes.
+        place: on NVMe: (entry, byte offset in it). In memory: (flat uint8 tensor on any device,
+            byte offset in it), or a function that returns the bytes.
     """
 
     param: str
@@ -55,7 +56,8 @@ class Stretch(NamedTuple):
         return kinds.bytes_of(self.kind, self.numel)
 
     def chunks(self) -> Iterator[torch.Tensor]:
-        """The bytes of a stretch in memory. Raises ValueError if their number is not `num_bytes`."""
+        """The bytes of a stretch in memory. Raises ValueError if their number is not
+        `num_bytes`."""
         place = self.place
         done = 0
         for data in _cut(*place, self.num_bytes) if isinstance(place, tuple) else place():
@@ -65,7 +67,8 @@ class Stretch(NamedTuple):
             yield data
         if done != self.num_bytes:
             raise ValueError(
-                f"{self.param}: {self.state} has {done} bytes or more; {self.numel} elements take {self.num_bytes}"
+                f"{self.param}: {self.state} has {done} bytes or more; {self.numel} elements take "
+                f"{self.num_bytes}"
             )
 
 
@@ -80,7 +83,7 @@ def _cut(held: str | torch.Tensor, offset: int, num_bytes: int) -> Iterator[torc
     return (data[at : at + CHUNK_BYTES].cpu() for at in range(0, data.numel(), CHUNK_BYTES))
 
 
-# ---- the checksums of a state, one per MiB ---------------------------------------------------------------------------
+# ---- the checksums of a state, one per MiB -------------------------------------------------------
 #
 #     one rank's pieces    [ a ][   b   ][ c ]        crc(A + B) is computed from crc(A), crc(B) and len(B)
 #     another rank's                         [ d ]
@@ -126,7 +129,8 @@ def joined(runs: Iterable[Run]) -> list[Run]:
 
 
 def run_of(start: int, tensors: Sequence[torch.Tensor], workers: Workers | None) -> Run:
-    """The checksums of tensors of bytes that follow one another from byte `start` of a state. Blocks; GIL free."""
+    """The checksums of tensors of bytes that follow one another from byte `start` of a state.
+    Blocks; GIL free."""
     ranges: list[tuple[int, int]] = []
     parts: list[torch.Tensor] = []
     for data in tensors:
@@ -141,17 +145,21 @@ def run_of(start: int, tensors: Sequence[torch.Tensor], workers: Workers | None)
 def checksums(runs: Sequence[Sequence[Any]], *what: str) -> tuple[int, ...]:
     """The checksum of every block of a state, from runs or lists of their values.
 
-    Raises RuntimeError unless the runs hold every byte exactly once; its text begins with the words `what`.
+    Raises RuntimeError unless the runs hold every byte exactly once; its text begins with the words
+    `what`.
     """
     found = joined(map(Run._make, runs)) if len(runs) != 1 else runs
     if len(found) != 1 or found[0][0]:
         places = ", ".join(f"{start} to {start + num_bytes}" for start, num_bytes, _ in found[:4])
-        raise RuntimeError(f"{' '.join(what)}: bytes {places} are saved; a state is saved once and whole")
+        raise RuntimeError(
+            f"{' '.join(what)}: bytes {places} are saved; a state is saved once and whole"
+        )
     return tuple(found[0][2])
 
 
 class Group(NamedTuple):
-    """Rows that are written as one: their offset in the file, their bytes, the stretch and the ranges of the first row."""
+    """Rows that are written as one: their offset in the file, their bytes, the stretch and the
+    ranges of the first row."""
 
     place: int
     data: npt.NDArray[np.uint8]
@@ -162,7 +170,7 @@ class Group(NamedTuple):
 ReadEntry = Callable[[str, int, int], torch.Tensor]
 """(entry, start, stop) -> the bytes [start, stop) of an entry, uint8."""
 
-# ---- stretches as arrays ---------------------------------------------------------------------------------------------
+# ---- stretches as arrays -------------------------------------------------------------------------
 #
 #     stretches -> one row each: key, elements, holder, offset     once, for those on NVMe until a state moves between tiers
 #               -> ranges that have one checksum each, by state    as often
@@ -172,7 +180,8 @@ ReadEntry = Callable[[str, int, int], torch.Tensor]
 
 
 class Resting:
-    """Stretches in any order, as arrays, by holder and offset. `held` are the entries and tensors that hold them.
+    """Stretches in any order, as arrays, by holder and offset. `held` are the entries and tensors
+    that hold them.
 
     `order` is the place of each row in the stretches that were given.
     """
@@ -183,7 +192,8 @@ class Resting:
         numbers = array.array("q")  # rows in one flat array: no Python object per row
         seen: dict[int, tuple[int, object]] = {}  # by the holder's id; it keeps the holder
         for param, state, kind, start, numel, first_byte, place in stretches:
-            holder, offset = place if type(place) is tuple else ("", 0)  # a function returns its bytes
+            # a function returns its bytes
+            holder, offset = place if type(place) is tuple else ("", 0)
             if (known := seen.get(id(holder))) is None:
                 name = holder if isinstance(holder, str) else holder.data_ptr()
                 known = seen[id(holder)] = held.setdefault(name, (len(held), holder))[0], holder
@@ -193,41 +203,73 @@ class Resting:
         self.entries = [holder for holder in self.held if isinstance(holder, str)]
         table = np.array(numbers, np.int64).reshape(-1, 6)
         self.order = np.lexsort((table[:, 1], table[:, 0]))
-        self._holder, self._offset, self._key, self._start, self._numel, self._first_byte = table[self.order].T
+        self._holder, self._offset, self._key, self._start, self._numel, self._first_byte = table[
+            self.order
+        ].T
         self._grain_bytes, self._grain_numel = (each[self._key] for each in grains(self.keys))
         self.num_bytes = -(-self._numel // self._grain_numel) * self._grain_bytes
         self._cut_at_blocks()
 
     def rows(self, freeze: Freeze) -> Rows:
-        """The file ranges of all stretches in a freeze; `file` is an index into the store's paths."""
+        """The file ranges of all stretches in a freeze; `file` is an index into the store's
+        paths."""
         found = freeze.find(self.entries, self._holder, self._offset, self.num_bytes)
         row = found.request
         grain = self._grain_bytes[found.request]
         skipped = (found.start - self._offset[row]) // grain * self._grain_numel[row]
-        numel = np.minimum(found.num_bytes // grain * self._grain_numel[row], self._numel[row] - skipped)
+        numel = np.minimum(
+            found.num_bytes // grain * self._grain_numel[row], self._numel[row] - skipped
+        )
         start = self._start[row] + skipped
-        return Rows(self.keys, self._key[row], start, numel, found.path_index, found.file_offset, found.num_bytes)
+        return Rows(
+            self.keys,
+            self._key[row],
+            start,
+            numel,
+            found.path_index,
+            found.file_offset,
+            found.num_bytes,
+        )
 
-    def sums(self, known: Sums, read: ReadEntry, workers: Workers) -> dict[tuple[str, str], list[Run]]:
+    def sums(
+        self, known: Sums, read: ReadEntry, workers: Workers
+    ) -> dict[tuple[str, str], list[Run]]:
         """The checksums of every (parameter, state), in the fewest runs.
 
-        Blocks only for a checksum that the store does not know: it is computed from the bytes and kept. Raises OSError.
+        Blocks only for a checksum that the store does not know: it is computed from the bytes and
+        kept. Raises OSError.
         """
         return self.runs(self._crcs(known, read, workers))
 
     def rows_at(self, file: int) -> Rows:
         """The rows in a data file."""
         place = self.placed[1]
-        return Rows(self.keys, self._key, self._start, self._numel, np.full_like(place, file), place, self.num_bytes)
+        return Rows(
+            self.keys,
+            self._key,
+            self._start,
+            self._numel,
+            np.full_like(place, file),
+            place,
+            self.num_bytes,
+        )
 
     @functools.cached_property
     def placed(self) -> tuple[Numbers, Numbers]:
-        """The data file as groups of rows, each a copy of memory with the gaps between its rows, and each at a multiple of
-        `_ALIGN`: the number of the first row of each group, and the offset of each row in the file."""
+        """The data file as groups of rows, each a copy of memory with the gaps between its rows,
+        and each at a multiple of `_ALIGN`: the number of the first row of each group, and the
+        offset of each row in the file."""
         stop = self._offset + self.num_bytes
         gap = self._offset[1:] - stop[:-1]
-        same = (self._holder[1:] == self._holder[:-1]) & (gap >= 0) & (gap < _MOST_GAP) & self._is_there[1:]
-        firsts = np.flatnonzero(np.concatenate(([True], ~(same & self._is_there[:-1])))[: len(stop)])
+        same = (
+            (self._holder[1:] == self._holder[:-1])
+            & (gap >= 0)
+            & (gap < _MOST_GAP)
+            & self._is_there[1:]
+        )
+        firsts = np.flatnonzero(
+            np.concatenate(([True], ~(same & self._is_there[:-1])))[: len(stop)]
+        )
         lasts = np.append(firsts[1:], len(stop))[: len(firsts)] - 1
         sizes = round_up(stop[lasts] - self._offset[firsts], _ALIGN)
         moved = np.cumsum(sizes) - sizes - self._offset[firsts]
@@ -241,25 +283,36 @@ class Resting:
     def in_memory(self, workers: Workers | None) -> tuple[list[Group], Crcs]:
         """The groups of `placed`, and the checksum of every range. Blocks; GIL free.
 
-        A row without bytes in the CPU's memory, or with too few, is a group without bytes. Its checksums have no meaning.
+        A row without bytes in the CPU's memory, or with too few, is a group without bytes. Its
+        checksums have no meaning.
         """
         is_there = np.repeat(self._is_there, np.diff(self._first_piece))
         lengths = np.where(is_there, self._piece_stop - self._piece_start, 0).astype(np.uint64)
-        addresses = np.array([each.ctypes.data for each in self._bytes], np.uint64)[self._piece_holder]
+        addresses = np.array([each.ctypes.data for each in self._bytes], np.uint64)[
+            self._piece_holder
+        ]
         crcs = crc32c_of(addresses + self._piece_start.astype(np.uint64), lengths, workers)
         firsts, places = self.placed
         lasts = np.append(firsts[1:], len(places))[: len(firsts)] - 1
         starts = self._offset[firsts]
         stops = np.where(self._is_there[firsts], (self._offset + self.num_bytes)[lasts], starts)
-        pieces = map(slice, self._first_piece[firsts].tolist(), self._first_piece[firsts + 1].tolist())
+        pieces = map(
+            slice, self._first_piece[firsts].tolist(), self._first_piece[firsts + 1].tolist()
+        )
         columns = (places[firsts], self._holder[firsts], starts, stops, self.order[firsts])
         groups = zip(*(each.tolist() for each in columns), pieces, strict=True)
-        return [Group(place, self._bytes[each][start:stop], *rest) for place, each, start, stop, *rest in groups], crcs
+        return [
+            Group(place, self._bytes[each][start:stop], *rest)
+            for place, each, start, stop, *rest in groups
+        ], crcs
 
     @functools.cached_property
     def _bytes(self) -> list[npt.NDArray[np.uint8]]:
         """The bytes of each holder in the CPU's memory: none of those that lie elsewhere."""
-        here = [each if isinstance(each, torch.Tensor) and each.device.type == "cpu" else None for each in self.held]
+        here = [
+            each if isinstance(each, torch.Tensor) and each.device.type == "cpu" else None
+            for each in self.held
+        ]
         return [np.zeros(0, np.uint8) if each is None else each.numpy() for each in here]
 
     @functools.cached_property
@@ -270,17 +323,21 @@ class Resting:
         return found
 
     def runs(self, crcs: Crcs) -> dict[tuple[str, str], list[Run]]:
-        """The checksums of every (parameter, state), in the fewest runs, from those of the ranges."""
+        """The checksums of every (parameter, state), in the fewest runs, from those of the
+        ranges."""
         blocks = crc32c_join(self._block_first, crcs[self._order], self._block_lengths)
         found: dict[tuple[str, str], list[Run]] = {}
         all_crcs = blocks.tolist()
         names = [key[:2] for key in self.keys]
         for key, first_block, last_block, start, num_bytes in self._runs:
-            found.setdefault(names[key], []).append(Run(start, num_bytes, all_crcs[first_block:last_block]))
+            found.setdefault(names[key], []).append(
+                Run(start, num_bytes, all_crcs[first_block:last_block])
+            )
         return found
 
     def _cut_at_blocks(self) -> None:
-        """Cuts the rows at every MiB of their state, and sorts the results by state and position."""
+        """Cuts the rows at every MiB of their state, and sorts the results by state and
+        position."""
         stop = self._first_byte + self.num_bytes
         first_block = self._first_byte // CHECKSUM_BYTES
         last_block = (stop - 1) // CHECKSUM_BYTES
@@ -304,22 +361,40 @@ class Resting:
         run_first = np.flatnonzero(is_run)
         run_blocks = np.append(np.searchsorted(block_first, run_first), len(block_first)).tolist()
         run_bytes = np.add.reduceat(length, run_first).tolist() if len(key) else []
-        runs = key[run_first].tolist(), run_blocks[:-1], run_blocks[1:], first[run_first].tolist(), run_bytes
+        runs = (
+            key[run_first].tolist(),
+            run_blocks[:-1],
+            run_blocks[1:],
+            first[run_first].tolist(),
+            run_bytes,
+        )
         self._runs = list(zip(*runs, strict=True))
 
     def _crcs(self, sums: Sums, read: ReadEntry, workers: Workers) -> Crcs:
-        """The checksum of every range: combined from the store's checksums, else computed from the bytes."""
+        """The checksum of every range: combined from the store's checksums, else computed from the
+        bytes."""
         tables = [sums.of(entry) for entry in self.entries]
         held = [(number, table) for number, table in enumerate(tables) if table is not None]
         starts = self._piece_start
         stops = self._piece_stop
         # Entries are numbered as if they lay one after another, `size` bytes each.
-        size = 1 + max([int(stops.max(initial=0)), *(int(table.pieces.stops.max(initial=0)) for _, table in held)])
+        size = 1 + max(
+            [
+                int(stops.max(initial=0)),
+                *(int(table.pieces.stops.max(initial=0)) for _, table in held),
+            ]
+        )
         none = [np.zeros(0, np.int64)]
-        own_starts = np.concatenate(none + [table.pieces.starts + number * size for number, table in held])
-        own_stops = np.concatenate(none + [table.pieces.stops + number * size for number, table in held])
+        own_starts = np.concatenate(
+            none + [table.pieces.starts + number * size for number, table in held]
+        )
+        own_stops = np.concatenate(
+            none + [table.pieces.stops + number * size for number, table in held]
+        )
         first = np.searchsorted(own_starts, starts + self._piece_holder * size, "left")
-        counts = np.maximum(0, np.searchsorted(own_stops, stops + self._piece_holder * size, "right") - first)
+        counts = np.maximum(
+            0, np.searchsorted(own_stops, stops + self._piece_holder * size, "right") - first
+        )
         row, chosen = spread(first, counts)
         lengths = (own_stops - own_starts)[chosen]
         # Pieces do not overlap: if the pieces inside a range have its total length, they cover it.
@@ -336,12 +411,14 @@ class Resting:
         own_crcs = np.concatenate([np.zeros(0, np.uint32), *(table.crcs for _, table in held)])
         crcs = crc32c_join(np.append(0, np.cumsum(counts)), own_crcs[chosen], lengths)
         for number in np.flatnonzero(~is_known).tolist():
-            data = read(self.entries[self._piece_holder[number]], int(starts[number]), int(stops[number]))
+            data = read(
+                self.entries[self._piece_holder[number]], int(starts[number]), int(stops[number])
+            )
             crcs[number] = crc32c([data], workers)[0]
         return crcs
 
 
-# ---- the data file of a rank -----------------------------------------------------------------------------------------
+# ---- the data file of a rank ---------------------------------------------------------------------
 #
 #     on NVMe      rows of the store's own files, one for each byte range; no data is copied
 #     in memory    written once to a data file, which is a copy of the memory that holds them
@@ -378,9 +455,11 @@ def write_data(
     workers: Workers | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Placed:
-    """Writes stretches in memory to a new file, number `file` of the part, and makes it durable. Blocks.
+    """Writes stretches in memory to a new file, number `file` of the part, and makes it durable.
+    Blocks.
 
-    progress: called with the number of bytes just written. Raises OSError, and ValueError as `Stretch.chunks`; then the file
+    progress: called with the number of bytes just written. Raises OSError, and ValueError as
+        `Stretch.chunks`; then the file
     does not exist.
     """
     rest = Resting(stretches)

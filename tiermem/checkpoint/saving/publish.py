@@ -46,21 +46,31 @@ from tiermem.checkpoint.saving.pieces import Placed, Resting, Run, Stretch, chec
 from tiermem.run.shards import Shards
 from tiermem.swap.disk import durable
 from tiermem.swap.disk.durable import NEW_PREFIX, NEW_SUFFIX
-from tiermem.swap.disk.run_folder import RunFolder, RunName, is_held, is_of_one_host, leads_to, remove, run_folders
+from tiermem.swap.disk.run_folder import (
+    RunFolder,
+    RunName,
+    is_held,
+    is_of_one_host,
+    leads_to,
+    remove,
+    run_folders,
+)
 from tiermem.swap.store.entry import Freeze
 
-# ---- the content of a commit or a copy -------------------------------------------------------------------------------
+# ---- the content of a commit or a copy -----------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Content:
-    """The content of a commit or copy. `save_dir`, and `rng` and the fields after it, are this rank's; the rest is equal."""
+    """The content of a commit or copy. `save_dir`, and `rng` and the fields after it, are this
+    rank's; the rest is equal."""
 
     step: int
     tag: str | None  # None: a durable step without a tag
     save_dir: Path | None  # None: a durable step without a tag
     save_latest: bool
-    values: Mapping[str, Json]  # optimizer, scheduler, loss_scaler, engine, client_state, config, choices
+    # optimizer, scheduler, loss_scaler, engine, client_state, config, choices
+    values: Mapping[str, Json]
     parameters: Sequence[Parameter]
     excluded: Sequence[str]
     rng: Json
@@ -70,35 +80,59 @@ class Content:
 
     @property
     def is_whole(self) -> bool:
-        """Whether a run can continue from it: no parameter is left out, and the optimizer is included."""
+        """Whether a run can continue from it: no parameter is left out, and the optimizer is
+        included."""
         return not self.excluded and self.values["optimizer"] is not None
 
 
 def write_part(
-    file: Path, run_id: str, commit: int, rank: int, content: Content, files: Sequence[str], placed: Placed
+    file: Path,
+    run_id: str,
+    commit: int,
+    rank: int,
+    content: Content,
+    files: Sequence[str],
+    placed: Placed,
 ) -> Json:
-    """Writes this rank's part durably; its pieces refer to `files` by index. Blocks; raises OSError.
+    """Writes this rank's part durably; its pieces refer to `files` by index. Blocks; raises
+    OSError.
 
-    Returns JSON for rank 0: folder, file, size in bytes and CRC-32C of the part, the checksums of its states, and the folders
-    of `files`.
+    Returns JSON for rank 0: folder, file, size in bytes and CRC-32C of the part, the checksums of
+    its states, and the folders of `files`.
     """
-    data = Part(run_id, commit, rank, content.rng, content.data, tuple(files), placed.rows.states()).dump()
+    data = Part(
+        run_id, commit, rank, content.rng, content.data, tuple(files), placed.rows.states()
+    ).dump()
     durable.write_file(file, data)
     sums = [(*key, found) for key, found in placed.sums.items()]
     places = sorted({str(real(file.parent / each).parent) for each in files})
-    told = {"folder": str(file.parent), "file": file.name, "bytes": len(data), "crc32c": crc32c(data), "sums": sums}
+    told = {
+        "folder": str(file.parent),
+        "file": file.name,
+        "bytes": len(data),
+        "crc32c": crc32c(data),
+        "sums": sums,
+    }
     return {**told, "places": places}
 
 
 def manifest_of(
-    content: Content, run_id: str, commit: int, ranks: tuple[int, int], told: Sequence[Any], folder: Path
+    content: Content,
+    run_id: str,
+    commit: int,
+    ranks: tuple[int, int],
+    told: Sequence[Any],
+    folder: Path,
 ) -> Manifest:
-    """The manifest, for a file in `folder`, from the values of all ranks. Raises RuntimeError if a state is not whole.
+    """The manifest, for a file in `folder`, from the values of all ranks. Raises RuntimeError if a
+    state is not whole.
 
     ranks: the number of all ranks, and of those that share one copy of a parameter.
     """
     parts = tuple(
-        PartFile(rank, written(Path(each["folder"]), folder), each["file"], each["bytes"], each["crc32c"])
+        PartFile(
+            rank, written(Path(each["folder"]), folder), each["file"], each["bytes"], each["crc32c"]
+        )
         for rank, each in enumerate(told)
     )
     sums: dict[str, dict[str, list[Run]]] = {}
@@ -124,7 +158,8 @@ def manifest_of(
 
 
 def frozen(shards: Shards, content: Content, freeze: Freeze) -> Placed:
-    """The frozen pieces on NVMe; `file` is an index into `freeze.files()`. Blocks only to compute unknown checksums."""
+    """The frozen pieces on NVMe; `file` is an index into `freeze.files()`. Blocks only to compute
+    unknown checksums."""
 
     def read(entry: str, start: int, stop: int) -> torch.Tensor:
         return shards.values.read_part(entry, torch.uint8, slice(start, stop))
@@ -133,19 +168,20 @@ def frozen(shards: Shards, content: Content, freeze: Freeze) -> Placed:
     return Placed(resting.rows(freeze), resting.sums(shards.store.sums, read, shards.workers))
 
 
-# ---- the manifest, the tag's pointer, `latest` -----------------------------------------------------------------------
+# ---- the manifest, the tag's pointer, `latest` ---------------------------------------------------
 #
-# Each file is durable before the next is written. Every write registers its reversal in `undo`: after an error the folder
-# is as before.
+# Each file is durable before the next is written. Every write registers its reversal in `undo`:
+# after an error the folder is as before.
 
 logger = logging.getLogger("tiermem")
 
 
 class SavingInto:
-    """Makes a tag's folder if it is missing, and locks it shared. Until `close`, or the end of this process, no save removes
-    unfinished files from it.
+    """Makes a tag's folder if it is missing, and locks it shared. Until `close`, or the end of this
+    process, no save removes unfinished files from it.
 
-    undo: removes the folder again. Raises OSError: ENOTDIR for a link in its place, which may lead anywhere.
+    undo: removes the folder again. Raises OSError: ENOTDIR for a link in its place, which may lead
+        anywhere.
     """
 
     def __init__(self, folder: Path, undo: contextlib.ExitStack) -> None:
@@ -153,7 +189,9 @@ class SavingInto:
         while not self._own:  # repeat if another save has just removed the folder
             make_folder(folder, undo)
             with contextlib.suppress(FileNotFoundError), durable.named(folder):
-                self._own.append(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC))
+                self._own.append(
+                    os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                )
                 with contextlib.suppress(OSError):  # without locks no save removes unfinished files
                     fcntl.flock(self._own[0], fcntl.LOCK_SH)
                 if not leads_to(folder, self._own[0]):
@@ -164,12 +202,20 @@ class SavingInto:
         self._own.close()
 
 
-def publish(content: Content, manifest: Manifest, path: Path, told: Sequence[Any], undo: contextlib.ExitStack) -> None:
-    """Writes a manifest to its path and, for a tag, a README, the pointer and `latest`. Blocks; raises OSError.
+def publish(
+    content: Content,
+    manifest: Manifest,
+    path: Path,
+    told: Sequence[Any],
+    undo: contextlib.ExitStack,
+) -> None:
+    """Writes a manifest to its path and, for a tag, a README, the pointer and `latest`. Blocks;
+    raises OSError.
 
     told: of every rank, by `write_part`.
 
-    Without `save_latest`, a `latest` that names this tag already is written too: the pointer that it is a copy of has changed.
+    Without `save_latest`, a `latest` that names this tag already is written too: the pointer that
+    it is a copy of has changed.
     """
     data = manifest.dump()
     undo.callback(remove, path)
@@ -189,7 +235,8 @@ def publish(content: Content, manifest: Manifest, path: Path, told: Sequence[Any
 def pointer_to(
     path: Path, data: bytes, manifest: Manifest, save_dir: Path, tag: str, latest: Pointer | None
 ) -> Pointer:
-    """A tag's pointer to its manifest `path`, whose bytes are `data`. Its number follows that of `latest`, if that is known."""
+    """A tag's pointer to its manifest `path`, whose bytes are `data`. Its number follows that of
+    `latest`, if that is known."""
     series = secrets.token_hex(6)
     number = 0
     if latest is not None and latest.series:
@@ -204,8 +251,11 @@ README_FILE = "README.txt"
 _MARK = b"A checkpoint of tiermem: "
 
 
-def _explain(pointer: Path, path: Path, manifest: Manifest, told: Sequence[Any], undo: contextlib.ExitStack) -> None:
-    """Says in a file beside a pointer where the bytes of the step lie; a complete copy has none. A user's file stays."""
+def _explain(
+    pointer: Path, path: Path, manifest: Manifest, told: Sequence[Any], undo: contextlib.ExitStack
+) -> None:
+    """Says in a file beside a pointer where the bytes of the step lie; a complete copy has none. A
+    user's file stays."""
     readme = pointer.parent / README_FILE
     places = sorted({place for each in told for place in each["places"]})
     if durable.exists(readme) and not _is_readme(readme):
@@ -215,7 +265,11 @@ def _explain(pointer: Path, path: Path, manifest: Manifest, told: Sequence[Any],
             remove(readme)
         return
     folders = "".join(f"    {each}\n" for each in places)
-    replace(readme, _MARK + _TOLD.format(tag=manifest.tag, step=manifest.step, folders=folders).encode(), undo)
+    replace(
+        readme,
+        _MARK + _TOLD.format(tag=manifest.tag, step=manifest.step, folders=folders).encode(),
+        undo,
+    )
     logger.info(
         "checkpoint %r (step %d) stays where its states rest: %s; %s says how to take it along",
         manifest.tag, manifest.step, ", ".join(places), readme,
@@ -242,9 +296,12 @@ def _is_readme(file: Path) -> bool:
 
 
 def write_pointer(path: Path, save_dir: Path, tag: str) -> None:
-    """Writes the pointer of a tag whose manifest is `path`, and `latest`. Blocks; raises ManifestError, OSError."""
+    """Writes the pointer of a tag whose manifest is `path`, and `latest`. Blocks; raises
+    ManifestError, OSError."""
     write_latest(path, save_dir, tag)
-    durable.write_file(pointer_path(save_dir, tag), durable.read_file(save_dir / LATEST_FILE, MOST_POINTER_BYTES))
+    durable.write_file(
+        pointer_path(save_dir, tag), durable.read_file(save_dir / LATEST_FILE, MOST_POINTER_BYTES)
+    )
 
 
 def write_latest(path: Path, save_dir: Path, tag: str) -> None:
@@ -293,29 +350,38 @@ def _restore(path: Path, data: bytes) -> None:
         logger.warning("%s could not be put back: %s", path, error.strerror)
 
 
-# ---- unfinished copies: files that a killed save left in a tag's folder ----------------------------------------------
+# ---- unfinished copies: files that a killed save left in a tag's folder --------------------------
 
-OURS = re.compile(rf"{NEW_PREFIX}?(?:manifest|part|data)-([0-9a-f]{{1,32}}-\d+)(?:-(\d+))?\.(?:json|bin)(?:\.new)?")
-"""The name of a complete copy's file: its run and commit, and the rank. A manifest's name has no rank."""
+OURS = re.compile(
+    rf"{NEW_PREFIX}?(?:manifest|part|data)-([0-9a-f]{{1,32}}-\d+)(?:-(\d+))?\.(?:json|bin)(?:\.new)?"
+)
+"""The name of a complete copy's file: its run and commit, and the rank. A manifest's name has no
+rank."""
 
-_NEW = re.compile(rf"{NEW_PREFIX}?(?:{re.escape(POINTER_FILE)}|{LATEST_FILE}){re.escape(NEW_SUFFIX)}")
+_NEW = re.compile(
+    rf"{NEW_PREFIX}?(?:{re.escape(POINTER_FILE)}|{LATEST_FILE}){re.escape(NEW_SUFFIX)}"
+)
 
 
 def remove_unfinished(save_dir: Path) -> None:
-    """Removes files that killed saves left in the folders of tags. Blocks; never raises OSError. Call it on one rank of a run.
+    """Removes files that killed saves left in the folders of tags. Blocks; never raises OSError.
+    Call it on one rank of a run.
 
         <dir>/<tag>/    a process that saves into it holds a flock on the folder; the lock ends with the process
             data-<run id>-<commit>-<rank>.bin, part-..., <random>.tiermem.json.new    unfinished if no pointer names them
     <dir>/<random>.latest.new    unfinished if no process holds its lock
 
-    A folder stays as it is if a process holds its lock. Nothing is removed if another host may use the file system, whose
-    locks are not visible here. A folder with a manifest but no pointer stays: a user may have moved a whole copy there. Empty
-    folders stay, because they may belong to other programs.
+    A folder stays as it is if a process holds its lock. Nothing is removed if another host may use
+    the file system, whose locks are not visible here. A folder with a manifest but no pointer
+    stays: a user may have moved a whole copy there. Empty folders stay, because they may belong to
+        other programs.
     """
     try:
         if not is_of_one_host(save_dir):
             return
-        below = [each for each in sorted(save_dir.iterdir()) if each.is_dir() and not each.is_symlink()]
+        below = [
+            each for each in sorted(save_dir.iterdir()) if each.is_dir() and not each.is_symlink()
+        ]
     except OSError:  # missing or not readable: the save itself raises the error
         return
     for file in save_dir.glob(f"*.{LATEST_FILE}{NEW_SUFFIX}"):
@@ -339,7 +405,8 @@ def _tidy(folder: Path) -> None:
 
 
 def _unfinished(folder: Path) -> list[Path]:
-    """The files in a tag's folder that no pointer names. They are unfinished unless a process saves into the folder."""
+    """The files in a tag's folder that no pointer names. They are unfinished unless a process saves
+    into the folder."""
     names = {file.name for file in folder.iterdir()}
     kept = ""
     if POINTER_FILE in names:
@@ -350,14 +417,17 @@ def _unfinished(folder: Path) -> list[Path]:
         kept = f"{pointer.run_id}-{pointer.commit}"
     elif any(name.startswith("manifest-") and name.endswith(".json") for name in names):
         return []
-    found = [name for name in names if (match := OURS.fullmatch(name)) is not None and match[1] != kept]
+    found = [
+        name for name in names if (match := OURS.fullmatch(name)) is not None and match[1] != kept
+    ]
     found += [name for name in names if _NEW.fullmatch(name)]
     return [folder / name for name in sorted(found)]
 
 
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[bool]:
-    """Tries to lock a folder. Yields True if no process saves into it; then none starts to while the block runs."""
+    """Tries to lock a folder. Yields True if no process saves into it; then none starts to while
+    the block runs."""
     with durable.opened(folder) as fd:
         is_alone = False
         with contextlib.suppress(OSError):
@@ -366,23 +436,27 @@ def alone(folder: Path) -> Iterator[bool]:
         yield is_alone
 
 
-# ---- durable steps of earlier runs -----------------------------------------------------------------------------------
+# ---- durable steps of earlier runs ---------------------------------------------------------------
 #
-# A run that loads the state of an earlier run has its own store. The earlier run's store stays until this run has saved:
+# A run that loads the state of an earlier run has its own store. The earlier run's store stays
+# until this run has saved:
 #
 #     the step that was loaded             dropped after this run's first durable step, unless it has a tag
 #     tags in one folder of checkpoints    the newest `keep` of all runs stay; each older one is dropped with a warning
 #
-# A dropped step takes with it the untagged steps that the same run made before it and did not live to remove. A run's folders
-# are removed with its last durable step. Before anything is removed, this process claims the folders: if another process uses
-# one, the step stays, with a warning. Complete copies are never dropped. Only rank 0 drops steps, on the paths that it can
-# see. If it dies in between, the next save removes the rest.
+# A dropped step takes with it the untagged steps that the same run made before it and did not live
+# to remove. A run's folders are removed with its last durable step. Before anything is removed,
+# this process claims the folders: if another process uses one, the step stays, with a warning.
+# Complete copies are never dropped. Only rank 0 drops steps, on the paths that it can see. If it
+# dies in between, the next save removes the rest.
 
 
 def drop_tags(save_dir: Path, run_id: str, num_more: int) -> None:
-    """Keeps the newest `num_more` tags of other runs and drops the older ones. Blocks; never raises OSError.
+    """Keeps the newest `num_more` tags of other runs and drops the older ones. Blocks; never raises
+    OSError.
 
-    A pointer whose manifest was removed is removed too, and does not count. Complete copies are neither dropped nor counted.
+    A pointer whose manifest was removed is removed too, and does not count. Complete copies are
+    neither dropped nor counted.
     """
     try:
         latest = read_latest(save_dir)
@@ -391,22 +465,28 @@ def drop_tags(save_dir: Path, run_id: str, num_more: int) -> None:
         logger.warning("%s: checkpoints of earlier runs are left: %s", save_dir, error)
         return
     others = [
-        each for each in pointers if each[1].run_id != run_id and (latest is None or each[0].parent.name != latest.tag)
+        each
+        for each in pointers
+        if each[1].run_id != run_id and (latest is None or each[0].parent.name != latest.tag)
     ]
     stores = [each for each in others if RunName.of(real(each[2]).parent) is not None]  # no copies
     gone = [file for file, pointer, manifest in stores if is_removed(pointer, manifest)]
     for file in gone:  # a process died after it removed the manifest and before the pointer
         remove_pointer(file)
     for file, _, manifest in [each for each in stores if each[0] not in gone][num_more:]:
-        if drop_step(manifest, f"checkpoint {file.parent.name!r} of an earlier run is dropped: newer ones are kept"):
+        if drop_step(
+            manifest,
+            f"checkpoint {file.parent.name!r} of an earlier run is dropped: newer ones are kept",
+        ):
             remove_pointer(file)
 
 
 def is_removed(pointer: Pointer, manifest: Path) -> bool:
-    """Whether the manifest of a pointer was removed from a run's folder: it is missing, and that folder or another run's beside
-    it exists, and the tag has no newer one there.
+    """Whether the manifest of a pointer was removed from a run's folder: it is missing, and that
+    folder or another run's beside it exists, and the tag has no newer one there.
 
-    If the disk is not mounted or the folder is not readable, the answer is False. Never raises OSError.
+    If the disk is not mounted or the folder is not readable, the answer is False. Never raises
+    OSError.
     """
     try:
         manifest.lstat()
@@ -419,7 +499,8 @@ def is_removed(pointer: Pointer, manifest: Path) -> bool:
 
 
 def drop_step(manifest: Path, why: str) -> bool:
-    """Removes a durable step of a run that has ended; its folders too if it is the last. Returns whether it did. Blocks."""
+    """Removes a durable step of a run that has ended; its folders too if it is the last. Returns
+    whether it did. Blocks."""
     try:
         opened = read_manifest(Found(manifest, None))
         folders = _folders(opened)
@@ -439,7 +520,10 @@ def drop_step(manifest: Path, why: str) -> bool:
             is_last = not any(manifest.parent.glob("manifest-*.json"))
             for each in claimed:
                 for commit in () if is_last else commits:
-                    for file in [*each.folder.glob(f"part-{commit}-*.json"), each.folder / data_name(commit)]:
+                    for file in [
+                        *each.folder.glob(f"part-{commit}-*.json"),
+                        each.folder / data_name(commit),
+                    ]:
                         remove(file)
                 each.close(keep=not is_last)
         except OSError as error:

@@ -1,4 +1,5 @@
-"""Save: makes a sharded model's states durable, in the store's own files or as a complete copy in another folder.
+"""Save: makes a sharded model's states durable, in the store's own files or as a complete copy in
+another folder.
 
     save           a tag: `<dir>/<tag>/tiermem.json` names its manifest        commit.py, copies.py
     make_durable   the current step, without a tag                             commit.py
@@ -7,12 +8,15 @@
 
     in the store's files   states on NVMe are not copied: files are synced and a manifest is written
     a complete copy        with `copy`, when `save_dir` is on another file system than a rank's first path, when no state
-                           rests on NVMe, and with durability="none"; if one rank must copy, all ranks copy
+                           rests on NVMe, and with durability="none"; if one rank must copy, all
+                           ranks copy
 
-A step that goes on under the next forward is made durable when it has ended (`StepRun.commit` says where). All that a forward
-changes is captured when the step returns: counters, generators, the position in the data, buffers.
+A step that goes on under the next forward is made durable when it has ended (`StepRun.commit` says
+where). All that a forward changes is captured when the step returns: counters, generators, the
+position in the data, buffers.
 
-Gradients are not saved. Between backward and step, a saved model therefore lacks its accumulated gradients.
+Gradients are not saved. Between backward and step, a saved model therefore lacks its accumulated
+gradients.
 """
 
 from __future__ import annotations
@@ -35,7 +39,14 @@ from tiermem.checkpoint.format.kinds import OF_RANK
 from tiermem.checkpoint.format.manifest import check_parameters, choices_of
 from tiermem.checkpoint.saving import capture
 from tiermem.checkpoint.saving.capture import Captures
-from tiermem.checkpoint.saving.commit import WHAT, Commits, HeldStep, optimizer_json, rng_json, state_json
+from tiermem.checkpoint.saving.commit import (
+    WHAT,
+    Commits,
+    HeldStep,
+    optimizer_json,
+    rng_json,
+    state_json,
+)
 from tiermem.checkpoint.saving.copies import Copies, remove_other_copies
 from tiermem.checkpoint.saving.pieces import Stretch
 from tiermem.checkpoint.saving.publish import Content, remove_unfinished
@@ -50,19 +61,22 @@ from tiermem.swap.store.checksum import crc32c
 from tiermem.swap.store.entry import Freeze
 from tiermem.weights.step_run import overlap_of
 
-# ---- the durable steps that a corruption does not touch --------------------------------------------------------------
+# ---- the durable steps that a corruption does not touch ------------------------------------------
 
 
 def advice_on(place: Place, steps: Iterable[HeldStep]) -> str:
-    """Advice at the end of a CorruptionError: the newest of these steps that does not hold the damaged bytes.
+    """Advice at the end of a CorruptionError: the newest of these steps that does not hold the
+    damaged bytes.
 
-    A durable step shares its files with the store, so the damaged bytes may be part of it: a frozen weight is never written
-    again, and the first step after a save reads the saved slots. A step that holds none of these bytes may be damaged
-    elsewhere: opening it compares every byte.
+    A durable step shares its files with the store, so the damaged bytes may be part of it: a frozen
+    weight is never written again, and the first step after a save reads the saved slots. A step
+    that holds none of these bytes may be damaged elsewhere: opening it compares every byte.
     """
     newest_first = sorted(steps, key=lambda each: each.commit, reverse=True)
     if not newest_first:
-        return "Nothing of this run has been saved where it rests: go back to a checkpoint or a copy"
+        return (
+            "Nothing of this run has been saved where it rests: go back to a checkpoint or a copy"
+        )
     harmed = [each for each in newest_first if holds(each.freeze, place)]
     free = next((each for each in newest_first if each not in harmed), None)
     said = [f"{_name(each)} holds these bytes as well" for each in harmed]
@@ -93,7 +107,7 @@ def _name(step: HeldStep) -> str:
     return f"step {step.step}" + (f" (tag {step.tag!r})" if step.tag else "")
 
 
-# ---- saving ----------------------------------------------------------------------------------------------------------
+# ---- saving --------------------------------------------------------------------------------------
 
 logger = logging.getLogger("tiermem")
 
@@ -104,10 +118,13 @@ TagValidation = Literal["Warn", "Ignore", "Fail"]
 class Beside:
     """Values that are saved beside the states.
 
-    scheduler, loss_scaler, loader: their `state_dict()` is saved; an object without one is left out.
-    engine: counters. "global_steps" is the number of steps; default: the most steps that a parameter has seen.
+    scheduler, loss_scaler, loader: their `state_dict()` is saved; an object without one is left
+        out.
+    engine: counters. "global_steps" is the number of steps; default: the most steps that a
+        parameter has seen.
     config: the run's configuration.
-    client_state: numbers, strings, lists, tuples, sets, dicts, bytes, tensors and arrays; `load` returns it.
+    client_state: numbers, strings, lists, tuples, sets, dicts, bytes, tensors and arrays; `load`
+        returns it.
     """
 
     scheduler: Any = None
@@ -119,7 +136,8 @@ class Beside:
 
 
 class Saver:
-    """Saves one sharded model, and keeps its durable steps and its running copy. Lives as long as the model's store."""
+    """Saves one sharded model, and keeps its durable steps and its running copy. Lives as long as
+    the model's store."""
 
     def __init__(self, shards: Shards, saves_each_step: bool = False) -> None:
         self._shards = shards
@@ -130,14 +148,17 @@ class Saver:
         shards.store.sums.advise(lambda place: advice_on(place, self.commits.steps))
 
     def save(self, content: Content, copies: bool) -> None:
-        """Makes a tag, or a step without a tag, durable. Collective; blocks, but not for a copy's thread."""
+        """Makes a tag, or a step without a tag, durable. Collective; blocks, but not for a copy's
+        thread."""
         self.wait()
         if content.save_dir is not None and self._shards.topology.rank == 0:
             remove_unfinished(content.save_dir)
         if not copies:
             self.commits.make(content)
             if content.tag is not None and content.save_dir is not None:
-                remove_other_copies(tag_folder(content.save_dir, content.tag), "", self._shards.topology)
+                remove_other_copies(
+                    tag_folder(content.save_dir, content.tag), "", self._shards.topology
+                )
             return
         self.commits.number += 1
         # Optimizer steps need a slot to write to while a copy holds one.
@@ -145,12 +166,14 @@ class Saver:
         self._copies.make(content, self.commits.number, has_free_slot)
 
     def commit(self, content: Content) -> None:
-        """Makes a captured step durable. Collective; blocks for a running copy, and raises its error."""
+        """Makes a captured step durable. Collective; blocks for a running copy, and raises its
+        error."""
         self._copies.wait()
         self.commits.make(content)
 
     def wait(self) -> None:
-        """Blocks until the last step is durable, if that is due, and no copy is running. Raises the error of either, once."""
+        """Blocks until the last step is durable, if that is due, and no copy is running. Raises the
+        error of either, once."""
         self._shards.steps.commit()
         self._copies.wait()
 
@@ -166,9 +189,11 @@ class Saver:
             capture_step(self._shards, optimizer)
 
     def close(self) -> None:
-        """Makes the last step durable if that is due, and waits for a running copy. Raises the error of either.
+        """Makes the last step durable if that is due, and waits for a running copy. Raises the
+        error of either.
 
-        Not if the step has failed and its error was raised, nor on several ranks while an exception is being handled.
+        Not if the step has failed and its error was raised, nor on several ranks while an exception
+        is being handled.
         """
         steps = self._shards.steps
         if self._shards.topology.world > 1 and sys.exc_info()[0] is not None:
@@ -195,28 +220,35 @@ def save(
     beside: Beside | None = None,
     tag_validation: TagValidation = "Warn",
 ) -> bool:
-    """Saves every state as it is now under a tag, so that a run can continue from it bit by bit. Returns True.
+    """Saves every state as it is now under a tag, so that a run can continue from it bit by bit.
+    Returns True.
 
     Args:
         optimizer: the optimizer that steps the model; None: only weights and buffers are saved.
         save_dir: the folder of checkpoints; made if it is missing.
-        tag: the name of a folder below save_dir; default: `global_step<steps>`. Rank 0's tag is used, see `tag_validation`.
+        tag: the name of a folder below save_dir; default: `global_step<steps>`. Rank 0's tag is
+            used, see `tag_validation`.
         save_latest: whether `<save_dir>/latest` names this tag afterwards.
         exclude_frozen_parameters: leaves out parameters that do not require gradients.
-        copy: makes a complete copy in `<save_dir>/<tag>/`, as the policy's `copies` does for every save; the module says when a
-            save is always a copy. States on NVMe are copied by a thread while training goes on, if steps
-            have a slot to write to; `wait` waits for the copy.
-        client_state: numbers, strings, lists, tuples, sets, dicts, bytes, tensors and arrays; `load` returns it.
-        scheduler, loss_scaler, loader: their `state_dict()` is saved; an object without one is left out.
+        copy: makes a complete copy in `<save_dir>/<tag>/`, as the policy's `copies` does for every
+            save; the module says when a save is always a copy. States on NVMe are copied by a
+            thread while training goes on, if steps have a slot to write to; `wait` waits for the
+            copy.
+        client_state: numbers, strings, lists, tuples, sets, dicts, bytes, tensors and arrays;
+            `load` returns it.
+        scheduler, loss_scaler, loader: their `state_dict()` is saved; an object without one is left
+            out.
         beside: all of these and more in one value; replaces the arguments above.
-        tag_validation: the reaction to different tags on ranks: "Warn", "Ignore" or "Fail" (ValueError).
+        tag_validation: the reaction to different tags on ranks: "Warn", "Ignore" or "Fail"
+            (ValueError).
 
-    Collective; blocks. In the store's files the newest `keep` tags stay; tags of earlier runs in save_dir count. An older
-    tag is dropped, with a warning.
+    Collective; blocks. In the store's files the newest `keep` tags stay; tags of earlier runs in
+    save_dir count. An older tag is dropped, with a warning.
 
-    An error is raised on every rank and leaves earlier durable steps unchanged: OSError (full disk, failed sync or write);
-    TypeError for a value of client_state that JSON cannot hold, naming the key; ValueError for an empty save_dir, an invalid
-    tag, different arguments or states on ranks, and content that opening would refuse, such as a parameter's name with NUL.
+    An error is raised on every rank and leaves earlier durable steps unchanged: OSError (full disk,
+    failed sync or write); TypeError for a value of client_state that JSON cannot hold, naming the
+    key; ValueError for an empty save_dir, an invalid tag, different arguments or states on ranks,
+    and content that opening would refuse, such as a parameter's name with NUL.
     """
     saver = saver_of(shards)
     found = beside or Beside(scheduler, loss_scaler, loader, client_state=dict(client_state or {}))
@@ -224,22 +256,30 @@ def save(
     def draft() -> _Draft:
         folder = named_folder("save_dir", save_dir).absolute()
         shards.check_whole()
-        return _draft(shards, optimizer, found, folder, tag, save_latest, exclude_frozen_parameters, copy)
+        return _draft(
+            shards, optimizer, found, folder, tag, save_latest, exclude_frozen_parameters, copy
+        )
 
     saver.save(*_agree(shards, draft, tag_validation))
     return True
 
 
 @no_collection()
-def make_durable(shards: Shards, optimizer: NativeOptimizer | None, beside: Beside | None = None) -> None:
-    """Makes the current step durable without a tag; it replaces the last such step. Collective; blocks; raises as `save`."""
+def make_durable(
+    shards: Shards, optimizer: NativeOptimizer | None, beside: Beside | None = None
+) -> None:
+    """Makes the current step durable without a tag; it replaces the last such step. Collective;
+    blocks; raises as `save`."""
     capture_step(shards, optimizer, beside)
     shards.steps.commit()
 
 
 @no_collection()
-def capture_step(shards: Shards, optimizer: NativeOptimizer | None, beside: Beside | None = None) -> None:
-    """Captures the current step, which the next `StepRun.commit` makes durable; at once where no step goes on.
+def capture_step(
+    shards: Shards, optimizer: NativeOptimizer | None, beside: Beside | None = None
+) -> None:
+    """Captures the current step, which the next `StepRun.commit` makes durable; at once where no
+    step goes on.
 
     Collective; blocks; raises as `save`, and that `commit` does.
     """
@@ -254,7 +294,8 @@ def capture_step(shards: Shards, optimizer: NativeOptimizer | None, beside: Besi
 
 
 def wait(shards: Shards) -> None:
-    """Blocks until the last step is durable, with durability="step", and no copy of a model is running.
+    """Blocks until the last step is durable, with durability="step", and no copy of a model is
+    running.
 
     Collective if there is anything to wait for; raises the error of a failed commit or copy.
     """
@@ -291,8 +332,13 @@ def _draft(
     exclude_frozen: bool = False,
     copies: bool = False,
 ) -> _Draft:
-    """The content that a rank would save: a tag of `save_dir`, or without `save_dir` a step without a tag."""
-    steps = int(beside.engine.get("global_steps", max((s.num_steps for _, s in shards.parameters()), default=0)))
+    """The content that a rank would save: a tag of `save_dir`, or without `save_dir` a step without
+    a tag."""
+    steps = int(
+        beside.engine.get(
+            "global_steps", max((s.num_steps for _, s in shards.parameters()), default=0)
+        )
+    )
     if save_dir is not None:
         tag = f"global_step{steps}" if tag is None else str(tag)
         tag_folder(save_dir, tag)
@@ -308,26 +354,40 @@ def _draft(
         "engine": encode(dict(beside.engine), "engine"),
         "client_state": encode(dict(beside.client_state), "client_state"),
         "config": encode(dict(beside.config), "config"),
-        "choices": choices_of(shards.policy.compute_dtype, shards.policy.overlap, shards.plan.streamed_part),
+        "choices": choices_of(
+            shards.policy.compute_dtype, shards.policy.overlap, shards.plan.streamed_part
+        ),
     }
     resting, in_memory = saver_of(shards).captures.take([each.name for each in parameters])
     content = Content(
         steps, tag, save_dir, save_latest, values, parameters, excluded, rng_json(shards.device),
         state_json(beside.loader, "loader"), resting, in_memory,
     )  # fmt: skip
-    facts = {"save_latest": save_latest, "exclude_frozen_parameters": exclude_frozen, "steps": steps}
+    facts = {
+        "save_latest": save_latest,
+        "exclude_frozen_parameters": exclude_frozen,
+        "steps": steps,
+    }
     return _Draft(content, list(capture.own(shards, optimizer)), facts, copies)
 
 
-def _agree(shards: Shards, make: Callable[[], _Draft], tag_validation: TagValidation) -> tuple[Content, bool]:
-    """The content that all ranks save, and whether as a copy: one rank that must copy is enough. Collective.
+def _agree(
+    shards: Shards, make: Callable[[], _Draft], tag_validation: TagValidation
+) -> tuple[Content, bool]:
+    """The content that all ranks save, and whether as a copy: one rank that must copy is enough.
+    Collective.
 
     Raises ValueError where arguments, or the size or dtype of a state, differ between ranks.
     """
 
     def tell(draft: _Draft) -> Json:
         sums = [[each.param, each.state, [each.kind, each.numel], _sum(each)] for each in draft.own]
-        return {"tag": draft.content.tag, "is_copy": draft.is_copy, "facts": draft.facts, "own": sums}
+        return {
+            "tag": draft.content.tag,
+            "is_copy": draft.is_copy,
+            "facts": draft.facts,
+            "own": sums,
+        }
 
     draft, told = together(talk_over(shards.topology), WHAT, make, tell)
     rank = shards.topology.rank
@@ -335,19 +395,25 @@ def _agree(shards: Shards, make: Callable[[], _Draft], tag_validation: TagValida
         for name, value in told[0]["facts"].items():
             if each["facts"][name] != value:
                 raise ValueError(
-                    f"{name} is {value} on rank 0 and {each['facts'][name]} on rank {other}: save alike on every rank"
+                    f"{name} is {value} on rank 0 and {each['facts'][name]} on rank {other}: save "
+                    "alike on every rank"
                 )
     tag = _agreed_tag([each["tag"] for each in told], tag_validation, rank)
     first = _agreed_own([each["own"] for each in told])
-    own = [each for each in draft.own if rank == 0 or first.get((each.param, each.state)) != _sum(each)]
+    own = [
+        each for each in draft.own if rank == 0 or first.get((each.param, each.state)) != _sum(each)
+    ]
     variant = f"{OF_RANK}{rank}" if rank else ""
     own = [each._replace(state=each.state + variant) for each in own]
-    content = dataclasses.replace(draft.content, tag=tag, in_memory=[*draft.content.in_memory, *own])
+    content = dataclasses.replace(
+        draft.content, tag=tag, in_memory=[*draft.content.in_memory, *own]
+    )
     return content, any(each["is_copy"] for each in told)
 
 
 def _agreed_own(told: list[list[Any]]) -> dict[tuple[str, str], int]:
-    """Rank 0's checksums. Raises ValueError where a rank's state has another size or dtype, or rank 0 lacks the state."""
+    """Rank 0's checksums. Raises ValueError where a rank's state has another size or dtype, or rank
+    0 lacks the state."""
     first = {(param, state): (form, crc) for param, state, form, crc in told[0]}
     for rank, own in enumerate(told):
         for param, state, form, _ in own:
@@ -355,7 +421,8 @@ def _agreed_own(told: list[list[Any]]) -> dict[tuple[str, str], int]:
             if there != form:
                 here = "none" if there is None else f"{there[1]} elements of {there[0]}"
                 raise ValueError(
-                    f"{state} of {param}: rank 0 has {here}, rank {rank} has {form[1]} elements of {form[0]}: give it the same "
+                    f"{state} of {param}: rank 0 has {here}, rank {rank} has {form[1]} elements of "
+                    f"{form[0]}: give it the same "
                     "size and dtype on every rank"
                 )
     return {key: crc for key, (_, crc) in first.items()}
@@ -368,14 +435,18 @@ def _agreed_tag(tags: list[str | None], validation: TagValidation, rank: int) ->
         return tags[0]
     text = f"the tag is {tags[0]!r} on rank 0 and {tags[other]!r} on rank {other}"
     if validation == "Fail":
-        raise ValueError(f'{text}: give the same on every rank, or set "checkpoint": {{"tag_validation": "Warn"}}')
+        raise ValueError(
+            f'{text}: give the same on every rank, or set "checkpoint": {{"tag_validation": '
+            f'"Warn"}}'
+        )
     if rank == 0:
         logger.warning("%s: saved as %r", text, tags[0])
     return tags[0]
 
 
 def _may_stay(shards: Shards, save_dir: Path) -> bool:
-    """Whether the store's files may be the checkpoint: states rest on NVMe, durably, on the file system of `save_dir`."""
+    """Whether the store's files may be the checkpoint: states rest on NVMe, durably, on the file
+    system of `save_dir`."""
     policy = shards.policy
     if policy.durability == "none" or Tier.NVME not in (policy.params, policy.optim):
         return False

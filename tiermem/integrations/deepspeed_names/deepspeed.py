@@ -1,4 +1,5 @@
-"""`import deepspeed` under as_deepspeed, also in processes that the program starts: their PYTHONPATH has this folder.
+"""`import deepspeed` under as_deepspeed, also in processes that the program starts: their
+PYTHONPATH has this folder.
 
 deepspeed.py         the module; as_deepspeed finds those below it
 deepspeed.egg-info   its metadata, for which libraries ask before they import it. A file: wheels leave out such folders
