@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 pytest.importorskip("matplotlib")
 
+from tiermem.swap.base.native import latency_edges
 from tiermem.tools.bench import step as module
 from tiermem.tools.bench.step import bench_step, cases_of
 from tiermem.tools.bench.stepped_model import (
@@ -30,12 +32,14 @@ from tiermem.tools.bench.stepped_model import (
     TimedStep,
     ceiling,
     draw_tiles,
+    mean_in_flight,
 )
 from tiermem.tools.cli import main
 from tiermem.tools.options import StepBenchOptions
 from tiermem.tools.record.run_record import IoCounts, Span
 
 NUM_PARAMS = 3 << 20  # three tiles
+MIB = 1 << 20
 KEYS = {
     "made_by",
     "machine",
@@ -53,6 +57,10 @@ KEYS = {
     "compute_s",
     "wait_s",
     "disk_idle_fraction",
+    "cpu_share",
+    "read_in_flight_bytes",
+    "written_in_flight_bytes",
+    "bytes_under_way",
     "roofline_s",
     "roofline_by",
     "roofline_fraction",
@@ -529,3 +537,24 @@ def test_options_are_values() -> None:
     cases = cases_of(dataclasses.replace(options, preset="exact,compact", resident="0,50%"))
     sizes = [("exact", 0), ("exact", 256_000_000 * 6), ("compact", 0), ("compact", 256_000_000 * 3)]
     assert cases == [(preset, resident_bytes, "always") for preset, resident_bytes in sizes]
+
+
+# ---- in flight -----------------------------------------------------------------------------------
+
+
+def test_what_is_in_flight_is_the_blocks_latency_times_their_rate() -> None:
+    edges_us = latency_edges()
+    bucket = int(np.searchsorted(edges_us, 1000.0)) - 1
+    counts = np.zeros(len(edges_us) - 1, np.int64)
+    counts[bucket] = 20  # of a millisecond each, two at a time
+    found = mean_in_flight(counts, 20 * MIB, 0.01)
+    assert abs(found - 2 * MIB) < 0.07 * MIB  # the width of a bucket
+    assert mean_in_flight(np.zeros_like(counts), 0, 0.01) == 0
+
+
+def test_a_step_tells_what_was_in_flight_and_how_busy_the_cores_were(bench: Bench) -> None:
+    figures = bench()
+    assert 0 < figures["cpu_share"] <= 1.05
+    for way in ("read", "written"):
+        assert 0 < figures[f"{way}_in_flight_bytes"] < figures[f"{way}_bytes"]
+    assert "in flight, mean" in figures["printed"] and "cores busy" in figures["printed"]

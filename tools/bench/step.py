@@ -27,7 +27,13 @@ from tiermem.tools.bench.stepped_model import (
     state_bytes_of,
 )
 from tiermem.tools.measure.files import check_memory, check_room
-from tiermem.tools.measure.machine import WrittenOnPath, caption, endurance_lines, machine_facts
+from tiermem.tools.measure.machine import (
+    WrittenOnPath,
+    caption,
+    endurance_lines,
+    machine_facts,
+    num_cores,
+)
 from tiermem.tools.options import StepBenchOptions
 from tiermem.tools.record.reports import table
 from tiermem.tools.record.run_record import IoCounts, disagreements
@@ -92,6 +98,12 @@ def _main_table(figures: Mapping[str, Any]) -> Table:
         "computing / waiting", f"{figures['compute_s']:.3f} s / {figures['wait_s']:.3f} s"
     )
     shown.add_row("disk idle", f"{figures['disk_idle_fraction']:.1%} of the step")
+    read, written, most = (
+        format_bytes(figures[key])
+        for key in ("read_in_flight_bytes", "written_in_flight_bytes", "bytes_under_way")
+    )
+    shown.add_row("in flight, mean", f"{read} of reads, {written} of writes ({most} under way)")
+    shown.add_row("cores busy", f"{figures['cpu_share']:.0%}")
     for each in figures["rooflines"]:
         shown.add_row(f"the same bytes, {each['by']}", _spread(each["seconds"]))
     shown.add_row(
@@ -263,6 +275,9 @@ def _figures_of(
         "written_gbps": moved.written_bytes / step_s / 1e9,
         "compute_s": statistics.median(step.lane_s("compute") for step in steps),
         "wait_s": statistics.median(step.lane_s("wait") for step in steps),
+        "cpu_share": statistics.median(step.cpu_s / step.seconds for step in steps) / num_cores(),
+        "read_in_flight_bytes": statistics.median(step.in_flight[0] for step in steps),
+        "written_in_flight_bytes": statistics.median(step.in_flight[1] for step in steps),
         "disk_idle_fraction": statistics.median(step.idle_fraction() for step in steps),
         "roofline_s": roofline_s,
         "roofline_by": roofline_by,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -22,6 +23,7 @@ from tiermem.engine.sharding import shard
 from tiermem.optim.classes import AdamW
 from tiermem.policy import IoSettings, OffloadPolicy, Tier
 from tiermem.precision import Precision
+from tiermem.swap.base.native import READ, WRITE, latency_edges
 from tiermem.swap.base.ranges import round_up
 from tiermem.swap.base.tile_program import bytes_under_way
 from tiermem.swap.disk.passes import Passes
@@ -93,6 +95,8 @@ class TimedStep:
     moved: tuple[IoCounts, ...]  # on each path, by the queues' completions
     kernel: IoCounts  # of the whole process, as the kernel counts
     spans: list[Span]
+    cpu_s: float = 0.0  # of all threads
+    in_flight: tuple[float, float] = (0.0, 0.0)  # bytes of reads and of writes, their means
 
     @property
     def seconds(self) -> float:
@@ -187,14 +191,25 @@ class SteppedModel(AbstractContextManager["SteppedModel"]):
         self._shards.switch_pipeline(*pipelining)
         recorder.forget()
         before = self._counts()
+        flown = [self._latencies(kind) for kind in (READ, WRITE)]
         kernel_before = kernel_counts()
+        start_cpu_s = time.process_time()
         start_ns = time.monotonic_ns()
         self._optimizer.step()
         end_ns = time.monotonic_ns()
+        cpu_s = time.process_time() - start_cpu_s
         kernel = kernel_counts().since(kernel_before)
         moved = tuple(now.since(then) for now, then in zip(self._counts(), before, strict=True))
+        counts = [
+            self._latencies(kind) - then for kind, then in zip((READ, WRITE), flown, strict=True)
+        ]
+        in_flight = [
+            mean_in_flight(each, num_bytes, (end_ns - start_ns) * 1e-9)
+            for each, num_bytes in zip(counts, IoCounts.total(moved), strict=True)
+        ]
+        spans = [Span(*event) for event in recorder.events]
         return TimedStep(
-            start_ns, end_ns, moved, kernel, [Span(*event) for event in recorder.events]
+            start_ns, end_ns, moved, kernel, spans, cpu_s, (in_flight[0], in_flight[1])
         )
 
     def _give_gradients(self) -> None:
@@ -205,8 +220,24 @@ class SteppedModel(AbstractContextManager["SteppedModel"]):
             self._shards.homes.show(live.unit)
         self._shards.homes.store.settle()
 
+    def _latencies(self, kind: int) -> npt.NDArray[np.int64]:
+        return self._shards.store.queues.latencies(kind).astype(np.int64)
+
     def _counts(self) -> list[IoCounts]:
         return [IoCounts(p.read_bytes, p.written_bytes) for p in self._shards.store.stats().paths]
+
+
+def mean_in_flight(counts: npt.NDArray[np.int64], num_bytes: int, seconds: float) -> float:
+    """The mean of the bytes that the kernel had, by Little's law.
+
+    Args:
+        counts: blocks of the time, by bucket of latency.
+        num_bytes: of these blocks.
+        seconds: of the time.
+    """
+    edges_us = latency_edges()
+    latency_s = float(counts @ ((edges_us[:-1] + edges_us[1:]) / 2)) * 1e-6
+    return num_bytes / max(1, int(counts.sum())) * latency_s / seconds
 
 
 def state_bytes_of(num_params: int, precision: str, preset: str) -> int:
