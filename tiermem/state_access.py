@@ -58,7 +58,7 @@ def put_gradient(shards: Shards, live: LiveUnit, shard: Shard, mine: torch.Tenso
     gradient has one afterwards.
     """
     homes = shards.homes
-    homes.store.settle()
+    homes.store.flush()
     values = mine.detach().to("cpu", homes.dtype(live.unit)).contiguous()
     shards.values.write_part(homes.store.entry(live.unit), shard.shard_offset, values)
     sums = store_gradient(

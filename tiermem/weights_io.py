@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from tiermem.optim.local import as_dtensor
-from tiermem.run.settle import empty_buffers
+from tiermem.run.move_to_home import empty_buffers
 from tiermem.run.shards import Shards
 from tiermem.swap.disk import durable
 from tiermem.swap.disk.direct import check_room, take_room

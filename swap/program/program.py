@@ -158,7 +158,7 @@ class Program(Generic[T]):
                 if (running := self._running) is not None:
                     if not running.state.is_over:
                         running.state.end(self._error(running, False))
-                    self._settle(native, running)
+                    self._report_run(native, running)
                 elif self._tentative is not None:
                     self._report(native, self._tentative, None)
             if self._brought is not None:
@@ -671,7 +671,7 @@ class Program(Generic[T]):
         each = running.planned[failure.tile]
         return each.error_of(failure, running.causes, self._store)
 
-    def _settle(self, program: TileProgram, running: Running[T]) -> None:
+    def _report_run(self, program: TileProgram, running: Running[T]) -> None:
         """Notes what was written, and tells the recorder."""
         failure = program.failure()
         failed = failure.tile if failure is not None and failure.stage == WRITE_STAGE else -1

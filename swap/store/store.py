@@ -10,7 +10,7 @@ them after.
     reserve       takes space for a tensor at its home          drop      gives that space back
     read, write   move byte ranges between files on NVMe and the caller's buffers; read_blocks: many small ranges
     freeze        syncs all bytes on NVMe and keeps them unchanged until `thaw`
-    settle        waits for writes                              close     ends all transfers and frees everything
+    flush         waits for writes                              close     ends all transfers and frees everything
 
 entry.py has the state diagram of an entry. An entry whose home is HOST or DEVICE is always PRESENT:
 fetching it returns the home itself. `fetch(to=Tier.DEVICE)` brings a tensor of any home to the
@@ -76,7 +76,7 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         io: engine, block size and depth of each path's queue.
         disk_bytes: most bytes on all paths together; None: no bound but the disks'.
         device: the device of the tier DEVICE; default: the CPU, that is this process's own memory.
-        link_bytes: the part of host_bytes for copies to and from the accelerator; `settle` pins it.
+        link_bytes: the part of host_bytes for copies to and from the accelerator; `flush` pins it.
         faults: faults that the fault-injecting engine produces, for tests.
         num_slots: most extents of an entry on NVME: one more than the number of freezes held while
             it is written.
@@ -217,7 +217,7 @@ class TensorStore(AbstractContextManager["TensorStore"]):
             if move in (entry.coming, entry.leaving):
                 move.cancel()
             else:
-                move.outcome()  # its own `wait` and `settle` raise the error
+                move.outcome()  # its own `wait` and `flush` raise the error
         entry.end_device_copy(is_dirty=False)
         with self._lock:
             slot = entry.give_up()
@@ -453,7 +453,7 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         run_folder.py knows."""
         return tuple(segment.folder for segment in self._files.segments)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Waits for every write and raises the first error among them; pins and registers memory
         carved since. Blocks."""
         self._check_usable()
@@ -500,7 +500,7 @@ class TensorStore(AbstractContextManager["TensorStore"]):
             for move in reads:
                 move.cancel()
             try:
-                self.settle()
+                self.flush()
             finally:
                 self._end_queues()
         finally:

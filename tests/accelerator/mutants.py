@@ -81,7 +81,7 @@ MUTANTS = {
         Hooks, "answer", "live.memory.join()", "pass", "two_streams_one_backward", "host"
     ),
     "the stream that gradients are accumulated on is not noted": Mutant(
-        Hooks, "take_up", "live.memory.note_gradient()", "None", "two_streams_one_backward", "host"
+        Hooks, "watch_gradients", "live.memory.note_gradient()", "None", "two_streams_one_backward", "host"
     ),
     "a home is overwritten while it is read, by a step": Mutant(
         TilePass, "_params", "tile.live.await_home()", "pass", "evaluated_between", "host"
@@ -250,7 +250,7 @@ MUTANTS = {
         DeviceMemory, "leave", "self._await_copies()", "pass", "left_and_closed", "host"
     ),
     "buffers are let go while they are copied": Mutant(
-        Stages, "settle", ".synchronize()", "", "inference", "nvme"
+        Stages, "wait", ".synchronize()", "", "inference", "nvme"
     ),
     "a buffer is let go with a unit that is dropped while it is copied": Mutant(
         LiveUnit, "drop", "read = coming.copied if isinstance(coming, StagedRead) else None", "read = None",
@@ -276,7 +276,7 @@ MUTANTS = {
         "inference", "host",
     ),
     "an input is read before it has come back": Mutant(
-        _Passing, "settle", "current_stream(self.tensor.device).wait_event(self.ended)", "pass", "activations_on_host", "host"
+        _Passing, "wait", "current_stream(self.tensor.device).wait_event(self.ended)", "pass", "activations_on_host", "host"
     ),
     "an input leaves before it is computed": Mutant(
         _HostRoom, "_copying", "self._stream.wait_stream(current_stream(self._device))", "pass", "activations_on_host", "host"
@@ -285,7 +285,7 @@ MUTANTS = {
         _HostRoom, "_copying", "record(self._stream)", "record(current_stream(self._device))", "activations_on_host", "host"
     ),
     "an input is let go before it has left": Mutant(
-        _Input, "let_go", "self._passing.settle()", "self._passing.ended = None", "activations_on_host", "host"
+        _Input, "let_go", "self._passing.wait()", "self._passing.ended = None", "activations_on_host", "host"
     ),
     "two inputs have one home": Mutant(
         _HostRoom, "take", "self._free.pop()", "self._free[-1]", "activations_on_host", "host"

@@ -73,7 +73,7 @@ class Place:
         with stream:
             yield lambda: torch.accelerator.current_stream().wait_stream(stream)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Waits for the device: what any stream still does to memory that others use by now has
         happened then."""
         if self.device != "cpu":
@@ -340,7 +340,7 @@ def sharded_again(place: Place) -> Found:
         del model
         gc.collect()  # for the memory, which circles of objects hold
         others = torch.full((3 << 13,), 3.0 + step, device=place.device)  # as large as the slots
-        place.settle()
+        place.synchronize()
         outputs.append(others.square().sum())
         del others
     return {"losses": [each.item() for each in outputs]}
@@ -377,7 +377,7 @@ def kept_present(place: Place) -> Found:
                 losses.append(F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()))
                 losses.append(model.head.weight.square().sum())
         with tiermem.zero.unwrap_model_for_generation(model):
-            place.settle()
+            place.synchronize()
             losses.append(F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()))
         return found(shards, model, None, losses)
 
@@ -409,7 +409,7 @@ def held_until_backward_ends(place: Place) -> Found:
     model, losses = seeded(Tower), []
     model.embed.requires_grad_(False)
     model.layers.insert(0, model.layers[0])
-    place.settle()
+    place.synchronize()
     # no step writes what the device reads in place
     with place.shard(model, persistence_numel=0) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
@@ -437,7 +437,7 @@ def evaluated_aside(place: Place) -> Found:
     batches = [[each.to(place.device) for each in batch(step)] for step in range(8)]
     model, losses = seeded(Tower).bfloat16(), []
     model.head.forward = lambda x: F.linear(x, model.head.weight)
-    place.settle()
+    place.synchronize()
     with place.shard(
         model, persistence_numel=0, compute_dtype="fp32"
     ) as shards:  # no step writes what is read in place
@@ -454,7 +454,7 @@ def evaluated_aside(place: Place) -> Found:
                 optim.zero_grad()
             else:
                 losses[-1].backward()
-        place.settle()
+        place.synchronize()
         return found(shards, model, optim, [loss.detach() for loss in losses])
 
 
@@ -474,7 +474,7 @@ def branches_stepped_in_backward(place: Place) -> Found:
             optim.step()
             optim.zero_grad()
             losses.append(loss.detach())
-            place.settle()  # before memory of these streams is freed
+            place.synchronize()  # before memory of these streams is freed
         return found(shards, model, optim, losses)
 
 

@@ -94,7 +94,7 @@ def test_every_input_crosses_the_link_once_each_way_and_none_waits(
         before, counts = dict.fromkeys(edges, 0), dict[str, dict[str, int]]()
         for phase, shards in train(tmp_path, activations=activations):
             waits = sim.host_waits()
-            shards.store.settle()
+            shards.store.flush()
             copies, stats = sim.copies(), shards.store.stats()
             sim.reset_counts()
             assert copies["num_pageable"] == 0 or phase == "forward"  # nothing is pageable

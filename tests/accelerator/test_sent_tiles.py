@@ -128,7 +128,7 @@ def recorded(
     optim = tiermem.AdamW(model.parameters(), lr=1e-2)
     for _ in range(2):
         loss_of(model, 0, "sim").backward()
-        shards.homes.store.settle()
+        shards.homes.store.flush()
         sim.synchronize()
         sim.record(True)
         optim.step()

@@ -209,7 +209,7 @@ def run_blocks(rank: int, folder: Path) -> dict[str, Any]:
         made(torch.randn(2, 1031)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        shards.store.settle()
+        shards.store.flush()
         shards.prefetcher.empty()  # it reads ahead for the next forward
         before = shards.store.stats()
         checkpoint.save(shards, optimizer, folder / "out" / "blocks", "t")

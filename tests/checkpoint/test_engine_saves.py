@@ -179,7 +179,7 @@ def test_keep_is_the_number_of_tags_that_stay(tmp_path: Path) -> None:
 def test_verify_says_which_reads_are_compared(tmp_path: Path, verify: str) -> None:
     engine = engine_on(tmp_path, {"verify": verify, "keep": 1, "overlap": "none"})
     step(engine)
-    engine.shards.store.settle()
+    engine.shards.store.flush()
     engine.shards.drop_head_start()
     with open(engine.shards.store.folders()[0] / "segment.bin", "r+b") as file:
         size = file.seek(0, 2)

@@ -91,7 +91,7 @@ def test_nothing_that_rests_on_nvme_is_written_again(tmp_path: Path) -> None:
         made(torch.randn(3, 256)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        shards.store.settle()
+        shards.store.flush()
         for live in shards.units:
             if live.state is UnitState.READING:  # for the next forward
                 live.land()

@@ -50,7 +50,7 @@ def step(shards: tiermem.Shards, optimizer: tiermem.AdamW) -> None:
     shards.model(torch.ones(2, WIDTH)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
-    shards.store.settle()
+    shards.store.flush()
 
 
 def check_sums(found: Survey) -> None:

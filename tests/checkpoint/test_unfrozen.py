@@ -145,7 +145,7 @@ def _die(*_: Any) -> None:
 
 
 KILLS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "while room is taken": lambda patch: patch.setattr(GradientHomes, "take_up", _die),
+    "while room is taken": lambda patch: patch.setattr(GradientHomes, "allocate", _die),
     "in the step that follows": lambda patch: patch.setattr(GradientHomes, "norm", _die),
 }
 

@@ -249,7 +249,7 @@ class Run:
         shards = self.shards
         shards.check_whole()
         shards.program.drop()
-        shards.homes.store.settle()
+        shards.homes.store.flush()
         shards.prefetcher.empty()
         pools = {name: pool for name, pool in shards._pools._asdict().items() if pool is not None}
         free = {name: f"{len(pool._free)} of {pool.count}" for name, pool in pools.items()}

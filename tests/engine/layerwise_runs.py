@@ -110,7 +110,7 @@ def train(
         for step in range(NUM_STEPS):
             if step == NUM_STEPS - 1:
                 engine.shards.steps.finish()
-                store.settle()
+                store.flush()
                 before, kernel_before = store.stats(), kernel_bytes()
             losses.append(
                 float(
@@ -121,7 +121,7 @@ def train(
             )
             norms.append(engine.get_global_grad_norm())
         engine.shards.steps.finish()
-        store.settle()
+        store.flush()
         after, kernel_after = store.stats(), kernel_bytes()
         read = after.nvme_read_bytes - before.nvme_read_bytes
         written = after.nvme_written_bytes - before.nvme_written_bytes

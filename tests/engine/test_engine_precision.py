@@ -173,11 +173,11 @@ def test_states_are_kept_in_what_the_switches_say(half: str, tmp_path: Path) -> 
         engine = start(zoo.Tower, config("nvme", tmp_path, **{half: section}, optimizer=optimizer))
         step(engine, 0)
         engine.shards.check_whole()
-        engine.shards.store.settle()
+        engine.shards.store.flush()
         before = engine.shards.store.stats().nvme_written_bytes
         step(engine, 1)
         engine.shards.check_whole()
-        engine.shards.store.settle()
+        engine.shards.store.flush()
         written.append(engine.shards.store.stats().nvme_written_bytes - before)
         moments = [
             value for name, value in everything(engine).items() if name.startswith("exp_avg ")

@@ -393,7 +393,7 @@ def test_a_forecast_counts_the_inputs_that_a_step_writes_and_reads(tmp_path: Pat
             F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
             optim.step()
             optim.zero_grad()
-            shards.store.settle()
+            shards.store.flush()
             stats = shards.store.stats()
             counts.append((stats.nvme_read_bytes, stats.nvme_written_bytes))
         rested = -(-input_bytes // 4096) * 4096

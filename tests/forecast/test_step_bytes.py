@@ -50,7 +50,7 @@ def measured(model: nn.Module, policy: OffloadPolicy, num_micro: int = 1) -> tup
                 loss_of(model, step * num_micro + micro).backward()
             optim.step()
             optim.zero_grad()
-            shards.store.settle()
+            shards.store.flush()
             while any(live.move is not None and not live.move.is_done() for live in shards.units):
                 pass
             stats = shards.store.stats()

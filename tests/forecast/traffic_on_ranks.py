@@ -43,7 +43,7 @@ def measured(case: Case, nvme: Path) -> tuple[Bytes, Bytes]:
                 loss_of(model, dist.get_rank() + 100 * (step * case.num_micro + micro)).backward()
             optim.step()
             optim.zero_grad()
-            shards.store.settle()
+            shards.store.flush()
             while any(live.move is not None and not live.move.is_done() for live in shards.units):
                 pass
             stats = shards.store.stats()

@@ -72,9 +72,9 @@ def build(policy: OffloadPolicy) -> torch.nn.Module:
     return adapted(model)
 
 
-def settle(shards: Shards) -> None:
+def flush(shards: Shards) -> None:
     """Waits until no read is under way."""
-    shards.store.settle()
+    shards.store.flush()
     while any(live.move is not None and not live.move.is_done() for live in shards.units):
         time.sleep(0.01)
 
@@ -120,14 +120,14 @@ def main() -> None:
             0, 32000, (1, NUM_TOKENS + 1), generator=torch.Generator().manual_seed(1)
         )
         for step in range(NUM_STEPS):
-            settle(shards)
+            flush(shards)
             before = read_bytes()
             logits = model(words[:, :-1]).logits
             loss = F.cross_entropy(logits.flatten(0, 1).float(), words[:, 1:].flatten())
             loss.backward()
             optim.step()
             optim.zero_grad()
-            settle(shards)
+            flush(shards)
             found["read"].append(read_bytes() - before)
             found["losses"].append(loss.item())
             end(f"step {step}")

@@ -70,7 +70,7 @@ TESTS = {
     "tiermem/gradients/gradients.py": [*_BOTH, "tests/ranks/test_grads_on_ranks.py"],
     "tiermem/run/activations.py": _PARITY,
     "tiermem/weights/step_run.py": _PARITY,
-    "tiermem/run/settle.py": [*_BOTH, "tests/zero/test_weights.py"],
+    "tiermem/run/move_to_home.py": [*_BOTH, "tests/zero/test_weights.py"],
     "tiermem/optim/tile_stream.py": ["tests/accelerator/test_sent_tiles.py", _PARITY[0]],
     "tiermem/optim/tile_step.py": _PARITY,
     "tiermem/optim/tiles.py": [*_PARITY, "tests/optim/test_precision_states.py"],

@@ -665,7 +665,7 @@ def test_a_model_that_is_dropped_under_way_ends_its_threads(tmp_path: Path) -> N
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("verb", ["_call_next", "_settle"])
+@pytest.mark.parametrize("verb", ["_call_next", "_report_run"])
 def test_an_interrupt_leaves_the_step_under_way(
     verb: str, trained: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -323,7 +323,7 @@ def test_a_step_moves_the_bytes_of_its_precision(name: str, tmp_path: Path) -> N
             live.unit.shards[0].param.grad = torch.ones(512, 512, dtype=torch.bfloat16)
             shards.homes.receive(live.unit)
             shards.homes.show(live.unit)
-            shards.homes.store.settle()
+            shards.homes.store.flush()
             before = shards.store.stats()
             optim.step()
             shards.check_whole()  # the step may be under way

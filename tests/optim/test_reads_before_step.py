@@ -144,7 +144,7 @@ def test_gradients_that_rest_on_disk_are_read_when_the_step_begins(tmp_path: Pat
         grads = sum(tile.grad_bytes for tile in optim.tiles_of(shards).tiles)
         for _ in range(2):
             loss_of(model, 0).backward()
-            shards.homes.store.settle()
+            shards.homes.store.flush()
             before = [shards.store.stats().nvme_read_bytes, len(begun(shards))]
             optim.step()
             optim.zero_grad()

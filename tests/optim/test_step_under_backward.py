@@ -587,7 +587,7 @@ def test_unfreezing_before_the_step_drops_what_backward_has_stepped(
             if number == 4:
                 param = run.model.get_parameter("layers.0.up.weight").requires_grad_(True)
                 param.grad = torch.full(param.shape, 1e-3, dtype=param.dtype)
-                run.shards.take_up()
+                run.shards.enable_training()
                 assert not run.shards.program.attempted
             run.step()
 
@@ -602,7 +602,7 @@ def unfrozen_disk(
     """Bytes on disk that a model takes when all of it is unfrozen."""
     run = Run(folder, overlap, monkeypatch, frozen=frozen)
     run.model.requires_grad_(True)
-    run.shards.take_up()
+    run.shards.enable_training()
     num_bytes = int(run.shards.plan.disk_bytes)
     run.shards.close()
     return num_bytes

@@ -154,7 +154,7 @@ def test_failed_write_is_raised_and_again_when_the_store_settles(
     with pytest.raises(TransferError, match="writing 8192 bytes at offset 16384"):
         bounce.write("x", 0, pattern(65536, seed=1))
     with pytest.raises(TransferError, match="writing 8192 bytes at offset 16384"):
-        store.settle()
+        store.flush()
     bounce.write("x", 0, pattern(65536, seed=2))
     assert torch.equal(store.fetch("x").wait(), pattern(65536, seed=2))
 

@@ -69,7 +69,7 @@ def seen_late(sim: ModuleType, folder: Path, how: str) -> float:
     sim.set_schedule("late")
     with store_on("sim", folder) as store:
         store.reserve("t", (NUM,), torch.float32, Tier.HOST, crosses_link=True)
-        store.settle()
+        store.flush()
         store.view("t").fill_(3.0)
         sim.reset_counts()
         there = store.fetch("t", to=Tier.DEVICE).wait()

@@ -59,9 +59,9 @@ def place_of(store: TensorStore, name: str, offset: int) -> tuple[int, int]:
 def forget_failures(store: TensorStore, *codes: int) -> None:
     """Settles: the writes that failed are raised once, as one of these, and then no more."""
     with pytest.raises(OSError, match=r"\w") as failure:
-        store.settle()
+        store.flush()
     assert failure.value.errno in codes
-    store.settle()
+    store.flush()
 
 
 # ---- EIO -----------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ class Twin:
 
     def _write(self, name: str, page: int, num_pages: int) -> None:
         """A range, after what is under way there: the order of ranges is their caller's."""
-        self.store.settle()
+        self.store.flush()
         start = page * PAGE % len(self.live[name])
         stop = min(start + num_pages * PAGE, len(self.live[name]))
         self.live[name][start:stop] = self._pattern(stop - start, seed=self._seed)

@@ -62,7 +62,7 @@ def test_lost_entry_keeps_a_store_from_being_frozen_until_it_is_dropped(
     store.put("x", pattern(PAGE), Tier.NVME).wait()
     store.put("y", pattern(PAGE), Tier.NVME)
     with pytest.raises(OSError, match="Input/output error"):
-        store.settle()
+        store.flush()
     for _ in range(2):
         with pytest.raises(OSError, match="Input/output error") as failure:
             store.freeze()

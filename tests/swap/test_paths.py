@@ -265,10 +265,10 @@ def test_stats_tell_paths_apart_and_count_queues_that_were_closed(
     store = make_store(host_bytes=16 << 20, paths=two_paths)
     for name, num_bytes in (("on a", 8192), ("on b", 12_288)):
         store.put(name, pattern(num_bytes), Tier.NVME)
-    store.settle()
+    store.flush()
     queues = store.queues
     store.arena.give_back(store.arena.take(8 << 20))
-    store.settle()  # more memory is registered: other queues
+    store.flush()  # more memory is registered: other queues
     assert store.queues is not queues
     store.fetch("on b").wait()
     paths = store.stats().paths

@@ -482,7 +482,7 @@ def test_queues_that_are_opened_anew_do_not_lose_what_was_begun(
     program: Program[str] = Program(store, Pool(store.arena, TILE_BYTES, 2, "tiles"), workers)
     program.begin(names, Momentum(store, workers))
     store.reserve("more", (1 << 21,), torch.uint8, Tier.HOST)
-    store.settle()
+    store.flush()
     program.run(names, Momentum(store, workers))
     check(store, names, [1] * 4, workers)
     program.close()
@@ -826,7 +826,7 @@ def test_an_error_of_python_work_ends_the_run_and_loses_no_buffer(
         program.run(names, Momentum(store, workers, ["tile 2"], fails_at="tile 2", error=error))
     assert num_free(pool) == num_buffers
     assert torch.equal(value(store, "tile 2"), first_of(2))
-    store.settle()  # nothing is in flight
+    store.flush()  # nothing is in flight
     program.close()
 
 
@@ -955,7 +955,7 @@ def test_what_is_kept_of_tiles_follows_every_change(
 
     def open_queues() -> None:
         store.arena.take(1 << 20, "memory that the queues do not know")
-        store.settle()
+        store.flush()
 
     for _ in range(60):
         number = chosen.randrange(5)
@@ -1021,7 +1021,7 @@ def test_a_tentative_run_is_seen_when_it_is_committed(
         if number % 2:
             store.put("more", first_of(99), Tier.NVME).wait()
             store.arena.take(1 << 20, "memory that the queues do not know")
-            store.settle()  # new queues
+            store.flush()  # new queues
             store.drop("more")
         read = program.read([(names[9], 0, buffer)], "a tile", 4)
         read.wait()

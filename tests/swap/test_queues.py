@@ -379,7 +379,7 @@ def test_failing_path_leaves_the_others_alone(
             store.read([("x0", 0, buffer[:4096]), ("x1", 0, buffer[4096:])], "both").wait()
         assert str(failure.value.filename).startswith(str(two_paths[1].path))
     with pytest.raises(TransferError):
-        store.settle()
+        store.flush()
     assert torch.equal(store.fetch("x2").wait(), pattern(100_000, seed=2))
 
 

@@ -106,7 +106,7 @@ def test_block_that_fails_is_named_and_the_store_goes_on(
     assert str(failure.value.filename).endswith("segment.bin")
     store.read_blocks("x", rows(9, 8, 7, 6, 5), 4096, into).wait()
     assert torch.equal(into, expected(pattern(65536), rows(9, 8, 7, 6, 5), 4096))
-    store.settle()  # a read's failure is its own
+    store.flush()  # a read's failure is its own
 
 
 def test_blocks_of_an_entry_on_any_path(

@@ -187,7 +187,7 @@ def test_store_on_a_lying_disk_heals_or_names_and_goes_on(
     assert torch.equal(store.fetch("kept").wait(), pattern(NUM_BYTES, seed=1))
     if kind == "write":
         with pytest.raises(TransferError):
-            store.settle()
+            store.flush()
     assert "uring" not in store.stats().engine
     assert (
         engine != "auto"
@@ -283,7 +283,7 @@ def test_write_cut_short_by_a_limit_is_named_where_its_block_begins_and_heals_wi
     with pytest.raises(TransferError, match="ulimit"):
         store.fetch("x").wait()
     with pytest.raises(TransferError):
-        store.settle()
+        store.flush()
     store.drop("x")
     store.put("x", pattern(NUM_BYTES, seed=2), Tier.NVME).wait()
     assert torch.equal(store.fetch("x").wait(), pattern(NUM_BYTES, seed=2))
@@ -317,7 +317,7 @@ def test_file_truncated_while_reads_are_under_way_gives_whole_tensors_or_enodata
     names = [str(i) for i in range(24)]
     for i, name in enumerate(names):
         store.put(name, pattern(MIB, seed=i), Tier.NVME)
-    store.settle()
+    store.flush()
     cut = 10 * MIB + 4096  # within the eleventh
     barrier = threading.Barrier(2)
 

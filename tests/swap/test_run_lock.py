@@ -399,7 +399,7 @@ def test_kept_store_gives_the_disk_back_what_no_freeze_holds(
         for name in "ac":
             store.fetch(name).wait().zero_()
             store.release(name, dirty=True)
-        store.settle()
+        store.flush()
         second = store.freeze()  # b where it was, the others in their second slots
         store.thaw(first)
         store.keep_files()

@@ -155,7 +155,7 @@ def test_write_to_a_truncated_file_is_refused_so_that_no_zeros_are_ever_read(
     assert torch.equal(store.fetch("x2").wait(), pattern(NUM_BYTES, seed=2))
     with pytest.raises(TransferError, match="something truncated it"):
         store.fetch("x1").wait()
-    store.settle()
+    store.flush()
     store.close()
 
 

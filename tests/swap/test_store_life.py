@@ -194,12 +194,12 @@ def test_settle_registers_memory_carved_since_and_spares_fetches_under_way(
     store = make_store(host_bytes=64 << 20)
     store.put("x", pattern(1 << 20), Tier.NVME).wait()
     queues = store.queues
-    store.settle()
+    store.flush()
     assert store.queues is queues  # nothing was carved since it was opened
     coming = store.fetch("x")
     buffer = store.arena.take(4 << 20).tensor
     ranged = store.read([("x", 0, buffer[: 1 << 20])], "range")
-    store.settle()
+    store.flush()
     assert store.queues is not queues
     assert torch.equal(coming.wait(), pattern(1 << 20))
     assert torch.equal(ranged.wait()[0], pattern(1 << 20))
@@ -295,7 +295,7 @@ def test_forked_child_disturbs_nothing_and_deletes_nothing(
                 lambda: store.view("y"),
                 lambda: store.drop("x"),
                 lambda: store.reserve_disk(1 << 20),
-                lambda: store.settle(),
+                lambda: store.flush(),
             ]
             refused = 0
             for use in uses:

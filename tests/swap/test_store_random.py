@@ -31,7 +31,7 @@ SIZES = st.one_of(
 )
 STEP = st.tuples(
     st.sampled_from(
-        ["put", "put", "fetch", "look", "change", "release", "write", "drop", "settle", "cancel"]
+        ["put", "put", "fetch", "look", "change", "release", "write", "drop", "flush", "cancel"]
     ),
     st.integers(0, NUM_NAMES - 1),
     SIZES,
@@ -68,8 +68,8 @@ class Model:
 
     def step(self, what: str, name: str, num_bytes: int, is_nvme: bool) -> None:
         """Does one thing to both."""
-        if what == "settle":
-            self.store.settle()
+        if what == "flush":
+            self.store.flush()
         elif name not in self.bytes:
             if what == "put":
                 self._put(name, num_bytes, Tier.NVME if is_nvme else Tier.HOST)
@@ -141,7 +141,7 @@ def test_store_holds_what_a_dict_would(
                 model.step(what, str(number), num_bytes, is_nvme)
                 assert store.arena.peak_bytes <= HOST_BYTES
                 assert store.stats().nvme_bytes <= DISK_BYTES
-            store.settle()
+            store.flush()
             on_nvme = [name for name in model.bytes if store.home_of(name) is Tier.NVME]
             for name in filter(store.is_present, on_nvme):
                 store.release(name)

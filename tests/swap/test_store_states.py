@@ -81,7 +81,7 @@ def test_release_of_clean_tensor_writes_nothing(store: TensorStore) -> None:
     for _ in range(3):
         store.fetch("x").wait()
         store.release("x")
-    store.settle()
+    store.flush()
     assert store.stats().nvme_written_bytes == written
     assert written_by_process() == by_process
 
@@ -335,9 +335,9 @@ def test_settle_raises_the_first_error_once_and_waits_for_all(make_store: MakeSt
     store = make_store(faults=(Fault(0, "error", errno.EIO), Fault(1, "error", errno.ENOSPC)))
     moves = [store.put(f"x{i}", torch.ones(5), Tier.NVME) for i in range(4)]
     with pytest.raises(OSError, match="Input/output error"):
-        store.settle()
+        store.flush()
     assert all(move.is_done() for move in moves)
-    store.settle()
+    store.flush()
 
 
 @pytest.mark.parametrize("owner", ["arrive", "give_back"], ids=["read", "write"])
@@ -346,7 +346,7 @@ def test_an_interrupt_at_the_end_of_a_move_is_completed_by_the_next_wait(
 ) -> None:
     store = make_store()
     store.put("a", torch.arange(4096.0), Tier.NVME)
-    store.settle()
+    store.flush()
     carved = store.arena.carved_bytes
     move = store.fetch("a")
     if owner == "give_back":
@@ -368,5 +368,5 @@ def test_an_interrupt_at_the_end_of_a_move_is_completed_by_the_next_wait(
     move.wait()
     assert torch.equal(store.fetch("a").wait(), torch.arange(4096.0))
     store.release("a")
-    store.settle()
+    store.flush()
     assert store.arena.carved_bytes == carved

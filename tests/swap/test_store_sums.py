@@ -249,7 +249,7 @@ def test_a_write_that_failed_is_not_taken_for_what_was_written(
     with pytest.raises(CorruptionError):
         store.read([("x", 0, slot)], "x").wait()
     with pytest.raises(OSError, match="writing"):
-        store.settle()
+        store.flush()
 
 
 @pytest.mark.parametrize("num_entries", [1, 5])

@@ -88,8 +88,8 @@ def test_what_cannot_be_finished_is_named_and_the_store_goes_on(
     assert torch.equal(store.fetch("y").wait(), pattern(NUM_BYTES, seed=1))
     if kind == "writing":
         with pytest.raises(TransferError):
-            store.settle()
-    store.settle()
+            store.flush()
+    store.flush()
 
 
 def test_errors_that_never_end_end_in_that_error(
@@ -125,7 +125,7 @@ def test_failure_of_one_tensor_spares_the_others(
     for i in (0, 2, 3):
         assert torch.equal(store.fetch(f"x{i}").wait(), pattern(4096, seed=i))
     with pytest.raises(TransferError):
-        store.settle()
+        store.flush()
 
 
 def _arrives(wait: Callable[[], object]) -> bool:

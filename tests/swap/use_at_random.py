@@ -81,7 +81,7 @@ class RandomUser:
                 if self._model:
                     act(self._any_name())
             if self._random.random() < 0.01:
-                self._store.settle()
+                self._store.flush()
         while self._model:
             name = self._any_name()
             self._look(name)

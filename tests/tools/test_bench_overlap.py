@@ -70,7 +70,7 @@ def test_no_iteration_moves_less_and_one_without_overlap_moves_as_much(
                 optim.step()
                 optim.zero_grad()
             shards.check_whole()
-            shards.store.settle()
+            shards.store.flush()
             while any(live.move is not None and not live.move.is_done() for live in shards.units):
                 pass
             stats = shards.store.stats()

@@ -41,7 +41,7 @@ def loss_of(model: nn.Module, step: int = 0, samples: int = 40) -> torch.Tensor:
 
 
 def written(shards: Shards) -> int:
-    shards.store.settle()
+    shards.store.flush()
     return shards.store.stats().nvme_written_bytes
 
 
@@ -250,7 +250,7 @@ def test_a_write_that_fails_is_raised_in_forward(
 def test_what_is_read_is_verified(offloaded: tuple[nn.Module, Shards]) -> None:
     model, shards = offloaded
     loss = loss_of(model)
-    shards.store.settle()
+    shards.store.flush()
     [extent] = shards.store._entries["activation.2"].nvme_home().extents[:1]
     flip(shards.store._files.segment_of(extent).file, extent.offset + 100)
     with pytest.raises(CorruptionError, match=r"activation\.2"):

@@ -65,7 +65,7 @@ def train(policy: OffloadPolicy, num_held: int) -> tuple[list[float], dict[str, 
             for freeze, sizes, before in held:
                 assert digests(freeze, sizes) == before
         assert not any(name.startswith("grad/") for freeze, _, _ in held for name in freeze.parts)
-        shards.store.settle()
+        shards.store.flush()
         used, plan = shards.store.stats().nvme_bytes, shards.plan
         live = plan.disk_bytes - plan.frozen_disk_bytes
         initial = sum(row.num_bytes for row in plan.rows if row.what == "initial masters")
@@ -157,7 +157,7 @@ def test_frozen_parameters_take_one_slot_for_all_durable_steps(
             if durability == "step":
                 tiermem.checkpoint.make_durable(shards, optim)
             tiermem.checkpoint.save(shards, optim, tmp_path / "out", f"t{number}")
-        shards.store.settle()
+        shards.store.flush()
         assert file.stat().st_blocks * 512 == planned, "all that a run needs was taken at its start"
 
 

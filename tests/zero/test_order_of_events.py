@@ -135,7 +135,7 @@ def test_gradients_on_nvme_are_written_behind_backward(tmp_path: Path) -> None:
     model = seeded(Tower)
     with tiermem.shard(model, policy(tmp_path, grads=Tier.NVME)) as shards:
         loss_of(model, 0).backward()
-        shards.homes.store.settle()
+        shards.homes.store.flush()
         written = events(shards, "write")
         assert [n for n in written if n.startswith("grad")] == [
             f"grad {name}" for name in [*FORWARD[:0:-1], "embed", "persistent"]
@@ -152,7 +152,7 @@ def test_a_tile_is_read_stepped_and_written_once(step_number: int, tmp_path: Pat
             loss_of(model, step).backward()  # the first tiles are read before it ends
             optim.step()
             optim.zero_grad()
-        shards.store.settle()
+        shards.store.flush()
         expected = sorted(
             f"tile state/{live.unit.index}/{live.unit.name}/0" for live in shards.units
         )

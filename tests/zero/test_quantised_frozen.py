@@ -102,7 +102,7 @@ def test_a_fetch_reads_the_bits_of_blocks(
             with torch.no_grad():
                 for layer in model.layers:
                     layer(torch.zeros(1, 256, dtype=torch.bfloat16))
-            shards.store.settle()
+            shards.store.flush()
             read.append(shards.store.stats().nvme_read_bytes - before)
     assert planned[1] / planned[0] == pytest.approx(share, abs=0.01)  # whole pages
     assert read[1] / read[0] == pytest.approx(share, abs=0.03)

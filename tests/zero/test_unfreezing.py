@@ -162,10 +162,10 @@ def test_room_is_taken_at_once_when_asked(tmp_path: Path) -> None:
     model = head_only()
     with tiermem.shard(model, policy_of("host", tmp_path), device="cpu") as shards:
         before = shards.plan.host_bytes
-        shards.take_up()
+        shards.enable_training()
         assert shards.plan.host_bytes == before
         model.layers[0].requires_grad_(True)
-        shards.take_up()
+        shards.enable_training()
         assert shards.plan.host_bytes == shards.store.arena.limit_bytes > before
         assert {live.unit.name for live in shards.units if live.unit.is_trainable} >= {
             "layers.0",

@@ -568,7 +568,7 @@ class GradientStore:
         while self._open:
             self._give_back(self._open.popitem()[1].slot)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Blocks until every gradient is on its tier, where it may be changed. Raises OSError."""
         self.join()
         while self._leaving:
@@ -583,7 +583,7 @@ class GradientStore:
                 self._reap()  # raises the error, once
 
     def stop(self) -> None:
-        """Ends the link's thread and gives all buffers back, after `settle`. No backward may be
+        """Ends the link's thread and gives all buffers back, after `flush`. No backward may be
         under way."""
         if self._link is not None:
             self._link.close()

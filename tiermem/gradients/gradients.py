@@ -144,13 +144,13 @@ class GradientHomes:
     def make_room(self, plan: Plan) -> None:
         """Before another plan is carved: ends transfers and gives up what it has no room for.
         Blocks; raises OSError."""
-        self.store.settle()
+        self.store.flush()
         self.store.stop()
         if plan.grads is not self.store.home:
             for unit in self._units:
                 self.store.drop_room(unit)
 
-    def take_up(self, units: Sequence[Unit], plan: Plan, pools: Pools) -> None:
+    def allocate(self, units: Sequence[Unit], plan: Plan, pools: Pools) -> None:
         """After `make_room`: goes on with another plan and its buffers, and with these units, the
         trainable ones."""
         due = set(units) - (set(self._units) if plan.grads is self.store.home else set())

@@ -24,7 +24,13 @@ from tiermem.optim.rules import (
     Rule,
     check_implementation,
 )
-from tiermem.optim.sharded import NonFiniteGradients, ShardedModel, check_room, clip_factor, take_up
+from tiermem.optim.sharded import (
+    NonFiniteGradients,
+    ShardedModel,
+    check_room,
+    clip_factor,
+    enable_training_of,
+)
 from tiermem.optim.shown import AtRest, ShownStates
 from tiermem.optim.tiles import StateTiles
 from tiermem.policy import OffloadPolicy, Tier
@@ -437,7 +443,9 @@ class NativeOptimizer(torch.optim.Optimizer):
         self.state.clear()
         for shards in self._sharded:
             params = (shard.param for _, shard in shards.parameters())
-            take_up(shards, [param for param in params if param in sealed], "the state dict")
+            enable_training_of(
+                shards, [param for param in params if param in sealed], "the state dict"
+            )
         for model in self._sharded.values():
             model.begin_restoring()  # also those that were attached just now
         ordinary_ones: dict[nn.Parameter, tuple[str, Mapping[str, Any] | None]] = {}
@@ -488,7 +496,7 @@ class NativeOptimizer(torch.optim.Optimizer):
                 "closed: build it after"
             )
         for shards in self._sharded:
-            shards.take_up()
+            shards.enable_training()
             for live, shard in shards.parameters():
                 if not live.unit.is_trainable and shard.param.grad is not None:
                     raise RuntimeError(

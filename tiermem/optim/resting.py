@@ -368,7 +368,7 @@ class RestingStates:
         pool = Pool(
             store.arena, plan.buffer_bytes, plan.num_buffers, "tiles of states", crosses_link=True
         )
-        store.settle()
+        store.flush()
         return pool
 
 

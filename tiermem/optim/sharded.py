@@ -319,21 +319,21 @@ def check_room(shards: Shards, rule: Rule, optimizer: str) -> None:
         )
 
 
-def take_up(shards: Shards, saved: Collection[nn.Parameter], where: str) -> None:
+def enable_training_of(shards: Shards, saved: Collection[nn.Parameter], where: str) -> None:
     """Takes room for parameters that are unfrozen, and for frozen ones whose saved states are about
     to be loaded.
 
     Without room for the latter their states are left, with a warning. where: what holds the states.
     Collective; blocks.
     """
-    shards.take_up()
+    shards.enable_training()
     frozen = [
         param
         for param in saved
         if not (unit := shards.find(param)[0].unit).is_trainable and unit.blocks is None
     ]
     try:
-        shards.take_up(frozen)
+        shards.enable_training(frozen)
     except (ValueError, OSError) as error:
         text = "%s: the saved states of %d parameters that are frozen here are not loaded: %s"
         logger.warning(text, where, len(frozen), error)

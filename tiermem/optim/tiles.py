@@ -91,9 +91,9 @@ class StateTiles:
         self._kept: Kept = {}
         # called before states are shown to a caller
         self.on_look: Callable[[], None] = lambda: None
-        self.take_up([live.unit for live in shards.units if live.unit.is_trainable])
+        self.allocate([live.unit for live in shards.units if live.unit.is_trainable])
 
-    def take_up(self, units: Sequence[Unit]) -> None:
+    def allocate(self, units: Sequence[Unit]) -> None:
         """Takes room for the states of units that have become trainable, by the model's plan.
         Raises OSError, ValueError."""
         lives = [self._shards.units[unit.index] for unit in units]
@@ -116,14 +116,14 @@ class StateTiles:
             if self._stream is not None:
                 self._stream.close()
             self._stream = TileStream(self._store.on_device, self._shards.device, plan.streams)
-            self._store.settle()  # pins the states
+            self._store.flush()  # pins the states
         self._set([*self.tiles, *tiles])
         if keeps_sums(self._shards.policy):
             self._protect(tiles)
         drafted = [live for live in lives if live.unit.index in plan.drafted and live.may_exchange]
         self._seconds.update((live, self._second_of(live)) for live in drafted)
         if drafted:
-            self._store.settle()
+            self._store.flush()
 
     def make_room(self, plan: Plan) -> None:
         """Moves states from HOST to NVME, as many as another plan has no room for on HOST, and

@@ -2,15 +2,15 @@
 
 Files in order: each imports only files before it.
 
-    activations  moves inputs of checkpointed blocks to HOST or NVMe
-    chain        finds the blocks that a model runs one after the other
-    hooks        connects forward and backward of modules to the rest
-    layerwise    a step's micro-batches, block by block
-    init_params  parameters while a model is built
-    settle       moves weights to where they rest
-    unfreeze     plans for parameters that are unfrozen after sharding
-    shards       a sharded model
-    kv_cache     bytes of a generation's keys and values
-    access       whole parameters: GatheredParameters, generation
-    init         zero.Init
+    activations   moves inputs of checkpointed blocks to HOST or NVMe
+    chain         finds the blocks that a model runs one after the other
+    hooks         connects forward and backward of modules to the rest
+    layerwise     a step's micro-batches, block by block
+    init_params   parameters while a model is built
+    move_to_home  moves weights to where they rest
+    unfreeze      plans for parameters that are unfrozen after sharding
+    shards        a sharded model
+    kv_cache      bytes of a generation's keys and values
+    access        whole parameters: GatheredParameters, generation
+    init          zero.Init
 """

@@ -90,7 +90,7 @@ class _Passing:
         for start in range(0, flat.numel(), ACTIVATION_CHUNK_BYTES):
             yield start, flat[start : start + ACTIVATION_CHUNK_BYTES]
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Lets the current stream wait for the copies. Blocks for a helper thread, not for the
         accelerator. Raises OSError."""
         work = self.work
@@ -420,7 +420,7 @@ class _Input:
         stays."""
         if self._passing is not None and not self._stays:
             self._stays = True
-            self._passing.settle()
+            self._passing.wait()
             # else what has left may be changed too
             if self._here is not None and not self._here.is_changed:
                 self._here = None
@@ -437,7 +437,7 @@ class _Input:
         before = self._before()
         if before is not None and not before._was_taken:
             before._bring()
-        passing.settle()
+        passing.wait()
         if not self._stays:
             self._here = self._passing = None
         return passing.tensor

@@ -139,7 +139,7 @@ class Hooks(Uncopied):
             inside = (self._by_module.get(each) for each in module.modules() if each is not module)
             hooks.covers([each for each in inside if each is not None and each.is_inner])
         for live in units:
-            self.take_up(live)
+            self.watch_gradients(live)
 
     def remove(self) -> None:
         """Removes every hook from the model, and ends transfers of activations. Blocks for them."""
@@ -168,7 +168,7 @@ class Hooks(Uncopied):
         """Removes a registration that a module's forward needs a unit."""
         self._by_module[module].needed.remove(live)
 
-    def take_up(self, live: LiveUnit) -> None:
+    def watch_gradients(self, live: LiveUnit) -> None:
         """Watches the gradients of a trainable unit."""
         for param in (shard.param for shard in live.unit.shards):
             if not live.is_streamed:

@@ -8,7 +8,7 @@ it.
 
     divide   the model into units                 unit.py       fetch     units when their modules run   prefetcher.py
     plan     the memory of every tier             plan.py       hook      forward and backward           hooks.py
-    settle   every parameter's part on its tier   settle.py     receive   gradients                      gradients.py
+    move     every parameter's part to its tier   move_to_home  receive   gradients                      gradients.py
     values   where they rest, read and written    values.py     show      whole weights to torch         values.py
 
 To read a weight or a gradient outside forward and backward, use `weight`, `gradient` or
@@ -52,7 +52,7 @@ from tiermem.ranks.topology import (
 from tiermem.run.activations import make_activations
 from tiermem.run.hooks import Hooks
 from tiermem.run.init_params import built_with
-from tiermem.run.settle import check_model, move_buffers, release, settle, show_parts
+from tiermem.run.move_to_home import check_model, move_buffers, move_to_home, release, show_parts
 from tiermem.run.unfreeze import Frozen, plan_of, reserve_more
 from tiermem.swap.base.native import trim_heap
 from tiermem.swap.base.tile_program import end_kernels
@@ -100,7 +100,7 @@ class States(Protocol):
         """Moves states to NVMe that another plan has no room for on HOST. Blocks; raises
         OSError."""
 
-    def take_up(self, units: Sequence[Unit]) -> None:
+    def allocate(self, units: Sequence[Unit]) -> None:
         """Takes room for the states of units that have become trainable. Raises OSError."""
 
     def read(self, shard: Shard, name: str) -> torch.Tensor:
@@ -285,7 +285,7 @@ class Shards:
             return None
         if shard.gradient.is_zero:
             return torch.zeros(self.values.num_mine(shard))
-        self.homes.store.settle()
+        self.homes.store.flush()
         part = slice(shard.shard_offset, shard.shard_offset + self.values.num_mine(shard))
         local = self.values.read_part(
             self.homes.store.entry(live.unit), self.homes.dtype(live.unit), part
@@ -649,7 +649,7 @@ class Shards:
 
     # ---- unfreezing ------------------------------------------------------------------------------
 
-    def take_up(self, params: Collection[nn.Parameter] = ()) -> None:
+    def enable_training(self, params: Collection[nn.Parameter] = ()) -> None:
         """Takes room for parameters that were frozen when the model was sharded and require
         gradients now (unfreeze.py).
 
@@ -675,7 +675,7 @@ class Shards:
             with self.steps.changing_all():
                 self._go_over(plan, lives)
         for live in dict.fromkeys(live for live, _ in found):
-            self.hooks.take_up(live)
+            self.hooks.watch_gradients(live)
         if found:
             self._frozen.forget()
 
@@ -692,13 +692,13 @@ class Shards:
         self.program.use(self.tile_pool)
         for live in lives:
             live.unit.unfreeze()
-            live.take_up()
-        self.homes.take_up(
+            live.enable_training()
+        self.homes.allocate(
             [live.unit for live in self.units if live.unit.is_trainable], plan, self._pools
         )
         if self.states is not None:
-            self.states.take_up([live.unit for live in lives])
-        self.store.settle()
+            self.states.allocate([live.unit for live in lives])
+        self.store.flush()
 
     def _use(self, plan: Plan, pools: Pools) -> None:
         """Sets the plan and its buffers."""
@@ -790,7 +790,7 @@ class Shards:
                 if materialize
                 else []
             )
-            self.homes.store.settle()
+            self.homes.store.flush()
         finally:
             self.hooks.remove()
             for handle in self._handles:
@@ -829,13 +829,13 @@ class Shards:
         self.values = Values(
             self.store, self.steps, self.topology, self.device, bounce, spread_numel, workers
         )
-        self.units, self._passage = settle(units, self.plan, self.policy, self.values, pools)
+        self.units, self._passage = move_to_home(units, self.plan, self.policy, self.values, pools)
         move_buffers(self.model, self.device)
         self.prefetcher = Prefetcher(self.units, order, limits_of(self.plan, self.policy))
         self.homes = GradientHomes(
             trainable, self.plan, self.store, self.topology, workers, pools, policy, self.steps
         )
-        self.store.settle()
+        self.store.flush()
         live = {
             module: [self.units[u.index] for u in needed]
             for module, needed in division.triggers.items()
@@ -870,7 +870,7 @@ class Shards:
             each.call_on_writes(self._take_writes_of)
         self._residents = [each for each in self.units if each.unit.is_resident]
         self._frozen = Frozen(self.parameters() if self._is_trained else ())
-        self.hooks.call_on_training(self.take_up)
+        self.hooks.call_on_training(self.enable_training)
 
     def _log_start(self) -> None:
         stats = self.store.stats()

@@ -30,7 +30,7 @@ from tiermem.plans.plan import Plan, format_mib
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.ranks.collectives import exchange
 from tiermem.ranks.topology import Topology, ranks_per_node
-from tiermem.run.settle import check_model
+from tiermem.run.move_to_home import check_model
 from tiermem.swap.memory.accelerator import free_and_total, is_accelerator
 from tiermem.swap.store.store import TensorStore
 from tiermem.units.unit import Shard

@@ -71,10 +71,10 @@ class Stages:
     def reset(self) -> None:
         """Takes every buffer back after an interrupt, when no read fills any of them. Blocks for
         copies out of them."""
-        self.settle()
+        self.wait()
         self._pool.reset()
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Blocks until the accelerator copies out of no buffer. Call it before their memory
         ends."""
         for read in list(self._reads.values()):
@@ -213,7 +213,7 @@ class Passage:
             if thread is not None:
                 thread.shutdown()
         if self.stages is not None:
-            self.stages.settle()
+            self.stages.wait()
         if self.copies is not None:
             # before memory that it uses is freed
             current_stream(self.device).wait_stream(self.copies)

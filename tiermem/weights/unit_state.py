@@ -131,9 +131,9 @@ class LiveUnit:
         absent.wake(self._params if unit.is_resident else ())
         self._point()
         # not before the parameters have moved to the device, which resets their gradients' dtype
-        self.take_up()
+        self.enable_training()
 
-    def take_up(self) -> None:
+    def enable_training(self) -> None:
         """Lets autograd accumulate a trainable unit's gradients in the dtype at rest, whatever
         dtype forward sees."""
         if self.unit.full_dtype != self.unit.dtype and self.unit.is_trainable:

@@ -138,7 +138,7 @@ class TensorPass(AbstractContextManager["TensorPass"]):
             # first writes to preallocated blocks are slower, and memory is registered when it is
             # known
             self._put_all()
-            self.store.settle()
+            self.store.flush()
         except BaseException:
             self.store.close()
             raise
@@ -180,7 +180,7 @@ class TensorPass(AbstractContextManager["TensorPass"]):
         """GB/s of one direction, the last write-back included."""
         start = time.monotonic()
         work()
-        self.store.settle()
+        self.store.flush()
         return self.num_bytes / (time.monotonic() - start) / 1e9
 
 

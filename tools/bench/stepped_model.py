@@ -218,7 +218,7 @@ class SteppedModel(AbstractContextManager["SteppedModel"]):
                 part.param.grad = torch.full(part.shape, 1e-3, dtype=live.unit.dtype)
             self._shards.homes.receive(live.unit)
             self._shards.homes.show(live.unit)
-        self._shards.homes.store.settle()
+        self._shards.homes.store.flush()
 
     def _latencies(self, kind: int) -> npt.NDArray[np.int64]:
         return self._shards.store.queues.latencies(kind).astype(np.int64)

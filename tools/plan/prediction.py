@@ -276,7 +276,7 @@ def measure_maths(
             loss.backward()
             passes.append(((start, middle), (middle, time.monotonic_ns())))
             model.zero_grad()
-        shards.store.settle()
+        shards.store.flush()
         events = shards.store.recorder.events
     return maths_of(events, passes[_NUM_WARM_UP:], *_lists_of_blocks(model))
 

@@ -580,7 +580,7 @@ def written_by_path(store: TensorStore) -> dict[str, int]:
 def counts_at_rest(store: TensorStore) -> IoCounts:
     """Counts with nothing under way: writes are waited for, reads ahead of a step that never comes
     arrive by themselves."""
-    store.settle()
+    store.flush()
     before = IoCounts(-1, -1)
     counts = store_counts(store)
     while counts != before:

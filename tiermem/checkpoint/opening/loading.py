@@ -41,7 +41,7 @@ from tiermem.checkpoint.together import DAMAGE, everywhere
 from tiermem.optim.base import NativeOptimizer
 from tiermem.optim.ordinary import STEP
 from tiermem.optim.rules import IMPLEMENTATION
-from tiermem.optim.sharded import take_up
+from tiermem.optim.sharded import enable_training_of
 from tiermem.optim.tiles import tiles_of
 from tiermem.plans.agreement import agree
 from tiermem.policy import Tier
@@ -441,7 +441,7 @@ def _open(
         _check_compute(source, shards, wants)
         _check_streamed(source, shards, wants)
         fitted = fit(shards, source, asked.is_strict)
-        shards.take_up()
+        shards.enable_training()
         groups: list[tuple[Group, Group]] = []
         if wants.states and manifest.optimizer is not None:
             assert optimizer is not None
@@ -452,7 +452,9 @@ def _open(
                 for shard, name in fitted.params.items()
                 if source.parameters[name].num_steps
             ]
-            take_up(shards, [param for param in stepped if id(param) in held], str(source.file))
+            enable_training_of(
+                shards, [param for param in stepped if id(param) in held], str(source.file)
+            )
             check_moments(source, shards, fitted)
             check_ordinary(source, optimizer)
         loaded = _loaded(source, wants)

@@ -200,13 +200,13 @@ def _check_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
 # its old memory as soon as its part is stored, so the model needs memory once.
 
 
-def settle(
+def move_to_home(
     units: Iterable[Unit], plan: Plan, policy: OffloadPolicy, values: Values, pools: Pools
 ) -> tuple[list[LiveUnit], Passage]:
     """Moves every unit's weights to where they rest; the store owns the memory. Collective; blocks;
     raises OSError.
 
-    `TensorStore.settle` registers the memory taken here. Returns the units and what they share,
+    `TensorStore.flush` registers the memory taken here. Returns the units and what they share,
     which `release` ends.
     """
     units = list(units)
@@ -243,7 +243,7 @@ def show_parts(units: Iterable[LiveUnit]) -> None:
 
 
 def release(units: Iterable[LiveUnit], passage: Passage, keeps_residents: bool) -> None:
-    """The opposite of `settle`: parameters become ordinary ones without gradients, and leave the
+    """The opposite of `move_to_home`: parameters become ordinary ones without gradients, and leave the
     registry.
 
     keeps_residents: parameters of resident units get copies of their values, since their storage is
@@ -264,7 +264,7 @@ def release(units: Iterable[LiveUnit], passage: Passage, keeps_residents: bool) 
 
 
 class _Settler:
-    """Moves units; used during `settle` only."""
+    """Moves units; used during `move_to_home` only."""
 
     def __init__(
         self, plan: Plan, policy: OffloadPolicy, values: Values, pools: Pools, passage: Passage
