@@ -23,6 +23,7 @@ from tiermem.optim.local import as_placed, local_of, part_of
 from tiermem.policy import NvmePath
 from tiermem.ranks.topology import paths_of_rank
 from tiermem.run.shards import Shards
+from tiermem.swap.base.grad_mode import without_grad
 from tiermem.swap.base.ranges import round_up
 from tiermem.swap.base.tier import ALIGNMENT, Tier
 from tiermem.swap.disk.paths import AnyPath
@@ -285,9 +286,9 @@ class EMA:
             ]
         return found
 
+    @without_grad
     def _run(self, pieces: Sequence[_Piece], act: _Act, changes: bool = True) -> None:
-        with torch.no_grad():
-            self._program.run(pieces, _Pass(self._store, act, changes))
+        self._program.run(pieces, _Pass(self._store, act, changes))
 
     # ---- values ----------------------------------------------------------------------------------
 

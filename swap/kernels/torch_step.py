@@ -37,6 +37,7 @@ from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tiermem.swap.base.grad_mode import without_grad
 from tiermem.swap.base.native import NORM_BLOCK, SCALARS
 from tiermem.swap.base.parts import (
     MOMENTS,
@@ -62,7 +63,7 @@ _HASH_FACTOR = 0x846CA68B
 _STEP_STRIDES = (0x9E3779B9, 0x6A09E667, 0xBB67AE85, 0xA54FF53B)
 
 
-@torch.no_grad()
+@without_grad
 def widen_in_torch(
     stored: Moment, weight: torch.Tensor | None = None, is_positive: bool = False
 ) -> torch.Tensor:
@@ -86,7 +87,7 @@ def widen_in_torch(
     return bits.view(torch.float32)
 
 
-@torch.no_grad()
+@without_grad
 def narrow_in_torch(
     values: torch.Tensor,
     stored: Moment,
@@ -295,7 +296,7 @@ _DITHERED_MOMENTS = (0, 1, 3)
 _DITHERED_MASTER = 2
 
 
-@torch.no_grad()
+@without_grad
 def step_in_torch(
     rule: StepRule,
     parts: StepParts,
@@ -338,7 +339,7 @@ def parts_between(parts: StepParts, begin: int, end: int) -> StepParts:
     return StepParts(weight, master, parts.grad[begin:end], moments)
 
 
-@torch.no_grad()
+@without_grad
 def block_sums_in_torch(grad: torch.Tensor, first: int) -> torch.Tensor:
     """Returns the sum of squares, in float64 on the gradient's device, of each norm block that a
     flat gradient touches.

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tiermem.run.access import GatheredParameters
+from tiermem.swap.base.grad_mode import without_grad
 from tiermem.units import registry
 from tiermem.units.leaf import UsedInPieces
 
@@ -80,7 +81,7 @@ class TiledLinear(UsedInPieces):
         pieces = self._split(input_)
         return self._combine([self._row(_tiles_of(row), pieces) for row in self.linears])
 
-    @torch.no_grad()
+    @without_grad
     def copy_params_from(self, other: nn.Linear) -> None:
         """Copies weight and bias of a whole layer into the tiles, one tile at a time.
 

@@ -37,6 +37,7 @@ from tiermem.policy import OffloadPolicy, Tier
 from tiermem.precision import Precision
 from tiermem.ranks.topology import fair_cores, fair_threads
 from tiermem.run.shards import Shards
+from tiermem.swap.base.grad_mode import call_with_grad, without_grad
 from tiermem.swap.base.native import Workers, store_gradient
 from tiermem.units import registry
 from tiermem.units.state_layout import MASTER
@@ -229,7 +230,7 @@ class NativeOptimizer(torch.optim.Optimizer):
         """The states of a sharded model, as tiles."""
         return self._sharded[shards].tiles
 
-    @torch.no_grad()
+    @without_grad
     def step(
         self,
         closure: Callable[[], Any] | None = None,
@@ -257,8 +258,7 @@ class NativeOptimizer(torch.optim.Optimizer):
         """
         loss = None
         if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+            loss = call_with_grad(True, closure)
         self._note_groups()
         ordinary = self._check_owners()
         self.follow_state()

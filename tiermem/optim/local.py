@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tiermem.swap.base.grad_mode import call_with_grad
+
 
 def as_dtensor(tensor: torch.Tensor) -> Any | None:
     """The tensor if it is a DTensor, else None. A program that has not imported DTensor has none,
@@ -32,8 +34,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     found = as_dtensor(tensor)
     if found is None:
         return tensor.detach()
-    with torch.no_grad():
-        part = found.to_local()
+    part = call_with_grad(False, found.to_local)
     wait = getattr(part, "wait", None)  # a collective may still be under way
     local: torch.Tensor = part if wait is None else wait()
     return local.detach()

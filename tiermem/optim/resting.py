@@ -29,6 +29,7 @@ from tiermem.optim.tile import StateTile, stepped_ranges, tile_runs
 from tiermem.plans.plan import sizes_from
 from tiermem.policy import USUAL_TILE_NUMELS, OffloadPolicy, Tier, usual_tile_buffers
 from tiermem.ranks.topology import paths_of_rank, ranks_per_node
+from tiermem.swap.base.grad_mode import call_with_grad
 from tiermem.swap.base.native import Workers, narrow_part, widen_part
 from tiermem.swap.base.parts import Dither, StepParts
 from tiermem.swap.base.ranges import round_up, within
@@ -561,8 +562,8 @@ class _Pass(TileWork[StateTile]):
         def rest() -> None:
             copied.synchronize()
             activate(stream.device)
-            with torch.no_grad(), on(stream):
-                self._work_on(tile, slot)
+            with on(stream):
+                call_with_grad(False, self._work_on, tile, slot)
                 record(stream).synchronize()
 
         return rest

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from tiermem.swap.base.grad_mode import call_with_grad
 from tiermem.units.leaf import has_forward
 
 _ADVICE = 'set accumulation to "batches", which runs every model'
@@ -172,8 +173,8 @@ def find_chain(model: nn.Module, run: Callable[[], Any]) -> Chain:
             f"this {type(model).__name__} has no ModuleList or Sequential of two or more modules"
         )
     watch = _ChainWatch(container)
-    with watch.watching(), torch.no_grad():
-        run()
+    with watch.watching():
+        call_with_grad(False, run)
     names = {module: name for name, module in model.named_modules()}
     return Chain(container, watch.links(names))
 

@@ -21,6 +21,7 @@ from tiermem.plans.agreement import agree
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.ranks.collectives import exchange, share_parts
 from tiermem.ranks.topology import Topology, paths_of_rank
+from tiermem.swap.base.grad_mode import call_with_grad
 from tiermem.swap.base.native import trim_heap
 from tiermem.swap.memory.accelerator import is_accelerator
 from tiermem.swap.store.store import TensorStore
@@ -345,8 +346,7 @@ class ParametersInInit:
 
     def _load(self, param: nn.Parameter, value: torch.Tensor) -> None:
         if registry.is_gathered(param):  # its context decides which rank's values are kept
-            with torch.no_grad():
-                param.copy_(value)
+            call_with_grad(False, param.copy_, value)
         else:
             self.replace(param, value.to(self._kept[param].dtype))
 

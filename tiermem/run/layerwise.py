@@ -31,6 +31,7 @@ the tail, takes for one micro-batch.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -44,6 +45,7 @@ from tiermem.gradients.gradients import GradientHomes
 from tiermem.run.activations import Kept, Saved
 from tiermem.run.chain import Arguments, Chain, Link, Walk, find_chain, no_chain
 from tiermem.run.hooks import Hooks
+from tiermem.swap.base.grad_mode import call_with_grad
 from tiermem.swap.memory.accelerator import is_accelerator, rng_state, set_rng_state
 from tiermem.weights.backward_marks import tensors_in
 from tiermem.weights.unit_state import LiveUnit
@@ -243,8 +245,8 @@ class LayerwisePasses:
         given = [(tensor, tensor._version) for tensor in tensors_in([args, kwargs])]
         handle = link.block.register_forward_pre_hook(self._capture, prepend=True, with_kwargs=True)
         try:
-            with self._around(), torch.no_grad():
-                output = link.block(*args, **kwargs)
+            with self._around():
+                output = call_with_grad(False, link.block, *args, **kwargs)
         finally:
             handle.remove()
             captured = self._captured
@@ -308,9 +310,10 @@ class LayerwisePasses:
             hidden.requires_grad_()
         args, kwargs = arguments.with_hidden(hidden)
         random.apply(self._device)
-        with self._around(), torch.enable_grad():
+        with self._around():
             # not the checkpointing that a class may add there
-            output = nn.Module.__call__(link.block, *args, **kwargs)
+            call = functools.partial(nn.Module.__call__, link.block)
+            output = call_with_grad(True, call, *args, **kwargs)
         made = tree_leaves(output)[link.hidden_out]
         del output, args, kwargs, arguments
         self._check_leaves_nothing(link)

@@ -556,12 +556,12 @@ def _under(values: Iterable[Any]) -> list[nn.Parameter]:
 def copies(owner: Owner, params: Sequence[nn.Parameter]) -> Iterator[None]:
     """A block in which parameters hold copies of their values, in torch's own memory. Blocks."""
     try:
-        with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
+        with torch._C._InferenceMode(False), torch._C.DisableTorchFunctionSubclass():
             for param in params:
                 owner.take_out(param)
         yield
     finally:
-        with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
+        with torch._C._InferenceMode(False), torch._C.DisableTorchFunctionSubclass():
             for param in params:
                 owner.put_back(param)
 

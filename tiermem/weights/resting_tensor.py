@@ -40,7 +40,9 @@ class RestingTensor(torch.Tensor):
                     return func(*args, **kwargs)
                 except NotImplementedError:  # its result is a view
                     pass
-            with torch.inference_mode():  # torch then refuses to write into views of the copies
+            with torch._C._InferenceMode(
+                True
+            ):  # torch then refuses to write into views of the copies
                 return func(*_copied(args, {}), **_copied(kwargs, {}))
 
     @classmethod

@@ -48,6 +48,7 @@ from tiermem.policy import Tier
 from tiermem.ranks.collectives import exchange
 from tiermem.ranks.topology import Topology
 from tiermem.run.shards import Shards
+from tiermem.swap.base.grad_mode import call_with_grad
 from tiermem.swap.disk.run_folder import RunOwner, this_process
 from tiermem.swap.memory.accelerator import is_accelerator, set_rng_state
 
@@ -129,8 +130,7 @@ def _entry(source: Source, name: str, param: nn.Parameter, topology: Topology) -
         return source.fp32(name, own, 0, param.numel()).view(param.shape)
 
     if param.numel():
-        with torch.no_grad():
-            param.copy_(values(WEIGHT))
+        call_with_grad(False, param.copy_, values(WEIGHT))
     num_steps = source.parameters[name].num_steps
     kept = [each for each in states if "." not in each and each not in (WEIGHT, MASTER)]
     found: dict[str, Any] = {STEP: torch.tensor(float(num_steps))} | {

@@ -36,6 +36,7 @@ from tiermem.optim.tile_work import Places
 from tiermem.optim.tiles import tiles_of
 from tiermem.ranks.topology import Topology
 from tiermem.run.shards import Shards
+from tiermem.swap.base.grad_mode import call_with_grad
 from tiermem.swap.base.native import Workers, narrow_part
 from tiermem.swap.base.parts import Moment, Quantised
 from tiermem.swap.memory.arena import PAGE_BYTES, Slot
@@ -421,8 +422,7 @@ def _put_buffer(tensor: torch.Tensor, name: str, source: Source, topology: Topol
     )
     if tensor.numel():
         saved = source.read(name, state, 0, tensor.numel()).view(tensor.shape)
-        with torch.no_grad():
-            tensor.copy_(saved)
+        call_with_grad(False, tensor.copy_, saved)
 
 
 def _show(shards: Shards, source: Source, fitted: Fitted, wants: Wants, filling: Filling) -> None:
