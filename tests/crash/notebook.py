@@ -244,15 +244,18 @@ def trainer(
     from tiermem.tools.train import trainer
 
     def be() -> int:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         os.chdir(place)
         with (place / "channel").open("wb") as channel:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             status = trainer.main([str(job), "--channel", str(channel.fileno())])
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # it has said how it ended
         weakref.finalize._exitfunc()  # type: ignore[attr-defined]  # as an interpreter does that ends
         return status
 
+    # a signal before the trainer begins is lost
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     pid = forked(be, place / "printed")
+    signal.signal(signal.SIGINT, before)
     if after_s is not None:
         time.sleep(after_s)
         os.kill(pid, signal.SIGINT)
