@@ -176,9 +176,8 @@ class Taken:
 
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
-# three strips; enough for every disk that was measured
-_LEAST_BYTES = 6 << 20
-_MOST_BYTES = 16 << 20
+_LEAST_BYTES = 6 << 20  # three strips
+_MOST_BYTES = 16 << 20  # enough for every disk that was measured
 
 
 def cache_bytes() -> int:
@@ -190,6 +189,7 @@ def cache_bytes() -> int:
     return max(sizes)
 
 
+@functools.cache
 def bytes_under_way() -> int:
     """Most bytes of strips that a step has under way: those of which the processor's cache keeps
     four times as many.

@@ -66,10 +66,9 @@ class Course:
         stepped: list[int] = []
         if self.overlap != "backward":
             return set(), set()
-        # until then: the disk or kernels, and the maths
         plan = self.plan
-        busy_s = 0.0
-        end_s = 0.0
+        busy_s = 0.0  # until then: the disk or kernels
+        end_s = 0.0  # and the maths
         is_begun = False
         last = {
             index: place for place, use in enumerate(reversed(self.uses)) for index in use.units

@@ -23,13 +23,13 @@ from tiermem.swap.base.parts import Q8_BLOCK, num_scales
 from tiermem.swap.base.ranges import ByteRange, Column, round_up, within
 from tiermem.swap.base.tier import ALIGNMENT
 from tiermem.swap.memory.accelerator import is_accelerator
-from tiermem.units import state_layout
 from tiermem.units.state_layout import (
     MASTER,
     SCALES,
     StateLayout,
     StatePart,
     StateRange,
+    moved_at_once,
     planned_layout,
 )
 from tiermem.units.unit import UNIT_ALIGN, Shard, ShardRange, Unit, ranges_in
@@ -142,10 +142,7 @@ class Tile(StateTile):
                     ByteRange(self.grad_place, self.grad_bytes), strip * self.grad_dtype.itemsize
                 )
             )
-        at_once = max(
-            1, round(state_layout.AT_ONCE_BYTES / max(1, sum(each.strip_bytes for each in found)))
-        )
-        found = [Column(place, strip_bytes * at_once) for place, strip_bytes in found]
+        found = moved_at_once(found)
         has_pages = all(
             size % ALIGNMENT == 0 for place, strip_bytes in found for size in (*place, strip_bytes)
         )

@@ -131,9 +131,8 @@ class Shards:
         check_model(model, is_trained)
         self.model = model
         self.device = find_device(device)
-        # its bytes
         built = built_with(model)
-        context = open_context(self.device)
+        context = open_context(self.device)  # its bytes
         if group is None and built.group is None:
             join_ranks(policy.timeout_s, self.device, policy.join_timeout_s)
         ranks, policy = ranks_of(group if group is not None else built.group, built.over(policy))

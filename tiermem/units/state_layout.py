@@ -40,6 +40,14 @@ Kind = Literal["fp32", "bf16", "fp16", "split", "8bit"]
 _NEVER_NEGATIVE = frozenset({EXP_AVG_SQ, "max_exp_avg_sq", "sum"})
 
 
+def moved_at_once(columns: Sequence[Column]) -> list[Column]:
+    """The columns of a tile in strips of about AT_ONCE_BYTES through all of them: one of
+    STRIP_NUMEL elements, or several."""
+    strip_bytes = sum(column.strip_bytes for column in columns)
+    num = max(1, round(AT_ONCE_BYTES / max(1, strip_bytes)))
+    return [Column(column.place, column.strip_bytes * num) for column in columns]
+
+
 def is_positive(name: str) -> bool:
     """Whether a moment, named as in torch, is never negative: its 8-bit codes then have no sign."""
     return name in _NEVER_NEGATIVE

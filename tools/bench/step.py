@@ -72,8 +72,7 @@ def _main_table(figures: Mapping[str, Any]) -> Table:
     )
     title = (
         f"optimizer step, {figures['num_params'] / 1e6:.1f} M parameters in "
-        f"{figures['precision']}, states "
-        f"{figures['preset']} on NVMe{resident}"
+        f"{figures['precision']}, states {figures['preset']} on NVMe{resident}"
     )
     shown = table(title, "figure", ">value")
     shown.add_row("step, median (min to max)", _spread(figures["step_s"]))
