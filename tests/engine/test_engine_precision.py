@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -380,6 +381,40 @@ def test_the_config_decides_the_precision_under_the_caller_s_autocast(
     for loss, states in found[1:]:
         assert loss == found[0][0]
         assert_same_tensors(states, found[0][1])
+
+
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize(
+    "name", ["set_autocast_enabled", "set_autocast_dtype", "set_autocast_cache_enabled"]
+)
+def test_ctrl_c_while_autocast_is_set_leaves_it_as_it_was(
+    name: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While forward turns autocast on, and while it turns it off."""
+
+    def found() -> tuple[bool, torch.dtype, bool]:
+        is_cached = torch.is_autocast_cache_enabled()
+        return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), is_cached
+
+    keys = {"torch_autocast": {"enabled": True, "dtype": "fp16"}}
+    engine = start(zoo.Tower, config("cpu", tmp_path, **keys))
+    before = found()
+    loss = loss_of(engine, 0)
+    left = itertools.count(1)
+    set_state = getattr(torch, name)
+
+    def set_and_stop(*values: Any) -> None:
+        set_state(*values)
+        if next(left) == number:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, name, set_and_stop)
+    with pytest.raises(KeyboardInterrupt):
+        loss_of(engine, 0)
+    monkeypatch.undo()
+    assert found() == before
+    assert loss_of(engine, 0) == loss
+    engine.close()
 
 
 def test_autocast_to_fp16_scales_the_loss(tmp_path: Path) -> None:

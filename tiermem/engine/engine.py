@@ -20,7 +20,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -55,6 +55,8 @@ from tiermem.schedule import build_scheduler
 from tiermem.swap.memory.accelerator import is_accelerator
 from tiermem.units import registry
 from tiermem.weights.unit_state import LiveUnit
+
+R = TypeVar("R")
 
 # ---- casts of the model and its inputs -----------------------------------------------------------
 #
@@ -153,28 +155,40 @@ class Autocast(NamedTuple):
             for param in module.parameters(recurse=False) if type(module) in self.classes else ():
                 by_param[param].reduce_in(self.dtype)
 
-    def block(self) -> AbstractContextManager[Any]:
-        """Returns the context of a forward: the config decides, also where the caller has
+    def call(self, function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
+        """Calls a function of a forward: the config decides, also where the caller has
         torch.autocast on, with a warning.
 
-        It turns torch's weight cache off, which would keep a copy of every weight.
+        It turns torch's weight cache off, which would keep a copy of every weight. Each `finally`
+        begins with a call of C code, as swap/base/grad_mode.py explains: an interrupt leaves
+        autocast as it was.
         """
-        is_callers = torch.amp.is_autocast_available(self.device) and torch.is_autocast_enabled(
-            self.device
-        )
-        if is_callers and torch.get_autocast_dtype(self.device) != self.dtype:
+        is_available = torch.amp.is_autocast_available(self.device)
+        was_enabled = is_available and torch.is_autocast_enabled(self.device)
+        if self.dtype is None and not was_enabled:
+            return function(*args, **kwargs)
+        was_dtype = torch.get_autocast_dtype(self.device)
+        was_cached = torch.is_autocast_cache_enabled()
+        if was_enabled and was_dtype != self.dtype:
             said = "without autocast" if self.dtype is None else f"in {self.dtype}"
             warnings.warn(
                 "the caller's torch.autocast does not reach into the engine's forward, which "
-                f"computes {said} as the config "
-                "says: set torch_autocast there",
+                f"computes {said} as the config says: set torch_autocast there",
                 stacklevel=6,  # the caller of the engine
             )
-        if self.dtype is None and not is_callers:
-            return contextlib.nullcontext()
-        return torch.autocast(
-            self.device, dtype=self.dtype, enabled=self.dtype is not None, cache_enabled=False
-        )
+        try:
+            torch.set_autocast_cache_enabled(False)
+            try:
+                torch.set_autocast_dtype(self.device, self.dtype or was_dtype)
+                try:
+                    torch.set_autocast_enabled(self.device, self.dtype is not None)
+                    return function(*args, **kwargs)
+                finally:
+                    torch.set_autocast_enabled(self.device, was_enabled)
+            finally:
+                torch.set_autocast_dtype(self.device, was_dtype)
+        finally:
+            torch.set_autocast_cache_enabled(was_cached)
 
 
 def _to_half(value: Any) -> Any:
@@ -309,7 +323,7 @@ class Engine(EngineCheckpoints, nn.Module):
         self._by_layer = None
         if by_layer:
             served = self.shards.units, self.shards.hooks, self.shards.homes, device
-            self._by_layer = LayerwisePasses(model, *served, self._autocast.block)
+            self._by_layer = LayerwisePasses(model, *served, self._autocast.call)
         self._accumulation = Accumulation(
             self.shards, self._sizes.accumulation, config.managed_gradient_accumulation
         )
@@ -731,8 +745,7 @@ class Engine(EngineCheckpoints, nn.Module):
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.config.fp16.enabled and self.config.fp16.auto_cast:
             args, kwargs = tree_map(_to_half, (args, kwargs))
-        with self._autocast.block():
-            return self.module(*args, **kwargs)
+        return self._autocast.call(self.module, *args, **kwargs)
 
     def _differentiate(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True

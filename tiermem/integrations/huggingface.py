@@ -27,7 +27,7 @@ import copy
 import functools
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -278,7 +278,7 @@ class TiermemMixin(_Base):  # type: ignore[misc]
             set_called_together(self.model, found.topology.world > 1)
             if policy.accumulation == "layers" and is_trained:
                 served = found.units, found.hooks, found.homes, found.device
-                self._passes = LayerwisePasses(self.model, *served, self.accelerator.autocast)
+                self._passes = LayerwisePasses(self.model, *served, self._call_forward)
         self._shards = found
 
     def _policy(self, num_moments: int) -> OffloadPolicy:
@@ -295,6 +295,10 @@ class TiermemMixin(_Base):  # type: ignore[misc]
         return with_moments(computed, num_moments, keep)
 
     # ---- accumulation "layers" -------------------------------------------------------------------
+
+    def _call_forward(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self.accelerator.autocast():
+            return function(*args, **kwargs)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Keeps the micro-batches of a step for `training_step`."""

@@ -34,7 +34,6 @@ import contextlib
 import functools
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -133,7 +132,7 @@ class LayerwisePasses:
         units: all units of the model.
         hooks: of the model; with its prefetcher and, where kept inputs move, its activations.
         device: where the maths runs.
-        around: gives the context that forwards run in, such as autocast.
+        call: calls a function as forwards are called, such as under autocast.
     """
 
     def __init__(
@@ -143,14 +142,14 @@ class LayerwisePasses:
         hooks: Hooks,
         homes: GradientHomes,
         device: torch.device,
-        around: Callable[[], AbstractContextManager[Any]],
+        call: Callable[..., Any],
     ) -> None:
         self._model = model
         self._units = units
         self._hooks = hooks
         self._homes = homes
         self._device = device
-        self._around = around
+        self._call = call
         self._chain: Chain | None = None
         self._micros: list[_MicroBatch] = []  # of the step under way
         self._owned: list[_Owned] = []  # of every block, and at the end of head and tail
@@ -245,8 +244,7 @@ class LayerwisePasses:
         given = [(tensor, tensor._version) for tensor in tensors_in([args, kwargs])]
         handle = link.block.register_forward_pre_hook(self._capture, prepend=True, with_kwargs=True)
         try:
-            with self._around():
-                output = call_with_grad(False, link.block, *args, **kwargs)
+            output = self._call(call_with_grad, False, link.block, *args, **kwargs)
         finally:
             handle.remove()
             captured = self._captured
@@ -310,10 +308,9 @@ class LayerwisePasses:
             hidden.requires_grad_()
         args, kwargs = arguments.with_hidden(hidden)
         random.apply(self._device)
-        with self._around():
-            # not the checkpointing that a class may add there
-            call = functools.partial(nn.Module.__call__, link.block)
-            output = call_with_grad(True, call, *args, **kwargs)
+        # not the checkpointing that a class may add there
+        block = functools.partial(nn.Module.__call__, link.block)
+        output = self._call(call_with_grad, True, block, *args, **kwargs)
         made = tree_leaves(output)[link.hidden_out]
         del output, args, kwargs, arguments
         self._check_leaves_nothing(link)
