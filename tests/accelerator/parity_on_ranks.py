@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import zoo
 from launch import as_rank
+from programs import models
+from programs.models import Tower
+from programs.twins import batch, seeded
 from torch import nn
 from torch.nn import functional as F
-from twins import Tower, batch, seeded
 
 import tiermem
 from accelerator import device
@@ -169,7 +170,7 @@ def train(
     schedule_by(way[0], where)
     with tiermem.zero.Init(policy=policy, enabled=by_init):
         model = seeded(
-            Tower if policy.activations is None else lambda: zoo.Tower(checkpoint=False)
+            Tower if policy.activations is None else lambda: models.ShortTower(checkpoint=False)
         ).to(
             torch.bfloat16
             if policy.compute_dtype == "fp32" or policy.precision != Precision()

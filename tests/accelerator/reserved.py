@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 from launch import as_rank
+from programs.models import Tower
+from programs.twins import seeded
 from torch import nn
-from twins import Tower, seeded
 
 import tiermem
 from accelerator import device

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import twins
-import zoo
+from programs import models, twins
+from programs.models import Tower
+from programs.twins import batch, seeded
 from torch import nn
 from torch.nn import functional as F
-from twins import Tower, batch, seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Shards, Tier
@@ -160,7 +160,7 @@ def widened(place: Place) -> Found:
 
 
 def frozen_in_nf4(place: Place) -> Found:
-    model = seeded(zoo.frozen_tower).bfloat16()
+    model = seeded(models.frozen_tower).bfloat16()
     return train(place, model, micros=2, compute_dtype="fp32", frozen_quant_type="nf4")
 
 
@@ -169,19 +169,19 @@ def accumulated(place: Place) -> Found:
 
 
 def checkpointed(place: Place) -> Found:
-    return train(place, seeded(lambda: zoo.Tower(checkpoint=False)))
+    return train(place, seeded(lambda: models.ShortTower(checkpoint=False)))
 
 
 def checkpointed_reentrantly(place: Place) -> Found:
-    return train(place, seeded(lambda: zoo.Tower(checkpoint=True)))
+    return train(place, seeded(lambda: models.ShortTower(checkpoint=True)))
 
 
 def tied(place: Place) -> Found:
-    return train(place, seeded(zoo.tied_tower))
+    return train(place, seeded(models.tied_tower))
 
 
 def frozen(place: Place) -> Found:
-    return train(place, seeded(zoo.frozen_tower))
+    return train(place, seeded(models.frozen_tower))
 
 
 def unfrozen(place: Place) -> Found:
@@ -640,7 +640,7 @@ def state_dicts_moved(place: Place) -> Found:
 
 def dropout(place: Place, reentrant: bool) -> Found:
     """Random numbers of the device; checkpointing computes the same ones again."""
-    model, losses = seeded(lambda: zoo.Tower(checkpoint=reentrant)), []
+    model, losses = seeded(lambda: models.ShortTower(checkpoint=reentrant)), []
     for layer in model.layers:
         layer.norm = nn.Sequential(layer.norm, nn.Dropout(0.3))
     with place.shard(model) as shards:
@@ -682,7 +682,10 @@ def pageable_copies(place: Place) -> Found:
 def offloaded(place: Place, home: Tier, reentrant: bool, num_blocks: int = 4) -> Found:
     """Inputs of checkpointed blocks rest elsewhere: two forwards before one backward, a backward
     that raises, a graph that is kept."""
-    model, losses = seeded(lambda: zoo.Tower(checkpoint=reentrant, num_blocks=num_blocks)), []
+    model, losses = (
+        seeded(lambda: models.ShortTower(checkpoint=reentrant, num_blocks=num_blocks)),
+        [],
+    )
 
     def loss_of(step: int) -> torch.Tensor:
         # 79,360 bytes

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
+from programs import models
+from programs.twins import batch, seeded
 from torch.nn import functional as F
-from twins import batch, seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
@@ -38,7 +38,7 @@ def train(
         }
         | fields
     )
-    model = seeded(lambda: zoo.Tower(checkpoint=reentrant, num_blocks=num_blocks))
+    model = seeded(lambda: models.ShortTower(checkpoint=reentrant, num_blocks=num_blocks))
     with tiermem.shard(model, policy, device="sim") as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         for step in range(num_steps):
@@ -150,11 +150,11 @@ def test_a_budget_leaves_its_rest_to_activations(sim: ModuleType, tmp_path: Path
 def test_a_tensor_that_several_blocks_share_stays(sim: ModuleType, tmp_path: Path) -> None:
     """Masks: one tensor whatever the depth."""
 
-    class Masked(zoo.Tower):
+    class Masked(models.ShortTower):
         def through(self, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
             mask = self.mask if layer is not self.layers[0] else self.new_mask(x)
-            return zoo.recompute(
-                lambda y, m: zoo.logits_of(layer(y)) * m, x, mask, use_reentrant=False
+            return models.recompute(
+                lambda y, m: models.logits_of(layer(y)) * m, x, mask, use_reentrant=False
             )
 
         def new_mask(self, x: torch.Tensor) -> torch.Tensor:
@@ -187,7 +187,7 @@ def test_cpu_checkpointing_sends_inputs_of_checkpointed_blocks_to_host(sim: Modu
             },
             "activation_checkpointing": section,
         }
-        model = seeded(lambda: zoo.Tower(checkpoint=False, num_blocks=4))
+        model = seeded(lambda: models.ShortTower(checkpoint=False, num_blocks=4))
         engine, *_ = tiermem.initialize(model=model, config=config)
         with engine.shards:
             tokens, targets = (each.to(engine.device) for each in batch(0, 40, 50))

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from programs.models import Tower
+from programs.twins import batch, seeded
 from torch.nn import functional as F
-from twins import Tower, batch, seeded
 
 import tiermem
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from launch import launch
+from programs.models import Tower
+from programs.twins import seeded
 from torch import nn
-from twins import Tower, seeded
 
 import tiermem
 from accelerator.fixture import WHY_SKIPPED

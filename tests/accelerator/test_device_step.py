@@ -21,8 +21,9 @@ from typing import Any
 
 import pytest
 import torch
+from programs.models import Tower
+from programs.twins import loss_of, seeded
 from torch import nn
-from twins import Tower, loss_of, seeded
 
 import tiermem
 from accelerator import device

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from programs.models import Tower
+from programs.twins import loss_of, seeded
 from saved_by_hand import flip
-from twins import Tower, loss_of, seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Tier

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
-from twins import loss_of, seeded, train_engine
+from programs import models
+from programs.twins import loss_of, seeded, train_engine
 
 import tiermem
 from tiermem.engine import Engine
@@ -49,7 +49,7 @@ def started(zero: dict[str, Any], device: str = "sim", **own: Any) -> Engine:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "tiermem": {**own, "strict": True},
     }
-    return tiermem.initialize(model=seeded(zoo.Tower), config=config, device=device)[0]
+    return tiermem.initialize(model=seeded(models.ShortTower), config=config, device=device)[0]
 
 
 def trained(engine: Engine, sim: ModuleType, sleeps: bool) -> tuple[list[Any], list[int]]:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from twins import Tower, loss_of, seeded
+from programs.models import Tower
+from programs.twins import loss_of, seeded
 
 import tiermem
 from accelerator.test_parity import differences

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 import torch
+from programs.models import ShortTower as Tower
+from programs.twins import loss_of, seeded
 from torch import nn
-from twins import loss_of, seeded
-from zoo import Tower
 
 import tiermem
 from accelerator.sharded_programs import PROGRAMS, Found, Place, dropout, found

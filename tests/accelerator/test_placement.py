@@ -8,10 +8,11 @@ from types import ModuleType
 
 import pytest
 import torch
-import zoo
 from on_simulated import python
+from programs import models
+from programs.models import Tower, logits_of
+from programs.twins import batch, loss_of, seeded, train_engine
 from torch import nn
-from twins import Tower, batch, logits_of, loss_of, seeded, train_engine
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
@@ -54,7 +55,7 @@ def test_sharding_takes_a_model_to_the_accelerator(sim: ModuleType, policy: Offl
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_stages_without_offload_keep_everything_on_the_device(stage: int, sim: ModuleType) -> None:
     engine, _, _, _ = tiermem.initialize(
-        model=seeded(zoo.Tower),
+        model=seeded(models.ShortTower),
         config={
             "train_micro_batch_size_per_gpu": 2,
             "zero_optimization": {"stage": stage},
@@ -83,7 +84,7 @@ def test_resident_weights_leave_the_device_and_come_back_as_they_were(sim: Modul
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
     }
-    engine, _, _, _ = tiermem.initialize(model=seeded(zoo.Tower), config=config)
+    engine, _, _, _ = tiermem.initialize(model=seeded(models.ShortTower), config=config)
     for step in range(2):
         train_engine(engine, [step])
         before = [param.cpu() for param in engine.module.parameters()]
@@ -159,10 +160,10 @@ def test_a_model_stays_on_the_cpu_when_that_is_asked_for(
 def test_parameters_under_init_stay_on_the_device_that_they_are_made_on(
     with_init: bool, sim: ModuleType, policy: OffloadPolicy
 ) -> None:
-    plain = seeded(zoo.Tower)
+    plain = seeded(models.ShortTower)
     torch.manual_seed(0)
     with tiermem.zero.Init(policy=policy, enabled=with_init), torch.device("sim"):
-        model = zoo.Tower()
+        model = models.ShortTower()
     assert {param.device.type for param in model.parameters()} == {"sim"}
     plain.load_state_dict({name: value.cpu() for name, value in _values(model).items()})
     with tiermem.shard(model, policy):
@@ -306,7 +307,7 @@ UNTOUCHED = """
 import sys
 sys.path[:0] = [{tests!r}]
 import torch, tiermem
-from twins import *
+from programs.twins import *
 assert torch.accelerator.is_available()
 policy = OffloadPolicy(params=tiermem.Tier.NVME, optim=tiermem.Tier.NVME, paths=[{folder!r}], persistence_numel=50)
 with tiermem.zero.Init(policy=policy):

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from twins import Tower, loss_of, seeded
+from programs.models import Tower
+from programs.twins import loss_of, seeded
 
 import tiermem
 from accelerator import clock

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from launch import launch
-from twins import Tower, assert_same_tensors, loss_of, seeded
+from programs.models import Tower
+from programs.twins import assert_same_tensors, loss_of, seeded
 
 import tiermem
 from accelerator.fixture import WHY_SKIPPED

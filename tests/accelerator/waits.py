@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from launch import as_rank
+from programs.models import Tower
+from programs.twins import batch, seeded
 from torch import nn
 from torch.nn import functional as F
-from twins import Tower, batch, seeded
 
 import tiermem
 from accelerator import device

@@ -20,8 +20,9 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from launch import as_rank
+from programs.models import VOCAB, Tower
+from programs.twins import seeded
 from saved_by_hand import pieces_of
-from twins import VOCAB, Tower, seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Shards, Tier, checkpoint

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
+from programs import models
+from programs.twins import seeded
 from safetensors.torch import load_file
-from twins import seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Shards, Tier, checkpoint
@@ -32,7 +32,7 @@ def sharded(
         "paths": [folder],
         "persistence_numel": 50,
     }
-    model = seeded(zoo.frozen_tower, seed).bfloat16()
+    model = seeded(models.frozen_tower, seed).bfloat16()
     shards = tiermem.shard(model, OffloadPolicy(**fields, frozen_quant_type=form))
     return shards, tiermem.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
+from programs import models
+from programs.twins import assert_same_tensors, loss_of
 from saved_by_hand import pieces_of
 from test_resume import check_same, counters, started, states, train
 from torch import nn
-from twins import assert_same_tensors, loss_of
 
 import tiermem
 from tiermem import checkpoint
@@ -144,7 +144,7 @@ def test_an_engine_for_inference_takes_the_weights(saved: tiermem.Engine, tmp_pa
             "offload_param": {"device": "nvme", "nvme_path": str(tmp_path)},
         },
     }
-    other = tiermem.initialize(model=zoo.tied_tower(), config=config)[0]
+    other = tiermem.initialize(model=models.tied_tower(), config=config)[0]
     other.load_checkpoint(tmp_path / "ck")
     assert_same_tensors(weights(other), weights(saved))
     with torch.no_grad():
@@ -166,7 +166,7 @@ def test_gradients_that_have_added_up_are_dropped(tmp_path: Path) -> None:
 
 
 def test_the_plain_face_opens_what_it_saved(tmp_path: Path) -> None:
-    model = zoo.Tower()
+    model = models.ShortTower()
     policy = tiermem.OffloadPolicy(
         optim=tiermem.Tier.NVME, params=tiermem.Tier.NVME, paths=[tmp_path]
     )
@@ -195,7 +195,7 @@ def test_the_plain_face_opens_what_it_saved(tmp_path: Path) -> None:
 
 
 def test_frozen_parameters_that_were_left_out_stay_as_they_are(tmp_path: Path) -> None:
-    first, other = (started(tmp_path, build=zoo.frozen_tower, seed=seed) for seed in (0, 3))
+    first, other = (started(tmp_path, build=models.frozen_tower, seed=seed) for seed in (0, 3))
     train(first, range(2))
     first.save_checkpoint(tmp_path / "ck", exclude_frozen_parameters=True)
     before, due = weights(other), weights(first)
@@ -215,7 +215,7 @@ def test_other_parameters_are_an_error_with_both_lists_or_a_warning(
     saved: tiermem.Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def wider() -> nn.Module:
-        model = zoo.tied_tower(num_blocks=2)
+        model = models.tied_tower(num_blocks=2)
         model.extra = nn.Linear(3, 2)
         return model
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
+from programs import models
+from programs.twins import assert_same_tensors, loss_of, seeded
 from torch import nn
-from twins import assert_same_tensors, loss_of, seeded
 
 import tiermem
 
@@ -21,7 +21,7 @@ Build = Callable[[], nn.Module]
 
 
 def started(
-    folder: Path, stage: int = 3, offload: str = "nvme", preset: str | None = None, build: Build = zoo.tied_tower,
+    folder: Path, stage: int = 3, offload: str = "nvme", preset: str | None = None, build: Build = models.tied_tower,
     seed: int = 0, own: dict[str, Any] | None = None, loads_masters: bool = True, **keys: Any,
 ) -> tiermem.Engine:  # fmt: skip
     zero: dict[str, Any] = {
@@ -145,7 +145,7 @@ def test_every_arrangement_goes_on_to_the_bit(
     )
 
 
-@pytest.mark.parametrize("build", [zoo.frozen_tower, zoo.BareContainers, zoo.NanoGPT])
+@pytest.mark.parametrize("build", [models.frozen_tower, models.BareContainers, models.NanoGPT])
 def test_frozen_bare_and_reinitialised_parameters_go_on(build: Build, tmp_path: Path) -> None:
     check_goes_on(tmp_path, build=build, gradient_accumulation_steps=2)
 
@@ -156,7 +156,7 @@ def test_fp16_goes_on_with_its_loss_scale(tmp_path: Path) -> None:
 
 
 def test_dropout_goes_on_from_the_same_random_numbers(tmp_path: Path) -> None:
-    check_goes_on(tmp_path, build=lambda: nn.Sequential(zoo.Tower(), nn.Dropout(0.3)))
+    check_goes_on(tmp_path, build=lambda: nn.Sequential(models.ShortTower(), nn.Dropout(0.3)))
 
 
 def test_the_engine_that_saved_opens_it_right_away_and_later(tmp_path: Path) -> None:
@@ -353,4 +353,4 @@ def test_frozen_weights_in_8_bits_go_on(tmp_path: Path) -> None:
         "device": "nvme",
         "nvme_path": str(tmp_path),
     }
-    check_goes_on(tmp_path, build=zoo.frozen_tower, preset="exact", zero_optimization=zero)
+    check_goes_on(tmp_path, build=models.frozen_tower, preset="exact", zero_optimization=zero)

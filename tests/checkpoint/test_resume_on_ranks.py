@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from launch import launch
+from programs.models import Tower
+from programs.twins import assert_same_tensors, seeded
 from resume_on_ranks import batch
 from torch.nn import functional as F
-from twins import Tower, assert_same_tensors, seeded
 
 import tiermem
 

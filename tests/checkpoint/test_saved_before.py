@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 from launch import launch
+from programs.twins import assert_same_tensors
 from saved_before import CLIENT_STATE, PLACES, PRESETS, go_on
-from twins import assert_same_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:moments in bf16 are rounded to nearest")
 ARCHIVE = Path(__file__).parent / "fixtures" / "checkpoints.tar.xz"

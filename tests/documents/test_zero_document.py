@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from programs.models import VOCAB, Block
+from programs.twins import batch, seeded
 from torch import nn
 from torch.nn import functional as F
-from twins import VOCAB, Block, batch, seeded
 
 import tiermem
 from tiermem import zero

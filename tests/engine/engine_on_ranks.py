@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import zoo
 from launch import as_rank
-from twins import seeded, train_engine
+from programs import models
+from programs.twins import seeded, train_engine
 
 import tiermem
 from tiermem.utils import safe_get_full_fp32_param
@@ -38,7 +38,7 @@ def started(stage: int, nvme: Path, **own: Any) -> tiermem.Engine:
         "zero_optimization": zero | ({"offload_param": on_nvme} if stage == 3 else {}),
         "tiermem": own,
     }
-    engine = tiermem.initialize(model=seeded(zoo.tied_tower), config=config)[0]
+    engine = tiermem.initialize(model=seeded(models.tied_tower), config=config)[0]
     torch.set_num_threads(1)
     return engine
 

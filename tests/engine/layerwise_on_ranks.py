@@ -9,18 +9,18 @@ import copy
 from pathlib import Path
 
 import torch
-import zoo
 from launch import as_rank
 from layerwise_runs import Run, train
-from twins import seeded
+from programs import models
+from programs.twins import seeded
 
 
 def runs_on(rank: int, nvme: Path) -> dict[str, list[Run]]:
     """By batches and by layers."""
     found = {}
     for name, build, device, num_micro in (
-        ("tied", zoo.tied_tower, "nvme", 3),
-        ("plain", zoo.Tower, "cpu", 2),
+        ("tied", models.tied_tower, "nvme", 3),
+        ("plain", models.ShortTower, "cpu", 2),
     ):
         model = seeded(build)
         found[name] = [

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from programs.models import logits_of
+from programs.twins import batch
 from torch import nn
 from torch.nn import functional as F
-from twins import batch, logits_of
 
 import tiermem
 

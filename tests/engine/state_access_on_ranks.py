@@ -13,8 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from launch import as_rank
+from programs.models import Tower
+from programs.twins import loss_of, seeded
 from torch import nn
-from twins import Tower, loss_of, seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Precision, Tier

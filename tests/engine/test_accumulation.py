@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
+from programs import models
+from programs.twins import assert_same_tensors, loss_of, seeded
 from torch import nn
-from twins import assert_same_tensors, loss_of, seeded
 
 import tiermem
 from tiermem.utils import (
@@ -32,7 +32,7 @@ class Runs:
     """An engine, and a plain twin that has taken the same steps; `same` compares them."""
 
     def __init__(self, stage: int, folder: Path, **keys: Any) -> None:
-        model = seeded(zoo.Tower)
+        model = seeded(models.ShortTower)
         self.plain = copy.deepcopy(model)
         zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 50}
         if stage:
@@ -211,7 +211,7 @@ def test_with_step_in_backward_nothing_accumulates(name: str) -> None:
         "zero_optimization": {"stage": 3},
         "tiermem": {"step_in_backward": True},
     }
-    engine, _, _, _ = tiermem.initialize(model=seeded(zoo.Tower), config=config)
+    engine, _, _, _ = tiermem.initialize(model=seeded(models.ShortTower), config=config)
     with pytest.raises(RuntimeError, match=f"{name}.* with step_in_backward"):
         use(engine, name)
     with (
@@ -266,7 +266,7 @@ def at_the_boundary(
 ) -> Iterator[tuple[Runs, list[tuple[nn.Parameter, nn.Parameter]]]]:
     """An engine after the last backward of its first step, and its parameters beside those of a
     twin with the mean gradient."""
-    model = seeded(zoo.Tower)
+    model = seeded(models.ShortTower)
     twin = copy.deepcopy(model)
     for micro in range(NUM_MICRO):
         (loss_of(twin, micro) / NUM_MICRO).backward()

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
+from programs import models
+from programs.twins import assert_same_tensors, loss_of, seeded, train_engine
 from torch import nn
-from twins import assert_same_tensors, loss_of, seeded, train_engine
 
 import tiermem
 from tiermem.zero import Init
@@ -66,7 +66,7 @@ def plain_run(
 def test_engine_trains_as_a_plain_loop(
     stage: int, offload: str, precision: str, accumulation: int, tmp_path: Path
 ) -> None:
-    model = seeded(zoo.tied_tower)
+    model = seeded(models.tied_tower)
     plain = copy.deepcopy(model).to(torch.bfloat16 if precision == "bf16" else torch.float32)
     keys = {"gradient_accumulation_steps": accumulation, "bf16": {"enabled": precision == "bf16"}}
     engine, _, _, _ = tiermem.initialize(
@@ -85,7 +85,7 @@ def test_weights_built_under_init_train_as_plain_ones(offload: str, tmp_path: Pa
         cfg = config(offload, tmp_path, bf16={"enabled": True})
         torch.manual_seed(0)
         with Init(config_dict_or_path=cfg, enabled=is_enabled):
-            model = zoo.llama()
+            model = models.llama()
         engine, _, _, _ = tiermem.initialize(model=model, config=cfg)
         losses.append(run(engine))
         engine.close()
@@ -96,7 +96,7 @@ def test_weights_built_under_init_train_as_plain_ones(offload: str, tmp_path: Pa
 def test_fp16_with_a_dynamic_scale_skips_and_recovers(offload: str, tmp_path: Path) -> None:
     """The scale starts too high: steps are skipped, states untouched to the bit, until it fits;
     then training goes on."""
-    model = seeded(zoo.Tower)
+    model = seeded(models.ShortTower)
     twin = copy.deepcopy(model).half()
     fp16 = {"enabled": True, "initial_scale_power": 24, "loss_scale_window": 3, "hysteresis": 1}
     engine, _, _, _ = tiermem.initialize(model=model, config=config(offload, tmp_path, fp16=fp16))
@@ -133,7 +133,7 @@ def test_a_static_scale_changes_no_loss(offload: str, tmp_path: Path) -> None:
     for scale in (1, 256):
         fp16 = {"enabled": True, "loss_scale": scale}
         engine, _, _, _ = tiermem.initialize(
-            model=seeded(zoo.Tower), config=config(offload, tmp_path, fp16=fp16)
+            model=seeded(models.ShortTower), config=config(offload, tmp_path, fp16=fp16)
         )
         losses.append(run(engine))
         engine.close()
@@ -141,7 +141,7 @@ def test_a_static_scale_changes_no_loss(offload: str, tmp_path: Path) -> None:
 
 
 def test_clipping_and_the_global_norm(tmp_path: Path) -> None:
-    model = seeded(zoo.Tower)
+    model = seeded(models.ShortTower)
     plain = copy.deepcopy(model)
     engine, _, _, _ = tiermem.initialize(
         model=model, config=config("nvme", tmp_path, gradient_clipping=0.05)
@@ -155,7 +155,7 @@ def test_clipping_and_the_global_norm(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("given", ["instance", "factory", "torch's own"])
 def test_an_optimizer_that_is_given_keeps_its_groups(given: str, tmp_path: Path) -> None:
-    model = seeded(zoo.Tower)
+    model = seeded(models.ShortTower)
     plain = copy.deepcopy(model)
     cfg = config("nvme", tmp_path)
     del cfg["optimizer"]
@@ -188,7 +188,7 @@ def test_an_optimizer_that_is_given_keeps_its_groups(given: str, tmp_path: Path)
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, tiermem.AdamW, torch.optim.SGD])
 def test_the_groups_of_a_given_optimizer_stay_those_of_both(kind: Any, tmp_path: Path) -> None:
-    model = seeded(zoo.Tower)
+    model = seeded(models.ShortTower)
     given = kind(model.parameters(), lr=1e-2)
     # the user steps it
     schedule = torch.optim.lr_scheduler.LambdaLR(given, lambda step: 1.0 / (1 + step))
@@ -208,7 +208,7 @@ def test_a_scheduler_that_is_given_steps_with_the_engine(tmp_path: Path) -> None
     factory = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
     cfg = config("cpu", tmp_path, gradient_accumulation_steps=2)
     engine, _, _, scheduler = tiermem.initialize(
-        model=seeded(zoo.Tower), lr_scheduler=factory, config=cfg
+        model=seeded(models.ShortTower), lr_scheduler=factory, config=cfg
     )
     run(engine, num_steps=4)
     assert scheduler is engine.lr_scheduler
@@ -220,7 +220,7 @@ def test_step_in_backward_trains_as_stepping_after_it(tmp_path: Path) -> None:
     losses = []
     for own in ({}, {"step_in_backward": True}):
         cfg = config("nvme", tmp_path, tiermem=own, bf16={"enabled": True})
-        engine, _, _, _ = tiermem.initialize(model=seeded(zoo.tied_tower), config=cfg)
+        engine, _, _, _ = tiermem.initialize(model=seeded(models.tied_tower), config=cfg)
         losses.append(run(engine))
         engine.close()
     assert losses[0] == losses[1]
@@ -232,7 +232,7 @@ def test_step_in_backward_trains_as_stepping_after_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("offload", OFFLOADS)
 def test_generate_gives_the_plain_models_tokens(offload: str, tied: bool, tmp_path: Path) -> None:
-    model = seeded(functools.partial(zoo.llama, tied=tied)).eval()
+    model = seeded(functools.partial(models.llama, tied=tied)).eval()
     prompt = torch.randint(1, 61, (2, 5), generator=torch.Generator().manual_seed(1))
     settings = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
     expected = copy.deepcopy(model).generate(prompt, **settings)
@@ -252,7 +252,7 @@ def test_generate_gives_the_plain_models_tokens(offload: str, tied: bool, tmp_pa
 def test_an_engine_for_inference_refuses_to_train(tmp_path: Path) -> None:
     cfg = config("cpu", tmp_path)
     del cfg["optimizer"]
-    engine, _, _, _ = tiermem.initialize(model=seeded(zoo.Tower), config=cfg)
+    engine, _, _, _ = tiermem.initialize(model=seeded(models.ShortTower), config=cfg)
     with pytest.raises(RuntimeError, match="for inference"):
         engine.backward(loss_of(engine, 0))
     with pytest.raises(RuntimeError, match="for inference"):
@@ -271,19 +271,19 @@ def refused(folder: Path, error: type[Exception], match: str, **given: Any) -> N
 
 def test_an_unknown_key_names_the_nearest(tmp_path: Path) -> None:
     cfg = config("nvme", tmp_path, gradient_cliping=1.0)
-    refused(tmp_path, ValueError, "gradient_clipping", model=zoo.Tower(), config=cfg)
+    refused(tmp_path, ValueError, "gradient_clipping", model=models.ShortTower(), config=cfg)
 
 
 def test_both_precisions_are_refused(tmp_path: Path) -> None:
     cfg = config("nvme", tmp_path, bf16={"enabled": True}, fp16={"enabled": True})
-    refused(tmp_path, ValueError, "both", model=zoo.Tower(), config=cfg)
+    refused(tmp_path, ValueError, "both", model=models.ShortTower(), config=cfg)
 
 
 def test_a_model_is_needed_and_a_config() -> None:
     with pytest.raises(ValueError, match="needs a model"):
         tiermem.initialize(config={})
     with pytest.raises(ValueError, match="needs a config"):
-        tiermem.initialize(model=zoo.Tower())
+        tiermem.initialize(model=models.ShortTower())
 
 
 class Mpu:
@@ -300,7 +300,7 @@ class Mpu:
 
 
 def test_a_model_may_come_first_or_after_args(tmp_path: Path) -> None:
-    model, cfg = zoo.Tower, config("cpu", tmp_path)
+    model, cfg = models.ShortTower, config("cpu", tmp_path)
     optim = tiermem.AdamW
     for arguments, keywords in (
         ((model(),), {"config": cfg}),
@@ -364,7 +364,9 @@ def test_arguments_that_ask_for_what_is_not_there_are_refused(
     given: dict[str, Any], error: type[Exception], said: str, tmp_path: Path
 ) -> None:
     with pytest.raises(error, match=said):
-        tiermem.initialize(**{"model": zoo.Tower(), "config": config("cpu", tmp_path)} | given)
+        tiermem.initialize(
+            **{"model": models.ShortTower(), "config": config("cpu", tmp_path)} | given
+        )
 
 
 @pytest.mark.parametrize(
@@ -377,7 +379,7 @@ def test_arguments_that_ask_for_what_is_not_there_are_refused(
 def test_an_engine_names_what_it_cannot_take(
     name: str, given: Any, said: str, tmp_path: Path
 ) -> None:
-    engine = tiermem.initialize(model=seeded(zoo.Tower), config=config("cpu", tmp_path))[0]
+    engine = tiermem.initialize(model=seeded(models.ShortTower), config=config("cpu", tmp_path))[0]
     with pytest.raises(ValueError, match=said):
         getattr(engine, name)(given)
     with pytest.raises(ValueError, match="client_state is 3; give a dict"):
@@ -389,7 +391,7 @@ def test_shard_names_what_it_cannot_take() -> None:
     with pytest.raises(
         ValueError, match=r"policy is a dict; give an OffloadPolicy: tiermem.config.load_config"
     ):
-        tiermem.shard(zoo.Tower(), {"stage": 3})  # type: ignore[arg-type]
+        tiermem.shard(models.ShortTower(), {"stage": 3})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"model is 'gpt2'; give a torch.nn.Module"):
         tiermem.shard("gpt2")  # type: ignore[arg-type]
 
@@ -400,7 +402,9 @@ def test_one_process_without_a_launcher_needs_no_group() -> None:
 
 
 def test_an_engine_is_not_cast_or_moved_silently(tmp_path: Path) -> None:
-    engine = tiermem.initialize(model=seeded(zoo.Tower), config=config("nvme", tmp_path))[0]
+    engine = tiermem.initialize(model=seeded(models.ShortTower), config=config("nvme", tmp_path))[
+        0
+    ]
     for casts in (
         engine.half,
         engine.bfloat16,
@@ -431,15 +435,24 @@ def test_an_engine_is_not_cast_or_moved_silently(tmp_path: Path) -> None:
 def test_an_optimizer_without_parameters_is_refused(tmp_path: Path) -> None:
     cfg = config("nvme", tmp_path)
     refused(
-        tmp_path, ValueError, "no parameters", model=zoo.Tower().requires_grad_(False), config=cfg
+        tmp_path,
+        ValueError,
+        "no parameters",
+        model=models.ShortTower().requires_grad_(False),
+        config=cfg,
     )
     refused(
-        tmp_path, ValueError, "no parameters", model=zoo.Tower(), model_parameters=[], config=cfg
+        tmp_path,
+        ValueError,
+        "no parameters",
+        model=models.ShortTower(),
+        model_parameters=[],
+        config=cfg,
     )
 
 
 def test_an_optimizer_of_another_kind_is_refused(tmp_path: Path) -> None:
-    model = zoo.Tower()
+    model = models.ShortTower()
     given = torch.optim.RMSprop(model.parameters())
     said = (
         "RMSprop cannot step states.*allowed are AdamW, Adam, Adagrad, Lion, SGD, Muon of "
@@ -451,7 +464,9 @@ def test_an_optimizer_of_another_kind_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_loss_of_several_elements_is_refused(tmp_path: Path) -> None:
-    engine, _, _, _ = tiermem.initialize(model=seeded(zoo.Tower), config=config("cpu", tmp_path))
+    engine, _, _, _ = tiermem.initialize(
+        model=seeded(models.ShortTower), config=config("cpu", tmp_path)
+    )
     with pytest.raises(ValueError, match="loss of one element"):
         engine.backward(torch.ones(3, requires_grad=True))
     engine.close()
@@ -459,7 +474,7 @@ def test_a_loss_of_several_elements_is_refused(tmp_path: Path) -> None:
 
 def test_init_and_config_must_agree_on_the_dtype(tmp_path: Path) -> None:
     with Init(config_dict_or_path=config("cpu", tmp_path, bf16={"enabled": True})):
-        model = zoo.Tower()
+        model = models.ShortTower()
     cfg = config("cpu", tmp_path, fp16={"enabled": True})
     refused(tmp_path, ValueError, "built parameters as torch.bfloat16", model=model, config=cfg)
 
@@ -522,7 +537,7 @@ def test_non_finite_gradients_are_skipped_or_raise_as_asked(precision: str, tmp_
     for choice in ("skip", "raise"):
         keys = {"tiermem": {"on_nonfinite": choice}, "bf16": {"enabled": precision == "bf16"}}
         engine, _, _, _ = tiermem.initialize(
-            model=seeded(zoo.Tower), config=config("nvme", tmp_path, **keys)
+            model=seeded(models.ShortTower), config=config("nvme", tmp_path, **keys)
         )
         before = dict(engine.module.state_dict())
         engine.backward(loss_of(engine, 0) * float("nan"))

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
+from programs import models
+from programs.twins import assert_same_tensors, loss_of, seeded
 from torch import nn
-from twins import assert_same_tensors, loss_of, seeded
 
 import tiermem
 
@@ -32,7 +32,7 @@ def started(model: nn.Module, folder: Path) -> tiermem.Engine:
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_a_compiled_engine_trains_as_a_compiled_plain_model(backend: str, tmp_path: Path) -> None:
     torch.compiler.reset()
-    model = seeded(zoo.Tower)
+    model = seeded(models.ShortTower)
     plain = copy.deepcopy(model)
     for layer in plain.layers:
         layer.forward = torch.compile(layer.forward, backend=backend)
@@ -63,7 +63,7 @@ def test_a_compiled_engine_trains_as_a_compiled_plain_model(backend: str, tmp_pa
 
 
 def test_only_modules_that_hold_no_other_units_are_compiled(tmp_path: Path) -> None:
-    engine = started(seeded(zoo.NanoGPT), tmp_path)
+    engine = started(seeded(models.NanoGPT), tmp_path)
     assert not engine.is_compiled
     engine.compile(backend="eager")
     named = {name for name, module in engine.module.named_modules() if "forward" in vars(module)}
@@ -73,7 +73,7 @@ def test_only_modules_that_hold_no_other_units_are_compiled(tmp_path: Path) -> N
 
 
 def test_what_does_not_exist_here_is_refused(tmp_path: Path) -> None:
-    engine = started(seeded(zoo.Tower), tmp_path)
+    engine = started(seeded(models.ShortTower), tmp_path)
     for asked in ({"schedule": [(0, [])]}, {"compiled_autograd_enabled": True}):
         with pytest.raises(ValueError, match="no schedule of passes and no compiled autograd here"):
             engine.compile(**asked)

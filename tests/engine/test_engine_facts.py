@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
-from twins import loss_of, seeded, train_engine
+from programs import models
+from programs.twins import loss_of, seeded, train_engine
 
 import tiermem
 
@@ -25,7 +25,7 @@ def started(tmp_path: Path, **keys: Any) -> tiermem.Engine:
             "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)},
         },
     }
-    engine, _, _, _ = tiermem.initialize(model=seeded(zoo.Tower), config=config | keys)
+    engine, _, _, _ = tiermem.initialize(model=seeded(models.ShortTower), config=config | keys)
     return engine
 
 

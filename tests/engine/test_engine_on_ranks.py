@@ -15,7 +15,7 @@ import pytest
 import safetensors.torch
 import torch
 from launch import launch
-from twins import assert_same_tensors
+from programs.twins import assert_same_tensors
 
 SCRIPT = Path(__file__).parent / "engine_on_ranks.py"
 

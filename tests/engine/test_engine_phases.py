@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
-from twins import assert_same_tensors, loss_of, seeded, train_engine
+from programs import models
+from programs.twins import assert_same_tensors, loss_of, seeded, train_engine
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
@@ -46,7 +46,7 @@ def num_present(engine: tiermem.Engine) -> int:
 
 
 def test_empty_partition_cache_lets_every_unit_go(tmp_path: Path) -> None:
-    engine, twin = (started(tmp_path, seeded(zoo.Tower)) for _ in range(2))
+    engine, twin = (started(tmp_path, seeded(models.ShortTower)) for _ in range(2))
     for number in range(3):
         assert train_engine(engine, [number]) == train_engine(twin, [number])
         loss_of(engine, number)
@@ -59,7 +59,7 @@ def test_empty_partition_cache_lets_every_unit_go(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_states_are_offloaded_and_training_goes_on(device: str, tmp_path: Path) -> None:
-    engine, twin = (started(tmp_path, seeded(zoo.Tower), device) for _ in range(2))
+    engine, twin = (started(tmp_path, seeded(models.ShortTower), device) for _ in range(2))
     for number in range(3):
         assert train_engine(engine, [number]) == train_engine(twin, [number])
         engine.eval()
@@ -75,7 +75,7 @@ def test_states_are_offloaded_and_training_goes_on(device: str, tmp_path: Path) 
 def test_what_cannot_be_offloaded_is_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = started(tmp_path, seeded(zoo.Tower))
+    engine = started(tmp_path, seeded(models.ShortTower))
     with pytest.raises(
         ValueError, match="offload_states to nvme: states have one home for a whole run"
     ):
@@ -101,7 +101,7 @@ def test_what_cannot_be_offloaded_is_refused(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_generation_reads_every_unit_once(device: str, tmp_path: Path) -> None:
-    model = seeded(zoo.llama)
+    model = seeded(models.llama)
     plain = copy.deepcopy(model)
     engine = started(tmp_path, model, device)
     prompt = torch.randint(1, 61, (2, 5), generator=torch.Generator().manual_seed(1))
@@ -125,7 +125,7 @@ def test_generation_reads_every_unit_once(device: str, tmp_path: Path) -> None:
 
 
 def test_units_are_streamed_again_after_an_error_in_the_block(tmp_path: Path) -> None:
-    engine = started(tmp_path, seeded(zoo.Tower))
+    engine = started(tmp_path, seeded(models.ShortTower))
     try:
         with unwrap_model_for_generation(engine):
             assert all(live.is_present for live in engine.shards.units)
@@ -139,7 +139,7 @@ def test_units_are_streamed_again_after_an_error_in_the_block(tmp_path: Path) ->
 
 
 def test_weights_do_not_change_while_all_are_present(tmp_path: Path) -> None:
-    engine = started(tmp_path, seeded(zoo.Tower))
+    engine = started(tmp_path, seeded(models.ShortTower))
     engine.backward(loss_of(engine, 0))
     with unwrap_model_for_generation(engine):
         for change in (
@@ -158,7 +158,7 @@ def test_weights_do_not_change_while_all_are_present(tmp_path: Path) -> None:
 def test_a_model_larger_than_what_the_budget_leaves_is_streamed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = seeded(zoo.Tower)
+    model = seeded(models.ShortTower)
     policy = OffloadPolicy(
         params=Tier.NVME, optim=Tier.NVME, paths=[tmp_path], persistence_numel=50
     )
@@ -184,7 +184,7 @@ def test_a_model_larger_than_what_the_budget_leaves_is_streamed(
 
 
 def test_a_model_that_is_not_sharded_is_yielded_as_it_is() -> None:
-    model = seeded(zoo.Tower)
+    model = seeded(models.ShortTower)
     with unwrap_model_for_generation(model) as unwrapped:
         assert unwrapped is model
 
@@ -196,10 +196,10 @@ def test_closing_one_engine_leaves_the_other(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     one, other = (
-        started(tmp_path / "a", seeded(zoo.Tower)),
-        started(tmp_path / "b", seeded(zoo.tied_tower, 1)),
+        started(tmp_path / "a", seeded(models.ShortTower)),
+        started(tmp_path / "b", seeded(models.tied_tower, 1)),
     )
-    same_path = started(tmp_path / "a", seeded(zoo.Tower))
+    same_path = started(tmp_path / "a", seeded(models.ShortTower))
     for number in range(2):
         assert train_engine(one, [number]) == train_engine(same_path, [number])
         train_engine(other, [number])
@@ -216,7 +216,7 @@ def test_closing_one_engine_leaves_the_other(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("after", ["building", "backward", "a step", "an error"])
 def test_an_engine_that_is_forgotten_leaves_nothing(after: str, tmp_path: Path) -> None:
-    engine = started(tmp_path, seeded(zoo.Tower))
+    engine = started(tmp_path, seeded(models.ShortTower))
     loss = loss_of(engine, 0) if after != "building" else None
     if loss is not None:
         engine.backward(loss)

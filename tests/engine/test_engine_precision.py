@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
-from twins import assert_same_tensors, batch, logits_of, loss_of, seeded
+from programs import models
+from programs.models import logits_of
+from programs.twins import assert_same_tensors, batch, loss_of, seeded
 
 import tiermem
 from tiermem.precision import PRESETS
@@ -73,7 +74,7 @@ def test_a_skipped_step_leaves_every_state_as_it_is(
     keys = {"bf16": {"enabled": True}, "tiermem": {"precision": preset}}
     losses = []
     for skips in (True, False):
-        engine = start(zoo.tied_tower, config(offload, tmp_path, **keys))
+        engine = start(models.tied_tower, config(offload, tmp_path, **keys))
         mine = [step(engine, micro) for micro in range(2)]
         if skips:
             before = everything(engine)
@@ -95,7 +96,7 @@ def test_without_the_check_a_step_is_applied_whatever_it_holds(
         "bf16": {"enabled": True, "check_grad_overflow": False},
         "tiermem": {"precision": preset},
     }
-    engine = start(zoo.Tower, config(offload, tmp_path, **keys))
+    engine = start(models.ShortTower, config(offload, tmp_path, **keys))
     step(engine, 0)
     loss = loss_of(engine, 1)
     loss.register_hook(lambda grad: grad * float("nan"))
@@ -114,7 +115,7 @@ def test_without_the_check_a_step_is_applied_whatever_it_holds(
 @pytest.mark.parametrize("hysteresis", [1, 3])
 def test_a_loss_scale_waits_for_its_hysteresis(hysteresis: int, tmp_path: Path) -> None:
     fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": hysteresis}
-    engine = start(zoo.Tower, config("cpu", tmp_path, fp16=fp16))
+    engine = start(models.ShortTower, config("cpu", tmp_path, fp16=fp16))
     for overflow in range(hysteresis):
         assert engine.loss_scale() == 256
         step(engine, overflow, float("inf"))
@@ -124,7 +125,7 @@ def test_a_loss_scale_waits_for_its_hysteresis(hysteresis: int, tmp_path: Path) 
 
 def test_a_run_that_overflows_at_the_least_scale_ends_with_an_error(tmp_path: Path) -> None:
     engine = start(
-        zoo.Tower,
+        models.ShortTower,
         config("cpu", tmp_path, fp16={"enabled": True, "initial_scale_power": 1, "hysteresis": 1}),
     )
     before = everything(engine)
@@ -145,7 +146,7 @@ def test_a_run_that_overflows_at_the_least_scale_ends_with_an_error(tmp_path: Pa
 def test_fp32_moments_beside_a_bf16_master_stay_fp32(offload: str, tmp_path: Path) -> None:
     """Where the reference turns them into bf16 after the first step."""
     bf16 = {"enabled": True, "bf16_master_weights_and_grads": True}
-    engine = start(zoo.Tower, config(offload, tmp_path, bf16=bf16))
+    engine = start(models.ShortTower, config(offload, tmp_path, bf16=bf16))
     for micro in range(3):
         step(engine, micro)
     states = {
@@ -171,7 +172,9 @@ def test_states_are_kept_in_what_the_switches_say(half: str, tmp_path: Path) -> 
         )
         section |= {"initial_scale_power": 4} if half == "fp16" else {}
         optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "fp32_optimizer_states": is_fp32}}
-        engine = start(zoo.Tower, config("nvme", tmp_path, **{half: section}, optimizer=optimizer))
+        engine = start(
+            models.ShortTower, config("nvme", tmp_path, **{half: section}, optimizer=optimizer)
+        )
         step(engine, 0)
         engine.shards.check_whole()
         engine.shards.store.flush()
@@ -202,7 +205,7 @@ def test_bf16_states_warn_once_with_the_arithmetic(
     optimizer = {"type": "AdamW", "params": {"lr": 1e-3, "betas": betas}}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        engine = start(zoo.Tower, config("cpu", tmp_path, bf16=bf16, optimizer=optimizer))
+        engine = start(models.ShortTower, config("cpu", tmp_path, bf16=bf16, optimizer=optimizer))
         step(engine, 0)
     engine.close()
     said = [str(each.message) for each in caught if "rounded to nearest" in str(each.message)]
@@ -216,7 +219,9 @@ def test_stochastic_bf16_states_do_not_warn(tmp_path: Path) -> None:
     own = {"precision": "compact"}
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        start(zoo.Tower, config("cpu", tmp_path, bf16={"enabled": True}, tiermem=own)).close()
+        start(
+            models.ShortTower, config("cpu", tmp_path, bf16={"enabled": True}, tiermem=own)
+        ).close()
 
 
 # ---- optimizers ----------------------------------------------------------------------------------
@@ -237,7 +242,7 @@ def test_every_optimizer_trains_as_on_ordinary_parameters(
     name: str, offload: str, tmp_path: Path
 ) -> None:
     kind, params = name.split()[0], SECTIONS[name]
-    model = seeded(zoo.tied_tower)
+    model = seeded(models.tied_tower)
     twin = copy.deepcopy(model)
     settings = {key: value for key, value in params.items() if key != "adam_w_mode"}
     plain = getattr(tiermem.optim, kind)(twin.parameters(), **settings)
@@ -259,7 +264,7 @@ def test_muon_steps_hidden_matrices_and_adamw_the_rest(offload: str, tmp_path: P
     section = {"type": "Muon", "params": {"lr": 1e-2, "muon_lr": 2e-2, "adam_lr": 1e-3}}
     cfg = config(offload, tmp_path, optimizer=section)
     del cfg["zero_optimization"]["sub_group_size"]  # a tile holds a whole matrix
-    engine = start(zoo.Tower, cfg)
+    engine = start(models.ShortTower, cfg)
     names = {id(shard.param): shard.name for _, shard in engine.shards.parameters()}
     groups = {group["use_muon"]: group for group in engine.optimizer.param_groups}
     by_muon = {names[id(param)] for param in groups[True]["params"]}
@@ -280,7 +285,7 @@ def test_muon_steps_hidden_matrices_and_adamw_the_rest(offload: str, tmp_path: P
 def test_torchs_own_optimizers_are_taken_over(name: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.05}
     settings |= {"SGD": {"momentum": 0.9}, "Adam": {"amsgrad": True}}.get(name, {})
-    model = seeded(zoo.Tower)
+    model = seeded(models.ShortTower)
     twin = copy.deepcopy(model)
     given = getattr(torch.optim, name)(model.parameters(), **settings, foreach=True)
     plain = getattr(torch.optim, name)(twin.parameters(), **settings)
@@ -335,7 +340,7 @@ def test_a_batch_norm_on_the_cpu_names_the_key_that_makes_it_run(half: str, tmp_
 def test_forward_runs_under_autocast(
     checkpoint: bool | None, weights: str, offload: str, tmp_path: Path
 ) -> None:
-    build = functools.partial(zoo.Tower, checkpoint=checkpoint)
+    build = functools.partial(models.ShortTower, checkpoint=checkpoint)
     twin = seeded(build).to(torch.bfloat16 if weights == "bf16" else torch.float32)
     plain = tiermem.AdamW(twin.parameters(), lr=1e-2, weight_decay=0.01)
     keys = {
@@ -362,7 +367,7 @@ def test_the_config_decides_the_precision_under_the_caller_s_autocast(
     keys = {"bf16": {"enabled": inside == "bf16"}, "torch_autocast": autocast}
     found = []
     for outer in (None, torch.float16, torch.bfloat16):
-        engine = start(zoo.Tower, config("cpu", tmp_path, **keys))
+        engine = start(models.ShortTower, config("cpu", tmp_path, **keys))
         with (
             torch.autocast("cpu", outer, enabled=outer is not None),
             warnings.catch_warnings(record=True) as told,
@@ -397,7 +402,7 @@ def test_ctrl_c_while_autocast_is_set_leaves_it_as_it_was(
         return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), is_cached
 
     keys = {"torch_autocast": {"enabled": True, "dtype": "fp16"}}
-    engine = start(zoo.Tower, config("cpu", tmp_path, **keys))
+    engine = start(models.ShortTower, config("cpu", tmp_path, **keys))
     before = found()
     loss = loss_of(engine, 0)
     left = itertools.count(1)
@@ -422,7 +427,7 @@ def test_autocast_to_fp16_scales_the_loss(tmp_path: Path) -> None:
         "torch_autocast": {"enabled": True, "dtype": "fp16"},
         "fp16": {"initial_scale_power": 4, "hysteresis": 1},
     }
-    engine = start(zoo.Tower, config("cpu", tmp_path, **keys))
+    engine = start(models.ShortTower, config("cpu", tmp_path, **keys))
     assert engine.loss_scale() == 16
     step(engine, 0, float("inf"))
     assert (engine.loss_scale(), engine.skipped_steps) == (8, 1)

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper
-from twins import assert_same_tensors, loss_of, seeded
+from programs import models
+from programs.twins import assert_same_tensors, loss_of, seeded
 
 import tiermem
 from tiermem.utils import safe_get_full_grad
@@ -59,7 +59,7 @@ def prepare(model: torch.nn.Module, folder: Path, **keys: Any) -> tuple[Any, ...
 
 
 def test_a_training_loop_of_accelerate_trains_as_plain_torch(tmp_path: Path) -> None:
-    model = seeded(zoo.Tower)
+    model = seeded(models.ShortTower)
     plain = copy.deepcopy(model)
     engine, optimizer, _, _ = prepare(model, tmp_path)
     wrapped, wrapped_optimizer = (
@@ -92,7 +92,7 @@ def test_a_training_loop_of_accelerate_trains_as_plain_torch(tmp_path: Path) -> 
 
 
 def test_a_trainer_saves_through_the_engine(tmp_path: Path) -> None:
-    engine, _, _, _ = prepare(seeded(zoo.tied_tower), tmp_path)
+    engine, _, _, _ = prepare(seeded(models.tied_tower), tmp_path)
     assert engine.zero_optimization_stage() == 3
     assert engine.zero_gather_16bit_weights_on_model_save()
     state = engine._zero3_consolidated_16bit_state_dict()
@@ -106,7 +106,7 @@ def test_a_trainer_saves_through_the_engine(tmp_path: Path) -> None:
 
 def test_a_step_that_overflows_is_told(tmp_path: Path) -> None:
     engine, optimizer, _, _ = prepare(
-        seeded(zoo.Tower),
+        seeded(models.ShortTower),
         tmp_path,
         fp16={"enabled": True, "initial_scale_power": 4},
         gradient_accumulation_steps=1,
@@ -124,7 +124,7 @@ def test_a_step_that_overflows_is_told(tmp_path: Path) -> None:
 
 
 def test_reinforcement_learners_call_these_too(tmp_path: Path) -> None:
-    engine, _, _, _ = prepare(seeded(zoo.llama), tmp_path, gradient_accumulation_steps=1)
+    engine, _, _, _ = prepare(seeded(models.llama), tmp_path, gradient_accumulation_steps=1)
     engine.backward(loss_of(engine, 0), scale_wrt_gas=False)
     assert engine.is_gradient_accumulation_boundary()
     assert all(safe_get_full_grad(p) is not None for p in engine.module.parameters())

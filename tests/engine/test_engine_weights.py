@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-import zoo
+from programs import models
+from programs.twins import assert_same_tensors, seeded, train_engine
 from torch import nn
-from twins import assert_same_tensors, seeded, train_engine
 
 import tiermem
 
@@ -27,7 +27,7 @@ class Odd(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tower = zoo.tied_tower()
+        self.tower = models.tied_tower()
         self.tower.layers[0].requires_grad_(False)
         self.scale = nn.Parameter(torch.tensor(0.5))
         self.nothing = nn.Parameter(torch.empty(0, 7))

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from forks import forked
-from twins import Tower, batch, loss_of, seeded
+from programs.models import Tower
+from programs.twins import batch, loss_of, seeded
 
 import tiermem
 from tiermem import utils

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
 from config_keys import catalogue
+from programs import models
+from programs.twins import loss_of, seeded, train_engine
 from torch import nn
-from twins import loss_of, seeded, train_engine
 
 import tiermem
 
@@ -36,7 +36,7 @@ def engine_of(
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 50, **(zero or {})},
     }
-    model = sections.pop("model", None) or seeded(zoo.Tower)
+    model = sections.pop("model", None) or seeded(models.ShortTower)
     engine, _, _, _ = tiermem.initialize(model=model, config=config | sections)
     try:
         yield engine
@@ -72,7 +72,7 @@ class Numbers(torch.utils.data.Dataset[int]):
 def loader_of(**keys: Any) -> Any:
     config = {"zero_optimization": {"stage": 3}, **keys}
     engine, _, loader, _ = tiermem.initialize(
-        model=zoo.Tower(), config=config, training_data=Numbers()
+        model=models.ShortTower(), config=config, training_data=Numbers()
     )
     engine.close()
     return loader
@@ -91,7 +91,7 @@ def test_any_two_batch_sizes_give_micro_batches_and_steps(
 ) -> None:
     assert [len(batch) for batch in loader_of(**sizes)] == [3, 3, 3, 2]
     config = {"optimizer": {"type": "SGD"}, **sizes}
-    engine, _, _, _ = tiermem.initialize(model=seeded(zoo.Tower), config=config)
+    engine, _, _, _ = tiermem.initialize(model=seeded(models.ShortTower), config=config)
     assert engine.train_batch_size() == 6
     train_engine(engine, range(4))
     assert engine.global_steps == 2
@@ -173,7 +173,7 @@ def test_dump_state_logs_every_key_at_the_start(
 
 def test_buffer_dtype_casts_floating_point_buffers_alone(tmp_path: Path) -> None:
     for given, expected in ((None, torch.float32), ("bf16", torch.bfloat16)):
-        model = seeded(zoo.Tower)
+        model = seeded(models.ShortTower)
         model.register_buffer("frequencies", torch.rand(5))
         model.register_buffer("places", torch.arange(5))
         with engine_of(
@@ -183,7 +183,7 @@ def test_buffer_dtype_casts_floating_point_buffers_alone(tmp_path: Path) -> None
             assert model.places.dtype is torch.int64
 
 
-class Biased(zoo.Tower):
+class Biased(models.ShortTower):
     """Lists what stays in fp32, as a class of transformers does."""
 
     _keep_in_fp32_modules_strict = ("router.*_bias",)

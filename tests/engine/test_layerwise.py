@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import zoo
 from launch import launch
 from layerwise_runs import LAYERS, Run, cross_entropy, engine_of, micro_batches, train
+from programs import models
+from programs.models import VOCAB
+from programs.twins import assert_same_tensors, batch, seeded
 from torch import nn
-from twins import VOCAB, assert_same_tensors, batch, seeded
 
 import tiermem
 from tiermem import OffloadPolicy
@@ -27,7 +28,7 @@ SCRIPT = Path(__file__).parent / "layerwise_on_ranks.py"
 
 
 class Case(NamedTuple):
-    build: Callable[[], nn.Module] = zoo.Tower
+    build: Callable[[], nn.Module] = models.ShortTower
     num_micro: int = 2
     device: str = "nvme"
     keys: dict[str, Any] | None = None
@@ -38,10 +39,10 @@ CASES = {
     "one micro-batch": Case(num_micro=1),
     "two micro-batches": Case(),
     "four, in host memory": Case(num_micro=4, device="cpu"),
-    "tied weights": Case(zoo.tied_tower, 4),
-    "frozen parameters": Case(zoo.frozen_tower),
-    "a root with parameters and two embeddings": Case(zoo.NanoGPT),
-    "blocks checkpointed by the model": Case(lambda: zoo.Tower(checkpoint=False)),
+    "tied weights": Case(models.tied_tower, 4),
+    "frozen parameters": Case(models.frozen_tower),
+    "a root with parameters and two embeddings": Case(models.NanoGPT),
+    "blocks checkpointed by the model": Case(lambda: models.ShortTower(checkpoint=False)),
     "blocks that are split": Case(
         keys={"zero_optimization": {"offload_param": {"buffer_size": 3200}}}
     ),
@@ -53,9 +54,9 @@ CASES = {
     ),
     "autocast": Case(keys={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}),
     "compact states": Case(keys={"bf16": {"enabled": True}}, own={"precision": "compact"}),
-    "a Llama, its loss in its output": Case(functools.partial(zoo.llama, use_cache=False)),
-    "a Llama that checkpoints": Case(functools.partial(zoo.checkpointed_llama, False), 3),
-    "a Llama that checkpoints, reentrant": Case(functools.partial(zoo.checkpointed_llama, True)),
+    "a Llama, its loss in its output": Case(functools.partial(models.llama, use_cache=False)),
+    "a Llama that checkpoints": Case(functools.partial(models.checkpointed_llama, False), 3),
+    "a Llama that checkpoints, reentrant": Case(functools.partial(models.checkpointed_llama, True)),
     "a GPT-2, activations on NVMe": Case(lambda: gpt2(), own={"activations": "nvme"}),
     "a Sequential": Case(
         lambda: nn.Sequential(
@@ -124,7 +125,7 @@ def test_dropout_draws_the_same_numbers_on_every_tier_and_those_of_batches_for_o
     assert run("layers", 3, "nvme").losses == run("layers", 3, "cpu").losses
 
 
-class Dropping(zoo.Tower):
+class Dropping(models.ShortTower):
     def through(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return layer(x)
 
@@ -135,7 +136,7 @@ class Dropping(zoo.Tower):
         super().__init__(num_blocks=1)
         self.drop = nn.Dropout(0.3)
         self.layers = nn.ModuleList(
-            [nn.Sequential(zoo.Block(31, 97), nn.Dropout(0.3)) for _ in range(3)]
+            [nn.Sequential(models.Block(31, 97), nn.Dropout(0.3)) for _ in range(3)]
         )
 
 
@@ -150,7 +151,7 @@ def test_weights_are_read_twice_and_gradients_written_once(tmp_path: Path) -> No
     take; no step goes on under a forward, as what that one reads depends on the time that writes
     take.
     """
-    model = seeded(lambda: zoo.Tower(num_blocks=12))
+    model = seeded(lambda: models.ShortTower(num_blocks=12))
     once, two, six, batches = (
         train(
             copy.deepcopy(model), order, num, "nvme", tmp_path, None, {"overlap": "none"}
@@ -181,7 +182,7 @@ def test_a_step_goes_on_under_the_forward_of_all_micro_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first step makes states, and ends before the next forward; `train` ends the third."""
-    model = seeded(zoo.Tower)
+    model = seeded(models.ShortTower)
     expected, under_way = steps_of(model, "none", "nvme", tmp_path), list[bool]()
     begin = Hooks.begin_backward
 
@@ -203,7 +204,7 @@ def test_units_are_stepped_when_the_last_micro_batch_has_passed_them(
 
     Gradients on NVMe may be on their way there when backward ends; the step then takes their tiles.
     """
-    model = seeded(zoo.Tower)
+    model = seeded(models.ShortTower)
     expected, log = steps_of(model, "none", "nvme", tmp_path), list[str]()
     attempt, commit = Program.attempt, Program.commit
 
@@ -226,7 +227,7 @@ def test_units_are_stepped_when_the_last_micro_batch_has_passed_them(
 
 
 def test_an_exception_in_a_forward_leaves_the_step_under_it_whole(tmp_path: Path) -> None:
-    model, own = seeded(zoo.Tower), {"overlap": "forward"}
+    model, own = seeded(models.ShortTower), {"overlap": "forward"}
     expected = train(copy.deepcopy(model), "layers", 2, "nvme", tmp_path, None, own)
 
     def fail(*args: Any) -> None:
@@ -250,7 +251,7 @@ def test_an_exception_in_a_forward_leaves_the_step_under_it_whole(tmp_path: Path
 
 
 def test_an_exception_in_one_micro_batch_forgets_the_step(tmp_path: Path) -> None:
-    model = seeded(zoo.Tower)
+    model = seeded(models.ShortTower)
     expected = train(copy.deepcopy(model), "layers", 3, "nvme", tmp_path)
 
     def failing(place: int) -> Callable[..., torch.Tensor]:
@@ -285,7 +286,7 @@ def test_an_exception_in_one_micro_batch_forgets_the_step(tmp_path: Path) -> Non
 
 
 def test_a_run_that_is_saved_and_resumed_goes_on_to_the_bit(tmp_path: Path) -> None:
-    model = seeded(zoo.Tower)
+    model = seeded(models.ShortTower)
     expected = train(copy.deepcopy(model), "layers", 2, "nvme", tmp_path)
     half = len(expected.losses) // 2
     with engine_of(copy.deepcopy(model), "layers", 2, "nvme", tmp_path) as engine:
@@ -294,7 +295,7 @@ def test_a_run_that_is_saved_and_resumed_goes_on_to_the_bit(tmp_path: Path) -> N
         with torch.no_grad():
             engine(batch(0)[0])  # an evaluation between steps
         engine.save_checkpoint(tmp_path / "saved")
-    with engine_of(seeded(zoo.Tower, 1), "layers", 2, "nvme", tmp_path) as engine:
+    with engine_of(seeded(models.ShortTower, 1), "layers", 2, "nvme", tmp_path) as engine:
         engine.load_checkpoint(tmp_path / "saved")
         assert engine.micro_steps == 2 * half
         rest = range(half, len(expected.losses))
@@ -303,14 +304,14 @@ def test_a_run_that_is_saved_and_resumed_goes_on_to_the_bit(tmp_path: Path) -> N
         assert_same_tensors(engine.module_state_dict(), expected.weights)
 
 
-class Residual(zoo.Tower):
+class Residual(models.ShortTower):
     """Adds each block's input to its output, outside the block."""
 
     def through(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return x + layer(x)
 
 
-class Deep(zoo.Tower):
+class Deep(models.ShortTower):
     """Its loss sees the output of the first block, too."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -320,7 +321,7 @@ class Deep(zoo.Tower):
         return self.head(x + first)
 
 
-class Collecting(zoo.Block):
+class Collecting(models.Block):
     """Keeps a loss on itself, as a router does."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -329,14 +330,14 @@ class Collecting(zoo.Block):
         return y
 
 
-class Changing(zoo.Block):
+class Changing(models.Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x.mul_(0.5))
 
 
 def tower_of(block: type[nn.Module]) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
-        model = zoo.Tower()
+        model = models.ShortTower()
         model.layers = nn.ModuleList([block(31, 97) for _ in range(3)])
         return model
 
@@ -344,21 +345,24 @@ def tower_of(block: type[nn.Module]) -> Callable[[], nn.Module]:
 
 
 REFUSED = {
-    "used twice": (lambda: zoo.Tower(rounds=2), "layers.0 is called 2 times in one forward"),
+    "used twice": (
+        lambda: models.ShortTower(rounds=2),
+        "layers.0 is called 2 times in one forward",
+    ),
     "changed between blocks": (
         Residual,
         "layers.1 takes no tensors of the output of the block before",
     ),
     "another way in the next forward": (
-        lambda: zoo.Tower(skips=True),
+        lambda: models.ShortTower(skips=True),
         "a forward called layers.. where others called",
     ),
     "output in an object": (
-        lambda: zoo.Tower(outputs="dataclass"),
+        lambda: models.ShortTower(outputs="dataclass"),
         "takes no tensors of the output of the block before",
     ),
     "reentrant checkpointing": (
-        lambda: zoo.Tower(checkpoint=True),
+        lambda: models.ShortTower(checkpoint=True),
         "called without gradients, as reentrant checkpointing",
     ),
     "a loss of an earlier output": (
@@ -371,7 +375,7 @@ REFUSED = {
     ),
     "arguments changed in place": (tower_of(Changing), "layers.0 changes its arguments"),
     "a cache": (
-        zoo.llama,
+        models.llama,
         r"model.layers.0 changes its arguments.*give it no cache \(use_cache=False\)",
     ),
     "no list": (lambda: Flat(), "this Flat has no ModuleList or Sequential"),
@@ -403,7 +407,7 @@ def test_what_is_no_chain_is_refused_with_the_reason(name: str, tmp_path: Path) 
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[tiermem.Engine]:
-    with engine_of(seeded(zoo.Tower), "layers", 2, "cpu", tmp_path) as each:
+    with engine_of(seeded(models.ShortTower), "layers", 2, "cpu", tmp_path) as each:
         yield each
 
 
@@ -416,7 +420,7 @@ def test_other_ways_to_train_are_refused(engine: tiermem.Engine) -> None:
         ValueError,
         match=r"the engine's and TiermemTrainer's, which see all micro-batches of a step",
     ):
-        tiermem.shard(seeded(zoo.Tower), OffloadPolicy(accumulation=LAYERS))
+        tiermem.shard(seeded(models.ShortTower), OffloadPolicy(accumulation=LAYERS))
 
 
 def test_a_stage_or_a_setting_that_has_no_use_for_it_is_refused() -> None:

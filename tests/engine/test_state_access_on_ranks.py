@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from launch import launch
+from programs.twins import assert_same_tensors
 from state_access_on_ranks import CASES, built, value_for
-from twins import assert_same_tensors
 
 SCRIPT = Path(__file__).parent / "state_access_on_ranks.py"
 PARAMS = dict(built().named_parameters())

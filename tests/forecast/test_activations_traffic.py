@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
+from programs import models
+from programs.twins import batch, seeded
 from test_choice import FAST_MATHS, SLOW_MATHS, policy, tall
 from torch.nn import functional as F
-from twins import batch, seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
@@ -378,7 +378,7 @@ def test_a_card_without_room_for_any_plan_is_refused() -> None:
 def test_a_forecast_counts_the_inputs_that_a_step_writes_and_reads(tmp_path: Path) -> None:
     """On the CPU, with inputs on NVMe."""
     input_bytes = 40 * 50 * 31 * 4  # samples x tokens x width x fp32
-    model = seeded(lambda: zoo.Tower(checkpoint=False, num_blocks=4))
+    model = seeded(lambda: models.ShortTower(checkpoint=False, num_blocks=4))
     own = OffloadPolicy(
         params=Tier.HOST,
         optim=Tier.HOST,

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from programs.models import Tower
+from programs.twins import seeded
 from torch import nn
-from twins import Tower, seeded
 
 from tiermem import OffloadPolicy, Tier
 from tiermem.forecast import Forecast, Rates, forecast_step, uses_of

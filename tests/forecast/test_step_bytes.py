@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
+from programs import models
+from programs.twins import loss_of, seeded
 from torch import nn
-from twins import loss_of, seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
@@ -82,7 +82,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_are_those_of_a_real_step(name: str, tmp_path: Path) -> None:
     policy = OffloadPolicy(paths=[tmp_path], **(ALL_ON_NVME | CASES[name]))
-    model = seeded(zoo.tied_tower).to(torch.bfloat16)
+    model = seeded(models.tied_tower).to(torch.bfloat16)
     said = forecast_of(model, policy)
     assert (said.edge_bytes(NVME_TO_HOST), said.edge_bytes(HOST_TO_NVME)) == measured(model, policy)
 
@@ -90,7 +90,7 @@ def test_bytes_are_those_of_a_real_step(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("grads", [Tier.HOST, Tier.NVME])
 def test_bytes_of_three_micro_batches(grads: Tier, tmp_path: Path) -> None:
     policy = OffloadPolicy(paths=[tmp_path], **ALL_ON_NVME, grads=grads)
-    model = seeded(zoo.Tower)
+    model = seeded(models.ShortTower)
     said = forecast_of(model, policy, num_micro=3)
     assert (said.edge_bytes(NVME_TO_HOST), said.edge_bytes(HOST_TO_NVME)) == measured(
         model, policy, num_micro=3
@@ -99,7 +99,7 @@ def test_bytes_of_three_micro_batches(grads: Tier, tmp_path: Path) -> None:
 
 def test_a_resident_share_takes_its_bytes_off_both_edges(tmp_path: Path) -> None:
     policy = OffloadPolicy(paths=[tmp_path], **ALL_ON_NVME)
-    model = seeded(zoo.Tower)
+    model = seeded(models.ShortTower)
     without = forecast_of(model, policy)
     with_some = forecast_of(model, dataclasses.replace(policy, resident_bytes=12 * 4096 * 2))
     saved = [
@@ -110,7 +110,7 @@ def test_a_resident_share_takes_its_bytes_off_both_edges(tmp_path: Path) -> None
 
 
 def test_what_is_stepped_in_backward_moves_there(tmp_path: Path) -> None:
-    model = seeded(zoo.Tower)
+    model = seeded(models.ShortTower)
     held = forecast_of(model, OffloadPolicy(paths=[tmp_path], **ALL_ON_NVME))
     stepped = forecast_of(
         model, OffloadPolicy(paths=[tmp_path], **ALL_ON_NVME, step_in_backward=True)
@@ -123,7 +123,7 @@ def test_what_is_stepped_in_backward_moves_there(tmp_path: Path) -> None:
 
 
 def test_checksums_take_their_time_as_often_as_they_are_taken(tmp_path: Path) -> None:
-    model = seeded(zoo.Tower)
+    model = seeded(models.ShortTower)
 
     def maths_s(**fields: Any) -> float:
         policy = OffloadPolicy(paths=[tmp_path], **ALL_ON_NVME, **fields)
@@ -145,7 +145,7 @@ def test_checksums_take_their_time_as_often_as_they_are_taken(tmp_path: Path) ->
 
 
 def test_by_layer_a_further_micro_batch_moves_no_byte_and_takes_its_maths(tmp_path: Path) -> None:
-    model = seeded(lambda: zoo.Tower(num_blocks=12))
+    model = seeded(lambda: models.ShortTower(num_blocks=12))
     by_layer = OffloadPolicy(
         paths=[tmp_path], **ALL_ON_NVME, grads=Tier.NVME, accumulation="layers"
     )

@@ -4,9 +4,9 @@ go or stay?"""
 from __future__ import annotations
 
 import pytest
-import zoo
+from programs import models
+from programs.twins import seeded
 from torch import nn
-from twins import seeded
 
 from tiermem import OffloadPolicy, Tier
 from tiermem.forecast import uses_of
@@ -33,14 +33,14 @@ def matrices(model: nn.Module) -> int:
 def test_every_matrix_multiplies_once_also_when_it_is_always_present(
     persistence_numel: int,
 ) -> None:
-    model = seeded(zoo.Tower)
+    model = seeded(models.ShortTower)
     forward_s, backward_s = total(model, persistence_numel, Compute(1.0, 2.0))
     assert (forward_s, backward_s) == (matrices(model), 2 * matrices(model))
 
 
 @pytest.mark.parametrize("persistence_numel", [0, 1 << 30])
 def test_the_rest_of_a_measured_model_is_taken_whole(persistence_numel: int) -> None:
-    model = seeded(zoo.Tower)
+    model = seeded(models.ShortTower)
     in_blocks = sum(matrices(each) for each in model.modules() if isinstance(each, nn.ModuleList))
     forward_s, backward_s = total(model, persistence_numel, Compute(1.0, 2.0, 70_000.0, 110_000.0))
     assert (forward_s, backward_s) == (in_blocks + 70_000, 2 * in_blocks + 110_000)

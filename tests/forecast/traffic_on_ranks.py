@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import zoo
 from launch import as_rank
+from programs import models
+from programs.twins import loss_of, seeded
 from traffic_cases import CASES, NUM_STEPS, Case
-from twins import loss_of, seeded
 
 import tiermem
 from tiermem import OffloadPolicy
@@ -27,7 +27,7 @@ Bytes = dict[str, int]
 
 def measured(case: Case, nvme: Path) -> tuple[Bytes, Bytes]:
     """What was said of a step, and what the last one took."""
-    model = seeded(zoo.tied_tower).to(torch.bfloat16)
+    model = seeded(models.tied_tower).to(torch.bfloat16)
     if case.is_frozen:
         model.requires_grad_(False)
         model.layers[0].requires_grad_(True)

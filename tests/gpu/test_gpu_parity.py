@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-import twins
+from programs import twins
+from programs.models import Block
+from programs.twins import train_steps
 from torch import nn
-from twins import Block, train_steps
 
 import tiermem
 from tiermem import OffloadPolicy, Tier

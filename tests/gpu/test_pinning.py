@@ -9,8 +9,8 @@ from types import ModuleType
 
 import pytest
 import torch
-import zoo
-from twins import seeded
+from programs import models
+from programs.twins import seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
@@ -43,7 +43,7 @@ def test_what_crosses_the_link_is_pinned_and_nothing_else(
         pin_memory=pin_memory,
         paths=[tmp_path],
     )
-    with tiermem.shard(seeded(zoo.Tower), policy) as shards:
+    with tiermem.shard(seeded(models.ShortTower), policy) as shards:
         tiermem.AdamW(shards.model.parameters())
         [(start, num_bytes)] = shards.store.arena.regions
         link_bytes = shards.plan.link_bytes

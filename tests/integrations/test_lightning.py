@@ -25,7 +25,7 @@ from lightning_trainings import (
     strategy_of,
     with_and_without_break,
 )
-from twins import assert_same_tensors
+from programs.twins import assert_same_tensors
 
 HERE = Path(__file__).parent
 

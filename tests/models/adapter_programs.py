@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import torch
-import zoo
 from faces import Face, Found, Program, fit
 from layer_programs import noise
+from programs import models
+from programs.models import VOCAB
+from programs.twins import batch, loss_of
 from torch import nn
 from torch.nn import functional as F
-from twins import VOCAB, batch, loss_of
 
 
 class LoRA(nn.Module):
@@ -42,11 +43,11 @@ def adapted(model: nn.Module) -> nn.Module:
 
 
 def lora_on_a_frozen_base(face: Face) -> Found:
-    return fit(face, adapted(zoo.Tower()), loss_of)
+    return fit(face, adapted(models.ShortTower()), loss_of)
 
 
 def lora_on_a_frozen_bf16_base(face: Face) -> Found:
-    model = adapted(zoo.Tower().bfloat16())
+    model = adapted(models.ShortTower().bfloat16())
     for module in model.modules():
         if isinstance(module, LoRA):
             module.down.data, module.up.data = module.down.data.float(), module.up.data.float()
@@ -56,7 +57,7 @@ def lora_on_a_frozen_bf16_base(face: Face) -> Found:
 def lora_under_checkpointing(face: Face) -> Found:
     found = {}
     for use_reentrant in (False, True):
-        model = adapted(zoo.Tower(checkpoint=use_reentrant))
+        model = adapted(models.ShortTower(checkpoint=use_reentrant))
         if use_reentrant:  # as transformers' enable_input_require_grads does
             model.embed.register_forward_hook(
                 lambda module, args, output: output.requires_grad_(True)
@@ -66,18 +67,18 @@ def lora_under_checkpointing(face: Face) -> Found:
 
 
 def lora_on_llama(face: Face) -> Found:
-    return fit(face, adapted(zoo.llama()), loss_of)
+    return fit(face, adapted(models.llama()), loss_of)
 
 
 def only_norms_and_biases_trained(face: Face) -> Found:
-    model = zoo.Tower()
+    model = models.ShortTower()
     for name, param in model.named_parameters():
         param.requires_grad_("norm" in name or name.endswith("bias"))
     return fit(face, model, loss_of)
 
 
 def only_the_last_layer_trained(face: Face) -> Found:
-    model = zoo.Tower().requires_grad_(False)
+    model = models.ShortTower().requires_grad_(False)
     model.head.requires_grad_(True)
     return fit(face, model, loss_of)
 
@@ -113,13 +114,13 @@ class Prompted(nn.Module):
 
 
 def prompt_tuning(face: Face) -> Found:
-    return fit(face, Prompted(zoo.Tower()), loss_of)
+    return fit(face, Prompted(models.ShortTower()), loss_of)
 
 
 def a_prompt_that_is_not_sharded(face: Face) -> Found:
     """The prompt is an ordinary tensor outside the sharded model, stepped by the same class of
     optimizer."""
-    model = face.shard(zoo.Tower().requires_grad_(False))
+    model = face.shard(models.ShortTower().requires_grad_(False))
     prompt = nn.Parameter(torch.randn(1, 1, 31))
     optim = face.adamw([prompt])
     losses = []
@@ -137,7 +138,7 @@ def a_prompt_that_is_not_sharded(face: Face) -> Found:
 
 
 def frozen_embedding_with_padding(face: Face) -> Found:
-    model = zoo.Tower()
+    model = models.ShortTower()
     model.embed = nn.Embedding(VOCAB, 31, padding_idx=3)
     model.embed.weight.requires_grad_(False)
     return fit(face, model, loss_of)

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import zoo
 from faces import Face, Found, Program
+from programs import models
+from programs.twins import loss_of
 from torch import nn
-from twins import loss_of
 
 Compile = Callable[[nn.Module, Any], None]
 BACKENDS = ("eager", "aot_eager")
@@ -54,7 +54,7 @@ def train_compiled(
     """Three steps, each with an evaluation after it. A backend of one's own is called for every
     graph."""
     torch.compiler.reset()
-    model = zoo.Tower(num_blocks=10)
+    model = models.ShortTower(num_blocks=10)
     if is_before:
         WAYS[way](model, backend)
     model = face.shard(model)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 from faces import Face, Found, Program, fit
+from programs.models import VOCAB, Block
+from programs.twins import batch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, spectral_norm, weight_norm
-from twins import VOCAB, Block, batch
 
 
 def noise(seed: int, *shape: int) -> torch.Tensor:

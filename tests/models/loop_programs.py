@@ -7,20 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
 from faces import Face, Found, Program
 from layer_programs import noise, predict
+from programs import models
+from programs.models import logits_of
+from programs.twins import batch, loss_of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.hooks import RemovableHandle
-from twins import VOCAB, Block, batch, logits_of, loss_of
 
 # ---- groups, schedules, clipping, scaling --------------------------------------------------------
 
 
 def groups_with_decay_split_and_two_rates(face: Face) -> Found:
-    model = face.shard(zoo.Tower())
+    model = face.shard(models.ShortTower())
     groups = [
         {
             "params": [p for n, p in model.named_parameters() if p.ndim > 1 and "head" not in n],
@@ -52,7 +53,7 @@ def groups_with_decay_split_and_two_rates(face: Face) -> Found:
 def clipping_by_torch(face: Face) -> Found:
     """The norm is torch's fp32 one in the plain program: only what is far from rounding is
     compared."""
-    model = face.shard(zoo.Tower())
+    model = face.shard(models.ShortTower())
     optim = face.adamw(model.parameters())
     norms = []
     for step in range(3):
@@ -69,7 +70,7 @@ def clipping_by_torch(face: Face) -> Found:
 
 
 def grad_scaler_with_a_step_that_overflows(face: Face) -> Found:
-    model = face.shard(zoo.Tower())
+    model = face.shard(models.ShortTower())
     optim = face.adamw(model.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=1)
     scales = []
@@ -87,25 +88,8 @@ def grad_scaler_with_a_step_that_overflows(face: Face) -> Found:
 # ---- which modules run, and in which order -------------------------------------------------------
 
 
-class Path(nn.Module):
-    """Blocks that a step uses as `path` says: any of them, in any order, several times or never."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, 31)
-        self.layers = nn.ModuleList([Block(31, 97) for _ in range(4)])
-        self.head = nn.Linear(31, VOCAB)
-        self.path = [0, 1, 2, 3]
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for index in self.path:
-            x = self.layers[index](x)
-        return self.head(x)
-
-
 def walk(face: Face, paths: list[list[int]]) -> Found:
-    model = face.shard(Path())
+    model = face.shard(models.Path())
     optim = face.adamw(model.parameters())
     losses = []
     for step, path in enumerate(paths):
@@ -135,7 +119,7 @@ def modules_called_several_times(face: Face) -> Found:
 
 
 def evaluation_between_micro_batches(face: Face) -> Found:
-    model = face.shard(zoo.Tower())
+    model = face.shard(models.ShortTower())
     optim = face.adamw(model.parameters())
     losses = []
     for step in range(3):
@@ -155,7 +139,7 @@ def evaluation_between_micro_batches(face: Face) -> Found:
 
 
 def generation_between_steps(face: Face) -> Found:
-    model = face.shard(zoo.NanoGPT())
+    model = face.shard(models.NanoGPT())
     optim = face.adamw(model.parameters())
     written = []
     for step in range(2):
@@ -170,7 +154,7 @@ def generation_between_steps(face: Face) -> Found:
 
 
 def exceptions_in_forward_and_backward(face: Face) -> Found:
-    model = face.shard(zoo.Tower())
+    model = face.shard(models.ShortTower())
     optim = face.adamw(model.parameters())
     losses = []
     for step in range(4):
@@ -214,7 +198,7 @@ def fail(*_: Any) -> None:
 
 
 def forward_and_backward_hooks_of_the_user(face: Face) -> Found:
-    model = zoo.Tower()
+    model = models.ShortTower()
     seen: list[Any] = []
     model.layers[0].register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
     model.layers[1].up.register_forward_hook(lambda module, args, output: output + 0.25)
@@ -239,7 +223,7 @@ def forward_and_backward_hooks_of_the_user(face: Face) -> Found:
 def hooks_on_parameters(face: Face) -> Found:
     """Both see this rank's gradient, before ranks are added up; what they make of it is what is
     stepped."""
-    model = face.shard(zoo.Tower())
+    model = face.shard(models.ShortTower())
     seen: list[Any] = []
     model.head.weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
 
@@ -259,7 +243,7 @@ def hooks_on_parameters(face: Face) -> Found:
 
 
 def hooks_on_the_optimizer(face: Face) -> Found:
-    model = face.shard(zoo.Tower())
+    model = face.shard(models.ShortTower())
     optim = face.adamw(model.parameters())
     seen: list[str] = []
     optim.register_step_pre_hook(lambda *_: seen.append("before"))
@@ -293,7 +277,7 @@ def gradients_of_gradients(face: Face) -> Found:
 
 
 def gradients_asked_of_autograd(face: Face) -> Found:
-    model = face.shard(zoo.Tower())
+    model = face.shard(models.ShortTower())
     optim = face.adamw(model.parameters())
     grads = torch.autograd.grad(
         loss_of(model, face.sample(0)), [model.head.weight, model.layers[0].up.bias]
@@ -368,10 +352,14 @@ def two_models_one_frozen_at_a_time(face: Face) -> Found:
 
 
 def actor_with_a_frozen_reference(face: Face) -> Found:
-    reference = zoo.NanoGPT().eval().requires_grad_(False)
-    actor = zoo.NanoGPT()
+    reference = models.NanoGPT().eval().requires_grad_(False)
+    actor = models.NanoGPT()
     actor.load_state_dict(reference.state_dict())
-    reference, actor, critic = face.shard(reference), face.shard(actor), face.shard(zoo.Tower())
+    reference, actor, critic = (
+        face.shard(reference),
+        face.shard(actor),
+        face.shard(models.ShortTower()),
+    )
     optims = [face.adamw(actor.parameters()), face.adamw(critic.parameters())]
     losses = []
     for step in range(3):
@@ -408,11 +396,11 @@ def loader_with_forked_workers(face: Face) -> Found:
 
 
 def models_of_the_zoo(face: Face) -> Found:
-    """Every model of the zoo's list, one after another, two steps each."""
+    """Towers with habits, one after another, two steps each."""
     found = {}
     for outputs in ("dict", "dataclass"):
         for checkpoint in (False, True):
-            model = zoo.tied_tower(outputs=outputs, checkpoint=checkpoint, rounds=2)
+            model = models.tied_tower(outputs=outputs, checkpoint=checkpoint, rounds=2)
             model = face.shard(model)
             optim = face.adamw(model.parameters())
             for step in range(2):
@@ -423,7 +411,7 @@ def models_of_the_zoo(face: Face) -> Found:
 
 
 def a_step_without_forward(face: Face) -> Found:
-    model = face.shard(zoo.Tower())
+    model = face.shard(models.ShortTower())
     optim = face.adamw(model.parameters())
     optim.step()
     losses = []

@@ -9,11 +9,11 @@ from typing import Any
 import peft
 import safetensors.torch
 import torch
-import zoo
 from faces import Face, Found, Program, Sharded, fit
 from peft.tuners.lora import LoraLayer
+from programs import models
+from programs.twins import loss_of
 from torch import nn
-from twins import loss_of
 
 from tiermem.integrations.peft import merge_and_unload
 from tiermem.units.quantised import NF4, pack, unpack
@@ -24,7 +24,7 @@ def adapted(**fields: Any) -> Any:
     """A small Llama with adapters whose products are not zero, so that every weight matters from
     the first step on."""
     model = peft.get_peft_model(
-        zoo.llama(), peft.LoraConfig(**({"r": 3, "target_modules": ["q_proj"]} | fields))
+        models.llama(), peft.LoraConfig(**({"r": 3, "target_modules": ["q_proj"]} | fields))
     )
     with torch.no_grad():
         for name, param in model.named_parameters():
@@ -125,7 +125,7 @@ def adapters_switched(face: Face) -> Found:
 def adapters_added_after_sharding(face: Face) -> Found:
     """To a model, and a second one to the adapted model; they are ordinary parameters, which start
     as rank 0's."""
-    base = face.shard(zoo.llama().requires_grad_(False))
+    base = face.shard(models.llama().requires_grad_(False))
     torch.manual_seed(11 + face.rank * isinstance(face, Sharded))
     model: Any = peft.get_peft_model(
         base, peft.LoraConfig(r=3, target_modules=["q_proj", "down_proj"])

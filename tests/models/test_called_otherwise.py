@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import zoo
+from programs import models
+from programs.models import VOCAB
+from programs.twins import batch, train_steps
 from torch import nn
 from torch.nn import functional as F
-from twins import VOCAB, batch, train_steps
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
@@ -104,7 +105,7 @@ def llama() -> tuple[nn.Module, Loss]:
         hidden = model.model(input_ids=inputs).last_hidden_state
         return F.cross_entropy(model.lm_head(hidden).flatten(0, 1), targets.flatten())
 
-    return zoo.llama(num_hidden_layers=2), loss_of
+    return models.llama(num_hidden_layers=2), loss_of
 
 
 class Classifier(nn.Module):

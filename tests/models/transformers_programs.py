@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from faces import Face, Found, Program
 from layer_programs import noise
+from programs.models import VOCAB
+from programs.twins import batch
 from torch import nn
-from twins import VOCAB, batch
 
 _SIZES = {
     "hidden_size": 32,

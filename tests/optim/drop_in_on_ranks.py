@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from launch import as_rank
+from programs.models import Tower
+from programs.twins import loss_of, seeded
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -27,7 +29,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
-from twins import Tower, loss_of, seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Precision, Tier

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from launch import as_rank
+from programs.models import Tower
+from programs.twins import seeded, states_of, train_steps
 from torch import nn
-from twins import Tower, seeded, states_of, train_steps
 
 import tiermem
 from tiermem import OffloadPolicy, Tier

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from launch import as_rank
+from programs.models import Tower
+from programs.twins import seeded, train_steps
 from torch import nn
-from twins import Tower, seeded, train_steps
 
 import tiermem
 from tiermem import OffloadPolicy, Tier

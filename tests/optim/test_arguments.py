@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
+from programs import models
+from programs.twins import loss_of, seeded
 from torch import nn
-from twins import loss_of, seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Precision, Tier
@@ -145,7 +145,7 @@ def test_a_parameter_elsewhere_is_refused() -> None:
 
 
 def test_more_moments_than_planned_are_refused_with_the_arithmetic() -> None:
-    model = seeded(zoo.Tower)
+    model = seeded(models.ShortTower)
     with tiermem.shard(model) as shards:
         numel = sum(live.unit.shard_numel for live in shards.units)
         message = rf"keeps 3 moments .*num_moments=2 .* 3 x {numel} = {3 * numel} .*OffloadPolicy\(num_moments=3\)"
@@ -176,7 +176,7 @@ def test_every_rule_steps_a_sharded_model_as_an_ordinary_one(
     )
     weights = []
     for is_sharded in (False, True):
-        model = seeded(zoo.Tower)
+        model = seeded(models.ShortTower)
         shards = tiermem.shard(model, policy) if is_sharded else None
         optim = build(kind, model.parameters(), lr=1e-3, weight_decay=0.1, **options)
         for step in range(4):
@@ -190,7 +190,7 @@ def test_every_rule_steps_a_sharded_model_as_an_ordinary_one(
 
 
 def test_a_precision_that_contradicts_the_policy_is_refused() -> None:
-    model = seeded(zoo.Tower)
+    model = seeded(models.ShortTower)
     with tiermem.shard(model):
         with pytest.raises(ValueError, match=r"set OffloadPolicy\(precision=\.\.\.\)"):
             build("AdamW", model.parameters(), precision="compact")
@@ -198,7 +198,7 @@ def test_a_precision_that_contradicts_the_policy_is_refused() -> None:
 
 
 def test_names_of_the_references_optimizers_lead_to_ours() -> None:
-    optimizer = build("AdamW", seeded(zoo.Tower).parameters())
+    optimizer = build("AdamW", seeded(models.ShortTower).parameters())
     with pytest.raises(
         AttributeError,
         match=r"'AdamW' object has no attribute 'fp16_groups': safe_get_full_fp32_param",

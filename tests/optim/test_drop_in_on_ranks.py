@@ -14,7 +14,7 @@ import pytest
 import torch
 from drop_in_on_ranks import CASES, KINDS
 from launch import launch
-from twins import assert_same_tensors
+from programs.twins import assert_same_tensors
 
 HERE = Path(__file__).parent
 

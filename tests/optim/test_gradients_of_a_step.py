@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import zoo
+from programs import models
+from programs.twins import assert_same_tensors, loss_of, seeded, train_steps
 from torch import nn
-from twins import assert_same_tensors, loss_of, seeded, train_steps
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
@@ -48,7 +48,7 @@ def assert_trained_as(plain: nn.Module, model: nn.Module, num_steps: int) -> Non
 def test_a_broken_backward_leaves_nothing_to_the_next(
     stage: int, is_zeroed: bool, broken_at: int, tmp_path: Path
 ) -> None:
-    model = seeded(zoo.Tower)
+    model = seeded(models.ShortTower)
     plain = copy.deepcopy(model)
     policy = OffloadPolicy(stage=stage, grads=Tier.NVME, paths=[tmp_path], persistence_numel=50)
     with tiermem.shard(model, policy):
@@ -63,7 +63,7 @@ def test_a_broken_backward_leaves_nothing_to_the_next(
 
 
 def test_micro_batches_before_a_broken_one_are_forgotten_with_it(policy: OffloadPolicy) -> None:
-    model = seeded(zoo.Tower)
+    model = seeded(models.ShortTower)
     plain = copy.deepcopy(model)
     with tiermem.shard(model, policy):
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
@@ -77,7 +77,7 @@ def test_micro_batches_before_a_broken_one_are_forgotten_with_it(policy: Offload
 def test_a_step_right_after_a_broken_backward_raises_and_changes_nothing(
     policy: OffloadPolicy,
 ) -> None:
-    model = seeded(zoo.Tower)
+    model = seeded(models.ShortTower)
     with tiermem.shard(model, policy):
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         train_steps(model, optim, range(1))
@@ -94,7 +94,7 @@ def test_a_step_right_after_a_broken_backward_raises_and_changes_nothing(
 
 
 def test_a_unit_that_was_stepped_in_backward_takes_no_more_gradients(policy: OffloadPolicy) -> None:
-    model = seeded(zoo.Tower)
+    model = seeded(models.ShortTower)
     fields: dict[str, Any] = vars(policy) | {"step_in_backward": True, "grads": None}
     with tiermem.shard(model, OffloadPolicy(**fields)) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
@@ -111,7 +111,7 @@ def test_a_unit_that_was_stepped_in_backward_takes_no_more_gradients(policy: Off
 
 
 def test_unused_parameters_are_not_stepped(policy: OffloadPolicy) -> None:
-    model = seeded(lambda: zoo.Tower(skips=True))
+    model = seeded(lambda: models.ShortTower(skips=True))
     with tiermem.shard(model, policy) as shards:
         train_steps(model, tiermem.AdamW(model.parameters(), lr=1e-2), range(2))
         steps = {shard.name: shard.num_steps for _, shard in shards.parameters()}
@@ -124,7 +124,7 @@ def test_unused_parameters_are_not_stepped(policy: OffloadPolicy) -> None:
 
 @pytest.mark.parametrize("step_in_backward", [False, True])
 def test_unused_parameters_are_an_error_that_names_them_when_asked(step_in_backward: bool) -> None:
-    model = seeded(lambda: zoo.Tower(skips=True))
+    model = seeded(lambda: models.ShortTower(skips=True))
     policy = OffloadPolicy(
         ignore_unused=False, persistence_numel=50, step_in_backward=step_in_backward
     )
@@ -139,13 +139,13 @@ def test_unused_parameters_are_an_error_that_names_them_when_asked(step_in_backw
 
 
 def test_used_parameters_are_no_error_when_asked(policy: OffloadPolicy) -> None:
-    model = seeded(zoo.Tower)
+    model = seeded(models.ShortTower)
     fields: dict[str, Any] = vars(policy) | {"ignore_unused": False}
     with tiermem.shard(model, OffloadPolicy(**fields)):
         train_steps(model, tiermem.AdamW(model.parameters(), lr=1e-2), range(3))
 
 
 def test_frozen_parameters_are_not_missed() -> None:
-    model = seeded(zoo.frozen_tower)
+    model = seeded(models.frozen_tower)
     with tiermem.shard(model, OffloadPolicy(ignore_unused=False, persistence_numel=50)):
         train_steps(model, tiermem.AdamW(model.parameters(), lr=1e-2), range(2))

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from programs.models import Tower
+from programs.twins import seeded, train_steps
 from torch import nn
-from twins import Tower, seeded, train_steps
 
 import tiermem
 from tiermem import OffloadPolicy, Precision, Tier

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import zoo
+from programs import models
+from programs.twins import assert_same_tensors, loss_of, seeded, train_steps
 from torch import nn
-from twins import assert_same_tensors, loss_of, seeded, train_steps
 
 import tiermem
 from tiermem import OffloadPolicy, Precision, Tier, checkpoint
@@ -36,7 +36,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..
 
     def run(dtype: torch.dtype = torch.float32, precision: Precision | None = None) -> Run:
         place, precision = request.param, precision or Precision()
-        model = seeded(zoo.Tower).to(dtype)
+        model = seeded(models.ShortTower).to(dtype)
         shards, how = None, dict[str, Any](precision=precision)
         tier = Tier.NVME if place.startswith("NVMe") else Tier.HOST
         fields: dict[str, Any] = {"precision": precision, "paths": [tmp_path], "tile_numel": 4096}
@@ -123,7 +123,7 @@ CHANGES = [
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda each: each.__name__)
 def test_a_change_of_the_state_counts_as_torchs(make: Callable[..., Run], change: Change) -> None:
-    run, twin = make(), seeded(zoo.Tower)
+    run, twin = make(), seeded(models.ShortTower)
     theirs = torch.optim.AdamW(twin.parameters(), lr=1e-2)
     for optim, model in ((run.optim, run.model), (theirs, twin)):
         train_steps(model, optim, range(5))
@@ -147,7 +147,7 @@ def test_a_change_of_the_state_counts_as_torchs(make: Callable[..., Run], change
 def test_a_change_between_backward_and_step_counts(
     make: Callable[..., Run], change: Change
 ) -> None:
-    run, twin = make(), seeded(zoo.Tower)
+    run, twin = make(), seeded(models.ShortTower)
     theirs = torch.optim.AdamW(twin.parameters(), lr=1e-2)
     for optim, model in ((run.optim, run.model), (theirs, twin)):
         train_steps(model, optim, range(6))
@@ -196,7 +196,7 @@ def test_a_checkpoint_after_a_reset_opens_without_the_old_moments(
 ) -> None:
     losses = []
     for opens in (False, True):
-        model = seeded(zoo.Tower).bfloat16()
+        model = seeded(models.ShortTower).bfloat16()
         folder = tmp_path / str(opens)
         folder.mkdir()
         policy = OffloadPolicy(
@@ -219,12 +219,12 @@ def test_a_checkpoint_after_a_reset_opens_without_the_old_moments(
 
 
 def test_a_state_cleared_right_after_a_checkpoint_was_opened_is_cleared(tmp_path: Path) -> None:
-    model, policy = seeded(zoo.Tower), OffloadPolicy(persistence_numel=50)
+    model, policy = seeded(models.ShortTower), OffloadPolicy(persistence_numel=50)
     with tiermem.shard(model, policy) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         train_steps(model, optim, range(3))
         checkpoint.save(shards, optim, tmp_path / "out", "a")
-    model = seeded(zoo.Tower)
+    model = seeded(models.ShortTower)
     with tiermem.shard(model, policy) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         checkpoint.load(shards, optim, tmp_path / "out")
@@ -237,7 +237,7 @@ def test_a_state_cleared_right_after_a_checkpoint_was_opened_is_cleared(tmp_path
 def test_a_state_written_right_before_a_checkpoint_is_opened_is_replaced(tmp_path: Path) -> None:
     losses = []
     for change in (None, assign_zeros):
-        model = seeded(zoo.Tower)
+        model = seeded(models.ShortTower)
         with tiermem.shard(model, OffloadPolicy(persistence_numel=50)) as shards:
             optim = tiermem.AdamW(model.parameters(), lr=1e-2)
             train_steps(model, optim, range(3))
@@ -250,7 +250,7 @@ def test_a_state_written_right_before_a_checkpoint_is_opened_is_replaced(tmp_pat
 
 
 def test_a_getter_sees_what_was_cleared() -> None:
-    model = seeded(zoo.Tower)
+    model = seeded(models.ShortTower)
     with tiermem.shard(model, OffloadPolicy(persistence_numel=50)):
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         train_steps(model, optim, range(2))

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
+from programs import models
+from programs.twins import assert_same_tensors, loss_of, seeded, train_steps
 from torch import nn
-from twins import assert_same_tensors, loss_of, seeded, train_steps
 
 import tiermem
 from tiermem import Precision
@@ -31,7 +31,7 @@ RECIPES: list[tuple[str, dict[str, Any]]] = [
 def test_fp32_parameters_follow_torch(kind: str, options: dict[str, Any]) -> None:
     losses, weights = [], []
     for module in (tiermem, torch.optim):
-        model = seeded(zoo.Tower)
+        model = seeded(models.ShortTower)
         losses.append(
             train_steps(
                 model, getattr(module, kind)(model.parameters(), lr=1e-3, **options), range(10)
@@ -94,7 +94,7 @@ def test_states_take_the_bytes_of_their_preset(preset: str, num_bytes: int) -> N
 def test_every_preset_trains(preset: str) -> None:
     losses = []
     for precision in ("exact", preset):
-        model = seeded(zoo.Tower).bfloat16()
+        model = seeded(models.ShortTower).bfloat16()
         optim = tiermem.AdamW(model.parameters(), lr=3e-3, precision=precision)
         for _ in range(12):
             optim.zero_grad()
@@ -164,7 +164,7 @@ def test_a_gradient_norm_is_clipped_and_the_scale_taken_out() -> None:
 @pytest.mark.parametrize("preset", ["exact", "compact", "bf16", "tiny"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_an_overflow_leaves_every_state_untouched(preset: str, bad: float) -> None:
-    model = seeded(zoo.Tower).bfloat16()
+    model = seeded(models.ShortTower).bfloat16()
     optim = tiermem.AdamW(model.parameters(), lr=1e-2, precision=preset)
     train_steps(model, optim, range(2))
     before = copy.deepcopy((model.state_dict(), [dict(s) for s in optim.state.values()]))
@@ -178,7 +178,7 @@ def test_an_overflow_leaves_every_state_untouched(preset: str, bad: float) -> No
 
 
 def test_a_copied_or_unpickled_optimizer_goes_on() -> None:
-    model = seeded(zoo.Tower)
+    model = seeded(models.ShortTower)
     optim = tiermem.AdamW(model.parameters(), lr=1e-2, precision="compact")
     train_steps(model, optim, range(2))
     other, resumed = pickle.loads(pickle.dumps((model, optim)))
@@ -188,7 +188,7 @@ def test_a_copied_or_unpickled_optimizer_goes_on() -> None:
 def test_schedulers_and_groups_are_torchs() -> None:
     losses = []
     for module in (tiermem, torch.optim):
-        model = seeded(zoo.Tower)
+        model = seeded(models.ShortTower)
         weights, others = (
             [p for p in model.parameters() if (p.ndim > 1) == is_matrix]
             for is_matrix in (True, False)

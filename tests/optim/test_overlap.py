@@ -20,8 +20,9 @@ from accelerator.fixture import sim
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from launch import launch
+from programs.models import Tower
+from programs.twins import assert_same_tensors, batch, loss_of, seeded, train_steps
 from torch import nn
-from twins import Tower, assert_same_tensors, batch, loss_of, seeded, train_steps
 
 import tiermem
 import tiermem.checkpoint

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from twins import Tower, assert_same_tensors, loss_of, seeded
+from programs.models import Tower
+from programs.twins import assert_same_tensors, loss_of, seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Tier

@@ -15,7 +15,7 @@ import pytest
 import torch
 from launch import launch
 from precision_on_ranks import CASES
-from twins import assert_same_tensors
+from programs.twins import assert_same_tensors
 
 HERE = Path(__file__).parent
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from programs.models import Tower
+from programs.twins import assert_same_tensors, loss_of, seeded, train_steps
 from torch import nn
-from twins import Tower, assert_same_tensors, loss_of, seeded, train_steps
 
 import tiermem
 from tiermem import OffloadPolicy, Precision, Tier

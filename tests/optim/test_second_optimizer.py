@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
+from programs import models
+from programs.twins import loss_of, seeded, train_steps
 from torch import nn
-from twins import loss_of, seeded, train_steps
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
@@ -54,7 +54,7 @@ def sgd_with_momentum(library: Any, model: nn.Module) -> Any:
 def test_optimizers_in_turn_train_as_torchs(
     name: str, makes: tuple[Make, ...], tmp_path: Path
 ) -> None:
-    model, twin = seeded(zoo.Tower), seeded(zoo.Tower)
+    model, twin = seeded(models.ShortTower), seeded(models.ShortTower)
     policy = OffloadPolicy(
         paths=[tmp_path], persistence_numel=50, tile_numel=4096, **POLICIES[name]
     )
@@ -73,7 +73,7 @@ def test_optimizers_in_turn_train_as_torchs(
 
 @pytest.mark.parametrize("make", [adam, sgd])
 def test_a_second_optimizer_beside_the_first_is_told_the_way(make: Make) -> None:
-    model = seeded(zoo.Tower)
+    model = seeded(models.ShortTower)
     with tiermem.shard(model, OffloadPolicy(persistence_numel=50)):
         first = make(tiermem, model)
         train_steps(model, first, range(1))
@@ -83,7 +83,7 @@ def test_a_second_optimizer_beside_the_first_is_told_the_way(make: Make) -> None
 
 
 def test_a_refused_optimizer_leaves_room_for_the_next() -> None:
-    model = seeded(zoo.Tower)
+    model = seeded(models.ShortTower)
     with tiermem.shard(model, OffloadPolicy(persistence_numel=50)):
         with pytest.raises(
             ValueError, match="a policy was given, and every parameter belongs to a sharded model"
@@ -93,7 +93,7 @@ def test_a_refused_optimizer_leaves_room_for_the_next() -> None:
 
 
 def test_closing_an_optimizer_after_its_model_does_nothing() -> None:
-    model = seeded(zoo.Tower)
+    model = seeded(models.ShortTower)
     with tiermem.shard(model, OffloadPolicy(persistence_numel=50)):
         optim = adam(tiermem, model)
         train_steps(model, optim, range(1))
@@ -101,7 +101,7 @@ def test_closing_an_optimizer_after_its_model_does_nothing() -> None:
 
 
 def test_gradients_wait_for_the_second_optimizer() -> None:
-    model, twin = seeded(zoo.Tower), seeded(zoo.Tower)
+    model, twin = seeded(models.ShortTower), seeded(models.ShortTower)
     with tiermem.shard(model, OffloadPolicy(persistence_numel=50)):
         adam(tiermem, model).close()
         loss_of(model, 0).backward()

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
+from programs import models
+from programs.twins import assert_same_tensors, seeded, train_steps
 from torch import nn
-from twins import assert_same_tensors, seeded, train_steps
 
 import tiermem
 from tiermem import OffloadPolicy, Precision, Tier
@@ -40,7 +40,7 @@ def flat(state_dict: dict[str, Any]) -> Entry:
 def test_torch_and_we_continue_each_others_runs(
     kind: str, options: dict[str, Any], is_ours_first: bool
 ) -> None:
-    model = seeded(zoo.Tower)
+    model = seeded(models.ShortTower)
     before, after = (tiermem, torch.optim) if is_ours_first else (torch.optim, tiermem)
     first = getattr(before, kind)(model.parameters(), lr=1e-3, **options)
     train_steps(model, first, range(3))
@@ -57,13 +57,13 @@ def test_torch_and_we_continue_each_others_runs(
 def test_a_resumed_run_is_the_run_to_the_bit(
     preset: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    model = seeded(zoo.Tower).to(dtype)
+    model = seeded(models.ShortTower).to(dtype)
     optim = tiermem.AdamW(model.parameters(), lr=1e-2, precision=preset)
     train_steps(model, optim, range(3))
     torch.save((model.state_dict(), optim.state_dict()), tmp_path / "saved")
     weights, states = torch.load(tmp_path / "saved", weights_only=True)
     assert all(value.dtype == torch.float32 for value in flat(states).values())
-    other = seeded(zoo.Tower, 7).to(dtype)
+    other = seeded(models.ShortTower, 7).to(dtype)
     resumed = tiermem.AdamW(other.parameters(), precision=preset)
     resumed.load_state_dict(states)
     other.load_state_dict(weights)
@@ -73,7 +73,7 @@ def test_a_resumed_run_is_the_run_to_the_bit(
 
 
 def test_a_loaded_state_shares_no_memory_with_the_dict() -> None:
-    model = seeded(zoo.Tower)
+    model = seeded(models.ShortTower)
     optim = tiermem.AdamW(model.parameters(), lr=1e-2)
     train_steps(model, optim, range(1))
     saved = optim.state_dict()
@@ -86,7 +86,7 @@ def test_a_loaded_state_shares_no_memory_with_the_dict() -> None:
 
 
 def test_a_torch_dict_of_low_precision_parameters_starts_masters_from_them() -> None:
-    model = seeded(zoo.Tower).bfloat16()
+    model = seeded(models.ShortTower).bfloat16()
     theirs = torch.optim.AdamW(model.parameters(), lr=1e-2)
     train_steps(model, theirs, range(2))
     for preset in ("exact", "compact"):
@@ -97,7 +97,7 @@ def test_a_torch_dict_of_low_precision_parameters_starts_masters_from_them() -> 
 
 
 def test_torchs_choice_of_implementation_is_not_taken_over() -> None:
-    model = seeded(zoo.Tower)
+    model = seeded(models.ShortTower)
     theirs = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     train_steps(model, theirs, range(2))
     ours = tiermem.AdamW(model.parameters())
@@ -167,7 +167,7 @@ def test_a_sharded_models_states_are_those_of_the_ordinary_one(
 ) -> None:
     """Equal keys and values, also where rounding is stochastic: the names are the same, so the
     random numbers are."""
-    model = seeded(zoo.Tower).bfloat16()
+    model = seeded(models.ShortTower).bfloat16()
     plain = copy.deepcopy(model)
     ordinary = tiermem.AdamW(plain.named_parameters(), lr=1e-2, precision=preset)
     train_steps(plain, ordinary, range(3))
@@ -180,7 +180,7 @@ def test_a_sharded_models_states_are_those_of_the_ordinary_one(
 @pytest.mark.parametrize("home", [Tier.HOST, Tier.NVME])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_sharded_run_resumes_to_the_bit(preset: str, home: Tier, tmp_path: Path) -> None:
-    policy, model = policy_of(home, preset, tmp_path), seeded(zoo.Tower).bfloat16()
+    policy, model = policy_of(home, preset, tmp_path), seeded(models.ShortTower).bfloat16()
     with tiermem.shard(model, policy):
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         train_steps(model, optim, range(3))
@@ -188,7 +188,7 @@ def test_a_sharded_run_resumes_to_the_bit(preset: str, home: Tier, tmp_path: Pat
         losses = train_steps(model, optim, range(3, 6))
         wanted = dict(model.state_dict())
     for has_begun in (False, True):
-        other = seeded(zoo.Tower).bfloat16()
+        other = seeded(models.ShortTower).bfloat16()
         other.load_state_dict(weights)
         with tiermem.shard(other, policy):
             resumed = tiermem.AdamW(other.parameters())
@@ -204,7 +204,7 @@ def test_a_sharded_run_resumes_to_the_bit(preset: str, home: Tier, tmp_path: Pat
 
 
 def test_torchs_dict_goes_into_a_sharded_model(tmp_path: Path) -> None:
-    model = seeded(zoo.Tower)
+    model = seeded(models.ShortTower)
     theirs = torch.optim.AdamW(model.parameters(), lr=1e-2)
     train_steps(model, theirs, range(3))
     states = copy.deepcopy(theirs.state_dict())
@@ -217,7 +217,7 @@ def test_torchs_dict_goes_into_a_sharded_model(tmp_path: Path) -> None:
 
 
 def test_a_parameter_that_was_never_stepped_has_no_entry(tmp_path: Path) -> None:
-    model = seeded(zoo.Tower)
+    model = seeded(models.ShortTower)
     with tiermem.shard(model, policy_of(Tier.NVME, "exact", tmp_path)):
         optim = tiermem.AdamW(model.layers[0].parameters())
         assert optim.state_dict()["state"] == {}
@@ -226,6 +226,6 @@ def test_a_parameter_that_was_never_stepped_has_no_entry(tmp_path: Path) -> None
 
 
 def test_an_optimizer_of_a_sharded_model_is_not_pickled() -> None:
-    model = seeded(zoo.Tower)
+    model = seeded(models.ShortTower)
     with tiermem.shard(model), pytest.raises(RuntimeError, match=r"use state_dict\(\)"):
         copy.deepcopy(tiermem.AdamW(model.parameters()))

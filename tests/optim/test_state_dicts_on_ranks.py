@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 from launch import launch
+from programs.models import Tower
+from programs.twins import assert_same_tensors
 from state_dicts_on_ranks import CASES
-from twins import Tower, assert_same_tensors
 
 HERE = Path(__file__).parent
 

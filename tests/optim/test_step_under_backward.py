@@ -21,9 +21,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from mounts import mount
+from programs.models import Tower
+from programs.twins import assert_same_tensors, loss_of, seeded, train_engine
 from test_overlap import states_of
 from torch import nn
-from twins import Tower, assert_same_tensors, loss_of, seeded, train_engine
 
 import tiermem
 import tiermem.checkpoint

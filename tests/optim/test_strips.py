@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from programs.twins import assert_same_tensors
 from torch import nn
-from twins import assert_same_tensors
 
 import tiermem
 from tiermem import OffloadPolicy, Precision, Tier

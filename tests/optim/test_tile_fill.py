@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from twins import Tower, assert_same_tensors, seeded, states_of, train_steps
+from programs.models import Tower
+from programs.twins import assert_same_tensors, seeded, states_of, train_steps
 
 import tiermem
 from tiermem import OffloadPolicy, Shards, Tier

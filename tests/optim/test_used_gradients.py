@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import zoo
+from programs import models
+from programs.twins import assert_same_tensors, loss_of, seeded
 from torch import nn
-from twins import assert_same_tensors, loss_of, seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
@@ -35,7 +35,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Run]:
         step_in_backward=True,
         on_nonfinite="raise",
     )
-    model = seeded(zoo.Tower)
+    model = seeded(models.ShortTower)
     with tiermem.shard(model, policy):
         optim = tiermem.SGD(model.parameters(), lr=0.1)
         loss_of(model, 0).backward()
@@ -96,7 +96,7 @@ def test_a_step_that_scales_or_clips_is_refused(run: Run, how: dict[str, float])
 def test_training_goes_on_however_gradients_are_zeroed_after_a_step(
     run: Run, sets_to_none: bool | None
 ) -> None:
-    twin = seeded(zoo.Tower)
+    twin = seeded(models.ShortTower)
     theirs = torch.optim.SGD(twin.parameters(), lr=0.1)
     for number in range(3):
         theirs.zero_grad()
@@ -121,7 +121,7 @@ def test_a_step_without_gradients_does_nothing_as_torchs(run: Run) -> None:
 
 
 def test_a_backward_without_an_optimizer_is_refused() -> None:
-    model = seeded(zoo.Tower)
+    model = seeded(models.ShortTower)
     with tiermem.shard(
         model, OffloadPolicy(step_in_backward=True, persistence_numel=50, on_nonfinite="raise")
     ):

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from launch import as_rank
+from programs.models import Tower
+from programs.twins import loss_of, seeded
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_value_
-from twins import Tower, loss_of, seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Tier

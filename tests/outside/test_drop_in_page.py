@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from twins import Tower, loss_of, seeded
+from programs.models import Tower
+from programs.twins import loss_of, seeded
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "drop_in.md"
 

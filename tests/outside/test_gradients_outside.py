@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from programs.models import Tower
+from programs.twins import assert_same_tensors, loss_of, seeded, train_steps
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector
-from twins import Tower, assert_same_tensors, loss_of, seeded, train_steps
 
 import tiermem
 from tiermem import OffloadPolicy, Tier

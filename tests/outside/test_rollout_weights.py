@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
+from programs import models
+from programs.models import Tower
+from programs.twins import assert_same_tensors, loss_of, seeded, train_engine, train_steps
 from torch import nn
-from twins import Tower, assert_same_tensors, loss_of, seeded, train_engine, train_steps
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
@@ -59,7 +60,7 @@ def test_exports_change_nothing_of_a_training(tmp_path: Path) -> None:
 
 
 def test_tied_parameters_come_once_and_plain_models_alike() -> None:
-    model = zoo.tied_tower()
+    model = models.tied_tower()
     names = [name for name, _ in tiermem.export_weights(model)]
     with tiermem.shard(model, OffloadPolicy(params=Tier.HOST, optim=Tier.HOST), device="cpu"):
         assert sorted(name for name, _ in tiermem.export_weights(model)) == sorted(names)

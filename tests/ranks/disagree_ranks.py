@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import zoo
 from forked_ranks import World, run_worlds
+from programs import models
+from programs.twins import seeded
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from twins import seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
@@ -59,7 +59,7 @@ def shard(nvme: Path, model: nn.Module, **fields: Any) -> None:
 
 def initialize(given: Any = None, model: nn.Module | None = None, **keys: Any) -> None:
     engine, _, _, _ = tiermem.initialize(
-        model=model or seeded(zoo.Tower), config=CONFIG | keys, optimizer=given
+        model=model or seeded(models.ShortTower), config=CONFIG | keys, optimizer=given
     )
     engine.close()
 
@@ -75,7 +75,7 @@ def build(nvme: Path, make: Callable[[], nn.Module], is_under_init: bool = True)
 
 
 def groups(is_odd: bool) -> None:
-    model = seeded(zoo.Tower)
+    model = seeded(models.ShortTower)
     head = list(model.head.parameters())
     if is_odd:
         head += list(model.embed.parameters())
@@ -85,30 +85,40 @@ def groups(is_odd: bool) -> None:
 
 def cases(is_odd: bool, nvme: Path) -> dict[str, Callable[[], None]]:
     """What each rank does; the odd one a little differently."""
-    frozen = seeded(zoo.Tower)
+    frozen = seeded(models.ShortTower)
     frozen.head.requires_grad_(not is_odd)
     return {
         "another policy": lambda: shard(
-            nvme, seeded(zoo.Tower), persistence_numel=51 if is_odd else 50
+            nvme, seeded(models.ShortTower), persistence_numel=51 if is_odd else 50
         ),
         "another stage": lambda: shard(
-            nvme, seeded(zoo.Tower), params=Tier.DEVICE, optim=Tier.DEVICE, stage=2 if is_odd else 3
+            nvme,
+            seeded(models.ShortTower),
+            params=Tier.DEVICE,
+            optim=Tier.DEVICE,
+            stage=2 if is_odd else 3,
         ),
-        "another model": lambda: shard(nvme, seeded(zoo.NanoGPT if is_odd else zoo.Tower)),
+        "another model": lambda: shard(
+            nvme, seeded(models.NanoGPT if is_odd else models.ShortTower)
+        ),
         "other shapes": lambda: shard(nvme, Pair(96 if is_odd else 97)),
         "another order": lambda: shard(nvme, Pair(is_swapped=is_odd)),
         "another dtype": lambda: shard(
-            nvme, seeded(zoo.Tower).to(torch.bfloat16 if is_odd else torch.float32)
+            nvme, seeded(models.ShortTower).to(torch.bfloat16 if is_odd else torch.float32)
         ),
         "other frozen parameters": lambda: shard(nvme, frozen),
         "another MiCS group": lambda: shard(
-            nvme, seeded(zoo.Tower), shard_group_size=1 if is_odd else None
+            nvme, seeded(models.ShortTower), shard_group_size=1 if is_odd else None
         ),
-        "another mesh": lambda: tiermem.shard(seeded(zoo.Tower), OffloadPolicy(), mesh_of(is_odd)),
+        "another mesh": lambda: tiermem.shard(
+            seeded(models.ShortTower), OffloadPolicy(), mesh_of(is_odd)
+        ),
         "a second copy": lambda: shard(
-            nvme, seeded(zoo.Tower), secondary_group_size=3 if is_odd else 1
+            nvme, seeded(models.ShortTower), secondary_group_size=3 if is_odd else 1
         ),
-        "another way to gather": lambda: shard(nvme, seeded(zoo.Tower), quantised_gather=is_odd),
+        "another way to gather": lambda: shard(
+            nvme, seeded(models.ShortTower), quantised_gather=is_odd
+        ),
         "another MiCS group in the config": lambda: initialize(
             zero_optimization={"stage": 3, "mics_shard_size": 1 if is_odd else 3}
         ),
@@ -140,7 +150,9 @@ def mesh_of(is_odd: bool) -> DeviceMesh:
 def other_groups(rank: int, nvme: Path) -> None:
     """The odd rank shares its model with rank 0 alone, which shares it with all."""
     pair = dist.new_group([0, ODD])
-    tiermem.shard(seeded(zoo.Tower), OffloadPolicy(timeout_s=60.0), pair if rank == ODD else None)
+    tiermem.shard(
+        seeded(models.ShortTower), OffloadPolicy(timeout_s=60.0), pair if rank == ODD else None
+    )
 
 
 def one_is_late(rank: int, nvme: Path) -> None:
@@ -151,7 +163,7 @@ def one_is_late(rank: int, nvme: Path) -> None:
         time.sleep(3.5)
     for group in (pair, None):
         if group is None or rank in (0, ODD):
-            tiermem.shard(seeded(zoo.Tower), OffloadPolicy(timeout_s=60.0), group).close()
+            tiermem.shard(seeded(models.ShortTower), OffloadPolicy(timeout_s=60.0), group).close()
 
 
 def elsewhere(is_odd: bool, nvme: Path) -> None:
@@ -159,7 +171,7 @@ def elsewhere(is_odd: bool, nvme: Path) -> None:
     if is_odd:
         os.environ["LOCAL_WORLD_SIZE"] = "1"
     try:
-        shard(nvme, seeded(zoo.Tower))
+        shard(nvme, seeded(models.ShortTower))
     finally:
         os.environ["LOCAL_WORLD_SIZE"] = str(NUM_RANKS)
 

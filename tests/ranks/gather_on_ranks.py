@@ -10,18 +10,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import twins
-import zoo
 from gather_cases import CASES, NUM_STEPS, Case
 from launch import as_rank
+from programs import models
+from programs.twins import loss_of, seeded, train_steps
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from twins import loss_of, seeded, train_steps
 
 import tiermem
 from tiermem.config import load_config
 
-MODELS = {"tower": twins.Tower, "tied": zoo.tied_tower, "wandering": zoo.Wandering}
+MODELS = {"tower": models.Tower, "tied": models.tied_tower, "wandering": models.Wandering}
 
 
 def main() -> None:

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import zoo
 from launch import as_rank
+from programs import models
+from programs.models import Block
+from programs.twins import batch, seeded
 from torch import nn
-from twins import Block, batch, seeded
 from ways_to_reduce import BUCKET_NUMEL, CASES, NUM_MICRO, NUM_STEPS
 
 import tiermem
@@ -56,12 +57,12 @@ class WaysOnly(Branches):
         return self.head(self.block[0](self.embed(tokens), way))
 
 
-MODELS = {"tower": zoo.Tower, "branches": Branches, "ways": WaysOnly}
+MODELS = {"tower": models.ShortTower, "branches": Branches, "ways": WaysOnly}
 
 
 def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     inputs, targets = batch(step * 8 + rank)
-    outputs = model(inputs) if isinstance(model, zoo.Tower) else model(inputs, rank)
+    outputs = model(inputs) if isinstance(model, models.Tower) else model(inputs, rank)
     return nn.functional.cross_entropy(outputs.flatten(0, 1).float(), targets.flatten())
 
 
@@ -171,7 +172,7 @@ def train_together(nvme: Path) -> dict[str, array.array[float]]:
     Parameters of the other model are unfrozen on the way, so its rows of norms become longer.
     Returns the first one's weights.
     """
-    model, other = seeded(zoo.Tower), seeded(zoo.Tower)
+    model, other = seeded(models.ShortTower), seeded(models.ShortTower)
     other.layers[0].up.requires_grad_(False)
     policy = OffloadPolicy(
         stage=3, persistence_numel=50, paths=[nvme], reduce_bucket_numel=BUCKET_NUMEL

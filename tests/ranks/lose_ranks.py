@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import zoo
 from forked_ranks import Body, World, die, run_worlds
+from programs import models
+from programs.twins import loss_of, seeded
 from torch import nn
-from twins import loss_of, seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Tier, checkpoint
@@ -57,7 +57,7 @@ def dies_in(phase: str, who: int, tier: Tier) -> Body:
     optimizer's step or between."""
 
     def body(rank: int, nvme: Path) -> None:
-        model = seeded(zoo.Tower)
+        model = seeded(models.ShortTower)
         train(
             model,
             policy_of(tier, nvme),
@@ -86,7 +86,9 @@ def dies_with_a_child(who: int, tier: Tier) -> Body:
 
     def body(rank: int, nvme: Path) -> None:
         train(
-            seeded(zoo.Tower), policy_of(tier, nvme, 600.0), leave_a_child if rank == who else None
+            seeded(models.ShortTower),
+            policy_of(tier, nvme, 600.0),
+            leave_a_child if rank == who else None,
         )
 
     def leave_a_child(*_: object) -> None:
@@ -103,7 +105,7 @@ def dies_seeing(lane: str, who: int, tier: Tier) -> Body:
     reduction, a tile."""
 
     def body(rank: int, nvme: Path) -> None:
-        train(seeded(zoo.Tower), policy_of(tier, nvme), watch if rank == who else None)
+        train(seeded(models.ShortTower), policy_of(tier, nvme), watch if rank == who else None)
 
     def watch(shards: tiermem.Shards, optim: object) -> None:
         def count() -> int:
@@ -166,7 +168,7 @@ def dies_before(who: int, tier: Tier) -> Body:
     def body(rank: int, nvme: Path) -> None:
         if rank == who:
             die()
-        train(seeded(zoo.Tower), policy_of(tier, nvme))
+        train(seeded(models.ShortTower), policy_of(tier, nvme))
 
     return body
 
@@ -177,7 +179,7 @@ def dies_agreeing(who: int, tier: Tier) -> Body:
     def body(rank: int, nvme: Path) -> None:
         if rank == who:
             agreement.exchange_digests = lambda *_: die()  # type: ignore[assignment,return-value]
-        train(seeded(zoo.Tower), policy_of(tier, nvme))
+        train(seeded(models.ShortTower), policy_of(tier, nvme))
 
     return body
 
@@ -198,7 +200,7 @@ def dies_at_random(seed: int) -> Body:
             killer.daemon = True
             killer.start()
         while True:
-            train(seeded(zoo.Tower), policy_of(tier, nvme))
+            train(seeded(models.ShortTower), policy_of(tier, nvme))
 
     return body
 
@@ -211,7 +213,7 @@ def raises(who: int, tier: Tier) -> Body:
         def trouble(*_: object) -> None:
             raise LookupError("this rank's own trouble")
 
-        train(seeded(zoo.Tower), policy_of(tier, nvme), trouble if rank == who else None)
+        train(seeded(models.ShortTower), policy_of(tier, nvme), trouble if rank == who else None)
 
     return body
 
@@ -226,13 +228,15 @@ def hangs(who: int, tier: Tier) -> Body:
             die()
 
         train(
-            seeded(zoo.Tower), policy_of(tier, nvme, timeout_s=3.0), wait if rank == who else None
+            seeded(models.ShortTower),
+            policy_of(tier, nvme, timeout_s=3.0),
+            wait if rank == who else None,
         )
 
     return body
 
 
-class Straying(zoo.Tower):
+class Straying(models.ShortTower):
     """Uses the layers that it is told to, in that order."""
 
     way = (0, 1, 2)
@@ -256,7 +260,7 @@ def saves_alone(who: int, tier: Tier) -> Body:
     """One rank saves, as under `if rank == 0`, and the others go on."""
 
     def body(rank: int, nvme: Path) -> None:
-        train(seeded(zoo.Tower), policy_of(tier, nvme), save if rank == who else None)
+        train(seeded(models.ShortTower), policy_of(tier, nvme), save if rank == who else None)
 
     def save(shards: tiermem.Shards, optim: tiermem.AdamW) -> None:
         checkpoint.save(shards, optim, Path(shards.policy.paths[0].path, "saved"))

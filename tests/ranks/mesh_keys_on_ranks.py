@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import zoo
 from launch import as_rank
-from twins import loss_of, seeded
+from programs import models
+from programs.twins import loss_of, seeded
 
 import tiermem
 
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def train(case: str) -> dict[str, Any]:
-    model = seeded(zoo.Tower)
+    model = seeded(models.ShortTower)
     if "frozen" in case:
         model.layers.requires_grad_(False)
     zero = {"stage": 3, "stage3_param_persistence_threshold": 50} | CASES[case]

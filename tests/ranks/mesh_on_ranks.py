@@ -21,9 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import zoo
 from mesh_cases import CASES, NUM_STEPS, RANKS_ON_NODE, policy_of
-from twins import loss_of, seeded
+from programs import models
+from programs.twins import loss_of, seeded
 
 import tiermem
 from tiermem.forecast import Rates, forecast_shards
@@ -42,7 +42,7 @@ def main(out: Path, nvme: Path, *cases: str) -> None:
 
 
 def train_twin() -> dict[str, Any]:
-    model = DistributedDataParallel(seeded(zoo.tied_tower))
+    model = DistributedDataParallel(seeded(models.tied_tower))
     optim = tiermem.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for step in range(NUM_STEPS):
@@ -53,7 +53,7 @@ def train_twin() -> dict[str, Any]:
 
 
 def train(case: str, nvme: Path) -> dict[str, Any]:
-    model = zoo.tied_tower() if dist.get_rank() else seeded(zoo.tied_tower)
+    model = models.tied_tower() if dist.get_rank() else seeded(models.tied_tower)
     if "bf16" in case:
         model = model.to(torch.bfloat16)
     losses, payloads = [], []

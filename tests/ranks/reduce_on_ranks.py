@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import zoo
 from launch import as_rank
+from programs import models
+from programs.twins import loss_of, seeded
 from torch import nn
-from twins import loss_of, seeded
 
 import tiermem
 
@@ -36,7 +36,7 @@ STAGES = (0, 1, 3)
 def sums(keys: dict[str, Any], stage: int) -> dict[str, list[str]]:
     """Of each parameter: the dtypes in which the ranks' own gradients add up to the one that
     came."""
-    model = seeded(zoo.Tower)
+    model = seeded(models.ShortTower)
     everyones = gradients_of_ranks(copy.deepcopy(model), "torch_autocast" in keys)
     zero = {"stage": stage, "stage3_param_persistence_threshold": 50}
     optimizer = {"type": "AdamW", "params": {"lr": 1e-2}}

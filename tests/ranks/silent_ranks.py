@@ -21,12 +21,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import zoo
 from accelerator import build, device
 from forks import forked, free_port
+from programs import models
+from programs.twins import batch, seeded
 from torch import nn
 from torch.nn import functional as F
-from twins import batch, seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Tier, checkpoint
@@ -39,7 +39,7 @@ if build.missing_for_build() is None:
     torch.ones(1, device="meta").add(1)
 
 
-class Straying(zoo.Tower):
+class Straying(models.ShortTower):
     """Uses the layers in the order that it is told."""
 
     way = (0, 1, 2)

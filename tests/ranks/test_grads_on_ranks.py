@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from launch import launch
-from twins import assert_near
+from programs.twins import assert_near
 from ways_to_reduce import CASES, NUM_MICRO, NUM_STEPS, SAME_BITS
 
 HERE = Path(__file__).parent

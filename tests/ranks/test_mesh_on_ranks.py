@@ -16,7 +16,7 @@ import hosts
 import pytest
 from launch import launch_ranks
 from mesh_cases import CASES, HPZ, MICS, QUANTISED, RANKS
-from twins import assert_near
+from programs.twins import assert_near
 
 HERE = Path(__file__).parent
 

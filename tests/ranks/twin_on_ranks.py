@@ -5,7 +5,7 @@ twin_on_ranks.py FOLDER NVME SELECTION     every rank writes {case: {"ours": Run
 Twins have the same weights, batches and settings, and keep everything in memory:
 
     twin   the model in the case's precision on every rank, gradients added up over ranks and micro-batches in their own
-           dtype, fp32 masters (twins.MasterTwin); ranks are added first where the stage reduces
+           dtype, fp32 masters (programs/twins.py); ranks are added first where the stage reduces
            every micro-batch
     ddp    fp32 only: DistributedDataParallel with torch's own AdamW and clipping
 """
@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import zoo
 from launch import as_rank
+from programs import models
+from programs.twins import MasterTwin, loss_of, seeded
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from twin_cases import (
@@ -35,7 +36,6 @@ from twin_cases import (
     config_of,
     selection,
 )
-from twins import MasterTwin, loss_of, seeded
 
 import tiermem
 from tiermem.zero import Init
@@ -73,7 +73,7 @@ def train(case: Case, nvme: Path) -> Run:
     torch.manual_seed(_rank())  # rank 0's weights win
     inside = Init(config_dict_or_path=config) if case.is_built_by_init else contextlib.nullcontext()
     with inside:
-        model = zoo.tied_tower() if _rank() else seeded(zoo.tied_tower)
+        model = models.tied_tower() if _rank() else seeded(models.tied_tower)
     engine, _, _, _ = tiermem.initialize(model=model, config=config)
     run = Run([], [], {})
     for micro in range(NUM_STEPS * case.accumulation):
@@ -91,7 +91,7 @@ def train(case: Case, nvme: Path) -> Run:
 
 
 def train_twin(precision: str, accumulation: int, ranks_first: bool) -> Run:
-    model = seeded(zoo.tied_tower).to(_DTYPES[precision])
+    model = seeded(models.tied_tower).to(_DTYPES[precision])
     twin = MasterTwin(model, LR, DECAY, MAX_NORM)
     scale = LOSS_SCALE if precision == "fp16" else 1.0
     run = Run([], [], {})
@@ -115,7 +115,7 @@ def train_twin(precision: str, accumulation: int, ranks_first: bool) -> Run:
 
 
 def train_ddp(accumulation: int) -> Run:
-    plain = seeded(zoo.tied_tower)
+    plain = seeded(models.tied_tower)
     model = DistributedDataParallel(plain) if dist.is_initialized() else plain
     optim = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=DECAY)
     run = Run([], [], {})

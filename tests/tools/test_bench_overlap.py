@@ -13,7 +13,8 @@ import torch
 from bench.__main__ import main
 from bench.iterations import least_bytes
 from bench.overlap import EXIT_MISSED, Verdict
-from twins import Tower, loss_of, seeded
+from programs.models import Tower
+from programs.twins import loss_of, seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Precision, Tier

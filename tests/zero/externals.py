@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from programs.models import VOCAB, Block
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from twins import VOCAB, Block
 
 from tiermem.zero import register_external_parameter
 

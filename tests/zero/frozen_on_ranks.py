@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import zoo
 from frozen_blocks import blocked, policy_of
 from launch import as_rank
+from programs import models
+from programs.twins import seeded
 from test_compute_dtype import loss_of
-from twins import seeded
 
 import tiermem
 from tiermem import Shards, Tier, checkpoint
@@ -73,7 +73,7 @@ def passed_on(
     differed."""
     dtype, casts = (torch.bfloat16, True) if fields else (torch.float32, False)
     policy, wrong = policy_of(form, tier, folder, **fields), list[str]()
-    model = seeded(zoo.frozen_tower).to(dtype)
+    model = seeded(models.frozen_tower).to(dtype)
     twin = blocked(model, form)
     adam = tiermem.AdamW(trained(twin.parameters()), lr=1e-2)
     with tiermem.shard(model, policy) as shards:
@@ -84,14 +84,14 @@ def passed_on(
         wrong += [f"two ranks: {name}" for name in differing(shards, twin)]
         checkpoint.save(shards, optim, folder, "two")
     if rank == 0:
-        model = seeded(zoo.frozen_tower, 1).to(dtype)
+        model = seeded(models.frozen_tower, 1).to(dtype)
         with tiermem.shard(model, policy, group=alone) as shards:
             optim = tiermem.AdamW(trained(model.parameters()), lr=1e-2)
             checkpoint.load(shards, optim, folder)
             wrong += [f"one rank: {name}" for name in differing(shards, twin)]
             checkpoint.save(shards, optim, folder, "one")
     dist.barrier()
-    model = seeded(zoo.frozen_tower, 2).to(dtype)
+    model = seeded(models.frozen_tower, 2).to(dtype)
     with tiermem.shard(model, policy) as shards:
         optim = tiermem.AdamW(trained(model.parameters()), lr=1e-2)
         opened = checkpoint.load(shards, optim, folder)
@@ -108,9 +108,9 @@ def built_under_init(folder: Path, tier: Tier) -> list[str]:
     policy = policy_of("nf4", tier, folder)
     torch.manual_seed(dist.get_rank())
     with tiermem.zero.Init(policy=policy):
-        model = zoo.frozen_tower()
+        model = models.frozen_tower()
     with tiermem.shard(model, policy) as shards:
-        return differing(shards, blocked(seeded(zoo.frozen_tower), "nf4"))
+        return differing(shards, blocked(seeded(models.frozen_tower), "nf4"))
 
 
 def twin_step(twin: Any, adam: Any, number: int, rank: int, casts: bool) -> float:

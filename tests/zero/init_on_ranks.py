@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from programs.models import Tower
 from torch import nn
 from torch.nn import functional as F
-from twins import Tower
 
 import tiermem
 from tiermem import OffloadPolicy

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
 from absent_calls import READS, WHOLE, WRITES, outcome, table
+from programs import models
+from programs.twins import batch, is_absent, loss_of, seeded
 from torch import nn
-from twins import batch, is_absent, loss_of, seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Shards, Tier
@@ -33,7 +33,7 @@ MODES: dict[str, Any] = {
 
 @pytest.fixture
 def model() -> nn.Module:
-    return seeded(zoo.Tower)
+    return seeded(models.ShortTower)
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_inside_a_forward_or_backward(
 def test_before_the_model_is_sharded(plain: nn.Module, tmp_path: Path) -> None:
     torch.manual_seed(0)
     with Init(policy=OffloadPolicy(params=Tier.NVME, paths=[tmp_path], persistence_numel=0)):
-        model = zoo.Tower()
+        model = models.ShortTower()
     rows = {c: word for c, word in expected(0).items() if "model" not in c}
     differing = differences({call: outcome(call, model, plain) for call in rows}, rows)
     # copies and writes, which add up here

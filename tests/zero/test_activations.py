@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
+from programs import models
+from programs.twins import batch, seeded
 from saved_by_hand import flip
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as recompute
-from twins import batch, seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Shards, Tier
@@ -64,7 +64,7 @@ def train(
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_model_trains_to_the_same_bits(reentrant: bool, tmp_path: Path) -> None:
     def build() -> nn.Module:
-        return zoo.Tower(checkpoint=reentrant)
+        return models.ShortTower(checkpoint=reentrant)
 
     plain, _ = train(tmp_path, build)
     moved, written_bytes = train(tmp_path, build, activations=Tier.NVME)
@@ -75,11 +75,14 @@ def test_a_model_trains_to_the_same_bits(reentrant: bool, tmp_path: Path) -> Non
 def test_nothing_moves_without_a_checkpoint_and_on_host_where_the_maths_runs(
     tmp_path: Path,
 ) -> None:
-    assert train(tmp_path, lambda: zoo.Tower(), 1, activations=Tier.NVME)[1] == 0
-    assert train(tmp_path, lambda: zoo.Tower(checkpoint=False), 1, activations=Tier.HOST)[1] == 0
+    assert train(tmp_path, lambda: models.ShortTower(), 1, activations=Tier.NVME)[1] == 0
+    assert (
+        train(tmp_path, lambda: models.ShortTower(checkpoint=False), 1, activations=Tier.HOST)[1]
+        == 0
+    )
 
 
-class Parts(zoo.Tower):
+class Parts(models.ShortTower):
     """Saves what must stay: a weight, a buffer, a part of a tensor, a small tensor; and what moves,
     with odd strides."""
 
@@ -105,7 +108,7 @@ def test_weights_buffers_parts_and_small_tensors_stay(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(moved, plain, strict=True))
 
 
-class Changed(zoo.Tower):
+class Changed(models.ShortTower):
     """Changes the first block's input in place: before the second block is called, or after."""
 
     def __init__(self, computes_again: bool, early: bool) -> None:
@@ -143,7 +146,7 @@ def test_an_input_that_changes_before_it_has_left_is_an_error_as_in_torch(
         train(tmp_path, lambda: Changed(True, early=True), 1, activations=home)
 
 
-class _Exponential(zoo.Tower):
+class _Exponential(models.ShortTower):
     """Changes what backward needs."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -166,7 +169,7 @@ class _Scale(nn.Module):
         self.weight = nn.Parameter(torch.rand(31))
 
 
-class Borrowing(zoo.Tower):
+class Borrowing(models.ShortTower):
     """Gives a checkpoint the weight of a module that does not run, which is absent then."""
 
     def __init__(self) -> None:
@@ -188,7 +191,7 @@ def test_an_absent_weight_may_be_an_argument_of_a_checkpoint(tmp_path: Path) -> 
 
 @pytest.fixture
 def offloaded(tmp_path: Path) -> Iterator[tuple[nn.Module, Shards]]:
-    model = seeded(lambda: zoo.Tower(checkpoint=False, num_blocks=4))
+    model = seeded(lambda: models.ShortTower(checkpoint=False, num_blocks=4))
     with tiermem.shard(model, policy_of(tmp_path, activations=Tier.NVME)) as shards:
         yield model, shards
 
@@ -258,7 +261,7 @@ def test_what_is_read_is_verified(offloaded: tuple[nn.Module, Shards]) -> None:
 
 
 def test_a_plan_counts_activations(tmp_path: Path) -> None:
-    model = seeded(lambda: zoo.Tower(checkpoint=False))
+    model = seeded(lambda: models.ShortTower(checkpoint=False))
     policy = policy_of(
         tmp_path, activations=Tier.NVME, activation_bytes=5 * MIB, disk_bytes=16 * MIB
     )
@@ -273,7 +276,7 @@ def test_a_full_disk_keeps_inputs_in_memory(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def build() -> nn.Module:
-        return zoo.Tower(checkpoint=False)
+        return models.ShortTower(checkpoint=False)
 
     plain, _ = train(tmp_path, build, 1)
     moved, written_bytes = train(

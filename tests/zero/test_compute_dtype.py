@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from launch import launch
+from programs.models import VOCAB, Block, Tower
+from programs.twins import seeded
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from twins import VOCAB, Block, Tower, seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Tier

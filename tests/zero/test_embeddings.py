@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from programs.twins import assert_same_tensors, train_steps
 from torch import nn
-from twins import assert_same_tensors, train_steps
 
 import tiermem
 from tiermem import OffloadPolicy, Shards, Tier

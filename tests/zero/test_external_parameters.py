@@ -10,9 +10,10 @@ from pathlib import Path
 import externals
 import pytest
 import torch
+from programs.models import VOCAB
+from programs.twins import assert_same, batch, is_absent, loss_of, seeded, train, train_steps
 from torch import nn
 from torch.nn import functional as F
-from twins import VOCAB, assert_same, batch, is_absent, loss_of, seeded, train, train_steps
 
 import tiermem
 from tiermem import OffloadPolicy, Shards, Tier

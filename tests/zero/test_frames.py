@@ -12,7 +12,8 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
-from twins import Tower, batch, seeded
+from programs.models import Tower
+from programs.twins import batch, seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Tier

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import zoo
+from programs import models
+from programs.twins import seeded, train_steps
 from torch import nn
-from twins import seeded, train_steps
 
 import tiermem
 import tiermem.checkpoint
@@ -52,7 +52,7 @@ def train(policy: OffloadPolicy, num_held: int) -> tuple[list[float], dict[str, 
     """Losses and weights of a few steps, with a freeze before each; so many are held at a time."""
     held: deque[tuple[Freeze, dict[str, int], dict[str, str]]] = deque()
     losses: list[float] = []
-    with tiermem.shard(seeded(zoo.tied_tower).bfloat16(), policy) as shards:
+    with tiermem.shard(seeded(models.tied_tower).bfloat16(), policy) as shards:
         optim = tiermem.AdamW(shards.model.parameters())
         for step in range(NUM_STEPS):
             if num_held:
@@ -92,7 +92,7 @@ def test_steps_between_freezes_change_no_bit_and_no_frozen_byte(
 def test_room_for_every_slot_is_taken_at_the_start_or_refused_with_the_arithmetic(
     tmp_path: Path,
 ) -> None:
-    with tiermem.shard(seeded(zoo.tied_tower), policy_of(tmp_path)) as shards:
+    with tiermem.shard(seeded(models.tied_tower), policy_of(tmp_path)) as shards:
         plan = shards.plan
         (file,) = tmp_path.glob("tiermem-*/segment.bin")
         assert file.stat().st_blocks * 512 >= plan.disk_bytes > plan.frozen_disk_bytes > 0
@@ -101,9 +101,9 @@ def test_room_for_every_slot_is_taken_at_the_start_or_refused_with_the_arithmeti
     with pytest.raises(
         OSError, match=rf"2 slots .durability='checkpoint', keep=1.*durability='none' {less} bytes"
     ) as told:
-        tiermem.shard(seeded(zoo.tied_tower), tight)
+        tiermem.shard(seeded(models.tied_tower), tight)
     assert told.value.errno == errno.ENOSPC
-    tiermem.shard(seeded(zoo.tied_tower), dataclasses.replace(tight, durability="none")).close()
+    tiermem.shard(seeded(models.tied_tower), dataclasses.replace(tight, durability="none")).close()
     assert list(tmp_path.iterdir()) == []
 
 

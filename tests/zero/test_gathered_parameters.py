@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import zoo
+from programs import models
+from programs.models import logits_of
+from programs.twins import assert_same_tensors, batch, is_absent, loss_of, seeded
 from torch import nn
 from torch.nn import functional as F
-from twins import assert_same_tensors, batch, is_absent, logits_of, loss_of, seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Precision, Shards, Tier
@@ -30,7 +31,7 @@ def policy_at(home: Tier, folder: Path, **fields: object) -> OffloadPolicy:
 
 @pytest.fixture
 def model() -> nn.Module:
-    return seeded(zoo.tied_tower)
+    return seeded(models.tied_tower)
 
 
 @pytest.fixture
@@ -98,7 +99,7 @@ def test_what_the_modifier_writes_is_kept(
 def test_masters_follow_what_is_written_between_steps(
     home: Tier, master: str, tmp_path: Path
 ) -> None:
-    model = seeded(zoo.tied_tower).bfloat16()
+    model = seeded(models.tied_tower).bfloat16()
     with tiermem.shard(
         model, policy_at(home, tmp_path, precision=Precision(master=master))
     ) as shards:
@@ -290,7 +291,7 @@ def test_fwd_module_registers_what_is_gathered(model: nn.Module, tmp_path: Path)
 @pytest.mark.parametrize("home", HOMES, ids=lambda home: home.name)
 @pytest.mark.parametrize("is_inside", [True, False])
 def test_works_while_and_after_building(is_inside: bool, home: Tier, tmp_path: Path) -> None:
-    policy, plain = policy_at(home, tmp_path), seeded(zoo.tied_tower)
+    policy, plain = policy_at(home, tmp_path), seeded(models.tied_tower)
 
     def touch(each: nn.Module) -> None:
         with GatheredParameters(each.parameters()):
@@ -304,7 +305,7 @@ def test_works_while_and_after_building(is_inside: bool, home: Tier, tmp_path: P
 
     torch.manual_seed(0)
     with Init(policy=policy):
-        model = zoo.tied_tower()
+        model = models.tied_tower()
         if is_inside:
             touch(model)
     if not is_inside:
@@ -321,8 +322,8 @@ def test_looking_after_building_keeps_the_precision_built_in(tmp_path: Path) -> 
     policy = policy_at(Tier.NVME, tmp_path, master_from="init", persistence_numel=0)
     torch.manual_seed(0)
     with Init(policy=policy, dtype=torch.bfloat16):
-        model = zoo.tied_tower()
-    plain = seeded(zoo.tied_tower)
+        model = models.tied_tower()
+    plain = seeded(models.tied_tower)
     with GatheredParameters(model.embed.weight):
         assert torch.equal(model.embed.weight, plain.embed.weight.bfloat16())
     with tiermem.shard(model, policy) as shards:

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
+from programs import models
+from programs.twins import assert_same_tensors, batch, is_absent, seeded, train_steps
 from torch import nn
-from twins import assert_same_tensors, batch, is_absent, seeded, train_steps
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
@@ -24,11 +24,11 @@ from tiermem.weights.absent import RestingParameter
 from tiermem.zero import GatheredParameters, Init, ZeroParamStatus
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "llama": zoo.llama,
-    "llama, tied": functools.partial(zoo.llama, tied=True),
-    "nanogpt": zoo.NanoGPT,
-    "tied": zoo.tied_tower,
-    "frozen": zoo.frozen_tower,
+    "llama": models.llama,
+    "llama, tied": functools.partial(models.llama, tied=True),
+    "nanogpt": models.NanoGPT,
+    "tied": models.tied_tower,
+    "frozen": models.frozen_tower,
 }
 HOMES = [Tier.DEVICE, Tier.HOST, Tier.NVME]
 
@@ -70,7 +70,7 @@ def test_losses_equal_a_plain_builds(tmp_path: Path) -> None:
     for builder in (Init(policy=policy, enabled=False), Init(policy=policy)):
         torch.manual_seed(0)
         with builder:
-            model = zoo.llama()
+            model = models.llama()
         with tiermem.shard(model, policy):
             optim = tiermem.AdamW(model.parameters(), lr=1e-2)
             losses += train_steps(model, optim, range(3))
@@ -79,7 +79,7 @@ def test_losses_equal_a_plain_builds(tmp_path: Path) -> None:
 
 def test_parameters_show_nan_the_true_shape_and_the_coming_dtype(tmp_path: Path) -> None:
     with Init(policy=policy_at(Tier.NVME, tmp_path), dtype=torch.bfloat16):
-        model = zoo.NanoGPT()
+        model = models.NanoGPT()
     assert model.lm_head.weight.shape == (61, 32)
     assert is_absent(model.lm_head.weight)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
@@ -89,7 +89,7 @@ def test_parameters_show_nan_the_true_shape_and_the_coming_dtype(tmp_path: Path)
 def test_copies_before_sharding_have_the_values_and_pickling_raises(tmp_path: Path) -> None:
     policy = policy_at(Tier.NVME, tmp_path)
     with Init(policy=policy):
-        model = zoo.Tower()
+        model = models.ShortTower()
         inside = copy.deepcopy(model.layers[0])  # as torch.nn.TransformerEncoder does it
     with pytest.raises(
         RuntimeError,
@@ -110,7 +110,7 @@ def test_copies_before_sharding_have_the_values_and_pickling_raises(tmp_path: Pa
 
 def test_what_code_does_to_a_parameter_inside_is_kept(tmp_path: Path) -> None:
     def build() -> nn.Module:
-        model = zoo.Tower()
+        model = models.ShortTower()
         up = model.layers[0].up
         with torch.no_grad():
             up.weight.mul_(2.0)
@@ -154,7 +154,7 @@ def test_data_that_parameters_exchange_inside_is_kept(tmp_path: Path) -> None:
 def test_a_weight_that_was_tied_over_frees_its_place(tmp_path: Path) -> None:
     policy = policy_at(Tier.NVME, tmp_path)
     with Init(policy=policy) as init:
-        model = zoo.NanoGPT()
+        model = models.NanoGPT()
         gc.collect()
         assert init._built is not None
         assert len(init._built._kept) == sum(1 for _ in model.parameters())
@@ -162,7 +162,7 @@ def test_a_weight_that_was_tied_over_frees_its_place(tmp_path: Path) -> None:
 
 
 def test_a_finished_module_is_converted(tmp_path: Path) -> None:
-    model, plain = seeded(zoo.Tower), seeded(zoo.Tower)
+    model, plain = seeded(models.ShortTower), seeded(models.ShortTower)
     policy = policy_at(Tier.NVME, tmp_path)
     Init(module=model, policy=policy)
     assert is_absent(model.head.weight)
@@ -186,26 +186,26 @@ def test_disabled_context_does_nothing(tmp_path: Path) -> None:
     ):
         torch.manual_seed(0)
         with builder:
-            model = zoo.Tower()
-        assert_same_tensors(dict(model.state_dict()), dict(seeded(zoo.Tower).state_dict()))
+            model = models.ShortTower()
+        assert_same_tensors(dict(model.state_dict()), dict(seeded(models.ShortTower).state_dict()))
 
 
 def test_nothing_is_left_when_the_body_raises(tmp_path: Path) -> None:
     def build() -> None:
         with Init(policy=policy_at(Tier.NVME, tmp_path)):
-            zoo.Tower()
+            models.ShortTower()
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         build()
     assert not list(tmp_path.iterdir())
-    plain = zoo.Tower()  # hooks and mode are gone
+    plain = models.ShortTower()  # hooks and mode are gone
     assert all(p.isfinite().all() for p in plain.parameters())
 
 
 def test_nothing_is_left_of_a_model_that_is_never_sharded(tmp_path: Path) -> None:
     with Init(policy=policy_at(Tier.NVME, tmp_path)):
-        model = zoo.Tower()
+        model = models.ShortTower()
     assert list(tmp_path.iterdir())
     del model
     gc.collect()
@@ -215,15 +215,15 @@ def test_nothing_is_left_of_a_model_that_is_never_sharded(tmp_path: Path) -> Non
 def test_another_policy_may_shard_than_built(tmp_path: Path) -> None:
     torch.manual_seed(0)
     with Init(policy=policy_at(Tier.NVME, tmp_path)):
-        model = zoo.Tower()
+        model = models.ShortTower()
     with tiermem.shard(model, OffloadPolicy(stage=1)):
-        assert_same_tensors(dict(model.state_dict()), dict(seeded(zoo.Tower).state_dict()))
+        assert_same_tensors(dict(model.state_dict()), dict(seeded(models.ShortTower).state_dict()))
 
 
 def test_a_meta_model_without_weights_is_refused(tmp_path: Path) -> None:
     policy = policy_at(Tier.NVME, tmp_path)
     with Init(policy=policy), torch.device("meta"):
-        model = zoo.Tower()
+        model = models.ShortTower()
     with pytest.raises(RuntimeError, match="never given values: load a checkpoint"):
         tiermem.shard(model, policy)
     del model
@@ -232,9 +232,9 @@ def test_a_meta_model_without_weights_is_refused(tmp_path: Path) -> None:
 
 
 def test_every_parameter_shows_what_it_is_from_init_on(tmp_path: Path) -> None:
-    shapes = {name: p.shape for name, p in zoo.Tower().named_parameters()}
+    shapes = {name: p.shape for name, p in models.ShortTower().named_parameters()}
     with Init(policy=policy_at(Tier.NVME, tmp_path)):
-        model = zoo.Tower()
+        model = models.ShortTower()
     for name, param in model.named_parameters():
         assert (param.ds_shape, param.ds_numel) == (shapes[name], shapes[name].numel())
         assert param.ds_status is ZeroParamStatus.NOT_AVAILABLE
@@ -275,7 +275,7 @@ def test_skip_init_and_to_empty_make_room_for_values(
 def test_adapters_that_are_added_afterwards_are_partitioned_when_asked(tmp_path: Path) -> None:
     policy = policy_at(Tier.NVME, tmp_path)
     with Init(policy=policy, dtype=torch.bfloat16):
-        model = zoo.Tower()
+        model = models.ShortTower()
     model.adapter = nn.Linear(31, 97)
     values = {name: value.clone() for name, value in model.adapter.state_dict().items()}
     model.embed.weight.convert_to_zero_parameters(list(model.parameters()))
@@ -295,7 +295,7 @@ def test_adapters_that_are_added_afterwards_are_partitioned_when_asked(tmp_path:
 def test_integer_parameters_are_kept(tmp_path: Path) -> None:
     policy = policy_at(Tier.HOST, tmp_path)
     with Init(policy=policy):
-        model = zoo.Tower()
+        model = models.ShortTower()
         model.codes = nn.Parameter(torch.arange(99, dtype=torch.int8), requires_grad=False)
     with tiermem.shard(model, policy):
         assert torch.equal(model.state_dict()["codes"], torch.arange(99, dtype=torch.int8))
@@ -321,13 +321,13 @@ def test_a_missing_path_is_named(tmp_path: Path) -> None:
 def test_masters_start_from_the_fp32_initial_values_when_asked(
     home: Tier, persistence_numel: int, tmp_path: Path
 ) -> None:
-    initial = {name: p.detach() for name, p in seeded(zoo.Tower).named_parameters()}
+    initial = {name: p.detach() for name, p in seeded(models.ShortTower).named_parameters()}
     policy = policy_at(
         home, tmp_path, master_from="init", persistence_numel=persistence_numel, tile_numel=4096
     )
     torch.manual_seed(0)
     with Init(policy=policy, dtype=torch.bfloat16):
-        model = zoo.Tower()
+        model = models.ShortTower()
     with tiermem.shard(model, policy) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
         tiles = optim.tiles_of(shards)
@@ -347,7 +347,7 @@ def test_masters_start_from_the_fp32_initial_values_when_asked(
 
 
 def test_masters_from_initial_values_are_in_the_plan(tmp_path: Path) -> None:
-    model = seeded(zoo.Tower).bfloat16()
+    model = seeded(models.ShortTower).bfloat16()
     with tiermem.shard(model, policy_at(Tier.NVME, tmp_path, master_from="init")) as shards:
         row = next(row for row in shards.plan.rows if row.what == "initial masters")
         assert row.num_bytes == sum(live.unit.shard_numel * 4 for live in shards.units)
@@ -372,18 +372,21 @@ def test_a_state_dict_is_loaded_before_sharding(kind: str, home: Tier, tmp_path:
 
 
 def test_a_loaded_state_dict_fills_what_meta_left_empty(tmp_path: Path) -> None:
-    plain, policy = seeded(zoo.NanoGPT), policy_at(Tier.NVME, tmp_path)
+    plain, policy = seeded(models.NanoGPT), policy_at(Tier.NVME, tmp_path)
     with torch.device("meta"), Init(policy=policy):
-        model = zoo.NanoGPT()
+        model = models.NanoGPT()
     model.load_state_dict(plain.state_dict())
     with tiermem.shard(model, policy):
         assert_same_tensors(dict(model.named_parameters()), dict(plain.named_parameters()))
 
 
 def test_a_state_dict_loaded_before_sharding_keeps_fp32_for_masters() -> None:
-    plain, policy = seeded(zoo.Tower), OffloadPolicy(persistence_numel=50, master_from="init")
+    plain, policy = (
+        seeded(models.ShortTower),
+        OffloadPolicy(persistence_numel=50, master_from="init"),
+    )
     with Init(policy=policy, dtype=torch.bfloat16):
-        model = zoo.Tower()
+        model = models.ShortTower()
     model.load_state_dict(plain.state_dict())
     with tiermem.shard(model, policy):
         tiermem.AdamW(model.parameters())
@@ -394,16 +397,16 @@ def test_a_state_dict_loaded_before_sharding_keeps_fp32_for_masters() -> None:
 
 
 def test_a_state_dict_loaded_in_a_gather_is_what_the_gather_writes() -> None:
-    plain, policy = seeded(zoo.Tower), OffloadPolicy(persistence_numel=50)
+    plain, policy = seeded(models.ShortTower), OffloadPolicy(persistence_numel=50)
     with Init(policy=policy):
-        model = zoo.Tower()
+        model = models.ShortTower()
     with GatheredParameters(list(model.parameters()), modifier_rank=0):
         model.load_state_dict(plain.state_dict())
     with (
         pytest.raises(RuntimeError, match="gathered parameters were written"),
         GatheredParameters(list(model.parameters())),
     ):
-        model.load_state_dict(seeded(zoo.Tower, 3).state_dict())
+        model.load_state_dict(seeded(models.ShortTower, 3).state_dict())
     with tiermem.shard(model, policy):
         assert_same_tensors(dict(model.state_dict()), dict(plain.state_dict()))
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
+from programs import models
+from programs.twins import assert_same_tensors, is_absent, seeded
 from torch import nn
-from twins import assert_same_tensors, is_absent, seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
@@ -32,7 +32,7 @@ def config_of(folder: Path, **zero: Any) -> dict[str, Any]:
 
 
 def test_arguments_are_in_the_documented_order(tmp_path: Path) -> None:
-    model = seeded(zoo.Tower)
+    model = seeded(models.ShortTower)
     Init(model, None, True, "cpu", False, config_of(tmp_path), None, True, torch.bfloat16)
     assert is_absent(model.head.weight)
     assert model.head.weight.dtype is torch.bfloat16
@@ -45,10 +45,10 @@ def test_arguments_are_in_the_documented_order(tmp_path: Path) -> None:
 def test_remote_device_says_where_parameters_rest(
     remote: str | None, is_on_disk: bool, tmp_path: Path
 ) -> None:
-    plain = seeded(zoo.Tower)
+    plain = seeded(models.ShortTower)
     torch.manual_seed(0)
     with Init(remote_device=remote, config_dict_or_path=config_of(tmp_path), pin_memory=True):
-        model = zoo.Tower()
+        model = models.ShortTower()
     assert bool(list(tmp_path.iterdir())) == is_on_disk
     with GatheredParameters(model.parameters()):
         assert_same_tensors(dict(model.named_parameters()), dict(plain.named_parameters()))
@@ -80,7 +80,7 @@ def test_quantised_arguments_hold_for_shard_and_initialize(
 ) -> None:
     def build() -> nn.Module:
         with Init(config_dict_or_path=config_of(tmp_path), **{name: True}):
-            return zoo.Tower()
+            return models.ShortTower()
 
     with tiermem.shard(build(), POLICY) as shards:
         assert getattr(shards.policy, field)
@@ -91,7 +91,7 @@ def test_quantised_arguments_hold_for_shard_and_initialize(
 
 def test_arguments_that_a_policy_contradicts_are_refused() -> None:
     with Init(policy=POLICY, zero_quantized_nontrainable_weights=True) as init:
-        model = zoo.Tower()
+        model = models.ShortTower()
     assert init._built is not None
     built = AsBuilt(fields={"secondary_group_size": 2})
     assert built.over(POLICY).secondary_group_size == 2
@@ -106,7 +106,7 @@ def test_the_deprecated_name_of_the_config_warns(tmp_path: Path) -> None:
         pytest.warns(DeprecationWarning, match="use config_dict_or_path"),
         Init(config=config_of(tmp_path)),
     ):
-        model = zoo.Tower()
+        model = models.ShortTower()
     assert is_absent(model.head.weight)
 
 
@@ -140,13 +140,13 @@ def test_tensors_inside_get_the_dtype_when_asked() -> None:
 
 def test_the_innermost_context_takes_what_is_built_in_it(tmp_path: Path) -> None:
     nvme = OffloadPolicy(params=Tier.NVME, paths=[tmp_path], persistence_numel=50)
-    plain = seeded(lambda: nn.ModuleList([zoo.Tower(), zoo.Tower()]))
+    plain = seeded(lambda: nn.ModuleList([models.ShortTower(), models.ShortTower()]))
     torch.manual_seed(0)
     with Init(policy=POLICY):
-        outer = zoo.Tower()
+        outer = models.ShortTower()
         assert not list(tmp_path.iterdir())
         with Init(policy=nvme):
-            inner = zoo.Tower()
+            inner = models.ShortTower()
             assert list(tmp_path.iterdir())
         assert is_absent(inner.head.weight)
     for model, twin in zip((outer, inner), plain, strict=True):
@@ -157,9 +157,9 @@ def test_the_innermost_context_takes_what_is_built_in_it(tmp_path: Path) -> None
 def test_a_context_can_be_suspended() -> None:
     with Init(policy=POLICY):
         shutdown_init_context()
-        ordinary = zoo.Tower()
+        ordinary = models.ShortTower()
         restore_init_context()
-        model = zoo.Tower()
+        model = models.ShortTower()
     assert not any(p.isnan().any() for p in ordinary.parameters())
     assert is_absent(model.head.weight)
     shutdown_init_context()  # outside of every context: nothing happens
@@ -167,7 +167,7 @@ def test_a_context_can_be_suspended() -> None:
 
 def test_parameters_are_described_while_building() -> None:
     with Init(policy=POLICY):
-        model = zoo.Tower()
+        model = models.ShortTower()
         weight = model.layers[0].up.weight
         assert (weight.ds_shape, weight.ds_numel, weight.ds_tensor.shape) == (
             (97, 31),
@@ -188,13 +188,13 @@ def fill_linears(module: nn.Module) -> None:
 
 def test_apply_inside_finds_values_or_refuses(tmp_path: Path) -> None:
     with Init(config_dict_or_path=config_of(tmp_path)):
-        model = zoo.Tower()
+        model = models.ShortTower()
         model.apply(fill_linears)
     with GatheredParameters(model.head.weight):
         assert (model.head.weight == 0.25).all()
 
     with Init(config_dict_or_path=config_of(tmp_path, override_module_apply=False)):
-        model = zoo.Tower()
+        model = models.ShortTower()
         with pytest.raises(RuntimeError, match="override_module_apply is false: gather it"):
             model.apply(fill_linears)
         with GatheredParameters(model.head.weight, modifier_rank=0):
@@ -208,7 +208,7 @@ def test_apply_inside_finds_values_or_refuses(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_overridden", [True, False])
 def test_apply_of_an_engine_gathers_unless_told_not_to(is_overridden: bool, tmp_path: Path) -> None:
     config = config_of(tmp_path, override_module_apply=is_overridden)
-    engine, _, _, _ = tiermem.initialize(model=seeded(zoo.Tower), config=config)
+    engine, _, _, _ = tiermem.initialize(model=seeded(models.ShortTower), config=config)
     if is_overridden:
         assert engine.apply(fill_linears) is engine
         assert (engine.shards.weight(engine.module.head.weight) == 0.25).all()

@@ -14,7 +14,8 @@ import pytest
 import torch
 from fork_server import Started, start
 from forks import free_port
-from twins import Tower, loss_of, seeded
+from programs.models import Tower
+from programs.twins import loss_of, seeded
 
 import tiermem
 from tiermem.ranks.joining import JOIN_TIMEOUT_S
@@ -35,7 +36,8 @@ else:
 
 SHARDS = """
 import torch.distributed as dist
-from twins import Tower, seeded, train_steps
+from programs.models import Tower
+from programs.twins import seeded, train_steps
 import tiermem
 policy = tiermem.OffloadPolicy(persistence_numel=50)
 if {with_init}:

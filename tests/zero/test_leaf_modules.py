@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from programs.models import Tower
+from programs.twins import loss_of, seeded
 from torch import nn
-from twins import Tower, loss_of, seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Tier

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import zoo
+from programs import models
+from programs.twins import assert_same_tensors, is_absent, seeded, train_steps
 from torch import nn
-from twins import assert_same_tensors, is_absent, seeded, train_steps
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
@@ -23,22 +23,22 @@ from tiermem import OffloadPolicy, Tier
 HOMES = [Tier.HOST, Tier.NVME]
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "nanogpt": zoo.NanoGPT,
-    "llama": zoo.llama,
-    "llama, tied": functools.partial(zoo.llama, tied=True),
-    "llama, checkpointed": functools.partial(zoo.checkpointed_llama, False),
-    "llama, checkpointed reentrantly": functools.partial(zoo.checkpointed_llama, True),
-    "bare containers": zoo.BareContainers,
-    "tied": zoo.tied_tower,
-    "frozen": zoo.frozen_tower,
-    "frozen, tied": lambda: zoo.tied_tower().requires_grad_(True),
-    "unused blocks": functools.partial(zoo.Tower, skips=True),
+    "nanogpt": models.NanoGPT,
+    "llama": models.llama,
+    "llama, tied": functools.partial(models.llama, tied=True),
+    "llama, checkpointed": functools.partial(models.checkpointed_llama, False),
+    "llama, checkpointed reentrantly": functools.partial(models.checkpointed_llama, True),
+    "bare containers": models.BareContainers,
+    "tied": models.tied_tower,
+    "frozen": models.frozen_tower,
+    "frozen, tied": lambda: models.tied_tower().requires_grad_(True),
+    "unused blocks": functools.partial(models.ShortTower, skips=True),
 }
 for _outputs in ("tensor", "dict", "dataclass"):
     for _checkpoint in (None, False, True):
         for _rounds in (1, 2):
             MODELS[f"{_outputs}, checkpoint {_checkpoint}, {_rounds} rounds"] = functools.partial(
-                zoo.Tower, outputs=_outputs, checkpoint=_checkpoint, rounds=_rounds
+                models.ShortTower, outputs=_outputs, checkpoint=_checkpoint, rounds=_rounds
             )
 
 
@@ -75,7 +75,7 @@ def test_model_trains_as_its_plain_twin(
 
 def test_a_nan_that_was_never_fetched_would_show(tmp_path: Path) -> None:
     """The tests above would fail if a unit were missing: released weights are NaN."""
-    model = seeded(zoo.Tower)
+    model = seeded(models.ShortTower)
     with tiermem.shard(
         model, OffloadPolicy(params=Tier.NVME, paths=[tmp_path], persistence_numel=50)
     ):

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
-from twins import Tower, assert_same_tensors, loss_of, seeded, train_steps
+from programs import models
+from programs.models import Tower
+from programs.twins import assert_same_tensors, loss_of, seeded, train_steps
 
 import tiermem
 from tiermem import OffloadPolicy, Shards, Tier
@@ -189,7 +190,7 @@ def test_evaluation_reads_each_unit_once_and_does_not_upset_training(tmp_path: P
 
 @pytest.mark.parametrize("unit_buffers", [1, 2, 3])
 def test_an_order_that_changes_costs_only_time(unit_buffers: int, tmp_path: Path) -> None:
-    model = seeded(zoo.Wandering)
+    model = seeded(models.Wandering)
     plain = copy.deepcopy(model)
     with tiermem.shard(model, policy(tmp_path, optim=Tier.NVME, unit_buffers=unit_buffers)):
         losses = [

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-import zoo
-from twins import seeded
+from programs import models
+from programs.twins import seeded
 
 from tiermem import OffloadPolicy
 from tiermem.ranks.topology import Topology
@@ -18,7 +18,7 @@ POLICY = OffloadPolicy(persistence_numel=50, quantised_frozen=True)
 
 
 def units_of(num_shards: int, dtype: torch.dtype = torch.float32) -> list[Unit]:
-    model = seeded(zoo.frozen_tower).to(dtype)
+    model = seeded(models.frozen_tower).to(dtype)
     return [unit for unit in divide(model, POLICY, num_shards).units if not unit.is_resident]
 
 

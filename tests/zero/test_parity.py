@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from twins import MasterTwin, Tower, loss_of, seeded, train, train_steps
+from programs.models import Tower
+from programs.twins import MasterTwin, loss_of, seeded, train, train_steps
 
 import tiermem
 from tiermem import OffloadPolicy, Tier

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from twins import loss_of, seeded, train
+from programs import models
+from programs.twins import loss_of, seeded, train
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
@@ -45,7 +45,7 @@ PROPERTY = settings(
 
 
 def one_step(policy: OffloadPolicy, dtype: torch.dtype) -> tiermem.swap.store.store.StoreStats:
-    with tiermem.shard(seeded(zoo.tied_tower).to(dtype), policy) as shards:
+    with tiermem.shard(seeded(models.tied_tower).to(dtype), policy) as shards:
         optim = tiermem.AdamW(shards.model.parameters())
         for step in range(2):
             loss_of(shards.model, step).backward()
@@ -72,7 +72,7 @@ def test_a_refused_budget_names_the_smallest_which_works(
 ) -> None:
     policy = OffloadPolicy(paths=[tmp_path], **fields, host_bytes=4096)
     with pytest.raises(ValueError, match=r"needs \d+ per rank") as refusal:
-        tiermem.shard(zoo.tied_tower().to(dtype), policy)
+        tiermem.shard(models.tied_tower().to(dtype), policy)
     assert not list(tmp_path.iterdir())
     smallest = int(re.search(r"(\d+) per node: ", str(refusal.value)).group(1))
     assert (
@@ -81,17 +81,17 @@ def test_a_refused_budget_names_the_smallest_which_works(
     )
     with pytest.raises(ValueError, match=f"needs {smallest} per rank"):
         tiermem.shard(
-            zoo.tied_tower().to(dtype), dataclasses.replace(policy, host_bytes=smallest - 1)
+            models.tied_tower().to(dtype), dataclasses.replace(policy, host_bytes=smallest - 1)
         )
 
 
 def test_a_tighter_budget_changes_no_bit(tmp_path: Path) -> None:
-    model = seeded(zoo.Tower)
+    model = seeded(models.ShortTower)
     policy = OffloadPolicy(
         params=Tier.NVME, optim=Tier.NVME, paths=[tmp_path], persistence_numel=50
     )
     with pytest.raises(ValueError, match="per node: ") as refusal:
-        tiermem.shard(zoo.Tower(), dataclasses.replace(policy, host_bytes=1))
+        tiermem.shard(models.ShortTower(), dataclasses.replace(policy, host_bytes=1))
     smallest = int(re.search(r"(\d+) per node: ", str(refusal.value)).group(1))
     ample, tight = (
         train(model, policy),
@@ -107,7 +107,7 @@ def test_refusal_lists_every_row_with_its_reason(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match="host_bytes=10000 per node is 10000 for each of 1 ranks"
     ) as refusal:
-        tiermem.shard(zoo.Tower(), policy)
+        tiermem.shard(models.ShortTower(), policy)
     for what in (
         "resident parameters",
         "unit buffers",

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-import twins
-import zoo
 from frozen_blocks import blocked, frozen, policy_of
 from launch import launch
+from programs import models
+from programs.twins import loss_of, seeded
 from test_compute_dtype import assert_equal, train
 from torch import nn
-from twins import loss_of, seeded
 
 import tiermem
 from tiermem import Tier
@@ -37,7 +36,7 @@ TIERS = [Tier.HOST, Tier.NVME]
 def test_training_is_that_of_a_twin_with_the_same_blocks(
     tier: Tier, form: str, dtype: torch.dtype, compute_dtype: str, tmp_path: Path
 ) -> None:
-    model = seeded(zoo.frozen_tower).to(dtype)
+    model = seeded(models.frozen_tower).to(dtype)
     twin, casts = blocked(model, form), compute_dtype == "fp32"
     expected = train(twin, casts)
     with tiermem.shard(
@@ -76,7 +75,7 @@ def test_a_fetch_reads_the_bits_of_blocks(
     planned, read = [], []
     for fields in ({}, {field: value}):
         model = (
-            seeded(lambda: twins.Tower(width=256, inner=512))
+            seeded(lambda: models.Tower(width=256, inner=512))
             .to(torch.bfloat16)
             .requires_grad_(False)
         )
@@ -113,7 +112,7 @@ def test_a_fetch_reads_the_bits_of_blocks(
 def test_values_that_are_put_come_back_from_their_blocks(
     tier: Tier, form: str, tmp_path: Path
 ) -> None:
-    model = seeded(zoo.frozen_tower)
+    model = seeded(models.frozen_tower)
     with tiermem.shard(model, policy_of(form, tier, tmp_path)) as shards:
         param = model.layers[2].up.weight
         value = torch.randn(param.shape, generator=torch.Generator().manual_seed(3))
@@ -131,7 +130,7 @@ def test_values_that_are_put_come_back_from_their_blocks(
 def test_values_that_are_put_in_forward_are_seen_as_their_blocks_hold_them(
     compute_dtype: str, tmp_path: Path
 ) -> None:
-    model = seeded(zoo.frozen_tower).bfloat16()
+    model = seeded(models.frozen_tower).bfloat16()
     with (
         tiermem.shard(model, policy_of("nf4", Tier.NVME, tmp_path, compute_dtype=compute_dtype)),
         torch.no_grad(),
@@ -154,7 +153,7 @@ def test_values_that_are_put_in_forward_are_seen_as_their_blocks_hold_them(
 def test_units_that_are_kept_for_generation_hold_values(
     tier: Tier, compute_dtype: str, tmp_path: Path
 ) -> None:
-    model = seeded(zoo.frozen_tower).bfloat16()
+    model = seeded(models.frozen_tower).bfloat16()
     with (
         tiermem.shard(
             model, policy_of("nf4", tier, tmp_path, compute_dtype=compute_dtype)
@@ -169,7 +168,7 @@ def test_units_that_are_kept_for_generation_hold_values(
 
 
 def test_unfreezing_is_refused_with_the_alternative(tmp_path: Path) -> None:
-    model = seeded(zoo.frozen_tower)
+    model = seeded(models.frozen_tower)
     with tiermem.shard(model, policy_of("nf4", Tier.NVME, tmp_path)):
         model.layers[1].up.weight.requires_grad_(True)
         with pytest.raises(
@@ -182,7 +181,7 @@ def test_unfreezing_is_refused_with_the_alternative(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_a_model_for_inference_rests_in_blocks_whole(tier: Tier, tmp_path: Path) -> None:
-    model = seeded(zoo.Tower)
+    model = seeded(models.ShortTower)
     twin = blocked(copy.deepcopy(model).requires_grad_(False), "nf4")
     with (
         tiermem.shard(model, policy_of("nf4", tier, tmp_path), is_trained=False) as shards,
@@ -196,7 +195,7 @@ def test_a_model_for_inference_rests_in_blocks_whole(tier: Tier, tmp_path: Path)
 
 def test_nothing_else_is_packed(tmp_path: Path) -> None:
     """Norms, biases, small matrices, integers and what is trained."""
-    model = seeded(zoo.frozen_tower)
+    model = seeded(models.frozen_tower)
     model.table = nn.Parameter(torch.arange(3000).view(30, 100), requires_grad=False)
     policy = policy_of("nf4", Tier.NVME, tmp_path, persistence_numel=2000)  # of 31 x 61 and 31 x 97
     with tiermem.shard(model, policy) as shards:
@@ -224,7 +223,7 @@ def test_a_config_sets_it(tmp_path: Path) -> None:
         "tiermem": {"frozen_quant_type": "nf4"},
     }
     assert load_config(config).policy().frozen_blocks == "nf4"
-    model = seeded(zoo.frozen_tower)
+    model = seeded(models.frozen_tower)
     twin = blocked(copy.deepcopy(model), "nf4")
     config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2}}
     engine, *_ = tiermem.initialize(model=model, config=config, model_parameters=model.parameters())

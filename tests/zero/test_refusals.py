@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import zoo
+from programs import models
 from torch import nn
 
 import tiermem
@@ -17,7 +17,7 @@ ON_NVME: dict[str, Any] = {"params": Tier.NVME, "optim": Tier.NVME}
 
 
 def refused(error: type[Exception], match: str, folder: Path, **fields: Any) -> None:
-    model = zoo.Tower()
+    model = models.ShortTower()
     with pytest.raises(error, match=match):
         tiermem.shard(model, OffloadPolicy(**fields))
     assert not list(folder.rglob("tiermem-*"))
@@ -99,7 +99,7 @@ def test_a_model_without_parameters_runs() -> None:
 
 
 def test_an_optimizers_settings_are_checked() -> None:
-    params = list(zoo.Tower().parameters())
+    params = list(models.ShortTower().parameters())
     for name, value in (("lr", -1.0), ("eps", -1.0), ("weight_decay", -0.1), ("betas", (1.0, 0.9))):
         with pytest.raises(ValueError, match=name):
             tiermem.AdamW(params, **{name: value})

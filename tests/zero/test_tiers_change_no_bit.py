@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from twins import Result, Tower, assert_same, seeded, train
+from programs.models import Tower
+from programs.twins import Result, assert_same, seeded, train
 
 from tiermem import IoSettings, OffloadPolicy, Tier
 from tiermem.precision import PRESETS, Precision

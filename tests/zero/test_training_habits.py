@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
+from programs import models
+from programs.twins import assert_same_tensors, loss_of, seeded, train_steps
 from torch import nn
-from twins import assert_same_tensors, loss_of, seeded, train_steps
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
@@ -24,7 +24,7 @@ class Pair:
     def __init__(
         self, policy: OffloadPolicy, model: nn.Module | None = None, **settings: Any
     ) -> None:
-        self.model = model or seeded(zoo.Tower)
+        self.model = model or seeded(models.ShortTower)
         self.plain = copy.deepcopy(self.model)
         self.shards = tiermem.shard(self.model, policy)
         settings = {"lr": 1e-2} | settings
@@ -113,7 +113,7 @@ def test_a_submodule_called_by_itself(pair: Pair) -> None:
 
 
 def test_two_sharded_models_in_one_process(on_nvme: OffloadPolicy) -> None:
-    first, second = Pair(on_nvme), Pair(on_nvme, seeded(zoo.NanoGPT))
+    first, second = Pair(on_nvme), Pair(on_nvme, seeded(models.NanoGPT))
     for number in range(3):
         first.step(number)
         second.step(number)
@@ -130,7 +130,7 @@ def test_two_sharded_models_in_one_process(on_nvme: OffloadPolicy) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_gradients_of_micro_batches_add_up(stage: int, grads: Tier | None, tmp_path: Path) -> None:
     policy = OffloadPolicy(stage=stage, grads=grads, paths=[tmp_path], persistence_numel=50)
-    pair = Pair(policy, seeded(zoo.Tower).to(torch.bfloat16))
+    pair = Pair(policy, seeded(models.ShortTower).to(torch.bfloat16))
     for start in (0, 3):
         for model, optim in pair.both:
             for number in range(3):
@@ -203,7 +203,7 @@ def fail(*_: Any) -> None:
 
 
 def test_parameter_groups_keep_their_settings_and_follow_a_schedule(policy: OffloadPolicy) -> None:
-    model = seeded(zoo.Tower)
+    model = seeded(models.ShortTower)
     plain = copy.deepcopy(model)
     shards = tiermem.shard(model, policy)
     losses = []
@@ -222,7 +222,7 @@ def test_parameter_groups_keep_their_settings_and_follow_a_schedule(policy: Offl
 
 
 def test_an_optimizer_of_some_parameters_leaves_the_others(policy: OffloadPolicy) -> None:
-    model = seeded(zoo.Tower)
+    model = seeded(models.ShortTower)
     before = copy.deepcopy(model.state_dict())
     with tiermem.shard(model, policy):
         optim = tiermem.AdamW(model.layers[0].parameters(), lr=1e-2)
@@ -284,7 +284,7 @@ def test_a_non_finite_gradient_raises_when_the_policy_says_so(tmp_path: Path) ->
     policy = OffloadPolicy(
         params=Tier.NVME, paths=[tmp_path], persistence_numel=50, on_nonfinite="raise"
     )
-    with tiermem.shard(seeded(zoo.Tower), policy) as shards:
+    with tiermem.shard(seeded(models.ShortTower), policy) as shards:
         optim = tiermem.AdamW(shards.model.parameters())
         (loss_of(shards.model, 0) * float("inf")).backward()
         with pytest.raises(RuntimeError, match=r"they hold NaN or infinity\. No state was touched"):
@@ -292,7 +292,7 @@ def test_a_non_finite_gradient_raises_when_the_policy_says_so(tmp_path: Path) ->
 
 
 def test_torchs_own_optimizer_raises_instead_of_doing_nothing(policy: OffloadPolicy) -> None:
-    with tiermem.shard(seeded(zoo.Tower), policy) as shards:
+    with tiermem.shard(seeded(models.ShortTower), policy) as shards:
         optim = torch.optim.AdamW(shards.model.parameters())
         loss_of(shards.model, 0).backward()
         with pytest.raises(
@@ -305,7 +305,7 @@ def test_torchs_own_optimizer_raises_instead_of_doing_nothing(policy: OffloadPol
 def test_an_optimizer_built_before_sharding_raises_instead_of_doing_nothing(
     policy: OffloadPolicy,
 ) -> None:
-    model = seeded(zoo.Tower)
+    model = seeded(models.ShortTower)
     optim = tiermem.AdamW(model.parameters())
     with tiermem.shard(model, policy):
         loss_of(model, 0).backward()
@@ -316,7 +316,7 @@ def test_an_optimizer_built_before_sharding_raises_instead_of_doing_nothing(
 def test_a_gradient_of_a_frozen_parameter_raises_instead_of_doing_nothing(
     policy: OffloadPolicy,
 ) -> None:
-    model = seeded(zoo.frozen_tower)
+    model = seeded(models.frozen_tower)
     with tiermem.shard(model, policy):
         optim = tiermem.AdamW(model.parameters())
         model.embed.weight.grad = torch.ones(model.embed.weight.shape)
@@ -327,7 +327,7 @@ def test_a_gradient_of_a_frozen_parameter_raises_instead_of_doing_nothing(
 
 
 def test_a_second_optimizer_of_the_same_model_is_refused(policy: OffloadPolicy) -> None:
-    with tiermem.shard(seeded(zoo.Tower), policy) as shards:
+    with tiermem.shard(seeded(models.ShortTower), policy) as shards:
         optim = tiermem.AdamW(shards.model.layers.parameters())
         with pytest.raises(ValueError, match="one optimizer with several parameter groups"):
             tiermem.AdamW(shards.model.head.parameters())

@@ -6,7 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from twins import Tower, seeded
+from programs.models import Tower
+from programs.twins import seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Tier

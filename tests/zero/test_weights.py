@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs import models
+from programs.twins import assert_same_tensors, loss_of, seeded
 from safetensors.torch import save_file
 from torch import nn
-from twins import assert_same_tensors, loss_of, seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
@@ -36,7 +36,7 @@ KINDS = [
 
 @pytest.fixture
 def saved() -> nn.Module:
-    return seeded(zoo.tied_tower, seed=5)
+    return seeded(models.tied_tower, seed=5)
 
 
 @pytest.fixture
@@ -54,16 +54,16 @@ def loaded(request: pytest.FixtureRequest, folder: Path) -> Iterator[Any]:
     def load(path: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
         if kind.startswith("plain"):
             with torch.device("meta" if "meta" in kind else "cpu"):
-                model = seeded(zoo.tied_tower).to(dtype)
+                model = seeded(models.tied_tower).to(dtype)
             tiermem.load_safetensors(model, path)
             return dict(model.state_dict())
         if kind.startswith("sharded"):
-            model = seeded(zoo.tied_tower).to(dtype)
+            model = seeded(models.tied_tower).to(dtype)
             with tiermem.shard(model, policy):
                 tiermem.load_safetensors(model, path)
                 return dict(model.state_dict())
         with Init(policy=policy, dtype=dtype), torch.device("meta" if "meta" in kind else "cpu"):
-            model = zoo.tied_tower()
+            model = models.tied_tower()
         tiermem.load_safetensors(model, path)
         with tiermem.shard(model, policy):
             return dict(model.state_dict())
@@ -115,7 +115,7 @@ def test_the_first_step_starts_from_what_was_loaded(saved: nn.Module, folder: Pa
     policy = OffloadPolicy(
         params=Tier.NVME, optim=Tier.NVME, paths=[folder / "nvme"], persistence_numel=50
     )
-    model, plain = seeded(zoo.tied_tower), copy.deepcopy(saved)
+    model, plain = seeded(models.tied_tower), copy.deepcopy(saved)
     with tiermem.shard(model, policy):
         tiermem.load_safetensors(model, folder)
         for each in (model, plain):
@@ -131,7 +131,7 @@ def test_the_first_step_starts_from_what_was_loaded(saved: nn.Module, folder: Pa
 
 @pytest.fixture
 def model() -> nn.Module:
-    return seeded(zoo.tied_tower)
+    return seeded(models.tied_tower)
 
 
 def test_names_that_do_not_fit_are_all_named(

@@ -11,9 +11,9 @@ from typing import Literal
 
 import pytest
 import torch
-import zoo
+from programs import models
+from programs.twins import assert_same_tensors, is_absent, loss_of, seeded
 from torch import nn
-from twins import assert_same_tensors, is_absent, loss_of, seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Shards, Tier
@@ -22,7 +22,7 @@ from tiermem.zero import GatheredParameters
 
 @pytest.fixture
 def model() -> nn.Module:
-    return seeded(zoo.tied_tower)
+    return seeded(models.tied_tower)
 
 
 @pytest.fixture
@@ -142,13 +142,13 @@ def test_saved_state_dict_loads_into_a_plain_model(shards: Shards, plain: nn.Mod
     file = io.BytesIO()
     torch.save(shards.model.state_dict(), file)
     file.seek(0)
-    fresh = seeded(zoo.tied_tower, seed=9)
+    fresh = seeded(models.tied_tower, seed=9)
     fresh.load_state_dict(torch.load(file))
     assert_same_tensors(dict(fresh.state_dict()), dict(plain.state_dict()))
 
 
 def test_load_state_dict_puts_weights_where_they_rest(shards: Shards) -> None:
-    other = seeded(zoo.tied_tower, seed=9)
+    other = seeded(models.tied_tower, seed=9)
     shards.model.load_state_dict(other.state_dict())
     assert_same_tensors(dict(shards.model.state_dict()), dict(other.state_dict()))
     assert loss_of(shards.model, 0).item() == loss_of(other, 0).item()

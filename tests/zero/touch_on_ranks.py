@@ -19,11 +19,11 @@ import externals
 import pytest
 import torch
 import torch.distributed as dist
-import zoo
 from absent_calls import READS, WRITES, outcome
 from launch import as_rank
+from programs import models
+from programs.twins import assert_same_tensors, batch, loss_of, seeded
 from torch import nn
-from twins import assert_same_tensors, batch, loss_of, seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Precision, Tier
@@ -85,7 +85,7 @@ def externals_train_as_their_twins(nvme: Path) -> None:
 @case
 def gathered_values_are_whole(nvme: Path) -> None:
     for home in HOMES:
-        model, plain = seeded(zoo.tied_tower), seeded(zoo.tied_tower)
+        model, plain = seeded(models.tied_tower), seeded(models.tied_tower)
         with tiermem.shard(model, policy_at(nvme, home)):
             with GatheredParameters(model.parameters()):
                 assert_same_tensors(dict(model.named_parameters()), dict(plain.named_parameters()))
@@ -95,7 +95,7 @@ def gathered_values_are_whole(nvme: Path) -> None:
 
 @case
 def calls_on_absent_parameters_are_those_of_the_table(nvme: Path) -> None:
-    model, plain = seeded(zoo.tied_tower), seeded(zoo.tied_tower)
+    model, plain = seeded(models.tied_tower), seeded(models.tied_tower)
     with tiermem.shard(model, policy_at(nvme, "nvme", persistence_numel=0)):
         for call, outcomes in (READS | WRITES).items():
             assert outcome(call, model, plain) == outcomes.split(" | ")[1], call
@@ -108,7 +108,7 @@ def what_one_rank_writes_is_everybodys(nvme: Path) -> None:
     last = dist.get_world_size() - 1
     for home in HOMES:
         for writer in (0, last):
-            model, plain = seeded(zoo.tied_tower), seeded(zoo.tied_tower)
+            model, plain = seeded(models.tied_tower), seeded(models.tied_tower)
             with torch.no_grad():
                 plain.embed.weight.add_(writer)
                 plain.layers[0].norm.bias.add_(writer)  # small enough to be always there
@@ -127,7 +127,7 @@ def loss_of_tower(model: nn.Module) -> float:
 @case
 def masters_follow_between_steps(nvme: Path) -> None:
     for home in ("device", "nvme"):
-        model = seeded(zoo.tied_tower).bfloat16()
+        model = seeded(models.tied_tower).bfloat16()
         with tiermem.shard(
             model, policy_at(nvme, home, precision=Precision(master="split"))
         ) as shards:
@@ -144,7 +144,7 @@ def masters_follow_between_steps(nvme: Path) -> None:
 
 @case
 def writing_without_a_modifier_raises_on_every_rank(nvme: Path) -> None:
-    model, plain = seeded(zoo.tied_tower), seeded(zoo.tied_tower)
+    model, plain = seeded(models.tied_tower), seeded(models.tied_tower)
     with tiermem.shard(model, policy_at(nvme)):
 
         def write() -> None:
@@ -163,14 +163,14 @@ def init_gathers_and_modifies(nvme: Path) -> None:
         torch.manual_seed(dist.get_rank())
         policy = policy_at(nvme, home)
         with Init(policy=policy):
-            model = seeded(zoo.tied_tower)
+            model = seeded(models.tied_tower)
             with GatheredParameters(model.embed.weight, modifier_rank=1), torch.no_grad():
                 model.embed.weight.fill_(float(dist.get_rank()))
         with GatheredParameters(model.embed.weight):
             assert (model.embed.weight == 1.0).all()
         with GatheredParameters(model.layers[0].up.weight, modifier_rank=0), torch.no_grad():
             model.layers[0].up.weight.fill_(float(dist.get_rank()) + 3.0)
-        plain = seeded(zoo.tied_tower)
+        plain = seeded(models.tied_tower)
         with torch.no_grad():
             plain.embed.weight.fill_(1.0)
             plain.layers[0].up.weight.fill_(3.0)
@@ -200,9 +200,9 @@ class Alone(Init):
 
 @case
 def a_subclass_says_which_part_is_whose(nvme: Path) -> None:
-    policy, plain = policy_at(nvme), seeded(zoo.tied_tower)
+    policy, plain = policy_at(nvme), seeded(models.tied_tower)
     with Turned(policy=policy) as init:
-        model = seeded(zoo.tied_tower)
+        model = seeded(models.tied_tower)
         assert init._built is not None
         assert init._built.topology.shard_rank == dist.get_world_size() - 1 - dist.get_rank()
         assert torch.equal(model.embed.weight + 0, plain.embed.weight)
@@ -225,10 +225,13 @@ WAYS: dict[str, dict[str, Any]] = {
 def which_part_is_whose_holds_while_the_model_is_trained(nvme: Path) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     for home, fields in WAYS.items():
-        policy, plain = dataclasses.replace(policy_at(nvme, home), **fields), seeded(zoo.tied_tower)
+        policy, plain = (
+            dataclasses.replace(policy_at(nvme, home), **fields),
+            seeded(models.tied_tower),
+        )
         with Turned(policy=policy):
             # rank 0's weights win
-            model = seeded(zoo.tied_tower) if rank == 0 else seeded(zoo.tied_tower, seed=5)
+            model = seeded(models.tied_tower) if rank == 0 else seeded(models.tied_tower, seed=5)
         with tiermem.shard(model, policy) as shards:
             assert (shards.topology.rank, shards.topology.shard_rank) == (rank, world - 1 - rank)
             part = -(-plain.head.weight.numel() // world)
@@ -260,7 +263,7 @@ def who_keeps_a_second_copy_is_said_by_hand(nvme: Path) -> None:
     for home, group, size in (("device", everyone, world), ("nvme", singles[dist.get_rank()], 1)):
         policy = policy_at(nvme, home)
         with Init(policy=policy, zero_param_parallel_group=group):
-            model = seeded(zoo.tied_tower)
+            model = seeded(models.tied_tower)
         with tiermem.shard(model, policy) as shards:
             assert shards.policy.secondary_group_size == size
     if world > 2:
@@ -277,17 +280,17 @@ def who_keeps_a_second_copy_is_said_by_hand(nvme: Path) -> None:
 def a_subclass_says_who_shares(nvme: Path) -> None:
     policy = policy_at(nvme)
     with Alone(policy=policy) as init:
-        model = seeded(zoo.tied_tower, seed=dist.get_rank())
+        model = seeded(models.tied_tower, seed=dist.get_rank())
         assert init._built is not None
         assert init._built.topology.num_shards == 1
     with GatheredParameters(model.parameters()):  # nobody else's values came in
-        own = seeded(zoo.tied_tower, seed=dist.get_rank())
+        own = seeded(models.tied_tower, seed=dist.get_rank())
         assert_same_tensors(dict(model.named_parameters()), dict(own.named_parameters()))
     with tiermem.shard(model, policy) as shards:  # and none do when it is trained
         assert (shards.topology.world, shards.topology.num_shards) == (1, 1)
         assert_same_tensors(dict(model.state_dict()), dict(own.state_dict()))
     with Alone(policy=policy):
-        model = seeded(zoo.tied_tower)
+        model = seeded(models.tied_tower)
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
     engine, _, _, _ = tiermem.initialize(model=model, config=config)
     assert (engine.train_batch_size(), engine.shards.topology.world) == (2, 1)
@@ -298,7 +301,7 @@ def a_subclass_says_who_shares(nvme: Path) -> None:
 def attributes_describe_the_parts(nvme: Path) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     for home in HOMES:
-        model, plain = seeded(zoo.Tower), seeded(zoo.Tower)
+        model, plain = seeded(models.ShortTower), seeded(models.ShortTower)
         with tiermem.shard(model, policy_at(nvme, home)):
             for (name, param), twin in zip(
                 model.named_parameters(), plain.parameters(), strict=True
@@ -478,7 +481,7 @@ def apply_reaches_every_module_once(nvme: Path) -> None:
             module.weight.data.fill_(0.25 + dist.get_rank())
             module.bias.data.zero_() if module.bias is not None else None
 
-    plain = seeded(zoo.Tower)
+    plain = seeded(models.ShortTower)
     copied = copy.deepcopy(plain)
     for module in copied.modules():
         if isinstance(module, nn.Linear):

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from launch import as_rank
+from programs.twins import loss_of
 from test_unfreezing import groups_from_the_start, head_only, policy_of, trained_alone, unfreeze
-from twins import loss_of
 
 import tiermem
 from tiermem import OffloadPolicy, checkpoint

@@ -22,44 +22,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import tiermem
+from programs.models import VOCAB, logits_of
 from tiermem import OffloadPolicy
-
-VOCAB = 61
-
-
-class Block(nn.Module):
-    def __init__(self, width: int, inner: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, inner)
-        self.down = nn.Linear(inner, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
-class Tower(nn.Module):
-    """Embedding, blocks in a ModuleList, head. The defaults make every parameter's size odd and cut
-    by small tiles."""
-
-    def __init__(
-        self,
-        width: int = 31,
-        inner: int = 97,
-        num_blocks: int = 4,
-        bias: bool = True,
-        block: Callable[[int, int], nn.Module] = Block,
-    ) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, width)
-        self.layers = nn.ModuleList([block(width, inner) for _ in range(num_blocks)])
-        self.head = nn.Linear(width, VOCAB, bias=bias)
-
-    def forward(self, tokens: torch.Tensor) -> Any:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
 
 
 def seeded(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
@@ -74,14 +38,6 @@ def batch(
         0, vocab, (samples, length + 1), generator=torch.Generator().manual_seed(1000 + step)
     )
     return tokens[:, :-1], tokens[:, 1:]
-
-
-def logits_of(output: Any) -> torch.Tensor:
-    """The logits in the output of a model, which is a tensor, a dict or an object with a field
-    `logits`."""
-    if isinstance(output, torch.Tensor):
-        return output
-    return output["logits"] if isinstance(output, dict) else output.logits
 
 
 def loss_of(

@@ -1,12 +1,10 @@
-"""Zoo: models with the habits that make sharding hard, each a few thousand parameters. All take
-tokens and return what `twins.logits_of` understands.
+"""Models: small ones with the habits that make sharding hard. All take tokens and return what
+`logits_of` understands.
 
-    Tower(outputs=...)     blocks and root return tensors, dicts or dataclasses      Tower(checkpoint=...)  both kinds
-    Tower(rounds=2)        every block is used twice in a forward                    Tower(skips=True)      unused blocks
-    Wandering              blocks in another order in every forward
-    BareContainers         parameters in lists and dicts that have no forward of their own
-    tied_tower             head and embedding share a weight                         frozen_tower           some frozen
-    NanoGPT                weight tying, apply(_init_weights), a re-init by name     llama                  Hugging Face's
+    Tower                  embedding, blocks, head; its arguments are habits       ShortTower      three blocks, no bias
+    Path, Wandering        another path through the blocks in every forward        tied_tower      head and embedding share
+    BareContainers         parameters in lists and dicts without a forward         frozen_tower    some blocks are frozen
+    NanoGPT                weight tying, apply(_init_weights), a re-init by name   llama           Hugging Face's
 """
 
 from __future__ import annotations
@@ -14,14 +12,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-import twins
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as recompute
-from twins import VOCAB, Block, logits_of
 
 
 @dataclasses.dataclass
@@ -30,49 +27,62 @@ class Output:
     note: str = "kept"
 
 
-class WrappingBlock(Block):
-    """A block whose output is a dict or a dataclass."""
+VOCAB = 61
 
-    def __init__(self, width: int, inner: int, outputs: str) -> None:
-        super().__init__(width, inner)
+
+class Block(nn.Module):
+    """A residual block; its output is a tensor, or a dict or dataclass that holds it."""
+
+    def __init__(self, width: int, inner: int, outputs: str = "tensor") -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, inner)
+        self.down = nn.Linear(inner, width)
         self.outputs = outputs
 
     def forward(self, x: torch.Tensor) -> Any:
-        return wrap(super().forward(x), self.outputs)
+        return wrap(x + self.down(torch.relu(self.up(self.norm(x)))), self.outputs)
 
 
-class Tower(twins.Tower):
-    """The twins' tower with habits: three blocks, a head without bias."""
+class Tower(nn.Module):
+    """Embedding, blocks in a ModuleList, head. The defaults make every parameter's size odd and cut
+    by small tiles.
+
+    outputs: "tensor", "dict" or "dataclass", of blocks and root. checkpoint: whether blocks are
+    computed again, and whether reentrantly. rounds: how often each block is used in a forward.
+    skips: the last block is never used, the first in every other forward.
+    """
 
     def __init__(
         self,
+        width: int = 31,
+        inner: int = 97,
+        num_blocks: int = 4,
+        bias: bool = True,
+        block: Callable[[int, int], nn.Module] | None = None,
         outputs: str = "tensor",
         checkpoint: bool | None = None,
         rounds: int = 1,
         skips: bool = False,
-        num_blocks: int = 3,
     ) -> None:
-        super().__init__(
-            num_blocks=num_blocks,
-            bias=False,
-            block=functools.partial(WrappingBlock, outputs=outputs),
-        )
+        super().__init__()
+        make = block or functools.partial(Block, outputs=outputs)
+        self.embed = nn.Embedding(VOCAB, width)
+        self.layers = nn.ModuleList([make(width, inner) for _ in range(num_blocks)])
+        self.head = nn.Linear(width, VOCAB, bias=bias)
         self.outputs, self.checkpoint, self.rounds, self.skips = outputs, checkpoint, rounds, skips
         self.num_forwards = 0
 
     def forward(self, tokens: torch.Tensor) -> Any:
         x = self.embed(tokens)
-        for _ in range(self.rounds):
-            for layer in self.used_layers():
-                x = self.through(layer, x)
+        for layer in list(self.used_layers()) * self.rounds:
+            x = self.through(layer, x)
         self.num_forwards += 1
         return wrap(self.head(x), self.outputs)
 
-    def used_layers(self) -> list[nn.Module]:
-        """With `skips`: the last block never, the first in every other forward."""
-        if not self.skips:
-            return list(self.layers)
-        return list(self.layers[self.num_forwards % 2 : -1])
+    def used_layers(self) -> Iterable[nn.Module]:
+        """The blocks of this forward, in order."""
+        return self.layers[self.num_forwards % 2 : -1] if self.skips else self.layers
 
     def through(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         if self.checkpoint is None or not self.training:
@@ -80,31 +90,39 @@ class Tower(twins.Tower):
         return recompute(lambda y: logits_of(layer(y)), x, use_reentrant=self.checkpoint)
 
 
-class Wandering(twins.Tower):
-    """Goes through its blocks in another order in every forward, with repetitions; the same on
-    every rank."""
+class ShortTower(Tower):
+    """Three blocks, and a head without bias."""
 
-    num_forwards = 0
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        chosen = torch.randint(
-            0, 4, (5,), generator=torch.Generator().manual_seed(self.num_forwards)
-        )
-        self.num_forwards += 1
-        for index in chosen.tolist():
-            x = self.layers[index](x)
-        return self.head(x)
+    def __init__(self, num_blocks: int = 3, **settings: Any) -> None:
+        super().__init__(num_blocks=num_blocks, bias=False, **settings)
 
 
-def tied_tower(**settings: Any) -> Tower:
-    model = Tower(**settings)
+class Path(Tower):
+    """Goes through its blocks as `path` says: any of them, in any order, several times or never."""
+
+    path: Sequence[int] = (0, 1, 2, 3)
+
+    def used_layers(self) -> list[nn.Module]:
+        return [self.layers[index] for index in self.path]
+
+
+class Wandering(Path):
+    """Goes another path in every forward, with repetitions; the same on every rank."""
+
+    def used_layers(self) -> list[nn.Module]:
+        chance = torch.Generator().manual_seed(self.num_forwards)
+        self.path = torch.randint(0, 4, (5,), generator=chance).tolist()
+        return super().used_layers()
+
+
+def tied_tower(**settings: Any) -> ShortTower:
+    model = ShortTower(**settings)
     model.head.weight = model.embed.weight
     return model
 
 
-def frozen_tower(**settings: Any) -> Tower:
-    model = Tower(**settings)
+def frozen_tower(**settings: Any) -> ShortTower:
+    model = ShortTower(**settings)
     model.embed.requires_grad_(False)
     model.layers[1].requires_grad_(False)
     model.layers[2].up.requires_grad_(False)
@@ -219,6 +237,15 @@ def checkpointed_llama(use_reentrant: bool) -> nn.Module:
 
 
 def wrap(x: torch.Tensor, outputs: str) -> Any:
-    return {"tensor": lambda: x, "dict": lambda: {"logits": x}, "dataclass": lambda: Output(x)}[
-        outputs
-    ]()
+    """An output of the kind that a model's `outputs` names."""
+    if outputs == "tensor":
+        return x
+    return {"logits": x} if outputs == "dict" else Output(x)
+
+
+def logits_of(output: Any) -> torch.Tensor:
+    """The logits in the output of a model, which is a tensor, a dict or an object with a field
+    `logits`."""
+    if isinstance(output, torch.Tensor):
+        return output
+    return output["logits"] if isinstance(output, dict) else output.logits
