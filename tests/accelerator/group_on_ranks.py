@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from programs.unsharded import VOCAB, Transformer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -21,7 +22,6 @@ from torch.nn import functional as F
 
 from accelerator import device
 from accelerator.device import SCHEDULES
-from accelerator.programs import VOCAB, Transformer
 
 sim = device.load()
 # imports what Meta kernels in Python need, once before the ranks are forked

@@ -9,33 +9,21 @@ from typing import Any
 import pytest
 import torch
 from launch import launch
+from programs.faces import Found
+from programs.homes import HOMES
 from programs.models import Tower
+from programs.on_device import Place, plain
 from programs.twins import seeded
 from torch import nn
 
 import tiermem
 from accelerator.fixture import WHY_SKIPPED
 from accelerator.reserved import check_reserved, large
-from accelerator.sharded_programs import Found, Place, plain
 from accelerator.test_parity import differences, on_cpu
 from tiermem import OffloadPolicy, Tier
 from tiermem.plans.plan import Plan
 
 HERE = Path(__file__).parent
-POLICIES: dict[str, dict[str, Any]] = {
-    "host": {"params": Tier.HOST, "optim": Tier.HOST},
-    "nvme": {"params": Tier.NVME, "optim": Tier.NVME},
-    "device": {"params": Tier.DEVICE, "optim": Tier.DEVICE},
-    "states on host": {"params": Tier.DEVICE, "optim": Tier.HOST},
-    "host, gradients on device": {"params": Tier.HOST, "optim": Tier.HOST, "grads": Tier.DEVICE},
-    "host, states on device": {"params": Tier.HOST, "optim": Tier.DEVICE},
-    "host, half of the states": {"params": Tier.HOST, "optim": Tier.HOST, "optim_ratio": 0.5},
-    "host, most sent": {"params": Tier.HOST, "optim": Tier.HOST, "streamed_ratio": 0.8},
-    "nvme, widened": {"params": Tier.NVME, "optim": Tier.NVME, "compute_dtype": "fp32"},
-    "nvme, in blocks": {"params": Tier.NVME, "optim": Tier.NVME, "quantised_gather": True},
-}
-
-
 SLABS = {
     "host": ["layout"],  # full layouts of all units
     "nvme": ["layout"],
@@ -52,6 +40,11 @@ SLABS = {
     "host, most sent": ["layout", "stream"],  # buffers of tiles
     "nvme, widened": ["layout"],
     "nvme, in blocks": ["layout", "wires"],
+}
+POLICIES: dict[str, dict[str, Any]] = {
+    **{home: fields for home, fields in HOMES.items() if home in SLABS},
+    "nvme, widened": HOMES["nvme"] | {"compute_dtype": "fp32"},
+    "nvme, in blocks": HOMES["nvme"] | {"quantised_gather": True},
 }
 
 
@@ -92,9 +85,9 @@ def shard_within(device_bytes: int | None, folder: Path) -> tuple[Plan, Found]:
         persistence_numel=0,
         device_bytes=device_bytes,
     )
-    place = Place("sim", policy, folder)
+    place = Place(policy, "sim", folder)
     model = seeded(Tower)
-    with place.shard(model) as shards:
+    with place.open(model) as shards:
         plan = shards.plan
     return plan, plain(place)
 

@@ -13,40 +13,23 @@ import functools
 import tempfile
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
+from programs.faces import Found
+from programs.homes import EARLY, HOMES, UNDONE, policy_of
 from programs.models import ShortTower as Tower
+from programs.on_device import PROGRAMS, Place, dropout, found
 from programs.twins import loss_of, seeded
 from torch import nn
 
 import tiermem
-from accelerator.sharded_programs import PROGRAMS, Found, Place, dropout, found
 from tiermem import OffloadPolicy, Precision, Shards, Tier
 from tiermem.optim.tentative import History
 from tiermem.plans.budget import make_plan
 from tiermem.ranks.topology import Topology
 from tiermem.units.unit import divide
 
-HOMES: dict[str, dict[str, Any]] = {
-    "nvme": {"params": Tier.NVME, "optim": Tier.NVME},
-    "host": {"params": Tier.HOST, "optim": Tier.HOST},
-    "device": {"params": Tier.DEVICE, "optim": Tier.DEVICE},
-    "states on host": {"params": Tier.DEVICE, "optim": Tier.HOST},
-    "mixed": {"params": Tier.NVME, "optim": Tier.HOST, "host_param_numel": 9000, "persistence_numel": 0},
-    "host, states on device": {"params": Tier.HOST, "optim": Tier.DEVICE},
-    "host, half of the states": {"params": Tier.HOST, "optim": Tier.HOST, "optim_ratio": 0.5},
-    "nvme, half of the states": {"params": Tier.NVME, "optim": Tier.NVME, "optim_ratio": 0.5},
-    "host, gradients on device": {"params": Tier.HOST, "optim": Tier.HOST, "grads": Tier.DEVICE},
-    "nvme, gradients on device": {"params": Tier.NVME, "optim": Tier.NVME, "grads": Tier.DEVICE},
-    "host, most sent": {"params": Tier.HOST, "optim": Tier.HOST, "streamed_ratio": 0.8},
-    "nvme, sent": {"params": Tier.NVME, "optim": Tier.NVME, "streamed_ratio": 1.0},
-    (EARLY := "nvme, stepped early"): {"params": Tier.NVME, "optim": Tier.NVME, "overlap": "backward"},
-    (UNDONE := "host, stepped early"): {
-        "params": Tier.HOST, "optim": Tier.HOST, "grads": Tier.DEVICE, "overlap": "backward",
-    },
-}  # fmt: skip
 OTHERS = [home for home in HOMES if home not in ("nvme", EARLY, UNDONE)]
 EVERY = [
     (name, home)
@@ -86,14 +69,13 @@ FEW |= {("held_until_backward_ends", "host, gradients on device"), ("held_and_le
 
 def run(name: str, home: str, device: str, folder: Path) -> Found:
     folder.mkdir(parents=True)
-    fields = {"persistence_numel": 50, "unit_buffers": 3} | HOMES[home]
-    policy = OffloadPolicy(paths=[folder], tile_numel=8192, **fields)
+    policy = policy_of(home, folder, persistence_numel=50, unit_buffers=3, tile_numel=8192)
     torch.manual_seed(0)
     # each backward steps its units, whatever became of earlier steps
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(History, "is_due", True)
         patched.setattr(History, "is_last", lambda *_: True)
-        return PROGRAMS[name](Place(device, policy, folder))
+        return PROGRAMS[name](Place(policy, device, folder))
 
 
 @functools.cache
@@ -164,7 +146,7 @@ def test_tiles_on_nvme_are_stepped_while_backward_runs_on_the_device(
     """How many is a matter of time: a unit is stepped when its gradients have come and a later
     unit's are on their way."""
     sim.set_schedule("at_once")
-    policy = OffloadPolicy(paths=[tmp_path], tile_numel=8192, persistence_numel=50, **HOMES[EARLY])
+    policy = policy_of(EARLY, tmp_path, tile_numel=8192, persistence_numel=50)
     model = seeded(lambda: Tower(num_blocks=10))
     with tiermem.shard(model, policy, device="sim") as shards:
         optim, num_early = tiermem.AdamW(model.parameters(), lr=1e-2), 0
@@ -254,5 +236,5 @@ def test_random_numbers_of_the_device_are_the_same_under_every_schedule(
     for schedule in ("at_once", "late", "random:1"):
         sim.set_schedule(schedule)
         policy = OffloadPolicy(params=Tier.HOST, optim=Tier.HOST, persistence_numel=50)
-        losses.append(dropout(Place("sim", policy, tmp_path), reentrant)["losses"])
+        losses.append(dropout(Place(policy, "sim", tmp_path), reentrant)["losses"])
     assert losses[0] == losses[1] == losses[2]

@@ -47,7 +47,7 @@ assert torch.sim.pending() > 0 and torch.accelerator.get_memory_info()[1] == 1 <
 x.sum().backward()
 assert torch.sim.was_touched() and x.sim("sim:2").device.index == 2 and x.is_sim
 
-from accelerator.programs import Program, assert_same, train
+from programs.unsharded import Program, assert_same, train
 for num_threads in (1, 2):  # those of autograd are running
     torch.set_num_threads(num_threads)
     assert_same(train(Program(num_steps=2), "sim"), train(Program(num_steps=2), "cpu"))

@@ -9,10 +9,10 @@ from types import ModuleType
 
 import pytest
 import torch
+from programs.unsharded import Mlp, Program, Transformer, assert_same, train
 from torch import nn
 
 from accelerator.device import SCHEDULES
-from accelerator.programs import Mlp, Program, Transformer, assert_same, train
 
 PROGRAMS = {
     "mlp": Program(Mlp),

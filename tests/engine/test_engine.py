@@ -402,9 +402,7 @@ def test_one_process_without_a_launcher_needs_no_group() -> None:
 
 
 def test_an_engine_is_not_cast_or_moved_silently(tmp_path: Path) -> None:
-    engine = tiermem.initialize(model=seeded(models.ShortTower), config=config("nvme", tmp_path))[
-        0
-    ]
+    engine = tiermem.initialize(model=seeded(models.ShortTower), config=config("nvme", tmp_path))[0]
     for casts in (
         engine.half,
         engine.bfloat16,

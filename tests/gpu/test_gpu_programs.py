@@ -1,4 +1,4 @@
-"""On a GPU: do the programs of tests/accelerator compute the same bits wherever their states rest?
+"""On a GPU: do the programs of tests/programs/on_device.py compute the same bits wherever their states rest?
 
 On the simulated device test_parity.py compares them with the CPU. A GPU adds up in another order,
 so here the other homes are compared with HOST.
@@ -11,8 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerator.sharded_programs import PROGRAMS
-from accelerator.test_parity import EVERY, HOMES, differences, run
+from accelerator.test_parity import EVERY, differences, run
+from programs.homes import HOMES
+from programs.on_device import PROGRAMS
 
 pytestmark = pytest.mark.gpu
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from adapter_programs import adapted
 from capped_llama import peak_bytes
+from programs.adapters import adapted
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.initialization import no_init_weights

@@ -53,7 +53,7 @@ def run_capped(
         if limit.kind == "watch":
             pytest.skip(f"the kernel enforces no cap here: {limit.why}")
         paths = {
-            "PYTHONPATH": os.pathsep.join(map(str, (HERE, HERE.parent, HERE.parent / "models")))
+            "PYTHONPATH": os.pathsep.join(map(str, (HERE, HERE.parent)))
         }
         outcome = launch(command, limit, [output], environment=paths)
     assert outcome.exit_code == 0, "\n".join([outcome.describe(), *output.lines[-40:]])

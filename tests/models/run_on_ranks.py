@@ -9,18 +9,19 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
-import compiled_programs
 import torch
-from faces import Plain, Sharded, compare, run
 from launch import as_rank
-from program_list import HOMES, PROGRAMS, policy_of
+from programs import compiled
+from programs.everyday import PROGRAMS
+from programs.faces import Plain, Sharded, compare, run
+from programs.homes import MAIN, policy_of
 
 
 def main() -> None:
-    programs, homes = PROGRAMS | compiled_programs.PROGRAMS, list(HOMES)
+    programs, homes = PROGRAMS | compiled.PROGRAMS, list(MAIN)
     with as_rank() as (_, out, (nvme, *names)):
         if names[0] == "peft":
-            of_peft, names = importlib.import_module("peft_programs"), names[1:]
+            of_peft, names = importlib.import_module("programs.peft_adapters"), names[1:]
             programs, homes = of_peft.PROGRAMS, of_peft.HOMES
         found: dict[tuple[str, str], list[str]] = {}
         for name in names:

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from compiled_programs import PROGRAMS, train_compiled
-from faces import Plain, Sharded, compare, run
-from program_list import HOMES, policy_of
+from programs.compiled import PROGRAMS, train_compiled
+from programs.faces import Plain, Sharded, compare, run
+from programs.homes import MAIN, policy_of
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,7 +43,7 @@ def test_compiled_blocks_share_one_graph_and_train_as_in_plain_pytorch(tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", MAIN)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_compiled_program_does_what_it_does_in_plain_pytorch(
     name: str, home: str, tmp_path: Path

@@ -1,6 +1,6 @@
 """Do the models and loops that people write do sharded what they do in plain PyTorch, to the bit?
 
-Each program (program_list.py) is run twice through one face (faces.py): plain, and sharded with its
+Each program (programs/everyday.py) is run twice through one face (programs/faces.py): plain, and sharded with its
 states at each home.
 """
 
@@ -9,8 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from faces import Found, Plain, Sharded, compare, run
-from program_list import HOMES, PROGRAMS, policy_of
+from programs.everyday import PROGRAMS
+from programs.faces import Found, Plain, Sharded, compare, run
+from programs.homes import MAIN, policy_of
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +19,7 @@ def plain() -> dict[str, Found]:
     return {}
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", MAIN)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_does_what_it_does_in_plain_pytorch(
     name: str, home: str, plain: dict[str, Found], tmp_path: Path

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 from launch import launch
-from program_list import HOMES, PROGRAMS
+from programs.everyday import PROGRAMS
+from programs.homes import MAIN
 
 HERE = Path(__file__).parent
 NUM_RANKS = 2
@@ -57,7 +58,7 @@ def launched(names: list[str], folders: pytest.TempPathFactory) -> list[Differen
     return found
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", MAIN)
 @pytest.mark.parametrize("name", COVERING)
 def test_a_program_does_on_two_ranks_what_plain_pytorch_does(
     name: str, home: str, covered: list[Differences]
@@ -67,7 +68,7 @@ def test_a_program_does_on_two_ranks_what_plain_pytorch_does(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", MAIN)
 @pytest.mark.parametrize("name", REST)
 def test_another_program_does_it_too(name: str, home: str, rest: list[Differences]) -> None:
     for differences in rest:

@@ -6,13 +6,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from faces import Plain, Sharded, compare, run
 from launch import launch
-from program_list import TIERS, policy_of
+from programs.faces import Plain, Sharded, compare, run
+from programs.homes import MAIN, policy_of
 
 pytest.importorskip("peft")
 
-from peft_programs import HOMES, PROGRAMS, adapted, train_all
+from programs.peft_adapters import HOMES, PROGRAMS, adapted, train_all
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 TELLING = ["lora", "dora_on_nf4", "adapters_added_after_sharding", "merged_and_unloaded"]
 FEW_ON_RANKS = TELLING[:2]
 OTHERS = [name for name in PROGRAMS if name not in FEW_ON_RANKS]
-EVERY = [(name, home) for name in PROGRAMS for home in TIERS]
+EVERY = [(name, home) for name in PROGRAMS for home in ("host", *MAIN)]
 FEW = {
     (name, home) for name, home in EVERY if home == "nvme" or (name in TELLING and home in HOMES)
 }

@@ -1,4 +1,4 @@
-"""Runs cases of any_calls.py on every rank: so many, or until time is up, as rank 0 says. Words:
+"""Runs cases of programs/random_calls.py on every rank: so many, or until time is up, as rank 0 says. Words:
 first case, cases, seconds."""
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from any_calls import Case
 from launch import as_rank
+from programs.random_calls import Case
 
 
 def main() -> None:

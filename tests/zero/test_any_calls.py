@@ -1,7 +1,7 @@
 """Does a sharded model train as its plain twin, whichever of its modules are called, in any order,
 and whenever gradients are zeroed?
 
-Random programs (any_calls.py): the same first cases in `make test`, others in every `make soak`,
+Random programs (programs/random_calls.py): the same first cases in `make test`, others in every `make soak`,
 which keeps seed and count.
 """
 
@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from any_calls import Case
 from launch import launch
+from programs.random_calls import Case
 
 HERE = Path(__file__).parent
 _SOAK_S = 300.0  # on one rank, and again on two

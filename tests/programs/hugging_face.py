@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from faces import Face, Found, Program
-from layer_programs import noise
+from torch import nn
+
+from programs.faces import Face, Found, Program
+from programs.layers import noise
 from programs.models import VOCAB
 from programs.twins import batch
-from torch import nn
 
 _SIZES = {
     "hidden_size": 32,

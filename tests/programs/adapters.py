@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
-from faces import Face, Found, Program, fit
-from layer_programs import noise
-from programs import models
-from programs.models import VOCAB
-from programs.twins import batch, loss_of
 from torch import nn
 from torch.nn import functional as F
+
+from programs import models
+from programs.faces import Face, Found, Program, fit
+from programs.layers import noise
+from programs.models import VOCAB
+from programs.twins import batch, loss_of
 
 
 class LoRA(nn.Module):

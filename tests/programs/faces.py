@@ -16,7 +16,9 @@ containers of them.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -85,17 +87,27 @@ class Plain(Face):
 
 
 class Sharded(Face):
-    """Shards every model under one policy."""
+    """Shards every model under one policy.
 
-    def __init__(self, policy: OffloadPolicy) -> None:
+    device: where it computes; default: the accelerator, or the CPU. folder: for what a program
+    saves.
+    """
+
+    def __init__(
+        self, policy: OffloadPolicy, device: str | None = None, folder: Path | None = None
+    ) -> None:
         super().__init__()
-        self.policy = policy
+        self.policy, self.device, self.folder = policy, device, folder
         self._shards: list[tiermem.Shards] = []
 
     def shard(self, model: nn.Module, **fields: Any) -> nn.Module:
-        fields = {**vars(self.policy), **fields}
-        self._shards.append(tiermem.shard(model, OffloadPolicy(**fields)))
+        self._shards.append(self.open(model, **fields))
         return model
+
+    def open(self, model: nn.Module, is_trained: bool = True, **fields: Any) -> tiermem.Shards:
+        """As `shard`, for the caller to close."""
+        policy = dataclasses.replace(self.policy, **fields)
+        return tiermem.shard(model, policy, device=self.device, is_trained=is_trained)
 
     def reduce(self, params: Iterable[nn.Parameter]) -> None:
         pass

@@ -11,10 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from faces import Face, Found, Program
-from programs import models
-from programs.twins import loss_of
 from torch import nn
+
+from programs import models
+from programs.faces import Face, Found, Program
+from programs.twins import loss_of
 
 Compile = Callable[[nn.Module, Any], None]
 BACKENDS = ("eager", "aot_eager")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import torch
-from faces import Face, Found, Program, fit
-from programs.models import VOCAB, Block
-from programs.twins import batch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, spectral_norm, weight_norm
+
+from programs.faces import Face, Found, Program, fit
+from programs.models import VOCAB, Block
+from programs.twins import batch
 
 
 def noise(seed: int, *shape: int) -> torch.Tensor:

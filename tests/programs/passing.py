@@ -8,9 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from faces import Face, Found, Program, fit
-from layer_programs import noise
 from torch import nn
+
+from programs.faces import Face, Found, Program, fit
+from programs.layers import noise
 
 WIDTH = 24
 

@@ -12,40 +12,31 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from programs import models, twins
-from programs.models import Tower
-from programs.twins import batch, seeded
 from torch import nn
 from torch.nn import functional as F
 
 import tiermem
-from tiermem import OffloadPolicy, Shards, Tier
+from programs import models, twins
+from programs.faces import Found, Sharded
+from programs.models import Tower
+from programs.twins import batch, seeded
+from tiermem import Shards, Tier
 from tiermem.config.io import OffloadState
 from tiermem.engine.facts import offload, reload
 from tiermem.swap.store.store import TensorStore
 
-Found = dict[str, Any]
 
-
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """Where a program runs."""
+class Place(Sharded):
+    """A device and a policy, and streams of the user's there."""
 
     device: str
-    policy: OffloadPolicy
     folder: Path
-
-    def shard(self, model: nn.Module, **settings: Any) -> Shards:
-        return tiermem.shard(
-            model, dataclasses.replace(self.policy, **settings), device=self.device
-        )
 
     def loss_of(self, model: nn.Module, step: int) -> torch.Tensor:
         return twins.loss_of(model, step, self.device)
@@ -92,7 +83,7 @@ def train(
     **settings: Any,
 ) -> Found:
     losses = []
-    with place.shard(model, **settings) as shards:
+    with place.open(model, **settings) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         for step in range(num_steps):
             for micro in range(micros):
@@ -140,7 +131,7 @@ def clipped(place: Place) -> Found:
 def zeroed(place: Place) -> Found:
     """Every second step is taken with gradients of zero; moments move the weights on."""
     model, losses = seeded(Tower), []
-    with place.shard(model) as shards:
+    with place.open(model) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         for step in range(3):
             losses.append(place.loss_of(model, step))
@@ -189,7 +180,7 @@ def unfrozen(place: Place) -> Found:
     model = seeded(Tower).bfloat16().requires_grad_(False)
     model.head.requires_grad_(True)
     losses = []
-    with place.shard(model, compute_dtype="fp32") as shards:
+    with place.open(model, compute_dtype="fp32") as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         for micro in range(8):
             if micro == 3:
@@ -208,7 +199,7 @@ def unfrozen(place: Place) -> Found:
 def one_matrix_of_muon(place: Place) -> Found:
     """Python steps a whole matrix, between tiles of AdamW that are native."""
     model, losses = seeded(Tower), []
-    with place.shard(model, tile_numel=1 << 20) as shards:
+    with place.open(model, tile_numel=1 << 20) as shards:
         params = list(model.parameters())
         others = {"params": params[:9] + params[10:], "use_muon": False}
         optim = tiermem.Muon([{"params": params[9:10]}, others], lr=1e-2)
@@ -228,7 +219,7 @@ def stepped_in_backward(place: Place) -> Found:
 def clipped_by_torch(place: Place) -> Found:
     """torch's own clipping; gradients that a user looks at."""
     model, losses, norms = seeded(Tower), [], []
-    with place.shard(model) as shards:
+    with place.open(model) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         for step in range(3):
             loss = place.loss_of(model, step)
@@ -249,7 +240,7 @@ def clipped_by_torch(place: Place) -> Found:
 
 def autocast(place: Place) -> Found:
     model, losses = seeded(Tower), []
-    with place.shard(model) as shards:
+    with place.open(model) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         for step in range(3):
             tokens, targets = (each.to(place.device) for each in batch(step))
@@ -269,7 +260,7 @@ def scaled_by_torch(place: Place) -> Found:
     model, losses, scales = seeded(Tower), [], []
     kind = torch.device(place.device).type
     scaler = torch.amp.GradScaler(kind, init_scale=2.0**12, growth_interval=2)
-    with place.shard(model) as shards:
+    with place.open(model) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         for step in range(5):
             tokens, targets = (each.to(place.device) for each in batch(step))
@@ -295,7 +286,7 @@ def in_fp16(place: Place) -> Found:
     """fp16 weights with a loss scale of one's own; the first steps overflow and leave everything as
     it was."""
     model, losses, scale, num_skipped = seeded(Tower).half(), [], 2.0**22, 0
-    with place.shard(model) as shards:
+    with place.open(model) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-3)
         for step in range(6):
             loss = place.loss_of(model, step)
@@ -313,7 +304,7 @@ def read_after_steps(place: Place) -> Found:
     """Weights are read where they rest as soon as a step has returned; none on the device, whose
     copy would wait for it."""
     model, losses, read = seeded(Tower), [], []
-    with place.shard(model) as shards:
+    with place.open(model) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         for step in range(2):
             losses.append(_step(place, model, optim, step))
@@ -334,8 +325,7 @@ def sharded_again(place: Place) -> Found:
     tokens, outputs = batch(0)[0].to(place.device), []  # a copy of them would wait for the device
     for step in range(2):
         model = seeded(Tower, step).bfloat16()
-        policy = dataclasses.replace(place.policy, compute_dtype="fp32")
-        with tiermem.shard(model, policy, device=place.device, is_trained=False), torch.no_grad():
+        with place.open(model, is_trained=False, compute_dtype="fp32"), torch.no_grad():
             outputs.append(model(tokens).float().square().mean())
         del model
         gc.collect()  # for the memory, which circles of objects hold
@@ -351,7 +341,7 @@ def batches_there(place: Place) -> Found:
     before."""
     batches = [[each.to(place.device) for each in batch(step)] for step in range(4)]
     model, losses = seeded(Tower), []
-    with place.shard(model) as shards:
+    with place.open(model) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         for tokens, targets in batches:
             loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
@@ -369,7 +359,7 @@ def kept_present(place: Place) -> Found:
     # a copy of them would wait for the device
     tokens, targets = (each.to(place.device) for each in batch(0))
     with (
-        tiermem.shard(model, place.policy, device=place.device, is_trained=False) as shards,
+        place.open(model, is_trained=False) as shards,
         torch.no_grad(),
     ):
         for _ in range(2):
@@ -388,7 +378,7 @@ def held_and_let_go(place: Place) -> Found:
     model, losses = seeded(Tower), []
     tokens, targets = (each.to(place.device) for each in batch(0))
     with (
-        tiermem.shard(model, place.policy, device=place.device, is_trained=False) as shards,
+        place.open(model, is_trained=False) as shards,
         torch.no_grad(),
     ):
         for seed in range(2):
@@ -411,7 +401,7 @@ def held_until_backward_ends(place: Place) -> Found:
     model.layers.insert(0, model.layers[0])
     place.synchronize()
     # no step writes what the device reads in place
-    with place.shard(model, persistence_numel=0) as shards:
+    with place.open(model, persistence_numel=0) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
 
         def loss_of(number: int) -> torch.Tensor:
@@ -438,7 +428,7 @@ def evaluated_aside(place: Place) -> Found:
     model, losses = seeded(Tower).bfloat16(), []
     model.head.forward = lambda x: F.linear(x, model.head.weight)
     place.synchronize()
-    with place.shard(
+    with place.open(
         model, persistence_numel=0, compute_dtype="fp32"
     ) as shards:  # no step writes what is read in place
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
@@ -462,7 +452,7 @@ def branches_stepped_in_backward(place: Place) -> Found:
     """Blocks beside each other, each on a stream of its own: no gradient waits for the step of
     another block."""
     model, losses = seeded(Tower), []
-    with place.shard(model, step_in_backward=True, grads=None) as shards:
+    with place.open(model, step_in_backward=True, grads=None) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         for step in range(3):
             x, parts = model.embed(batch(step)[0].to(place.device)), []
@@ -495,7 +485,7 @@ def left_and_closed(place: Place) -> Found:
 
 def evaluated_between(place: Place) -> Found:
     model, losses = seeded(Tower), []
-    with place.shard(model) as shards:
+    with place.open(model) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         for step in range(3):
             with torch.no_grad():
@@ -513,7 +503,7 @@ def evaluated_between(place: Place) -> Found:
 def inference(place: Place) -> Found:
     model = seeded(Tower)
     with (
-        tiermem.shard(model, place.policy, device=place.device, is_trained=False) as shards,
+        place.open(model, is_trained=False) as shards,
         torch.no_grad(),
     ):
         losses = [place.loss_of(model, step) for step in range(4)]
@@ -524,7 +514,7 @@ def on_side_streams(place: Place) -> Found:
     """Forward and backward on a stream of the user's, another every step; evaluation on the usual
     one between them."""
     model, losses = seeded(Tower), []
-    with place.shard(model) as shards:
+    with place.open(model) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         for step in range(4):
             with place.aside():
@@ -544,7 +534,7 @@ def on_side_streams(place: Place) -> Found:
 def two_streams_one_backward(place: Place) -> Found:
     """A unit is used on two streams before the one backward of both."""
     model, losses = seeded(Tower), []
-    with place.shard(model) as shards:
+    with place.open(model) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         for step in range(3):
             with place.aside():
@@ -561,7 +551,7 @@ def two_streams_one_backward(place: Place) -> Found:
 def after_exceptions(place: Place) -> Found:
     """Forwards that raise in the middle, and a backward that does; training goes on."""
     model, losses = seeded(Tower), []
-    with place.shard(model) as shards:
+    with place.open(model) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         for step in range(4):
             handle = model.layers[step % 3].down.register_forward_hook(_raise)
@@ -592,7 +582,7 @@ def loaded_while_copies_are_pending(place: Place) -> Found:
         return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
     with (
-        tiermem.shard(model, place.policy, device=place.device, is_trained=False) as shards,
+        place.open(model, is_trained=False) as shards,
         torch.no_grad(),
     ):
         for other in others:
@@ -604,7 +594,7 @@ def loaded_while_copies_are_pending(place: Place) -> Found:
 
 def saved_and_resumed(place: Place) -> Found:
     model, losses = seeded(Tower), []
-    with place.shard(model) as shards:
+    with place.open(model) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         for step in range(2):
             losses.append(_step(place, model, optim, step))
@@ -612,7 +602,7 @@ def saved_and_resumed(place: Place) -> Found:
         for step in range(2, 4):
             losses.append(_step(place, model, optim, step))
     model = seeded(Tower, 9)
-    with place.shard(model) as shards:
+    with place.open(model) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         tiermem.checkpoint.load(shards, optim, place.folder / "saved")
         for step in range(2, 4):
@@ -626,11 +616,11 @@ def state_dicts_moved(place: Place) -> Found:
     """The model's and the optimizer's state dicts, taken from one sharded model and put into
     another."""
     first, second, losses = seeded(Tower), seeded(Tower, 3), []
-    with place.shard(first) as shards:
+    with place.open(first) as shards:
         optim = tiermem.AdamW(first.parameters(), lr=1e-2)
         losses += [_step(place, first, optim, step) for step in range(2)]
         model_state, state = values_of(first.state_dict()), copy.deepcopy(optim.state_dict())
-    with place.shard(second) as shards:
+    with place.open(second) as shards:
         optim = tiermem.AdamW(second.parameters(), lr=1e-2)
         second.load_state_dict(model_state)
         optim.load_state_dict(state)
@@ -643,7 +633,7 @@ def dropout(place: Place, reentrant: bool) -> Found:
     model, losses = seeded(lambda: models.ShortTower(checkpoint=reentrant)), []
     for layer in model.layers:
         layer.norm = nn.Sequential(layer.norm, nn.Dropout(0.3))
-    with place.shard(model) as shards:
+    with place.open(model) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         torch.manual_seed(4)
         for step in range(3):
@@ -655,7 +645,7 @@ def called_by_parts(place: Place) -> Found:
     """Submodules called by themselves, in another order than the model's."""
     model, losses = seeded(Tower), []
     x = torch.randn(3, 31, generator=torch.Generator().manual_seed(1)).to(place.device)
-    with place.shard(model) as shards:
+    with place.open(model) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         for step in range(3):
             y = model.layers[2](model.layers[0].up(x)[:, :31]) + model.layers[1](x)
@@ -670,7 +660,7 @@ def called_by_parts(place: Place) -> Found:
 def pageable_copies(place: Place) -> Found:
     """How many copies of weights to the device come from memory that is not pinned: none."""
     model = seeded(Tower)
-    with tiermem.shard(model, place.policy, device=place.device, is_trained=False), torch.no_grad():
+    with place.open(model, is_trained=False), torch.no_grad():
         tokens = batch(0)[0].to(place.device)
         before = torch.sim.copies()["num_pageable"] if place.device != "cpu" else 0
         for _ in range(2):
@@ -692,7 +682,7 @@ def offloaded(place: Place, home: Tier, reentrant: bool, num_blocks: int = 4) ->
         tokens, targets = (each.to(place.device) for each in batch(step, samples=16, length=40))
         return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
-    with place.shard(model, activations=home) as shards:
+    with place.open(model, activations=home) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         for step in range(3):
             handle = model.layers[-1].down.register_full_backward_pre_hook(
@@ -752,7 +742,7 @@ def seen_from_outside(place: Place) -> Found:
     """Between backward and step gradients are clipped by value, read and written; then averages are
     taken, and exports."""
     model, losses, seen = seeded(Tower), [], {}
-    with place.shard(model) as shards:
+    with place.open(model) as shards:
         optim, ema = tiermem.AdamW(model.parameters(), lr=1e-2), tiermem.EMA(model, 0.9)
         for step in range(3):
             loss = place.loss_of(model, step)
@@ -783,7 +773,7 @@ def seen_from_outside(place: Place) -> Found:
 def slept(place: Place) -> Found:
     """Between micro-batches and between steps everything leaves the device, and comes back."""
     model, losses = seeded(Tower), []
-    with place.shard(model) as shards:
+    with place.open(model) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         for step in range(3):
             for micro in range(2):

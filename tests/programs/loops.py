@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from faces import Face, Found, Program
-from layer_programs import noise, predict
-from programs import models
-from programs.models import logits_of
-from programs.twins import batch, loss_of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.hooks import RemovableHandle
+
+from programs import models
+from programs.faces import Face, Found, Program
+from programs.layers import noise, predict
+from programs.models import logits_of
+from programs.twins import batch, loss_of
 
 # ---- groups, schedules, clipping, scaling --------------------------------------------------------
 

@@ -9,12 +9,12 @@ from typing import Any
 import peft
 import safetensors.torch
 import torch
-from faces import Face, Found, Program, Sharded, fit
 from peft.tuners.lora import LoraLayer
-from programs import models
-from programs.twins import loss_of
 from torch import nn
 
+from programs import models
+from programs.faces import Face, Found, Program, Sharded, fit
+from programs.twins import loss_of
 from tiermem.integrations.peft import merge_and_unload
 from tiermem.units.quantised import NF4, pack, unpack
 from tiermem.zero import GatheredParameters
