@@ -195,7 +195,6 @@ BLACK_BOX = (
     "tools/test_train_resume.py",
     "zero/test_any_calls.py",
     "zero/test_init_on_ranks.py",
-    "zero/test_models.py",
     "zero/test_parity.py",
     "zero/test_tiers_change_no_bit.py",
     "zero/test_training_habits.py",

@@ -52,9 +52,7 @@ def run_capped(
     with open_limit(cap) as limit:
         if limit.kind == "watch":
             pytest.skip(f"the kernel enforces no cap here: {limit.why}")
-        paths = {
-            "PYTHONPATH": os.pathsep.join(map(str, (HERE, HERE.parent)))
-        }
+        paths = {"PYTHONPATH": os.pathsep.join(map(str, (HERE, HERE.parent)))}
         outcome = launch(command, limit, [output], environment=paths)
     assert outcome.exit_code == 0, "\n".join([outcome.describe(), *output.lines[-40:]])
     found: dict[str, Any] = json.loads((folder / f"{word}.json").read_text("utf-8"))

@@ -33,7 +33,8 @@ COVERING = [
     "hooks_on_parameters",
     "gradients_of_gradients",
     "two_models_one_frozen_at_a_time",
-    "models_of_the_zoo",
+    "dict, checkpoint False, 2 rounds",
+    "dataclass, checkpoint True, 2 rounds",
     "dataclasses_in_and_out",
     "lora_on_a_frozen_bf16_base",
 ]

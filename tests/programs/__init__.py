@@ -4,7 +4,8 @@ models                 toy models and their habits
 twins                  loops, batches, and what must be equal to the bit
 homes                  where weights, gradients and states lie
 faces                  one program in plain PyTorch and sharded
-everyday               all programs that do the same in both: layers, loops, passing, adapters, hugging_face
+everyday               all programs that do the same in both: towers, layers, loops, passing, adapters,
+                           hugging_face
 compiled               torch.compile before and after sharding
 peft_adapters          adapters of the peft library, where it is installed
 on_device              what a wait that is missing would change on a device

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from programs import adapters, hugging_face, layers, loops, passing
+from programs import adapters, hugging_face, layers, loops, passing, towers
 from programs.faces import Program
 
 PROGRAMS: dict[str, Program] = {
+    **towers.PROGRAMS,
     **layers.PROGRAMS,
     **loops.PROGRAMS,
     **passing.PROGRAMS,

@@ -98,6 +98,8 @@ class Sharded(Face):
     ) -> None:
         super().__init__()
         self.policy, self.device, self.folder = policy, device, folder
+        self.read_bytes = 0
+        """Bytes that were read from disks; known when it is closed."""
         self._shards: list[tiermem.Shards] = []
 
     def shard(self, model: nn.Module, **fields: Any) -> nn.Module:
@@ -120,7 +122,9 @@ class Sharded(Face):
 
     def close(self) -> None:
         while self._shards:
-            self._shards.pop().close()
+            shards = self._shards.pop()
+            self.read_bytes += shards.store.stats().nvme_read_bytes
+            shards.close()
 
 
 def run(program: Program, face: Face) -> Found:

@@ -45,14 +45,6 @@ def two_steps(face: Face, model: nn.Module, inputs: Inputs) -> Found:
     return {"losses": losses, "weights": face.weights(model)}
 
 
-def llama(face: Face) -> Found:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return two_steps(
-        face, LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, pad_token_id=0, **_SIZES)), tokens
-    )
-
-
 def gpt2_with_tied_embeddings(face: Face) -> Found:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -136,7 +128,6 @@ def bert_with_its_pooler_unused(face: Face) -> Found:
 PROGRAMS: dict[str, Program] = {
     each.__name__: each
     for each in (
-        llama,
         gpt2_with_tied_embeddings,
         t5,
         bart,

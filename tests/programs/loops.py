@@ -396,21 +396,6 @@ def loader_with_forked_workers(face: Face) -> Found:
     return {"losses": losses, "weights": face.weights(model)}
 
 
-def models_of_the_zoo(face: Face) -> Found:
-    """Towers with habits, one after another, two steps each."""
-    found = {}
-    for outputs in ("dict", "dataclass"):
-        for checkpoint in (False, True):
-            model = models.tied_tower(outputs=outputs, checkpoint=checkpoint, rounds=2)
-            model = face.shard(model)
-            optim = face.adamw(model.parameters())
-            for step in range(2):
-                loss_of(model, face.sample(step)).backward()
-                face.step(optim)
-            found[f"{outputs}, {checkpoint}"] = face.weights(model)
-    return found
-
-
 def a_step_without_forward(face: Face) -> Found:
     model = face.shard(models.ShortTower())
     optim = face.adamw(model.parameters())
@@ -447,7 +432,6 @@ PROGRAMS: dict[str, Program] = {
         two_models_one_frozen_at_a_time,
         actor_with_a_frozen_reference,
         loader_with_forked_workers,
-        models_of_the_zoo,
         a_step_without_forward,
     )
 }
