@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from programs.unsharded import VOCAB, Transformer
+from programs.models import VOCAB
+from programs.unsharded import transformer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -179,9 +180,9 @@ def shard_by_fsdp(rank: int, size: int) -> None:
 
     def train(where: torch.device) -> list[float]:
         torch.manual_seed(0)
-        model = Transformer().to(where).eval()
+        model = transformer().to(where).eval()
         mesh = init_device_mesh(where.type, (size,))
-        for block in model.blocks:
+        for block in model.transformer.h:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
         optim = torch.optim.AdamW(model.parameters(), 1e-2, foreach=False)

@@ -9,20 +9,18 @@ from types import ModuleType
 
 import pytest
 import torch
-from programs.unsharded import Mlp, Program, Transformer, assert_same, train
+from programs.unsharded import Program, assert_same, mlp, train, transformer
 from torch import nn
 
 from accelerator.device import SCHEDULES
 
 PROGRAMS = {
-    "mlp": Program(Mlp),
-    "transformer": Program(Transformer),
-    "autocast": Program(Transformer, torch.bfloat16),
-    "checkpointed": Program(functools.partial(Transformer, "non-reentrant")),
-    "checkpointed, reentrant": Program(functools.partial(Transformer, "reentrant")),
-    "checkpointed, autocast": Program(
-        functools.partial(Transformer, "non-reentrant"), torch.bfloat16
-    ),
+    "mlp": Program(mlp),
+    "transformer": Program(transformer),
+    "autocast": Program(transformer, torch.bfloat16),
+    "checkpointed": Program(functools.partial(transformer, False)),
+    "checkpointed, reentrant": Program(functools.partial(transformer, True)),
+    "checkpointed, autocast": Program(functools.partial(transformer, False), torch.bfloat16),
 }
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from programs.models import Layers
 from torch import nn
 
 import tiermem
@@ -26,19 +27,6 @@ from tiermem.swap.store.store import TensorStore
 from tiermem.weights.unit_memory import StagedRead
 
 WIDTH, DEPTH = 64, 8
-
-
-class Blocks(nn.Module):
-    def __init__(self, width: int = WIDTH, depth: int = DEPTH, bias: bool = True) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            [nn.Sequential(nn.Linear(width, width, bias), nn.Tanh()) for _ in range(depth)]
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 class Ring:
@@ -116,7 +104,8 @@ def record(
     """What the forward and the backward of one pass ask of the device, the order of units being
     known."""
     # without, a layer's bytes are those of its one weight
-    model = Blocks(depth=depth, bias=depth == DEPTH)
+    linears = [nn.Linear(WIDTH, WIDTH, bias=depth == DEPTH) for _ in range(depth)]
+    model = Layers(*(nn.Sequential(linear, nn.Tanh()) for linear in linears))
     policy = OffloadPolicy(
         params=tier, optim=Tier.HOST, paths=[folder], persistence_numel=0, unit_buffers=4
     )

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 TAG = "global_step3"
 SUB_GROUPS: tuple[dict[str, tuple[int, ...]], ...] = (
@@ -26,6 +27,31 @@ SUB_GROUPS: tuple[dict[str, tuple[int, ...]], ...] = (
 )
 States = Mapping[str, Mapping[str, torch.Tensor]]
 FROZEN = {"frozen.weight": (7, 7), "frozen.bias": (7,)}
+
+
+class WrittenModel(nn.Module):
+    """The model of these states. Its parameters stand in another order than in the folder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 7)
+        self.frozen = nn.Linear(7, 7).requires_grad_(False)
+        self.hidden = nn.Linear(7, 11)
+        self.back = nn.Linear(11, 7, bias=False)
+        self.norm = nn.LayerNorm(7, bias=False)
+        self.head = nn.Linear(7, 13, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.ones(1))
+        self.register_buffer("seen", torch.zeros(3, dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(5))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = torch.tanh(self.hidden(self.frozen(self.embed(x))))
+        logits = self.head(self.norm(self.back(hidden) * self.scale))
+        return {
+            "loss": nn.functional.cross_entropy(logits.view(-1, 13), labels.view(-1)),
+            "logits": logits,
+        }
 
 
 class Written(NamedTuple):

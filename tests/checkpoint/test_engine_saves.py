@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from programs.models import Layers
 from runs import opened, states_in
 from saved_by_hand import latest_of
 from torch import nn
@@ -14,17 +15,6 @@ from torch import nn
 import tiermem
 from tiermem import checkpoint
 from tiermem.swap.base.errors import CorruptionError
-
-
-class Blocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(67, 67) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x).tanh()
-        return x.square().mean()
 
 
 def engine_on(path: Path, own: dict[str, Any] | None = None, **sections: Any) -> tiermem.Engine:
@@ -41,13 +31,19 @@ def engine_on(path: Path, own: dict[str, Any] | None = None, **sections: Any) ->
     }
     config |= {"zero_optimization": zero, "steps_per_print": None, "tiermem": own or {}, **sections}
     torch.manual_seed(0)
-    return tiermem.initialize(model=Blocks(), config=config)[0]
+    model = Layers(*(nn.Sequential(nn.Linear(67, 67), nn.Tanh()) for _ in range(3)))
+    return tiermem.initialize(model=model, config=config)[0]
 
 
 def step(engine: tiermem.Engine, times: int = 1) -> None:
     for number in range(times):
-        engine.backward(engine(torch.randn(3, 67, generator=torch.Generator().manual_seed(number))))
+        backward(engine, number)
         engine.step()
+
+
+def backward(engine: tiermem.Engine, number: int) -> None:
+    x = torch.randn(3, 67, generator=torch.Generator().manual_seed(number))
+    engine.backward(engine(x).square().mean())
 
 
 def test_the_default_tag_counts_steps_and_latest_names_it(tmp_path: Path) -> None:
@@ -103,9 +99,7 @@ def test_a_save_within_an_accumulation_warns_and_changes_no_step(
         step(engine, 2)
         ended = weights_of(engine)
         for number in range(4):
-            engine.backward(
-                engine(torch.randn(3, 67, generator=torch.Generator().manual_seed(number)))
-            )
+            backward(engine, number)
             if is_saved:  # also before the step that ends an accumulation
                 with pytest.warns(
                     UserWarning, match=rf"gradients of {number % 2 + 1} micro-batches .* not saved"

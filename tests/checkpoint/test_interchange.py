@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoint.deepspeed_folders import SUB_GROUPS, write_deepspeed
+from checkpoint.deepspeed_folders import SUB_GROUPS, WrittenModel, write_deepspeed
 from checkpoint.test_dcp_import import save
 from checkpoint.test_torch_import import Net, by_name, plain, train, two_groups
 from torch import nn
@@ -99,30 +99,13 @@ def test_what_tiermem_exports_goes_on_in_torch_to_the_bit(tmp_path: Path, kind: 
         assert torch.equal(a, b), name
 
 
-class Odd(nn.Module):
-    """The model whose states deepspeed_folders writes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.zeros(1))
-        self.register_buffer("seen", torch.zeros(3, dtype=torch.int64))
-        self.register_buffer("mean", torch.zeros(5))
-        self.embed = nn.Embedding(13, 7)
-        self.frozen = nn.Linear(7, 7).requires_grad_(False)
-        self.norm = nn.LayerNorm(7, bias=False)
-        self.hidden = nn.Linear(7, 11)
-        self.back = nn.Linear(11, 7, bias=False)
-        self.head = nn.Linear(7, 13, bias=False)
-        self.head.weight = self.embed.weight
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_deepspeed_checkpoint_fills_model_and_optimizer(
     tmp_path: Path, dtype: torch.dtype
 ) -> None:
     written = write_deepspeed(tmp_path / "ds", 2, dtype)
     write_checkpoint(read_foreign(tmp_path / "ds"), tmp_path / "ours")
-    model = Odd().to(dtype)
+    model = WrittenModel().to(dtype)
     model.mean = model.mean.float()
     (tmp_path / "nvme").mkdir()
     policy = OffloadPolicy(

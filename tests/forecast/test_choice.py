@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from programs.models import Layers
 from torch import nn
 
 import tiermem
@@ -35,22 +36,10 @@ class Block(nn.Module):
         return x + hidden
 
 
-class Tall(nn.Module):
-    """Twelve blocks of 540,800 elements."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Block(520) for _ in range(12)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 def tall() -> nn.Module:
+    """Twelve blocks of 540,800 elements."""
     with torch.device("meta"):
-        return Tall().bfloat16()
+        return Layers(*(Block(520) for _ in range(12))).bfloat16()
 
 
 def policy(**fields: Any) -> OffloadPolicy:
@@ -140,7 +129,7 @@ def test_the_line_says_what_and_what_it_is_worth() -> None:
 
 def test_a_chosen_policy_trains(tmp_path: Any) -> None:
     torch.manual_seed(0)
-    model = Tall().bfloat16()
+    model = Layers(*(Block(520) for _ in range(12))).bfloat16()
     choice = choose(model, policy(paths=[tmp_path]), SLOW_DISK, FAST_MATHS, num_micro=4)
     with tiermem.shard(model, choice.policy) as shards:
         assert shards.plan == choice.chosen.plan

@@ -13,40 +13,12 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from checkpoint.deepspeed_folders import SUB_GROUPS, Written, write_deepspeed
+from checkpoint.deepspeed_folders import SUB_GROUPS, Written, WrittenModel, write_deepspeed
 from torch import nn
 from trainings import TiermemTrainer, arguments, closing, on_nvme
 
 import tiermem
 from tiermem.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-
-class Net(nn.Module):
-    """The model whose checkpoint deepspeed_folders.py writes: tied, frozen and one-element
-    parameters, buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(13, 7)
-        self.frozen = nn.Linear(7, 7).requires_grad_(False)
-        self.hidden = nn.Linear(7, 11)
-        self.back = nn.Linear(11, 7, bias=False)
-        self.norm = nn.LayerNorm(7, bias=False)
-        self.head = nn.Linear(7, 13, bias=False)
-        self.head.weight = self.embed.weight
-        self.scale = nn.Parameter(torch.ones(1))
-        self.register_buffer("seen", torch.zeros(3, dtype=torch.int64))
-        self.register_buffer("mean", torch.zeros(5))
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        hidden = self.norm(
-            self.back(torch.tanh(self.hidden(self.frozen(self.embed(x))))) * self.scale
-        )
-        logits = self.head(hidden)
-        return {
-            "loss": nn.functional.cross_entropy(logits.view(-1, 13), labels.view(-1)),
-            "logits": logits,
-        }
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
@@ -78,7 +50,7 @@ def assert_restored(model: nn.Module, written: Written) -> None:
 def test_an_engine_opens_it_to_the_bit(num_ranks: int, tmp_path: Path) -> None:
     written = write_deepspeed(tmp_path / "ds", num_ranks, torch.float32)
     before = sorted(tmp_path.rglob("*"))
-    model = Net()
+    model = WrittenModel()
     config = {"train_batch_size": 2, "zero_optimization": {"stage": 3}}
     engine, _, _, _ = tiermem.initialize(
         model=model, optimizer=torch.optim.AdamW(groups_of(model), lr=1.0), config=config
@@ -96,7 +68,7 @@ def test_the_trainer_resumes_from_it(tmp_path: Path) -> None:
     written = write_deepspeed(checkpoint, 2, torch.float32)
     state = {"global_step": 4, "epoch": 0.25, "log_history": [], "train_batch_size": 2}
     (checkpoint / "trainer_state.json").write_text(json.dumps(state), "utf-8")
-    model = Net()
+    model = WrittenModel()
     optimizer = torch.optim.AdamW(groups_of(model), lr=1.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
     policy, data = on_nvme(tmp_path / "nvme"), samples()
@@ -127,7 +99,7 @@ def test_the_trainer_resumes_from_it(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_read_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
     write_deepspeed(tmp_path / "ds", 2, torch.float32, stage=2)
     before = sorted(tmp_path.rglob("*"))
-    model = Net()
+    model = WrittenModel()
     config = {"train_batch_size": 2, "zero_optimization": {"stage": 3}}
     engine, _, _, _ = tiermem.initialize(
         model=model, optimizer=torch.optim.AdamW(groups_of(model)), config=config

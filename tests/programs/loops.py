@@ -90,7 +90,7 @@ def grad_scaler_with_a_step_that_overflows(face: Face) -> Found:
 
 
 def walk(face: Face, paths: list[list[int]]) -> Found:
-    model = face.shard(models.Path())
+    model = face.shard(models.Tower())
     optim = face.adamw(model.parameters())
     losses = []
     for step, path in enumerate(paths):

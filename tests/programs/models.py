@@ -2,7 +2,8 @@
 `logits_of` understands.
 
     Tower                  embedding, blocks, head; its arguments are habits       ShortTower      three blocks, no bias
-    Path, Wandering        another path through the blocks in every forward        tied_tower      head and embedding share
+    Wandering              another path through the blocks in every forward        tied_tower      head and embedding share
+    Layers                 modules in a list       SparseBlock                     experts behind a gate
     BareContainers         parameters in lists and dicts without a forward         frozen_tower    some blocks are frozen
     NanoGPT                weight tying, apply(_init_weights), a re-init by name   llama           Hugging Face's
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -50,8 +52,11 @@ class Tower(nn.Module):
 
     outputs: "tensor", "dict" or "dataclass", of blocks and root. checkpoint: whether blocks are
     computed again, and whether reentrantly. rounds: how often each block is used in a forward.
-    skips: the last block is never used, the first in every other forward.
+    skips: the last block is never used, the first in every other forward. `path`: the blocks that
+    are used, in this order, each as often as it stands there; None: all.
     """
+
+    path: Sequence[int] | None = None
 
     def __init__(
         self,
@@ -82,6 +87,8 @@ class Tower(nn.Module):
 
     def used_layers(self) -> Iterable[nn.Module]:
         """The blocks of this forward, in order."""
+        if self.path is not None:
+            return [self.layers[index] for index in self.path]
         return self.layers[self.num_forwards % 2 : -1] if self.skips else self.layers
 
     def through(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -97,22 +104,52 @@ class ShortTower(Tower):
         super().__init__(num_blocks=num_blocks, bias=False, **settings)
 
 
-class Path(Tower):
-    """Goes through its blocks as `path` says: any of them, in any order, several times or never."""
+class Wandering(Tower):
+    """Goes another path through its blocks in every forward, with repetitions; the same on every
+    rank."""
 
-    path: Sequence[int] = (0, 1, 2, 3)
-
-    def used_layers(self) -> list[nn.Module]:
-        return [self.layers[index] for index in self.path]
-
-
-class Wandering(Path):
-    """Goes another path in every forward, with repetitions; the same on every rank."""
-
-    def used_layers(self) -> list[nn.Module]:
+    def used_layers(self) -> Iterable[nn.Module]:
         chance = torch.Generator().manual_seed(self.num_forwards)
         self.path = torch.randint(0, 4, (5,), generator=chance).tolist()
         return super().used_layers()
+
+
+class Layers(nn.Module):
+    """Modules in a list, each of which gets what the one before it returns."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Expert(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 41), nn.Linear(41, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu())
+
+
+class SparseBlock(nn.Module):
+    """Sends everything to one expert: to the gate's first choice, or to the one that is `chosen`."""
+
+    chosen: int | None = None
+
+    def __init__(self, width: int = 31, num_experts: int = 5) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, num_experts, bias=False)
+        self.experts = nn.ModuleList([Expert(width) for _ in range(num_experts)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = self.gate(x)
+        chosen = int(weights.sum((0, 1)).argmax()) if self.chosen is None else self.chosen
+        return x + self.experts[chosen](x) * weights[..., chosen : chosen + 1].sigmoid()
 
 
 def tied_tower(**settings: Any) -> ShortTower:
@@ -151,31 +188,29 @@ class BareContainers(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
+        self.num_heads = num_heads
         self.c_attn = nn.Linear(width, 3 * width)
         self.c_proj = nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.c_attn(x).split(x.shape[-1], dim=-1)
-        return self.c_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True))
-
-
-class Mlp(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.c_fc = nn.Linear(width, 4 * width)
-        self.c_proj = nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.c_proj(F.gelu(self.c_fc(x)))
+        q, k, v = (
+            part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for part in self.c_attn(x).split(x.shape[-1], dim=-1)
+        )
+        found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.c_proj(found.transpose(1, 2).flatten(2))
 
 
 class GPTBlock(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, num_heads: int, dropout: float) -> None:
         super().__init__()
-        self.ln_1, self.attn = nn.LayerNorm(width), Attention(width)
-        self.ln_2, self.mlp = nn.LayerNorm(width), Mlp(width)
+        self.ln_1, self.attn = nn.LayerNorm(width), Attention(width, num_heads)
+        self.ln_2 = nn.LayerNorm(width)
+        mlp = {"c_fc": nn.Linear(width, 4 * width), "act": nn.GELU()}
+        mlp |= {"c_proj": nn.Linear(4 * width, width), "dropout": nn.Dropout(dropout)}
+        self.mlp = nn.Sequential(OrderedDict(mlp))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attn(self.ln_1(x))
@@ -183,18 +218,31 @@ class GPTBlock(nn.Module):
 
 
 class NanoGPT(nn.Module):
-    def __init__(self, width: int = 32, num_layers: int = 3) -> None:
+    """checkpoint: whether blocks are computed again, and whether reentrantly."""
+
+    def __init__(
+        self,
+        width: int = 32,
+        num_layers: int = 3,
+        num_heads: int = 1,
+        dropout: float = 0.0,
+        is_tied: bool = True,
+        checkpoint: bool | None = None,
+    ) -> None:
         super().__init__()
+        self.checkpoint = checkpoint
+        blocks = [GPTBlock(width, num_heads, dropout) for _ in range(num_layers)]
         self.transformer = nn.ModuleDict(
             {
                 "wte": nn.Embedding(VOCAB, width),
                 "wpe": nn.Embedding(16, width),
-                "h": nn.ModuleList([GPTBlock(width) for _ in range(num_layers)]),
+                "h": nn.ModuleList(blocks),
                 "ln_f": nn.LayerNorm(width),
             }
         )
         self.lm_head = nn.Linear(width, VOCAB, bias=False)
-        self.transformer.wte.weight = self.lm_head.weight
+        if is_tied:
+            self.transformer.wte.weight = self.lm_head.weight
         self.apply(self._init_weights)
         for name, param in self.named_parameters():
             if name.endswith("c_proj.weight"):
@@ -209,9 +257,11 @@ class NanoGPT(nn.Module):
             torch.nn.init.normal_(module.weight, mean=0.0, std=0.02)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.transformer.wte(tokens) + self.transformer.wpe(torch.arange(tokens.shape[1]))
+        again = self.checkpoint
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.transformer.wte(tokens) + self.transformer.wpe(positions)
         for block in self.transformer.h:
-            x = block(x)
+            x = block(x) if again is None else recompute(block, x, use_reentrant=again)
         return self.lm_head(self.transformer.ln_f(x))
 
 

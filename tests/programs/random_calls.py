@@ -43,7 +43,7 @@ class Mismatch(AssertionError):
 class Scaled(nn.Module):
     """A child, and a parameter of its own beside it; the child may be left out in evaluation."""
 
-    def __init__(self, child: nn.Module, skips: bool) -> None:
+    def __init__(self, child: nn.Module, skips: bool = False) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
         self.child = child

@@ -10,75 +10,30 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
-VOCAB, WIDTH = 61, 16
+from programs.models import VOCAB, NanoGPT
 
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (
-            part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x).split(WIDTH, -1)
-        )
-        return self.out(
-            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        )
+WIDTH = 16
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList([nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)])
-        self.attention = Attention()
-        self.mlp = nn.Sequential(
-            nn.Linear(WIDTH, 50), nn.GELU(), nn.Linear(50, WIDTH), nn.Dropout(0.1)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.norms[0](x))
-        return x + self.mlp(self.norms[1](x))
+def transformer(checkpoint: bool | None = None) -> nn.Module:
+    """Two blocks with two heads and dropout. A move to another device would untie what is tied."""
+    return NanoGPT(
+        WIDTH, num_layers=2, num_heads=2, dropout=0.1, is_tied=False, checkpoint=checkpoint
+    )
 
 
-class Transformer(nn.Module):
-    def __init__(self, checkpointing: str = "") -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.blocks = nn.ModuleList([Block() for _ in range(2)])
-        self.head = nn.Linear(WIDTH, VOCAB)
-        self.checkpointing = checkpointing
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = (
-                checkpoint(block, x, use_reentrant=self.checkpointing == "reentrant")
-                if self.checkpointing
-                else block(x)
-            )
-        return self.head(x)
-
-
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, 40), nn.SiLU(), nn.Linear(40, VOCAB)
-        )
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.layers(tokens)
+def mlp() -> nn.Module:
+    return nn.Sequential(
+        nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, 40), nn.SiLU(), nn.Linear(40, VOCAB)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
     """A training run. Two runs of one program that differ in the device leave the same bits."""
 
-    build: Callable[[], nn.Module] = Transformer
+    build: Callable[[], nn.Module] = transformer
     autocast: torch.dtype | None = None
     num_steps: int = 5
     num_micro: int = 2

@@ -236,21 +236,12 @@ def hangs(who: int, tier: Tier) -> Body:
     return body
 
 
-class Straying(models.ShortTower):
-    """Uses the layers that it is told to, in that order."""
-
-    way = (0, 1, 2)
-
-    def used_layers(self) -> list[nn.Module]:
-        return [self.layers[number] for number in self.way]
-
-
 def strays(who: int, way: tuple[int, ...], tier: Tier, **fields: object) -> Body:
     """From its third step on a rank goes another way through the layers."""
 
     def body(rank: int, nvme: Path) -> None:
-        model = seeded(Straying)
-        turn = (lambda *_: setattr(model, "way", way)) if rank == who else None
+        model = seeded(models.ShortTower)
+        turn = (lambda *_: setattr(model, "path", way)) if rank == who else None
         train(model, policy_of(tier, nvme, **fields), turn)
 
     return body

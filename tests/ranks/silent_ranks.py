@@ -25,7 +25,6 @@ from accelerator import build, device
 from forks import forked, free_port
 from programs import models
 from programs.twins import batch, seeded
-from torch import nn
 from torch.nn import functional as F
 
 import tiermem
@@ -39,18 +38,9 @@ if build.missing_for_build() is None:
     torch.ones(1, device="meta").add(1)
 
 
-class Straying(models.ShortTower):
-    """Uses the layers in the order that it is told."""
-
-    way = (0, 1, 2)
-
-    def used_layers(self) -> list[nn.Module]:
-        return [self.layers[number] for number in self.way]
-
-
-def go(folder: Path, how: str, model: Straying) -> None:
+def go(folder: Path, how: str, model: models.ShortTower) -> None:
     """Ends or stops this rank or has it go another way, and notes when."""
-    model.way = (0, 2, 1)
+    model.path = (0, 2, 1)
     (folder / "gone.part").write_text(str(time.time()))
     (folder / "gone.part").rename(folder / "gone")
     if how == "exits":
@@ -73,7 +63,7 @@ class Asked:
 def train(folder: Path, where: str, how: str, phase: str) -> None:
     """Trains for ever; a rank with a `how` goes in a phase of the last step, which every rank saves
     if it is "save"."""
-    model = seeded(Straying)
+    model = seeded(models.ShortTower)
     policy = OffloadPolicy(
         params=Tier.HOST, optim=Tier.HOST, timeout_s=TIMEOUT_S, persistence_numel=50
     )

@@ -8,8 +8,7 @@ import logging
 from pathlib import Path
 
 import pytest
-import torch
-from programs.models import Tower
+from programs.models import SparseBlock, Tower
 from programs.twins import loss_of, seeded
 from torch import nn
 
@@ -27,28 +26,6 @@ from tiermem.utils import (
     z3_leaf_module,
     z3_leaf_parameter,
 )
-
-
-class Expert(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(31, 41), nn.Linear(41, 31)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(x).relu())
-
-
-class SparseBlock(nn.Module):
-    """Sends everything to the expert that the sum of the input chooses."""
-
-    def __init__(self, num_experts: int = 5) -> None:
-        super().__init__()
-        self.gate = nn.Linear(31, num_experts, bias=False)
-        self.experts = nn.ModuleList([Expert() for _ in range(num_experts)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        chosen = int(self.gate(x).sum((0, 1)).argmax())
-        return x + self.experts[chosen](x)
 
 
 def sparse() -> Tower:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from programs.models import Layers
 from torch import nn
 
 import tiermem
@@ -16,18 +17,10 @@ from tiermem import OffloadPolicy, Tier
 Call = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
 
-class Blocks(nn.Module):
-    """More blocks than there are buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Linear(24, 24) for _ in range(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return x
+def blocks() -> nn.Module:
+    """More of them than there are buffers."""
+    torch.manual_seed(0)
+    return Layers(*(nn.Sequential(nn.Linear(24, 24), nn.Tanh()) for _ in range(6)))
 
 
 CALLS: dict[str, Call] = {
@@ -58,7 +51,7 @@ def policy(home: Tier, folder: Path, overlap: str = "none") -> OffloadPolicy:
 def test_a_transform_gives_what_it_gives_around_a_plain_model(
     name: str, home: Tier, tmp_path: Path
 ) -> None:
-    model, twin = Blocks(), Blocks()
+    model, twin = blocks(), blocks()
     with tiermem.shard(model, policy(home, tmp_path)):
         torch.testing.assert_close(CALLS[name](model, data(0)), CALLS[name](twin, data(0)))
 
@@ -66,7 +59,7 @@ def test_a_transform_gives_what_it_gives_around_a_plain_model(
 @pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
 @pytest.mark.parametrize("name", CALLS)
 def test_training_goes_on_between_transforms(name: str, overlap: str, tmp_path: Path) -> None:
-    model, twin = Blocks(), Blocks()
+    model, twin = blocks(), blocks()
     with tiermem.shard(model, policy(Tier.NVME, tmp_path, overlap)):
         optims = (
             tiermem.AdamW(model.parameters(), lr=1e-3),

@@ -327,43 +327,26 @@ def attributes_describe_the_parts(nvme: Path) -> None:
         assert not hasattr(weight, "ds_id")
 
 
-class Routed(nn.Module):
+class RoutedModel(nn.Module):
     """Experts behind a router; which of them run depends on the rank."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate = nn.Linear(31, 3, bias=False)
-        self.experts = nn.ModuleList(
-            [nn.Sequential(nn.Linear(31, 41), nn.Linear(41, 31)) for _ in range(3)]
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        chosen = dist.get_rank() % 3
-        return x + self.experts[chosen](x) * self.gate(x)[..., chosen : chosen + 1].sigmoid()
-
-
-class RoutedModel(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
         self.embed = nn.Embedding(61, 31)
-        self.block = Routed()  # outside every ModuleList: each expert would be fetched by itself
+        # outside every ModuleList: each expert would be fetched by itself
+        self.block = models.SparseBlock(num_experts=3)
+        self.block.chosen = dist.get_rank() % 3
         self.head = nn.Linear(31, 61)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.head(self.block(self.embed(tokens)))
 
 
-class Straying(nn.Module):
+def straying() -> nn.Module:
     """Branches without a router; which of them runs depends on the rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(61, 31)
-        self.branches = nn.ModuleList([nn.Linear(31, 31) for _ in range(3)])
-        self.head = nn.Linear(31, 61)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.branches[dist.get_rank() % 3](self.embed(tokens)))
+    model = models.Tower(num_blocks=3, block=lambda width, _: nn.Linear(width, width))
+    model.path = [dist.get_rank() % 3]
+    return model
 
 
 def train_apart(model: nn.Module, plain: nn.Module, shards: tiermem.Shards) -> None:
@@ -391,13 +374,13 @@ def ranks_take_different_experts(nvme: Path) -> None:
             live.unit.name for live, s in shards.parameters() if s.name.startswith("block.")
         }
         assert of_block == {"block"}, of_block
-        assert tiermem.utils.z3_leaf_parameter(model.block.experts[2][0].weight)
+        assert tiermem.utils.z3_leaf_parameter(model.block.experts[2].up.weight)
         train_apart(model, plain, shards)
 
 
 @case
 def ranks_take_different_parts_of_a_marked_model(nvme: Path) -> None:
-    model, plain = seeded(Straying), seeded(Straying)
+    model, plain = seeded(straying), seeded(straying)
     tiermem.utils.set_z3_leaf_module(model, True)
     with tiermem.shard(model, policy_at(nvme, persistence_numel=0, max_reuse_numel=0)) as shards:
         assert [live.unit.name for live in shards.units] == ["root"]
@@ -406,10 +389,10 @@ def ranks_take_different_parts_of_a_marked_model(nvme: Path) -> None:
 
 @case
 def ranks_take_different_parts_of_a_marked_list(nvme: Path) -> None:
-    model, plain = seeded(Straying), seeded(Straying)
+    model, plain = seeded(straying), seeded(straying)
     tiermem.utils.set_z3_leaf_modules(model, [nn.ModuleList])
     with tiermem.shard(model, policy_at(nvme, persistence_numel=0, max_reuse_numel=0)) as shards:
-        assert [live.unit.name for live in shards.units] == ["embed", "branches", "head"]
+        assert [live.unit.name for live in shards.units] == ["embed", "layers", "head"]
         train_apart(model, plain, shards)
 
 
