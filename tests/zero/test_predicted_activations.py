@@ -1,0 +1,112 @@
+"""Are the activations that a run without values predicts those that torch allocates?"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from forks import forked
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
+from twins import Tower
+
+from tiermem import zero
+from tiermem.plans.activations import Activations, activations_of
+
+
+class Checkpointed(nn.Module):
+    """A tower whose blocks are computed again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = Tower(64, 256)
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        x = self.tower.embed(tokens)
+        for layer in self.tower.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return self.tower.head(x)
+
+
+class Looking(nn.Module):
+    """A model whose code needs a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) if float(x.sum()) > 0 else x
+
+
+def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
+    output = model(batch)
+    logits = output[0] if isinstance(output, tuple) else output
+    return torch.as_tensor(logits).square().mean()
+
+
+def allocated(model: nn.Module, batch: Any) -> int:
+    """The peak of what torch's own allocator counts, beside gradients of weights."""
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        loss_of(model, batch).backward()
+    moves = [
+        (event.start_ns(), event.nbytes())
+        for event in seen.profiler.kineto_results.events()
+        if event.name() == "[memory]"
+    ]
+    total = peak = 0
+    for _, num_bytes in sorted(moves, key=lambda each: each[0]):
+        total += num_bytes
+        peak = max(peak, total)
+    return peak
+
+
+@pytest.mark.parametrize("build", [functools.partial(Tower, 64, 256), Checkpointed])
+def test_a_run_without_values_predicts_what_torch_allocates(
+    build: Callable[[], nn.Module],
+) -> None:
+    def check() -> None:
+        model = build()
+        tokens = torch.randint(0, 61, (7, 33))
+        before = torch.get_rng_state()
+        found = activations_of(model, loss_of, tokens, torch.device("cpu"))
+        assert found is not None
+        assert found.kept_bytes <= found.peak_bytes
+        assert found.peak_bytes == pytest.approx(allocated(model, tokens), rel=0.05)
+        assert torch.equal(torch.get_rng_state(), before)
+        assert all(param.grad is None for param in model.parameters())
+
+    # in a process of its own: torch's profiler leaves a thread
+    assert os.waitpid(forked(check), 0)[1] == 0
+
+
+def test_a_batch_of_twice_the_size_keeps_twice_the_bytes() -> None:
+    def kept(size: int) -> int:
+        found = activations_of(
+            Tower(), loss_of, torch.zeros(size, 16, dtype=torch.long), torch.device("cpu")
+        )
+        assert found is not None
+        return found.kept_bytes - 4  # of the loss
+
+    assert kept(6) == 2 * kept(3)
+
+
+@pytest.mark.parametrize("place", ["meta", "init"])
+def test_weights_need_no_memory(place: str) -> None:
+    tokens = torch.zeros(3, 16, dtype=torch.long)
+    plain = activations_of(Tower(), loss_of, tokens, torch.device("cpu"))
+    with torch.device("meta") if place == "meta" else zero.Init():
+        model = Tower()
+    found = activations_of(model, loss_of, tokens, torch.device("cpu"))
+    assert isinstance(found, Activations) and found == plain
+
+
+def test_a_model_that_looks_at_values_has_no_prediction() -> None:
+    assert activations_of(Looking(), loss_of, torch.ones(2, 4), torch.device("cpu")) is None
