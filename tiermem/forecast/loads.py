@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tiermem.forecast.rates import Compute
-from tiermem.optim.tile import homes_of_tiles, sent_bytes, sent_tiles, stepped_ranges
+from tiermem.optim.tile import routes_of_tiles, sent_bytes, stepped_ranges
 from tiermem.plans.plan import Plan
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.ranks.topology import Topology
@@ -191,12 +191,12 @@ def tile_loads(
     sizes = [size for _, _, size in pieces]
     made: dict[Hashable, TileLoad] = {}
     loads = []
-    homes = homes_of_tiles(sizes, plan)
-    sent = sent_tiles([numel for _, numel, _ in pieces], homes, plan)
-    for (unit, numel, size), home, is_sent in zip(pieces, homes, sent, strict=True):
-        key = (unit.index, numel, home, is_sent)
+    routes = routes_of_tiles(sizes, [numel for _, numel, _ in pieces], plan)
+    for (unit, numel, size), route in zip(pieces, routes, strict=True):
+        key = (unit.index, numel, route)
         if key not in made:
-            made[key] = _load(unit, numel, home, size, plan, policy, is_sent)
+            is_sent = route.engine is Tier.DEVICE is not route.states
+            made[key] = _load(unit, numel, route.states, size, plan, policy, is_sent)
         loads.append(made[key])
     return _together(loads, -(-len(loads) // most_tiles))
 

@@ -81,11 +81,7 @@ class Tile(StateTile):
 
     live: LiveUnit
     room_bytes: int  # in a buffer, for its states and the values that they are made from
-    is_sent: bool = (
-        # whether it is stepped on an accelerator, to which its data is copied, although it rests
-        # elsewhere
-        False
-    )
+    engine: Tier = Tier.HOST  # what steps it: HOST, the CPU; or DEVICE, an accelerator
 
     @property
     def grad_dtype(self) -> torch.dtype:
@@ -101,6 +97,12 @@ class Tile(StateTile):
     def grad_bytes(self) -> int:
         """Bytes of its slice of the gradients."""
         return self.numel * self.grad_dtype.itemsize
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether an accelerator steps it, to which its data is copied, although it rests
+        elsewhere."""
+        return self.engine is Tier.DEVICE and self.home is not Tier.DEVICE
 
     @property
     def weights_are_there(self) -> bool:
@@ -164,35 +166,37 @@ def stepped_ranges(
             yield start, numel, ranges
 
 
-def homes_of_tiles(sizes: Sequence[int], plan: Plan) -> list[Tier]:
-    """Where the states of tiles of these sizes rest: where the plan has them; or on the device; or,
-    of those on NVMe, on HOST.
+class TileRoute(NamedTuple):
+    """Where the states of a tile rest, and what steps it."""
 
-    The tiles that stay on the device are evenly spread and take at most `plan.kept_bytes` together,
-    and so do those on HOST and `plan.resident_bytes`.
+    states: Tier
+    engine: Tier  # HOST: the CPU; DEVICE: an accelerator, which has the states or is sent them
+
+
+def routes_of_tiles(sizes: Sequence[int], numels: Sequence[int], plan: Plan) -> list[TileRoute]:
+    """The routes of tiles with states of these sizes.
+
+    Tiles that stay on the device are evenly spread and take at most `plan.kept_bytes` together, and
+    so do those on HOST and `plan.resident_bytes`; the others rest where the plan has states. The
+    accelerator steps those that rest there, and the plan's part of the elements of all others,
+    evenly spread too.
+
+    numels: the elements of each; 0 for one that no buffer of an accelerator holds.
     """
     kept = Tier.DEVICE if plan.steps_there else Tier.HOST
     homes = [kept if stays else plan.states for stays in within(sizes, plan.kept_bytes)]
     rest = [number for number, home in enumerate(homes) if home is plan.states is Tier.NVME]
-    for number, stays in zip(
-        rest, within([sizes[n] for n in rest], plan.resident_bytes), strict=True
-    ):
+    resident = within([sizes[number] for number in rest], plan.resident_bytes)
+    for number, stays in zip(rest, resident, strict=True):
         homes[number] = Tier.HOST if stays else Tier.NVME
-    return homes
-
-
-def sent_tiles(numels: Sequence[int], homes: Sequence[Tier], plan: Plan) -> list[bool]:
-    """Which tiles of so many elements, at these homes, are stepped on an accelerator where they do
-    not rest.
-
-    They are evenly spread over the tiles that rest elsewhere, and have at most the plan's part of
-    the elements of these.
-    """
     elsewhere = [
         0 if home is Tier.DEVICE else numel for numel, home in zip(numels, homes, strict=True)
     ]
-    chosen = within(elsewhere, int(sum(elsewhere) * plan.streamed_part))
-    return [is_chosen and numel > 0 for is_chosen, numel in zip(chosen, elsewhere, strict=True)]
+    sent = within(elsewhere, int(sum(elsewhere) * plan.streamed_part))
+    return [
+        TileRoute(home, Tier.DEVICE if home is Tier.DEVICE or (is_sent and numel) else Tier.HOST)
+        for home, is_sent, numel in zip(homes, sent, elsewhere, strict=True)
+    ]
 
 
 class LinkBytes(NamedTuple):

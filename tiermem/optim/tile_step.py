@@ -22,6 +22,7 @@ writes the copy.
 
 from __future__ import annotations
 
+import enum
 import functools
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -48,6 +49,18 @@ _Views = tuple[
     torch.Tensor, torch.Tensor | None, StateViews, tuple[torch.Tensor, StateViews] | None
 ]
 """The weight, the gradient and the states of a parameter in a tile, and their source."""
+
+
+class Way(enum.Enum):
+    """How the work on a tile is done: by whom, and what an accelerator and the CPU exchange for
+    it."""
+
+    HERE = enum.auto()  # the CPU; all is in host memory, or in the tile's buffer
+    BROUGHT = enum.auto()  # the CPU; gradients come from an accelerator to the buffer before
+    FAR = enum.auto()  # the CPU; weights come from an accelerator, too, and go back
+    COPIED = enum.auto()  # the CPU; what an accelerator has is copied, which blocks
+    THERE = enum.auto()  # an accelerator, where the states rest
+    SENT = enum.auto()  # an accelerator; all comes to a buffer of its own, and goes back
 
 
 class SecondCopy(NamedTuple):
@@ -117,15 +130,16 @@ class TilePass:
         Returns what waits for the end of an accelerator's work on the buffer, before the buffer is
         used; None: the buffer is ready, or there is none.
         """
-        if self._is_far(tile):
+        way = self._way(tile)
+        if way is Way.FAR:
             assert slot is not None
             return functools.partial(self._step_far, tile, slot)
         start_ns = time.monotonic_ns()
         try:
-            if self.is_brought(tile):
+            if way is Way.BROUGHT:
                 assert slot is not None
                 self.bring(tile, slot)
-            if self._is_sent(tile):
+            if way is Way.SENT:
                 assert self._stream is not None
                 self._has_crossed = True
                 self._stream.begin()
@@ -188,7 +202,7 @@ class TilePass:
 
     def is_brought(self, tile: Tile) -> bool:
         """Whether its gradients or weights come from an accelerator to its buffer."""
-        return self._brings_gradients(tile) or self._is_far(tile)
+        return self._way(tile) in (Way.BROUGHT, Way.FAR)
 
     def bring(self, tile: Tile, slot: Slot) -> None:
         """Copies a tile's gradients and weights from an accelerator to its buffer. Blocks; may be
@@ -201,7 +215,7 @@ class TilePass:
                 assert grads is not None
                 self._shards.homes.store.await_end(tile.live.unit)
                 self._gradient_buffer(tile, slot).copy_(grads[tile.elements], non_blocking=True)
-            if self._is_far(tile):
+            if tile.weights_are_there:
                 assert tile.live.shard is not None
                 self._weight_buffer(tile, slot).copy_(
                     tile.live.shard[tile.elements], non_blocking=True
@@ -245,7 +259,9 @@ class TilePass:
         """
         if tile in self._planned:
             return self._planned[tile]
-        if not isinstance(self._act, Stepping) or not tile.is_started or not self._is_near(tile):
+        if not isinstance(self._act, Stepping) or not tile.is_started:
+            return None
+        if self._way(tile) not in (Way.HERE, Way.BROUGHT):
             return None
         is_kept = self._act.kept is not None and self._grads is None and self._second is None
         return (
@@ -356,13 +372,13 @@ class TilePass:
 
     def _arrive(self, tile: Tile) -> None:
         """Makes an accelerator wait for what a tile was brought."""
-        if self._is_sent(tile) and self._stream is not None:
+        if self._stream is not None and self._way(tile) is Way.SENT:
             self._stream.arrive()
 
     def _send_back(self, tile: Tile) -> torch.Event | None:
         """Copies what the work has changed to where it rests. Returns the end of an accelerator's
         work; None: it had none."""
-        if self._is_sent(tile):
+        if self._way(tile) is Way.SENT:
             assert self._stream is not None
             return self._stream.send_back(self._copies.values())
         for original, copy in self._copies.values():
@@ -460,35 +476,29 @@ class TilePass:
 
     # ---- places of data --------------------------------------------------------------------------
 
-    def _device(self, tile: Tile) -> torch.device:
-        """The device that computes the work on a tile."""
-        is_there = self.is_step and (tile.home is Tier.DEVICE or tile.is_sent)
-        return self._store.device if is_there else torch.device("cpu")
+    def _way(self, tile: Tile) -> Way:
+        if not self.is_step:
+            return Way.COPIED
+        if tile.engine is Tier.DEVICE:
+            return Way.SENT if tile.is_sent else Way.THERE
+        if not tile.weights_are_there and (self._grads is not None or not self._has_far_gradients):
+            return Way.HERE
+        if self._link is None:
+            return Way.COPIED
+        return Way.FAR if tile.weights_are_there else Way.BROUGHT
 
-    def _is_far(self, tile: Tile) -> bool:
-        """Whether its weights rest on an accelerator, and the CPU steps it in a buffer."""
-        return self._is_stepped_here(tile) and tile.weights_are_there
+    @property
+    def _has_far_gradients(self) -> bool:
+        """Whether gradients rest on an accelerator until the step."""
+        return self._shards.homes.store.home is Tier.DEVICE
 
     def _brings_gradients(self, tile: Tile) -> bool:
-        return self._is_stepped_here(tile) and self._shards.homes.store.home is Tier.DEVICE
+        return self._has_far_gradients and self.is_brought(tile)
 
-    def _is_stepped_here(self, tile: Tile) -> bool:
-        """Whether what a tile's step needs of an accelerator comes to its buffer."""
-        return self._link is not None and tile.home is not Tier.DEVICE and not tile.is_sent
-
-    def _is_sent(self, tile: Tile) -> bool:
-        """Whether a tile is copied to an accelerator for the work on it."""
-        return self.is_step and tile.is_sent
-
-    def _is_near(self, tile: Tile) -> bool:
-        """Whether all data of a tile's step is in host memory, or in its buffer."""
-        shard = tile.live.shard
-        grads = self._shards.homes.store.home
-        is_here = shard is None or shard.device.type == "cpu"
-        has_grads = (
-            self._grads is not None or grads is not Tier.DEVICE or self._brings_gradients(tile)
-        )
-        return is_here and has_grads and tile.home is not Tier.DEVICE and not self._is_sent(tile)
+    def _device(self, tile: Tile) -> torch.device:
+        """The device that computes the work on a tile."""
+        is_there = self.is_step and tile.engine is Tier.DEVICE
+        return self._store.device if is_there else torch.device("cpu")
 
     def _near(self, tile: Tile, data: torch.Tensor, is_read: bool = True) -> torch.Tensor:
         """A tile's data on the device of its work: the data itself, or a copy that `compute` copies
@@ -507,7 +517,7 @@ class TilePass:
         device = self._device(tile)
         if not is_accelerator(device) or data.device == device:
             return data.to(device)
-        if self._is_sent(tile) and self._stream is not None:
+        if self._stream is not None and self._way(tile) is Way.SENT:
             return self._stream.bring(data, is_read)
         self._has_crossed = True
         return data.to(device, non_blocking=True)
@@ -575,7 +585,7 @@ class TilePass:
     def _params(self, tile: Tile, slot: Slot | None) -> torch.Tensor:
         if self._second is not None:
             return self._second.weights[tile.elements]
-        if self._is_far(tile):
+        if self._way(tile) is Way.FAR:
             return self._weight_buffer(tile, slot)
         if tile.live.shard is not None:
             tile.live.await_home()

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from tiermem.optim.rules import Group, Rule
-from tiermem.optim.tile import Tile, homes_of_tiles, sent_tiles, stepped_ranges, tile_runs
+from tiermem.optim.tile import Tile, routes_of_tiles, stepped_ranges, tile_runs
 from tiermem.optim.tile_step import SecondCopy, TilePass
 from tiermem.optim.tile_stream import TileStream
 from tiermem.optim.tile_work import Act, Kept, RuleOf, Stepping, Visitor, visiting
@@ -470,8 +470,8 @@ class StateTiles:
             )  # fmt: skip
 
     def _at_home(self, tiles: list[Tile]) -> list[Tile]:
-        """The same tiles, a share of them on another tier where the plan says so and tiles that are
-        there leave room; those that are sent to an accelerator marked."""
+        """The same tiles on their routes: a share of them on another tier where the plan says so
+        and tiles that are there leave room."""
         plan = self._shards.plan
         on_host = self._bytes_on(Tier.HOST)
         kept = self._bytes_on(Tier.DEVICE) if plan.steps_there else min(plan.kept_bytes, on_host)
@@ -481,17 +481,16 @@ class StateTiles:
             kept_bytes=max(0, plan.kept_bytes - kept),
             resident_bytes=max(0, plan.resident_bytes - resident),
         )
-        homes = homes_of_tiles([tile.state_bytes for tile in tiles], left)
-        fits = [
-            tile.state_bytes + tile.slice_bytes + tile.grad_bytes <= plan.streams.slot_bytes
+        numels = [
+            tile.numel
+            if tile.state_bytes + tile.slice_bytes + tile.grad_bytes <= plan.streams.slot_bytes
+            else 0
             for tile in tiles
         ]
-        sent = sent_tiles(
-            [tile.numel * each for tile, each in zip(tiles, fits, strict=True)], homes, plan
-        )
-        marked = zip(tiles, homes, sent, strict=True)
+        routes = routes_of_tiles([tile.state_bytes for tile in tiles], numels, left)
         return [
-            dataclasses.replace(tile, home=home, is_sent=is_sent) for tile, home, is_sent in marked
+            dataclasses.replace(tile, home=route.states, engine=route.engine)
+            for tile, route in zip(tiles, routes, strict=True)
         ]
 
     def _bytes_on(self, home: Tier) -> int:
