@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from forks import forked
+from programs.models import Tower
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
-from twins import Tower
 
 from tiermem import zero
 from tiermem.plans.activations import Activations, activations_of
