@@ -38,6 +38,7 @@ from tiermem.config.optimizer import (
     SchedulerConfig,
     SgdParams,
 )
+from tiermem.config.own import OwnConfig
 from tiermem.config.precision import (
     AutocastConfig,
     Bf16Config,
@@ -50,7 +51,6 @@ from tiermem.config.zero import (
     ActivationConfig,
     CheckpointConfig,
     LeafModuleConfig,
-    OwnConfig,
     ZeroConfig,
 )
 from tiermem.schedule import DOCUMENTED, arguments_of

@@ -35,6 +35,18 @@ class FromStage(NamedTuple):
     reason: str
 
 
+class Key(NamedTuple):
+    """An annotation of a field: a key of a config, or a section, that sets it. A field without one
+    is the key of its name in the section "tiermem"."""
+
+    path: str
+    """Dotted, from the top of the config; empty: no key sets the field."""
+    off: Any = None
+    """The value of the key that leaves the field alone, as if the key were not set."""
+    on: Any = None
+    """What true becomes in the field, where it does not stay true."""
+
+
 _SHARDED_STATES = FromStage(1, "offload needs stage 1, 2 or 3")
 _SHARDED_GRADS = FromStage(2, "gradients are sharded in stages 2 and 3")
 _SHARDED_PARAMS = FromStage(3, "it acts in stage 3 alone, where parameters are partitioned")
@@ -108,200 +120,52 @@ class OffloadPolicy:
     is allowed and what to change.
     """
 
-    stage: int = 3
+    # ---- places: where what rests, and in which format
+
+    stage: Annotated[int, Key("zero_optimization.stage")] = 3
     """ZeRO stage: 0 replicates everything, 1 shards optimizer states, 2 gradients too, 3 parameters
     too."""
-    params: Annotated[Tier, _SHARDED_PARAMS] = Tier.DEVICE
+    params: Annotated[Tier, _SHARDED_PARAMS, Key("zero_optimization.offload_param.device")] = (
+        Tier.DEVICE
+    )
     """Home of the (low-precision) parameters. HOST and NVME need stage 3."""
-    optim: Annotated[Tier, _SHARDED_STATES] = Tier.DEVICE
+    optim: Annotated[Tier, _SHARDED_STATES, Key("zero_optimization.offload_optimizer.device")] = (
+        Tier.DEVICE
+    )
     """Home of the master weights and moments. What rests on an accelerator is stepped there, all
     else on the CPU, but for what streamed_ratio sends there."""
-    grads: Tier | None = None
-    """Home of reduced gradients between backward and step. None: HOST when the budget has room,
-    else NVME."""
+    grads: Annotated[Tier, Key("tiermem.grads", off="none")] | None = None
+    """Tier of reduced gradients between backward and step. Not set: host memory when the budget has
+    room, else NVMe."""
     precision: Precision = dataclasses.field(default_factory=Precision)
-    """In which formats masters, moments and gradients are kept, and how they are rounded
-    (precision.py)."""
-    num_moments: Annotated[int, Range("allowed are 0 to 3", 0, 3, is_whole=True)] = 2
+    """What masters, moments and gradients are kept in, and how they are rounded: exact, compact,
+    bf16 or tiny, or the parts of a Precision. Not set: exact, or what the switches in bf16 and fp16
+    of a config say."""
+    num_moments: Annotated[
+        int, Range("allowed are 0 to 3", 0, 3, is_whole=True), Key("optimizer")
+    ] = 2
     """Moments of each parameter that the plan makes room for: 2 for Adam, 3 with amsgrad, 1 for
     Lion, Adagrad, Muon and SGD with momentum. An optimizer that keeps more is refused; one that
     keeps fewer leaves the rest unused."""
     paths: AnyPath | Sequence[AnyPath] = ()
-    """Folders on the NVMe file systems, one or several, each with a cap and a weight if need be
-    (swap/disk/paths.py); needed when anything rests on NVME. Normalised to a tuple of NvmePath.
-    Caps are per node, divided by the ranks on it."""
-    host_bytes: Positive | None = None
-    """Budget of HOST memory per node, divided by the ranks on it. None: what the plan needs."""
-    device_bytes: Positive | None = None
-    """Budget of each rank's memory on its accelerator, for weights, gradients and states, without
-    activations. Units whose fetch costs most stay there as far as it allows; widened ones
-    (compute_dtype) do not. None: what the plan needs, and no more units stay."""
-    disk_bytes: Positive | None = None
-    """Most bytes to take on all paths together. None: what the plan needs."""
-    tile_numel: Positive | None = None
-    """Elements of optimizer state read, stepped and written as one (`sub_group_size`); may cut a
-    parameter."""
-    tile_buffers: Positive | None = None
-    """Tiles in flight (reading, stepping, writing). None: 3 with both pipelines on, fewer
-    otherwise."""
-    pipeline_read: bool = True
-    """Read the next tile while this one is stepped."""
-    pipeline_write: bool = True
-    """Write the previous tile while this one is stepped."""
-    resident_bytes: Count | None = None
-    """Optimizer state kept on HOST although its home is NVME, in tiles interleaved among the
-    streamed ones. None: what the rest of the plan leaves of host_bytes."""
-    unit_buffers: Positive | None = None
-    """Units of parameters present at once (the one in use and those fetched ahead). None: 3 where
-    memory allows."""
-    unit_numel: Positive | None = None
-    """Most elements of one unit's buffer; a larger unit is refused. None: the largest unit."""
-    sizes_are_least: bool = False
-    """`tile_numel`, `tile_buffers` and `unit_buffers` are least numbers: a plan takes the usual
-    ones where these are larger and memory allows."""
-    host_param_numel: int | None = None
-    """Parameters homed on NVME that may stay on HOST all the time (`max_in_cpu`). None: 0."""
-    prefetch_numel: int | None = None
-    """Most elements fetched ahead of use. None: what the unit buffers hold."""
-    max_live_numel: int | None = None
-    """Most elements of gathered parameters at once. None: what the unit buffers hold."""
-    max_reuse_numel: int | None = None
-    """A unit used again within this many elements is kept. None: what the unit buffers hold."""
-    persistence_numel: Count = 100_000
-    """Parameters of at most this many elements stay gathered (stage 3)."""
-    model_persistence_numel: int | None = None
-    """Most elements that stay gathered because of persistence_numel, in all. None: no bound."""
-    leaves: LeafRules = dataclasses.field(default_factory=LeafRules)
-    """Modules that are fetched as one, beside those that are marked (units/leaf.py)."""
-    gather_way: Literal["coalesced", "single", "all_reduce"] = "coalesced"
-    """How the ranks' parts of a unit come together (wires/gather.py): all parameters in one call;
-    or one parameter after the other, with units as small as the model's modules allow and nothing
-    fetched ahead, for the smallest peak. "all_reduce" is accepted and gathers as "coalesced"
-    does."""
-    gather_dtype: Literal["bf16", "fp16"] | None = None
-    """The dtype of the torch.autocast that forward runs under: wider weights of `lowered_modules`
-    are cast to it before they are gathered, not after (units/unit.py). None: everything is gathered
-    as it rests."""
-    lowered_modules: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-    """Classes of modules whose parameters autocast lowers, exactly these."""
-    reduce_bucket_numel: Count = 500_000_000
-    """Most elements of gradients handed to one reduction, those of all ranks' parts together
-    (wires/reduce.py)."""
-    allgather_bucket_numel: Count = 500_000_000
-    """Most elements of such weights that come at once, those of all ranks' parts together
-    (wires/gather.py)."""
-    reduce_op: Literal["mean", "sum"] = "mean"
-    """What gradients are over the ranks."""
-    predivide_factor: Divisor | Literal["ranks"] = 1.0
-    """Gradients are divided by this before they are added up over ranks, "ranks" by their number,
-    and what is left of the mean after: for sums that overflow fp16."""
-    ignore_unused: bool = True
-    """Parameters that no rank had a gradient of are not stepped. False: a step with such parameters
-    raises, naming them."""
-    reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    """What gradients are reduced in over the ranks (`communication_data_type`). None: their own
-    dtype."""
-    shard_group_size: Annotated[Ranks, _SHARDED_PARAMS] | None = None
-    """Ranks that share one copy of the states (MiCS, `mics_shard_size`); the other groups of as
-    many hold copies. None: all."""
-    two_stage_gather: Annotated[bool, _SHARDED_PARAMS] = False
-    """Gather across nodes first, then within each (`mics_hierarchical_params_gather`); for shard
-    groups of several nodes."""
-    secondary_group_size: Annotated[Ranks, _SHARDED_PARAMS] = 1
-    """Neighbouring ranks that keep a second copy of gathered parameters among them, from which
-    backward gathers (hpZ, `zero_hpz_partition_size`). 1: none is kept."""
-    quantised_gather: Annotated[bool, _SHARDED_PARAMS] = False
-    """Send parameters as 8-bit blocks (qwZ, `zero_quantized_weights`); masters and shards keep
-    their precision."""
-    quantised_reduction: Annotated[bool, _SHARDED_GRADS] = False
-    """Send gradients as 8-bit blocks, added up in fp32 (qgZ, `zero_quantized_gradients`)."""
-    quantised_frozen: Annotated[bool, _SHARDED_PARAMS] = False
-    """The same as frozen_quant_type "int8" (`zero_quantized_nontrainable_weights`)."""
-    pin_memory: bool = True
-    """Register what crosses the link to an accelerator with its driver, where there is one."""
-    master_from: MasterFrom = "param"
-    """fp32 masters start from the low-precision copy, or from the fp32 values that zero.Init
-    saw."""
-    loads_masters: bool = True
-    """Take masters from an optimizer's state dict that has them; False: make them from the
-    (low-precision) parameters."""
-    step_in_backward: bool = False
-    """Step each unit as its gradients appear and hold none: no clipping, no accumulation,
-    non-finite raises. With an accelerator, autograd's thread waits for each unit's gradients: host
-    memory has them, and they are found finite, before a state changes. It does not wait for the
-    steps; `step()` waits once, for the last of them."""
-    accumulation: Annotated[AccumulationOrder, _SHARDED_PARAMS] = "batches"
-    """How the micro-batches of a step run: one after the other through the model, each fetching
-    every unit; or, in `Engine.train_batch` and TiermemTrainer, all of them through one block after
-    the other, so that each fetch serves all (run/layerwise.py). The model is then a chain of
-    blocks, and the engine's other ways to train are refused."""
-    on_nonfinite: OnNonfinite = "skip"
-    """A step whose gradients hold NaN or infinity: leave every state untouched and count it, raise,
-    or apply it all the same, not clipped, since such gradients have no norm."""
-    durability: Durability = "checkpoint"
-    """When what rests on NVME becomes durable there: when a checkpoint is saved, after every
-    optimizer step, or never. What is durable stays while the next is written, so what steps write
-    takes `num_slots` times the disk; frozen parameters take it once. With "step" a step that goes
-    on under the next forward is made durable when it has ended, before the next backward, step,
-    save, load, change of values or close (weights/step_run.py). A run leaves its durable steps in
-    the store's folder when it is closed: with "step" its last one too, also when it has saved
-    copies alone, elsewhere."""
-    keep: Annotated[int, Range("it is a number of checkpoints, at least 1", 1, is_whole=True)] = 1
-    """Durable checkpoints that stay, each with slots of its own on disk; the oldest makes room for
-    a new one."""
-    copies: bool = False
-    """Make every saved checkpoint a complete copy, as a save's copy=True: one folder that can be
-    moved and archived. Else a checkpoint beside the paths only names the store's files, and a
-    README.txt in its folder says where they are."""
-    verify: Verify = "always"
-    """When the checksums of what rests on NVME are compared: at every read of a tile or a unit, at
-    one read of each in 16, or only when a checkpoint is opened."""
-    overlap: Overlap = "auto"
-    """What runs beside the tiles of an optimizer step (weights/step_run.py): nothing, so that
-    `step` returns when the last one is written; or the next forward, whose fetches wait for their
-    own units; or "backward" as well: tiles are stepped when their gradients have come, and count if
-    the step finds them as assumed (optim/tentative.py). That takes one more slot on disk, and
-    memory for a second copy of weights that rest there. Beside an accelerator it takes memory for
-    second copies of weights and states on HOST: of all units, or of as many as host_bytes leaves
-    room for. The bits are the same. "auto": forward where states on NVMe, or on HOST beside an
-    accelerator, belong to units that are fetched."""
-    early_steps: bool = False
-    """With overlap "auto": whether such steps may also begin under backward, of states on NVMe that
-    a CPU computes with, or of states on HOST beside an accelerator, where the plan has room: in
-    memory only if host_bytes says how much. The policy of a config sets it, whatever gradients are
-    clipped to: a step that clips is made again, and steps before which some were clipped are not
-    begun early (optim/tentative.py)."""
-    io: IoSettings = dataclasses.field(default_factory=IoSettings)
-    """How the queue moves blocks."""
-    timeout_s: Seconds = 1800.0
-    """Longest wait for another rank before the run stops with an error."""
-    join_timeout_s: Seconds = 60.0
-    """Longest wait for all ranks to start, where the process group is made here; no more than
-    timeout_s."""
-    compute_dtype: ComputeDtype = "storage"
-    """What 16-bit parameters are multiplied in: the dtype in which they rest, or fp32, to which
-    each fetched unit is widened in its buffer, which takes 4 bytes an element then. "measured":
-    fp32 where this machine's 16-bit products are slow, which is measured when the model is sharded
-    (units/compute.py)."""
-    activations: Tier | None = None
+    """Folders on the NVMe file systems, one or several, each with an optional cap and weight;
+    needed when anything rests on NVMe. Caps are per node, divided by the ranks on it. Not set: in a
+    config those of nvme_path, else none."""
+    activations: (
+        Annotated[
+            Tier,
+            Key("tiermem.activations", off="none"),
+            Key("activation_checkpointing.cpu_checkpointing", off=False, on="cpu"),
+        ]
+        | None
+    ) = None
     """Home of the inputs of checkpointed blocks (torch.utils.checkpoint) between forward and
-    backward: HOST, which moves them where the maths runs on an accelerator, or NVME
-        (run/activations.py). None: they stay where the maths runs."""
-    activation_bytes: Positive | None = None
-    """Most bytes of them at their home at once, of each rank, counted in the plan; what does not
-    fit stays where the maths runs, with a warning. None: as many as a forward has, within what the
-    plan leaves of host_bytes or disk_bytes."""
-    kv_bytes: Positive | None = None
-    """Memory of each rank, where the maths runs, that is left to the KV cache of a generation: part
-    of device_bytes, or of host_bytes where the CPU computes. `tiermem.zero.kv_cache_bytes` computes
-    it. None: none is planned."""
-    frozen_quant_type: Annotated[FrozenQuantType, _SHARDED_PARAMS] | None = None
-    """Keep frozen parameters of two dimensions or more, and of more than persistence_numel
-    elements, in blocks where they rest: "int8" (8.5 bits per element) or "nf4" (4.5 bits, as in
-    QLoRA). A fetch unpacks them to their own dtype, in which the maths and state dicts see them
-    (units/quantised.py). None: as they are."""
+    backward: host memory, which moves them where the maths runs on an accelerator, or NVMe. Not
+    set: they stay where the maths runs."""
     optim_ratio: Annotated[
-        float, Range("it is the offloaded part of the states, from 0 to 1", 0.0, 1.0)
+        float,
+        Range("it is the offloaded part of the states, from 0 to 1", 0.0, 1.0),
+        Key("zero_optimization.offload_optimizer.ratio"),
     ] = 1.0
     """Part of the states that rests at `optim`. The other tiles, evenly spread, rest on the
     accelerator and are stepped there. 0 is as optim=DEVICE. Without an accelerator they rest on
@@ -310,12 +174,257 @@ class OffloadPolicy:
         Annotated[float, Range("it is the streamed part of the tiles, from 0 to 1", 0.0, 1.0)]
         | None
     ) = None
-    """Part of the tiles that rest on HOST or NVME and are stepped on the accelerator, evenly
-    spread: it copies their states, weights and gradients to buffers of its own and back, while the
-        CPU steps the others. Such a step ends before the next
-    forward. A tile of a whole matrix that is larger than a buffer is stepped on the CPU. Without an
-    accelerator the field does nothing. None: 0, as no rates are known here;
-    `tiermem.forecast.choose` chooses it by rates."""
+    """Part of the tiles of states in host memory or on NVMe that is stepped on the accelerator,
+    evenly spread: their states, weights and gradients are copied there and back, while the CPU
+    steps the other tiles. Such a step ends before the next forward. A tile of a whole matrix that
+    is larger than a buffer is stepped on the CPU. Without an accelerator it does nothing. Not set:
+    none, but `tiermem plan` and `tiermem train` choose it where that is predicted to be 10 %
+    faster."""
+    pin_memory: Annotated[
+        bool,
+        Key("zero_optimization.offload_param.pin_memory"),
+        Key("zero_optimization.offload_optimizer.pin_memory"),
+    ] = True
+    """Register what crosses the link to an accelerator with its driver, where there is one."""
+    frozen_quant_type: Annotated[FrozenQuantType, _SHARDED_PARAMS] | None = None
+    """Keep frozen parameters of two dimensions or more, and of more than persistence_numel
+    elements, in blocks where they rest: int8 (8.5 bits per element) or nf4 (4.5 bits, as in QLoRA).
+    A fetch unpacks them to their own dtype, in which the maths and state dicts see them. Stage 3
+    alone. Not set: as they are."""
+    quantised_frozen: Annotated[
+        bool, _SHARDED_PARAMS, Key("zero_optimization.zero_quantized_nontrainable_weights")
+    ] = False
+    """The same as frozen_quant_type "int8"."""
+
+    # ---- budgets
+
+    host_bytes: Positive | None = None
+    """Budget of host memory per node, divided by the ranks on it. Not set: what the plan needs."""
+    device_bytes: Positive | None = None
+    """Budget of each rank's memory on its accelerator, for weights, gradients and states, without
+    activations. Units whose fetch costs most stay there as far as it allows; widened ones
+    (compute_dtype) do not. Not set: what the plan needs, and no more units stay."""
+    disk_bytes: Positive | None = None
+    """Most bytes to take on all NVMe paths together. Not set: what the plan needs."""
+    resident_bytes: Count | None = None
+    """Optimizer state kept in host memory although its home is NVMe, in tiles interleaved among the
+    streamed ones. Not set: what the rest of the plan leaves of host_bytes."""
+    activation_bytes: Positive | None = None
+    """Most bytes of activations at their home at once, of each rank, counted in the plan; what does
+    not fit stays where the maths runs, with a warning. Not set: as many as a forward has, within
+    what the plan leaves of host_bytes or disk_bytes."""
+    kv_bytes: Positive | None = None
+    """Memory of each rank, where the maths runs, that is left to the KV cache of a generation: part
+    of device_bytes, or of host_bytes where the CPU computes. `tiermem.zero.kv_cache_bytes` computes
+    it. Not set: none is planned."""
+
+    # ---- tiles and units: what moves as one, how much of it at once, what stays
+
+    tile_numel: Annotated[Positive, Key("zero_optimization.sub_group_size", off=0)] | None = None
+    """Elements of optimizer state read, stepped and written as one; may cut a parameter."""
+    tile_buffers: (
+        Annotated[Positive, Key("zero_optimization.offload_optimizer.buffer_count", off=0)] | None
+    ) = None
+    """Tiles in flight (reading, stepping, writing). None: 3 with both pipelines on, fewer
+    otherwise."""
+    unit_buffers: (
+        Annotated[Positive, Key("zero_optimization.offload_param.buffer_count", off=0)] | None
+    ) = None
+    """Units of parameters present at once (the one in use and those fetched ahead). None: 3 where
+    memory allows."""
+    unit_numel: (
+        Annotated[Positive, Key("zero_optimization.offload_param.buffer_size", off=0)] | None
+    ) = None
+    """Most elements of one unit's buffer; a larger unit is refused. None: the largest unit."""
+    sizes_are_least: bool = False
+    """Tile and buffer sizes (buffer_count, sub_group_size, block_size and queue_depth of a config)
+    are least numbers: a plan takes the usual ones where these are larger and memory allows, which
+    is faster; buffer_size refuses no unit. Not set in a config: true, unless `strict`. Numbers that
+    `tiermem tune` measured stand."""
+    host_param_numel: Annotated[int, Key("zero_optimization.offload_param.max_in_cpu")] | None = (
+        None
+    )
+    """Parameters homed on NVME that may stay on HOST all the time. None: 0."""
+    prefetch_numel: Annotated[int, Key("zero_optimization.stage3_prefetch_bucket_size")] | None = (
+        None
+    )
+    """Most elements fetched ahead of use. Not set: what the unit buffers hold."""
+    max_live_numel: Annotated[int, Key("zero_optimization.stage3_max_live_parameters")] | None = (
+        None
+    )
+    """Most elements of gathered parameters at once. Not set: what the unit buffers hold."""
+    max_reuse_numel: Annotated[int, Key("zero_optimization.stage3_max_reuse_distance")] | None = (
+        None
+    )
+    """A unit used again within this many elements stays gathered. Not set: what the unit buffers hold."""
+    persistence_numel: Annotated[
+        Count, Key("zero_optimization.stage3_param_persistence_threshold")
+    ] = 100_000
+    """Parameters of at most this many elements stay gathered."""
+    model_persistence_numel: (
+        Annotated[int, Key("zero_optimization.stage3_model_persistence_threshold")] | None
+    ) = None
+    """Most elements that stay gathered because they are small, in all."""
+    leaves: Annotated[LeafRules, Key("zero_optimization.leaf_module")] = dataclasses.field(
+        default_factory=LeafRules
+    )
+    """Modules that are fetched as one, beside those that are marked (units/leaf.py)."""
+
+    # ---- communication of ranks
+
+    gather_way: Annotated[
+        Literal["coalesced", "single", "all_reduce"],
+        Key("zero_optimization.stage3_allgather_sequential", off=False, on="single"),
+    ] = "coalesced"
+    """How the ranks' parts of a unit come together (wires/gather.py): all parameters in one call;
+    or one parameter after the other, with units as small as the model's modules allow and nothing
+    fetched ahead, for the smallest peak. "all_reduce" is accepted and gathers as "coalesced"
+    does."""
+    gather_dtype: Annotated[Literal["bf16", "fp16"], Key("torch_autocast")] | None = None
+    """The dtype of the torch.autocast that forward runs under: wider weights of `lowered_modules`
+    are cast to it before they are gathered, not after (units/unit.py). None: everything is gathered
+    as it rests."""
+    lowered_modules: Annotated[tuple[type[nn.Module], ...], Key("torch_autocast")] = (
+        nn.Linear,
+        nn.Conv1d,
+        nn.Conv2d,
+        nn.Conv3d,
+    )
+    """Classes of modules whose parameters autocast lowers, exactly these."""
+    reduce_bucket_numel: Annotated[Count, Key("zero_optimization.reduce_bucket_size")] = 500_000_000
+    """Most elements of gradients handed to one reduction, those of all ranks' parts together."""
+    allgather_bucket_numel: Annotated[Count, Key("zero_optimization.allgather_bucket_size")] = (
+        500_000_000
+    )
+    """Most elements of updated parameters that come together in one call, those of all ranks' parts
+    together."""
+    reduce_op: Annotated[Literal["mean", "sum"], Key("gradient_allreduce_op")] = "mean"
+    """What gradients are over the ranks."""
+    predivide_factor: (
+        Annotated[
+            Divisor,
+            Key("gradient_predivide_factor", off=1.0),
+            Key("prescale_gradients", off=False, on="ranks"),
+        ]
+        | Literal["ranks"]
+    ) = 1.0
+    """Gradients are divided by this before they are added up over ranks, "ranks" by their number,
+    and what is left of the mean after: for sums that overflow fp16."""
+    reduce_dtype: (
+        Annotated[
+            Literal["fp32", "bf16", "fp16"],
+            Key("communication_data_type"),
+            Key("fp32_allreduce", off=False, on="fp32"),
+        ]
+        | None
+    ) = None
+    """What gradients are reduced in over the ranks. None: their own dtype."""
+    shard_group_size: (
+        Annotated[Ranks, _SHARDED_PARAMS, Key("zero_optimization.mics_shard_size", off=-1)] | None
+    ) = None
+    """Ranks that share one copy of the states (MiCS); the other groups of as many hold copies.
+    None: all."""
+    two_stage_gather: Annotated[
+        bool, _SHARDED_PARAMS, Key("zero_optimization.mics_hierarchical_params_gather")
+    ] = False
+    """Gather across nodes first, then within each, where a shard group spreads over nodes."""
+    secondary_group_size: Annotated[
+        Ranks, _SHARDED_PARAMS, Key("zero_optimization.zero_hpz_partition_size", off=0)
+    ] = 1
+    """Neighbouring ranks that keep a second copy of gathered parameters among them, from which
+    backward gathers (hpZ). 1: none is kept."""
+    quantised_gather: Annotated[
+        bool, _SHARDED_PARAMS, Key("zero_optimization.zero_quantized_weights")
+    ] = False
+    """Send parameters as 8-bit blocks (qwZ); masters and shards keep their precision."""
+    quantised_reduction: Annotated[
+        bool, _SHARDED_GRADS, Key("zero_optimization.zero_quantized_gradients")
+    ] = False
+    """Reduce gradients as 8-bit blocks, added up in fp32 (qgZ)."""
+    timeout_s: Seconds = 1800.0
+    """Longest wait for another rank before the run stops with an error, in seconds."""
+    join_timeout_s: Seconds = 60.0
+    """Longest wait for all ranks to start, in seconds, where the process group is made here; no
+    more than timeout_s."""
+
+    # ---- maths and steps
+
+    compute_dtype: ComputeDtype = "storage"
+    """What 16-bit parameters are multiplied in: the dtype in which they rest, or fp32, to which
+    each fetched unit is widened in its buffer, which takes 4 bytes an element then. Weights travel,
+    and gradients are kept, as without it. measured: fp32 where this machine's 16-bit products are
+    slow, which is measured at the start, in less than a second. Stage 3 alone."""
+    accumulation: Annotated[AccumulationOrder, _SHARDED_PARAMS] = "batches"
+    """How the micro-batches of a step run: "batches", one after the other through the model, each
+    fetching every unit; or "layers", all of them through one block after the other, so that each
+    fetch serves all and gradients are written once. The model is then a chain of blocks,
+    `Engine.train_batch` or TiermemTrainer trains it, and the engine's other ways to train are
+    refused. Stage 3 alone."""
+    step_in_backward: bool = False
+    """Step each unit as its gradients appear and hold none: no clipping, no accumulation,
+    non-finite raises. With an accelerator, backward waits for each unit's gradients: host memory
+    has them, and they are found finite, before a state changes. It does not wait for the steps;
+    `step()` waits once, for the last of them."""
+    on_nonfinite: OnNonfinite = "skip"
+    """A step whose gradients hold NaN or infinity: leave every state untouched and count it, raise,
+    or apply it all the same, not clipped, since such gradients have no norm. Not set in a config
+    with bf16.check_grad_overflow false: apply."""
+    ignore_unused: Annotated[bool, Key("zero_optimization.ignore_unused_parameters")] = True
+    """Go on when parameters got no gradient on any rank, and do not step them; false: a step with
+    such parameters is an error naming them."""
+    overlap: Overlap = "auto"
+    """What runs beside the tiles of an optimizer step: nothing, so that `step` returns when the
+    last one is written; or the next forward, whose fetches wait for their own units; or backward as
+    well: tiles are stepped when their gradients have come, and stepped again where the step finds
+    anything not as assumed, such as clipping. backward takes one more slot on disk, and memory for
+    a second copy of weights that rest there; beside an accelerator also of states in host memory,
+    of as many units as host_bytes leaves room for. The bits are the same. auto: forward where
+    states on NVMe, or in host memory beside an accelerator, belong to units that are fetched; a
+    config goes on to backward where the plan has room. A run that clips every step begins none
+    under backward, and takes no disk for that."""
+    early_steps: Annotated[bool, Key("")] = False
+    """With overlap "auto": whether such steps may also begin under backward, of states on NVMe that
+    a CPU computes with, or of states on HOST beside an accelerator, where the plan has room: in
+    memory only if host_bytes says how much. The policy of a config sets it, whatever gradients are
+    clipped to: a step that clips is made again, and steps before which some were clipped are not
+    begun early (optim/tentative.py)."""
+    pipeline_read: Annotated[bool, Key("zero_optimization.offload_optimizer.pipeline_read")] = True
+    """Read the next tile while this one is stepped."""
+    pipeline_write: Annotated[bool, Key("zero_optimization.offload_optimizer.pipeline_write")] = (
+        True
+    )
+    """Write the previous tile while this one is stepped."""
+    master_from: MasterFrom = "param"
+    """fp32 masters start from the low-precision copy, or from the fp32 values that zero.Init
+    saw."""
+    loads_masters: Annotated[bool, Key("zero_optimization.load_from_fp32_weights")] = True
+    """Take fp32 masters from a checkpoint or an optimizer's state dict, without loss; false: make
+    them from the low-precision weights, with that loss."""
+
+    # ---- durability
+
+    durability: Durability = "checkpoint"
+    """When what rests on NVMe becomes durable there: when a checkpoint is saved, after every
+    optimizer step, or never. Each durable state takes its bytes on disk once more, and two of them
+    with "step"; none halves the disk; frozen parameters take it once. With "step" a step that goes
+    on under the next forward is made durable when it has ended, before the next backward, step,
+    save, load, change of values or close. A run leaves its durable steps in the store's folder when
+    it is closed: with "step" its last one too, also when it has saved copies alone, elsewhere."""
+    keep: Annotated[int, Range("it is a number of checkpoints, at least 1", 1, is_whole=True)] = 1
+    """Durable checkpoints (tags) that stay on the NVMe paths, each with its bytes on disk; saving
+    one more drops the oldest, with a warning."""
+    copies: bool = False
+    """Make every saved checkpoint a complete copy, as a save's copy=True: one folder that can be
+    moved and archived. Else a checkpoint beside the NVMe paths only names the files of the run
+    there, and a README.txt in its folder says where they are."""
+    verify: Verify = "always"
+    """When the checksums of what rests on NVMe are compared: at every read of a tile or a unit, at
+    one read of each in 16, or only when a checkpoint is opened."""
+
+    # ---- I/O
+
+    io: Annotated[IoSettings, Key("aio")] = dataclasses.field(default_factory=IoSettings)
+    """How the queue moves blocks."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "paths", as_paths(self.paths))
@@ -363,7 +472,7 @@ class OffloadPolicy:
 
     def _contradictions(self) -> Iterator[tuple[str, str]]:
         """Yields the fields that do not go with the others, each with a sentence."""
-        for name, (stage, reason) in marks_of(type(self), FromStage).items():  # type: ignore[arg-type]
+        for name, (stage, reason) in marks_of(type(self), FromStage):  # type: ignore[arg-type]
             value = getattr(self, name)
             if self.stage < stage and value != getattr(type(self), name):
                 shown = value.value if isinstance(value, Tier) else value

@@ -81,8 +81,8 @@ def _allowed(cls: type) -> dict[str, tuple[Range | None, list[Any]]]:
     """For each field that has a Range or words: both. None is a word where the annotation has
     it."""
     allowed = {}
-    ranges = marks_of(cls, Range)
-    for name, parts in _parts_of(cls).items():
+    ranges = dict(marks_of(cls, Range))
+    for name, parts in parts_of(cls).items():
         plain = [
             getattr(part, "__origin__", part) if hasattr(part, "__metadata__") else part
             for part in parts
@@ -99,20 +99,20 @@ def _allowed(cls: type) -> dict[str, tuple[Range | None, list[Any]]]:
 
 
 @functools.cache
-def marks_of(cls: type, kind: type[Mark]) -> dict[str, Mark]:
-    """The annotations of one kind that fields of a dataclass have, by field; those of `X` in `X | None` too."""
-    parts_of = _parts_of(cls).items()
-    marks = (
+def marks_of(cls: type, kind: type[Mark]) -> list[tuple[str, Mark]]:
+    """The annotations of one kind that fields of a dataclass have, each with its field; those of
+    `X` in `X | None` too."""
+    return [
         (name, mark)
-        for name, parts in parts_of
+        for name, parts in parts_of(cls).items()
         for part in parts
         for mark in getattr(part, "__metadata__", ())
-    )
-    return {name: mark for name, mark in marks if isinstance(mark, kind)}
+        if isinstance(mark, kind)
+    ]
 
 
 @functools.cache
-def _parts_of(cls: type) -> dict[str, tuple[Any, ...]]:
+def parts_of(cls: type) -> dict[str, tuple[Any, ...]]:
     """For each field the members of its union, or its only type."""
     hints = typing.get_type_hints(cls, include_extras=True)
     unions = (typing.Union, types.UnionType)

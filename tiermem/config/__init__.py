@@ -5,12 +5,13 @@ Files in order: each imports only files before it.
 
     keys       refused, computed and planned keys              base       base class of all sections; ConfigError
     io         aio, the offload sections, paths                optimizer  optimizer, scheduler, the batch sizes
-    precision  bf16, fp16, data_types, torch_autocast          zero       zero_optimization, checkpoint, "tiermem"
+    precision  bf16, fp16, data_types, torch_autocast          own        "tiermem", from the policy's fields
+    zero       zero_optimization, checkpoint
     translate  keys -> policy, report                          root       TiermemConfig, the top section
     load       load_config, resolve_auto, with_tuned
 
 A key that sets a field of the policy acts only when it is given: the default that acts is
-OffloadPolicy's (policy.py).
+OffloadPolicy's (policy.py), whose annotations name the keys.
 
 Every documented key is honoured, or computed and reported, or refused with the reason. No key is
 parsed and ignored. DeepSpeed's class names are aliases of tiermem's classes.
@@ -36,6 +37,7 @@ from tiermem.config.optimizer import OptimizerParams as OptimizerParams
 from tiermem.config.optimizer import SchedulerConfig as SchedulerConfig
 from tiermem.config.optimizer import SgdParams as SgdParams
 from tiermem.config.optimizer import solve_batch as solve_batch
+from tiermem.config.own import OwnConfig as OwnConfig
 from tiermem.config.precision import AutocastConfig as AutocastConfig
 from tiermem.config.precision import Bf16Config as Bf16Config
 from tiermem.config.precision import DataTypesConfig as DataTypesConfig
@@ -44,7 +46,6 @@ from tiermem.config.precision import PrecisionConfig as PrecisionConfig
 from tiermem.config.root import TiermemConfig as TiermemConfig
 from tiermem.config.translate import ReportRow as ReportRow
 from tiermem.config.zero import CheckpointConfig as CheckpointConfig
-from tiermem.config.zero import OwnConfig as OwnConfig
 from tiermem.config.zero import ZeroConfig as ZeroConfig
 from tiermem.config.zero import ZeroStage as ZeroStage
 

@@ -1,16 +1,20 @@
 """ConfigModel, the base class of all sections of a config; the types of their numbers and dtypes;
-ConfigError."""
+which key sets which field of the policy; ConfigError."""
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import difflib
 import enum
 import functools
+import inspect
+import itertools
 import math
 import re
+import textwrap
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import pydantic
@@ -18,7 +22,8 @@ import torch
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationInfo
 
 from tiermem.config.keys import RECOGNISED, REFUSED, is_auto
-from tiermem.policy import CombinedError
+from tiermem.policy import CombinedError, Key, OffloadPolicy
+from tiermem.precision import marks_of
 
 # ---- ConfigError ---------------------------------------------------------------------------------
 
@@ -158,6 +163,47 @@ def _types_in(annotation: Any) -> Iterator[Any]:
         yield from _types_in(each)
 
 
+# ---- fields of the policy and their keys ---------------------------------------------------------
+
+
+class Setting(NamedTuple):
+    """What a key sets in the policy."""
+
+    field: str
+    key: Key
+
+
+def _keys_of_fields() -> Iterator[Setting]:
+    marks = marks_of(OffloadPolicy, Key)
+    named = {field for field, _ in marks}
+    yield from (Setting(field, key) for field, key in marks)
+    for field in dataclasses.fields(OffloadPolicy):
+        if field.name not in named:
+            yield Setting(field.name, Key(f"tiermem.{field.name}"))
+
+
+def docstrings_of(cls: type) -> dict[str, str]:
+    """The docstrings of a class's attributes, by name; none where its source is not at hand."""
+    try:
+        (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    except OSError:
+        return {}
+    assert isinstance(body, ast.ClassDef)
+    return {
+        attribute.target.id: inspect.cleandoc(str(text.value.value))
+        for attribute, text in itertools.pairwise(body.body)
+        if isinstance(attribute, ast.AnnAssign)
+        and isinstance(attribute.target, ast.Name)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+    }
+
+
+SET_BY: Mapping[str, Setting] = {setting.key.path: setting for setting in _keys_of_fields()}
+"""What each key of a config sets, by its dotted path."""
+_POLICY_DOCS = docstrings_of(OffloadPolicy)
+
+
 # ---- sections and their numbers ------------------------------------------------------------------
 #
 # Numbers refuse booleans (`true` is no count) and accept whole floats (`5e8` and `"5e8"` are
@@ -166,15 +212,6 @@ def _types_in(annotation: Any) -> Iterator[Any]:
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
 _FLOAT = re.compile(r"\s*[+-]?\d+(\.\d*)?e[+-]?\d+\s*", re.IGNORECASE)
 _SIZE_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-
-
-class Sets(NamedTuple):
-    """An annotation of a key: the field of OffloadPolicy that it sets."""
-
-    field: str
-    values: Mapping[Any, Any] = MappingProxyType({})
-    """What values of the key become there, where they do not stay; None leaves the field alone, as
-    if the key were not set."""
 
 
 class ConfigModel(pydantic.BaseModel):
@@ -201,6 +238,13 @@ class ConfigModel(pydantic.BaseModel):
 
     section: ClassVar[str] = ""
     """Dotted path of this section in the config; empty for the top."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """Gives a key without a docstring that of the field of the policy that it sets."""
+        for name, field in cls.model_fields.items():
+            if field.description is None and (path := cls.path_of(name)) in SET_BY:
+                field.description = _POLICY_DOCS.get(SET_BY[path].field)
 
     @pydantic.model_validator(mode="before")
     @classmethod

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar
 import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from tiermem.config.base import Bytes, ConfigModel, Count, Number, PositiveCount, Sets
+from tiermem.config.base import Bytes, ConfigModel, Count, Number, PositiveCount
 from tiermem.policy import IoSettings, NvmePath
 
 # ---- paths ---------------------------------------------------------------------------------------
@@ -303,15 +303,15 @@ class OffloadParamConfig(_OffloadConfig):
 
     section: ClassVar[str] = "zero_optimization.offload_param"
 
-    device: Annotated[OffloadDevice, Sets("params")] = OffloadDevice.none
+    device: OffloadDevice = OffloadDevice.none
     """Tier that the parameters rest on: none leaves them on the device, cpu is host memory, nvme is
     files."""
-    buffer_count: Annotated[Count, Sets("unit_buffers", {0: None})] = 5
+    buffer_count: Count = 5
     """Units of parameters present at once when they rest on NVMe, at least; 0 as if not set."""
-    buffer_size: Annotated[Count, Sets("unit_numel", {0: None})] = 100_000_000
+    buffer_size: Count = 100_000_000
     """Most elements of one unit when parameters rest on NVMe; with `tiermem.strict` a larger unit
     is refused. 0: as if not set."""
-    max_in_cpu: Annotated[Count, Sets("host_param_numel")] = 1_000_000_000
+    max_in_cpu: Count = 1_000_000_000
     """Elements of parameters that stay in host memory although their home is NVMe. Not set: 0."""
 
 
@@ -321,19 +321,17 @@ class OffloadOptimizerConfig(_OffloadConfig):
 
     section: ClassVar[str] = "zero_optimization.offload_optimizer"
 
-    device: Annotated[OffloadDevice, Sets("optim")] = OffloadDevice.none
+    device: OffloadDevice = OffloadDevice.none
     """Tier that the states rest on: none leaves them on the device, cpu is host memory, nvme is
     files."""
-    buffer_count: Annotated[Count, Sets("tile_buffers", {0: None})] = 4
+    buffer_count: Count = 4
     """Buffers for states on NVMe, counted as the reference does: 4 are one tile of Adam's states in
     flight. At least so many. 0: as if not set."""
-    pipeline_read: Annotated[bool, Sets("pipeline_read")] = False
-    """Read the next tile while this one is stepped. Not set: on."""
-    pipeline_write: Annotated[bool, Sets("pipeline_write")] = False
-    """Write the previous tile while this one is stepped. Not set: on."""
+    pipeline_read: bool = False
+    pipeline_write: bool = False
     fast_init: bool = False
     """Make states in place on NVMe; always so here."""
-    ratio: Annotated[Number, Field(le=1.0), Sets("optim_ratio")] = 1.0
+    ratio: Annotated[Number, Field(le=1.0)] = 1.0
     """Part of the states that rests on this section's device and is stepped on the CPU; the rest
     stays on the GPU, if there is one, and is stepped there."""
     super_offload: bool = False

@@ -20,7 +20,6 @@ from tiermem.config.base import (
     Number,
     PositiveCount,
     Problem,
-    Sets,
 )
 from tiermem.config.io import AioConfig, OffloadDevice
 from tiermem.config.keys import INERT, OFF, RECOGNISED, is_off
@@ -31,8 +30,9 @@ from tiermem.config.optimizer import (
     SchedulerConfig,
     solve_batch,
 )
+from tiermem.config.own import OwnConfig
 from tiermem.config.precision import AutocastConfig, Bf16Config, DataTypesConfig, Fp16Config
-from tiermem.config.zero import ActivationConfig, CheckpointConfig, OwnConfig, ZeroConfig
+from tiermem.config.zero import ActivationConfig, CheckpointConfig, ZeroConfig
 from tiermem.policy import CombinedError, LeafRules, OffloadPolicy
 from tiermem.precision import DTYPES, Precision
 
@@ -264,21 +264,17 @@ class TiermemConfig(ConfigModel):
     """Compute in float16."""
     data_types: DataTypesConfig = DataTypesConfig()
     """Dtypes that differ from what bf16 and fp16 say."""
-    communication_data_type: Annotated[DtypeName | None, Sets("reduce_dtype")] = None
+    communication_data_type: DtypeName | None = None
     """What gradients are reduced in over the ranks. Not set: their own dtype, or torch_autocast's
     where that says so."""
-    fp32_allreduce: Annotated[bool, Sets("reduce_dtype", {True: "fp32", False: None})] = False
+    fp32_allreduce: bool = False
     """Older name of communication_data_type "fp32"."""
-    gradient_allreduce_op: Annotated[Literal["mean", "sum"], Sets("reduce_op")] = "mean"
+    gradient_allreduce_op: Literal["mean", "sum"] = "mean"
     """What becomes of the ranks' gradients; a sum makes the step as many times as large as there
     are ranks, for SGD."""
-    prescale_gradients: Annotated[bool, Sets("predivide_factor", {True: "ranks", False: None})] = (
-        False
-    )
+    prescale_gradients: bool = False
     """Divide gradients by the number of ranks before they are added up, not after."""
-    gradient_predivide_factor: Annotated[
-        Number, Field(gt=0), Sets("predivide_factor", {1.0: None})
-    ] = 1.0
+    gradient_predivide_factor: Annotated[Number, Field(gt=0)] = 1.0
     """Divide gradients by this before they are added up, and by the rest of the number of ranks
     after."""
     managed_gradient_accumulation: bool = True

@@ -1,7 +1,7 @@
 """Translates the keys of a config to the policy, and reports the outcome of every key.
 
-A key that is set becomes the field of the policy that `Sets` names beside it; the keys of "tiermem"
-have their fields' names. For a key that is not set, the field stays at None (planned) or at the
+A key that is set becomes the field of the policy whose annotation Key names it; the keys of
+"tiermem" have their fields' names. For a key that is not set, the field stays at None (planned) or at the
 policy's default. Where DeepSpeed counts differently, or two keys meet, `TiermemConfig.policy` and
 this file convert:
 
@@ -17,13 +17,12 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-from tiermem.config.base import ConfigModel, Sets, canonical_key
+from tiermem.config.base import SET_BY, ConfigModel, canonical_key
 from tiermem.config.io import (
     STATES_PER_TILE,
     AioConfig,
@@ -35,18 +34,17 @@ from tiermem.config.io import (
     united,
 )
 from tiermem.config.keys import COMPUTED, PLANNED
-from tiermem.config.zero import OwnConfig, ZeroConfig
+from tiermem.config.own import OwnConfig
+from tiermem.config.zero import ZeroConfig
 from tiermem.policy import (
     USUAL_TILE_NUMELS,
     USUAL_UNITS_AHEAD,
     IoSettings,
     NvmePath,
-    OffloadPolicy,
     Tier,
     usual_tile_buffers,
 )
 
-_POLICY_FIELDS = {field.name for field in dataclasses.fields(OffloadPolicy)}
 _TIERS = ("params", "optim", "grads", "activations")  # fields
 _ONLY_ON_NVME = ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu")
 # keys that may differ between ranks: in sections, and at the top
@@ -90,18 +88,21 @@ class ReportRow(NamedTuple):
 def fields_of(config: ConfigModel) -> dict[str, Any]:
     """The fields of the policy that single keys set."""
     fields = {}
-    for section, name, _, value in _leaves(config, ""):
-        sets = _set_by(type(section), name)
-        if sets is None or not section.is_set(name):
+    for section, name, key, value in _leaves(config, ""):
+        if key not in SET_BY or not section.is_set(name):
             continue
-        value = sets.values.get(value, value)
-        if value is None or (
-            name in _ONLY_ON_NVME and _device_of(section) is not OffloadDevice.nvme
+        field, (_, off, on) = SET_BY[key]
+        if (
+            value is None
+            or value == off
+            or (name in _ONLY_ON_NVME and _device_of(section) is not OffloadDevice.nvme)
         ):
             continue
-        if sets.field in _TIERS:
-            value = Tier(value)
-        fields[sets.field] = value // STATES_PER_TILE if sets.field == "tile_buffers" else value
+        if on is not None:
+            value = on
+        if field in _TIERS:
+            value = Tier.DEVICE if value == "device" else Tier(value)
+        fields[field] = value // STATES_PER_TILE if field == "tile_buffers" else value
     return fields
 
 
@@ -110,27 +111,12 @@ def named_by_keys(
 ) -> Iterator[tuple[str, str]]:
     """What is wrong with fields of the policy, with the keys that set fields instead of their
     names."""
-    keys = {
-        sets.field: key
-        for section, name, key, _ in _leaves(config, "")
-        if (sets := _set_by(type(section), name))
-    }
+    keys = {SET_BY[key].field: key for _, _, key, _ in _leaves(config, "") if key in SET_BY}
     for field, sentence in found:
         yield (
             keys[field],
             re.sub(r"\b[a-z]+(?:_[a-z]+)+\b", lambda name: keys.get(name[0], name[0]), sentence),
         )
-
-
-@functools.cache
-def _set_by(model: type[ConfigModel], name: str) -> Sets | None:
-    """The field of the policy that a key sets; those of "tiermem" have the names of their
-    fields."""
-    if model is OwnConfig and name in _POLICY_FIELDS and name not in (*_TIERS, "paths"):
-        return Sets(name)
-    return next(
-        (each for each in model.model_fields[name].metadata if isinstance(each, Sets)), None
-    )
 
 
 def _device_of(section: ConfigModel) -> OffloadDevice:
@@ -239,8 +225,10 @@ def least_keys(config: ConfigModel, aio: AioConfig, own: OwnConfig) -> list[str]
         "queue_depth": io.depth // (aio.threads or 1),
     }
     for section, name, key, value in _leaves(config, ""):
-        sets = _set_by(type(section), name)
-        what, given = (name, value) if sets is None else (sets.field, fields.get(sets.field))
+        what, given = name, value
+        if key in SET_BY:
+            what = SET_BY[key].field
+            given = fields.get(what)
         if section.is_set(name) and given is not None and what in usual and given < usual[what]:
             found.append(key)
     return found
