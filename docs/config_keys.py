@@ -7,15 +7,18 @@ default and fate.
     python docs/config_keys.py > docs/keys.md
 
 A test makes the page again and compares, and asks of each key that something shows what its row
-says. The text of a row is the field's docstring and what tiermem/config/keys.py says. This script
+says. The text of a row is the field's docstring and what tiermem/keys.py says. This script
 holds only the words around the tables, and where the sources that define a key disagree.
 """
 
 from __future__ import annotations
 
+import ast
 import enum
 import inspect
+import itertools
 import sys
+import textwrap
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,18 +29,8 @@ from typing import Any, Literal, NamedTuple
 import pydantic
 from pydantic.fields import FieldInfo
 
-from tiermem.config.base import Bytes, ConfigModel, spellings
 from tiermem.config.io import AioConfig, OffloadOptimizerConfig, OffloadParamConfig, PathConfig
-from tiermem.config.keys import COMPUTED, INERT, OFF, PLANNED, RECOGNISED, REFUSED
-from tiermem.config.optimizer import (
-    AdagradParams,
-    AdamParams,
-    LionParams,
-    MuonParams,
-    OptimizerConfig,
-    SchedulerConfig,
-    SgdParams,
-)
+from tiermem.config.optimizer import OptimizerConfig, SchedulerConfig
 from tiermem.config.own import OwnConfig
 from tiermem.config.precision import (
     AutocastConfig,
@@ -53,7 +46,12 @@ from tiermem.config.zero import (
     LeafModuleConfig,
     ZeroConfig,
 )
+from tiermem.keys import COMPUTED, INERT, OFF, PLANNED, RECOGNISED, REFUSED
+from tiermem.optimizers import PARAMS
+from tiermem.optimizers.base import OptimizerParams
+from tiermem.policy import OffloadPolicy
 from tiermem.schedule import DOCUMENTED, arguments_of
+from tiermem.section import SET_BY, Bytes, ConfigModel, spellings
 
 Fate = Literal["honoured", "planned", "computed", "inert", "refused", "deprecated"]
 
@@ -88,6 +86,10 @@ class Section(NamedTuple):
     keys: tuple[Key, ...]
 
 
+def _names_of(params: type[OptimizerParams]) -> list[str]:
+    return sorted(name for name, each in PARAMS.items() if each is params)
+
+
 _MODELS: tuple[tuple[str, type[ConfigModel]], ...] = (
     ("The top of the config", TiermemConfig),
     ("zero_optimization", ZeroConfig),
@@ -102,16 +104,32 @@ _MODELS: tuple[tuple[str, type[ConfigModel]], ...] = (
     ("checkpoint", CheckpointConfig),
     ("aio", AioConfig),
     ("optimizer", OptimizerConfig),
-    ("optimizer.params of Adam and AdamW", AdamParams),
-    ("optimizer.params of Adagrad", AdagradParams),
-    ("optimizer.params of Lion", LionParams),
-    ("optimizer.params of SGD", SgdParams),
-    ("optimizer.params of Muon", MuonParams),
+    *(
+        (f"optimizer.params of {' and '.join(_names_of(params))}", params)
+        for params in dict.fromkeys(PARAMS.values())
+    ),
     ("scheduler", SchedulerConfig),
     ("tiermem", OwnConfig),
     ("tiermem.paths, each", PathConfig),
     ("tiermem.precision", PrecisionConfig),
 )
+
+
+def _docstrings_of(cls: type) -> dict[str, str]:
+    """The docstrings of a class's attributes, by name."""
+    (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(body, ast.ClassDef)
+    return {
+        attribute.target.id: inspect.cleandoc(str(text.value.value))
+        for attribute, text in itertools.pairwise(body.body)
+        if isinstance(attribute, ast.AnnAssign)
+        and isinstance(attribute.target, ast.Name)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+    }
+
+
+_POLICY_DOCS = _docstrings_of(OffloadPolicy)
 _MARK_OF_DEPRECATED = "Deprecated: "
 _MARK_OF_PLANNED = " Not set: planned."
 
@@ -130,6 +148,11 @@ def every_model() -> list[type[ConfigModel]]:
     return [model for _, model in _MODELS]
 
 
+def text_of(path: str, field: FieldInfo) -> str:
+    """The docstring of a key, else that of the field of the policy that it sets."""
+    return field.description or _POLICY_DOCS[SET_BY[path].field]
+
+
 def _section_of(title: str, model: type[ConfigModel]) -> Section:
     keys = tuple(_key(model, name, field) for name, field in model.model_fields.items())
     doc = " ".join((inspect.getdoc(model) or "").partition("\n\n")[0].split())
@@ -139,7 +162,7 @@ def _section_of(title: str, model: type[ConfigModel]) -> Section:
 def _key(model: type[ConfigModel], name: str, field: FieldInfo) -> Key:
     path = model.path_of(name)
     fate, note = _fate(path, field)
-    asks = " ".join((field.description or "").split())
+    asks = " ".join(text_of(path, field).split())
     if fate in ("computed", "refused"):
         asks = (
             asks.partition("; ")[0].rstrip(".") + "."
@@ -156,7 +179,7 @@ def _key(model: type[ConfigModel], name: str, field: FieldInfo) -> Key:
 
 
 def _fate(path: str, field: FieldInfo) -> tuple[Fate, str]:
-    if (field.description or "").startswith(_MARK_OF_DEPRECATED):
+    if text_of(path, field).startswith(_MARK_OF_DEPRECATED):
         return "deprecated", "taken with a warning; an error beside its successor"
     if path in REFUSED:
         return "refused", REFUSED[path]

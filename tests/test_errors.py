@@ -16,8 +16,8 @@ from typing import Any
 from test_floors import ROOT, read_modules
 
 from tiermem.checkpoint.opening.verified import DamagedState
-from tiermem.config.base import ConfigError, Problem
 from tiermem.policy import CombinedError
+from tiermem.section import ConfigError, Problem
 from tiermem.swap.base.errors import CorruptionError, DamagedEntry, Place
 from tiermem.swap.base.native import READ, TransferError
 from tiermem.swap.base.ranges import FileRange

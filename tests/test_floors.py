@@ -34,6 +34,7 @@ ORDERED = (
     "tiermem.swap.disk",
     "tiermem.swap.store",
     "tiermem.swap.program",
+    "tiermem.optimizers",
     "tiermem.config",
     "tiermem.ranks",
     "tiermem.units",

@@ -9,6 +9,9 @@ with a DeepSpeed-style config. The floors, lowest first:
     precision     the formats of a parameter's states
     policy        OffloadPolicy: where states rest and how they move
     schedule      learning-rate schedules
+    keys          keys of a config that are refused, computed or planned
+    section       the base class of a config's sections; ConfigError
+    optimizers/   one file an optimizer: section of the config, rule, torch's arguments
     config/       JSON to one frozen OffloadPolicy
     ranks/        groups of ranks, their collectives, and how one that is gone is found
     units/        how parameters, gradients and states lie, in elements
@@ -56,12 +59,12 @@ if TYPE_CHECKING:
     from tiermem.integrations.as_deepspeed import as_deepspeed as as_deepspeed
     from tiermem.integrations.models import from_pretrained as from_pretrained
     from tiermem.layers.chunked_loss import chunked_cross_entropy as chunked_cross_entropy
-    from tiermem.optim.classes import SGD as SGD
-    from tiermem.optim.classes import Adagrad as Adagrad
-    from tiermem.optim.classes import Adam as Adam
-    from tiermem.optim.classes import AdamW as AdamW
-    from tiermem.optim.classes import Lion as Lion
-    from tiermem.optim.classes import Muon as Muon
+    from tiermem.optim import SGD as SGD
+    from tiermem.optim import Adagrad as Adagrad
+    from tiermem.optim import Adam as Adam
+    from tiermem.optim import AdamW as AdamW
+    from tiermem.optim import Lion as Lion
+    from tiermem.optim import Muon as Muon
     from tiermem.policy import IoSettings as IoSettings
     from tiermem.policy import NvmePath as NvmePath
     from tiermem.policy import OffloadPolicy as OffloadPolicy
@@ -76,15 +79,15 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "EMA": "tiermem.averages",
-    "SGD": "tiermem.optim.classes",
-    "Adagrad": "tiermem.optim.classes",
-    "Adam": "tiermem.optim.classes",
-    "AdamW": "tiermem.optim.classes",
+    "SGD": "tiermem.optim",
+    "Adagrad": "tiermem.optim",
+    "Adam": "tiermem.optim",
+    "AdamW": "tiermem.optim",
     "CorruptionError": "tiermem.swap.base.errors",
     "Engine": "tiermem.engine",
     "IoSettings": "tiermem.policy",
-    "Lion": "tiermem.optim.classes",
-    "Muon": "tiermem.optim.classes",
+    "Lion": "tiermem.optim",
+    "Muon": "tiermem.optim",
     "NvmePath": "tiermem.policy",
     "OffloadPolicy": "tiermem.policy",
     "Precision": "tiermem.precision",

@@ -435,8 +435,7 @@ class OffloadPolicy:
         if not isinstance(self.precision, Precision):
             raise ValueError(
                 f"precision is {self.precision!r}; give a Precision, such as "
-                "Precision.preset('compact') or "
-                "Precision(master='split', moments='bf16')"
+                "Precision.preset('compact') or Precision(master='split', moments='bf16')"
             )
         check_fields(self)
         if found := list(self._contradictions()):
@@ -478,10 +477,8 @@ class OffloadPolicy:
                 shown = value.value if isinstance(value, Tier) else value
                 yield (
                     name,
-                    (
-                        f"{shown} with stage {self.stage}, but {reason}; set stage to {stage}, or "
-                        "leave it out"
-                    ),
+                    f"{shown} with stage {self.stage}, but {reason}; set stage to {stage}, or "
+                    "leave it out",
                 )
         for name in against_widening(self) if self.compute_dtype == "fp32" else ():
             yield (
@@ -494,8 +491,7 @@ class OffloadPolicy:
             yield (
                 "",
                 f"{' and '.join(wanted)} rest on NVME but no path is given: set "
-                "paths=['/mnt/nvme0', ...] "
-                "(in a config: nvme_path)",
+                "paths=['/mnt/nvme0', ...] (in a config: nvme_path)",
             )
         if self.activations is Tier.DEVICE:
             yield (
@@ -510,18 +506,14 @@ class OffloadPolicy:
         if self.step_in_backward and self.overlap in ("forward", "backward"):
             yield (
                 "overlap",
-                (
-                    f'"{self.overlap}" with step_in_backward, whose steps end in backward; set '
-                    '"auto" '
-                    'or "none"'
-                ),
+                f'"{self.overlap}" with step_in_backward, whose steps end in backward; set '
+                '"auto" or "none"',
             )
         if self.durability == "step" and Tier.NVME not in (self.params, self.optim):
             yield (
                 "durability",
                 '"step" makes durable what rests on NVME, and nothing does: set optim=Tier.NVME, '
-                "or leave it at "
-                '"checkpoint" and save',
+                'or leave it at "checkpoint" and save',
             )
         if self.quantised_frozen and self.frozen_quant_type == "nf4":
             yield (
@@ -531,19 +523,14 @@ class OffloadPolicy:
         if self.accumulation == "layers" and self.step_in_backward:
             yield (
                 "accumulation",
-                (
-                    '"layers" with step_in_backward, which holds no gradient to add to; set one of '
-                    "them alone"
-                ),
+                '"layers" with step_in_backward, which holds no gradient to add to; set one of '
+                "them alone",
             )
         if self.two_stage_gather and self.shard_group_size is None:
             yield (
                 "two_stage_gather",
-                (
-                    "True without shard_group_size, but it is a way of gathering within a shard "
-                    "group; "
-                    "set both"
-                ),
+                "True without shard_group_size, but it is a way of gathering within a shard "
+                "group; set both",
             )
 
 

@@ -14,8 +14,8 @@
     exact 12 = 4 + 4 + 4 · compact 6 = 2 + 2 + 2 · bf16 4 = 2 + 2 · tiny 4.03 = 2 + 1 + 1 + 2/64
 
 Random numbers come from a counter keyed by seed, step, the parameter's full name and the element's
-number in it: the same whatever the ranks, tiles and threads. optim/rules.py says which of these
-parts a rule has, units/state_layout.py where they lie.
+number in it: the same whatever the ranks, tiles and threads. optimizers/ says which of these parts
+a rule has, units/state_layout.py where they lie.
 
 The file also holds `check_fields`, which compares the fields of Precision and of OffloadPolicy with
 their annotations.
@@ -83,16 +83,8 @@ def _allowed(cls: type) -> dict[str, tuple[Range | None, list[Any]]]:
     allowed = {}
     ranges = dict(marks_of(cls, Range))
     for name, parts in parts_of(cls).items():
-        plain = [
-            getattr(part, "__origin__", part) if hasattr(part, "__metadata__") else part
-            for part in parts
-        ]
-        words = [
-            word
-            for part in plain
-            if typing.get_origin(part) is Literal
-            for word in typing.get_args(part)
-        ]
+        literals = [part for part in parts if typing.get_origin(part) is Literal]
+        words = [word for literal in literals for word in typing.get_args(literal)]
         if name in ranges or words:
             allowed[name] = ranges.get(name), [None, *words] if type(None) in parts else words
     return allowed
@@ -104,8 +96,8 @@ def marks_of(cls: type, kind: type[Mark]) -> list[tuple[str, Mark]]:
     `X` in `X | None` too."""
     return [
         (name, mark)
-        for name, parts in parts_of(cls).items()
-        for part in parts
+        for name, hint in typing.get_type_hints(cls, include_extras=True).items()
+        for part in (hint, *typing.get_args(hint))
         for mark in getattr(part, "__metadata__", ())
         if isinstance(mark, kind)
     ]
@@ -113,12 +105,11 @@ def marks_of(cls: type, kind: type[Mark]) -> list[tuple[str, Mark]]:
 
 @functools.cache
 def parts_of(cls: type) -> dict[str, tuple[Any, ...]]:
-    """For each field the members of its union, or its only type."""
-    hints = typing.get_type_hints(cls, include_extras=True)
+    """For each field the members of its union, or its only type, without annotations."""
     unions = (typing.Union, types.UnionType)
     return {
         name: typing.get_args(hint) if typing.get_origin(hint) in unions else (hint,)
-        for name, hint in hints.items()
+        for name, hint in typing.get_type_hints(cls).items()
     }
 
 
@@ -178,17 +169,14 @@ class Precision:
         if self.master == "split" and dtype != torch.bfloat16:
             raise ValueError(
                 f"precision: master is 'split' and parameter {name!r} is {dtype}; a split master "
-                "is the 16 bits that an "
-                "fp32 number lacks beside its upper 16, which are a bf16 number, and fp16 has "
-                "another exponent. Train in "
-                "bfloat16, or set master='fp32'"
+                "is the 16 bits that an fp32 number lacks beside its upper 16, which are a bf16 "
+                "number, and fp16 has another exponent. Train in bfloat16, or set master='fp32'"
             )
         if self.master in ("bf16", "fp16") and DTYPES[self.master] != dtype:
             raise ValueError(
                 f"precision: master is {self.master!r} and parameter {name!r} is {dtype}; with a "
-                "master below fp32 the "
-                "weight itself is the master, so both are of one dtype. Change the parameter's, or "
-                "set master='fp32'"
+                "master below fp32 the weight itself is the master, so both are of one dtype. "
+                "Change the parameter's, or set master='fp32'"
             )
 
     def key(self, name: str) -> int:

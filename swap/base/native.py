@@ -41,8 +41,9 @@ from tiermem.swap.base.ranges import ByteRange
 from tiermem.swap.base.tier import ALIGNMENT
 
 _MAX_BLOCK_BYTES = 1 << 30  # below what one system call transfers
-ENGINES = {"auto": lib.TM_ENGINE_AUTO, "uring": lib.TM_ENGINE_URING, "aio": lib.TM_ENGINE_AIO}
-ENGINES["threads"] = lib.TM_ENGINE_THREADS
+ENGINES = {
+    name: getattr(lib, f"TM_ENGINE_{name.upper()}") for name in ("auto", "uring", "aio", "threads")
+}
 _ENGINE_NAMES = {code: name for name, code in ENGINES.items()}
 FAULTS = {"error": lib.TM_FAULT_ERROR, "short": lib.TM_FAULT_SHORT}
 FAULTS |= {"late": lib.TM_FAULT_LATE, "refused": lib.TM_FAULT_REFUSED}
@@ -57,13 +58,7 @@ BACKGROUND = int(lib.TM_BACKGROUND)
 
 _NUMPY_NAMES = {"uint64_t": np.uint64, "int64_t": np.int64, "int32_t": np.int32}
 _VERBS = {READ: "reading", WRITE: "writing", SYNC: "syncing"}
-_RULES = {
-    "adamw": lib.TM_ADAMW,
-    "adam": lib.TM_ADAM,
-    "adagrad": lib.TM_ADAGRAD,
-    "lion": lib.TM_LION,
-    "sgd": lib.TM_SGD,
-}
+_RULES = {name: getattr(lib, f"TM_{name.upper()}") for name in MOMENTS}
 # fields of StepRule by the same names
 SCALARS = tuple(name for name, _ in ffi.typeof("tm_step_scalars").fields)
 _DTYPES = {

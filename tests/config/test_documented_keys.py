@@ -7,9 +7,11 @@ from typing import Any
 
 import pydantic
 import pytest
+from config_keys import text_of
 
 from tiermem import config as tc
 from tiermem.config import ConfigError, load_config
+from tiermem.section import ConfigModel
 
 ZERO_DEFAULTS: dict[str, Any] = {
     "stage": 0,
@@ -214,5 +216,6 @@ OTHER_SECTIONS = (
 
 
 @pytest.mark.parametrize("model", [*(cls for cls, _ in CLASSES), *OTHER_SECTIONS])
-def test_every_field_has_a_docstring(model: type[pydantic.BaseModel]) -> None:
-    assert [name for name, field in model.model_fields.items() if not field.description] == []
+def test_every_field_has_a_docstring(model: type[ConfigModel]) -> None:
+    fields = model.model_fields.items()
+    assert [name for name, field in fields if not text_of(model.path_of(name), field)] == []

@@ -22,11 +22,11 @@ from config_keys import Key, catalogue, every_model
 from key_claims import CLAIMS
 
 from tiermem.config import TiermemConfig, load_config
-from tiermem.config.base import SET_BY, ConfigModel
-from tiermem.config.keys import PLANNED
 from tiermem.config.own import OwnConfig
 from tiermem.config.zero import ZeroConfig
+from tiermem.keys import PLANNED
 from tiermem.policy import OffloadPolicy
+from tiermem.section import SET_BY, ConfigModel
 
 ROOT = Path(__file__).parents[2]
 

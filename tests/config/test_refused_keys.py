@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tiermem.config import ConfigError, TiermemConfig, load_config
-from tiermem.config.base import known_paths
-from tiermem.config.keys import COMPUTED, INERT, PLANNED, RECOGNISED, REFUSED
+from tiermem.keys import COMPUTED, INERT, PLANNED, RECOGNISED, REFUSED
+from tiermem.section import known_paths
 
 NOT_DEFAULT: dict[str, Any] = {
     "zero_optimization.zeropp_loco_param": {"err_beta": 0.8},

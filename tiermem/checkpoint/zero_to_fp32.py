@@ -17,7 +17,7 @@ from torch import nn
 from tiermem.checkpoint.format import kinds
 from tiermem.checkpoint.interchange.export import Weight, export_weights, weights_of
 from tiermem.checkpoint.opening.source import Source
-from tiermem.config.base import Bytes, DtypeName
+from tiermem.section import Bytes, DtypeName
 
 PathLike = str | os.PathLike[str]
 

@@ -13,8 +13,8 @@ from typing import Annotated, Any, ClassVar
 import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from tiermem.config.base import Bytes, ConfigModel, Count, Number, PositiveCount
 from tiermem.policy import IoSettings, NvmePath
+from tiermem.section import Bytes, ConfigModel, Count, Number, PositiveCount
 
 # ---- paths ---------------------------------------------------------------------------------------
 #
@@ -344,10 +344,8 @@ class OffloadOptimizerConfig(_OffloadConfig):
             yield (
                 "buffer_count",
                 f"{self.buffer_count} given, but one tile of Adam takes {STATES_PER_TILE} "
-                "(parameter, gradient, "
-                f"momentum, variance): {self.buffer_count} // {STATES_PER_TILE} = 0 tiles; set at "
-                "least "
-                f"{STATES_PER_TILE}, or {2 * STATES_PER_TILE} with pipeline_read or "
-                "pipeline_write, "
+                f"(parameter, gradient, momentum, variance): {self.buffer_count} // "
+                f"{STATES_PER_TILE} = 0 tiles; set at least {STATES_PER_TILE}, or "
+                f"{2 * STATES_PER_TILE} with pipeline_read or pipeline_write, "
                 f"{3 * STATES_PER_TILE} with both, or 0 to have it planned",
             )

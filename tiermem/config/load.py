@@ -13,9 +13,9 @@ from typing import Any
 
 import pydantic
 
-from tiermem.config.base import ConfigError, Problem, problems_of
-from tiermem.config.keys import is_auto
 from tiermem.config.root import TiermemConfig
+from tiermem.keys import is_auto
+from tiermem.section import ConfigError, Problem, problems_of
 
 # ---- load_config and resolve_auto ----------------------------------------------------------------
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import operator
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import pydantic
 from pydantic import Field, SerializeAsAny, ValidationInfo
 
-from tiermem.config.base import ConfigModel, Number, PositiveCount
-from tiermem.config.keys import is_auto
+from tiermem.keys import is_auto
+from tiermem.optimizers import PARAMS
+from tiermem.optimizers.adam import AdamParams
+from tiermem.optimizers.base import OptimizerParams
 from tiermem.policy import CombinedError
 from tiermem.schedule import check_params, schedule_class
+from tiermem.section import ConfigModel
 
 # ---- optimizer -----------------------------------------------------------------------------------
 #
@@ -20,152 +25,14 @@ from tiermem.schedule import check_params, schedule_class
 #     Adagrad, Lion, SGD
 #     Muon           Muon steps the matrices of hidden layers, AdamW the other parameters
 #
-# Settings have the names of torch's optimizers; where DeepSpeed's names differ, those are accepted,
-# too.
+# Their settings: optimizers/.
 
-Beta = Annotated[Number, Field(lt=1.0)]
-"""A decay rate in [0, 1)."""
-
-
-class OptimizerParams(ConfigModel):
-    """`optimizer.params`: what every optimizer has."""
-
-    section: ClassVar[str] = "optimizer.params"
-
-    lr: Number = 1e-3
-    """Learning rate."""
-    weight_decay: Number = 0.0
-    """Weight decay per step: times lr on the weight where it is decoupled, else added to the
-    gradient."""
-
-    @pydantic.model_validator(mode="before")
-    @classmethod
-    def _point_to_clipping(cls, raw: Any) -> Any:
-        if isinstance(raw, dict) and raw.get("max_grad_norm") is not None:
-            raise ValueError(
-                'max_grad_norm is not a setting of the optimizer; set "gradient_clipping": '
-                f"{raw['max_grad_norm']} at "
-                "the top of the config instead"
-            )
-        return raw
-
-    @property
-    def num_moments(self) -> int:
-        """Moments kept for each element."""
-        return 1
-
-    def settings(self) -> dict[str, Any]:
-        """Arguments of the optimizer, by name."""
-        return {
-            name: getattr(self, name) for name in type(self).model_fields if name not in _ABOUT_US
-        }
-
-
-class AdamParams(OptimizerParams):
-    """`optimizer.params` of Adam and AdamW."""
-
-    betas: tuple[Beta, Beta] = (0.9, 0.999)
-    """Decay rates of the first and second moment."""
-    eps: Number = 1e-8
-    """Added to the root of the second moment."""
-    amsgrad: bool = False
-    """Divide by the root of the largest second moment so far, which is a third moment to keep."""
-    maximize: bool = False
-    """Climb instead of descending."""
-    adam_w_mode: bool = True
-    """Whether weight decay is decoupled."""
-    fp32_optimizer_states: bool = True
-    """Keep moments in fp32; false: in the master's dtype (config/root.py)."""
-    bias_correction: bool = True
-    """Divide the moments by 1 - beta**step; always so here."""
-    torch_adam: bool = False
-    """Use torch's own Adam; sharded states need ours."""
-
-    @property
-    def num_moments(self) -> int:
-        return 3 if self.amsgrad else 2
-
-
-class AdagradParams(OptimizerParams):
-    """`optimizer.params` of Adagrad."""
-
-    lr: Number = 1e-2
-    """Learning rate."""
-    lr_decay: Number = 0.0
-    """The rate is divided by 1 + step * lr_decay."""
-    initial_accumulator_value: Number = 0.0
-    """What the sum of squares starts from."""
-    eps: Number = 1e-10
-    """Added to the root of the sum."""
-    maximize: bool = False
-    """Climb instead of descending."""
-
-
-class LionParams(OptimizerParams):
-    """`optimizer.params` of Lion."""
-
-    betas: tuple[Beta, Beta] = (0.9, 0.99)
-    """Decay rate of the moment in the update, and of the moment that is kept."""
-    maximize: bool = False
-    """Climb instead of descending."""
-
-
-class SgdParams(OptimizerParams):
-    """`optimizer.params` of SGD."""
-
-    momentum: Number = 0.0
-    """Decay rate of the momentum; 0 keeps none."""
-    dampening: Number = 0.0
-    """Part of the gradient that does not reach the momentum."""
-    nesterov: bool = False
-    """Step along the momentum after next; needs momentum and no dampening."""
-    maximize: bool = False
-    """Climb instead of descending."""
-
-    @property
-    def num_moments(self) -> int:
-        return int(self.momentum > 0)
-
-    def contradictions(self) -> Iterator[tuple[str, str]]:
-        if self.nesterov and not (self.momentum > 0 and self.dampening == 0):
-            given = f"momentum {self.momentum} and dampening {self.dampening}"
-            yield "nesterov", f"true with {given}; it needs momentum above 0 and dampening 0"
-
-
-class MuonParams(OptimizerParams):
-    """`optimizer.params` of Muon."""
-
-    momentum: Beta = 0.95
-    """Decay rate of a matrix's momentum."""
-    nesterov: bool = True
-    """Step along the momentum after next."""
-    ns_steps: PositiveCount = 5
-    """Iterations that make an update orthogonal."""
-    ns_method: Literal["gram", "standard"] = "gram"
-    """How they are computed."""
-    betas: tuple[Beta, Beta] = (0.9, 0.95)
-    """Decay rates of AdamW, for what is no matrix of a hidden layer."""
-    eps: Number = 1e-8
-    """Added to the root of AdamW's second moment."""
-    muon_lr: Number | None = None
-    """Learning rate of matrices. Not set: lr."""
-    adam_lr: Number | None = None
-    """Learning rate of the rest. Not set: lr."""
-
-    @property
-    def num_moments(self) -> int:
-        return 2
-
-
-_PARAMS: dict[str, type[OptimizerParams]] = {
-    "Adam": AdamParams,
-    "AdamW": AdamParams,
-    "Adagrad": AdagradParams,
-    "Lion": LionParams,
-    "SGD": SgdParams,
-    "Muon": MuonParams,
-}
-_ABOUT_US = ("adam_w_mode", "fp32_optimizer_states", "bias_correction", "torch_adam", "ns_method")
+if TYPE_CHECKING:
+    OptimizerName = str
+    AnyParams = OptimizerParams
+else:
+    OptimizerName = Literal[tuple(PARAMS)]
+    AnyParams = functools.reduce(operator.or_, PARAMS.values())
 
 
 class OptimizerConfig(ConfigModel):
@@ -173,11 +40,9 @@ class OptimizerConfig(ConfigModel):
 
     section: ClassVar[str] = "optimizer"
 
-    type: Literal["Adam", "AdamW", "Adagrad", "Lion", "SGD", "Muon"]
+    type: OptimizerName
     """The rule of a step, in any case."""
-    params: SerializeAsAny[AdamParams | AdagradParams | LionParams | SgdParams | MuonParams] = (
-        Field(default=AdamParams(), validate_default=True)
-    )
+    params: SerializeAsAny[AnyParams] = Field(default=AdamParams(), validate_default=True)
     """Settings of the optimizer."""
     legacy_fusion: bool = False
     """Fused optimizer of old; does not exist here."""
@@ -188,7 +53,7 @@ class OptimizerConfig(ConfigModel):
         name = info.data.get("type")
         if name is None:  # not known: one error is enough
             return AdamParams()
-        kind = _PARAMS[name]
+        kind = PARAMS[name]
         if isinstance(value, OptimizerParams):
             value = {field: getattr(value, field) for field in value.model_fields_set}
         if isinstance(value, dict):
@@ -205,11 +70,6 @@ class OptimizerConfig(ConfigModel):
             and not self.params.adam_w_mode
         )
         return "AdamW" if self.type == "Adam" and not is_coupled else self.type
-
-    @property
-    def is_decoupled(self) -> bool:
-        """Whether weight decay acts on the weight rather than on the gradient."""
-        return self.name in ("AdamW", "Lion", "Muon")
 
     def contradictions(self) -> Iterator[tuple[str, str]]:
         if (
@@ -298,8 +158,7 @@ def solve_batch(
         if total is None:
             raise ValueError(
                 "neither train_batch_size nor train_micro_batch_size_per_gpu is given; set one of "
-                "them, and "
-                "gradient_accumulation_steps if micro-batches are to be accumulated"
+                "them, and gradient_accumulation_steps if micro-batches are to be accumulated"
             )
         accumulation = accumulation or 1
         micro = _divided(total, accumulation, "gradient_accumulation_steps", num_ranks)
@@ -313,9 +172,8 @@ def solve_batch(
     if total not in (None, product):
         raise ValueError(
             f"train_batch_size {total} is not train_micro_batch_size_per_gpu {micro} * "
-            "gradient_accumulation_steps "
-            f"{accumulation} * ranks {num_ranks} = {product}; remove one of the three, or set "
-            f"train_batch_size to {product}"
+            f"gradient_accumulation_steps {accumulation} * ranks {num_ranks} = {product}; remove "
+            f"one of the three, or set train_batch_size to {product}"
         )
     return BatchSizes(micro, accumulation, product)
 
@@ -326,7 +184,6 @@ def _divided(total: int, given: int, name: str, num_ranks: int) -> int:
         nearest = max(1, round(total / (given * num_ranks))) * given * num_ranks
         raise ValueError(
             f"train_batch_size {total} is not a multiple of {name} {given} * ranks {num_ranks} = "
-            f"{given * num_ranks}; "
-            f"the nearest that is: {nearest}"
+            f"{given * num_ranks}; the nearest that is: {nearest}"
         )
     return quotient

@@ -16,13 +16,14 @@ from typing import Annotated, Any, ClassVar, Literal
 import pydantic
 from pydantic import Field
 
-from tiermem.config.base import SET_BY, Bytes, ConfigModel, Number, Whole
 from tiermem.config.io import OffloadDevice, Paths
 from tiermem.config.precision import PrecisionConfig
 from tiermem.policy import OffloadPolicy
 from tiermem.precision import Range, marks_of, parts_of
+from tiermem.section import SET_BY, Bytes, ConfigModel, Number, Whole
+from tiermem.swap.base.native import ENGINES
 
-WRITTEN_OTHERWISE = ("paths", "precision", "grads", "activations")
+_WRITTEN_OTHERWISE = ("paths", "precision", "grads", "activations")
 """Fields whose values have a form of their own in a config; OwnConfig names their types."""
 
 
@@ -31,10 +32,10 @@ def _kind_of(field: str) -> Any:
     limits = dict(marks_of(OffloadPolicy, Range))
     bounds = _bounds_of(limits[field]) if field in limits else None
     numbers: dict[Any, Any] = {int: Bytes if field.endswith("_bytes") else Whole, float: Number}
-    kinds = []
-    for part in parts_of(OffloadPolicy)[field]:
-        plain = getattr(part, "__origin__", part) if hasattr(part, "__metadata__") else part
-        kinds.append(Annotated[numbers[plain], bounds] if plain in numbers else plain)
+    kinds = (
+        Annotated[numbers[part], bounds] if part in numbers else part
+        for part in parts_of(OffloadPolicy)[field]
+    )
     return functools.reduce(operator.or_, kinds)
 
 
@@ -44,10 +45,11 @@ def _bounds_of(limit: Range) -> Any:
     return Field(gt=0.0, le=high) if is_open else Field(ge=limit.low, le=high)
 
 
+EngineName: Any = Literal[tuple(ENGINES)]
 _keys: dict[str, Any] = {
     setting.field: (_kind_of(setting.field), getattr(OffloadPolicy, setting.field))
     for path, setting in SET_BY.items()
-    if path == f"tiermem.{setting.field}" and setting.field not in WRITTEN_OTHERWISE
+    if path == f"tiermem.{setting.field}" and setting.field not in _WRITTEN_OTHERWISE
 }
 _KeysOfPolicy: Any = pydantic.create_model("_KeysOfPolicy", __base__=ConfigModel, **_keys)
 
@@ -62,7 +64,7 @@ class OwnConfig(_KeysOfPolicy, ConfigModel):  # type: ignore[misc]  # it is made
     precision: PrecisionConfig | None = None
     grads: Literal["device"] | OffloadDevice | None = None
     activations: OffloadDevice | None = None
-    engine: Literal["auto", "uring", "aio", "threads"] = "auto"
+    engine: EngineName = "auto"
     """How files are read and written; auto takes the first that works."""
     strict: bool = False
     """Refuse sections and switches that do nothing here, such as monitors and profilers; false:

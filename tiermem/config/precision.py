@@ -10,7 +10,9 @@ import pydantic
 from pydantic import AliasChoices, Field
 from torch import nn
 
-from tiermem.config.base import (
+from tiermem.policy import OffloadPolicy
+from tiermem.precision import PRESETS, Master, Moments, Precision, Rounding
+from tiermem.section import (
     ConfigModel,
     Count,
     DtypeName,
@@ -19,8 +21,6 @@ from tiermem.config.base import (
     Whole,
     did_you_mean,
 )
-from tiermem.policy import OffloadPolicy
-from tiermem.precision import PRESETS, Master, Moments, Precision, Rounding
 
 # ---- bf16, fp16, data_types and tiermem.precision ------------------------------------------------
 #
@@ -101,10 +101,8 @@ class Fp16Config(ConfigModel):
             if self.is_dynamic and value <= 0:
                 yield (
                     name,
-                    (
-                        f"{value} given; allowed with a dynamic loss scale is a whole number, 1 or "
-                        "more"
-                    ),
+                    f"{value} given; allowed with a dynamic loss scale is a whole number, 1 or "
+                    "more",
                 )
 
 

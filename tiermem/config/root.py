@@ -12,19 +12,8 @@ import pydantic
 from pydantic import AliasChoices, BeforeValidator, Field, PrivateAttr
 
 import tiermem.config.translate as translate
-from tiermem.config.base import (
-    ConfigError,
-    ConfigModel,
-    Count,
-    DtypeName,
-    Number,
-    PositiveCount,
-    Problem,
-)
 from tiermem.config.io import AioConfig, OffloadDevice
-from tiermem.config.keys import INERT, OFF, RECOGNISED, is_off
 from tiermem.config.optimizer import (
-    AdamParams,
     BatchSizes,
     OptimizerConfig,
     SchedulerConfig,
@@ -33,8 +22,19 @@ from tiermem.config.optimizer import (
 from tiermem.config.own import OwnConfig
 from tiermem.config.precision import AutocastConfig, Bf16Config, DataTypesConfig, Fp16Config
 from tiermem.config.zero import ActivationConfig, CheckpointConfig, ZeroConfig
+from tiermem.keys import INERT, OFF, RECOGNISED, is_off
+from tiermem.optimizers.adam import AdamParams
 from tiermem.policy import CombinedError, LeafRules, OffloadPolicy
 from tiermem.precision import DTYPES, Precision
+from tiermem.section import (
+    ConfigError,
+    ConfigModel,
+    Count,
+    DtypeName,
+    Number,
+    PositiveCount,
+    Problem,
+)
 
 # ---- precision -----------------------------------------------------------------------------------
 #
@@ -147,10 +147,8 @@ def _fp16_problems(config: TiermemConfig) -> Problems:
     if config.fp16.fp16_master_weights_and_grads and config.bf16.bf16_master_weights_and_grads:
         yield (
             _FP16_MASTER,
-            (
-                f"true, and {_BF16_MASTER} is true; allowed is one of them, that of the section "
-                "enabled"
-            ),
+            f"true, and {_BF16_MASTER} is true; allowed is one of them, that of the section "
+            "enabled",
         )
     elif config.fp16.fp16_master_weights_and_grads:
         yield from _unusable_switch(config, _FP16_MASTER, "")
@@ -171,15 +169,13 @@ def _unusable_switch(config: TiermemConfig, key: str, or_else: str | None) -> Pr
         yield (
             key,
             "true with zero_optimization.stage 0, but masters and optimizer states are kept so in "
-            "stages 1, 2 and 3 "
-            "only, where they are the sharded optimizer's; set the stage",
+            "stages 1, 2 and 3 only, where they are the sharded optimizer's; set the stage",
         )
     elif or_else is not None and config.zero_optimization.optimizer_device is OffloadDevice.none:
         yield (
             key,
             f"true with {_DEVICE} none, but a {section} master beside fp32 moments is the CPU "
-            "step's, of offloaded "
-            f"states; allowed are {_DEVICE} cpu and nvme{or_else}",
+            f"step's, of offloaded states; allowed are {_DEVICE} cpu and nvme{or_else}",
         )
 
 
@@ -432,11 +428,8 @@ class TiermemConfig(ConfigModel):
         if self.bf16.enabled and self.fp16.enabled:
             yield (
                 "",
-                (
-                    "bf16.enabled and fp16.enabled are both true; allowed is one of them, or none "
-                    "for "
-                    "fp32"
-                ),
+                "bf16.enabled and fp16.enabled are both true; allowed is one of them, or none "
+                "for fp32",
             )
         if own.grads is OffloadDevice.nvme and not translate.paths_of(zero, own):
             said = (
@@ -504,19 +497,14 @@ class TiermemConfig(ConfigModel):
         if own.is_set("on_nonfinite") and self._applies_anything and own.on_nonfinite != "apply":
             yield (
                 key,
-                (
-                    f'"{own.on_nonfinite}" with bf16.check_grad_overflow false, which is "apply"; '
-                    "remove one"
-                ),
+                f'"{own.on_nonfinite}" with bf16.check_grad_overflow false, which is "apply"; '
+                "remove one",
             )
         if own.on_nonfinite == "apply" and self.bf16.enabled and is_checked:
             yield (
                 key,
-                (
-                    '"apply" with bf16.check_grad_overflow true, which is "skip" or "raise"; '
-                    "remove "
-                    "one"
-                ),
+                '"apply" with bf16.check_grad_overflow true, which is "skip" or "raise"; '
+                "remove one",
             )
         if self.scales_loss and not self.fp16.enabled:
             yield from ((f"fp16.{name}", said) for name, said in self.fp16.unusable_scale())
@@ -528,10 +516,8 @@ class TiermemConfig(ConfigModel):
             asks = key if own.on_nonfinite == "apply" else "bf16.check_grad_overflow"
             yield (
                 asks,
-                (
-                    "asks to apply every step, but a dynamic loss scale has to skip some; set "
-                    "fp16.loss_scale"
-                ),
+                "asks to apply every step, but a dynamic loss scale has to skip some; set "
+                "fp16.loss_scale",
             )
 
     def _reduction_conflicts(self) -> Problems:
@@ -560,9 +546,8 @@ class TiermemConfig(ConfigModel):
             yield (
                 "torch_autocast.lower_precision_safe_modules",
                 "gradients of these modules are reduced in "
-                f"{autocast.dtype or 'the autocast dtype'}, but "
-                f"communication_data_type is {self.reduced_in}; remove one of the two, or set "
-                "torch_autocast.dtype to "
+                f"{autocast.dtype or 'the autocast dtype'}, but communication_data_type is "
+                f"{self.reduced_in}; remove one of the two, or set torch_autocast.dtype to "
                 f"{self.reduced_in}",
             )
 
@@ -573,28 +558,21 @@ class TiermemConfig(ConfigModel):
             yield (
                 key,
                 f"true with gradient_clipping {self.gradient_clipping}{whose}, but the norm of all "
-                "gradients is not known "
-                "before the first is used; set gradient_clipping to 0",
+                "gradients is not known before the first is used; set gradient_clipping to 0",
             )
         if (self.gradient_accumulation_steps or 1) > 1:
             yield key, _NO_ACCUMULATION.format(self.gradient_accumulation_steps)
         if self.tiermem.is_set("on_nonfinite") and self.tiermem.on_nonfinite == "skip":
             yield (
                 key,
-                (
-                    'true with on_nonfinite "skip", but a unit already stepped cannot be skipped; '
-                    "use "
-                    '"raise"'
-                ),
+                'true with on_nonfinite "skip", but a unit already stepped cannot be skipped; '
+                'use "raise"',
             )
         if self.fp16.enabled and self.fp16.is_dynamic:
             yield (
                 key,
-                (
-                    "true with a dynamic loss scale, which has to skip steps; set fp16.loss_scale "
-                    "or "
-                    "use bf16"
-                ),
+                "true with a dynamic loss scale, which has to skip steps; set fp16.loss_scale "
+                "or use bf16",
             )
 
 

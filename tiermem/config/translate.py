@@ -22,7 +22,6 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-from tiermem.config.base import SET_BY, ConfigModel, canonical_key
 from tiermem.config.io import (
     STATES_PER_TILE,
     AioConfig,
@@ -33,9 +32,9 @@ from tiermem.config.io import (
     clashes,
     united,
 )
-from tiermem.config.keys import COMPUTED, PLANNED
 from tiermem.config.own import OwnConfig
 from tiermem.config.zero import ZeroConfig
+from tiermem.keys import COMPUTED, PLANNED
 from tiermem.policy import (
     USUAL_TILE_NUMELS,
     USUAL_UNITS_AHEAD,
@@ -44,6 +43,7 @@ from tiermem.policy import (
     Tier,
     usual_tile_buffers,
 )
+from tiermem.section import SET_BY, ConfigModel, canonical_key
 
 _TIERS = ("params", "optim", "grads", "activations")  # fields
 _ONLY_ON_NVME = ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu")

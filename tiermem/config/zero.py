@@ -12,13 +12,13 @@ from typing import Annotated, Any, ClassVar, Literal
 import pydantic
 from pydantic import AliasChoices, BeforeValidator, Field
 
-from tiermem.config.base import (
+from tiermem.config.io import OffloadDevice, OffloadOptimizerConfig, OffloadParamConfig
+from tiermem.section import (
     ConfigModel,
     Count,
     Whole,
     canonical_key,
 )
-from tiermem.config.io import OffloadDevice, OffloadOptimizerConfig, OffloadParamConfig
 
 # ---- activation_checkpointing --------------------------------------------------------------------
 #
@@ -272,8 +272,7 @@ class ZeroConfig(ConfigModel):
             yield (
                 "cpu_offload_use_pin_memory",
                 "deprecated key given together with its successors offload_optimizer and "
-                "offload_param; remove it and "
-                "set pin_memory there",
+                "offload_param; remove it and set pin_memory there",
             )
 
 

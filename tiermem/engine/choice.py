@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from tiermem import optim
 from tiermem.config import MuonParams, OptimizerConfig, TiermemConfig
 from tiermem.config.optimizer import BatchSizes
-from tiermem.optim import SGD, Adagrad, Adam, AdamW, Lion, Muon, NativeOptimizer
+from tiermem.optim import Muon, NativeOptimizer
+from tiermem.optimizers import PARAMS
 from tiermem.plans.agreement import agree
 from tiermem.precision import Precision
 from tiermem.ranks.topology import find_topology
@@ -24,8 +26,9 @@ from tiermem.version import __version__
 Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 OptimizerFactory = Callable[[Parameters], torch.optim.Optimizer]
 
+# AdamW comes before Adam, since it is one
 KINDS: Mapping[str, type[NativeOptimizer]] = {
-    kind.__name__: kind for kind in (AdamW, Adam, Adagrad, Lion, SGD, Muon)
+    name: getattr(optim, name) for name in ("AdamW", *PARAMS)
 }
 
 # half of the last of bf16's 8 significant bits, relative to the number, where that is smallest
@@ -56,11 +59,8 @@ class OptimizerChoice(NamedTuple):
     @property
     def num_moments(self) -> int:
         """Moments kept for each element, in the group that keeps most."""
-        if self.name in ("Adam", "AdamW"):
-            return 2 + int(any(self._values("amsgrad", False)))
-        if self.name == "SGD":
-            return int(any(self._values("momentum", 0.0)))
-        return 2 if self.name == "Muon" else 1
+        params = PARAMS[self.name]
+        return max(params.most_moments({**self.defaults, **group}) for group in self.groups)
 
     def facts(self, model: nn.Module) -> dict[str, Any]:
         """The facts that must be equal on all ranks: the optimizer, the settings of its groups, the
@@ -102,13 +102,10 @@ class OptimizerChoice(NamedTuple):
             return
         warnings.warn(
             "moments in bf16 are rounded to nearest, as bf16.bf16_optimizer_states and preset "
-            "'bf16' ask: with beta2 = "
-            f"{1.0 - change:.6g} a step lets exp_avg_sq decay by at most 1 - beta2 = {change:.2g} "
-            "of itself "
-            f"({change:.1%}), but bf16 has 8 significant bits, so a change below half of the last "
-            "one, 0.2 to 0.4 % of "
-            "the number, is rounded away: it never falls, and grows only where a squared gradient "
-            "is several times as large. "
+            f"'bf16' ask: with beta2 = {1.0 - change:.6g} a step lets exp_avg_sq decay by at most "
+            f"1 - beta2 = {change:.2g} of itself ({change:.1%}), but bf16 has 8 significant bits, "
+            "so a change below half of the last one, 0.2 to 0.4 % of the number, is rounded away: "
+            "it never falls, and grows only where a squared gradient is several times as large. "
             'Set tiermem.precision.rounding to "stochastic", or tiermem.precision to "compact", or '
             "lower beta2",
             stacklevel=4,  # the caller of initialize
@@ -195,9 +192,8 @@ def take_over(given: torch.optim.Optimizer) -> OptimizerChoice:
     names = [name for name in KINDS if hasattr(torch.optim, name)]
     raise ValueError(
         f"{type(given).__name__} cannot step states that rest on tiers; allowed are "
-        f"{', '.join(KINDS)} of tiermem, and "
-        f"{', '.join(names)} of torch.optim. Give the nearest of these; another rule can step what "
-        "is outside the engine alone"
+        f"{', '.join(KINDS)} of tiermem, and {', '.join(names)} of torch.optim. Give the nearest "
+        "of these; another rule can step what is outside the engine alone"
     )
 
 

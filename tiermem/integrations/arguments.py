@@ -16,10 +16,10 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tiermem.config.base import ConfigError, Problem
-from tiermem.config.keys import is_auto
 from tiermem.config.load import load_config, named_in_errors, read_raw, resolve_auto
 from tiermem.config.root import TiermemConfig
+from tiermem.keys import is_auto
+from tiermem.section import ConfigError, Problem
 
 
 def values_of(args: Any, num_steps: int | None) -> dict[str, Any]:

@@ -39,7 +39,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from tiermem.config.load import named_in_errors, read_raw
 from tiermem.engine import Engine
 from tiermem.engine.start import initialize as start
-from tiermem.optim.classes import Adagrad, Adam, AdamW, Lion
+from tiermem.optim import Adagrad, Adam, AdamW, Lion
 from tiermem.ranks.joining import hold_no_group
 from tiermem.ranks.joining import init_distributed as join
 from tiermem.run.init import Init as ZeroInit

@@ -2,7 +2,7 @@
 
 Files in order; each imports only files before it:
 
-    rules        the moments and scalars of each optimizer, the step of one piece, the loss scale
+    rules        the step of one piece by the rule of its optimizer, the loss scale
     tile         a range of one unit's states that is read, stepped and written as one
     tile_stream  an accelerator's buffers for tiles that rest elsewhere and are stepped there
     tile_work    the work on a tile: a step, a visit, a fill
@@ -15,14 +15,20 @@ Files in order; each imports only files before it:
     resting      states of ordinary parameters that rest on a tier
     sharded      the whole step of a sharded model
     base         one torch optimizer for sharded and ordinary parameters
-    classes      Adam, AdamW, Adagrad, Lion, SGD, Muon: torch's arguments and checks
+
+The package itself holds Adam, AdamW, Adagrad, Lion, SGD and Muon: the face of each (optimizers/)
+before the steps of all.
 """
 
 from __future__ import annotations
 
 from tiermem.optim.base import NativeOptimizer
-from tiermem.optim.classes import SGD, Adagrad, Adam, AdamW, Lion, Muon
 from tiermem.optim.sharded import NonFiniteGradients
+from tiermem.optimizers.adagrad import AdagradFace
+from tiermem.optimizers.adam import AdamFace, AdamWFace
+from tiermem.optimizers.lion import LionFace
+from tiermem.optimizers.muon import MuonFace
+from tiermem.optimizers.sgd import SGDFace
 
 __all__ = [
     "SGD",
@@ -34,3 +40,27 @@ __all__ = [
     "NativeOptimizer",
     "NonFiniteGradients",
 ]
+
+
+class Adam(AdamFace, NativeOptimizer):
+    __doc__ = AdamFace.__doc__
+
+
+class AdamW(AdamWFace, Adam):
+    __doc__ = AdamWFace.__doc__
+
+
+class Adagrad(AdagradFace, NativeOptimizer):
+    __doc__ = AdagradFace.__doc__
+
+
+class Lion(LionFace, NativeOptimizer):
+    __doc__ = LionFace.__doc__
+
+
+class SGD(SGDFace, NativeOptimizer):
+    __doc__ = SGDFace.__doc__
+
+
+class Muon(MuonFace, NativeOptimizer):
+    __doc__ = MuonFace.__doc__

@@ -16,14 +16,7 @@ from torch import nn
 from tiermem.optim import ordinary
 from tiermem.optim.local import local_of, sum_over_ranks
 from tiermem.optim.resting import RestingStates, check_policy
-from tiermem.optim.rules import (
-    IMPLEMENTATION,
-    AnyStep,
-    Group,
-    LossScaler,
-    Rule,
-    check_implementation,
-)
+from tiermem.optim.rules import LossScaler
 from tiermem.optim.sharded import (
     NonFiniteGradients,
     ShardedModel,
@@ -33,6 +26,15 @@ from tiermem.optim.sharded import (
 )
 from tiermem.optim.shown import AtRest, ShownStates
 from tiermem.optim.tiles import StateTiles
+from tiermem.optimizers.base import (
+    IMPLEMENTATION,
+    AnyStep,
+    Group,
+    OptimizerFace,
+    Params,
+    Rule,
+    check_implementation,
+)
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.precision import Precision
 from tiermem.ranks.topology import fair_cores, fair_threads
@@ -79,16 +81,6 @@ def seal(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 # ---- the optimizer -------------------------------------------------------------------------------
 
-Params = Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]] | Iterable[dict[str, Any]]
-"""Parameters, named parameters, or groups, as torch's optimizers accept them."""
-
-
-def arguments_in(names: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a subclass's constructor, from its `locals()`. Each of them is the default
-    of a group's value of the same name, except `params`, `precision` and `policy`."""
-    return {name: value for name, value in names.items() if name not in ("self", "__class__")}
-
-
 _VALUES = "safe_get_full_fp32_param and the like of tiermem.utils give a parameter's values"
 _DECLINED = dict.fromkeys(
     ("fp16_groups", "bit16_groups", "fp32_partitioned_groups_flat", "parameter_offload"), _VALUES
@@ -98,9 +90,9 @@ _DECLINED |= dict.fromkeys(
 )
 
 
-class NativeOptimizer(torch.optim.Optimizer):
-    """Base class of the optimizers. A subclass gives the rule of each parameter (rules.py) and
-    checks its groups' values.
+class NativeOptimizer(OptimizerFace):
+    """Base class of the optimizers. Beside it a subclass has the face of an optimizer
+    (optimizers/), which gives the rule of each parameter and checks its groups' values.
 
         sharded    states rest where the model's policy says, in its precision, and are stepped tile by tile (sharded.py)
         ordinary   states are tensors in `optimizer.state`, under torch's keys (ordinary.py); with a policy whose `optim` is
@@ -143,8 +135,7 @@ class NativeOptimizer(torch.optim.Optimizer):
         if policy is not None and not any(True for _ in self.named_ordinary()):
             raise ValueError(
                 "a policy was given, and every parameter belongs to a sharded model, whose own "
-                "policy says where its states "
-                "rest: leave it out"
+                "policy says where its states rest: leave it out"
             )
         self._attach_all()
 
@@ -170,14 +161,6 @@ class NativeOptimizer(torch.optim.Optimizer):
     def __getattr__(self, name: str) -> Any:
         instead = f": {_DECLINED[name]}" if name in _DECLINED else ""
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{instead}")
-
-    def rule_of(self, group: Group, param: nn.Parameter) -> Rule:
-        """The rule of a parameter in a group."""
-        raise NotImplementedError
-
-    def check_group(self, group: Group) -> None:
-        """Raises ValueError for values that a group must not have."""
-        raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as in torch. Raises ValueError for values out of range and for parameters
@@ -501,8 +484,7 @@ class NativeOptimizer(torch.optim.Optimizer):
                 if not live.unit.is_trainable and shard.param.grad is not None:
                     raise RuntimeError(
                         f"{shard.name} has a gradient and no states: it is frozen, or the model "
-                        "was sharded for inference. "
-                        "Set requires_grad before the forward"
+                        "was sharded for inference. Set requires_grad before the forward"
                     )
         return [(name, param) for name, param, owner in owners if not isinstance(owner, Shards)]
 
@@ -541,9 +523,8 @@ class NativeOptimizer(torch.optim.Optimizer):
             if self._precision is not None and self._precision != owner.policy.precision:
                 raise ValueError(
                     f"precision is {self._precision} and the sharded model's policy says "
-                    f"{owner.policy.precision}; its "
-                    "states are planned when it is sharded: set OffloadPolicy(precision=...) and "
-                    "leave this one out"
+                    f"{owner.policy.precision}; its states are planned when it is sharded: set "
+                    "OffloadPolicy(precision=...) and leave this one out"
                 )
             self._sharded[owner] = ShardedModel(owner, self._find_rule)
             self._sharded[owner].tiles.on_look = self.follow_state
@@ -572,8 +553,7 @@ class NativeOptimizer(torch.optim.Optimizer):
         if shards.policy.on_nonfinite == "raise":
             raise NonFiniteGradients(
                 f"the global norm of the gradients is {self.grad_norm}: they hold NaN or infinity. "
-                "No state was touched; "
-                'set on_nonfinite="skip" to go on without such steps'
+                'No state was touched; set on_nonfinite="skip" to go on without such steps'
             )
         self.was_skipped = True
 

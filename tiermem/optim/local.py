@@ -55,8 +55,7 @@ def check_kind(param: torch.Tensor, name: str) -> None:
     if any(placement.is_partial() for placement in found.placements):
         raise ValueError(
             f"the parameter {name!r} is placed as {found.placements}: a part of a sum, which has "
-            "no value to step; "
-            "redistribute it first"
+            "no value to step; redistribute it first"
         )
 
 
@@ -104,8 +103,7 @@ def part_of(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     if any(type(placement).__name__ == "_StridedShard" for placement in found.placements):
         raise ValueError(
             f"a whole tensor for a parameter that is placed as {found.placements}, whose parts are "
-            "not contiguous: give "
-            "DTensors, as torch.distributed.checkpoint does"
+            "not contiguous: give DTensors, as torch.distributed.checkpoint does"
         )
     return value[
         tuple(slice(first, first + size) for size, first in zip(*_span(found), strict=True))

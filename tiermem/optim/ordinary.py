@@ -57,8 +57,7 @@ def check_gradient(param: nn.Parameter, name: str, is_moved: bool = False) -> to
     if param.grad.layout != torch.strided:
         raise ValueError(
             f"the gradient of {name!r} is {param.grad.layout}; dense ones are stepped. Build its "
-            "embedding with "
-            "sparse=False, or give the parameter to torch.optim.SparseAdam"
+            "embedding with sparse=False, or give the parameter to torch.optim.SparseAdam"
         )
     placed = as_dtensor(param)
     of_grad = as_dtensor(param.grad)
@@ -75,18 +74,16 @@ def check_gradient(param: nn.Parameter, name: str, is_moved: bool = False) -> to
     if not is_moved and (local.device.type != "cpu" or grad.device.type != "cpu"):
         raise ValueError(
             f"the ordinary parameter {name!r} is on {local.device}; such are stepped on the CPU if "
-            "their states lie beside "
-            "them. Give policy=OffloadPolicy(optim=Tier.HOST), shard the model, or give it to "
-            "torch's own optimizer"
+            "their states lie beside them. Give policy=OffloadPolicy(optim=Tier.HOST), shard the "
+            "model, or give it to torch's own optimizer"
         )
     if any(
         stride == 0 and size > 1 for stride, size in zip(local.stride(), local.shape, strict=True)
     ):
         raise ValueError(
             f"the ordinary parameter {name!r} has strides {local.stride()} for shape "
-            f"{tuple(local.shape)}: several of its "
-            "elements are one number in memory. Make it contiguous: "
-            "nn.Parameter(p.detach().contiguous())"
+            f"{tuple(local.shape)}: several of its elements are one number in memory. Make it "
+            "contiguous: nn.Parameter(p.detach().contiguous())"
         )
     if grad.dtype not in STORED:
         raise ValueError(
@@ -245,14 +242,12 @@ def value_of(given: Mapping[str, Any], key: str, param: torch.Tensor, name: str)
     if not isinstance(value, torch.Tensor):
         raise ValueError(
             f"the state dict has no {key!r} for parameter {name!r}, only "
-            f"{', '.join(map(repr, given)) or 'nothing'}: it "
-            "comes from another optimizer"
+            f"{', '.join(map(repr, given)) or 'nothing'}: it comes from another optimizer"
         )
     if value.shape != param.shape:
         raise ValueError(
             f"the state dict's {key!r} for parameter {name!r} has shape {tuple(value.shape)}; the "
-            "parameter has "
-            f"{tuple(param.shape)}"
+            f"parameter has {tuple(param.shape)}"
         )
     return part_of(value.detach(), param).to("cpu", torch.float32)
 

@@ -303,8 +303,7 @@ def check_room(shards: Shards, rule: Rule, optimizer: str) -> None:
         raise ValueError(
             f"{optimizer} steps whole matrices, and this model's are cut into "
             f"{shards.topology.num_shards} shards, one per rank: no rank has a whole one. Use "
-            "stage 0 or one rank, or "
-            "groups with use_muon=False"
+            "stage 0 or one rank, or groups with use_muon=False"
         )
     planned = shards.policy.num_moments
     needed = len(rule.moments)
@@ -312,10 +311,9 @@ def check_room(shards: Shards, rule: Rule, optimizer: str) -> None:
         numel = sum(live.unit.shard_numel for live in shards.units if live.unit.is_trainable)
         raise ValueError(
             f"{optimizer} keeps {needed} moments for a parameter ({', '.join(rule.moments)}) and "
-            "the plan made "
-            f"room for num_moments={planned} of each of {numel} elements: {needed} x {numel} = "
-            f"{needed * numel} numbers "
-            f"where {planned * numel} have a place. Shard with OffloadPolicy(num_moments={needed})"
+            f"the plan made room for num_moments={planned} of each of {numel} elements: {needed} x "
+            f"{numel} = {needed * numel} numbers where {planned * numel} have a place. Shard with "
+            f"OffloadPolicy(num_moments={needed})"
         )
 
 

@@ -250,8 +250,7 @@ class Init:
         if sorted(numbers) != list(range(topology.num_shards)):
             raise ValueError(
                 f"get_partition_rank gave {numbers}, in the order of ranks; together they must be "
-                "0 to "
-                f"{topology.num_shards - 1}"
+                f"0 to {topology.num_shards - 1}"
             )
         return tuple(numbers)
 
@@ -381,9 +380,8 @@ class _Touch(TorchFunctionMode):
             if isinstance(param, nn.Parameter) and self._built.is_asleep(param):
                 raise RuntimeError(
                     f"{func.__name__} in Module.apply writes a parameter of shape "
-                    f"{tuple(param.shape)} that is partitioned, "
-                    "and override_module_apply is false: gather it with "
-                    "tiermem.zero.GatheredParameters(parameter, "
+                    f"{tuple(param.shape)} that is partitioned, and override_module_apply is "
+                    "false: gather it with tiermem.zero.GatheredParameters(parameter, "
                     "modifier_rank=0) in the function, or set the key to true"
                 )
 
@@ -488,6 +486,5 @@ class MiCS_Init(Init):  # noqa: N801 (the documented name)
         if self._enabled and self._policy.shard_group_size is None:
             raise ValueError(
                 "MiCS_Init without a size of shard groups: set zero_optimization.mics_shard_size "
-                "to 1 or more in its config "
-                "(shard_group_size of a policy), or use Init"
+                "to 1 or more in its config (shard_group_size of a policy), or use Init"
             )

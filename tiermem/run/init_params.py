@@ -421,8 +421,7 @@ class ParametersInInit:
         if not kept.is_filled:
             raise RuntimeError(
                 f"a parameter of shape {tuple(kept.shape)} was built on the meta device and never "
-                "given values: "
-                "load a checkpoint (tiermem.load_safetensors) before sharding"
+                "given values: load a checkpoint (tiermem.load_safetensors) before sharding"
             )
         assert self._bounce is not None and self._piece is not None and kept.dtype is not None
         size = kept.dtype.itemsize

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
+from tiermem.optimizers import NEVER_NEGATIVE
 from tiermem.policy import OffloadPolicy
 from tiermem.precision import DTYPES, Precision
 from tiermem.swap.base.parts import Q8_BLOCK, Moment, Quantised, num_scales
@@ -37,8 +38,6 @@ as they work."""
 
 Kind = Literal["fp32", "bf16", "fp16", "split", "8bit"]
 
-_NEVER_NEGATIVE = frozenset({EXP_AVG_SQ, "max_exp_avg_sq", "sum"})
-
 
 def moved_at_once(columns: Sequence[Column]) -> list[Column]:
     """The columns of a tile in strips of about AT_ONCE_BYTES through all of them: one of
@@ -50,7 +49,7 @@ def moved_at_once(columns: Sequence[Column]) -> list[Column]:
 
 def is_positive(name: str) -> bool:
     """Whether a moment, named as in torch, is never negative: its 8-bit codes then have no sign."""
-    return name in _NEVER_NEGATIVE
+    return name in NEVER_NEGATIVE
 
 
 class StatePart(NamedTuple):

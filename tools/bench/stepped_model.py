@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from tiermem.engine.sharding import shard
-from tiermem.optim.classes import AdamW
+from tiermem.optim import AdamW
 from tiermem.policy import IoSettings, OffloadPolicy, Tier
 from tiermem.precision import Precision
 from tiermem.swap.base.native import READ, WRITE, latency_edges

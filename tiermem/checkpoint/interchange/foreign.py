@@ -17,7 +17,7 @@ import torch
 from tiermem.checkpoint.format.fields import Json, decode, encode
 from tiermem.checkpoint.format.manifest import WEIGHT
 from tiermem.checkpoint.opening.source import Source
-from tiermem.optim.rules import IMPLEMENTATION
+from tiermem.optimizers.base import IMPLEMENTATION
 from tiermem.units.state_layout import EXP_AVG, EXP_AVG_SQ, MASTER
 
 # ---- the form ------------------------------------------------------------------------------------

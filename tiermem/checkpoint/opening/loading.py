@@ -40,9 +40,9 @@ from tiermem.checkpoint.saving.saver import saver_of
 from tiermem.checkpoint.together import DAMAGE, everywhere
 from tiermem.optim.base import NativeOptimizer
 from tiermem.optim.ordinary import STEP
-from tiermem.optim.rules import IMPLEMENTATION
 from tiermem.optim.sharded import enable_training_of
 from tiermem.optim.tiles import tiles_of
+from tiermem.optimizers.base import IMPLEMENTATION
 from tiermem.plans.agreement import agree
 from tiermem.policy import Tier
 from tiermem.ranks.collectives import exchange

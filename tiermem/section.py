@@ -3,16 +3,12 @@ which key sets which field of the policy; ConfigError."""
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import difflib
 import enum
 import functools
-import inspect
-import itertools
 import math
 import re
-import textwrap
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
@@ -21,7 +17,7 @@ import pydantic
 import torch
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationInfo
 
-from tiermem.config.keys import RECOGNISED, REFUSED, is_auto
+from tiermem.keys import RECOGNISED, REFUSED, is_auto
 from tiermem.policy import CombinedError, Key, OffloadPolicy
 from tiermem.precision import marks_of
 
@@ -182,26 +178,8 @@ def _keys_of_fields() -> Iterator[Setting]:
             yield Setting(field.name, Key(f"tiermem.{field.name}"))
 
 
-def docstrings_of(cls: type) -> dict[str, str]:
-    """The docstrings of a class's attributes, by name; none where its source is not at hand."""
-    try:
-        (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
-    except OSError:
-        return {}
-    assert isinstance(body, ast.ClassDef)
-    return {
-        attribute.target.id: inspect.cleandoc(str(text.value.value))
-        for attribute, text in itertools.pairwise(body.body)
-        if isinstance(attribute, ast.AnnAssign)
-        and isinstance(attribute.target, ast.Name)
-        and isinstance(text, ast.Expr)
-        and isinstance(text.value, ast.Constant)
-    }
-
-
 SET_BY: Mapping[str, Setting] = {setting.key.path: setting for setting in _keys_of_fields()}
 """What each key of a config sets, by its dotted path."""
-_POLICY_DOCS = docstrings_of(OffloadPolicy)
 
 
 # ---- sections and their numbers ------------------------------------------------------------------
@@ -238,13 +216,6 @@ class ConfigModel(pydantic.BaseModel):
 
     section: ClassVar[str] = ""
     """Dotted path of this section in the config; empty for the top."""
-
-    @classmethod
-    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """Gives a key without a docstring that of the field of the policy that it sets."""
-        for name, field in cls.model_fields.items():
-            if field.description is None and (path := cls.path_of(name)) in SET_BY:
-                field.description = _POLICY_DOCS.get(SET_BY[path].field)
 
     @pydantic.model_validator(mode="before")
     @classmethod

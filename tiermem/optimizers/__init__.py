@@ -1,0 +1,58 @@
+"""Optimizers, each in one file: the section of the config, the rule with its moments and scalars,
+torch's arguments and checks.
+
+    class LionParams      the keys of `optimizer.params`, which config/optimizer.py reads
+    LION, _lion_scalars   what a step computes; the kernels behind it are named in swap/base/parts.py
+    class LionFace        what is Lion's own of the class `tiermem.Lion` (optim/__init__.py), whose steps are every
+                          optimizer's
+
+They stand below config/ and optim/, since both read them. Files in order; each imports only files
+before it:
+
+    base      what every optimizer has
+    adam      Adam and AdamW
+    adagrad
+    lion
+    sgd
+    muon      a step of whole matrices, and AdamW for all other parameters
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tiermem.optimizers.adagrad import ADAGRAD, AdagradParams
+from tiermem.optimizers.adam import AdamParams, adam
+from tiermem.optimizers.base import OptimizerParams, Rule
+from tiermem.optimizers.lion import LION, LionParams
+from tiermem.optimizers.muon import ADAMW_OF_MUON, MATRIX, MuonParams
+from tiermem.optimizers.sgd import SgdParams, sgd
+from tiermem.swap.base.parts import MOMENTS
+
+PARAMS: Mapping[str, type[OptimizerParams]] = {
+    "Adam": AdamParams,
+    "AdamW": AdamParams,
+    "Adagrad": AdagradParams,
+    "Lion": LionParams,
+    "SGD": SgdParams,
+    "Muon": MuonParams,
+}
+"""The settings of each optimizer, by the name of its class."""
+
+RULES: tuple[Rule, ...] = (
+    adam(is_decoupled=True, amsgrad=True),
+    ADAGRAD,
+    LION,
+    sgd(has_momentum=True),
+    MATRIX,
+    ADAMW_OF_MUON,
+)
+"""Rules that together have every moment."""
+
+NEVER_NEGATIVE = frozenset(
+    moment
+    for rule in RULES
+    for moment, kind in zip(rule.moments, MOMENTS[rule.code], strict=False)
+    if kind.is_positive
+)
+"""Moments, named as in torch, that are never negative."""
