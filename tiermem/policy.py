@@ -50,14 +50,7 @@ class Key(NamedTuple):
 _SHARDED_STATES = FromStage(1, "offload needs stage 1, 2 or 3")
 _SHARDED_GRADS = FromStage(2, "gradients are sharded in stages 2 and 3")
 _SHARDED_PARAMS = FromStage(3, "it acts in stage 3 alone, where parameters are partitioned")
-MasterFrom = Literal["param", "init"]
-ComputeDtype = Literal["storage", "fp32", "measured"]
-OnNonfinite = Literal["skip", "raise", "apply"]
-AccumulationOrder = Literal["batches", "layers"]
-Durability = Literal["checkpoint", "step", "none"]
-Verify = Literal["always", "sample", "resume"]
 Overlap = Literal["auto", "none", "forward", "backward"]
-FrozenQuantType = Literal["int8", "nf4"]
 Positive = Annotated[int, Range("it must be at least 1, or None for what the plan computes", 1)]
 Count = Annotated[int, Range("it must be 0 or more", 0)]
 Ranks = Annotated[
@@ -186,7 +179,7 @@ class OffloadPolicy:
         Key("zero_optimization.offload_optimizer.pin_memory"),
     ] = True
     """Register what crosses the link to an accelerator with its driver, where there is one."""
-    frozen_quant_type: Annotated[FrozenQuantType, _SHARDED_PARAMS] | None = None
+    frozen_quant_type: Annotated[Literal["int8", "nf4"], _SHARDED_PARAMS] | None = None
     """Keep frozen parameters of two dimensions or more, and of more than persistence_numel
     elements, in blocks where they rest: int8 (8.5 bits per element) or nf4 (4.5 bits, as in QLoRA).
     A fetch unpacks them to their own dtype, in which the maths and state dicts see them. Stage 3
@@ -349,12 +342,12 @@ class OffloadPolicy:
 
     # ---- maths and steps
 
-    compute_dtype: ComputeDtype = "storage"
+    compute_dtype: Literal["storage", "fp32", "measured"] = "storage"
     """What 16-bit parameters are multiplied in: the dtype in which they rest, or fp32, to which
     each fetched unit is widened in its buffer, which takes 4 bytes an element then. Weights travel,
     and gradients are kept, as without it. measured: fp32 where this machine's 16-bit products are
     slow, which is measured at the start, in less than a second. Stage 3 alone."""
-    accumulation: Annotated[AccumulationOrder, _SHARDED_PARAMS] = "batches"
+    accumulation: Annotated[Literal["batches", "layers"], _SHARDED_PARAMS] = "batches"
     """How the micro-batches of a step run: "batches", one after the other through the model, each
     fetching every unit; or "layers", all of them through one block after the other, so that each
     fetch serves all and gradients are written once. The model is then a chain of blocks,
@@ -365,7 +358,7 @@ class OffloadPolicy:
     non-finite raises. With an accelerator, backward waits for each unit's gradients: host memory
     has them, and they are found finite, before a state changes. It does not wait for the steps;
     `step()` waits once, for the last of them."""
-    on_nonfinite: OnNonfinite = "skip"
+    on_nonfinite: Literal["skip", "raise", "apply"] = "skip"
     """A step whose gradients hold NaN or infinity: leave every state untouched and count it, raise,
     or apply it all the same, not clipped, since such gradients have no norm. Not set in a config
     with bf16.check_grad_overflow false: apply."""
@@ -394,7 +387,7 @@ class OffloadPolicy:
         True
     )
     """Write the previous tile while this one is stepped."""
-    master_from: MasterFrom = "param"
+    master_from: Literal["param", "init"] = "param"
     """fp32 masters start from the low-precision copy, or from the fp32 values that zero.Init
     saw."""
     loads_masters: Annotated[bool, Key("zero_optimization.load_from_fp32_weights")] = True
@@ -403,7 +396,7 @@ class OffloadPolicy:
 
     # ---- durability
 
-    durability: Durability = "checkpoint"
+    durability: Literal["checkpoint", "step", "none"] = "checkpoint"
     """When what rests on NVMe becomes durable there: when a checkpoint is saved, after every
     optimizer step, or never. Each durable state takes its bytes on disk once more, and two of them
     with "step"; none halves the disk; frozen parameters take it once. With "step" a step that goes
@@ -417,7 +410,7 @@ class OffloadPolicy:
     """Make every saved checkpoint a complete copy, as a save's copy=True: one folder that can be
     moved and archived. Else a checkpoint beside the NVMe paths only names the files of the run
     there, and a README.txt in its folder says where they are."""
-    verify: Verify = "always"
+    verify: Literal["always", "sample", "resume"] = "always"
     """When the checksums of what rests on NVMe are compared: at every read of a tile or a unit, at
     one read of each in 16, or only when a checkpoint is opened."""
 

@@ -64,19 +64,15 @@ class OptimizerConfig(ConfigModel):
     def name(self) -> str:
         """The class of tiermem.optim that is meant: "Adam" means AdamW unless adam_w_mode is
         false."""
-        is_coupled = (
-            self.type == "Adam"
-            and isinstance(self.params, AdamParams)
-            and not self.params.adam_w_mode
-        )
-        return "AdamW" if self.type == "Adam" and not is_coupled else self.type
+        return "AdamW" if self.type == "Adam" and not self._is_coupled else self.type
+
+    @property
+    def _is_coupled(self) -> bool:
+        """Whether weight decay acts on the gradient, where the rule is Adam's."""
+        return isinstance(self.params, AdamParams) and not self.params.adam_w_mode
 
     def contradictions(self) -> Iterator[tuple[str, str]]:
-        if (
-            self.type == "AdamW"
-            and isinstance(self.params, AdamParams)
-            and not self.params.adam_w_mode
-        ):
+        if self.type == "AdamW" and self._is_coupled:
             yield (
                 "params.adam_w_mode",
                 "false given, but AdamW decouples weight decay; set type to Adam",

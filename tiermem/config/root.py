@@ -431,18 +431,13 @@ class TiermemConfig(ConfigModel):
                 "bf16.enabled and fp16.enabled are both true; allowed is one of them, or none "
                 "for fp32",
             )
-        if own.grads is OffloadDevice.nvme and not translate.paths_of(zero, own):
-            said = (
-                "nvme given without a path; set zero_optimization.offload_optimizer.nvme_path "
-                "or tiermem.paths"
-            )
-            yield "tiermem.grads", said
-        if own.activations is OffloadDevice.nvme and not translate.paths_of(zero, own):
-            said = (
-                "nvme given without a path; set zero_optimization.offload_optimizer.nvme_path "
-                "or tiermem.paths"
-            )
-            yield "tiermem.activations", said
+        for name in ("grads", "activations"):
+            if getattr(own, name) is OffloadDevice.nvme and not translate.paths_of(zero, own):
+                said = (
+                    "nvme given without a path; set zero_optimization.offload_optimizer.nvme_path "
+                    "or tiermem.paths"
+                )
+                yield f"tiermem.{name}", said
         if (
             own.activations not in (None, OffloadDevice.cpu)
             and self.activation_checkpointing.cpu_checkpointing

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from tiermem.optimizers.base import (
     Group,
@@ -67,6 +66,7 @@ class AdagradFace(OptimizerFace):
     Errors and ownership: as Adam.
     """
 
+    _rule = ADAGRAD
     _not_negative = ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps")
 
     def __init__(
@@ -86,6 +86,3 @@ class AdagradFace(OptimizerFace):
         policy: OffloadPolicy | None = None,
     ) -> None:
         super().__init__(**arguments_in(locals()))
-
-    def rule_of(self, group: Group, param: nn.Parameter) -> Rule:
-        return ADAGRAD

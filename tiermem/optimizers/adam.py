@@ -134,7 +134,6 @@ class AdamFace(OptimizerFace):
         precision: Precision | str | None = None,
         policy: OffloadPolicy | None = None,
     ) -> None:
-        betas = (betas[0], betas[1])
         super().__init__(**arguments_in(locals()))
 
     def rule_of(self, group: Group, param: nn.Parameter) -> Rule:

@@ -146,7 +146,11 @@ Params = Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]] | Iterable[
 def arguments_in(names: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a subclass's constructor, from its `locals()`. Each of them is the default
     of a group's value of the same name, except `params`, `precision` and `policy`."""
-    return {name: value for name, value in names.items() if name not in ("self", "__class__")}
+    return {
+        name: tuple(value) if name in ("betas", "ns_coefficients") else value
+        for name, value in names.items()
+        if name not in ("self", "__class__")
+    }
 
 
 class OptimizerFace(torch.optim.Optimizer):
@@ -156,9 +160,12 @@ class OptimizerFace(torch.optim.Optimizer):
     _not_negative: ClassVar[tuple[str, ...]] = ("lr", "weight_decay")
     """Values of a group that are 0 or more."""
 
+    _rule: ClassVar[Rule]
+    """The rule of all parameters; a face of several rules has its own `rule_of`."""
+
     def rule_of(self, group: Group, param: nn.Parameter) -> Rule:
         """The rule of a parameter in a group."""
-        raise NotImplementedError
+        return self._rule
 
     def check_group(self, group: Group) -> None:
         """Raises ValueError for values that a group must not have."""

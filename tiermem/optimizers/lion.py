@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from tiermem.optimizers.base import (
     Beta,
@@ -68,6 +67,8 @@ class LionFace(OptimizerFace):
     Errors and ownership: as Adam.
     """
 
+    _rule = LION
+
     def __init__(
         self,
         params: Params,
@@ -79,8 +80,4 @@ class LionFace(OptimizerFace):
         precision: Precision | str | None = None,
         policy: OffloadPolicy | None = None,
     ) -> None:
-        betas = (betas[0], betas[1])
         super().__init__(**arguments_in(locals()))
-
-    def rule_of(self, group: Group, param: nn.Parameter) -> Rule:
-        return LION

@@ -161,8 +161,7 @@ class MuonFace(OptimizerFace):
         precision: Precision | str | None = None,
         policy: OffloadPolicy | None = None,
     ) -> None:
-        betas = (betas[0], betas[1])
-        super().__init__(**arguments_in(locals()) | {"ns_coefficients": tuple(ns_coefficients)})
+        super().__init__(**arguments_in(locals()))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as in torch. In a group with use_muon=False `eps` is AdamW's."""
