@@ -268,8 +268,7 @@ def _find_part(param: nn.Parameter) -> _Place:
     if place.shards.policy.stage == 0:
         raise RuntimeError(
             f"{place.shard.name}: in stage 0 every rank holds everything, so there are no local "
-            "parts; use the full form, or "
-            "stage 1, 2 or 3"
+            "parts; use the full form, or stage 1, 2 or 3"
         )
     return place
 
@@ -401,8 +400,7 @@ def _local_part(place: _Place, value: torch.Tensor) -> torch.Tensor:
     if tuple(value.shape) != (place.shard.shard_numel,):
         raise ValueError(
             f"this rank's part of {place.shard.name} has shape ({place.shard.shard_numel},), "
-            "padding included; the value "
-            f"that was given has {tuple(value.shape)}"
+            f"padding included; the value that was given has {tuple(value.shape)}"
         )
     return value.detach()[: place.shards.values.num_mine(place.shard)].to("cpu", torch.float32)
 

@@ -66,9 +66,8 @@ class DamagedEntry(CorruptionError):
         what = "" if piece is None else f"{piece}: "
         what += (
             f"{length} bytes at offset {first.offset} are not those that were written (CRC-32C "
-            f"{seen:#010x}, written "
-            f"{written:#010x}; bytes {place.offset} to {place.offset + length} of "
-            f"{place.entry!r}). {advice}"
+            f"{seen:#010x}, written {written:#010x}; bytes {place.offset} to "
+            f"{place.offset + length} of {place.entry!r}). {advice}"
         )
         super().__init__(what, str(first.path), first.offset, length, written, seen)
         self.entry = place.entry

@@ -211,8 +211,7 @@ def check_process(owner: int, what: str) -> None:
     if os.getpid() != owner:
         raise RuntimeError(
             f"{what} belongs to the process that opened it; a forked child may not use it. Open "
-            "one in the child, or start it "
-            "with spawn"
+            "one in the child, or start it with spawn"
         )
 
 

@@ -221,8 +221,7 @@ def _check_tensor(
     if tensor.device != device or not tensor.is_contiguous() or tensor.dim() != 1:
         raise ValueError(
             f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()} on "
-            f"{tensor.device}; a step takes flat "
-            f"contiguous tensors on {device}: pass .view(-1)"
+            f"{tensor.device}; a step takes flat contiguous tensors on {device}: pass .view(-1)"
         )
     if tensor.numel() != numel:
         raise ValueError(f"{name} has {tensor.numel()} elements where {numel} are due")

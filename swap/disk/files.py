@@ -137,9 +137,8 @@ class Segment:
             raise OSError(
                 errno.EIO,
                 "a sync has failed before, after which the kernel may have dropped what was "
-                "written; this path is used "
-                f"buffered ({self.facts.why_buffered}). Save a copy elsewhere, or resume from the "
-                "last checkpoint",
+                f"written; this path is used buffered ({self.facts.why_buffered}). Save a copy "
+                "elsewhere, or resume from the last checkpoint",
                 str(self.file),
             )
         self.check_whole()
@@ -350,10 +349,8 @@ class Files:
             )
             raise OSError(
                 errno.ENOSPC,
-                (
-                    f"{num_bytes} bytes are needed, the paths' caps leave {sum(bounded)}: {caps}. "
-                    "Raise a cap or add a path"
-                ),
+                f"{num_bytes} bytes are needed, the paths' caps leave {sum(bounded)}: {caps}. "
+                "Raise a cap or add a path",
             )
         return deal_shares(num_bytes, self.weights, rooms)
 
@@ -373,9 +370,8 @@ class Files:
             raise OSError(
                 error.errno,
                 f"its share is {share} of {num_bytes} bytes (weight {self.weights[index]:g} of "
-                f"{sum(self.weights):g}): "
-                f"{error.strerror}{shared}; or cap this path with max_bytes, or give it less "
-                "weight",
+                f"{sum(self.weights):g}): {error.strerror}{shared}; or cap this path with "
+                "max_bytes, or give it less weight",
                 str(segment.facts.path),
             ) from None
 
@@ -389,10 +385,8 @@ class Files:
         if self.used_bytes + num_bytes > self._limit_bytes:
             raise OSError(
                 errno.ENOSPC,
-                (
-                    f"{num_bytes} bytes more than the {self.used_bytes} held would exceed "
-                    f"disk_bytes={self._limit_bytes}"
-                ),
+                f"{num_bytes} bytes more than the {self.used_bytes} held would exceed "
+                f"disk_bytes={self._limit_bytes}",
                 ", ".join(str(s.facts.path) for s in self.segments),
             )
         return max(0, self._limit_bytes - sum(s.size_bytes for s in self.segments))

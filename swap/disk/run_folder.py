@@ -283,9 +283,8 @@ def _check_host(folder: Path, owner: RunOwner) -> None:
         raise OSError(
             errno.EBUSY,
             f"it belongs to {owner}, and it cannot be seen from {here} whether that lives: this is "
-            f"{kind}, which several "
-            f"machines may share. Open it on {owner.host}; or, when that process has ended for "
-            f"certain, remove the file {LOCK}",
+            f"{kind}, which several machines may share. Open it on {owner.host}; or, when that "
+            f"process has ended for certain, remove the file {LOCK}",
             str(folder),
         )
 

@@ -66,8 +66,7 @@ def find_device(asked: torch.device | str | None = None) -> torch.device:
         if asked is None and device.type == "cpu" and (fault := _fault_of_driver()):
             raise ValueError(
                 f"{fault}. Update the driver, install a torch that was built for it, or compute on "
-                "the CPU: device='cpu', or "
-                "CUDA_VISIBLE_DEVICES= in the environment"
+                "the CPU: device='cpu', or CUDA_VISIBLE_DEVICES= in the environment"
             )
         return device
     module = getattr(torch, device.type, None)
@@ -310,9 +309,8 @@ class PageLock:
         except RuntimeError as error:
             logger.warning(
                 "host memory is not pinned (%d of %d bytes: %s): copies to and from %s there block "
-                "the thread that starts them "
-                "and run at a part of the link's rate. Raise the limit on locked memory (ulimit "
-                "-l), or lower the budget",
+                "the thread that starts them and run at a part of the link's rate. Raise the limit "
+                "on locked memory (ulimit -l), or lower the budget",
                 wanted - self.num_bytes,
                 wanted,
                 str(error).splitlines()[0],
@@ -453,9 +451,8 @@ def control_device(group: dist.ProcessGroup, device: torch.device) -> torch.devi
     if device.type not in takes:
         raise ValueError(
             f"the process group exchanges tensors of {', '.join(sorted(takes))}, and the model is "
-            f"on {device}: make the group "
-            f"with init_process_group({backends_of(device)!r}), leave it to tiermem, or shard with "
-            "device='cpu'"
+            f"on {device}: make the group with init_process_group({backends_of(device)!r}), leave "
+            "it to tiermem, or shard with device='cpu'"
         )
     return torch.device("cpu") if "cpu" in takes else device
 

@@ -170,9 +170,8 @@ class Slots:
             holders = "freezes and what is current" if is_apart else "freezes"
             raise NoSlotError(
                 f"bytes {piece.start} to {piece.stop} cannot be written: {holders} hold all "
-                f"{self.num_slots} slots of them. "
-                "Thaw one first, or open the store with more slots: num_slots is one more than the "
-                "freezes held at a time"
+                f"{self.num_slots} slots of them. Thaw one first, or open the store with more "
+                "slots: num_slots is one more than the freezes held at a time"
             )
         return free
 
@@ -542,8 +541,7 @@ class Entry:
         if offset % ALIGNMENT or length % ALIGNMENT or address % ALIGNMENT:
             raise ValueError(
                 f"{self.name!r}: offset {offset}, length {length} and address {address:#x} must be "
-                "multiples of "
-                f"{ALIGNMENT}; odd ranges pass through a Bounce"
+                f"multiples of {ALIGNMENT}; odd ranges pass through a Bounce"
             )
         return home
 
@@ -670,8 +668,7 @@ class Entry:
             raise OSError(
                 errno.EIO,
                 f"bytes {start} to {stop} of {self.name!r} are lost: the last write of them "
-                "failed. Write them again, or drop "
-                "the entry, before it is frozen",
+                "failed. Write them again, or drop the entry, before it is frozen",
             )
 
     def give_up(self) -> Slot | None:

@@ -259,8 +259,7 @@ def _imagined(total: int, largest: int) -> nn.Module:
     if not 0 < largest <= total:
         raise ValueError(
             f"largest_layer_params is {largest} and total_params {total}; the largest layer must "
-            "be more than 0 and at most "
-            "the total"
+            "be more than 0 and at most the total"
         )
     largest = max(largest, -(-total // _MOST_LAYERS))
     numels = [largest] * (total // largest) + [total % largest] * (total % largest > 0)

@@ -347,10 +347,9 @@ class EngineCheckpoints(EngineFacts):
             held = self._accumulation.num_held
             warnings.warn(
                 f"save_checkpoint within an accumulation: the gradients of {held} micro-batches "
-                "since the last step are not "
-                "saved. This run goes on with them; what is loaded begins a new step with the next "
-                "micro-batch. To continue to "
-                "the bit, save when engine.step() has ended an accumulation",
+                "since the last step are not saved. This run goes on with them; what is loaded "
+                "begins a new step with the next micro-batch. To continue to the bit, save when "
+                "engine.step() has ended an accumulation",
                 stacklevel=3,  # the caller of save_checkpoint
             )
 

@@ -107,10 +107,9 @@ def cast_model(model: nn.Module, config: TiermemConfig, device: torch.device) ->
             if weights != kept:
                 raise ValueError(
                     f"module {name or 'model'!r}: torch's batch norm on the CPU takes no {kept} "
-                    f"statistics beside {weights} "
-                    f'weights. Set data_types.buffer_dtype to "{config.precision}", which casts '
-                    "all buffers, or leave "
-                    f"{config.precision} out"
+                    f"statistics beside {weights} weights. Set data_types.buffer_dtype to "
+                    f'"{config.precision}", which casts all buffers, or leave {config.precision} '
+                    "out"
                 )
 
 
@@ -211,10 +210,9 @@ def refuse_graphs(backend: str | Callable[..., Any], options: Mapping[str, Any])
     for asked in (what for what, is_asked in asks.items() if is_asked):
         raise ValueError(
             f"compile: {asked} captures CUDA graphs, which read weights at the addresses of the "
-            "capture; streamed weights have "
-            "another address after each fetch. Leave it out, take "
-            'mode="max-autotune-no-cudagraphs", or keep all weights on '
-            "the device (no offload_param, on one rank)"
+            "capture; streamed weights have another address after each fetch. Leave it out, take "
+            'mode="max-autotune-no-cudagraphs", or keep all weights on the device (no '
+            "offload_param, on one rank)"
         )
 
 
@@ -406,8 +404,7 @@ class Engine(EngineCheckpoints, nn.Module):
         if len(micros) < self._sizes.accumulation:
             raise ValueError(
                 f"train_batch takes {self._sizes.accumulation} micro-batches "
-                "(gradient_accumulation_steps), and only "
-                f"{len(micros)} are left"
+                f"(gradient_accumulation_steps), and only {len(micros)} are left"
             )
         compute = [
             functools.partial(loss_of_micro_batch, self._forward, micro, loss_fn)
@@ -670,10 +667,9 @@ class Engine(EngineCheckpoints, nn.Module):
             if (changed.dtype, changed.device) != (dtype, device):
                 raise RuntimeError(
                     f"an engine's weights rest on tiers, and are not made {changed.dtype} on "
-                    f"{changed.device} of {dtype} on "
-                    f"{device}: ask for a dtype in the config (bf16, fp16), for a device in "
-                    "initialize(device=...), and for "
-                    "copies by module_state_dict()"
+                    f"{changed.device} of {dtype} on {device}: ask for a dtype in the config "
+                    "(bf16, fp16), for a device in initialize(device=...), and for copies by "
+                    "module_state_dict()"
                 )
         return self
 

@@ -82,8 +82,7 @@ class Accumulation:
         if not self._is_managed:
             raise RuntimeError(
                 "set_gradient_accumulation_boundary with managed_gradient_accumulation false: "
-                "every step() is the boundary. "
-                "Remove the call, or the key"
+                "every step() is the boundary. Remove the call, or the key"
             )
         if not is_boundary:
             self._check_holds_gradients("set_gradient_accumulation_boundary(False)")
@@ -240,15 +239,13 @@ class Losses:
         if divided and scaled > divided:
             raise RuntimeError(
                 f"{divided} losses of this step went through engine.backward, which divides by the "
-                "micro-batches of a step, "
-                f"and {scaled - divided} through engine.scale, which does not: use one of them for "
-                "all micro-batches of a step"
+                f"micro-batches of a step, and {scaled - divided} through engine.scale, which does "
+                "not: use one of them for all micro-batches of a step"
             )
         if self._scaler.scale != 1.0 and not scaled:
             raise RuntimeError(
                 "fp16 scales the loss, and the gradients of this step come from a backward of an "
-                "unscaled one: use "
-                "engine.backward(loss), or engine.scale(loss).backward()"
+                "unscaled one: use engine.backward(loss), or engine.scale(loss).backward()"
             )
 
 
@@ -281,8 +278,7 @@ def loss_of_micro_batch(
     if not torch.is_tensor(loss) or loss.numel() != 1:
         raise TypeError(
             f"the model's output, a {type(output).__name__}, has no loss of one element: give "
-            "train_batch a "
-            "loss_fn(output, labels)"
+            "train_batch a loss_fn(output, labels)"
         )
     return loss
 
@@ -386,8 +382,7 @@ def states_to_offload(
     if device is OffloadDevice.nvme:
         raise ValueError(
             "offload_states to nvme: states have one home for a whole run. Set offload_optimizer "
-            "or offload_param to "
-            '{"device": "nvme"}, or offload to cpu'
+            'or offload_param to {"device": "nvme"}, or offload to cpu'
         )
     if device is OffloadDevice.none:
         logger.warning("offload_states: device is none, so nothing is offloaded; allowed is cpu")
@@ -469,8 +464,7 @@ def _check_host(shards: Shards, num_bytes: int) -> None:
     if budget is not None and num_bytes > budget // ranks - shards.plan.host_bytes:
         raise ValueError(
             f"offload_states takes {num_bytes} bytes of host memory, for what rests on "
-            f"{shards.device} alone; of host_bytes "
-            f"{budget} // {ranks} ranks the plan leaves "
+            f"{shards.device} alone; of host_bytes {budget} // {ranks} ranks the plan leaves "
             f"{budget // ranks - shards.plan.host_bytes}: raise it, or include less"
         )
 

@@ -311,8 +311,7 @@ def _sharing(mpu: Any, mesh_param: Sequence[int] | None) -> dist.ProcessGroup | 
     ):
         raise ValueError(
             f"mesh_param is {mesh_param!r}: sequence parallelism does not exist here; give "
-            "(data-parallel ranks, 1), or "
-            "leave it out"
+            "(data-parallel ranks, 1), or leave it out"
         )
     if mpu is None:
         return None

@@ -114,9 +114,8 @@ class ShardedGrad(RestingTensor):
         if not self.homes.has_whole:
             raise RuntimeError(
                 f"the gradient of {self.shard.name} rests in parts on several ranks: norms, "
-                "scaling, zeroing and clamping work "
-                "in place; to read it call Shards.gradient(param) on every rank, between backward "
-                "and step"
+                "scaling, zeroing and clamping work in place; to read it call "
+                "Shards.gradient(param) on every rank, between backward and step"
             )
         return self.homes.read(self.shard)
 

@@ -405,8 +405,7 @@ class GradientHomes:
                 f"{len(unused)} of {len(trained)} parameters took no part in the loss on any rank "
                 "since the last step: "
                 f"{', '.join(unused[:20])}{', ...' if len(unused) > 20 else ''}. Use them, freeze "
-                "them, or "
-                "let training go on without them: ignore_unused=True (in a config: "
+                "them, or let training go on without them: ignore_unused=True (in a config: "
                 "ignore_unused_parameters)"
             )
 
@@ -732,8 +731,7 @@ def lost_gradients(where: str) -> RuntimeError:
     ended."""
     return RuntimeError(
         f"{where} ended in an exception, so the gradients are those of a part of the model. They "
-        "are forgotten: run forward "
-        "and backward again before the step"
+        "are forgotten: run forward and backward again before the step"
     )
 
 
@@ -746,16 +744,14 @@ def _fresh(shard: Shard) -> bool:
 def _used(shard: Shard, what: str) -> RuntimeError:
     return RuntimeError(
         f"the gradient of {shard.name} was used while backward ran, by step_in_backward: it "
-        f"{what}. Set step_in_backward=False "
-        "to clip or change gradients between backward and step"
+        f"{what}. Set step_in_backward=False to clip or change gradients between backward and step"
     )
 
 
 def _stepped_already(unit: Unit) -> RuntimeError:
     return RuntimeError(
         f"unit {unit.name!r} gets gradients after it was stepped in this backward: with "
-        "step_in_backward every parameter "
-        "takes part in one backward per step, and in one part of it. Set step_in_backward=False to "
-        "add gradients up. If an "
-        "interrupt came between backward and step, the step was made: go on with the next one"
+        "step_in_backward every parameter takes part in one backward per step, and in one part of "
+        "it. Set step_in_backward=False to add gradients up. If an interrupt came between backward "
+        "and step, the step was made: go on with the next one"
     )

@@ -106,10 +106,8 @@ def _fill(raw: dict[str, Any], values: Mapping[str, Any]) -> Iterator[Problem]:
         elif path != "scheduler.params.warmup_min_lr" and not _is_same(holder[key], value):
             yield Problem(
                 path,
-                (
-                    f"{holder[key]!r}, but TrainingArguments say {value!r}: give both the same, or "
-                    '"auto"'
-                ),
+                f"{holder[key]!r}, but TrainingArguments say {value!r}: give both the same, or "
+                '"auto"',
             )
 
 

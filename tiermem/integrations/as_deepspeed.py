@@ -91,11 +91,9 @@ def _check_processes() -> None:
     if counted not in (None, started):
         raise ValueError(
             f"Accelerate counts {counted} processes, and the launcher has started {started}, so "
-            "that batches and data would be "
-            f"those of {counted}. Without an accelerator give "
-            "Accelerator(kwargs_handlers=[InitProcessGroupKwargs("
-            'backend="gloo")]); with one, start the script by `accelerate launch`, or by torchrun '
-            "alone"
+            f"that batches and data would be those of {counted}. Without an accelerator give "
+            'Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")]); with one, '
+            "start the script by `accelerate launch`, or by torchrun alone"
         )
 
 

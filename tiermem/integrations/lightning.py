@@ -135,8 +135,7 @@ class TiermemStrategy(_Base):  # type: ignore[misc]
         if len(self.optimizers) != 1:
             raise ValueError(
                 f"configure_optimizers gives {len(self.optimizers)} optimizers; a sharded module "
-                "has one: make one optimizer "
-                "with several parameter groups"
+                "has one: make one optimizer with several parameter groups"
             )
         choice = take_over(self.optimizers[0])
         before = None if self.shards is None else self.shards.states
@@ -145,8 +144,7 @@ class TiermemStrategy(_Base):  # type: ignore[misc]
         elif before is not None:
             raise ValueError(
                 "this module was trained already, and its optimizer's states rest beside it: call "
-                "strategy.close("
-                "materialize=True) before another fit"
+                "strategy.close(materialize=True) before another fit"
             )
         native = choice.build()
         for config in self.lr_scheduler_configs:

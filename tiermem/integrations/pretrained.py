@@ -154,9 +154,8 @@ def take_quantizer(config: Any) -> Any:
     if "dequantize" not in getattr(found, "get_load_operations", dict)():
         raise ValueError(
             f"the files are quantised by {getattr(method, 'value', method)}, which cannot be "
-            "dequantised while they are read: "
-            "give a model in bf16, fp16 or fp32; OffloadPolicy(frozen_quant_type=...) keeps its "
-            "frozen weights in 4 or 8 bits"
+            "dequantised while they are read: give a model in bf16, fp16 or fp32; "
+            "OffloadPolicy(frozen_quant_type=...) keeps its frozen weights in 4 or 8 bits"
         )
     del config.quantization_config
     return found

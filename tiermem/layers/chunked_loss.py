@@ -77,8 +77,7 @@ def chunked_cross_entropy(
     if hidden.shape[:-1] != targets.shape or hidden.shape[-1:] != weight.shape[1:]:
         raise ValueError(
             f"hidden has shape {tuple(hidden.shape)}, weight {tuple(weight.shape)} and targets "
-            f"{tuple(targets.shape)}; allowed "
-            "are [..., width], [vocabulary, width] and [...]"
+            f"{tuple(targets.shape)}; allowed are [..., width], [vocabulary, width] and [...]"
         )
     if reduction not in ("mean", "sum"):
         raise ValueError(f'reduction is {reduction!r}; allowed are "mean" and "sum"')

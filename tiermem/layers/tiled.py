@@ -136,8 +136,7 @@ class TiledLinear(UsedInPieces):
         if (other.in_features, other.out_features) != (self.in_features, self.out_features):
             raise RuntimeError(
                 f"the other layer is {other.in_features} -> {other.out_features}, this one "
-                f"{self.in_features} -> "
-                f"{self.out_features}"
+                f"{self.in_features} -> {self.out_features}"
             )
         if (other.bias is not None) != self.use_bias:
             raise RuntimeError(
@@ -162,8 +161,7 @@ class TiledLinearReturnBias(TiledLinear):
             if not isinstance(returned, tuple) or len(returned) != 2:
                 raise RuntimeError(
                     f"a tile returned {type(returned).__name__}; TiledLinearReturnBias needs "
-                    "(output, bias). Give a "
-                    "linear_cls that returns both, or use TiledLinear"
+                    "(output, bias). Give a linear_cls that returns both, or use TiledLinear"
                 )
             part, own = returned
             total = part if total is None else total + part
@@ -237,8 +235,7 @@ class TiledMLP:
         if shards < 1 or x.dim() < 2:
             raise ValueError(
                 f"shards is {shards} and x has shape {tuple(x.shape)}; allowed are 1 shard or "
-                "more, and at least "
-                "the dimensions [sequence, hidden]"
+                "more, and at least the dimensions [sequence, hidden]"
             )
         pieces: Sequence[Any] = torch.tensor_split(x, max(1, min(shards, x.shape[-2])), dim=-2)
         if not torch.is_grad_enabled():

@@ -92,8 +92,7 @@ def _difference(ours: Any, theirs: Any, rank: int) -> str:
     if where != elsewhere:
         return (
             f"rank 0 is at {where}{_shown(first)} and rank {rank} at {elsewhere}{_shown(other)}. "
-            "Every rank has to go the same "
-            "way through the program, and build the same model"
+            "Every rank has to go the same way through the program, and build the same model"
         )
     absent = "not there"
     found = [
@@ -107,8 +106,7 @@ def _difference(ours: Any, theirs: Any, rank: int) -> str:
         )
         return (
             f"number {place} is {mine} on rank 0 and {its} on rank {rank}: the same in another "
-            "order. Build the model in the "
-            "same order on every rank"
+            "order. Build the model in the same order on every rank"
         )
     told = [
         (

@@ -339,10 +339,8 @@ class Watch:
         if not lost:
             return RankLost(
                 f"{what} failed on rank {self._me}, though every rank that can be seen from here "
-                f"is alive: {error}. "
-                f"{self._who_stays_away(what)}Ranks may have gone different ways (another batch, "
-                "another branch), or one was "
-                "slower than timeout_s"
+                f"is alive: {error}. {self._who_stays_away(what)}Ranks may have gone different "
+                "ways (another batch, another branch), or one was slower than timeout_s"
             )
         names = ", ".join(f"rank {rank}{self._place(rank)}" for rank in sorted(lost))
         self._board.post(f"rank/{self._me}/lost", sorted(lost))
@@ -518,11 +516,9 @@ def _difference(said: dict[int, dict[int, str]]) -> str | None:
             if what != named[first]:
                 return (
                     f"ranks have gone different ways: number {number} of what they do together is "
-                    f"{named[first]!r} on rank "
-                    f"{first} and {what!r} on rank {rank}. Every rank has to use the same modules "
-                    "in the same order; where "
-                    "that depends on data, have them fetched as one "
-                    "(tiermem.utils.set_z3_leaf_modules)"
+                    f"{named[first]!r} on rank {first} and {what!r} on rank {rank}. Every rank has "
+                    "to use the same modules in the same order; where that depends on data, have "
+                    "them fetched as one (tiermem.utils.set_z3_leaf_modules)"
                 )
     return None
 
@@ -608,9 +604,8 @@ class _Look:
             rank, note = twice[0]
             message = (
                 f"ranks disagree: rank {self._me} shares the model among ranks {self._ranks} and "
-                f"rank {rank} among "
-                f"{note[1]}, and each waits for the other. Give every rank of a group the same "
-                "group or mesh"
+                f"rank {rank} among {note[1]}, and each waits for the other. Give every rank of a "
+                "group the same group or mesh"
             )
             self._board.post(self._verdict, message)
             self._board.post(_verdict_of(*note), message)

@@ -291,8 +291,7 @@ def _read_all(attempt: Store, world: int, deadline: float, timeout_s: float) -> 
         if theirs != world:
             return (
                 f"ranks disagree: WORLD_SIZE is {world} on rank 0 and {theirs} on rank {rank}. "
-                "Start every rank with the "
-                "number of all ranks"
+                "Start every rank with the number of all ranks"
             )
         if rank in found:
             return (

@@ -295,18 +295,16 @@ def plan_layout(world: int, policy: OffloadPolicy, ranks_on_node: int) -> Layout
     if world % num_shards:
         raise ValueError(
             f"shard_group_size={num_shards} (mics_shard_size in a config) does not divide the "
-            f"{world} data-parallel ranks: "
-            f"{world} = {world // num_shards} x {num_shards} + {world % num_shards}. Allowed are "
-            f"{_divisors(world)}"
+            f"{world} data-parallel ranks: {world} = {world // num_shards} x {num_shards} + "
+            f"{world % num_shards}. Allowed are {_divisors(world)}"
         )
     num_within = _num_within(num_shards, policy, ranks_on_node)
     if num_shards % num_within:
         raise ValueError(
             f"secondary_group_size={num_within} (zero_hpz_partition_size in a config) does not "
-            f"divide the {num_shards} ranks "
-            f"that share the parameters: {num_shards} = {num_shards // num_within} x {num_within} "
-            f"+ {num_shards % num_within}. "
-            f"Allowed are {_divisors(num_shards)}"
+            f"divide the {num_shards} ranks that share the parameters: {num_shards} = "
+            f"{num_shards // num_within} x {num_within} + {num_shards % num_within}. Allowed are "
+            f"{_divisors(num_shards)}"
         )
     return Layout(world // num_shards, num_shards // num_within, num_within)
 
@@ -411,8 +409,7 @@ def ranks_of(
     if given.ndim != 2 or ranks != list(range(dist.get_world_size())):
         raise ValueError(
             f"a mesh of sizes {sizes} over ranks {ranks} given; allowed are one dimension, or "
-            "(replicas, shards) "
-            f"that hold all {dist.get_world_size()} ranks in their order"
+            f"(replicas, shards) that hold all {dist.get_world_size()} ranks in their order"
         )
     if policy.shard_group_size not in (None, sizes[1]):
         raise ValueError(
@@ -453,19 +450,17 @@ def _group_of(
     assert topology.group is not None
     if _bound_device() is not None and topology.world != dist.get_world_size():
         raise ValueError(
-            "the process group was made with a device_id, so groups of its ranks are split from "
-            "it by all "
-            f"{dist.get_world_size()}, and the model is shared among {topology.world}: make it "
-            "without device_id"
+            "the process group was made with a device_id, so groups of its ranks are split from it "
+            f"by all {dist.get_world_size()}, and the model is shared among {topology.world}: make "
+            "it without device_id"
         )
     made = _GROUPS.setdefault(topology.group, {})
     order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
     if order and "sort_ranks" not in inspect.signature(dist.new_group).parameters:
         raise ValueError(
             f"ranks were given parts in the order {ranks} (get_partition_rank of a zero.Init), but "
-            f"torch {torch.__version__} "
-            "makes groups in the order of ranks alone: take a newer one, or leave the parts in "
-            "that order"
+            f"torch {torch.__version__} makes groups in the order of ranks alone: take a newer "
+            "one, or leave the parts in that order"
         )
     key = (backend, *ranks)
     if key not in made:

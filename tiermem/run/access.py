@@ -205,9 +205,8 @@ class GatheredParameters:
                 shapes = ", ".join(str(tuple(p.shape)) for p in changed[:3]) or "none on this rank"
                 raise RuntimeError(
                     f"{num_changed} gathered parameters were written, counted over all ranks "
-                    f"(shapes here: {shapes}), but "
-                    "nobody was named to write, so it would be lost. Give modifier_rank, the rank "
-                    "whose values are to be kept"
+                    f"(shapes here: {shapes}), but nobody was named to write, so it would be lost. "
+                    "Give modifier_rank, the rank whose values are to be kept"
                 )
 
     def _give_back(self) -> None:
@@ -318,8 +317,7 @@ def _has_room(shards: Shards, streamed: Sequence[LiveUnit]) -> bool:
     for rank, answer in short.items():
         logger.warning(
             "generation fetches every unit for every token: the whole model does not fit on rank "
-            "%d: %d units of %s. "
-            "Raise the budget (host_bytes) to keep them",
+            "%d: %d units of %s. Raise the budget (host_bytes) to keep them",
             rank,
             len(streamed),
             answer,

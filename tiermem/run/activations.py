@@ -568,8 +568,7 @@ class Activations:
             self._has_warned = True
             logger.warning(
                 "an input of a checkpointed block, of %d bytes, stays on %s, and so do others: %s. "
-                "Raise activation_bytes or "
-                "the budget of its home",
+                "Raise activation_bytes or the budget of its home",
                 tensor.nbytes,
                 self._device,
                 error,

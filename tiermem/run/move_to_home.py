@@ -77,18 +77,16 @@ def check_model(model: nn.Module, is_trained: bool) -> None:
     if empty:
         raise ValueError(
             f"{', '.join(empty)}: buffers on the meta device, which no file fills "
-            "(persistent=False). Give them values before "
-            "the model is sharded, or build it without torch.device('meta'), under "
-            "tiermem.zero.Init"
+            "(persistent=False). Give them values before the model is sharded, or build it without "
+            "torch.device('meta'), under tiermem.zero.Init"
         )
     for name, module in model.named_modules():
         is_scripted = isinstance(module, torch.jit.RecursiveScriptModule)  # type: ignore[attr-defined]  # torch documents it
         if is_scripted and next(module.parameters(), None) is not None:
             raise ValueError(
                 f"module {name or 'model'!r} was made by torch.jit.script, which takes no hooks "
-                "that fetch its weights: keep "
-                "the module itself and compile it by engine.compile() or torch.compile, or trace "
-                "it (torch.jit.trace)"
+                "that fetch its weights: keep the module itself and compile it by engine.compile() "
+                "or torch.compile, or trace it (torch.jit.trace)"
             )
         if (
             is_trained
@@ -124,9 +122,8 @@ def tie_shared(model: nn.Module) -> None:
                 if parameters or (over and kind == "parameter"):
                     raise ValueError(
                         f"{whole_name} and {over[0][2]} share memory, and each weight has a place "
-                        "of its own here. Use one "
-                        "parameter for both (head.weight = embed.weight, without .data), or give "
-                        "one of them a clone"
+                        "of its own here. Use one parameter for both (head.weight = embed.weight, "
+                        "without .data), or give one of them a clone"
                     )
                 others.append((start, stop, whole_name, tensor))
 
@@ -174,16 +171,13 @@ def _check_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
     if module.sparse:
         raise ValueError(
             f"module {name!r} makes sparse gradients, which are neither reduced nor stepped here: "
-            "build it with "
-            "sparse=False, or freeze it"
+            "build it with sparse=False, or freeze it"
         )
     if module.max_norm is not None:
         raise ValueError(
             f"module {name!r} has max_norm={module.max_norm}: it writes its weights in forward, "
-            "where they are a copy of what "
-            "is stepped, so that would be lost. Build it with max_norm=None and divide the rows "
-            "that it looks up by their "
-            "norms, or freeze it"
+            "where they are a copy of what is stepped, so that would be lost. Build it with "
+            "max_norm=None and divide the rows that it looks up by their norms, or freeze it"
         )
 
 

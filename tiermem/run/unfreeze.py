@@ -130,6 +130,5 @@ def _check_card(due_bytes: int, free_bytes: int, total_bytes: int, plan: Plan) -
     if due_bytes > free_bytes:
         raise ValueError(
             f"the plan needs {due_bytes} bytes more of the accelerator ({format_mib(due_bytes)}), "
-            f"and {free_bytes} of its "
-            f"{total_bytes} are free: {plan.listed(Tier.DEVICE)}"
+            f"and {free_bytes} of its {total_bytes} are free: {plan.listed(Tier.DEVICE)}"
         )

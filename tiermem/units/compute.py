@@ -193,8 +193,7 @@ def _warn_of_slow_products(model: nn.Module, policy: OffloadPolicy, device: torc
     if products is not None and products.ratio >= FAR_SLOWER:
         logger.warning(
             '%s; compute_dtype "measured" (in a config "tiermem": {"compute_dtype": "measured"}) '
-            "multiplies the same weights "
-            "in fp32 on such a machine",
+            "multiplies the same weights in fp32 on such a machine",
             products,
         )
 

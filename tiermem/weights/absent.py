@@ -302,8 +302,7 @@ class RestingParameter(nn.Parameter):
         if not isinstance(owner, OwnerInInit):
             raise RuntimeError(
                 "convert_to_zero_parameters on a sharded model, whose parameters are planned: add "
-                "modules before "
-                "tiermem.initialize or tiermem.shard"
+                "modules before tiermem.initialize or tiermem.shard"
             )
         owner.admit_new(param_list)
 
@@ -383,10 +382,9 @@ def check_like(given: torch.Tensor, shown: torch.Tensor) -> None:
     if has != had:
         raise RuntimeError(
             f"a parameter of a sharded model was {had[0]} on {had[1]} of shape {had[2]} and is "
-            f"given values that are {has[0]} "
-            f"on {has[1]} of shape {has[2]}. The policy or config says the dtype, "
-            "tiermem.shard(device=...) the device; resize "
-            "a model before it is sharded, or close its shards with materialize=True first"
+            f"given values that are {has[0]} on {has[1]} of shape {has[2]}. The policy or config "
+            "says the dtype, tiermem.shard(device=...) the device; resize a model before it is "
+            "sharded, or close its shards with materialize=True first"
         )
 
 
@@ -571,10 +569,9 @@ def refuse_read(param: nn.Parameter, num_ranks: int) -> NoReturn:
     refuse(
         param,
         f"{{}} is read outside forward and backward. Its parts are on {num_ranks} ranks, which "
-        "would wait for each other. Read "
-        "it under tiermem.zero.GatheredParameters(parameter), or take Shards.weight(parameter), on "
-        "every rank; before the "
-        "model is sharded, code that every rank runs may read inside tiermem.zero.Init",
+        "would wait for each other. Read it under tiermem.zero.GatheredParameters(parameter), or "
+        "take Shards.weight(parameter), on every rank; before the model is sharded, code that "
+        "every rank runs may read inside tiermem.zero.Init",
     )
 
 

@@ -201,8 +201,7 @@ class StepRun:
         ):
             raise RuntimeError(
                 "a step, or opening a checkpoint, failed half-way, so that this model is a mixture "
-                "of two steps: open a "
-                "checkpoint that is whole, or close it"
+                "of two steps: open a checkpoint that is whole, or close it"
             )
 
     def check_loaded(self) -> None:
@@ -210,8 +209,7 @@ class StepRun:
         if self.half_loaded:
             raise RuntimeError(
                 "a load_state_dict ended half-way, so that this model is torn between what it was "
-                "and what was loaded: load "
-                "again, or open a checkpoint that is whole, or close it"
+                "and what was loaded: load again, or open a checkpoint that is whole, or close it"
             )
 
     def commit_later(self, act: Callable[[], None] | None) -> None:

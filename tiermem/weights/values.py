@@ -251,8 +251,7 @@ def kept(
         if weights.find(param)[1].num_steps != num_steps:
             raise RuntimeError(
                 f"a graph that reads a parameter of shape {tuple(param.shape)} was made before the "
-                "optimizer stepped it: "
-                "run backward before the step"
+                "optimizer stepped it: run backward before the step"
             )
         return weights.weight(param).to(weights.device).flatten().view(dtype).as_strided(*shape)
 

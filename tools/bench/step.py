@@ -302,9 +302,8 @@ def _notes(
     if figures["roofline_fraction"] > MOST_FRACTION:
         yield (
             f"error of the yardstick: the step takes {figures['step_s_median']:.3f} s, less than "
-            "the roofline's "
-            f"{figures['roofline_s']:.3f} s ({figures['roofline_by']}); nothing is faster than the "
-            "roofline. Measure again"
+            f"the roofline's {figures['roofline_s']:.3f} s ({figures['roofline_by']}); nothing is "
+            "faster than the roofline. Measure again"
         )
     if moved != expected:
         due = f"{expected.read_bytes} and {expected.written_bytes} are due"

@@ -452,12 +452,10 @@ def _title(step: TimedStep, figures: Mapping[str, Any]) -> str:
     )
     return (
         f"one optimizer step of {figures['num_params'] / 1e6:.0f} M parameters in "
-        f"{figures['precision']}{resident}: "
-        f"{step.seconds:.3f} s\n"
-        f"median of {len(figures['step_s'])}: {figures['step_s_median']:.3f} s; roofline "
-        f"{figures['roofline_s']:.3f} s "
-        f"({figures['roofline_by']}); fraction reached {figures['roofline_fraction']:.2f}; "
-        f"disk idle {step.idle_fraction():.1%}"
+        f"{figures['precision']}{resident}: {step.seconds:.3f} s\nmedian of "
+        f"{len(figures['step_s'])}: {figures['step_s_median']:.3f} s; roofline "
+        f"{figures['roofline_s']:.3f} s ({figures['roofline_by']}); fraction reached "
+        f"{figures['roofline_fraction']:.2f}; disk idle {step.idle_fraction():.1%}"
     )
 
 

@@ -66,8 +66,7 @@ def disagreements(
     `slack` bytes more."""
     return [
         f"bytes {what}: {who} counts {mine} ({format_bytes(mine)}), the kernel {theirs} "
-        f"({format_bytes(theirs)}); they may "
-        f"differ by {tolerance:.0%}"
+        f"({format_bytes(theirs)}); they may differ by {tolerance:.0%}"
         for what, mine, theirs, more in zip(("read", "written"), ours, kernel, slack, strict=True)
         if not mine * (1 - tolerance) <= theirs <= mine * (1 + tolerance) + more
     ]

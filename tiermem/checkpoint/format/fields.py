@@ -325,9 +325,8 @@ def encode(value: Any, where: str, depth: int = 0) -> Json:
             return {_TYPE: name, **(said if codec.is_array else {"value": said})}
     raise TypeError(
         f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be saved: "
-        "a checkpoint holds numbers, "
-        "strings, lists, tuples, sets, dicts, bytes, tensors and arrays, and nothing is pickled. "
-        "Save what it is made of"
+        "a checkpoint holds numbers, strings, lists, tuples, sets, dicts, bytes, tensors and "
+        "arrays, and nothing is pickled. Save what it is made of"
     )
 
 

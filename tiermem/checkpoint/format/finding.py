@@ -499,9 +499,8 @@ def read_latest(where: Path) -> Pointer | None:
                 return read_latest(where)
             raise ManifestError(
                 f"{file}: names {latest.tag!r} and is older than {each.tag!r} (step {each.step}): "
-                "it was put in the place of a "
-                "newer one. Open a tag by its name, or let tiermem fsck --repair write "
-                f"{LATEST_FILE} anew"
+                "it was put in the place of a newer one. Open a tag by its name, or let tiermem "
+                f"fsck --repair write {LATEST_FILE} anew"
             )
     return latest
 
@@ -570,9 +569,8 @@ def _lost(file: Path, by: Path) -> FileNotFoundError:
     return FileNotFoundError(
         2,
         f"is missing: {by} only names it, and the step's bytes lay in {place}, {now}. Mount its "
-        "disk or put the folder back. "
-        'copy=True, "tiermem": {"copies": true} and tiermem export --whole make checkpoints that '
-        "hold all of their bytes",
+        'disk or put the folder back. copy=True, "tiermem": {"copies": true} and tiermem export '
+        "--whole make checkpoints that hold all of their bytes",
         str(file),
     )
 
@@ -602,8 +600,7 @@ def _check_place(found: Found, step: Pointer | Manifest, is_version_1: bool) -> 
     ):
         raise ManifestError(
             f"{found.file}: is of {_name(step)}, in the folder of tag {found.tag!r}: give files "
-            "and folders their own names "
-            "again, or open the other tag"
+            "and folders their own names again, or open the other tag"
         )
     if latest is None or not latest.series or _identity(step)[:2] == _identity(latest)[:2]:
         return

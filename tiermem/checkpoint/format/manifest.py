@@ -453,8 +453,7 @@ def _opened(kind: type[_Record], data: bytes, source: str) -> _Record:
     if head.version > VERSION:
         raise ManifestError(
             f"{source}: is of version {head.version} of the format; this tiermem reads version "
-            f"{VERSION}: open it with a "
-            "newer one"
+            f"{VERSION}: open it with a newer one"
         )
     for name in _SINCE_2.get(kind, ()):
         if (content.get(name) is None) != (head.version == 1):

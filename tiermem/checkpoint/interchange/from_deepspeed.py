@@ -175,9 +175,8 @@ class _DeepSpeedReader:
             if there == 0 and due:
                 raise ValueError(
                     f"{self._folder}: the masters of sub-group {sub_group} of rank {rank} are not "
-                    "in the file: they were on "
-                    "NVMe. Save from a run with the optimizer on the CPU, or import weights from "
-                    "save_16bit_model"
+                    "in the file: they were on NVMe. Save from a run with the optimizer on the "
+                    "CPU, or import weights from save_16bit_model"
                 )
             if there != due:
                 raise ValueError(
@@ -315,14 +314,12 @@ def _optim_file(file: Path, num_ranks: int) -> _Optim:
     if stage != 3:
         raise ValueError(
             f"{file}: ZeRO stage {stage}; stage 3 is read. DeepSpeed's own zero_to_fp32.py makes a "
-            "pytorch_model.bin of "
-            "others, which is read as well (weights alone)"
+            "pytorch_model.bin of others, which is read as well (weights alone)"
         )
     if kept.get("partition_count") != num_ranks:
         raise ValueError(
             f"{file}: written by {kept.get('partition_count')} ranks, files of {num_ranks} are "
-            "here: some are missing, or left "
-            "of an older save"
+            "here: some are missing, or left of an older save"
         )
     flat = kept.get("fp32_flat_groups")
     inner = kept.get("optimizer_state_dict")

@@ -148,8 +148,7 @@ def _bounded(num_bytes: int, what: str) -> Iterator[None]:
     except MemoryError:
         raise ValueError(
             f"{what}: its {num_bytes} bytes ask for more memory than {_MEMORY_TIMES} times as many "
-            f"and {_SPARE_BYTES >> 20} "
-            "MiB: no weights do"
+            f"and {_SPARE_BYTES >> 20} MiB: no weights do"
         ) from None
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
@@ -355,8 +354,7 @@ def _tensors(path: Path, weights: Mapping[str, Any]) -> list[ForeignParameter]:
         if of_storage[storage.data_ptr()] > _MOST_VIEWS * storage.nbytes():
             raise ValueError(
                 f"{path}: {name!r:.80} and others are {of_storage[storage.data_ptr()]} bytes of "
-                "tensors that all stand on the "
-                f"same {storage.nbytes()} bytes: no weights do"
+                f"tensors that all stand on the same {storage.nbytes()} bytes: no weights do"
             )
     return tie(found, ties)
 
@@ -427,8 +425,7 @@ def _names_of(parameters: Sequence[ForeignParameter], kept: State, what: str) ->
 
 _ADVICE = (
     "make the optimizer with model.named_parameters() (torch 2.6 and newer then saves names), or "
-    "save with "
-    "torch.distributed.checkpoint"
+    "save with torch.distributed.checkpoint"
 )
 
 

@@ -182,8 +182,7 @@ def saved_groups(
             raise ValueError(
                 f"{source.file}: group {number} of the optimizer steps parameters of the saved "
                 f"groups {shown_names([str(each) for each in sorted(numbers)])}, which may differ "
-                "in lr and the rest: "
-                f"make the groups as they were; {_NO_STATES}"
+                f"in lr and the rest: make the groups as they were; {_NO_STATES}"
             )
         for each in numbers:
             first = holder.setdefault(each, number)
@@ -192,9 +191,8 @@ def saved_groups(
             if differing:
                 raise ValueError(
                     f"{source.file}: groups {first} and {number} of the optimizer differ in "
-                    f"{', '.join(differing)}, and their "
-                    f"parameters were in one saved group, {each}: make the groups as they were; "
-                    f"{_NO_STATES}"
+                    f"{', '.join(differing)}, and their parameters were in one saved group, "
+                    f"{each}: make the groups as they were; {_NO_STATES}"
                 )
             found.append((group, groups[each]))
     return found
@@ -221,8 +219,7 @@ def check_moments(source: Source, shards: Shards, fitted: Fitted) -> None:
         raise ValueError(
             f"{source.file} has no "
             f"{shown_names(lacking[:4])}{' and others' if len(lacking) > 4 else ''}: it was saved "
-            "by an "
-            "optimizer with other settings (amsgrad, momentum). Set them as they were; "
+            "by an optimizer with other settings (amsgrad, momentum). Set them as they were; "
             f"{_NO_STATES}"
         )
 
@@ -521,8 +518,7 @@ def _check_streamed(source: Source, shards: Shards, wants: Wants) -> None:
     ):
         logger.warning(
             '%s was trained with streamed_ratio %s, and this start with %s: set "tiermem": '
-            '{"streamed_ratio": %s} to step the '
-            "same tiles on the accelerator",
+            '{"streamed_ratio": %s} to step the same tiles on the accelerator',
             source.file, saved, now, saved,
         )  # fmt: skip
 
@@ -553,8 +549,7 @@ def _rest(source: Source, shards: Shards, wants: Wants, asked: Asked) -> list[tu
             if isinstance(own, Mapping) and not isinstance(state, Mapping):
                 raise ManifestError(
                     f"{source.file}: {name}: is a {type(state).__name__}; what "
-                    f"{type(owner).__name__} saves is due, which has "
-                    f"{', '.join(map(str, own))}"
+                    f"{type(owner).__name__} saves is due, which has {', '.join(map(str, own))}"
                 )
             found.append((owner, state, f"{source.file}: {name}"))
     return found

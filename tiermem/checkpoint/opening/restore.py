@@ -105,8 +105,7 @@ def fit(shards: Shards, source: Source, is_strict: bool) -> Fitted:
         if is_strict:
             raise ValueError(
                 f"{source.file} does not fit the model. {lists}. load_module_strict=False loads "
-                "what fits and leaves the "
-                "rest as it is"
+                "what fits and leaves the rest as it is"
             )
         logger.warning("%s fits the model in part. %s", source.file, lists)
     return Fitted(params, placed, len(params) == len(own))
@@ -131,8 +130,7 @@ def _check_shapes(source: Source, found: Sequence[tuple[torch.Size, str]]) -> No
     wrong = [
         (
             f"{name} is {tuple(source.parameters[name].shape)} in the checkpoint and "
-            f"{tuple(shape)} in "
-            "the model"
+            f"{tuple(shape)} in the model"
         )
         for shape, name in found
         if tuple(source.parameters[name].shape) != tuple(shape)

@@ -56,9 +56,8 @@ class DamagedState(CorruptionError):
         )
         what = (
             f"{state} of {param}, elements {start} to {stop}, is not what was saved at step "
-            f"{step}: {first.num_bytes} bytes at "
-            f"offset {first.offset}{elsewhere} have another CRC-32C ({seen:#010x}, saved "
-            f"{written:#010x}). {advice}"
+            f"{step}: {first.num_bytes} bytes at offset {first.offset}{elsewhere} have another "
+            f"CRC-32C ({seen:#010x}, saved {written:#010x}). {advice}"
         )
         super().__init__(what, str(first.path), first.offset, first.num_bytes, written, seen)
         self.param = param

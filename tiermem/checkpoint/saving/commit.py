@@ -255,11 +255,8 @@ class Commits:
         if opened is not None:
             drop_step(
                 opened,
-                (
-                    f"{opened} is removed: this run has gone on from it, and has a durable step of "
-                    "its "
-                    "own"
-                ),
+                f"{opened} is removed: this run has gone on from it, and has a durable step of "
+                "its own",
             )
         if save_dir is not None:
             num_own = sum(
@@ -303,9 +300,8 @@ class Commits:
         latest = None if save_dir is None else known_latest(save_dir)
         logger.warning(
             "checkpoint %r (step %d) is dropped for %r (step %d): keep=%d. Keep more with "
-            "OffloadPolicy(keep=...), or "
-            '"tiermem": {"keep": ...} in a config; copy=True makes copies, which are never '
-            'dropped%s',
+            'OffloadPolicy(keep=...), or "tiermem": {"keep": ...} in a config; copy=True makes '
+            'copies, which are never dropped%s',
             old.tag, old.step, new.tag, new.step, self._shards.policy.keep,
             f"; {LATEST_FILE} in {save_dir} still names it" if latest is not None and latest.tag == old.tag else "",
         )  # fmt: skip

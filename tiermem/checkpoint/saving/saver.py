@@ -422,8 +422,7 @@ def _agreed_own(told: list[list[Any]]) -> dict[tuple[str, str], int]:
                 here = "none" if there is None else f"{there[1]} elements of {there[0]}"
                 raise ValueError(
                     f"{state} of {param}: rank 0 has {here}, rank {rank} has {form[1]} elements of "
-                    f"{form[0]}: give it the same "
-                    "size and dtype on every rank"
+                    f"{form[0]}: give it the same size and dtype on every rank"
                 )
     return {key: crc for key, (_, crc) in first.items()}
 
