@@ -7,6 +7,7 @@ import ast
 import builtins
 import copy
 import errno
+import functools
 import importlib
 import pickle
 import re
@@ -49,6 +50,7 @@ MADE: dict[type[Exception], list[Any]] = {
 """What those are made of that are not made of a text."""
 
 
+@functools.cache
 def exceptions() -> list[type[Exception]]:
     """Every exception that a module of the library defines; only those modules are imported."""
     classes = [

@@ -19,6 +19,7 @@ statement.
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import os
 import random
@@ -115,6 +116,7 @@ class Mutant(NamedTuple):
     source: str  # of the whole file
 
 
+@functools.cache
 def sites(file: str) -> list[Mutant]:
     """Every mutant of a file."""
     text = (ROOT / file).read_text()

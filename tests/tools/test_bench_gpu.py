@@ -78,7 +78,9 @@ def bench(*words: str, code: str = BARE, **settings: str) -> subprocess.Complete
     )
 
 
+@pytest.mark.slow
 def test_it_runs_whole_on_the_simulated_device(tmp_path: Path) -> None:
+    """Slow: the tests below run its parts."""
     tests, file = Path(__file__).parent.parent / "gpu" / "test_pinning.py", tmp_path / "gpu.json"
     parts = "environment,registration,copies,step,tests,training,models"
     done = bench("--json", str(file), "--tests", str(tests), "--part", parts)

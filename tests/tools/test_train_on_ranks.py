@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import fork_server
+import launch
 import pytest
 
 pytest.importorskip("_tiermem_native")
@@ -25,8 +27,6 @@ TINY = {
 }
 TINY |= {"num_key_value_heads": 4, "vocab_size": 300}
 TRAIN = [
-    "-m",
-    "tiermem.tools.cli",
     "train",
     "--config",
     "tiny.json",
@@ -38,21 +38,27 @@ TRAIN = [
 TRAIN += ["--precision", "fp32", "--memory", "1GiB"]
 
 
-def train(folder: Path, ranks: int, *words: str) -> subprocess.CompletedProcess[str]:
-    """The command in a process for each rank, the ranks started by torchrun."""
-    launch = [
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        str(ranks),
-        "--no-python",
-        sys.executable,
-    ]
-    command = [sys.executable, *(launch if ranks > 1 else []), *TRAIN, *words]
-    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+def train_by_torchrun(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """The command on two ranks that torchrun starts."""
+    launch = ["torch.distributed.run", "--nproc-per-node", "2", "--no-python", sys.executable]
     return subprocess.run(
-        command, cwd=folder, env=variables, capture_output=True, text=True, check=False, timeout=200
+        [sys.executable, "-m", *launch, "-m", "tiermem.tools.cli", *TRAIN, *words],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
     )
+
+
+def train(folder: Path, ranks: int, *words: str) -> subprocess.CompletedProcess[str]:
+    """The command on ranks that have the variables which torchrun sets, and are forks."""
+    script = str(Path(__file__).with_name("command_on_ranks.py"))
+    launched = [launch.__file__, str(ranks), script] if ranks > 1 else [script]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        return fork_server.run([*launched, *TRAIN, *words], 200, OMP_NUM_THREADS="1")
 
 
 def figures(folder: Path, ranks: int, *words: str) -> dict[str, Any]:
@@ -82,8 +88,10 @@ def test_two_ranks_train_as_one_with_the_whole_batch_and_leave_one_run(folder: P
 
 @pytest.mark.slow
 def test_ranks_go_on_from_what_they_saved(folder: Path) -> None:
-    figures(folder, 2, "--steps", "2", "--offload", "nvme", "--save", "ck")
-    done = train(folder, 2, "--resume", "ck", "--steps", "3", "--json", "on.json")
+    """Those that torchrun starts."""
+    done = train_by_torchrun(folder, "--steps", "2", "--offload", "nvme", "--save", "ck")
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = train_by_torchrun(folder, "--resume", "ck", "--steps", "3", "--json", "on.json")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "going on from step 2 of ck" in " ".join(done.stdout.split())
     assert len(json.loads((folder / "on.json").read_text())["losses"]) == 1
