@@ -19,6 +19,7 @@ import importlib
 import inspect
 import io
 import json
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -169,6 +170,19 @@ def python_names() -> Iterator[str]:
                 yield from described_as(f"{package}.{name}", value)
 
 
+def integrations() -> Iterator[str]:
+    """Every name of the integrations that a page imports, with its parameters. Read from source:
+    the libraries need not be here."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs").rglob("*.py")]
+    imported = re.compile(r"from (tiermem\.integrations\.\w+) import (\w+)")
+    found = {names for page in pages for names in imported.findall(page.read_text("utf-8"))}
+    for module, name in found:
+        tree = ast.parse((ROOT / module.replace(".", "/")).with_suffix(".py").read_text("utf-8"))
+        (node,) = [each for each in tree.body if getattr(each, "name", None) == name]
+        is_function = isinstance(node, ast.FunctionDef)
+        yield f"{module}.{name}{parameters_in(node) if is_function else ''}"
+
+
 def described_as(name: str, value: Any) -> Iterator[str]:
     """One value: its parameters, and for a class its members."""
     if not inspect.isclass(value):
@@ -266,6 +280,15 @@ def parameters(value: Any) -> str:
     return f"({', '.join(written)})"
 
 
+def parameters_in(node: ast.FunctionDef) -> str:
+    """The parameters of a function in a syntax tree, without types."""
+    given = node.args
+    for each in (*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg):
+        if each is not None:
+            each.annotation = None
+    return f"({ast.unparse(given)})"
+
+
 def shown(value: Any) -> str:
     """A default, the same on every machine."""
     if isinstance(value, enum.Enum):
@@ -301,6 +324,7 @@ KINDS: dict[str, Callable[[], Iterator[str]]] = {
     "config": config_keys,
     "commands": commands,
     "exit statuses": exit_statuses,
+    "integrations": integrations,
     "python": python_names,
 }
 MACHINE = ("device_memory", "gpu", "accelerator")
