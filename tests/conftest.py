@@ -23,6 +23,8 @@ import pytest
 import torch
 from strips import cut_small_tiles
 
+from tiermem.swap.base.native import Workers
+
 # Torch's own, started when first needed and kept: pools of autograd and OpenMP, and those of CUDA's
 # driver.
 _TORCH_THREADS = ("pt_autograd", "pt_", "OMP", "libgomp", "cuda")
@@ -86,6 +88,13 @@ def nothing_leaks(request: pytest.FixtureRequest, warmed_up: None) -> Iterator[N
         if time.monotonic() > deadline:
             pytest.fail("left behind: " + "; ".join(leaks))
         time.sleep(0.005)
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    """One thread of native arithmetic."""
+    with contextlib.closing(Workers(1)) as workers:
+        yield workers
 
 
 _MOST_BYTES = pytest.StashKey[int]()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from programs.models import Layers
+from programs.twins import weights_of
 from runs import opened, states_in
 from saved_by_hand import latest_of
 from torch import nn
@@ -76,10 +77,6 @@ def test_what_names_no_folder_is_refused(
     engine.close()
 
 
-def weights_of(engine: tiermem.Engine) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in engine.module.state_dict().items()}
-
-
 @pytest.mark.parametrize("copy", [False, True])
 @pytest.mark.parametrize(("stage", "overlap"), [(0, "none"), (2, "forward"), (3, "backward")])
 def test_a_save_within_an_accumulation_warns_and_changes_no_step(
@@ -97,7 +94,7 @@ def test_a_save_within_an_accumulation_warns_and_changes_no_step(
             tmp_path, {"overlap": overlap}, zero_optimization=zero, gradient_accumulation_steps=2
         )
         step(engine, 2)
-        ended = weights_of(engine)
+        ended = weights_of(engine.module)
         for number in range(4):
             backward(engine, number)
             if is_saved:  # also before the step that ends an accumulation
@@ -110,13 +107,15 @@ def test_a_save_within_an_accumulation_warns_and_changes_no_step(
                 with pytest.warns(UserWarning, match="gradients of 1 micro-batches"):
                     engine.save_checkpoint(tmp_path / "out", "within", copy=copy)
         engine.wait_checkpoint()
-        found.append(weights_of(engine))
+        found.append(weights_of(engine.module))
         engine.close()
     assert [torch.equal(found[0][name], found[1][name]) for name in found[0]] == [True] * len(ended)
     resumed = engine_on(tmp_path, zero_optimization=zero, gradient_accumulation_steps=2)
     resumed.load_checkpoint(tmp_path / "out", f"{overlap}0" if copy else f"{overlap}3")
     if copy:  # of the store's own files the newest tag stays
-        assert all(torch.equal(each, ended[name]) for name, each in weights_of(resumed).items())
+        assert all(
+            torch.equal(each, ended[name]) for name, each in weights_of(resumed.module).items()
+        )
         assert (resumed.global_steps, resumed.micro_steps) == (1, 2)
     assert resumed.micro_steps % 2 == 0
     step(resumed)

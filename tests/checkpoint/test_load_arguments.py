@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from programs import models
-from programs.twins import assert_same_tensors, loss_of
+from programs.twins import assert_same_tensors, loss_of, weights_of
 from saved_by_hand import pieces_of
 from test_resume import check_same, counters, started, states, train
 from torch import nn
@@ -41,10 +41,6 @@ def saved(tmp_path: Path) -> Iterator[tiermem.Engine]:
     engine.close()
 
 
-def weights(engine: tiermem.Engine) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in engine.module.state_dict().items()}
-
-
 # ---- what is taken -------------------------------------------------------------------------------
 
 
@@ -56,7 +52,7 @@ def test_the_module_alone_leaves_states_counters_and_schedule(
     before, moments = counters(other), {n: v for n, v in states(other).items() if "exp_avg" in n}
     other.load_checkpoint(tmp_path / "ck", load_module_only=True)
     assert counters(other) == before
-    assert_same_tensors(weights(other), weights(saved))
+    assert_same_tensors(weights_of(other.module), weights_of(saved.module))
     assert_same_tensors({n: v for n, v in states(other).items() if "exp_avg" in n}, moments)
     other.close()
 
@@ -73,7 +69,7 @@ def test_without_optimizer_states_masters_are_exact_or_the_weights_and_moments_n
     other.load_checkpoint(tmp_path / "ck", load_optimizer_states=False)
     found, due = states(other), states(first)
     assert not any(value.any() for name, value in found.items() if "exp_avg" in name)
-    for name, value in weights(first).items():
+    for name, value in weights_of(first.module).items():
         assert torch.equal(found[f"{name}.weight"], value)
         if f"{name}.master" in found:
             assert torch.equal(
@@ -127,7 +123,10 @@ def test_a_function_of_the_user_may_put_the_weights(saved: tiermem.Engine, tmp_p
 
     other = started(tmp_path, seed=3)
     other.load_checkpoint(tmp_path / "ck", custom_load_fn=halve)
-    assert_same_tensors(weights(other), {name: value / 2 for name, value in weights(saved).items()})
+    assert_same_tensors(
+        weights_of(other.module),
+        {name: value / 2 for name, value in weights_of(saved.module).items()},
+    )
     found, due = states(other), states(saved)
     assert all(torch.equal(found[name], due[name]) for name in due if "exp_avg" in name)
     assert counters(other) == counters(saved)
@@ -146,7 +145,7 @@ def test_an_engine_for_inference_takes_the_weights(saved: tiermem.Engine, tmp_pa
     }
     other = tiermem.initialize(model=models.tied_tower(), config=config)[0]
     other.load_checkpoint(tmp_path / "ck")
-    assert_same_tensors(weights(other), weights(saved))
+    assert_same_tensors(weights_of(other.module), weights_of(saved.module))
     with torch.no_grad():
         assert torch.equal(loss_of(other, 9), loss_of(saved, 9))
     other.close()
@@ -198,9 +197,9 @@ def test_frozen_parameters_that_were_left_out_stay_as_they_are(tmp_path: Path) -
     first, other = (started(tmp_path, build=models.frozen_tower, seed=seed) for seed in (0, 3))
     train(first, range(2))
     first.save_checkpoint(tmp_path / "ck", exclude_frozen_parameters=True)
-    before, due = weights(other), weights(first)
+    before, due = weights_of(other.module), weights_of(first.module)
     other.load_checkpoint(tmp_path / "ck")
-    for name, value in weights(other).items():
+    for name, value in weights_of(other.module).items():
         is_frozen = not first.module.get_parameter(name).requires_grad
         assert torch.equal(value, before[name] if is_frozen else due[name]), name
     train(other, range(2, 3))
@@ -220,15 +219,15 @@ def test_other_parameters_are_an_error_with_both_lists_or_a_warning(
         return model
 
     other = started(tmp_path, build=wider, seed=3)
-    before = weights(other)
+    before = weights_of(other.module)
     both = r"Missing in the checkpoint: extra.weight, extra.bias. Not in the model: layers.2.norm.weight, layers.2.norm.bias"
     with pytest.raises(ValueError, match=both):
         other.load_checkpoint(tmp_path / "ck")
-    assert_same_tensors(weights(other), before)
+    assert_same_tensors(weights_of(other.module), before)
     with caplog.at_level(logging.WARNING, "tiermem"):
         other.load_checkpoint(tmp_path / "ck", load_module_strict=False)
     assert any(re.search(both, record.getMessage()) for record in caplog.records)
-    after, due = weights(other), weights(saved)
+    after, due = weights_of(other.module), weights_of(saved.module)
     assert all(torch.equal(after[n], before[n] if n.startswith("extra") else due[n]) for n in after)
     other.close()
 
@@ -245,7 +244,7 @@ def test_another_shape_and_another_optimizer_are_refused_before_anything_changes
         lion.load_checkpoint(tmp_path / "ck")
     assert_same_tensors(states(lion), before)
     lion.load_checkpoint(tmp_path / "ck", load_optimizer_states=False)
-    assert_same_tensors(weights(lion), weights(saved))
+    assert_same_tensors(weights_of(lion.module), weights_of(saved.module))
     lion.close()
     narrow = started(tmp_path, build=lambda: nn.ModuleDict({"embed": nn.Embedding(5, 31)}))
     with pytest.raises(
@@ -404,8 +403,8 @@ def test_a_value_of_another_kind_is_named_before_anything_changes(
     else:
         field, content["scheduler"] = "scheduler", {"$": "tuple", "value": []}
     file.write_bytes(seal(content))
-    before, was = weights(saved), counters(saved)
+    before, was = weights_of(saved.module), counters(saved)
     with pytest.raises(checkpoint.ManifestError, match=field):
         saved.load_checkpoint(tmp_path / "ck", "old")
-    assert_same_tensors(weights(saved), before)
+    assert_same_tensors(weights_of(saved.module), before)
     assert counters(saved) == was

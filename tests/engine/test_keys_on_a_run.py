@@ -17,7 +17,7 @@ import pytest
 import torch
 from config_keys import catalogue
 from programs import models
-from programs.twins import loss_of, seeded, train_engine
+from programs.twins import loss_of, seeded, train_engine, weights_of
 from torch import nn
 
 import tiermem
@@ -52,10 +52,6 @@ def offloaded(folder: Path, param: dict[str, Any] | None = None, **optim: Any) -
 
 def train(engine: tiermem.Engine, num_steps: int = 1) -> None:
     train_engine(engine, range(num_steps * engine.gradient_accumulation_steps()))
-
-
-def weights_of(engine: tiermem.Engine) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in engine.module.state_dict().items()}
 
 
 # ---- the top of the config -----------------------------------------------------------------------
@@ -115,10 +111,13 @@ def test_gradient_clipping_bounds_the_step(tmp_path: Path) -> None:
     for clip in (0.0, 0.25):
         sgd = {"type": "SGD", "params": {"lr": 1.0}}
         with engine_of(tmp_path, gradient_clipping=clip, optimizer=sgd) as engine:
-            before = weights_of(engine)
+            before = weights_of(engine.module)
             train(engine)
             moved = torch.cat(
-                [(value - before[name]).flatten() for name, value in weights_of(engine).items()]
+                [
+                    (value - before[name]).flatten()
+                    for name, value in weights_of(engine.module).items()
+                ]
             ).norm()
             assert engine.get_global_grad_norm() > 0.25
             assert moved.item() == pytest.approx(clip or engine.get_global_grad_norm(), rel=1e-3)
@@ -345,7 +344,7 @@ def test_a_setting_of_an_optimizer_changes_the_weights(name: str, tmp_path: Path
     def trained(params: dict[str, Any]) -> torch.Tensor:
         with engine_of(tmp_path, optimizer={"type": name, "params": params}) as engine:
             train(engine, 4)
-            return torch.cat([value.flatten() for value in weights_of(engine).values()])
+            return torch.cat([value.flatten() for value in weights_of(engine.module).values()])
 
     before = trained(FLIPS[name][0])
     unchanged = [
@@ -390,7 +389,7 @@ def test_a_deprecated_key_plans_and_runs_as_its_successor(
                     (
                         engine.shards.policy,
                         engine.shards.plan.rows,
-                        weights_of(engine)["head.weight"].tolist(),
+                        weights_of(engine.module)["head.weight"].tolist(),
                     )
                 )
     assert found[0] == found[1]
@@ -410,7 +409,7 @@ def test_masters_are_loaded_or_made_from_the_weights_as_load_from_fp32_weights_s
             engine.optimizer.load_state_dict(saved)
             loaded = engine.optimizer.state_dict()["state"][0]["master"]
             masters.append(
-                (saved["state"][0]["master"], loaded, weights_of(engine)["embed.weight"])
+                (saved["state"][0]["master"], loaded, weights_of(engine.module)["embed.weight"])
             )
     kept, made = masters
     assert torch.equal(kept[0], made[0])  # the same run so far
@@ -467,7 +466,7 @@ def test_small_numbers_are_least_where_memory_allows_more(tmp_path: Path) -> Non
             train(engine, 2)
             plan = engine.shards.plan
             found.append((plan.tiles.num, plan.units.num, plan.choice.tile_numel))
-            weights.append(weights_of(engine))
+            weights.append(weights_of(engine.module))
     usual, small, least = found
     assert usual == (8, 3, 1 << 20)
     assert least == (1, 2, 4096)

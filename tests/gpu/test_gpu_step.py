@@ -32,13 +32,6 @@ _EVERY = 7
 """Of the variants of the Triton kernel: each takes a second to compile."""
 
 
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
-    workers = Workers(1)
-    yield workers
-    workers.close()
-
-
 @pytest.fixture
 def device(accelerator: torch.device) -> torch.device:
     if accelerator.type == "sim":

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from launch import as_rank
 from programs.models import Tower
-from programs.twins import loss_of, seeded
+from programs.twins import decay_groups, loss_of, seeded
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -57,15 +57,6 @@ def policy_of(home: str, nvme: Path, precision: Precision | None = None) -> Offl
     return OffloadPolicy(optim=Tier.NVME, paths=[nvme], **fields) if home == "nvme" else None
 
 
-def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    decayed = [p for p in model.parameters() if p.ndim > 1]
-    rest = [p for p in model.parameters() if p.ndim <= 1]
-    return [
-        {"params": decayed, "weight_decay": 0.1},
-        {"params": rest, "weight_decay": 0.0, "lr": 3e-3},
-    ]
-
-
 def train(
     model: nn.Module, optim: torch.optim.Optimizer, schedule: Any, steps: range
 ) -> list[float]:
@@ -103,7 +94,7 @@ def states_of(optim: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
 
 def begin(kind: str, make: Make, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     model = parallel(kind, seed)
-    optim = make(groups_of(model), lr=1e-3)
+    optim = make(decay_groups(model), lr=1e-3)
     return model, optim, torch.optim.lr_scheduler.CosineAnnealingLR(optim, 12)
 
 

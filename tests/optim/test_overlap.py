@@ -20,13 +20,14 @@ from accelerator.fixture import sim
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from launch import launch
+from programs.homes import overlapped
 from programs.models import Tower
-from programs.twins import assert_same_tensors, batch, loss_of, seeded, train_steps
+from programs.twins import assert_same_tensors, batch, loss_of, seeded, states_of, train_steps
 from torch import nn
 
 import tiermem
 import tiermem.checkpoint
-from tiermem import IoSettings, OffloadPolicy, Precision, Shards, Tier
+from tiermem import IoSettings, Precision, Shards, Tier
 from tiermem.checkpoint.survey import survey
 from tiermem.optim.tentative import History
 from tiermem.state_access import (
@@ -40,7 +41,6 @@ from tiermem.swap.base.errors import CorruptionError
 from tiermem.swap.base.native import READ, WRITE, TransferError
 from tiermem.swap.program.program import Program
 from tiermem.swap.store.places import TileRanges
-from tiermem.units.state_layout import MASTER
 from tiermem.weights.unit_state import UnitState
 
 __all__ = ["sim"]
@@ -48,22 +48,6 @@ Optim = tiermem.AdamW
 WIDENED: dict[str, Any] = {"params": Tier.HOST, "compute_dtype": "fp32"}
 """Weights of 16 bits that are fetched although they rest in memory."""
 EACH: dict[str, Any] = {"durability": "step"}
-
-
-def policy(folder: Path, overlap: str, **fields: Any) -> OffloadPolicy:
-    homes = {"params": Tier.NVME, "optim": Tier.NVME, "paths": [folder], "persistence_numel": 100}
-    sizes = {"tile_numel": 4096, "tile_buffers": 3, "unit_buffers": 2}
-    return OffloadPolicy(**(homes | sizes | {"overlap": overlap} | fields))
-
-
-def states_of(shards: Shards, optim: Optim) -> dict[str, torch.Tensor]:
-    """Every state of every parameter, whatever its optimizer keeps."""
-    tiles = optim.tiles_of(shards)
-    return {
-        f"{shard.name}.{name}": tiles.state(shard, name)
-        for _, shard in shards.parameters()
-        for name in (MASTER, *tiles.names(shard))
-    }
 
 
 # ---- any program ---------------------------------------------------------------------------------
@@ -290,7 +274,7 @@ def run(
     model = seeded(Tower).to(way["dtype"])
     for each in model.layers[: way["num_frozen"]]:  # type: ignore[index,union-attr]
         each.requires_grad_(False)
-    with tiermem.shard(model, policy(on_disk, overlap, **fields)) as shards:
+    with tiermem.shard(model, overlapped(on_disk, overlap, **fields)) as shards:
         optim = OPTIMIZERS[way["optimizer"]](model.parameters())
         loop, num_under_way = Loop(shards, optim, saved, rank), 0
         for operation, number in program:
@@ -399,7 +383,7 @@ def trained(tmp_path: Path) -> Any:
         overlap: str = "forward", num_steps: int = 2, **fields: Any
     ) -> tuple[nn.Module, Shards, Optim]:
         model = seeded(Tower).bfloat16()
-        shards = tiermem.shard(model, policy(tmp_path, overlap, **fields))
+        shards = tiermem.shard(model, overlapped(tmp_path, overlap, **fields))
         opened.append(shards)
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         train_steps(model, optim, range(num_steps))
@@ -439,7 +423,7 @@ def test_a_step_goes_on_where_units_are_fetched_and_it_pays(
 
 def test_a_first_step_and_whole_matrices_end_before_step_returns(tmp_path: Path) -> None:
     model = seeded(Tower)
-    with tiermem.shard(model, policy(tmp_path, "forward", tile_numel=1 << 20)) as shards:
+    with tiermem.shard(model, overlapped(tmp_path, "forward", tile_numel=1 << 20)) as shards:
         optim = muon(model.parameters())
         for step in range(3):
             train_steps(model, optim, [step])
@@ -647,7 +631,7 @@ def test_closing_ends_the_step(tmp_path: Path, materialize: bool) -> None:
     plain = seeded(Tower)
     train_steps(plain, tiermem.AdamW(plain.parameters(), lr=1e-2), range(3))
     model = seeded(Tower)
-    shards = tiermem.shard(model, policy(tmp_path, "forward"))
+    shards = tiermem.shard(model, overlapped(tmp_path, "forward"))
     train_steps(model, tiermem.AdamW(model.parameters(), lr=1e-2), range(3))
     assert shards.program.is_running
     shards.close(materialize)
@@ -658,7 +642,7 @@ def test_closing_ends_the_step(tmp_path: Path, materialize: bool) -> None:
 
 def test_a_model_that_is_dropped_under_way_ends_its_threads(tmp_path: Path) -> None:
     model = seeded(Tower)
-    shards = tiermem.shard(model, policy(tmp_path, "forward"))
+    shards = tiermem.shard(model, overlapped(tmp_path, "forward"))
     train_steps(model, tiermem.AdamW(model.parameters(), lr=1e-2), range(3))
     assert shards.program.is_running
     del model, shards

@@ -13,7 +13,14 @@ from typing import Any
 import pytest
 import torch
 from programs.models import Tower
-from programs.twins import assert_same_tensors, loss_of, seeded, train_steps
+from programs.twins import (
+    assert_same_tensors,
+    decay_groups,
+    flat_states,
+    loss_of,
+    seeded,
+    train_steps,
+)
 from torch import nn
 
 import tiermem
@@ -46,23 +53,6 @@ def tiers(nvme: Path, **fields: Any) -> Iterator[OffloadPolicy]:
     )
 
 
-def two_groups(model: nn.Module) -> list[dict[str, Any]]:
-    decayed = [p for p in model.parameters() if p.ndim > 1]
-    rest = [p for p in model.parameters() if p.ndim <= 1]
-    return [
-        {"params": decayed, "weight_decay": 0.1},
-        {"params": rest, "weight_decay": 0.0, "lr": 3e-3},
-    ]
-
-
-def flat(state_dict: dict[str, Any]) -> dict[str, torch.Tensor]:
-    return {
-        f"{number}.{name}": value
-        for number, entry in state_dict["state"].items()
-        for name, value in entry.items()
-    }
-
-
 def trained(
     kind: Callable[..., torch.optim.Optimizer],
     dtype: torch.dtype = torch.float32,
@@ -70,9 +60,13 @@ def trained(
     **options: Any,
 ) -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     model = seeded(Tower).to(dtype)
-    optim = kind(two_groups(model), **options)
+    optim = kind(decay_groups(model), **options)
     losses = train_steps(model, optim, range(num_steps))
-    found = losses, copy.deepcopy(model.state_dict()), copy.deepcopy(flat(optim.state_dict()))
+    found = (
+        losses,
+        copy.deepcopy(model.state_dict()),
+        copy.deepcopy(flat_states(optim.state_dict())),
+    )
     if isinstance(optim, tiermem.optim.NativeOptimizer):
         optim.close()
     return found
@@ -117,7 +111,7 @@ def test_groups_schedulers_clipping_and_both_zero_grads_follow_torch(
         lambda groups, **options: tiermem.AdamW(groups, policy=policy, **options),
     ):
         model = seeded(Tower)
-        optim = make(two_groups(model), lr=1e-3)
+        optim = make(decay_groups(model), lr=1e-3)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optim, 10)
         losses.append([])
         for step in range(10):

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from launch import launch
 from programs.models import Tower
-from programs.twins import assert_same_tensors
+from programs.twins import assert_same_tensors, flat_states
 from state_dicts_on_ranks import CASES
 
 HERE = Path(__file__).parent
@@ -35,11 +34,11 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Found]:
 def test_the_dict_is_whole_and_the_same_on_every_number_of_ranks(
     case: str, launched: tuple[Found, Found]
 ) -> None:
-    alone = flat(launched[0][0][case]["saved"])
+    alone = flat_states(launched[0][0][case]["saved"])
     sizes = [p.shape for p in Tower().parameters()]
     assert [alone[f"{i}.exp_avg"].shape for i in range(len(sizes))] == sizes
     for rank in range(2):
-        assert_same_tensors(flat(launched[1][rank][case]["saved"]), alone)
+        assert_same_tensors(flat_states(launched[1][rank][case]["saved"]), alone)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -67,11 +66,3 @@ def test_ranks_agree_on_moments_that_one_of_them_got_before_the_first_step(
             assert entry["exp_avg"].flatten()[0] == 1.0
             assert entry["exp_avg"].sum() == 1.0
             assert not entry["exp_avg_sq"].any()
-
-
-def flat(state_dict: dict[str, Any]) -> dict[str, torch.Tensor]:
-    return {
-        f"{number}.{name}": value
-        for number, entry in state_dict["state"].items()
-        for name, value in entry.items()
-    }

@@ -21,6 +21,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from mounts import mount
+from programs.homes import overlapped
 from programs.models import Tower
 from programs.twins import assert_same_tensors, loss_of, seeded, train_engine
 from test_overlap import states_of
@@ -46,12 +47,6 @@ __all__ = ["mount"]
 NUM_STEPS = 6
 
 
-def policy(folder: Path, overlap: str, **fields: Any) -> OffloadPolicy:
-    homes = {"params": Tier.NVME, "optim": Tier.NVME, "paths": [folder], "persistence_numel": 100}
-    sizes = {"tile_numel": 4096, "tile_buffers": 3, "unit_buffers": 2}
-    return OffloadPolicy(**(homes | sizes | {"overlap": overlap} | fields))
-
-
 class Run:
     """A model that is trained, and a log of what became of the steps under backward.
 
@@ -64,7 +59,7 @@ class Run:
         self.model = seeded(Tower).to(fields.pop("dtype", torch.bfloat16))
         for name in fields.pop("frozen", ()):
             self.model.get_submodule(name).requires_grad_(False)
-        self.shards = tiermem.shard(self.model, policy(folder, overlap, **fields))
+        self.shards = tiermem.shard(self.model, overlapped(folder, overlap, **fields))
         self.optim = tiermem.AdamW(self.model.parameters(), lr=1e-2)
         self.losses: list[float] = []
         self.log: list[str] = []
@@ -719,7 +714,7 @@ def test_closing_drops_what_backward_has_stepped(
 
 
 def plan_of(folder: Path, overlap: str, **fields: Any) -> Any:
-    with tiermem.shard(seeded(Tower).bfloat16(), policy(folder, overlap, **fields)) as shards:
+    with tiermem.shard(seeded(Tower).bfloat16(), overlapped(folder, overlap, **fields)) as shards:
         return shards.plan
 
 
@@ -779,7 +774,7 @@ def test_weights_in_memory_rest_between_their_uses(tmp_path: Path) -> None:
     """They are used where they rest, and nobody sees them while a step may change them."""
     model = seeded(Tower).bfloat16()
     expected = model.layers[0].up.weight.detach().clone()  # type: ignore[index,union-attr]
-    with tiermem.shard(model, policy(tmp_path, "backward", params=Tier.HOST)) as shards:
+    with tiermem.shard(model, overlapped(tmp_path, "backward", params=Tier.HOST)) as shards:
         param, seen = model.layers[0].up.weight, list[int]()  # type: ignore[index,union-attr]
         model.layers[0].register_forward_pre_hook(lambda *_: seen.append(param.data_ptr()))  # type: ignore[index,union-attr]
         assert not shards.find(param)[0].is_present
@@ -876,7 +871,7 @@ def test_ranks_that_share_a_disk_leave_one_another_what_each_must_have(
         with TensorStore([folder / str(rank)], 1 << 20) as store:
             topology = dataclasses.replace(alone, rank=rank)
             found[rank] = budget.take_disk(
-                plan, policy(folder, "auto", early_steps=True), store, topology
+                plan, overlapped(folder, "auto", early_steps=True), store, topology
             )
             meeting.wait()
 

@@ -34,3 +34,10 @@ def policy_of(home: str, folder: Path, **fields: Any) -> OffloadPolicy:
     only what is tiny stays gathered."""
     usual = {"paths": [folder], "persistence_numel": 20, "timeout_s": 60}
     return OffloadPolicy(**(usual | fields | HOMES[home]))
+
+
+def overlapped(folder: Path, overlap: str, **fields: Any) -> OffloadPolicy:
+    """All states on NVMe, in few buffers and small tiles, stepped as `overlap` says."""
+    sizes = {"persistence_numel": 100, "tile_numel": 4096, "tile_buffers": 3, "unit_buffers": 2}
+    usual = HOMES["nvme"] | {"paths": [folder], "overlap": overlap}
+    return OffloadPolicy(**(sizes | usual | fields))

@@ -25,6 +25,7 @@ import tiermem
 from programs import models, twins
 from programs.faces import Found, Sharded
 from programs.models import Tower
+from programs.random_calls import Raises, fail
 from programs.twins import batch, seeded
 from tiermem import Shards, Tier
 from tiermem.config.io import OffloadState
@@ -103,13 +104,7 @@ def found(
         "weights": values_of(model.state_dict()),
     }
     if optim is not None:
-        tiles = optim.tiles_of(shards)
-        live = [shard for each, shard in shards.parameters() if each.unit.is_trainable]
-        result["states"] = {
-            f"{s.name}.{n}": tiles.state(s, n)
-            for s in live
-            for n in ("master", "exp_avg", "exp_avg_sq")
-        }
+        result["states"] = twins.states_of(shards, optim)
     return result
 
 
@@ -554,13 +549,13 @@ def after_exceptions(place: Place) -> Found:
     with place.open(model) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         for step in range(4):
-            handle = model.layers[step % 3].down.register_forward_hook(_raise)
+            handle = model.layers[step % 3].down.register_forward_hook(fail)
             with contextlib.suppress(ZeroDivisionError):
                 place.loss_of(model, 90 + step)
             handle.remove()
             if step == 2:
                 with contextlib.suppress(ZeroDivisionError):
-                    _Raises.apply(place.loss_of(model, 95)).backward()
+                    Raises.apply(place.loss_of(model, 95)).backward()
                 optim.zero_grad()
             loss = place.loss_of(model, step)
             loss.backward()
@@ -686,7 +681,7 @@ def offloaded(place: Place, home: Tier, reentrant: bool, num_blocks: int = 4) ->
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         for step in range(3):
             handle = model.layers[-1].down.register_full_backward_pre_hook(
-                lambda *given: _raise(*given, None)
+                lambda *given: fail(*given, None)
             )
             with contextlib.suppress(ZeroDivisionError):
                 loss_of(80 + step).backward()  # its graph is dropped while an input comes
@@ -722,20 +717,6 @@ def _step(place: Place, model: nn.Module, optim: tiermem.AdamW, step: int) -> to
     optim.step()
     optim.zero_grad()
     return loss.detach()
-
-
-def _raise(module: nn.Module, args: Any, output: Any) -> None:
-    raise ZeroDivisionError
-
-
-class _Raises(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        raise ZeroDivisionError
 
 
 def seen_from_outside(place: Place) -> Found:

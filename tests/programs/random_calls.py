@@ -376,7 +376,7 @@ class Case:
         self._say(f"forward {name or 'root'} raises in {inner or 'itself'}")
         mine, _ = self._inputs(name)
         target = self._model.get_submodule(name)
-        handle = target.get_submodule(inner).register_forward_hook(_raise)
+        handle = target.get_submodule(inner).register_forward_hook(fail)
         with contextlib.suppress(ZeroDivisionError):
             target(mine)
         handle.remove()
@@ -387,7 +387,7 @@ class Case:
         self._say("backward raises; all gradients are zeroed")
         output, _ = self._outputs[0]
         with contextlib.suppress(ZeroDivisionError):
-            _Raises.apply(output).sum().backward()
+            Raises.apply(output).sum().backward()
         self._outputs.clear()
         self._optim.zero_grad()
         self._plain_optim.zero_grad()
@@ -480,11 +480,11 @@ def _is_callable(module: nn.Module) -> bool:
     return not isinstance(module, (nn.ModuleList, Faces, nn.ModuleDict, nn.Tanh))
 
 
-def _raise(module: nn.Module, args: Any, output: Any) -> None:
+def fail(module: nn.Module, args: Any, output: Any) -> None:
     raise ZeroDivisionError
 
 
-class _Raises(torch.autograd.Function):
+class Raises(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         return x.clone()

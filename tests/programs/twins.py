@@ -24,6 +24,7 @@ from torch.nn import functional as F
 import tiermem
 from programs.models import VOCAB, logits_of
 from tiermem import OffloadPolicy
+from tiermem.units.state_layout import MASTER
 
 
 def seeded(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
@@ -113,14 +114,39 @@ def train(
 
 
 def states_of(
-    shards: tiermem.Shards, optim: tiermem.AdamW | tiermem.Adam
+    shards: tiermem.Shards, optim: tiermem.optim.NativeOptimizer
 ) -> dict[str, torch.Tensor]:
+    """Every state of every parameter that is trained, whatever its optimizer keeps."""
     tiles = optim.tiles_of(shards)
     return {
         f"{shard.name}.{name}": tiles.state(shard, name)
         for live, shard in shards.parameters()
         if live.unit.is_trainable
-        for name in ("master", "exp_avg", "exp_avg_sq")
+        for name in (MASTER, *tiles.names(shard))
+    }
+
+
+def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of the values of its state dict."""
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Matrices with weight decay, the rest without and with another rate."""
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    rest = [p for p in model.parameters() if p.ndim <= 1]
+    return [
+        {"params": decayed, "weight_decay": 0.1},
+        {"params": rest, "weight_decay": 0.0, "lr": 3e-3},
+    ]
+
+
+def flat_states(state_dict: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The states in an optimizer's state dict, by number and name."""
+    return {
+        f"{number}.{name}": value
+        for number, entry in state_dict["state"].items()
+        for name, value in entry.items()
     }
 
 

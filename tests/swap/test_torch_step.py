@@ -11,7 +11,7 @@ import itertools
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -112,13 +112,6 @@ EDGES = [
     0x32FF,
     0,
 ]  # upper halves next to limits
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
-    workers = Workers(1)
-    yield workers
-    workers.close()
 
 
 # ---- numbers, and the parts made of them ---------------------------------------------------------

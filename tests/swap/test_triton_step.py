@@ -48,13 +48,6 @@ Compile = Callable[..., list[Any]]
 SEVERAL = {"cuda 80": ("cuda", 80, 32), "cuda 90": ("cuda", 90, 32), "cuda 120": ("cuda", 120, 32)}
 
 
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
-    workers = Workers(1)
-    yield workers
-    workers.close()
-
-
 class NoDriver:
     """Of a device that is not there."""
 

@@ -78,15 +78,7 @@ KEYS = {
 Bench = Callable[..., dict[str, Any]]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def opened_fonts() -> None:
-    """matplotlib keeps the fonts open that it has drawn with."""
-    from matplotlib import pyplot
-
-    pyplot.switch_backend("Agg")
-    pyplot.figure().suptitle("text")
-    pyplot.gcf().canvas.draw()
-    pyplot.close("all")
+pytestmark = pytest.mark.usefixtures("opened_fonts")
 
 
 @pytest.fixture

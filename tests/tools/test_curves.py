@@ -15,15 +15,7 @@ from tiermem.precision import PRESETS
 from tiermem.tools.corpus import Corpus
 from tiermem.tools.options import STATES
 
-
-@pytest.fixture(scope="module", autouse=True)
-def opened_fonts() -> None:
-    """matplotlib keeps the fonts open that it has drawn with."""
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    pyplot.switch_backend("Agg")
-    pyplot.figure().suptitle("text")
-    pyplot.gcf().canvas.draw()
-    pyplot.close("all")
+pytestmark = pytest.mark.usefixtures("opened_fonts")
 
 
 def text(folder: Path) -> Path:

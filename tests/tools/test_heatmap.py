@@ -12,16 +12,7 @@ pytest.importorskip("matplotlib")
 from tiermem.tools.bench.io_report import block_label, draw_heatmap, panels_of
 from tiermem.tools.words import check_outputs
 
-
-@pytest.fixture(scope="module", autouse=True)
-def fonts(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """matplotlib keeps the fonts open that it has drawn with."""
-    draw_heatmap(
-        [row("read", "auto", 4096, 1, 1.0)],
-        "once",
-        tmp_path_factory.mktemp("fonts") / "x.png",
-        "a test",
-    )
+pytestmark = pytest.mark.usefixtures("opened_fonts")
 
 
 def row(

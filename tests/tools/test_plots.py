@@ -18,17 +18,7 @@ pytest.importorskip("matplotlib")
 from tiermem.tools.record import plots
 from tiermem.tools.record.run_record import PHASES, Span, read_spans
 
-
-@pytest.fixture(scope="module", autouse=True)
-def opened_fonts() -> None:
-    """matplotlib keeps the files of its fonts open from the first text on: no test is to be blamed
-    for that."""
-    from matplotlib import pyplot
-
-    pyplot.switch_backend("Agg")
-    pyplot.figure().suptitle("text")
-    pyplot.gcf().canvas.draw()
-    pyplot.close("all")
+pytestmark = pytest.mark.usefixtures("opened_fonts")
 
 
 @pytest.fixture(autouse=True)

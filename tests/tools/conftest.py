@@ -1,0 +1,14 @@
+"""Fixtures of tests of tools."""
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def opened_fonts() -> None:
+    """matplotlib keeps the files of its fonts open from the first text on: no test is to be blamed
+    for that."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    pyplot.switch_backend("Agg")
+    pyplot.figure().suptitle("text")
+    pyplot.gcf().canvas.draw()
+    pyplot.close("all")
