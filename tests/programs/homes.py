@@ -41,3 +41,14 @@ def overlapped(folder: Path, overlap: str, **fields: Any) -> OffloadPolicy:
     sizes = {"persistence_numel": 100, "tile_numel": 4096, "tile_buffers": 3, "unit_buffers": 2}
     usual = HOMES["nvme"] | {"paths": [folder], "overlap": overlap}
     return OffloadPolicy(**(sizes | usual | fields))
+
+
+def all_at(home: Tier, folder: Path, **fields: Any) -> OffloadPolicy:
+    """Weights and states at one tier."""
+    usual = {"params": home, "optim": home, "paths": [folder], "persistence_numel": 50}
+    return OffloadPolicy(**(usual | fields))
+
+
+def all_on_nvme(folder: Path, **fields: Any) -> OffloadPolicy:
+    """Weights and states on NVMe, however small they are."""
+    return all_at(Tier.NVME, folder, **({"persistence_numel": 0} | fields))

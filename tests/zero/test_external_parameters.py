@@ -10,13 +10,14 @@ from pathlib import Path
 import externals
 import pytest
 import torch
+from programs.homes import all_on_nvme
 from programs.models import VOCAB
 from programs.twins import assert_same, batch, is_absent, loss_of, seeded, train, train_steps
 from torch import nn
 from torch.nn import functional as F
 
 import tiermem
-from tiermem import OffloadPolicy, Shards, Tier
+from tiermem import OffloadPolicy, Shards
 from tiermem.weights.absent import RestingParameter
 from tiermem.zero import register_external_parameter, unregister_external_parameter
 
@@ -27,12 +28,6 @@ ROOMS = {
 }
 
 
-def policy_at(folder: Path, **fields: object) -> OffloadPolicy:
-    return OffloadPolicy(
-        params=Tier.NVME, optim=Tier.NVME, paths=[folder], **({"persistence_numel": 0} | fields)
-    )
-
-
 @pytest.fixture
 def model() -> externals.LanguageModel:
     return seeded(externals.LanguageModel)
@@ -40,7 +35,7 @@ def model() -> externals.LanguageModel:
 
 @pytest.fixture
 def shards(model: nn.Module, tmp_path: Path) -> Iterator[Shards]:
-    with tiermem.shard(model, policy_at(tmp_path, max_reuse_numel=0)) as shards:
+    with tiermem.shard(model, all_on_nvme(tmp_path, max_reuse_numel=0)) as shards:
         yield shards
 
 
@@ -49,14 +44,14 @@ def shards(model: nn.Module, tmp_path: Path) -> Iterator[Shards]:
 def test_training_is_that_of_a_model_in_memory(kind: str, room: str, tmp_path: Path) -> None:
     model = seeded(externals.MODELS[kind])
     in_memory = OffloadPolicy(persistence_numel=0)
-    assert_same(train(model, policy_at(tmp_path, **ROOMS[room])), train(model, in_memory))
+    assert_same(train(model, all_on_nvme(tmp_path, **ROOMS[room])), train(model, in_memory))
 
 
 @pytest.mark.parametrize("kind", externals.MODELS)
 def test_losses_are_those_of_plain_torch(kind: str, tmp_path: Path) -> None:
     model = seeded(externals.MODELS[kind])
     plain = copy.deepcopy(model)
-    losses = train(model, policy_at(tmp_path, max_reuse_numel=0), optimizer=tiermem.Adam).losses
+    losses = train(model, all_on_nvme(tmp_path, max_reuse_numel=0), optimizer=tiermem.Adam).losses
     optim = torch.optim.Adam(plain.parameters(), lr=1e-2)
     assert losses == pytest.approx(train_steps(plain, optim, range(4)), rel=1e-6)
 
@@ -64,7 +59,7 @@ def test_losses_are_those_of_plain_torch(kind: str, tmp_path: Path) -> None:
 def test_evaluation_uses_foreign_weights(model: nn.Module, tmp_path: Path) -> None:
     expected = copy.deepcopy(model)(batch(0)[0])
     with (
-        tiermem.shard(model, policy_at(tmp_path, max_reuse_numel=0), is_trained=False),
+        tiermem.shard(model, all_on_nvme(tmp_path, max_reuse_numel=0), is_trained=False),
         torch.no_grad(),
     ):
         assert torch.equal(model(batch(0)[0]), expected)
@@ -84,7 +79,7 @@ def test_a_parameter_that_the_root_returns_lives_until_backward_has_ended(tmp_pa
     plain = copy.deepcopy(model)
     y, bias = plain(x)
     (y * bias).sum().backward()
-    with tiermem.shard(model, policy_at(tmp_path, max_reuse_numel=0)) as shards:
+    with tiermem.shard(model, all_on_nvme(tmp_path, max_reuse_numel=0)) as shards:
         y, bias = model(x)
         assert bias is model.custom.bias
         assert torch.equal(bias, plain.custom.bias)
@@ -116,7 +111,7 @@ def test_a_use_holds_its_unit_no_longer_than_the_call(model: nn.Module, shards: 
 
 def test_a_view_is_held_until_its_module_ends(tmp_path: Path) -> None:
     model = seeded(externals.ByView)
-    with tiermem.shard(model, policy_at(tmp_path, max_reuse_numel=0)) as shards:
+    with tiermem.shard(model, all_on_nvme(tmp_path, max_reuse_numel=0)) as shards:
         held = []
         model.layers[2].register_forward_hook(lambda *_: held.append(shards.units[0].num_users))
         loss_of(model, 0).backward()

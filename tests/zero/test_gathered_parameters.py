@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from programs import models
+from programs.homes import all_at
 from programs.models import logits_of
 from programs.twins import assert_same_tensors, batch, is_absent, loss_of, seeded
 from torch import nn
@@ -21,12 +22,6 @@ from tiermem.weights.absent import RestingParameter
 from tiermem.zero import GatheredParameters, Init
 
 HOMES = [Tier.DEVICE, Tier.HOST, Tier.NVME]
-
-
-def policy_at(home: Tier, folder: Path, **fields: object) -> OffloadPolicy:
-    return OffloadPolicy(
-        params=home, optim=home, paths=[folder], **({"persistence_numel": 50} | fields)
-    )
 
 
 @pytest.fixture
@@ -43,7 +38,7 @@ def plain(model: nn.Module) -> nn.Module:
 def shards(
     request: pytest.FixtureRequest, model: nn.Module, plain: nn.Module, tmp_path: Path
 ) -> Iterator[Shards]:
-    with tiermem.shard(model, policy_at(request.param, tmp_path)) as shards:
+    with tiermem.shard(model, all_at(request.param, tmp_path)) as shards:
         yield shards
 
 
@@ -84,7 +79,7 @@ def test_what_is_not_partitioned_is_passed_over(what: object) -> None:
 def test_what_the_modifier_writes_is_kept(
     numel: int, model: nn.Module, plain: nn.Module, tmp_path: Path
 ) -> None:
-    with tiermem.shard(model, policy_at(Tier.NVME, tmp_path, persistence_numel=numel)):
+    with tiermem.shard(model, all_at(Tier.NVME, tmp_path, persistence_numel=numel)):
         for each in (model, plain):
             with GatheredParameters(each.parameters(), modifier_rank=0), torch.no_grad():
                 for param in each.parameters():
@@ -100,9 +95,7 @@ def test_masters_follow_what_is_written_between_steps(
     home: Tier, master: str, tmp_path: Path
 ) -> None:
     model = seeded(models.tied_tower).bfloat16()
-    with tiermem.shard(
-        model, policy_at(home, tmp_path, precision=Precision(master=master))
-    ) as shards:
+    with tiermem.shard(model, all_at(home, tmp_path, precision=Precision(master=master))) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
         tiles = optim.tiles_of(shards)
         loss_of(model, 0).backward()
@@ -128,7 +121,7 @@ def test_masters_follow_what_is_written_between_steps(
 def test_writing_without_a_modifier_is_refused_and_lost(
     tmp_path: Path, model: nn.Module, plain: nn.Module
 ) -> None:
-    with tiermem.shard(model, policy_at(Tier.NVME, tmp_path)):
+    with tiermem.shard(model, all_at(Tier.NVME, tmp_path)):
         weight = model.layers[0].up.weight
 
         def write() -> None:
@@ -147,7 +140,7 @@ def test_writing_without_a_modifier_is_refused_and_lost(
 def test_an_exception_inside_drops_what_was_written(
     tmp_path: Path, model: nn.Module, plain: nn.Module
 ) -> None:
-    with tiermem.shard(model, policy_at(Tier.NVME, tmp_path)):
+    with tiermem.shard(model, all_at(Tier.NVME, tmp_path)):
 
         def fail() -> None:
             with GatheredParameters(model.parameters(), modifier_rank=0), torch.no_grad():
@@ -222,7 +215,7 @@ def test_below_stage_3_nothing_is_partitioned(stage: int, model: nn.Module) -> N
 
 
 def test_memory_holds_the_gathered_set_and_not_its_unit(model: nn.Module, tmp_path: Path) -> None:
-    with tiermem.shard(model, policy_at(Tier.NVME, tmp_path)) as shards:
+    with tiermem.shard(model, all_at(Tier.NVME, tmp_path)) as shards:
         weight = model.layers[0].up.weight
         with GatheredParameters(weight):
             assert weight.untyped_storage().nbytes() == weight.nbytes
@@ -235,7 +228,7 @@ def test_memory_holds_the_gathered_set_and_not_its_unit(model: nn.Module, tmp_pa
 def test_a_forward_inside_sees_what_was_written_and_ends_as_it_began(
     model: nn.Module, plain: nn.Module, tmp_path: Path
 ) -> None:
-    with tiermem.shard(model, policy_at(Tier.NVME, tmp_path, max_reuse_numel=0)):
+    with tiermem.shard(model, all_at(Tier.NVME, tmp_path, max_reuse_numel=0)):
         for each in (model, plain):
             with GatheredParameters(each.layers[1].parameters(), modifier_rank=0), torch.no_grad():
                 each.layers[1].up.weight.mul_(3.0)
@@ -266,7 +259,7 @@ def test_gathering_in_forward_serves_backward_too(tmp_path: Path) -> None:
     plain = copy.deepcopy(model)
     loss_of(plain, 0).backward()
     with tiermem.shard(
-        model, policy_at(Tier.NVME, tmp_path, max_reuse_numel=0, persistence_numel=0)
+        model, all_at(Tier.NVME, tmp_path, max_reuse_numel=0, persistence_numel=0)
     ) as shards:
         loss_of(model, 0).backward()
         for (name, param), twin in zip(model.named_parameters(), plain.parameters(), strict=True):
@@ -274,7 +267,7 @@ def test_gathering_in_forward_serves_backward_too(tmp_path: Path) -> None:
 
 
 def test_fwd_module_registers_what_is_gathered(model: nn.Module, tmp_path: Path) -> None:
-    with tiermem.shard(model, policy_at(Tier.NVME, tmp_path)):
+    with tiermem.shard(model, all_at(Tier.NVME, tmp_path)):
         with GatheredParameters(model.layers[0].up.weight, fwd_module=model.layers[2]):
             pass
         seen = []
@@ -291,7 +284,7 @@ def test_fwd_module_registers_what_is_gathered(model: nn.Module, tmp_path: Path)
 @pytest.mark.parametrize("home", HOMES, ids=lambda home: home.name)
 @pytest.mark.parametrize("is_inside", [True, False])
 def test_works_while_and_after_building(is_inside: bool, home: Tier, tmp_path: Path) -> None:
-    policy, plain = policy_at(home, tmp_path), seeded(models.tied_tower)
+    policy, plain = all_at(home, tmp_path), seeded(models.tied_tower)
 
     def touch(each: nn.Module) -> None:
         with GatheredParameters(each.parameters()):
@@ -319,7 +312,7 @@ def test_works_while_and_after_building(is_inside: bool, home: Tier, tmp_path: P
 
 
 def test_looking_after_building_keeps_the_precision_built_in(tmp_path: Path) -> None:
-    policy = policy_at(Tier.NVME, tmp_path, master_from="init", persistence_numel=0)
+    policy = all_at(Tier.NVME, tmp_path, master_from="init", persistence_numel=0)
     torch.manual_seed(0)
     with Init(policy=policy, dtype=torch.bfloat16):
         model = models.tied_tower()

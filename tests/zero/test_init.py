@@ -9,11 +9,11 @@ import gc
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from programs import models
+from programs.homes import all_at
 from programs.twins import assert_same_tensors, batch, is_absent, seeded, train_steps
 from torch import nn
 
@@ -33,12 +33,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 HOMES = [Tier.DEVICE, Tier.HOST, Tier.NVME]
 
 
-def policy_at(home: Tier, folder: Path, **fields: Any) -> OffloadPolicy:
-    return OffloadPolicy(
-        params=home, optim=home, paths=[folder], **({"persistence_numel": 50} | fields)
-    )
-
-
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("kind", MODELS)
@@ -47,7 +41,7 @@ def test_weights_equal_a_plain_builds_seed_for_seed(
 ) -> None:
     plain = seeded(MODELS[kind])
     plain = plain.to(dtype) if dtype else plain
-    policy = policy_at(home, tmp_path)
+    policy = all_at(home, tmp_path)
     torch.manual_seed(0)
     with Init(policy=policy, dtype=dtype):
         model = MODELS[kind]()
@@ -66,7 +60,7 @@ def after_plain_build(kind: str) -> float:
 
 
 def test_losses_equal_a_plain_builds(tmp_path: Path) -> None:
-    policy, losses = policy_at(Tier.NVME, tmp_path), []
+    policy, losses = all_at(Tier.NVME, tmp_path), []
     for builder in (Init(policy=policy, enabled=False), Init(policy=policy)):
         torch.manual_seed(0)
         with builder:
@@ -78,16 +72,16 @@ def test_losses_equal_a_plain_builds(tmp_path: Path) -> None:
 
 
 def test_parameters_show_nan_the_true_shape_and_the_coming_dtype(tmp_path: Path) -> None:
-    with Init(policy=policy_at(Tier.NVME, tmp_path), dtype=torch.bfloat16):
+    with Init(policy=all_at(Tier.NVME, tmp_path), dtype=torch.bfloat16):
         model = models.NanoGPT()
     assert model.lm_head.weight.shape == (61, 32)
     assert is_absent(model.lm_head.weight)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    tiermem.shard(model, policy_at(Tier.NVME, tmp_path)).close()
+    tiermem.shard(model, all_at(Tier.NVME, tmp_path)).close()
 
 
 def test_copies_before_sharding_have_the_values_and_pickling_raises(tmp_path: Path) -> None:
-    policy = policy_at(Tier.NVME, tmp_path)
+    policy = all_at(Tier.NVME, tmp_path)
     with Init(policy=policy):
         model = models.ShortTower()
         inside = copy.deepcopy(model.layers[0])  # as torch.nn.TransformerEncoder does it
@@ -125,7 +119,7 @@ def test_what_code_does_to_a_parameter_inside_is_kept(tmp_path: Path) -> None:
     def input_of(up: nn.Linear) -> torch.Tensor:
         return up.weight.abs() + up.weight.norm()
 
-    policy = policy_at(Tier.NVME, tmp_path)
+    policy = all_at(Tier.NVME, tmp_path)
     plain = seeded(build)
     torch.manual_seed(0)
     with Init(policy=policy):
@@ -135,7 +129,7 @@ def test_what_code_does_to_a_parameter_inside_is_kept(tmp_path: Path) -> None:
 
 
 def test_data_that_parameters_exchange_inside_is_kept(tmp_path: Path) -> None:
-    policy = policy_at(Tier.HOST, tmp_path, persistence_numel=0)
+    policy = all_at(Tier.HOST, tmp_path, persistence_numel=0)
     with Init(policy=policy):
         model = nn.ModuleList([nn.Linear(256, 256, bias=False) for _ in range(2)])
         for value, linear in enumerate(model):
@@ -152,7 +146,7 @@ def test_data_that_parameters_exchange_inside_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_weight_that_was_tied_over_frees_its_place(tmp_path: Path) -> None:
-    policy = policy_at(Tier.NVME, tmp_path)
+    policy = all_at(Tier.NVME, tmp_path)
     with Init(policy=policy) as init:
         model = models.NanoGPT()
         gc.collect()
@@ -163,7 +157,7 @@ def test_a_weight_that_was_tied_over_frees_its_place(tmp_path: Path) -> None:
 
 def test_a_finished_module_is_converted(tmp_path: Path) -> None:
     model, plain = seeded(models.ShortTower), seeded(models.ShortTower)
-    policy = policy_at(Tier.NVME, tmp_path)
+    policy = all_at(Tier.NVME, tmp_path)
     Init(module=model, policy=policy)
     assert is_absent(model.head.weight)
     with tiermem.shard(model, policy):
@@ -171,17 +165,17 @@ def test_a_finished_module_is_converted(tmp_path: Path) -> None:
 
 
 def test_a_parameter_without_dimensions_is_kept(tmp_path: Path) -> None:
-    with Init(policy=policy_at(Tier.NVME, tmp_path)):
+    with Init(policy=all_at(Tier.NVME, tmp_path)):
         model = nn.ParameterDict({"scale": nn.Parameter(torch.tensor(2.5))})
         assert model["scale"].item() == 2.5
     assert model["scale"].shape == () and is_absent(model["scale"])
-    with tiermem.shard(model, policy_at(Tier.NVME, tmp_path)):
+    with tiermem.shard(model, all_at(Tier.NVME, tmp_path)):
         assert model.state_dict()["scale"] == 2.5
 
 
 def test_disabled_context_does_nothing(tmp_path: Path) -> None:
     for builder in (
-        Init(policy=policy_at(Tier.NVME, tmp_path), enabled=False),
+        Init(policy=all_at(Tier.NVME, tmp_path), enabled=False),
         Init(policy=OffloadPolicy(stage=2)),
     ):
         torch.manual_seed(0)
@@ -192,7 +186,7 @@ def test_disabled_context_does_nothing(tmp_path: Path) -> None:
 
 def test_nothing_is_left_when_the_body_raises(tmp_path: Path) -> None:
     def build() -> None:
-        with Init(policy=policy_at(Tier.NVME, tmp_path)):
+        with Init(policy=all_at(Tier.NVME, tmp_path)):
             models.ShortTower()
             raise ZeroDivisionError
 
@@ -204,7 +198,7 @@ def test_nothing_is_left_when_the_body_raises(tmp_path: Path) -> None:
 
 
 def test_nothing_is_left_of_a_model_that_is_never_sharded(tmp_path: Path) -> None:
-    with Init(policy=policy_at(Tier.NVME, tmp_path)):
+    with Init(policy=all_at(Tier.NVME, tmp_path)):
         model = models.ShortTower()
     assert list(tmp_path.iterdir())
     del model
@@ -214,14 +208,14 @@ def test_nothing_is_left_of_a_model_that_is_never_sharded(tmp_path: Path) -> Non
 
 def test_another_policy_may_shard_than_built(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    with Init(policy=policy_at(Tier.NVME, tmp_path)):
+    with Init(policy=all_at(Tier.NVME, tmp_path)):
         model = models.ShortTower()
     with tiermem.shard(model, OffloadPolicy(stage=1)):
         assert_same_tensors(dict(model.state_dict()), dict(seeded(models.ShortTower).state_dict()))
 
 
 def test_a_meta_model_without_weights_is_refused(tmp_path: Path) -> None:
-    policy = policy_at(Tier.NVME, tmp_path)
+    policy = all_at(Tier.NVME, tmp_path)
     with Init(policy=policy), torch.device("meta"):
         model = models.ShortTower()
     with pytest.raises(RuntimeError, match="never given values: load a checkpoint"):
@@ -233,14 +227,14 @@ def test_a_meta_model_without_weights_is_refused(tmp_path: Path) -> None:
 
 def test_every_parameter_shows_what_it_is_from_init_on(tmp_path: Path) -> None:
     shapes = {name: p.shape for name, p in models.ShortTower().named_parameters()}
-    with Init(policy=policy_at(Tier.NVME, tmp_path)):
+    with Init(policy=all_at(Tier.NVME, tmp_path)):
         model = models.ShortTower()
     for name, param in model.named_parameters():
         assert (param.ds_shape, param.ds_numel) == (shapes[name], shapes[name].numel())
         assert param.ds_status is ZeroParamStatus.NOT_AVAILABLE
         assert param.ds_tensor.shape == (param.ds_numel,)
     assert len({param.ds_id for param in model.parameters()}) == len(shapes)
-    tiermem.shard(model, policy_at(Tier.NVME, tmp_path)).close()
+    tiermem.shard(model, all_at(Tier.NVME, tmp_path)).close()
 
 
 class OnDevice(nn.Module):
@@ -260,7 +254,7 @@ class OnDevice(nn.Module):
 def test_skip_init_and_to_empty_make_room_for_values(
     is_root: bool, home: Tier, tmp_path: Path
 ) -> None:
-    policy = policy_at(home, tmp_path)
+    policy = all_at(home, tmp_path)
     with Init(policy=policy):
         model = nn.utils.skip_init(OnDevice, 2) if is_root else OnDevice(2)  # type: ignore[attr-defined]
         with torch.no_grad():
@@ -273,7 +267,7 @@ def test_skip_init_and_to_empty_make_room_for_values(
 
 
 def test_adapters_that_are_added_afterwards_are_partitioned_when_asked(tmp_path: Path) -> None:
-    policy = policy_at(Tier.NVME, tmp_path)
+    policy = all_at(Tier.NVME, tmp_path)
     with Init(policy=policy, dtype=torch.bfloat16):
         model = models.ShortTower()
     model.adapter = nn.Linear(31, 97)
@@ -293,7 +287,7 @@ def test_adapters_that_are_added_afterwards_are_partitioned_when_asked(tmp_path:
 
 
 def test_integer_parameters_are_kept(tmp_path: Path) -> None:
-    policy = policy_at(Tier.HOST, tmp_path)
+    policy = all_at(Tier.HOST, tmp_path)
     with Init(policy=policy):
         model = models.ShortTower()
         model.codes = nn.Parameter(torch.arange(99, dtype=torch.int8), requires_grad=False)
@@ -311,7 +305,7 @@ def test_config_and_policy_together_are_refused() -> None:
 def test_a_missing_path_is_named(tmp_path: Path) -> None:
     with (
         pytest.raises(FileNotFoundError, match="nowhere"),
-        Init(policy=policy_at(Tier.NVME, tmp_path / "nowhere")),
+        Init(policy=all_at(Tier.NVME, tmp_path / "nowhere")),
     ):
         pass
 
@@ -322,7 +316,7 @@ def test_masters_start_from_the_fp32_initial_values_when_asked(
     home: Tier, persistence_numel: int, tmp_path: Path
 ) -> None:
     initial = {name: p.detach() for name, p in seeded(models.ShortTower).named_parameters()}
-    policy = policy_at(
+    policy = all_at(
         home, tmp_path, master_from="init", persistence_numel=persistence_numel, tile_numel=4096
     )
     torch.manual_seed(0)
@@ -348,7 +342,7 @@ def test_masters_start_from_the_fp32_initial_values_when_asked(
 
 def test_masters_from_initial_values_are_in_the_plan(tmp_path: Path) -> None:
     model = seeded(models.ShortTower).bfloat16()
-    with tiermem.shard(model, policy_at(Tier.NVME, tmp_path, master_from="init")) as shards:
+    with tiermem.shard(model, all_at(Tier.NVME, tmp_path, master_from="init")) as shards:
         row = next(row for row in shards.plan.rows if row.what == "initial masters")
         assert row.num_bytes == sum(live.unit.shard_numel * 4 for live in shards.units)
         assert shards.store.stats().nvme_bytes <= shards.plan.disk_bytes
@@ -360,7 +354,7 @@ def test_masters_from_initial_values_are_in_the_plan(tmp_path: Path) -> None:
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_state_dict_is_loaded_before_sharding(kind: str, home: Tier, tmp_path: Path) -> None:
-    plain, policy = seeded(MODELS[kind], 5), policy_at(home, tmp_path)
+    plain, policy = seeded(MODELS[kind], 5), all_at(home, tmp_path)
     with Init(policy=policy):
         model = MODELS[kind]()
     model.load_state_dict(plain.state_dict())
@@ -372,7 +366,7 @@ def test_a_state_dict_is_loaded_before_sharding(kind: str, home: Tier, tmp_path:
 
 
 def test_a_loaded_state_dict_fills_what_meta_left_empty(tmp_path: Path) -> None:
-    plain, policy = seeded(models.NanoGPT), policy_at(Tier.NVME, tmp_path)
+    plain, policy = seeded(models.NanoGPT), all_at(Tier.NVME, tmp_path)
     with torch.device("meta"), Init(policy=policy):
         model = models.NanoGPT()
     model.load_state_dict(plain.state_dict())

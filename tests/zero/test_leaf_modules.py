@@ -8,12 +8,13 @@ import logging
 from pathlib import Path
 
 import pytest
+from programs.homes import all_on_nvme
 from programs.models import SparseBlock, Tower
 from programs.twins import loss_of, seeded
 from torch import nn
 
 import tiermem
-from tiermem import OffloadPolicy, Tier
+from tiermem import OffloadPolicy
 from tiermem.config import load_config
 from tiermem.policy import LeafRules
 from tiermem.utils import (
@@ -33,12 +34,6 @@ def sparse() -> Tower:
     return Tower(num_blocks=2, block=lambda *_: SparseBlock())
 
 
-def policy_at(folder: Path, **fields: object) -> OffloadPolicy:
-    return OffloadPolicy(
-        params=Tier.NVME, optim=Tier.NVME, paths=[folder], **({"persistence_numel": 0} | fields)
-    )
-
-
 def units_of(model: nn.Module, policy: OffloadPolicy) -> list[str]:
     with tiermem.shard(model, policy) as shards:
         return [live.unit.name for live in shards.units]
@@ -47,7 +42,7 @@ def units_of(model: nn.Module, policy: OffloadPolicy) -> list[str]:
 def test_on_one_rank_experts_come_singly(tmp_path: Path) -> None:
     model = seeded(sparse)
     plain = copy.deepcopy(model)
-    with tiermem.shard(model, policy_at(tmp_path, max_reuse_numel=0)) as shards:
+    with tiermem.shard(model, all_on_nvme(tmp_path, max_reuse_numel=0)) as shards:
         names = [live.unit.name for live in shards.units]
         assert [n for n in names if n.startswith("layers.0.")] == [
             "layers.0.gate",
@@ -64,7 +59,7 @@ def test_a_marked_block_comes_as_one(tmp_path: Path) -> None:
     model = seeded(sparse)
     plain = copy.deepcopy(model)
     assert set_z3_leaf_modules(model, [SparseBlock]) == list(model.layers)
-    with tiermem.shard(model, policy_at(tmp_path)) as shards:
+    with tiermem.shard(model, all_on_nvme(tmp_path)) as shards:
         assert [live.unit.name for live in shards.units] == [
             "embed",
             "layers.0",
@@ -122,7 +117,7 @@ def test_a_marked_list_comes_as_one_with_the_module_around_it(tmp_path: Path) ->
     plain = copy.deepcopy(model)
     for block in model.layers:
         set_z3_leaf_module(block.experts, True)
-    with tiermem.shard(model, policy_at(tmp_path, max_reuse_numel=0)) as shards:
+    with tiermem.shard(model, all_on_nvme(tmp_path, max_reuse_numel=0)) as shards:
         names = [live.unit.name for live in shards.units]
         assert [name for name in names if name.startswith("layers.0")] == [
             "layers.0.gate",
@@ -138,7 +133,7 @@ def test_a_marked_model_comes_as_one(tmp_path: Path) -> None:
     model = seeded(sparse)
     plain = copy.deepcopy(model)
     set_z3_leaf_module(model, True)
-    with tiermem.shard(model, policy_at(tmp_path)) as shards:
+    with tiermem.shard(model, all_on_nvme(tmp_path)) as shards:
         assert [live.unit.name for live in shards.units] == ["root"]
         loss = loss_of(model, 0)
         assert loss.item() == loss_of(plain, 0).item()
@@ -149,7 +144,7 @@ def test_a_marked_model_without_forward_is_refused(tmp_path: Path) -> None:
     model = nn.ModuleList([nn.Linear(3, 3)])
     set_z3_leaf_module(model, True)
     with pytest.raises(ValueError, match=r"ModuleList has no forward.*mark the modules in it"):
-        tiermem.shard(model, policy_at(tmp_path))
+        tiermem.shard(model, all_on_nvme(tmp_path))
 
 
 def test_marks_are_copied_with_the_model() -> None:
@@ -162,7 +157,7 @@ def test_a_leaf_larger_than_a_buffer_is_refused(tmp_path: Path) -> None:
     model = sparse()
     set_z3_leaf_modules(model, [SparseBlock])
     with pytest.raises(ValueError, match=r"unit 'layers\.0' holds .* is a leaf module"):
-        tiermem.shard(model, policy_at(tmp_path, unit_numel=5000))
+        tiermem.shard(model, all_on_nvme(tmp_path, unit_numel=5000))
 
 
 @pytest.mark.parametrize(
@@ -185,7 +180,7 @@ def test_the_config_names_leaves(keys: dict[str, object], tmp_path: Path) -> Non
 
 
 def test_granularity_leaves_coarse_modules_alone(tmp_path: Path) -> None:
-    names = units_of(sparse(), policy_at(tmp_path, leaves=LeafRules(granularity_numel=100)))
+    names = units_of(sparse(), all_on_nvme(tmp_path, leaves=LeafRules(granularity_numel=100)))
     assert "layers.0.experts.0" in names
 
 
@@ -195,6 +190,6 @@ def test_the_log_says_what_the_config_named_in_vain(
     with caplog.at_level(logging.WARNING, "tiermem"):
         units_of(
             sparse(),
-            policy_at(tmp_path, leaves=LeafRules(classes=("Nothing",), names=("nowhere",))),
+            all_on_nvme(tmp_path, leaves=LeafRules(classes=("Nothing",), names=("nowhere",))),
         )
     assert "does not have: Nothing, nowhere" in caplog.text
