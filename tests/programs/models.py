@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -80,16 +80,16 @@ class Tower(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> Any:
         x = self.embed(tokens)
-        for layer in list(self.used_layers()) * self.rounds:
+        for layer in self.used_layers() * self.rounds:
             x = self.through(layer, x)
         self.num_forwards += 1
         return wrap(self.head(x), self.outputs)
 
-    def used_layers(self) -> Iterable[nn.Module]:
+    def used_layers(self) -> list[nn.Module]:
         """The blocks of this forward, in order."""
         if self.path is not None:
             return [self.layers[index] for index in self.path]
-        return self.layers[self.num_forwards % 2 : -1] if self.skips else self.layers
+        return list(self.layers[self.num_forwards % 2 : -1] if self.skips else self.layers)
 
     def through(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         if self.checkpoint is None or not self.training:
@@ -108,7 +108,7 @@ class Wandering(Tower):
     """Goes another path through its blocks in every forward, with repetitions; the same on every
     rank."""
 
-    def used_layers(self) -> Iterable[nn.Module]:
+    def used_layers(self) -> list[nn.Module]:
         chance = torch.Generator().manual_seed(self.num_forwards)
         self.path = torch.randint(0, 4, (5,), generator=chance).tolist()
         return super().used_layers()
