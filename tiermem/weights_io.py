@@ -265,7 +265,7 @@ def _current_weights(
         ]
         if not asked:
             continue
-        shards.prefetcher.acquire(live)
+        shards.hooks.acquire_whole(live)
         try:
             is_exact = live.unit.full_dtype.itemsize >= live.unit.dtype.itemsize
             views = live.memory.views

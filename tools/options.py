@@ -225,6 +225,14 @@ class PlanOptions(Options):
         "precision of masters and moments: exact, compact, bf16 or tiny [default: exact]",
         check=OneOf(*STATES),
     )
+    lora: int | None = option(
+        None,
+        "rank of adapters (PEFT) beside all linear layers, which alone are trained [default: none]",
+        check=POSITIVE,
+    )
+    frozen: str | None = option(
+        None, "blocks in which frozen weights rest: nf4 (QLoRA) or int8", check=OneOf("nf4", "int8")
+    )
     batch: int | None = option(None, "sequences of a micro-batch [default: 1]", check=POSITIVE)
     accumulation: int | None = option(None, "micro-batches of a step [default: 1]", check=POSITIVE)
     overlap: str | None = option(None, "as in `train` [default: auto]", check=OneOf(*OVERLAPS))
@@ -320,7 +328,7 @@ class PlanOptions(Options):
             )
         decided = {
             f"--{name}": ""
-            for name in (*MADE_OF, "accumulation")
+            for name in (*MADE_OF, "accumulation", "frozen")
             if getattr(self, name) is not None
         }
         if self.config is not None and decided:

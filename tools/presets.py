@@ -44,6 +44,7 @@ _SIZES = (
     "num_hidden_layers", "n_layer", "num_layers", "hidden_size", "n_embd", "vocab_size", "intermediate_size", "n_inner",
     "num_attention_heads", "n_head", "num_key_value_heads", "head_dim",
 )  # fmt: skip
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _ENCODERS = frozenset(
     {"albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "modernbert", "mpnet", "roberta",
      "xlm-roberta"}
@@ -148,12 +149,14 @@ class ModelSizes(NamedTuple):
     """What the formulas need of a model's shape."""
 
     hidden: int
-    intermediate: int
+    intermediate: int  # that one token goes through: of all experts that it chooses
     num_layers: int
     num_heads: int
     key_value: int  # width of keys, and of values
     vocabulary: int
     is_llama: bool = False  # its logits are a product with the head's weight, and nothing else
+    num_experts: int = 1  # of one layer, fused in one weight
+    num_chosen: int = 0  # by each token; 0: the layers have no experts
 
     @staticmethod
     def of(shape: Mapping[str, Any]) -> ModelSizes:
@@ -161,21 +164,34 @@ class ModelSizes(NamedTuple):
         hidden = _key(shape, "hidden_size", "n_embd", "d_model")
         num_heads = _key(shape, "num_attention_heads", "n_head", "num_heads")
         head_dim = shape.get("head_dim") or hidden // num_heads
+        width = shape.get("intermediate_size") or shape.get("n_inner") or 4 * hidden
+        counts = (shape.get(key) for key in _EXPERTS)
+        num_experts = next((each for each in counts if each), 1)
+        num_chosen = shape.get("num_experts_per_tok") or 1 if num_experts > 1 else 0
+        if num_chosen:
+            width = shape.get("moe_intermediate_size") or width
         return ModelSizes(
             hidden=hidden,
-            intermediate=shape.get("intermediate_size") or shape.get("n_inner") or 4 * hidden,
+            intermediate=width * max(1, num_chosen),
             num_layers=_key(shape, "num_hidden_layers", "n_layer", "num_layers"),
             num_heads=num_heads,
             key_value=head_dim * (shape.get("num_key_value_heads") or num_heads),
             vocabulary=_key(shape, "vocab_size"),
             is_llama=shape.get("model_type") == "llama",
+            num_experts=num_experts,
+            num_chosen=num_chosen,
         )
 
     @property
     def block_numel(self) -> int:
         """Parameters of one block."""
         attention = 2 * self.hidden * self.hidden + 2 * self.hidden * self.key_value
-        return attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
+        return attention + 3 * self.hidden * self._width + 2 * self.hidden
+
+    @property
+    def _width(self) -> int:
+        """Of all experts of a layer together."""
+        return self.intermediate * self.num_experts // max(1, self.num_chosen)
 
     @property
     def unit_numel(self) -> int:
@@ -185,7 +201,8 @@ class ModelSizes(NamedTuple):
     @property
     def weight_numel(self) -> int:
         """Elements of the largest weight."""
-        return self.hidden * max(self.intermediate, self.vocabulary)
+        fused = 2 * self._width if self.num_chosen else self.intermediate
+        return self.hidden * max(fused, self.vocabulary)
 
 
 def _key(shape: Mapping[str, Any], *names: str) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Hashable, Sequence
+import types
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,13 @@ from tiermem.ranks.topology import Topology
 from tiermem.swap.base.native import NORM_BLOCK
 from tiermem.swap.base.parts import Dither, StepParts, StepRule
 from tiermem.swap.kernels.torch_step import block_sums_in_torch, memory_traffic, step_in_torch
+from tiermem.units.experts import (
+    MOST_SHARE,
+    Fused,
+    expected_share,
+    fused_experts,
+    used_numel,
+)
 from tiermem.units.quantised import INT8
 from tiermem.units.state_layout import StateLayout, planned_layout
 from tiermem.units.unit import Division, Unit, ranges_in, reads_weights_again
@@ -45,6 +53,8 @@ class Use(NamedTuple):
     block: str = ""
     """The name of the block that it is in, a child of an outermost ModuleList; empty outside of
     blocks."""
+    parts: Mapping[int, float] = types.MappingProxyType({})
+    """The part of a unit that is read from NVMe where its experts come by rows, by index."""
 
 
 def uses_of(model: nn.Module, division: Division, compute: Compute) -> list[Use]:
@@ -53,8 +63,10 @@ def uses_of(model: nn.Module, division: Division, compute: Compute) -> list[Use]
 
     `weights/prefetcher.py` also takes that order as its first guess. A module's maths is computed
     from the elements of its parameters of two dimensions or more; embeddings do not count, because
-    they only look up. All experts of a mixture of experts count, so its time is an upper bound.
+    they only look up. Of fused experts those count that a token chooses; of others all, so their
+    time is an upper bound.
     """
+    fused = fused_experts(model)
     names = {module: name for name, module in model.named_modules()}
     in_list = {
         m
@@ -71,17 +83,28 @@ def uses_of(model: nn.Module, division: Division, compute: Compute) -> list[Use]
         matrices = _matrices(module) & {shard.param for unit in units for shard in unit.shards}
         counted |= matrices
         numel = (
-            0 if has_rest and module not in in_list else sum(param.numel() for param in matrices)
+            0
+            if has_rest and module not in in_list
+            else sum(used_numel(param, fused) for param in matrices)
         )
         forward_s = numel * compute.forward_s
         backward_s = numel * compute.backward_s
         indices = tuple(unit.index for unit in units)
         again = reads_weights_again(module)
         uses.append(
-            Use(names[module], indices, forward_s, backward_s, again, blocks.get(module, ""))
+            Use(
+                names[module],
+                indices,
+                forward_s,
+                backward_s,
+                again,
+                blocks.get(module, ""),
+                {unit.index: _fetched_part(unit, fused, compute.num_tokens) for unit in units},
+            )
         )
     left = sum(
-        param.numel() for param in _left(in_list if has_rest else set(model.modules())) - counted
+        used_numel(param, fused)
+        for param in _left(in_list if has_rest else set(model.modules())) - counted
     )
     if left or not uses:
         uses.append(
@@ -93,6 +116,16 @@ def uses_of(model: nn.Module, division: Division, compute: Compute) -> list[Use]
         forward_s=last.forward_s + rest[0], backward_s=last.backward_s + rest[1]
     )
     return uses
+
+
+def _fetched_part(unit: Unit, fused: Mapping[nn.Parameter, Fused], num_tokens: int | None) -> float:
+    """The part of a unit that so many tokens are expected to fetch."""
+    rows = [shard for shard in unit.shards if shard.num_rows]
+    if not rows or num_tokens is None:
+        return 1.0
+    share = expected_share(num_tokens, fused[rows[0].param].num_chosen, rows[0].num_rows)
+    skipped = (1.0 - share) * sum(shard.numel for shard in rows)
+    return 1.0 if share > MOST_SHARE else 1.0 - skipped / unit.full_numel
 
 
 def _blocks_of(model: nn.Module) -> dict[nn.Module, str]:

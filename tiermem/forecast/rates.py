@@ -23,15 +23,21 @@ class Compute(NamedTuple):
     backward_s: float
     rest_forward_s: float | None = None
     rest_backward_s: float | None = None
+    num_tokens: int | None = None
+    """Of the micro-batch; None: not known, so that all experts are expected to be used."""
 
     def shared_by(self, num_ranks: int) -> Compute:
         """Returns the seconds of each of num_ranks ranks that share the processor on which these
         were measured."""
-        rest = (
-            None if each is None else each * num_ranks
-            for each in (self.rest_forward_s, self.rest_backward_s)
+        rest = (self.rest_forward_s, self.rest_backward_s)
+        rest_forward_s, rest_backward_s = (s and s * num_ranks for s in rest)
+        return Compute(
+            self.forward_s * num_ranks,
+            self.backward_s * num_ranks,
+            rest_forward_s,
+            rest_backward_s,
+            self.num_tokens,
         )
-        return Compute(self.forward_s * num_ranks, self.backward_s * num_ranks, *rest)
 
     def recomputing(self) -> Compute:
         """Returns the seconds of the same maths with every block's forward made again in
@@ -47,7 +53,7 @@ class Compute(NamedTuple):
         hidden) of the rest.
         """
         forward = 2 * num_tokens / flops
-        plain = Compute(forward, forward * 2)
+        plain = Compute(forward, forward * 2, num_tokens=num_tokens)
         return plain.recomputing() if is_checkpointing else plain
 
 

@@ -120,6 +120,9 @@ class StepBuilder:
         self._step_writes: list[int] = []  # of a step that goes on, which backward waits for
         self._whole, begun = course.stepped_early(self._loads)
         self._early = self._whole | begun  # units that are stepped in backward, or begun there
+        self._parts = (
+            {} if course.is_gpu else dict(each for use in course.uses for each in use.parts.items())
+        )
         self._written: dict[int, int] = {}  # unit -> the last write of its step in backward
 
     def build(self, num_steps: int) -> list[Task]:
@@ -239,9 +242,8 @@ class StepBuilder:
                 f"new {unit.name}", 2 * unit.shard_bytes, [self._last, *stepped], is_beside=True
             )
         self._unchecked.add(unit.index)
-        return self._read(
-            unit.name, unit.shard_bytes, [self._last, self._written.pop(unit.index, -1)]
-        )
+        num_bytes = int(unit.shard_bytes * self._parts.get(unit.index, 1.0))
+        return self._read(unit.name, num_bytes, [self._last, self._written.pop(unit.index, -1)])
 
     def gather_unit(self, unit: Unit, read: int | None, has_second: bool) -> None:
         """Adds a unit's gather. The program waits for the unit's read first."""

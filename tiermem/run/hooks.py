@@ -46,7 +46,7 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +56,7 @@ from torch.utils.hooks import RemovableHandle, unserializable_hook
 from tiermem.gradients.gradients import GradientHomes, lost_gradients
 from tiermem.run.activations import Activations
 from tiermem.swap.store.store import TensorStore
+from tiermem.units.experts import MOST_SHARE, expected_share
 from tiermem.units.registry import Uncopied
 from tiermem.units.unit import reads_weights_again
 from tiermem.weights import backward_marks as marks
@@ -110,6 +111,7 @@ class Hooks(Uncopied):
         self._returned: list[LiveUnit] = []
         self._leader: nn.Module | None = None  # the module whose call began the pass
         self._pass_kind: tuple[bool, bool] | None = None
+        self._trains_by_rows = True  # the last pass with gradients used few experts
         self.thread = threading.get_ident()  # the thread that computes
         # whether the outermost forward under way began with gradients
         self._is_training_pass = False
@@ -300,6 +302,7 @@ class Hooks(Uncopied):
             return False
         self._leader = module
         self._pass_kind = kind
+        self._expect_rows(self._trains_by_rows or not self._is_training_pass)
         self._store.check_process()
         self._store.on_device.check_there("param/")
         if self._is_training_pass:
@@ -316,12 +319,13 @@ class Hooks(Uncopied):
         self._is_training_pass = False
         for tensor in marks.tensors_in(output):
             if type(tensor) is RestingParameter and id(tensor) in self._by_param:
-                self.prefetcher.acquire(live := self._by_param[id(tensor)])
+                self.acquire_whole(live := self._by_param[id(tensor)])
                 self._returned.append(live)
         if frame.use is not None and not frame.use.units:
             marks.mark(made, self, Hooks.watch_backward)
         if module is self._root and not torch.is_grad_enabled() and not self.prefetcher.is_torn:
             # of an evaluation: weights do not change before the next pass
+            self._expect_rows(True)  # a token may follow a prompt
             self.prefetcher.end_pass()
         self._call.clear()
 
@@ -388,7 +392,7 @@ class Hooks(Uncopied):
             {self._by_param[id(p)].unit.index: self._by_param[id(p)] for p in params}.values()
         )
         for live in needed:
-            self.prefetcher.acquire(live)
+            self.acquire_whole(live)
         frame = self.enter(needed, args, kwargs)
         output = None
         try:
@@ -422,10 +426,53 @@ class Hooks(Uncopied):
             use.left = next(self._clock)
             self._hold(use)
             return
-        self.prefetcher.acquire(live)
+        self.acquire_whole(live)
         frame.borrowed.append(live)
         if frame.use is not None:
             self._uses.extend(frame.use, live)
+
+    # ---- experts by rows -------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def with_experts(self, live: LiveUnit, chosen: torch.Tensor) -> Iterator[None]:
+        """A block in which the chosen rows of a unit's fused experts are there: see experts.py.
+        Blocks; raises OSError.
+
+        Tokens of later layers are as many, so the next fetches leave rows out if these tokens use
+        few. chosen: numbers of rows, (tokens, choices of each).
+        """
+        if live.pages is None or not live.is_present:
+            yield
+            return
+        num_rows = live.pages.num_rows
+        num_each = chosen.shape[-1]
+        share = expected_share(chosen.numel() // max(1, num_each), num_each, num_rows)
+        is_few = share <= MOST_SHARE
+        self._expect_rows(is_few)
+        if torch.is_grad_enabled():
+            self._trains_by_rows = is_few
+        rows = {row for row in chosen.unique().tolist() if row < num_rows} if is_few else None
+        self._bring(live, rows)
+        for use in (frame.use for frame in reversed(self._frames)):
+            if use is not None and live in use.units:
+                use.note_rows(live, rows)
+                live.recalled.update(rows or ())
+                break
+        with live.with_experts():
+            yield
+
+    def _expect_rows(self, by_rows: bool) -> None:
+        for live in self._units[:1]:
+            live.passage.by_rows = by_rows
+
+    def _bring(self, live: LiveUnit, rows: Collection[int] | None) -> None:
+        if live.is_partial:
+            self.prefetcher.fetch_more(functools.partial(live.bring, rows))
+
+    def acquire_whole(self, live: LiveUnit) -> None:
+        """`Prefetcher.acquire`, with every row of the unit's experts."""
+        self.prefetcher.acquire(live)
+        self._bring(live, None)
 
     # ---- backward --------------------------------------------------------------------------------
 
@@ -438,6 +485,8 @@ class Hooks(Uncopied):
         # reading the `grad` of resting parameters takes less time so
         with torch._C.DisableTorchFunctionSubclass():
             for live in use.units:
+                if self._uses.is_final(live):
+                    live.recalled.clear()
                 live.memory.join()  # autograd may have computed and accumulated on other streams
                 if live.unit.is_trainable and self._uses.is_final(live) and self._may_receive():
                     self._homes.receive(live.unit)
@@ -499,6 +548,7 @@ class Hooks(Uncopied):
         self._held[use] = None
         for live in use.needed_again:
             self.prefetcher.acquire(live)
+            self._bring(live, use.rows.get(live))
         use.start_ns = time.monotonic_ns()
 
     def _computed(self, use: UnitUse, grad: torch.Tensor) -> None:
@@ -699,6 +749,8 @@ class _ModuleHooks:
         for live in self.needed:
             hooks.prefetcher.acquire(live)
         frame = hooks.enter(self.needed, args, kwargs, reads_weights_again(module))
+        if frame.use is not None:
+            frame.use.by_rows()
         if is_outermost and hooks.activations is not None:
             hooks.activations.begin()
         self._frames[-1] = frame, is_outermost

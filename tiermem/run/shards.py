@@ -62,6 +62,7 @@ from tiermem.swap.program.program import Program
 from tiermem.swap.store.stream import Bounce
 from tiermem.units import registry
 from tiermem.units.compute import agree_on_compute, widen_inputs
+from tiermem.units.experts import serve_experts
 from tiermem.units.state_layout import MASTER
 from tiermem.units.unit import Division, Shard, Unit, divide, serve_islands
 from tiermem.units.written import adopt
@@ -741,6 +742,16 @@ class Shards:
                 self.hooks.leave(frame, made_by(tensors_in(output)))
             return absent.without_loans(output, params, make)
 
+    def with_experts(
+        self, param: nn.Parameter, chosen: torch.Tensor
+    ) -> contextlib.AbstractContextManager[None]:
+        """A block in which the rows of a module's fused experts that tokens have chosen are there.
+        Blocks; raises OSError.
+
+        param: one of the module's. chosen: numbers of experts, (tokens, choices of each).
+        """
+        return self.hooks.with_experts(self.find(param)[0], chosen)
+
     def add_need(self, module: nn.Module, param: nn.Parameter) -> None:
         """Registers that a module needs a parameter of another module whenever it runs. No effect
         for a resident parameter."""
@@ -794,6 +805,7 @@ class Shards:
             self.hooks.remove()
             for handle in self._handles:
                 handle.remove()
+            self._end_experts()
             self._end_watch()
             release(self.units, self._passage, keeps_residents=not materialize)
             self.homes.store.stop()
@@ -849,6 +861,7 @@ class Shards:
         self._handles += serve_islands(self.model, lowered, self.policy, self.device, self.weight)
         self._handles += widen_inputs(self.model, {u.dtype for u in units if u.is_widened})
         self._handles += StateDicts(self._saved, self.replace).watch(self.model)
+        self._end_experts = serve_experts(self.model)
         self._take_charge()
 
     def _take_charge(self) -> None:

@@ -281,6 +281,7 @@ class StateRange(NamedTuple):
     grain_bytes: int  # bytes of one grain ...
     grain_numel: int = 1  # ... and its elements
     column: Column | None = None  # of the entry, whose strips no piece crosses
+    row_bytes: int = 0  # of rows that may be read singly, whose ends no piece crosses; 0: none
 
 
 class StatePiece(NamedTuple):
@@ -369,7 +370,8 @@ def weight_runs(
                 ByteRange(span.start * size, (span.stop - span.start) * size), strip * size
             )
             places = part.in_unit.start * size, first * size, part.numel * size
-            yield StateRange(part.shard, _weight, *places, size, column=column)
+            row = part.shard.numel // part.shard.num_rows * size if part.shard.num_rows else 0
+            yield StateRange(part.shard, _weight, *places, size, column=column, row_bytes=row)
 
 
 def _packed_runs(unit: Unit, form: BlockFormat, shard_rank: int) -> Iterator[StateRange]:
@@ -409,6 +411,8 @@ def _cut(run: StateRange) -> Numbers:
         first = run.column.place.offset + run.first_byte - run.offset
         step = run.column.strip_bytes
         cuts.append(np.arange(first + round_up(run.first_byte + 1 - first, step), end, step))
+    if run.row_bytes:
+        cuts.append(np.arange(round_up(run.first_byte + 1, run.row_bytes), end, run.row_bytes))
     return np.unique(np.concatenate(cuts)).astype(np.int64)
 
 

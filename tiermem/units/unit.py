@@ -17,6 +17,7 @@ from tiermem.policy import OffloadPolicy
 from tiermem.precision import DTYPES
 from tiermem.swap.base.ranges import round_up
 from tiermem.units.compute import widened_dtype
+from tiermem.units.experts import Fused, fused_experts
 from tiermem.units.gradient_state import Gradient
 from tiermem.units.leaf import UsedInPieces, apply_rules, has_forward, is_routed, z3_leaf_module
 from tiermem.units.quantised import BLOCK, FORMATS, INT8, BlockFormat
@@ -193,6 +194,7 @@ class Shard:
     full_offset: int
     shard_offset: int
     reduce_dtype: torch.dtype  # the dtype of its gradient's reduction
+    num_rows: int = 0  # fused experts that it holds, which may be fetched singly
     gradient: Gradient = dataclasses.field(default_factory=Gradient)
     num_steps: int = 0  # optimizer steps taken
     has_moments: bool = False  # moments were loaded before the first step, which then reads them
@@ -447,6 +449,8 @@ def divide(
     persistent = _persistent(model, policy)
     form = FORMATS.get(policy.frozen_blocks or "")
     seen_as = lowered_parameters(model, policy, num_shards) or _widened_parameters(model, policy)
+    # other ranks' tokens choose other rows, and a fetch is collective
+    fused = fused_experts(model) if num_shards == 1 else {}
     units: list[Unit] = []
     triggers: dict[nn.Module, list[Unit]] = {}
     owners: dict[nn.Parameter, Unit] = {}
@@ -456,7 +460,9 @@ def divide(
         needed: dict[int, Unit] = {owners[p].index: owners[p] for p in params if p in owners}
         fresh = [p for p in params if p not in owners and p not in persistent]
         for kind, alike in _by_kind(fresh, is_trained, seen_as, form).items():
-            unit = _lay_out(name, len(units), alike, names, kind, policy, num_shards, is_leaf)
+            unit = _lay_out(
+                name, len(units), alike, names, kind, policy, num_shards, is_leaf, fused
+            )
             _check_size(unit, policy)
             units.append(unit)
             owners.update((p, unit) for p in alike)
@@ -599,15 +605,22 @@ def _lay_out(
     policy: OffloadPolicy,
     num_shards: int,
     is_leaf: bool = False,
+    fused: Mapping[nn.Parameter, Fused] | None = None,
 ) -> Unit:
     dtype, is_trainable, full_dtype, blocks = kind
     reduce_dtype = DTYPES[policy.reduce_dtype] if policy.reduce_dtype is not None else dtype
     shards: list[Shard] = []
+    rows = {p: fused[p] for p in params if fused and p in fused and blocks is None}
+    if len({each.module for each in rows.values()}) > 1:
+        rows = {}  # a row's number says too little
     full = part = 0
     for param in params:
         position, full_name = names[param]
         # so ranks cut no block
         share = round_up(-(-param.numel() // num_shards), BLOCK if blocks else 1)
+        align = UNIT_ALIGN if param in rows else ALIGN  # rows begin with a page, if they are pages
+        full = round_up(full, align)
+        part = round_up(part, align)
         shards.append(
             Shard(
                 full_name,
@@ -619,10 +632,11 @@ def _lay_out(
                 full,
                 part,
                 reduce_dtype,
+                rows[param].num_rows if param in rows else 0,
             )
         )
-        full += round_up(share * num_shards, ALIGN)
-        part += round_up(share, ALIGN)
+        full += round_up(share * num_shards, align)
+        part += round_up(share, align)
     full = round_up(max(full, 1), UNIT_ALIGN)
     part = round_up(max(part, 1), UNIT_ALIGN)
     is_resident = policy.stage != 3

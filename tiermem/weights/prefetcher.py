@@ -7,7 +7,15 @@ import math
 import time
 import weakref
 from bisect import bisect_left
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Generator,
+    Hashable,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from functools import partial
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -132,6 +140,19 @@ class UnitUse:
         self.entered = 0  # tick of the forward's begin
         self.left = 0  # tick of its end
         self.start_ns = time.monotonic_ns()  # of the forward, later of the backward
+        # the rows of experts that it uses, of units that may come without; others come whole
+        self.rows: dict[LiveUnit, set[int]] = {}
+
+    def by_rows(self) -> None:
+        """Notes that it uses no row of experts until more is said."""
+        self.rows = {live: set() for live in self.units if live.pages is not None}
+
+    def note_rows(self, live: LiveUnit, rows: Collection[int] | None) -> None:
+        """Notes that it uses rows of a unit's experts; None: perhaps all."""
+        if rows is None:
+            self.rows.pop(live, None)
+        elif live in self.rows:
+            self.rows[live].update(rows)
 
     @property
     def needed_again(self) -> Sequence[LiveUnit]:
@@ -175,6 +196,7 @@ class Uses:
             use.units.append(live)
             use.reads_again = True
             self._open[live.unit.index].add(use)
+        use.note_rows(live, None)
 
     def answer(self, use: UnitUse) -> None:
         """Notes that backward has answered a use."""
@@ -358,13 +380,7 @@ class Prefetcher(Generic[T]):
         may_gather: whether gathers of units that are expected next may begin. Blocks; raises
             OSError when a read failed.
         """
-        if self.is_torn:
-            raise RuntimeError(
-                "an exception has ended this forward or backward in the midst of a fetch, so that "
-                "it cannot go on: call the "
-                "model again"
-            )
-        self.is_torn = True
+        self._begin()
         if live is not None:
             live.hold()
             if not live.is_streamed:
@@ -381,6 +397,29 @@ class Prefetcher(Generic[T]):
                 raise
         self._last = live or self._last
         self.is_torn = False
+
+    @outside_transforms
+    def fetch_more(self, fetch: Callable[[], None]) -> None:
+        """Calls a function that fetches more of a unit that is present. Blocks; raises OSError, and
+        then the unit stays as it is."""
+        self._begin()
+        try:
+            fetch()
+        except (OSError, RuntimeError):
+            self.is_torn = False
+            raise
+        self.is_torn = False
+
+    def _begin(self) -> None:
+        """Marks a change. Raises RuntimeError where an interrupt has left the mark of another
+        one."""
+        if self.is_torn:
+            raise RuntimeError(
+                "an exception has ended this forward or backward in the midst of a fetch, so that "
+                "it cannot go on: call the "
+                "model again"
+            )
+        self.is_torn = True
 
     @outside_transforms
     def release(self, live: T, may_evict: bool = True) -> None:

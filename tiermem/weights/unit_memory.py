@@ -160,6 +160,7 @@ class Passage:
                 for _ in range(2)
             )
         self._nan = Map(nan_bytes, is_nan=True).tensor() if self.may_swap and nan_bytes else None
+        self.by_rows = False  # experts are expected to be used in part: reads leave their rows out
         self._is_outdated = True  # shards on the accelerator may have been written since `_written`
         self._written: torch.Event | None = None
 

@@ -3,10 +3,11 @@ values."""
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ from tiermem.units.registry import is_gathered
 from tiermem.units.unit import Unit
 from tiermem.weights import absent
 from tiermem.weights.absent import ZeroParamStatus, mark
+from tiermem.weights.pages import UnitPages
 from tiermem.weights.unit_memory import Passage, Stage, StagedRead, UnitMemory
 from tiermem.wires.gather import Gather
 
@@ -115,6 +117,10 @@ class LiveUnit:
         # holds the shard on its way to a gather or to the accelerator
         self._stage: Stage | None = None
         self._coming: _Read | _Gathering | None = None  # the transfer of READING or GATHERING
+        may_part = self.reads and not (self.is_staged or unit.is_widened) and passage.may_swap
+        # None: it is fetched whole
+        self.pages = UnitPages(unit) if may_part and any(s.num_rows for s in unit.shards) else None
+        self.recalled: set[int] = set()  # rows that backwards to come need
         self._params = [shard.param for shard in unit.shards]
         self._index = {id(param): index for index, param in enumerate(self._params)}
         # their class shows whether the unit has users
@@ -199,6 +205,12 @@ class LiveUnit:
                 else self.unit.full_bytes - self.unit.shard_bytes
             )
             ranges = [(self.entry, 0, slot.tensor[first : first + num_bytes])]
+            if self.pages is not None:
+                # a run gives whole tiles
+                may_part = not (self.unit.is_trainable and passage.steps.is_under_way)
+                found = self.pages.missing(self.recalled if passage.by_rows and may_part else None)
+                self.pages.note(found)
+                ranges = [(self.entry, each.start, slot.tensor[each]) for each in found]
             priority = URGENT if is_urgent else NORMAL
             if passage.steps.is_under_way:
                 self._coming = passage.steps.read(ranges, self.entry, self.unit.index, priority)
@@ -287,6 +299,45 @@ class LiveUnit:
             widen(self.memory.full, self.memory.travels)
         self.memory.use()
         self._show()
+        if self.is_partial:
+            absent.rest(self._of_experts())
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether it is PRESENT without some rows of its experts, whose parameters rest."""
+        return self.pages is not None and self.is_present and not self.pages.is_whole
+
+    def bring(self, rows: Collection[int] | None) -> None:
+        """PRESENT: reads rows of its experts that are not there; None: all of them. Blocks; raises
+        OSError."""
+        if self.pages is None or not self.is_partial:
+            return
+        assert self.entry is not None
+        if self.unit.is_trainable:
+            self.passage.steps.finish_tiles()
+        if found := self.pages.missing(rows):
+            data = self.memory.take_slot().tensor
+            ranges = [(self.entry, each.start, data[each]) for each in found]
+            self.passage.store.read(ranges, self.entry, URGENT).wait()
+            self.pages.note(found)
+        if self.pages.is_whole and self.num_users:
+            absent.wake(self._changing)
+
+    @contextlib.contextmanager
+    def with_experts(self) -> Iterator[None]:
+        """A block in which the parameters of its experts are ordinary ones, for code that reads only
+        rows that are there."""
+        absent.wake(self._of_experts())
+        try:
+            yield
+        finally:
+            if self.is_partial:
+                absent.rest(self._of_experts())
+
+    def _of_experts(self) -> list[nn.Parameter]:
+        """The parameters that hold rows of experts, but for those that hold their own copy."""
+        fused = () if self.pages is None else self.pages.fused
+        return [self._params[index] for index in fused if index not in self._out]
 
     def drop(self) -> None:
         """Any state -> HOME. Cancels a read under way; waits for an exchange under way. Raises
@@ -303,6 +354,8 @@ class LiveUnit:
             self._coming = None
             before = self.state
             self._become(UnitState.HOME)
+            if self.pages is not None:
+                self.pages.clear()
             if before is UnitState.PRESENT:
                 self._point()
             self._give_stage_back(read)
@@ -322,6 +375,9 @@ class LiveUnit:
         elif self._coming is not None:
             self._coming.cancel()
         self._coming = self._stage = None
+        if self.pages is not None:
+            self.pages.clear()
+        self.recalled.clear()
         self._is_kept = False
         self.num_users = 0
         self._become(UnitState.HOME)
@@ -341,6 +397,8 @@ class LiveUnit:
         self.memory.allocate(outside=True)
         self.memory.begin_filling()
         fill(self.memory)
+        if self.pages is not None:
+            self.pages.note(self.pages.missing(None))
         self._is_kept = True
         self._show()
 
@@ -396,6 +454,8 @@ class LiveUnit:
         self.num_users += 1
         if self.num_users == 1:
             absent.wake(self._changing)
+            if self.is_partial:
+                absent.rest(self._of_experts())
             self._widen_view()
 
     def let_go(self) -> None:
@@ -449,6 +509,12 @@ class LiveUnit:
         is_changed = (param.data_ptr(), param._version) != self._seen[index]
         if (not is_changed and index not in self._data_taken) or index in self._out:
             return False
+        if self.is_partial and self.unit.shards[index].num_rows:
+            raise RuntimeError(
+                f"{self.unit.shards[index].name} was written in a forward that fetched only the "
+                "rows of the experts in use. Write it under tiermem.zero.GatheredParameters("
+                "parameter, modifier_rank=0), or through Shards.replace"
+            )
         absent.check_like(param, self.memory.views[index])
         return True
 

@@ -51,6 +51,7 @@ from tiermem.tools.plan.speed import speed_of
 from tiermem.tools.presets import ModelShape, preset, shape_of
 from tiermem.tools.record.reports import table
 from tiermem.tools.words import Mistake, format_bytes
+from tiermem.units.experts import expected_share
 
 EXIT_FITS = 0
 EXIT_TOO_SMALL = 1
@@ -99,7 +100,8 @@ def scenario_of(options: PlanOptions) -> tuple[Scenario, list[str]]:
         options.nvme_bytes,
         () if card is None else card.others,
     )
-    return Scenario(shape, config, cluster, rates, compute, options.seq), sources
+    scenario = Scenario(shape, config, cluster, rates, compute, options.seq, lora_rank=options.lora)
+    return scenario, sources
 
 
 def _shape(options: PlanOptions) -> ModelShape:
@@ -119,6 +121,7 @@ def _config(options: PlanOptions) -> Config:
         config = make_config(
             TrainOptions(**{name: getattr(options, name) for name in MADE_OF}), [folder]
         )
+        config = with_key(config, ("tiermem", "frozen_quant_type"), options.frozen)
         return config | {"gradient_accumulation_steps": options.accumulation or 1}
     config = read_config(options.config, [], 1)
     if "model_type" in config:
@@ -232,6 +235,15 @@ def _said(planned: Planned) -> list[str]:
     """What was chosen for a GPU, and whether blocks are recomputed, and why."""
     cluster = planned.scenario.cluster
     said = [planned.recomputation] if planned.recomputation else []
+    sizes = planned.activations.sizes
+    if sizes.num_chosen:
+        num_tokens = planned.activations.num_tokens
+        share = expected_share(num_tokens, sizes.num_chosen, sizes.num_experts)
+        said.append(
+            f"experts: each token chooses {sizes.num_chosen} of {sizes.num_experts}, so "
+            f"{num_tokens} tokens are expected to use {share * sizes.num_experts:.1f} of a layer. "
+            "Where tokens use at most half, one rank's CPU reads the rows of those alone from NVMe"
+        )
     if cluster.gpu_bytes is None:
         return said
     card = Card(cluster.gpu_bytes, cluster.gpu_others)

@@ -210,6 +210,8 @@ class ActivationBytes(NamedTuple):
     at_once: int | None = None
     """Micro-batches that go through the model block by block (accumulation "layers"); None: one
     after the other."""
+    is_adapted: bool = False
+    """Whether only adapters get gradients."""
 
     @staticmethod
     def of(job: Job, is_gpu: bool) -> ActivationBytes:
@@ -266,8 +268,8 @@ class ActivationBytes(NamedTuple):
             )
         working = 2 * block if self.is_checkpointing else block
         logits, loss_why = self._loss()
-        of_block = sizes.block_numel * at_rest
-        of_largest = sizes.unit_numel * at_rest
+        of_block = 0 if self.is_adapted else sizes.block_numel * at_rest
+        of_largest = 0 if self.is_adapted else sizes.unit_numel * at_rest
         terms = [("activations", kept, kept_why)]
         if self.is_gpu:  # whose allocator gives the memory of the one peak to the other
             peaks = {"one block": working + of_block, "logits and loss": logits + of_largest}
@@ -395,9 +397,11 @@ def saved_bytes_per_token(sizes: ModelSizes, precision: str) -> int:
     attention's output, both norms' outputs and inputs (six of hidden); keys and values; four of
     intermediate. In float: both norms' inputs once more when the precision is lower, attention's
     log-sum-exp per head, two reciprocal roots. With fp32 the norms' inputs are saved at two more
-    places instead of their casts.
+    places instead of their casts. Of each expert that a token chooses: its input and its output as
+    well.
     """
     hidden_places, float_places = (8, 0) if precision == "fp32" else (6, 2)
+    hidden_places += 2 * sizes.num_chosen
     element = DTYPES[precision].itemsize
     in_precision = hidden_places * sizes.hidden + 2 * sizes.key_value + 4 * sizes.intermediate
     return in_precision * element + (float_places * sizes.hidden + sizes.num_heads + 2) * 4
@@ -453,6 +457,8 @@ class Scenario:
     that a rank reaches."""
     seq: int
     is_checkpointing: bool = False
+    lora_rank: int | None = None
+    """Of adapters beside all linear layers, which alone are trained; None: everything is."""
 
     @property
     def recomputing(self) -> Scenario:
@@ -465,7 +471,7 @@ class Scenario:
         """The seconds of the maths of a micro-batch of so many tokens. is_by_layer: with
         accumulation "layers"."""
         if isinstance(self.compute, Compute):
-            return self.compute
+            return self.compute._replace(num_tokens=num_tokens)
         return Compute.of_peak(self.compute, num_tokens, self.is_checkpointing or is_by_layer)
 
     def activations_of(self, num_tokens: int, at_once: int | None) -> ActivationBytes:
@@ -477,7 +483,14 @@ class Scenario:
         compute = compute_of(self.config, precision)
         is_checkpointing = self.is_checkpointing or at_once is not None
         return ActivationBytes(
-            sizes, num_tokens, precision, compute, is_checkpointing, is_gpu, at_once
+            sizes,
+            num_tokens,
+            precision,
+            compute,
+            is_checkpointing,
+            is_gpu,
+            at_once,
+            self.lora_rank is not None,
         )
 
 
@@ -588,7 +601,7 @@ def plan_scenario(scenario: Scenario, chooses: bool = True) -> Planned:
 def _planned(scenario: Scenario, chooses: bool, **fields: Any) -> Planned:
     cluster = scenario.cluster
     loaded = resolve_auto(load_config(scenario.config), ModelSizes.of(scenario.shape).hidden)
-    model = meta_model(scenario.shape, loaded.precision)
+    model = meta_model(scenario.shape, loaded.precision, scenario.lora_rank)
     batch = loaded.batch(cluster.num_ranks)
     is_gpu = cluster.gpu_bytes is not None
     num_tokens = batch.micro * scenario.seq
@@ -660,7 +673,8 @@ def overlaps_of(planned: Planned) -> dict[str, Overlapped]:
     cluster = scenario.cluster
     batch = planned.batch
     is_gpu = cluster.gpu_bytes is not None
-    model = meta_model(scenario.shape, resolve_auto(load_config(scenario.config), 1).precision)
+    precision = resolve_auto(load_config(scenario.config), 1).precision
+    model = meta_model(scenario.shape, precision, scenario.lora_rank)
     for overlap in ("none", "forward", "backward"):
         if overlap != "none" and planned.policy.step_in_backward:
             continue  # its steps end in backward
@@ -699,12 +713,18 @@ def _forecast(
     )
 
 
-def meta_model(shape: Mapping[str, Any], precision: str) -> nn.Module:
-    """The model without memory. Raises ValueError for a model type that transformers does not
-    know."""
+def meta_model(shape: Mapping[str, Any], precision: str, lora_rank: int | None = None) -> nn.Module:
+    """The model without memory; lora_rank: with adapters of PEFT beside all linear layers, which
+    alone are trained. Raises ValueError for a model type that transformers does not know,
+    ImportError where peft is not installed."""
     with torch.device("meta"):
         model: nn.Module = transformers().AutoModelForCausalLM.from_config(hf_config(shape))
-    return model.to(DTYPES[precision])
+        model = model.to(DTYPES[precision])
+        if lora_rank is not None:
+            peft = importlib.import_module("peft")
+            config = peft.LoraConfig(r=lora_rank, target_modules="all-linear")
+            model = peft.get_peft_model(model, config)
+    return model
 
 
 def hf_config(shape: Mapping[str, Any]) -> Any:

@@ -52,6 +52,7 @@ from tiermem.tools.presets import ModelShape, ModelSizes, with_layers
 from tiermem.tools.record.run_record import Figures, Span, covered, within
 from tiermem.tools.words import format_bytes
 from tiermem.units.compute import FAR_SLOWER, ComputeChoice, choose_compute
+from tiermem.units.experts import fused_experts, used_numel
 from tiermem.weights.step_run import overlap_of
 
 # ---- the trained model ---------------------------------------------------------------------------
@@ -166,7 +167,8 @@ def _time_copy(
     tokens = _tokens(shape, batch, seq).to(device)
     forward = functools.partial(_loss_of, model, tokens)
     seconds = [timed(clock_of(device), forward)[1] for _ in range(_NUM_TIMED_COPIES + 1)]
-    numel = sum(p.numel() for p in model.parameters() if p.dim() > 1)
+    fused = fused_experts(model)
+    numel = sum(used_numel(p, fused) for p in model.parameters() if p.dim() > 1)
     del model, forward
     gc.collect()
     forward_s, backward_s = (
@@ -455,7 +457,8 @@ def _lists_of_blocks(model: nn.Module) -> tuple[tuple[str, ...], int]:
         if isinstance(module, nn.ModuleList)
     }
     params = {param for each in lists.values() for param in each.parameters() if param.dim() > 1}
-    return tuple(lists), sum(param.numel() for param in params)
+    fused = fused_experts(model)
+    return tuple(lists), sum(used_numel(param, fused) for param in params)
 
 
 # ---- the dtype of products, and warnings ---------------------------------------------------------
