@@ -227,7 +227,7 @@ class PlanOptions(Options):
     )
     lora: int | None = option(
         None,
-        "rank of adapters (PEFT) beside all linear layers, which alone are trained [default: none]",
+        "rank of adapters (PEFT) beside every Linear but the head, which alone are trained",
         check=POSITIVE,
     )
     frozen: str | None = option(

@@ -58,12 +58,23 @@ CASES = {
     "a Llama that checkpoints": Case(functools.partial(models.checkpointed_llama, False), 3),
     "a Llama that checkpoints, reentrant": Case(functools.partial(models.checkpointed_llama, True)),
     "a GPT-2, activations on NVMe": Case(lambda: gpt2(), own={"activations": "nvme"}),
+    "experts by rows": Case(lambda: mixture(), 3),
     "a Sequential": Case(
         lambda: nn.Sequential(
             nn.Embedding(VOCAB, 16), *(nn.Linear(16, 16) for _ in range(3)), Head()
         )
     ),
 }
+
+
+def mixture() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    experts = {"num_local_experts": 64, "num_experts_per_tok": 1}
+    given = sizes | heads | experts
+    return MixtralForCausalLM(MixtralConfig(vocab_size=VOCAB, use_cache=False, **given))
 
 
 def gpt2() -> nn.Module:

@@ -6,6 +6,7 @@ Every buffer of units is NaN at first, so a row that was not read and is used sh
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -334,3 +335,17 @@ def test_the_share_of_experts_is_that_of_chance() -> None:
         for _ in range(200)
     ]
     assert expected_share(20, 8, 128) == pytest.approx(sum(tries) / 200 / 128, rel=0.02)
+
+
+def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/30b_a3b.md, with a tiny model."""
+    pytest.importorskip("peft")
+    monkeypatch.chdir(tmp_path)
+    model: Any = seeded(lambda: qwen3_moe(**WIDE))
+    model.save_pretrained("Qwen3-30B-A3B")
+    page = Path(__file__).parent.parent.parent / "docs" / "30b_a3b.md"
+    (block,) = re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
+    names: dict[str, Any] = {"batches": [tokens_of(0, MANY)] * 3}
+    exec(compile(block, str(page), "exec"), names)  # the page's own code
+    assert names["loss"].isfinite()
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()

@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 import torch
 
 import tiermem
-from tiermem.forecast import Rates
+from tiermem.forecast import Rates, uses_of
 from tiermem.forecast.rates import Compute
 from tiermem.forecast.steps import (
     DEVICE_TO_HOST,
@@ -27,7 +27,7 @@ from tiermem.forecast.steps import (
     RANK_TO_NEAR,
     RANK_TO_RANK,
 )
-from tiermem.policy import Tier
+from tiermem.policy import OffloadPolicy, Tier
 from tiermem.tools.cli import EXIT_USER, main
 from tiermem.tools.options import PlanOptions
 from tiermem.tools.plan.card import NO_OTHER_WAY, plan_open
@@ -41,7 +41,8 @@ from tiermem.tools.plan.planned import (
     plan_scenario,
 )
 from tiermem.tools.plan.speed import parse_rates, tuned_speed
-from tiermem.tools.presets import preset
+from tiermem.tools.presets import ModelSizes, preset
+from tiermem.units.unit import divide
 
 TINY = preset("151m") | {
     "hidden_size": 128,
@@ -501,3 +502,76 @@ def test_tuned_rates_are_taken_apart(tmp_path: Path) -> None:
     file.write_text("{}")
     with pytest.raises(ValueError, match=r"holds no rates; it must be what `tiermem tune` wrote"):
         tuned_speed(file)
+
+
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 999,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 64,
+    "num_experts_per_tok": 2,
+    "use_cache": False,
+}
+
+
+def test_a_mixtures_sizes_are_those_of_its_model() -> None:
+    sizes = ModelSizes.of(MIXTURE)
+    model: Any = meta_model(MIXTURE, "bf16")
+    block = sum(param.numel() for param in model.model.layers[0].parameters())
+    assert sizes.block_numel == pytest.approx(block, rel=0.05)  # without router and norms of heads
+    assert sizes.intermediate == 2 * 32
+    assert max(p.numel() for p in model.parameters()) == sizes.weight_numel
+
+
+def test_a_batch_reads_the_experts_that_it_is_expected_to_use() -> None:
+    shape = MIXTURE | {"num_hidden_layers": 16}  # more than buffers hold
+
+    def read_bytes(seq: int) -> int:
+        config = config_of() | {"train_micro_batch_size_per_gpu": 1}
+        scenario = Scenario(shape, config, Cluster(1, 1), *SPEED, seq)
+        return plan_scenario(scenario, chooses=False).forecast.moved_bytes["NVME -> HOST"][
+            "forward"
+        ]
+
+    # of 64 experts two tokens are expected to use 3.9, twenty 29.9 and thirty 38.9: all then
+    few, some, many, most = (read_bytes(seq) for seq in (2, 20, 30, 500))
+    assert few == pytest.approx(0.1 * most, rel=0.1)
+    assert some == pytest.approx(0.5 * most, rel=0.1)
+    assert many == most
+
+
+def test_a_tokens_maths_is_that_of_the_experts_that_it_chooses() -> None:
+    model: Any = meta_model(MIXTURE, "bf16")
+    division = divide(model, OffloadPolicy(), 1)
+    numel = sum(use.forward_s for use in uses_of(model, division, Compute(1.0, 1.0)))
+    embedding = model.get_input_embeddings().weight.numel()
+    matrices = sum(param.numel() for param in model.parameters() if param.dim() == 2) - embedding
+    fused = sum(param.numel() for param in model.parameters() if param.dim() > 2)
+    assert numel == matrices + fused * 2 // 64
+
+
+def test_adapters_over_frozen_blocks_are_planned(files: Path) -> None:
+    pytest.importorskip("peft")
+    (files / "config.json").write_text(json.dumps(MIXTURE))
+    given = ["plan", "--model", str(files), "--flops", "1T", "--nvme-rate", "1,1", "--seq", "64"]
+    found = {}
+    for name, more in (("all", []), ("adapters", ["--lora", "4", "--frozen", "nf4"])):
+        with pytest.raises(SystemExit) as stopped:
+            main([*given, *more, "--json", str(files / "plan.json")])
+        assert not stopped.value.code
+        found[name] = json.loads((files / "plan.json").read_text())
+    trained = found["adapters"]["num_params"] - found["all"]["num_params"]
+    assert trained == 2 * 4 * (64 + 64 + 2 * (64 + 32) + 64 + 64)  # q, k and v, o of two layers
+    rows = {name: {row["what"]: row for row in each["lines"]} for name, each in found.items()}
+    assert rows["all"]["gradients in autograd"]["num_bytes"]
+    assert not rows["adapters"]["gradients in autograd"]["num_bytes"]
+    assert (
+        rows["adapters"]["parameters"]["num_bytes"] < 0.5 * rows["all"]["parameters"]["num_bytes"]
+    )
+    assert any("expected to use" in each for each in found["all"]["placement"])

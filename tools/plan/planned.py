@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -458,7 +458,7 @@ class Scenario:
     seq: int
     is_checkpointing: bool = False
     lora_rank: int | None = None
-    """Of adapters beside all linear layers, which alone are trained; None: everything is."""
+    """Of adapters, which alone are trained (`meta_model`); None: everything is."""
 
     @property
     def recomputing(self) -> Scenario:
@@ -714,17 +714,26 @@ def _forecast(
 
 
 def meta_model(shape: Mapping[str, Any], precision: str, lora_rank: int | None = None) -> nn.Module:
-    """The model without memory; lora_rank: with adapters of PEFT beside all linear layers, which
-    alone are trained. Raises ValueError for a model type that transformers does not know,
-    ImportError where peft is not installed."""
+    """The model without memory.
+
+    lora_rank: of PEFT's adapters, which alone are trained, beside every nn.Linear but the head.
+        Fused experts and their routers are none, and get no adapter.
+
+    Raises ValueError for a model type that transformers does not know, ImportError without peft.
+    """
     with torch.device("meta"):
-        model: nn.Module = transformers().AutoModelForCausalLM.from_config(hf_config(shape))
+        model: Any = transformers().AutoModelForCausalLM.from_config(hf_config(shape))
         model = model.to(DTYPES[precision])
         if lora_rank is not None:
             peft = importlib.import_module("peft")
-            config = peft.LoraConfig(r=lora_rank, target_modules="all-linear")
-            model = peft.get_peft_model(model, config)
-    return model
+            head = model.get_output_embeddings()
+            linear = [
+                name
+                for name, module in model.named_modules()
+                if isinstance(module, nn.Linear) and module is not head
+            ]
+            model = peft.get_peft_model(model, peft.LoraConfig(r=lora_rank, target_modules=linear))
+    return cast("nn.Module", model)
 
 
 def hf_config(shape: Mapping[str, Any]) -> Any:
