@@ -120,9 +120,7 @@ class StepBuilder:
         self._step_writes: list[int] = []  # of a step that goes on, which backward waits for
         self._whole, begun = course.stepped_early(self._loads)
         self._early = self._whole | begun  # units that are stepped in backward, or begun there
-        self._parts = (
-            {} if course.is_gpu else dict(each for use in course.uses for each in use.parts.items())
-        )
+        self._parts = dict(each for use in course.uses for each in use.parts.items())
         self._written: dict[int, int] = {}  # unit -> the last write of its step in backward
 
     def build(self, num_steps: int) -> list[Task]:
@@ -242,8 +240,11 @@ class StepBuilder:
                 f"new {unit.name}", 2 * unit.shard_bytes, [self._last, *stepped], is_beside=True
             )
         self._unchecked.add(unit.index)
-        num_bytes = int(unit.shard_bytes * self._parts.get(unit.index, 1.0))
-        return self._read(unit.name, num_bytes, [self._last, self._written.pop(unit.index, -1)])
+        before = [self._last, self._written.pop(unit.index, -1)]
+        return self._read(unit.name, self._fetched_bytes(unit), before)
+
+    def _fetched_bytes(self, unit: Unit) -> int:
+        return int(unit.shard_bytes * self._parts.get(unit.index, 1.0))
 
     def gather_unit(self, unit: Unit, read: int | None, has_second: bool) -> None:
         """Adds a unit's gather. The program waits for the unit's read first."""
@@ -271,7 +272,7 @@ class StepBuilder:
         if not self._course.is_gpu or self._course.plan.unit_homes.get(unit.index) is Tier.DEVICE:
             return after[0]
         return self._cross(
-            f"to GPU {unit.name}", "link down", HOST_TO_DEVICE, unit.shard_bytes, *after
+            f"to GPU {unit.name}", "link down", HOST_TO_DEVICE, self._fetched_bytes(unit), *after
         )
 
     def _cross(self, name: str, lane: str, edge: str, num_bytes: int, *after: int) -> int:

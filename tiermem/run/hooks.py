@@ -467,7 +467,7 @@ class Hooks(Uncopied):
 
     def _bring(self, live: LiveUnit, rows: Collection[int] | None) -> None:
         if live.is_partial:
-            self.prefetcher.fetch_more(functools.partial(live.bring, rows))
+            self.prefetcher.fetch_more(live, functools.partial(live.bring, rows))
 
     def acquire_whole(self, live: LiveUnit) -> None:
         """`Prefetcher.acquire`, with every row of the unit's experts."""

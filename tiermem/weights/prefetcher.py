@@ -399,11 +399,13 @@ class Prefetcher(Generic[T]):
         self.is_torn = False
 
     @outside_transforms
-    def fetch_more(self, fetch: Callable[[], None]) -> None:
-        """Calls a function that fetches more of a unit that is present. Blocks; raises OSError, and
-        then the unit stays as it is."""
+    def fetch_more(self, live: T, fetch: Callable[[], None]) -> None:
+        """Calls a function that fetches more of a unit that is present, through a stage where its
+        reads need one. Blocks; raises OSError, and then the unit stays as it is."""
         self._begin()
         try:
+            if live.reads and live.is_staged:
+                self._make_stage(live, is_urgent=True)
             fetch()
         except (OSError, RuntimeError):
             self.is_torn = False

@@ -6,7 +6,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -231,6 +231,7 @@ class StagedRead:
 
     Args:
         unit: whose shard it is, and `entry` the shard's name in the store.
+        parts: bytes of the shard, which are read to the same places of the stage.
         then: called on the reader's thread when the bytes have arrived; returns the end of the copy
             that it started, or None.
     """
@@ -241,7 +242,7 @@ class StagedRead:
         unit: int,
         entry: str,
         stage: Stage,
-        num_bytes: int,
+        parts: Sequence[slice],
         is_urgent: bool,
         then: Callable[[], torch.Event | None],
     ) -> None:
@@ -251,7 +252,7 @@ class StagedRead:
         self._unit = unit
         self._entry = entry
         self._after = stage.read
-        self._data = stage.slot.tensor[:num_bytes]
+        self._ranges = [(entry, part.start, stage.slot.tensor[part]) for part in parts]
         self._then = then
         self._priority = URGENT if is_urgent else NORMAL
         self._is_cancelled = False
@@ -294,8 +295,7 @@ class StagedRead:
                 if self._is_cancelled:
                     self._ended.set_result(None)
                     return
-                ranges = [(self._entry, 0, self._data)]
-                self._move = self._steps.read(ranges, self._entry, self._unit, self._priority)
+                self._move = self._steps.read(self._ranges, self._entry, self._unit, self._priority)
             self._reader.submit(self._finish, self._move)
         except BaseException as error:
             self._ended.set_exception(error)
@@ -469,6 +469,11 @@ class UnitMemory:
     def end_filling(self, filled: torch.Event, stream: torch.Stream) -> None:
         """Sets the event after which `stream` has filled the memory."""
         self._filled = self._ends[stream.stream_id] = filled
+
+    def await_filled(self) -> None:
+        """Lets the current stream wait for the last event of `end_filling`."""
+        assert self._owner is not None and self._filled is not None
+        current_stream(self._owner.device).wait_event(self._filled)
 
     def note_home_read(self, read: torch.Event) -> None:
         """Notes the event after which the accelerator has read the shard where it rests."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -117,7 +118,10 @@ class LiveUnit:
         # holds the shard on its way to a gather or to the accelerator
         self._stage: Stage | None = None
         self._coming: _Read | _Gathering | None = None  # the transfer of READING or GATHERING
-        may_part = self.reads and not (self.is_staged or unit.is_widened) and passage.may_swap
+        is_near = shard is not None and passage.copies is None
+        is_there = shard is not None and is_accelerator(shard.device)
+        may_part = passage.copies is not None or passage.may_swap
+        may_part &= not (gather is not None or unit.is_widened or is_near or is_there)
         # None: it is fetched whole
         self.pages = UnitPages(unit) if may_part and any(s.num_rows for s in unit.shards) else None
         self.recalled: set[int] = set()  # rows that backwards to come need
@@ -206,11 +210,7 @@ class LiveUnit:
             )
             ranges = [(self.entry, 0, slot.tensor[first : first + num_bytes])]
             if self.pages is not None:
-                # a run gives whole tiles
-                may_part = not (self.unit.is_trainable and passage.steps.is_under_way)
-                found = self.pages.missing(self.recalled if passage.by_rows and may_part else None)
-                self.pages.note(found)
-                ranges = [(self.entry, each.start, slot.tensor[each]) for each in found]
+                ranges = [(self.entry, each.start, slot.tensor[each]) for each in self._due()]
             priority = URGENT if is_urgent else NORMAL
             if passage.steps.is_under_way:
                 self._coming = passage.steps.read(ranges, self.entry, self.unit.index, priority)
@@ -220,11 +220,32 @@ class LiveUnit:
             assert self._stage is not None
             if self._gather is None:
                 self.memory.allocate()
-            then = self._copy if self._gather is None else _start_nothing
-            self._coming = StagedRead(
-                passage, self.unit.index, self.entry, self._stage, num_bytes, is_urgent, then
-            )
+            if self.pages is None:
+                then = self._copy if self._gather is None else _start_nothing
+                self._stage_read([slice(0, num_bytes)], is_urgent, then)
+            else:
+                found = self._due()
+                self._stage_read(found, is_urgent, functools.partial(self._copy_pages, found))
         self._become(UnitState.READING)
+
+    def _due(self) -> list[slice]:
+        """The bytes that a fetch brings now: without rows that are not recalled, if experts are
+        expected to come by rows. A run of a step gives whole tiles."""
+        assert self.pages is not None
+        is_stepped = self.unit.is_trainable and self.passage.steps.is_under_way
+        found = self.pages.missing(
+            self.recalled if self.passage.by_rows and not is_stepped else None
+        )
+        self.pages.note(found)
+        return found
+
+    def _stage_read(
+        self, parts: Sequence[slice], is_urgent: bool, then: Callable[[], torch.Event | None]
+    ) -> None:
+        assert self._stage is not None and self.entry is not None
+        self._coming = StagedRead(
+            self.passage, self.unit.index, self.entry, self._stage, parts, is_urgent, then
+        )
 
     def use(self) -> None:
         """PRESENT: the current stream uses the unit from now on."""
@@ -278,7 +299,11 @@ class LiveUnit:
             self.passage.await_written(self.shard)
             self.memory.allocate()
             try:
-                copied = self._copy(self.passage.steps.stepped(self.unit.index))
+                found = [] if self.pages is None else self._due()
+                if self.pages is not None and not self.pages.is_whole:
+                    copied = self._copy_pages(found)
+                else:
+                    copied = self._copy(self.passage.steps.stepped(self.unit.index))
             finally:
                 self.memory.note_home_read(record(self.passage.copies))
             self._end_filling(copied)
@@ -312,16 +337,33 @@ class LiveUnit:
         OSError."""
         if self.pages is None or not self.is_partial:
             return
-        assert self.entry is not None
         if self.unit.is_trainable:
             self.passage.steps.finish_tiles()
         if found := self.pages.missing(rows):
-            data = self.memory.take_slot().tensor
-            ranges = [(self.entry, each.start, data[each]) for each in found]
-            self.passage.store.read(ranges, self.entry, URGENT).wait()
+            if self.passage.copies is not None:
+                self._bring_across(found)
+            else:
+                assert self.entry is not None
+                data = self.memory.take_slot().tensor
+                ranges = [(self.entry, each.start, data[each]) for each in found]
+                self.passage.store.read(ranges, self.entry, URGENT).wait()
             self.pages.note(found)
         if self.pages.is_whole and self.num_users:
             absent.wake(self._changing)
+
+    def _bring_across(self, found: Sequence[slice]) -> None:
+        """Copies bytes to an accelerator, from HOST or through a stage; the current stream waits for
+        them."""
+        if self.shard is None:
+            self._take_stage()
+            self._stage_read(found, True, functools.partial(self._copy_pages, found))
+            self._end_staged()
+        else:
+            self.passage.await_written(self.shard)
+            copied = self._copy_pages(found)
+            self.memory.note_home_read(copied)
+            self._end_filling(copied)
+        self.memory.await_filled()
 
     @contextlib.contextmanager
     def with_experts(self) -> Iterator[None]:
@@ -737,6 +779,20 @@ class LiveUnit:
             done = part.stop
         with on(copies):
             widen(self.memory.full, self.memory.travels)
+            return record(copies)
+
+    def _copy_pages(self, parts: Sequence[slice]) -> torch.Event:
+        """Starts the copy of bytes of the shard to the accelerator; returns its end. Also called on a
+        helper thread."""
+        shard = self.shard if self.shard is not None else self._staged()
+        copies = self.passage.copies
+        assert copies is not None and shard is not None
+        with on(copies):
+            self.memory.begin_filling()
+        size = self.unit.dtype.itemsize
+        for part in parts:
+            self._fill(shard, slice(part.start // size, part.stop // size), copies)
+        with on(copies):
             return record(copies)
 
     def _fill(self, shard: torch.Tensor, part: slice, copies: torch.Stream) -> None:
