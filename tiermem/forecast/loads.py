@@ -54,7 +54,7 @@ class Use(NamedTuple):
     """The name of the block that it is in, a child of an outermost ModuleList; empty outside of
     blocks."""
     parts: Mapping[int, float] = types.MappingProxyType({})
-    """The part of a unit that is read from NVMe where its experts come by rows, by index."""
+    """The part of a unit that is fetched where its experts come by rows, by index."""
 
 
 def uses_of(model: nn.Module, division: Division, compute: Compute) -> list[Use]:

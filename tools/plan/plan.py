@@ -242,7 +242,8 @@ def _said(planned: Planned) -> list[str]:
         said.append(
             f"experts: each token chooses {sizes.num_chosen} of {sizes.num_experts}, so "
             f"{num_tokens} tokens are expected to use {share * sizes.num_experts:.1f} of a layer. "
-            "Where tokens use at most half, one rank's CPU reads the rows of those alone from NVMe"
+            "Where tokens use at most half, one rank fetches the rows of those alone, unless they "
+            "rest in blocks"
         )
     if cluster.gpu_bytes is None:
         return said
