@@ -264,6 +264,24 @@ def test_other_code_reads_every_row(sharded: Callable[..., Shards]) -> None:
     assert torch.equal(seen[0], expected)
 
 
+@pytest.mark.parametrize("length", [FEW, MANY])
+def test_other_code_gets_gradients_of_every_row(
+    sharded: Callable[..., Shards], length: int
+) -> None:
+    """Also under a step, when a unit comes whole, and its backward's fetch might leave rows out."""
+    model: Any = seeded(mixtral)
+    plain = copy.deepcopy(model)
+    shards = sharded(model, unit_buffers=2)
+    for each in (model, plain):
+        for module in experts_in(each).values():
+            module.register_forward_hook(
+                lambda module, _, output: output * (1 + module.down_proj.square().mean())
+            )
+    losses = train(model, tiermem.AdamW(model.parameters(), **ADAM), length)
+    of_plain = train(plain, torch.optim.AdamW(plain.parameters(), **ADAM), length)
+    assert_near(shards, plain, losses, of_plain)
+
+
 def test_a_write_to_experts_in_forward_is_refused(sharded: Callable[..., Shards]) -> None:
     model: Any = seeded(mixtral)
     experts = next(iter(experts_in(model).values()))

@@ -222,6 +222,8 @@ class Hooks(Uncopied):
         """
         while self._frames and self._frames.pop() is not frame:
             pass  # an exception left the frames above
+        if frame.use is not None:
+            frame.use.keep_whole()
         for live in (*frame.needed, *frame.borrowed):
             self.prefetcher.release(live, may_evict=not marks.in_backward())
         if frame.use is not None and frame.use.units:

@@ -154,6 +154,10 @@ class UnitUse:
         elif live in self.rows:
             self.rows[live].update(rows)
 
+    def keep_whole(self) -> None:
+        """At the end of a forward: what is there as a whole may have been used as a whole."""
+        self.rows = {live: rows for live, rows in self.rows.items() if live.is_partial}
+
     @property
     def needed_again(self) -> Sequence[LiveUnit]:
         """The units that must be present in its backward."""
