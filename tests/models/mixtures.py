@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from programs.models import VOCAB
 from torch import nn
-from twins import VOCAB
 
 NUM_EXPERTS = 16
 NUM_CHOSEN = 2

@@ -17,9 +17,9 @@ pytest.importorskip("transformers")
 
 import torch
 from mixtures import FAMILIES, NUM_EXPERTS, Choices, experts_in, mixtral, qwen3_moe, tokens_of
+from programs.twins import seeded
 from saved_by_hand import flip
 from torch import nn
-from twins import seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Shards, Tier
