@@ -96,13 +96,13 @@ static bool is_beside(const tm_step *step) {
 
 static bool is_valid(const tm_step *step) {
     const uint32_t flags = TM_STEP_START | TM_STEP_MAXIMIZE | TM_STEP_NESTEROV | TM_STEP_UNFUSED;
-    return (step->rounding == TM_NEAREST || step->rounding == TM_STOCHASTIC) && (step->flags & ~flags) == 0 &&
-           step->first_element + step->n >= step->n && tm_part_is_plain(&step->grad) && has_valid_moments(step) &&
-           has_valid_master(step) && has_valid_sources(step);
+    return step->numbers && (step->rounding == TM_NEAREST || step->rounding == TM_STOCHASTIC) &&
+           (step->flags & ~flags) == 0 && step->first_element + step->n >= step->n && tm_part_is_plain(&step->grad) &&
+           has_valid_moments(step) && has_valid_master(step) && has_valid_sources(step);
 }
 
 static tm_constants round_scalars(const tm_step *step) {
-    const tm_step_scalars *s = &step->scalars;
+    const tm_step_scalars *s = &step->numbers->scalars;
     const bool is_first = step->flags & TM_STEP_START_MOMENTS;
     tm_constants c;
     c.grad_scale = (float)(step->flags & TM_STEP_MAXIMIZE ? -s->grad_scale : s->grad_scale);
@@ -199,7 +199,8 @@ static void load(const Step *step, Chunk *chunk) {
         }
         float *values = chunk->moments[i] = in_place(&chunk->parts[i], chunk->memory[2 + i]);
         if (step->asked->flags & TM_STEP_START_MOMENTS)
-            fill(values, chunk->n, step->asked->rule == TM_ADAGRAD ? (float)step->asked->scalars.initial : 0.0f);
+            fill(values, chunk->n,
+                 step->asked->rule == TM_ADAGRAD ? (float)step->asked->numbers->scalars.initial : 0.0f);
         else if (values == chunk->memory[2 + i])
             tm_part_load(step->loops, chunk->n, &chunk->parts[i], nullptr, values);
     }
@@ -212,10 +213,10 @@ static const uint32_t *draw(const Step *step, const Chunk *chunk, int part, uint
     const uint64_t left = (1ull << 32) - (uint32_t)chunk->element;
     const uint64_t first = chunk->n < left ? chunk->n : left;
     const tm_step *asked = step->asked;
-    const tm_dither dither = tm_dither_at(asked->key, asked->step, part, chunk->element);
+    const tm_dither dither = tm_dither_at(asked->key, asked->numbers->step, part, chunk->element);
     step->loops->random_words(first, &dither, words);
     if (first < chunk->n) {
-        const tm_dither rest = tm_dither_at(asked->key, asked->step, part, chunk->element + first);
+        const tm_dither rest = tm_dither_at(asked->key, asked->numbers->step, part, chunk->element + first);
         step->loops->random_words(chunk->n - first, &rest, words + first);
     }
     return words;
@@ -270,9 +271,9 @@ static uint64_t step_fused(const Step *step, uint64_t begin, uint64_t n) {
     streams.m_scales = m.scales;
     streams.v_scales = v.scales;
     streams.is_streamed = step->is_streamed;
-    streams.master_dither = tm_dither_at(asked->key, asked->step, TM_DITHER_MASTER, element);
-    streams.moment_dithers[0] = tm_dither_at(asked->key, asked->step, TM_DITHER_M, element);
-    streams.moment_dithers[1] = tm_dither_at(asked->key, asked->step, TM_DITHER_V, element);
+    streams.master_dither = tm_dither_at(asked->key, asked->numbers->step, TM_DITHER_MASTER, element);
+    streams.moment_dithers[0] = tm_dither_at(asked->key, asked->numbers->step, TM_DITHER_M, element);
+    streams.moment_dithers[1] = tm_dither_at(asked->key, asked->numbers->step, TM_DITHER_V, element);
     step->fused->step(n, &streams, &step->constants);
     return n;
 }

@@ -27,11 +27,12 @@ void tm_program_promote(tm_strip *strip) {
 }
 
 // Waits for `holds` at most timeout_ns; false: it does not hold.
-template <class Holds> static bool wait_until(tm_program *p, Lock *lock, int64_t timeout_ns, Holds holds) {
+template <class Holds>
+static bool wait_until(std::condition_variable *changed, Lock *lock, int64_t timeout_ns, Holds holds) {
     if (timeout_ns < 0 || timeout_ns > MAX_TIMEOUT_NS)
         timeout_ns = MAX_TIMEOUT_NS;
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::nanoseconds(timeout_ns);
-    return p->changed.wait_until(*lock, deadline, holds);
+    return changed->wait_until(*lock, deadline, holds);
 }
 
 // ---- open and close -------------------------------------------------------------------------------------------------
@@ -108,8 +109,16 @@ static tm_program_tile copy_of(const tm_tile &given, tm_program_phase phase) {
         return tile;
     tile.weights = (char *)given.weights;
     tile.weight_bytes = given.weight_bytes;
-    for (uint32_t i = 0; i < given.num_steps; ++i)
+    tile.steps.reserve(given.num_steps);
+    tile.numbers.reserve(given.num_steps);
+    for (uint32_t i = 0; i < given.num_steps; ++i) {
         tile.steps.push_back(*given.steps[i]);
+        tm_step *step = &tile.steps.back();
+        if (!step->numbers)
+            continue; // the step is refused
+        tile.numbers.push_back(*step->numbers);
+        step->numbers = &tile.numbers.back();
+    }
     tile.sums.assign(given.sums, given.sums + given.num_sums);
     tile.writes.assign(given.writes, given.writes + given.num_writes);
     tile.columns.assign(given.columns, given.columns + given.num_columns);
@@ -352,7 +361,7 @@ int tm_program_next(tm_program *program, int64_t timeout_ns, uint64_t *tile, int
     Lock lock(program->mutex);
     tm_strip *found = nullptr;
     const auto holds = [&] { return (found = offered(program)) || program->phase != TM_PHASE_RUN; };
-    if (!wait_until(program, &lock, timeout_ns, holds))
+    if (!wait_until(&program->called, &lock, timeout_ns, holds))
         return -ETIMEDOUT;
     if (!found)
         return 1;
@@ -422,7 +431,7 @@ int tm_program_wait(tm_program *program, int64_t unit, int32_t is_written, int64
     const auto is_over = [&] { return program->phase != TM_PHASE_RUN; };
     if (unit >= 0 && timeout_ns != 0 && !is_reached() && !is_over())
         make_urgent(program, (uint32_t)unit);
-    if (!wait_until(program, &lock, timeout_ns, [&] { return is_reached() || is_over(); }))
+    if (!wait_until(&program->changed, &lock, timeout_ns, [&] { return is_reached() || is_over(); }))
         return -ETIMEDOUT;
     return is_reached() && (unit >= 0 || !program->is_stopping) ? 0 : 1;
 }
@@ -439,7 +448,7 @@ int tm_program_await(tm_program *program, uint64_t tile, int64_t timeout_ns) {
     const auto is_stepped = [&] { return program->tiles[tile].is_stepped(); };
     if (timeout_ns != 0 && !is_stepped() && !is_over())
         make_urgent(program, program->tiles[tile].unit);
-    if (!wait_until(program, &lock, timeout_ns, [&] { return is_over() || is_stepped(); }))
+    if (!wait_until(&program->changed, &lock, timeout_ns, [&] { return is_over() || is_stepped(); }))
         return -ETIMEDOUT;
     return is_stepped() ? 0 : 1;
 }
@@ -460,7 +469,7 @@ int tm_program_take(tm_program *program, uint64_t tile, void *to) {
         const auto is_over = [&] { return found->is_ended() || program->phase != TM_PHASE_RUN; };
         if (!is_over())
             make_urgent(program, found->unit);
-        wait_until(program, &lock, -1, is_over);
+        wait_until(&program->changed, &lock, -1, is_over);
         return !found->is_ended();
     }
     for (const tm_strip *strip : program->active)
@@ -498,7 +507,7 @@ int tm_program_quiet(tm_program *program) {
     if (program->owner != getpid())
         return -EPIPE;
     Lock lock(program->mutex);
-    wait_until(program, &lock, -1, [&] { return is_quiet(program); });
+    wait_until(&program->changed, &lock, -1, [&] { return is_quiet(program); });
     return 0;
 }
 
@@ -512,7 +521,7 @@ int tm_program_stop(tm_program *program) {
         return 0;
     program->is_stopping = true;
     program->bell.ring();
-    wait_until(program, &lock, -1, [&] { return program->phase == TM_PHASE_IDLE; });
+    wait_until(&program->changed, &lock, -1, [&] { return program->phase == TM_PHASE_IDLE; });
     return 0;
 }
 

@@ -45,6 +45,7 @@ struct tm_program_tile {
     std::vector<tm_transfer> reads, writes;
     std::vector<tm_piece> checks, sums;
     std::vector<tm_step> steps;
+    std::vector<tm_step_numbers> numbers; // of the steps
     std::vector<tm_column> columns;
     char *weights = nullptr;
     char *wanted_at = nullptr;                             // where tm_program_take wants a copy of the weights
@@ -84,7 +85,8 @@ struct tm_strip {
     bool has_failed = false;
     std::vector<tm_transfer> reads, writes;
     std::vector<tm_piece> checks, sums;
-    std::vector<uint64_t> check_numbers; // among those of the tile
+    std::vector<uint64_t> check_numbers; // among those that were given, of which there are so many
+    uint64_t num_given_checks = 0;
     std::vector<tm_step> steps;
     char *weights = nullptr;                      // in its room
     uint64_t weights_first = 0, weight_bytes = 0; // of the tile's weights
@@ -117,6 +119,7 @@ struct tm_program {
 
     std::mutex mutex; // guards everything below
     std::condition_variable changed;
+    std::condition_variable called; // a tile is offered, or the run has ended: not what becomes of each tile
     tm_program_phase phase = TM_PHASE_IDLE;
     bool is_stopping = false; // no tile is read or stepped any more
     bool is_closing = false;

@@ -156,16 +156,20 @@ static void add_transfers(const tm_program *p, const tm_strip *strip, const std:
     }
 }
 
-// `numbers` (may be NULL) gets the numbers of the pieces that it has, counted from `first`.
-static void add_pieces(const tm_program *p, const tm_strip *strip, const std::vector<tm_piece> &of_tile,
-                       std::vector<tm_piece> *own, std::vector<uint64_t> *numbers, uint64_t first) {
-    for (size_t i = 0; i < of_tile.size(); ++i) {
-        if (!has_place(p, strip, of_tile[i].data))
-            continue;
-        own->push_back(of_tile[i]);
-        own->back().data = place_of(p, strip, of_tile[i].data);
-        if (numbers)
-            numbers->push_back(first + i);
+static bool add_piece(const tm_program *p, const tm_strip *strip, const tm_piece &of_tile, std::vector<tm_piece> *own) {
+    if (!has_place(p, strip, of_tile.data))
+        return false;
+    own->push_back(of_tile);
+    own->back().data = place_of(p, strip, of_tile.data);
+    return true;
+}
+
+static void add_checks(const tm_program *p, tm_strip *strip) {
+    for (const tm_piece &piece : strip->tile->checks) {
+        const bool is_known = !piece.is_known || *piece.is_known;
+        if (is_known && add_piece(p, strip, piece, &strip->checks))
+            strip->check_numbers.push_back(strip->num_given_checks);
+        ++strip->num_given_checks;
     }
 }
 
@@ -335,8 +339,9 @@ void tm_strip_fill(const tm_program *p, tm_strip *strip) {
     add_transfers(p, strip, tile->reads, &strip->reads);
     add_transfers(p, strip, tile->writes, &strip->writes);
     add_weights(p, strip);
-    add_pieces(p, strip, tile->checks, &strip->checks, &strip->check_numbers, strip->checks.size());
-    add_pieces(p, strip, tile->sums, &strip->sums, nullptr, 0);
+    add_checks(p, strip);
+    for (const tm_piece &piece : tile->sums)
+        add_piece(p, strip, piece, &strip->sums);
     add_steps(p, strip);
 }
 
@@ -359,6 +364,7 @@ static tm_strip *take_idle(tm_program *p) {
     strip->sums.clear();
     strip->steps.clear();
     strip->flights.clear();
+    strip->num_given_checks = 0;
     strip->is_stepped = strip->has_failed = false;
     strip->state = TM_READING;
     return strip;

@@ -377,7 +377,7 @@ static void work_on(tm_program *p, tm_strip *strip, Lock *lock) {
         drop(p, strip);
     } else if (is_called) {
         strip->state = TM_OFFERED;
-        p->changed.notify_all();
+        p->called.notify_all();
     } else {
         send(p, strip, lock);
     }
@@ -448,6 +448,7 @@ static bool end_if_over(tm_program *p) {
         return false; // begun tiles were none
     p->phase = TM_PHASE_IDLE;
     p->changed.notify_all();
+    p->called.notify_all();
     return true;
 }
 

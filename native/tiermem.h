@@ -287,6 +287,12 @@ typedef struct tm_step_scalars {
     double initial;        /* ADAGRAD: where the sum starts */
 } tm_step_scalars;
 
+/* What changes from one step of a parameter to the next. All of its tiles point at one. */
+typedef struct tm_step_numbers {
+    uint64_t step; /* number of this step */
+    tm_step_scalars scalars;
+} tm_step_numbers;
+
 typedef struct tm_step {
     uint64_t n;
     tm_part weight;
@@ -294,13 +300,12 @@ typedef struct tm_step {
     tm_part grad;
     tm_part moments[3];
     uint64_t key;           /* of stochastic rounding: the seed mixed with a hash of the parameter's full name */
-    uint64_t step;          /* number of this step */
     uint64_t first_element; /* where this call's elements lie in the whole parameter */
     int32_t rule;
     int32_t rounding; /* of every part below fp32 that is state: moments, and the weight when it is the master */
     uint32_t flags;
     uint32_t reserved;
-    tm_step_scalars scalars;
+    const tm_step_numbers *numbers;
     /* A step beside what it replaces: where the weight, the master and the moments are read, in the format in which
      * they are written. NULL: where they are written. Does not overlap what is written. */
     const void *sources[5];
@@ -394,6 +399,29 @@ uint32_t tm_crc32c_combine(uint32_t a, uint32_t b, uint64_t b_bytes);
  */
 int tm_crc32c_join(uint64_t n, const uint64_t *first, const uint32_t *crcs, const uint64_t *bytes, uint32_t *joined);
 
+/* ---- slots: who may write and read a tile's bytes while a run is under way -------------------------- */
+
+/* A tile's bytes rest in one of several slots of a file. Transfers name places, so the program knows no slots: its
+ * caller chooses them, under a lock of its own.
+ *
+ *     caller                             program                              any other reader
+ *     choose: reads `current`, writes    .                                    reads `current`, compares the table
+ *       a slot that is neither held      .                                    .
+ *       nor, of a write apart, current   .                                    .
+ *     run, add: copies transfers ------> reads `current`, compares the table  the same
+ *       .                                steps, sums: into the table, or      the same; of a write apart: the old
+ *       .                                  of a write apart beside it           bytes, with the old checksums
+ *       .                                writes the slot                      .
+ *     wait, report <-------------------- ended                                .
+ *     note: the slot becomes             .                                    .
+ *       `current`, with its checksums    .                                    reads the new slot, with its checksums
+ *     or drop: stop, and no note         writes ended, or never begun         reads the old slot, as ever
+ *
+ * From choose to note or drop nothing else writes the tile, and its slots do not move. A freeze holds the slot that is
+ * current when it begins: no later choice takes it, until the thaw. A write in place (the current slot, held by none)
+ * has no other reader: readers ask tm_program_take first. After a write that failed the bytes of its slot are lost
+ * until they are written again; no freeze takes them. */
+
 /* ---- program: an optimizer step over tiles that are read, checked, stepped, summed and written -------- */
 
 /* A program steps tiles through a fixed number of buffers. It has a thread of its own, which starts transfers in queues
@@ -439,12 +467,13 @@ typedef struct tm_transfer {
     int32_t reserved;
 } tm_transfer;
 
-/* Bytes with a checksum. To check: they have *crc. To sum: *crc becomes theirs, and *is_known 1. */
+/* Bytes with a checksum. To check: they have *crc, unless *is_known is 0 when the tile gets its buffer. To sum: *crc
+ * becomes theirs, and *is_known 1. One table of checksums may be both: a tile's are compared before they are stored. */
 typedef struct tm_piece {
     void *data;
     uint64_t bytes;
     uint32_t *crc;
-    uint8_t *is_known; /* may be NULL */
+    uint8_t *is_known; /* NULL: known */
 } tm_piece;
 
 /* A state of a tile's elements, their weights or their gradients, one element behind the other in the first buffer. A
@@ -528,7 +557,8 @@ int tm_program_open(tm_workers *workers, uint64_t most_bytes, tm_program **progr
 int tm_program_begin(tm_program *program, void *const *buffers, uint32_t num_buffers, uint64_t buffer_bytes,
                      const tm_tile *tiles, uint32_t n);
 
-/* Starts a run of `total` tiles with the first n of them, and returns; everything given is copied. Continues an earlier
+/* Starts a run of `total` tiles with the first n of them, and returns; everything given is copied, the numbers of steps
+ * included. Continues an earlier
  * begin: each tile of it is among these n, with TM_TILE_BEGUN, and the buffers are the same. `priority` is that of
  * reads; writes are at TM_BACKGROUND. Memory that is pointed at (buffers, parts, checksums) stays until the run has
  * ended. -EBUSY: a run is under way; -EINVAL; -ENOMEM; -ENOBUFS: tiles need buffers and none is given. */

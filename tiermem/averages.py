@@ -29,7 +29,7 @@ from tiermem.swap.base.tier import ALIGNMENT, Tier
 from tiermem.swap.disk.paths import AnyPath
 from tiermem.swap.memory.arena import Pool, Slot
 from tiermem.swap.program.program import Program
-from tiermem.swap.program.tile_plan import TileWork
+from tiermem.swap.program.table import TileWork
 from tiermem.swap.store.checksum import Range
 from tiermem.swap.store.store import TensorStore
 from tiermem.units import registry

@@ -506,9 +506,10 @@ def optimizer_step(
     start_master: the master starts from the weight. Raises ValueError for parts that do not fit
         together. Formulas and sources: tm_optimizer_step in native/tiermem.h.
     """
+    numbers = StepNumbers(rule, 0 if dither is None else dither.step)
     run_steps(
         workers,
-        [step_struct(rule, parts, dither, start_moments, start_master)],
+        [step_struct(rule, parts, numbers, dither, start_moments, start_master)],
         f"{rule.name} step",
     )
 
@@ -521,15 +522,31 @@ def run_steps(workers: Workers, structs: Iterable[Any], what: str) -> None:
         check(lib.tm_optimizer_step(handle, struct), what)
 
 
+class StepNumbers:
+    """The scalars and the number of a parameter's step, at which the native steps of all its tiles
+    point."""
+
+    def __init__(self, rule: StepRule, number: int) -> None:
+        self.struct = ffi.new("tm_step_numbers *")
+        self.set(rule, number)
+
+    def set(self, rule: StepRule, number: int) -> None:
+        """Goes on to another step. A run that has been given steps keeps the numbers of that
+        time."""
+        self.struct.scalars = step_scalars(rule)
+        self.struct.step = number
+
+
 def step_struct(
     rule: StepRule,
     parts: StepParts,
+    numbers: StepNumbers,
     dither: Dither | None,
     start_moments: bool = False,
     start_master: bool = False,
 ) -> Any:
-    """The tm_step of `optimizer_step`; it points into the parts, which the caller keeps alive.
-    Raises ValueError."""
+    """The tm_step of `optimizer_step`; it points at the numbers and into the parts, which the
+    caller keeps alive. Raises ValueError."""
     check_parts(rule, parts, start_master)
     step = ffi.new("tm_step *")
     step.n = parts.grad.numel()
@@ -546,20 +563,21 @@ def step_struct(
         _set_sources(step, parts, parts.source)
     if dither is not None:
         step.rounding = lib.TM_STOCHASTIC
-        step.key, step.step, step.first_element = dither
+        step.key = dither.key
+        step.first_element = dither.first_element
     step.flags = (
         start_moments * lib.TM_STEP_START_MOMENTS
         | start_master * lib.TM_STEP_START_MASTER
         | rule.maximize * lib.TM_STEP_MAXIMIZE
         | rule.nesterov * lib.TM_STEP_NESTEROV
     )
-    step.scalars = step_scalars(rule)
+    step.numbers = numbers.struct
     return step
 
 
 @functools.lru_cache(maxsize=16)
 def step_scalars(rule: StepRule) -> Any:
-    """The scalars of a rule, as a tm_step has them."""
+    """The scalars of a rule, as tm_step_numbers has them."""
     return ffi.new("tm_step_scalars *", {field: getattr(rule, field) for field in SCALARS})[0]
 
 

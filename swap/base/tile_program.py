@@ -4,7 +4,6 @@ Python and the GIL."""
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import functools
 import os
@@ -27,7 +26,6 @@ BEGUN = int(lib.TM_TILE_BEGUN)
 BROUGHT = int(lib.TM_TILE_BROUGHT)
 CHECK_STAGE = int(lib.TM_STAGE_CHECK)
 STEP_STAGE = int(lib.TM_STAGE_STEP)
-WRITE_STAGE = int(lib.TM_STAGE_WRITE)
 
 _COLUMNS = list(mirror("tm_piece").names or ())  # each of 8 bytes
 _DATA, _BYTES, _CRC, _IS_KNOWN = map(_COLUMNS.index, ("data", "bytes", "crc", "is_known"))
@@ -39,12 +37,11 @@ PieceRows = npt.NDArray[np.uint64]
 
 Flags = npt.NDArray[np.bool_]
 
-NOTHING = ByteRange(0, 0)
 NO_PIECES: PieceRows = np.zeros((0, len(_COLUMNS)), np.uint64)
 _UNIT_OF_DATA = np.array([column == "data" for column in _COLUMNS], np.uint64)
 
 
-def columns_of(columns: Sequence[Column], base: int = 0) -> Any:
+def columns_of(columns: Sequence[Column], base: int) -> Any:
     """The columns of a tile whose first buffer begins at `base`, as tm_column[]."""
     rows = ffi.new("tm_column[]", len(columns))
     for row, (place, strip_bytes) in zip(rows, columns, strict=True):
@@ -52,52 +49,6 @@ def columns_of(columns: Sequence[Column], base: int = 0) -> Any:
         row.bytes = place.num_bytes
         row.strip_bytes = strip_bytes
     return rows
-
-
-NO_COLUMNS = columns_of(())
-
-
-@dataclasses.dataclass(eq=False)
-class NativeTile:
-    """A tile as the program gets it. Addresses are those in the first buffer."""
-
-    key: int
-    unit: int
-    flags: int
-    reads: Any  # tm_transfer[]
-    checks: PieceRows
-    steps: Sequence[Any]  # tm_step *
-    sums: PieceRows
-    writes: Any  # tm_transfer[]
-    weights: ByteRange = NOTHING
-    columns: Any = NO_COLUMNS  # tm_column[]; none: it is not stepped in strips
-    _steps: Any = None  # tm_step *[]
-
-    @functools.cached_property
-    def struct(self) -> Any:
-        """It as a tm_tile."""
-        struct = ffi.new("tm_tile *")
-        self._steps = ffi.new("tm_step *[]", list(self.steps))
-        struct.key = self.key
-        struct.unit = self.unit
-        struct.flags = self.flags
-        struct.reads, struct.writes, struct.steps = (
-            self.reads,
-            self.writes,
-            ffi.cast("const tm_step *const *", self._steps),
-        )
-        struct.num_reads = len(self.reads)
-        struct.num_writes = len(self.writes)
-        struct.num_steps = len(self.steps)
-        struct.num_checks = len(self.checks)
-        struct.num_sums = len(self.sums)
-        struct.checks = ffi.cast("const tm_piece *", self.checks.ctypes.data)
-        struct.sums = ffi.cast("const tm_piece *", self.sums.ctypes.data)
-        struct.columns = self.columns
-        struct.num_columns = len(self.columns)
-        struct.weights = ffi.cast("void *", self.weights.offset)
-        struct.weight_bytes = self.weights.num_bytes
-        return struct[0]
 
 
 class Failure(NamedTuple):
@@ -226,15 +177,16 @@ class TileProgram:
             raise RuntimeError("this step program is closed")
         return self._handle
 
-    def begin(self, buffers: Sequence[ByteRange], tiles: Sequence[NativeTile]) -> None:
-        """Starts to read tiles before their run, one for each buffer. Does not block."""
+    def begin(self, buffers: Sequence[ByteRange], tiles: Sequence[Any]) -> None:
+        """Starts to read tiles (tm_tile *) before their run, one for each buffer. Does not
+        block."""
         code = lib.tm_program_begin(self.handle, *_buffers(buffers), _tiles(tiles), len(tiles))
         check(code, f"beginning to read {len(tiles)} tiles")
 
     def run(
         self,
         buffers: Sequence[ByteRange],
-        tiles: Sequence[NativeTile],
+        tiles: Sequence[Any],
         total: int,
         flags: int,
         priority: int = NORMAL,
@@ -249,15 +201,16 @@ class TileProgram:
         )
         check(code, f"starting a program of {total} tiles")
 
-    def add(self, tiles: Sequence[NativeTile], turns: Sequence[int]) -> bool:
+    def add(self, tiles: Sequence[Any], turns: Sequence[int] = ()) -> bool:
         """Gives the run more tiles, while others are stepped. False: it has ended already. Does not
         block.
 
-        turns: a tile gets its buffer before those of later turns; 0 is that of the tiles of `run`.
+        turns: a tile gets its buffer before those of later turns; 0 is that of the tiles of `run`,
+            and of all tiles if none are given.
         """
         given = _tiles(tiles)
-        for tile, turn in zip(given, turns, strict=True):
-            tile.turn = turn
+        for number, turn in enumerate(turns):
+            given[number].turn = turn
         code = lib.tm_program_add(self.handle, given, len(tiles))
         return check(code, f"adding {len(tiles)} tiles to a program") == 0
 
@@ -375,5 +328,5 @@ def _buffers(buffers: Sequence[ByteRange]) -> tuple[Any, int, int]:
     return starts, len(buffers), buffers[0].num_bytes if buffers else 0
 
 
-def _tiles(tiles: Sequence[NativeTile]) -> Any:
-    return ffi.new("tm_tile[]", [tile.struct for tile in tiles])
+def _tiles(tiles: Sequence[Any]) -> Any:
+    return ffi.new("tm_tile[]", [tile[0] for tile in tiles])

@@ -2,7 +2,7 @@
 
 Files in order: each imports only files before it.
 
-    tile_plan  a tile as a step program gets it
+    table      the rows of a step program: its tiles, described once
     run_read   a read of bytes that a step program changes
     program    read | check | step | sum | write, tile by tile
 """

@@ -53,13 +53,12 @@ from tiermem.swap.base.tile_program import (
     AWAITED,
     ONE_READ,
     ONE_WRITE,
-    WRITE_STAGE,
     Taken,
     TileProgram,
 )
 from tiermem.swap.memory.arena import Pool, Slot
 from tiermem.swap.program.run_read import SLICE_S, Running, RunRead, serve
-from tiermem.swap.program.tile_plan import NativeStep, TilePlan, TilePlans, TileWork, tell
+from tiermem.swap.program.table import StepTable, TileRow, TileWork, tell
 from tiermem.swap.store.checksum import Range
 from tiermem.swap.store.move import Move
 from tiermem.swap.store.store import TensorStore
@@ -67,7 +66,8 @@ from tiermem.swap.store.store import TensorStore
 T = TypeVar("T")
 R = TypeVar("R")
 
-_CHUNK = 4  # tiles that are planned at a time while others run
+_CHUNK = 64  # tiles that are given at a time while others run
+_FIRST = 4  # and when a run starts
 
 
 class Program(Generic[T]):
@@ -86,8 +86,8 @@ class Program(Generic[T]):
         self._workers = workers
         self._native: TileProgram | None = None  # opened when it is needed
         self._slots: list[Slot] = []  # buffers that are lent
-        self._plans = TilePlans(store)
-        self._begun: list[TilePlan[T]] = []
+        self._table = StepTable[T](store)
+        self._begun: list[TileRow[T]] = []
         self._running: Running[T] | None = None
         self._tentative: Running[T] | None = None
         self._helper: concurrent.futures.ThreadPoolExecutor | None = None  # made when it is needed
@@ -107,7 +107,7 @@ class Program(Generic[T]):
     def use(self, pool: Pool | None) -> None:
         """Goes on with other buffers, after `drop`; tiles may have been replaced."""
         self._pool = pool
-        self._plans.forget()
+        self._table.forget()
 
     @property
     def begun(self) -> list[T]:
@@ -126,10 +126,11 @@ class Program(Generic[T]):
             return
         try:
             slot = self._take_slots()
-            for tile in itertools.islice(tiles, len(self._slots)):
-                self._begun.append(self._plans.reads(tile, work, slot))
+            first = itertools.islice(tiles, len(self._slots))
+            for row in self._table.rows(first, work, slot, is_early=True):
+                self._begun.append(row)
             if self._begun:
-                self._program().begin(self._buffers(), [each.native for each in self._begun])
+                self._program().begin(self._buffers(), [each.struct for each in self._begun])
             else:
                 self._give_slots_back()
         except BaseException:
@@ -158,9 +159,9 @@ class Program(Generic[T]):
                 if (running := self._running) is not None:
                     if not running.state.is_over:
                         running.state.end(self._error(running, False))
-                    self._report_run(native, running)
+                    self._report(native, running, False)
                 elif self._tentative is not None:
-                    self._report(native, self._tentative, None)
+                    self._report(native, self._tentative, True)
             if self._brought is not None:
                 self._brought.join()  # it has ended with the run
             concurrent.futures.wait(self._left)
@@ -186,9 +187,9 @@ class Program(Generic[T]):
         """
         if self._pool is None:
             self.drop()
-            planned = [(tile, work.steps(tile, None)) for tile in tiles]
-            if sum(steps is None for _, steps in planned) in (0, len(planned)):
-                self._compute_here(planned, work, lane)
+            rows = list(self._table.rows(tiles, work, None))
+            if sum(row.is_native for row in rows) in (0, len(rows)):
+                self._compute_here(rows, work, lane)
                 return
         flags = AWAITED | ONE_READ * (not read_ahead) | ONE_WRITE * (not write_behind)
         self.start(tiles, work, flags, NORMAL, lane)
@@ -234,9 +235,13 @@ class Program(Generic[T]):
             [*self.begun, *(tile for tile in tiles if id(tile) not in is_begun)], work
         )
         try:
-            planned = list(itertools.islice(plans, max(len(is_begun), _CHUNK)))
+            planned = list(itertools.islice(plans, max(len(is_begun), _FIRST)))
             self._program().run(
-                self._buffers(), [each.native for each in planned], len(tiles), flags, priority
+                self._buffers(),
+                [each.struct for each in planned],
+                len(tiles),
+                flags,
+                priority,
             )
             self._running = Running(planned, work, lane, bool(flags & AWAITED))
             self._add(self._running, plans)
@@ -345,9 +350,11 @@ class Program(Generic[T]):
         """The tiles of a unit that the run under way changes, each when it has been computed:
         `wait`, piece by piece."""
         running = self._running
-        for index, tile in running.of_unit.get(unit, ()) if running is not None else ():
+        if running is None:
+            return
+        for index in running.of_unit(unit):
             self._wait(functools.partial(self._program().await_tile, index))
-            yield tile
+            yield running.planned[index].tile
 
     def _wait(self, look: Callable[[float], bool | None]) -> None:
         """Blocks until `look` is True; it is given the seconds that it may take. Raises the error
@@ -378,7 +385,7 @@ class Program(Generic[T]):
         with self._reading:
             running = self._running
             is_changed = running is not None and (
-                running.is_cut or any(each[0] in running.shown for each in ranges)
+                running.is_cut or any(running.shown(each[0]) for each in ranges)
             )
             if running is None or not is_changed:
                 return self._store.read(ranges, name, priority)
@@ -448,7 +455,7 @@ class Program(Generic[T]):
 
     # ---- planning --------------------------------------------------------------------------------
 
-    def _plan(self, tiles: Sequence[T], work: TileWork[T]) -> Iterator[TilePlan[T]]:
+    def _plan(self, tiles: Sequence[T], work: TileWork[T]) -> Iterator[TileRow[T]]:
         """The tiles of a run, one by one."""
         begun = {id(each.tile): each for each in self._begun}
         if not self._slots:
@@ -458,8 +465,7 @@ class Program(Generic[T]):
                 f"none of the {self._pool.count} buffers of {self._pool.slot_bytes} bytes is free"
             )
         self._store.plans.check_writable()
-        for tile in tiles:
-            yield self._plans.whole(tile, work, self._first_slot, begun.get(id(tile)))
+        yield from self._table.rows(tiles, work, self._first_slot, begun)
 
     def _attempt(self, tiles: Iterable[T], work: TileWork[T], total: int, lane: str) -> bool:
         """`attempt`, in the program's thread."""
@@ -469,11 +475,8 @@ class Program(Generic[T]):
             self._take_slots()
         try:
             self._store.plans.check_writable()
-            plans = [
-                self._plans.whole(tile, work, self._first_slot, None, is_apart=True)
-                for tile in tiles
-            ]
-            plans = [each for each in plans if each.is_native]
+            rows = self._table.rows(tiles, work, self._first_slot, is_apart=True)
+            plans = [each for each in rows if each.is_native]
             if is_first and plans:
                 self._program().run(self._buffers(), [], total, 0, BACKGROUND)
                 self._tentative = Running([], work, lane, False)
@@ -491,26 +494,26 @@ class Program(Generic[T]):
         self._serve_aside(self._tentative)
         return is_given and not self.has_failed
 
-    def _add(self, running: Running[T], plans: Iterator[TilePlan[T]]) -> None:
+    def _add(self, running: Running[T], plans: Iterator[TileRow[T]]) -> None:
         """Gives a run its other tiles, while it is under way."""
         while chunk := list(itertools.islice(plans, _CHUNK)):
-            if not self._give(running, chunk, [0] * len(chunk)):
+            if not self._give(running, chunk):
                 running.cut()
                 break  # it has failed: `finish` raises the error
         running.show()
 
     def _give(
-        self, running: Running[T], plans: Sequence[TilePlan[T]], turns: Sequence[int]
+        self, running: Running[T], plans: Sequence[TileRow[T]], turns: Sequence[int] = ()
     ) -> bool:
         """Adds tiles to a run, which may be brought before this returns. False: it has failed, and
         does not have them."""
         running.add(plans)
-        is_given = self._program().add([each.native for each in plans], turns)
+        is_given = self._program().add([each.struct for each in plans], turns)
         if not is_given:
             self._given(running)
         return is_given
 
-    def _given(self, running: Running[T]) -> Sequence[TilePlan[T]]:
+    def _given(self, running: Running[T]) -> Sequence[TileRow[T]]:
         """The tiles of a run that native code was given. An interrupt may have left others behind
         them, which are removed."""
         running.trim(self._program().num_tiles)
@@ -524,24 +527,20 @@ class Program(Generic[T]):
 
     # ---- running ---------------------------------------------------------------------------------
 
-    def _compute_here(
-        self, planned: Sequence[tuple[T, Sequence[NativeStep] | None]], work: TileWork[T], lane: str
-    ) -> None:
+    def _compute_here(self, rows: Sequence[TileRow[T]], work: TileWork[T], lane: str) -> None:
         """Computes tiles that rest in memory, in this thread. All are planned before: a kernel
         leaves nothing in the caches."""
-        for tile, steps in planned:
+        for row in rows:
             start_ns = time.monotonic_ns()
-            if steps is None:
+            if not row.is_native:
                 self.num_called += 1
-                work.compute(tile, None)
+                work.compute(row.tile, None)
                 continue
             assert self._workers is not None
-            run_steps(
-                self._workers, [step.struct for step in steps], f"stepping {work.name(tile)!r}"
-            )
+            run_steps(self._workers, row.steps, f"stepping {row.name!r}")
             self.num_native += 1
             if lane:
-                self._store.recorder.add(lane, work.name(tile), start_ns, time.monotonic_ns())
+                self._store.recorder.add(lane, row.name, start_ns, time.monotonic_ns())
 
     def _call_next(self, running: Running[T], timeout_s: float) -> bool:
         """Does or brings what the next tile needs beside native work, unless a thread does. True:
@@ -630,9 +629,7 @@ class Program(Generic[T]):
         at = offset
         end = offset + data.numel()
         written = list[int]()
-        for index, start, num_bytes in sorted(
-            running.shown.get(entry, ()), key=lambda each: each.offset
-        ):
+        for index, start, num_bytes in running.shown(entry):
             assert offset <= start and start + num_bytes <= end, f"a range of {entry!r} cuts a tile"
             if self._program().take(index, data.data_ptr() + start - offset):
                 taken.append(index)
@@ -653,7 +650,7 @@ class Program(Generic[T]):
         """Tells the store once that the writes of a tile have been made, or that they failed."""
         each = running.planned[index]
         if index not in running.noted:
-            self._plans.note(each, has_failed)
+            self._table.note(each, has_failed)
             running.noted.add(index)  # after an interrupt it is noted again
 
     def _error(self, running: Running[T], is_raised: bool) -> OSError:
@@ -671,27 +668,23 @@ class Program(Generic[T]):
         each = running.planned[failure.tile]
         return each.error_of(failure, running.causes, self._store)
 
-    def _report_run(self, program: TileProgram, running: Running[T]) -> None:
-        """Notes what was written, and tells the recorder."""
-        failure = program.failure()
-        failed = failure.tile if failure is not None and failure.stage == WRITE_STAGE else -1
-        self._report(program, running, failed)
-
-    def _report(self, program: TileProgram, running: Running[T], failed: int | None) -> None:
+    def _report(self, program: TileProgram, running: Running[T], is_dropped: bool) -> None:
         """Tells the store of the writes of a run, and the recorder what became of its tiles.
 
-        failed: the tile whose write failed, -1: none did; None: the run was tentative, and its
-            writes are dropped.
+        is_dropped: the run was tentative, and its writes are dropped.
         """
         planned = self._given(running)
         times = program.times()
-        for index in np.flatnonzero(times["is_writing"]).tolist():
-            if failed is None:
-                self.dropped_bytes += int(times["written_bytes"][index])
-            else:
-                self._note(running, index, index == failed or not times["is_ended"][index])
+        is_writing = times["is_writing"] != 0
+        is_ended = times["is_ended"] != 0
+        if is_dropped:
+            self.dropped_bytes += int(times["written_bytes"][is_writing].sum())
+        else:
+            moves = np.array([each.moves for each in planned], np.bool_)
+            for index in np.flatnonzero(is_writing & (moves | ~is_ended)).tolist():
+                self._note(running, index, not is_ended[index])
         is_native = np.array([each.is_native for each in planned], np.bool_)
-        self.num_native += int(np.count_nonzero(is_native & (times["is_ended"] != 0)))
+        self.num_native += int(np.count_nonzero(is_native & is_ended))
         tell(planned, times, self._store.recorder, running.lane, running.is_awaited)
 
     # ---- buffers ---------------------------------------------------------------------------------

@@ -13,13 +13,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from tiermem.swap.base.tile_program import TileProgram
-from tiermem.swap.program.tile_plan import TilePlan, TileWork
+from tiermem.swap.program.table import TileRow, TileWork
 from tiermem.swap.store.move import Move
 
 T = TypeVar("T")
@@ -59,13 +60,11 @@ class ShownBy(NamedTuple):
 class Running(Generic[T]):
     """A run under way."""
 
-    planned: list[TilePlan[T]]
+    planned: list[TileRow[T]]
     work: TileWork[T]
     lane: str
     is_awaited: bool  # its caller does nothing but wait
-    shown: dict[str, list[ShownBy]] = dataclasses.field(default_factory=dict)  # by entry
-    # its tiles with their indexes
-    of_unit: dict[int, list[tuple[int, T]]] = dataclasses.field(default_factory=dict)
+    is_shown: bool = False  # whether it has all of its tiles
     # tiles whose writes the store knows of
     noted: set[int] = dataclasses.field(default_factory=set)
     # of tiles that were not brought
@@ -81,7 +80,7 @@ class Running(Generic[T]):
         self._has_called = self._has_brought = False
         self._look_at(self.planned)
 
-    def add(self, plans: Sequence[TilePlan[T]]) -> None:
+    def add(self, plans: Sequence[TileRow[T]]) -> None:
         """Adds tiles behind the others."""
         self._look_at(plans)
         self.planned.extend(plans)
@@ -91,7 +90,7 @@ class Running(Generic[T]):
         interrupt came before."""
         del self.planned[num_given:]
 
-    def _look_at(self, plans: Sequence[TilePlan[T]]) -> None:
+    def _look_at(self, plans: Sequence[TileRow[T]]) -> None:
         self._has_called |= any(not plan.is_native for plan in plans)
         self._has_brought |= any(plan.is_brought for plan in plans)
 
@@ -111,13 +110,34 @@ class Running(Generic[T]):
         self.work = work
 
     def show(self) -> None:
-        """Notes whose its tiles are, and where reads find their bytes, when it has all of them."""
-        for index, each in enumerate(self.planned):
-            self.of_unit.setdefault(each.native.unit, []).append((index, each.tile))
-            if (shown := each.shown) is not None:
-                self.shown.setdefault(shown.entry, []).append(
-                    ShownBy(index, shown.offset, shown.memory.num_bytes)
-                )
+        """Notes that it has all of its tiles, so that reads find their bytes."""
+        self.is_shown = True
+
+    @functools.cached_property
+    def _by_unit(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for index, row in enumerate(self.planned):
+            found.setdefault(row.unit, []).append(index)
+        return found
+
+    @functools.cached_property
+    def _by_entry(self) -> dict[str, list[ShownBy]]:
+        found: dict[str, list[ShownBy]] = {}
+        for index, row in enumerate(self.planned):
+            if row.shown is not None:
+                entry, offset, data = row.shown
+                found.setdefault(entry, []).append(ShownBy(index, offset, data.numel()))
+        for changes in found.values():
+            changes.sort(key=lambda by: by.offset)
+        return found
+
+    def of_unit(self, unit: int) -> list[int]:
+        """The indexes of a unit's tiles; none before `show`."""
+        return self._by_unit.get(unit, []) if self.is_shown else []
+
+    def shown(self, entry: str) -> list[ShownBy]:
+        """The bytes of an entry that its tiles change, in order; none before `show`."""
+        return self._by_entry.get(entry, []) if self.is_shown else []
 
 
 class RunRead:

@@ -34,7 +34,13 @@ import torch
 from tiermem.swap.base.errors import DamagedEntry, Place
 from tiermem.swap.base.native import Op, Workers, check, crc32c_of, lib, rows_of
 from tiermem.swap.base.ranges import FileRange, Numbers
-from tiermem.swap.base.tile_program import PieceRows, aim_rows, moved_rows, piece_rows
+from tiermem.swap.base.tile_program import (
+    PieceRows,
+    aim_rows,
+    join_rows,
+    moved_rows,
+    piece_rows,
+)
 from tiermem.swap.disk.queue import Recorder
 
 ROTATION = 16
@@ -131,6 +137,7 @@ class PieceTable:
         self.entry = entry
         self.crcs: Crcs = np.zeros(len(starts), np.uint32)
         self.is_known: npt.NDArray[np.bool_] = np.zeros(len(starts), np.bool_)
+        self.is_due: npt.NDArray[np.bool_] = np.zeros(len(starts), np.bool_)
         self._rows = piece_rows(starts, stops - starts, self.crcs, self.is_known)
         self._serial = serial
         self._num_reads = np.zeros(len(starts), np.int64)
@@ -164,11 +171,15 @@ class PieceTable:
         numbers: Numbers = inside.start + np.flatnonzero(chosen)
         return numbers
 
-    def rows(self, which: slice | Numbers, base: int, crcs: Crcs | None = None) -> PieceRows:
-        """These pieces for a program. base: the address at which the entry would begin. crcs: their
-        checksums; None: those of the table, with its flags."""
-        rows = moved_rows(self._rows[which], base)
-        return rows if crcs is None else aim_rows(rows, crcs)
+    def turn(self, inside: slice) -> None:
+        """Notes a read of which one in ROTATION is verified, in `is_due`."""
+        self.is_due[inside] = False
+        self.is_due[self.due(inside, rotates=True)] = True
+
+    def rows(self, which: slice, base: int) -> PieceRows:
+        """These pieces for a program, with the checksums and flags of the table. base: the address
+        at which the entry would begin."""
+        return moved_rows(self._rows[which], base)
 
     @contextlib.contextmanager
     def patching(self, offset: int, num_bytes: int) -> Iterator[None]:
@@ -215,7 +226,8 @@ class Sums:
         self._advice: Callable[[Place], str] = lambda _: "Go back to the last checkpoint"
         self._tables: dict[str, PieceTable] = {}
         self._workers: Workers | None = None
-        self._verify: Verify = "always"
+        self.verify: Verify = "always"
+        self.version = 0  # another one when an entry is dropped, and when `verify` or pieces change
 
     def advise(self, advice: Callable[[Place], str]) -> None:
         """Sets the function that returns a sentence of advice about damaged bytes at a place."""
@@ -229,7 +241,8 @@ class Sums:
                 f"verify is {verify!r}; allowed are {', '.join(map(repr, get_args(Verify)))}"
             )
         self._workers = workers
-        self._verify = verify
+        self.verify = verify
+        self.version += 1
 
     def protect(self, entry: str, pieces: Pieces) -> None:
         """From now on an entry's pieces have checksums: unknown ones, until they are written.
@@ -241,10 +254,12 @@ class Sums:
         if before is not None:
             table.take_over(before)
         self._tables[entry] = table
+        self.version += 1
 
     def forget(self, entry: str) -> None:
         """Drops an entry's table."""
         self._tables.pop(entry, None)
+        self.version += 1
 
     def of(self, entry: str) -> PieceTable | None:
         """An entry's table; None when it has no checksums."""
@@ -329,25 +344,41 @@ class Sums:
     def due_of(self, pieces: Iterable[PiecesIn]) -> Expected:
         """The pieces that a read which starts now must bring, with their checksums."""
         expected = []
-        for table, base, inside, _ in pieces if self._verify != "resume" else ():
-            due = table.due(inside, rotates=self._verify == "sample")
+        for table, base, inside, _ in pieces if self.verify != "resume" else ():
+            due = table.due(inside, rotates=self.verify == "sample")
             if len(due):
                 expected.append(_Expected(table, due, table.crcs[due], base))
         return expected
 
-    def due_again(self, pieces: Sequence[PiecesIn], expected: Expected) -> bool:
-        """Whether a read that starts now must bring what `due_of` has found for an earlier one, and
-        all pieces of the ranges.
+    def checked(self, pieces: Iterable[PiecesIn]) -> PieceRows:
+        """The pieces that a program compares whenever it reads them, if they are known then; after
+        `turn`, if that says so."""
+        rows = [each.rows() for each in pieces if self.verify != "resume"]
+        if self.verify == "sample":
+            for each, own in zip(pieces, rows, strict=True):
+                aim_rows(own, each.table.crcs[each.inside], each.table.is_due[each.inside])
+        return join_rows(rows)
 
-        Then `expected` has their checksums of now.
-        """
-        if self._verify != "always" or len(pieces) != len(expected):
-            return self._verify == "resume" and not expected
-        for (table, _, inside, _), each in zip(pieces, expected, strict=True):
-            if len(each.crcs) != inside.stop - inside.start or not table.is_known[inside].all():
-                return False
-            each.crcs[:] = table.crcs[inside]
-        return True
+    def turn(self, pieces: Iterable[PiecesIn]) -> None:
+        """Before a program reads pieces that `checked` has given it."""
+        for each in pieces if self.verify == "sample" else ():
+            each.table.turn(each.inside)
+
+    def damage_in(
+        self,
+        pieces: Iterable[PiecesIn],
+        number: int,
+        seen: int,
+        num_wrong: int,
+        ops: Sequence[Op],
+        files: Mapping[int, str],
+    ) -> DamagedEntry:
+        """`damage` of pieces that `checked` has given a program."""
+        expected = [
+            _Expected(table, np.arange(inside.start, inside.stop), table.crcs[inside], base)
+            for table, base, inside, _ in pieces
+        ]
+        return self.damage(expected, number, seen, num_wrong, ops, files)
 
     def damage(
         self,
@@ -415,10 +446,11 @@ class PiecesIn(NamedTuple):
         """Room for the checksums of those inside."""
         return np.zeros(self.inside.stop - self.inside.start, np.uint32)
 
-    def summed(self, crcs: Crcs | None) -> PieceRows:
-        """Those inside for a program, which writes and sums them. crcs: gets their checksums; None:
-        the table does."""
-        return self.table.rows(self.inside, self.base, crcs)
+    def rows(self, crcs: Crcs | None = None) -> PieceRows:
+        """Those inside for a program. crcs: has their checksums; None: the table has them, with its
+        flags."""
+        rows = self.table.rows(self.inside, self.base)
+        return rows if crcs is None else aim_rows(rows, crcs)
 
     def begin(self) -> None:
         """Before a write that changes the table: pieces that the range cuts become unknown."""
@@ -454,10 +486,6 @@ class _Expected(NamedTuple):
     @property
     def num_bytes(self) -> Numbers:
         return self.table.pieces.stops[self.numbers] - self.starts
-
-    def rows(self) -> PieceRows:
-        """The pieces for a program, which compares them with `crcs`."""
-        return self.table.rows(self.numbers, self.base, self.crcs)
 
 
 Expected = list[_Expected]

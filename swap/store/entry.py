@@ -8,7 +8,7 @@ import dataclasses
 import enum
 import errno
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -58,6 +58,9 @@ class Slots:
     next write of them; lost bytes cannot be frozen. At first all bytes are in slot 0, and no freeze
     holds them.
 
+    native/tiermem.h draws who chooses, writes and reads slots while a run of a step program is under
+    way. Rows of its table compare `version` with that of their choice.
+
     The class computes with numbers only. Bisection finds a piece. The store's lock guards it.
 
     Args:
@@ -67,6 +70,7 @@ class Slots:
 
     def __init__(self, num_bytes: int, num_slots: int) -> None:
         self.num_slots = num_slots
+        self.version = 0  # another one after each change
         self._pieces = [_EntryPiece(0, num_bytes, 0, frozenset(), frozenset())]
         self._starts = [0]  # of the pieces
 
@@ -76,15 +80,6 @@ class Slots:
         if last == first + 1:
             return [SlotPart(start, stop, self._pieces[first].current)]
         return _joined([SlotPart(*piece[:3]) for piece in self._within(start, stop)])
-
-    def likeness(self, start: int, stop: int) -> Hashable:
-        """Equal where `current` and `targets` are, for the same bytes and `is_apart`."""
-        first, last = self._touching(start, stop)
-        if last == first + 1:
-            return self._pieces[first].likeness
-        return tuple(
-            [(piece.start, piece.stop, piece.likeness) for piece in self._within(start, stop)]
-        )
 
     def targets(self, start: int, stop: int, is_apart: bool = False) -> list[SlotPart]:
         """Returns the slots that a write of bytes [start, stop) uses, and changes nothing. Raises
@@ -101,17 +96,20 @@ class Slots:
         """Makes a slot of `targets` current, once its write has started. Freezes may have ended
         since `targets`."""
         start, stop, slot = part
-        first, last = self._touching(start, stop)
-        for piece in self._pieces[first:last]:
-            if piece.current != slot or piece.lost:
-                self._change(
-                    start,
-                    stop,
-                    lambda p: _EntryPiece(
-                        p.start, p.stop, slot, p.holds, p.lost and p.lost - {slot}
-                    ),
-                )
-                break
+        if not self.is_written(part):
+            self._change(
+                start,
+                stop,
+                lambda p: _EntryPiece(p.start, p.stop, slot, p.holds, p.lost and p.lost - {slot}),
+            )
+
+    def is_written(self, part: SlotPart) -> bool:
+        """Whether a slot is current, and no write of the bytes has failed, so that `write` changes
+        nothing."""
+        first, last = self._touching(part.start, part.stop)
+        return all(
+            piece.current == part.slot and not piece.lost for piece in self._pieces[first:last]
+        )
 
     def lose(self, part: SlotPart) -> None:
         """Marks the bytes of a failed write as lost in its slot."""
@@ -192,6 +190,7 @@ class Slots:
         return first, bisect.bisect_left(self._starts, stop, first)
 
     def _merge(self, pieces: list[_EntryPiece]) -> None:
+        self.version += 1
         self._pieces = _joined(pieces)
         self._starts = [piece.start for piece in self._pieces]
 
@@ -202,6 +201,7 @@ class Slots:
         first, last = self._touching(start, stop)
         if first == last:
             return
+        self.version += 1
         before = self._pieces[first]
         behind = self._pieces[last - 1]
         if (before.start, behind.stop, last - first) == (start, stop, 1):
@@ -226,14 +226,6 @@ class _EntryPiece(NamedTuple):
     current: int  # the slot that is read
     holds: frozenset[tuple[int, int]]  # (freeze, slot)
     lost: frozenset[int]  # slots whose last write failed
-
-    @property
-    def likeness(self) -> Hashable:
-        return (
-            (self.current, frozenset([slot for _, slot in self.holds]))
-            if self.holds
-            else self.current
-        )
 
 
 def _joined(pieces: list[P]) -> list[P]:

@@ -618,7 +618,9 @@ class TensorStore(AbstractContextManager["TensorStore"]):
 
         with changing(plan.targets, name):
             self.sums.keep(summed)
-            move = self._start(entries, plan.ops, priority, owns, name, is_write=True, on_end=ended)
+            move = self._start(
+                entries, plan.ops(), priority, owns, name, is_write=True, on_end=ended
+            )
             plan.begin()
         return move
 

@@ -66,6 +66,7 @@ _COMMITTING = (
     "UnitMemory.free UnitMemory.allocate_slot UnitMemory.take_slot UnitMemory._end_loan Pool.take "
     "Pool.give_back "
     "Move._ask Move._end Queues.wait Program.start Program.commit Program.drop Program.finish "
+    "TileRow._choose "
     "Prefetcher._evict"
 )
 COMMITS = frozenset(_COMMITTING.split())

@@ -275,6 +275,7 @@ static int dtype_of(const std::string &precision) {
 // The arrays of one thread, and the step over them.
 struct CachedStep {
     std::vector<std::vector<char>> arrays; // a little apart: not at the same offset in their pages
+    tm_step_numbers numbers = {};
     tm_step step = {};
     bool is_whole;
 
@@ -299,10 +300,10 @@ struct CachedStep {
         step.rounding = row[5] == "stochastic" ? TM_STOCHASTIC : TM_NEAREST;
         step.n = CACHED;
         step.rule = TM_ADAMW;
-        step.scalars = {};
-        step.scalars.grad_scale = step.scalars.inv_sqrt_bias2 = 1;
-        step.scalars.decay = 1 - 1e-6, step.scalars.step_size = 1e-4, step.scalars.eps = 1e-8;
-        step.scalars.beta1 = 0.9, step.scalars.beta2 = 0.999;
+        step.numbers = &numbers;
+        numbers.scalars.grad_scale = numbers.scalars.inv_sqrt_bias2 = 1;
+        numbers.scalars.decay = 1 - 1e-6, numbers.scalars.step_size = 1e-4, numbers.scalars.eps = 1e-8;
+        numbers.scalars.beta1 = 0.9, numbers.scalars.beta2 = 0.999;
     }
 
     void run() {
@@ -310,7 +311,7 @@ struct CachedStep {
         if (is_whole)
             CHECK_EQUAL(
                 tm_gradient_store(nullptr, CACHED, nullptr, TM_NONE, step.grad.data, step.grad.dtype, 0, 0, &sum), 0);
-        step.scalars.grad_scale = sum < 0 ? 0 : 1;
+        numbers.scalars.grad_scale = sum < 0 ? 0 : 1;
         CHECK_EQUAL(tm_optimizer_step(nullptr, &step), 0);
     }
 };

@@ -21,6 +21,8 @@
 #include <liburing.h>
 #endif
 
+static const tm_step_numbers NUMBERS = {0, {1e-3, 0.9999, 1, 0.9, 0.999, 1e-8, 1, 0, 0, 0}};
+
 static double now_s(clockid_t clock = CLOCK_MONOTONIC) {
     timespec now;
     clock_gettime(clock, &now);
@@ -160,7 +162,7 @@ static void bench_kernels() {
         step.grad = {(void *)g, nullptr, TM_F32, 0};
         step.moments[0] = {m, nullptr, TM_F32, 0};
         step.moments[1] = {v, nullptr, TM_F32, 0};
-        step.scalars = {1e-3, 0.9999, 1, 0.9, 0.999, 1e-8, 1, 0, 0, 0};
+        step.numbers = &NUMBERS;
         const double fp32 = best_of(9, [&] { tm_optimizer_step(workers, &step); });
         const auto step_half = [&](int dtype) {
             CHECK_EQUAL(tm_gradient_store(workers, n, half, dtype, g, TM_F32, 0, 0, nullptr), 0);
@@ -198,7 +200,7 @@ struct Tile {
         step.n = NUMEL;
         step.rule = TM_ADAMW;
         step.rounding = rounding;
-        step.scalars = {1e-3, 0.9999, 1, 0.9, 0.999, 1e-8, 1, 0, 0, 0};
+        step.numbers = &NUMBERS;
         step.grad = part(TM_BF16);
         pieces.clear();
         step.master = part(master);

@@ -94,6 +94,12 @@ static tm_step_scalars scalars_of(int rule) {
     return s;
 }
 
+static const tm_step_numbers *numbers_of(int rule) {
+    static tm_step_numbers of_rules[5];
+    of_rules[rule] = {1234567, scalars_of(rule)};
+    return &of_rules[rule];
+}
+
 static tm_step step_of(State *s, const Case &c) {
     tm_step step;
     memset(&step, 0, sizeof step);
@@ -104,12 +110,11 @@ static tm_step step_of(State *s, const Case &c) {
     for (int k = 0; k < 3; ++k)
         step.moments[k] = s->moments[k].part();
     step.key = 77;
-    step.step = 1234567;
     step.first_element = 3 * 65536 + 11;
     step.rule = c.rule;
     step.rounding = c.rounding;
     step.flags = c.flags;
-    step.scalars = scalars_of(c.rule);
+    step.numbers = numbers_of(c.rule);
     return step;
 }
 
@@ -437,7 +442,7 @@ static void a_large_step_has_the_bits_of_a_small_one(int isa, tm_workers *worker
         memset(&step, 0, sizeof step);
         step.n = n;
         step.rule = TM_ADAMW;
-        step.scalars = scalars_of(TM_ADAMW);
+        step.numbers = numbers_of(TM_ADAMW);
         step.flags = is_unfused ? TM_STEP_UNFUSED : 0;
         step.weight = {weight[is_unfused].data() + shift, nullptr, TM_BF16, 0};
         step.master = {master[is_unfused].data(), nullptr, TM_F32, 0};
@@ -469,6 +474,7 @@ static void bad_arguments_are_refused() {
     void (*const spoils[])(tm_step *) = {
         [](tm_step *s) { s->rule = 5; },
         [](tm_step *s) { s->rounding = 2; },
+        [](tm_step *s) { s->numbers = nullptr; },
         [](tm_step *s) { s->flags = 1024; },
         [](tm_step *s) { s->first_element = ~0ull; },
         [](tm_step *s) { s->grad.dtype = TM_SPLIT; },

@@ -15,6 +15,7 @@ struct Kind {
     int rule, weight, master, grad, moments[3], rounding;
 };
 
+static const tm_step_numbers NUMBERS = {3, {1e-2, 0.99, 1.0, 0.9, 0.99, 1e-8, 1.5, 0.9, 0, 0}};
 static const Kind EXACT = {TM_ADAMW, TM_BF16, TM_F32, TM_BF16, {TM_F32, TM_F32, TM_NONE}, TM_NEAREST};
 static const Kind COMPACT = {TM_ADAMW, TM_BF16, TM_SPLIT, TM_F32, {TM_BF16, TM_BF16, TM_NONE}, TM_STOCHASTIC};
 static const Kind TINY = {TM_ADAM, TM_BF16, TM_SPLIT, TM_BF16, {TM_Q8, TM_Q8_POSITIVE, TM_NONE}, TM_STOCHASTIC};
@@ -94,9 +95,8 @@ struct Tile {
         step.rule = kind.rule;
         step.rounding = kind.rounding;
         step.key = 5 + number;
-        step.step = 3;
         step.first_element = first_element;
-        step.scalars = {1e-2, 0.99, 1.0, 0.9, 0.99, 1e-8, 1.5, 0.9, 0, 0};
+        step.numbers = &NUMBERS;
         step.weight = room(kind.weight, n);
         step.master = room(kind.master, n);
         step.grad = room(kind.grad, n);

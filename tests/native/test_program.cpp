@@ -3,10 +3,13 @@
 
 #include <algorithm>
 #include <atomic>
+#include <mutex>
+#include <set>
 #include <thread>
 
 #include "fixture.h"
 
+static const tm_step_numbers NUMBERS = {0, {1e-2, 0.99, 1.0, 0.9, 0.99, 1e-8, 1.5, 0, 0, 0}};
 static const uint64_t NUMEL = 4096, STATES = 3 * 4 * NUMEL, WEIGHTS = 2 * NUMEL, TILE = STATES + WEIGHTS;
 
 // Tiles of states (master, m, v in fp32) and bf16 weights in a file, gradients in memory.
@@ -18,10 +21,10 @@ struct World {
     tm_program *program = nullptr;
     std::vector<float> grads;
     std::vector<uint32_t> crcs;
-    std::vector<uint8_t> is_known;
+    std::vector<uint8_t> is_known; // 0: no, 1: summed by a run, 2: put
 
     World(uint32_t num, std::vector<tm_fault> faults = {}, int engine = TM_ENGINE_AUTO)
-        : num_tiles(num), queue(engine, 8, 16384, faults), grads(num * NUMEL), crcs(num), is_known(num) {
+        : num_tiles(num), queue(engine, 8, 16384, faults), grads(num * NUMEL), crcs(num), is_known(num, 2) {
         CHECK(queue.is_open);
         CHECK_EQUAL(tm_workers_open(2, &workers), 0);
         CHECK_EQUAL(tm_program_open(workers, 16 << 20, &program), 0);
@@ -67,7 +70,7 @@ struct World {
         step.moments[0] = {buffer + 4 * NUMEL, nullptr, TM_F32, 0};
         step.moments[1] = {buffer + 8 * NUMEL, nullptr, TM_F32, 0};
         step.rule = TM_ADAMW;
-        step.scalars = {1e-2, 0.99, 1.0, 0.9, 0.99, 1e-8, 1.5, 0, 0, 0};
+        step.numbers = &NUMBERS;
         return step;
     }
     std::vector<char> stepped(uint32_t tile) {
@@ -477,10 +480,47 @@ static void test_a_transfer_that_fails_ends_the_run(uint64_t block, uint32_t num
     for (uint32_t i = 0; i < 4; ++i) {
         CHECK_EQUAL(times[i].is_ended, i < num_stepped);
         CHECK_EQUAL(times[i].is_writing, i < num_known);
-        CHECK_EQUAL(world.is_known[i], i < num_known);
+        CHECK_EQUAL(world.is_known[i], i < num_known ? 1 : 2);
         if (i != num_stepped)
             world.check_tile(i, i < num_stepped);
     }
+}
+
+static void test_unknown_checksums_are_not_compared_and_are_known_afterwards() {
+    World world(4);
+    Run run(&world, 2);
+    for (uint32_t i : {1u, 2u}) {
+        world.crcs[i] ^= 1;
+        world.is_known[i] = 0;
+    }
+    CHECK_EQUAL(run.begin(2), 0);
+    run.go_on(2);
+    CHECK_EQUAL(run.start(), 0);
+    CHECK_EQUAL(run.wait(), 0);
+    for (uint32_t i = 0; i < 4; ++i) {
+        world.check_tile(i, true);
+        CHECK_EQUAL(world.crcs[i], crc_of(world.get(i)));
+        CHECK_EQUAL(world.is_known[i], 1);
+    }
+}
+
+// All tiles of a parameter point at one record, which the next step overwrites.
+static void test_numbers_are_those_of_the_time_when_the_run_was_given() {
+    World world(4);
+    Run run(&world, 1);
+    tm_step_numbers numbers = NUMBERS;
+    for (tm_step &step : run.steps)
+        step.numbers = &numbers;
+    run.tiles[0].flags = TM_TILE_CALLED; // holds the buffer until it is done
+    CHECK_EQUAL(run.start(), 0);
+    numbers.scalars.step_size = 1;
+    uint64_t tile;
+    int32_t buffer;
+    CHECK_EQUAL(tm_program_next(world.program, -1, &tile, &buffer), 0);
+    CHECK_EQUAL(tm_program_done(world.program, tile, 0), 0);
+    CHECK_EQUAL(run.wait(), 0);
+    for (uint32_t i = 1; i < 4; ++i)
+        world.check_tile(i, true);
 }
 
 static void test_damaged_bytes_are_never_stepped() {
@@ -673,6 +713,117 @@ static void test_callers_on_many_threads() {
     }
 }
 
+// ---- slots ----------------------------------------------------------------------------------------------------------
+
+// The protocol of slots, as its caller keeps it: see tiermem.h.
+struct Slots {
+    static const uint32_t NUM = 4;
+    World *world;
+    std::mutex mutex; // guards what follows
+    std::vector<uint32_t> current;
+    std::vector<uint32_t> crcs; // of each tile's current slot
+    std::vector<uint32_t> num_steps;
+    std::vector<std::multiset<uint32_t>> held; // by freezes
+
+    Slots(World *w, uint32_t num_tiles) : world(w), current(num_tiles), num_steps(num_tiles), held(num_tiles) {
+        for (uint32_t i = 0; i < num_tiles; ++i) {
+            world->put(i * NUM, world->first(i));
+            crcs.push_back(world->crcs[i * NUM]);
+        }
+    }
+    uint64_t place(uint32_t tile, uint32_t slot) const { return (tile * NUM + slot) * TILE; }
+    uint32_t apart(uint32_t tile) {
+        std::lock_guard<std::mutex> guard(mutex);
+        uint32_t slot = 0;
+        while (slot == current[tile] || held[tile].count(slot))
+            ++slot;
+        return slot;
+    }
+    // A freeze of one tile reads it, with the checksum that it had then, however often it has been stepped since.
+    void look(uint32_t tile) {
+        Memory memory(TILE);
+        uint32_t slot, crc;
+        {
+            std::lock_guard<std::mutex> guard(mutex);
+            slot = current[tile];
+            crc = crcs[tile];
+            held[tile].insert(slot);
+        }
+        std::this_thread::yield();
+        CHECK_EQUAL(pread(world->file.fd, memory.data, TILE, (off_t)place(tile, slot)), TILE);
+        CHECK_EQUAL(crc_of(std::vector<char>(memory.data, memory.data + TILE)), crc);
+        std::lock_guard<std::mutex> guard(mutex);
+        held[tile].erase(held[tile].find(slot));
+    }
+};
+
+// Speculative runs write beside what rests; some are noted and some dropped, while other threads freeze, read and thaw.
+static void test_slots_move_while_others_read_them(uint32_t seed) {
+    const uint32_t num_tiles = 5;
+    World world(num_tiles * Slots::NUM);
+    Slots slots(&world, num_tiles);
+    Run run(&world, 2);
+    run.tiles.resize(num_tiles);
+    std::atomic<bool> is_over{false};
+    std::vector<std::thread> threads;
+    for (uint32_t thread = 0; thread < 2; ++thread)
+        threads.emplace_back([&, thread] {
+            for (uint32_t i = thread; !is_over; ++i)
+                slots.look(i % num_tiles);
+        });
+    Numbers numbers{seed};
+    std::vector<tm_transfer> reads, writes;
+    std::vector<tm_piece> checks, sums;
+    std::vector<uint32_t> targets(num_tiles), apart(num_tiles), checked(num_tiles);
+    for (int round = 0; round < 12; ++round) {
+        const bool is_dropped = numbers.next() % 3 == 0;
+        reads.clear();
+        writes.clear();
+        checks.clear();
+        sums.clear();
+        for (uint32_t i = 0; i < num_tiles; ++i) {
+            targets[i] = slots.apart(i);
+            checked[i] = slots.crcs[i];
+            tm_transfer transfer = run.transfers[i];
+            transfer.offset = slots.place(i, slots.current[i]);
+            reads.push_back(transfer);
+            transfer.offset = slots.place(i, targets[i]);
+            writes.push_back(transfer);
+            checks.push_back({run.memory.data, TILE, &checked[i], nullptr});
+            sums.push_back({run.memory.data, TILE, &apart[i], nullptr});
+        }
+        for (uint32_t i = 0; i < num_tiles; ++i) {
+            run.tiles[i].reads = &reads[i];
+            run.tiles[i].writes = &writes[i];
+            run.tiles[i].checks = &checks[i];
+            run.tiles[i].sums = &sums[i];
+        }
+        CHECK_EQUAL(run.start(), 0);
+        if (is_dropped) {
+            CHECK_EQUAL(tm_program_wait(world.program, numbers.next() % 3, 0, -1), 0);
+            CHECK_EQUAL(tm_program_stop(world.program), 0);
+            continue;
+        }
+        CHECK_EQUAL(run.wait(), 0);
+        std::lock_guard<std::mutex> guard(slots.mutex);
+        for (uint32_t i = 0; i < num_tiles; ++i) {
+            slots.current[i] = targets[i];
+            slots.crcs[i] = apart[i];
+            ++slots.num_steps[i];
+        }
+    }
+    is_over = true;
+    for (std::thread &thread : threads)
+        thread.join();
+    for (uint32_t i = 0; i < num_tiles; ++i) {
+        std::vector<char> bytes = world.first(i);
+        const tm_step step = world.step_of(i, bytes.data());
+        for (uint32_t k = 0; k < slots.num_steps[i]; ++k)
+            CHECK_EQUAL(tm_optimizer_step(nullptr, &step), 0);
+        CHECK(world.get(i * Slots::NUM + slots.current[i]) == bytes);
+    }
+}
+
 int main() {
     for (int engine : find_engines())
         for (uint32_t num_buffers : {1u, 2u, 4u, 9u})
@@ -703,6 +854,8 @@ int main() {
     RUN(test_a_transfer_that_fails_ends_the_run, 5, 0, TM_STAGE_WRITE, 1);
     RUN(test_a_transfer_that_fails_ends_the_run, 10, 1, TM_STAGE_READ, 1);
     RUN(test_a_transfer_that_fails_ends_the_run, 29, 3, TM_STAGE_WRITE, 4);
+    RUN(test_unknown_checksums_are_not_compared_and_are_known_afterwards);
+    RUN(test_numbers_are_those_of_the_time_when_the_run_was_given);
     RUN(test_damaged_bytes_are_never_stepped);
     RUN(test_a_flipped_bit_ends_the_run, false);
     RUN(test_a_flipped_bit_ends_the_run, true);
@@ -711,5 +864,7 @@ int main() {
     RUN(test_a_unit_that_is_awaited_goes_first);
     RUN(test_new_weights_are_taken_from_memory);
     RUN(test_callers_on_many_threads);
+    for (uint32_t seed = 0; seed < 3; ++seed)
+        RUN(test_slots_move_while_others_read_them, seed);
     return 0;
 }

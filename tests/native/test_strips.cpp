@@ -7,6 +7,7 @@
 #include "fixture.h"
 
 // A tile is cut in four strips and a half, and so are its two parameters; behind each there is padding.
+static const tm_step_numbers NUMBERS = {3, {1e-2, 0.99, 1.0, 0.9, 0.99, 1e-8, 1.5, 0, 0, 0}};
 static const uint64_t NUMEL = 9216, STRIP = 2048, NUM_STRIPS = 5;
 static const uint64_t BEGINS[] = {0, 3072}, ENDS[] = {3008, 9152};
 
@@ -41,11 +42,10 @@ static tm_step step_of(uint32_t tile, int param, char *buffer) {
     step.moments[1] = part(SECOND);
     step.moments[1].scales = (uint8_t *)buffer + place_of(SCALES, BEGINS[param]);
     step.key = 77 + param;
-    step.step = 3;
     step.first_element = tile * NUMEL;
     step.rule = TM_ADAMW;
     step.rounding = TM_STOCHASTIC;
-    step.scalars = {1e-2, 0.99, 1.0, 0.9, 0.99, 1e-8, 1.5, 0, 0, 0};
+    step.numbers = &NUMBERS;
     return step;
 }
 

@@ -40,7 +40,7 @@ from tiermem.state_access import (
 from tiermem.swap.base.errors import CorruptionError
 from tiermem.swap.base.native import READ, WRITE, TransferError
 from tiermem.swap.program.program import Program
-from tiermem.swap.store.places import TileRanges
+from tiermem.swap.program.table import TileRow, TileWork
 from tiermem.weights.unit_state import UnitState
 
 __all__ = ["sim"]
@@ -550,17 +550,18 @@ def test_damaged_states_are_named_by_the_fetch_of_their_unit(
 def fail(monkeypatch: pytest.MonkeyPatch, fd: int, kind: int, num_left: int) -> None:
     """Of the next step's transfers of a kind the last of so many is of a file that refuses it, as
     are all that follow."""
-    renew = TileRanges.renew
+    aim = TileRow.aim
 
-    def renewed(self: TileRanges) -> None:
+    def aimed(self: TileRow[Any], work: TileWork[Any]) -> None:
         nonlocal num_left
-        renew(self)
-        rows = self.transfers.native[kind == WRITE]
+        aim(self, work)
+        choice = self.choice
+        rows = choice.native_writes if kind == WRITE else choice.native_reads
         num_left -= len(rows) > 0
         for row in rows if num_left <= 0 else ():
             row.fd = fd
 
-    monkeypatch.setattr(TileRanges, "renew", renewed)
+    monkeypatch.setattr(TileRow, "aim", aimed)
 
 
 LOOKS: dict[str, Callable[[nn.Module, Shards, Optim, Path], object]] = {
@@ -650,7 +651,7 @@ def test_a_model_that_is_dropped_under_way_ends_its_threads(tmp_path: Path) -> N
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("verb", ["_call_next", "_report_run"])
+@pytest.mark.parametrize("verb", ["_call_next", "_report"])
 def test_an_interrupt_leaves_the_step_under_way(
     verb: str, trained: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -122,7 +122,6 @@ def train(case: dict[str, Any], nvme: Path) -> dict[str, Any]:
     with tiermem.shard(model, policy) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=LR)
         traffic, recorder = shards.topology.traffic.payloads, shards.store.recorder
-        planned = count_planned(optim.tiles_of(shards))
         try:
             for step in range(NUM_STEPS):
                 traffic.clear()
@@ -139,7 +138,6 @@ def train(case: dict[str, Any], nvme: Path) -> dict[str, Any]:
         found["rows"] = {row.what: row.num_bytes for row in shards.plan.rows}
         found["events"] = [list(each) for each in recorder.events if each.lane == "reduce"]
         found["norm"] = optim.grad_norm
-        found["planned"] = planned
         found["buffers"] = [shards.plan.sums.num, shards.plan.sums.slot_bytes]
         found["steps"] = {shard.name: shard.num_steps for _, shard in shards.parameters()}
         found["resident"] = [live.unit.name for live in shards.units if live.unit.is_resident]
@@ -193,18 +191,6 @@ def train_together(nvme: Path) -> dict[str, array.array[float]]:
         loss_of(model, (NUM_STEPS - 1) * NUM_MICRO, dist.get_rank()).backward()
         optims.pop().step()
         return weights_of(model)
-
-
-def count_planned(tiles: Any) -> list[bool]:
-    """Whether each step was planned while ranks exchanged norms."""
-    planned, step = [], tiles.step
-
-    def stepping(*args: Any, **kwargs: Any) -> None:
-        planned.append(kwargs.get("planned") is not None)
-        step(*args, **kwargs)
-
-    tiles.step = stepping
-    return planned
 
 
 def end_of(shards: list[Any]) -> int:

@@ -27,7 +27,7 @@ from tiermem.swap.base.tier import Tier
 from tiermem.swap.base.tile_program import TileProgram
 from tiermem.swap.memory.arena import Pool, Slot
 from tiermem.swap.program.program import Program
-from tiermem.swap.program.tile_plan import KernelStep, NativeStep, TilePlan, TilePlans, TileWork
+from tiermem.swap.program.table import KernelStep, NativeStep, StepTable, TileRow, TileWork
 from tiermem.swap.store.checksum import Pieces, Range, Verify
 from tiermem.swap.store.entry import Freeze, NoSlotError
 from tiermem.swap.store.store import TensorStore
@@ -43,7 +43,7 @@ class Momentum(TileWork[str]):
     native.
 
     brought: the tiles whose gradients are brought to their buffers, behind what rests on disk.
-    kept: the native steps of tiles in their buffers, which are used again.
+    bases: of the rows of tiles, which serve until they are cleared.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class Momentum(TileWork[str]):
         fails_at: str = "",
         brought: Sequence[str] = (),
         error: type[BaseException] = KeyboardInterrupt,
-        kept: dict[tuple[str, int | None], list[NativeStep]] | None = None,
+        bases: dict[str, object] | None = None,
     ) -> None:
         self._store = store
-        self._kept = kept
+        self._bases = bases
         self._workers = workers
         self._called = called
         self._fails_at = fails_at
@@ -78,16 +78,14 @@ class Momentum(TileWork[str]):
     def writes(self, tile: str, slot: Slot | None) -> list[Range]:
         return self._ranges(tile, slot)
 
-    def likeness(self, tile: str, slot: Slot | None) -> int | None:
-        return None if slot is None else slot.tensor.data_ptr()
+    def basis(self, tile: str) -> object:
+        return None if self._bases is None else self._bases.setdefault(tile, object())
 
     def is_shown(self, tile: str) -> bool:
         return self._store.home_of(tile) is not Tier.HOST
 
     def steps(self, tile: str, slot: Slot | None) -> list[NativeStep] | None:
         steps = [NativeStep.of(KernelStep(RULE, self._parts(tile, slot), None, False))]
-        if self._kept is not None:
-            steps = self._kept.setdefault((tile, self.likeness(tile, slot)), steps)
         return None if tile in self._called else steps
 
     def is_brought(self, tile: str) -> bool:
@@ -854,7 +852,7 @@ def test_an_interrupt_at_the_end_of_a_run_loses_no_write(
     store = make_store(num_slots=2)
     names, pool = put(store, 5), Pool(store.arena, TILE_BYTES, 2, "tiles")
     program: Program[str] = Program(store, pool, workers)
-    freeze, note, noted = store.freeze(), TilePlans.note, []
+    freeze, note, noted = store.freeze(), StepTable.note, []
 
     def interrupted(*args: Any) -> None:
         noted.append(args)
@@ -862,7 +860,7 @@ def test_an_interrupt_at_the_end_of_a_run_loses_no_write(
             raise KeyboardInterrupt
         note(*args)
 
-    monkeypatch.setattr(TilePlans, "note", interrupted)
+    monkeypatch.setattr(StepTable, "note", interrupted)
     program.start(names, Momentum(store, workers))
     with pytest.raises(KeyboardInterrupt):
         program.finish()
@@ -904,27 +902,25 @@ def test_what_is_kept_of_tiles_follows_every_change(
     store, chosen = make_store(num_slots=3, host_bytes=64 << 20), random.Random(seed)
     names, steps = put(store, 5), [0] * 5
     program: Program[str] = Program(store, Pool(store.arena, TILE_BYTES, 2, "tiles"), workers)
-    freezes, kept = list[Freeze](), dict[tuple[str, int | None], list[NativeStep]]()
-    plans, whole = list[TilePlan[str]](), TilePlans.whole
+    freezes, bases = list[Freeze](), dict[str, object]()
+    seen, rows = list[TileRow[str]](), StepTable.rows
 
-    def plan(
-        of: TilePlans, tile: str, work: Momentum, slot: Slot, *args: Any, **options: Any
-    ) -> TilePlan[str]:
-        plans.append(whole(of, tile, work, slot, *args, **options))
-        assert plans[-1].steps is kept[tile, work.likeness(tile, slot)]
-        return plans[-1]
+    def noted(*args: Any, **options: Any) -> Iterator[TileRow[str]]:
+        for row in rows(*args, **options):
+            seen.append(row)
+            yield row
 
-    monkeypatch.setattr(TilePlans, "whole", plan)
+    monkeypatch.setattr(StepTable, "rows", noted)
 
     def run(some: Sequence[int]) -> None:
-        program.run([names[number] for number in some], Momentum(store, workers, kept=kept))
+        program.run([names[number] for number in some], Momentum(store, workers, bases=bases))
         for number in some:
             steps[number] += 1
 
     def attempt(is_committed: bool) -> None:
-        assert program.attempt(names[2:], Momentum(store, workers, kept=kept), 5)
+        assert program.attempt(names[2:], Momentum(store, workers, bases=bases), 5)
         if is_committed:
-            program.commit(names, Momentum(store, workers, kept=kept))
+            program.commit(names, Momentum(store, workers, bases=bases))
             program.finish()
             steps[:] = [each + 1 for each in steps]
         else:
@@ -968,7 +964,7 @@ def test_what_is_kept_of_tiles_follows_every_change(
                 lambda: attempt(True),
                 lambda: attempt(False),
                 freeze,
-                kept.clear,
+                bases.clear,
                 lambda number=number: make_anew(number),
                 lambda number=number: protect(number, 16384 if number % 2 else 8192),
                 lambda number=number: write_part(number),
@@ -977,7 +973,7 @@ def test_what_is_kept_of_tiles_follows_every_change(
             ]
         )()
         check(store, names, steps, workers)
-    assert len(plans) - len({id(each) for each in plans}) >= 20  # were kept
+    assert len(seen) - len({id(each) for each in seen}) >= 20  # were kept
     while freezes:
         freeze()
     store.sums.use(workers, "always")

@@ -37,7 +37,7 @@ from tiermem.swap.base.tier import ALIGNMENT
 from tiermem.swap.memory.accelerator import activate, current_stream, is_accelerator, on, record
 from tiermem.swap.memory.arena import BudgetError, Pool, Slot
 from tiermem.swap.program.program import Program
-from tiermem.swap.program.tile_plan import TileWork
+from tiermem.swap.program.table import TileWork
 from tiermem.swap.store.checksum import Range
 from tiermem.swap.store.store import TensorStore
 from tiermem.units.state_layout import (

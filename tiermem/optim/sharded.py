@@ -27,7 +27,7 @@ from tiermem.optim.ordinary import STEP, State, num_steps_of, value_of
 from tiermem.optim.rules import AnyStep, Group, Rule
 from tiermem.optim.tentative import TentativeStep
 from tiermem.optim.tile_work import RuleOf
-from tiermem.optim.tiles import FindRule, PlannedStep, StateTiles
+from tiermem.optim.tiles import FindRule, StateTiles
 from tiermem.run.shards import Shards
 from tiermem.swap.memory.accelerator import is_accelerator
 from tiermem.units.state_layout import MASTER
@@ -51,7 +51,6 @@ class ShardedModel:
         self._find_rule = find_rule
         self.tiles = StateTiles(shards, find_rule)
         shards.homes.store.call_on_reuse(shards.program.forget)
-        self._planned: PlannedStep | None = None
         self._ruled: dict[Shard, tuple[Group, Rule] | None] = {}  # found in the step under way
         self._tentative: TentativeStep | None = None
         if (
@@ -110,7 +109,7 @@ class ShardedModel:
                 self._regather(trainable)
                 return None
             with shards.homes.changing():  # from the norm on other ranks make the step
-                norm = shards.receive_gradients(lambda: self._plan(scale))
+                norm = shards.receive_gradients(shards.prefetcher.empty)
                 assert norm is not None
                 norm /= scale
                 shards.homes.check_all_used()
@@ -119,14 +118,12 @@ class ShardedModel:
                     if self._tentative is not None:
                         self._tentative.end(scale, None)
                     return norm
-                factor = self._factor(scale, clip_factor(norm, max_norm))
-                planned = self._planned if factor == self._factor(scale) else None
-                self._planned = None
+                factor = clip_factor(norm, max_norm) / scale / shards.homes.divisor
                 with shards.steps.changing_all():
                     for live in trainable:
                         self._count_steps(live)
                     commits = self._tentative is not None and self._tentative.end(scale, factor)
-                    self.tiles.step(self._next_steps(factor), commits=commits, planned=planned)
+                    self.tiles.step(self._next_steps(factor), commits=commits)
                     self._regather(trainable)
             shards.prefetcher.end_pass(may_gather=is_accelerator(shards.device))
         return norm
@@ -224,16 +221,6 @@ class ShardedModel:
             shard.gradient.forget()
         return shards.steps.copied
 
-    def _factor(self, scale: float, clipped: float = 1.0) -> float:
-        """What multiplies the gradients in a step, if clipping does so by `clipped`."""
-        return clipped / scale / self._shards.homes.divisor
-
-    def _plan(self, scale: float) -> None:
-        """While ranks exchange norms: makes the units absent, and plans the step that does not
-        clip."""
-        self._shards.prefetcher.empty()
-        self._planned = self.tiles.plan(self._next_steps(self._factor(scale), num_ahead=1))
-
     def _rule_of(self, shard: Shard) -> tuple[Group, Rule] | None:
         """The group and the rule of a parameter, which stay the same in a step."""
         if shard not in self._ruled:
@@ -246,14 +233,14 @@ class ShardedModel:
             if shard.gradient.is_there and self._rule_of(shard) is not None:
                 shard.count_step()
 
-    def _next_steps(self, factor: float, num_ahead: int = 0) -> RuleOf:
+    def _next_steps(self, factor: float) -> RuleOf:
         """The next step of each parameter that has a gradient."""
         made: dict[Hashable, AnyStep] = {}
 
         def next_step(shard: Shard) -> AnyStep | None:
             if not shard.gradient.is_there or (found := self._rule_of(shard)) is None:
                 return None
-            return _step_of(shard, *found, factor, shard.num_steps + num_ahead, made)
+            return _step_of(shard, *found, factor, shard.num_steps, made)
 
         return next_step
 

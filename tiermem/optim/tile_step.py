@@ -25,14 +25,14 @@ from __future__ import annotations
 import enum
 import functools
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
 from tiermem.optim.tile import MomentsOf, Tile
 from tiermem.optim.tile_stream import TileStream
-from tiermem.optim.tile_work import Act, KeptSteps, Places, Stepping
+from tiermem.optim.tile_work import Act, Places, Stepping
 from tiermem.policy import Tier
 from tiermem.run.shards import Shards
 from tiermem.swap.base.native import narrow_part
@@ -40,9 +40,10 @@ from tiermem.swap.base.ranges import Column
 from tiermem.swap.kernels.torch_step import CHUNK, narrow_in_torch
 from tiermem.swap.memory.accelerator import activate, current_stream, is_accelerator, on, record
 from tiermem.swap.memory.arena import Slot
-from tiermem.swap.program.tile_plan import KernelStep, NativeStep
+from tiermem.swap.program.table import KernelStep, NativeStep
 from tiermem.swap.store.checksum import Range
 from tiermem.units.state_layout import FP32_BYTES, StateViews
+from tiermem.weights.unit_state import LiveUnit
 from tiermem.weights.values import initial_master
 
 _Views = tuple[
@@ -119,7 +120,7 @@ class TilePass:
         self._is_blank = is_blank
         # (data, its copy), by the data's address
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._planned: dict[Tile, list[NativeStep] | None] = {}  # of tiles in memory
+        self._bases: dict[LiveUnit, Hashable] = {}
         # whether data was copied to an accelerator since the last `finish`
         self._has_crossed = False
 
@@ -233,17 +234,31 @@ class TilePass:
             ranges.append((tile.live.entry, tile.start * tile.dtype.itemsize, weights))
         return ranges
 
-    def likeness(self, tile: Tile, slot: Slot | None) -> Hashable:
-        """Equal for the ranges of two steps of a tile in the same buffers; None: it is no step, or
-        the tile's first."""
-        if not self.is_step or not tile.is_started:
+    def basis(self, tile: Tile) -> Hashable:
+        """All that a row of a step depends on, beside its buffer, and may change; None: it is no
+        step, or the tile's first, or one of a second copy."""
+        if not isinstance(self._act, Stepping) or not tile.is_started or self._second is not None:
             return None
-        return (
-            slot and slot.tensor.data_ptr(),
-            self._reads_gradients,
-            self._reads_weights,
-            tile.live.entry,
-        )
+        if (basis := self._bases.get(tile.live)) is None:
+            basis = self._bases[tile.live] = self._basis(tile.live, self._act)
+        if tile.home is not Tier.HOST or not tile.state_bytes:
+            return basis
+        return basis, self._store.address(tile.entry)
+
+    def _basis(self, live: LiveUnit, act: Stepping) -> Hashable:
+        """What the tiles of a unit have in common of it. Sets the numbers of its native steps."""
+        homes = self._shards.homes.store
+        grads = 0
+        if self._grads is not None:
+            grads = self._grads.data_ptr()
+        elif homes.home is Tier.HOST:
+            grads = self._store.address(homes.entry(live.unit))
+        if live.shard is not None:
+            live.await_home()
+        weights = None if live.shard is None else (live.shard.data_ptr(), live.shard.device)
+        kinds = tuple([act.kind(shard) for shard in live.unit.shards])
+        ways = self.is_step, self._link is not None, homes.home, self._reads_weights
+        return ways, live.entry, weights, grads, kinds
 
     def is_shown(self, tile: Tile) -> bool:
         """Whether parameters, which the next forward reads while the step is under way, are the
@@ -257,32 +272,18 @@ class TilePass:
         matrices and on an accelerator, and for a parameter without gradient whose weight is written
         back unread.
         """
-        if tile in self._planned:
-            return self._planned[tile]
-        if not isinstance(self._act, Stepping) or not tile.is_started:
+        act = self._act
+        if not isinstance(act, Stepping) or not tile.is_started:
             return None
         if self._way(tile) not in (Way.HERE, Way.BROUGHT):
             return None
-        is_kept = self._act.kept is not None and self._grads is None and self._second is None
-        return (
-            self._kept_steps(tile, slot, self._act)
-            if is_kept
-            else self._new_steps(tile, slot, self._act)
-        )
-
-    def plan(self, tiles: Iterable[Tile]) -> bool:
-        """Makes the steps of tiles in memory early. Whether native steps are the work on all of
-        them."""
-        self._planned.update((tile, self.steps(tile, None)) for tile in tiles)
-        return None not in self._planned.values()
-
-    def _new_steps(self, tile: Tile, slot: Slot | None, act: Stepping) -> list[NativeStep] | None:
         steps = []
         is_native = True
         for places in self._places(tile, slot):
             planned = act.plan(places)
             if isinstance(planned, KernelStep):
-                steps.append(NativeStep.of(planned))
+                act.kind(places.shard)
+                steps.append(NativeStep.of(planned, act.numbers[places.shard]))
             else:
                 self.copy_unstepped(tile)
                 is_native &= planned is None and not act.fills_weight(places)
@@ -296,47 +297,6 @@ class TilePass:
             self._second.weights[tile.elements].copy_(tile.live.shard[tile.elements])
             if (states := self._second.slots.get(tile.entry)) is not None:
                 states.tensor.copy_(self._store.view(tile.entry))
-
-    def _kept_steps(self, tile: Tile, slot: Slot | None, act: Stepping) -> list[NativeStep] | None:
-        """The native steps of a tile: those of the step before, with new scalars, if nothing else
-        has changed."""
-        assert act.kept is not None
-        addresses = self._addresses(tile, slot)
-        kinds = [act.kind(part.shard) for part in tile.ranges]
-        kept = act.kept.get(tile)
-        if kept is None or kept.addresses != addresses or kept.kinds != kinds:
-            if (steps := self._new_steps(tile, slot, act)) is not None:
-                stepped = [
-                    part.shard
-                    for part, kind in zip(tile.ranges, kinds, strict=True)
-                    if kind is not None
-                ]
-                act.kept[tile] = KeptSteps(
-                    addresses, kinds, stepped, [NativeStep(step.struct) for step in steps]
-                )
-            return steps
-        for shard, step in zip(kept.stepped, kept.steps, strict=True):
-            act.renew(shard, step)
-        return kept.steps
-
-    def _addresses(self, tile: Tile, slot: Slot | None) -> tuple[int, int, int]:
-        """Of a tile's weights, gradients and states, in memory or in its buffer."""
-        live = tile.live
-        buffer = 0 if slot is None else slot.tensor.data_ptr()
-        if live.shard is not None:
-            live.await_home()
-        if self._reads_gradients or self._brings_gradients(tile):
-            grads = buffer + tile.grad_place
-        else:
-            grads = self._store.address(self._shards.homes.store.entry(live.unit))
-        states = 0
-        if tile.state_bytes:
-            states = buffer if tile.home is Tier.NVME else self._store.address(tile.entry)
-        return (
-            buffer + tile.weight_place if live.shard is None else live.shard.data_ptr(),
-            grads,
-            states,
-        )
 
     # ---- the work on a tile ----------------------------------------------------------------------
 

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from tiermem.optim.rules import AnyStep, MatrixStep, step_parts
 from tiermem.optim.tile import Tile
-from tiermem.swap.base.native import Workers, narrow_part, step_scalars, widen_part
+from tiermem.swap.base.native import StepNumbers, Workers, narrow_part, widen_part
 from tiermem.swap.base.parts import Dither, Moment, StepParts, StepRule
-from tiermem.swap.program.tile_plan import KernelStep, NativeStep
+from tiermem.swap.program.table import KernelStep
 from tiermem.units.state_layout import StateViews, is_positive
 from tiermem.units.unit import Shard
 
@@ -82,19 +82,20 @@ class Stepping:
     index in the whole parameter, so the bits do not depend on the tiles or on the number of ranks.
 
     is_counted: whether parameters have counted this step already.
-    kept: the native steps of tiles, which this step and the next one use again; None: they are made
-        anew.
+    numbers: of the parameters' native steps, which point at them from step to step.
     """
 
     def __init__(
-        self, workers: Workers, rule_of: RuleOf, is_counted: bool = True, kept: Kept | None = None
+        self,
+        workers: Workers,
+        rule_of: RuleOf,
+        is_counted: bool = True,
+        numbers: dict[Shard, StepNumbers] | None = None,
     ) -> None:
         self._workers = workers
         self._rule_of = functools.cache(rule_of)  # a parameter has several tiles
         self._ahead = 1 - is_counted
-        self._kinds: dict[Shard, Hashable] = {}
-        self._numbers: dict[Shard, tuple[Any, int]] = {}  # the scalars and the number of the step
-        self.kept = kept
+        self.numbers = {} if numbers is None else numbers
 
     def __call__(self, places: Places) -> None:
         """Steps the elements of a parameter."""
@@ -146,45 +147,23 @@ class Stepping:
         return shard.num_steps + self._ahead == 1 and not shard.has_moments
 
     def kind(self, shard: Shard) -> Hashable:
-        """What a parameter's step depends on beside places, scalars and counts; None: the parameter
-        is not stepped."""
-        if shard in self._kinds:
-            return self._kinds[shard]
+        """What a parameter's step depends on beside places and `numbers`, which this sets; None:
+        the parameter is not stepped."""
         rule: AnyStep | None = self._rule_of(shard)
-        kind: Hashable = None
-        if isinstance(rule, StepRule):
-            kind = rule.name, rule.maximize, rule.nesterov, rule.moments, self._starts(shard)
-        elif rule is not None:
-            kind = MatrixStep
-        self._kinds[shard] = kind
-        return kind
-
-    def renew(self, shard: Shard, step: NativeStep) -> None:
-        """Gives an earlier native step of a parameter, of the same kind, the scalars and the number
-        of this step."""
-        if (numbers := self._numbers.get(shard)) is None:
-            rule = self._rule_of(shard)
-            assert isinstance(rule, StepRule)
-            numbers = self._numbers[shard] = step_scalars(rule), shard.num_steps + self._ahead
-        step.struct.scalars, step.struct.step = numbers
+        if not isinstance(rule, StepRule):
+            return None if rule is None else MatrixStep
+        number = shard.num_steps + self._ahead
+        if shard in self.numbers:
+            self.numbers[shard].set(rule, number)
+        else:
+            self.numbers[shard] = StepNumbers(rule, number)
+        return rule.name, rule.maximize, rule.nesterov, rule.moments, self._starts(shard)
 
     @staticmethod
     def fills_weight(places: Places) -> bool:
         """Whether a weight that is not stepped comes from its master: it may be unread, and the
         whole slice is written back."""
         return not places.tile.layout.reads_weight and places.tile.live.shard is None
-
-
-class KeptSteps(NamedTuple):
-    """The native steps of a tile, from step to step."""
-
-    addresses: tuple[int, int, int]  # of weights, gradients and states, where the steps find them
-    kinds: Sequence[Hashable]  # of each parameter, by `Stepping.kind`
-    stepped: Sequence[Shard]
-    steps: list[NativeStep]  # of these parameters
-
-
-Kept = dict[Tile, KeptSteps]
 
 
 class CalledStep(NamedTuple):

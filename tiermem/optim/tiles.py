@@ -27,12 +27,12 @@ from tiermem.optim.rules import Group, Rule
 from tiermem.optim.tile import Tile, routes_of_tiles, stepped_ranges, tile_runs
 from tiermem.optim.tile_step import SecondCopy, TilePass
 from tiermem.optim.tile_stream import TileStream
-from tiermem.optim.tile_work import Act, Kept, RuleOf, Stepping, Visitor, visiting
+from tiermem.optim.tile_work import Act, RuleOf, Stepping, Visitor, visiting
 from tiermem.plans.plan import Plan
 from tiermem.policy import Tier
 from tiermem.ranks.collectives import total
 from tiermem.run.shards import Shards
-from tiermem.swap.base.native import narrow_part, widen_part
+from tiermem.swap.base.native import StepNumbers, narrow_part, widen_part
 from tiermem.swap.memory.accelerator import current_stream, is_accelerator, new_stream
 from tiermem.units.state_layout import (
     MASTER,
@@ -52,10 +52,6 @@ from tiermem.weights.values import initial_master
 
 FindRule = Callable[[nn.Parameter], tuple[Group, Rule] | None]
 """Returns a parameter's group and rule, or None if the optimizer does not hold the parameter."""
-
-
-PlannedStep = tuple[list[Tile], TilePass]
-"""The tiles of a step, and its pass, whose native steps are planned."""
 
 
 class StateTiles:
@@ -88,7 +84,7 @@ class StateTiles:
         self._pieces: dict[Shard, list[tuple[Tile, ShardRange]]] = {}
         self._of_unit: dict[LiveUnit, list[Tile]] = {}
         self._seconds: dict[LiveUnit, SecondCopy] = {}  # of units in memory; `attempt` changes them
-        self._kept: Kept = {}
+        self._numbers: dict[Shard, StepNumbers] = {}  # of native steps
         # called before states are shown to a caller
         self.on_look: Callable[[], None] = lambda: None
         self.allocate([live.unit for live in shards.units if live.unit.is_trainable])
@@ -190,7 +186,7 @@ class StateTiles:
         if not live.is_streamed:
             return True
         second = self._seconds.get(live)
-        act = Stepping(self._shards.workers, rule_of, is_counted=False, kept=self._kept)
+        act = Stepping(self._shards.workers, rule_of, is_counted=False, numbers=self._numbers)
         has_room = {Tier.NVME: second is not None or live.entry is not None}
         tiles = self._of_unit.get(live, [])
         due = [
@@ -203,39 +199,18 @@ class StateTiles:
             work.copy_unstepped(tile)
         return self._shards.program.attempt(due, work, len(self.tiles), "compute")
 
-    def plan(self, rule_of: RuleOf) -> PlannedStep | None:
-        """Plans the step of every tile before parameters count it, where all rest in memory and the
-        CPU steps them.
-
-        `step` takes it if all that it depends on is unchanged. Does not block.
-        """
-        shards = self._shards
-        if (
-            shards.tile_pool is not None
-            or self._link is not None
-            or self._stream is not None
-            or self._is_overlapped
-        ):
-            return None
-        tiles = self._in_order()
-        act = Stepping(shards.workers, rule_of, is_counted=False, kept=self._kept)
-        work = TilePass(shards, self.names, act, is_step=True)
-        return (tiles, work) if work.plan(tiles) else None
-
     def step(
         self,
         rule_of: RuleOf,
         live: LiveUnit | None = None,
         grads: torch.Tensor | None = None,
         commits: bool = False,
-        planned: PlannedStep | None = None,
     ) -> None:
         """Steps every tile once, or the tiles of one unit with the given gradients: flat, in its
         shard layout.
 
         commits: whether `attempt` has stepped its tiles as this step would, to the bit; they are
             then not stepped again.
-        planned: what `plan` has planned as this step would; None: nothing.
 
         The caller calls it inside `StepRun.changing_all`, with all else that a step changes.
 
@@ -244,10 +219,7 @@ class StateTiles:
         fails; tiles then hold old and new states.
         """
         shards = self._shards
-        act = Stepping(self._shards.workers, rule_of, kept=self._kept)
-        if planned is not None:
-            self._run(*planned)
-            return
+        act = Stepping(self._shards.workers, rule_of, numbers=self._numbers)
         tiles = self._in_order() if live is None else self._of_unit.get(live, ())
         if self._link is not None:
             self._link.wait_stream(current_stream(shards.device))
@@ -501,7 +473,6 @@ class StateTiles:
         self.tiles = sorted(tiles, key=lambda tile: (tile.live.unit.index, tile.start))
         self._pieces.clear()
         self._of_unit.clear()
-        self._kept.clear()
         for tile in self.tiles:
             self._of_unit.setdefault(tile.live, []).append(tile)
             for part in tile.ranges:

@@ -40,7 +40,7 @@ from tiermem.policy import OffloadPolicy, Overlap, Tier
 from tiermem.swap.base.native import NORMAL
 from tiermem.swap.program.program import Program
 from tiermem.swap.program.run_read import RunRead
-from tiermem.swap.program.tile_plan import TileWork
+from tiermem.swap.program.table import TileWork
 from tiermem.swap.store.checksum import Range
 from tiermem.swap.store.move import Move
 from tiermem.weights import backward_marks as marks
