@@ -1,4 +1,4 @@
-"""The command line: `tiermem train`, `plan`, `check`, `tune`, `fsck`, `inspect`, `import`, `export`
+"""The command line: `tiermem train`, `sft`, `plan`, `check`, `tune`, `fsck`, `inspect`, `import`, `export`
 and `bench`.
 
 A user's mistake prints one line on stderr, with the command to write instead where one is known
@@ -123,6 +123,8 @@ def register(
 
         is_debug = given["is_debug"] if has_debug else given.pop("is_debug")
         module, _, name = work.rpartition(".")
+        if kind.TAKES_MORE:
+            given["arguments"] = tuple(context.args)
         try:
             made = _made(kind, given)
             status = getattr(importlib.import_module(module), name)(made, open_console())
@@ -140,7 +142,8 @@ def register(
     )
     run.__signature__ = inspect.Signature([ours, *parameters])  # type: ignore[attr-defined]
     run.__doc__ = kind.__doc__
-    group.command(words.split()[-1])(run)
+    more = {"allow_extra_args": True, "ignore_unknown_options": True} if kind.TAKES_MORE else {}
+    group.command(words.split()[-1], context_settings=more)(run)
 
 
 def refuse(words: str, error: Exception, is_debug: bool, given: Sequence[str]) -> int:
@@ -236,6 +239,7 @@ _STOPPED = "stopped; nothing is left on the paths"
 _UNWRITTEN = "stopped by Ctrl-C; nothing was written"
 
 register(app, "train", options.TrainOptions, "tiermem.tools.train.train.train", None)
+register(app, "sft", options.SftOptions, "tiermem.tools.train.sft.sft", None)
 register(app, "plan", options.PlanOptions, "tiermem.tools.plan.plan.plan", _UNWRITTEN)
 register(app, "check", options.CheckOptions, "tiermem.tools.check.check", None)
 register(app, "tune", options.TuneOptions, "tiermem.tools.tune.tune", _UNWRITTEN)

@@ -196,6 +196,66 @@ class TrainOptions(Options):
 
 
 @dataclasses.dataclass(frozen=True)
+class SftOptions(Options):
+    """Fine-tune a model on text or chats: TRL's script and arguments, with states on any tier.
+
+    All other arguments are TRL's: `trl sft --help` lists them. In front are --model_name_or_path,
+    --dataset_name (a folder, a name on the hub, or a file such as chats.jsonl) and --output_dir.
+    """
+
+    MADE_BY = "tiermem sft"
+    TAKES_MORE = True
+
+    config: Path | None = option(
+        None, "a DeepSpeed-style JSON config; a .yaml file is one of TRL's arguments"
+    )
+    offload: str | None = option(
+        None,
+        "home of weights and states: none, cpu or nvme [default: the fastest that fits]",
+        check=OneOf(*OFFLOADS),
+    )
+    nvme: Sequence[Path] = option((), "folders on NVMe disks [default: --output_dir]")
+    states: str | None = option(
+        None,
+        "precision of masters and moments: exact, compact, bf16 or tiny [default: exact]",
+        check=OneOf(*STATES),
+    )
+    memory_bytes: int | None = option(
+        None,
+        "hard limit of host memory of each rank, such as 24GiB; auto: nine tenths of what is free",
+        "--memory",
+        parse_memory,
+        memory_of(LEAST_MEMORY_BYTES, ", which Python alone exceeds"),
+    )
+    tbw_bytes: int | None = option(
+        None, "what the drive may be written in its life, such as 600TB", "--tbw", parse_tbw
+    )
+    json_file: Path | None = option(None, "write the figures here", "--json")
+    runs: Path = option(Path("runs"), "folder that keeps a folder per run")
+    tensorboard: Path | None = option(
+        None, "also write every step's figures into this folder, for TensorBoard"
+    )
+    is_verbose: bool = option(False, "show every phase and step, and all tables", "--verbose")
+    is_debug: bool = option(False, "show tracebacks and what TRL prints", "--debug")
+    arguments: Sequence[str] = ()
+    """TRL's."""
+
+    def check_together(self) -> None:
+        words = {word.partition("=")[0] for word in self.arguments}
+        if "--deepspeed" in words:
+            said = "--deepspeed is DeepSpeed's engine; here --config takes its file"
+            raise Mistake(said, {"--deepspeed": "--config ds.json"})
+        decided = {f"--{each}": "" for each in ("offload", "nvme", "states") if getattr(self, each)}
+        if self.config is not None and decided:
+            raise Mistake(f"{', '.join(decided)}: --config decides this", decided)
+        if self.nvme and self.offload not in (None, "nvme"):
+            said = f"--nvme names folders, but with --offload {self.offload} nothing rests there"
+            raise Mistake(said, {"--offload": "--offload nvme"})
+        if self.nvme:
+            folders("--nvme", self.nvme)
+
+
+@dataclasses.dataclass(frozen=True)
 class PlanOptions(Options):
     """Say what a training would take of every tier and how long a step would last, without the
     machine for it."""

@@ -111,6 +111,20 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes / (1 << 30):.2f} GiB"
 
 
+def numbered(number: float, word: str) -> str:
+    """A number of things: "1 step", "2 steps", "1,200 batches"."""
+    ending = "" if number == 1 else "es" if word.endswith(("s", "x", "ch")) else "s"
+    return f"{number:,} {word}{ending}"
+
+
+def format_seconds(seconds: float) -> str:
+    """A stretch of time for people: "40 s", "12 minutes", "3.2 hours", "5.1 days"."""
+    for unit, size in (("day", 86400.0), ("hour", 3600.0), ("minute", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.{0 if unit == 'minute' else 1}f} {unit}s"
+    return f"{seconds:.0f} s"
+
+
 # ---- mistakes ------------------------------------------------------------------------------------
 
 
@@ -319,7 +333,8 @@ def option(*said: Any, **more: Any) -> Any:
 
 def options_of(kind: Any) -> dict[str, Option]:
     """The options of a dataclass, by the name of the field."""
-    said = {field.name: field.metadata["option"] for field in dataclasses.fields(kind)}
+    fields = [each for each in dataclasses.fields(kind) if "option" in each.metadata]
+    said = {field.name: field.metadata["option"] for field in fields}
     return {
         field: each._replace(name=f"--{field.replace('_', '-')}") if each.name == "--" else each
         for field, each in said.items()
@@ -345,6 +360,8 @@ class Options:
     MADE_BY: ClassVar[str] = ""
     """The mark in the command's own files, which it may overwrite; empty: it writes none that are
     marked."""
+    TAKES_MORE: ClassVar[bool] = False
+    """Whether words that are no options of ours go to the field `arguments`."""
 
     def __post_init__(self) -> None:
         for field, said in options_of(self).items():

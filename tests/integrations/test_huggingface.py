@@ -649,7 +649,9 @@ def test_auto_chooses_the_fastest_places_that_fit(tmp_path: Path) -> None:
 
     def places(host_bytes: int) -> tuple[str, str]:
         room = choice.Room(host_bytes, 0)
-        policy = choice.compute_policy(model, 2, torch.device("cpu"), 1, tmp_path / "states", room)
+        policy = choice.compute_policy(
+            model, 2, torch.device("cpu"), 1, [tmp_path / "states"], room
+        )
         return policy.params.name, policy.optim.name
 
     assert places(2 * needed) == ("DEVICE", "DEVICE")

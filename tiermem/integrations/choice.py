@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,31 +76,35 @@ def compute_policy(
     num_moments: int,
     device: torch.device,
     world: int,
-    folder: str | os.PathLike[str],
+    folders: Sequence[str | os.PathLike[str]],
     room: Room,
+    places: Sequence[tuple[Tier, Tier]] = PLACES,
+    **fields: Any,
 ) -> OffloadPolicy:
-    """Returns the policy of the first of PLACES whose plan fits `room`. Allocates nothing; makes
-    `folder` if a path is needed.
+    """Returns the policy of the first of `places` whose plan fits `room`. Allocates nothing; makes
+    `folders` if a path is needed.
 
     Args:
         num_moments: moments per parameter that the optimizer keeps.
         world: ranks that share the model.
-        folder: where the states rest if memory is too small.
+        folders: where the states rest if memory is too small.
+        fields: of the policy, which are not to be chosen.
 
     Raises ValueError, with the arithmetic, when no plan fits.
     """
     is_gpu = is_accelerator(device)
     ranks = ranks_per_node()
     error = None
-    for params, optim in PLACES:
+    for params, optim in places:
         uses_nvme = Tier.NVME in (params, optim)
         policy = OffloadPolicy(
             params=params,
             optim=optim,
             num_moments=num_moments,
-            paths=[folder] if uses_nvme else (),
+            paths=folders if uses_nvme else (),
             host_bytes=room.host_bytes if uses_nvme else None,
             early_steps=True,
+            **fields,
         )
         topology = plan_topology(world, policy, ranks)
         try:
@@ -114,7 +118,8 @@ def compute_policy(
             not is_gpu or plan.device_bytes <= room.device_bytes
         ):
             if uses_nvme:
-                Path(folder).mkdir(parents=True, exist_ok=True)
+                for folder in folders:
+                    Path(folder).mkdir(parents=True, exist_ok=True)
             logger.info(
                 "auto: parameters on %s, optimizer states on %s: %.1f of %.1f MiB of host memory",
                 params.name,

@@ -290,7 +290,7 @@ class TiermemMixin(_Base):  # type: ignore[misc]
         world = self.args.world_size
         room = find_room(self.model, self.args.device)
         computed = compute_policy(
-            self.model, num_moments, self.args.device, world, self.args.output_dir, room
+            self.model, num_moments, self.args.device, world, [self.args.output_dir], room
         )
         return with_moments(computed, num_moments, keep)
 

@@ -26,24 +26,26 @@ from tiermem.tools.words import format_bytes, handling, read_json, save_json
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One training run: model, data, sizes."""
+    """One training run: model, data, sizes. What has a default is not known of a fine-tuning before
+    its process has read TRL's arguments."""
 
     name: str
-    shape: dict[str, Any]  # a Hugging Face config.json
-    checkpoint: str | None  # folder with safetensors to start from; None: from `seed`
-    config: dict[str, Any]  # DeepSpeed-style
-    data: list[str]  # files and folders of text; empty: Python's own
-    steps: int
-    seq: int
-    batch: int
-    seed: int
-    precision: str
+    shape: dict[str, Any] = dataclasses.field(default_factory=dict)  # a Hugging Face config.json
+    checkpoint: str | None = None  # folder with safetensors to start from; None: from `seed`
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)  # DeepSpeed-style
+    data: list[str] = dataclasses.field(default_factory=list)
+    """Files and folders of text; empty: Python's own."""
+    steps: int = 0
+    seq: int = 1
+    batch: int = 1
+    seed: int = 0
+    precision: str = "fp32"
     # whether blocks are recomputed in backward; None: the trainer chooses
-    is_checkpointing: bool | None
-    memory_limit_bytes: int | None
-    threads: int | None  # None: what torch takes by itself
-    nvme_paths: list[str]
-    events_file: str | None  # where the trainer leaves its events
+    is_checkpointing: bool | None = None
+    memory_limit_bytes: int | None = None
+    threads: int | None = None  # None: what torch takes by itself
+    nvme_paths: list[str] = dataclasses.field(default_factory=list)
+    events_file: str | None = None  # where the trainer leaves its events
     resume: str | None = None  # the saved step to go on from
     save_dir: str | None = None  # where checkpoints go; None: none is saved
     save_every: int | None = None  # steps between two of them; None: at the end alone
@@ -54,6 +56,9 @@ class Job:
     """What is saved of the job itself (train_job.py)."""
     num_ranks: int = 1
     ranks_on_node: int = 1
+    sft: dict[str, Any] | None = None
+    """Of `tiermem sft`: TRL's arguments and what `SftOptions` says of places; the rest follows from
+    these."""
     source: str = ""
     """What is read of `data`, on one line."""
 

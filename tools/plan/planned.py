@@ -15,9 +15,10 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tiermem.config import load_config, resolve_auto
@@ -37,6 +38,8 @@ from tiermem.tools.words import Mistake, format_bytes
 from tiermem.units.state_layout import StateLayout
 from tiermem.units.unit import divide
 from tiermem.weights.step_run import overlap_of
+
+T = TypeVar("T")
 
 PLACES = {
     Tier.DEVICE: "the GPU of a rank",
@@ -740,6 +743,15 @@ def hf_config(shape: Mapping[str, Any]) -> Any:
     """The transformers config of a shape. Raises ValueError for a model type that transformers does
     not know."""
     return transformers().AutoConfig.for_model(**shape)
+
+
+def of_every_rank(value: T) -> list[T]:
+    """The value that each rank gives, in their order. Collective; blocks."""
+    if not dist.is_initialized():
+        return [value]
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def transformers() -> Any:

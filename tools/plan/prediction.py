@@ -18,11 +18,11 @@ from torch import nn
 
 import tiermem
 from tiermem.config import load_config, resolve_auto
-from tiermem.engine import Engine
 from tiermem.forecast import Forecast, Rates, forecast_shards
 from tiermem.forecast.rates import Compute
 from tiermem.policy import OffloadPolicy, Precision, Tier
 from tiermem.precision import DTYPES
+from tiermem.run.shards import Shards
 from tiermem.swap.base.native import Workers
 from tiermem.swap.base.tile_program import cache_bytes
 from tiermem.swap.disk.queue import Event
@@ -606,35 +606,36 @@ def measure(job: Job, room_bytes: int | None, disk: Figures | None) -> MeasuredR
 
 
 def predict(
-    engine: Engine,
+    shards: Shards,
+    num_micro: int,
     job: Job,
     measured: MeasuredRates | str,
     disk: Figures | None,
     resident_bytes: int,
 ) -> Figures:
-    """The figures of a step and of memory, as JSON takes them; `disk` holds rates in bytes per
-    second."""
-    if isinstance(measured, str):
-        return {"not_made": measured}
+    """The figures of a step of `num_micro` micro-batches and of memory, as JSON takes them; `disk`
+    holds rates in bytes per second. Where nothing was measured: bytes alone, and why."""
+    why = {"not_made": measured} if isinstance(measured, str) else {}
+    if isinstance(measured, str):  # bytes do not depend on rates
+        measured = MeasuredRates(Compute.of_peak(_NOMINAL, 1), Rates(_NOMINAL, _NOMINAL))
     compute, rates = measured
-    is_gpu = is_accelerator(engine.shards.device)
-    plan = engine.shards.plan
+    is_gpu = is_accelerator(shards.device)
+    plan = shards.plan
     of_job = ActivationBytes.of(job, is_gpu)
-    num_micro = engine.gradient_accumulation_steps()
-    forecast = forecast_shards(engine.shards, compute, rates, num_micro, of_job.input_bytes)
-    activations = sum(row.num_bytes for row in of_job.rows(engine.shards.policy.activations))
+    forecast = forecast_shards(shards, compute, rates, num_micro, of_job.input_bytes)
+    activations = sum(row.num_bytes for row in of_job.rows(shards.policy.activations))
     # whether steps write beside what a checkpoint holds; it takes its room with the first step
     # after one
-    freezes = job.save_every is not None or engine.shards.policy.durability == "step"
+    freezes = job.save_every is not None or shards.policy.durability == "step"
     disk_bytes = plan.disk_bytes - (0 if freezes else plan.frozen_disk_bytes)
     on_device = plan.device_bytes + activations
     late: Figures | None = None
-    if overlap_of(engine.shards.policy, plan, is_gpu) == "backward":
+    if overlap_of(shards.policy, plan, is_gpu) == "backward":
         later = forecast_shards(
-            engine.shards, compute, rates, num_micro, of_job.input_bytes, is_early=False
+            shards, compute, rates, num_micro, of_job.input_bytes, is_early=False
         )
         late = {**_figures_of(later), "disk_bytes": disk_bytes - plan.attempt_disk_bytes}
-    return {
+    figures = {
         **_figures_of(forecast),
         "late": late,  # where most steps are not begun under backward: what they are then
         "resident_bytes": resident_bytes,
@@ -645,6 +646,32 @@ def predict(
         "device_bytes": on_device if is_gpu else None,
         "rates": {"compute": compute._asdict(), **dataclasses.asdict(rates), "disk": disk},
     }
+    return {**why, **{key: figures[key] for key in _WITHOUT_TIME}} if why else figures
+
+
+_NOMINAL = 1e9
+_WITHOUT_TIME = (
+    "nvme_read_bytes",
+    "nvme_written_bytes",
+    "resident_bytes",
+    "host_bytes",
+    "activation_bytes",
+    "disk_bytes",
+    "peak_bytes",
+    "device_bytes",
+)
+
+
+def without_frozen(measured: MeasuredRates | str, model: nn.Module) -> MeasuredRates | str:
+    """What was measured of a model that is trained as a whole, for one with frozen weights: their
+    gradients are not computed."""
+    if isinstance(measured, str):
+        return measured
+    numel = sum(each.numel() for each in model.parameters())
+    frozen = sum(each.numel() for each in model.parameters() if not each.requires_grad) / numel
+    compute = measured.compute
+    backward_s = compute.backward_s - frozen * compute.forward_s
+    return measured._replace(compute=compute._replace(backward_s=backward_s))
 
 
 def _figures_of(forecast: Forecast) -> Figures:

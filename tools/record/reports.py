@@ -19,14 +19,16 @@ from rich.text import Text
 
 from tiermem.swap.base.errors import printable
 from tiermem.tools.job.launcher import Message, Observer, Sample
+from tiermem.tools.measure.machine import WrittenOnPath, endurance_lines
 from tiermem.tools.record.run_record import (
+    PHASES,
     IoCounts,
     RunRecord,
     describe_device,
     median_after_warm_up,
     planned_bytes,
 )
-from tiermem.tools.words import format_bytes
+from tiermem.tools.words import format_bytes, format_seconds, numbered
 
 # ---- progress: a live panel on a terminal, plain lines elsewhere ---------------------------------
 #
@@ -84,6 +86,7 @@ class Progress(RunRecord):
             if self._live is None and self._is_verbose and " of step " not in self._phase:
                 self._line(self._phase)
         elif kind == "ready":
+            self._num_steps = message.get("num_steps", self._num_steps)
             if message.get("plan"):
                 self._show_ready(message)
         elif kind == "warning":
@@ -411,6 +414,35 @@ def describe_ready(ready: Message) -> str:
         clipped_s = sum(late[f"{phase}_s"] for phase in ("forward", "backward", "step"))
         parts[-1] += f", {clipped_s:.2f} s where gradients are clipped"
     return "; ".join(parts)
+
+
+def summary_lines(
+    ready: Message, num_steps: int, num_rows: int, num_tokens: float, tbw_bytes: int | None
+) -> list[str]:
+    """What a run of so many steps is to take: tokens, hours, memory, bytes written.
+
+    num_rows: of a step, of all ranks; num_tokens: of a row, the mean.
+    """
+    said = ready["predicted"]
+    seconds = num_steps * sum(said.get(f"{phase}_s", 0.0) for phase in PHASES)
+    lasts = f"about {format_seconds(seconds)}"
+    if "not_made" in said:
+        lasts = f"no prediction of time: {said['not_made']}"
+    tokens = num_rows * num_tokens
+    lines = [
+        f"{numbered(num_steps, 'step')} of {numbered(num_rows, 'row')} with about "
+        f"{tokens:,.0f} tokens, {num_steps * tokens:,.0f} tokens in all: {lasts}"
+    ]
+    peak_bytes = said["peak_bytes"] or said["resident_bytes"] + said["host_bytes"]
+    lines.append(f"memory: about {format_bytes(peak_bytes)} at the peak, a rank")
+    if said["device_bytes"]:
+        lines[-1] += f", {format_bytes(said['device_bytes'])} on {ready['device']}"
+    if ready["paths"]:
+        num_bytes = int(num_steps * said["nvme_written_bytes"] * ready["num_ranks"])
+        written = WrittenOnPath(", ".join(ready["paths"]), num_bytes)
+        lines += endurance_lines([written], num_steps, seconds, tbw_bytes)
+        lines[-1] = f"predicted, without checkpoints: {lines[-1]}"
+    return lines
 
 
 def result_lines(run: Mapping[str, Any]) -> list[str]:

@@ -37,7 +37,7 @@ from tiermem.tools.job.train_job import (
 )
 from tiermem.tools.measure.machine import lines_of_run
 from tiermem.tools.memory_limit import open_limit
-from tiermem.tools.options import TrainOptions
+from tiermem.tools.options import SftOptions, TrainOptions
 from tiermem.tools.plan.seen import keep_record
 from tiermem.tools.presets import ModelSizes
 from tiermem.tools.record.reports import (
@@ -99,8 +99,8 @@ def train(options: TrainOptions, console: Console, beside: OtherTrainings | None
     console.print(job.source, soft_wrap=True)
     if resumed is not None:
         console.print(f"going on from step {resumed.step} of {resumed.place}")
-    run = run_one(job, _trainer(folder), f"tiermem {name}", folder, options, console)
-    _report(run, folder, options, console)
+    run = run_one(job, trainer_of(folder), f"tiermem {name}", folder, options, console)
+    report(run, folder, options, console)
     if options.tuned is not None and keep_record(options.tuned, run):
         console.print(
             f"{options.tuned} keeps what this run has seen of its disks: tiermem plan --rates "
@@ -110,10 +110,10 @@ def train(options: TrainOptions, console: Console, beside: OtherTrainings | None
     others = {} if beside is None else beside.run(job, folder, run)
     if options.json_file is not None:
         save_json(options.json_file, {**run, **others})
-    return _status(run, console)
+    return status_of(run, console)
 
 
-def _trainer(folder: Path) -> list[str]:
+def trainer_of(folder: Path) -> list[str]:
     """The command of a trainer whose job lies in a folder."""
     return [
         sys.executable,
@@ -136,10 +136,10 @@ def _follow(options: TrainOptions, name: str, resumed: Resumed | None) -> int:
         job = dataclasses.replace(make_job(options, name, folder, resumed), events_file=None)
         try:
             _check_memory(job, quiet)
-            run = run_one(job, _trainer(folder), f"tiermem {name}", folder, options, quiet)
+            run = run_one(job, trainer_of(folder), f"tiermem {name}", folder, options, quiet)
         except ValueError as error:  # rank 0 may say the same, with the command to write instead
             raise ValueError(f"rank {os.environ['RANK']}: {error}") from error
-        return _status(run, quiet)
+        return status_of(run, quiet)
 
 
 def list_steps(runs: Path, console: Console) -> int:
@@ -224,7 +224,7 @@ def run_one(
     command: Sequence[str],
     title: str,
     folder: Path,
-    options: TrainOptions,
+    options: TrainOptions | SftOptions,
     console: Console,
     patience_s: float | None = None,
 ) -> dict[str, Any]:
@@ -250,7 +250,7 @@ def run_one(
                 observers.append(closing.enter_context(contextlib.closing(board)))
             record.outcome = launch(command, limit, observers, CHILD_ENVIRONMENT, patience_s)
     # a trainer that was killed left a folder there; one that closed left nothing
-    for path in job.nvme_paths:
+    for path in {*job.nvme_paths, *record.ready.get("paths", ())}:
         for name in remove_dead_runs(Path(path), record.outcome.pid):
             console.print(f"removed {name}, which the killed trainer left in {path}")
     if record.error and record.outcome.exit_code == EXIT_USER and not record.steps:
@@ -266,7 +266,10 @@ def run_one(
     return run
 
 
-def _report(run: dict[str, Any], folder: Path, options: TrainOptions, console: Console) -> None:
+def report(
+    run: dict[str, Any], folder: Path, options: TrainOptions | SftOptions, console: Console
+) -> None:
+    """Prints what a run took, draws its pictures and writes its trace."""
     is_verbose = options.is_verbose or options.is_debug
     if is_verbose:
         _print_tables(run, console)
@@ -308,7 +311,7 @@ def _print_tables(run: dict[str, Any], console: Console) -> None:
         console.print(f"no prediction to compare: {why}")
 
 
-def _status(run: dict[str, Any], console: Console) -> int:
+def status_of(run: dict[str, Any], console: Console) -> int:
     """The exit status of our own run, with the reason when it is not 0."""
     reasons: list[str] = []
     if run["is_killed_at_cap"]:
@@ -326,7 +329,7 @@ def _status(run: dict[str, Any], console: Console) -> int:
     else:
         status = EXIT_INTERRUPTED if run["is_interrupted"] else 0
     for reason in reasons:
-        print(f"tiermem train: {reason}", file=sys.stderr)
+        print(f"{run['name']}: {reason}", file=sys.stderr)
     return status
 
 

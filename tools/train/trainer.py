@@ -2,9 +2,9 @@
 FD`.
 
 It imports torch only after it has named the phase "the imports", so that the launcher can say when
-a cap killed it. training.py is the training itself. Errors go over the channel, and the launcher
-prints them. SIGINT before the first step ends the process at once; later SIGINT lets the present
-step finish.
+a cap killed it. training.py is the training itself, fine_tuning.py that of `tiermem sft`. Errors go
+over the channel, and the launcher prints them. SIGINT before the first step ends the process at
+once; later SIGINT lets the present step finish.
 """
 
 from __future__ import annotations
@@ -37,9 +37,12 @@ def main(arguments: list[str] | None = None) -> int:
         with handling({signal.SIGINT: stop.on_interrupt}):
             channel.phase("the imports")
             warnings.filterwarnings("ignore", module="torch.*")
-            from tiermem.tools.train.training import Trainer
-
-            Trainer(Job.load(given.job), channel, stop).run()
+            job = Job.load(given.job)
+            if job.sft is None:
+                from tiermem.tools.train.training import Trainer as Work
+            else:
+                from tiermem.tools.train.fine_tuning import FineTuning as Work  # type: ignore[assignment]
+            Work(job, channel, stop).run()
     except KeyboardInterrupt:
         channel.send("interrupted")
     except BrokenPipeError:

@@ -22,7 +22,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,8 @@ from torch import nn
 import tiermem
 import tiermem.run.init
 from tiermem.engine import Engine
+from tiermem.precision import DTYPES
+from tiermem.run.shards import Shards
 from tiermem.swap.disk import durable
 from tiermem.swap.disk.queue import Meter
 from tiermem.swap.memory.accelerator import (
@@ -69,6 +71,7 @@ from tiermem.tools.plan.planned import (
     budget_of,
     check_cap,
     meta_model,
+    of_every_rank,
     state_bytes,
     transformers,
 )
@@ -89,8 +92,6 @@ from tiermem.tools.record.run_record import (
     planned_bytes,
 )
 from tiermem.tools.words import Stop, format_bytes
-
-T = TypeVar("T")
 
 _CEILING_S = 0.4
 _ARRIVAL_S = 0.2
@@ -128,7 +129,7 @@ class Trainer:
         if job.num_ranks > 1:
             resident_bytes = self._join(resident_bytes)
         job = self._job = self._settle_by_room(self._settle_compute(self._job), resident_bytes)
-        (ceiling, *_) = of_every_rank(self._measure_ceiling() if is_first_rank() else None)
+        ceiling = measure_ceiling(job, self._channel)
         self._channel.phase("measuring the maths")
         room_bytes = self._budget.left_bytes if self._budget is not None else None
         (measured, *_) = of_every_rank(measure(job, room_bytes, ceiling))
@@ -147,7 +148,6 @@ class Trainer:
             )
             self._channel.phase("initialize")
             engine = self._initialize(model, config)
-        num_params = sum(p.numel() for p in model.parameters())
         try:
             with self._explaining_out_of_memory(engine):
                 if job.checkpoint is not None:
@@ -157,25 +157,25 @@ class Trainer:
                     self._resume(engine, job.resume)
                 engine.step_client_state = {CLIENT_KEY: job.to_save}
                 give_back_free_memory()
-                predicted = predict(engine, job, measured, ceiling, resident_bytes)
-                self._announce(engine, num_params, ceiling, predicted)
+                num_micro = engine.gradient_accumulation_steps()
+                predicted = predict(
+                    engine.shards, num_micro, job, measured, ceiling, resident_bytes
+                )
+                self._announce(engine, ceiling, predicted)
                 self._warn(
                     warn_of_disk(
                         job, measured, sum(predicted.get(f"{phase}_s", 0.0) for phase in PHASES)
                     )
                 )
-                before = (
-                    store_counts(engine.shards.store),
-                    kernel_counts(),
-                    written_by_path(engine.shards.store),
-                )
+                before = counts_of(engine.shards)
+                kernel = kernel_counts()
                 self._stop.may_unwind = False
                 self._train(engine)
         except BaseException:
             with contextlib.suppress(Exception):  # the first error is the one to tell
                 engine.close()
             raise
-        self._finish(engine, *before)
+        self._finish(engine, before, kernel)
         if job.num_ranks > 1:
             dist.destroy_process_group()
 
@@ -206,7 +206,7 @@ class Trainer:
             if refusal is None:
                 raise
             figures = device_fields(None if engine is None else engine.device)["device_memory"]
-            plan = None if engine is None else _rows_of(engine)
+            plan = None if engine is None else rows_of(engine.shards)
             raise OutOfDeviceMemory(
                 explain_out_of_memory(refusal, figures, plan, self._channel.phase_name, self._job)
             ) from error
@@ -293,20 +293,6 @@ class Trainer:
         room = CardRoom(card, host_bytes, job.num_ranks, job.ranks_on_node)
         return choose_config(config, job.shape, measured, ActivationBytes.of(job, is_gpu), room)
 
-    def _measure_ceiling(self) -> dict[str, Any] | None:
-        """The rates of the paths' disks, in their own short-lived memory: far below what training
-        takes."""
-        if not self._job.nvme_paths:
-            return None
-        self._channel.phase("measuring the disk")
-        folders = [Path(path) for path in self._job.nvme_paths]
-        if (why := why_unmeasured(folders)) is not None:
-            self._warn(f"the disk is not measured, so nothing is predicted: {why}")
-            return None
-        if self._job.sustained is not None:
-            return measure_sustained_disks(folders, self._job.sustained)._asdict()
-        return measure_disks(folders, _CEILING_S)._asdict()
-
     def _initialize(self, model: nn.Module, config: Config) -> Engine:
         try:
             return tiermem.initialize(model=model, config=config)[0]
@@ -324,39 +310,15 @@ class Trainer:
         self._channel.send("resumed", step=engine.global_steps, seconds=time.monotonic() - started)
 
     def _announce(
-        self,
-        engine: Engine,
-        num_params: int,
-        ceiling: dict[str, Any] | None,
-        predicted: dict[str, Any],
+        self, engine: Engine, ceiling: dict[str, Any] | None, predicted: dict[str, Any]
     ) -> None:
         self._channel.send(
             "ready",
-            num_params=num_params,
-            state_bytes=state_bytes(
-                num_params, self._job.precision, engine.shards.policy.precision
-            ),
+            **ready_fields(engine.shards, self._job, self._budget, ceiling, predicted),
             batch_size=engine.train_batch_size(),
-            threads=torch.get_num_threads(),
-            device=str(engine.device),
-            plan=_rows_of(engine),
-            budget=[[row.what, row.num_bytes, row.why] for row in self._budget.rows()]
-            if self._budget
-            else [],
-            ceiling=ceiling,
-            predicted=predicted,
             choice=self._choice,
             placement=[*self._placement, *([self._recomputation] if self._recomputation else [])],
-            is_checkpointing=bool(self._job.is_checkpointing),
             compute=self._compute,
-            versions={
-                "tiermem": tiermem.__version__,
-                "torch": torch.__version__,
-                "transformers": transformers().__version__,
-                "python": platform.python_version(),
-            },
-            **store_counts(engine.shards.store)._asdict(),
-            **device_fields(engine.device),
         )
 
     # ---- training --------------------------------------------------------------------------------
@@ -396,9 +358,7 @@ class Trainer:
             told: list[tuple[float, bool]] = of_every_rank((mean, self._stop.is_asked))
             mean = sum(each[0] for each in told) / len(told)
             is_stopped = any(each[1] for each in told)
-            seen = meter.look()
-            waits = dict(itertools.islice(seen.waits_s.items(), 5))
-            figures = {**seen.as_logged(), "limits_s": seen.limits_s, "waits": waits}
+            figures = step_fields(engine.shards, meter)
             figures |= {f"{phase}_s": seconds[phase] for phase in PHASES}
             self._report_step(
                 engine, step, started, mean, figures, size * accumulation * job.num_ranks * job.seq
@@ -431,13 +391,7 @@ class Trainer:
     def _timed(
         self, engine: Engine, seconds: dict[str, float], name: str, step: int
     ) -> Iterator[None]:
-        stats = engine.shards.store.stats()
-        held = {
-            "host_bytes": stats.host_bytes,
-            "nvme_bytes": stats.nvme_bytes,
-            **device_fields(engine.device),
-        }
-        self._channel.phase(f"{name} of step {step}", **held)
+        self._channel.phase(f"{name} of step {step}", **held_fields(engine.shards))
         started = time.monotonic()
         yield
         # a phase's time is its own; a tool may wait for the device
@@ -454,7 +408,6 @@ class Trainer:
         figures: dict[str, Any],
         tokens: int,
     ) -> None:
-        stats = engine.shards.store.stats()
         self._channel.send(
             "step",
             step=step,
@@ -463,77 +416,36 @@ class Trainer:
             start_ns=started,
             end_ns=time.monotonic_ns(),
             tokens=tokens,
-            **{key: getattr(stats, key) for key in _STATS},
             grad_norm=float(engine.get_global_grad_norm()),
             lr=engine.get_lr()[0],
             skipped_steps=engine.skipped_steps,
-            **device_fields(engine.device),
         )
 
     # ---- after training --------------------------------------------------------------------------
 
-    def _finish(
-        self, engine: Engine, ours: IoCounts, kernel: IoCounts, written: dict[str, int]
-    ) -> None:
+    def _finish(self, engine: Engine, before: Counts, kernel: IoCounts) -> None:
         """Lets what is under way arrive, takes both counts, closes; only then writes a file."""
         self._channel.phase("close")
-        engine.shards.check_whole()  # the last step may be under way
-        moved = counts_at_rest(engine.shards.store).since(ours)
+        is_copy = not self._job.nvme_paths or engine.shards.policy.durability == "none"
+        place = str(self._job.save_dir) if is_copy else self._job.nvme_paths[0]
+        copied = {os.path.abspath(place): max(0, self._beside.written_bytes)}
+        done = done_fields(engine.shards, before, copied)
         moved_by_kernel = kernel_counts().since(kernel).since(self._beside)
-        host_peak_bytes = engine.shards.store.stats().host_peak_bytes
-        since_made = written_by_path(engine.shards.store)
-        on_device = device_fields(engine.device)
-        written_here = {path: total - written.get(path, 0) for path, total in since_made.items()}
-        if (copied := self._beside.written_bytes) > 0:
-            is_copy = not self._job.nvme_paths or engine.shards.policy.durability == "none"
-            place = os.path.abspath(str(self._job.save_dir) if is_copy else self._job.nvme_paths[0])
-            for counts in (written_here, since_made):
-                counts[place] = counts.get(place, 0) + copied
-        of_ranks = of_every_rank((written_here, since_made))
-        paths = [
-            [
-                path,
-                sum(new.get(path, 0) for new, _ in of_ranks),
-                sum(total.get(path, 0) for _, total in of_ranks),
-            ]
-            for path in since_made
-        ]
         engine.close()
         self._channel.send(
             "done",
-            **{f"nvme_{key}": each for key, each in moved._asdict().items()},
+            **done,
             **{f"kernel_{key}": each for key, each in moved_by_kernel._asdict().items()},
-            paths=paths,
-            host_peak_bytes=host_peak_bytes,
-            copied_bytes=copied,
-            steps_early=engine.shards.steps.num_early,
-            steps_redone=engine.shards.steps.num_redone,
-            redone_bytes=engine.shards.program.dropped_bytes,
+            copied_bytes=self._beside.written_bytes,
             is_every_step_durable=engine.shards.policy.durability == "step",
-            peak_rss_bytes=resident_of().peak_bytes,
             is_interrupted=self._stop.is_asked,
-            **on_device,
         )
-        if self._job.events_file is not None:
-            with open(
-                durable.create_anew(Path(self._job.events_file)), "w", encoding="utf-8"
-            ) as file:
-                for event in engine.shards.store.recorder.events:
-                    file.write(json.dumps(list(event)) + "\n")
+        save_events(engine.shards, self._job.events_file)
 
 
 def is_first_rank() -> bool:
     """Whether this process is rank 0, or the only one."""
     return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def of_every_rank(value: T) -> list[T]:
-    """The value that each rank gives, in their order. Collective; blocks."""
-    if not dist.is_initialized():
-        return [value]
-    values = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def load_model_classes(job: Job) -> int:
@@ -559,11 +471,131 @@ def _divide_by_phase(engine: Engine, started_ns: int, seconds: dict[str, float])
     seconds["step"] = max(0.0, seconds.pop("whole") - seconds["forward"] - seconds["backward"])
 
 
-def _rows_of(engine: Engine) -> list[tuple[str, str, int, str]]:
-    return [(row.what, row.tier.name, row.num_bytes, row.why) for row in engine.shards.plan.rows]
+def measure_ceiling(job: Job, channel: Channel) -> dict[str, Any] | None:
+    """The rates of the disks that a job's states rest on, as rank 0 measures them, in their own
+    short-lived memory: far below what training takes. None: no disk, or one that cannot be
+    measured. Collective; blocks."""
+    found = None
+    folders = [Path(path) for path in job.nvme_paths]
+    if folders and is_first_rank():
+        channel.phase("measuring the disk")
+        if (why := why_unmeasured(folders)) is not None:
+            said = f"the disk is not measured, so nothing is predicted: {why}"
+            channel.send("warning", text=said)
+        elif job.sustained is not None:
+            found = measure_sustained_disks(folders, job.sustained)._asdict()
+        else:
+            found = measure_disks(folders, _CEILING_S)._asdict()
+    return of_every_rank(found)[0]
+
+
+# ---- what a trainer sends ------------------------------------------------------------------------
+
+
+def ready_fields(
+    shards: Shards,
+    job: Job,
+    budget: Budget | None,
+    ceiling: dict[str, Any] | None,
+    predicted: dict[str, Any],
+) -> dict[str, Any]:
+    """What is known before the first step."""
+    params = [*shards.model.parameters()]
+    precision = next(name for name, dtype in DTYPES.items() if dtype is params[0].dtype)
+    trained = sum(each.numel() for each in params if each.requires_grad)
+    return {
+        "num_params": sum(each.numel() for each in params),
+        "state_bytes": state_bytes(trained, precision, shards.policy.precision),
+        "threads": torch.get_num_threads(),
+        "device": str(shards.device),
+        "plan": rows_of(shards),
+        "budget": [[row.what, row.num_bytes, row.why] for row in budget.rows()] if budget else [],
+        "ceiling": ceiling,
+        "predicted": predicted,
+        "is_checkpointing": bool(job.is_checkpointing),
+        "versions": {
+            "tiermem": tiermem.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers().__version__,
+            "python": platform.python_version(),
+        },
+        **store_counts(shards.store)._asdict(),
+        **device_fields(shards.device),
+    }
+
+
+def held_fields(shards: Shards) -> dict[str, Any]:
+    """What is held now on every tier, for the message of a phase."""
+    stats = shards.store.stats()
+    held = {"host_bytes": stats.host_bytes, "nvme_bytes": stats.nvme_bytes}
+    return {**held, **device_fields(shards.device)}
+
+
+def step_fields(shards: Shards, meter: Meter) -> dict[str, Any]:
+    """What the store has done since a meter began or looked, for the message of a step."""
+    seen = meter.look()
+    stats = shards.store.stats()
+    waits = dict(itertools.islice(seen.waits_s.items(), 5))
+    figures = {**seen.as_logged(), "limits_s": seen.limits_s, "waits": waits}
+    figures |= {key: getattr(stats, key) for key in _STATS}
+    return {**figures, **device_fields(shards.device)}
+
+
+def done_fields(shards: Shards, before: Counts, copied: Mapping[str, int]) -> dict[str, Any]:
+    """What a training took since `before`, once what is under way has arrived. Collective; blocks.
+
+    copied: bytes that this rank wrote beside the store, by path.
+    """
+    shards.check_whole()  # the last step may be under way
+    moved = counts_at_rest(shards.store).since(before.moved)
+    since_made = written_by_path(shards.store)
+    here = {path: total - before.written.get(path, 0) for path, total in since_made.items()}
+    for path, num_bytes in copied.items():
+        if num_bytes:
+            for counts in (here, since_made):
+                counts[path] = counts.get(path, 0) + num_bytes
+    told = of_every_rank((here, since_made))
+    return {
+        **{f"nvme_{key}": each for key, each in moved._asdict().items()},
+        "paths": [
+            [path, *(sum(each[which].get(path, 0) for each in told) for which in (0, 1))]
+            for path in since_made
+        ],
+        "host_peak_bytes": shards.store.stats().host_peak_bytes,
+        "steps_early": shards.steps.num_early,
+        "steps_redone": shards.steps.num_redone,
+        "redone_bytes": shards.program.dropped_bytes,
+        "peak_rss_bytes": resident_of().peak_bytes,
+        **device_fields(shards.device),
+    }
+
+
+def save_events(shards: Shards, file: str | None) -> None:
+    """Writes what the recorder of a closed model holds, an event on each line; None: nowhere."""
+    if file is not None:
+        with open(durable.create_anew(Path(file)), "w", encoding="utf-8") as lines:
+            for event in shards.store.recorder.events:
+                lines.write(json.dumps(list(event)) + "\n")
+
+
+def rows_of(shards: Shards) -> list[tuple[str, str, int, str]]:
+    """A plan's rows, as a message has them."""
+    return [(row.what, row.tier.name, row.num_bytes, row.why) for row in shards.plan.rows]
 
 
 # ---- counts of bytes, and the accelerator's memory -----------------------------------------------
+
+
+class Counts(NamedTuple):
+    """What a store had moved when a training began."""
+
+    moved: IoCounts
+    written: dict[str, int]  # by path
+
+
+def counts_of(shards: Shards) -> Counts:
+    """The counts now."""
+    return Counts(store_counts(shards.store), written_by_path(shards.store))
 
 
 def store_counts(store: TensorStore) -> IoCounts:

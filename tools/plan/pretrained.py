@@ -1,0 +1,120 @@
+"""Pretrained: the plan of a model of the hub or of a folder, on this machine, before its weights are
+read.
+
+    its config, adapters -> model on the meta device -> --config, or the first home whose plan fits
+    free memory, or a cap  ->  policy -> weights streamed to where it has them
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import AutoConfig
+
+import tiermem
+from tiermem.integrations.arguments import config_beside, hidden_size_of
+from tiermem.integrations.choice import PLACES, Asked, Room, compute_policy, find_room
+from tiermem.integrations.models import class_of
+from tiermem.policy import OffloadPolicy, Tier
+from tiermem.precision import DTYPES, Precision
+from tiermem.swap.memory.accelerator import is_accelerator
+from tiermem.tools.job.launcher import Job
+from tiermem.tools.job.train_job import nvme_folders, with_host_bytes
+from tiermem.tools.plan.planned import ActivationBytes, Budget, of_every_rank, plan_budget
+
+_HOMES = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
+_NUM_MOMENTS = 2  # of the states that the plan makes room for: the most that an optimizer has
+
+
+class PlannedModel(NamedTuple):
+    """How a model is to be trained."""
+
+    job: Job
+    """With the sizes of the model and of the training."""
+    asked: Asked
+    """What TiermemTrainer is given."""
+    policy: OffloadPolicy
+    budget: Budget | None
+    """The arithmetic, under a cap."""
+    settings: dict[str, Any]
+    """For `from_pretrained`."""
+
+    def open(self, name: str) -> nn.Module:
+        """The model with its weights where the policy has them. Collective; blocks."""
+        return tiermem.from_pretrained(name, self.policy, **self.settings)
+
+
+def plan_pretrained(
+    job: Job, name: str, args: Any, peft_config: Any, resident_bytes: int
+) -> PlannedModel:
+    """Plans the training of a model by TRL's arguments. Allocates nothing. Collective; blocks.
+
+    Raises ValueError, with the arithmetic, where nothing fits.
+    """
+    settings = {key: each for key, each in args.model_init_kwargs.items() if each is not None}
+    of_hub = {key: settings[key] for key in ("revision", "trust_remote_code") if key in settings}
+    config = AutoConfig.from_pretrained(name, **of_hub)
+    named = settings.get("dtype", "auto")
+    dtype = (config.dtype or torch.float32) if named == "auto" else getattr(torch, named)
+    with torch.device("meta"):
+        model: Any = class_of(config)._from_config(config, dtype=dtype)
+        if peft_config is not None:
+            peft = importlib.import_module("peft")
+            model = peft.get_peft_model(model, copy.deepcopy(peft_config))
+    text = config.get_text_config()
+    computed = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else dtype
+    job = dataclasses.replace(
+        job,
+        shape={**text.to_dict(), "use_cache": False},
+        batch=args.per_device_train_batch_size,
+        seq=args.max_length or text.max_position_embeddings,
+        precision=next(each for each, kind in DTYPES.items() if kind is computed),
+        is_checkpointing=args.gradient_checkpointing,
+    )
+    rooms = of_every_rank(find_room(model, args.device))
+    room = Room(*map(min, zip(*rooms, strict=True)))
+    budget = None
+    if job.memory_limit_bytes is not None:
+        activations = ActivationBytes.of(job, is_accelerator(args.device))
+        budget = plan_budget(job.memory_limit_bytes, resident_bytes, activations)
+        room = room._replace(host_bytes=max(1, budget.left_bytes) * job.ranks_on_node)
+    asked: Any = job.config
+    if asked:
+        asked = asked if budget is None else with_host_bytes(asked, room.host_bytes)
+        policy = config_beside(asked, args, hidden_size_of(model)).policy()
+        job = dataclasses.replace(job, nvme_paths=nvme_folders(asked))
+    else:
+        asked = policy = _policy(job, model, args, room, budget)
+        job = dataclasses.replace(job, nvme_paths=[str(each.path) for each in policy.paths])
+    return PlannedModel(job, asked, policy, budget, settings)
+
+
+def _policy(job: Job, model: nn.Module, args: Any, room: Room, budget: Budget | None) -> Any:
+    """That of --offload and --states, or of the first places whose plan fits."""
+    said = job.sft or {}
+    home = _HOMES.get(said["offload"])
+    places = PLACES if home is None else [(home, home)]
+    folders = job.nvme_paths or [args.output_dir]
+    precision = Precision.preset(said["states"] or "exact")
+    try:
+        return compute_policy(
+            model,
+            _NUM_MOMENTS,
+            args.device,
+            args.world_size,
+            folders,
+            room,
+            places,
+            precision=precision,
+        )
+    except ValueError as error:
+        why = f" ({budget.explain()})" if budget is not None else ""
+        raise ValueError(
+            f"{error}{why}: give --offload nvme, --states tiny, a smaller --max_length or more "
+            "--memory"
+        ) from error
