@@ -12,7 +12,7 @@ Packages and files in order: each imports only what comes before it.
     job/          what one process under a memory cap is to do, and its channel
     record/       the record of a run: runs/<id>/run.json, tables, pictures
     plan/         `tiermem plan`: the library's own plan of a scenario, its predicted seconds and bytes
-    train/        `tiermem train`, from options to pictures
+    train/        `tiermem train` and `tiermem sft`, from options to pictures
     bench/        `tiermem bench`: io, step, adam
     check         `tiermem check`: what this machine offers
     tune          `tiermem tune`: the best settings of the queue for some disks

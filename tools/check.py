@@ -8,7 +8,7 @@ import os
 import platform
 import resource
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ from tiermem.tools.measure.machine import cpu_model, memory_bytes, num_cores, re
 from tiermem.tools.memory_limit import open_limit
 from tiermem.tools.options import CheckOptions
 from tiermem.tools.record.reports import table
-from tiermem.tools.words import format_bytes
+from tiermem.tools.words import format_bytes, numbered
 from tiermem.units.compute import measure_products
 
 # ---- tiermem check --config ds.json --------------------------------------------------------------
@@ -47,11 +47,11 @@ def check(options: CheckOptions, console: Console) -> int:
     """The report on this machine, or on a config; returns the exit status. Raises ValueError and
     OSError."""
     if options.config is not None:
-        return check_config(options.config, console, options.shows_all)
-    return check_machine(options.paths or [Path()], options.seconds, console)
+        return check_config(options, options.config, console)
+    return check_machine(options, console)
 
 
-def check_config(file: Path, console: Console, shows_all: bool = False) -> int:
+def check_config(options: CheckOptions, file: Path, console: Console) -> int:
     """Prints the report and returns 0, or the problems and returns 2. Raises OSError when the file
     cannot be read."""
     with warnings.catch_warnings(record=True) as caught:
@@ -61,21 +61,27 @@ def check_config(file: Path, console: Console, shows_all: bool = False) -> int:
         except ConfigError as error:
             refused = table(f"{file}: refused", "key", "why")
             refused.columns[0].style = "bold red"
+            problems = {each.path or "the config": each.message for each in error.problems}
+            options.save_json({"config": file, "is_accepted": False, "problems": problems})
             for problem in error.problems:
                 refused.add_row(problem.path or "the config", problem.message)
             console.print(refused)
             return EXIT_REFUSED
     shown = table(f"{file}: accepted", "key", "value", "here", "note")
     rows = config.report()
-    told = [row for row in rows if shows_all or row.is_set]
+    told = [row for row in rows if options.shows_all or row.is_set]
+    keys = [
+        {"key": row.key, "value": str(row.value), "here": row.how, "note": row.note} for row in told
+    ]
+    said = [str(warning.message) for warning in caught]
+    options.save_json({"config": file, "is_accepted": True, "keys": keys, "deprecated": said})
     for row in told:
         shown.add_row(row.key, str(row.value), Text(row.how, style=_STYLES[row.how]), row.note)
     console.print(shown)
     left_out = len(rows) - len(told)
     if left_out:
         console.print(
-            f"{left_out} keys are not set and stay at their defaults or are planned (--all lists "
-            "them)"
+            f"{numbered(left_out, 'key')} not set: at defaults or planned (--all lists them)"
         )
     for warning in caught:
         console.print(f"deprecated: {warning.message}", style="yellow")
@@ -101,9 +107,11 @@ class Finding(NamedTuple):
     advice: str = ""
 
 
-def check_machine(paths: Sequence[Path], seconds: float, console: Console) -> int:
+def check_machine(options: CheckOptions, console: Console) -> int:
     """Prints the report and returns 0. Blocks for the measurements; raises OSError when a folder is
     not usable."""
+    paths = options.paths or [Path()]
+    seconds = options.seconds
     shown = table("tiermem check", "", "found", "to mend")
     shown.columns[0].style = "bold"
     shown.columns[2].style = "yellow"
@@ -115,6 +123,7 @@ def check_machine(paths: Sequence[Path], seconds: float, console: Console) -> in
     for finding in findings:
         shown.add_row(*finding)
     console.print(shown)
+    options.save_json({"findings": [finding._asdict() for finding in findings]})
     return 0
 
 

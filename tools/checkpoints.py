@@ -8,7 +8,6 @@ import fnmatch
 import functools
 import json
 import math
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -37,7 +36,7 @@ from tiermem.tools.options import (
     TrainOptions,
 )
 from tiermem.tools.record.reports import table
-from tiermem.tools.words import format_bytes, read_json
+from tiermem.tools.words import format_bytes, numbered, read_json
 
 # ---- tiermem fsck DIR ----------------------------------------------------------------------------
 #
@@ -78,36 +77,21 @@ def fsck(options: FsckOptions, console: Console) -> int:
     """Prints what there is and returns the exit status. Blocks. Raises OSError when the folder
     cannot be looked at."""
     repaired = repair(survey(options.where)) if options.repairs else []
-    is_shown = options.verifies and not options.shows_json
-    with transfer_bar(console, "verifying checksums", None, is_shown) as advance:
+    with transfer_bar(console, "verifying checksums", None, options.verifies) as advance:
         found = survey(options.where, options.verifies, advance)
     going = removable(found) if options.removes else []
-    removed = [str(run.folder) for run in going if _remove(run, console, options.shows_json)]
-    if options.shows_json:
-        print_json(
-            {
-                "made_by": "tiermem fsck",
-                **dataclasses.asdict(found),
-                "removed": removed,
-                "repaired": repaired,
-            }
-        )
-    else:
-        for each in repaired:
-            console.print(f"repaired {each}", style="yellow")
-        _print_survey(found, console)
-        _advise(found, console, removed)
+    removed = [str(run.folder) for run in going if _remove(run, console)]
+    options.save_json({**dataclasses.asdict(found), "removed": removed, "repaired": repaired})
+    for each in repaired:
+        console.print(f"repaired {each}", style="yellow")
+    _print_survey(found, console)
+    _advise(found, console, removed)
     if found.is_damaged:
         return EXIT_DAMAGED
     if found.is_unread:
         return EXIT_UNREAD
     is_left = len(found.dead) > len(removed) or any(step.state == "removed" for step in found.steps)
     return EXIT_DEAD if is_left else 0
-
-
-def print_json(content: Mapping[str, Any]) -> None:
-    """What a command prints with --json."""
-    print(json.dumps(content, indent=2, default=os.fspath))
 
 
 def removable(found: Survey) -> list[RunReport]:
@@ -118,15 +102,13 @@ def removable(found: Survey) -> list[RunReport]:
     ]
 
 
-def _remove(run: RunReport, console: Console, is_silent: bool) -> bool:
+def _remove(run: RunReport, console: Console) -> bool:
     """Removes what a killed run left; whether the folder is gone."""
-    if not is_silent:
-        console.print(f"removing {run.folder}, left by {run.owner}", style="yellow")
+    console.print(f"removing {run.folder}, left by {run.owner}", style="yellow")
     try:
         RunFolder.claim(run.folder).close(keep=False)
     except OSError as error:  # another user's, or its lock is no file
-        if not is_silent:
-            console.print(f"{run.folder} is left: {error.strerror}", style="yellow")
+        console.print(f"{run.folder} is left: {error.strerror}", style="yellow")
     return not run.folder.exists()
 
 
@@ -248,22 +230,16 @@ def inspect_checkpoint(options: InspectOptions, console: Console) -> int:
                 f"--match: no tensor of {place} is named {' or '.join(options.patterns)}"
             )
         rows = [_figures(source, each) for each in named]
-    if options.shows_json:
-        head = {
-            name: getattr(manifest, name)
-            for name in ("step", "tag", "run_id", "commit", "world", "num_shards")
+    names = "step", "tag", "run_id", "commit", "world", "num_shards"
+    options.save_json(
+        {
+            **{name: getattr(manifest, name) for name in names},
+            "place": place,
+            "excluded": manifest.excluded,
+            "tensors": rows,
+            "totals": totals(rows),
         }
-        tensors = {"tensors": rows, "totals": totals(rows)}
-        print_json(
-            {
-                "made_by": "tiermem inspect",
-                **head,
-                "place": place,
-                "excluded": manifest.excluded,
-                **tensors,
-            }
-        )
-        return 0
+    )
     _print_tensors(rows, manifest, place, console)
     return 0
 
@@ -336,7 +312,9 @@ def _print_tensors(
         console.print(f"{mark} {file}", style="dim")
     found = totals(rows)
     parts = ", ".join(f"{state} {format_bytes(num_bytes)}" for state, num_bytes in found.items())
-    console.print(f"{len(rows)} tensors, {format_bytes(sum(found.values()))}: {parts or 'nothing'}")
+    console.print(
+        f"{numbered(len(rows), 'tensor')}, {format_bytes(sum(found.values()))}: {parts or 'nothing'}"
+    )
     if manifest.excluded:
         console.print(
             f"left out when it was saved, frozen: {', '.join(manifest.excluded)}", style="dim"
@@ -363,14 +341,12 @@ def import_checkpoint(options: ImportOptions, console: Console) -> int:
             CLIENT_KEY: options_to_save(TrainOptions(), options.source.resolve().name, shape, None)
         }
         foreign = dataclasses.replace(foreign, client_state={**foreign.client_state, **run})
-    with transfer_bar(console, "writing", total_bytes(foreign), not options.shows_json) as advance:
+    with transfer_bar(console, "writing", total_bytes(foreign)) as advance:
         done = write_checkpoint(foreign, options.out, options.new_tag, advance)
-    if options.shows_json:
-        print_json({"made_by": "tiermem import", "kind": foreign.kind, **done._asdict()})
-        return 0
+    options.save_json({"kind": foreign.kind, **done._asdict()})
     has_moments = any(len(p.states) > 1 for p in foreign.parameters)
     what = "weights and optimizer states" if has_moments else "weights"
-    sizes = f"{done.num_parameters} tensors, {format_bytes(done.num_bytes)}, step {done.step}"
+    sizes = f"{numbered(done.num_parameters, 'tensor')}, {format_bytes(done.num_bytes)}, step {done.step}"
     console.print(f"{foreign.kind}: {what} of {sizes}  ->  {done.folder}")
     for each in done.left_behind:
         console.print(f"left behind: {each}", style="yellow")
@@ -390,7 +366,7 @@ def total_bytes(foreign: Foreign) -> int:
 
 @contextlib.contextmanager
 def transfer_bar(
-    console: Console, what: str, num_bytes: int | None, is_shown: bool
+    console: Console, what: str, num_bytes: int | None, is_shown: bool = True
 ) -> Iterator[Callable[[int], None]]:
     """A bar over so many bytes on a terminal, nothing elsewhere; gives the function that is told of
     bytes done.
@@ -412,13 +388,13 @@ def transfer_bar(
 def _model_config(options: ImportOptions) -> dict[str, Any] | None:
     """The model's config.json: the file or folder given, or what lies beside the weights. Raises
     ValueError, OSError."""
-    given = options.config if options.config is not None else options.source
+    given = options.model if options.model is not None else options.source
     file = given / CONFIG_NAME if given.is_dir() else given
-    if options.config is None and (file.name != CONFIG_NAME or not file.is_file()):
+    if options.model is None and (file.name != CONFIG_NAME or not file.is_file()):
         return None
     found = read_json(file)
     if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
-        raise ValueError(f"--config: {file} is no model's config.json: model_type is missing")
+        raise ValueError(f"--model: {file} is no model's config.json: model_type is missing")
     return found
 
 
@@ -446,19 +422,10 @@ def export_checkpoint(options: ExportOptions, console: Console) -> int:
         )
         step = source.manifest.step
         excluded = source.manifest.excluded
-    if options.shows_json:
-        print_json(
-            {
-                "made_by": "tiermem export",
-                "step": step,
-                "files": files,
-                "num_bytes": num_bytes,
-                "folder": options.out,
-            }
-        )
-        return 0
+    figures = {"step": step, "files": files, "num_bytes": num_bytes, "folder": options.out}
+    options.save_json(figures)
     console.print(
-        f"step {step}: {format_bytes(num_bytes)} in {len(files)} files  ->  {options.out}"
+        f"step {step}: {format_bytes(num_bytes)} in {numbered(len(files), 'file')}  ->  {options.out}"
     )
     if excluded:
         console.print(
@@ -471,11 +438,9 @@ def export_checkpoint(options: ExportOptions, console: Console) -> int:
 def _export_whole(options: ExportOptions, console: Console) -> int:
     from tiermem.checkpoint.interchange.whole import export_whole
 
-    with transfer_bar(console, "comparing checksums", None, not options.shows_json) as advance:
+    with transfer_bar(console, "comparing checksums", None) as advance:
         done = export_whole(options.where, options.out, options.tag, advance)
-    if options.shows_json:
-        print_json({"made_by": "tiermem export", **done._asdict()})
-        return 0
+    options.save_json(done._asdict())
     console.print(
         f"step {done.step}: {format_bytes(done.num_bytes)}, all that a run needs  ->  {done.folder}"
     )
@@ -490,8 +455,8 @@ def _export_weights(
 
     weights = weights_of(source, dtype, options.exclude_frozen)
     total = sum(weight.parameter.numel * weight.dtype.itemsize for weight in weights)
-    config = _config_text(options.config, source)
-    with transfer_bar(console, "writing", total, not options.shows_json) as advance:
+    config = _config_text(options.model, source)
+    with transfer_bar(console, "writing", total) as advance:
         shards = export_weights(
             weights, options.out, options.max_shard_bytes, not options.is_pytorch, config, advance
         )
@@ -503,7 +468,7 @@ def _export_dcp(
 ) -> tuple[list[str], int]:
     from tiermem.checkpoint.interchange.export import export_dcp
 
-    with transfer_bar(console, "writing", source.num_bytes, not options.shows_json) as advance:
+    with transfer_bar(console, "writing", source.num_bytes) as advance:
         num_bytes = export_dcp(source, options.out, dtype, advance)
     return sorted(file.name for file in options.out.iterdir()), num_bytes
 
@@ -513,7 +478,7 @@ def _config_text(given: Path | None, source: Source) -> str | None:
     if given is not None:
         file = given / CONFIG_NAME if given.is_dir() else given
         if not file.is_file():
-            raise FileNotFoundError(2, "--config: there is no such file", str(file))
+            raise FileNotFoundError(2, "--model: there is no such file", str(file))
         return file.read_text("utf-8")
     said = source.manifest.client_state
     run = said.get(CLIENT_KEY) if isinstance(said, Mapping) else None

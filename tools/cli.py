@@ -24,10 +24,19 @@ from tiermem.tools import options
 from tiermem.tools.job.train_job import LIST_OF_STEPS
 from tiermem.tools.mistakes import EXAMPLES, PROGRAM, UsageError, answer, corrected, write
 from tiermem.tools.presets import PRESETS
-from tiermem.tools.words import EXIT_INTERRUPTED, EXIT_USER, Mistake, OneOf, message_of, options_of
+from tiermem.tools.words import (
+    EXIT_INTERRUPTED,
+    EXIT_USER,
+    STDOUT,
+    Mistake,
+    OneOf,
+    message_of,
+    options_of,
+)
 
 __all__ = ["EXIT_INTERRUPTED", "EXIT_USER", "app", "main", "spread_lists"]
 
+_OF_FOLDERS = ("fsck", "inspect", "import", "export")
 _LISTS = ("--nvme", "--data", "--path")
 
 app = typer.Typer(
@@ -49,7 +58,7 @@ def run_app(group: typer.Typer, program: str, arguments: Sequence[str]) -> None:
     given = list(arguments)
     try:
         status = group(
-            args=spread_lists(_with_list_of_steps(given)),
+            args=spread_lists(_with_values(given)),
             prog_name=program,
             standalone_mode=False,
             obj=given,
@@ -65,14 +74,24 @@ def run_app(group: typer.Typer, program: str, arguments: Sequence[str]) -> None:
     sys.exit(status)
 
 
-def _with_list_of_steps(arguments: Sequence[str]) -> list[str]:
-    """`--resume` without a folder, as the word that asks for the list of them."""
-    words = list(arguments)
-    if "--resume" in words:
-        after = words.index("--resume") + 1
-        if after == len(words) or words[after].startswith("-"):
-            words.insert(after, LIST_OF_STEPS)
+def _with_values(arguments: Sequence[str]) -> list[str]:
+    """What options without a value stand for: `--resume`, for the list of what there is; `--json`
+    without a .json file, for stdout."""
+    words = list[str]()
+    for word, after in zip(arguments, [*arguments[1:], "-"], strict=False):
+        words.append(word)
+        if word == "--resume" and after.startswith("-"):
+            words.append(LIST_OF_STEPS)
+        elif word == "--json" and after != str(STDOUT) and not _is_file(after, arguments[0]):
+            words.append(str(STDOUT))
+    if words[-1:] == ["--json"]:
+        words.append(str(STDOUT))
     return words
+
+
+def _is_file(word: str, command: str) -> bool:
+    """Whether a word after `--json` is its file: in commands that take a folder, by its ending."""
+    return word.endswith(".json") or (command not in _OF_FOLDERS and not word.startswith("-"))
 
 
 def spread_lists(arguments: Sequence[str]) -> list[str]:
@@ -127,7 +146,9 @@ def register(
             given["arguments"] = tuple(context.args)
         try:
             made = _made(kind, given)
-            status = getattr(importlib.import_module(module), name)(made, open_console())
+            status = getattr(importlib.import_module(module), name)(
+                made, open_console(made.prints_json)
+            )
         except (ValueError, OSError) as error:
             status = refuse(f"{program} {words}", error, is_debug, context.obj)
         except KeyboardInterrupt:

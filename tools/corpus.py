@@ -33,7 +33,7 @@ _TOKENIZERS = (
     "vocab.json",
     "vocab.txt",
 )
-_INSTEAD = "TiermemTrainer or TRL trains on tokens (docs/huggingface.md)"
+_INSTEAD = "`tiermem sft` trains on tokens: --model_name_or_path MODEL --dataset_name DATA"
 _SKIPPED_FOLDERS = {
     "__pycache__",
     "site-packages",

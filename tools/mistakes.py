@@ -40,15 +40,14 @@ EXAMPLES = {
     "--params": "128M",
     "--lr": "1e-4",
     "--save": "checkpoints",
-    "--config": "config.json",
-    "--deepspeed-config": "ds.json",
+    "--config": "ds.json",
     "source": "deepspeed_checkpoint",
     "out": "out",
 }
 """A value of an option, or of a word that has no option, that has no default to show."""
 
 _COMMANDS = {
-    "version": "--version", "help": "--help", "completion": "--install-completion", "run": "train", "finetune": "train",
+    "version": "--version", "help": "--help", "completion": "--install-completion", "run": "train", "finetune": "sft",
     "resume": "train --resume", "estimate": "plan", "verify": "fsck --verify", "convert": "export", "list": "inspect",
     "info": "check", "doctor": "check",
 }  # fmt: skip
@@ -62,6 +61,7 @@ _ALIKE = (
     ("--save", "--out", "--output", "--output-dir"),
     ("--precision", "--dtype"),
     ("--lr", "--learning-rate"),
+    ("--config", "--deepspeed", "--deepspeed-config", "--ds-config"),
     ("--batch", "--batch-size", "--micro-batch-size"),
 )
 """Options of which a command has one at most, or none, and the words that people write for them."""

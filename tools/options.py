@@ -14,6 +14,7 @@ measurement. This file imports no large package.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import math
 import operator
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ from tiermem.tools.words import (
     folders,
     format_bytes,
     from_to,
+    json_option,
     memory_of,
     option,
     parse_bytes,
@@ -38,6 +40,7 @@ from tiermem.tools.words import (
     parse_flops,
     parse_share,
     program,
+    read_json,
     several,
     size,
 )
@@ -56,6 +59,8 @@ SEQUENTIAL = ("read", "write", "mixed")
 MODES = (*SEQUENTIAL, "random", "tensors", "sustained")
 
 LEAST_MEMORY_BYTES = 32 << 20
+YAML = (".yaml", ".yml")
+"""Endings of files of TRL's arguments."""
 # parameters
 _LEAST_STEPPED = 4096
 _LEAST_ADAM = 1024
@@ -76,11 +81,15 @@ ENGINE = OneOf(*ENGINES)
 class TrainOptions(Options):
     """Train a model under a memory cap, with its states on any tier."""
 
+    MADE_BY = "tiermem train"
+
     preset: str | None = option(
         None, "151m, 419m, 1b, 1.3b, 3b, 7b, 8b, 14b, 32b or 70b: a Llama of that size"
     )
-    config: Path | None = option(None, "a Hugging Face config.json")
-    model: Path | None = option(None, "a local checkpoint: config.json and safetensors")
+    model: Path | None = option(
+        None, "a Hugging Face config.json, or a local checkpoint: config.json and safetensors"
+    )
+    config: Path | None = option(None, "a DeepSpeed-style JSON config")
     data: Sequence[Path] = option(
         (), "text files or folders [default: Python's own sources and documentation]"
     )
@@ -95,7 +104,7 @@ class TrainOptions(Options):
         parse_memory,
         memory_of(LEAST_MEMORY_BYTES, ", which Python alone exceeds"),
     )
-    deepspeed_config: Path | None = option(None, "a DeepSpeed-style JSON config")
+    deepspeed_config: Path | None = option(None, "the old name of --config")
     tuned: Path | None = option(None, "what `tiermem tune` wrote: queue, engine, paths")
     sustained: float | None = option(
         None,
@@ -182,7 +191,7 @@ class TrainOptions(Options):
         ),
         check=OneOf(*OVERLAPS),
     )
-    json_file: Path | None = option(None, "write the figures here", "--json")
+    json_file: Path | None = json_option()
     runs: Path = option(Path("runs"), "folder that keeps a folder per run")
     tensorboard: Path | None = option(
         None, "also write every step's figures into this folder, for TensorBoard"
@@ -193,6 +202,14 @@ class TrainOptions(Options):
     def check_together(self) -> None:
         if self.lr is not None and not 0 <= self.lr < math.inf:
             raise ValueError(f"--lr is {self.lr}; it must be a number of 0 or more")
+        if self.config is not None and self.config.is_file():
+            content = read_json(self.config)
+            if self.model is None and isinstance(content, dict) and "model_type" in content:
+                self.take_old(
+                    "config", "model", f"{self.config} is a model's: name it with --model"
+                )
+        if self.deepspeed_config is not None and self.config is None:
+            self.take_old("deepspeed_config", "config", "it is --config now")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,7 +247,7 @@ class SftOptions(Options):
     tbw_bytes: int | None = option(
         None, "what the drive may be written in its life, such as 600TB", "--tbw", parse_tbw
     )
-    json_file: Path | None = option(None, "write the figures here", "--json")
+    json_file: Path | None = json_option()
     runs: Path = option(Path("runs"), "folder that keeps a folder per run")
     tensorboard: Path | None = option(
         None, "also write every step's figures into this folder, for TensorBoard"
@@ -242,11 +259,22 @@ class SftOptions(Options):
 
     def check_together(self) -> None:
         words = {word.partition("=")[0] for word in self.arguments}
+        has_file = self.config is not None and self.config.suffix in YAML
+        for names, example in (
+            (("--model_name_or_path",), "FOLDER"),
+            (("--dataset_name", "--datasets"), "chats.jsonl"),
+        ):
+            if words.isdisjoint(names) and not has_file:
+                raise Mistake(f"{names[0]} is missing", {names[0]: f"{names[0]} {example}"})
+        if self.config is not None and not self.config.is_file():
+            raise FileNotFoundError(errno.ENOENT, "--config: no such file", str(self.config))
         if "--deepspeed" in words:
+            given = [*self.arguments, "--deepspeed", "ds.json"]
+            file = given[given.index("--deepspeed") + 1]
             said = "--deepspeed is DeepSpeed's engine; here --config takes its file"
-            raise Mistake(said, {"--deepspeed": "--config ds.json"})
+            raise Mistake(said, {"--deepspeed": f"--config {file}"})
         decided = {f"--{each}": "" for each in ("offload", "nvme", "states") if getattr(self, each)}
-        if self.config is not None and decided:
+        if self.config is not None and not has_file and decided:
             raise Mistake(f"{', '.join(decided)}: --config decides this", decided)
         if self.nvme and self.offload not in (None, "nvme"):
             said = f"--nvme names folders, but with --offload {self.offload} nothing rests there"
@@ -375,9 +403,11 @@ class PlanOptions(Options):
         ),
         RECOMPUTE,
     )
-    json_file: Path | None = option(None, "write the figures here", "--json")
+    json_file: Path | None = json_option()
 
     def check_together(self) -> None:
+        if self.shows_paper and self.json_file is not None:
+            raise Mistake("--paper prints tables, which have no JSON", {"--json": ""})
         if self.shows_paper:
             return
         if (self.preset is None) == (self.model is None):
@@ -409,10 +439,13 @@ class CheckOptions(Options):
     """Say what this machine offers: engines, direct I/O, limits, kernels, GPU, disk. Or what
     becomes of a config's keys."""
 
+    MADE_BY = "tiermem check"
+
     paths: Sequence[Path] = option((), "folders whose disks are measured [default: this]", "--path")
     seconds: float = option(5.0, "of each disk measurement", check=above_zero)
     config: Path | None = option(None, "a DeepSpeed-style JSON config: look at its keys instead")
     shows_all: bool = option(False, "with --config: keys that are not set, too", "--all")
+    json_file: Path | None = json_option()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -424,6 +457,8 @@ class TuneOptions(Options):
     tiermem.initialize(model=model, config=tiermem.with_tuned("ds.json", "tiermem.json")).
     DeepSpeed reads its "aio" section as it stands.
     """
+
+    MADE_BY = "tiermem tune"
 
     paths: Sequence[Path] = option(..., "a folder on each NVMe disk", "--path", check=folders)
     out: Path = option(Path("tiermem.json"), "the config section to write")
@@ -449,6 +484,7 @@ class TuneOptions(Options):
         ),
         parse=parse_share,
     )
+    json_file: Path | None = json_option()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -489,9 +525,7 @@ class IoBenchOptions(Options):
     sustained_s: float | None = option(
         None, "after which sustained stops", "--seconds", check=above_zero
     )
-    json_file: Path | None = option(
-        None, "write machine, rows and best here", "--json", check=ends_in(".json")
-    )
+    json_file: Path | None = json_option()
     csv_file: Path | None = option(None, "write the rows here", "--csv", check=ends_in(".csv"))
     plot_file: Path | None = option(
         None, "draw heat maps, as a PNG", "--plot", check=ends_in(".png")
@@ -547,9 +581,7 @@ class AdamBenchOptions(Options):
     peer_python: Path | None = option(
         None, "an interpreter that has DeepSpeed: its CPU Adam", check=program
     )
-    json_file: Path | None = option(
-        None, "write machine and rows here", "--json", check=ends_in(".json")
-    )
+    json_file: Path | None = json_option()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -591,7 +623,7 @@ class StepBenchOptions(Options):
     tbw_bytes: int | None = option(
         None, "what the drive may be written in its life, such as 600TB", "--tbw", parse_tbw
     )
-    json_file: Path | None = option(None, "write the figures here", "--json")
+    json_file: Path | None = json_option()
     plot_file: Path | None = option(None, "draw a step tile by tile, as a PNG", "--plot")
 
     def check_together(self) -> None:
@@ -608,6 +640,8 @@ class FsckOptions(Options):
     2 not all could be looked at, 3 something durable is broken or damaged.
     """
 
+    MADE_BY = "tiermem fsck"
+
     where: Path = option(
         ..., "a store's path, a run's folder, a folder of checkpoints", "", metavar="DIR"
     )
@@ -618,13 +652,15 @@ class FsckOptions(Options):
     repairs: bool = option(
         False, "end removals and saves that were cut short, restore a lost `latest`", "--repair"
     )
-    shows_json: bool = option(False, "print the findings as JSON", "--json")
+    json_file: Path | None = json_option()
 
 
 @dataclasses.dataclass(frozen=True)
 class InspectOptions(Options):
     """List a durable step's tensors like `ls -l`: shapes, states and their formats, bytes,
     files."""
+
+    MADE_BY = "tiermem inspect"
 
     where: Path = option(
         ..., "a folder of checkpoints, a tag's, or a run's folder", "", metavar="DIR"
@@ -633,7 +669,7 @@ class InspectOptions(Options):
     patterns: Sequence[str] = option(
         (), "only names that a pattern matches, such as '*.weight'", "--match"
     )
-    shows_json: bool = option(False, "print the rows as JSON", "--json")
+    json_file: Path | None = json_option()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -641,21 +677,30 @@ class ImportOptions(Options):
     """Make a tiermem checkpoint of another system's: weights, masters, moments, steps, loss
     scale."""
 
+    MADE_BY = "tiermem import"
+
     source: Path = option(..., "a DeepSpeed ZeRO-3 or DCP folder, a torch file, safetensors", "")
     out: Path = option(..., "the folder of checkpoints to write into", "")
     tag: str | None = option(None, "which of a DeepSpeed folder's [default: its latest]")
     new_tag: str | None = option(None, "of what is written [default: global_step<N>]")
     optimizer: Path | None = option(None, "a file with a torch optimizer's state dict")
-    config: Path | None = option(
+    model: Path | None = option(
         None, "the model's config.json, for train --resume [default: beside the weights]"
     )
-    shows_json: bool = option(False, "print the figures as JSON", "--json")
+    config: Path | None = option(None, "the old name of --model")
+    json_file: Path | None = json_option()
+
+    def check_together(self) -> None:
+        if self.config is not None and self.model is None:
+            self.take_old("config", "model", "it is --model now")
 
 
 @dataclasses.dataclass(frozen=True)
 class ExportOptions(Options):
     """Write a checkpoint's weights as Hugging Face or torch files, or all of it for
     torch.distributed.checkpoint."""
+
+    MADE_BY = "tiermem export"
 
     where: Path = option(
         ..., "a folder of checkpoints, a tag's, or a run's folder", "", metavar="DIR"
@@ -673,18 +718,21 @@ class ExportOptions(Options):
     )
     max_shard_bytes: int | None = size("5GB", "of a file", "--max-shard-size")
     exclude_frozen: bool = option(False, "leave frozen parameters out", "--exclude-frozen")
-    config: Path | None = option(None, "the model's config.json, to lie beside the weights")
-    shows_json: bool = option(False, "print the figures as JSON", "--json")
+    model: Path | None = option(None, "the model's config.json, to lie beside the weights")
+    config: Path | None = option(None, "the old name of --model")
+    json_file: Path | None = json_option()
 
     def check_together(self) -> None:
+        if self.config is not None and self.model is None:
+            self.take_old("config", "model", "it is --model now")
         if self.is_fp32 and self.dtype is not None:
             raise ValueError("--fp32 and --dtype are given; --fp32 is --dtype fp32")
         if sum((self.is_pytorch, self.is_dcp, self.is_whole)) > 1:
             raise ValueError("two of --pytorch, --dcp and --whole are given; choose one")
-        if self.is_whole and (self.is_fp32 or self.dtype or self.exclude_frozen or self.config):
+        if self.is_whole and (self.is_fp32 or self.dtype or self.exclude_frozen or self.model):
             raise ValueError(
                 "--whole copies every byte as it is: leave --fp32, --dtype, --exclude-frozen and "
-                "--config out"
+                "--model out"
             )
         if self.max_shard_bytes is not None and self.max_shard_bytes < 1:
             raise ValueError(

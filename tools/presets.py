@@ -81,7 +81,7 @@ def read_shape(file: Path) -> ModelShape:
     says what is wrong."""
     shape = read_json(file)
     if isinstance(shape, dict) and not _OF_DEEPSPEED.isdisjoint(shape):
-        instead = {"--config": f"--preset 419m --deepspeed-config {file}"}
+        instead = {"--model": f"--preset 419m --config {file}"}
         raise Mistake(f"{file} is no Hugging Face config, but one for DeepSpeed", instead)
     if not isinstance(shape, dict) or "model_type" not in shape:
         raise ValueError(

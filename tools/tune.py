@@ -474,6 +474,7 @@ def tune(options: TuneOptions, console: Console) -> int:
     section = section_of(io, weighed(options.paths, turn), notes)
     save_json(options.out, section)
     _print(found, options.out, section["tiermem"]["paths"], console)
+    options.save_json({"out": options.out, "section": section})
     return 0
 
 

@@ -13,6 +13,7 @@ import math
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -303,6 +304,12 @@ Check = Callable[[str, Any], object]
 _FEW_GIB = 512
 
 
+STDOUT = Path("-")
+"""What `--json` without a file stands for."""
+SCHEMA_VERSION = 1
+"""Of what --json gives (docs/json.md): it grows when a key goes or means something else."""
+
+
 # ---- options: the fields of a command's dataclass ------------------------------------------------
 
 
@@ -368,18 +375,25 @@ class Options:
             value = getattr(self, field)
             if said.check is not None and value is not None:
                 said.check(said.name, value)
-        if (
-            getattr(self, "plot_file", None) is not None
-            and importlib.util.find_spec("matplotlib") is None
-        ):
-            raise ValueError("--plot needs matplotlib: pip install matplotlib")
+        for field, package in (("plot_file", "matplotlib"), ("tensorboard", "tensorboard")):
+            if getattr(self, field, None) is not None and importlib.util.find_spec(package) is None:
+                needing = options_of(self)[field].name
+                why = f"{needing} needs {package}, which is not installed: pip install {package}"
+                raise Mistake(why, {needing: ""})
         if self.MADE_BY:
             outputs = [getattr(self, name, None) for name in ("json_file", "csv_file", "plot_file")]
-            check_outputs(outputs, self.MADE_BY)
+            check_outputs([each for each in outputs if each != STDOUT], self.MADE_BY)
         self.check_together()
 
     def check_together(self) -> None:
         """Raises ValueError for values that contradict each other; a command overrides it."""
+
+    def take_old(self, old: str, new: str, why: str) -> None:
+        """Moves the value of an option's old use to another field, and says so on stderr."""
+        name = options_of(self)[old].name
+        print(f"{self.MADE_BY}: {name} {getattr(self, old)}: {why}", file=sys.stderr)
+        object.__setattr__(self, new, getattr(self, old))
+        object.__setattr__(self, old, None)
 
     def report(self, machine: Mapping[str, Any], since_s: float, **figures: Any) -> dict[str, Any]:
         """Figures with what was asked for, on which machine, and how long it took since a moment of
@@ -392,12 +406,35 @@ class Options:
             **figures,
         }
 
+    @property
+    def prints_json(self) -> bool:
+        """Whether stdout is for one JSON object alone."""
+        return getattr(self, "json_file", None) == STDOUT
+
     def save_json(self, figures: Mapping[str, Any], allows_nan: bool = True) -> None:
-        """Writes figures with the command's mark to --json, where it was given. Raises OSError,
-        ValueError for a NaN."""
+        """Writes figures with the command's mark to --json, or prints them, where it was given.
+        Raises OSError, ValueError for a NaN."""
         file: Path | None = getattr(self, "json_file", None)
-        if file is not None:
-            save_json(file, {"made_by": self.MADE_BY, **figures}, allows_nan)
+        content = {"made_by": self.MADE_BY, "schema_version": SCHEMA_VERSION, **figures}
+        if self.prints_json:
+            print(json.dumps(content, indent=1, allow_nan=allows_nan, default=os.fspath))
+        elif file is not None:
+            save_json(file, content, allows_nan)
+
+
+def _json_file(name: str, value: Path) -> None:
+    if value != STDOUT:
+        ends_in(".json")(name, value)
+
+
+def json_option() -> Any:
+    """The field `json_file` of every command that has a result."""
+    return option(
+        None,
+        "print the result as one JSON object, or write it into this .json file",
+        "--json",
+        check=_json_file,
+    )
 
 
 # ---- checks of a field's value -------------------------------------------------------------------

@@ -104,7 +104,7 @@ def test_train_and_resume_run_whole(offload: str, sim: ModuleType, tmp_path: Pat
     shape.write_text(json.dumps(SHAPE))
     train = ["-m", "tiermem.tools.cli", "train", "--runs", str(tmp_path / "runs"), "--seq", "32"]
     folder = ["--nvme", str(tmp_path)] if offload == "nvme" else []
-    first = [*train, "--config", str(shape), "--offload", offload, *folder]
+    first = [*train, "--model", str(shape), "--offload", offload, *folder]
     save, late = (
         ["--save", str(tmp_path / "saved"), "--json", str(tmp_path / "first.json")],
         {"TIERMEM_SIM_SCHEDULE": "late"},

@@ -47,7 +47,7 @@ class OverlapBenchOptions(Options):
     preset: str = option(
         "419m", "151m, 419m, 1b, 1.3b, 3b, 7b, 8b, 14b, 32b or 70b: a Llama of that size"
     )
-    config: Path | None = option(None, "a Hugging Face config.json, instead of a preset")
+    model: Path | None = option(None, "a Hugging Face config.json, instead of a preset")
     data: Sequence[Path] = option(
         (), "text files or folders [default: Python's own sources and documentation]"
     )

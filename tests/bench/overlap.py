@@ -357,8 +357,8 @@ def _job_of(options: OverlapBenchOptions) -> Job:
     """The job of both trainings, without their overlap. Raises ValueError and OSError, also where a
     path has no room."""
     given = TrainOptions(
-        preset=None if options.config is not None else options.preset,
-        config=options.config,
+        preset=None if options.model is not None else options.preset,
+        model=options.model,
         data=options.data,
         nvme=options.paths,
         memory_bytes=options.memory_bytes,
@@ -417,7 +417,7 @@ def _figures(
     if [turn.loss for turn in none.turns] != [turn.loss for turn in window.turns]:
         misses.append("the losses differ, and overlap may change no bit")
     return {
-        "model": options.preset if options.config is None else str(options.config),
+        "model": options.preset if options.model is None else str(options.model),
         "num_params": window.facts["num_params"],
         "precision": job.precision,
         "compute": job.compute,

@@ -274,7 +274,7 @@ def stop_commands(place: Path, seed: int, count: int) -> dict[str, int]:
 
     chosen, found, saved = random.Random(f"{seed} command"), Counter[str](), place / "saved"
     words = (
-        "--config",
+        "--model",
         "shape.json",
         "--seq",
         "16",

@@ -31,7 +31,7 @@ def test_training_on_nvme_runs_on_the_device_and_tells_its_memory(
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     words = [
         "train",
-        "--config",
+        "--model",
         "config.json",
         "--offload",
         "nvme",

@@ -135,7 +135,7 @@ def test_a_small_model_is_measured_and_nothing_is_left(
     config.write_text(json.dumps(LLAMA))
     disk.mkdir()
     options = [
-        "--config",
+        "--model",
         str(config),
         "--seq",
         "16",
@@ -194,7 +194,7 @@ def test_a_training_that_cannot_be_says_why(
     config = tmp_path / "llama.json"
     config.write_text(json.dumps(LLAMA | {"num_hidden_layers": 0}))
     with pytest.raises(SystemExit) as ended:
-        main(["overlap", "--path", str(tmp_path), "--config", str(config)])
+        main(["overlap", "--path", str(tmp_path), "--model", str(config)])
     assert ended.value.code == 2
     assert "bench overlap: num_hidden_layers is 0 in the model's config" in capsys.readouterr().err
 
@@ -212,7 +212,7 @@ def test_a_model_whose_steps_have_no_window_is_refused(
                 "overlap",
                 "--path",
                 str(disk),
-                "--config",
+                "--model",
                 str(config),
                 "--seq",
                 "16",

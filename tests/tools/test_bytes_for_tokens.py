@@ -46,7 +46,7 @@ def test_a_model_with_a_tokenizer_is_refused(
     status, _, errors = answer(["--model", "model", *data], capsys)
     assert status == 2
     assert f"--model: model has a tokenizer ({tokenizer})" in errors
-    assert "TiermemTrainer or TRL" in errors
+    assert "tiermem sft" in errors
     assert not (tmp_path / "runs").exists()
 
 
@@ -56,7 +56,7 @@ def test_a_run_on_bytes_says_how_much_it_read_and_that_it_shows_memory_and_speed
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.json").write_text(json.dumps(preset("151m") | TINY))
     (tmp_path / "text.txt").write_text("the tier keeps every byte of a state. " * 200_000)
-    words = ["--config", "tiny.json", "--data", "text.txt", "--json", "out.json"]
+    words = ["--model", "tiny.json", "--data", "text.txt", "--json", "out.json"]
     status, said, errors = answer(words, capsys)
     assert status == 0, said + errors
     line = next(each for each in said.splitlines() if each.startswith("data: "))

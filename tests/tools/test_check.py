@@ -16,7 +16,10 @@ from tiermem.tools.options import CheckOptions
 
 def test_every_finding_is_there(tmp_path: Path) -> None:
     text = io.StringIO()
-    assert check_machine([tmp_path, tmp_path.parent], 0.1, Console(file=text, width=200)) == 0
+    assert (
+        check_machine(CheckOptions([tmp_path, tmp_path.parent], 0.1), Console(file=text, width=200))
+        == 0
+    )
     for what in (
         "path",
         "direct I/O",

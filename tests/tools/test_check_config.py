@@ -12,13 +12,14 @@ import pytest
 from rich.console import Console
 
 from tiermem.tools.check import check_config
+from tiermem.tools.options import CheckOptions
 
 
 def checked(config: Any, folder: Path, shows_all: bool = False) -> tuple[int, str]:
     file = folder / "ds.json"
     file.write_text(json.dumps(config))
     console = Console(width=200, record=True, file=io.StringIO())
-    status = check_config(file, console, shows_all)
+    status = check_config(CheckOptions(shows_all=shows_all), file, console)
     return status, console.export_text()
 
 
@@ -44,13 +45,13 @@ def test_keys_that_are_set_are_listed_with_what_becomes_of_them(tmp_path: Path) 
         text, "zero_optimization.elastic_checkpoint"
     )
     assert "aio.block_size" not in text
-    assert "keys are not set" in text
+    assert "not set: at defaults" in text
 
 
 def test_all_lists_every_key(tmp_path: Path) -> None:
     _, text = checked({}, tmp_path, shows_all=True)
     assert "computed the queue's default" in row_of(text, "aio.block_size")
-    assert "keys are not set" not in text
+    assert "not set: at defaults" not in text
 
 
 def test_everything_that_is_wrong_is_listed_with_its_reason(tmp_path: Path) -> None:
@@ -75,4 +76,4 @@ def test_deprecated_keys_are_named(tmp_path: Path) -> None:
 
 def test_a_file_that_is_not_there_is_an_os_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        check_config(tmp_path / "nowhere.json", Console())
+        check_config(CheckOptions(), tmp_path / "nowhere.json", Console())

@@ -82,7 +82,7 @@ def test_a_models_config_makes_it_one_to_resume_from(tmp_path: Path) -> None:
     a_model(tmp_path)
     shape = {"model_type": "llama", "hidden_size": 16}
     (tmp_path / "config.json").write_text(json.dumps(shape))
-    assert tiermem("import", tmp_path / "a.pt", tmp_path / "ours", "--config", tmp_path)[0] == 0
+    assert tiermem("import", tmp_path / "a.pt", tmp_path / "ours", "--model", tmp_path)[0] == 0
     resumed = find_resumed(tmp_path / "ours")
     assert (resumed.step, resumed.name, resumed.shape) == (2, "a.pt", shape)
     assert not any(resumed.options.values())

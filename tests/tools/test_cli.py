@@ -30,11 +30,30 @@ def tiermem(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 MISTAKES = {
+    "sft": [
+        ([], "--model_name_or_path is missing; write: tiermem sft --model_name_or_path FOLDER"),
+        (["--model_name_or_path", "m"], "--dataset_name is missing"),
+        (
+            ["--model_name_or_path", "m", "--dataset_name", "d", "--deepspeed", "x.json"],
+            "here --config takes its file; write: tiermem sft --model_name_or_path m "
+            "--dataset_name d --config x.json",
+        ),
+        (["--model_name_or_path=m", "--dataset_name=d", "--config", "x.json"], "x.json: --config"),
+        (
+            ["--model_name_or_path=m", "--dataset_name=d", "--config", "y.yaml", "--nvme", "no"],
+            "y.yaml: --config: no such file",
+        ),
+        (
+            ["--model_name_or_path=m", "--dataset_name=d", "--nvme", ".", "--offload", "cpu"],
+            "--nvme names folders, but with --offload cpu nothing rests there",
+        ),
+        (["--offload", "disk"], "--offload is 'disk'; allowed are none, cpu, nvme"),
+    ],
     "train": [
         (["--preset", "420m"], "the preset is '420m'; allowed are 151m, 419m"),
-        ([], "exactly one of --preset, --config and --model; none is given"),
-        (["--preset", "151m", "--config", "x.json"], "--preset and --config are given"),
-        (["--config", "no.json"], "--config: there is no file no.json"),
+        ([], "exactly one of --preset and --model; none is given"),
+        (["--preset", "151m", "--model", "x.json"], "--preset and --model; both are given"),
+        (["--model", "no.json"], "--model: there is no file no.json"),
         (["--model", "no-folder"], "--model: no-folder has no config.json"),
         (
             ["--preset", "151m", "--memory", "much"],
@@ -58,12 +77,12 @@ MISTAKES = {
             "--precision is 'int8'; allowed are auto, bf16, fp32, fp16",
         ),
         (
-            ["--preset", "151m", "--deepspeed-config", "no.json"],
+            ["--preset", "151m", "--config", "no.json"],
             "no.json: No such file or directory",
         ),
         (
-            ["--preset", "151m", "--deepspeed-config", "x", "--lr", "1"],
-            "--lr: --deepspeed-config decides this",
+            ["--preset", "151m", "--config", "x", "--lr", "1"],
+            "--lr: --config decides this",
         ),
         (["--preset", "151m", "--tuned", "no.json"], "no.json: No such file or directory"),
         (["--preset", "151m", "--tbw", "much"], "'much' is no drive's endurance"),
@@ -149,7 +168,7 @@ def test_a_model_that_cannot_be_trained_is_refused_before_anything_is_made(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SHAPE | change))
     with pytest.raises(ValueError, match=re.escape(reason)):
-        make_job(TrainOptions(config=tmp_path / "config.json"), "name", tmp_path / "run")
+        make_job(TrainOptions(model=tmp_path / "config.json"), "name", tmp_path / "run")
     assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
 
 

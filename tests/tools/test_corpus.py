@@ -73,7 +73,7 @@ def test_data_that_is_not_there_or_too_short_is_refused(folder: Path) -> None:
 )
 def test_files_of_records_are_refused(folder: Path, name: str) -> None:
     (folder / name).write_text('{"text": "a record"}\n' * 100)
-    with pytest.raises(ValueError, match=rf"{name} holds records.*TiermemTrainer or TRL"):
+    with pytest.raises(ValueError, match=rf"{name} holds records.*tiermem sft"):
         Corpus([folder / name], seq=4, seed=0)
     if not name.endswith(".json"):
         with pytest.raises(ValueError, match=rf"{name} holds records"):

@@ -47,7 +47,7 @@ def test_what_a_training_makes_is_new_or_lies_in_its_own_new_folder(tmp_path: Pa
     trace, out = tmp_path / "trace", tmp_path / "out"
     words = [
         "train",
-        "--config",
+        "--model",
         tmp_path / "shape.json",
         "--offload",
         "nvme",

@@ -209,9 +209,9 @@ def refused(folder: Path, **own: Any) -> str:
     (folder / "ds.json").write_text(json.dumps({**config, "train_micro_batch_size_per_gpu": 8}))
     words = [
         "train",
-        "--config",
+        "--model",
         "config.json",
-        "--deepspeed-config",
+        "--config",
         "ds.json",
         "--seq",
         "128",

@@ -99,8 +99,7 @@ def test_what_steps_that_were_made_again_wrote_is_said_apart() -> None:
     assert copied == "of this 2.00 GB are copies that saves made"
     assert written.startswith("written to /a: 4.00 GB in this run")
     assert (
-        again
-        == "of this 1.00 GB were written under backward and dropped: 1 of 3 steps were made again"
+        again == "of this 1.00 GB were written under backward and dropped: 1 of 3 steps made again"
     )
 
 

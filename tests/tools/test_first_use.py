@@ -26,7 +26,7 @@ ANSWERS = {
     "train --preset 419m --ofload nvme": "train --preset 419m --offload nvme",
     "train --preset 419m --offload disk": "train --preset 419m --offload nvme",
     "train --preset 419m --memory 1250": "train --preset 419m --memory 1250MiB",
-    "train --config ds.json": "train --preset 419m --deepspeed-config ds.json",
+    "train --config ds.json": "train --config ds.json --preset 419m",
     "train --resume runs/lost": "train --resume",
     "plan 7b --gpu 24GB": "plan --preset 7b --gpu-memory 24GB",
     # more than ten
@@ -56,7 +56,7 @@ ANSWERS = {
     "train --preset 419m --threads 0": "train --preset 419m --threads 1",
     "train --preset 419m --resident 1GiB --offload cpu": "train --preset 419m --offload cpu",
     "train --preset 419m --nvme . --offload cpu": "train --preset 419m --nvme . --offload nvme",
-    "train --preset 419m --deepspeed ds.json": "train --preset 419m --deepspeed-config ds.json",
+    "train --preset 419m --deepspeed ds.json": "train --preset 419m --config ds.json",
     "tune --nvme .": "tune --path .",
     "tune --path . --size 1MiB": "tune --path . --size 8.0MiB",
     "bench step --nvme .": "bench step --path .",

@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -29,8 +29,9 @@ from tiermem.swap.store.store import TensorStore
 from tiermem.tools.check import find_path
 from tiermem.tools.checkpoints import EXIT_DAMAGED, EXIT_DEAD, EXIT_UNREAD, fsck, inspect_checkpoint
 from tiermem.tools.cli import main
-from tiermem.tools.options import FsckOptions, InspectOptions
+from tiermem.tools.options import FsckOptions, InspectOptions, TrainOptions
 from tiermem.tools.train.train import list_steps
+from tiermem.tools.words import STDOUT
 
 SCRIPT = Path(__file__).parent / "leaves_a_run.py"
 
@@ -95,10 +96,11 @@ def left(template: Left, tmp_path: Path) -> Iterator[Left]:
         shutil.rmtree(path)
 
 
-def look(where: Path, capsys: pytest.CaptureFixture[str], **options: bool) -> Found:
+def look(where: Path, capsys: pytest.CaptureFixture[str], **options: Any) -> Found:
     """fsck's exit status and what it prints; it must not wait for a FIFO's other end."""
     capsys.readouterr()
-    status = fsck(FsckOptions(where, **options), Console(markup=False, width=400))
+    console = Console(markup=False, width=400, stderr="json_file" in options)
+    status = fsck(FsckOptions(where, **options), console)
     return Found(status, capsys.readouterr().out)
 
 
@@ -134,7 +136,7 @@ def test_a_killed_runs_step_is_found_and_verified(
 
 def test_json_says_the_same(left: Left, capsys: pytest.CaptureFixture[str]) -> None:
     (left.run / "notes.txt").write_text("mine")
-    status, text = look(left.saved, capsys, shows_json=True)
+    status, text = look(left.saved, capsys, json_file=STDOUT)
     found = json.loads(text)
     assert status == EXIT_DEAD
     (run,) = found["runs"]
@@ -328,9 +330,8 @@ def test_inspect_lists_every_tensor(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "weight:bf16 master:fp32 exp_avg:fp32" in row
     assert "150" in row
     assert lines[-1].startswith("2 tensors, 154 B: weight 34 B, master 60 B, exp_avg 60 B")
-    assert (
-        inspect_checkpoint(InspectOptions(tmp_path, patterns=["b*"], shows_json=True), console) == 0
-    )
+    asked = InspectOptions(tmp_path, patterns=["b*"], json_file=STDOUT)
+    assert inspect_checkpoint(asked, Console(quiet=True)) == 0
     found = json.loads(capsys.readouterr().out)
     assert [tensor["name"] for tensor in found["tensors"]] == ["b"]
     assert found["totals"] == {"weight": 4}
@@ -472,7 +473,7 @@ def test_what_others_leave_on_a_path_stops_neither_a_run_nor_check(
             pass
         assert remove_dead_runs(path, 1) == []
         assert next(iter(find_path(path))).what == "path"
-        assert list_steps(path, Console(file=io.StringIO())) == 0
+        assert list_steps(TrainOptions(runs=path), Console(file=io.StringIO())) == 0
     finally:
         signal.alarm(0)
     shutil.rmtree(path)
@@ -550,7 +551,7 @@ def test_a_removal_that_was_cut_short_is_ended_by_repair(
     assert status == EXIT_DEAD
     assert " removed " in line_of(text, "older") and "--repair" in line_of(text, "older")
     assert pointer.exists()
-    status, text = look(left.saved, capsys, repairs=True, shows_json=True)
+    status, text = look(left.saved, capsys, repairs=True, json_file=STDOUT)
     assert status == EXIT_DEAD  # of the killed run
     assert json.loads(text)["repaired"] == [
         f"{pointer.parent}: the pointer of a removed step is removed"

@@ -63,7 +63,7 @@ def test_train_under_a_cap_names_a_folder_in_memory_and_trains(
     (tmp_path / "tiny.json").write_text(json.dumps(preset("151m") | TINY))
     words = [
         "train",
-        "--config",
+        "--model",
         "tiny.json",
         "--steps",
         "2",

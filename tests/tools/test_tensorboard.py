@@ -79,7 +79,7 @@ def test_a_run_can_be_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.json").write_text(json.dumps(SHAPE))
     words = [
-        "--config",
+        "--model",
         "tiny.json",
         "--seq",
         "16",

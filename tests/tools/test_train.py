@@ -48,7 +48,7 @@ def command(*arguments: str) -> list[str]:
         "-m",
         "tiermem.tools.cli",
         "train",
-        "--config",
+        "--model",
         "tiny.json",
         "--seq",
         "32",
@@ -188,7 +188,7 @@ def test_a_run_killed_at_the_cap_says_so(folder: Path) -> None:
         "tiermem": {"host_bytes": 1 << 20},
     }  # its own budget: no plan is looked at before
     (folder / "ds.json").write_text(json.dumps(ds))
-    done, out = train(folder, "--memory", "64MiB", "--deepspeed-config", "ds.json")
+    done, out = train(folder, "--memory", "64MiB", "--config", "ds.json")
     assert done.returncode == 137
     assert "killed at the cap of 64.0 MiB during the imports" in done.stderr
     assert out["is_killed_at_cap"]
@@ -238,7 +238,7 @@ def test_a_wrong_config_is_one_line(folder: Path) -> None:
     (folder / "ds.json").write_text(
         json.dumps({"zero_optimisation": {}, "optimizer": {"type": "AdamW"}})
     )
-    done, _ = train(folder, "--deepspeed-config", "ds.json")
+    done, _ = train(folder, "--config", "ds.json")
     assert done.returncode == 2
     assert "zero_optimization" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
@@ -271,7 +271,7 @@ def test_a_checkpoint_is_trained_on_and_a_config_file_decides_all_that_it_names(
     }
     (folder / "ds.json").write_text(json.dumps(ds))
     arguments = [
-        "--deepspeed-config",
+        "--config",
         "ds.json",
         "--steps",
         "2",

@@ -139,7 +139,7 @@ def test_a_wrong_option_names_what_is_allowed(
 
 
 def test_two_sources_for_one_thing_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--lr, --offload: --deepspeed-config decides this"):
+    with pytest.raises(ValueError, match="--lr, --offload: --config decides this"):
         read_config(tmp_path / "ds.json", ["--lr", "--offload"], 1)
 
 

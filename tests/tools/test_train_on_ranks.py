@@ -28,7 +28,7 @@ TINY = {
 TINY |= {"num_key_value_heads": 4, "vocab_size": 300}
 TRAIN = [
     "train",
-    "--config",
+    "--model",
     "tiny.json",
     "--data",
     "text.txt",

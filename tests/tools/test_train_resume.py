@@ -40,7 +40,7 @@ def tiermem_train(folder: Path, *arguments: str) -> dict[str, Any]:
 
 
 def begin(folder: Path, *arguments: str) -> dict[str, Any]:
-    return tiermem_train(folder, "--config", "tiny.json", "--seq", "32", *arguments)
+    return tiermem_train(folder, "--model", "tiny.json", "--seq", "32", *arguments)
 
 
 @pytest.mark.parametrize("states", ["exact", "tiny"])

@@ -71,7 +71,7 @@ def test_a_config_s_own_aio_gives_way(folder: Path) -> None:
         "tiermem": {"host_bytes": "1GiB"},
     }
     (folder / "ds.json").write_text(json.dumps(config))
-    job = job_of(folder, deepspeed_config=folder / "ds.json")
+    job = job_of(folder, config=folder / "ds.json")
     policy = load_config(job.config).policy()
     assert (policy.io.threads, policy.host_bytes) == (1, 1 << 30)
     assert job.nvme_paths == [str(folder / "a"), str(folder / "b")]

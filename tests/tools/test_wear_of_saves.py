@@ -34,7 +34,7 @@ def test_a_run_that_saves_says_no_less_than_what_lies_on_the_disk(
     (tmp_path / "tiny.json").write_text(json.dumps(preset("151m") | TINY))
     words = [
         "train",
-        "--config",
+        "--model",
         "tiny.json",
         "--steps",
         "2",

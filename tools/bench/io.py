@@ -48,7 +48,7 @@ from tiermem.tools.measure.files import (
 )
 from tiermem.tools.measure.machine import caption, machine_facts, try_engines
 from tiermem.tools.options import SEQUENTIAL, IoBenchOptions
-from tiermem.tools.words import format_bytes, stopped_by_sigterm
+from tiermem.tools.words import format_bytes, numbered, stopped_by_sigterm
 
 EXIT_FAILED = 1
 
@@ -165,7 +165,7 @@ def _room(options: IoBenchOptions) -> list[tuple[str, int]]:
     """What each path must have room for."""
     num_ranks = max(options.ranks)
     files = (
-        f"{num_ranks} files of {format_bytes(options.size_bytes)} (--size)",
+        f"{numbered(num_ranks, 'file')} of {format_bytes(options.size_bytes)} (--size)",
         num_ranks * options.size_bytes,
     )
     stores = num_ranks * options.size_bytes if "tensors" in options.modes else 0

@@ -33,7 +33,7 @@ from tiermem.swap.disk.run_folder import remove_dead_runs
 from tiermem.swap.store.move import Move
 from tiermem.swap.store.store import TensorStore
 from tiermem.tools.record.run_record import IoCounts, kernel_counts
-from tiermem.tools.words import handling, message_of
+from tiermem.tools.words import handling, message_of, numbered
 
 # ---- what passes between the benchmark and its processes -----------------------------------------
 
@@ -52,7 +52,7 @@ class Setting(NamedTuple):
 
     def describe(self) -> str:
         """The setting on one line."""
-        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        ranks = numbered(self.ranks, "rank")
         return (
             f"{self.mode} {self.engine}, {self.block_bytes >> 10} KiB x {self.depth}, {ranks}, "
             f"{self.path}"

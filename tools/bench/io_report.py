@@ -25,7 +25,7 @@ from tiermem.tools.measure.sustained import find_knee
 from tiermem.tools.record.plots import save_figure
 from tiermem.tools.record.reports import table
 from tiermem.tools.record.run_record import IoCounts, disagreements
-from tiermem.tools.words import csv_mark
+from tiermem.tools.words import csv_mark, numbered
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -258,7 +258,7 @@ def panels_of(rows: Sequence[Row]) -> dict[str, list[Row]]:
     found: dict[str, list[Row]] = {}
     for row in rows:
         words = {
-            "ranks": "1 rank" if row["ranks"] == 1 else f"{row['ranks']} ranks",
+            "ranks": numbered(row["ranks"], "rank"),
             "path": str(row["path"]),
         }
         found.setdefault(

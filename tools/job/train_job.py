@@ -24,7 +24,7 @@ from tiermem.tools.presets import (
     shape_of,
     with_layers,
 )
-from tiermem.tools.words import Mistake, folders, format_bytes, options_of, read_json
+from tiermem.tools.words import Mistake, folders, format_bytes, numbered, options_of, read_json
 
 # ---- the config ----------------------------------------------------------------------------------
 #
@@ -91,7 +91,7 @@ def read_config(file: Path, given_options: Sequence[str], batch: int) -> Config:
     Raises OSError, or ValueError: not JSON, or two sources for one thing.
     """
     if given_options:
-        said = f"{', '.join(given_options)}: --deepspeed-config decides this; change {file} instead"
+        said = f"{', '.join(given_options)}: --config decides this; change {file} instead"
         raise Mistake(said, dict.fromkeys(given_options, ""))
     config = read_json(file)
     if not isinstance(config, dict):
@@ -251,8 +251,8 @@ def find_resumed(where: Path) -> Resumed:
     )
     if not isinstance(saved, dict):
         raise ValueError(
-            f"--resume: {place} was not saved by tiermem train, so it does not say how to go on; "
-            "open it with "
+            f"--resume: {place} was not saved by tiermem train, so it does not say how to go on: "
+            "`tiermem sft` goes on with --resume_from_checkpoint true, a loop of your own with "
             "engine.load_checkpoint"
         )
     try:
@@ -280,7 +280,7 @@ def with_saved(options: TrainOptions, resumed: Resumed) -> TrainOptions:
     """The options, those that were not given taken from the run that saved. Raises ValueError when
     no step is left."""
     names = set(_CARRIED)
-    if options.deepspeed_config is not None or resumed.config is not None:
+    if options.config is not None or resumed.config is not None:
         names -= set(_DECIDED_BY_CONFIG)
     if options.offload is not None:
         names -= {"offload", "nvme", "resident_bytes"}
@@ -294,7 +294,7 @@ def with_saved(options: TrainOptions, resumed: Resumed) -> TrainOptions:
     found = dataclasses.replace(options, **taken)
     if found.steps is not None and found.steps <= resumed.step:
         raise ValueError(
-            f"--resume: {resumed.place} has {resumed.step} steps behind it, and --steps counts "
+            f"--resume: {resumed.place} has {numbered(resumed.step, 'step')} behind it, and --steps counts "
             "from the first: give more than "
             f"{resumed.step}, not {found.steps}"
         )
@@ -426,8 +426,8 @@ def _config(
         for field in _DECIDED_BY_CONFIG
         if getattr(options, field) not in (None, ())
     ]
-    if options.deepspeed_config is not None:
-        given = read_config(options.deepspeed_config, decided, batch)
+    if options.config is not None:
+        given = read_config(options.config, decided, batch)
     elif resumed is not None and resumed.config is not None:
         if decided:
             raise ValueError(
@@ -472,31 +472,27 @@ def _nvme_of(options: TrainOptions, tuned: Config, folder: Path) -> list[Path]:
 
 
 def _shape(options: TrainOptions, resumed: Resumed | None) -> tuple[ModelShape, Path | None]:
-    given = {"--preset": options.preset, "--config": options.config, "--model": options.model}
+    given = {"--preset": options.preset, "--model": options.model}
     named = [option for option, value in given.items() if value is not None]
     if resumed is not None and not named:
         return resumed.shape, None
     if len(named) != 1:
-        what = f"{' and '.join(named)} are given" if named else "none is given"
-        instead = dict.fromkeys(named[1:], "") if named else {"--preset": "--preset 419m"}
-        raise Mistake(
-            f"a model is named by exactly one of --preset, --config and --model; {what}", instead
+        what = "both are given" if named else "none is given"
+        instead = {"--model": ""} if named else {"--preset": "--preset 419m"}
+        raise Mistake(f"a model is named by exactly one of --preset and --model; {what}", instead)
+    model = options.model
+    if model is None or model.suffix == ".json":
+        shape = shape_of(options.preset, model, "--model")
+        return (with_layers(shape, options.layers) if options.layers is not None else shape), None
+    if not (model / "config.json").is_file():
+        raise FileNotFoundError(
+            f"--model: {model} has no config.json: give a local folder with config.json and "
+            "safetensors, or a config.json; nothing is downloaded"
         )
-    if options.model is not None:
-        if not (options.model / "config.json").is_file():
-            raise FileNotFoundError(
-                f"--model: {options.model} has no config.json: give a local folder with "
-                "config.json and safetensors; nothing "
-                "is downloaded"
-            )
-        if options.layers is not None:
-            raise ValueError(
-                "--layers changes the shape, but --model brings weights of its own shape"
-            )
-        check_bytes_suit(options.model)
-        return read_shape(options.model / "config.json"), options.model
-    shape = shape_of(options.preset, options.config, "--config")
-    return (with_layers(shape, options.layers) if options.layers is not None else shape), None
+    if options.layers is not None:
+        raise ValueError("--layers changes the shape, but --model brings weights of its own shape")
+    check_bytes_suit(model)
+    return read_shape(model / "config.json"), model
 
 
 def _check_room(shape: ModelShape, nvme: list[Path]) -> None:

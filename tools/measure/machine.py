@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import tiermem
-from tiermem.tools.words import format_bytes, parse_bytes
+from tiermem.tools.words import format_bytes, numbered, parse_bytes
 
 # ---- the machine ---------------------------------------------------------------------------------
 #
@@ -241,7 +241,8 @@ def lines_of_run(run: Mapping[str, Any], tbw_bytes: int | None = None) -> list[s
     if copied := run.get("copied_bytes"):
         lines.append(f"of this {_gigabytes(copied)} are copies that saves made")
     if redone := run.get("redone_bytes"):
-        times = f"{run.get('steps_redone')} of {len(run['losses'])} steps were made again"
+        done = numbered(len(run["losses"]), "step")
+        times = f"{run.get('steps_redone')} of {done} made again"
         lines.append(
             f"of this {_gigabytes(redone)} were written under backward and dropped: {times}"
         )

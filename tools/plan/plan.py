@@ -50,7 +50,7 @@ from tiermem.tools.plan.prediction import settle_compute
 from tiermem.tools.plan.speed import speed_of
 from tiermem.tools.presets import ModelShape, preset, shape_of
 from tiermem.tools.record.reports import table
-from tiermem.tools.words import Mistake, format_bytes
+from tiermem.tools.words import Mistake, format_bytes, numbered
 from tiermem.units.experts import expected_share
 
 EXIT_FITS = 0
@@ -156,14 +156,14 @@ def print_plan(
 ) -> None:
     """Tiers, edges, phases, whether it fits, and what to change."""
     cluster = planned.scenario.cluster
-    ranks = f"{cluster.num_ranks} rank{'s' * (cluster.num_ranks > 1)}"
+    ranks = numbered(cluster.num_ranks, "rank")
     where = "GPUs" if cluster.gpu_bytes is not None else "CPUs"
     num_micro = planned.batch.accumulation
     console.print(
         f"{planned.num_params:,} parameters on {ranks}: {cluster.num_nodes} x "
         f"{cluster.ranks_per_node}, maths on {where}; "
-        f"{planned.batch.micro} x {planned.scenario.seq} tokens, {num_micro} "
-        f"micro-batch{'es' * (num_micro > 1)} a step"
+        f"{planned.batch.micro} x {planned.scenario.seq} tokens, {numbered(num_micro, 'micro-batch')} "
+        "a step"
     )
     console.print(_tier_table(planned))
     console.print(_edge_table(planned))

@@ -18,7 +18,7 @@ from transformers import AutoConfig
 
 import tiermem
 from tiermem.integrations.arguments import config_beside, hidden_size_of
-from tiermem.integrations.choice import PLACES, Asked, Room, compute_policy, find_room
+from tiermem.integrations.choice import PLACES, SHARE, Asked, Room, compute_policy, find_room
 from tiermem.integrations.models import class_of
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.precision import DTYPES, Precision
@@ -26,6 +26,7 @@ from tiermem.swap.memory.accelerator import is_accelerator
 from tiermem.tools.job.launcher import Job
 from tiermem.tools.job.train_job import nvme_folders, with_host_bytes
 from tiermem.tools.plan.planned import ActivationBytes, Budget, of_every_rank, plan_budget
+from tiermem.tools.words import format_bytes
 
 _HOMES = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
 _NUM_MOMENTS = 2  # of the states that the plan makes room for: the most that an optimizer has
@@ -74,7 +75,9 @@ def plan_pretrained(
         batch=args.per_device_train_batch_size,
         seq=args.max_length or text.max_position_embeddings,
         precision=next(each for each, kind in DTYPES.items() if kind is computed),
-        is_checkpointing=args.gradient_checkpointing,
+        is_checkpointing=bool(
+            getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing
+        ),
     )
     rooms = of_every_rank(find_room(model, args.device))
     room = Room(*map(min, zip(*rooms, strict=True)))
@@ -113,8 +116,11 @@ def _policy(job: Job, model: nn.Module, args: Any, room: Room, budget: Budget | 
             precision=precision,
         )
     except ValueError as error:
+        small = f"{format_bytes(room.host_bytes)} of host memory, {SHARE:.0%} of what is free, are"
+        if budget is not None:
+            small = f"--memory {format_bytes(budget.cap_bytes)} is"
         why = f" ({budget.explain()})" if budget is not None else ""
         raise ValueError(
-            f"{error}{why}: give --offload nvme, --states tiny, a smaller --max_length or more "
-            "--memory"
+            f"{small} too small for this training{why}: give --offload nvme, --states tiny, a "
+            "smaller --max_length or more memory"
         ) from error

@@ -34,6 +34,7 @@ from tiermem.tools.plan.prediction import (
 )
 from tiermem.tools.plan.seen import pace_of
 from tiermem.tools.presets import ModelShape
+from tiermem.tools.words import numbered
 
 _PROBE_S = 1.0
 # bytes a second, read and write, both at once: an NVMe drive of PCIe 4.0
@@ -159,7 +160,9 @@ def tuned_speed(file: Path) -> tuple[Rates, str]:
         ) from None
     source = f"disk: from {file}"
     source += "" if past is None else f", past the fast cache ({past['sustained']})"
-    source += f", at {pace:.2f} of that, as seen in {len(records)} runs" if records else ""
+    source += (
+        f", at {pace:.2f} of that, as seen in {numbered(len(records), 'run')}" if records else ""
+    )
     return Rates(pace * read, pace * write, is_disk_duplex=is_duplex), source
 
 

@@ -32,6 +32,7 @@ from tiermem.tools.record.run_record import (
     within,
     without_waits,
 )
+from tiermem.tools.words import numbered
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -123,7 +124,7 @@ def draw_loss(run: dict[str, Any]) -> Figure | None:
         ha="center",
     )
     ax.margins(x=0.06, y=0.1)
-    figure.suptitle(f"{run['name']}: loss over {len(steps)} steps", fontsize=12)
+    figure.suptitle(f"{run['name']}: loss over {numbered(len(steps), 'step')}", fontsize=12)
     return figure
 
 

@@ -294,10 +294,12 @@ class _Terminal(Console):
             yield each if each.control else each._replace(text=printable(each.text))
 
 
-def open_console() -> Console:
+def open_console(is_aside: bool = False) -> Console:
     """A console on stdout, wide where there is no terminal to be wide as; it prints texts as they
-    are, brackets too."""
-    return _Terminal(markup=False, highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
+    are, brackets too. is_aside: on stderr, since stdout is for JSON."""
+    stream = sys.stderr if is_aside else sys.stdout
+    width = None if stream.isatty() else _WIDTH
+    return _Terminal(markup=False, highlight=False, width=width, stderr=is_aside)
 
 
 def table(title: str, *columns: str, **how: Any) -> Table:
@@ -345,7 +347,9 @@ def result_table(run: Mapping[str, Any]) -> Table:
     shown = table(f"{run['name']}: {run['outcome']}", "", ">measured", ">kernel", "")
     losses = run["losses"]
     if losses:
-        shown.add_row("loss", f"{losses[0]:.4f} → {losses[-1]:.4f}", "", f"{len(losses)} steps")
+        shown.add_row(
+            "loss", f"{losses[0]:.4f} → {losses[-1]:.4f}", "", numbered(len(losses), "step")
+        )
         times = " / ".join(map(_seconds, _medians(run).values()))
         shown.add_row("forward / backward / step", times, "", "medians, the first step left out")
         shown.add_row("tokens per second", f"{run['tokens_per_s']:.1f}", "", "")
@@ -455,8 +459,8 @@ def result_lines(run: Mapping[str, Any]) -> list[str]:
         shown = " / ".join(map(_seconds, medians.values()))
         num_steps = len(run["losses"])
         times += [
-            f"loss {run['losses'][0]:.4f} → {run['losses'][-1]:.4f} in {num_steps} "
-            f"step{'s' * (num_steps > 1)}"
+            f"loss {run['losses'][0]:.4f} → {run['losses'][-1]:.4f} in "
+            f"{numbered(num_steps, 'step')}"
         ]
         times += [f"forward / backward / step {shown} s", f"{run['tokens_per_s']:.1f} tokens/s"]
         if f"{next(iter(medians))}_s" in said:

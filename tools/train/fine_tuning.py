@@ -26,13 +26,14 @@ from transformers import TrainerCallback, set_seed
 
 from tiermem.integrations.huggingface import TiermemTrainer
 from tiermem.swap.disk.queue import Meter
+from tiermem.swap.memory.accelerator import find_device, is_accelerator
 from tiermem.tools.job.launcher import Channel, Job, resident_of
 from tiermem.tools.plan.planned import of_every_rank
 from tiermem.tools.plan.prediction import measure, predict, without_frozen
 from tiermem.tools.plan.pretrained import plan_pretrained
 from tiermem.tools.record.reports import summary_lines
 from tiermem.tools.train import training
-from tiermem.tools.words import Mistake, Stop
+from tiermem.tools.words import Stop
 
 _READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 """What `datasets` reads a file of records with."""
@@ -71,10 +72,10 @@ class FineTuning:
             raise ValueError(f"{said}; `trl sft --help` lists TRL's arguments")
 
         parser.error = refuse
-        script, args, model, mixture = parser.parse_args_and_config(self.asked["arguments"])
-        if model.model_name_or_path is None:
-            said = "--model_name_or_path is missing: a folder, or a name on the hub"
-            raise Mistake(said, {"--model_name_or_path": "--model_name_or_path model"})
+        words = self.asked["arguments"]
+        if not is_accelerator(find_device()) and "--use_cpu" not in words:
+            words = [*words, "--use_cpu", "true"]
+        script, args, model, mixture = parser.parse_args_and_config(words)
         file = Path(script.dataset_name or "")
         if file.suffix in _READERS and file.is_file():
             config = importlib.import_module("trl.scripts.utils").DatasetConfig
@@ -117,7 +118,7 @@ class SftTrainer(TiermemTrainer.mixin, trl.SFTTrainer, TrainerCallback):  # type
         rows = (
             data.take(_SAMPLE) if size is None else data.select(range(0, size, 1 + size // _SAMPLE))
         )
-        self._mean = statistics.fmean(len(row["input_ids"]) for row in rows)
+        self._mean = statistics.fmean(len(row.get("input_ids", ())) for row in rows)
         run.job = dataclasses.replace(run.job, seq=max(1, round(self._mean)))
         self._disk = training.measure_ceiling(run.job, run.channel)
         run.channel.phase("measuring the maths")

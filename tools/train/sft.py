@@ -19,12 +19,9 @@ from rich.console import Console
 
 from tiermem.tools.job.launcher import Job
 from tiermem.tools.job.train_job import num_ranks
-from tiermem.tools.options import SftOptions
+from tiermem.tools.options import YAML, SftOptions
 from tiermem.tools.train.train import report, run_one, status_of, trainer_of
-from tiermem.tools.words import read_json, save_json
-
-_YAML = (".yaml", ".yml")
-_NAME = "tiermem sft"
+from tiermem.tools.words import read_json
 
 
 def sft(options: SftOptions, console: Console) -> int:
@@ -44,15 +41,14 @@ def sft(options: SftOptions, console: Console) -> int:
             console = Console(quiet=True)
             options = dataclasses.replace(options, tensorboard=None)
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tiermem-sft-")))
+        job = _job_of(options, folder if is_first else None)
         folder.mkdir(parents=True, exist_ok=True)
         console.print(f"run {folder}")
-        job = _job_of(options, folder if is_first else None)
-        run = run_one(job, trainer_of(folder), _NAME, folder, options, console)
+        run = run_one(job, trainer_of(folder), options.MADE_BY, folder, options, console)
         if is_first:
             report(run, folder, options, console)
-            if options.json_file is not None:
-                save_json(options.json_file, run)
-        return status_of(run, console)
+            options.save_json(run)
+        return status_of(run, options.MADE_BY)
 
 
 def _job_of(options: SftOptions, folder: Path | None) -> Job:
@@ -60,12 +56,12 @@ def _job_of(options: SftOptions, folder: Path | None) -> Job:
     reads them."""
     arguments = [*options.arguments]
     config = {}
-    if options.config is not None and options.config.suffix in _YAML:
+    if options.config is not None and options.config.suffix in YAML:
         arguments += ["--config", str(options.config)]
     elif options.config is not None:
         config = read_json(options.config)
     return Job(
-        _NAME,
+        options.MADE_BY,
         config=config,
         memory_limit_bytes=options.memory_bytes,
         nvme_paths=[str(path.absolute()) for path in options.nvme],

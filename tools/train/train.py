@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import importlib.util
 import os
 import secrets
 import subprocess
@@ -75,13 +74,7 @@ def train(options: TrainOptions, console: Console, beside: OtherTrainings | None
         ValueError, OSError: options that cannot be met.
     """
     if options.resume == Path(LIST_OF_STEPS):
-        return list_steps(options.runs, console)
-    if options.tensorboard is not None and importlib.util.find_spec("tensorboard") is None:
-        said = (
-            "--tensorboard needs the package tensorboard, which is not installed: pip install "
-            "tensorboard"
-        )
-        raise Mistake(said, {"--tensorboard": ""})
+        return list_steps(options, console)
     resumed = find_resumed(options.resume) if options.resume is not None else None
     if resumed is not None:
         options = with_saved(options, resumed)
@@ -108,9 +101,8 @@ def train(options: TrainOptions, console: Console, beside: OtherTrainings | None
         )
     job = dataclasses.replace(job, is_checkpointing=run["is_checkpointing"])  # as ours has chosen
     others = {} if beside is None else beside.run(job, folder, run)
-    if options.json_file is not None:
-        save_json(options.json_file, {**run, **others})
-    return status_of(run, console)
+    options.save_json({**run, **others})
+    return status_of(run, options.MADE_BY)
 
 
 def trainer_of(folder: Path) -> list[str]:
@@ -139,12 +131,13 @@ def _follow(options: TrainOptions, name: str, resumed: Resumed | None) -> int:
             run = run_one(job, trainer_of(folder), f"tiermem {name}", folder, options, quiet)
         except ValueError as error:  # rank 0 may say the same, with the command to write instead
             raise ValueError(f"rank {os.environ['RANK']}: {error}") from error
-        return status_of(run, quiet)
+        return status_of(run, options.MADE_BY)
 
 
-def list_steps(runs: Path, console: Console) -> int:
-    """Prints the newest durable step of every run in `runs`, and of every folder of checkpoints
+def list_steps(options: TrainOptions, console: Console) -> int:
+    """Prints the newest durable step of every run in `--runs`, and of every folder of checkpoints
     here; returns 0."""
+    runs = options.runs
     found: dict[Path, Resumed] = {}
     for folder in sorted(
         {*runs.glob("*/"), *Path().glob("*/")}, key=lambda each: each.stat().st_mtime, reverse=True
@@ -152,6 +145,9 @@ def list_steps(runs: Path, console: Console) -> int:
         with contextlib.suppress(ValueError, OSError):  # nothing to go on from
             each = find_resumed(folder)
             found.setdefault(each.place.resolve(), each._replace(place=folder))
+    options.save_json(
+        {"steps": [{"place": place, **_step_of(each)} for place, each in found.items()]}
+    )
     if not found:
         console.print(
             f"nothing to resume in {runs.absolute()} or here: a run keeps its steps with "
@@ -169,6 +165,10 @@ def list_steps(runs: Path, console: Console) -> int:
         )
     console.print(shown)
     return 0
+
+
+def _step_of(resumed: Resumed) -> dict[str, Any]:
+    return {"step": resumed.step, "name": resumed.name, "resume": resumed.place}
 
 
 _TRAINER_BYTES = 300 << 20  # resident in every trainer: torch and transformers, imported
@@ -311,7 +311,7 @@ def _print_tables(run: dict[str, Any], console: Console) -> None:
         console.print(f"no prediction to compare: {why}")
 
 
-def status_of(run: dict[str, Any], console: Console) -> int:
+def status_of(run: dict[str, Any], command: str) -> int:
     """The exit status of our own run, with the reason when it is not 0."""
     reasons: list[str] = []
     if run["is_killed_at_cap"]:
@@ -329,14 +329,14 @@ def status_of(run: dict[str, Any], console: Console) -> int:
     else:
         status = EXIT_INTERRUPTED if run["is_interrupted"] else 0
     for reason in reasons:
-        print(f"{run['name']}: {reason}", file=sys.stderr)
+        print(f"{command}: {reason}", file=sys.stderr)
     return status
 
 
 def _run_name(options: TrainOptions, resumed: Resumed | None) -> str:
-    if resumed is not None and (options.preset or options.config or options.model) is None:
+    if resumed is not None and (options.preset or options.model) is None:
         return resumed.name
-    model = options.preset or (options.config or options.model or Path("model")).resolve().stem
+    model = options.preset or (options.model or Path("model")).resolve().stem
     layers = f"-{options.layers}layers" if options.layers is not None else ""
     states = f"-{options.states}" if options.states is not None else ""
-    return f"{model}{layers}{states}-{options.offload or ('config' if options.deepspeed_config else 'nvme')}"
+    return f"{model}{layers}{states}-{options.offload or ('config' if options.config else 'nvme')}"

@@ -1,0 +1,78 @@
+"""Does every command print one JSON object with --json, and nothing else on stdout?"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("_tiermem_native")
+pytest.importorskip("transformers")
+
+from tiermem.tools import options
+from tiermem.tools.cli import main
+from tiermem.tools.words import SCHEMA_VERSION, Options
+
+KINDS = [
+    each
+    for each in vars(options).values()
+    if isinstance(each, type) and issubclass(each, Options) and each is not Options
+]
+COMMANDS = {
+    "check --config ds.json --json": {"config", "is_accepted", "keys", "deprecated"},
+    "check --json --config bad.json": {"config", "is_accepted", "problems"},
+    "plan --preset 151m --offload cpu --flops 1T --json": {"node_bytes", "seconds", "fits"},
+    "train --resume --json": {"steps"},
+    "import a.pt ours --json": {"kind", "num_parameters", "num_bytes"},
+    "inspect --json ours": {"step", "tensors", "totals"},
+    "fsck ours --json": {"steps", "runs", "removed", "repaired"},
+    "export ours out --json": {"step", "files", "num_bytes"},
+}
+DOCS = Path(__file__).parents[2] / "docs" / "json.md"
+
+
+def said(command: str, capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main(command.split())
+    return capsys.readouterr().out
+
+
+def test_each_prints_one_object(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 1}')
+    (tmp_path / "bad.json").write_text('{"zero_optimisation": {}}')
+    torch.save({"weight": torch.ones(3, 5)}, tmp_path / "a.pt")
+    for command, keys in COMMANDS.items():
+        found = json.loads(said(command, capsys))
+        name = re.match(r"(bench )?\w+", command)
+        assert name is not None and found["made_by"] == f"tiermem {name[0]}"
+        assert found["schema_version"] == SCHEMA_VERSION
+        assert keys <= found.keys(), command
+
+
+def test_a_file_takes_the_same_object_and_the_text_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ds.json").write_text("{}")
+    printed = json.loads(said("check --config ds.json --json", capsys))
+    text = said("check --config ds.json --json found.json", capsys)
+    assert json.loads((tmp_path / "found.json").read_text()) == printed
+    assert text.startswith("ds.json: accepted")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_command_has_the_option_and_a_row_of_the_page(kind: type[Options]) -> None:
+    assert "json_file" in {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    assert f"| `{kind.MADE_BY}` |" in DOCS.read_text("utf-8")
+
+
+def test_the_page_names_the_version() -> None:
+    assert f"`schema_version` is {SCHEMA_VERSION}" in DOCS.read_text("utf-8")
