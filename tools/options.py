@@ -56,7 +56,8 @@ ENGINES = ("auto", "uring", "aio", "threads")
 ISAS = ("plain", "avx2", "avx512")
 """Instruction sets of the kernels, as tm_isa_choose numbers them."""
 SEQUENTIAL = ("read", "write", "mixed")
-MODES = (*SEQUENTIAL, "random", "tensors", "sustained")
+RANDOM = ("random", "random-write")
+MODES = (*SEQUENTIAL, *RANDOM, "tensors", "sustained")
 
 LEAST_MEMORY_BYTES = 32 << 20
 YAML = (".yaml", ".yml")
@@ -505,7 +506,7 @@ class IoBenchOptions(Options):
     )
     modes: Sequence[str] = several(
         "read,write,mixed,random",
-        "some of read,write,mixed,random,tensors,sustained",
+        "some of read,write,mixed,random,random-write,tensors,sustained",
         "--mode",
         check=OneOf(*MODES),
     )
@@ -513,7 +514,7 @@ class IoBenchOptions(Options):
         "1", "processes at once, such as 1,4", "--ranks", int, from_to(1, 1024)
     )
     loops: int = option(5, "passes of each setting, turn and turn about", check=POSITIVE)
-    random_block_bytes: int = size("4KiB", "block size of random", "--random-block")
+    random_block_bytes: int = size("4KiB", "block size of the random modes", "--random-block")
     sync: bool = option(False, "end each writing pass with a sync", "--fsync")
     threads: int = option(
         0,
@@ -539,7 +540,7 @@ class IoBenchOptions(Options):
     )
 
     def check_together(self) -> None:
-        used = [*self.blocks, *([self.random_block_bytes] if "random" in self.modes else [])]
+        used = [*self.blocks, *([self.random_block_bytes] if set(RANDOM) & set(self.modes) else [])]
         for each in (self.size_bytes, *used):
             if each < _PAGE_BYTES or each % _PAGE_BYTES:
                 raise ValueError(

@@ -24,7 +24,7 @@ from tiermem.swap.disk.direct import open_unnamed, preallocate
 from tiermem.swap.disk.paths import NvmePath
 from tiermem.swap.disk.queue import InFlight
 
-MODES = ("read", "write", "mixed", "random")
+MODES = ("read", "write", "mixed", "random", "random-write")
 _PIECE_BYTES = 4 << 20  # of one submission; larger blocks are pieces of their own
 _MIN_SPARE_PIECES = 4
 _MAX_SPARE_BYTES = 256 << 20
@@ -67,7 +67,7 @@ class Passes(AbstractContextManager["Passes"]):
         read     the file in order
         write    the file in order
         mixed    both at once, as the optimizer's step does: a piece is read while one half a file away is written
-        random   single blocks at random places, read by batch calls
+        random, random-write    single blocks at random places, read or written by batch calls
 
     Disk benchmarks use it, and `weigh` measures paths with it. The window of memory holds `depth`
     blocks and about the same number of spare blocks, so that the queue stays full while the next
@@ -123,16 +123,16 @@ class Passes(AbstractContextManager["Passes"]):
             else Quota(round_up(num_bytes, self._block_bytes))
         )
         start = time.monotonic()
-        if mode == "random":
-            moved = self._run_random(quota, seed)
+        if mode in ("random", "random-write"):
+            moved = self._run_random(quota, seed, READ if mode == "random" else WRITE)
         else:
             moved = self._run_in_order(quota, mode != "write", mode != "read")
         if sync:
             self.queue.finish(self.queue.submit([Op(SYNC, self._fd, 0, 0, 0)]))
         return Pass(
             time.monotonic() - start,
-            moved * (mode != "write"),
-            moved * (mode in ("write", "mixed")),
+            moved if mode in ("read", "mixed", "random") else 0,
+            moved if mode in ("write", "mixed", "random-write") else 0,
         )
 
     def close(self) -> None:
@@ -174,9 +174,9 @@ class Passes(AbstractContextManager["Passes"]):
             ops.append(Op(WRITE, self._fd, place + first, length - first, 0))
         return ops
 
-    def _run_random(self, quota: Quota, seed: int) -> int:
+    def _run_random(self, quota: Quota, seed: int, kind: int) -> int:
         """Batches of blocks, several under way: a place is used again when its batch has ended.
-        Returns bytes read."""
+        Returns the bytes moved."""
         num_places = self._memory.num_bytes // self._block_bytes
         batch = max(1, min(num_places // _RANDOM_BATCHES, max(self._depth, 256)))
         generator = np.random.default_rng(seed)
@@ -195,7 +195,7 @@ class Passes(AbstractContextManager["Passes"]):
                 start = number % _RANDOM_BATCHES * batch
                 addresses = places[start : start + num_blocks]
                 tag = self.queue.submit_blocks(
-                    Blocks(READ, self._fd, addresses, offsets, self._block_bytes)
+                    Blocks(kind, self._fd, addresses, offsets, self._block_bytes)
                 )
                 in_flight.add(functools.partial(self.queue.finish, tag))
                 done += num_blocks * self._block_bytes

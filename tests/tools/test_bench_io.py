@@ -84,7 +84,7 @@ class Run:
                 "--engine",
                 "auto",
                 "--mode",
-                "read,write,mixed,random,tensors,sustained",
+                "read,write,mixed,random,random-write,tensors,sustained",
                 "--ranks",
                 "1,2",
             ),
@@ -118,8 +118,8 @@ def test_there_is_a_row_for_every_setting(run: Run) -> None:
     assert len(found) == len(run.rows)
     paths = [*map(str, run.disks), "all"]
     expected = {
-        (mode, "auto", 4096 if mode == "random" else 1 << 20, 4, ranks, path)
-        for mode in ("read", "write", "mixed", "random", "tensors")
+        (mode, "auto", 4096 if "random" in mode else 1 << 20, 4, ranks, path)
+        for mode in ("read", "write", "mixed", "random", "random-write", "tensors")
         for ranks in (1, 2)
         for path in paths
     }
@@ -131,7 +131,10 @@ def test_a_row_has_every_promised_key_and_figures(run: Run) -> None:
         assert set(PROMISED) <= set(row)
         assert row["error"] is None
         assert 0 < row["gbps_min"] <= row["gbps_median"] <= row["gbps_max"]
-        assert 0 < row["p50_us"] <= row["p99_us"]
+        assert 0 < row["p50_us"] <= row["p99_us"] <= row["p999_us"]
+        assert row["iops"] == pytest.approx(row["gbps_median"] * 1e9 / row["block_bytes"]) or (
+            row["mode"] == "sustained"
+        )
         assert row["cpu_s_per_gb"] > 0
         assert 0 <= row["idle_fraction"] <= 1
         assert (row["first_gbps"] is not None) == (row["mode"] in ("read", "random"))
@@ -151,7 +154,10 @@ def test_the_yardstick_stands_beside_one_rank_on_one_path(run: Run) -> None:
 
 
 def test_the_best_of_a_mode_is_its_highest_median(run: Run) -> None:
-    assert set(run.report["best"]) == {"read", "write", "mixed", "random", "tensors", "sustained"}
+    assert (
+        set(run.report["best"]) == {row["mode"] for row in run.rows}
+        and len(run.report["best"]) == 7
+    )
     for mode, best in run.report["best"].items():
         assert best in run.rows
         assert best["gbps_median"] == max(
@@ -241,7 +247,7 @@ def test_its_own_files_are_overwritten_and_others_not(run: Run) -> None:
         (["--engine", "auto,sync"], "--engine is 'sync'; allowed are auto, uring, aio, threads"),
         (
             ["--mode", "copy"],
-            "--mode is 'copy'; allowed are read, write, mixed, random, tensors, sustained",
+            "--mode is 'copy'; allowed are read, write, mixed, random, random-write, tensors, sustained",
         ),
         (["--ranks", "0"], "--ranks is 0"),
         (["--loops", "0"], "--loops is 0; it must be at least 1"),
@@ -362,3 +368,16 @@ def test_a_list_is_read_once_each() -> None:
 def test_a_path_is_needed() -> None:
     with pytest.raises(ValueError, match="--path is empty"):
         IoBenchOptions(paths=[])
+
+
+def test_a_program_gets_what_the_command_writes(tmp_path: Path) -> None:
+    from tiermem.tools.bench import io
+
+    found = io.run(
+        tmp_path, size="1MiB", block="64KiB", depth=2, loops=1, mode="write,random-write"
+    )
+    assert found["made_by"] == "tiermem bench io"
+    assert set(found["best"]) == {"write", "random-write"}
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ValueError, match="--mode is 'copy'"):
+        io.run(tmp_path, mode="copy")

@@ -54,7 +54,7 @@ def test_a_failure_has_the_words_of_the_program(tmp_path: Path) -> None:
         run_fio(str(program), "io_uring", files, setting(block_bytes=4096, depth=1), 4096)
 
 
-@pytest.mark.parametrize("mode", ["read", "write", "mixed", "random"])
+@pytest.mark.parametrize("mode", ["read", "write", "mixed", "random", "random-write"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_program_measures_a_file_without_a_name(tmp_path: Path, engine: str, mode: str) -> None:
     program = shutil.which("fio")

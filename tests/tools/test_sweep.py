@@ -161,7 +161,14 @@ def test_each_rank_has_a_file_and_a_seed_of_its_own() -> None:
 
 @pytest.mark.parametrize(
     ("mode", "is_synced"),
-    [("read", False), ("random", False), ("tensors", False), ("write", True), ("mixed", True)],
+    [
+        ("read", False),
+        ("random", False),
+        ("tensors", False),
+        ("write", True),
+        ("mixed", True),
+        ("random-write", True),
+    ],
 )
 def test_only_what_writes_ends_with_a_sync(mode: str, is_synced: bool) -> None:
     assert jobs_of(setting(mode), options(sync=True), FakeFiles())[0].sync is is_synced

@@ -2,7 +2,7 @@
 depth and pattern asked for.
 
     read, write, mixed   in order; mixed reads one half of a file while it writes the other, as the optimizer's step does
-    random               small blocks by batch calls
+    random, random-write small blocks by batch calls
     tensors              4 MiB tensors through the TensorStore, beside sequential passes
     sustained            writes past the drive's fast cache, as a series
 
@@ -27,9 +27,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import json
 import shutil
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -38,7 +43,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tiermem.swap.disk.direct import MEMORY_FILE_SYSTEMS, file_system_of
 from tiermem.tools.bench import io_report
 from tiermem.tools.bench.io_ranks import CannotRun, RankJob, Ranks, Setting
-from tiermem.tools.bench.witnesses import FioWitness, Witness, bare_witness, peer_witness
+from tiermem.tools.bench.witnesses import (
+    WRITING,
+    FioWitness,
+    Witness,
+    bare_witness,
+    peer_witness,
+)
 from tiermem.tools.measure.files import (
     BenchFiles,
     check_memory,
@@ -47,10 +58,41 @@ from tiermem.tools.measure.files import (
     why_unmeasured,
 )
 from tiermem.tools.measure.machine import caption, machine_facts, try_engines
-from tiermem.tools.options import SEQUENTIAL, IoBenchOptions
+from tiermem.tools.options import RANDOM, SEQUENTIAL, IoBenchOptions
 from tiermem.tools.words import format_bytes, numbered, stopped_by_sigterm
 
 EXIT_FAILED = 1
+
+
+def run(path: str | Path | Sequence[str | Path], **options: Any) -> dict[str, Any]:
+    """Measures a folder's disk, or several, and returns what `tiermem bench io --json` writes.
+
+    The command runs in a process of its own, so a script needs no `__main__` guard. Blocks.
+
+    Args:
+        path: a folder, or several; nothing is left there.
+        options: those of the command, without dashes: `mode="read,random"`, `size="256MiB"`,
+            `random_block="4KiB"`, `fio=True`.
+
+    Raises ValueError for wrong options, OSError where nothing could be measured.
+    """
+    paths = [path] if isinstance(path, str | Path) else list(path)
+    command = [sys.executable, "-m", "tiermem.tools.cli", "bench", "io"]
+    command += ["--path", *map(str, paths)]
+    for name, value in options.items():
+        said = f"--{name.replace('_', '-')}"
+        command += [] if value is False else [said] if value is True else [said, str(value)]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "io.json")
+        done = subprocess.run(
+            [*command, "--json", str(file)], capture_output=True, text=True, check=False
+        )
+        if done.returncode == 2:
+            raise ValueError(done.stderr.strip())
+        if done.returncode:
+            raise OSError(done.stderr.strip() or done.stdout.strip())
+        found: dict[str, Any] = json.loads(file.read_text("utf-8"))
+        return found
 
 
 def bench_io(options: IoBenchOptions, console: Console) -> int:
@@ -205,7 +247,7 @@ def settings_of(options: IoBenchOptions) -> list[Setting]:
     """Every setting, those of one block and depth together. Several paths: each alone, then "all"
     at once.
 
-    "random" has its own block; "sustained" is measured once per path, on one rank, with the largest
+    The random modes have their own block; "sustained" is measured once per path, on one rank, with the largest
     block and depth.
     """
     places = [(str(path), (number,)) for number, path in enumerate(options.paths)]
@@ -221,7 +263,7 @@ def settings_of(options: IoBenchOptions) -> list[Setting]:
             depths = [max(depths)]
             ranks = [1]
             engines = engines[:1]
-        elif mode == "random":
+        elif mode in RANDOM:
             sizes = [options.random_block_bytes]
         found += [
             Setting(mode, engine, block, depth, num_ranks, path, where)
@@ -287,7 +329,7 @@ def _turns(
 def is_witnessed(setting: Setting) -> bool:
     """Whether witnesses can measure the same: one process on one file."""
     return (
-        setting.ranks == 1 and len(setting.places) == 1 and setting.mode in (*SEQUENTIAL, "random")
+        setting.ranks == 1 and len(setting.places) == 1 and setting.mode in (*SEQUENTIAL, *RANDOM)
     )
 
 
@@ -304,7 +346,7 @@ def jobs_of(
             num_bytes=bytes_of(setting, options),
             is_direct=files.is_direct(setting.places),
             threads=options.threads,
-            sync=options.sync and setting.mode in ("write", "mixed", "sustained"),
+            sync=options.sync and setting.mode in (*WRITING, "sustained"),
             seed=seed * 1000 + rank,
             seconds=options.sustained_s if setting.mode == "sustained" else None,
         )
@@ -317,7 +359,7 @@ def bytes_of(setting: Setting, options: IoBenchOptions) -> int:
     block = setting.block_bytes
     if setting.mode == "sustained":
         return options.sustained_bytes // block * block
-    if setting.mode == "random":
+    if setting.mode in RANDOM:
         most = 2048 * min(setting.depth, 32) * block  # 2048 blocks for each block in flight
         return min(most, options.size_bytes // block * block)
     if setting.mode == "mixed":  # one half of the file is read while the other is written

@@ -22,6 +22,7 @@ from tiermem.swap.base.native import latency_edges
 from tiermem.swap.disk import durable
 from tiermem.tools.bench.io_ranks import RankOutcome, Setting
 from tiermem.tools.measure.sustained import find_knee
+from tiermem.tools.options import RANDOM
 from tiermem.tools.record.plots import save_figure
 from tiermem.tools.record.reports import table
 from tiermem.tools.record.run_record import IoCounts, disagreements
@@ -93,13 +94,16 @@ def row_of(measured: MeasuredRow) -> Row:
     outcomes = [outcome for loop in measured.outcomes for outcome in loop]
     moved = sum(IoCounts.total(o.moved for o in outcomes))
     latencies = np.array([o.latencies for o in outcomes], dtype=np.uint64).sum(axis=0)
-    p50, p99 = (
-        None if math.isnan(value) else value for value in latency_quantiles(latencies, (0.5, 0.99))
+    p50, p99, p999 = (
+        None if math.isnan(value) else value
+        for value in latency_quantiles(latencies, (0.5, 0.99, 0.999))
     )
     row |= {
         **_spread_of(rates),
         "p50_us": p50,
         "p99_us": p99,
+        "p999_us": p999,
+        "iops": statistics.median(rates) * 1e9 / measured.setting.block_bytes,
         "cpu_s_per_gb": sum(o.user_s + o.system_s for o in outcomes) / moved * 1e9,
         "idle_fraction": statistics.fmean(o.idle_fraction for o in outcomes),
         "first_gbps": rates[0] if measured.setting.mode in ("read", "random") else None,
@@ -363,6 +367,8 @@ CSV_COLUMNS = (
     *(
         "p50_us",
         "p99_us",
+        "p999_us",
+        "iops",
         "cpu_s_per_gb",
         "idle_fraction",
         "first_gbps",
@@ -474,6 +480,12 @@ def _figure(key: str, digits: int, scale: float = 1.0) -> Any:
     return cell
 
 
+def _of_random(key: str, digits: int) -> Any:
+    """A figure that is shown of the random modes alone."""
+    cell = _figure(key, digits)
+    return lambda row: cell(row) if row["mode"] in RANDOM else ""
+
+
 def _engine(row: Row) -> str:
     used = row["engine_used"]
     return row["engine"] if used in (None, row["engine"]) else f"{row['engine']} ({used})"
@@ -500,14 +512,11 @@ _COLUMNS: tuple[tuple[str, Any, str], ...] = (  # title, what stands in it, when
     ("min-max", _spread, "always"),
     ("p50 us", _figure("p50_us", 0), "always"),
     ("p99 us", _figure("p99_us", 0), "always"),
+    ("p99.9", _figure("p999_us", 0), "always"),
+    ("IOPS", _of_random("iops", 0), "filled"),
     ("CPU s/GB", _figure("cpu_s_per_gb", 3), "always"),
     ("idle %", _figure("idle_fraction", 1, 100), "always"),
     ("first", _figure("first_gbps", 2), "filled"),
-    (
-        "us/block",
-        lambda row: _figure("user_us_per_block", 1)(row) if row["mode"] == "random" else "",
-        "filled",
-    ),
     ("over bare", _figure("user_us_beyond_bare", 1), "filled"),
     ("fio", _figure("fio_gbps", 2), "filled"),
     ("bare", _figure("yardstick_gbps", 2), "filled"),

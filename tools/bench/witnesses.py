@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from tiermem.tools.bench.io_ranks import Setting
 from tiermem.tools.measure.files import BenchFiles
+from tiermem.tools.options import RANDOM
 
 # ---- programs that are asked a line and answer one -----------------------------------------------
 #
@@ -174,7 +175,14 @@ class BareLoop(LineProgram):
 # `depth` blocks, used again and again.
 
 ENGINES = {"io_uring": ("--fixedbufs=1", "--registerfiles=1"), "libaio": ()}
-_PATTERNS = {"read": "read", "write": "write", "mixed": "rw", "random": "randread"}
+_PATTERNS = {
+    "read": "read",
+    "write": "write",
+    "mixed": "rw",
+    "random": "randread",
+    "random-write": "randwrite",
+}
+WRITING = ("write", "mixed", "random-write")
 _PATIENCE_S = 600.0
 
 
@@ -205,8 +213,8 @@ def run_fio(
         f"--ioengine={engine}",
         f"--direct={int(files.is_direct(setting.places))}",
         *ENGINES[engine],
-        *(["--norandommap=1", "--randrepeat=0"] if setting.mode == "random" else []),
-        *(["--end_fsync=1"] if sync and setting.mode in ("write", "mixed") else []),
+        *(["--norandommap=1", "--randrepeat=0"] if setting.mode in RANDOM else []),
+        *(["--end_fsync=1"] if sync and setting.mode in WRITING else []),
         "--output-format=json",
     ]
     try:
