@@ -11,6 +11,7 @@
 #                     peers; build/gpu.json, build/gpu.png and one table. GPU_OPTIONS="--part ..." chooses (docs/gpu.md).
 #                     On a bare machine, with packages and the native module in PYTHONPATH: make gpu GPU_PYTHON=python3
 #   make docs        the site, in build/site: without internet once its packages are installed, without warnings
+#   make measure      appends rows to docs/measured/*.json and writes docs/measured.md. Takes an hour; MEASURE="--path DIR --only io"
 #   make report       docs/parity.md: what was tried on this machine and commit, and what was seen. Takes minutes
 #   make bench RUN="overlap --path DIR"   an instrument of tests/bench: overlap, ranks, curves or peers; --help tells its options
 #   make yardsticks   build/yardsticks/{bare_loop,bare_stream,bench_native}, which benchmarks and people measure against
@@ -25,7 +26,7 @@ NATIVE := $(wildcard native/*.cpp native/*.h native/*.py native/CMakeLists.txt)
 NATIVE_CODE := $(wildcard native/*.cpp native/*.h tests/native/*.cpp tests/native/*.h)
 CMAKE := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/cmake -G Ninja
 
-.PHONY: demo test test-all soak gpu bench docs report lint native-test native-test-arm yardsticks wheel clean
+.PHONY: demo test test-all soak gpu bench docs report measure lint native-test native-test-arm yardsticks wheel clean
 .DELETE_ON_ERROR:
 
 demo: .venv/.installed
@@ -66,6 +67,9 @@ docs: .venv/.installed .venv/.docs
 
 report: .venv/.installed
 	@PYTHONPATH=tests $(BIN)/python -m bench.parity --out docs/parity.md
+
+measure: .venv/.installed yardsticks
+	@PYTHONPATH=tests $(BIN)/python -m bench.measure $(MEASURE)
 
 lint: .venv/.installed .venv/.tools
 	$(BIN)/ruff format --check .

@@ -342,7 +342,7 @@ forgotten. The column "here" says which of these it is:
 
 Unknown keys are errors that name the nearest known key. `"auto"` is the same as leaving a key out. Numbers may be written as
 `5e8` or `"5e8"`. Sizes that end in `_bytes` are bytes and take units ("2GiB", "2GB"); all other sizes are counts of elements.
-`tiermem check --config ds.json` says of a file what this page says of all keys, and `"dump_state": true` logs it at the start
+`tiermem check --config FILE` says of a file what this page says of all keys, and `"dump_state": true` logs it at the start
 of a run. The defaults are those of the documentation of ZeRO; where its sources disagree, the note says which was taken.
 """
 

@@ -1,7 +1,7 @@
 """Site pages: makes the pages of the site that nobody writes by hand, and checks the site that was
 built (mkdocs calls it).
 
-    README.md                  -> index.md, and house.md from its section "The house"
+    README.md                  -> index.md
     examples/*.py              -> examples/*.md, the docstring as text and the program below it
     tests/public_names.txt     -> api.md and api/*.md, a page for each package; mkdocstrings fills in the docstrings
 
@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "tests" / "public_names.txt"
-HOUSE = "## The house"
 WIDE = "---\nhide: [navigation]\n---\n\n"
 """The head of a page without a menu beside it."""
 INTEGRATIONS = (
@@ -87,8 +86,8 @@ def on_post_build(config: Any) -> None:
 
 def made_pages() -> dict[str, str]:
     """Every page that is made, by its path in docs/."""
-    first, house = split_readme((ROOT / "README.md").read_text("utf-8"))
-    pages = {"index.md": first, "house.md": house, "api.md": index_of_names()}
+    first = WIDE + (ROOT / "README.md").read_text("utf-8").replace("](docs/", "](")
+    pages = {"index.md": first, "api.md": index_of_names()}
     for package in packages():
         pages[f"api/{package}.md"] = "\n".join(page_of_package(package))
     pages["api/tiermem.integrations.md"] = "# tiermem.integrations\n\n" + "\n".join(
@@ -97,13 +96,6 @@ def made_pages() -> dict[str, str]:
     for file in sorted((ROOT / "docs" / "examples").glob("*.py")):
         pages[f"examples/{file.stem}.md"] = page_of_example(file)
     return pages
-
-
-def split_readme(readme: str) -> tuple[str, str]:
-    """The first page and the page of the house, whose links lead to other pages of the site."""
-    before, _, rest = readme.replace("](docs/", "](").partition(f"{HOUSE}\n")
-    house, separator, after = rest.partition("\n## ")
-    return WIDE + before + separator.lstrip("\n") + after, f"# {HOUSE.removeprefix('## ')}\n{house}"
 
 
 def page_of_example(file: Path) -> str:

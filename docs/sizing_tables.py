@@ -1,7 +1,8 @@
-"""Sizing tables: plans training of six models on nine machines, and writes docs/sizing.md and the
-table of the README.
+"""Sizing tables: plans training of six models on nine machines, and writes docs/sizing.md, the
+table of the README, and the lines "Predicted: ..." below the commands of other pages.
 
-    python docs/sizing_tables.py        takes minutes of every core: `tiermem plan` plays a step of each model
+    python docs/sizing_tables.py              takes minutes of every core: `tiermem plan` plays a step of each model
+    python docs/sizing_tables.py predicted    the lines alone
 
 A test plans some of the rows again and compares.
 """
@@ -85,6 +86,12 @@ MODELS = ("1b", "3b", "8b", "14b", "32b", "70b")
 STATES = ("exact", "compact", "tiny")
 SHOWN = MACHINES[4], "8b", "compact"
 """The cell whose command the page shows."""
+
+
+PREDICTED = re.compile(
+    r"^(tiermem plan (?:[^\n]*\\\n)*[^\n]*)\n```\n\nPredicted: ([^\n]*)$", re.MULTILINE
+)
+"""A command of a page, and the line below its block."""
 
 
 def words_of(machine: Machine, model: str, states: str, offload: str, batch: int) -> Words:
@@ -256,7 +263,7 @@ def shown_command(found: Figures) -> str:
     each = found[states, machine][model]
     assert each is not None
     return (
-        f"    {each.command}\n\nprints {each} tokens/s: the cell of {model.upper()} in the row "
+        f"```sh\n{each.command}\n```\n\nprints {each} tokens/s: the cell of {model.upper()} in the row "
         f"of {machine.words}, {states}."
     )
 
@@ -268,7 +275,7 @@ HEAD = """<!-- Written by `python docs/sizing_tables.py`. Do not edit it. -->
 `tiermem plan` answers before you own the machine: it computes the library's own plan of every byte, and plays a step on a
 simulated clock. Nothing in these tables is measured: read the speeds as what the arithmetic of the plan gives when nothing
 else is slow. One row was measured elsewhere: 8B compact with everything on the card of an H200 trains 7,923 tokens/s
-([on a GPU](gpu.md#8b-on-an-h200)). The command of a cell stands below the last table.
+([measured](measured.md#how-fast-is-an-8b-on-an-h200)). The command of a cell stands below the last table.
 
 ## The largest model
 
@@ -288,7 +295,7 @@ MIDDLE = f"""
 - States are `exact` (fp32 master and moments), `compact` (the same master, moments in bf16) or `tiny` (moments in blocks of
   8 bits): [precision](precision.md). A model has a Llama's shape and the number of parameters that its name says.
 - `plan` takes your own model (`--model config.json`), batch, rates (`--rates`, from `tiermem tune`) and ranks:
-  [commands](commands.md#plan). How well predictions were met on one machine: [measured](measured.md#predictions).
+  [commands](commands.md#plan). How well predictions were met on one machine: [measured](measured.md#are-predictions-met).
 
 ## Every model on every machine
 
@@ -312,10 +319,37 @@ def with_table(readme: str, lines: Sequence[str]) -> str:
     return f"{before}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{rest.split(END)[1]}"
 
 
+def predicted(command: str) -> str:
+    """What a line says of a command's plan."""
+    words: Words = {}
+    name = ""
+    for word in command.replace("\\\n", " ").split()[2:]:
+        name = word if word.startswith("--") else name
+        words[name] = "" if word == name else word
+    cells = plan(words, chooses=True)
+    if cells.problems:
+        raise ValueError(f"{command}: {cells.problems}")
+    written = cells.written_bytes_day
+    wear = f"{_tb(written)} TB written a day" if written else "nothing written to a drive"
+    return f"{cells.tokens_per_s:,.0f} tokens/s, limited by {cells.forecast.limited_by}, {wear}."
+
+
+def predict_again() -> None:
+    """Writes the lines of every page anew."""
+    for file in PAGE.parent.glob("*.md"):
+        text = file.read_text("utf-8")
+        for command, said in PREDICTED.findall(text):
+            text = text.replace(f"Predicted: {said}", f"Predicted: {predicted(command)}", 1)
+        file.write_text(text, "utf-8")
+
+
 def main() -> None:
-    found = figures()
-    PAGE.write_text(page(found), "utf-8")
-    README.write_text(with_table(README.read_text("utf-8"), list(largest_table(found))), "utf-8")
+    if sys.argv[1:] != ["predicted"]:
+        found = figures()
+        PAGE.write_text(page(found), "utf-8")
+        table = list(largest_table(found))
+        README.write_text(with_table(README.read_text("utf-8"), table), "utf-8")
+    predict_again()
 
 
 if __name__ == "__main__":

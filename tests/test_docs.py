@@ -1,5 +1,7 @@
-"""Are the pages' links whole, do their commands, messages and programs exist, and does what they
-show run?"""
+"""Are the pages' links whole, and do the names, keys, messages and tables that they show exist?
+
+test_pages.py runs their code blocks.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +10,14 @@ import dataclasses
 import importlib.util
 import json
 import re
-import shlex
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-import typer
 from site_pages import made_pages
-from torch import nn
-from typer.core import TyperGroup
 
 import tiermem
 from tiermem.config import load_config
-from tiermem.tools.cli import app
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -68,50 +63,12 @@ def headings(file: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-def test_the_readme_tree_names_what_there_is() -> None:
-    tree = (
-        (ROOT / "README.md")
-        .read_text("utf-8")
-        .partition("## The house")[2]
-        .partition("Each floor")[0]
-    )
-    rooms = re.findall(r"^ {4,6}([a-z_]+(?:/|\.py))", tree, re.MULTILINE)
+def test_the_tree_names_what_there_is() -> None:
+    tree = (ROOT / "docs" / "code.md").read_text("utf-8").partition("Each floor")[0]
+    rooms = re.findall(r"^ {0,2}([a-z_]+(?:/|\.py))", tree, re.MULTILINE)
     places = [ROOT, ROOT / "tiermem", ROOT / "tests", ROOT / "swap"]
     assert len(rooms) > 10
     assert [room for room in rooms if not any((place / room).exists() for place in places)] == []
-
-
-# ---- commands ------------------------------------------------------------------------------------
-
-SHOWN = [
-    (page.name, words)
-    for page in PAGES
-    for words in re.findall(
-        r"(?:^ {4}|`)tiermem (?=[a-z-])([^`#\n]*?)(?:  .*)?(?:`|$)",
-        page.read_text("utf-8"),
-        re.MULTILINE,
-    )
-]
-
-
-@pytest.mark.parametrize(("page", "words"), SHOWN)
-def test_commands_have_the_options_that_pages_show(page: str, words: str) -> None:
-    command: Any = typer.main.get_command(app)
-    given = shlex.split(words)
-    while isinstance(command, TyperGroup) and given and not given[0].startswith("-"):
-        assert given[0] in command.commands, words
-        command = command.commands[given.pop(0)]
-    known = {option for each in command.params for option in (*each.opts, *each.secondary_opts)} | {
-        "--help"
-    }
-    known |= {"--install-completion"} if isinstance(command, TyperGroup) else set()
-    if command.context_settings.get("ignore_unknown_options"):  # they are another program's
-        known |= set(given)
-    assert [each for each in given if each.startswith("--") and each not in known] == []
-
-
-def test_pages_show_commands() -> None:
-    assert len(SHOWN) > 40
 
 
 # ---- configs and policies ------------------------------------------------------------------------
@@ -121,7 +78,7 @@ FRAGMENTS = [
     for page in PAGES
     if page.name != "keys.md"
     for fragment in re.findall(
-        r"(?:^ {4}|`)(\{?\"(?:tiermem|activation_checkpointing|durability|keep|verify)\": [^`\n]*?)(?:`|$|  )",
+        r"(?:`)(\{?\"(?:tiermem|activation_checkpointing|durability|keep|verify)\": [^`\n]*?)(?:`|$|  )",
         page.read_text("utf-8"),
         re.MULTILINE,
     )
@@ -195,122 +152,13 @@ def test_every_exception_has_a_row() -> None:
 
 # ---- programs ------------------------------------------------------------------------------------
 
-CONFIG = {
-    "train_micro_batch_size_per_gpu": 2,
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
-}
-
-
-class Regression(nn.Sequential):
-    """Stands for a reader's model."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> Any:
-        made = super().forward(x)
-        return made if y is None else SimpleNamespace(loss=nn.functional.mse_loss(made, y))
-
-
-def stand_ins() -> dict[str, Any]:
-    """What pages leave to the reader."""
-    x = torch.randn(8, 8)
-    pairs = [{"x": row, "y": row[:1]} for row in x]
-    return {
-        "MyLargeModel": Regression,
-        "model": Regression(),
-        "dataset": pairs,
-        "batches": [(x[:4], x[:4, :1]), (x[4:], x[4:, :1])],
-        "loss_of": nn.functional.mse_loss,
-    }
-
-
-def blocks_of(page: Path) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
-
-
-@pytest.fixture(scope="module")
-def trainers() -> None:
-    """transformers' Trainer is imported now: packages that it finds start threads that stay."""
-    pytest.importorskip("transformers.trainer")
-
-
-RUN_HERE = ("README.md", "docs/activations.md", "docs/from_deepspeed.md", "docs/from_fsdp2.md")
-
-
-@pytest.mark.parametrize("name", RUN_HERE)
-def test_programs_of_a_page_run(
-    name: str, trainers: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from tqdm import tqdm
-
-    monkeypatch.setattr(tqdm, "monitor_interval", 0)
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    monkeypatch.chdir(tmp_path)
-    Path("ds.json").write_text(json.dumps(CONFIG))
-    names = stand_ins()
-    for block in blocks_of(ROOT / name):
-        exec(compile(block, name, "exec"), names)  # the page's own program
-    if "trainer" in names:
-        first = names["trainer"].state.log_history[0]
-        assert (
-            first["tiermem_limited_by"] in ("compute", "disk", "link", "kernels")
-            and first["tiermem_waited_s"] >= 0
-        )
-    if isinstance(names.get("engine"), tiermem.Engine):
-        names["engine"].close()
-    if name == "docs/activations.md":
-        model, (tokens, targets) = names["Model"](), torch.randint(500, (2, 7, 3))
-        wanted = nn.functional.cross_entropy(
-            model.head(model.body(tokens)).flatten(0, 1), targets.flatten()
-        )
-        torch.testing.assert_close(model(tokens, targets), wanted)
-
-
-def test_checkpoints_of_the_page_are_saved_and_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    engine = tiermem.initialize(model=Regression(), config=CONFIG)[0]
-    engine.backward(engine(torch.ones(2, 8), torch.ones(2, 1)).loss)
-    engine.step()
-    names = {
-        "engine": engine,
-        "tiermem": tiermem,
-        "shards": engine.shards,
-        "optim": engine.optimizer,
-    }
-    [block] = blocks_of(ROOT / "docs" / "checkpoints.md")
-    exec(block.replace("/mnt/nvme0", str(tmp_path)), names | {"scheduler": None, "loader": None})
-    engine.close()
-
 
 def test_the_line_that_changes_is_one_of_the_program() -> None:
     changed = re.search(r"```diff\n-(.*)\n\+(.*)\n```", (ROOT / "README.md").read_text("utf-8"))
     assert changed is not None
-    assert changed[2] in blocks_of(ROOT / "README.md")[0]
+    program = (ROOT / "README.md").read_text("utf-8").partition("```python\n")[2]
+    assert changed[2] in program.partition("```")[0]
     assert changed[1] == "from transformers import Trainer"
-
-
-def test_every_page_with_programs_is_run() -> None:
-    """Here, or by a test that names it."""
-    shown = {str(page.relative_to(ROOT)) for page in PAGES if blocks_of(page)}
-    tests = "\n".join(file.read_text("utf-8") for file in (ROOT / "tests").rglob("test_*.py"))
-    assert len(shown) > 4
-    assert [page for page in shown - set(RUN_HERE) if f'"{Path(page).name}"' not in tests] == []
-
-
-def test_programs_are_in_blocks_that_tests_find() -> None:
-    """An indented program would be run by no test."""
-    texts = {
-        page.name: re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.DOTALL)
-        for page in PAGES
-    }
-    begins = re.compile(
-        r"^ {4}(?:import |from \w|class \w|def \w|with \w.*:$|for \w.*:$)", re.MULTILINE
-    )
-    assert [name for name, text in texts.items() if begins.search(text)] == []
 
 
 def test_targets_extras_and_modules_that_pages_show_exist() -> None:
@@ -318,7 +166,7 @@ def test_targets_extras_and_modules_that_pages_show_exist() -> None:
     makefile, pyproject = (
         (ROOT / name).read_text("utf-8") for name in ("Makefile", "pyproject.toml")
     )
-    targets = set(re.findall(r"(?:^ {4}|`)make ([a-z-]+)", text, re.MULTILINE))
+    targets = set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE))
     extras = {
         extra for extras in re.findall(r"tiermem\[([\w,]+)\]", text) for extra in extras.split(",")
     }
@@ -358,6 +206,53 @@ def test_sizes_are_what_plan_computes() -> None:
         assert row.split("|")[1 + place].strip() == found.full
 
 
+def predictions() -> list[Any]:
+    from sizing_tables import PREDICTED
+
+    found = [each for page in PAGES for each in PREDICTED.findall(page.read_text("utf-8"))]
+    return [pytest.param(*each, id=str(number)) for number, each in enumerate(found)]
+
+
+@pytest.mark.slow  # 15 s each
+@pytest.mark.parametrize(("command", "said"), predictions())
+def test_lines_below_commands_are_what_plan_computes(command: str, said: str) -> None:
+    from sizing_tables import predicted
+
+    assert predicted(command) == said
+
+
+def test_pages_predict() -> None:
+    assert len(predictions()) > 7
+
+
+def test_the_page_of_measurements_is_made_of_their_rows() -> None:
+    from bench.measure import COLUMNS, ORDER, PAGE, load, page
+
+    assert PAGE.read_text("utf-8") == page()
+    for name in ORDER:
+        assert all(set(row) <= set(COLUMNS) and row["commit"] for row in load(name)["rows"])
+
+
+def test_measuring_appends_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command's own JSON becomes rows, and a file keeps those that it has."""
+    import shutil
+
+    from bench import measure
+
+    monkeypatch.setattr(measure, "FOLDER", tmp_path / "measured")
+    shutil.copytree(ROOT / "docs" / "measured", measure.FOLDER)
+    before = measure.load("step")["rows"]
+    small = ("--preset", "exact,compact", "--params", "1M", "--loops", "1")
+    question = measure.QUESTIONS["step"]._replace(words=("tiermem", "bench", "step", *small))
+    monkeypatch.setitem(measure.QUESTIONS, "step", question)
+    measure.append("step", measure.ask("step", tmp_path))
+    after = measure.load("step")["rows"]
+    assert after[: len(before)] == before
+    assert [row["case"].partition(",")[0] for row in after[len(before) :]] == ["exact", "compact"]
+    assert all(float(row["ratio"]) > 0 for row in after[len(before) :])
+    assert "| exact, 1 M parameters |" in measure.page()
+
+
 def test_the_command_below_the_tables_prints_their_cell(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -366,7 +261,7 @@ def test_the_command_below_the_tables_prints_their_cell(
     from tiermem.tools.cli import main
 
     (machine, model, states), page = SHOWN, PAGE.read_text("utf-8")
-    (command,) = re.findall(r"^    tiermem (plan .*)$", page, re.MULTILINE)
+    (command,) = re.findall(r"^tiermem (plan .*)$", page, re.MULTILINE)
     table = page.partition(f"| {states}: tokens/s |")[2]
     row = next(line for line in table.splitlines() if line.startswith(f"| {machine.words} |"))
     shown = row.split("|")[2 + MODELS.index(model)].split("(")[0].strip()

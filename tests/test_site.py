@@ -3,6 +3,7 @@ warning?"""
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -57,13 +58,6 @@ def test_names_of_integrations_that_pages_import_are_described() -> None:
     assert shown <= set(site_pages.INTEGRATIONS)
 
 
-def test_the_house_stands_apart_from_the_first_page() -> None:
-    readme = "# A\n\n## Use\n\n[x](docs/x.md)\n\n## The house\n\n    tree\n\n## Read on\n\nMore.\n"
-    first, house = site_pages.split_readme(readme)
-    assert first == site_pages.WIDE + "# A\n\n## Use\n\n[x](x.md)\n\n## Read on\n\nMore.\n"
-    assert house == "# The house\n\n    tree\n"
-
-
 def test_a_program_becomes_a_page(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text('"""Do it.\n\nBecause.\n"""\n\nimport os\n')
     assert site_pages.page_of_example(tmp_path / "a.py") == (
@@ -108,3 +102,12 @@ def test_the_site_is_built_without_warnings(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "site" / "index.html").is_file()
+    index = json.loads((tmp_path / "site" / "search" / "search_index.json").read_text())
+    for words, page in (
+        ("out of memory", "trouble.html"),
+        ("jsonl", "finetune_8b.html"),
+        ("tokenizer", "finetune_8b.html"),
+    ):
+        found = [each["location"] for each in index["docs"] if words in each["text"].lower()]
+        found += [each["location"] for each in index["docs"] if words in each["title"].lower()]
+        assert any(place.startswith(page) for place in found), words

@@ -6,6 +6,7 @@ ranks                 a step on several ranks beside FSDP2's
 curves                losses of a small model with its states in several precisions
 gpu, gpu_*            a machine's accelerator: `make gpu`
 parity                docs/parity.md: `make report`
+measure               docs/measured.md from docs/measured/*.json: `make measure`
 peers/                the same training by other systems: `make bench RUN="peers --preset 151m"`
 small_training, gpu_trace   a small model in any place, and a training under torch's profiler
 """

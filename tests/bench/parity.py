@@ -15,7 +15,6 @@ did, and the report says so.
 from __future__ import annotations
 
 import argparse
-import collections
 import dataclasses
 import hashlib
 import json
@@ -257,10 +256,9 @@ def _bits(bits: Mapping[int, Digests]) -> Iterator[str]:
         "another batch on each rank."
     )
     yield (
-        "A cell is the beginning of the SHA-256 of all losses, weights, masters and moments on "
-        "rank 0; a difference on any"
+        "Trainings are compared by the SHA-256 of all losses, weights, masters and moments of "
+        "each rank.\n"
     )
-    yield "rank is told. Equal cells of a column are trainings that are equal to the bit.\n"
     for num_ranks, digests in bits.items():
         wrong = differing(digests)
         num_trainings = sum(map(len, digests.values()))
@@ -268,6 +266,9 @@ def _bits(bits: Mapping[int, Digests]) -> Iterator[str]:
             f"### {num_ranks} rank{'s' * (num_ranks > 1)}: {num_trainings - len(wrong)} of "
             f"{num_trainings} trainings equal\n"
         )
+        if not wrong:
+            yield _sentence(digests)
+            continue
         yield f"| way | {' | '.join(digests)} |"
         yield "|---" * (len(digests) + 1) + "|"
         for way in next(iter(digests.values())):
@@ -277,6 +278,14 @@ def _bits(bits: Mapping[int, Digests]) -> Iterator[str]:
             ]
             yield f"| {way} | {' | '.join(cells)} |"
         yield ""
+
+
+def _sentence(digests: Digests) -> str:
+    """Of ways that are all equal."""
+    first = {precision: next(iter(by_way.values()))[0] for precision, by_way in digests.items()}
+    hashes = ", ".join(f"{precision} `{digest}`" for precision, digest in first.items())
+    ways = "; ".join(next(iter(digests.values())))
+    return f"In each precision ({hashes}) these ways have the same bits: {ways}.\n"
 
 
 def _harms(harmed: Mapping[Harm, Any]) -> Iterator[str]:
@@ -302,15 +311,6 @@ def _harms(harmed: Mapping[Harm, Any]) -> Iterator[str]:
                 f"{found['seed']} | {found['seconds']} |"
             )
     yield ""
-    for harm, found in harmed.items():
-        for title, counts in found.items():
-            if isinstance(counts, dict) and counts:
-                # of "open, once: went on": "went on"
-                ends: collections.Counter[str] = collections.Counter()
-                for name, count in counts.items():
-                    ends[name.partition(": ")[2] or name] += count
-                said = "; ".join(f"{name} {count:,}" for name, count in ends.most_common())
-                yield f"{harm.title}, {title}: {said}.\n"
 
 
 def commit_of(folder: Path) -> str:

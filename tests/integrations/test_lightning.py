@@ -4,7 +4,6 @@ and resume?"""
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -189,14 +188,3 @@ def test_several_optimizers_are_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match="gives 2 optimizers"):
         trainer.fit(module)
-
-
-def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    page = HERE.parent.parent / "docs" / "lightning.md"
-    blocks = re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
-    names: dict[str, Any] = {"module": built("boring", 2)}
-    for block in blocks:
-        exec(compile(block, str(page), "exec"), names)  # the page's own code
-    assert len(blocks) == 2
-    assert names["trainer"].global_step == 8

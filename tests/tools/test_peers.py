@@ -140,8 +140,11 @@ def test_deepspeed_is_swept_over_homes_and_pipelining(tmp_path: Path) -> None:
         "optimizer-on-nvme",
         "optimizer-on-nvme-unpipelined",
         "all-on-cpu-small",
+        "optimizer-on-nvme-defaults",
     ]
-    assert [s.is_like_ours for s in settings] == [True, True, True, False]
+    assert [s.is_like_ours for s in settings] == [True, True, True, False, True]
+    assert [s.name for s in settings if s.is_default] == ["optimizer-on-nvme-defaults"]
+    assert list(settings[-1].values) == ["zero_optimization"]  # no buffer, no aio of ours
     buffers = settings[0].values["zero_optimization"]["offload_param"]
     assert buffers["buffer_size"] == 32000 * 2048
     json.dumps([s.values for s in settings])
@@ -155,6 +158,7 @@ def test_deepspeed_with_everything_on_the_cpu_runs_with_its_defaults_and_tuned(
         given = job(tmp_path, nvme_paths=[], memory_limit_bytes=cap_bytes)
         settings = deepspeed_settings(given, tmp_path, uses_nvme=False)
         assert [s.name for s in settings] == ["all-on-cpu", "all-on-cpu-large", *small]
+        assert [s.is_default for s in settings[:2]] == [True, False]
         assert set(settings[0].values["zero_optimization"]) == {
             "stage",
             "offload_param",

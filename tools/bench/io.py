@@ -58,41 +58,34 @@ from tiermem.tools.measure.files import (
     why_unmeasured,
 )
 from tiermem.tools.measure.machine import caption, machine_facts, try_engines
-from tiermem.tools.options import RANDOM, SEQUENTIAL, IoBenchOptions
+from tiermem.tools.options import RANDOM, IoBenchOptions
 from tiermem.tools.words import format_bytes, numbered, stopped_by_sigterm
 
 EXIT_FAILED = 1
 
 
-def run(path: str | Path | Sequence[str | Path], **options: Any) -> dict[str, Any]:
-    """Measures a folder's disk, or several, and returns what `tiermem bench io --json` writes.
+def run(path: str | Path, **options: Any) -> dict[str, Any]:
+    """Measures a folder's disk, and returns what `tiermem bench io --json` writes.
 
     The command runs in a process of its own, so a script needs no `__main__` guard. Blocks.
 
     Args:
-        path: a folder, or several; nothing is left there.
+        path: a folder; nothing is left there.
         options: those of the command, without dashes: `mode="read,random"`, `size="256MiB"`,
-            `random_block="4KiB"`, `fio=True`.
+            `random_block="4KiB"`; True for one without a value, such as `fio`.
 
     Raises ValueError for wrong options, OSError where nothing could be measured.
     """
-    paths = [path] if isinstance(path, str | Path) else list(path)
-    command = [sys.executable, "-m", "tiermem.tools.cli", "bench", "io"]
-    command += ["--path", *map(str, paths)]
-    for name, value in options.items():
-        said = f"--{name.replace('_', '-')}"
-        command += [] if value is False else [said] if value is True else [said, str(value)]
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "io.json")
-        done = subprocess.run(
-            [*command, "--json", str(file)], capture_output=True, text=True, check=False
-        )
-        if done.returncode == 2:
-            raise ValueError(done.stderr.strip())
+        file = f"{folder}/io.json"
+        command = ["-m", "tiermem.tools.cli", "bench", "io", "--path", str(path), "--json", file]
+        for name, value in options.items():
+            said = f"--{name.replace('_', '-')}"
+            command += [said] if value is True else [said, str(value)]
+        done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
         if done.returncode:
-            raise OSError(done.stderr.strip() or done.stdout.strip())
-        found: dict[str, Any] = json.loads(file.read_text("utf-8"))
-        return found
+            raise (ValueError if done.returncode == 2 else OSError)(done.stderr + done.stdout)
+        return dict(json.loads(Path(file).read_bytes()))
 
 
 def bench_io(options: IoBenchOptions, console: Console) -> int:
@@ -329,7 +322,9 @@ def _turns(
 def is_witnessed(setting: Setting) -> bool:
     """Whether witnesses can measure the same: one process on one file."""
     return (
-        setting.ranks == 1 and len(setting.places) == 1 and setting.mode in (*SEQUENTIAL, *RANDOM)
+        setting.ranks == 1
+        and len(setting.places) == 1
+        and setting.mode not in ("tensors", "sustained")
     )
 
 

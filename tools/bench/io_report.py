@@ -22,7 +22,6 @@ from tiermem.swap.base.native import latency_edges
 from tiermem.swap.disk import durable
 from tiermem.tools.bench.io_ranks import RankOutcome, Setting
 from tiermem.tools.measure.sustained import find_knee
-from tiermem.tools.options import RANDOM
 from tiermem.tools.record.plots import save_figure
 from tiermem.tools.record.reports import table
 from tiermem.tools.record.run_record import IoCounts, disagreements
@@ -480,12 +479,6 @@ def _figure(key: str, digits: int, scale: float = 1.0) -> Any:
     return cell
 
 
-def _of_random(key: str, digits: int) -> Any:
-    """A figure that is shown of the random modes alone."""
-    cell = _figure(key, digits)
-    return lambda row: cell(row) if row["mode"] in RANDOM else ""
-
-
 def _engine(row: Row) -> str:
     used = row["engine_used"]
     return row["engine"] if used in (None, row["engine"]) else f"{row['engine']} ({used})"
@@ -513,7 +506,7 @@ _COLUMNS: tuple[tuple[str, Any, str], ...] = (  # title, what stands in it, when
     ("p50 us", _figure("p50_us", 0), "always"),
     ("p99 us", _figure("p99_us", 0), "always"),
     ("p99.9", _figure("p999_us", 0), "always"),
-    ("IOPS", _of_random("iops", 0), "filled"),
+    ("IOPS", _figure("iops", 0), "always"),
     ("CPU s/GB", _figure("cpu_s_per_gb", 3), "always"),
     ("idle %", _figure("idle_fraction", 1, 100), "always"),
     ("first", _figure("first_gbps", 2), "filled"),

@@ -84,7 +84,8 @@ def peers_table(runs: Sequence[Mapping[str, Any]]) -> Table:
 def _run_peer(
     peer: Peer, job: Job, folder: Path, options: PeersOptions, console: Console
 ) -> list[dict[str, Any]]:
-    """A peer with each of its settings; the best one, the others printed. Its death is a result."""
+    """A peer with each of its settings; the best one and its defaults, the others printed. Its
+    death is a result."""
     home = folder / peer.name
     home.mkdir()
     runs = []
@@ -98,14 +99,19 @@ def _run_peer(
             peer_job = dataclasses.replace(job, name=peer.name, events_file=None)
             title = f"{peer.name} {setting.name}"
             runs.append(run_one(peer_job, command, title, place, options, console, _PATIENCE_S))
-            runs[-1] |= {"setting": setting.values, "is_like_ours": setting.is_like_ours}
+            runs[-1] |= {
+                "setting": setting.values,
+                "is_like_ours": setting.is_like_ours,
+                "is_default": setting.is_default,
+            }
             _tell_peer(runs[-1], console)
     finally:
         peer.clean(home)
     if len(runs) > 1:
         best = min(runs, key=_rank)
         console.print(f"{peer.name}: best of {len(runs)} settings is {best['name']}")
-        return [best]
+        console.print_json(data=best["setting"])
+        return [best, *(run for run in runs if run["is_default"] and run is not best)]
     return runs
 
 

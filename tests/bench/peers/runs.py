@@ -39,6 +39,7 @@ class Setting(NamedTuple):
     name: str
     values: dict[str, Any]
     is_like_ours: bool = True  # states rest on the same tier as ours
+    is_default: bool = False  # the peer's own defaults: a row of its own beside the best
 
     def describe(self) -> str:
         """The setting on one line."""
@@ -150,7 +151,7 @@ def deepspeed_settings(job: Job, swap: Path, uses_nvme: bool) -> list[Setting]:
     Everything on the CPU runs with DeepSpeed's defaults and with `_LARGE` settings; under a memory
     cap also with `_SMALL` ones. The buffer sizes of NVMe are those that a search by hand found to
     work for models of this size: fewer or smaller ones stop with an assertion ("Not enough
-    buffers").
+    buffers"). The optimizer on NVMe also runs with DeepSpeed's defaults, however that ends.
     """
     sizes = ModelSizes.of(job.shape)
     largest = max(sizes.vocabulary * sizes.hidden, sizes.hidden * sizes.intermediate)
@@ -165,11 +166,12 @@ def deepspeed_settings(job: Job, swap: Path, uses_nvme: bool) -> list[Setting]:
             else []
         )
         return [
-            Setting("all-on-cpu", _zero(cpu, cpu, {})),
+            Setting("all-on-cpu", _zero(cpu, cpu, {}), is_default=True),
             Setting("all-on-cpu-large", _zero(cpu, cpu, _LARGE)),
             *small,
         ]
     resting = {"device": "none"}
+    untouched = {"zero_optimization": {"stage": 3, "offload_optimizer": nvme}}
     return [
         Setting("all-on-nvme", _zero({**nvme, **buffers}, {**nvme, **piped}, _SMALL)),
         Setting("optimizer-on-nvme", _zero(resting, {**nvme, **piped}, _SMALL)),
@@ -177,6 +179,7 @@ def deepspeed_settings(job: Job, swap: Path, uses_nvme: bool) -> list[Setting]:
             "optimizer-on-nvme-unpipelined", _zero(resting, {**nvme, "buffer_count": 16}, _SMALL)
         ),
         Setting("all-on-cpu-small", _zero(cpu, cpu, _SMALL), is_like_ours=False),
+        Setting("optimizer-on-nvme-defaults", untouched, is_default=True),
     ]
 
 
