@@ -1,4 +1,4 @@
-"""LoRA: adapters on a frozen model that rests on NVMe
+"""LoRA: adapters on a frozen model that is kept on NVMe
 
 The base model's weights are read from NVMe in forward and in backward, and never written. Gradients
 and optimizer states exist for the adapters alone. `save_model` writes the adapters.

@@ -1,6 +1,6 @@
 """Inference from NVMe
 
-The model's weights rest on the disk and are read layer by layer for each token, so a model needs
+The model's weights stay on the disk and are read layer by layer for each token, so a model needs
 the memory of two layers. A batch of many prompts reads each layer once for all of them.
 
     pip install transformers accelerate         beside tiermem (start.md)

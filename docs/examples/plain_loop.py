@@ -1,7 +1,7 @@
 """A plain training loop
 
 `tiermem.shard` around a model and tiermem's AdamW are the whole change. Weights, gradients and
-optimizer states rest on NVMe, here in the current folder; each layer is fetched before it runs, and
+optimizer states are kept on NVMe, here in the current folder; each layer is fetched before it runs, and
 released after.
 
     python plain_loop.py

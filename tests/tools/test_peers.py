@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
+from bench.peers.compare import best_and_defaults
 from bench.peers.runs import Peer, _save_tokens, deepspeed_settings, list_peers, peer_command
 
 from tiermem.tools.corpus import Corpus
@@ -190,3 +192,15 @@ def test_a_job_that_peers_cannot_be_given_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=reason):
         list_peers(job(tmp_path, **changes), None)
+
+
+def test_the_defaults_stand_beside_the_best_however_they_end() -> None:
+    def run(name: str, speed: float, **changed: Any) -> dict[str, Any]:
+        usual = {"exit_code": 0, "is_like_ours": True, "losses": [1.0], "is_default": False}
+        return {"name": name, "tokens_per_s": speed, **usual, **changed}
+
+    slow, fast = run("slow", 1.0), run("fast", 2.0)
+    elsewhere = run("elsewhere", 9.0, is_like_ours=False)
+    default = run("default", 0.0, exit_code=1, losses=[], is_default=True)
+    assert best_and_defaults([slow, default, fast, elsewhere]) == [fast, default]
+    assert best_and_defaults([default | {"exit_code": 0}]) == [default | {"exit_code": 0}]

@@ -509,7 +509,6 @@ _COLUMNS: tuple[tuple[str, Any, str], ...] = (  # title, what stands in it, when
     ("IOPS", _figure("iops", 0), "always"),
     ("CPU s/GB", _figure("cpu_s_per_gb", 3), "always"),
     ("idle %", _figure("idle_fraction", 1, 100), "always"),
-    ("first", _figure("first_gbps", 2), "filled"),
     ("over bare", _figure("user_us_beyond_bare", 1), "filled"),
     ("fio", _figure("fio_gbps", 2), "filled"),
     ("bare", _figure("yardstick_gbps", 2), "filled"),

@@ -107,12 +107,17 @@ def _run_peer(
             _tell_peer(runs[-1], console)
     finally:
         peer.clean(home)
+    shown = best_and_defaults(runs)
     if len(runs) > 1:
-        best = min(runs, key=_rank)
-        console.print(f"{peer.name}: best of {len(runs)} settings is {best['name']}")
-        console.print_json(data=best["setting"])
-        return [best, *(run for run in runs if run["is_default"] and run is not best)]
-    return runs
+        console.print(f"{peer.name}: best of {len(runs)} settings is {shown[0]['name']}")
+        console.print_json(data=shown[0]["setting"])
+    return shown
+
+
+def best_and_defaults(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The best run first, then that with the peer's own defaults, where it is another."""
+    best = min(runs, key=_rank)
+    return [best, *(run for run in runs if run["is_default"] and run is not best)]
 
 
 def _rank(run: dict[str, Any]) -> tuple[bool, bool, int, float]:
