@@ -653,8 +653,9 @@ class Shards:
         """Takes room for parameters that were frozen when the model was sharded and require
         gradients now (unfreeze.py).
 
-        params: frozen parameters that get room as well, because their states are about to be
-            loaded.
+        Args:
+            params: frozen parameters that get room as well, because their states are about to be
+                loaded.
 
         Called before a forward with gradients, a step and a load. Does nothing without such
         parameters; else collective, and blocks. Raises ValueError with the arithmetic when there is
