@@ -326,8 +326,14 @@ def is_described_by_itself(value: Any) -> bool:
 def words_of(cls: type) -> frozenset[str]:
     """The words of a class's docstring, and the fields that have a docstring of their own."""
     words = set(re.findall(r"\w+", inspect.getdoc(cls) or ""))
+    described = getattr(cls, "model_fields", {})  # of a class that is made, not written
+    words |= {name for name, field in described.items() if field.description}
     for each in (base for base in cls.__mro__ if base.__module__.startswith("tiermem")):
-        body = ast.parse(textwrap.dedent(inspect.getsource(each))).body[0].body  # type: ignore[attr-defined]
+        try:
+            source = textwrap.dedent(inspect.getsource(each))
+        except OSError:  # made, not written: it has the fields' descriptions alone
+            continue
+        body = ast.parse(source).body[0].body  # type: ignore[attr-defined]
         for statement, after in itertools.pairwise(body):
             targets = getattr(statement, "targets", [getattr(statement, "target", None)])
             if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):

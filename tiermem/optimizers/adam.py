@@ -52,6 +52,7 @@ class AdamParams(OptimizerParams):
 
     @classmethod
     def most_moments(cls, group: Group) -> int:
+        """Two, and a third with amsgrad."""
         return 3 if group.get("amsgrad") else 2
 
 

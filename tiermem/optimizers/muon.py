@@ -53,6 +53,7 @@ class MuonParams(OptimizerParams):
 
     @classmethod
     def most_moments(cls, group: Group) -> int:
+        """Two: a group without Muon is stepped by AdamW."""
         return 2
 
 

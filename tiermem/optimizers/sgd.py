@@ -38,6 +38,7 @@ class SgdParams(OptimizerParams):
 
     @classmethod
     def most_moments(cls, group: Group) -> int:
+        """One with momentum, else none."""
         return 1 if group.get("momentum") else 0
 
     def contradictions(self) -> Iterator[tuple[str, str]]:
