@@ -1,23 +1,28 @@
 """Chain: the blocks of a model that run one after the other, each once, on the output of the block
 before.
 
-    head      all that runs before the first block     h = embed(tokens)
-    blocks    modules of one ModuleList or Sequential   for block in blocks: h = block(h, mask)
-    tail      all that runs after the last block       loss = cross_entropy(head(norm(h)), targets)
+    head      all that runs before the first block     h, c, t = embed(image), embed(text), embed(time)
+    blocks    modules of one or several lists          for block in blocks: c, h = block(h, c, t, mask)
+    tail      all that runs after the last block       loss = mse(out(norm(h, t)), target)
 
-`find_chain` watches one forward without gradients and finds the chain, or raises NoChainError with
-the reason. A `Walk` is one forward of the model with stand-ins in the places of the blocks: the
-model's own code runs, and no block does. A walk to the end of the chain gives the arguments of
-every block; a walk through a chain whose output is known gives the tail. Between blocks a stand-in
-returns NaN of the right shape, without memory. A walk raises NoChainError where the model's code
-leaves the chain: it calls other blocks, changes the output of a block before the next one gets it,
-or takes a gradient of it.
+    source    a tensor that a block takes: (k, i) is leaf i of block k's output; (HEAD, i) is the
+              i-th tensor that the head has made with a gradient (h, c and t above)
+
+Each block takes one tensor or several of the outputs before it as they are, and as many of the
+head's as it likes. `find_chain` watches one forward without gradients and finds the chain, or
+raises NoChainError with the reason. A `Walk` is one forward of the model with stand-ins in the
+places of the blocks: the model's own code runs, and no block does. A walk to the end of the chain
+gives the arguments of every block; a walk through a chain whose output is known gives the tail.
+Between blocks a stand-in returns NaN of the right shapes, without memory. A walk raises
+NoChainError where the model's code leaves the chain: it calls other blocks, changes the output of a
+block before a later one gets it, or takes a gradient of it.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +33,10 @@ from tiermem.swap.base.grad_mode import call_with_grad
 from tiermem.units.leaf import has_forward
 
 _ADVICE = 'set accumulation to "batches", which runs every model'
+
+HEAD = -1
+Source = tuple[int, int]
+"""Which tensor a block takes: see above."""
 
 
 class NoChainError(RuntimeError):
@@ -51,56 +60,55 @@ class Link(NamedTuple):
 
     name: str
     """The block's name in the model."""
+    container: nn.Module
+    """The ModuleList or Sequential that holds it."""
     place: str
     """Its name in the container."""
     block: nn.Module
-    hidden_in: int | None
-    """Which of the leaves of its arguments is the hidden state; None: its arguments have none, as
-    those of an embedding."""
-    hidden_out: int
-    """Which of the leaves of its output is the next hidden state."""
     leaves: Sequence[Any]
     """The leaves of its output; of tensors shape and dtype."""
     spec: TreeSpec
-    keeps_shape: bool
-    """Whether the two hidden states have one shape."""
+    like: Mapping[int, str]
+    """Leaves of its output, each with the parameter of its forward whose argument has its shape."""
 
-    def output(self, hidden: torch.Tensor, refuse: Callable[[torch.Tensor], None]) -> Any:
-        """An output with this hidden state. Other tensors are NaN; a gradient of one calls
-        `refuse`."""
-        leaves = [
-            _nan(leaf, hidden.device, refuse) if isinstance(leaf, _Leaf) else leaf
-            for leaf in self.leaves
-        ]
-        leaves[self.hidden_out] = hidden
+    @property
+    def tensors(self) -> list[int]:
+        """Which leaves of its output are tensors."""
+        return [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, _Leaf)]
+
+    def output(self, tensors: Mapping[int, torch.Tensor]) -> Any:
+        """An output with these tensors."""
+        leaves = [tensors.get(i, leaf) for i, leaf in enumerate(self.leaves)]
         return tree_unflatten(leaves, self.spec)
 
 
 class Arguments(NamedTuple):
-    """The arguments of one call of a block, without the hidden state."""
+    """The arguments of one call of a block, without the tensors that have a source."""
 
     leaves: Sequence[Any]
     spec: TreeSpec
-    hidden: int | None
+    places: Sequence[tuple[int, Source]]
+    """The leaves that were left out."""
 
     @classmethod
-    def of(cls, args: Any, kwargs: Any, hidden: torch.Tensor | None) -> Arguments:
-        """Takes the arguments apart, and leaves this tensor out; None: there is no hidden state."""
+    def of(cls, args: Any, kwargs: Any, sources: Mapping[int, Source]) -> Arguments:
+        """Takes the arguments apart. sources: of tensors, by their id."""
         leaves, spec = tree_flatten((args, kwargs))
-        place = (
-            next((i for i, leaf in enumerate(leaves) if leaf is hidden), None)
-            if hidden is not None
-            else None
-        )
-        if place is not None:
+        places = [(i, sources[id(leaf)]) for i, leaf in enumerate(leaves) if id(leaf) in sources]
+        for place, _ in places:
             leaves[place] = None
-        return cls(leaves, spec, place)
+        return cls(leaves, spec, places)
 
-    def with_hidden(self, hidden: torch.Tensor | None) -> tuple[Any, Any]:
-        """(args, kwargs) with a hidden state."""
+    @property
+    def sources(self) -> list[Source]:
+        """Of the tensors that were left out, each once."""
+        return list(dict.fromkeys(source for _, source in self.places))
+
+    def filled(self, tensors: Mapping[Source, torch.Tensor]) -> tuple[Any, Any]:
+        """(args, kwargs) with a tensor for each source."""
         leaves = list(self.leaves)
-        if self.hidden is not None:
-            leaves[self.hidden] = hidden
+        for place, source in self.places:
+            leaves[place] = tensors[source]
         args, kwargs = tree_unflatten(leaves, self.spec)
         return args, kwargs
 
@@ -111,21 +119,17 @@ class Arguments(NamedTuple):
 class _ChainCall(NamedTuple):
     """One call of a block while the chain is looked for."""
 
+    container: nn.Module
     place: str
-    leaves: Sequence[Any]  # of its arguments; of tensors shape and dtype
-    # (leaf of its arguments, leaf of the output before): the same tensor
-    from_before: Sequence[tuple[int, int]]
+    shapes: Mapping[str, torch.Size]  # of the tensors among its arguments, by parameter
+    # leaf of the output of the block before -> the parameter that takes the same tensor
+    from_before: Mapping[int, str]
 
 
 class Chain:
-    """The blocks of a model in the order of their calls.
+    """The blocks of a model in the order of their calls."""
 
-    Args:
-        container: the ModuleList or Sequential that holds them.
-    """
-
-    def __init__(self, container: nn.Module, links: Sequence[Link]) -> None:
-        self._container = container
+    def __init__(self, links: Sequence[Link]) -> None:
         self.links = links
 
     @contextlib.contextmanager
@@ -134,11 +138,11 @@ class Chain:
         and returns its result."""
         try:
             for number, link in enumerate(self.links):
-                self._container.register_module(link.place, _StandIn(link.block, number, visit))
+                link.container.register_module(link.place, _StandIn(link.block, number, visit))
             yield
         finally:
             for link in self.links:
-                self._container.register_module(link.place, link.block)
+                link.container.register_module(link.place, link.block)
 
 
 class _StandIn(nn.Module):
@@ -163,20 +167,21 @@ class _StandIn(nn.Module):
 
 
 def find_chain(model: nn.Module, run: Callable[[], Any]) -> Chain:
-    """Finds the chain of a model: blocks of the ModuleList or Sequential with most parameters.
+    """Finds the chain of a model: the blocks of the ModuleList or Sequential with most parameters,
+    and of ModuleLists that hand their outputs to it, or take its outputs, as they are.
 
     run: computes one forward of the model; called once, without gradients. Raises NoChainError.
     """
-    container = max(_containers(model), key=_numel, default=None)
-    if container is None:
+    containers = list(_containers(model))
+    if not containers:
         raise no_chain(
             f"this {type(model).__name__} has no ModuleList or Sequential of two or more modules"
         )
-    watch = _ChainWatch(container)
+    watch = _ChainWatch(containers)
     with watch.watching():
         call_with_grad(False, run)
     names = {module: name for name, module in model.named_modules()}
-    return Chain(container, watch.links(names))
+    return Chain(watch.links(names))
 
 
 def _containers(module: nn.Module) -> Iterator[nn.Module]:
@@ -194,10 +199,10 @@ def _numel(module: nn.Module) -> int:
 
 
 class _ChainWatch:
-    """Records the calls of a container's modules."""
+    """Records the calls of the modules of some containers."""
 
-    def __init__(self, container: nn.Module) -> None:
-        self._blocks = dict(container.named_children())
+    def __init__(self, containers: Sequence[nn.Module]) -> None:
+        self._containers = containers
         self._calls: list[_ChainCall] = []
         # of every call; of tensors shape and dtype
         self._outputs: list[tuple[Sequence[Any], TreeSpec]] = []
@@ -206,11 +211,11 @@ class _ChainWatch:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         handles = []
-        for place, block in self._blocks.items():
-            before = self._begin(place)
-            after = self._end
-            handles.append(block.register_forward_pre_hook(before, with_kwargs=True))
-            handles.append(block.register_forward_hook(after, with_kwargs=True))
+        for container in self._containers:
+            for place, block in container.named_children():
+                before = self._begin(container, place)
+                handles.append(block.register_forward_pre_hook(before, with_kwargs=True))
+                handles.append(block.register_forward_hook(self._end, with_kwargs=True))
         try:
             yield
         finally:
@@ -218,76 +223,68 @@ class _ChainWatch:
                 handle.remove()
             self._last = ()
 
-    def links(self, names: dict[nn.Module, str]) -> list[Link]:
+    def links(self, names: Mapping[nn.Module, str]) -> list[Link]:
         """The links of the chain that the calls form. Raises NoChainError."""
-        found: list[Link] = []
-        places = [call.place for call in self._calls]
-        calls = self._calls
-        if len(places) < 2 or len(self._outputs) != len(places):
+        main = max(self._containers, key=_numel)
+        spans = dict[nn.Module, tuple[int, int]]()
+        for number, call in enumerate(self._calls):
+            spans[call.container] = spans.get(call.container, (number, 0))[0], number
+        first, last = spans.get(main, (0, 0))
+        if first == last or len(self._outputs) != len(self._calls):
             raise no_chain(
-                f"of {len(self._blocks)} blocks {len(places)} were called through their container"
+                f"of {len(list(main.children()))} blocks "
+                f"{sum(call.container is main for call in self._calls)} were called through their "
+                "container"
             )
+        self._check(first, last, names)
+        rest = [span for each, span in spans.items() if isinstance(each, nn.ModuleList)]
+        while near := next((each for each in rest if self._may_join(each, first, last)), None):
+            first = min(first, near[0])
+            last = max(last, near[1])
+        self._check(first, last, names)
+        return [self._link(number, number == last, names) for number in range(first, last + 1)]
+
+    def _check(self, first: int, last: int, names: Mapping[nn.Module, str]) -> None:
+        calls = self._calls[first : last + 1]
         for number, call in enumerate(calls):
-            name = names[self._blocks[call.place]]
-            if places.count(call.place) > 1:
-                raise no_chain(f"{name} is called {places.count(call.place)} times in one forward")
-            if number and len(call.from_before) != 1:
+            name = names[_block_of(call)]
+            times = sum(_block_of(each) is _block_of(call) for each in calls)
+            if times > 1:
+                raise no_chain(f"{name} is called {times} times in one forward")
+            if number and not call.from_before:
                 raise no_chain(
-                    f"{name} takes {len(call.from_before) or 'no'} tensors of the output of the "
-                    "block before as they are, "
-                    "not one"
+                    f"{name} takes no tensors of the output of the block before as they are"
                 )
-        for number, call in enumerate(calls):
-            block, (leaves, spec) = self._blocks[call.place], self._outputs[number]
-            name = names[block]
-            hidden_in = call.from_before[0][0] if number else self._first_hidden()
-            if number < len(calls) - 1:
-                hidden_out = calls[number + 1].from_before[0][1]
-            else:
-                hidden_out = self._last_hidden(name, leaves, found[-1])
-            given = call.leaves[hidden_in] if hidden_in is not None else None
-            keeps = isinstance(given, _Leaf) and given.shape == leaves[hidden_out].shape
-            found.append(Link(name, call.place, block, hidden_in, hidden_out, leaves, spec, keeps))
-        return found
 
-    def _first_hidden(self) -> int | None:
-        """Which argument of the first block is the hidden state: as in the second block, or the
-        first floating tensor."""
-        leaves = self._calls[0].leaves
-        second = self._calls[1]
-        place = second.from_before[0][0] if second.from_before else None
-        alike = place is not None and len(leaves) == len(second.leaves)
-        candidates = [place] if alike and place is not None else range(len(leaves))
-        for number in candidates:
-            if isinstance(leaves[number], _Leaf) and leaves[number].dtype.is_floating_point:
-                return number
-        return None
+    def _may_join(self, span: tuple[int, int], first: int, last: int) -> bool:
+        """Whether the calls of another list are next to these, and all are linked."""
+        begin, end = span
+        if end != first - 1 and begin != last + 1:
+            return False
+        linked = range(begin + 1, first + 1) if end == first - 1 else range(begin, end + 1)
+        return all(self._calls[number].from_before for number in linked)
 
-    def _last_hidden(self, name: str, leaves: Sequence[Any], before: Link) -> int:
-        """Which output of the last block is the hidden state: as in the block before, or the only
-        floating tensor."""
-        floating = [
-            i
-            for i, leaf in enumerate(leaves)
-            if isinstance(leaf, _Leaf) and leaf.dtype.is_floating_point
-        ]
-        if before.hidden_out in floating and len(leaves) == len(before.leaves):
-            return before.hidden_out
-        if len(floating) != 1:
-            raise no_chain(f"the output of {name} has {len(floating)} floating-point tensors")
-        return floating[0]
+    def _link(self, number: int, is_last: bool, names: Mapping[nn.Module, str]) -> Link:
+        call = self._calls[number]
+        leaves, spec = self._outputs[number]
+        like: dict[int, str] = {}
+        for i, leaf in enumerate(leaves):
+            if not isinstance(leaf, _Leaf):
+                continue
+            same = [name for name, shape in call.shapes.items() if shape == leaf.shape]
+            taken = None if is_last else self._calls[number + 1].from_before.get(i)
+            if same:
+                like[i] = taken if taken in same else same[0]
+        block = _block_of(call)
+        return Link(names[block], call.container, call.place, block, leaves, spec, like)
 
-    def _begin(self, place: str) -> Callable[[nn.Module, Any, Any], None]:
+    def _begin(self, container: nn.Module, place: str) -> Callable[[nn.Module, Any, Any], None]:
         def begin(block: nn.Module, args: Any, kwargs: Any) -> None:
-            leaves = tree_leaves((args, kwargs))
-            pairs = enumerate(leaves)
-            same = [
-                (i, j)
-                for i, leaf in pairs
-                for j, out in enumerate(self._last)
-                if _is_tensor(leaf) and leaf is out
-            ]
-            self._calls.append(_ChainCall(place, [_shown(leaf) for leaf in leaves], same))
+            given = tensors_by_parameter(block, args, kwargs)
+            shapes = {name: each.shape for name, each in given.items()}
+            out = {id(leaf): i for i, leaf in enumerate(self._last)}
+            same = {out[id(each)]: name for name, each in given.items() if id(each) in out}
+            self._calls.append(_ChainCall(container, place, shapes, same))
 
         return begin
 
@@ -296,8 +293,23 @@ class _ChainWatch:
         self._outputs.append(([_shown(leaf) for leaf in self._last], spec))
 
 
-def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor)
+def _block_of(call: _ChainCall) -> nn.Module:
+    return call.container.get_submodule(call.place)
+
+
+def tensors_by_parameter(block: nn.Module, args: Any, kwargs: Any) -> dict[str, torch.Tensor]:
+    """The tensors among a call's arguments, by the names of the forward's parameters: whether they
+    were given by place or by name."""
+    try:
+        given = inspect.signature(block.forward).bind(*args, **kwargs).arguments
+    except ValueError:  # a forward without a signature
+        given = {"": (args, kwargs)}
+    return {
+        f"{name}.{i}": leaf
+        for name, value in given.items()
+        for i, leaf in enumerate(tree_leaves(value))
+        if isinstance(leaf, torch.Tensor)
+    }
 
 
 def _shown(leaf: Any) -> Any:
@@ -322,32 +334,39 @@ class Walk:
     def __init__(self, chain: Chain, run: Callable[[], Any]) -> None:
         self._chain = chain
         self._run = run
-        self._hidden: torch.Tensor | None = None  # the output of the stand-in before
         self._visited = 0
-        self._then: Callable[[], torch.Tensor] | None = None  # gives the chain's output
-        self.first: torch.Tensor | None = None
-        """The hidden state that the first block gets, with its graph."""
+        # gives the tensors of the last block's output
+        self._then: Callable[[], Mapping[int, torch.Tensor]] | None = None
+        self._sources: dict[int, Source] = {}  # of tensors, by their id
+        self._seen: dict[int, torch.Tensor] = {}  # arguments and outputs, by their id, alive
+        self.made: list[torch.Tensor] = []
+        """What blocks take of the head with a gradient, with its graph."""
         self.arguments: list[Arguments] = []
         """Of every block that was visited."""
+        self.shapes: dict[Source, torch.Size] = {}
+        """Of outputs of blocks, where the arguments tell them."""
 
     def to_the_end(self) -> None:
-        """Runs the head, and the code between blocks. Afterwards `first` and `arguments` are those
+        """Runs the head, and the code between blocks. Afterwards `made` and `arguments` are those
         of all blocks."""
         with self._chain.standing_in(self._visit):
             try:
                 self._run()
             except ForwardEnded:
                 return
+            finally:
+                self._seen.clear()
         raise no_chain(
             f"a forward ended before it called {self._chain.links[self._visited - 1].name}"
         )
 
-    def through(self, then: Callable[[], torch.Tensor]) -> Any:
+    def through(self, then: Callable[[], Mapping[int, torch.Tensor]]) -> Any:
         """Runs the whole forward; returns its result. `then` is called for the output of the last
-        block."""
+        block: its tensors, by leaf."""
         self._then = then
         with self._chain.standing_in(self._visit):
             result = self._run()
+        self._seen.clear()
         if self._visited != len(self._chain.links):
             raise no_chain(
                 f"a forward called {self._visited} of the {len(self._chain.links)} blocks"
@@ -355,8 +374,8 @@ class Walk:
         return result
 
     def _visit(self, number: int, args: Any, kwargs: Any) -> Any:
-        link = self._chain.links[number]
         links = self._chain.links
+        link = links[number]
         if number != self._visited:
             expected = links[self._visited].name if self._visited < len(links) else "none"
             raise no_chain(f"a forward called {link.name} where others called {expected}")
@@ -366,48 +385,51 @@ class Walk:
                 "the model's checkpointing "
                 "off, as blocks are checkpointed here, or set use_reentrant=False"
             )
-        self._check_arguments(link, args, kwargs)
-        given = tree_leaves((args, kwargs))[link.hidden_in] if link.hidden_in is not None else None
-        self.arguments.append(Arguments.of(args, kwargs, given))
-        self.first = given if number == 0 else self.first
+        given = tensors_by_parameter(link.block, args, kwargs)
+        for tensor in given.values():
+            self._meet(link, tensor)
+        self.arguments.append(Arguments.of(args, kwargs, self._sources))
         self._visited += 1
-        is_last = self._visited == len(links)
-        if is_last and self._then is None:
+        if number + 1 < len(links):
+            made: Mapping[int, torch.Tensor] = self._made_up(number, given)
+        elif self._then is None:
             raise ForwardEnded
-        if is_last and self._then is not None:
-            self._hidden = self._then()
         else:
-            leaf = link.leaves[link.hidden_out]
-            shape = given.shape if given is not None and link.keeps_shape else leaf.shape
-            device = next(
-                each.device
-                for each in tree_leaves((args, kwargs))
-                if isinstance(each, torch.Tensor)
-            )
-            self._hidden = _nan(_Leaf(shape, leaf.dtype), device, self._refuse(link))
-        assert self._hidden is not None
-        return link.output(self._hidden, self._refuse(link))
+            made = self._then()
+        return link.output(made)
 
-    def _check_arguments(self, link: Link, args: Any, kwargs: Any) -> None:
-        leaves = tree_leaves((args, kwargs))
-        is_first = self._visited == 0
-        if link.hidden_in is not None and (
-            len(leaves) <= link.hidden_in
-            or (
-                leaves[link.hidden_in] is not self._hidden
-                if not is_first
-                else not _is_tensor(leaves[link.hidden_in])
-            )
-        ):
+    def _meet(self, link: Link, tensor: torch.Tensor) -> None:
+        """Finds the source of an argument that was not seen before: the head, if it has a gradient.
+        Raises NoChainError for one that was made of a block's output."""
+        if id(tensor) in self._seen:
+            return
+        self._seen[id(tensor)] = tensor
+        if self._visited and tensor.is_floating_point() and bool(tensor.isnan().any()):
             raise no_chain(
-                f"the hidden state that {link.name} gets is not the output of the block before"
+                f"{link.name} takes a tensor of shape {tuple(tensor.shape)} that was made of the "
+                "output of a block before, not that output as it is"
             )
-        for number, leaf in enumerate(leaves):
-            if number != link.hidden_in and isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                raise no_chain(
-                    f"{link.name} takes a tensor of shape {tuple(leaf.shape)} that needs a "
-                    "gradient, beside the hidden state"
-                )
+        # a weight's values leave when the head has ended
+        is_weight = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+        if tensor.requires_grad or is_weight:
+            self._sources[id(tensor)] = HEAD, len(self.made)
+            self.made.append(tensor.clone() if is_weight else tensor)
+
+    def _made_up(self, number: int, given: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Stand-ins for the tensors of a block's output."""
+        link = self._chain.links[number]
+        device = next(each.device for each in given.values())
+        found = {}
+        for i in link.tensors:
+            like = given.get(link.like.get(i, ""))
+            leaf = link.leaves[i]._replace(**({"shape": like.shape} if like is not None else {}))
+            found[i] = _nan(leaf, device, self._refuse(link))
+            self._seen[id(found[i])] = found[i]
+            self._sources[id(found[i])] = number, i
+            source = self._sources.get(id(like))
+            if like is not None and (source in self.shapes or source is None or source[0] == HEAD):
+                self.shapes[number, i] = like.shape
+        return found
 
     def _refuse(self, link: Link) -> Callable[[torch.Tensor], None]:
         def refuse(grad: torch.Tensor) -> None:

@@ -15,17 +15,19 @@ The model is a chain of blocks (chain.py) and is not rewritten. The model's own 
 blocks has no effect: blocks are checkpointed here.
 
 Bits are those of accumulation micro-batch by micro-batch: each sees the same operations, and each
-parameter's gradients are added in the same order. A gradient that one micro-batch has only in part
-(tied weights, small parameters, which share a unit) waits in memory for the rest.
+parameter's gradients are added in the same order. The exception is what the head makes for several
+blocks (the embedding of a time, the output of an encoder): its gradient is the sum of the blocks'
+sums, a rounding apart. A gradient that one micro-batch has only in part (tied weights, small
+parameters, which share a unit) waits in memory for the rest.
 
 Random numbers: the first micro-batch sees the generator's numbers as in a plain forward and
 backward. Each other one has a stream of its own, which the generator's state and the micro-batch's
 number determine, because the state after the micro-batch before is not known yet. A forward that
 draws no numbers leaves the generators as they are.
 
-Memory where the maths runs: for each micro-batch the input of one block and its gradient; the
-arguments of blocks beside the hidden state (a mask); the graph of the head; and what one block, or
-the tail, takes for one micro-batch.
+Memory where the maths runs: for each micro-batch the inputs of one block and their gradients; what
+blocks take beside them (a mask, a time); the graph of the head; and what one block, or the tail,
+takes for one micro-batch.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -42,7 +45,16 @@ from torch.utils._pytree import tree_leaves
 
 from tiermem.gradients.gradients import GradientHomes
 from tiermem.run.activations import Kept, Saved
-from tiermem.run.chain import Arguments, Chain, Link, Walk, find_chain, no_chain
+from tiermem.run.chain import (
+    HEAD,
+    Arguments,
+    Chain,
+    Link,
+    Source,
+    Walk,
+    find_chain,
+    no_chain,
+)
 from tiermem.run.hooks import Hooks
 from tiermem.swap.base.grad_mode import call_with_grad
 from tiermem.swap.memory.accelerator import is_accelerator, rng_state, set_rng_state
@@ -101,14 +113,20 @@ class _MicroBatch:
         self.at_start = random
         self.random = random  # for its next turn
         self.of_blocks: list[_Random] = []  # before each block's forward
-        # the first block's input, with the graph of the head
-        self.first: torch.Tensor | None = None
-        # the input of its next block; after the last, of the tail
-        self.hidden: torch.Tensor | None = None
+        self.made: list[torch.Tensor] = []  # what blocks take of the head, with its graph
+        self.outputs: dict[Source, torch.Tensor] = {}  # of blocks, for those that come
+        self.shapes: dict[Source, torch.Size] = {}  # that outputs must have
+        self.last_use: dict[Source, int] = {}  # the last block that takes it
         self.arguments: list[Arguments] = []  # of its blocks
-        self.inputs: list[Kept | None] = []  # hidden states that blocks took
-        self.grad: torch.Tensor | None = None  # of the output of the block whose backward is next
+        self.inputs: list[dict[Source, Kept]] = []  # outputs before that blocks took
+        self.grads: dict[Source, torch.Tensor] = {}  # of outputs and of what the head made
         self.parts: dict[nn.Parameter, torch.Tensor] = {}  # gradients that are not complete
+
+    def add_grad(self, source: Source, grad: torch.Tensor | None) -> None:
+        """Adds a gradient to that of a source."""
+        if grad is not None:
+            before = self.grads.get(source)
+            self.grads[source] = grad if before is None else before + grad
 
 
 class _Owned(NamedTuple):
@@ -217,9 +235,13 @@ class LayerwisePasses:
                     self._receive(micro, owned.units, owned.others)
         for micro in self._micros:
             self._restore(micro, list(micro.parts))
-            if micro.first is not None and micro.first.requires_grad and micro.grad is not None:
-                torch.autograd.backward(micro.first, micro.grad)
-            micro.first = micro.grad = None
+            made = [source for source in micro.grads if source[0] == HEAD]
+            if made:
+                torch.autograd.backward(
+                    [micro.made[i] for _, i in made], [micro.grads[each] for each in made]
+                )
+            micro.made = []
+            micro.grads = {}
             self._hooks.answer_held()
             self._receive(micro, [live for live in self._owned[-1].units if live not in ended], [])
         return losses
@@ -230,16 +252,25 @@ class LayerwisePasses:
         assert self._chain is not None
         walk = Walk(self._chain, micro.compute)
         walk.to_the_end()
-        micro.first = walk.first
+        micro.made = walk.made
         micro.arguments = walk.arguments
-        micro.hidden = walk.first.detach() if walk.first is not None else None
+        micro.shapes = walk.shapes
+        micro.last_use = {
+            source: number
+            for number, arguments in enumerate(walk.arguments)
+            for source in arguments.sources
+        }
 
     def _run_block(self, number: int, micro: _MicroBatch) -> None:
         """Runs one block without gradients, and keeps its input and the arguments that reached
         it."""
         link = self._links[number]
-        hidden = micro.hidden
-        args, kwargs = micro.arguments[number].with_hidden(hidden)
+        arguments = micro.arguments[number]
+        taken = {
+            source: (micro.made[source[1]] if source[0] == HEAD else micro.outputs[source]).detach()
+            for source in arguments.sources
+        }
+        args, kwargs = arguments.filled(taken)
         micro.of_blocks.append(micro.random)
         given = [(tensor, tensor._version) for tensor in tensors_in([args, kwargs])]
         handle = link.block.register_forward_pre_hook(self._capture, prepend=True, with_kwargs=True)
@@ -260,9 +291,22 @@ class LayerwisePasses:
                     "give it no cache "
                     "(use_cache=False), and change no tensor in place"
                 )
-        micro.arguments[number] = Arguments.of(*captured, hidden)
-        micro.inputs.append(self._keep(number, micro, hidden) if hidden is not None else None)
-        micro.hidden = tree_leaves(output)[link.hidden_out]
+        sources = {id(tensor): source for source, tensor in taken.items()}
+        micro.arguments[number] = Arguments.of(*captured, sources)
+        inputs = [source for source in taken if source[0] != HEAD]
+        micro.inputs.append(
+            {each: self._keep(number, i, micro, taken[each]) for i, each in enumerate(inputs)}
+        )
+        leaves = tree_leaves(output)
+        for i in link.tensors:
+            self._check_shape(link, leaves[i], micro.shapes.get((number, i)))
+            micro.outputs[number, i] = leaves[i]
+        is_last = number + 1 == len(self._links)
+        micro.outputs = {
+            source: tensor
+            for source, tensor in micro.outputs.items()
+            if micro.last_use.get(source, -1) > number or (is_last and source[0] == number)
+        }
 
     def _capture(self, block: nn.Module, args: Any, kwargs: Any) -> None:
         if self._captured is None:
@@ -272,13 +316,17 @@ class LayerwisePasses:
         self, micro: _MicroBatch, differentiate: Callable[[torch.Tensor], object]
     ) -> torch.Tensor:
         """Runs the forward again without blocks, to the loss, and differentiates it."""
-        assert self._chain is not None and micro.hidden is not None
-        hidden = micro.hidden.detach().requires_grad_()
-        micro.hidden = None
+        assert self._chain is not None
+        # of the last block alone
+        outputs = {
+            i: tensor.detach().requires_grad_(tensor.is_floating_point())
+            for (_, i), tensor in micro.outputs.items()
+        }
+        micro.outputs = {}
 
-        def arrive() -> torch.Tensor:
+        def arrive() -> dict[int, torch.Tensor]:
             micro.random.apply(self._device)
-            return hidden
+            return outputs
 
         micro.at_start.apply(self._device)
         loss: torch.Tensor = Walk(self._chain, micro.compute).through(arrive)
@@ -288,36 +336,47 @@ class LayerwisePasses:
             self._hooks.begin_backward()
         differentiate(loss)
         self._hooks.answer_held()
-        micro.grad = hidden.grad
+        for i, tensor in outputs.items():
+            micro.add_grad((len(self._links) - 1, i), tensor.grad)
         return loss.detach()
 
     def _run_block_again(self, number: int, micro: _MicroBatch) -> None:
         """Runs one block with gradients, and its backward."""
         link = self._links[number]
-        grad = micro.grad
-        micro.grad = None
+        grads = {i: micro.grads.pop((number, i), None) for i in link.tensors}
         arguments = micro.arguments.pop()
         kept = micro.inputs.pop()
         random = micro.of_blocks.pop()
-        if grad is None:
+        if all(grad is None for grad in grads.values()):
             return
-        hidden = kept.take().detach() if kept is not None else None
-        if hidden is not None and (
-            number or (micro.first is not None and micro.first.requires_grad)
-        ):
-            hidden.requires_grad_()
-        args, kwargs = arguments.with_hidden(hidden)
+        taken = {}
+        for source in arguments.sources:
+            made = micro.made[source[1]] if source[0] == HEAD else None
+            tensor = (kept[source].take() if made is None else made).detach()
+            needs_grad = tensor.is_floating_point() if made is None else made.requires_grad
+            taken[source] = tensor.requires_grad_(needs_grad)
+        args, kwargs = arguments.filled(taken)
         random.apply(self._device)
         # not the checkpointing that a class may add there
         block = functools.partial(nn.Module.__call__, link.block)
-        output = self._call(call_with_grad, True, block, *args, **kwargs)
-        made = tree_leaves(output)[link.hidden_out]
-        del output, args, kwargs, arguments
+        leaves = tree_leaves(self._call(call_with_grad, True, block, *args, **kwargs))
+        outputs = {i: leaves[i] for i, grad in grads.items() if grad is not None}
+        del leaves, args, kwargs, arguments
         self._check_leaves_nothing(link)
-        if made.requires_grad:
-            torch.autograd.backward(made, grad)
+        roots = [i for i, output in outputs.items() if output.requires_grad]
+        if roots:
+            torch.autograd.backward([outputs[i] for i in roots], [grads[i] for i in roots])
             self._hooks.answer_held()
-            micro.grad = hidden.grad if hidden is not None else None
+            for source, tensor in taken.items():
+                micro.add_grad(source, tensor.grad)
+
+    def _check_shape(self, link: Link, tensor: torch.Tensor, shape: torch.Size | None) -> None:
+        """Raises NoChainError for an output of another shape than its stand-in had."""
+        if shape is not None and tensor.shape != shape:
+            raise no_chain(
+                f"{link.name} gives a tensor of shape {tuple(tensor.shape)} where "
+                f"{tuple(shape)}, that of an argument, was expected"
+            )
 
     def _check_leaves_nothing(self, link: Link) -> None:
         """Raises NoChainError for a block that keeps a tensor with a gradient on itself, such as a
@@ -342,19 +401,21 @@ class LayerwisePasses:
         yield
         micro.random = micro.random.unless_new(_Random.now(self._device))
 
-    def _keep(self, number: int, micro: _MicroBatch, hidden: torch.Tensor) -> Kept:
+    def _keep(self, number: int, place: int, micro: _MicroBatch, tensor: torch.Tensor) -> Kept:
         activations = self._hooks.activations
         if activations is None:
-            return Saved.of(hidden)
+            return Saved.of(tensor)
         following = (
             (micro.number + 1, number) if micro.number + 1 < len(self._micros) else (0, number - 1)
         )
-        return activations.keep(hidden, lambda: self._kept(*following))
+        return activations.keep(tensor, lambda: self._kept(*following, place))
 
-    def _kept(self, of: int, number: int) -> Kept | None:
-        """The kept input of a block, until it is taken."""
+    def _kept(self, of: int, number: int, place: int) -> Kept | None:
+        """A kept input of a block, until it is taken."""
         inputs = self._micros[of].inputs if self._micros else []
-        return inputs[number] if 0 <= number < len(inputs) else None
+        if not 0 <= number < len(inputs):
+            return None
+        return next(itertools.islice(inputs[number].values(), place, None), None)
 
     @contextlib.contextmanager
     def _held(self, block: nn.Module) -> Iterator[None]:
