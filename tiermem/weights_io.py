@@ -143,6 +143,7 @@ _DTYPES = {
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _MAX_HEADER_BYTES = 100 << 20
 INDEX_NAME = "model.safetensors.index.json"
+_INDEX_NAMES = (INDEX_NAME, "diffusion_pytorch_model.safetensors.index.json")
 
 
 class StoredTensor(NamedTuple):
@@ -315,15 +316,16 @@ def dtype_code(dtype: torch.dtype) -> str:
 
 
 def find_files(path: Path) -> list[Path]:
-    """The safetensors files of a path. Raises FileNotFoundError that names missing files."""
+    """The safetensors files of a path; variants (`*.fp16.safetensors`) where there are no others.
+    Raises FileNotFoundError that names missing files."""
     if path.is_file():
         return [path]
-    index = path / INDEX_NAME
-    files = (
-        [path / name for name in names_in(index)]
-        if index.is_file()
-        else sorted(path.glob("*.safetensors"))
-    )
+    index = next((path / name for name in _INDEX_NAMES if (path / name).is_file()), None)
+    if index is not None:
+        files = [path / name for name in names_in(index)]
+    else:
+        found = sorted(path.glob("*.safetensors"))
+        files = [file for file in found if "." not in file.stem] or found
     missing = [str(file) for file in files if not file.is_file()]
     if missing or not files:
         raise FileNotFoundError(

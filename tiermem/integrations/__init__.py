@@ -4,6 +4,7 @@ library; nothing here does.
     choice        the policy for a model that a training loop asks for: given, from a config, or computed from the memory
     arguments     a DeepSpeed-style config beside transformers' TrainingArguments
     pretrained    weights of transformers' models, streamed from and to safetensors
+    diffusion     components of diffusers' pipelines
     models        from_pretrained: builds a model and streams its weights to their tier
     peft          merges adapters into a sharded base model
     huggingface   TiermemTrainer: transformers' Trainer, and the mixin for trainers that inherit from it

@@ -1,8 +1,10 @@
-"""Models: `from_pretrained` builds a transformers model whose weights are never whole in memory.
+"""Models: `from_pretrained` builds a model of transformers or diffusers whose weights are never
+whole in memory.
 
     name or folder -> config -> class -> built under zero.Init: every rank keeps its part
     each tensor of the safetensors files -> converted if need be -> where the policy's parameters
     rest a quantised model -> the values that its files mean, in the dtype of the model
+    a component of a diffusers pipeline, or one file -> diffusion.py; the rest is alike
     an adapter -> its base model, opened in the same way -> peft adds the adapter, whose weights are
     ordinary parameters
 
@@ -14,10 +16,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import importlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,12 @@ import transformers
 from huggingface_hub import snapshot_download
 from torch import nn
 
+from tiermem.integrations.diffusion import (
+    build_component,
+    component_folder,
+    open_single_file,
+    read_component,
+)
 from tiermem.integrations.pretrained import load_pretrained_weights, take_quantizer
 from tiermem.policy import OffloadPolicy
 from tiermem.run.init import Init, keep_buffers_in_fp32, names_in_fp32
@@ -45,35 +54,52 @@ def from_pretrained(
     dtype: torch.dtype | str = "auto",
     **kwargs: Any,
 ) -> nn.Module:
-    """Builds a transformers model and streams its safetensors to where the policy's parameters
-    rest.
+    """Builds a model of transformers or diffusers and streams its safetensors to where the policy's
+    parameters rest.
 
     Args:
         name_or_dir: a folder, or a name on the Hugging Face hub, whose files are downloaded; of a
-            model, or of a PEFT adapter.
+            model, of a PEFT adapter, or of a diffusers pipeline (without `subfolder` its
+            transformer or unet). Or one safetensors file of a diffusion model, which diffusers'
+            `from_single_file` opens: give `config`, the folder of the same model in diffusers'
+            format.
         policy: of the model; give `shard` or the Trainer the same. Default: everything in memory.
-        model_class: a class of transformers, or one of its AutoModel classes. Default: the class
-            that the config names.
+        model_class: a class of transformers, or one of its AutoModel classes; of a single file, a
+            class of diffusers. Default: the class that the config names.
         dtype: of the weights: a dtype, or "auto": the config's, else that of the files. What
-            transformers keeps in fp32 beside bf16 or fp16 is fp32.
+            transformers or diffusers keeps in fp32 beside bf16 or fp16 is fp32.
         kwargs: `config`; revision, cache_dir, token, local_files_only, force_download, subfolder;
             others change the config.
 
     Returns the model in evaluation mode. Weights that the files lack get initial values, with a
     warning. Each rank reads the files and keeps its part; in memory is one tensor at a time, or one
-    block of the model where its files have another format. Quantised files are dequantised. An
-    adapter gives a peft.PeftModel that is ready to be trained. Collective; blocks. Raises
-    ValueError for files that do not fit, and for quantised ones that transformers cannot dequantise
-    while it reads them; OSError for missing files; ImportError for an adapter without the peft
-    library.
+    block of the model where its files have another format; of a single file, the file. Quantised
+    files of transformers are dequantised. An adapter gives a peft.PeftModel that is ready to be
+    trained. Collective; blocks. Raises ValueError for files that do not fit, and for quantised ones
+    that cannot be dequantised while they are read; OSError for missing files; ImportError for an
+    adapter without the peft library, or a model of diffusers without that.
     """
+    init = Init(policy=policy or OffloadPolicy())
+    if Path(name_or_dir).is_file():
+        chosen = _dtype_of(dtype, None, Path(name_or_dir))
+        with init:
+            model = open_single_file(Path(name_or_dir), model_class, chosen, **kwargs)
+        return model.eval()
     hub = {name: kwargs.pop(name) for name in _OF_HUB if name in kwargs}
-    folder = _folder_of(name_or_dir, str(kwargs.pop("subfolder", "")), hub)
+    folder = component_folder(_folder_of(name_or_dir, str(kwargs.pop("subfolder", "")), hub))
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         return _with_adapter(
             folder, policy=policy, model_class=model_class, dtype=dtype, **hub, **kwargs
         )
     config = kwargs.pop("config", None)
+    component = read_component(folder)
+    if component is not None:
+        component |= kwargs
+        chosen = _dtype_of(dtype, None, folder)
+        build = functools.partial(build_component, component, chosen)
+        with init, _without_init(build, folder):
+            model = build()
+        return _filled(model, chosen, folder)
     if config is None:
         config, unused = transformers.AutoConfig.from_pretrained(
             folder, return_unused_kwargs=True, **kwargs
@@ -86,23 +112,28 @@ def from_pretrained(
     quantizer = take_quantizer(config)
     kind = class_of(config, model_class)
     chosen = _dtype_of(dtype, config, folder)
-    with Init(policy=policy or OffloadPolicy()), _without_init(kind, config, folder):
+    with init, _without_init(functools.partial(kind, config), folder):
         model = kind._from_config(config, dtype=chosen)
         model.tie_weights()  # which is a part of giving initial values
-    _keep_in_fp32(model, chosen)
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    return _filled(model, chosen, folder, quantizer)
+
+
+def _filled(model: Any, dtype: torch.dtype, folder: Path, quantizer: Any = None) -> nn.Module:
+    """The model with the values of a folder's files, in evaluation mode."""
+    _keep_in_fp32(model, dtype)
     lacking = load_pretrained_weights(model, folder, may_lack=True, quantizer=quantizer)
     if lacking:
         logger.warning(
             "%s lacks %s, which have initial values: train them", folder, ", ".join(sorted(lacking))
         )
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     found: nn.Module = model.eval()
     return found
 
 
 def _keep_in_fp32(model: Any, dtype: torch.dtype) -> None:
-    """Makes the parameters and buffers fp32 that transformers keeps so beside this dtype
+    """Makes the parameters and buffers fp32 that the model's library keeps so beside this dtype
     (`_keep_in_fp32_modules`)."""
     keep_buffers_in_fp32(model, dtype)
     kept = names_in_fp32(model, dtype)
@@ -134,7 +165,8 @@ def _folder_of(name_or_dir: str | os.PathLike[str], below: str, hub: dict[str, A
     """The local folder; downloads what is on the hub."""
     folder = Path(name_or_dir)
     if not folder.is_dir():
-        folder = Path(snapshot_download(os.fspath(name_or_dir), allow_patterns=_FILES, **hub))
+        files = [f"{below}/{each}" if below else each for each in _FILES]
+        folder = Path(snapshot_download(os.fspath(name_or_dir), allow_patterns=files, **hub))
     return folder / below
 
 
@@ -176,11 +208,11 @@ def _dtype_of(asked: torch.dtype | str, config: Any, folder: Path) -> torch.dtyp
 
 
 @contextlib.contextmanager
-def _without_init(kind: Any, config: Any, folder: Path) -> Iterator[None]:
+def _without_init(build: Callable[[], nn.Module], folder: Path) -> Iterator[None]:
     """A block in which parameters get no initial values, if the files have all values under the
-    model's own names."""
+    model's own names. build: builds such a model."""
     with torch.device("meta"):
-        model = kind(config)
+        model = build()
     names: dict[int, set[str]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         names.setdefault(id(value), set()).add(name)

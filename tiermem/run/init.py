@@ -284,10 +284,13 @@ def names_in_fp32(
     None: no tensor does.
 
     asked: parts of names, in which `*` stands for any characters; None: those that the module's
-        class lists.
+        class lists. diffusers' classes list whole parts, for both dtypes.
     """
     if dtype not in _LISTS:
         return None
+    words = getattr(module, "_keep_in_fp32_modules", None)
+    if asked is None and words and not hasattr(module, "_keep_in_fp32_modules_strict"):
+        return re.compile(rf"(^|\.)({'|'.join(map(re.escape, words))})(\.|$)")
     if asked is None:
         asked = [word for name in _LISTS[dtype] for word in getattr(module, name, None) or ()]
     return re.compile("|".join(word.replace("*", ".*") for word in asked)) if asked else None

@@ -1,0 +1,121 @@
+"""Diffusion: components of diffusers' pipelines (a transformer or UNet, a VAE), built under
+zero.Init and filled from their safetensors.
+
+    a component's folder     config.json names the class    weights are streamed, one tensor in memory at a time
+    a pipeline's folder      model_index.json               the component that is trained, if `subfolder` names no other
+    one file (kohya, Comfy)  diffusers' loader renames it   the file is whole in memory while it is read
+
+Text encoders are models of transformers (models.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+PIPELINE_FILE = "model_index.json"
+_TRAINED = ("transformer", "unet")
+
+
+def component_folder(folder: Path) -> Path:
+    """The component that is trained of a pipeline's folder; any other folder is its own. Raises
+    ValueError that names the components."""
+    index = folder / PIPELINE_FILE
+    if not index.is_file():
+        return folder
+    components = [each.parent.name for each in sorted(folder.glob("*/config.json"))]
+    found = next((name for name in _TRAINED if name in components), None)
+    if found is None:
+        raise ValueError(
+            f"{folder} is a pipeline of diffusers with {', '.join(components) or 'no model'}: "
+            "name one of its folders (subfolder)"
+        )
+    return folder / found
+
+
+def class_name_in(config: Mapping[str, Any]) -> str | None:
+    """The class of diffusers that a config.json names; None: it is another library's."""
+    found = config.get("_class_name")
+    return found if isinstance(found, str) else None
+
+
+def read_component(folder: Path) -> dict[str, Any] | None:
+    """The config.json of a folder, if it is a model of diffusers; else None."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    return config if class_name_in(config) else None
+
+
+def class_in_diffusers(name: str) -> Any:
+    """A class of diffusers. Raises ImportError without diffusers, ValueError for a name that it
+    does not have."""
+    try:
+        diffusers = importlib.import_module("diffusers")
+    except ImportError as error:
+        raise ImportError(
+            f"a {name} is a model of the diffusers library: pip install diffusers"
+        ) from error
+    found = getattr(diffusers, name, None)
+    if found is None:
+        raise ValueError(
+            f"diffusers {diffusers.__version__} has no {name}: pip install -U diffusers"
+        )
+    return found
+
+
+def build_component(config: Mapping[str, Any], dtype: torch.dtype) -> Any:
+    """A model of a component's config with diffusers' initial values, in a dtype. Buffers that are
+    not saved stay as they are computed. Raises ValueError for a quantised one."""
+    kind = class_in_diffusers(str(class_name_in(config)))
+    if config.get("quantization_config"):
+        raise ValueError(
+            f"the files of this {kind.__name__} are quantised: give a model in bf16, fp16 or fp32; "
+            "OffloadPolicy(frozen_quant_type=...) keeps its frozen weights small"
+        )
+    with _default_dtype(dtype):
+        model = kind.from_config(dict(config))
+    for module in model.modules():
+        for name in module._buffers.keys() - module._non_persistent_buffers_set:
+            if module._buffers[name] is not None and module._buffers[name].is_floating_point():
+                module._buffers[name] = module._buffers[name].to(dtype)
+    return model
+
+
+def open_single_file(
+    file: Path, model_class: Any, dtype: torch.dtype | None, **kwargs: Any
+) -> nn.Module:
+    """A model of one checkpoint file by diffusers' own loader, where the caller's Init puts it.
+
+    kwargs: of `from_single_file`, such as `config`, the folder of the same model. Raises ValueError
+    for a class that has no such loader.
+    """
+    config = kwargs.get("config")
+    if model_class is None and config is not None:
+        folder = component_folder(Path(config) / str(kwargs.get("subfolder") or ""))
+        model_class = class_in_diffusers(str(class_name_in(read_component(folder) or {})))
+        kwargs |= {"config": str(folder), "subfolder": None}
+    if not hasattr(model_class, "from_single_file"):
+        raise ValueError(
+            f"{file} is one file: give config=FOLDER, the folder of the same model in diffusers' "
+            "format, or model_class, a class of diffusers that has from_single_file"
+        )
+    found: nn.Module = model_class.from_single_file(str(file), torch_dtype=dtype, **kwargs)
+    return found
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """A block in which new floating-point tensors have a dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
