@@ -297,7 +297,13 @@ class PlanOptions(Options):
     preset: str | None = option(
         None, "151m, 419m, 1b, 1.3b, 3b, 7b, 8b, 14b, 32b or 70b: a Llama of that size"
     )
-    model: Path | None = option(None, "a Hugging Face config.json, or the folder it lies in")
+    model: Path | None = option(
+        None,
+        (
+            "a config.json of transformers or diffusers, or the folder it lies in; a pipeline's "
+            "folder: its transformer or unet"
+        ),
+    )
     shows_paper: bool = option(
         False,
         "show the ZeRO-Infinity paper's table and the estimators of a model (7b), and plan nothing",

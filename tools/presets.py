@@ -1,4 +1,5 @@
-"""Presets: shapes of Llama-family models, as the dictionaries of a Hugging Face config.json.
+"""Presets: shapes of Llama-family models, as the dictionaries of a Hugging Face config.json. The
+config.json of a diffusion model (diffusers) is a shape, too.
 
     151m, 419m   the shapes of this project's measurements (419m: 24 layers of 1024, vocabulary 8192)
     1.3b         24 layers of 2048          7b   Llama-2-7B
@@ -9,6 +10,10 @@ They are plain dictionaries, so that reading them does not import transformers.
 
 from __future__ import annotations
 
+import collections
+import functools
+import importlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +21,8 @@ from typing import Any, NamedTuple
 from tiermem.tools.words import Mistake, closest, read_json
 
 ModelShape = dict[str, Any]
+OF_DIFFUSERS = "_class_name"
+"""A key of a shape: the class of diffusers."""
 
 
 def llama(
@@ -77,12 +84,14 @@ def preset(name: str) -> ModelShape:
 
 
 def read_shape(file: Path) -> ModelShape:
-    """A Hugging Face config.json, without the key/value cache. Raises OSError, or ValueError that
-    says what is wrong."""
+    """A Hugging Face config.json, without the key/value cache, or one of diffusers. Raises OSError,
+    or ValueError that says what is wrong."""
     shape = read_json(file)
     if isinstance(shape, dict) and not _OF_DEEPSPEED.isdisjoint(shape):
         instead = {"--model": f"--preset 419m --config {file}"}
         raise Mistake(f"{file} is no Hugging Face config, but one for DeepSpeed", instead)
+    if isinstance(shape, dict) and OF_DIFFUSERS in shape:
+        return shape
     if not isinstance(shape, dict) or "model_type" not in shape:
         raise ValueError(
             f'{file} is no Hugging Face config: it must be an object with a "model_type"'
@@ -157,10 +166,17 @@ class ModelSizes(NamedTuple):
     is_llama: bool = False  # its logits are a product with the head's weight, and nothing else
     num_experts: int = 1  # of one layer, fused in one weight
     num_chosen: int = 0  # by each token; 0: the layers have no experts
+    counted: tuple[int, int] | None = None
+    """Parameters of the largest block, and of the largest weight, where they were counted."""
+    saved_places: int | None = None
+    """What autograd saves per token in a block, in widths; 0: it is not known; None: a Llama's."""
 
     @staticmethod
     def of(shape: Mapping[str, Any]) -> ModelSizes:
-        """Reads a Hugging Face config. Raises ValueError that names the key it lacks."""
+        """Reads a Hugging Face config, or builds a diffusion model without memory and counts.
+        Raises ValueError that names the key that a config lacks."""
+        if OF_DIFFUSERS in shape:
+            return _counted(json.dumps(dict(shape)))
         hidden = _key(shape, "hidden_size", "n_embd", "d_model")
         num_heads = _key(shape, "num_attention_heads", "n_head", "num_heads")
         head_dim = shape.get("head_dim") or hidden // num_heads
@@ -185,6 +201,8 @@ class ModelSizes(NamedTuple):
     @property
     def block_numel(self) -> int:
         """Parameters of one block."""
+        if self.counted is not None:
+            return self.counted[0]
         attention = 2 * self.hidden * self.hidden + 2 * self.hidden * self.key_value
         return attention + 3 * self.hidden * self._width + 2 * self.hidden
 
@@ -201,8 +219,38 @@ class ModelSizes(NamedTuple):
     @property
     def weight_numel(self) -> int:
         """Elements of the largest weight."""
+        if self.counted is not None:
+            return self.counted[1]
         fused = 2 * self._width if self.num_chosen else self.intermediate
         return self.hidden * max(fused, self.vocabulary)
+
+
+_SAVED_PLACES = 40
+"""What autograd saves per token in a block of a diffusion transformer, in widths: 22 to 40 in ten
+families (test_plan_diffusion.py)."""
+
+
+@functools.cache
+def _counted(shape: str) -> ModelSizes:
+    """The sizes of a diffusion model, whose config is given as JSON."""
+    diffusion = importlib.import_module("tiermem.integrations.diffusion")
+    model, blocks = diffusion.build_meta(json.loads(shape))
+    weights = [param for block in blocks for param in block.parameters() if param.dim() == 2]
+    widths = collections.Counter(param.shape[1] for param in weights)
+    return ModelSizes(
+        hidden=max(widths, key=widths.__getitem__, default=1),
+        intermediate=0,
+        num_layers=len(blocks),
+        num_heads=0,
+        key_value=0,
+        vocabulary=0,
+        counted=(
+            max((sum(p.numel() for p in block.parameters()) for block in blocks), default=0),
+            max(param.numel() for param in model.parameters()),
+        ),
+        # of convolutions no formula tells it
+        saved_places=0 if "block_out_channels" in shape else _SAVED_PLACES,
+    )
 
 
 def _key(shape: Mapping[str, Any], *names: str) -> int:

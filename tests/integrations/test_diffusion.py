@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tiny_diffusion import FAMILIES, Batch, Family, diffusers
+from diffusion_zoo import FAMILIES, Batch, Family, diffusers
 from torch import nn
 
 import tiermem

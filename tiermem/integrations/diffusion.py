@@ -88,6 +88,18 @@ def build_component(config: Mapping[str, Any], dtype: torch.dtype) -> Any:
     return model
 
 
+def build_meta(config: Mapping[str, Any]) -> tuple[nn.Module, list[nn.Module]]:
+    """A component without memory, and the modules of its outermost lists: its blocks."""
+    with torch.device("meta"):
+        model: nn.Module = build_component(config, torch.float32)
+
+    def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
+        for child in module.children():
+            yield from child if isinstance(child, nn.ModuleList) else blocks_of(child)
+
+    return model, list(blocks_of(model))
+
+
 def open_single_file(
     file: Path, model_class: Any, dtype: torch.dtype | None, **kwargs: Any
 ) -> nn.Module:

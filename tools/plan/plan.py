@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tiermem.forecast.forecast import PHASES
+from tiermem.integrations.diffusion import component_folder
 from tiermem.plans.budget import why_disk
 from tiermem.policy import Tier
 from tiermem.swap.memory.accelerator import find_device
@@ -48,7 +49,7 @@ from tiermem.tools.plan.planned import (
 )
 from tiermem.tools.plan.prediction import settle_compute
 from tiermem.tools.plan.speed import speed_of
-from tiermem.tools.presets import ModelShape, preset, shape_of
+from tiermem.tools.presets import OF_DIFFUSERS, ModelShape, preset, shape_of
 from tiermem.tools.record.reports import table
 from tiermem.tools.words import Mistake, format_bytes, numbered
 from tiermem.units.experts import expected_share
@@ -85,6 +86,11 @@ def scenario_of(options: PlanOptions) -> tuple[Scenario, list[str]]:
     given: blocks for that."""
     shape = _shape(options)
     config = _config(options)
+    if OF_DIFFUSERS in shape and options.flops is None and options.gpu_bytes is None:
+        said = "a diffusion model is not timed here"
+        raise Mistake(
+            f"{said}: name the card that it is for", {"--gpu-memory": "--gpu-memory 24GiB"}
+        )
     # measured here, in the dtype that is best here
     if options.flops is None and options.gpu_bytes is None:
         config, _ = settle_compute(config, shape)
@@ -106,11 +112,9 @@ def scenario_of(options: PlanOptions) -> tuple[Scenario, list[str]]:
 
 def _shape(options: PlanOptions) -> ModelShape:
     model = options.model
-    return shape_of(
-        options.preset,
-        model / "config.json" if model is not None and model.is_dir() else model,
-        "--model",
-    )
+    if model is not None and model.is_dir():
+        model = component_folder(model) / "config.json"
+    return shape_of(options.preset, model, "--model")
 
 
 def _config(options: PlanOptions) -> Config:
@@ -180,6 +184,11 @@ def print_plan(
         console.print(f"  {planned.choice}")
     for sentence in _said(planned):
         console.print(f"  {sentence}")
+    if planned.activations.sizes.saved_places == 0:
+        console.print(
+            "  activations are not counted, since no formula tells those of convolutions: give "
+            "--gpu-memory less what they take"
+        )
     if planned.written_bytes_day:
         console.print(f"  {wear_a_day(planned.written_bytes_day)}")
     _print_verdict(planned, advice, console)

@@ -25,6 +25,8 @@ from tiermem.config import load_config, resolve_auto
 from tiermem.config.optimizer import BatchSizes
 from tiermem.forecast import Choice, Forecast, Placement, Rates, choose, forecast_step, uses_of
 from tiermem.forecast.rates import Compute
+from tiermem.integrations.diffusion import build_meta
+from tiermem.integrations.models import class_of
 from tiermem.layers.chunked_loss import CHUNK_BYTES
 from tiermem.plans.budget import make_plan
 from tiermem.plans.plan import ACTIVATION_CHUNK_BYTES, Plan, Row
@@ -33,7 +35,7 @@ from tiermem.precision import DTYPES, Precision
 from tiermem.ranks.topology import Topology, plan_topology
 from tiermem.tools.job.launcher import Job, compute_of
 from tiermem.tools.measure.machine import DAY_S
-from tiermem.tools.presets import ModelSizes
+from tiermem.tools.presets import OF_DIFFUSERS, ModelSizes
 from tiermem.tools.words import Mistake, format_bytes
 from tiermem.units.state_layout import StateLayout
 from tiermem.units.unit import divide
@@ -403,6 +405,8 @@ def saved_bytes_per_token(sizes: ModelSizes, precision: str) -> int:
     places instead of their casts. Of each expert that a token chooses: its input and its output as
     well.
     """
+    if sizes.saved_places is not None:
+        return sizes.saved_places * sizes.hidden * DTYPES[precision].itemsize
     hidden_places, float_places = (8, 0) if precision == "fp32" else (6, 2)
     hidden_places += 2 * sizes.num_chosen
     element = DTYPES[precision].itemsize
@@ -722,14 +726,22 @@ def meta_model(shape: Mapping[str, Any], precision: str, lora_rank: int | None =
     lora_rank: of PEFT's adapters, which alone are trained, beside every nn.Linear but the head.
         Fused experts and their routers are none, and get no adapter.
 
-    Raises ValueError for a model type that transformers does not know, ImportError without peft.
+    Raises ValueError for a model type that transformers does not know, ImportError without peft or
+    diffusers.
     """
     with torch.device("meta"):
-        model: Any = transformers().AutoModelForCausalLM.from_config(hf_config(shape))
-        model = model.to(DTYPES[precision])
+        model: Any
+        if OF_DIFFUSERS in shape:
+            model = build_meta(shape)[0]
+        else:
+            config = hf_config(shape)
+            causal = transformers().AutoModelForCausalLM
+            is_causal = type(config) in causal._model_mapping
+            model = causal.from_config(config) if is_causal else class_of(config)(config)
+        model = nn.Module.to(model, DTYPES[precision])  # diffusers' own warns
         if lora_rank is not None:
             peft = importlib.import_module("peft")
-            head = model.get_output_embeddings()
+            head = None if OF_DIFFUSERS in shape else model.get_output_embeddings()
             linear = [
                 name
                 for name, module in model.named_modules()
