@@ -231,6 +231,14 @@ def test_one_file_is_opened_by_diffusers_own_loader(tmp_path: Path) -> None:
     torch.testing.assert_close(opened(model, policy), expected, rtol=0, atol=0)
     with pytest.raises(ValueError, match="is one file: give config=FOLDER"):
         tiermem.from_pretrained(tmp_path / "one.safetensors", policy)
+    small = {name: each.to(torch.float8_e4m3fn) for name, each in stored.items()}
+    save_file(small, tmp_path / "fp8.safetensors")
+    with pytest.raises(
+        ValueError, match=r"fp8\.safetensors is quantised .torch\.float8_e4m3fn.: give"
+    ):
+        tiermem.from_pretrained(
+            tmp_path / "fp8.safetensors", policy, dtype="bfloat16", config=tmp_path / "folder"
+        )
 
 
 def test_folders_that_fit_nothing_are_refused_with_what_to_give(pipeline: Path) -> None:

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tiermem.weights_io import read_header
+
 PIPELINE_FILE = "model_index.json"
 _TRAINED = ("transformer", "unet")
 
@@ -106,8 +108,14 @@ def open_single_file(
     """A model of one checkpoint file by diffusers' own loader, where the caller's Init puts it.
 
     kwargs: of `from_single_file`, such as `config`, the folder of the same model. Raises ValueError
-    for a class that has no such loader.
+    for a class that has no such loader, and for a file with weights of 8 or fewer bits.
     """
+    small = {str(each.dtype) for each in read_header(file) if each.dtype.itemsize == 1}
+    if small:
+        raise ValueError(
+            f"{file} is quantised ({', '.join(sorted(small))}): give a file in bf16, fp16 or fp32; "
+            "OffloadPolicy(frozen_quant_type=...) keeps frozen weights small"
+        )
     config = kwargs.get("config")
     if model_class is None and config is not None:
         folder = component_folder(Path(config) / str(kwargs.get("subfolder") or ""))
