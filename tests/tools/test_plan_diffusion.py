@@ -131,6 +131,16 @@ def bytes_of_second_block(model: Any, family: Any, dtype: torch.dtype) -> tuple[
     return sum(each.untyped_storage().nbytes() for each in kept.values()), tokens
 
 
+@pytest.mark.slow
+def test_the_page_has_what_plan_says() -> None:
+    tables = pytest.importorskip("diffusion_tables")
+    found = tables.cell(tables.CARDS[2], tables.MODELS[0], "LoRA")
+    [row] = [
+        line for line in tables.PAGE.read_text("utf-8").splitlines() if line.startswith("| 24 GB")
+    ]
+    assert str(found) == row.split(" | ")[2]
+
+
 def test_a_card_must_be_named(folder: Path) -> None:
     with pytest.raises(ValueError, match="not timed here: name the card that it is for"):
         scenario_of(options(folder, gpu_bytes=None))
