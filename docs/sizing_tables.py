@@ -1,8 +1,8 @@
 """Sizing tables: plans training of six models on nine machines, and writes docs/sizing.md, the
 table of the README, and the lines "Predicted: ..." below the commands of other pages.
 
-    python docs/sizing_tables.py              takes minutes of every core: `tiermem plan` plays a step of each model
-    python docs/sizing_tables.py predicted    the lines alone
+    python docs/sizing_tables.py              takes minutes of every core: a search for each cell
+    python docs/sizing_tables.py predicted    the lines "Predicted: ..." alone
 
 A test plans some of the rows again and compares.
 """
@@ -60,7 +60,7 @@ class Machine(NamedTuple):
         size, (read, write) = re.match(r"(\d+) GB", self.gpu), ASSUMED_DISK
         found = {"--flops": self.flops, "--host-memory": f"{self.memory_gib - 6}GiB"}
         found |= {"--gpu-memory": f"{size[1]}GiB"} if size is not None else {}
-        found |= {"--nvme-size": f"{2 * self.disks}TB"} if self.disks else {}
+        found |= {"--nvme-size": f"{2 * self.disks}TB" if self.disks else "0"}
         if self.disks > 1 or size is None:  # else it is what `plan` assumes
             rates = f"{self.disks * read / 1e9:g},{self.disks * write / 1e9:g}"
             found |= {"--nvme-rate": rates, "--duplex": ""}
@@ -94,28 +94,16 @@ PREDICTED = re.compile(
 """A command of a page, and the line below its block."""
 
 
-def words_of(machine: Machine, model: str, states: str, offload: str, batch: int) -> Words:
-    """One step of NUM_SEQUENCES sequences, `batch` at a time, with recomputed activations: the
-    options of `tiermem plan`."""
-    found = {
-        "--preset": model,
-        "--states": states,
-        "--offload": offload,
-        "--precision": "bf16",
-        **machine.options(),
-    }
-    found |= {
-        "--seq": f"{SEQ}",
-        "--batch": f"{batch}",
-        "--accumulation": f"{NUM_SEQUENCES // batch}",
-    }
-    return found | {"--overlap": "forward", "--checkpointing": ""}
+def words_of(machine: Machine, model: str, states: str, batch: int) -> Words:
+    """One step of NUM_SEQUENCES sequences, `batch` at a time: the options of `tiermem plan`."""
+    found = {"--preset": model, "--states": states, "--precision": "bf16", **machine.options()}
+    sizes = {"--seq": SEQ, "--batch": batch, "--accumulation": NUM_SEQUENCES // batch}
+    return found | {name: str(size) for name, size in sizes.items()} | {"--overlap": "forward"}
 
 
 def command_of(words: Words) -> str:
     """The command, without what it takes by itself."""
     usual = {
-        "--offload": "nvme",
         "--seq": "2048",
         "--accumulation": "1",
         "--flops": "150T",
@@ -127,7 +115,7 @@ def command_of(words: Words) -> str:
     return " ".join(["tiermem plan", *needed])
 
 
-def plan(words: Words, chooses: bool) -> Planned:
+def plan(words: Words) -> Planned:
     """What the command plans."""
     given: dict[str, Any] = {}
     for field, said in options_of(PlanOptions).items():
@@ -137,22 +125,18 @@ def plan(words: Words, chooses: bool) -> Planned:
                 said.parse(text) if said.parse else int(text) if text.isdigit() else text or True
             )
     options = PlanOptions(**given)
-    return plan_scenario(scenario_of(options)[0].recomputing, chooses)
+    return plan_scenario(scenario_of(options)[0])
 
 
 def best(machine: Machine, model: str, states: str) -> tuple[Words, Planned] | None:
-    """The fastest plan that fits: states on the GPU, in memory or on NVMe, as many sequences at a
-    time as fit; None where none does."""
-    found: list[tuple[Words, Planned]] = []
-    is_gpu = "--gpu-memory" in machine.options()
-    for offload in ("none", "cpu", "nvme")[not is_gpu : 2 + bool(machine.disks)]:
-        for batch in (8, 4, 2, 1):
-            words = words_of(machine, model, states, offload, batch)
-            if not plan(words, chooses=False).problems:
-                found.append((words, plan(words, chooses=True)))
-                break
-    fitting = [each for each in found if not each[1].problems]
-    return max(fitting, key=lambda each: each[1].tokens_per_s, default=None)
+    """The fastest plan that fits, two sequences at a time or one where two do not fit; None where
+    none does."""
+    for batch in (2, 1):
+        words = words_of(machine, model, states, batch)
+        planned = plan(words)
+        if not planned.problems:
+            return words, planned
+    return None
 
 
 class Cell(NamedTuple):
@@ -272,9 +256,9 @@ HEAD = """<!-- Written by `python docs/sizing_tables.py`. Do not edit it. -->
 
 # Will it fit, how fast
 
-`tiermem plan` answers before you own the machine: it computes the library's own plan of every byte, and plays a step on a
-simulated clock. Nothing in these tables is measured: read the speeds as what the arithmetic of the plan gives when nothing
-else is slow. One row was measured elsewhere: 8B compact with everything on the card of an H200 trains 7,923 tokens/s
+`tiermem plan` answers before you own the machine: it searches the library's own plans for the fastest mix of homes, and adds up
+what each moves and computes. Nothing in these tables is measured: read the speeds as what the arithmetic of the plan gives when
+nothing else is slow. One row was measured elsewhere: 8B compact with everything on the card of an H200 trains 7,923 tokens/s
 ([measured](measured.md#how-fast-is-an-8b-on-an-h200)). The command of a cell stands below the last table.
 
 ## The largest model
@@ -284,7 +268,9 @@ MIDDLE = f"""
 - "Written a day" is what goes to the NVMe drives in a day without a pause, and how long drives that may be written 600 TB each
   (usual for 1 TB) would last. Checkpoints that are copies come on top. `tiermem plan` says it for your plan.
 - A step is {NUM_SEQUENCES} sequences of {SEQ} tokens ({NUM_SEQUENCES * SEQ:,} tokens), full fine-tuning in bf16 with AdamW and
-  clipping, activations recomputed, as many sequences at a time as fit.
+  clipping, two sequences at a time, or one where two do not fit. Where weights, gradients, states and activations rest, who
+  steps the states, whether activations are recomputed, and whether micro-batches go block by block is what the search found
+  fastest.
 - 512 MiB and 5 % of a GPU and 6 GiB of the host's memory are left to others. A drive has 2 TB, and reads 7 and writes 5 GB/s
   at once. Training reaches 50, 80, 150 and 400 TFLOPS on the GPUs of 12, 16, 24 and 80 GB. Their memory moves 800 GB/s, 2,000
   of the 80 GB GPU; the link 25 GB/s each way, 50 of the 80 GB GPU. The CPU's kernels move 50 GB/s of memory. A GPU's kernel

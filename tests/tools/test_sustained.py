@@ -128,6 +128,8 @@ def test_plan_plans_with_it(
                 "plan",
                 "--preset",
                 "151m",
+                "--offload",
+                "nvme",
                 "--flops",
                 "1T",
                 "--sustained",
@@ -143,15 +145,11 @@ def test_plan_plans_with_it(
         in said
     )
     figures = json.loads((tmp_path / "plan.json").read_text())
-    none, window, early = figures["overlaps"]
-    assert (none["overlap"], window["overlap"], window["limited_by"]) == ("none", "forward", "disk")
-    assert figures["limits_s"] == early["limits_s"] and none["iteration_s"] > window["iteration_s"]
-    assert (none["written_bytes"], none["extra_disk_bytes"]) == (window["written_bytes"], 0)
-    assert early["overlap"] == "backward" and early["written_bytes"] == none["written_bytes"]
-    assert (
-        early["extra_disk_bytes"] > 0 == early["extra_host_bytes"]
-        and early["iteration_s"] < window["iteration_s"]
-    )
+    written = figures["moved_bytes"]["HOST -> NVME"]
+    # past the fast cache, one way at a time
+    read = figures["moved_bytes"]["NVME -> HOST"]
+    disk_s = sum(written.values()) / 0.5e9 + sum(read.values()) / 3e9
+    assert figures["limits_s"]["disk"] == pytest.approx(disk_s, rel=0.01)
 
 
 def test_tune_keeps_it(tmp_path: Path, asked: list[tuple[Path, float]]) -> None:

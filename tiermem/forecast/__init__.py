@@ -3,11 +3,11 @@ takes.
 
 Files in order: each imports only files before it.
 
-    rates      rates of disk, links and arithmetic; a simulator of tasks on lanes
+    rates      rates of disk, links and arithmetic
     loads      modules and their units, bytes of tiles, payloads of collectives
-    course     what decides a training step; the units that are stepped under backward
-    steps      a training step as tasks: reads, gathers, maths, tiles
-    forecast   bytes per edge and seconds per phase; the choice of a plan by predicted time
+    fetches    which units the real prefetcher fetches in a step
+    phases     bytes per edge, and seconds per lane and phase
+    choose     the choice of a plan by predicted time
 
 The sizes are the plan's own: `plans/plan.py`, `units/unit.py` and `units/state_layout.py` compute
 what a run allocates and cuts. The forecast adds times. It allocates no states, reads and sends
@@ -16,30 +16,21 @@ nothing, and calls no collective, except `agreed`.
 
 from __future__ import annotations
 
-from tiermem.forecast.forecast import (
-    Choice,
-    Forecast,
-    Placement,
-    agreed,
-    choose,
-    forecast_shards,
-    forecast_step,
-)
+from tiermem.forecast.choose import Caps, Choice, Placement, agreed, choose, forecast_shards
 from tiermem.forecast.loads import Use, uses_of
-from tiermem.forecast.rates import Rates, Task, Timeline, play
+from tiermem.forecast.phases import Forecast, forecast_step
+from tiermem.forecast.rates import Rates
 
 __all__ = [
+    "Caps",
     "Choice",
     "Forecast",
     "Placement",
     "Rates",
-    "Task",
-    "Timeline",
     "Use",
     "agreed",
     "choose",
     "forecast_shards",
     "forecast_step",
-    "play",
     "uses_of",
 ]

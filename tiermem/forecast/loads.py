@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import collections
 import functools
-import itertools
 import types
 from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
@@ -159,11 +159,12 @@ def _left(modules: set[nn.Module]) -> set[nn.Parameter]:
 
 # ---- tiles of optimizer states -------------------------------------------------------------------
 
-MOST_TILES = 20_000  # simulated one by one; above this number, neighbouring tiles are merged
+_MOST_TILES = 1_000
+"""Cut one by one; of more, larger ones are counted: the same bytes, dealt out in larger pieces."""
 
 
 class TileLoad(NamedTuple):
-    """Bytes that one tile, or several merged neighbours, moves in a step after the first step.
+    """Bytes that tiles of one unit, stepped in one place, move in a step after the first step.
 
     read      states on NVMe, its weights on NVMe if a step needs them, its gradients on NVMe
     written   states on NVMe, its weights on NVMe
@@ -187,7 +188,6 @@ class TileLoad(NamedTuple):
     down_bytes: int = 0
     up_bytes: int = 0
     brought_bytes: int = 0
-    num_sent: int = 0  # tiles that are sent to buffers of an accelerator
     num_tiles: int = 1
 
     def without_gradients(self) -> TileLoad:
@@ -196,42 +196,40 @@ class TileLoad(NamedTuple):
 
 
 def tile_loads(
-    units: Sequence[Unit],
-    plan: Plan,
-    policy: OffloadPolicy,
-    shard_rank: int,
-    most_tiles: int = MOST_TILES,
+    units: Sequence[Unit], plan: Plan, policy: OffloadPolicy, shard_rank: int
 ) -> list[TileLoad]:
-    """Returns the loads of a step in the order of its tiles. Above `most_tiles`, neighbours in one
-    unit are merged.
-
-    An accelerator and the CPU step at the same time, so tiles of one are not merged with tiles of
-    the other.
-    """
-    # for all units of equal layout, as a Transformer's blocks
-    cut: dict[Hashable, list[tuple[int, int]]] = {}
+    """Returns the loads of a step, in the order of units: for each what the CPU steps, and what an
+    accelerator does."""
+    tile_numel = plan.tile_numel
+    num_tiles = sum(-(-unit.shard_numel // tile_numel) for unit in units if unit.is_trainable)
+    times = max(1, -(-num_tiles // _MOST_TILES))  # each as large as a tile is
+    cut: dict[Hashable, list[tuple[int, int]]] = {}  # for all units of equal layout
     pieces: list[tuple[Unit, int, int]] = []
     for unit in units:
         if unit.is_trainable:
-            alike = (
-                unit.dtype,
-                unit.shard_numel,
-                *((s.numel, s.shard_numel, s.shard_offset) for s in unit.shards),
-            )
+            shards = ((s.numel, s.shard_numel, s.shard_offset) for s in unit.shards)
+            alike = (unit.dtype, unit.shard_numel, *shards)
             if alike not in cut:
-                cut[alike] = _cut(unit, plan.tile_numel, policy, shard_rank)
+                cut[alike] = _cut(unit, times * tile_numel, policy, shard_rank)
             pieces += [(unit, numel, size) for numel, size in cut[alike]]
     sizes = [size for _, _, size in pieces]
-    made: dict[Hashable, TileLoad] = {}
-    loads = []
     routes = routes_of_tiles(sizes, [numel for _, numel, _ in pieces], plan)
-    for (unit, numel, size), route in zip(pieces, routes, strict=True):
-        key = (unit.index, numel, route)
-        if key not in made:
-            is_sent = route.engine is Tier.DEVICE is not route.states
-            made[key] = _load(unit, numel, route.states, size, plan, policy, is_sent)
-        loads.append(made[key])
-    return _together(loads, -(-len(loads) // most_tiles))
+    counts = collections.Counter(
+        (unit.index, numel, route, size)
+        for (unit, numel, size), route in zip(pieces, routes, strict=True)
+    )
+    found: dict[tuple[int, bool], list[TileLoad]] = {}
+    for (index, numel, route, size), count in counts.items():
+        is_sent = route.engine is Tier.DEVICE is not route.states
+        load = _load(units[index], numel, route.states, size, plan, policy, is_sent)
+        num_tiles = max(1, round(numel / tile_numel))
+        load = load._replace(num_tiles=num_tiles)
+        sums = TileLoad(index, *(count * each for each in load[1:]))
+        found.setdefault((index, bool(load.device_bytes)), []).append(sums)
+    return [
+        TileLoad(index, *map(sum, zip(*(load[1:] for load in loads), strict=True)))
+        for (index, _), loads in sorted(found.items())
+    ]
 
 
 def still_buffered(plan: Plan, uses: Sequence[Use], is_gpu: bool) -> set[int]:
@@ -300,7 +298,6 @@ def _load(
         down,
         up,
         (grads if plan.brings_gradients and not is_there else 0) + weights * is_far,
-        int(is_sent),
     )
 
 
@@ -332,22 +329,6 @@ def gradient_traffic(dtype: torch.dtype, passes: float | None = None) -> float:
         return (2 + passes) * dtype.itemsize
     grad = torch.zeros(NORM_BLOCK, dtype=dtype)
     return 2 * dtype.itemsize + memory_traffic(lambda: block_sums_in_torch(grad, 0)) / NORM_BLOCK
-
-
-def _together(loads: list[TileLoad], num: int) -> list[TileLoad]:
-    if num <= 1:
-        return loads
-    found: list[TileLoad] = []
-    for _, of_unit in itertools.groupby(loads, key=lambda load: load.unit):
-        alike = list(enumerate(of_unit))
-        groups = []
-        for is_there in (True, False):
-            places = [place for place, load in alike if bool(load.device_bytes) is is_there]
-            groups += [places[i : i + num] for i in range(0, len(places), num)]
-        for group in sorted(groups):
-            _, *sizes = zip(*(alike[place][1] for place in group), strict=True)
-            found.append(TileLoad(alike[0][1].unit, *map(sum, sizes)))
-    return found
 
 
 # ---- collectives ---------------------------------------------------------------------------------

@@ -3,11 +3,12 @@ hold."""
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 import itertools
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,7 +77,8 @@ def make_plan(
     maker = _Maker(division, policy, topology, is_gpu, homes, ranks_on_node, context_bytes)
     plan = maker.make(set())
     if plan is not None and is_gpu and policy.device_bytes is not None:
-        plan = maker.make(_staying(maker, division, homes)) or plan
+        room_bytes = policy.device_bytes - plan.device_bytes
+        plan = maker.make(_staying(maker, division, homes, room_bytes)) or plan
     if plan is None:
         raise ValueError(maker.refusal())
     return plan
@@ -270,9 +272,11 @@ class _Maker:
         planner = self._planner(stays)
         now = self._now
         room, kept = (0, ()) if now is None else (now.activation_bytes, now.drafted)
-        for choice, drafted in itertools.product(
-            self._choices(planner), (kept, ()) if kept else ((),)
-        ):
+        choices = self._choices(planner)
+        fitting: set[Tier | None] | None = None
+        for choice, drafted in itertools.product(choices, (kept, ()) if kept else ((),)):
+            if fitting is not None and choice.grads not in fitting:
+                continue
             plan = planner.plan(choice, policy.resident_bytes or 0, room, drafted)
             if self._fits(plan):
                 left = 0 if budget is None else max(0, budget - plan.host_bytes - PAGE_BYTES)
@@ -288,7 +292,23 @@ class _Maker:
                 return dataclasses.replace(
                     plan, lacks="" if plan.may_attempt else self._lacks(planner, choice)
                 )
+            if fitting is None:
+                fitting = set(self._fitting(planner, choices))
         return None
+
+    def fits(self, stays: Collection[int]) -> bool:
+        """Whether a plan fits with these units (by index) staying on the accelerator."""
+        planner = self._planner(stays)
+        return any(True for _ in self._fitting(planner, self._choices(planner)))
+
+    def _fitting(self, planner: Planner, choices: Sequence[PlanChoice]) -> Iterator[Tier | None]:
+        """The homes of gradients with which some choice fits: the one that takes least does."""
+        least = {choice.grads: choice for choice in sorted(choices, key=_size, reverse=True)}
+        room_bytes = 0 if self._now is None else self._now.activation_bytes
+        for grads, choice in least.items():
+            plan = planner.plan(choice, self._policy.resident_bytes or 0, room_bytes)
+            if self._fits(plan):
+                yield grads
 
     def _lacks(self, planner: Planner, choice: PlanChoice) -> str:
         """What steps under backward lack, in words, where they are wanted and the plan of a choice
@@ -376,13 +396,22 @@ class _Maker:
         return budget is None or plan.device_bytes <= budget
 
 
-def _staying(maker: _Maker, division: Division, homes: Mapping[int, Tier]) -> set[int]:
+def _size(choice: PlanChoice) -> tuple[int, int, int, bool]:
+    """What a plan grows with, for one home of gradients: each by itself."""
+    return choice.unit_buffers, choice.tile_buffers, choice.tile_numel, choice.attempts
+
+
+def _staying(
+    maker: _Maker, division: Division, homes: Mapping[int, Tier], room_bytes: int
+) -> set[int]:
     """The streamed units, by index, that stay on the accelerator: the most bytes that both budgets
     hold.
 
     Fetches cost most from NVME, and twice a step where backward reads the weights again. Units that
     cost the same stay at even distances, so that fetches of others hide behind them. Large units
     enlarge every buffer, so that is also tried: these first.
+
+    room_bytes: of the accelerator, which the plan leaves with no more units there.
     """
     again = {unit.index for unit in division.order(reads_weights_again)}
     units = [
@@ -390,8 +419,8 @@ def _staying(maker: _Maker, division: Division, homes: Mapping[int, Tier]) -> se
         for u in division.units
         if u.index in homes and not u.is_packed and u.full_dtype == u.dtype
     ]
-    sizes = sorted(unit.full_bytes for unit in units)
-    usual = sizes[len(sizes) // 2] if sizes else 0
+    by_size = sorted(unit.full_bytes for unit in units)
+    usual = by_size[len(by_size) // 2] if by_size else 0
 
     def cost(unit: Unit) -> tuple[bool, bool]:
         return homes[unit.index] is Tier.NVME, unit.index in again
@@ -418,14 +447,17 @@ def _staying(maker: _Maker, division: Division, homes: Mapping[int, Tier]) -> se
     for order in orders:
         low = 0
         high = len(units)
+        sizes = [unit.full_bytes for unit in sorted(units, key=order, reverse=True)]
+        guess = bisect.bisect(list(itertools.accumulate(sizes)), room_bytes)
+        likely = [guess + 1, guess]
         while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (
-                (middle, high)
-                if maker.make(first(middle, order)) is not None
-                else (low, middle - 1)
-            )
+            middle = likely.pop() if likely else (low + high + 1) // 2
+            if not low < middle <= high:
+                continue
+            low, high = (middle, high) if maker.fits(first(middle, order)) else (low, middle - 1)
         found = first(low, order)
+        if low == len(units):
+            return found
         if sum(bytes_of[index] for index in found) > sum(bytes_of[index] for index in best):
             best = found
     return best

@@ -4,10 +4,10 @@ budget leaves open."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import sys
 from collections.abc import Collection, Hashable, Iterable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 from tiermem.policy import (
@@ -304,6 +304,13 @@ class Planner:
         self.wants_rest = rests_on_host and policy.activation_bytes is None
         self._keeps_activations = rests_on_host or policy.activations is Tier.NVME
 
+    @functools.cached_property
+    def _link_bytes(self) -> int:
+        """Bytes of the largest gradients that come from an accelerator at once."""
+        limit = self._policy.reduce_bucket_numel if self._world > 1 else sys.maxsize
+        sizes = (largest_column(unit, self._num_shards, limit) for unit in self._trainable)
+        return max(sizes, default=0)
+
     def choices(self) -> list[PlanChoice]:
         """All choices, best first."""
         policy = self._policy
@@ -366,14 +373,16 @@ class Planner:
         grads, num_units, num_tiles, tile_numel, attempts = choice
         policy = self._policy
         sheet = _Sheet()
-        at_home = self._add_parameters(sheet)
-        streamed = [u for u in self._units if u.takes_buffer]
+        at_home = self._at_home
+        for row, crosses_link in self._parameter_rows:
+            sheet.add(*row, crosses_link)
+        streamed = self._streamed
         num_units = min(num_units, len(streamed))
         place = Tier.DEVICE if self._is_gpu else Tier.HOST
         needs_stage = self._num_shards > 1 or self._is_gpu or any(u.is_packed for u in streamed)
-        full_sizes = (u.full_bytes for u in streamed)
-        units = sheet.buffers("unit", num_units, full_sizes, "in use and fetched ahead", tier=place)
-        shard_sizes = (u.shard_bytes for u in at_home[Tier.NVME])
+        sizes = [self._largest_full] if num_units else []
+        units = sheet.buffers("unit", num_units, sizes, "in use and fetched ahead", tier=place)
+        shard_sizes = [self._largest_shard] if at_home[Tier.NVME] else []
         # one more, which the accelerator still reads
         num_shards = (3 if self._is_gpu else 2) * needs_stage
         shards = sheet.buffers(
@@ -390,10 +399,12 @@ class Planner:
         )
         gradients = self._add_gradients(sheet, grads)
         num_links = _LINK_BUFFERS * (self._is_gpu and grads is not Tier.DEVICE)
-        limit = policy.reduce_bucket_numel if self._world > 1 else sys.maxsize
-        link_sizes = (largest_column(u, self._num_shards, limit) for u in self._trainable)
         links = sheet.buffers(
-            "link", num_links, link_sizes, "gradients on their way from the accelerator", True
+            "link",
+            num_links,
+            [self._link_bytes] if num_links else [],
+            "gradients on their way from the accelerator",
+            True,
         )
         num_sums = MOST_UNDER_WAY * (self._world > 1)
         limit = policy.reduce_bucket_numel
@@ -429,7 +440,7 @@ class Planner:
         size_of = (
             tile_bytes
             if streams
-            else partial(brought_bytes, grads=brings_grads, weights=brings_weights)
+            else functools.partial(brought_bytes, grads=brings_grads, weights=brings_weights)
         )
         tile_sizes = (size_of(u, tile_numel, policy) for u, _ in self._cut_alike)
         why = f"of {tile_numel} elements"
@@ -476,61 +487,92 @@ class Planner:
             activation_bytes=room_bytes,
         )
 
-    def _add_parameters(self, sheet: _Sheet) -> dict[Tier, list[Unit]]:
-        """Adds the rows of parameters; returns the streamed units by tier."""
-        at_home = {
-            tier: [u for u in self._units if self._homes.get(u.index) is tier] for tier in Tier
-        }
-        present = [u for u in self._units if u.is_resident]
-        place = Tier.DEVICE if self._is_gpu else Tier.HOST
-        sheet.add(
-            "resident parameters",
-            place,
-            _pages(u.full_bytes for u in present),
-            "present all the time",
-        )
-        if self._num_shards > 1 or (self._is_gpu and self._states is not Tier.DEVICE):
+    # What follows is of units alone, whatever is chosen.
+
+    @functools.cached_property
+    def _streamed(self) -> list[Unit]:
+        return [unit for unit in self._units if unit.takes_buffer]
+
+    @functools.cached_property
+    def _largest_full(self) -> int:
+        return max((unit.full_bytes for unit in self._streamed), default=0)
+
+    @functools.cached_property
+    def _largest_shard(self) -> int:
+        return max((unit.shard_bytes for unit in self._at_home[Tier.NVME]), default=0)
+
+    @functools.cached_property
+    def _at_home(self) -> dict[Tier, list[Unit]]:
+        """The streamed units by tier."""
+        found: dict[Tier, list[Unit]] = {tier: [] for tier in Tier}
+        for unit in self._units:
+            if (home := self._homes.get(unit.index)) is not None:
+                found[home].append(unit)
+        return found
+
+    @functools.cached_property
+    def _grad_sizes(self) -> list[int]:
+        dtype_of = self._policy.precision.grad_dtype
+        return [u.shard_numel * dtype_of(u.dtype).itemsize for u in self._trainable]
+
+    @functools.cached_property
+    def _grads_bytes(self) -> int:
+        return _pages(self._grad_sizes)
+
+    @functools.cached_property
+    def _initial_bytes(self) -> int:
+        """Of fp32 values that wait for the first step."""
+        units = (u for u in self._trainable if keeps_initial_master(u, self._policy))
+        return _pages(u.shard_numel * FP32_BYTES for u in units)
+
+    @functools.cached_property
+    def _written_bytes(self) -> int:
+        """Of weights on NVMe that steps write."""
+        return _pages(u.shard_bytes for u in self._at_home[Tier.NVME] if u.is_trainable)
+
+    @functools.cached_property
+    def _sums_bytes(self) -> tuple[int, int]:
+        """Of norms, and of the sums of squares that they are made from: float64."""
+        shards = [shard for unit in self._trainable for shard in unit.shards]
+        return 8 * len(shards), 8 * sum(each.shard_numel // NORM_BLOCK + 2 for each in shards)
+
+    @functools.cached_property
+    def _parameter_rows(self) -> list[tuple[Row, bool]]:
+        """The rows of parameters, and whether each crosses the link."""
+        is_gpu = self._is_gpu
+        present = [unit for unit in self._units if unit.is_resident]
+        place = Tier.DEVICE if is_gpu else Tier.HOST
+        full = _pages(unit.full_bytes for unit in present)
+        found = [(Row("resident parameters", place, full, "present all the time"), False)]
+        if self._num_shards > 1 or (is_gpu and self._states is not Tier.DEVICE):
             home = Tier.DEVICE if self._states is Tier.DEVICE else Tier.HOST
-            shards = _pages(u.shard_bytes for u in present)
-            sheet.add("their shards", home, shards, "what a step writes", crosses_link=self._is_gpu)
-        blocks = (
-            f", frozen matrices in {form} blocks" if (form := self._policy.frozen_blocks) else ""
-        )
-        for tier in (Tier.HOST, Tier.DEVICE):
-            home = tier if self._is_gpu else Tier.HOST
-            at_rest = _pages(u.shard_bytes for u in at_home[tier])
-            sheet.add(
-                "parameters",
-                home,
-                at_rest,
-                f"rest on {home.name}{blocks}",
-                crosses_link=self._is_gpu,
-            )
-        sheet.add(
-            "parameters",
-            Tier.NVME,
-            _pages(u.shard_bytes for u in at_home[Tier.NVME]),
-            f"rest on NVME{blocks}",
-        )
+            shards = _pages(unit.shard_bytes for unit in present)
+            found.append((Row("their shards", home, shards, "what a step writes"), is_gpu))
+        form = self._policy.frozen_blocks
+        blocks = f", frozen matrices in {form} blocks" if form else ""
+        for tier in (Tier.HOST, Tier.DEVICE, Tier.NVME):
+            home = tier if is_gpu or tier is Tier.NVME else Tier.HOST
+            at_rest = _pages(unit.shard_bytes for unit in self._at_home[tier])
+            crosses_link = is_gpu and tier is not Tier.NVME
+            row = Row("parameters", home, at_rest, f"rest on {home.name}{blocks}")
+            found.append((row, crosses_link))
         if keeps_secondary(self._policy, self._num_shards):
             num_across = self._num_shards // self._policy.secondary_group_size
-            sizes = [
-                secondary_numel(u, num_across) * u.dtype.itemsize
-                for u in self._units
-                if not u.is_resident
-            ]
-            sheet.add("secondary copies", place, _pages(sizes), "backward gathers from them (hpZ)")
-        return at_home
+            second = _pages(
+                secondary_numel(unit, num_across) * unit.dtype.itemsize
+                for unit in self._units
+                if not unit.is_resident
+            )
+            why = "backward gathers from them (hpZ)"
+            found.append((Row("secondary copies", place, second, why), False))
+        return found
 
     def _add_gradients(self, sheet: _Sheet, home: Tier | None) -> Buffers:
         """Adds the rows of gradients; returns the buffers through which they pass."""
-        sizes = [
-            u.shard_numel * self._policy.precision.grad_dtype(u.dtype).itemsize
-            for u in self._trainable
-        ]
+        sizes = self._grad_sizes
         if home is not None:
             why = f"rest on {home.name} until the step"
-            sheet.add("gradients", home, _pages(sizes), why, crosses_link=self._crosses)
+            sheet.add("gradients", home, self._grads_bytes, why, crosses_link=self._crosses)
         passes = home in (None, Tier.NVME)
         crosses = self._crosses and home is None  # to the accelerator that steps them
         return sheet.buffers(
@@ -586,12 +628,11 @@ class Planner:
         )
         if not self._is_gpu:
             return kv_bytes
-        shards = [shard for unit in self._trainable for shard in unit.shards]
-        # of norms, and of factors from clipping and GradScaler: float64
-        sizes = [8 * len(shards), *_FACTORS]
+        norms_bytes, squares_bytes = self._sums_bytes
+        # with factors from clipping and GradScaler
+        sizes = [norms_bytes, *_FACTORS]
         if grads is Tier.DEVICE:
-            # sums of squares
-            sizes.append(8 * sum(shard.shard_numel // NORM_BLOCK + 2 for shard in shards))
+            sizes.append(squares_bytes)
         small = sum(max(_PAGE, 1 << (size - 1).bit_length()) for size in sizes if size)
         sheet.add(
             CONTEXT,
@@ -641,15 +682,10 @@ class Planner:
         ]
         states = sum(_page(size) * count for size, count in tiles)
         home = self._states
-        initial = [
-            u.shard_numel * FP32_BYTES
-            for u in self._trainable
-            if keeps_initial_master(u, self._policy)
-        ]
         sheet.add(
             "initial masters",
             Tier.NVME if home is Tier.NVME else Tier.HOST,
-            _pages(initial),
+            self._initial_bytes,
             "until the first step",
         )
         kept = int(states * self._kept_part) // _PAGE * _PAGE
@@ -682,7 +718,7 @@ class Planner:
         wants them.
         """
         policy = self._policy
-        written = _pages(u.shard_bytes for u in resting if u.is_trainable)
+        written = self._written_bytes
         written += sum(r.num_bytes for r in sheet.rows if r.tier is Tier.NVME and r.what == _STATES)
         frozen = (policy.num_slots - 1) * written
         sheet.add(

@@ -217,7 +217,12 @@ def _piece(moment: Moment, start: int, numel: int) -> Moment:
 def planned_layout(unit: Unit, policy: OffloadPolicy) -> StateLayout:
     """The state layout of a unit when the optimizer keeps as many moments as the policy plans
     for."""
-    return StateLayout(unit.dtype, policy.precision, policy.num_moments)
+    return _layout(unit.dtype, policy.precision, policy.num_moments)
+
+
+@functools.cache
+def _layout(dtype: torch.dtype, precision: Precision, num_moments: int) -> StateLayout:
+    return StateLayout(dtype, precision, num_moments)
 
 
 def keeps_initial_master(unit: Unit, policy: OffloadPolicy) -> bool:

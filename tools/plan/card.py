@@ -16,8 +16,8 @@ from torch import nn
 
 from tiermem.config import load_config, resolve_auto
 from tiermem.config.io import STATES_PER_TILE
-from tiermem.forecast import Forecast, Placement, Rates, choose
-from tiermem.forecast.forecast import LEAST_FAR_GAIN
+from tiermem.forecast import Placement, Rates, choose
+from tiermem.forecast.choose import Tried
 from tiermem.forecast.rates import Compute
 from tiermem.plans.budget import make_plan
 from tiermem.plans.plan import Plan, Row
@@ -29,13 +29,9 @@ from tiermem.tools.job.train_job import Config, with_key
 from tiermem.tools.plan.planned import (
     ActivationBytes,
     Budget,
-    Planned,
-    Scenario,
     budget_of,
     fits_budget,
     meta_model,
-    placed,
-    plan_scenario,
 )
 from tiermem.tools.presets import ModelSizes
 from tiermem.tools.words import format_bytes
@@ -43,10 +39,6 @@ from tiermem.units.unit import divide
 
 _TORCHS_PART = 0.05
 _CONTEXT_BYTES = 512 << 20  # of a driver's context and its kernels, where it cannot be measured
-
-
-Tried = tuple[Plan, Forecast]
-"""A plan, and a step of it."""
 
 
 class Card(NamedTuple):
@@ -148,9 +140,8 @@ def say_placement(
 
 # ---- recomputation: the activations of blocks are kept, or computed again in backward ------------
 #
-# Where nobody says which, both are planned and a step of each is played. Recomputing takes the
-# forward's time once more, and leaves what autograd would keep to weights and states. The bits are
-# the same.
+# Where nobody says which, both are planned and forecast. Recomputing takes the forward's time once
+# more, and leaves what autograd would keep to weights and states. The bits are the same.
 
 NO_OTHER_WAY = (
     "checkpointing: blocks are recomputed in backward, since what they would keep "
@@ -162,51 +153,17 @@ def recomputes(kept: Tried | None, again: Tried | None) -> tuple[bool, str | Non
     """Whether blocks are to be recomputed in backward, and a sentence that says why; None: there is
     nothing to compare.
 
-    It must be 10 % faster; but where more units stay on an accelerator with it, keeping what
-    forward leaves must be, as for every plan that leaves units elsewhere (forecast/forecast.py).
-
-    kept, again: the plan without and with it, and a step of each; None: none fits.
+    kept, again: the plan without and with it; None: none fits.
     """
     if kept is None or again is None:
         return kept is None and again is not None, NO_OTHER_WAY if again is not None else None
-    kept_s = kept[1].total_s
-    again_s = again[1].total_s
-    stay, more = (
-        sum(unit.is_resident for unit in plan.division.units) for plan, _ in (kept, again)
-    )
-    keeps_more = bool(again[0].on_device) and more > stay
-    is_better = (
-        kept_s * LEAST_FAR_GAIN >= again_s if keeps_more else again_s * LEAST_FAR_GAIN < kept_s
-    )
-    said = f"{again_s:.3g} s a step are predicted with that, {kept_s:.3g} s without"
-    if keeps_more:
-        said = (
-            f"{more} of {len(again[0].division.units)} units stay on the GPU with that, {stay} "
-            f"without; {said}"
-        )
-    if is_better:
+    said = f"{again.total_s:.3g} s a step are predicted with that, {kept.total_s:.3g} s without"
+    if again.total_s < kept.total_s:
         return (
             True,
             f"checkpointing: blocks are recomputed in backward: {said} (--no-checkpointing)",
         )
     return False, f"checkpointing: no block is recomputed in backward: {said} (--checkpointing)"
-
-
-def plan_open(scenario: Scenario, recomputing: bool | None) -> Planned:
-    """Plans a scenario with blocks recomputed in backward, or not, or, if None is given, as
-    `recomputes` finds best.
-
-    Measured maths of the scenario was measured as it is said, and without recomputation for None.
-    Raises as `plan_scenario`.
-    """
-    kept = plan_scenario(dataclasses.replace(scenario, is_checkpointing=bool(recomputing)))
-    is_scarce = scenario.cluster.gpu_bytes is not None or kept.given.host_bytes is not None
-    if recomputing is not None or not is_scarce:
-        return kept
-    again = plan_scenario(scenario.recomputing)
-    tried = (None if each.problems else (each.plan, each.forecast) for each in (kept, again))
-    is_better, why = recomputes(*tried)
-    return dataclasses.replace(again if is_better else kept, recomputation=why)
 
 
 def settle_by_cap(job: Job, resident_bytes: int, is_gpu: bool) -> Job:
@@ -263,7 +220,7 @@ class Chosen(NamedTuple):
     placement: list[str]
     """What `say_placement` says."""
     tried: Tried | None
-    """The plan, and a step of it; None: nothing was predicted."""
+    """The plan and a step of it; None: nothing was predicted."""
 
 
 class CardRoom(NamedTuple):
@@ -305,23 +262,24 @@ def choose_config(
     how: str | None = None
     tried: Tried | None = None
     try:
-        if speed is None:
-            chosen, plan = placed(
-                model, policy, placements, topology, card is not None, room.ranks_on_node
-            )
-        else:
-            more: dict[str, Any] = {
-                "placements": placements,
-                "input_bytes": activations.input_bytes,
-            }
-            num_micro = loaded.batch(room.num_ranks).accumulation
-            choice = choose(
-                model, policy, speed[1], speed[0], *ranks, card is not None, num_micro, **more
-            )
-            chosen = choice.policy
-            plan = choice.chosen.plan
-            how = str(choice)
-            tried = plan, choice.chosen.forecast
+        num_micro = loaded.batch(room.num_ranks).accumulation
+        compute, rates = speed or (Compute(0.0, 0.0), Rates(1.0, 1.0))
+        choice = choose(
+            model,
+            policy,
+            rates,
+            compute,
+            *ranks,
+            card is not None,
+            num_micro,
+            placements,
+            searches=speed is not None,
+        )
+        chosen = choice.policy
+        plan = choice.chosen.plan
+        if speed is not None:
+            tried = choice.chosen
+            how = " ".join([str(choice), *(f"{reason}." for reason in choice.reasons)])
     except ValueError:
         if card is not None and policy.device_bytes is None:
             _check_room(model, policy, placements, topology, room, activations)

@@ -15,14 +15,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
-from tiermem.forecast.forecast import PHASES
+from tiermem.forecast.phases import PHASES
 from tiermem.integrations.diffusion import component_folder
 from tiermem.plans.budget import why_disk
 from tiermem.policy import Tier
@@ -34,21 +34,20 @@ from tiermem.tools.job.train_job import (
     recomputes_blocks,
     with_key,
 )
-from tiermem.tools.measure.machine import wear_a_day
+from tiermem.tools.measure.machine import available_bytes, wear_a_day
 from tiermem.tools.options import MADE_OF, PlanOptions, TrainOptions
-from tiermem.tools.plan.card import Card, plan_open, say_placement
+from tiermem.tools.plan.card import Card, say_placement
+from tiermem.tools.plan.cards import with_card
 from tiermem.tools.plan.paper import ESTIMATED, print_estimates, print_paper
 from tiermem.tools.plan.planned import (
     PLACES,
     Cluster,
-    Overlapped,
     Planned,
     Scenario,
-    overlaps_of,
     plan_scenario,
 )
 from tiermem.tools.plan.prediction import settle_compute
-from tiermem.tools.plan.speed import speed_of
+from tiermem.tools.plan.speed import ASSUMED_DISK, speed_of
 from tiermem.tools.presets import OF_DIFFUSERS, ModelShape, preset, shape_of
 from tiermem.tools.record.reports import table
 from tiermem.tools.words import Mistake, format_bytes, numbered
@@ -57,6 +56,7 @@ from tiermem.units.experts import expected_share
 EXIT_FITS = 0
 EXIT_TOO_SMALL = 1
 _DISK_THERE = Path("/mnt/nvme0")
+_FREE_PART = 0.9
 
 
 def plan(options: PlanOptions, console: Console) -> int:
@@ -68,22 +68,26 @@ def plan(options: PlanOptions, console: Console) -> int:
         shape = preset(ESTIMATED) if name == ESTIMATED else _shape(options)
         print_estimates(name, shape, (options.ranks, options.nodes), console)
         return EXIT_FITS
-    options = dataclasses.replace(
-        options, is_checkpointing=recomputes_blocks(options.is_checkpointing, _config(options))
-    )
     with console.status("measuring this machine"):
         scenario, sources = scenario_of(options)
-    planned = plan_open(scenario, options.is_checkpointing)
+    planned = plan_scenario(scenario)
     advice = advise(planned)
-    overlaps = overlaps_of(planned)
-    print_plan(planned, advice, overlaps, sources, console)
-    options.save_json(plan_figures(planned, advice, overlaps, sources))
+    print_plan(planned, advice, sources, console)
+    options.save_json(plan_figures(planned, advice, sources))
     return EXIT_TOO_SMALL if planned.problems else EXIT_FITS
 
 
 def scenario_of(options: PlanOptions) -> tuple[Scenario, list[str]]:
     """What the options describe, and a line on each rate. Measures what is of this machine and not
     given: blocks for that."""
+    options, sources = with_card(options)
+    moves_homes = options.config is None and options.offload in (None, "auto")
+    if moves_homes and options.gpu_bytes is None and options.host_bytes is None:
+        free = int(_FREE_PART * available_bytes())
+        options = dataclasses.replace(options, host_bytes=free)
+        sources.append(f"host memory: {format_bytes(free)}, nine tenths of what is free here")
+    is_checkpointing = recomputes_blocks(options.is_checkpointing, _config(options))
+    options = dataclasses.replace(options, is_checkpointing=is_checkpointing)
     shape = _shape(options)
     config = _config(options)
     if OF_DIFFUSERS in shape and options.flops is None and options.gpu_bytes is None:
@@ -97,7 +101,7 @@ def scenario_of(options: PlanOptions) -> tuple[Scenario, list[str]]:
     card = (
         Card.here(find_device()) if options.gpu_bytes is None else Card.elsewhere(options.gpu_bytes)
     )
-    rates, compute, sources = speed_of(options, shape, config, card is not None)
+    rates, compute, more = speed_of(options, shape, config, card is not None)
     cluster = Cluster(
         options.nodes,
         options.ranks,
@@ -105,9 +109,21 @@ def scenario_of(options: PlanOptions) -> tuple[Scenario, list[str]]:
         options.host_bytes,
         options.nvme_bytes,
         () if card is None else card.others,
+        options.pinned_bytes,
+        options.written_bytes_day,
     )
-    scenario = Scenario(shape, config, cluster, rates, compute, options.seq, lora_rank=options.lora)
-    return scenario, sources
+    scenario = Scenario(
+        shape,
+        config,
+        cluster,
+        rates,
+        compute,
+        options.seq,
+        is_checkpointing,
+        moves_homes,
+        options.lora,
+    )
+    return scenario, [*sources, *more]
 
 
 def _shape(options: PlanOptions) -> ModelShape:
@@ -122,9 +138,10 @@ def _config(options: PlanOptions) -> Config:
     is not one of this."""
     if options.config is None:
         folder = Path() if options.gpu_bytes is None else _DISK_THERE
-        config = make_config(
-            TrainOptions(**{name: getattr(options, name) for name in MADE_OF}), [folder]
-        )
+        given = {name: getattr(options, name) for name in MADE_OF}
+        if options.offload in (None, "auto"):  # what may be chosen, at its farthest
+            given["offload"] = "cpu" if options.nvme_bytes == 0 else "nvme"
+        config = make_config(TrainOptions(**given), [folder])
         config = with_key(config, ("tiermem", "frozen_quant_type"), options.frozen)
         return config | {"gradient_accumulation_steps": options.accumulation or 1}
     config = read_config(options.config, [], 1)
@@ -148,17 +165,14 @@ _LANES = {
 }
 
 
-Overlaps = Mapping[str, Overlapped]
-
-
 def print_plan(
     planned: Planned,
     advice: Sequence[Advice],
-    overlaps: Overlaps,
     sources: Sequence[str],
     console: Console,
 ) -> None:
-    """Tiers, edges, phases, whether it fits, and what to change."""
+    """Whether it fits, how fast, what limits and what to change; then the arithmetic."""
+    _print_verdict(planned, advice, console)
     cluster = planned.scenario.cluster
     ranks = numbered(cluster.num_ranks, "rank")
     where = "GPUs" if cluster.gpu_bytes is not None else "CPUs"
@@ -172,8 +186,6 @@ def print_plan(
     console.print(_tier_table(planned))
     console.print(_edge_table(planned))
     console.print(_phase_table(planned))
-    if len(overlaps) > 1:
-        console.print(_overlap_table(overlaps))
     for source in sources:
         console.print(f"  {source}")
     frozen_bytes = planned.plan.frozen_disk_bytes
@@ -189,13 +201,10 @@ def print_plan(
             "  activations are not counted, since no formula tells those of convolutions: give "
             "--gpu-memory less what they take"
         )
-    if planned.written_bytes_day:
-        console.print(f"  {wear_a_day(planned.written_bytes_day)}")
-    _print_verdict(planned, advice, console)
 
 
 def plan_figures(
-    planned: Planned, advice: Sequence[Advice], overlaps: Overlaps, sources: Sequence[str]
+    planned: Planned, advice: Sequence[Advice], sources: Sequence[str]
 ) -> dict[str, Any]:
     """What `--json` writes."""
     cluster = planned.scenario.cluster
@@ -213,7 +222,6 @@ def plan_figures(
         "busy_s": {lane: dict(by) for lane, by in planned.forecast.busy_s.items()},
         "limits_s": dict(planned.forecast.limits_s),
         "limited_by": planned.forecast.limited_by,
-        "overlaps": [_figures_of(name, each) for name, each in overlaps.items()],
         "tokens_per_s": planned.tokens_per_s,
         "choice": str(planned.choice) if planned.choice is not None else None,
         "activations": planned.policy.activations.name
@@ -243,7 +251,7 @@ def plan_figures(
 def _said(planned: Planned) -> list[str]:
     """What was chosen for a GPU, and whether blocks are recomputed, and why."""
     cluster = planned.scenario.cluster
-    said = [planned.recomputation] if planned.recomputation else []
+    said = list(planned.choice.reasons) if planned.choice is not None else []
     sizes = planned.activations.sizes
     if sizes.num_chosen:
         num_tokens = planned.activations.num_tokens
@@ -263,6 +271,11 @@ def _said(planned: Planned) -> list[str]:
     ]
 
 
+def _gib(num_bytes: float) -> str:
+    """A size in GiB, a small one as it is read best."""
+    return f"{num_bytes / (1 << 30):.2f} GiB" if num_bytes >= 100 << 20 else format_bytes(num_bytes)
+
+
 def _tier_table(planned: Planned) -> Table:
     cluster = planned.scenario.cluster
     shown = table("bytes at rest and passing, per rank", "what", "tier", ">size", "why")
@@ -271,23 +284,18 @@ def _tier_table(planned: Planned) -> Table:
         if not rows:
             continue
         for row in rows:
-            shown.add_row(row.what, tier.name, format_bytes(row.num_bytes), row.why)
+            shown.add_row(row.what, tier.name, _gib(row.num_bytes), row.why)
         total = planned.tier_bytes(tier)
         per_node = (
-            ""
-            if tier is Tier.DEVICE
-            else f"; {format_bytes(total * cluster.ranks_per_node)} per node"
+            "" if tier is Tier.DEVICE else f"; {_gib(total * cluster.ranks_per_node)} per node"
         )
-        given = f", of {format_bytes(limit)} given" if limit is not None else ""
+        given = f", of {_gib(limit)} given" if limit is not None else ""
         if tier is Tier.HOST and planned.pinned_bytes:
-            given += (
-                f"; {format_bytes(planned.pinned_bytes)} of a rank's pinned, as its driver "
-                "must allow"
-            )
+            given += f"; {_gib(planned.pinned_bytes)} of a rank's pinned, as its driver must allow"
         shown.add_row(
             f"= {tier.name}",
             tier.name,
-            format_bytes(total),
+            _gib(total),
             f"per rank{per_node}{given}",
             style="bold",
         )
@@ -300,10 +308,8 @@ def _edge_table(planned: Planned) -> Table:
         "bytes per step, per rank", "edge", *(f">{phase}" for phase in PHASES), ">together"
     )
     for edge, by_phase in planned.forecast.moved_bytes.items():
-        sizes = [
-            format_bytes(by_phase.get(phase, 0)) if by_phase.get(phase) else "" for phase in PHASES
-        ]
-        shown.add_row(edge, *sizes, format_bytes(planned.forecast.edge_bytes(edge)))
+        sizes = [_gib(by_phase.get(phase, 0)) if by_phase.get(phase) else "" for phase in PHASES]
+        shown.add_row(edge, *sizes, _gib(planned.forecast.edge_bytes(edge)))
     return shown
 
 
@@ -326,68 +332,27 @@ def _phase_table(planned: Planned) -> Table:
     return shown
 
 
-def _overlap_table(overlaps: Overlaps) -> Table:
-    columns = (
-        "overlap",
-        ">iteration",
-        "limited by",
-        ">read",
-        ">written",
-        ">more disk",
-        ">more memory",
-    )
-    shown = table("what a step runs beside, per rank", *columns)
-    for name, each in overlaps.items():
-        row = _figures_of(name, each)
-        limit_s = each.forecast.limits_s[row["limited_by"]]
-        shown.add_row(
-            name,
-            f"{row['iteration_s']:.3f} s",
-            f"{row['limited_by']}, {limit_s:.3f} s",
-            *(
-                format_bytes(row[f"{what}_bytes"])
-                for what in ("read", "written", "extra_disk", "extra_host")
-            ),
-        )
-    if most := max((each.extra_disk_bytes for each in overlaps.values()), default=0):
-        shown.caption = (
-            f"a step under backward that is made again writes up to {format_bytes(most)} more"
-        )
-    return shown
-
-
-def _figures_of(name: str, overlapped: Overlapped) -> dict[str, Any]:
-    forecast = overlapped.forecast
-    return {
-        "overlap": name,
-        "iteration_s": forecast.total_s,
-        "limits_s": dict(forecast.limits_s),
-        "limited_by": forecast.limited_by,
-        "read_bytes": forecast.edge_bytes("NVME -> HOST"),
-        "written_bytes": forecast.edge_bytes("HOST -> NVME"),
-        "extra_disk_bytes": overlapped.extra_disk_bytes,
-        "extra_host_bytes": overlapped.extra_host_bytes,
-    }
-
-
 def _print_verdict(planned: Planned, advice: Sequence[Advice], console: Console) -> None:
     for problem in planned.problems:
         console.print(
-            f"does not fit: {problem.where} has {format_bytes(problem.limit_bytes)} and "
-            f"{format_bytes(problem.needed_bytes)} "
+            f"does not fit: {problem.where} has {_gib(problem.limit_bytes)} and "
+            f"{_gib(problem.needed_bytes)} "
             "are needed",
             style="bold",
         )
+    forecast = planned.forecast
     if not planned.problems:
         has_limit = any(limit is not None for limit in planned.scenario.cluster.limits.values())
         console.print(
-            "it fits"
-            if has_limit
-            else "no limit was given: --gpu-memory, --host-memory, --nvme-size"
+            f"{'it fits' if has_limit else 'no limit was given'}: {planned.tokens_per_s:,.1f} "
+            f"tokens/s, {forecast.total_s:.3g} s a step, limited by {forecast.limited_by}",
+            style="bold",
         )
+    written = planned.written_bytes_day
+    console.print(f"  {wear_a_day(written)}" if written else "  no disk is written")
     hint = tiling_hint(planned)
     if advice or hint:
-        console.print("what to change:" if planned.problems else "what would be faster:")
+        console.print("what to change or buy:" if planned.problems else "what would be faster:")
     for number, each in enumerate(advice, start=1):
         says = (
             "fits"
@@ -407,7 +372,7 @@ def _print_verdict(planned: Planned, advice: Sequence[Advice], console: Console)
 #
 # Every candidate is one change of the config or of the command. It is planned and forecast like the
 # scenario itself, which gives its bytes and seconds. Candidates that fit come first, the fastest of
-# them first. If no candidate fits alone, candidates are combined until one combination fits.
+# them first; where none fits, those that come nearer.
 
 _LEAST_GAIN = 1.03  # of a change that is only about time
 _NODES = 2
@@ -433,8 +398,8 @@ class Advice(NamedTuple):
 
 
 def advise(planned: Planned, most: int = 5) -> list[Advice]:
-    """What to change, the best first; empty when it fits and nothing is faster."""
-    tried = [advice for each in _candidates(planned) if (advice := _try(each, planned.scenario))]
+    """What to change or buy, the best first; empty when it fits and nothing is faster."""
+    tried = [advice for each in _candidates(planned) if (advice := _try(each, planned))]
     if not planned.problems:
         enough = _LEAST_GAIN * planned.tokens_per_s or math.inf
         faster = [each for each in tried if each.fits and each.planned.tokens_per_s >= enough]
@@ -444,43 +409,18 @@ def advise(planned: Planned, most: int = 5) -> list[Advice]:
     )
     if fitting:
         return fitting[:most]
-    together = _together(planned)
-    nearer = sorted(tried, key=lambda each: _excess(each.planned))
-    return [
-        *([together] if together else []),
-        *(each for each in nearer if _excess(each.planned) < _excess(planned)),
-    ][:most]
+    nearer = sorted(tried, key=lambda each: each.planned.excess)
+    return [each for each in nearer if each.planned.excess < planned.excess][:most]
 
 
-def _try(candidate: Candidate, scenario: Scenario) -> Advice | None:
+def _try(candidate: Candidate, now: Planned) -> Advice | None:
+    """A change, with what it leaves open chosen again where homes may move."""
+    scenario = candidate.change(now.scenario)
     try:
-        planned = plan_scenario(candidate.change(scenario), chooses=False)
-        planned.play()
+        planned = plan_scenario(scenario, scenario.moves_homes, now.choice)
     except ValueError:
         return None  # refused where it would be refused for real: no advice
     return Advice(candidate.words, planned)
-
-
-def _excess(planned: Planned) -> float:
-    """By what factor the tightest tier is too small; 1 when all fit."""
-    return max(
-        (problem.needed_bytes / problem.limit_bytes for problem in planned.problems), default=1.0
-    )
-
-
-def _together(planned: Planned) -> Advice | None:
-    """Candidates one after another, each kept when it brings the plan nearer, until it fits."""
-    words: list[str] = []
-    best = planned
-    for candidate in _candidates(planned):
-        advice = _try(candidate, best.scenario)
-        if advice is None or _excess(advice.planned) >= _excess(best):
-            continue
-        words.append(candidate.words)
-        best = advice.planned
-        if not best.problems:
-            return Advice(", and ".join(words), best)
-    return None
 
 
 def _candidates(planned: Planned) -> Iterator[Candidate]:
@@ -497,14 +437,11 @@ def _candidates(planned: Planned) -> Iterator[Candidate]:
             "zero_optimization",
             "sub_group_size",
         )
-    for section, home in (("offload_optimizer", policy.optim), ("offload_param", policy.params)):
-        may_move = policy.stage == 3 or (policy.stage and section == "offload_optimizer")
-        for device in ("cpu", "nvme", "none") if may_move else ():
-            if Tier(device) is not home:
-                yield Candidate(
-                    f'{section} to "{device}"',
-                    functools.partial(_offload, section=section, device=device),
-                )
+    if policy.stage == 3 and not scenario.moves_homes:
+        yield Candidate(
+            "leave homes of states and weights to the plan (--offload auto)",
+            lambda s: dataclasses.replace(s, moves_homes=True),
+        )
     if policy.stage in (1, 2):
         yield _key("stage 3, which partitions parameters too", 3, "zero_optimization", "stage")
     if "precision" not in own:
@@ -515,7 +452,7 @@ def _candidates(planned: Planned) -> Iterator[Candidate]:
     if planned.plan.frozen_disk_bytes:
         words = 'tiermem.durability "none" (one slot on NVMe; a checkpoint is a copy)'
         yield _key(words, "none", "tiermem", "durability")
-    if not scenario.is_checkpointing:
+    if scenario.is_checkpointing is False:
         yield Candidate("activation checkpointing (--checkpointing)", lambda s: s.recomputing)
     micro = planned.batch.micro
     accumulation = planned.batch.accumulation
@@ -526,6 +463,13 @@ def _candidates(planned: Planned) -> Iterator[Candidate]:
         )
     if policy.uses_nvme:
         yield Candidate("twice the NVMe paths", _twice_the_disks)
+    if scenario.moves_homes:
+        for field, words in (("gpu_bytes", "GPU's memory"), ("host_bytes", "host memory")):
+            if (size := getattr(scenario.cluster, field)) is not None:
+                change = functools.partial(_with_memory, field=field, num_bytes=2 * size)
+                yield Candidate(f"twice the {words}, {format_bytes(2 * size)}", change)
+        if not policy.paths:
+            yield Candidate("an NVMe drive of 7 GB/s read, 5 written", _with_a_drive)
     yield Candidate(f"{_NODES} times the nodes", _more_nodes)
 
 
@@ -580,6 +524,22 @@ def _half_batch(scenario: Scenario, micro: int, accumulation: int) -> Scenario:
     return _with(
         _with(changed, None, "train_batch_size"), accumulation, "gradient_accumulation_steps"
     )
+
+
+def _with_memory(scenario: Scenario, field: str, num_bytes: int) -> Scenario:
+    changed: dict[str, Any] = {field: num_bytes}
+    return dataclasses.replace(scenario, cluster=dataclasses.replace(scenario.cluster, **changed))
+
+
+def _with_a_drive(scenario: Scenario) -> Scenario:
+    """One as plans of other machines assume, without a limit of its size."""
+    read, write = ASSUMED_DISK
+    rates = dataclasses.replace(
+        scenario.rates, disk_read_bytes_s=read, disk_write_bytes_s=write, is_disk_duplex=True
+    )
+    cluster = dataclasses.replace(scenario.cluster, nvme_bytes=None)
+    changed = dataclasses.replace(scenario, rates=rates, cluster=cluster)
+    return _offload(_offload(changed, "offload_param", "nvme"), "offload_optimizer", "nvme")
 
 
 def _twice_the_disks(scenario: Scenario) -> Scenario:

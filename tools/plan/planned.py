@@ -1,8 +1,8 @@
 """Planned: runs the library's own plan and forecast for a described model, config and cluster.
 
-    config.json -> model on the meta device -> divide -> make_plan -> forecast_step
-    ds.json     -> policy ----------------------^            ^
-    ranks, nodes, memory -----------------------------------/
+    config.json -> model on the meta device -> choose: divide -> make_plan -> forecast_step
+    ds.json     -> policy -------------------------^               ^
+    ranks, nodes, memory, ways to keep activations ----------------/
 
 Every size is the one that training would allocate. A setting that does not fit raises no error: it
 is planned as if there were no limit, and `problems` says by how many bytes it is too large.
@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -23,7 +24,15 @@ from torch import nn
 
 from tiermem.config import load_config, resolve_auto
 from tiermem.config.optimizer import BatchSizes
-from tiermem.forecast import Choice, Forecast, Placement, Rates, choose, forecast_step, uses_of
+from tiermem.forecast import (
+    Caps,
+    Choice,
+    Forecast,
+    Placement,
+    Rates,
+    choose,
+)
+from tiermem.forecast.choose import Tried
 from tiermem.forecast.rates import Compute
 from tiermem.integrations.diffusion import build_meta
 from tiermem.integrations.models import class_of
@@ -39,7 +48,6 @@ from tiermem.tools.presets import OF_DIFFUSERS, ModelSizes
 from tiermem.tools.words import Mistake, format_bytes
 from tiermem.units.state_layout import StateLayout
 from tiermem.units.unit import divide
-from tiermem.weights.step_run import overlap_of
 
 T = TypeVar("T")
 
@@ -332,13 +340,15 @@ class ActivationBytes(NamedTuple):
         device_bytes: int | None,
         host_bytes: int | None,
         ranks_on_node: int = 1,
+        compute: Compute | None = None,
     ) -> list[Placement]:
         """The homes that inputs may have under a policy, each with what it leaves to the plan; the
         one in use first.
 
         device_bytes: of an accelerator, for the plan and activations together; host_bytes: of a
             node, for the plan beside the
-        activations as the policy has them; None: no limit, or not to be changed.
+        activations as the policy has them; None: no limit, or not to be changed. compute: the
+            seconds of the maths.
         """
         homes = [policy.activations]
         if policy.activations is None and self.is_gpu and self.is_checkpointing:
@@ -357,11 +367,14 @@ class ActivationBytes(NamedTuple):
                 if self.is_gpu and device_bytes is not None
                 else None
             )
-            on_host = None
-            if not self.is_gpu and host_bytes is not None and len(homes) > 1:
-                on_host = host_bytes + (here[policy.activations] - here[home]) * ranks_on_node
+            on_host = host_bytes
+            if not self.is_gpu and host_bytes is not None:
+                more_bytes = (here[policy.activations] - here[home]) * ranks_on_node
+                on_host = max(1, host_bytes + more_bytes)
+            kept_bytes = at_home if self.moves_inputs(home) else None
+            order = "batches" if self.at_once is None else "layers"
             found.append(
-                Placement(home, at_home if self.moves_inputs(home) else None, on_device, on_host)
+                Placement(home, kept_bytes, on_device, on_host, compute, self.input_bytes, order)
             )
         return found
 
@@ -439,6 +452,8 @@ class Cluster:
     host_bytes: int | None = None  # of each node
     nvme_bytes: int | None = None  # of each node
     gpu_others: tuple[Row, ...] = ()  # what neither a plan nor activations may take of a GPU
+    pinned_bytes: int | None = None  # of each node, that drivers may register
+    written_bytes_day: float | None = None  # of each node, to its disks
 
     @property
     def num_ranks(self) -> int:
@@ -449,6 +464,16 @@ class Cluster:
     def limits(self) -> dict[Tier, int | None]:
         """Bytes of each tier that may be used, of one GPU or of one node; None: no limit."""
         return {Tier.DEVICE: self.gpu_bytes, Tier.HOST: self.host_bytes, Tier.NVME: self.nvme_bytes}
+
+    @property
+    def caps(self) -> Caps:
+        """What a rank may take besides memory."""
+        num = self.ranks_per_node
+        return Caps(
+            None if self.nvme_bytes is None else self.nvme_bytes // num,
+            None if self.pinned_bytes is None else self.pinned_bytes // num,
+            None if self.written_bytes_day is None else self.written_bytes_day / num,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -463,7 +488,11 @@ class Scenario:
     """Measured, for one micro-batch of the scenario's size on one rank; or the operations a second
     that a rank reaches."""
     seq: int
-    is_checkpointing: bool = False
+    is_checkpointing: bool | None = False
+    """Whether blocks are recomputed in backward; None: as is fastest. Measured maths was measured as
+    it is said, and without recomputation for None."""
+    moves_homes: bool = False
+    """Whether homes of states and weights, and the order of micro-batches, may be chosen, too."""
     lora_rank: int | None = None
     """Of adapters, which alone are trained (`meta_model`); None: everything is."""
 
@@ -474,45 +503,41 @@ class Scenario:
         compute = self.compute.recomputing() if isinstance(self.compute, Compute) else self.compute
         return dataclasses.replace(self, compute=compute, is_checkpointing=True)
 
-    def compute_of(self, num_tokens: int, is_by_layer: bool) -> Compute:
-        """The seconds of the maths of a micro-batch of so many tokens. is_by_layer: with
-        accumulation "layers"."""
-        if isinstance(self.compute, Compute):
-            return self.compute._replace(num_tokens=num_tokens)
-        return Compute.of_peak(self.compute, num_tokens, self.is_checkpointing or is_by_layer)
+    def compute_of(self, num_tokens: int, is_recomputing: bool) -> Compute:
+        """The seconds of the maths of a micro-batch of so many tokens."""
+        if not isinstance(self.compute, Compute):
+            return Compute.of_peak(self.compute, num_tokens, is_recomputing)
+        is_more = is_recomputing and self.is_checkpointing is None
+        compute = self.compute.recomputing() if is_more else self.compute
+        return compute._replace(num_tokens=num_tokens)
 
-    def activations_of(self, num_tokens: int, at_once: int | None) -> ActivationBytes:
-        """The activations of a micro-batch of so many tokens; at_once: see Activations. Raises
-        ValueError for a shape that lacks a size."""
+    def ways(self, policy: OffloadPolicy, batch: BatchSizes) -> Iterator[ActivationBytes]:
+        """The activations of a micro-batch, for each way to keep them. Raises ValueError for a
+        shape that lacks a size."""
         sizes = ModelSizes.of(self.shape)
         is_gpu = self.cluster.gpu_bytes is not None
         precision = resolve_auto(load_config(self.config), sizes.hidden).precision
-        compute = compute_of(self.config, precision)
-        is_checkpointing = self.is_checkpointing or at_once is not None
-        return ActivationBytes(
-            sizes,
-            num_tokens,
-            precision,
-            compute,
-            is_checkpointing,
-            is_gpu,
-            at_once,
-            self.lora_rank is not None,
-        )
-
-
-class Overlapped(NamedTuple):
-    """A scenario with another `overlap`."""
-
-    forecast: Forecast
-    extra_disk_bytes: int
-    """Disk bytes of a rank beyond those of overlap "none"."""
-    extra_host_bytes: int
-    """The same of host memory; 0 where a budget is filled in any case."""
+        by_layer = policy.accumulation == "layers"
+        asked = self.is_checkpointing
+        kinds = [(each, False) for each in (False, True) if asked is None or each is asked]
+        may_layer = self.moves_homes and sizes.is_llama and batch.accumulation > 1
+        if by_layer or (may_layer and asked is not False):
+            kinds = [*([] if by_layer else kinds), (True, True)]
+        for is_recomputing, is_by_layer in kinds:
+            yield ActivationBytes(
+                sizes,
+                batch.micro * self.seq,
+                precision,
+                compute_of(self.config, precision),
+                is_recomputing,
+                is_gpu,
+                batch.accumulation if is_by_layer else None,
+                self.lora_rank is not None,
+            )
 
 
 class PlanProblem(NamedTuple):
-    """A tier that is too small: bytes of one node, or of one GPU."""
+    """A tier, or another limit, that is too small: bytes of one node, or of one GPU."""
 
     where: str
     needed_bytes: int
@@ -528,22 +553,13 @@ class Planned:
     policy: OffloadPolicy
     plan: Plan
     lines: tuple[Row, ...]
-    play: Callable[[], Forecast]
-    """Plays a step, once; raises ValueError when a module needs more units at once than the plan
-    has buffers for."""
+    forecast: Forecast
     batch: BatchSizes
     given: OffloadPolicy
     """The policy before the choice."""
     activations: ActivationBytes
     choice: Choice | None = None
     """How what a budget leaves open was settled; None: by rule."""
-    recomputation: str | None = None
-    """Whether blocks are recomputed, and why, where that was chosen (card.py)."""
-
-    @property
-    def forecast(self) -> Forecast:
-        """The step as it is predicted; see `play`."""
-        return self.play()
 
     @property
     def tokens_per_s(self) -> float:
@@ -574,6 +590,12 @@ class Planned:
         return sum(line.num_bytes for line in self.lines if line.tier is tier)
 
     @property
+    def excess(self) -> float:
+        """By what factor the tightest tier is too small; 1 when all fit."""
+        factors = (each.needed_bytes / each.limit_bytes for each in self.problems)
+        return max(factors, default=1.0)
+
+    @property
     def problems(self) -> list[PlanProblem]:
         """The tiers that are too small; empty when it fits."""
         cluster = self.scenario.cluster
@@ -584,87 +606,78 @@ class Planned:
             )
             if limit_bytes and needed_bytes > limit_bytes:
                 found.append(PlanProblem(PLACES[tier], needed_bytes, limit_bytes))
+        pinned = self.pinned_bytes * cluster.ranks_per_node
+        for where, needed, limit in (
+            ("the pinned memory of a node", pinned, cluster.pinned_bytes),
+            (
+                "what a node's disks may be written in a day",
+                self.written_bytes_day,
+                cluster.written_bytes_day,
+            ),
+        ):
+            if limit is not None and needed > limit:
+                found.append(PlanProblem(where, int(needed), int(limit)))
         return found
 
 
-def plan_scenario(scenario: Scenario, chooses: bool = True) -> Planned:
-    """Plans a scenario; with `chooses`, what its budget leaves open is settled by predicted time
-    (forecast/forecast.py).
+def plan_scenario(scenario: Scenario, chooses: bool = True, near: Choice | None = None) -> Planned:
+    """Plans a scenario; with `chooses`, what is left open is settled by predicted time
+    (forecast/choose.py). near: the choice for a scenario that differs little.
 
     Steps begin under backward only where the disk has room for it. Raises ValueError for a config
     or model that cannot be: what a real start would refuse too.
     """
-    planned = _planned(scenario, chooses)
-    plan = planned.plan
-    most_bytes = planned.policy.disk_bytes
-    is_full = any(problem.where == PLACES[Tier.NVME] for problem in planned.problems)
-    if plan.attempt_disk_bytes and (
-        is_full or (most_bytes is not None and plan.disk_bytes > most_bytes)
-    ):
-        return _planned(scenario, chooses, overlap="forward")
-    return planned
-
-
-def _planned(scenario: Scenario, chooses: bool, **fields: Any) -> Planned:
     cluster = scenario.cluster
     loaded = resolve_auto(load_config(scenario.config), ModelSizes.of(scenario.shape).hidden)
     model = meta_model(scenario.shape, loaded.precision, scenario.lora_rank)
     batch = loaded.batch(cluster.num_ranks)
-    is_gpu = cluster.gpu_bytes is not None
-    num_tokens = batch.micro * scenario.seq
-    policy = loaded.policy(**fields)
-    is_host_open = False
-    activations = scenario.activations_of(
-        num_tokens, batch.accumulation if policy.accumulation == "layers" else None
-    )
-    # the store has what a node's memory leaves
-    if policy.host_bytes is None and cluster.host_bytes is not None:
-        outside = [INTERPRETER, *activations.rows(policy.activations)]
-        outside_bytes = sum(row.num_bytes for row in outside if row.tier is Tier.HOST)
-        left = cluster.host_bytes - outside_bytes * cluster.ranks_per_node
-        policy = dataclasses.replace(policy, host_bytes=max(1, left))
-        is_host_open = True
-    topology = plan_topology(cluster.num_ranks, policy, cluster.ranks_per_node)
-    choice = None
-    num_ranks = cluster.num_ranks
+    given = loaded.policy()
     per_node = cluster.ranks_per_node
-    open_bytes = policy.host_bytes if is_host_open else None
-    given = policy
+    is_gpu = cluster.gpu_bytes is not None
     card_bytes = cluster.gpu_bytes
     if card_bytes is not None:
         card_bytes = max(1, card_bytes - sum(row.num_bytes for row in cluster.gpu_others))
-    placements = activations.placements(policy, card_bytes, open_bytes, per_node)
+    is_host_open = given.host_bytes is None and cluster.host_bytes is not None
+    placements: dict[Placement, ActivationBytes] = {}
+    for way in scenario.ways(given, batch):
+        left = None
+        if is_host_open and cluster.host_bytes is not None:  # the store has what a node leaves
+            outside = [INTERPRETER, *way.rows(given.activations)]
+            outside_bytes = sum(row.num_bytes for row in outside if row.tier is Tier.HOST)
+            left = max(1, cluster.host_bytes - outside_bytes * per_node)
+        compute = scenario.compute_of(way.num_tokens, way.is_checkpointing)
+        for each in way.placements(given, card_bytes, left, per_node, compute):
+            placements[each] = way
+    ways = list(placements)
+    choice = None
     try:
-        if chooses and (policy.host_bytes is not None or is_gpu):
-            compute = scenario.compute_of(num_tokens, policy.accumulation == "layers")
-            more: dict[str, Any] = {
-                "placements": placements,
-                "input_bytes": activations.input_bytes,
-            }
-            choice = choose(
-                model,
-                policy,
-                scenario.rates,
-                compute,
-                num_ranks,
-                per_node,
-                is_gpu,
-                batch.accumulation,
-                **more,
-            )
-            policy = choice.policy
-            plan = choice.chosen.plan
-        else:
-            policy, plan = placed(model, policy, placements, topology, is_gpu, per_node)
-    except ValueError:  # not even the rule's plan fits
-        plan, policy = _plan(model, policy, topology, is_gpu, per_node)
+        choice = choose(
+            model,
+            given,
+            scenario.rates,
+            Compute(0.0, 0.0),  # each placement has its own
+            cluster.num_ranks,
+            per_node,
+            is_gpu,
+            batch.accumulation,
+            ways,
+            cluster.caps,
+            scenario.moves_homes,
+            chooses,
+            near,
+        )
+        tried = choice.chosen
+    except ValueError:  # nothing fits: the smallest plans
+        tried = _nearest(scenario, model, given, ways, batch)
+    activations = placements[tried.placement]
+    rows = activations.rows(tried.policy.activations)
     return Planned(
         scenario=scenario,
         num_params=sum(p.numel() for p in model.parameters()),
-        policy=policy,
-        plan=plan,
-        lines=(*plan.rows, INTERPRETER, *cluster.gpu_others, *activations.rows(policy.activations)),
-        play=functools.cache(functools.partial(_forecast, scenario, model, plan, policy, batch)),
+        policy=tried.policy,
+        plan=tried.plan,
+        lines=(*tried.plan.rows, INTERPRETER, *cluster.gpu_others, *rows),
+        forecast=tried.forecast,
         batch=batch,
         given=given,
         activations=activations,
@@ -672,52 +685,52 @@ def _planned(scenario: Scenario, chooses: bool, **fields: Any) -> Planned:
     )
 
 
-def overlaps_of(planned: Planned) -> dict[str, Overlapped]:
-    """The scenario with each `overlap` that changes a step of it, the first is "none". Otherwise it
-    is planned alike."""
-    scenario = planned.scenario
-    found = dict[str, Overlapped]()
+def _nearest(
+    scenario: Scenario,
+    model: nn.Module,
+    policy: OffloadPolicy,
+    placements: Sequence[Placement],
+    batch: BatchSizes,
+) -> Tried:
+    """Of plans without a budget the one that comes nearest to the limits. Raises ValueError for a
+    policy that cannot be planned."""
     cluster = scenario.cluster
-    batch = planned.batch
+    free: dict[str, Any] = {"host_bytes": None, "resident_bytes": policy.resident_bytes or 0}
+    homes: list[dict[str, Any]] = [{}]
+    if scenario.moves_homes:
+        far = Tier.NVME if policy.paths else Tier.HOST
+        near = Tier.DEVICE if cluster.gpu_bytes is not None else Tier.HOST
+        homes = [{"params": far, "optim": far, "grads": each} for each in {near: 0, far: 0}]
+    found: list[tuple[float, int, Tried]] = []
+    errors = []
     is_gpu = cluster.gpu_bytes is not None
-    precision = resolve_auto(load_config(scenario.config), 1).precision
-    model = meta_model(scenario.shape, precision, scenario.lora_rank)
-    for overlap in ("none", "forward", "backward"):
-        if overlap != "none" and planned.policy.step_in_backward:
-            continue  # its steps end in backward
-        changed = dataclasses.replace(planned.policy, overlap=overlap)
-        topology = plan_topology(cluster.num_ranks, changed, cluster.ranks_per_node)
-        plan, changed = _plan(model, changed, topology, is_gpu, cluster.ranks_per_node)
-        if overlap == "none":
-            none = plan
-        elif overlap_of(changed, plan, is_gpu) != overlap:
+    for placement, fields in itertools.product(placements, homes):
+        changed = dataclasses.replace(policy, **free | fields)
+        unlimited = placement._replace(device_bytes=None, host_bytes=None)
+        try:
+            choice = choose(
+                model,
+                changed,
+                scenario.rates,
+                Compute(0.0, 0.0),
+                cluster.num_ranks,
+                cluster.ranks_per_node,
+                is_gpu,
+                batch.accumulation,
+                [unlimited],
+                searches=False,
+            )
+        except ValueError as error:
+            errors.append(error)
             continue
-        forecast = _forecast(scenario, model, plan, changed, batch)
-        found[overlap] = Overlapped(
-            forecast, plan.disk_bytes - none.disk_bytes, plan.host_bytes - none.host_bytes
-        )
-    return found
-
-
-def _forecast(
-    scenario: Scenario, model: nn.Module, plan: Plan, policy: OffloadPolicy, batch: BatchSizes
-) -> Forecast:
-    cluster = scenario.cluster
-    num_tokens = batch.micro * scenario.seq
-    at_once = batch.accumulation if policy.accumulation == "layers" else None
-    topology = plan_topology(cluster.num_ranks, policy, cluster.ranks_per_node)
-    return forecast_step(
-        plan.division,
-        plan,
-        policy,
-        topology,
-        uses_of(model, plan.division, scenario.compute_of(num_tokens, at_once is not None)),
-        scenario.rates,
-        cluster.gpu_bytes is not None,
-        cluster.ranks_per_node,
-        batch.accumulation,
-        input_bytes=scenario.activations_of(num_tokens, at_once).input_bytes,
-    )
+        tried = dataclasses.replace(choice.chosen, placement=placement)
+        device_bytes = tried.plan.device_bytes / (placement.device_bytes or math.inf)
+        host_bytes = tried.plan.host_bytes / (placement.host_bytes or math.inf)
+        disk_bytes = tried.plan.disk_bytes / (cluster.caps.disk_bytes or math.inf)
+        found.append((max(device_bytes, host_bytes, disk_bytes), len(found), tried))
+    if not found:
+        raise errors[0]
+    return min(found)[-1]
 
 
 def meta_model(shape: Mapping[str, Any], precision: str, lora_rank: int | None = None) -> nn.Module:
@@ -790,18 +803,3 @@ def placed(
             if placement.device_bytes is None or plan.device_bytes <= placement.device_bytes:
                 return changed, plan
     raise ValueError("no placement of activations leaves room for a plan")
-
-
-def _plan(
-    model: nn.Module, policy: OffloadPolicy, topology: Topology, is_gpu: bool, ranks_on_node: int
-) -> tuple[Plan, OffloadPolicy]:
-    """The plan within the budget, or, when nothing fits it, the smallest there is without one."""
-    division = divide(model, policy, topology.num_shards)
-    try:
-        return make_plan(division, policy, topology, is_gpu, ranks_on_node), policy
-    except ValueError:
-        if policy.host_bytes is None:
-            raise
-    free = dataclasses.replace(policy, host_bytes=None, resident_bytes=policy.resident_bytes or 0)
-    division = divide(model, free, topology.num_shards)
-    return make_plan(division, free, topology, is_gpu, ranks_on_node), free

@@ -15,8 +15,8 @@ from torch import nn
 
 from tiermem import OffloadPolicy, Tier
 from tiermem.forecast import Forecast, Rates, forecast_step, uses_of
+from tiermem.forecast.phases import HOST_TO_NVME, NVME_TO_HOST
 from tiermem.forecast.rates import Compute
-from tiermem.forecast.steps import HOST_TO_NVME, NVME_TO_HOST
 from tiermem.plans.budget import make_plan
 from tiermem.plans.plan import Plan
 from tiermem.precision import Precision
@@ -61,9 +61,7 @@ def forecast(
         if plan.unit_homes.get(unit.index) is Tier.NVME
     )
     uses = uses_of(model, division, Compute(seconds, seconds))
-    return forecast_step(
-        division, plan, policy, topology, uses, rates, is_gpu, num_micro=num_micro
-    ), weights
+    return forecast_step(plan, policy, topology, uses, rates, is_gpu, num_micro=num_micro), weights
 
 
 @pytest.mark.parametrize("states", ["exact", "compact"])
@@ -192,4 +190,4 @@ def test_states_in_memory_are_stepped_under_backward_by_kernels_that_have_time(
         times[share] = forecast("backward", 4e-9, tmp_path, rates, host_bytes=budget, **given)[
             0
         ].total_s
-    assert times[1.0] < times[0.5] < 0.97 * times[0.0]
+    assert times[1.0] <= times[0.5] < 0.97 * times[0.0]

@@ -1,0 +1,210 @@
+"""Does `tiermem plan` find the best mix of homes: by rates that were measured, beside an exhaustive
+grid, and never a slower one on a larger machine?"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("transformers")
+
+from tiermem.forecast import Rates
+from tiermem.policy import Tier
+from tiermem.tools.measure.gpu_link import kernel_passes
+from tiermem.tools.options import CARDS, PlanOptions
+from tiermem.tools.plan import cards
+from tiermem.tools.plan.plan import scenario_of
+from tiermem.tools.plan.planned import Planned, Scenario, plan_scenario
+
+GIB = 1 << 30
+
+
+def scenario(**given: Any) -> Scenario:
+    fields: dict[str, Any] = {"precision": "bf16", "overlap": "forward", "flops": 1.5e14}
+    return scenario_of(PlanOptions(**fields | given))[0]
+
+
+def on_h200(gpu_gib: int, batch: int) -> Planned:
+    """8B, compact, 16,384 tokens a step, 256 GB of host memory and no disk, with the rates that
+    were measured on an H200."""
+    found = scenario(
+        preset="8b",
+        states="compact",
+        gpu_bytes=gpu_gib * GIB,
+        host_bytes=250 * GIB,
+        nvme_bytes=0,
+        flops=4e14,
+        batch=batch,
+        accumulation=8 // batch,
+    )
+    rates = Rates(
+        1e9,
+        1e9,
+        link_bytes_s=55e9,
+        kernel_bytes_s=148e9,
+        host_memory_bytes_s=103e9 + 61e9,  # kernels beside copies, and these
+        device_memory_bytes_s=4.8e12,
+        step_passes=kernel_passes(found_states(found)),  # 0.0066 ns an element
+    )
+    return plan_scenario(dataclasses.replace(found, rates=rates))
+
+
+def found_states(scenario: Scenario) -> Any:
+    from tiermem.config import load_config, resolve_auto
+
+    return resolve_auto(load_config(scenario.config), 1).policy().precision
+
+
+def test_a_mix_fills_a_card_of_80_gb() -> None:
+    found = on_h200(80, 2)
+    assert not found.problems
+    assert found.tokens_per_s >= 5800
+    assert found.tier_bytes(Tier.DEVICE) > 70 * GIB  # where 2.9 were taken once
+
+
+def test_all_of_8b_rests_on_a_card_of_141_gb() -> None:
+    found = on_h200(141, 1)
+    assert not found.problems
+    assert found.tokens_per_s >= 6300
+    assert found.policy.optim is found.policy.params is Tier.DEVICE
+
+
+@pytest.mark.parametrize(("batch", "accumulation", "least"), [(4, 1, 1600), (2, 4, 2100)])
+def test_8b_fits_24_gb_and_64_gb_without_a_disk(
+    batch: int, accumulation: int, least: float
+) -> None:
+    """With an fp32 master (tiny), clipped, by the rates of docs/sizing.md."""
+    found = plan_scenario(
+        scenario(
+            preset="8b",
+            states="tiny",
+            gpu_bytes=24 * GIB,
+            host_bytes=58 * GIB,
+            nvme_bytes=0,
+            batch=batch,
+            accumulation=accumulation,
+        )
+    )
+    assert not found.problems
+    assert found.tokens_per_s >= least
+    assert not found.policy.uses_nvme
+
+
+def test_a_plan_of_70b_tries_few_plans_and_says_why() -> None:
+    """A plan takes some 10 ms, so that the command answers in seconds."""
+    found = plan_scenario(scenario(preset="70b", gpu="h100", host_bytes=500 * GIB))
+    assert found.choice is not None
+    assert 20 < found.choice.num_tried < 250
+    assert len(found.choice.reasons) >= 6
+    again = plan_scenario(scenario(preset="70b", gpu="h100", host_bytes=500 * GIB))
+    assert again.choice == found.choice
+
+
+def test_limits_of_wear_pinning_and_disk_are_kept() -> None:
+    given: dict[str, Any] = {"preset": "3b", "gpu": "3090", "host_bytes": 30 * GIB}
+    free = plan_scenario(scenario(**given))
+    assert free.written_bytes_day > 0
+    (problem,) = plan_scenario(scenario(**given, written_bytes_day=10**9)).problems
+    assert problem.where == "what a node's disks may be written in a day"
+    enough = plan_scenario(scenario(**given, written_bytes_day=int(free.written_bytes_day) + 1))
+    assert not enough.problems and enough.tokens_per_s >= 0.98 * free.tokens_per_s
+    pinned = plan_scenario(scenario(**given, pinned_bytes=free.pinned_bytes - 1))
+    assert pinned.pinned_bytes < free.pinned_bytes
+    without = plan_scenario(scenario(**given, nvme_bytes=0))
+    assert not without.policy.paths and without.problems
+
+
+def test_every_named_card_is_a_row_with_its_source() -> None:
+    assert tuple(cards.CARDS) == CARDS
+    for name, card in cards.CARDS.items():
+        options, (said,) = cards.with_card(PlanOptions(preset="1b", gpu=name, flops=1e12))
+        assert card.source in said and name in said
+        assert options.gpu_bytes == card.memory_gib * GIB
+        assert options.flops == 1e12  # what is given is kept
+
+
+# ---- beside a grid -------------------------------------------------------------------------------
+
+SHAPES: list[dict[str, Any]] = [
+    {"preset": "8b", "states": "compact", "gpu": "h100", "host_bytes": 250 * GIB},
+    {"preset": "8b", "states": "tiny", "gpu": "4090", "host_bytes": 58 * GIB, "nvme_bytes": 0},
+    {"preset": "3b", "states": "exact", "gpu": "4060ti", "host_bytes": 58 * GIB},
+    {"preset": "14b", "states": "compact", "gpu": "5090", "host_bytes": 122 * GIB},
+    {"preset": "3b", "states": "exact", "host_bytes": 26 * GIB, "nvme_rate": "7,5"},
+]
+
+
+@pytest.mark.slow  # some minutes each
+@pytest.mark.parametrize("given", SHAPES, ids=str)
+def test_a_grid_finds_nothing_more_than_2_percent_better(
+    given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tiermem.forecast.choose import _Search
+
+    one = scenario(**given, batch=2, accumulation=4)
+    found = plan_scenario(one)
+
+    def every(self: Any, near: Any) -> Any:
+        steps = [2 if size > 6 else 1 for size in self._sizes]
+        values = (range(0, size, step) for size, step in zip(self._sizes, steps, strict=True))
+        *axes, _, _ = values  # buffers and tiles as the plan has them
+        return min(((*point, 0, 0) for point in itertools.product(*axes)), key=self._seconds)
+
+    monkeypatch.setattr(_Search, "best", every)
+    grid = plan_scenario(one)
+    assert found.choice is not None and grid.choice is not None
+    assert grid.choice.num_tried > 4 * found.choice.num_tried
+    assert found.forecast.total_s <= 1.02 * grid.forecast.total_s
+
+
+# ---- larger machines -----------------------------------------------------------------------------
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    gpu_gib=st.integers(6, 48),
+    host_gib=st.integers(10, 100),
+    disks=st.integers(0, 1),
+    states=st.sampled_from(["exact", "compact"]),
+    more=st.sampled_from(["gpu", "host", "link", "kernels", "disk", "flops"]),
+)
+def test_a_larger_or_faster_machine_never_gets_a_slower_plan(
+    gpu_gib: int, host_gib: int, disks: int, states: str, more: str
+) -> None:
+    given: dict[str, Any] = {
+        "preset": "1b",
+        "states": states,
+        "gpu_bytes": gpu_gib * GIB,
+        "host_bytes": host_gib * GIB,
+        "nvme_bytes": disks * 2 * 10**12,
+        "accumulation": 2,
+        "flops": 5e13,
+    }
+    larger = dict(given)
+    if more == "gpu":
+        larger["gpu_bytes"] *= 1.5
+    elif more == "host":
+        larger["host_bytes"] *= 1.5
+    elif more == "disk":
+        larger["nvme_bytes"] += 2 * 10**12
+    elif more == "flops":
+        larger["flops"] *= 1.5
+    small, large = scenario(**given), scenario(**{k: _whole(v) for k, v in larger.items()})
+    field = {"link": "link_bytes_s", "kernels": "kernel_bytes_s"}.get(more)
+    if field is not None:
+        faster: dict[str, Any] = {field: 1.5 * getattr(large.rates, field)}
+        large = dataclasses.replace(large, rates=dataclasses.replace(large.rates, **faster))
+    before, after = plan_scenario(small), plan_scenario(large)
+    if not before.problems:
+        assert not after.problems
+        assert after.tokens_per_s >= 0.99 * before.tokens_per_s
+
+
+def _whole(value: Any) -> Any:
+    is_size = isinstance(value, float) and value < 1e13
+    return int(value) if is_size else value
