@@ -307,7 +307,7 @@ UNTOUCHED = """
 import sys
 sys.path[:0] = [{tests!r}]
 import torch, tiermem
-from programs.twins import *
+from programs.models import *\nfrom programs.twins import *
 assert torch.accelerator.is_available()
 policy = OffloadPolicy(params=tiermem.Tier.NVME, optim=tiermem.Tier.NVME, paths=[{folder!r}], persistence_numel=50)
 with tiermem.zero.Init(policy=policy):

@@ -3,7 +3,8 @@ from the free memory.
 
     OffloadPolicy    taken as it is
     config           a DeepSpeed-style dict or JSON file; "auto" and missing values are the training loop's
-    "auto"           the first of PLACES whose plan fits the free memory of this machine
+    "auto"           the fastest that the free memory of this machine holds, by predicted time; what activations take of it
+                     is found by a run on tensors without values
 
 The optimizer of the loop decides how many moments the plan makes room for.
 """
@@ -18,16 +19,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from tiermem.plans.budget import make_plan
+from tiermem.forecast.cards import speed_of
+from tiermem.forecast.choose import Placement, choose
+from tiermem.forecast.rates import Compute
+from tiermem.plans.activations import Activations
 from tiermem.policy import OffloadPolicy
-from tiermem.ranks.topology import plan_topology, ranks_per_node
+from tiermem.ranks.topology import ranks_per_node
 from tiermem.run.shards import Shards
 from tiermem.swap.base.tier import Tier
 from tiermem.swap.memory.accelerator import free_and_total, is_accelerator
 from tiermem.units import registry
-from tiermem.units.unit import divide
 
 logger = logging.getLogger("tiermem")
 
@@ -36,18 +40,13 @@ Asked = OffloadPolicy | Mapping[str, Any] | str | os.PathLike[str]
 
 AUTO = "auto"
 
-PLACES = (
-    (Tier.DEVICE, Tier.DEVICE),
-    (Tier.DEVICE, Tier.HOST),
-    (Tier.HOST, Tier.HOST),
-    (Tier.HOST, Tier.NVME),
-    (Tier.NVME, Tier.NVME),
-)
-"""Homes of the parameters and of the optimizer's states, fastest first."""
-
 SHARE = 0.7
-"""The part of the free memory that a computed plan may take; activations, batches and the
-interpreter have the rest."""
+"""The part of the free memory that a computed plan may take where activations are not known; these,
+batches and the interpreter have the rest."""
+_SHARE_WITH_ACTIVATIONS = 0.92
+"""The part of the free memory that plan and activations may take together: gaps between blocks of
+the allocator and workspaces of libraries have the rest."""
+_USUAL_TOKENS = 4096
 
 
 class Room(NamedTuple):
@@ -55,20 +54,40 @@ class Room(NamedTuple):
 
     host_bytes: int  # per node
     device_bytes: int  # per rank; 0 without an accelerator
+    forward_flops: int = 0  # of a micro-batch's forward; 0: unknown
 
 
-def find_room(model: nn.Module, device: torch.device) -> Room:
-    """Returns SHARE of the free memory. The weights of the model count as free: they move to the
-    store."""
+def find_room(
+    model: nn.Module, device: torch.device, activations: Activations | None = None
+) -> Room:
+    """Returns what a plan may take of the free memory: SHARE of it, or what activations leave. The
+    weights of the model count as free: they move to the store. Collective where there are ranks,
+    which all get the least of their numbers."""
     weights = sum(
         param.nbytes
         for param in model.parameters()
         if param.device.type == "cpu" and not _is_virtual(param)
     )
-    on_device = free_and_total(device)[0] if is_accelerator(device) else 0
-    return Room(
-        int(SHARE * (free_host_bytes() + weights * ranks_per_node())), int(SHARE * on_device)
-    )
+    is_gpu = is_accelerator(device)
+    ranks = ranks_per_node()
+    on_host = free_host_bytes() + weights * ranks
+    on_device = free_and_total(device)[0] if is_gpu else 0
+    if activations is None:
+        room = Room(int(SHARE * on_host), int(SHARE * on_device))
+    else:
+        part = _SHARE_WITH_ACTIVATIONS
+        peak = activations.peak_bytes
+        room = Room(
+            int((SHARE if is_gpu else part) * on_host) - (0 if is_gpu else peak * ranks),
+            int(part * on_device) - (peak if is_gpu else 0),
+            activations.forward_flops,
+        )
+    if dist.is_initialized():
+        least = torch.tensor(room, dtype=torch.int64, device=device if is_gpu else None)
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+        room = Room(*least.tolist())
+    host_bytes = max(1, room.host_bytes)
+    return room._replace(host_bytes=host_bytes, device_bytes=max(int(is_gpu), room.device_bytes))
 
 
 def compute_policy(
@@ -78,61 +97,68 @@ def compute_policy(
     world: int,
     folders: Sequence[str | os.PathLike[str]],
     room: Room,
-    places: Sequence[tuple[Tier, Tier]] = PLACES,
+    num_micro: int = 1,
+    home: Tier | None = None,
     **fields: Any,
 ) -> OffloadPolicy:
-    """Returns the policy of the first of `places` whose plan fits `room`. Allocates nothing; makes
-    `folders` if a path is needed.
+    """Returns the policy with the fastest plan that `room` holds, by predicted time. Allocates
+    nothing; makes `folders` if a path is needed.
 
     Args:
         num_moments: moments per parameter that the optimizer keeps.
         world: ranks that share the model.
-        folders: where the states rest if memory is too small.
+        folders: where states rest if memory is too small.
+        room: without `forward_flops` a micro-batch is assumed to have 4,096 tokens.
+        num_micro: micro-batches of a step.
+        home: of weights and states; None: it is chosen.
         fields: of the policy, which are not to be chosen.
 
     Raises ValueError, with the arithmetic, when no plan fits.
     """
     is_gpu = is_accelerator(device)
-    ranks = ranks_per_node()
-    error = None
-    for params, optim in places:
-        uses_nvme = Tier.NVME in (params, optim)
-        policy = OffloadPolicy(
-            params=params,
-            optim=optim,
-            num_moments=num_moments,
-            paths=folders if uses_nvme else (),
-            host_bytes=room.host_bytes if uses_nvme else None,
-            early_steps=True,
-            **fields,
-        )
-        topology = plan_topology(world, policy, ranks)
-        try:
-            plan = make_plan(
-                divide(model, policy, topology.num_shards), policy, topology, is_gpu, ranks
-            )
-        except ValueError as found:
-            error = found
-            continue
-        if plan.host_bytes * ranks <= room.host_bytes and (
-            not is_gpu or plan.device_bytes <= room.device_bytes
-        ):
-            if uses_nvme:
-                for folder in folders:
-                    Path(folder).mkdir(parents=True, exist_ok=True)
-            logger.info(
-                "auto: parameters on %s, optimizer states on %s: %.1f of %.1f MiB of host memory",
-                params.name,
-                optim.name,
-                plan.host_bytes * ranks / 2**20,
-                room.host_bytes / 2**20,
-            )
-            return policy
-    raise ValueError(
-        f"no plan fits {room.host_bytes} bytes of host memory and {room.device_bytes} bytes of "
-        f"{device}, {SHARE:.0%} of those "
-        f"free: give a policy. {error or ''}".rstrip()
+    flops, rates = speed_of(device)
+    numel = sum(param.numel() for param in model.parameters())
+    compute = Compute.of_peak(flops, 1)
+    num_tokens = room.forward_flops / (2 * numel) or _USUAL_TOKENS
+    compute = Compute(compute.forward_s * num_tokens, compute.backward_s * num_tokens)
+    usual = OffloadPolicy(
+        params=home or Tier.HOST,
+        optim=home or Tier.HOST,
+        num_moments=num_moments,
+        paths=folders if home in (None, Tier.NVME) else (),
+        host_bytes=room.host_bytes,
+        early_steps=True,
+        **fields,
     )
+    placements = [Placement(device_bytes=room.device_bytes)] if is_gpu else ()
+    try:
+        choice = choose(
+            model,
+            usual,
+            rates,
+            compute,
+            world,
+            ranks_per_node(),
+            is_gpu,
+            num_micro,
+            placements,
+            moves_homes=home is None,
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"no plan fits {room.host_bytes} bytes of host memory and {room.device_bytes} bytes of "
+            f"{device}, which are free beside activations: give a policy. {error}"
+        ) from error
+    policy = choice.policy
+    if Tier.NVME in (policy.params, policy.optim, policy.grads):
+        for folder in folders:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+    else:
+        policy = dataclasses.replace(
+            policy, paths=(), host_bytes=policy.host_bytes if is_gpu else None
+        )
+    logger.info("auto: %s. %s", choice, " ".join(f"{reason}." for reason in choice.reasons))
+    return policy
 
 
 def with_moments(policy: OffloadPolicy, num_moments: int, keep: int | None) -> OffloadPolicy:

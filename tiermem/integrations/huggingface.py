@@ -27,11 +27,13 @@ import copy
 import functools
 import logging
 import os
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import accelerate
+import numpy
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import AutocastKwargs
@@ -62,6 +64,7 @@ from tiermem.integrations.choice import (
 )
 from tiermem.integrations.pretrained import load_pretrained_weights, save_pretrained_weights
 from tiermem.optim.base import NativeOptimizer
+from tiermem.plans.activations import Activations, activations_of
 from tiermem.policy import OffloadPolicy
 from tiermem.precision import DTYPES
 from tiermem.run.layerwise import LayerwisePasses
@@ -73,6 +76,7 @@ logger = logging.getLogger("tiermem")
 
 OPTIMIZER_FILE = "optimizer.pt"
 SCHEDULER_FILE = "scheduler.pt"
+_MOST_SEEN = 64  # examples that are looked at before the plan
 
 _Base: Any = (
     # the classes after the mixin are the Trainer; without types, because many of its fields may be
@@ -287,12 +291,46 @@ class TiermemMixin(_Base):  # type: ignore[misc]
             return with_moments(self._config.policy(), num_moments, keep)
         if isinstance(self._asked, OffloadPolicy):
             return with_moments(self._asked, num_moments, keep)
-        world = self.args.world_size
-        room = find_room(self.model, self.args.device)
+        device = self.args.device
+        room = find_room(self.model, device, self._predict_activations())
+        num_micro = self.args.gradient_accumulation_steps
+        folders = [self.args.output_dir]
         computed = compute_policy(
-            self.model, num_moments, self.args.device, world, [self.args.output_dir], room
+            self.model, num_moments, device, self.args.world_size, folders, room, num_micro
         )
         return with_moments(computed, num_moments, keep)
+
+    def _predict_activations(self) -> Activations | None:
+        """The activations of a batch of the longest of the data set's first examples; None where
+        the data set has no length, or the model no loss of its own. Random numbers are as
+        before."""
+        data = self.train_dataset
+        size = self.args.per_device_train_batch_size
+        if data is None or not hasattr(data, "__len__"):
+            return None
+        states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+        was_training = self.model.training
+        try:
+            examples = [data[number] for number in range(min(_MOST_SEEN, len(data)))]
+            longest = max(examples, key=lambda example: len(example["input_ids"]))
+            collate = self._get_collator_with_removed_columns(self.data_collator)
+            batch = collate([longest] * size)
+            self.model.train()
+            if self.args.gradient_checkpointing:
+                self.model.gradient_checkpointing_enable(self.args.gradient_checkpointing_kwargs)
+            return activations_of(self.model, self._loss_of, batch, self.args.device)
+        except Exception:  # of the data set's, the collator's and the model's own code
+            return None
+        finally:
+            self.model.train(was_training)
+            random.setstate(states[0])
+            numpy.random.set_state(states[1])
+            torch.set_rng_state(states[2])
+
+    def _loss_of(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        with self.accelerator.autocast():
+            loss: torch.Tensor = model(**batch).loss
+        return loss
 
     # ---- accumulation "layers" -------------------------------------------------------------------
 

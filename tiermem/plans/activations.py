@@ -17,6 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import FlopCounterMode
 
 LossOf = Callable[[nn.Module, Any], torch.Tensor]
 """(model, batch) -> the loss, a tensor of one element."""
@@ -30,6 +31,8 @@ class Activations(NamedTuple):
     """At the end of the forward."""
     peak_bytes: int
     """At most, during both."""
+    forward_flops: int
+    """Operations of the forward's products: two for each multiplication and addition."""
 
 
 def activations_of(
@@ -71,7 +74,7 @@ def activations_of(
             torch.func.functional_call(run, states, (count,))
     except Exception:  # of a model's own code, which needs values
         return None
-    return Activations(run.kept_bytes, count.peak_bytes)
+    return Activations(run.kept_bytes, count.peak_bytes, run.forward_flops)
 
 
 class _Run(nn.Module):
@@ -83,10 +86,12 @@ class _Run(nn.Module):
         self._loss_of = loss_of
         self._batch = batch
         self.kept_bytes = 0
+        self.forward_flops = 0
 
     def forward(self, count: _Count) -> None:
-        with torch.enable_grad():
+        with torch.enable_grad(), FlopCounterMode(display=False) as flops:
             loss = self._loss_of(self.model, self._batch)
+        self.forward_flops = flops.get_total_flops()
         self.kept_bytes = count.num_bytes
         loss.backward()
 

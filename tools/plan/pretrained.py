@@ -1,8 +1,8 @@
 """Pretrained: the plan of a model of the hub or of a folder, on this machine, before its weights are
 read.
 
-    its config, adapters -> model on the meta device -> --config, or the first home whose plan fits
-    free memory, or a cap  ->  policy -> weights streamed to where it has them
+    its config, adapters -> model on the meta device -> --config, or the fastest plan that
+    free memory, or a cap, holds  ->  policy -> weights streamed to where it has them
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from transformers import AutoConfig
 
 import tiermem
 from tiermem.integrations.arguments import config_beside, hidden_size_of
-from tiermem.integrations.choice import PLACES, SHARE, Asked, Room, compute_policy, find_room
+from tiermem.integrations.choice import Asked, Room, compute_policy, find_room
 from tiermem.integrations.models import class_of
+from tiermem.plans.activations import Activations, activations_of
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.precision import DTYPES, Precision
 from tiermem.swap.memory.accelerator import is_accelerator
@@ -79,7 +80,7 @@ def plan_pretrained(
             getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing
         ),
     )
-    rooms = of_every_rank(find_room(model, args.device))
+    rooms = of_every_rank(find_room(model, args.device, _activations(model, job, args)))
     room = Room(*map(min, zip(*rooms, strict=True)))
     budget = None
     if job.memory_limit_bytes is not None:
@@ -97,11 +98,20 @@ def plan_pretrained(
     return PlannedModel(job, asked, policy, budget, settings)
 
 
+def _activations(model: Any, job: Job, args: Any) -> Activations | None:
+    """Those of a micro-batch of the longest texts."""
+    model.train()
+    if job.is_checkpointing:
+        model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+    tokens = torch.zeros(job.batch, job.seq, dtype=torch.long)
+    batch = {"input_ids": tokens, "labels": tokens}
+    return activations_of(model, lambda each, given: each(**given).loss, batch, args.device)
+
+
 def _policy(job: Job, model: nn.Module, args: Any, room: Room, budget: Budget | None) -> Any:
-    """That of --offload and --states, or of the first places whose plan fits."""
+    """That of --offload and --states, or of the fastest plan."""
     said = job.sft or {}
     home = _HOMES.get(said["offload"])
-    places = PLACES if home is None else [(home, home)]
     folders = job.nvme_paths or [args.output_dir]
     precision = Precision.preset(said["states"] or "exact")
     try:
@@ -112,11 +122,12 @@ def _policy(job: Job, model: nn.Module, args: Any, room: Room, budget: Budget | 
             args.world_size,
             folders,
             room,
-            places,
+            args.gradient_accumulation_steps,
+            home,
             precision=precision,
         )
     except ValueError as error:
-        small = f"{format_bytes(room.host_bytes)} of host memory, {SHARE:.0%} of what is free, are"
+        small = f"{format_bytes(room.host_bytes)} of host memory, which are free for a plan, are"
         if budget is not None:
             small = f"--memory {format_bytes(budget.cap_bytes)} is"
         why = f" ({budget.explain()})" if budget is not None else ""
