@@ -1,7 +1,7 @@
 """OffloadPolicy: the frozen value that says where states rest and how they move.
 
-`config/` makes one from a DeepSpeed-style config; Python users build one directly. `zero/` reads
-the policy and no config key. `None` means that the plan (`plans/plan.py`) computes the value and
+`config/` makes one from a DeepSpeed-style config; Python users build one directly. The
+packages below read the policy, never a config key. `None` means that the plan (`plans/plan.py`) computes the value and
 reports it. Names of element counts end in `_numel`, names of sizes in bytes end in `_bytes`.
 
 An annotation holds all that one field may be: its words (Literal), its numbers (Range), the stage
@@ -200,8 +200,8 @@ class OffloadPolicy:
     disk_bytes: Positive | None = None
     """Most bytes to take on all NVMe paths together. Not set: what the plan needs."""
     resident_bytes: Count | None = None
-    """Optimizer state kept in host memory although its home is NVMe, in tiles interleaved among the
-    streamed ones. Not set: what the rest of the plan leaves of host_bytes."""
+    """Optimizer state kept in host memory although `optim` is NVME, in tiles that are evenly spread
+    among those on NVMe. Not set: what the rest of the plan leaves of host_bytes."""
     activation_bytes: Positive | None = None
     """Most bytes of activations at their home at once, of each rank, counted in the plan; what does
     not fit stays where the maths runs, with a warning. Not set: as many as a forward has, within
@@ -218,8 +218,8 @@ class OffloadPolicy:
     tile_buffers: (
         Annotated[Positive, Key("zero_optimization.offload_optimizer.buffer_count", off=0)] | None
     ) = None
-    """Tiles in flight (reading, stepping, writing). None: 3 with both pipelines on, fewer
-    otherwise."""
+    """Tiles in flight (reading, stepping, writing). Not set: 8, or 4 where memory is short; half of
+    that for each of pipeline_read and pipeline_write that is off."""
     unit_buffers: (
         Annotated[Positive, Key("zero_optimization.offload_param.buffer_count", off=0)] | None
     ) = None

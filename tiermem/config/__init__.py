@@ -10,7 +10,13 @@ Files in order: each imports only files before it.
     load       load_config, resolve_auto, with_tuned
 
 A key that sets a field of the policy acts only when it is given: the default that acts is
-OffloadPolicy's (policy.py), whose annotations name the keys.
+OffloadPolicy's (policy.py), whose annotations name the keys. Three start otherwise, in
+`TiermemConfig.policy`: stage is 0, early_steps true, sizes_are_least false where `strict` is set.
+
+A new key of "tiermem" is a field of OffloadPolicy with its docstring, and the code that reads it. A
+key with a name of DeepSpeed's is also a field of its section here, named by `Key` at the field of
+the policy; a key that ranks may give differently is also in `translate._OF_A_RANK`. Then
+`python docs/config_keys.py > docs/keys.md`.
 
 Every documented key is honoured, or computed and reported, or refused with the reason. No key is
 parsed and ignored. DeepSpeed's class names are aliases of tiermem's classes.

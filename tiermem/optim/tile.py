@@ -176,10 +176,10 @@ class TileRoute(NamedTuple):
 def routes_of_tiles(sizes: Sequence[int], numels: Sequence[int], plan: Plan) -> list[TileRoute]:
     """The routes of tiles with states of these sizes.
 
-    Tiles that stay on the device are evenly spread and take at most `plan.kept_bytes` together, and
-    so do those on HOST and `plan.resident_bytes`; the others rest where the plan has states. The
-    accelerator steps those that rest there, and the plan's part of the elements of all others,
-    evenly spread too.
+    At most `plan.kept_bytes` of states stay on the accelerator (without one: on HOST). If the
+    others go to NVMe, at most `plan.resident_bytes` of them stay on HOST. Both sets are spread
+    evenly over the tiles. The accelerator steps the tiles that rest there, and the plan's part of
+    the elements of all others, evenly spread too.
 
     numels: the elements of each; 0 for one that no buffer of an accelerator holds.
     """

@@ -1,5 +1,5 @@
-"""Prefetcher: learns the order of uses, tracks unanswered uses, and decides which units to fetch,
-to keep and to evict."""
+"""Prefetcher: learns the order in which units are used, knows the forwards whose backward has not
+run yet, and decides which units to fetch, to keep and to evict."""
 
 from __future__ import annotations
 
@@ -323,7 +323,8 @@ class Limits(NamedTuple):
 
 
 def limits_of(plan: Plan, policy: OffloadPolicy) -> Limits:
-    """Limits of a plan's buffers and of the policy's four ZeRO-3 sizes. Resident units and those in
+    """Limits of a plan's buffers and of the policy's prefetch_numel, max_live_numel and
+    max_reuse_numel. Resident units and those in
     place do not count."""
     ahead = math.inf if policy.prefetch_numel is None else policy.prefetch_numel
     return Limits(
