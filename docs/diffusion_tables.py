@@ -149,7 +149,8 @@ def table(cells: Sequence[Cell | None]) -> list[str]:
         "",
         "The first cell of the row of 24 GB is what this prints:",
         "",
-        f"    {shown.command}",
+        "<!-- not run: the model is a download of 24 GB -->",
+        f"```sh\n{shown.command}\n```",
     ]
 
 

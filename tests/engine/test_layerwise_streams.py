@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from layerwise_runs import Run, cross_entropy, engine_of, micro_batches, train
+from programs.models import VOCAB
+from programs.twins import seeded
 from torch import nn
 from torch.nn import functional as F
-from twins import VOCAB, seeded
 
 from tiermem.run.chain import NoChainError
 

@@ -28,7 +28,7 @@ ANSWERS = {
     "train --preset 419m --memory 1250": "train --preset 419m --memory 1250MiB",
     "train --config ds.json": "train --config ds.json --preset 419m",
     "train --resume runs/lost": "train --resume",
-    "plan 7b --gpu 24GB": "plan --preset 7b --gpu-memory 24GB",
+    "plan 7b --gpu-mem 24GB": "plan --preset 7b --gpu-memory 24GB",
     # more than ten
     "train --preset": "train --preset 419m",
     "train --preset 419m --precision=bfloat16": "train --preset 419m --precision bf16",

@@ -22,9 +22,9 @@ from tiermem.tools.measure.sustained import has_plateau, measure_sustained, meas
 from tiermem.tools.options import TrainOptions, TuneOptions
 from tiermem.tools.plan import seen
 from tiermem.tools.plan.speed import tuned_speed
-from tiermem.tools.train.training import Trainer
+from tiermem.tools.train.training import measure_ceiling
 from tiermem.tools.tune import tune
-from tiermem.tools.words import Stop, parse_share
+from tiermem.tools.words import parse_share
 
 MIB = 1 << 20
 
@@ -111,7 +111,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, float]]:
 def test_train_plans_with_it(tmp_path: Path, asked: list[tuple[Path, float]]) -> None:
     options = TrainOptions(preset="151m", nvme=[tmp_path], sustained=0.2)
     job = make_job(options, "it", tmp_path)
-    assert Trainer(job, Channel(None), Stop())._measure_ceiling() == PAST._asdict()
+    assert measure_ceiling(job, Channel(None)) == PAST._asdict()
     assert asked == [(tmp_path, 0.2)]
 
 

@@ -4,6 +4,7 @@ takes.
 Files in order: each imports only files before it.
 
     rates      rates of disk, links and arithmetic
+    cards      memory and rates of named accelerators
     loads      modules and their units, bytes of tiles, payloads of collectives
     fetches    which units the real prefetcher fetches in a step
     phases     bytes per edge, and seconds per lane and phase

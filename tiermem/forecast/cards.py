@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from tiermem.forecast.rates import Rates
+from tiermem.swap.memory.accelerator import facts_of, is_accelerator
 
 
 class NamedCard(NamedTuple):
@@ -55,12 +56,9 @@ def speed_of(device: torch.device) -> tuple[float, Rates]:
     """The operations a second and the rates that are assumed of this machine, where nobody measures
     them: of the card that the device's name names, else of an A100; of a CPU 0.5 TFLOPS; of a disk
     3 GB/s each way."""
-    if device.type == "cpu":
+    if not is_accelerator(device):
         return _CPU_FLOPS, Rates(_DISK_BYTES_S, _DISK_BYTES_S)
-    name = ""
-    if device.type in ("cuda", "xpu"):
-        name = torch.get_device_module(device).get_device_name(device)
-    words = name.lower().replace(" ti", "ti")
+    words = str(facts_of(device)["name"]).lower().replace(" ti", "ti")
     card = next((card for known, card in CARDS.items() if known in words), _UNNAMED)
     rates = Rates(
         _DISK_BYTES_S,

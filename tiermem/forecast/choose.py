@@ -152,6 +152,7 @@ class Caps(NamedTuple):
     """What a plan may take of a rank besides its budgets of memory; None: no limit."""
 
     disk_bytes: int | None = None
+    """On all NVMe paths together."""
     pinned_bytes: int | None = None
     """Of HOST memory that is registered with an accelerator's driver."""
     written_bytes_day: float | None = None
@@ -192,6 +193,7 @@ class Choice:
     """The fastest plan that was found."""
 
     chosen: Tried
+    """The plan, its policy and its forecast."""
     reasons: tuple[str, ...]
     """For each axis a sentence: what is chosen, and what a step would take with the best of its
     other values."""

@@ -124,7 +124,7 @@ class Forecast:
     """Seconds for which each resource works in a step: "compute", "disk", "link" and "kernels", as
     in swap/disk/queue.py. Lanes of one resource work at the same time: the busiest counts."""
 
-    @functools.cached_property
+    @property
     def total_s(self) -> float:
         """Seconds of the whole step."""
         return sum(self.seconds.values())
