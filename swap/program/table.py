@@ -152,6 +152,7 @@ class SlotChoice(NamedTuple):
     reads: Sequence[Op]
     native_reads: Any  # tm_transfer[]
     native_writes: Any
+    num_early: int  # transfers of early reads, which come first: one range may lie in several slots
 
 
 class RowBasis(NamedTuple):
@@ -225,12 +226,12 @@ class TileRow(Generic[T]):
             self._homes = list(dict.fromkeys(place.home for place in self._reads + self._writes))
             self._read = plans.sums.pieces_of(reads)
             written = plans.sums.pieces_of(writes)
-            self.checks = plans.sums.checked(self._read)
-        is_apart = self._made_for.is_apart
+            is_apart = self._made_for.is_apart
+            self._cut = [each for each in written if not is_apart and each.inside != each.touching]
+            self.checks = plans.sums.checked(self._read, bool(self._cut))
         self.write = WritePlan([], is_apart)
         self.moves = False
         """Whether the run's writes change which slots are current."""
-        self._cut = [each for each in written if not is_apart and each.inside != each.touching]
         self.written = [WrittenBytes(each, each.new_crcs()) for each in written if is_apart]
         """The checksums of writes apart."""
         into = [each.crcs for each in self.written] if is_apart else [None] * len(written)
@@ -297,12 +298,13 @@ class TileRow(Generic[T]):
                 self._choose()
         if self._cut or plans.sums.verify == "sample":
             with plans.lock:
-                plans.sums.turn(self._read)
+                plans.sums.turn(self._read, bool(self._cut))  # before pieces become unknown
                 for pieces in self._cut:
                     pieces.begin()
         if len(self._reads) > self._num_early:
             address = work.kept(self.tile)
-            for row in self.choice.native_reads[self._num_early : len(self._reads)]:
+            native, first = self.choice.native_reads, self.choice.num_early
+            for row in native[first : len(native)]:
                 row.kept = ffi.cast("void *", address)
                 address += row.length if address else 0
 
@@ -318,9 +320,10 @@ class TileRow(Generic[T]):
         if found is None or found.queues is not queues:
             if len(self._choices) == _MOST_CHOICES:
                 self._choices.clear()
-            reads = reads_of(self._reads)
+            early = reads_of(self._reads[: self._num_early])
+            reads = [*early, *reads_of(self._reads[self._num_early :])]
             native = _transfers_of(reads, queues), _transfers_of(write.ops(), queues)
-            found = self._choices[like] = SlotChoice(queues, reads, *native)
+            found = self._choices[like] = SlotChoice(queues, reads, *native, len(early))
         self.struct.reads = found.native_reads
         self.struct.num_reads = len(found.native_reads)
         self.struct.writes = found.native_writes

@@ -171,10 +171,10 @@ class PieceTable:
         numbers: Numbers = inside.start + np.flatnonzero(chosen)
         return numbers
 
-    def turn(self, inside: slice) -> None:
-        """Notes a read of which one in ROTATION is verified, in `is_due`."""
+    def turn(self, inside: slice, rotates: bool) -> None:
+        """Notes the pieces that a read now must verify, as `due`, in `is_due`."""
         self.is_due[inside] = False
-        self.is_due[self.due(inside, rotates=True)] = True
+        self.is_due[self.due(inside, rotates)] = True
 
     def rows(self, which: slice, base: int) -> PieceRows:
         """These pieces for a program, with the checksums and flags of the table. base: the address
@@ -350,19 +350,23 @@ class Sums:
                 expected.append(_Expected(table, due, table.crcs[due], base))
         return expected
 
-    def checked(self, pieces: Iterable[PiecesIn]) -> PieceRows:
+    def checked(self, pieces: Sequence[PiecesIn], is_cut: bool = False) -> PieceRows:
         """The pieces that a program compares whenever it reads them, if they are known then; after
-        `turn`, if that says so."""
+        `turn`, if that says so.
+
+        is_cut: `PiecesIn.begin` makes some of them unknown before they are read.
+        """
         rows = [each.rows() for each in pieces if self.verify != "resume"]
-        if self.verify == "sample":
+        if rows and (self.verify == "sample" or is_cut):
             for each, own in zip(pieces, rows, strict=True):
                 aim_rows(own, each.table.crcs[each.inside], each.table.is_due[each.inside])
         return join_rows(rows)
 
-    def turn(self, pieces: Iterable[PiecesIn]) -> None:
-        """Before a program reads pieces that `checked` has given it."""
-        for each in pieces if self.verify == "sample" else ():
-            each.table.turn(each.inside)
+    def turn(self, pieces: Iterable[PiecesIn], is_cut: bool = False) -> None:
+        """Before a program reads pieces that `checked` has given it; before `PiecesIn.begin`."""
+        is_sample = self.verify == "sample"
+        for each in pieces if is_sample or (is_cut and self.verify == "always") else ():
+            each.table.turn(each.inside, is_sample)
 
     def damage_in(
         self,

@@ -87,3 +87,33 @@ def test_rows_on_an_accelerator_give_the_bits_of_the_cpu(
         for key in ("logits", "weights"):
             for mine, other in zip(found[key], expected[key], strict=True):
                 assert torch.equal(mine, other), (schedule, key)
+
+
+@pytest.mark.parametrize("length", [3, 60])
+def test_experts_that_are_always_present_are_whole_and_what_the_user_writes_counts(
+    length: int, sim: ModuleType, tmp_path: Path
+) -> None:
+    """In stage 2 the shards lie in host memory, and the layouts that forward sees on the device."""
+    torch.manual_seed(0)
+    model: Any = MixtralForCausalLM(MixtralConfig(**SIZES))
+    plain = copy.deepcopy(model)
+    policy = OffloadPolicy(stage=2, optim=Tier.HOST, grads=Tier.HOST)
+    with tiermem.shard(model, policy, device="sim") as shards:
+        ours = tiermem.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+        theirs = torch.optim.AdamW(plain.parameters(), lr=1e-3, eps=1e-4)
+        with torch.no_grad():
+            for layer in (*model.model.layers, *plain.model.layers):
+                layer.mlp.experts.down_proj.mul_(30)
+        for step in range(2):
+            tokens = tokens_of(step, shards.device, length)
+            losses = []
+            for each, optim in ((model, ours), (plain, theirs)):
+                here = tokens if each is model else tokens.cpu()
+                loss = each(input_ids=here, labels=here).loss
+                loss.backward()
+                optim.step()
+                optim.zero_grad()
+                losses.append(loss.item())
+            assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+        for param, twin in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.allclose(shards.weight(param), twin, atol=1e-4)

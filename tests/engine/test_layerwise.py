@@ -346,6 +346,25 @@ class Changing(models.Block):
         return super().forward(x.mul_(0.5))
 
 
+class Gating(models.ShortTower):
+    """Blocks take what is positive of the output before, which has no gradient and no NaN."""
+
+    def through(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return layer(x, x.mean(-1, keepdim=True) > 0)
+
+
+class Gated(models.Block):
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * gate
+
+
+class Looking(models.ShortTower):
+    """Leaves later blocks out where a mean of the output before is large."""
+
+    def through(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return x if x.mean() > 1e9 else super().through(layer, x)
+
+
 def tower_of(block: type[nn.Module]) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         model = models.ShortTower()
@@ -380,6 +399,11 @@ REFUSED = {
         Deep,
         "the loss depends on the output of layers.0 in another way",
     ),
+    "a gate made of an output": (
+        lambda: Gating(block=Gated),
+        "made of the output of a block before, not that output as it is",
+    ),
+    "a look at an output": (Looking, "looks at a value of a block's output"),
     "a loss kept on a block": (
         tower_of(Collecting),
         "layers.2.extra is made by the block and would lose its gradient",

@@ -109,6 +109,33 @@ def test_weights_need_no_memory(place: str) -> None:
     assert isinstance(found, Activations) and found == plain
 
 
+class Caching(nn.Module):
+    """A model that keeps a table of the longest input, and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("table", torch.zeros(1))
+        self.longest = 1
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if len(x) > self.longest:
+            self.longest = len(x)
+            self.register_buffer("table", torch.arange(float(len(x))))
+        return self.linear(x) + self.table[: len(x), None]
+
+
+def test_what_a_forward_keeps_on_its_modules_is_as_before() -> None:
+    model = Caching()
+    before = {**model.state_dict()}
+    assert activations_of(model, loss_of, torch.ones(7, 4), torch.device("cpu")) is not None
+    assert (model.longest, model.calls) == (1, 0)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model(torch.ones(7, 4)).shape == (7, 4)
+
+
 def test_a_model_that_looks_at_values_has_no_prediction() -> None:
     assert activations_of(Looking(), loss_of, torch.ones(2, 4), torch.device("cpu")) is None
 

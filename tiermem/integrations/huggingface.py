@@ -71,6 +71,7 @@ from tiermem.run.layerwise import LayerwisePasses
 from tiermem.run.shards import Shards
 from tiermem.schedule import build_scheduler
 from tiermem.swap.disk.queue import Meter
+from tiermem.swap.memory.accelerator import is_accelerator, rng_state, set_rng_state
 
 logger = logging.getLogger("tiermem")
 
@@ -308,12 +309,15 @@ class TiermemMixin(_Base):  # type: ignore[misc]
         size = self.args.per_device_train_batch_size
         if data is None or not hasattr(data, "__len__"):
             return None
+        device = self.args.device
         states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+        drawn = rng_state(device) if is_accelerator(device) else None
         was_training = self.model.training
         try:
             examples = [data[number] for number in range(min(_MOST_SEEN, len(data)))]
             longest = max(examples, key=lambda example: len(example["input_ids"]))
-            collate = self._get_collator_with_removed_columns(self.data_collator)
+            # a collator may draw from a generator of its own
+            collate = self._get_collator_with_removed_columns(copy.deepcopy(self.data_collator))
             batch = collate([longest] * size)
             self.model.train()
             if self.args.gradient_checkpointing:
@@ -326,6 +330,8 @@ class TiermemMixin(_Base):  # type: ignore[misc]
             random.setstate(states[0])
             numpy.random.set_state(states[1])
             torch.set_rng_state(states[2])
+            if drawn is not None:
+                set_rng_state(device, drawn)
 
     def _loss_of(self, model: nn.Module, batch: Any) -> torch.Tensor:
         with self.accelerator.autocast():

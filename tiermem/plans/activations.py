@@ -69,11 +69,24 @@ def activations_of(
     run = _Run(model, loss_of, given)
     there = [*weights.values(), *buffers.values(), *tree_leaves(given)]
     states = {f"model.{name}": value for name, value in {**weights, **buffers}.items()}
+    modules = list(model.modules())
+    before = [dict(vars(module)) for module in modules]
+    tables: list[dict[str, Any]] = [
+        each for module in modules for each in (module._buffers, module._modules)
+    ]
+    held = [dict(table) for table in tables]
     try:
         with mode, _Count(each for each in there if isinstance(each, torch.Tensor)) as count:
             torch.func.functional_call(run, states, (count,))
     except Exception:  # of a model's own code, which needs values
         return None
+    finally:  # what a forward has kept on its modules has no values
+        for module, attributes in zip(modules, before, strict=True):
+            vars(module).clear()
+            vars(module).update(attributes)
+        for table, entries in zip(tables, held, strict=True):
+            table.clear()
+            table.update(entries)
     return Activations(run.kept_bytes, count.peak_bytes, run.forward_flops)
 
 

@@ -404,7 +404,7 @@ class Walk:
         if id(tensor) in self._seen:
             return
         self._seen[id(tensor)] = tensor
-        if self._visited and tensor.is_floating_point() and bool(tensor.isnan().any()):
+        if isinstance(tensor, _Unknown):
             raise no_chain(
                 f"{link.name} takes a tensor of shape {tuple(tensor.shape)} that was made of the "
                 "output of a block before, not that output as it is"
@@ -441,13 +441,30 @@ class Walk:
         return refuse
 
 
+class _Unknown(torch.Tensor):
+    """Values that are not known yet, and whatever a model makes of them."""
+
+    def item(self) -> Any:
+        """Raises NoChainError."""
+        raise no_chain("code between the blocks looks at a value of a block's output")
+
+    def tolist(self) -> Any:
+        """Raises NoChainError."""
+        return self.item()
+
+    def __bool__(self) -> bool:
+        return bool(self.item())
+
+
 def _nan(leaf: _Leaf, device: torch.device, refuse: Callable[[torch.Tensor], None]) -> torch.Tensor:
     """NaN of a shape, without memory; of integers zeros. Calls `refuse` with a gradient of it."""
     if not leaf.dtype.is_floating_point:
-        return torch.zeros((), dtype=leaf.dtype, device=device).expand(leaf.shape)
+        zeros = torch.zeros((), dtype=leaf.dtype, device=device).expand(leaf.shape)
+        return zeros.as_subclass(_Unknown)
     made = (
         torch.full((), float("nan"), dtype=leaf.dtype, device=device)
         .expand(leaf.shape)
+        .as_subclass(_Unknown)
         .requires_grad_()
     )
     made.register_hook(refuse)

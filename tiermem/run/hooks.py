@@ -443,7 +443,8 @@ class Hooks(Uncopied):
         Tokens of later layers are as many, so the next fetches leave rows out if these tokens use
         few. chosen: numbers of rows, (tokens, choices of each).
         """
-        if live.pages is None or not live.is_present:
+        # without users the parameters rest, and are lent whole
+        if live.pages is None or not live.is_present or not live.num_users:
             yield
             return
         num_rows = live.pages.num_rows

@@ -73,9 +73,16 @@ def fused_experts(model: nn.Module) -> dict[nn.Parameter, Fused]:
         if hasattr(module, "is_transposed")
         and hasattr(module, "has_gate")
         and module not in adapted
+        and _implementation_of(module) in _BASES
         for param in module.parameters(recurse=False)
         if param.dim() > 2
     }
+
+
+def _implementation_of(module: nn.Module) -> str:
+    """The name that transformers has for how a module computes its experts."""
+    name = getattr(module.config, "_experts_implementation", None) or "eager"
+    return str(name).removeprefix(_BEFORE)
 
 
 def used_numel(param: nn.Parameter, fused: Mapping[nn.Parameter, Fused]) -> int:

@@ -121,7 +121,9 @@ class LiveUnit:
         is_near = shard is not None and passage.copies is None
         is_there = shard is not None and is_accelerator(shard.device)
         may_part = passage.copies is not None or passage.may_swap
-        may_part &= not (gather is not None or unit.is_widened or is_near or is_there)
+        may_part &= not (
+            gather is not None or unit.is_resident or unit.is_widened or is_near or is_there
+        )
         # None: it is fetched whole
         self.pages = UnitPages(unit) if may_part and any(s.num_rows for s in unit.shards) else None
         self.recalled: set[int] = set()  # rows that backwards to come need

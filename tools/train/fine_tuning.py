@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import trl
 from transformers import TrainerCallback, set_seed
 
 from tiermem.integrations.huggingface import TiermemTrainer
@@ -34,6 +33,8 @@ from tiermem.tools.plan.pretrained import plan_pretrained
 from tiermem.tools.record.reports import summary_lines
 from tiermem.tools.train import training
 from tiermem.tools.words import Stop
+
+trl: Any = importlib.import_module("trl")  # of the extra [sft]
 
 _READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 """What `datasets` reads a file of records with."""
@@ -87,7 +88,7 @@ class FineTuning:
         return script, args, model, mixture
 
 
-class SftTrainer(TiermemTrainer.mixin, trl.SFTTrainer, TrainerCallback):  # type: ignore[misc, name-defined, valid-type]
+class SftTrainer(TiermemTrainer.mixin, trl.SFTTrainer, TrainerCallback):  # type: ignore[misc, valid-type]
     """TRL's SFTTrainer over a sharded model, which tells a FineTuning what it does."""
 
     def __init__(self, model: str, *, args: Any, run: FineTuning, **given: Any) -> None:
