@@ -371,3 +371,30 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     exec(compile(block, str(page), "exec"), names)  # the page's own code
     assert names["loss"].isfinite()
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("length", [3, 60])
+def test_experts_that_are_called_directly_have_their_gradients(
+    sharded: Callable[..., tiermem.Shards], length: int
+) -> None:
+    """No hook runs around `forward` itself, and another forward evicts the unit before backward."""
+    model: Any = seeded(lambda: mixtral(**WIDE)).eval()
+    plain = copy.deepcopy(model)
+    sharded(model, unit_buffers=3)
+    model(tokens_of(0, length))
+    found = []
+    for each in (plain, model):
+        inputs = []
+        total = torch.zeros(())
+        for experts in experts_in(each).values():
+            x = torch.randn(2, 128, generator=torch.Generator().manual_seed(1)).requires_grad_()
+            inputs.append(x)
+            chosen = torch.tensor([[3, 9], [5, 2]])
+            total = total + experts.forward(x, chosen, torch.full((2, 2), 0.5)).square().sum()
+        with torch.no_grad():
+            each(tokens_of(7, length))
+        total.backward()
+        found.append([x.grad for x in inputs])
+    for ours, theirs in zip(*found, strict=True):
+        assert ours is not None and theirs is not None
+        assert torch.allclose(ours, theirs, atol=1e-5)
