@@ -524,7 +524,8 @@ def test_a_tokens_maths_is_that_of_the_experts_that_it_chooses() -> None:
 def test_adapters_over_frozen_blocks_are_planned(files: Path) -> None:
     pytest.importorskip("peft")
     (files / "config.json").write_text(json.dumps(MIXTURE))
-    given = ["plan", "--model", str(files), "--flops", "1T", "--nvme-rate", "1,1", "--seq", "64"]
+    given = ["plan", "--model", str(files), "--offload", "nvme"]
+    given += ["--flops", "1T", "--nvme-rate", "1,1", "--seq", "64"]
     found = {}
     for name, more in (("all", []), ("adapters", ["--lora", "4", "--frozen", "nf4"])):
         with pytest.raises(SystemExit) as stopped:
