@@ -14,6 +14,7 @@ from a package counts as an import of its `__init__`, and of all that this impor
 """
 
 import ast
+import collections
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -382,6 +383,18 @@ def test_rooms_and_files_import_only_what_comes_before_them(house: Modules) -> N
 
 def test_docstrings_list_each_file_of_their_package_once(house: Modules) -> None:
     assert find_unlisted(house) == []
+
+
+def test_a_class_name_is_unique(house: Modules) -> None:
+    """But for the name that DeepSpeed gives to the context of a build."""
+    found = collections.Counter(
+        node.name
+        for module in house.values()
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ClassDef)
+    )
+    assert len(found) > 500
+    assert [name for name, count in found.items() if count > 1] == ["Init"]
 
 
 def test_library_does_not_print(house: Modules) -> None:

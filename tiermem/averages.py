@@ -288,7 +288,7 @@ class EMA:
 
     @without_grad
     def _run(self, pieces: Sequence[_Piece], act: _Act, changes: bool = True) -> None:
-        self._program.run(pieces, _Pass(self._store, act, changes))
+        self._program.run(pieces, _PiecePass(self._store, act, changes))
 
     # ---- values ----------------------------------------------------------------------------------
 
@@ -333,7 +333,7 @@ class EMA:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Pass(TileWork[_Piece]):
+class _PiecePass(TileWork[_Piece]):
     """One pass over pieces, which swap/program/program.py runs."""
 
     store: TensorStore

@@ -162,23 +162,23 @@ def _types_in(annotation: Any) -> Iterator[Any]:
 # ---- fields of the policy and their keys ---------------------------------------------------------
 
 
-class Setting(NamedTuple):
+class SetField(NamedTuple):
     """What a key sets in the policy."""
 
     field: str
     key: Key
 
 
-def _keys_of_fields() -> Iterator[Setting]:
+def _keys_of_fields() -> Iterator[SetField]:
     marks = marks_of(OffloadPolicy, Key)
     named = {field for field, _ in marks}
-    yield from (Setting(field, key) for field, key in marks)
+    yield from (SetField(field, key) for field, key in marks)
     for field in dataclasses.fields(OffloadPolicy):
         if field.name not in named:
-            yield Setting(field.name, Key(f"tiermem.{field.name}"))
+            yield SetField(field.name, Key(f"tiermem.{field.name}"))
 
 
-SET_BY: Mapping[str, Setting] = {setting.key.path: setting for setting in _keys_of_fields()}
+SET_BY: Mapping[str, SetField] = {setting.key.path: setting for setting in _keys_of_fields()}
 """What each key of a config sets, by its dotted path."""
 
 

@@ -48,7 +48,7 @@ from tiermem.tools.words import (
 
 OFFLOADS = ("none", "cpu", "nvme")
 CARDS = ("h100", "h200", "a100", "l40s", "5090", "4090", "3090", "4060ti")
-"""The rows of plan/cards.py."""
+"""The rows of forecast/cards.py."""
 PRECISIONS = ("auto", "bf16", "fp32", "fp16")
 COMPUTES = ("auto", "storage", "fp32")
 # the presets of tiermem/precision.py, which imports torch

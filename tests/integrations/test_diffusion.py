@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from diffusion_zoo import FAMILIES, Batch, Family, diffusers
+from programs.diffusion import FAMILIES, Batch, Family, diffusers
 from torch import nn
 
 import tiermem

@@ -16,7 +16,15 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
-from mixtures import FAMILIES, NUM_EXPERTS, Choices, experts_in, mixtral, qwen3_moe, tokens_of
+from programs.mixtures import (
+    FAMILIES,
+    NUM_EXPERTS,
+    Choices,
+    experts_in,
+    mixtral,
+    qwen3_moe,
+    tokens_of,
+)
 from programs.twins import seeded
 from saved_by_hand import flip
 from torch import nn

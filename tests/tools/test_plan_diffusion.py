@@ -14,7 +14,7 @@ from rich.console import Console
 
 diffusers: Any = pytest.importorskip("diffusers", reason="pip install diffusers")
 
-from diffusion_zoo import FAMILIES, NUM_TOKENS  # noqa: E402
+from programs.diffusion import FAMILIES, NUM_TOKENS  # noqa: E402
 from torch import nn  # noqa: E402
 
 from tiermem.policy import Tier  # noqa: E402

@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 
 pytest.importorskip("transformers")
 
-from tiermem.forecast import Rates
+from tiermem.forecast import Rates, cards
 from tiermem.policy import Tier
 from tiermem.tools.measure.gpu_link import kernel_passes
 from tiermem.tools.options import CARDS, PlanOptions
-from tiermem.tools.plan import cards
-from tiermem.tools.plan.plan import scenario_of
+from tiermem.tools.plan.plan import scenario_of, with_card
 from tiermem.tools.plan.planned import Planned, Scenario, plan_scenario
 
 GIB = 1 << 30
@@ -122,7 +121,7 @@ def test_limits_of_wear_pinning_and_disk_are_kept() -> None:
 def test_every_named_card_is_a_row_with_its_source() -> None:
     assert tuple(cards.CARDS) == CARDS
     for name, card in cards.CARDS.items():
-        options, (said,) = cards.with_card(PlanOptions(preset="1b", gpu=name, flops=1e12))
+        options, (said,) = with_card(PlanOptions(preset="1b", gpu=name, flops=1e12))
         assert card.source in said and name in said
         assert options.gpu_bytes == card.memory_gib * GIB
         assert options.flops == 1e12  # what is given is kept

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from tiermem import zero
-from tiermem.plans.activations import Activations, activations_of
+from tiermem.plans.activations import PredictedActivations, activations_of
 
 
 class Checkpointed(nn.Module):
@@ -106,7 +106,7 @@ def test_weights_need_no_memory(place: str) -> None:
     with torch.device("meta") if place == "meta" else zero.Init():
         model = Tower()
     found = activations_of(model, loss_of, tokens, torch.device("cpu"))
-    assert isinstance(found, Activations) and found == plain
+    assert isinstance(found, PredictedActivations) and found == plain
 
 
 class Caching(nn.Module):

@@ -52,7 +52,7 @@ _CPU_FLOPS = 5e11
 _DISK_BYTES_S = 3e9
 
 
-def speed_of(device: torch.device) -> tuple[float, Rates]:
+def assumed_speed(device: torch.device) -> tuple[float, Rates]:
     """The operations a second and the rates that are assumed of this machine, where nobody measures
     them: of the card that the device's name names, else of an A100; of a CPU 0.5 TFLOPS; of a disk
     3 GB/s each way."""

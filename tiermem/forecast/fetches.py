@@ -33,7 +33,7 @@ class Fetch(NamedTuple):
     """Of a gather: from the secondary copy in the node (hpZ)."""
 
 
-class Passes(NamedTuple):
+class StepFetches(NamedTuple):
     """The fetches of a step: of the forward and of the backward of each pass, and after the
     step."""
 
@@ -80,7 +80,7 @@ class Played(NamedTuple):
 
 
 @functools.lru_cache(maxsize=512)
-def fetches_of(played: Played) -> Passes:
+def fetches_of(played: Played) -> StepFetches:
     """Plays a step after another one. Raises ValueError when a module needs more units at once than
     there are buffers for."""
     return _Play(played).second_step()
@@ -98,11 +98,11 @@ class _Play:
         order = Order(self._streamed([use.units for use in played.uses]), self._streamed(again))
         self._prefetcher = Prefetcher(self._units, order, played.limits)
 
-    def second_step(self) -> Passes:
+    def second_step(self) -> StepFetches:
         self._step()
         return self._step()
 
-    def _step(self) -> Passes:
+    def _step(self) -> StepFetches:
         forwards = []
         backwards = []
         for _ in range(min(self._played.num_passes, MOST_PASSES)):
@@ -113,7 +113,7 @@ class _Play:
         if not self._played.steps_in_backward:
             self._prefetcher.empty()
             self._prefetcher.end_pass(may_gather=self._played.is_gpu)
-        return Passes(forwards, backwards, self._taken())
+        return StepFetches(forwards, backwards, self._taken())
 
     def _taken(self) -> list[Fetch]:
         found = self.fetches

@@ -30,9 +30,9 @@ from tiermem.forecast.fetches import (
     MOST_PASSES,
     Fetch,
     FetchedUnit,
-    Passes,
     Played,
     PlayedUse,
+    StepFetches,
     fetches_of,
 )
 from tiermem.forecast.loads import (
@@ -216,7 +216,7 @@ class Course:
         """Whether a unit's weights rest on NVMe."""
         return self.plan.unit_homes.get(unit.index) is Tier.NVME
 
-    def fetches(self) -> Passes:
+    def fetches(self) -> StepFetches:
         """What the prefetcher does in this step."""
         is_sharded = self.topology.num_shards > 1
         units = (
@@ -312,7 +312,7 @@ def _disk_s(rates: Rates, read_bytes: float, written_bytes: float) -> float:
 # ---- lanes of a part -----------------------------------------------------------------------------
 
 
-class _Part:
+class _PhasePart:
     """The seconds of each lane in a forward, a backward or the optimizer's step."""
 
     def __init__(self, phase: str, num_items: int, times: int = 1) -> None:
@@ -351,7 +351,7 @@ class _Count:
         self._units = course.plan.division.units
         self._moved: dict[str, collections.Counter[str]] = {}
         self._payloads: dict[str, collections.Counter[str]] = {}
-        self._part = _Part(STEP, 1)
+        self._part = _PhasePart(STEP, 1)
         self._label = STEP  # the phase that bytes are counted in
         self._loads: dict[int, list[TileLoad]] = {}
         shard_rank = course.topology.shard_rank
@@ -382,7 +382,7 @@ class _Count:
             self._new = late - {each for each in self._whole if self._is_written(each)}
         head_start = self._head_start()
         # the fetches after a step are the first of the next one
-        after = _Part(STEP, self._num_items(resident if self._goes_on else stepped))
+        after = _PhasePart(STEP, self._num_items(resident if self._goes_on else stepped))
         self._part = after
         self._label = STEP
         self._fetch(passes.after)
@@ -417,7 +417,7 @@ class _Count:
                 self._head(head_start, -1)
                 self._tiles(stepped)
         parts.append(after)
-        self._part = _Part(STEP, 1)
+        self._part = _PhasePart(STEP, 1)
         self._update()
         parts.append(self._part)
         return self._said(parts)
@@ -425,7 +425,7 @@ class _Count:
     # ---- forward and backward --------------------------------------------------------------------
 
     def _begin(self, phase: str, times: int) -> None:
-        self._part = _Part(phase, len(self._course.uses), times)
+        self._part = _PhasePart(phase, len(self._course.uses), times)
         self._label = phase
 
     def _forward(self, fetches: Sequence[Fetch]) -> None:
@@ -462,7 +462,7 @@ class _Count:
         """The program waits for the tiles of each unit, but beside an accelerator."""
         backward = self._part
         if not self._course.is_gpu:
-            self._part = _Part(BACKWARD, 1)
+            self._part = _PhasePart(BACKWARD, 1)
         self._tiles(self._loads)
         if self._part is not backward:
             backward.waited_s += self._part.total_s(self._rates, self._course.is_gpu)
@@ -642,7 +642,7 @@ class _Count:
 
     # ---- sums ------------------------------------------------------------------------------------
 
-    def _said(self, parts: Sequence[_Part]) -> Forecast:
+    def _said(self, parts: Sequence[_PhasePart]) -> Forecast:
         is_gpu = self._course.is_gpu
         rates = self._rates
         seconds = dict.fromkeys(PHASES, 0.0)
@@ -663,7 +663,7 @@ class _Count:
         payloads = {among: dict(by_phase) for among, by_phase in self._payloads.items()}
         return Forecast(seconds, moved, payloads, busy, limits_s)
 
-    def _lanes_of(self, part: _Part) -> Iterator[tuple[str, float]]:
+    def _lanes_of(self, part: _PhasePart) -> Iterator[tuple[str, float]]:
         """The lanes of a part, reads and writes as one where the disk does one at a time."""
         is_duplex = self._rates.is_disk_duplex
         for lane, lane_s in part.lanes.items():

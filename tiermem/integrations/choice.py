@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tiermem.forecast.cards import speed_of
+from tiermem.forecast.cards import assumed_speed
 from tiermem.forecast.choose import Placement, choose
 from tiermem.forecast.rates import Compute
-from tiermem.plans.activations import Activations
+from tiermem.plans.activations import PredictedActivations
 from tiermem.policy import OffloadPolicy
 from tiermem.ranks.topology import ranks_per_node
 from tiermem.run.shards import Shards
@@ -40,7 +40,7 @@ Asked = OffloadPolicy | Mapping[str, Any] | str | os.PathLike[str]
 
 AUTO = "auto"
 
-SHARE = 0.7
+_SHARE = 0.7
 """The part of the free memory that a computed plan may take where activations are not known; these,
 batches and the interpreter have the rest."""
 _SHARE_WITH_ACTIVATIONS = 0.92
@@ -58,9 +58,9 @@ class Room(NamedTuple):
 
 
 def find_room(
-    model: nn.Module, device: torch.device, activations: Activations | None = None
+    model: nn.Module, device: torch.device, activations: PredictedActivations | None = None
 ) -> Room:
-    """Returns what a plan may take of the free memory: SHARE of it, or what activations leave. The
+    """Returns what a plan may take of the free memory: _SHARE of it, or what activations leave. The
     weights of the model count as free: they move to the store. Collective where there are ranks,
     which all get the least of their numbers."""
     weights = sum(
@@ -73,12 +73,15 @@ def find_room(
     on_host = free_host_bytes() + weights * ranks
     on_device = free_and_total(device)[0] if is_gpu else 0
     if activations is None:
-        room = Room(int(SHARE * on_host), int(SHARE * on_device))
+        logger.info(
+            "auto: the activations of a batch are not known: %.0f %% is planned", 100 * _SHARE
+        )
+        room = Room(int(_SHARE * on_host), int(_SHARE * on_device))
     else:
         part = _SHARE_WITH_ACTIVATIONS
         peak = activations.peak_bytes
         room = Room(
-            int((SHARE if is_gpu else part) * on_host) - (0 if is_gpu else peak * ranks),
+            int((_SHARE if is_gpu else part) * on_host) - (0 if is_gpu else peak * ranks),
             int(part * on_device) - (peak if is_gpu else 0),
             activations.forward_flops,
         )
@@ -116,7 +119,7 @@ def compute_policy(
     Raises ValueError, with the arithmetic, when no plan fits.
     """
     is_gpu = is_accelerator(device)
-    flops, rates = speed_of(device)
+    flops, rates = assumed_speed(device)
     numel = sum(param.numel() for param in model.parameters())
     compute = Compute.of_peak(flops, 1)
     num_tokens = room.forward_flops / (2 * numel) or _USUAL_TOKENS

@@ -64,7 +64,7 @@ from tiermem.integrations.choice import (
 )
 from tiermem.integrations.pretrained import load_pretrained_weights, save_pretrained_weights
 from tiermem.optim.base import NativeOptimizer
-from tiermem.plans.activations import Activations, activations_of
+from tiermem.plans.activations import PredictedActivations, activations_of
 from tiermem.policy import OffloadPolicy
 from tiermem.precision import DTYPES
 from tiermem.run.layerwise import LayerwisePasses
@@ -301,7 +301,7 @@ class TiermemMixin(_Base):  # type: ignore[misc]
         )
         return with_moments(computed, num_moments, keep)
 
-    def _predict_activations(self) -> Activations | None:
+    def _predict_activations(self) -> PredictedActivations | None:
         """The activations of a batch of the longest of the data set's first examples; None where
         the data set has no length, or the model no loss of its own. Random numbers are as
         before."""

@@ -23,7 +23,7 @@ LossOf = Callable[[nn.Module, Any], torch.Tensor]
 """(model, batch) -> the loss, a tensor of one element."""
 
 
-class Activations(NamedTuple):
+class PredictedActivations(NamedTuple):
     """Bytes of one forward and backward beside weights, buffers and the batch; gradients of weights
     are dropped as they come."""
 
@@ -37,7 +37,7 @@ class Activations(NamedTuple):
 
 def activations_of(
     model: nn.Module, loss_of: LossOf, batch: Any, device: torch.device
-) -> Activations | None:
+) -> PredictedActivations | None:
     """The activations of a model on a batch. Computes and allocates nothing; blocks for seconds.
 
     Args:
@@ -76,7 +76,7 @@ def activations_of(
     ]
     held = [dict(table) for table in tables]
     try:
-        with mode, _Count(each for each in there if isinstance(each, torch.Tensor)) as count:
+        with mode, _LiveBytes(each for each in there if isinstance(each, torch.Tensor)) as count:
             torch.func.functional_call(run, states, (count,))
     except Exception:  # of a model's own code, which needs values
         return None
@@ -87,7 +87,7 @@ def activations_of(
         for table, entries in zip(tables, held, strict=True):
             table.clear()
             table.update(entries)
-    return Activations(run.kept_bytes, count.peak_bytes, run.forward_flops)
+    return PredictedActivations(run.kept_bytes, count.peak_bytes, run.forward_flops)
 
 
 class _Run(nn.Module):
@@ -101,7 +101,7 @@ class _Run(nn.Module):
         self.kept_bytes = 0
         self.forward_flops = 0
 
-    def forward(self, count: _Count) -> None:
+    def forward(self, count: _LiveBytes) -> None:
         with torch.enable_grad(), FlopCounterMode(display=False) as flops:
             loss = self._loss_of(self.model, self._batch)
         self.forward_flops = flops.get_total_flops()
@@ -109,7 +109,7 @@ class _Run(nn.Module):
         loss.backward()
 
 
-class _Count(TorchDispatchMode):
+class _LiveBytes(TorchDispatchMode):
     """Counts the bytes of tensors that live. ignored: tensors that are not counted."""
 
     def __init__(self, ignored: Iterable[torch.Tensor]) -> None:

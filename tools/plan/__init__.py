@@ -6,7 +6,6 @@ Files in order: each imports only files before it.
     prediction  the predicted seconds and bytes of a training
     pretrained  the plan of a model of the hub or of a folder, for `tiermem sft`
     card        what is placed on an accelerator that a plan leaves open
-    cards       memory and rates of named accelerators
     seen        what runs took from their disks
     speed       the rates that a plan is made with
     paper       the ZeRO-Infinity paper's table

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from tiermem.forecast.cards import CARDS
 from tiermem.forecast.phases import PHASES
 from tiermem.integrations.diffusion import component_folder
 from tiermem.plans.budget import why_disk
@@ -37,7 +38,6 @@ from tiermem.tools.job.train_job import (
 from tiermem.tools.measure.machine import available_bytes, wear_a_day
 from tiermem.tools.options import MADE_OF, PlanOptions, TrainOptions
 from tiermem.tools.plan.card import Card, say_placement
-from tiermem.tools.plan.cards import with_card
 from tiermem.tools.plan.paper import ESTIMATED, print_estimates, print_paper
 from tiermem.tools.plan.planned import (
     PLACES,
@@ -124,6 +124,26 @@ def scenario_of(options: PlanOptions) -> tuple[Scenario, list[str]]:
         options.lora,
     )
     return scenario, [*sources, *more]
+
+
+def with_card(options: PlanOptions) -> tuple[PlanOptions, list[str]]:
+    """The options with what a named card says of those that are not given, and a line on it."""
+    if options.gpu is None:
+        return options, []
+    card = CARDS[options.gpu]
+    facts: dict[str, Any] = {
+        "gpu_bytes": card.memory_gib << 30,
+        "flops": card.part * card.flops,
+        "link_bytes_s": card.link_bytes_s,
+        "gpu_memory_bytes_s": card.memory_bytes_s,
+    }
+    open_ones = {name: value for name, value in facts.items() if getattr(options, name) is None}
+    said = (
+        f"GPU: {options.gpu}: {card.memory_gib} GiB, {card.memory_bytes_s / 1e9:.0f} GB/s, link "
+        f"{card.link_bytes_s / 1e9:.3g} GB/s each way, {card.part:.0%} of {card.flops / 1e12:.0f} "
+        f"TFLOPS ({card.source})"
+    )
+    return dataclasses.replace(options, **open_ones), [said]
 
 
 def _shape(options: PlanOptions) -> ModelShape:

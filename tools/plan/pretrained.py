@@ -20,13 +20,13 @@ import tiermem
 from tiermem.integrations.arguments import config_beside, hidden_size_of
 from tiermem.integrations.choice import Asked, Room, compute_policy, find_room
 from tiermem.integrations.models import class_of
-from tiermem.plans.activations import Activations, activations_of
+from tiermem.plans.activations import PredictedActivations, activations_of
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.precision import DTYPES, Precision
 from tiermem.swap.memory.accelerator import is_accelerator
 from tiermem.tools.job.launcher import Job
 from tiermem.tools.job.train_job import nvme_folders, with_host_bytes
-from tiermem.tools.plan.planned import ActivationBytes, Budget, of_every_rank, plan_budget
+from tiermem.tools.plan.planned import ActivationBytes, Budget, plan_budget
 from tiermem.tools.words import format_bytes
 
 _HOMES = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
@@ -80,8 +80,7 @@ def plan_pretrained(
             getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing
         ),
     )
-    rooms = of_every_rank(find_room(model, args.device, _activations(model, job, args)))
-    room = Room(*map(min, zip(*rooms, strict=True)))
+    room = find_room(model, args.device, _activations(model, job, args))
     budget = None
     if job.memory_limit_bytes is not None:
         activations = ActivationBytes.of(job, is_accelerator(args.device))
@@ -98,7 +97,7 @@ def plan_pretrained(
     return PlannedModel(job, asked, policy, budget, settings)
 
 
-def _activations(model: Any, job: Job, args: Any) -> Activations | None:
+def _activations(model: Any, job: Job, args: Any) -> PredictedActivations | None:
     """Those of a micro-batch of the longest texts."""
     model.train()
     if job.is_checkpointing:

@@ -63,7 +63,7 @@ def speed_of(
     sources = [source]
     if options.flops is not None or options.gpu_bytes is not None:
         compute = options.flops or _ASSUMED_FLOPS
-        source = "given by --flops" if options.flops else "assumed: give --flops"
+        source = _named_by(options, "--flops") if options.flops else "assumed: give --flops"
         sources.append(f"computing: {compute:.3g} operations a second a rank, {source}")
         sources.append(
             f"CPU kernels: {rates.kernel_bytes_s / 1e9:.0f} GB/s of memory traffic, assumed"
@@ -111,6 +111,11 @@ def speed_of(
         )
         sources.append(f"memory of the GPU: {memory_bytes_s / 1e9:.0f} GB/s, {memory_source}")
     return rates, compute, sources
+
+
+def _named_by(options: PlanOptions, option: str) -> str:
+    """Where a rate is from that an option, or the card of --gpu, names."""
+    return f"by {option}" if options.gpu is None else f"by {option} or --gpu {options.gpu}"
 
 
 def _step_passes(options: PlanOptions, config: Mapping[str, Any]) -> float | None:
@@ -170,7 +175,7 @@ def _link_speed(options: PlanOptions, is_gpu: bool) -> tuple[float, str]:
     """Bytes a second each way between memory and an accelerator, and where they are from: given,
     measured here, or assumed."""
     if options.link_bytes_s is not None:
-        return options.link_bytes_s, "by --link"
+        return options.link_bytes_s, _named_by(options, "--link")
     measured = measure_link(find_device()) if is_gpu else None
     if measured is not None:
         return measured, "measured here with pinned memory, both ways at once"
@@ -181,7 +186,7 @@ def _memory_speed(options: PlanOptions, is_gpu: bool) -> tuple[float, str]:
     """Bytes a second of an accelerator's memory, and where they are from: given, measured here, or
     assumed."""
     if options.gpu_memory_bytes_s is not None:
-        return options.gpu_memory_bytes_s, "by --gpu-bandwidth"
+        return options.gpu_memory_bytes_s, _named_by(options, "--gpu-bandwidth")
     measured = measure_memory(find_device()) if is_gpu else None
     if measured is not None:
         return measured, "measured here in optimizer steps"

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from programs.models import VOCAB
 from torch import nn
+
+from programs.models import VOCAB
 
 NUM_EXPERTS = 16
 NUM_CHOSEN = 2
