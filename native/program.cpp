@@ -37,15 +37,14 @@ static bool wait_until(std::condition_variable *changed, Lock *lock, int64_t tim
 
 // ---- open and close -------------------------------------------------------------------------------------------------
 
-int tm_program_open(tm_workers *workers, uint64_t most_bytes, tm_program **program) {
+int tm_program_open(tm_workers *workers, uint64_t least_bytes, tm_program **program) {
     if (!program)
         return -EINVAL;
-    std::unique_ptr<tm_program> made(new (std::nothrow) tm_program);
+    std::unique_ptr<tm_program> made(new (std::nothrow) tm_program(least_bytes));
     if (!made)
         return -ENOMEM;
     made->owner = getpid();
     made->workers = workers;
-    made->most_bytes = most_bytes;
     // Signals are for the program's own threads.
     sigset_t all, before;
     sigfillset(&all);
@@ -508,6 +507,16 @@ int tm_program_quiet(tm_program *program) {
         return -EPIPE;
     Lock lock(program->mutex);
     wait_until(&program->changed, &lock, -1, [&] { return is_quiet(program); });
+    return 0;
+}
+
+int tm_program_under_way(tm_program *program, uint64_t *bytes) {
+    if (!program || !bytes)
+        return -EINVAL;
+    if (program->owner != getpid())
+        return -EPIPE;
+    Lock lock(program->mutex);
+    *bytes = std::min(program->pace.limit(), program->buffers.size() * program->buffer_bytes);
     return 0;
 }
 

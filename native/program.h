@@ -3,6 +3,7 @@
 //     program.cpp          what callers ask: begin, run, next, done, wait, take, forget, stop, report
 //     program_thread.cpp   the thread: reads ahead, checks, steps, sums and writes
 //     program_strips.cpp   strips of tiles, and the room that each has in a buffer
+//     pace.cpp             how many bytes of strips are under way
 //
 // A tile is what callers know. What is under way is a strip: all of a tile in a buffer of its own, or a range of its
 // elements in a part of one.
@@ -24,6 +25,7 @@
 #include <vector>
 
 #include "bell.h"
+#include "pace.h"
 #include "tiermem.h"
 
 enum tm_strip_state {
@@ -111,13 +113,15 @@ enum tm_program_phase {
 };
 
 struct tm_program {
+    explicit tm_program(uint64_t least_bytes) : pace(least_bytes) {}
+
     pid_t owner;
     tm_workers *workers = nullptr;
-    uint64_t most_bytes = 0; // of strips under way
     std::thread thread;
     tm_bell bell;
 
     std::mutex mutex; // guards everything below
+    tm_pace pace;     // of strips that are parts of a buffer
     std::condition_variable changed;
     std::condition_variable called; // a tile is offered, or the run has ended: not what becomes of each tile
     tm_program_phase phase = TM_PHASE_IDLE;

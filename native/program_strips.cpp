@@ -4,8 +4,8 @@
 //     strips   ranges of its elements through all columns                  [ m | v | w ] [ m | v | w ] [ m | v | w ]
 //     ... room     of a whole tile: a buffer; of a strip: a part of a buffer, which is cut in as many as it holds
 //
-// Few strips are under way, and the part that was given back last is taken first: so they stay in a processor's cache,
-// with which a disk exchanges bytes faster than with memory.
+// As many strips are under way as the disk is fastest with (pace.h). The part that was given back last is taken first:
+// so few of them stay in a processor's cache.
 
 #include "program.h"
 
@@ -56,7 +56,7 @@ static bool cut_buffer(tm_program *p, uint64_t bytes) {
 // The last free part that is large enough; may throw bad_alloc before anything is changed.
 static bool take_part(tm_program *p, uint64_t bytes, tm_room *room) {
     const uint64_t in_use = used_bytes(p);
-    if (in_use > 0 && in_use + bytes > p->most_bytes)
+    if (in_use > 0 && in_use + bytes > p->pace.limit())
         return false;
     const auto fits = [&](const tm_room &part) { return part.bytes >= bytes; };
     auto found = std::find_if(p->free_parts.rbegin(), p->free_parts.rend(), fits);

@@ -110,8 +110,8 @@ static void end_strip(tm_program *p, tm_strip *strip) {
     p->changed.notify_all();
 }
 
-// Takes the answers that are there. True: a strip went on.
-static bool look(tm_program *p) {
+// Takes the answers that are there, and adds the bytes that they have moved. True: a strip went on.
+static bool look(tm_program *p, uint64_t *moved_bytes) {
     bool has_news = false;
     tm_answer answer;
     for (tm_strip *strip : p->active) {
@@ -122,10 +122,12 @@ static bool look(tm_program *p) {
             const int code = tm_queue_wait(flight.queue, flight.tag, 0, &answer);
             if (code == -ETIMEDOUT)
                 continue;
-            if (code == 0)
+            if (code == 0) {
                 note_answer(p, strip, flight.span, answer);
-            else
+                *moved_bytes += answer.bytes;
+            } else {
                 fail(p, failure_of(strip->tile, -code, TM_STAGE_READ)); // never seen: the queue has forgotten it
+            }
             strip->flights.erase(strip->flights.begin() + (ptrdiff_t)i);
         }
         if (!strip->flights.empty())
@@ -198,6 +200,14 @@ static tm_program_tile *next_tile(tm_program *p) {
     if (p->cut)
         return p->cut;
     return p->num_admitted < p->order.size() ? &p->tiles[p->order[p->num_admitted]] : nullptr;
+}
+
+static void note_pace(tm_program *p, uint64_t moved_bytes) {
+    const bool is_piped = !(p->flags & (TM_RUN_ONE_READ | TM_RUN_ONE_WRITE));
+    if (p->phase != TM_PHASE_RUN || p->is_stopping || !is_piped || !next_tile(p))
+        p->pace.pause();
+    else if (moved_bytes > 0)
+        p->pace.moved(moved_bytes, tm_now_ns());
 }
 
 bool tm_program_admit(tm_program *p) {
@@ -456,7 +466,9 @@ static bool end_if_over(tm_program *p) {
 static bool turn(tm_program *p, Lock *lock) {
     if (p->phase == TM_PHASE_IDLE)
         return false;
-    bool has_news = look(p);
+    uint64_t moved_bytes = 0;
+    bool has_news = look(p, &moved_bytes);
+    note_pace(p, moved_bytes);
     if (p->is_stopping)
         cut_short(p);
     forget_ended(p);

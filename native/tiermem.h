@@ -12,7 +12,7 @@
  *            tm_isa_choose
  *   checksum tm_crc32c · tm_crc32c_combine · tm_crc32c_join
  *   program  tm_program_open · _begin · _run · _add · _next · _done · _wait · _await · _take · _forget · _quiet · _stop
- *            tm_program_report · _close
+ *            tm_program_report · _under_way · _close
  *
  * The Python binding is generated from the part between the two BINDING lines; it holds plain
  * declarations only.
@@ -549,8 +549,8 @@ typedef struct tm_tile_times {
 } tm_tile_times;
 
 /* Starts the program's thread. `workers` (may be NULL) are shared with other kernels and outlive the program. Strips of
- * at most so many bytes are under way, or one strip. */
-int tm_program_open(tm_workers *workers, uint64_t most_bytes, tm_program **program);
+ * at most `least_bytes` are under way at first, or one strip; runs find out whether more of them are faster. */
+int tm_program_open(tm_workers *workers, uint64_t least_bytes, tm_program **program);
 
 /* Starts to read tiles at TM_BACKGROUND, as many as there are buffers, before it is known how they are stepped. Only
  * reads, checks and keys are looked at, and copied. -EBUSY: a run or an earlier begin is under way. */
@@ -606,6 +606,9 @@ int tm_program_stop(tm_program *program);
 /* Copies what became of the n tiles that the last run was given, and its failure. -EBUSY while it runs, unless `times`
  * is NULL: then *failure alone is copied. Returns the number of these tiles. */
 int tm_program_report(tm_program *program, tm_tile_times *times, uint64_t n, tm_failure *failure);
+
+/* Sets *bytes to those of strips that may be under way now, as far as buffers of the last run hold them. */
+int tm_program_under_way(tm_program *program, uint64_t *bytes);
 
 /* Stops, and ends the thread. -EPIPE in a fork, where nothing is touched. */
 int tm_program_close(tm_program *program);

@@ -128,7 +128,7 @@ class Taken:
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _LEAST_BYTES = 6 << 20  # three strips
-_MOST_BYTES = 16 << 20  # enough for every disk that was measured
+_MOST_BYTES = 16 << 20  # where the cache is unknown or large
 
 
 def cache_bytes() -> int:
@@ -141,11 +141,11 @@ def cache_bytes() -> int:
 
 
 @functools.cache
-def bytes_under_way() -> int:
-    """Most bytes of strips that a step has under way: those of which the processor's cache keeps
-    four times as many.
+def first_bytes() -> int:
+    """Bytes of strips that a step has under way before it has tried more: those of which the
+    processor's cache keeps four times as many.
 
-    A disk exchanges bytes faster with that cache than with memory.
+    Some disks exchange bytes faster with that cache than with memory.
     """
     return min(max(cache_bytes() // 4 or _MOST_BYTES, _LEAST_BYTES), _MOST_BYTES)
 
@@ -163,7 +163,7 @@ class TileProgram:
         program = ffi.new("tm_program **")
         handle = ffi.NULL if workers is None else workers.handle
         check(
-            lib.tm_program_open(handle, bytes_under_way(), program),
+            lib.tm_program_open(handle, first_bytes(), program),
             "starting the thread of a step program",
         )
         self._handle = program[0]
@@ -306,6 +306,18 @@ class TileProgram:
             "reading a program's report",
         )
         return np.frombuffer(ffi.buffer(times), _TILE_TIMES)
+
+    @property
+    def bytes_under_way(self) -> int:
+        """Bytes of strips that may be under way now; 0 before a first run and after `close`."""
+        if self._handle == ffi.NULL:
+            return 0
+        num_bytes = ffi.new("uint64_t *")
+        check(
+            lib.tm_program_under_way(self.handle, num_bytes),
+            "asking what a step program has under way",
+        )
+        return int(num_bytes[0])
 
     def close(self) -> None:
         """Stops, and ends the thread. Does nothing in a forked child and in a second call."""

@@ -127,6 +127,7 @@ class StoreStats:
     engine: str
     engine_why: str
     paths: tuple[PathStats, ...] = ()
+    bytes_under_way: int = 0  # most of an optimizer step at once, by now
 
 
 class Figures(NamedTuple):

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from tiermem.swap.base.native import Counters, Fault, IoSettings, check_process
 from tiermem.swap.base.ranges import ByteRange
-from tiermem.swap.base.tile_program import TileProgram, bytes_under_way
+from tiermem.swap.base.tile_program import TileProgram, first_bytes
 from tiermem.swap.disk.files import Files
 from tiermem.swap.disk.passes import weigh
 from tiermem.swap.disk.paths import AnyPath, as_paths
@@ -106,7 +106,7 @@ class Resources:
         )
         why = "no transfer has been made yet"
         if queues:
-            why = f"{queues.why}, {bytes_under_way() >> 20} MiB of a step under way"
+            why = f"{queues.why}, {self.bytes_under_way >> 20} MiB of a step under way"
         return StoreStats(
             nvme_read_bytes=sum(path.read_bytes for path in paths),
             nvme_written_bytes=sum(path.written_bytes for path in paths),
@@ -117,7 +117,13 @@ class Resources:
             engine=queues.engine if queues else "none yet",
             engine_why=why,
             paths=paths,
+            bytes_under_way=self.bytes_under_way,
         )
+
+    @property
+    def bytes_under_way(self) -> int:
+        """Most bytes of strips that a step has under way now."""
+        return max([0, *(program.bytes_under_way for program in self.programs)]) or first_bytes()
 
     def keep_files(self, keep: bool) -> None:
         """Sets whether `close` leaves the files."""

@@ -1,4 +1,4 @@
-"""How much of a step is under way at once?"""
+"""How much of a step is under way at first?"""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("_tiermem_native")
 
-from tiermem.swap.base.tile_program import bytes_under_way, cache_bytes
+from tiermem.swap.base.tile_program import cache_bytes, first_bytes
 
 MIB = 1 << 20
 
@@ -22,11 +22,11 @@ MIB = 1 << 20
         (["32K", "512K"], MIB // 2, 6 * MIB),
     ],
 )
-def test_a_quarter_of_the_last_cache_is_under_way(
+def test_a_quarter_of_the_last_cache_is_under_way_at_first(
     sizes: list[str], cache: int, under_way: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tiermem.swap.base.tile_program._CACHES", tmp_path)
     for index, size in enumerate(sizes):
         (tmp_path / f"index{index}").mkdir()
         (tmp_path / f"index{index}" / "size").write_text(f"{size}\n")
-    assert (cache_bytes(), bytes_under_way.__wrapped__()) == (cache, under_way)
+    assert (cache_bytes(), first_bytes.__wrapped__()) == (cache, under_way)

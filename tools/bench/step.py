@@ -266,6 +266,7 @@ def _figures_of(
     roofline_s, roofline_by = ceiling(options.yardstick, list(model.rooflines.items()), memory_s)
     figures: dict[str, Any] = {
         **model.facts,
+        "bytes_under_way": model.bytes_under_way,
         "step_s": [step.seconds for step in steps],
         "step_s_median": step_s,
         "read_bytes": moved.read_bytes,

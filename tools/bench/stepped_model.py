@@ -25,7 +25,6 @@ from tiermem.policy import IoSettings, OffloadPolicy, Tier
 from tiermem.precision import Precision
 from tiermem.swap.base.native import READ, WRITE, latency_edges
 from tiermem.swap.base.ranges import round_up
-from tiermem.swap.base.tile_program import bytes_under_way
 from tiermem.swap.disk.passes import Passes
 from tiermem.swap.store.checksum import Verify
 from tiermem.tools.bench.witnesses import BareLoop
@@ -170,7 +169,6 @@ class SteppedModel(AbstractContextManager["SteppedModel"]):
             "resident_bytes": resident_bytes,
             "resident_fraction": resident_bytes / state_bytes,
             "engine": self._shards.store.stats().engine,
-            "bytes_under_way": bytes_under_way(),
         }
         params = sum(tile.slice_bytes for tile in tiles)
         grads = sum(tile.grad_bytes for tile in tiles)
@@ -184,6 +182,11 @@ class SteppedModel(AbstractContextManager["SteppedModel"]):
 
     def __exit__(self, *_: object) -> None:
         self._shards.close()
+
+    @property
+    def bytes_under_way(self) -> int:
+        """Most bytes of strips that a step has under way by now."""
+        return self._shards.store.stats().bytes_under_way
 
     def step(self, pipelining: Pipelining) -> TimedStep:
         """Makes one step with the pipeline switched so. Blocks; raises OSError."""
