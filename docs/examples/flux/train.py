@@ -5,7 +5,7 @@ embeddings are made first, one model after the other, and kept in `cache`; train
 text encoders nor the VAE. AdamW with fp32 masters, clipping and accumulation; averages of the
 weights (EMA) rest beside the states. A sample is drawn with them every few steps.
 
-    pip install diffusers peft                 beside tiermem (install.md)
+    pip install diffusers peft                 beside tiermem (start.md)
     python tiny_parts.py                       a tiny Flux and pictures, if you have no others
     python train.py                            full fine-tuning
     python train.py --lora 16                  LoRA
