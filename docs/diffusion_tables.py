@@ -21,9 +21,8 @@ import diffusers
 
 from tiermem.policy import Tier
 from tiermem.tools.options import PlanOptions
-from tiermem.tools.plan.card import plan_open
 from tiermem.tools.plan.plan import scenario_of
-from tiermem.tools.plan.planned import Planned
+from tiermem.tools.plan.planned import Planned, plan_scenario
 
 PAGE = Path(__file__).parent / "diffusion.md"
 BEGIN = "<!-- plan: written by docs/diffusion_tables.py -->"
@@ -113,7 +112,7 @@ def planned(card: Card, model: Model, way: str, offload: str) -> Planned:
             lora=RANK if way == "LoRA" else None,
             is_checkpointing=True,
         )
-        return plan_open(scenario_of(options)[0], True)
+        return plan_scenario(scenario_of(options)[0])
 
 
 def cell(card: Card, model: Model, way: str) -> Cell | None:
@@ -150,14 +149,14 @@ def table(cells: Sequence[Cell | None]) -> list[str]:
         "The first cell of the row of 24 GB is what this prints:",
         "",
         "<!-- not run: the model is a download of 24 GB -->",
-        f"```sh\n{shown.command}\n```",
+        "```sh\n" + shown.command.replace(" --flops", " \\\n    --flops") + "\n```",
     ]
 
 
 def main() -> None:
     """Plans, and writes the page's table."""
     keys = list(itertools.product(CARDS, MODELS, WAYS))
-    with concurrent.futures.ProcessPoolExecutor(6) as pool:
+    with concurrent.futures.ProcessPoolExecutor() as pool:
         cells = list(pool.map(cell, *zip(*keys, strict=True)))
     before, rest = PAGE.read_text("utf-8").split(BEGIN)
     lines = "\n".join(table(cells))

@@ -268,9 +268,9 @@ MIDDLE = f"""
 - "Written a day" is what goes to the NVMe drives in a day without a pause, and how long drives that may be written 600 TB each
   (usual for 1 TB) would last. Checkpoints that are copies come on top. `tiermem plan` says it for your plan.
 - A step is {NUM_SEQUENCES} sequences of {SEQ} tokens ({NUM_SEQUENCES * SEQ:,} tokens), full fine-tuning in bf16 with AdamW and
-  clipping, two sequences at a time, or one where two do not fit. Where weights, gradients, states and activations rest, who
-  steps the states, whether activations are recomputed, and whether micro-batches go block by block is what the search found
-  fastest.
+  clipping, two sequences at a time, or one where two do not fit. Where weights, gradients, states and activations are
+  kept, who steps the states, whether activations are recomputed, and whether micro-batches go block by block
+  is what the search found fastest.
 - 512 MiB and 5 % of a GPU and 6 GiB of the host's memory are left to others. A drive has 2 TB, and reads 7 and writes 5 GB/s
   at once. Training reaches 50, 80, 150 and 400 TFLOPS on the GPUs of 12, 16, 24 and 80 GB. Their memory moves 800 GB/s, 2,000
   of the 80 GB GPU; the link 25 GB/s each way, 50 of the 80 GB GPU. The CPU's kernels move 50 GB/s of memory. A GPU's kernel
@@ -312,7 +312,7 @@ def predicted(command: str) -> str:
     for word in command.replace("\\\n", " ").split()[2:]:
         name = word if word.startswith("--") else name
         words[name] = "" if word == name else word
-    cells = plan(words, chooses=True)
+    cells = plan(words)
     if cells.problems:
         raise ValueError(f"{command}: {cells.problems}")
     written = cells.written_bytes_day

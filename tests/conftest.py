@@ -32,6 +32,10 @@ _LASTING_FILES = ("/dev/nvidia", "/dev/urandom", "/dev/null", "pipe:[hypothesis"
 _GRACE_S = 10.0  # a thread that has ended may stay that long on a machine that is overloaded
 _MOST_UNCOLLECTED_BYTES = 512 << 20  # which circles and tracebacks may hold
 
+# Until the first test: importing and finding tests makes no garbage, and collections took a seventh
+# of that time in each worker. `warmed_up` enables them again.
+gc.disable()
+
 
 @pytest.fixture(scope="session", autouse=True)
 def warmed_up() -> None:
@@ -56,6 +60,7 @@ def warmed_up() -> None:
 
         # no thread that watches progress bars; torch.compile makes some
         tqdm.tqdm.monitor_interval = 0
+    gc.enable()
     gc.collect()
     gc.freeze()
     # collections took a twelfth of the time; `nothing_leaks` collects when it must

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 DEFAULT_BYTES = 4 << 20
 _RECORDS = {".jsonl", ".ndjson", ".parquet", ".arrow"}
 """Endings of files of records, whose syntax is no text to train on."""
-_NAMED_RECORDS = _RECORDS | {".json"}  # a folder of sources has .json files that are no data
+# a folder of sources has files of these that are no data
+_NAMED_RECORDS = _RECORDS | {".json", ".csv", ".tsv"}
+_PACKED = {".gz", ".bz2", ".xz", ".zst"}
 _TOKENIZERS = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -149,7 +151,10 @@ def _files(paths: Sequence[Path]) -> Iterator[Path]:
 
 
 def _check_text(file: Path, records: set[str]) -> None:
-    if file.suffix.lower() in records:
+    endings = [each.lower() for each in file.suffixes]
+    if endings and endings[-1] in _PACKED:
+        del endings[-1]
+    if endings and endings[-1] in records:
         raise ValueError(
             f"--data: {file} holds records, and `tiermem train` reads text, each byte of which is "
             f"a token: {_INSTEAD}"

@@ -334,7 +334,7 @@ class PlanOptions(Options):
     )
     lora: int | None = option(
         None,
-        "rank of adapters (PEFT) beside every Linear but the head, which alone are trained",
+        "rank of adapters (PEFT) beside every Linear but a language model's head, which alone are trained",
         check=POSITIVE,
     )
     frozen: str | None = option(

@@ -1,10 +1,10 @@
 """One layer of a mixture of experts
 
-Trains one layer of a Qwen3-MoE whose weights, gradients and states rest on the disk, then generates
+Trains one layer of a Qwen3-MoE whose weights, gradients and states are kept on the disk, then generates
 with it. Where tokens choose few experts, only their rows are read. Each line has the tokens, the
 bytes that the kernel counts, and the most memory so far.
 
-    pip install transformers                beside tiermem (install.md)
+    pip install transformers                beside tiermem (docs/start.md)
     python moe_layer.py                     a tiny layer
     python moe_layer.py 2048 768 128 8      a layer of 30B-A3B: its width, that of an expert, the number
                                             of experts, those of a token. It takes 9 GB of disk

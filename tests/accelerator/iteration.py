@@ -27,6 +27,10 @@ from tiermem.run.layerwise import LayerwisePasses
 from tiermem.swap.program.program import Program
 from tiermem.weights.step_run import StepRun
 
+NUM_BEFORE, NUM_RECORDED = 2, 2
+"""Iterations: those that learn the order of units, and those of a recording. Time is counted from
+the start of the last step but one to that of the last."""
+
 
 class Sizes(NamedTuple):
     """Of a model, its tiles and its batch."""
@@ -247,11 +251,11 @@ def record(
     by_layer: bool = False,
     **fields: Any,
 ) -> list[Any]:
-    """Three iterations; the order of units is known and every tile has its states."""
+    """NUM_RECORDED iterations; the order of units is known and every tile has its states."""
     sim.set_schedule("late")
     with Training(sizes, overlap, max_norm, by_layer, **fields) as training:
-        for number in range(6):
-            if number == 3:
+        for number in range(NUM_BEFORE + NUM_RECORDED):
+            if number == NUM_BEFORE:
                 training.quiet()
                 marks.starts.clear()
                 marks.num_attempted = 0

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from launch import as_rank
-from programs import models
-from programs.models import Tower
+from programs.models import ShortTower, Tower
 from programs.twins import batch, seeded
 from torch import nn
 from torch.nn import functional as F
@@ -169,9 +168,8 @@ def train(
     of the start, too."""
     schedule_by(way[0], where)
     with tiermem.zero.Init(policy=policy, enabled=by_init):
-        model = seeded(
-            Tower if policy.activations is None else lambda: models.ShortTower(checkpoint=False)
-        ).to(
+        checkpoint = None if policy.activations is None else False
+        model = seeded(lambda: ShortTower(checkpoint=checkpoint)).to(
             torch.bfloat16
             if policy.compute_dtype == "fp32" or policy.precision != Precision()
             else torch.float32

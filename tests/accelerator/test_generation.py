@@ -28,7 +28,7 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 4,
 }
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024}
-SEQUENCES, TOKENS = 8, 200
+SEQUENCES, TOKENS = 32, 60
 
 
 def llama(**sizes: Any) -> Any:

@@ -31,7 +31,7 @@ import torch
 import tiermem.ranks.topology
 from accelerator import clock
 from accelerator.clock import Rate
-from accelerator.iteration import Marks, Sizes, Training, record
+from accelerator.iteration import NUM_BEFORE, NUM_RECORDED, Marks, Sizes, Training, record
 from tiermem import Tier
 
 NORMS = {"none": 1e-3, "forward": 1e-3, "backward": 0.0}
@@ -74,8 +74,8 @@ def test_a_recording_has_the_operations_and_tiles_of_a_run(
         planned = record(sim, marks, sizes, overlap, NORMS[overlap], num_micros, by_layer, **fields)
     sim.set_schedule("threads")
     with Training(sizes, overlap, NORMS[overlap], by_layer, **fields) as training:
-        for number in range(6):
-            if number == 3:
+        for number in range(NUM_BEFORE + NUM_RECORDED):
+            if number == NUM_BEFORE:
                 training.quiet()
                 sim.reset_counts()
                 num_native, num_events = training.num_tiles, len(training.kernels)
@@ -90,18 +90,17 @@ def test_a_recording_has_the_operations_and_tiles_of_a_run(
             sim.copies(),
         )
     steps = [entry for entry in planned if entry.get("lane") == "cpu"]
-    assert len(steps) == len(kernels) == num_stepped == 3 * num_tiles
-    assert sum(entry["flops"] for entry in steps) == 3 * numel
+    assert len(steps) == len(kernels) == num_stepped == NUM_RECORDED * num_tiles
+    assert sum(entry["flops"] for entry in steps) == NUM_RECORDED * numel
     assert (marks.num_attempted > 0) == (overlap == "backward")
     found = sim.recording()
     assert _operations(planned) == _operations(found)
     num_bytes = _bytes(found)
     assert _bytes(planned)["to device"] == pytest.approx(num_bytes["to device"], rel=0.2)
     assert num_bytes == {lane: copied[f"{lane.replace(' ', '_')}_bytes"] for lane in _LINK}
-    least = (
-        3 * 2 * (6 * 160 * 160 + 2 * 61 * 160) + by_layer * 3 * 3 * 5 * 2 * 210 * 160
-    )  # weights; five blocks' inputs
-    assert min(num_bytes.values()) >= least
+    # weights; five blocks' inputs
+    least = 2 * (6 * 160 * 160 + 2 * 61 * 160) + by_layer * 3 * 5 * 2 * 210 * 160
+    assert min(num_bytes.values()) >= NUM_RECORDED * least
 
 
 _LINK = ("to device", "to host")

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(WHY_SKIPPED is not None, reason=str(WHY_SKIPPED)
 
 
 LATE = "late,late,late"
-IN_TURN = "late,random:0,random:1,random:2,random:3,random:4,random:5"
+IN_TURN = "late,random:0,random:1,random:2,random:3"
 """Each step has another schedule, and begins with what is pending of the step before."""
 
 

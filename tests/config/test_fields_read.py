@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 from collections.abc import Iterator
 
 import pytest
@@ -42,16 +43,26 @@ def attributes_in(tree: ast.AST) -> Iterator[tuple[str, str]]:
             yield getattr(owner, "id", getattr(owner, "attr", "")), node.attr
 
 
-MODULES = read_modules(ROOT)
-READ = {name: set(attributes_in(module.tree)) for name, module in MODULES.items()}
-NAMES_READ = {name for pairs in READ.values() for _, name in pairs}
+# Read when a test asks: every worker of pytest imports this file, one runs it.
+modules = functools.cache(lambda: read_modules(ROOT))
+
+
+@functools.cache
+def attributes_read() -> dict[str, set[tuple[str, str]]]:
+    """By module."""
+    return {name: set(attributes_in(module.tree)) for name, module in modules().items()}
+
+
+@functools.cache
+def names_read() -> frozenset[str]:
+    return frozenset(name for pairs in attributes_read().values() for _, name in pairs)
 
 
 def acted_on() -> set[str]:
     """The attributes of a policy that code outside policy.py and the config reads."""
     return {
         name
-        for module, pairs in READ.items()
+        for module, pairs in attributes_read().items()
         if module != "tiermem.policy" and not module.startswith("tiermem.config")
         for owner, name in pairs
         if owner.endswith("policy")
@@ -62,7 +73,7 @@ def read_by_methods() -> Iterator[tuple[str, str]]:
     """The methods of the policy, each with a field that it reads."""
     (policy,) = (
         node
-        for node in MODULES["tiermem.policy"].tree.body
+        for node in modules()["tiermem.policy"].tree.body
         if isinstance(node, ast.ClassDef) and node.name == OffloadPolicy.__name__
     )
     for method in policy.body:
@@ -81,7 +92,7 @@ def test_every_field_of_the_policy_is_acted_on() -> None:
 
 @pytest.mark.parametrize("model", every_model())
 def test_a_key_that_no_code_reads_says_that_it_changes_nothing(model: type[ConfigModel]) -> None:
-    read = NAMES_READ
+    read = names_read()
     if issubclass(model, OptimizerParams):
         read = read | (set(model.model_fields) - set(model.no_arguments))
     unread = {model.path_of(name) for name in model.model_fields if name not in read}
@@ -91,4 +102,4 @@ def test_a_key_that_no_code_reads_says_that_it_changes_nothing(model: type[Confi
 def test_keys_that_are_read_by_name_exist_and_are_read_no_other_way() -> None:
     paths = {model.path_of(name) for model in every_model() for name in model.model_fields}
     assert set(READ_BY_NAME) <= paths
-    assert not {path.rpartition(".")[2] for path in READ_BY_NAME} & NAMES_READ
+    assert not {path.rpartition(".")[2] for path in READ_BY_NAME} & names_read()

@@ -53,7 +53,7 @@ KEY = "exp_avg"
 
 
 def built() -> nn.Module:
-    return seeded(lambda: Tower(num_blocks=2))
+    return seeded(lambda: Tower(num_blocks=1))
 
 
 def look_and_put(case: str, nvme: Path) -> dict[str, Any]:

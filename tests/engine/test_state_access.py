@@ -50,6 +50,15 @@ HOMES: dict[str, dict[str, Any]] = {
 KEYS = ("exp_avg", "exp_avg_sq")
 
 homes = pytest.mark.parametrize("home", HOMES)
+homes_and_presets = pytest.mark.parametrize(
+    ("home", "preset"),
+    [
+        pytest.param(home, preset, marks=[pytest.mark.slow] if (i + j) % 2 else [])
+        for i, home in enumerate(HOMES)
+        for j, preset in enumerate(PRESETS)
+    ],
+)
+"""`make test` has every home and every precision, in half of their pairs; `make test-all` every pair."""
 
 
 def policy(home: str, folder: Path, **fields: Any) -> OffloadPolicy:
@@ -91,8 +100,7 @@ def test_the_debugging_loop_sees_what_a_plain_model_holds(home: str, tmp_path: P
             assert torch.equal(safe_get_local_grad(mine), other.grad.flatten())
 
 
-@homes
-@pytest.mark.parametrize("preset", PRESETS)
+@homes_and_presets
 def test_a_master_is_seen_in_every_precision(home: str, preset: str, tmp_path: Path) -> None:
     model = seeded(Tower).bfloat16()
     with tiermem.shard(model, policy(home, tmp_path, precision=PRESETS[preset])) as shards:
@@ -167,8 +175,7 @@ def test_what_is_put_is_what_training_goes_on_with(home: str, form: str, tmp_pat
         assert_same_tensors(dict(model.state_dict()), dict(twin.state_dict()))
 
 
-@homes
-@pytest.mark.parametrize("preset", PRESETS)
+@homes_and_presets
 def test_putting_back_what_was_seen_changes_no_bit(home: str, preset: str, tmp_path: Path) -> None:
     """Between backward and step, when tiles may have been read ahead."""
     found = []
@@ -394,8 +401,7 @@ def test_gradients_that_are_used_up_in_backward_are_not_shown(tmp_path: Path) ->
 # ---- many at once --------------------------------------------------------------------------------
 
 
-@homes
-@pytest.mark.parametrize("preset", PRESETS)
+@homes_and_presets
 def test_a_visit_changes_what_single_puts_change(home: str, preset: str, tmp_path: Path) -> None:
     found = []
     for is_vectorised in (False, True):

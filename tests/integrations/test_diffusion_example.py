@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import pytest
 import torch
 
@@ -24,22 +24,21 @@ WORDS = ["--rate", "1e-3", "--gpu-gib", "1", "--ram-gib", "0.25"]
 
 
 def run(name: str, folder: Path, *words: str) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *words],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(folder)
+        script = [str(EXAMPLES / name), *words]
+        done = fork_server.run(script, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Made in this process, which has imported diffusers."""
     folder = tmp_path_factory.mktemp("flux")
-    run("tiny_parts.py", folder)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(folder)
+        runpy.run_path(str(EXAMPLES / "tiny_parts.py"), run_name="__main__")
     return folder
 
 

@@ -68,16 +68,23 @@ def test_data_that_is_not_there_or_too_short_is_refused(folder: Path) -> None:
         Corpus([folder], seq=100, seed=0)
 
 
-@pytest.mark.parametrize(
-    "name", ["chats.jsonl", "chats.NDJSON", "part-0.parquet", "alpaca.json", "data.arrow"]
-)
+RECORDS = ["chats.jsonl", "chats.NDJSON", "part-0.parquet", "data.arrow", "chats.jsonl.gz"]
+PERHAPS_RECORDS = ["alpaca.json", "chats.csv", "alpaca.json.zst"]
+"""Beside sources they may be no data."""
+
+
+@pytest.mark.parametrize("name", RECORDS + PERHAPS_RECORDS)
 def test_files_of_records_are_refused(folder: Path, name: str) -> None:
     (folder / name).write_text('{"text": "a record"}\n' * 100)
     with pytest.raises(ValueError, match=rf"{name} holds records.*tiermem sft"):
         Corpus([folder / name], seq=4, seed=0)
-    if not name.endswith(".json"):
-        with pytest.raises(ValueError, match=rf"{name} holds records"):
-            Corpus([folder], seq=4, seed=0)
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_folder_with_records_is_refused(folder: Path, name: str) -> None:
+    (folder / name).write_text('{"text": "a record"}\n' * 100)
+    with pytest.raises(ValueError, match=rf"{name} holds records"):
+        Corpus([folder], seq=4, seed=0)
 
 
 def test_what_was_read_is_said(folder: Path) -> None:

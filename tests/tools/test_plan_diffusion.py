@@ -14,6 +14,7 @@ from rich.console import Console
 
 diffusers: Any = pytest.importorskip("diffusers", reason="pip install diffusers")
 
+import diffusion_tables  # noqa: E402
 from programs.diffusion import FAMILIES, NUM_TOKENS  # noqa: E402
 from torch import nn  # noqa: E402
 
@@ -133,10 +134,11 @@ def bytes_of_second_block(model: Any, family: Any, dtype: torch.dtype) -> tuple[
 
 @pytest.mark.slow
 def test_the_page_has_what_plan_says() -> None:
-    tables = pytest.importorskip("diffusion_tables")
-    found = tables.cell(tables.CARDS[2], tables.MODELS[0], "LoRA")
+    found = diffusion_tables.cell(diffusion_tables.CARDS[2], diffusion_tables.MODELS[0], "LoRA")
     [row] = [
-        line for line in tables.PAGE.read_text("utf-8").splitlines() if line.startswith("| 24 GB")
+        line
+        for line in diffusion_tables.PAGE.read_text("utf-8").splitlines()
+        if line.startswith("| 24 GB")
     ]
     assert str(found) == row.split(" | ")[2]
 

@@ -74,12 +74,29 @@ def test_train_under_a_cap_names_a_folder_in_memory_and_trains(
         "--json",
         "out.json",
     ]
+    words += ["--offload", "nvme"]
     said = said_by([*words, "--nvme", str(in_memory)], capsys, monkeypatch)
     assert (
         f"the disk is not measured, so nothing is predicted: {in_memory} lies in memory (tmpfs)"
         in said
     )
-    assert len(json.loads((tmp_path / "out.json").read_text())["losses"]) == 2
+    run = json.loads((tmp_path / "out.json").read_text())
+    assert len(run["losses"]) == 2
+    # the kernel counts no bytes there, and no drive wears
+    assert run["nvme_written_bytes"] > 0
+    assert run["kernel_written_bytes"] is None and run["paths"] == []
+    assert "kernel" not in said and "TBW" not in said
+
+
+def test_steps_in_memory_are_timed_without_wear_and_the_kernels_counts(
+    in_memory: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out.json"
+    words = ["bench", "step", "--preset", "exact", "--params", "1M", "--loops", "1"]
+    said = said_by([*words, "--path", str(in_memory), "--json", str(out)], capsys, monkeypatch)
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["written_bytes"] > 12 * 10**6
+    assert "TBW" not in said and "the kernel" not in said
 
 
 def test_check_on_a_small_disk_says_what_was_not_measured(

@@ -40,7 +40,6 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tiermem.swap.disk.direct import MEMORY_FILE_SYSTEMS, file_system_of
 from tiermem.tools.bench import io_report
 from tiermem.tools.bench.io_ranks import CannotRun, RankJob, Ranks, Setting
 from tiermem.tools.bench.witnesses import (
@@ -176,7 +175,7 @@ def measure(
                     row, **loops, bare_user_us=judges.get("yardstick", absent).user_us(setting)
                 )
         notes += [note for witness in witnesses for note in witness.notes]
-        in_memory = [path for path in options.paths if file_system_of(path) in MEMORY_FILE_SYSTEMS]
+        in_memory = [path for path in options.paths if memory_backed(path)]
         notes += [f"{path} lies in memory: no disk was measured" for path in in_memory]
         return rows, io_report.notes_of(
             rows, *(io_report.byte_counts([] if in_memory else measured))

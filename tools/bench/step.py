@@ -26,7 +26,7 @@ from tiermem.tools.bench.stepped_model import (
     memory_rate,
     state_bytes_of,
 )
-from tiermem.tools.measure.files import check_memory, check_room
+from tiermem.tools.measure.files import check_memory, check_room, memory_backed
 from tiermem.tools.measure.machine import (
     WrittenOnPath,
     caption,
@@ -292,7 +292,9 @@ def _figures_of(
             for path, on_path in zip(options.paths, model.load, strict=True)
         ],
     }
-    figures["notes"] = list(_notes(figures, moved, kernel, model.expected))
+    # the kernel counts no bytes of a folder in memory
+    compared = moved if any(map(memory_backed, options.paths)) else kernel
+    figures["notes"] = list(_notes(figures, moved, compared, model.expected))
     return figures
 
 
@@ -335,12 +337,13 @@ def _comparison(model: SteppedModel) -> list[dict[str, Any]]:
 
 
 def _endurance(model: SteppedModel, options: StepBenchOptions) -> list[str]:
-    """What the timed steps wrote: neither building the models nor the yardstick is what training
-    does."""
+    """What the timed steps wrote to drives: neither building the models nor the yardstick is what
+    training does."""
     steps = [step for several in model.steps.values() for step in several]
     written = [
         WrittenOnPath(path, sum(step.moved[place].written_bytes for step in steps))
         for place, path in enumerate(options.paths)
+        if not memory_backed(path)
     ]
     return endurance_lines(
         written, len(steps), sum(step.seconds for step in steps), options.tbw_bytes

@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tiermem.swap.base.native import IoSettings
-from tiermem.swap.disk.direct import file_system_of, open_unnamed, preallocate
+from tiermem.swap.disk.direct import (
+    MEMORY_FILE_SYSTEMS,
+    file_system_of,
+    open_unnamed,
+    preallocate,
+)
 from tiermem.swap.disk.passes import Passes
 from tiermem.tools.measure.machine import available_bytes
 from tiermem.tools.words import format_bytes
@@ -164,7 +169,7 @@ def why_unmeasured(folders: Sequence[Path], file_bytes: int = DISK_FILE_BYTES) -
 def memory_backed(folder: Path) -> str | None:
     """The type of a file system that keeps its files in memory; None for any other."""
     kind = file_system_of(folder)
-    return kind if kind in ("tmpfs", "ramfs") else None
+    return kind if kind in MEMORY_FILE_SYSTEMS else None
 
 
 def measure_disk(folder: Path, seconds: float, file_bytes: int = DISK_FILE_BYTES) -> DiskRate:

@@ -478,7 +478,8 @@ def result_lines(run: Mapping[str, Any]) -> list[str]:
         ours = run.get(f"nvme_{what}_bytes")
         kernel = run.get(f"kernel_{what}_bytes")
         if ours:
-            memory.append(f"NVMe {what} {_size(ours)} ({_difference(ours, kernel)})")
+            beside = f" ({_difference(ours, kernel)})" if kernel is not None else ""
+            memory.append(f"NVMe {what} {_size(ours)}{beside}")
     if _device_peak(run) is not None:
         memory.append(f"{run['device_memory']['device']} peak {_size(_device_peak(run))}")
     return [", ".join(times), ", ".join(memory)]

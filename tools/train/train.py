@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import importlib.util
 import os
 import secrets
 import subprocess
@@ -48,7 +49,7 @@ from tiermem.tools.record.reports import (
     table,
 )
 from tiermem.tools.record.run_record import read_spans, stamp, write_trace
-from tiermem.tools.words import Mistake, save_json
+from tiermem.tools.words import Mistake, numbered, save_json
 
 EXIT_FAILED, EXIT_USER, EXIT_COUNTS, EXIT_INTERRUPTED, EXIT_KILLED = 1, 2, 3, 130, 137
 
@@ -281,24 +282,34 @@ def report(
     spans = read_spans(folder / "events.jsonl")
     if spans:
         write_trace(folder / "trace.json", spans)
-    draw = [sys.executable, "-m", "tiermem.tools.record.plots", str(folder)]
-    drawn = subprocess.run(draw, capture_output=True, text=True, check=False)
-    if drawn.returncode:
-        lines = drawn.stderr.strip().splitlines() or ["unknown reason"]
-        console.print(f"no pictures: {lines[-1]}")
-        if options.is_debug:
-            console.print(drawn.stderr)
-    files = [line for line in drawn.stdout.splitlines() if line]
+    files = _draw(folder, options.is_debug, console)
     if spans:
         files.append(f"{folder / 'trace.json'} (opens in ui.perfetto.dev)")
     if not is_verbose:
         console.print(
-            f"{folder}: figures, {len(files)} pictures and traces; --verbose prints the tables",
+            f"{folder}: figures, {numbered(len(files), 'file')} of pictures and traces; "
+            "--verbose prints the tables",
             soft_wrap=True,
         )
         return
     for file in files:
         console.print(f"  {file}")
+
+
+def _draw(folder: Path, is_debug: bool, console: Console) -> list[str]:
+    """Draws a run's pictures in a process of their own, and returns their files; says why there are
+    none."""
+    if importlib.util.find_spec("matplotlib") is None:
+        console.print("no pictures: matplotlib is not installed: pip install matplotlib")
+        return []
+    draw = [sys.executable, "-m", "tiermem.tools.record.plots", str(folder)]
+    drawn = subprocess.run(draw, capture_output=True, text=True, check=False)
+    if drawn.returncode:
+        lines = drawn.stderr.strip().splitlines() or ["unknown reason"]
+        console.print(f"no pictures: {lines[-1]}")
+        if is_debug:
+            console.print(drawn.stderr)
+    return [line for line in drawn.stdout.splitlines() if line]
 
 
 def _print_tables(run: dict[str, Any], console: Console) -> None:

@@ -53,7 +53,7 @@ from tiermem.tools.job.launcher import (
     resident_of,
 )
 from tiermem.tools.job.train_job import CLIENT_KEY, Config, with_host_bytes
-from tiermem.tools.measure.files import measure_disks, why_unmeasured
+from tiermem.tools.measure.files import measure_disks, memory_backed, why_unmeasured
 from tiermem.tools.measure.phases import PHASES
 from tiermem.tools.measure.sustained import measure_sustained_disks
 from tiermem.tools.plan.card import (
@@ -430,12 +430,14 @@ class Trainer:
         place = str(self._job.save_dir) if is_copy else self._job.nvme_paths[0]
         copied = {os.path.abspath(place): max(0, self._beside.written_bytes)}
         done = done_fields(engine.shards, before, copied)
-        moved_by_kernel = kernel_counts().since(kernel).since(self._beside)
+        moved_by_kernel = kernel_counts().since(kernel).since(self._beside)._asdict()
+        if any(memory_backed(Path(path)) for path in self._job.nvme_paths):
+            moved_by_kernel = {}  # the kernel counts no bytes of a folder in memory
         engine.close()
         self._channel.send(
             "done",
             **done,
-            **{f"kernel_{key}": each for key, each in moved_by_kernel._asdict().items()},
+            **{f"kernel_{key}": each for key, each in moved_by_kernel.items()},
             copied_bytes=self._beside.written_bytes,
             is_every_step_durable=engine.shards.policy.durability == "step",
             is_interrupted=self._stop.is_asked,
@@ -560,6 +562,7 @@ def done_fields(shards: Shards, before: Counts, copied: Mapping[str, int]) -> di
         "paths": [
             [path, *(sum(each[which].get(path, 0) for each in told) for which in (0, 1))]
             for path in since_made
+            if not memory_backed(Path(path))  # no drive wears
         ],
         "host_peak_bytes": shards.store.stats().host_peak_bytes,
         "steps_early": shards.steps.num_early,

@@ -3,9 +3,9 @@
 A folder holds pictures, each beside a text file of the same name with its caption. Latents and text
 embeddings are made first, one model after the other, and kept in `cache`; training needs neither the
 text encoders nor the VAE. AdamW with fp32 masters, clipping and accumulation; averages of the
-weights (EMA) rest beside the states. A sample is drawn with them every few steps.
+weights (EMA) are kept beside the states. A sample is drawn with them every few steps.
 
-    pip install diffusers peft                 beside tiermem (install.md)
+    pip install diffusers peft                 beside tiermem (docs/start.md)
     python tiny_parts.py                       a tiny Flux and pictures, if you have no others
     python train.py                            full fine-tuning
     python train.py --lora 16                  LoRA
@@ -29,7 +29,7 @@ asked.add_argument("--pipeline", default="tiny-flux", help="a folder of diffuser
 asked.add_argument("--images", default="pictures")
 asked.add_argument("--out", default="trained")
 asked.add_argument("--size", type=int, default=64, help="pixels of each side")
-asked.add_argument("--rest", default="nvme", choices=["host", "nvme"], help="home of the states")
+asked.add_argument("--offload", default="nvme", choices=["cpu", "nvme"], help="home of the states")
 asked.add_argument("--paths", nargs="+", default=["."], help="folders on NVMe drives")
 asked.add_argument(
     "--gpu-gib", type=float, help="of the card for weights: `plan` says device_bytes"
@@ -44,7 +44,7 @@ asked.add_argument("--guidance", type=float, default=3.5)
 args = asked.parse_args()
 
 out, cache = Path(args.out), Path("cache")
-home = Tier(args.rest) if args.rest == "nvme" else Tier.HOST
+home = Tier.NVME if args.offload == "nvme" else Tier.HOST
 size = {"device_bytes": args.gpu_gib, "host_bytes": args.ram_gib}
 policy = OffloadPolicy(
     params=home,
