@@ -3,7 +3,7 @@
 `prepare` takes the place of `accelerator.prepare`. The rest of the loop, and `save_state` and
 `load_state`, stay.
 
-    pip install transformers accelerate         beside tiermem (start.md)
+    pip install transformers accelerate         beside tiermem (docs/start.md)
     python accelerate_loop.py
 """
 

@@ -2,7 +2,7 @@
 
 One argument of the Trainer changes. The LightningModule, its optimizer and its schedule stay.
 
-    pip install lightning         beside tiermem (start.md)
+    pip install lightning         beside tiermem (docs/start.md)
     python lightning_strategy.py
 """
 

@@ -3,7 +3,7 @@
 The base model's weights are read from NVMe in forward and in backward, and never written. Gradients
 and optimizer states exist for the adapters alone. `save_model` writes the adapters.
 
-    pip install trl peft         beside tiermem (start.md)
+    pip install trl peft         beside tiermem (docs/start.md)
     python lora.py
 """
 

@@ -3,7 +3,7 @@
 The model's weights stay on the disk and are read layer by layer for each token, so a model needs
 the memory of two layers. A batch of many prompts reads each layer once for all of them.
 
-    pip install transformers accelerate         beside tiermem (start.md)
+    pip install transformers accelerate         beside tiermem (docs/start.md)
     python nvme_inference.py
 """
 

@@ -4,7 +4,7 @@ One import changes. With `tiermem="auto"`, the default, the states go to the fas
 the free memory. Here a policy sends all of them to NVMe. The model is a tiny Llama with random
 weights, so that nothing is downloaded.
 
-    pip install transformers accelerate         beside tiermem (start.md)
+    pip install transformers accelerate         beside tiermem (docs/start.md)
     python trainer.py
 """
 

@@ -3,7 +3,7 @@
 Every trainer that inherits from transformers' Trainer takes the mixin: put it before the trainer's
 own class. DPOTrainer and GRPOTrainer work in the same way.
 
-    pip install trl peft         beside tiermem (start.md)
+    pip install trl peft         beside tiermem (docs/start.md)
     python trl_sft.py
 """
 
