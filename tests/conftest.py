@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import signal
 import threading
@@ -18,6 +19,7 @@ import weakref
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,6 +53,10 @@ def warmed_up() -> None:
         torch.ones(1 << 20).add_(1).sum()
     cut_small_tiles()
     resource_tracker.ensure_running()
+    for name, logger in logging.root.manager.loggerDict.items():
+        # else pytest adds its two handlers to each of these fifty and removes them, thrice a test
+        if name.startswith("torch") and isinstance(logger, logging.Logger):
+            logger.propagate = True
     for kind in (torch.cuda, torch.xpu, torch.mtia):
         # torch.manual_seed keeps the stack of each call for the day it starts: 2 ms
         if not kind.is_available():
@@ -151,7 +157,8 @@ def _threads() -> dict[int, str]:
     names = {}
     for tid in os.listdir("/proc/self/task"):
         try:
-            name = Path(f"/proc/self/task/{tid}/comm").read_text().strip()
+            with open(f"/proc/self/task/{tid}/comm") as file:
+                name = file.read().strip()
         except (FileNotFoundError, ProcessLookupError):  # it has just ended
             continue
         if not name.startswith(_TORCH_THREADS):
@@ -161,12 +168,12 @@ def _threads() -> dict[int, str]:
 
 def _live_stores() -> set[int]:
     """Stores whose finalizer has neither run nor been taken away: nobody closed them."""
-    finalizers = list(weakref.finalize._registry)  # type: ignore[attr-defined]
-    peeked = [(id(f), f.peek()) for f in finalizers if f.alive]
+    registry: dict[Any, Any] = weakref.finalize._registry  # type: ignore[attr-defined]
     return {
-        key
-        for key, found in peeked
-        if found and getattr(found[1], "__qualname__", "") == "Resources.close"
+        id(finalizer)
+        for finalizer, info in list(registry.items())
+        if getattr(info.func, "__qualname__", "") == "Resources.close"
+        and info.weakref() is not None
     }
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
-import pytest
 from config_keys import DISAGREEMENTS, catalogue, page
 
 PAGE = Path(__file__).parents[2] / "docs" / "keys.md"
@@ -46,9 +44,9 @@ def test_page_is_what_the_models_say() -> None:
     )
 
 
-@pytest.mark.parametrize("key", DOCUMENTED.split())
-def test_page_names_every_documented_key(key: str) -> None:
-    assert re.search(rf"`{key}`", page())
+def test_page_names_every_documented_key() -> None:
+    made = page()
+    assert [key for key in DOCUMENTED.split() if f"`{key}`" not in made] == []
 
 
 def test_every_key_has_a_row_with_kind_default_and_fate() -> None:

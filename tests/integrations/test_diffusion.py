@@ -24,7 +24,13 @@ Micro = tuple[Batch, torch.Tensor]
 
 # Real time: 8 families in `make test`, the others with those marked slow.
 SLOW = {"hunyuan-video", "ltx-video", "cogvideox"}
-NAMES = [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in FAMILIES]
+# LoRA is one mechanism: four families show it, of one and of two streams, with a UNet and for video.
+WITH_LORA = {"flux", "sd3", "sdxl", "wan"}
+NAMES_AND_WAYS = [
+    pytest.param(name, way, marks=[] if is_quick else [pytest.mark.slow])
+    for name in FAMILIES
+    for way, is_quick in (("full", name not in SLOW), ("lora", name in WITH_LORA))
+]
 
 
 class Trained(NamedTuple):
@@ -123,8 +129,7 @@ def assert_as_torch(mine: Trained, expected: Trained) -> None:
         torch.testing.assert_close(mine.weights[name], each, atol=1e-3, rtol=0, msg=name)
 
 
-@pytest.mark.parametrize("way", ["full", "lora"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "way"), NAMES_AND_WAYS)
 def test_a_family_trains_as_in_plain_torch(name: str, way: str, tmp_path: Path) -> None:
     """With checkpointing as its users have it."""
     family = FAMILIES[name]

@@ -90,9 +90,15 @@ def load_all(
 
 
 @pytest.mark.parametrize(
-    "homes", [(Tier.NVME, Tier.NVME), (Tier.NVME, Tier.HOST), (Tier.HOST, Tier.NVME)], ids=str
+    ("name", "homes"),
+    [
+        pytest.param(name, homes, marks=[pytest.mark.slow] if (i + j) % 2 else [])
+        for i, name in enumerate(PRECISIONS)
+        for j, homes in enumerate(
+            [(Tier.NVME, Tier.NVME), (Tier.NVME, Tier.HOST), (Tier.HOST, Tier.NVME)]
+        )
+    ],
 )
-@pytest.mark.parametrize("name", PRECISIONS)
 def test_states_that_are_loaded_go_on_to_the_bit(
     name: str, homes: tuple[Tier, Tier], tmp_path: Path
 ) -> None:
