@@ -29,7 +29,7 @@ from tiermem.tools.cli import app
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FIRST = 'title="paste this first"'
-NUM_NOT_RUN = 19
+NUM_NOT_RUN = 20
 """Blocks that need a GPU, a network, a large model or minutes. A new one is a decision."""
 _FENCE = re.compile(
     r"^(?:<!-- not run: (?P<why>[^\n]+) -->\n)?```(?P<kind>\w*)(?P<words>[^\n]*)\n(?P<text>.*?)^```$",
