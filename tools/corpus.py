@@ -151,10 +151,8 @@ def _files(paths: Sequence[Path]) -> Iterator[Path]:
 
 
 def _check_text(file: Path, records: set[str]) -> None:
-    endings = [each.lower() for each in file.suffixes]
-    if endings and endings[-1] in _PACKED:
-        del endings[-1]
-    if endings and endings[-1] in records:
+    endings = [each for each in map(str.lower, file.suffixes) if each not in _PACKED]
+    if records.intersection(endings[-1:]):
         raise ValueError(
             f"--data: {file} holds records, and `tiermem train` reads text, each byte of which is "
             f"a token: {_INSTEAD}"

@@ -142,11 +142,8 @@ def cache_bytes() -> int:
 
 @functools.cache
 def first_bytes() -> int:
-    """Bytes of strips that a step has under way before it has tried more: those of which the
-    processor's cache keeps four times as many.
-
-    Some disks exchange bytes faster with that cache than with memory.
-    """
+    """Bytes of strips that a step has under way before it has tried more: a quarter of the last
+    cache."""
     return min(max(cache_bytes() // 4 or _MOST_BYTES, _LEAST_BYTES), _MOST_BYTES)
 
 
@@ -313,10 +310,7 @@ class TileProgram:
         if self._handle == ffi.NULL:
             return 0
         num_bytes = ffi.new("uint64_t *")
-        check(
-            lib.tm_program_under_way(self.handle, num_bytes),
-            "asking what a step program has under way",
-        )
+        check(lib.tm_program_under_way(self.handle, num_bytes), "asking what is under way")
         return int(num_bytes[0])
 
     def close(self) -> None:

@@ -164,7 +164,7 @@ def test_a_grid_finds_nothing_more_than_2_percent_better(
 # ---- larger machines -----------------------------------------------------------------------------
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(
     gpu_gib=st.integers(6, 48),
     host_gib=st.integers(10, 100),

@@ -93,7 +93,8 @@ def test_a_capped_run_on_nvme_equals_one_in_memory_to_the_bit(folder: Path) -> N
     assert nvme["disagreements"] == []
     for run in (nvme, cpu):
         said = run["predicted"]
-        assert said["nvme_written_bytes"] == run["nvme_written_bytes_a_step"]
+        # of all steps: what is on its way when a step ends is counted in the next one
+        assert 4 * said["nvme_written_bytes"] == run["nvme_written_bytes"]
         assert said["disk_bytes"] == run["nvme_peak_bytes"]
         assert said["host_bytes"] == pytest.approx(run["host_peak_bytes"], rel=0.01)
         assert min(said["forward_s"], said["backward_s"], said["step_s"]) > 0

@@ -297,8 +297,7 @@ def report(
 
 
 def _draw(folder: Path, is_debug: bool, console: Console) -> list[str]:
-    """Draws a run's pictures in a process of their own, and returns their files; says why there are
-    none."""
+    """Draws a run's pictures, or says why not; returns their files."""
     if importlib.util.find_spec("matplotlib") is None:
         console.print("no pictures: matplotlib is not installed: pip install matplotlib")
         return []
