@@ -123,7 +123,7 @@ class Resources:
     @property
     def bytes_under_way(self) -> int:
         """Most bytes of strips that a step has under way now."""
-        return max([0, *(program.bytes_under_way for program in self.programs)]) or first_bytes()
+        return max((each.bytes_under_way for each in self.programs), default=0) or first_bytes()
 
     def keep_files(self, keep: bool) -> None:
         """Sets whether `close` leaves the files."""

@@ -11,12 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tiermem.swap.base.native import IoSettings
-from tiermem.swap.disk.direct import (
-    MEMORY_FILE_SYSTEMS,
-    file_system_of,
-    open_unnamed,
-    preallocate,
-)
+from tiermem.swap.disk.direct import MEMORY_FILE_SYSTEMS, file_system_of, open_unnamed, preallocate
 from tiermem.swap.disk.passes import Passes
 from tiermem.tools.measure.machine import available_bytes
 from tiermem.tools.words import format_bytes
