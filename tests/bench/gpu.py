@@ -1,8 +1,8 @@
 """`make gpu`: what to run first on a machine with an accelerator. One JSON, one table, one picture.
 
     environment    the device, its driver and link, torch, the machine
-    registration   seconds of pinning host memory                            gpu_link.py
-    copies         bytes per second over the link                            gpu_link.py
+    registration   seconds of pinning host memory                            link.py
+    copies         bytes per second over the link                            link.py
     step           AdamW's step of states on the device, and the norm of gradients, by torch operations and by Triton kernels
     tests          `pytest -m gpu`: its totals, and which failed             gpu_passes.py
     training       a small model in every place beside its twin on the CPU   small_training.py
@@ -44,12 +44,12 @@ from bench.gpu_passes import (
 )
 from bench.gpu_report import draw_report, faults_of, print_report
 from bench.gpu_trace import MADE_BY
+from bench.link import measure_copies, measure_registration
 from bench.small_training import Sizes, noting_failure
 from tiermem.swap.base.native import choose_isa
 from tiermem.swap.base.parts import Dither, Quantised, StepParts, StepRule, num_scales
 from tiermem.swap.kernels.device_kernels import DeviceKernels
 from tiermem.swap.memory import accelerator
-from tiermem.tools.measure.gpu_link import measure_copies, measure_registration
 from tiermem.tools.measure.machine import available_bytes, machine_facts, read_word
 from tiermem.tools.presets import preset, read_shape
 from tiermem.tools.words import (

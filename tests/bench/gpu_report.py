@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from bench.gpu_models import readme_table
 from bench.gpu_trace import LANES, MADE_BY, WAYS, Span, read_trace, split
+from bench.link import DIRECTIONS
 from bench.small_training import MOST_APART
-from tiermem.tools.measure.gpu_link import DIRECTIONS
 from tiermem.tools.measure.machine import caption
 from tiermem.tools.measure.phases import PHASES
 from tiermem.tools.record.plots import new_figure, save_figure

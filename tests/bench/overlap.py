@@ -56,7 +56,7 @@ from tiermem.tools.measure.machine import caption, machine_facts
 from tiermem.tools.memory_limit import MemoryLimit, open_limit
 from tiermem.tools.options import TrainOptions
 from tiermem.tools.plan.planned import hf_config, state_bytes, transformers
-from tiermem.tools.plan.prediction import build_plain, settle_compute
+from tiermem.tools.plan.prediction import made_ready, settle_compute
 from tiermem.tools.record.reports import table
 from tiermem.tools.record.run_record import IoCounts, disagreements
 from tiermem.tools.words import format_bytes, stopped_by_sigterm
@@ -193,13 +193,11 @@ class PlainMaths:
         self._data = Corpus([Path(path) for path in job.data], job.seq, job.seed)
         self._num_batches = 0
         with large_blocks_mapped():  # the heap is then as in the trainings
-            self._model = build_plain(
-                job.shape,
-                job.seed,
-                bool(job.is_checkpointing),
-                job.batch * job.seq,
-                DTYPES[job.compute],
-            )
+            torch.manual_seed(job.seed)
+            model = transformers().AutoModelForCausalLM.from_config(hf_config(job.shape))
+            num_tokens = job.batch * job.seq
+            model = model.to(DTYPES[job.compute])
+            self._model = made_ready(model, job.shape, bool(job.is_checkpointing), num_tokens)
 
     def run(self, count: int) -> float:
         """Seconds of one of so many passes. Blocks."""

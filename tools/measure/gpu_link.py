@@ -1,8 +1,6 @@
-"""GpuLink: what registering host memory with a device's driver costs, and how fast its link and its
-own memory are.
+"""GpuLink: how fast an accelerator's link and its own memory are.
 
-    registration   fresh memory (its pages come with the registration) and touched memory, in huge pages where there are any
-    copies         pinned memory, as the arena carves it, and pageable memory; to the device, to the host, both at once
+    link           pinned memory, as the arena carves it, copied both ways at once
     memory         an AdamW step of bf16 weights with fp32 states, by the bytes that its torch operations move
     beside copies  host memory, by work of the CPU and copies both ways that go on together
 
@@ -13,36 +11,29 @@ tool: it waits for streams.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 
 from tiermem.forecast.loads import torch_traffic
 from tiermem.precision import PRESETS, Precision
 from tiermem.swap.base.parts import StepParts, StepRule
-from tiermem.swap.base.ranges import ByteRange, round_up
+from tiermem.swap.base.ranges import round_up
 from tiermem.swap.kernels.device_kernels import kernels_of
 from tiermem.swap.kernels.torch_step import step_in_torch
 from tiermem.swap.memory.accelerator import (
-    PageLock,
     free_and_total,
     is_accelerator,
     new_stream,
     on,
     record,
 )
-from tiermem.swap.memory.arena import HUGE_BYTES, PAGE_BYTES, Arena
-from tiermem.tools.measure.machine import available_bytes
-from tiermem.tools.words import format_bytes
+from tiermem.swap.memory.arena import PAGE_BYTES, Arena
 from tiermem.units.state_layout import StateLayout
 
-_COPY_SIZES = tuple(1 << shift for shift in range(16, 30, 2))  # 64 KiB to 256 MiB
-DIRECTIONS = ("to device", "to host", "both")
 # parameters
 _STEPPED = 1 << 23
 _LEAST_STEPPED = 1 << 16
@@ -52,54 +43,6 @@ _COPIES_AHEAD = 4  # each way: the link is busy while the CPU works
 
 Copy = tuple[torch.Stream, torch.Tensor, torch.Tensor]
 """(stream, to, from)"""
-
-
-def measure_registration(device: torch.device, sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """Registers fresh and touched memory of each size, those too large for this machine left out.
-    Blocks."""
-    most = available_bytes() // 2
-    rows = [
-        _registration(device, size, touched)
-        for size in sizes
-        if size <= most
-        for touched in (False, True)
-    ]
-    left_out = f"{format_bytes(2 * most)} are free"
-    return rows + [{"num_bytes": size, "left_out": left_out} for size in sizes if size > most]
-
-
-def measure_copies(device: torch.device, most: int, least_s: float) -> list[dict[str, Any]]:
-    """Copies each size up to `most` bytes for `least_s` seconds or more, each way. Blocks; takes
-    four times `most` of memory.
-
-    A rate is in bytes per second; of both directions it is the sum.
-    """
-    sizes = [size for size in _COPY_SIZES if size <= most]
-    if not sizes:
-        raise ValueError(
-            f"--most is {most} bytes; the smallest copy is {format_bytes(_COPY_SIZES[0])}"
-        )
-    streams = new_stream(device), new_stream(device)
-    rates = []
-    with _pinned(device, sizes[-1]) as (pinned, is_pinned):
-        pageable = [torch.ones(sizes[-1], dtype=torch.uint8) for _ in range(2)]
-        there = [torch.ones(sizes[-1], dtype=torch.uint8, device=device) for _ in range(2)]
-        torch.accelerator.synchronize(device)
-        for size in sizes:
-            for here, is_fast in ((pinned, is_pinned), (pageable, False)):
-                up = streams[0], there[0][:size], here[0][:size]
-                down = streams[1], here[1][:size], there[1][:size]
-                for direction, copies in zip(DIRECTIONS, ([up], [down], [up, down]), strict=True):
-                    rate = _rate(copies, size, least_s)
-                    rates.append(
-                        {
-                            "num_bytes": size,
-                            "direction": direction,
-                            "is_pinned": is_fast,
-                            "bytes_s": rate,
-                        }
-                    )
-    return rates
 
 
 def measure_link(
@@ -113,11 +56,11 @@ def measure_link(
     """
     if not is_accelerator(device):
         return None
-    with _pinned(device, num_bytes) as (here, _):
+    with pinned_slots(device, num_bytes) as (here, _):
         there = [torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
         torch.accelerator.synchronize(device)
         copies = [(new_stream(device), there[0], here[0]), (new_stream(device), here[1], there[1])]
-        return _rate(copies, num_bytes, least_s) / 2
+        return copy_rate(copies, num_bytes, least_s) / 2
 
 
 # An H200, whose memory moves 4.8 TB/s, takes 0.0084, 0.0066 and 0.0065 ns for an element's step by
@@ -192,7 +135,7 @@ def measure_beside_copies(
     down = new_stream(device)
     up = new_stream(device)
     under_way = deque[torch.Event]()
-    with _pinned(device, num_bytes) as (here, _):
+    with pinned_slots(device, num_bytes) as (here, _):
         there = [torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
         torch.accelerator.synchronize(device)
 
@@ -217,40 +160,8 @@ def measure_beside_copies(
     return moved / elapsed
 
 
-def _registration(device: torch.device, num_bytes: int, is_touched: bool) -> dict[str, Any]:
-    """Seconds to register and to give back a piece of host memory; medians of three."""
-    times = []
-    is_pinned = True
-    for _ in range(3):
-        memory = mmap.mmap(-1, num_bytes + HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        whole = torch.frombuffer(memory, dtype=torch.uint8)
-        start = round_up(whole.data_ptr(), HUGE_BYTES) - whole.data_ptr()
-        piece = whole[start : start + num_bytes]
-        if is_touched:
-            piece.fill_(1)
-        begin = time.monotonic()
-        lock = PageLock(device, [ByteRange(piece.data_ptr(), num_bytes)])
-        middle = time.monotonic()
-        is_pinned = is_pinned and lock.num_bytes == num_bytes
-        lock.close()
-        times.append((middle - begin, time.monotonic() - middle))
-        del whole, piece
-        memory.close()
-    register_s, unregister_s = (statistics.median(column) for column in zip(*times, strict=True))
-    return {
-        "num_bytes": num_bytes,
-        "is_touched": is_touched,
-        "is_pinned": is_pinned,
-        "register_s": register_s,
-        "unregister_s": unregister_s,
-        "s_per_gib": register_s * (1 << 30) / num_bytes,
-    }
-
-
 @contextlib.contextmanager
-def _pinned(device: torch.device, num_bytes: int) -> Iterator[tuple[list[torch.Tensor], bool]]:
+def pinned_slots(device: torch.device, num_bytes: int) -> Iterator[tuple[list[torch.Tensor], bool]]:
     """Two slots of a link slab, and whether the driver took them."""
     total = 2 * round_up(max(num_bytes, 1), PAGE_BYTES)
     arena = Arena(total, link_bytes=total)
@@ -267,7 +178,7 @@ def _pinned(device: torch.device, num_bytes: int) -> Iterator[tuple[list[torch.T
         arena.close()
 
 
-def _rate(copies: Sequence[Copy], num_bytes: int, least_s: float) -> float:
+def copy_rate(copies: Sequence[Copy], num_bytes: int, least_s: float) -> float:
     """Bytes per second of copies issued in turn."""
     _time_copies(copies, 1)
     count = 1

@@ -73,21 +73,11 @@ def build_model(
     torch.manual_seed(seed)
     with tiermem.zero.Init(**placed):
         model = transformers().AutoModelForCausalLM.from_config(hf_config(shape))
-    return _made_ready(model, shape, is_checkpointing, num_tokens)
+    return made_ready(model, shape, is_checkpointing, num_tokens)
 
 
-def build_plain(
-    shape: ModelShape, seed: int, is_checkpointing: bool, num_tokens: int, dtype: torch.dtype
-) -> nn.Module:
-    """The model of `build_model` in memory as plain PyTorch has it, on the CPU, in one dtype."""
-    torch.manual_seed(seed)
-    model = transformers().AutoModelForCausalLM.from_config(hf_config(shape)).to(dtype)
-    return _made_ready(model, shape, is_checkpointing, num_tokens)
-
-
-def _made_ready(
-    model: Any, shape: ModelShape, is_checkpointing: bool, num_tokens: int
-) -> nn.Module:
+def made_ready(model: Any, shape: ModelShape, is_checkpointing: bool, num_tokens: int) -> nn.Module:
+    """The model in training mode, with checkpointing and the loss that it takes."""
     _set_training(model, is_checkpointing)
     if has_chunked_loss(ModelSizes.of(shape), num_tokens):
         chunk_loss(model)
