@@ -18,6 +18,7 @@ import errno
 import math
 import operator
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +81,46 @@ def _none_or_of_a_machine(name: str, value: Any) -> None:
         _OF_A_MACHINE(name, value)
 
 
-RECOMPUTE = "--checkpointing/--no-checkpointing"
 POSITIVE = at_least(1)
 CORES = from_to(1, num_cores, ", the cores of this process")
 ENGINE = OneOf(*ENGINES)
+
+# ---- options of several commands -----------------------------------------------------------------
+
+_preset = partial(
+    option, None, "151m, 419m, 1b, 1.3b, 3b, 7b, 8b, 14b, 32b or 70b: a Llama of that size"
+)
+_states = partial(
+    option,
+    None,
+    "precision of masters and moments: exact, compact, bf16 or tiny [default: exact]",
+    check=OneOf(*STATES),
+)
+_tbw = partial(
+    option, None, "what the drive may be written in its life, such as 600TB", "--tbw", parse_tbw
+)
+_sustained = partial(
+    option,
+    None,
+    "measure the disks past their fast caches: write until the rate has fallen, or this part of "
+    "what is free, such as 20%",
+    parse=parse_share,
+)
+_checkpointing = partial(
+    option,
+    None,
+    "recompute blocks in backward [default: where a step is predicted to be faster, or fits no "
+    "other way]",
+    "--checkpointing/--no-checkpointing",
+)
+_tensorboard = partial(
+    option, None, "also write every step's figures into this folder, for TensorBoard"
+)
+_bare_loop = partial(
+    option, None, "build/yardsticks/bare_loop, from `make yardsticks`", check=program
+)
+_runs = partial(option, Path("runs"), "folder that keeps a folder per run")
+_verbose = partial(option, False, "show every phase and step, and all tables", "--verbose")
 
 # ---- the commands --------------------------------------------------------------------------------
 
@@ -94,9 +131,7 @@ class TrainOptions(Options):
 
     MADE_BY = "tiermem train"
 
-    preset: str | None = option(
-        None, "151m, 419m, 1b, 1.3b, 3b, 7b, 8b, 14b, 32b or 70b: a Llama of that size"
-    )
+    preset: str | None = _preset()
     model: Path | None = option(
         None, "a Hugging Face config.json, or a local checkpoint: config.json and safetensors"
     )
@@ -117,18 +152,8 @@ class TrainOptions(Options):
     )
     deepspeed_config: Path | None = option(None, "the old name of --config")
     tuned: Path | None = option(None, "what `tiermem tune` wrote: queue, engine, paths")
-    sustained: float | None = option(
-        None,
-        (
-            "measure the disks past their fast caches: write until the rate has fallen, or this "
-            "part "
-            "of what is free, such as 20%"
-        ),
-        parse=parse_share,
-    )
-    tbw_bytes: int | None = option(
-        None, "what the drive may be written in its life, such as 600TB", "--tbw", parse_tbw
-    )
+    sustained: float | None = _sustained()
+    tbw_bytes: int | None = _tbw()
     steps: int | None = option(
         None, "optimizer steps, with those before a resume [default: 10]", check=POSITIVE
     )
@@ -150,20 +175,8 @@ class TrainOptions(Options):
         " [default: storage]",
         check=OneOf(*COMPUTES),
     )
-    states: str | None = option(
-        None,
-        "precision of masters and moments: exact, compact, bf16 or tiny [default: exact]",
-        check=OneOf(*STATES),
-    )
-    is_checkpointing: bool | None = option(
-        None,
-        (
-            "recompute blocks in backward [default: where a step is predicted to be faster, or "
-            "fits no "
-            "other way]"
-        ),
-        RECOMPUTE,
-    )
+    states: str | None = _states()
+    is_checkpointing: bool | None = _checkpointing()
     layers: int | None = option(None, "another number of layers", check=POSITIVE)
     resident_bytes: int | None = size(
         None,
@@ -203,11 +216,9 @@ class TrainOptions(Options):
         check=OneOf(*OVERLAPS),
     )
     json_file: Path | None = json_option()
-    runs: Path = option(Path("runs"), "folder that keeps a folder per run")
-    tensorboard: Path | None = option(
-        None, "also write every step's figures into this folder, for TensorBoard"
-    )
-    is_verbose: bool = option(False, "show every phase and step, and all tables", "--verbose")
+    runs: Path = _runs()
+    tensorboard: Path | None = _tensorboard()
+    is_verbose: bool = _verbose()
     is_debug: bool = option(False, "show tracebacks and what the trainer prints", "--debug")
 
     def check_together(self) -> None:
@@ -243,11 +254,7 @@ class SftOptions(Options):
         check=OneOf(*OFFLOADS),
     )
     nvme: Sequence[Path] = option((), "folders on NVMe disks [default: --output_dir]")
-    states: str | None = option(
-        None,
-        "precision of masters and moments: exact, compact, bf16 or tiny [default: exact]",
-        check=OneOf(*STATES),
-    )
+    states: str | None = _states()
     memory_bytes: int | None = option(
         None,
         "hard limit of host memory of each rank, such as 24GiB; auto: nine tenths of what is free",
@@ -255,15 +262,11 @@ class SftOptions(Options):
         parse_memory,
         memory_of(LEAST_MEMORY_BYTES, ", which Python alone exceeds"),
     )
-    tbw_bytes: int | None = option(
-        None, "what the drive may be written in its life, such as 600TB", "--tbw", parse_tbw
-    )
+    tbw_bytes: int | None = _tbw()
     json_file: Path | None = json_option()
-    runs: Path = option(Path("runs"), "folder that keeps a folder per run")
-    tensorboard: Path | None = option(
-        None, "also write every step's figures into this folder, for TensorBoard"
-    )
-    is_verbose: bool = option(False, "show every phase and step, and all tables", "--verbose")
+    runs: Path = _runs()
+    tensorboard: Path | None = _tensorboard()
+    is_verbose: bool = _verbose()
     is_debug: bool = option(False, "show tracebacks and what TRL prints", "--debug")
     arguments: Sequence[str] = ()
     """TRL's."""
@@ -304,9 +307,7 @@ class PlanOptions(Options):
     config: Path | None = option(
         None, "a DeepSpeed-style JSON config [default: made of the options]"
     )
-    preset: str | None = option(
-        None, "151m, 419m, 1b, 1.3b, 3b, 7b, 8b, 14b, 32b or 70b: a Llama of that size"
-    )
+    preset: str | None = _preset()
     model: Path | None = option(
         None,
         (
@@ -327,11 +328,7 @@ class PlanOptions(Options):
     precision: str | None = option(
         None, "of weights: as in `train` [default: auto]", check=OneOf(*PRECISIONS)
     )
-    states: str | None = option(
-        None,
-        "precision of masters and moments: exact, compact, bf16 or tiny [default: exact]",
-        check=OneOf(*STATES),
-    )
+    states: str | None = _states()
     lora: int | None = option(
         None,
         "rank of adapters (PEFT) beside every Linear but a language model's head, which alone are trained",
@@ -388,15 +385,7 @@ class PlanOptions(Options):
     rates: Path | None = option(
         None, "what `tiermem tune` wrote: its measured rates, and those seen in runs"
     )
-    sustained: float | None = option(
-        None,
-        (
-            "measure the disks past their fast caches: write until the rate has fallen, or this "
-            "part "
-            "of what is free, such as 20%"
-        ),
-        parse=parse_share,
-    )
+    sustained: float | None = _sustained()
     flops: float | None = option(
         None,
         (
@@ -433,15 +422,7 @@ class PlanOptions(Options):
         above_zero,
     )
     seq: int = option(2048, "tokens of a sequence", check=POSITIVE)
-    is_checkpointing: bool | None = option(
-        None,
-        (
-            "recompute blocks in backward [default: where a step is predicted to be faster, or "
-            "fits no "
-            "other way]"
-        ),
-        RECOMPUTE,
-    )
+    is_checkpointing: bool | None = _checkpointing()
     json_file: Path | None = json_option()
 
     def check_together(self) -> None:
@@ -514,15 +495,7 @@ class TuneOptions(Options):
         "--engine",
         check=ENGINE,
     )
-    sustained: float | None = option(
-        None,
-        (
-            "measure the disks past their fast caches: write until the rate has fallen, or this "
-            "part "
-            "of what is free, such as 20%"
-        ),
-        parse=parse_share,
-    )
+    sustained: float | None = _sustained()
     json_file: Path | None = json_option()
 
 
@@ -570,9 +543,7 @@ class IoBenchOptions(Options):
         None, "draw heat maps, as a PNG", "--plot", check=ends_in(".png")
     )
     has_fio: bool = option(False, "fio on the same file, when it is installed", "--fio")
-    yardstick: Path | None = option(
-        None, "build/yardsticks/bare_loop, from `make yardsticks`", check=program
-    )
+    yardstick: Path | None = _bare_loop()
     peer_python: Path | None = option(
         None, "an interpreter that has DeepSpeed: its aio_handle", check=program
     )
@@ -655,13 +626,9 @@ class StepBenchOptions(Options):
     pipelines: bool = option(
         False, "read, compute and write in turn", "--no-pipeline", operator.not_
     )
-    yardstick: Path | None = option(
-        None, "build/yardsticks/bare_loop, from `make yardsticks`", check=program
-    )
+    yardstick: Path | None = _bare_loop()
     engine: str = option("auto", "auto, uring, aio or threads", check=ENGINE)
-    tbw_bytes: int | None = option(
-        None, "what the drive may be written in its life, such as 600TB", "--tbw", parse_tbw
-    )
+    tbw_bytes: int | None = _tbw()
     json_file: Path | None = json_option()
     plot_file: Path | None = option(None, "draw a step tile by tile, as a PNG", "--plot")
 
