@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from tiermem.config.load import with_tuned as with_tuned
     from tiermem.engine import Engine as Engine
     from tiermem.engine import initialize as initialize
+    from tiermem.engine.room import choose_policy as choose_policy
     from tiermem.engine.sharding import shard as shard
     from tiermem.integrations.as_deepspeed import add_config_arguments as add_config_arguments
     from tiermem.integrations.as_deepspeed import as_deepspeed as as_deepspeed
@@ -96,6 +97,7 @@ _HOMES = {
     "Tier": "tiermem.swap.base.tier",
     "add_config_arguments": "tiermem.integrations.as_deepspeed",
     "as_deepspeed": "tiermem.integrations.as_deepspeed",
+    "choose_policy": "tiermem.engine.room",
     "chunked_cross_entropy": "tiermem.layers.chunked_loss",
     "export_weights": "tiermem.weights_io",
     "from_pretrained": "tiermem.integrations.models",

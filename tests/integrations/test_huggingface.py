@@ -45,6 +45,7 @@ from transformers import (
 
 import tiermem
 from tiermem import OffloadPolicy
+from tiermem.engine import room
 from tiermem.integrations import choice
 
 HERE = Path(__file__).parent
@@ -648,10 +649,9 @@ def test_auto_chooses_the_fastest_places_that_fit(tmp_path: Path) -> None:
     needed = 16 * sum(param.numel() for param in model.parameters())
 
     def places(host_bytes: int) -> tuple[str, str]:
-        room = choice.Room(host_bytes, 0)
-        policy = choice.compute_policy(
-            model, 2, torch.device("cpu"), 1, [tmp_path / "states"], room
-        )
+        found = room.Room(host_bytes, 0)
+        usual = OffloadPolicy(paths=tmp_path / "states")
+        policy = room.compute_policy(model, usual, torch.device("cpu"), 1, found)
         return policy.params.name, policy.optim.name
 
     assert places(2 * needed) == ("HOST", "HOST")

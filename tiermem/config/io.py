@@ -289,7 +289,7 @@ class _OffloadConfig(ConfigModel):
 
     device: OffloadDevice = OffloadDevice.none
     """Tier that the states rest on: none leaves them on the device, cpu is host memory, nvme is
-    files."""
+    files. With auto the free memory decides."""
     nvme_path: Paths | None = None
     """Folder on the NVMe file system, or a list of folders on several, each with an optional cap
     and weight; needed when device is nvme and tiermem.paths is not given."""
@@ -305,7 +305,7 @@ class OffloadParamConfig(_OffloadConfig):
 
     device: OffloadDevice = OffloadDevice.none
     """Tier that the parameters rest on: none leaves them on the device, cpu is host memory, nvme is
-    files."""
+    files. With auto the free memory decides."""
     buffer_count: Count = 5
     """Units of parameters present at once when they rest on NVMe, at least; 0 as if not set."""
     buffer_size: Count = 100_000_000
@@ -321,9 +321,6 @@ class OffloadOptimizerConfig(_OffloadConfig):
 
     section: ClassVar[str] = "zero_optimization.offload_optimizer"
 
-    device: OffloadDevice = OffloadDevice.none
-    """Tier that the states rest on: none leaves them on the device, cpu is host memory, nvme is
-    files."""
     buffer_count: Count = 4
     """Buffers for states on NVMe, counted as the reference does: 4 are one tile of Adam's states in
     flight. At least so many. 0: as if not set."""

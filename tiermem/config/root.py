@@ -350,6 +350,11 @@ class TiermemConfig(ConfigModel):
         return self._auto_keys
 
     @property
+    def moved(self) -> tuple[str, ...]:
+        """Homes that are "auto": fields of the policy that the free memory decides."""
+        return tuple(name for name, key in translate.HOMES.items() if key in self._auto_keys)
+
+    @property
     def precision(self) -> Literal["bf16", "fp16", "fp32"]:
         """What the model computes in."""
         return "bf16" if self.bf16.enabled else "fp16" if self.fp16.enabled else "fp32"
@@ -392,7 +397,7 @@ class TiermemConfig(ConfigModel):
         fields: dict[str, Any] = {
             "stage": 0,
             **translate.fields_of(self),
-            "paths": translate.paths_of(zero, own),
+            "paths": translate.paths_of(zero, own, bool(self.moved)),
             "io": translate.io_of(self.aio, own),
             "precision": precision_of(self),
             "leaves": LeafRules(*named, zero.module_granularity_threshold),

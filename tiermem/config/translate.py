@@ -124,22 +124,21 @@ def _device_of(section: ConfigModel) -> OffloadDevice:
     return getattr(section, "device", OffloadDevice.nvme)
 
 
-def paths_of(zero: ZeroConfig, own: OwnConfig) -> tuple[NvmePath, ...]:
-    """Lists the paths in use, each once; none when nothing goes to nvme.
+def paths_of(zero: ZeroConfig, own: OwnConfig, is_open: bool = False) -> tuple[NvmePath, ...]:
+    """Lists the paths in use, each once; none when nothing goes to nvme, unless a home is open.
 
     They are those of `tiermem.paths`, else of the sections with device nvme, or of both when
     gradients or activations do.
     """
-    if OffloadDevice.nvme not in (
+    if not is_open and OffloadDevice.nvme not in (
         zero.param_device,
         zero.optimizer_device,
         own.grads,
         own.activations,
     ):
         return ()
-    return united(
-        own.paths or [path for paths in _section_paths(zero, own).values() for path in paths]
-    )
+    named = _section_paths(zero, own, is_open).values()
+    return united(own.paths or [path for paths in named for path in paths])
 
 
 def path_problems(zero: ZeroConfig, own: OwnConfig) -> Iterator[tuple[str, str]]:
@@ -163,13 +162,15 @@ def path_problems(zero: ZeroConfig, own: OwnConfig) -> Iterator[tuple[str, str]]
         yield "tiermem.paths", clash
 
 
-def _section_paths(zero: ZeroConfig, own: OwnConfig) -> dict[str, tuple[PathConfig, ...]]:
+def _section_paths(
+    zero: ZeroConfig, own: OwnConfig, is_open: bool = False
+) -> dict[str, tuple[PathConfig, ...]]:
     """The paths of the sections that are on nvme, or of both when gradients or activations are; by
     key, where there are any."""
     in_use = (
         (key, s.nvme_path)
         for key, s in _sections(zero)
-        if OffloadDevice.nvme in (s.device, own.grads, own.activations)
+        if is_open or OffloadDevice.nvme in (s.device, own.grads, own.activations)
     )
     return {key: paths for key, paths in in_use if paths}
 
@@ -234,6 +235,17 @@ def least_keys(config: ConfigModel, aio: AioConfig, own: OwnConfig) -> list[str]
     return found
 
 
+HOMES = {
+    "params": "zero_optimization.offload_param.device",
+    "optim": "zero_optimization.offload_optimizer.device",
+}
+"""The fields of the policy that "auto" leaves to the free memory, and their keys."""
+
+
+def _is_open(key: str, auto_keys: frozenset[str]) -> bool:
+    return f"{key.rpartition('.')[0]}.device" in auto_keys
+
+
 def report_of(config: ConfigModel, auto_keys: frozenset[str], uses_nvme: bool) -> list[ReportRow]:
     """Lists every key of every section, in the order of the models."""
     rows = []
@@ -241,12 +253,14 @@ def report_of(config: ConfigModel, auto_keys: frozenset[str], uses_nvme: bool) -
         is_set = model.is_set(name)
         note = (
             COMPUTED.get(key)
-            or _matters_elsewhere(model, name, is_set)
+            or _matters_elsewhere(model, name, is_set and not _is_open(key, auto_keys))
             or ("" if is_set else PLANNED.get(key, ""))
         )
         if key == "tiermem.paths" and is_set and not uses_nvme:
             note = "matters with device nvme; no device is"
-        if key in auto_keys:
+        if key in HOMES.values() and key in auto_keys:
+            note = "auto: the fastest that the free memory holds"
+        elif key in auto_keys:
             note = "auto: from the hidden size" if is_set else f"auto: {note or 'the default'}"
         how: Literal["honoured", "computed", "default"] = "honoured" if is_set else "default"
         rows.append(ReportRow(key, value, "computed" if note else how, note, is_set))

@@ -43,6 +43,7 @@ from tiermem.engine.facts import (
     reload,
     states_to_offload,
 )
+from tiermem.engine.room import choose_policy
 from tiermem.optim.base import NativeOptimizer
 from tiermem.optim.rules import LossScaler
 from tiermem.precision import DTYPES
@@ -296,6 +297,11 @@ class Engine(EngineCheckpoints, nn.Module):
             {"num_moments": choice.num_moments} if choice else {}
         )
         policy = config.policy(**fields)
+        if config.moved:
+            num_micro = self._sizes.accumulation
+            policy = choose_policy(
+                model, policy, config.moved, device=device, num_micro=num_micro, group=sharing
+            )
         self.shards = Shards(model, policy, group, device, is_trained=choice is not None)
         self._times = PhaseTimes(config.wall_clock_breakdown, device)
         self._scaler = LossScaler(

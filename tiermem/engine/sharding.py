@@ -3,19 +3,24 @@ the policy asks for it."""
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tiermem.checkpoint.saving.saver import Saver
+from tiermem.engine.room import choose_policy
 from tiermem.policy import OffloadPolicy
+from tiermem.run.init_params import built_with
 from tiermem.run.shards import Shards
+from tiermem.swap.memory.accelerator import find_device, is_accelerator
 
 
 def shard(
     model: nn.Module,
-    policy: OffloadPolicy | None = None,
+    policy: OffloadPolicy | Literal["auto"] | None = None,
     group: dist.ProcessGroup | DeviceMesh | None = None,
     device: torch.device | str | None = None,
     is_trained: bool = True,
@@ -26,7 +31,9 @@ def shard(
     Args:
         model: any module, built plainly or under `tiermem.zero.Init`; its parameters keep their
             identity.
-        policy: the tiers of all states; the default keeps all states in memory.
+        policy: the tiers of all states. "auto": those with the fastest plan that the free memory
+            holds (`choose_policy`, which can be told the batch). Default: "auto" with an
+            accelerator, else all states in memory.
         group: data-parallel ranks, or a mesh of them (one dimension, or replicas and shards: MiCS).
             Default: the group of the zero.Init that built the model, else the world. Ranks that a
                 launcher (torchrun) started make the process group
@@ -41,6 +48,12 @@ def shard(
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is {model!r:.60}; give a torch.nn.Module")
+    if policy is None and is_accelerator(find_device(device)):
+        policy = "auto"
+    if policy == "auto":
+        if isinstance(group, DeviceMesh):
+            raise ValueError('policy "auto" is for ranks in one group: give an OffloadPolicy')
+        policy = choose_policy(model, device=device, group=group or built_with(model).group)
     if policy is not None and not isinstance(policy, OffloadPolicy):
         raise ValueError(
             f"policy is a {type(policy).__name__}; give an OffloadPolicy: "

@@ -25,7 +25,7 @@ import contextlib
 import dataclasses
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
@@ -44,6 +44,8 @@ from tiermem.units.unit import Division, divide
 if TYPE_CHECKING:
     from tiermem.run.shards import Shards
 
+HOMES = ("params", "optim")
+"""Fields of a policy that it always names, and that a caller may leave to the search."""
 _LEAST_GAIN = 1.002  # a change must be faster by this factor
 _EIGHTHS = tuple(part / 8 for part in range(8, 0, -1))
 _PARTS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -227,7 +229,7 @@ def choose(
     num_micro: int = 1,
     placements: Sequence[Placement] = (),
     caps: Caps | None = None,
-    moves_homes: bool = False,
+    moved: Collection[str] = (),
     searches: bool = True,
     near: Choice | None = None,
 ) -> Choice:
@@ -241,7 +243,7 @@ def choose(
         rates, compute: equal on all ranks; declared, or made equal by `agreed`.
         placements: the ways to keep activations; default: one that takes nothing.
         caps: limits besides the budgets of memory.
-        moves_homes: whether `params` and `optim` may be changed, too; to NVME if there are paths.
+        moved: those of HOMES that may be changed, too; to NVME if there are paths.
         searches: False: the policy with the first placement that fits.
         near: the choice for a machine that differs little: the search goes on from it, one axis at
             a time.
@@ -294,9 +296,9 @@ def choose(
     has_budget = policy.host_bytes is not None or any(
         size is not None for each in placements for size in (each.device_bytes, each.host_bytes)
     )
-    axes = list(_axes_of(policy, division, is_gpu, moves_homes, placements))
+    axes = list(_axes_of(policy, division, is_gpu, moved, placements))
     search = _Search(attempt, axes, placements)
-    if not searches or not (has_budget or moves_homes):
+    if not searches or not (has_budget or moved):
         return Choice(search.first(), (), 1, ())
     best = search.best(() if near is None else near.point)
     if search.tried(best).excess > 1:
@@ -335,13 +337,13 @@ def _axes_of(
     policy: OffloadPolicy,
     division: Division,
     is_gpu: bool,
-    moves_homes: bool,
+    moved: Collection[str],
     placements: Sequence[Placement],
 ) -> Iterator[Axis]:
     """The axes of what a policy leaves open."""
     homes = [Tier.HOST, *([Tier.NVME] if policy.paths else [])]
     near = [Tier.DEVICE] if is_gpu else []
-    if moves_homes:
+    if "optim" in moved:
         values: list[Fields] = [{"optim": Tier.DEVICE} for _ in near]
         starts = [0] if near else []
         for home in homes:
@@ -350,9 +352,10 @@ def _axes_of(
             values += [{"optim": home, "optim_ratio": part} for part in parts]
         yield Axis("states", values, starts)
     own = policy.params is Tier.NVME and policy.host_param_numel is None
-    if (moves_homes and policy.stage == 3) or own:
+    is_moved = "params" in moved and policy.stage == 3
+    if is_moved or own:
         numel = sum(unit.full_numel for unit in division.units if not unit.is_resident)
-        places = [*near, *homes] if moves_homes and policy.stage == 3 else [Tier.NVME]
+        places = [*near, *homes] if is_moved else [Tier.NVME]
         values = [{"params": home} for home in places]
         starts = list(range(len(values)))
         if Tier.NVME in places and policy.host_param_numel is None:

@@ -27,7 +27,7 @@ from tiermem.checkpoint.opening.loading import load
 from tiermem.checkpoint.saving.saver import save, wait
 from tiermem.engine.choice import take_over
 from tiermem.engine.sharding import shard
-from tiermem.integrations.choice import owner_of, set_called_together, with_moments
+from tiermem.integrations.choice import owner_of, policy_for, set_called_together
 from tiermem.integrations.pretrained import WEIGHTS_FILE, load_pretrained_weights
 from tiermem.optim.base import NativeOptimizer
 from tiermem.policy import OffloadPolicy
@@ -69,7 +69,8 @@ def prepare(accelerator: Accelerator, *objects: Any, policy: OffloadPolicy | Non
     Args:
         objects: one model; at most one optimizer, of its parameters; anything else that
             `accelerator.prepare` takes.
-        policy: shards a model that is not sharded yet; default: everything in memory.
+        policy: shards a model that is not sharded yet; default: with an accelerator the fastest that the
+            free memory holds, else everything in memory.
 
     Returns the prepared objects in the same order; one alone, not in a tuple. Collective; blocks.
     Raises ValueError unless there is one model, and for an optimizer that cannot be taken over.
@@ -114,7 +115,7 @@ def _sharded(
         return shards, optimizer
     choice = None if optimizer is None else take_over(optimizer)
     if shards is None:
-        planned = with_moments(policy or OffloadPolicy(), choice.num_moments if choice else 0, None)
+        planned = policy_for(model, policy, choice.num_moments if choice else 0, device)
         shards = shard(model, planned, device=device, is_trained=choice is not None)
         set_called_together(model, shards.topology.world > 1)
     return shards, None if choice is None else choice.build()

@@ -28,7 +28,7 @@ import functools
 import logging
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +51,13 @@ from tiermem.config.root import TiermemConfig
 from tiermem.engine.adapters import adapters_state, has_adapters
 from tiermem.engine.choice import OptimizerChoice, choose_optimizer, take_over
 from tiermem.engine.engine import cast_model
+from tiermem.engine.room import compute_policy, find_room
 from tiermem.engine.sharding import shard_for_passes
+from tiermem.forecast.choose import HOMES
 from tiermem.integrations.arguments import config_beside, hidden_size_of
 from tiermem.integrations.choice import (
     AUTO,
     Asked,
-    compute_policy,
-    find_room,
     owner_of,
     set_called_together,
     with_moments,
@@ -288,18 +288,24 @@ class TiermemMixin(_Base):  # type: ignore[misc]
 
     def _policy(self, num_moments: int) -> OffloadPolicy:
         keep = self.args.save_total_limit if self._keeps_newest() else None
+        moved: Collection[str] = ()
         if self._config is not None:
-            return with_moments(self._config.policy(), num_moments, keep)
-        if isinstance(self._asked, OffloadPolicy):
-            return with_moments(self._asked, num_moments, keep)
+            policy = self._config.policy()
+            moved = self._config.moved
+        elif isinstance(self._asked, OffloadPolicy):
+            policy = self._asked
+        else:
+            policy = OffloadPolicy(paths=[self.args.output_dir])
+            moved = HOMES
+        policy = with_moments(policy, num_moments, keep)
+        if not moved:
+            return policy
         device = self.args.device
         room = find_room(self.model, device, self._predict_activations())
         num_micro = self.args.gradient_accumulation_steps
-        folders = [self.args.output_dir]
-        computed = compute_policy(
-            self.model, num_moments, device, self.args.world_size, folders, room, num_micro
+        return compute_policy(
+            self.model, policy, device, self.args.world_size, room, num_micro, moved
         )
-        return with_moments(computed, num_moments, keep)
 
     def _predict_activations(self) -> PredictedActivations | None:
         """The activations of a batch of the longest of the data set's first examples; None where

@@ -34,7 +34,7 @@ from tiermem.checkpoint.opening.loading import load
 from tiermem.checkpoint.saving.saver import save, wait
 from tiermem.engine.choice import take_over
 from tiermem.engine.sharding import shard
-from tiermem.integrations.choice import owner_of, set_called_together, with_moments
+from tiermem.integrations.choice import owner_of, policy_for, set_called_together
 from tiermem.optim.base import NativeOptimizer
 from tiermem.policy import OffloadPolicy
 from tiermem.run.init import Init
@@ -51,7 +51,8 @@ class TiermemStrategy(_Base):  # type: ignore[misc]
     """Shards a LightningModule for Lightning's Trainer, and saves and opens its checkpoints.
 
     Args:
-        policy: where parameters, gradients and states rest; default: everything in memory.
+        policy: where parameters, gradients and states rest; default: with an accelerator the fastest
+            that the free memory holds, else everything in memory.
         options: those of DDPStrategy about processes: accelerator, parallel_devices,
             cluster_environment, checkpoint_io, precision_plugin, process_group_backend, timeout,
             start_method.
@@ -69,7 +70,7 @@ class TiermemStrategy(_Base):  # type: ignore[misc]
 
     def __init__(self, policy: OffloadPolicy | None = None, **options: Any) -> None:
         super().__init__(**options)
-        self._policy = policy or OffloadPolicy()
+        self._policy = policy
         # the folder of this strategy that `load_checkpoint` has opened last
         self._opened: Path | None = None
 
@@ -158,7 +159,7 @@ class TiermemStrategy(_Base):  # type: ignore[misc]
 
     def _shard(self, num_moments: int, is_trained: bool = True) -> None:
         module: nn.Module = self.lightning_module
-        policy = with_moments(self._policy, num_moments, None)
+        policy = policy_for(module, self._policy, num_moments, self.root_device)
         found = shard(module, policy, device=self.root_device, is_trained=is_trained)
         set_called_together(module, found.topology.world > 1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import os
 import re
@@ -458,7 +459,10 @@ def _read(
     loaded = load_config(given)
     dtype = dtype or {"bf16": torch.bfloat16, "fp16": torch.float16}.get(loaded.precision)
     kept = loaded.data_types.keep_in_fp32_modules
-    return loaded.policy(), dtype, loaded.zero_optimization.override_module_apply, kept
+    planned = loaded.policy()
+    if "params" in loaded.moved and planned.stage == 3:  # until the whole model can be planned
+        planned = dataclasses.replace(planned, params=Tier.NVME if planned.paths else Tier.HOST)
+    return planned, dtype, loaded.zero_optimization.override_module_apply, kept
 
 
 def _rest_on(policy: OffloadPolicy, remote_device: str) -> OffloadPolicy:

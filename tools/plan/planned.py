@@ -32,7 +32,7 @@ from tiermem.forecast import (
     Rates,
     choose,
 )
-from tiermem.forecast.choose import Tried
+from tiermem.forecast.choose import HOMES, Tried
 from tiermem.forecast.rates import Compute
 from tiermem.integrations.diffusion import build_meta
 from tiermem.integrations.models import class_of
@@ -662,7 +662,7 @@ def plan_scenario(scenario: Scenario, chooses: bool = True, near: Choice | None 
             batch.accumulation,
             ways,
             cluster.caps,
-            scenario.moves_homes,
+            HOMES if scenario.moves_homes else (),
             chooses,
             near,
         )

@@ -17,8 +17,10 @@ from torch import nn
 from transformers import AutoConfig
 
 import tiermem
+from tiermem.engine.room import Room, compute_policy, find_room
+from tiermem.forecast.choose import HOMES
 from tiermem.integrations.arguments import config_beside, hidden_size_of
-from tiermem.integrations.choice import Asked, Room, compute_policy, find_room
+from tiermem.integrations.choice import Asked
 from tiermem.integrations.models import class_of
 from tiermem.plans.activations import PredictedActivations, activations_of
 from tiermem.policy import OffloadPolicy, Tier
@@ -30,7 +32,6 @@ from tiermem.tools.plan.planned import ActivationBytes, Budget, plan_budget
 from tiermem.tools.words import format_bytes
 
 _HOMES = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
-_NUM_MOMENTS = 2  # of the states that the plan makes room for: the most that an optimizer has
 
 
 class PlannedModel(NamedTuple):
@@ -111,20 +112,16 @@ def _policy(job: Job, model: nn.Module, args: Any, room: Room, budget: Budget | 
     """That of --offload and --states, or of the fastest plan."""
     said = job.sft or {}
     home = _HOMES.get(said["offload"])
-    folders = job.nvme_paths or [args.output_dir]
-    precision = Precision.preset(said["states"] or "exact")
+    policy = OffloadPolicy(
+        params=home or Tier.HOST,
+        optim=home or Tier.HOST,
+        paths=(job.nvme_paths or [args.output_dir]) if home in (None, Tier.NVME) else (),
+        precision=Precision.preset(said["states"] or "exact"),
+    )
+    num_micro = args.gradient_accumulation_steps
+    moved = HOMES if home is None else ()
     try:
-        return compute_policy(
-            model,
-            _NUM_MOMENTS,
-            args.device,
-            args.world_size,
-            folders,
-            room,
-            args.gradient_accumulation_steps,
-            home,
-            precision=precision,
-        )
+        return compute_policy(model, policy, args.device, args.world_size, room, num_micro, moved)
     except ValueError as error:
         small = f"{format_bytes(room.host_bytes)} of host memory, which are free for a plan, are"
         if budget is not None:

@@ -1,0 +1,210 @@
+"""Room: the memory that is free on this machine, and the policy with the fastest plan that it
+holds.
+
+    free memory - activations of a batch, where they are known  ->  Room  ->  forecast/choose.py  ->  OffloadPolicy
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tiermem.forecast.cards import assumed_speed
+from tiermem.forecast.choose import HOMES, Placement, choose
+from tiermem.forecast.rates import Compute
+from tiermem.plans.activations import LossOf, PredictedActivations, activations_of
+from tiermem.policy import OffloadPolicy
+from tiermem.ranks.joining import join_ranks
+from tiermem.ranks.topology import ranks_per_node
+from tiermem.swap.base.tier import Tier
+from tiermem.swap.disk.paths import as_paths
+from tiermem.swap.memory.accelerator import find_device, free_and_total, is_accelerator
+
+logger = logging.getLogger("tiermem")
+
+_SHARE = 0.7
+"""The part of the free memory that a computed plan may take where activations are not known; these,
+batches and the interpreter have the rest."""
+_SHARE_WITH_ACTIVATIONS = 0.92
+"""The part of the free memory that plan and activations may take together: gaps between blocks of
+the allocator and workspaces of libraries have the rest."""
+_USUAL_TOKENS = 4096
+
+
+class Room(NamedTuple):
+    """Bytes that a computed plan may take."""
+
+    host_bytes: int  # per node
+    device_bytes: int  # per rank; 0 without an accelerator
+    forward_flops: int = 0  # of a micro-batch's forward; 0: unknown
+
+
+def find_room(
+    model: nn.Module,
+    device: torch.device,
+    activations: PredictedActivations | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Room:
+    """Returns what a plan may take of the free memory: _SHARE of it, or what activations leave. The
+    weights of the model count as free: they move to the store. Collective where there are ranks,
+    which all get the least of their numbers."""
+    weights = sum(
+        param.nbytes
+        for param in model.parameters()
+        if param.device.type == "cpu" and not _is_virtual(param)
+    )
+    is_gpu = is_accelerator(device)
+    ranks = ranks_per_node()
+    on_host = free_host_bytes() + weights * ranks
+    on_device = free_and_total(device)[0] if is_gpu else 0
+    if activations is None:
+        logger.info(
+            "auto: the activations of a batch are not known: %.0f %% is planned", 100 * _SHARE
+        )
+        room = Room(int(_SHARE * on_host), int(_SHARE * on_device))
+    else:
+        part = _SHARE_WITH_ACTIVATIONS
+        peak = activations.peak_bytes
+        room = Room(
+            int((_SHARE if is_gpu else part) * on_host) - (0 if is_gpu else peak * ranks),
+            int(part * on_device) - (peak if is_gpu else 0),
+            activations.forward_flops,
+        )
+    if dist.is_initialized():
+        least = torch.tensor(room, dtype=torch.int64, device=device if is_gpu else None)
+        dist.all_reduce(least, dist.ReduceOp.MIN, group)
+        room = Room(*least.tolist())
+    host_bytes = max(1, room.host_bytes)
+    return room._replace(host_bytes=host_bytes, device_bytes=max(int(is_gpu), room.device_bytes))
+
+
+def choose_policy(
+    model: nn.Module,
+    policy: OffloadPolicy | None = None,
+    moved: Collection[str] = HOMES,
+    loss_of: LossOf | None = None,
+    batch: Any = None,
+    device: torch.device | str | None = None,
+    num_micro: int = 1,
+    group: dist.ProcessGroup | None = None,
+) -> OffloadPolicy:
+    """Returns the policy with the fastest plan that the free memory of this machine holds, by
+    predicted time.
+
+    Args:
+        model: not sharded; it is not changed, and may be on the meta device.
+        policy: what is not to be chosen: all fields that are set, but those of `moved`. With
+            `paths` states may rest on NVMe where memory is too small. Default: OffloadPolicy().
+        moved: the fields that are chosen though they are set: "params" and "optim", or one of
+            them.
+        loss_of, batch: (model, batch) -> loss, and the largest micro-batch: it is run on tensors
+            without values, to predict what activations take. Without them 30 % of the free memory
+            is left to activations.
+        device: as in `shard`.
+        num_micro: micro-batches of a step.
+        group: the ranks that share the model; default: the world.
+
+    Collective; blocks for seconds. Allocates no states; makes the folders of `paths` that are used.
+    Raises ValueError, with the arithmetic, when no plan fits.
+    """
+    on = find_device(device)
+    base = policy or OffloadPolicy()
+    join_ranks(base.timeout_s, on, base.join_timeout_s)
+    predicted = None if loss_of is None else activations_of(model, loss_of, batch, on)
+    room = find_room(model, on, predicted, group)
+    world = dist.get_world_size(group) if dist.is_initialized() else 1
+    return compute_policy(model, base, on, world, room, num_micro, moved)
+
+
+def compute_policy(
+    model: nn.Module,
+    policy: OffloadPolicy,
+    device: torch.device,
+    world: int,
+    room: Room,
+    num_micro: int = 1,
+    moved: Collection[str] = HOMES,
+) -> OffloadPolicy:
+    """`choose_policy` in a room that the caller has found, or limited.
+
+    room: without `forward_flops` a micro-batch is assumed to have 4,096 tokens. A budget that the
+    policy names comes before it.
+    """
+    is_gpu = is_accelerator(device)
+    flops, rates = assumed_speed(device)
+    numel = sum(param.numel() for param in model.parameters())
+    compute = Compute.of_peak(flops, 1)
+    num_tokens = room.forward_flops / (2 * numel) or _USUAL_TOKENS
+    compute = Compute(compute.forward_s * num_tokens, compute.backward_s * num_tokens)
+    # what a stage does not shard stays on the device
+    moved = [each for each in moved if policy.stage >= (3 if each == "params" else 1)]
+    start: dict[str, Any] = dict.fromkeys(moved, Tier.HOST)
+    host_bytes = policy.host_bytes or room.host_bytes
+    usual = dataclasses.replace(policy, host_bytes=host_bytes, early_steps=True, **start)
+    placements = [Placement(device_bytes=room.device_bytes)] if is_gpu else ()
+    try:
+        choice = choose(
+            model,
+            usual,
+            rates,
+            compute,
+            world,
+            ranks_per_node(),
+            is_gpu,
+            num_micro,
+            placements,
+            moved=moved,
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"no plan fits {host_bytes} bytes of host memory and {room.device_bytes} bytes of "
+            f"{device}, which are free beside activations: give a policy. {error}"
+        ) from error
+    chosen = choice.policy
+    if Tier.NVME in (chosen.params, chosen.optim, chosen.grads):
+        for each in as_paths(policy.paths):
+            Path(each.path).mkdir(parents=True, exist_ok=True)
+    else:
+        budget = chosen.host_bytes if is_gpu else policy.host_bytes
+        chosen = dataclasses.replace(chosen, paths=(), host_bytes=budget)
+    logger.info("auto: %s. %s", choice, " ".join(f"{reason}." for reason in choice.reasons))
+    return chosen
+
+
+def free_host_bytes() -> int:
+    """Bytes of memory that this process may still take: of the machine, and of its control
+    group."""
+    with open("/proc/meminfo", encoding="ascii") as file:
+        table = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in file}
+    found = [table["MemAvailable"]]
+    for most, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        (
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        ),
+    ):
+        numbers = [_number(Path(each)) for each in (most, used)]
+        if None not in numbers:
+            found.append(max(0, numbers[0] - numbers[1]))  # type: ignore[operator]  # neither is None
+    return min(found)
+
+
+def _number(file: Path) -> int | None:
+    try:
+        return int(file.read_text("ascii"))
+    except (OSError, ValueError):  # missing, or "max"
+        return None
+
+
+def _is_virtual(param: nn.Parameter) -> bool:
+    """Whether a parameter has no memory of its own: built under zero.Init, or on the meta
+    device."""
+    return param.is_meta or 0 in param.stride()
