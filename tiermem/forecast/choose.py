@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -259,17 +260,26 @@ def choose(
         limits = limits._replace(disk_bytes=min(most, limits.disk_bytes or most))
     uses: dict[Compute, list[Use]] = {}
 
+    @functools.cache
+    def planned(changed: OffloadPolicy, keeps_units: bool = True) -> Plan:
+        return make_plan(
+            division, changed, topology, is_gpu, ranks_on_node, keeps_units=keeps_units
+        )
+
     def attempt(fields: Fields, placement: Placement) -> Tried:
-        changed = _with_fields(policy, fields, placement)
-        plan = make_plan(division, changed, topology, is_gpu, ranks_on_node)
         part = fields.get(_UNITS, 1.0)
-        if 0 < part < 1 and changed.device_bytes is not None:
-            few = dataclasses.replace(changed, device_bytes=None)
-            least = make_plan(division, few, topology, is_gpu, ranks_on_node).device_bytes
-            budget = least + int(part * (changed.device_bytes - least))
-            changed = dataclasses.replace(changed, device_bytes=max(1, budget))
-            plan = make_plan(division, changed, topology, is_gpu, ranks_on_node)
+        changed = _with_fields(policy, fields, placement)
+        if changed.params is Tier.DEVICE:  # which stays there in any case
+            part = 0.0
         room_bytes = placement.device_bytes
+        if policy.device_bytes is None and room_bytes is not None and part < 1:
+            given = dataclasses.replace(changed, device_bytes=None)
+            if part > 0 or planned(given).device_bytes > room_bytes:
+                least_bytes = planned(changed, keeps_units=False).device_bytes
+                budget = least_bytes + int(part * (room_bytes - least_bytes))
+                given = dataclasses.replace(changed, device_bytes=budget)
+            changed = given
+        plan = planned(changed)
         if room_bytes is not None and plan.device_bytes > room_bytes:
             raise ValueError(
                 f"the plan needs {plan.device_bytes} bytes of the device, and activations leave "
@@ -324,10 +334,7 @@ _UNITS = "units"
 
 def _with_fields(policy: OffloadPolicy, fields: Fields, placement: Placement) -> OffloadPolicy:
     given = placement.fields(policy) | fields
-    part = given.pop(_UNITS, 1.0)
-    params = given.get("params", policy.params)
-    if part == 0 or params is Tier.DEVICE:  # which stays there in any case
-        given.pop("device_bytes", None)
+    given.pop(_UNITS, None)
     if given.get("optim", policy.optim) is Tier.DEVICE:  # and is stepped there
         given.pop("streamed_ratio", None)
     return dataclasses.replace(policy, **given)

@@ -32,9 +32,11 @@ def make_plan(
     is_gpu: bool,
     ranks_on_node: int,
     context_bytes: int = 0,
+    keeps_units: bool = True,
 ) -> Plan:
     """Plans a division under a policy.
 
+    keeps_units: whether streamed units stay on the accelerator where its budget has room.
     context_bytes: HOST memory that this process has taken for the accelerator's context; part of
         the budget. Ranks plan for the
     rank that took most, so the call is collective.
@@ -76,7 +78,7 @@ def make_plan(
         context_bytes = max(map(int, exchange(topology, str(context_bytes))))
     maker = _Maker(division, policy, topology, is_gpu, homes, ranks_on_node, context_bytes)
     plan = maker.make(set())
-    if plan is not None and is_gpu and policy.device_bytes is not None:
+    if keeps_units and plan is not None and is_gpu and policy.device_bytes is not None:
         room_bytes = policy.device_bytes - plan.device_bytes
         plan = maker.make(_staying(maker, division, homes, room_bytes)) or plan
     if plan is None:
