@@ -340,7 +340,8 @@ forgotten. The column "here" says which of these it is:
 | refused | any value but the default is an error that gives the reason in the note |
 | deprecated | taken with a warning that names its successor; beside its successor it is an error |
 
-Unknown keys are errors that name the nearest known key. `"auto"` is the same as leaving a key out, but for `device`: there it asks for the home with the fastest plan that the free memory holds. Numbers may be written as
+Unknown keys are errors that name the nearest known key. `"auto"` is the same as leaving a key out;
+of `device` it is the home with the fastest plan that the free memory holds. Numbers may be written as
 `5e8` or `"5e8"`. Sizes that end in `_bytes` are bytes and take units ("2GiB", "2GB"); all other sizes are counts of elements.
 `tiermem check --config FILE` says of a file what this page says of all keys, and `"dump_state": true` logs it at the start
 of a run. The defaults are those of the documentation of ZeRO; where its sources disagree, the note says which was taken.
