@@ -34,7 +34,6 @@ The program knows no optimizer: the caller defines the tiles.
 
 from __future__ import annotations
 
-import concurrent.futures
 import copy
 import errno
 import functools
@@ -49,6 +48,7 @@ import numpy as np
 
 from tiermem.swap.base.native import BACKGROUND, NORMAL, Workers, run_steps
 from tiermem.swap.base.ranges import ByteRange
+from tiermem.swap.base.side_threads import SideThreads, Task
 from tiermem.swap.base.tile_program import (
     AWAITED,
     ONE_READ,
@@ -64,7 +64,6 @@ from tiermem.swap.store.move import Move
 from tiermem.swap.store.store import TensorStore
 
 T = TypeVar("T")
-R = TypeVar("R")
 
 _CHUNK = 64  # tiles that are given at a time while others run
 _FIRST = 4  # and when a run starts
@@ -90,14 +89,13 @@ class Program(Generic[T]):
         self._begun: list[TileRow[T]] = []
         self._running: Running[T] | None = None
         self._tentative: Running[T] | None = None
-        self._helper: concurrent.futures.ThreadPoolExecutor | None = None  # made when it is needed
-        self._brought: threading.Thread | None = None  # serves the run under way
+        self._helper: SideThreads | None = None  # made when it is needed
+        self._brought: Task[None] | None = None  # serves the run under way
         # work on tiles of that run, in other threads
-        self._left: dict[concurrent.futures.Future[None], int] = {}
+        self._left: dict[Task[None], int] = {}
         self._taken = Taken()  # by a caller of `next`, until `done`
         # the last `attempt`, in another thread
-        self._attempting = concurrent.futures.Future[bool]()
-        self._attempting.cancel()
+        self._attempting = Task(lambda: False)
         # held while a read begins, perhaps in another thread, and while a run ends
         self._reading = threading.RLock()
         self.num_native = 0  # tiles so far whose work was native steps
@@ -152,8 +150,8 @@ class Program(Generic[T]):
             if (native := self._native) is not None:
                 if self._taken.is_mine:
                     native.give_up(self._taken.tile[0])
-                for future, index in list(self._left.items()):
-                    if future.cancel():  # its thread has not begun, or was not told to
+                for task, index in list(self._left.items()):
+                    if task.cancel():  # its thread has not begun, or was not told to
                         native.give_up(index)
                 native.stop()
                 if (running := self._running) is not None:
@@ -162,9 +160,10 @@ class Program(Generic[T]):
                     self._report(native, running, False)
                 elif self._tentative is not None:
                     self._report(native, self._tentative, True)
-            if self._brought is not None:
-                self._brought.join()  # it has ended with the run
-            concurrent.futures.wait(self._left)
+            # the first ends with the run
+            for left in (*([] if self._brought is None else [self._brought]), *self._left):
+                if not left.cancel():
+                    left.wait()
             self._running = self._tentative = self._brought = None
             self._taken = Taken()
             self._left.clear()
@@ -268,16 +267,11 @@ class Program(Generic[T]):
         self._end_attempt()
         if self._running is not None:
             return False
-        self._attempting = concurrent.futures.Future[bool]()
+        self._attempting = Task(functools.partial(self._attempt, tiles, work, total, lane))
         try:
             # The C library gives each thread its own part of the heap: plans would fill the holes
             # that gradients leave here.
-            self._help().submit(
-                _fulfil,
-                self._attempting,
-                functools.partial(self._attempt, tiles, work, total, lane),
-            )
-            return self._attempting.result()
+            return self._help().give(self._attempting).result()
         finally:
             self._end_attempt()  # also after an interrupt
 
@@ -285,7 +279,7 @@ class Program(Generic[T]):
         """Waits for an attempt that its caller has left at an interrupt; one whose thread has not
         begun never does."""
         if not self._attempting.cancel():
-            concurrent.futures.wait([self._attempting])
+            self._attempting.wait()
 
     @property
     def attempted(self) -> list[T]:
@@ -449,7 +443,7 @@ class Program(Generic[T]):
         """Ends a run early, drops what was begun, and ends the thread."""
         self.drop()
         if self._helper is not None:
-            self._helper.shutdown()
+            self._helper.close()
         if self._native is not None:
             self._native.close()
 
@@ -519,10 +513,10 @@ class Program(Generic[T]):
         running.trim(self._program().num_tiles)
         return running.planned
 
-    def _help(self) -> concurrent.futures.ThreadPoolExecutor:
-        """Threads of the program, for what is not to be done in its caller's: one plans while the
-        other brings."""
-        self._helper = self._helper or concurrent.futures.ThreadPoolExecutor(2, "tiermem-program")
+    def _help(self) -> SideThreads:
+        """Threads of the program, for what is not to be done in its caller's: one plans, one ends
+        work on tiles, one serves a run."""
+        self._helper = self._helper or SideThreads(3, "tiermem-program")
         return self._helper
 
     # ---- running ---------------------------------------------------------------------------------
@@ -557,13 +551,11 @@ class Program(Generic[T]):
         is_left = False
         try:
             if (rest := self._begin_work(running, index, buffer)) is not None:
-                future = concurrent.futures.Future[None]()
-                self._left[future] = index
+                task = Task(functools.partial(self._end_work, running, index, rest))
+                self._left[task] = index
                 self._taken = Taken()  # from here on `drop` ends what the thread does not
                 is_left = True
-                self._help().submit(
-                    _fulfil, future, functools.partial(self._end_work, running, index, rest)
-                )
+                self._help().give(task)
             has_failed = False
         except Exception as error:
             running.causes.append(error)  # before the run ends
@@ -590,8 +582,8 @@ class Program(Generic[T]):
         them."""
         if self._brought is None and running.is_brought:
             of_this = self._program(), weakref.ref(self), weakref.ref(running)
-            self._brought = threading.Thread(target=serve, args=of_this, name="tiermem-brings")
-            self._help().submit(self._brought.start).result()
+            self._brought = Task(functools.partial(serve, *of_this))
+            self._help().give(self._brought)
 
     def serve(self, running: Running[T]) -> bool:
         """Does what the next tile of a run needs beside native work. Blocks up to SLICE_S. True:
@@ -712,14 +704,3 @@ class Program(Generic[T]):
     def _give_slots_back(self) -> None:
         if self._pool is not None:
             self._pool.give_back_all(self._slots)
-
-
-def _fulfil(future: concurrent.futures.Future[R], act: Callable[[], R]) -> None:
-    """Calls a function for a future, unless `drop` or what follows has cancelled it: then it is
-    never called."""
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        future.set_result(act())
-    except BaseException as error:
-        future.set_exception(error)

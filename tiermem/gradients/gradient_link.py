@@ -9,7 +9,7 @@ for a buffer when the helper thread is a whole ring behind, which bounds the mem
 
 from __future__ import annotations
 
-import concurrent.futures
+import functools
 import queue
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from tiermem.swap.base.ranges import round_up
+from tiermem.swap.base.side_threads import SideThreads, Task
 from tiermem.swap.memory.accelerator import activate, current_stream, new_stream, on, record
 from tiermem.swap.memory.arena import Pool, Slot
 from tiermem.units.unit import Shard
@@ -59,10 +60,9 @@ class GradientLink:
         self._pool = pool
         self._slots = list(iter(pool.take, None))
         self._fill()
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, "tiermem-gradients")
-        self._under_way: list[concurrent.futures.Future[None]] = [
-            self._thread.submit(activate, device)
-        ]
+        activates = functools.partial(activate, device)
+        self._thread = SideThreads(1, "tiermem-gradients", activates)
+        self._under_way: list[Task[None]] = []
         # calls after the one that failed are skipped until `join` raises its error
         self._has_failed = False
 
@@ -80,21 +80,23 @@ class GradientLink:
                 copied = record(self._stream)
             for part in group:
                 part.data.record_stream(self._stream)
-            self._under_way.append(self._thread.submit(self._take, slot, copied, hosted, store))
+            take = functools.partial(self._take, slot, copied, hosted, store)
+            self._under_way.append(self._thread.submit(take))
 
     def end_of_reads(self) -> torch.Event:
         """The event after which the copies that were started until now have ended."""
         return record(self._stream)
 
-    def call(self, function: Callable[[], None]) -> concurrent.futures.Future[None]:
+    def call(self, function: Callable[[], None]) -> Task[None]:
         """Calls a function on the helper thread, after all that was sent before has been stored."""
-        self._under_way.append(self._thread.submit(self._run, function))
+        self._under_way.append(self._thread.submit(functools.partial(self._run, function)))
         return self._under_way[-1]
 
     def join(self) -> None:
         """Blocks until all that was sent has been stored. Raises the first error since the last
         `join`."""
-        concurrent.futures.wait(self._under_way)
+        for each in self._under_way:
+            each.wait()
         under_way = self._under_way
         self._under_way = []
         self._has_failed = False
@@ -104,13 +106,13 @@ class GradientLink:
     def reset(self) -> None:
         """Takes every buffer back, after an exception. Blocks until the helper thread has ended its
         work."""
-        concurrent.futures.wait([self._thread.submit(activate, self._device)])
+        self._thread.submit(lambda: None).wait()
         self._fill()
 
     def close(self) -> None:
         """Ends the helper thread and gives the buffers back. Blocks until it has stored what was
         sent."""
-        self._thread.shutdown()
+        self._thread.close()
         self._pool.reset()
 
     def _fill(self) -> None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import collections
-import concurrent.futures
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -15,6 +14,7 @@ import torch
 from tiermem.gradients.gradient_link import GradientLink, GradientPart
 from tiermem.policy import Tier
 from tiermem.swap.base.native import Workers, store_gradient
+from tiermem.swap.base.side_threads import Task
 from tiermem.swap.kernels.device_kernels import kernels_of
 from tiermem.swap.memory.accelerator import current_stream, is_accelerator, new_stream, on, record
 from tiermem.swap.memory.arena import Pool, Slot
@@ -293,9 +293,7 @@ class GradientStore:
         self._open: dict[Unit, OpenHome] = {}
         self._leaving: list[tuple[Unit, Slot, Move]] = []  # buffers, also of writes that have ended
         self._on_reuse: Callable[[int], None] = lambda unit: None
-        self._arriving: collections.deque[tuple[Unit, concurrent.futures.Future[None] | None]] = (
-            collections.deque()
-        )
+        self._arriving: collections.deque[tuple[Unit, Task[None] | None]] = collections.deque()
         self._ends: dict[Unit, torch.Event] = {}  # after which its gradients are on DEVICE
         self._consume: Consume | None = None  # steps a unit at once when gradients are not kept
         # after which the steps of `_consume` have read their buffers
@@ -385,7 +383,7 @@ class GradientStore:
     def arrived(self) -> Iterator[Unit]:
         """The units that were ended since the last `join` and whose gradients have come from an
         accelerator, each once."""
-        while self._arriving and ((ended := self._arriving[0][1]) is None or ended.done()):
+        while self._arriving and ((ended := self._arriving[0][1]) is None or ended.is_set):
             yield self._arriving.popleft()[0]
 
     def _add(

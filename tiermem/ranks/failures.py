@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from tiermem.ranks.heartbeat import Heartbeat
+from tiermem.swap.base.side_threads import Flag, start_thread
 
 # ---- traffic -------------------------------------------------------------------------------------
 
@@ -225,7 +226,7 @@ class Watch:
         self._key = ""  # prefix of the posted sequences; empty until the watch is started
         self._waits_since = 0.0  # 0: this rank does not wait
         self._num_posted = -1
-        self._is_closed = threading.Event()
+        self._is_closed = Flag()
         self._thread: threading.Thread | None = None
 
     def start(self, group: dist.ProcessGroup, groups: Sequence[dist.ProcessGroup]) -> None:
@@ -243,8 +244,9 @@ class Watch:
             self._beat = Heartbeat(self._me, self._interval_s, self._newest_call)
             self._board.post(f"{self._key}/{self._me}/beat", self._beat.address)
             self._beat.start()
-        self._thread = threading.Thread(target=self._run, name="tiermem watch", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, name="tiermem watch", daemon=True)
+        start_thread(thread)
+        self._thread = thread
 
     def close(self) -> None:
         """Stops the checks. Safe to repeat; blocks until the thread has ended, which may be reading
@@ -436,7 +438,7 @@ class Watch:
         last = -1
         since_last = 0.0
         patience_s = min(_PATIENCE_S, self._most_silent_s / 2)
-        while not self._is_closed.wait(look_s):
+        while not self._is_closed.wait_for(look_s):
             self._meet_beats()
             now = time.monotonic()
             since = self._waits_since

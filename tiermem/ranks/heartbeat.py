@@ -23,6 +23,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from tiermem.swap.base.side_threads import start_thread
+
 _MOST_BYTES = 4096
 _MOST_CALL = 300  # characters
 
@@ -51,7 +53,7 @@ class Heartbeat:
         self._calls: dict[int, str] = {}
         self._ended: set[int] = set()
         self._dead: set[int] = set()  # as this rank and others have found
-        self._is_closed = threading.Event()
+        self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="tiermem heartbeat", daemon=True)
 
     @property
@@ -71,7 +73,7 @@ class Heartbeat:
 
     def start(self) -> None:
         """Starts the thread. Does not block."""
-        self._thread.start()
+        start_thread(self._thread)
 
     def know(self, rank: int, address: list[Any]) -> None:
         """Sends to a rank from now on."""
@@ -99,9 +101,9 @@ class Heartbeat:
     def close(self) -> None:
         """Says the last datagram and ends the thread. Blocks for at most an interval; twice does
         nothing."""
-        if self._is_closed.is_set():
+        if self._is_closed:
             return
-        self._is_closed.set()
+        self._is_closed = True
         with contextlib.suppress(OSError):
             # wakes the thread
             self._socket.sendto(b"", ("127.0.0.1", self._socket.getsockname()[1]))
@@ -112,7 +114,7 @@ class Heartbeat:
 
     def _run(self) -> None:
         due_s = time.monotonic()
-        while not self._is_closed.is_set():
+        while not self._is_closed:
             now_s = time.monotonic()
             if now_s >= due_s:
                 self._send(is_last=False)

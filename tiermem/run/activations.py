@@ -23,8 +23,8 @@ without hooks.
 from __future__ import annotations
 
 import collections
-import concurrent.futures
 import contextlib
+import functools
 import logging
 import os
 import sys
@@ -40,6 +40,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tiermem.plans.plan import ACTIVATION_CHUNK_BYTES, Plan
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.swap.base.ranges import round_up
+from tiermem.swap.base.side_threads import SideThreads, Task
 from tiermem.swap.memory.accelerator import (
     activate,
     current_stream,
@@ -77,7 +78,7 @@ class _Passing:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
         # of a helper thread that moves the bytes
-        self.work: concurrent.futures.Future[None] | None = None
+        self.work: Task[None] | None = None
         # the end of the accelerator's copies; valid after `work`
         self.ended: torch.Event | None = None
         self.stream: torch.Stream | None = None  # of these copies
@@ -195,12 +196,12 @@ class _Extent:
         self.num_bytes = num_bytes
         self.writes: list[Move] = []
         # the last that a helper thread was given
-        self.work: concurrent.futures.Future[None] | None = None
+        self.work: Task[None] | None = None
 
     @property
     def is_idle(self) -> bool:
         """Whether the helper thread has no more work with it."""
-        return self.work is None or self.work.done()
+        return self.work is None or self.work.is_set
 
 
 class _DiskRoom:
@@ -217,9 +218,8 @@ class _DiskRoom:
         self._device = device
         self._store = store
         self._stream = new_stream(device) if is_accelerator(device) else None
-        self._thread = concurrent.futures.ThreadPoolExecutor(
-            1, "tiermem-activations", activate, (device,)
-        )
+        activates = functools.partial(activate, device)
+        self._thread = SideThreads(1, "tiermem-activations", activates)
         # Each buffer with the transfer that last used it. Used by the helper thread alone.
         self._ring: collections.deque[tuple[Slot, Move | torch.Event | None]] = collections.deque()
         for _ in range(pool.count):
@@ -258,7 +258,7 @@ class _DiskRoom:
         self._start(self._read, passing, home)
 
     def close(self) -> None:
-        self._thread.shutdown()
+        self._thread.close()
         while self._ring:
             self._next()
 

@@ -3,8 +3,8 @@ a thread waits for."""
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
@@ -13,6 +13,7 @@ import torch
 
 from tiermem.plans.plan import Buffers
 from tiermem.swap.base.native import NORMAL, URGENT, Map
+from tiermem.swap.base.side_threads import Outcome, SideThreads
 from tiermem.swap.memory.accelerator import (
     activate,
     current_stream,
@@ -152,11 +153,11 @@ class Passage:
         # fills full layouts: copies and gathers
         self.copies = new_stream(device) if is_accelerated else None
         # One thread each, so that reads and copies keep their order.
-        self.starter: concurrent.futures.ThreadPoolExecutor | None = None  # starts reads
-        self.reader: concurrent.futures.ThreadPoolExecutor | None = None  # waits for reads
+        self.starter: SideThreads | None = None  # starts reads
+        self.reader: SideThreads | None = None  # waits for reads
         if is_accelerated and stages is not None:
             self.starter, self.reader = (
-                concurrent.futures.ThreadPoolExecutor(1, "tiermem-reads", activate, (device,))
+                SideThreads(1, "tiermem-reads", functools.partial(activate, device))
                 for _ in range(2)
             )
         self._nan = Map(nan_bytes, is_nan=True).tensor() if self.may_swap and nan_bytes else None
@@ -212,7 +213,7 @@ class Passage:
         Blocks."""
         for thread in (self.starter, self.reader):
             if thread is not None:
-                thread.shutdown()
+                thread.close()
         if self.stages is not None:
             self.stages.wait()
         if self.copies is not None:
@@ -260,7 +261,7 @@ class StagedRead:
         self._lock = threading.Lock()  # guards the three above
         assert passage.starter is not None and passage.reader is not None
         self._reader = passage.reader
-        self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._ended = Outcome[None]()
         passage.starter.submit(self._begin)
 
     def wait(self) -> None:
@@ -285,7 +286,7 @@ class StagedRead:
             move = self._move
         if move is not None:
             move.cancel()
-        concurrent.futures.wait([self._ended])
+        self._ended.wait()
 
     def _begin(self) -> None:
         try:
@@ -293,20 +294,20 @@ class StagedRead:
                 self._after.synchronize()
             with self._lock:
                 if self._is_cancelled:
-                    self._ended.set_result(None)
+                    self._ended.end()
                     return
                 self._move = self._steps.read(self._ranges, self._entry, self._unit, self._priority)
-            self._reader.submit(self._finish, self._move)
+            self._reader.submit(functools.partial(self._finish, self._move))
         except BaseException as error:
-            self._ended.set_exception(error)
+            self._ended.end(error=error)
 
     def _finish(self, move: Move | RunRead) -> None:
         try:
             if move.outcome() is None and not move.was_cancelled:
                 self.copied = self._then()
-            self._ended.set_result(None)
+            self._ended.end()
         except BaseException as error:
-            self._ended.set_exception(error)
+            self._ended.end(error=error)
 
 
 def can_swap_pointers(device: torch.device) -> bool:

@@ -50,6 +50,7 @@ from tiermem.ranks.failures import Traffic
 from tiermem.ranks.topology import Topology, group_aside
 from tiermem.run.shards import Shards
 from tiermem.swap.base.ranges import round_up
+from tiermem.swap.base.side_threads import Flag, start_thread
 from tiermem.swap.base.tier import ALIGNMENT
 from tiermem.swap.disk import direct, durable
 from tiermem.swap.disk.direct import open_direct
@@ -103,7 +104,7 @@ class Pace:
 
     def __init__(self, busy_share: float = 1.0) -> None:
         self._rest_per_busy = 1.0 / busy_share - 1.0
-        self._is_awaited = threading.Event()
+        self._is_awaited = Flag()
 
     def hurry(self) -> None:
         """Ends the limit, because a thread waits for the copy. Never blocks; any thread may call
@@ -113,7 +114,7 @@ class Pace:
     def rest(self, busy_s: float) -> None:
         """Blocks for the pause that is due after `busy_s` seconds of copying, or until `hurry` is
         called."""
-        self._is_awaited.wait(busy_s * self._rest_per_busy)
+        self._is_awaited.wait_for(busy_s * self._rest_per_busy)
 
 
 def lay_out(rows: Rows, start: int, file: int) -> tuple[list[CopyExtent], Rows]:
@@ -295,19 +296,19 @@ class Copies:
         # those of the main group.
         group = None if topology.group is None else group_aside(topology)
         talk = talk_over(dataclasses.replace(topology, group=group, watch=None, traffic=Traffic()))
-        self._thread = threading.Thread(
+        thread = threading.Thread(
             target=self._run, args=(work, talk), name="tiermem-copy", daemon=True
         )
-        self._thread.start()
+        start_thread(thread)
+        self._thread = thread
 
     def wait(self) -> None:
         """Blocks until no copy is running; the copy pauses no more. Raises the error of a failed
         copy, once."""
         self._pace.hurry()
-        thread = self._thread
-        self._thread = None
-        if thread is not None:
-            thread.join()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
         error = self._error
         self._error = None
         if error is not None:

@@ -1,0 +1,173 @@
+"""SideThreads: threads beside the caller's, with which an interrupt of the caller does no harm.
+
+An interrupt is raised between two operations of Python code. The standard library's pools, futures,
+events and conditions are Python code around locks: a caller that is interrupted there leaves their
+lock held, and whoever needs it next waits for ever. Here threads meet through locks and queues of C
+alone, inside which no interrupt is raised.
+
+    Flag          is set once; threads wait for it
+    Outcome       is set once, with a value or an error
+    Task          a call that another thread makes, unless it is cancelled before that
+    SideThreads   threads that make calls, in the order given
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, cast
+
+R = TypeVar("R")
+
+
+class Flag:
+    """Is set once, by any thread."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._unset = threading.Lock()  # held until it is set
+        self._unset.acquire()
+
+    def set(self) -> None:
+        """Sets it; twice does nothing. Does not block."""
+        self.is_set = True
+        with contextlib.suppress(RuntimeError):  # it was set before
+            self._unset.release()
+
+    def wait(self) -> None:
+        """Blocks until it is set."""
+        while not self.is_set:
+            with self._unset:
+                pass
+
+    def wait_for(self, seconds: float) -> bool:
+        """Blocks until it is set, or so long; returns whether it is set. For threads that no
+        interrupt reaches."""
+        if not self.is_set and self._unset.acquire(timeout=seconds):
+            self.set()  # for those who wait as well
+        return self.is_set
+
+
+class Outcome(Flag, Generic[R]):
+    """What becomes of a piece of work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._value: R | None = None
+        self._error: BaseException | None = None
+
+    def end(self, value: R | None = None, error: BaseException | None = None) -> None:
+        """Sets what has become of it. Does not block."""
+        self._value = value
+        self._error = error
+        self.set()
+
+    def result(self) -> R:
+        """Blocks until the work has ended; returns its value. Raises its error."""
+        self.wait()
+        if self._error is not None:
+            raise self._error
+        return cast(R, self._value)
+
+
+class Task(Outcome[R]):
+    """A call that another thread makes."""
+
+    def __init__(self, act: Callable[[], R]) -> None:
+        super().__init__()
+        self._act: Callable[[], R] | None = act
+        self._fate: dict[str, bool] = {}  # whether it is made: who sets it first decides
+
+    def run(self) -> None:
+        """Makes the call, unless it was cancelled. Raises nothing."""
+        act = self._act
+        self._act = None  # what it holds ends with the call
+        if not self._fate.setdefault("is made", True):
+            self.set()
+            return
+        assert act is not None
+        try:
+            value = act()
+        except BaseException as error:
+            del act
+            self.end(error=error)
+        else:
+            del act
+            self.end(value)
+
+    def cancel(self) -> bool:
+        """Whether the call has not begun; then it never does, and `wait` returns. Does not
+        block."""
+        if self._fate.setdefault("is made", False):
+            return False
+        self.is_set = True
+        return True
+
+
+class SideThreads:
+    """Threads that make calls, in the order given; one thread makes them one after the other. They
+    end with this object.
+
+    begins: called by each thread first.
+    """
+
+    def __init__(self, count: int, name: str, begins: Callable[[], object] = lambda: None) -> None:
+        self._tasks: queue.SimpleQueue[Task[Any] | None] = queue.SimpleQueue()
+        weakref.finalize(self, _end, self._tasks, count)
+        serve = _Serving(self._tasks, begins)
+        self._threads = [
+            threading.Thread(target=serve, name=name, daemon=True) for _ in range(count)
+        ]
+        for thread in self._threads:
+            start_thread(thread)
+
+    def submit(self, act: Callable[[], R]) -> Task[R]:
+        """Gives the threads a call. Does not block."""
+        return self.give(Task(act))
+
+    def give(self, task: Task[R]) -> Task[R]:
+        """Gives the threads a task that is made before, so that an interrupt cannot lose it."""
+        self._tasks.put(task)
+        return task
+
+    def close(self) -> None:
+        """Ends the threads when all calls are made. Blocks; twice does nothing."""
+        _end(self._tasks, len(self._threads))
+        for thread in self._threads:
+            thread.join()
+
+
+class _Serving:
+    """What a thread does: it holds nothing of a task that has ended."""
+
+    def __init__(
+        self, tasks: queue.SimpleQueue[Task[Any] | None], begins: Callable[[], object]
+    ) -> None:
+        self._tasks = tasks
+        self._begins = begins
+
+    def __call__(self) -> None:
+        self._begins()
+        while (task := self._tasks.get()) is not None:
+            task.run()
+            del task
+
+
+def _end(tasks: queue.SimpleQueue[Task[Any] | None], count: int) -> None:
+    for _ in range(count):
+        tasks.put(None)
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """Starts a thread: `Thread.start` waits for it in Python code, so another thread calls that.
+    Blocks until it has started. Raises RuntimeError where none can be."""
+    task = Task(thread.start)
+    _thread.start_new_thread(task.run, ())
+    try:
+        task.result()
+    finally:
+        task.wait()  # also after an interrupt: an unstarted thread cannot be joined
