@@ -6,7 +6,7 @@ lock held, and whoever needs it next waits for ever. Here threads meet through l
 alone, inside which no interrupt is raised.
 
     Flag          is set once; threads wait for it
-    Outcome       is set once, with a value or an error
+    Result        is set once, with a value or an error
     Task          a call that another thread makes, unless it is cancelled before that
     SideThreads   threads that make calls, in the order given
 """
@@ -52,7 +52,7 @@ class Flag:
         return self.is_set
 
 
-class Outcome(Flag, Generic[R]):
+class Result(Flag, Generic[R]):
     """What becomes of a piece of work."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class Outcome(Flag, Generic[R]):
         return cast(R, self._value)
 
 
-class Task(Outcome[R]):
+class Task(Result[R]):
     """A call that another thread makes."""
 
     def __init__(self, act: Callable[[], R]) -> None:
@@ -118,9 +118,10 @@ class SideThreads:
     def __init__(self, count: int, name: str, begins: Callable[[], object] = lambda: None) -> None:
         self._tasks: queue.SimpleQueue[Task[Any] | None] = queue.SimpleQueue()
         weakref.finalize(self, _end, self._tasks, count)
-        serve = _Serving(self._tasks, begins)
+        given = (self._tasks, begins)
         self._threads = [
-            threading.Thread(target=serve, name=name, daemon=True) for _ in range(count)
+            threading.Thread(target=_serve, args=given, name=name, daemon=True)
+            for _ in range(count)
         ]
         for thread in self._threads:
             start_thread(thread)
@@ -141,20 +142,12 @@ class SideThreads:
             thread.join()
 
 
-class _Serving:
+def _serve(tasks: queue.SimpleQueue[Task[Any] | None], begins: Callable[[], object]) -> None:
     """What a thread does: it holds nothing of a task that has ended."""
-
-    def __init__(
-        self, tasks: queue.SimpleQueue[Task[Any] | None], begins: Callable[[], object]
-    ) -> None:
-        self._tasks = tasks
-        self._begins = begins
-
-    def __call__(self) -> None:
-        self._begins()
-        while (task := self._tasks.get()) is not None:
-            task.run()
-            del task
+    begins()
+    while (task := tasks.get()) is not None:
+        task.run()
+        del task
 
 
 def _end(tasks: queue.SimpleQueue[Task[Any] | None], count: int) -> None:

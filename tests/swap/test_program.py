@@ -1111,7 +1111,7 @@ def test_what_follows_an_attempt_that_its_caller_left_waits_for_it(
     caller = threading.Thread(target=lambda: found.append(program.attempt(slow(), work, 4)))
     caller.start()
     threading.Timer(0.1, goes_on.set).start()
-    while not program._attempting.running():
+    while not program._attempting._fate:
         time.sleep(0.001)
     program.run(names, work)
     caller.join()
@@ -1145,12 +1145,15 @@ def test_a_program_that_is_forgotten_amid_a_tentative_run_ends_its_thread(
     names = put(store, 4)
     program: Program[str] = Program(store, Pool(store.arena, 2 * TILE_BYTES, 2, "tiles"), workers)
     assert program.attempt(names[:2], Momentum(store, workers, brought=names), len(names))
-    thread, gone = program._brought, weakref.ref(program)
-    assert thread is not None
+    serving, gone = program._brought, weakref.ref(program)
+    assert serving is not None and program._helper is not None
+    threads = program._helper._threads
     del program
-    thread.join(10.0)
+    assert serving.wait_for(10.0)
+    for thread in threads:
+        thread.join(10.0)
     assert gone() is None
-    assert not thread.is_alive()
+    assert not any(thread.is_alive() for thread in threads)
     store.close()
 
 

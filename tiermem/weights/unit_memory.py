@@ -13,7 +13,7 @@ import torch
 
 from tiermem.plans.plan import Buffers
 from tiermem.swap.base.native import NORMAL, URGENT, Map
-from tiermem.swap.base.side_threads import Outcome, SideThreads
+from tiermem.swap.base.side_threads import Result, SideThreads
 from tiermem.swap.memory.accelerator import (
     activate,
     current_stream,
@@ -261,7 +261,7 @@ class StagedRead:
         self._lock = threading.Lock()  # guards the three above
         assert passage.starter is not None and passage.reader is not None
         self._reader = passage.reader
-        self._ended = Outcome[None]()
+        self._ended = Result[None]()
         passage.starter.submit(self._begin)
 
     def wait(self) -> None:
