@@ -58,19 +58,19 @@ class Result(Flag, Generic[R]):
     def __init__(self) -> None:
         super().__init__()
         self._value: R | None = None
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
 
     def end(self, value: R | None = None, error: BaseException | None = None) -> None:
         """Sets what has become of it. Does not block."""
         self._value = value
-        self._error = error
+        self.error = error
         self.set()
 
     def result(self) -> R:
         """Blocks until the work has ended; returns its value. Raises its error."""
         self.wait()
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         return cast(R, self._value)
 
 
@@ -91,13 +91,11 @@ class Task(Result[R]):
             return
         assert act is not None
         try:
-            value = act()
+            self._value = act()
         except BaseException as error:
-            del act
-            self.end(error=error)
-        else:
-            del act
-            self.end(value)
+            self.error = error
+        del act
+        self.set()
 
     def cancel(self) -> bool:
         """Whether the call has not begun; then it never does, and `wait` returns. Does not
@@ -143,10 +141,15 @@ class SideThreads:
 
 
 def _serve(tasks: queue.SimpleQueue[Task[Any] | None], begins: Callable[[], object]) -> None:
-    """What a thread does: it holds nothing of a task that has ended."""
-    begins()
+    """What a thread does: it holds nothing of a task that has ended. Where `begins` fails, its
+    error becomes that of every task."""
+    first = Task(begins)
+    first.run()
     while (task := tasks.get()) is not None:
-        task.run()
+        if first.error is None:
+            task.run()
+        else:
+            task.end(error=first.error)
         del task
 
 

@@ -161,7 +161,7 @@ class Program(Generic[T]):
                 elif self._tentative is not None:
                     self._report(native, self._tentative, True)
             # the first ends with the run
-            for left in (*([] if self._brought is None else [self._brought]), *self._left):
+            for left in filter(None, (self._brought, *self._left)):
                 if not left.cancel():
                     left.wait()
             self._running = self._tentative = self._brought = None

@@ -52,6 +52,14 @@ def test_a_cancelled_call_is_never_made_and_one_that_has_begun_cannot_be_cancell
     never_given.wait()
 
 
+def test_a_thread_that_cannot_begin_gives_its_error_to_every_call() -> None:
+    threads = SideThreads(1, "test", lambda: 1 // 0)
+    for task in [threads.submit(lambda: 7) for _ in range(2)]:
+        with pytest.raises(ZeroDivisionError):
+            task.result()
+    threads.close()
+
+
 def test_threads_end_with_their_owner_and_hold_no_finished_call() -> None:
     class Held:
         pass

@@ -352,7 +352,7 @@ class TiermemConfig(ConfigModel):
     @property
     def moved(self) -> tuple[str, ...]:
         """Homes that are "auto": fields of the policy that the free memory decides."""
-        return tuple(name for name, key in translate.HOMES.items() if key in self._auto_keys)
+        return tuple(name for name, key in translate.HOME_KEYS.items() if key in self._auto_keys)
 
     @property
     def precision(self) -> Literal["bf16", "fp16", "fp32"]:

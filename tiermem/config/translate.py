@@ -235,15 +235,11 @@ def least_keys(config: ConfigModel, aio: AioConfig, own: OwnConfig) -> list[str]
     return found
 
 
-HOMES = {
+HOME_KEYS = {
     "params": "zero_optimization.offload_param.device",
     "optim": "zero_optimization.offload_optimizer.device",
 }
 """The fields of the policy that "auto" leaves to the free memory, and their keys."""
-
-
-def _is_open(key: str, auto_keys: frozenset[str]) -> bool:
-    return f"{key.rpartition('.')[0]}.device" in auto_keys
 
 
 def report_of(config: ConfigModel, auto_keys: frozenset[str], uses_nvme: bool) -> list[ReportRow]:
@@ -253,12 +249,14 @@ def report_of(config: ConfigModel, auto_keys: frozenset[str], uses_nvme: bool) -
         is_set = model.is_set(name)
         note = (
             COMPUTED.get(key)
-            or _matters_elsewhere(model, name, is_set and not _is_open(key, auto_keys))
+            or _matters_elsewhere(
+                model, name, is_set and f"{key.rpartition('.')[0]}.device" not in auto_keys
+            )
             or ("" if is_set else PLANNED.get(key, ""))
         )
         if key == "tiermem.paths" and is_set and not uses_nvme:
             note = "matters with device nvme; no device is"
-        if key in HOMES.values() and key in auto_keys:
+        if key in HOME_KEYS.values() and key in auto_keys:
             note = "auto: the fastest that the free memory holds"
         elif key in auto_keys:
             note = "auto: from the hidden size" if is_set else f"auto: {note or 'the default'}"

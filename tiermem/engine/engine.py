@@ -298,9 +298,13 @@ class Engine(EngineCheckpoints, nn.Module):
         )
         policy = config.policy(**fields)
         if config.moved:
-            num_micro = self._sizes.accumulation
             policy = choose_policy(
-                model, policy, config.moved, device=device, num_micro=num_micro, group=sharing
+                model,
+                policy,
+                config.moved,
+                device=device,
+                num_micro=self._sizes.accumulation,
+                group=sharing,
             )
         self.shards = Shards(model, policy, group, device, is_trained=choice is not None)
         self._times = PhaseTimes(config.wall_clock_breakdown, device)

@@ -168,7 +168,7 @@ def compute_policy(
             f"{device}, which are free beside activations: give a policy. {error}"
         ) from error
     chosen = choice.policy
-    if Tier.NVME in (chosen.params, chosen.optim, chosen.grads):
+    if chosen.uses_nvme:
         for each in as_paths(policy.paths):
             Path(each.path).mkdir(parents=True, exist_ok=True)
     else:

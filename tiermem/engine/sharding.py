@@ -32,8 +32,8 @@ def shard(
         model: any module, built plainly or under `tiermem.zero.Init`; its parameters keep their
             identity.
         policy: the tiers of all states. "auto": those with the fastest plan that the free memory
-            holds (`choose_policy`, which can be told the batch). Default: "auto" with an
-            accelerator, else all states in memory.
+            holds (`choose_policy`, which can be told the batch), for ranks of one group. Default:
+            "auto" where a model is trained on an accelerator, else all states in memory.
         group: data-parallel ranks, or a mesh of them (one dimension, or replicas and shards: MiCS).
             Default: the group of the zero.Init that built the model, else the world. Ranks that a
                 launcher (torchrun) started make the process group
@@ -48,7 +48,8 @@ def shard(
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is {model!r:.60}; give a torch.nn.Module")
-    if policy is None and is_accelerator(find_device(device)):
+    is_one_group = not isinstance(group, DeviceMesh)
+    if policy is None and is_trained and is_one_group and is_accelerator(find_device(device)):
         policy = "auto"
     if policy == "auto":
         if isinstance(group, DeviceMesh):

@@ -34,9 +34,10 @@ AUTO = "auto"
 def policy_for(
     model: nn.Module, asked: OffloadPolicy | None, num_moments: int, device: torch.device
 ) -> OffloadPolicy:
-    """Returns the policy that is asked for, else "auto" with an accelerator. Collective; blocks."""
+    """Returns the policy that is asked for, else "auto" where a model is trained on an accelerator
+    (num_moments above 0). Collective; blocks."""
     policy = with_moments(asked or OffloadPolicy(), num_moments, None)
-    if asked is None and is_accelerator(device):
+    if asked is None and num_moments and is_accelerator(device):
         return choose_policy(model, policy, device=device)
     return policy
 
