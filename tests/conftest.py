@@ -167,11 +167,14 @@ def _threads() -> dict[int, str]:
 
 
 def _live_stores() -> set[int]:
-    """Stores whose finalizer has neither run nor been taken away: nobody closed them."""
+    """Stores whose finalizer has neither run nor been taken away: nobody closed them.
+
+    The registry is copied in one go: a list of its items allocates, and so a collection may run
+    finalizers meanwhile, which remove themselves."""
     registry: dict[Any, Any] = weakref.finalize._registry  # type: ignore[attr-defined]
     return {
         id(finalizer)
-        for finalizer, info in list(registry.items())
+        for finalizer, info in registry.copy().items()
         if getattr(info.func, "__qualname__", "") == "Resources.close"
         and info.weakref() is not None
     }
