@@ -25,6 +25,16 @@ from tiermem.units.unit import Division, Unit, reads_weights_again
 logger = logging.getLogger("tiermem")
 
 
+class TooLargeError(ValueError):
+    """No plan fits. Its words are computed when they are read: a search drops most unread."""
+
+    def __init__(self, refusal: Callable[[], str]) -> None:
+        self._refusal = refusal
+
+    def __str__(self) -> str:
+        return self._refusal()
+
+
 def make_plan(
     division: Division,
     policy: OffloadPolicy,
@@ -79,10 +89,10 @@ def make_plan(
     maker = _Maker(division, policy, topology, is_gpu, homes, ranks_on_node, context_bytes)
     plan = maker.make(set())
     if keeps_units and plan is not None and is_gpu and policy.device_bytes is not None:
-        room_bytes = policy.device_bytes - plan.device_bytes
-        plan = maker.make(_staying(maker, division, homes, room_bytes)) or plan
+        stays = _staying(maker, division, homes, policy.device_bytes - plan.device_bytes)
+        plan = maker.make(stays) or plan
     if plan is None:
-        raise ValueError(maker.refusal())
+        raise TooLargeError(maker.refusal)
     return plan
 
 
@@ -113,7 +123,7 @@ def plan_unfrozen(
     maker.follow(now, keeps_grads)
     plan = maker.make(())
     if plan is None:
-        raise ValueError(maker.refusal())
+        raise TooLargeError(maker.refusal)
     return plan
 
 
@@ -308,8 +318,7 @@ class _Maker:
         least = {choice.grads: choice for choice in sorted(choices, key=_size, reverse=True)}
         room_bytes = 0 if self._now is None else self._now.activation_bytes
         for grads, choice in least.items():
-            plan = planner.plan(choice, self._policy.resident_bytes or 0, room_bytes)
-            if self._fits(plan):
+            if self._fits(planner.plan(choice, self._policy.resident_bytes or 0, room_bytes)):
                 yield grads
 
     def _lacks(self, planner: Planner, choice: PlanChoice) -> str:
@@ -440,29 +449,29 @@ def _staying(
                 break
         return found
 
-    best: set[int] = set()
-    bytes_of = {unit.index: unit.full_bytes for unit in units}
     orders: list[Callable[[Unit], Any]] = [
         cost,
         lambda unit: (unit.full_bytes > usual, *cost(unit)),
     ]
+    found = []
     for order in orders:
+        sizes = [unit.full_bytes for unit in sorted(units, key=order, reverse=True)]
         low = 0
         high = len(units)
-        sizes = [unit.full_bytes for unit in sorted(units, key=order, reverse=True)]
-        guess = bisect.bisect(list(itertools.accumulate(sizes)), room_bytes)
-        likely = [guess + 1, guess]
+        probe = bisect.bisect(list(itertools.accumulate(sizes)), room_bytes)  # rarely off by many
+        step = 1
         while low < high:
-            middle = likely.pop() if likely else (low + high + 1) // 2
-            if not low < middle <= high:
-                continue
-            low, high = (middle, high) if maker.fits(first(middle, order)) else (low, middle - 1)
-        found = first(low, order)
-        if low == len(units):
-            return found
-        if sum(bytes_of[index] for index in found) > sum(bytes_of[index] for index in best):
-            best = found
-    return best
+            probe = min(max(probe, low + 1), high)
+            if maker.fits(first(probe, order)):
+                low = probe
+                probe += step
+                step *= 2
+            else:
+                high = probe - 1
+                probe = (low + high + 1) // 2 if low else high
+                step = 1
+        found.append(first(low, order))
+    return max(found, key=lambda stays: sum(division.units[each].full_bytes for each in stays))
 
 
 def _unit_homes(units: list[Unit], policy: OffloadPolicy, num_shards: int) -> dict[int, Tier]:
