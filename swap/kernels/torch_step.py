@@ -279,10 +279,9 @@ SCRATCH_BYTES = 64
 _SUM_BYTES = 24  # the same, of `block_sums_in_torch`
 
 
-def step_scratch_bytes(numel: int, is_all_there: bool) -> int:
-    """What an accelerator takes beside the states of a tile that it steps, at most: fp32 values of
-    a chunk, and, unless they rest there, its weights and gradients."""
-    return min(numel, CHUNK) * SCRATCH_BYTES + numel * 8 * (not is_all_there)
+def step_scratch_bytes(numel: int) -> int:
+    """What an accelerator takes beside a tile that it steps, at most: fp32 values of a chunk."""
+    return min(numel, CHUNK) * SCRATCH_BYTES
 
 
 def sum_scratch_bytes(numel: int) -> int:

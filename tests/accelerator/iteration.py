@@ -97,11 +97,12 @@ class Marks:
         self._attempted: dict[Any, int] = {}
         # units that the main thread knows to be stepped, in virtual time
         self._stepped: set[int] = set()
-        start, finish, attempt, commit = (
+        start, finish, attempt, commit, compute_here = (
             Program.start,
             Program.finish,
             Program.attempt,
             Program.commit,
+            Program._compute_here,
         )
         await_unit, stepped, bring = StepRun.await_unit, StepRun.stepped, TilePass.bring
 
@@ -111,6 +112,18 @@ class Marks:
             self._attempted.clear()
             self._stepped.clear()
             start(program, *args, **kwargs)
+            assert program._running is not None
+            for row in program._running.planned:
+                if row.is_native and not row.is_brought:
+                    step = self._step(row.tile, self.starts[-1], 2)
+                    self._by_unit[row.tile.live.unit.index].append(step)
+                    self._by_range[row.tile.live.unit.index, row.tile.start] = step
+
+        def computed_here(program: Program[Any], rows: Any, *args: Any) -> None:
+            compute_here(program, rows, *args)
+            for row in rows:
+                if row.is_native:
+                    self._await([self._step(row.tile, -1, 2)])
 
         def attempted(program: Program[Any], tiles: Any, *args: Any) -> bool:
             if not program.attempted:
@@ -136,7 +149,7 @@ class Marks:
 
         def stepped_in_turn(run: StepRun, unit: int) -> Iterator[slice]:
             for part in stepped(run, unit):
-                self._await([self._by_range[unit, part.start]])
+                self._await([self._by_range.get((unit, part.start), -1)])
                 yield part
             self._stepped.add(unit)
 
@@ -151,16 +164,13 @@ class Marks:
                 [self.starts[-1] if since < 0 else since, self._by_buffer.get(slot.offset, -1)]
             )
             bring(work, tile, slot)
-            # without a small tile's rounding
-            states = sum(part.num_bytes(tile.numel) for part in tile.layout.parts)
             # read and written; a second copy is also fetched to be written
-            ways = 2 if since < 0 else 3
-            num_bytes = ways * (states + tile.slice_bytes) + tile.grad_bytes
-            step = sim.mark(f"step {tile.entry}", "cpu", num_bytes, flops=tile.numel)
+            step = self._step(tile, -1, 2 if since < 0 else 3)
             self._by_unit[tile.live.unit.index].append(step)
             self._by_range[tile.live.unit.index, tile.start] = step
             self._by_buffer[slot.offset] = step
 
+        monkeypatch.setattr(Program, "_compute_here", computed_here)
         monkeypatch.setattr(Program, "start", started)
         monkeypatch.setattr(Program, "attempt", attempted)
         monkeypatch.setattr(Program, "commit", committed)
@@ -169,6 +179,16 @@ class Marks:
         monkeypatch.setattr(StepRun, "stepped", stepped_in_turn)
         monkeypatch.setattr(StepRun, "is_stepped", is_stepped)
         monkeypatch.setattr(TilePass, "bring", brought)
+
+    def _step(self, tile: Any, need: int, ways: int) -> int:
+        """The step of a tile, which moves its states and weights so many times."""
+        # without a small tile's rounding
+        states = sum(part.num_bytes(tile.numel) for part in tile.layout.parts)
+        num_bytes = ways * (states + tile.slice_bytes) + tile.grad_bytes
+        number: int = self._sim.mark(
+            f"step {tile.entry}", "cpu", num_bytes, flops=tile.numel, needs=[need]
+        )
+        return number
 
     def _await(self, needs: list[int]) -> None:
         self._sim.mark("await a step", needs=needs, blocks=True)

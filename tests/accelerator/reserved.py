@@ -42,7 +42,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "stage 3, host": (_ON_HOST, ["layout", "sums"]),
     "stage 3, host, states there": (
         _ON_HOST | {"optim": Tier.DEVICE},
-        ["grad", "layout", "param", "state", "sums"],
+        ["grad", "layout", "param", "state", "stream", "sums"],
     ),
     "stage 3, cut": (_ON_HOST | {"reduce_bucket_numel": 1 << 20}, ["layout", "sums"]),
     "qwZ": (_ON_HOST | {"quantised_gather": True}, ["layout", "sums", "wires"]),

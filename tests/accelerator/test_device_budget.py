@@ -35,8 +35,9 @@ SLABS = {
         "layout",
         "param",
         "state",
-    ],  # layouts of units that are streamed, weights that stay
-    "host, half of the states": ["layout", "state"],
+        "stream",
+    ],  # layouts of units that are streamed, weights that stay, those that come for steps
+    "host, half of the states": ["layout", "state", "stream"],
     "host, most sent": ["layout", "stream"],  # buffers of tiles
     "nvme, widened": ["layout"],
     "nvme, in blocks": ["layout", "wires"],

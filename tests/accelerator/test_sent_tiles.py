@@ -22,6 +22,7 @@ from tiermem import OffloadPolicy, Tier
 from tiermem.forecast import Rates, choose
 from tiermem.forecast.rates import Compute
 from tiermem.optim.tile import Tile, sent_bytes
+from tiermem.optim.tile_step import Way
 from tiermem.optim.tile_stream import TileStream
 from tiermem.optim.tiles import StateTiles
 from tiermem.plans.plan import Buffers
@@ -152,10 +153,10 @@ def test_the_bytes_that_cross_the_link_are_those_that_are_said(
             for tile in states.tiles
             if tile.is_sent
         ]
-        assert states._stream is not None
+        buffers = states._streams[Way.SENT]
         for stream, due in (
-            (states._stream._down, sum(each.down for each in sent)),
-            (states._stream._up, sum(each.up for each in sent)),
+            (buffers._down, sum(each.down for each in sent)),
+            (buffers._up, sum(each.up for each in sent)),
         ):
             copies = (
                 e
@@ -165,19 +166,28 @@ def test_the_bytes_that_cross_the_link_are_those_that_are_said(
             assert sum(entry["bytes"] for entry in copies) == due > 0
 
 
-@pytest.mark.parametrize("home", [Tier.HOST, Tier.NVME])
+@pytest.mark.parametrize(
+    "homes",
+    [
+        {"params": Tier.HOST, "optim": Tier.HOST, "streamed_ratio": 1.0},
+        {"params": Tier.NVME, "optim": Tier.NVME, "streamed_ratio": 1.0},
+        {"params": Tier.HOST, "optim": Tier.DEVICE, "grads": Tier.HOST},
+        {"params": Tier.HOST, "optim": Tier.DEVICE, "grads": Tier.DEVICE},
+    ],
+    ids=["sent from host", "sent from nvme", "weights and gradients", "weights"],
+)
 def test_copies_of_tiles_hide_behind_each_other_and_behind_the_step(
-    home: Tier, sim: ModuleType, tmp_path: Path
+    homes: dict[str, Any], sim: ModuleType, tmp_path: Path
 ) -> None:
     """In simulated time, where each lane takes a second for all tiles: a step takes little more
-    than that."""
-    policy = policy_of(
-        "exact", tmp_path, params=home, optim=home, streamed_ratio=1.0, persistence_numel=0
-    )
+    than that. Also where only weights, or weights and gradients, are not where the states are: three
+    seconds, when copies and steps took turns."""
+    policy = policy_of("exact", tmp_path, persistence_numel=0, **homes)
     sim.set_schedule("late")
     shards, states = recorded(sim, policy, "exact")
     shards.close()
     lanes, num = ("to device", "to host", "compute"), len(states.tiles)
     busy = clock.replay(list(sim.recording()), dict.fromkeys(lanes, Rate(1.0))).busy_s
     replay = clock.replay(list(sim.recording()), {lane: Rate(busy[lane]) for lane in lanes})
-    assert replay.makespan_s <= 1 + 4 / num, (replay.makespan_s, num)
+    most_s = 1.5 if homes["optim"] is Tier.DEVICE else 1 + 4 / num
+    assert replay.makespan_s <= most_s, (replay.makespan_s, num)

@@ -233,7 +233,7 @@ def test_buffers_of_tiles_that_are_sent_are_counted_and_refused_with_the_arithme
     assert without.streams.num == 0 and planned(model, **fields) == without
     assert plan.device_bytes - without.device_bytes == 3 * (
         12 + 2 + 2
-    ) * numel + step_scratch_bytes(numel, False)
+    ) * numel + step_scratch_bytes(numel)
     assert plan.host_bytes == without.host_bytes and plan.disk_bytes == without.disk_bytes
     states = 12 * sum(p.numel() for p in model.parameters()) if home is Tier.HOST else 0
     grads = 2 * sum(p.numel() for p in model.parameters())

@@ -210,7 +210,9 @@ def tile_loads(
             shards = ((s.numel, s.shard_numel, s.shard_offset) for s in unit.shards)
             alike = (unit.dtype, unit.shard_numel, *shards)
             if alike not in cut:
-                cut[alike] = _cut(unit, times * tile_numel, policy, shard_rank)
+                layout = planned_layout(unit, policy)
+                ranges = stepped_ranges(unit, times * tile_numel, shard_rank)
+                cut[alike] = [(numel, layout.total_bytes(numel)) for _, numel, _ in ranges]
             pieces += [(unit, numel, size) for numel, size in cut[alike]]
     sizes = [size for _, _, size in pieces]
     routes = routes_of_tiles(sizes, [numel for _, numel, _ in pieces], plan)
@@ -243,15 +245,6 @@ def still_buffered(plan: Plan, uses: Sequence[Use], is_gpu: bool) -> set[int]:
         each for each in trained if each not in used
     ]
     return set(at_last[-plan.gradients.num :])
-
-
-def _cut(
-    unit: Unit, tile_numel: int, policy: OffloadPolicy, shard_rank: int
-) -> list[tuple[int, int]]:
-    """Returns (elements, bytes of states) of each tile of a unit."""
-    layout = planned_layout(unit, policy)
-    numels = (numel for _, numel, _ in stepped_ranges(unit, tile_numel, shard_rank))
-    return [(numel, layout.total_bytes(numel)) for numel in numels]
 
 
 def _load(

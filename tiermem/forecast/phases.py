@@ -379,7 +379,8 @@ class _Count:
         resident = {index for index in stepped if self._units[index].is_resident}
         if self._goes_on:
             late = stepped - resident
-            self._new = late - {each for each in self._whole if self._is_written(each)}
+            # what was stepped under backward is read again
+            self._new = late - {u for u in self._whole if course.is_on_nvme(self._units[u])}
         head_start = self._head_start()
         # the fetches after a step are the first of the next one
         after = _PhasePart(STEP, self._num_items(resident if self._goes_on else stepped))
@@ -393,7 +394,7 @@ class _Count:
             self._forward(passes.forward[number])
             if number == 0 and self._goes_on:
                 self._label = STEP
-                self._head(head_start, -1)
+                self._disk(READ, -head_start)
                 self._tiles(stepped - resident - self._early)
             parts.append(self._part)
             self._new.clear()  # the step has ended
@@ -401,7 +402,7 @@ class _Count:
             self._backward(passes.backward[number], is_first=number == 0, is_last=is_last)
             self._label = BACKWARD
             if number == 0:
-                self._head(head_start, 1)
+                self._disk(READ, head_start)
             if is_last and self._early:
                 self._label = STEP
                 self._tiles(self._early, is_early=True)
@@ -414,7 +415,7 @@ class _Count:
                 self._add(MATHS, num_tiles * self._rates.tile_s)
                 self._tiles(resident)
             else:
-                self._head(head_start, -1)
+                self._disk(READ, -head_start)
                 self._tiles(stepped)
         parts.append(after)
         self._part = _PhasePart(STEP, 1)
@@ -535,10 +536,6 @@ class _Count:
         total = sum(load.lasting_bytes for load in loads)
         return int(total * min(1.0, self._plan.tiles.num / num)) if num else 0
 
-    def _head(self, num_bytes: int, sign: int) -> None:
-        if num_bytes:
-            self._disk(READ, sign * num_bytes)
-
     def _tiles(self, units: Collection[int], is_early: bool = False) -> None:
         buffered = still_buffered(self._plan, self._course.uses, self._course.is_gpu)
         policy = self._policy
@@ -574,10 +571,6 @@ class _Count:
         seconds += 0.0 if self._goes_on else load.num_tiles * rates.tile_s
         self._add(KERNELS, seconds + self._sum_s(load.lasting_bytes, load.written_bytes))
         self._part.shared_bytes += load.memory_bytes
-
-    def _is_written(self, index: int) -> bool:
-        """Whether the next forward reads a unit that was stepped under backward."""
-        return self._course.is_on_nvme(self._units[index])
 
     def _update(self) -> None:
         """Sends new weights of resident units to where they are used, after the tiles."""

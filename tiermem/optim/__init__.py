@@ -4,7 +4,7 @@ Files in order; each imports only files before it:
 
     rules        the step of one piece by the rule of its optimizer, the loss scale
     tile         a range of one unit's states that is read, stepped and written as one
-    tile_stream  an accelerator's buffers for tiles that rest elsewhere and are stepped there
+    tile_stream  an accelerator's buffers for what it steps and what rests elsewhere
     tile_work    the work on a tile: a step, a visit, a fill
     tile_step    a pass over tiles: the bytes to read and write, the work in a buffer
     tiles        all tiles of a sharded model

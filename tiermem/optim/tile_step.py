@@ -9,12 +9,13 @@ It reads, depending on what was written before and what the work needs (units/st
     gradients          for a step, if they rest on NVMe; they are final only at the end of backward
 
 It writes back the states and the tile's slice of the parameters. It computes on the CPU, except for
-two kinds of steps on an accelerator: of states that rest there, where data that rests elsewhere is
-copied there and back; and of tiles that are sent there whole (tile_stream.py). The CPU steps other
-tiles meanwhile; `finish` waits for copies back to host memory. A thread of the program waits for
-what is copied to a tile's buffer, before the buffer is written or used again. Gradients and weights
-that rest on an accelerator come to the pinned buffer of a tile that the CPU steps, on a stream of
-their own; a thread of the program steps a tile whose weights do, and they go back from there.
+two kinds of steps on an accelerator: of states that rest there, and of tiles that are sent there
+whole. What rests elsewhere comes to buffers there, and goes back (tile_stream.py). The CPU steps
+other tiles meanwhile; `finish` waits for copies back to host memory. A thread of the program waits
+for what is copied to a tile's buffer, before the buffer is written or used again. Gradients and
+weights that rest on an accelerator come to the pinned buffer of a tile that the CPU steps, on a
+stream of their own; a thread of the program steps a tile whose weights do, and they go back from
+there.
 
 With a second copy (`SecondCopy`) a step reads the weights and the states that rest in memory, and
 writes the copy.
@@ -25,7 +26,8 @@ from __future__ import annotations
 import enum
 import functools
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -87,7 +89,7 @@ class TilePass:
         second: of the one unit that is stepped; a step writes it and leaves what rests in memory.
         link: the stream on which gradients and weights come from an accelerator to tiles that the
             CPU steps; None: none do.
-        stream: the accelerator's buffers for tiles that are sent there; None: none are.
+        streams: the accelerator's buffers for what it lacks of tiles, by way.
         reads_weights: whether parameters are always read, not only if states are made from them.
         is_blank: nothing is read; states and parameters are zero when `act` is called.
     """
@@ -102,7 +104,7 @@ class TilePass:
         grads: torch.Tensor | None = None,
         second: SecondCopy | None = None,
         link: torch.Stream | None = None,
-        stream: TileStream | None = None,
+        streams: Mapping[Way, TileStream] = MappingProxyType({}),
         reads_weights: bool = False,
         is_blank: bool = False,
     ) -> None:
@@ -114,7 +116,7 @@ class TilePass:
         self._grads = grads
         self._second = second
         self._link = link if is_step and grads is None else None
-        self._stream = stream
+        self._streams = streams
         self._reads_gradients = is_step and grads is None and shards.homes.store.home is Tier.NVME
         self._reads_weights = reads_weights
         self._is_blank = is_blank
@@ -140,10 +142,9 @@ class TilePass:
             if way is Way.BROUGHT:
                 assert slot is not None
                 self.bring(tile, slot)
-            if way is Way.SENT:
-                assert self._stream is not None
+            if (stream := self._stream_of(tile)) is not None:
                 self._has_crossed = True
-                self._stream.begin()
+                stream.begin()
             self._compute(tile, slot)
             ended = self._send_back(tile)
         finally:
@@ -163,10 +164,10 @@ class TilePass:
         if not self._has_crossed:
             return
         self._has_crossed = False
-        if self._stream is not None:
-            self._stream.join()
+        for stream in self._streams.values():
+            stream.join()
         copied = record(current_stream(self._store.device))
-        if self._stream is not None and self._grads is None:
+        if Way.SENT in self._streams and self._grads is None:
             copied.synchronize()
         else:
             self._shards.steps.note_copied(copied)
@@ -332,15 +333,14 @@ class TilePass:
 
     def _arrive(self, tile: Tile) -> None:
         """Makes an accelerator wait for what a tile was brought."""
-        if self._stream is not None and self._way(tile) is Way.SENT:
-            self._stream.arrive()
+        if (stream := self._stream_of(tile)) is not None:
+            stream.arrive()
 
     def _send_back(self, tile: Tile) -> torch.Event | None:
         """Copies what the work has changed to where it rests. Returns the end of an accelerator's
         work; None: it had none."""
-        if self._way(tile) is Way.SENT:
-            assert self._stream is not None
-            return self._stream.send_back(self._copies.values())
+        if (stream := self._stream_of(tile)) is not None:
+            return stream.send_back(self._copies.values())
         for original, copy in self._copies.values():
             original.copy_(copy, non_blocking=is_accelerator(copy.device))
         return (
@@ -447,6 +447,14 @@ class TilePass:
             return Way.COPIED
         return Way.FAR if tile.weights_are_there else Way.BROUGHT
 
+    def _stream_of(self, tile: Tile) -> TileStream | None:
+        """The buffers for what an accelerator lacks of a tile. A whole matrix may be larger than
+        they are."""
+        stream = self._streams.get(self._way(tile))
+        weights = 0 if tile.weights_are_there else tile.slice_bytes
+        grads = 0 if self._has_far_gradients else tile.grad_bytes
+        return stream if stream is not None and weights + grads <= stream.slot_bytes else None
+
     @property
     def _has_far_gradients(self) -> bool:
         """Whether gradients rest on an accelerator until the step."""
@@ -477,8 +485,8 @@ class TilePass:
         device = self._device(tile)
         if not is_accelerator(device) or data.device == device:
             return data.to(device)
-        if self._stream is not None and self._way(tile) is Way.SENT:
-            return self._stream.bring(data, is_read)
+        if (stream := self._stream_of(tile)) is not None:
+            return stream.bring(data, is_read)
         self._has_crossed = True
         return data.to(device, non_blocking=True)
 

@@ -1,5 +1,5 @@
-"""TileStream: buffers in an accelerator's memory, for tiles that rest elsewhere and are stepped
-there.
+"""TileStream: buffers in an accelerator's memory, for what it lacks of tiles that are stepped there:
+all of a tile that rests elsewhere; weights and gradients of one whose states are there.
 
     down     memory of a tile -> its buffer     states, weights and gradients; when the buffer's last tile has left
     step     in the buffer                      on the stream of the caller, when they have come
@@ -35,6 +35,7 @@ class TileStream:
 
     def __init__(self, memory: DeviceMemory, device: torch.device, buffers: Buffers) -> None:
         self._memory = memory
+        self.slot_bytes = buffers.slot_bytes
         self._device = device
         self._down, self._up = new_stream(device), new_stream(device)
         memory.reserve("stream/", buffers.num * round_up(buffers.slot_bytes, ALIGNMENT))

@@ -25,7 +25,7 @@ from torch import nn
 
 from tiermem.optim.rules import Group, Rule
 from tiermem.optim.tile import Tile, routes_of_tiles, stepped_ranges, tile_runs
-from tiermem.optim.tile_step import SecondCopy, TilePass
+from tiermem.optim.tile_step import SecondCopy, TilePass, Way
 from tiermem.optim.tile_stream import TileStream
 from tiermem.optim.tile_work import Act, RuleOf, Stepping, Visitor, visiting
 from tiermem.plans.plan import Plan
@@ -77,7 +77,8 @@ class StateTiles:
         self._find_rule = find_rule
         is_brought = shards.plan.brings_gradients or shards.plan.brings_weights
         self._link = new_stream(shards.device) if is_brought else None
-        self._stream: TileStream | None = None  # for tiles that are sent to an accelerator
+        # for what an accelerator lacks of tiles
+        self._streams: dict[Way, TileStream] = {}
         self._num_moments = 0  # of a tile
         self.tiles: list[Tile] = []
         # of each parameter, in the order of elements
@@ -108,11 +109,12 @@ class StateTiles:
             self._store.reserve(
                 tile.entry, (tile.state_bytes,), torch.uint8, tile.home, crosses_link=crosses
             )
-        if plan.streams.num:
-            if self._stream is not None:
-                self._stream.close()
-            self._stream = TileStream(self._store.on_device, self._shards.device, plan.streams)
-            self._store.flush()  # pins the states
+        self._close_streams()
+        for way, buffers in ((Way.SENT, plan.streams), (Way.THERE, plan.exchanges)):
+            if buffers.num:
+                memory = self._store.on_device
+                self._streams[way] = TileStream(memory, self._shards.device, buffers)
+                self._store.flush()  # pins the states
         self._set([*self.tiles, *tiles])
         if keeps_sums(self._shards.policy):
             self._protect(tiles)
@@ -153,8 +155,11 @@ class StateTiles:
             if tile.state_bytes:
                 self._store.drop(tile.entry)
         self._set([])
-        if self._stream is not None:
-            self._stream.close()
+        self._close_streams()
+
+    def _close_streams(self) -> None:
+        while self._streams:
+            self._streams.popitem()[1].close()
 
     def _give_up_seconds(self, lives: Collection[LiveUnit]) -> None:
         for live in lives:
@@ -224,7 +229,13 @@ class StateTiles:
         if self._link is not None:
             self._link.wait_stream(current_stream(shards.device))
         work = TilePass(
-            shards, self.names, act, is_step=True, grads=grads, link=self._link, stream=self._stream
+            shards,
+            self.names,
+            act,
+            is_step=True,
+            grads=grads,
+            link=self._link,
+            streams=self._streams,
         )
         if self._is_overlapped and live is None and all(tile.is_started for tile in tiles):
             at_once = [each.unit.index for each in self._of_unit if not each.is_streamed]

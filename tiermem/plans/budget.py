@@ -83,7 +83,9 @@ def make_plan(
         }
         stays = {u.index for u in as_is} - absent
         homes = {index: home for index, home in homes.items() if index not in stays}
-        division = division.with_residents(stays).with_in_place(absent)
+        division = division.with_changed(stays, is_resident=True).with_changed(
+            absent, is_in_place=True
+        )
     if is_gpu:
         context_bytes = max(map(int, exchange(topology, str(context_bytes))))
     maker = _Maker(division, policy, topology, is_gpu, homes, ranks_on_node, context_bytes)
@@ -114,7 +116,7 @@ def plan_unfrozen(
     keeps_grads: gradients stay on their tier. Raises ValueError with the arithmetic, and for a
         dtype without a master.
     """
-    division = now.division.with_unfrozen(indices)
+    division = now.division.with_changed(indices, is_trainable=True, was_unfrozen=True)
     for index in indices:
         unit = division.units[index]
         policy.precision.check_dtype(unit.dtype, unit.shards[0].name)
@@ -394,7 +396,7 @@ class _Maker:
 
     def _planner(self, stays: Collection[int]) -> Planner:
         homes = {index: home for index, home in self._homes.items() if index not in stays}
-        division = self._division.with_residents(stays) if stays else self._division
+        division = self._division.with_changed(stays, is_resident=True) if stays else self._division
         return Planner(
             division, self._policy, self._topology, self._is_gpu, homes, self._context_bytes
         )

@@ -128,6 +128,7 @@ class Plan:
     sums: Buffers  # buckets of gradients during reductions
     tiles: Buffers  # tiles of optimizer states
     streams: Buffers  # on an accelerator: tiles that rest elsewhere and are stepped there
+    exchanges: Buffers  # on it: weights and gradients that its steps of other tiles need
     activations: Buffers  # pieces of activations on their way to NVMe and back
     tile_numel: int
     # most bytes of states that stay on the device although `states` is another tier
@@ -431,7 +432,7 @@ class Planner:
             *(self._drafted if attempt else ()),
             *(unit for unit in self._undone if unit.index in drafted),
         ]
-        streams = Tier.NVME in (self._states, grads, *self._homes.values())
+        has_whole = Tier.NVME in (self._states, grads, *self._homes.values())
         brings_grads = self._is_gpu and grads is Tier.DEVICE and self._states is not Tier.DEVICE
         brings_weights = (
             self._is_gpu and bool(at_home[Tier.DEVICE]) and self._states is not Tier.DEVICE
@@ -439,14 +440,14 @@ class Planner:
         tile_numel = min(round_up(tile_numel, UNIT_ALIGN), self._largest)
         size_of = (
             tile_bytes
-            if streams
+            if has_whole
             else functools.partial(brought_bytes, grads=brings_grads, weights=brings_weights)
         )
         tile_sizes = (size_of(u, tile_numel, policy) for u, _ in self._cut_alike)
         why = f"of {tile_numel} elements"
         crosses = self._crosses or brings_grads or brings_weights
         tiles = sheet.buffers("tile", num_tiles, tile_sizes, why, crosses_link=crosses)
-        there = self._add_steps_there(sheet, tile_numel, grads)
+        streams, exchanges = self._add_steps_there(sheet, tile_numel, grads)
         sheet.add(
             "bounce buffer",
             Tier.HOST,
@@ -477,7 +478,8 @@ class Planner:
             links=links,
             sums=sums,
             tiles=tiles,
-            streams=there,
+            streams=streams,
+            exchanges=exchanges,
             activations=activations,
             tile_numel=tile_numel,
             kept_bytes=kept_bytes,
@@ -592,16 +594,13 @@ class Planner:
             "fp32 copies of pieces of blocks that are sent and received",
         )
 
-    def _add_steps_there(self, sheet: _Sheet, tile_numel: int, grads: Tier | None) -> Buffers:
+    def _add_steps_there(
+        self, sheet: _Sheet, tile_numel: int, grads: Tier | None
+    ) -> tuple[Buffers, Buffers]:
         """Adds the rows of an accelerator's memory for steps; returns the buffers of tiles that
-        rest elsewhere."""
+        rest elsewhere, and those of what rests elsewhere of other tiles."""
         if self._crosses and self._trainable:
-            sheet.add(
-                "step",
-                Tier.DEVICE,
-                step_scratch_bytes(tile_numel, self._is_all_there),
-                "fp32 values and copies",
-            )
+            sheet.add("step", Tier.DEVICE, step_scratch_bytes(tile_numel), "fp32 values")
         elif grads is Tier.DEVICE and self._trainable:
             sheet.add(
                 "step",
@@ -610,11 +609,24 @@ class Planner:
                 "squares in fp64, for the norm",
             )
         policy = self._policy
-        count = _STREAM_BUFFERS * (self._streamed_part > 0)
-        sizes = (tile_bytes(u, tile_numel, policy) for u, _ in self._cut_alike)
-        return sheet.buffers(
-            "stream", count, sizes, f"streamed_ratio={policy.streamed_ratio}", tier=Tier.DEVICE
+        parts = [unit for unit, _ in self._cut_alike]
+        streams = sheet.buffers(
+            "stream",
+            _STREAM_BUFFERS * (self._streamed_part > 0),
+            (tile_bytes(u, tile_numel, policy) for u in parts),
+            f"streamed_ratio={policy.streamed_ratio}",
+            tier=Tier.DEVICE,
         )
+        weights_cross = {self._states, *self._homes.values()} != {Tier.DEVICE}
+        grads_cross = grads is not Tier.DEVICE
+        exchanges = sheet.buffers(
+            "exchange",
+            _STREAM_BUFFERS * self._steps_there,
+            (brought_bytes(u, tile_numel, policy, grads_cross, weights_cross) for u in parts),
+            "weights and gradients of tiles that are stepped there",
+            tier=Tier.DEVICE,
+        )
+        return streams, exchanges
 
     def _add_outside(self, sheet: _Sheet, grads: Tier | None) -> int:
         """Adds the rows of memory outside the arena: of a KV cache, and what an accelerator takes

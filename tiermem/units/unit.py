@@ -380,29 +380,11 @@ class Division:
     # most streamed units that a module needs, together with the modules around it
     most_at_once: int
 
-    def with_residents(self, indices: Collection[int]) -> Division:
-        """The same division, with these units resident."""
-        return self._with(
-            {i: dataclasses.replace(self.units[i], is_resident=True) for i in indices}
-        )
-
-    def with_in_place(self, indices: Collection[int]) -> Division:
-        """The same division, with these units used where they rest."""
-        return self._with(
-            {i: dataclasses.replace(self.units[i], is_in_place=True) for i in indices}
-        )
-
-    def with_unfrozen(self, indices: Collection[int]) -> Division:
-        """The same division, with these units unfrozen."""
-        return self._with(
-            {
-                i: dataclasses.replace(self.units[i], is_trainable=True, was_unfrozen=True)
-                for i in indices
-            }
-        )
-
-    def _with(self, changed: Mapping[int, Unit]) -> Division:
-        units = [changed.get(unit.index, unit) for unit in self.units]
+    def with_changed(self, indices: Collection[int], **fields: Any) -> Division:
+        """The same division, with these fields of some units changed."""
+        units = list(self.units)
+        for index in indices:
+            units[index] = dataclasses.replace(units[index], **fields)
         triggers = {
             module: [units[u.index] for u in needed] for module, needed in self.triggers.items()
         }
