@@ -28,9 +28,9 @@ from tiermem.tools.presets import ModelSizes, llama
 from tiermem.units.unit import divide
 from tiermem.weights import unit_state
 
-SIZES = Sizes(width=256, layers=32, vocabulary=617, rows=250, tile_numel=4096)
+SIZES = Sizes(width=256, layers=32, vocabulary=617, rows=140, tile_numel=4096)
 """A layer has 16 tiles of 4096 elements, as one of 218 M elements has of 14 M; the vocabulary is as
-large beside it."""
+large beside it. Inputs of blocks are little more than the 64 KiB from which they rest on HOST."""
 INPUT_BYTES = SIZES.rows * SIZES.width * 2
 """Of a block's input; no piece of a tile or a unit has as many."""
 SCALE = 218e6 / SIZES.width**2
@@ -152,10 +152,15 @@ def test_8b_that_clips_every_step_hides_it_under_the_next_forward(
     """Tokens a second; the products alone allow 2335. 150 TFLOPS, a link of 22 GB/s each way, DRAM
     of 65 GB/s."""
     check_memory(full_plan("forward", tokens), tokens)
-    found = tokens_per_s(marks, sim, "forward", tokens, 1e-3)
-    assert found >= least
-    if tokens == 8192:
-        assert found > 1.1 * tokens_per_s(marks, sim, "none", tokens, 1e-3)
+    assert tokens_per_s(marks, sim, "forward", tokens, 1e-3) >= least
+
+
+@pytest.mark.slow
+def test_8b_that_clips_every_step_is_a_tenth_slower_where_nothing_hides_it(
+    sim: ModuleType, marks: Marks
+) -> None:
+    hidden = tokens_per_s(marks, sim, "forward", 8192, 1e-3)
+    assert hidden > 1.1 * tokens_per_s(marks, sim, "none", 8192, 1e-3)
 
 
 @pytest.mark.parametrize(
