@@ -28,6 +28,13 @@ def tracker() -> None:
     resource_tracker.ensure_running()
 
 
+@pytest.fixture(scope="module")
+def ranks(tracker: None) -> Iterator[Ranks]:
+    """Two, for tests that leave them as they are: starting one takes seconds."""
+    with Ranks(2) as started:
+        yield started
+
+
 def content(file: str) -> bytes:
     return Path(file).read_bytes()
 
@@ -51,48 +58,43 @@ def job(
     return plain._replace(**changed)  # type: ignore[arg-type]
 
 
-def test_ranks_measure_together_refuse_together_and_go_on(
-    files: BenchFiles, tmp_path: Path
-) -> None:
-    with Ranks(2, [tmp_path]) as ranks:
-        first, second = ranks.run([job(files, rank) for rank in (0, 1)])
-        assert first.moved.written_bytes == second.moved.written_bytes == 8 * MIB
-        assert (first.moved.read_bytes, first.num_blocks, sum(first.latencies)) == (0, 8, 8)
-        assert 0 <= first.idle_fraction <= 1
-        held = content(files.name(0, 0, "write"))
-        with pytest.raises(CannotRun, match="engine"):
-            ranks.run([job(files, 0), job(files, 1, io=("floppy", MIB, 2))])
-        assert content(files.name(0, 0, "write")) == held, (
-            "one that cannot keeps the other from starting"
-        )
-        mixed = ranks.run([job(files, 0, "mixed", num_bytes=4 * MIB)])
-        assert [each.moved for each in mixed] == [(4 * MIB, 4 * MIB)]
-        both = (files.name(0, 0, "read"), files.name(0, 1, "read"))
-        together = ranks.run([job(files, 0, "read", num_bytes=12 * MIB)._replace(files=both)])
-        assert together[0].moved.read_bytes == 12 * MIB
+def test_ranks_measure_together_refuse_together_and_go_on(files: BenchFiles, ranks: Ranks) -> None:
+    first, second = ranks.run([job(files, rank) for rank in (0, 1)])
+    assert first.moved.written_bytes == second.moved.written_bytes == 8 * MIB
+    assert (first.moved.read_bytes, first.num_blocks, sum(first.latencies)) == (0, 8, 8)
+    assert 0 <= first.idle_fraction <= 1
+    held = content(files.name(0, 0, "write"))
+    with pytest.raises(CannotRun, match="engine"):
+        ranks.run([job(files, 0), job(files, 1, io=("floppy", MIB, 2))])
+    assert content(files.name(0, 0, "write")) == held, (
+        "one that cannot keeps the other from starting"
+    )
+    mixed = ranks.run([job(files, 0, "mixed", num_bytes=4 * MIB)])
+    assert [each.moved for each in mixed] == [(4 * MIB, 4 * MIB)]
+    both = (files.name(0, 0, "read"), files.name(0, 1, "read"))
+    together = ranks.run([job(files, 0, "read", num_bytes=12 * MIB)._replace(files=both)])
+    assert together[0].moved.read_bytes == 12 * MIB
 
 
 def test_tensors_are_set_beside_sequential_passes_and_their_store_goes(
-    files: BenchFiles, tmp_path: Path
+    files: BenchFiles, ranks: Ranks, tmp_path: Path
 ) -> None:
-    with Ranks(1, [tmp_path]) as ranks:
-        (outcome,) = ranks.run([job(files, 0, "tensors")])
-        assert [what for what, _, _ in outcome.shares] == ["put", "fetch", "change"]
-        assert all(rate > 0 and beside > 0 for _, rate, beside in outcome.shares)
-        assert outcome.moved.read_bytes == 8 * MIB
-        assert list(tmp_path.iterdir()) == []
+    (outcome,) = ranks.run([job(files, 0, "tensors")])
+    assert [what for what, _, _ in outcome.shares] == ["put", "fetch", "change"]
+    assert all(rate > 0 and beside > 0 for _, rate, beside in outcome.shares)
+    assert outcome.moved.read_bytes == 8 * MIB
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_a_sustained_write_is_a_series_that_grows(files: BenchFiles, tmp_path: Path) -> None:
-    with Ranks(1, [tmp_path]) as ranks:
-        (outcome,) = ranks.run([job(files, 0, "sustained", ("auto", 65536, 1), num_bytes=96 * MIB)])
-        assert outcome.moved.written_bytes == 96 * MIB, "beyond the file it begins again"
-        sizes, times = zip(*outcome.series, strict=True)
-        assert len(sizes) > 2
-        assert list(sizes) == sorted(sizes)
-        assert list(times) == sorted(times)
-        (stopped,) = ranks.run([job(files, 0, "sustained", num_bytes=1 << 40, seconds=0.05)])
-        assert 0 < stopped.moved.written_bytes < 1 << 40
+def test_a_sustained_write_is_a_series_that_grows(files: BenchFiles, ranks: Ranks) -> None:
+    (outcome,) = ranks.run([job(files, 0, "sustained", ("auto", 65536, 1), num_bytes=96 * MIB)])
+    assert outcome.moved.written_bytes == 96 * MIB, "beyond the file it begins again"
+    sizes, times = zip(*outcome.series, strict=True)
+    assert len(sizes) > 2
+    assert list(sizes) == sorted(sizes)
+    assert list(times) == sorted(times)
+    (stopped,) = ranks.run([job(files, 0, "sustained", num_bytes=1 << 40, seconds=0.05)])
+    assert 0 < stopped.moved.written_bytes < 1 << 40
 
 
 def test_a_rank_that_dies_is_an_error_and_its_store_is_removed(
