@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from bench import curves
 from bench.curves import bench_curves, rows_of, train_curve
 from bench.options import CurvesOptions
 from rich.console import Console
@@ -26,6 +27,13 @@ def text(folder: Path) -> Path:
     return file
 
 
+@pytest.fixture
+def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(curves, "_BATCH", 2)
+    monkeypatch.setattr(curves, "_SEQ", 32)
+
+
+@pytest.mark.usefixtures("few_tokens")
 def test_the_figures_hold_a_curve_of_each_preset(tmp_path: Path) -> None:
     files = tmp_path / "curves.json", tmp_path / "curves.png"
     options = CurvesOptions(4, ("exact", "tiny"), [text(tmp_path)], 5, 2, *files)
@@ -50,8 +58,9 @@ def test_the_figures_hold_a_curve_of_each_preset(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.usefixtures("few_tokens")
 def test_a_curve_is_the_same_again(tmp_path: Path) -> None:
-    corpus = Corpus([text(tmp_path)], 128, 0)
+    corpus = Corpus([text(tmp_path)], 32, 0)
     assert train_curve("compact", corpus, 3, 0) == train_curve("compact", corpus, 3, 0)
 
 
