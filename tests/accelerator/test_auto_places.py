@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -27,9 +30,20 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits, tokens.flatten())
 
 
-@pytest.mark.parametrize(("capacity_mib", "num_tokens"), [(12, 512), (24, 4096), (64, 512)])
-@pytest.mark.parametrize("checkpoint", [None, False], ids=["", "checkpointed"])
-@pytest.mark.parametrize("shape", SHAPES)
+ROOMS = [(12, 512), (24, 4096), (64, 512)]
+"""MiB of the device, and tokens."""
+
+
+def cases() -> Iterator[Any]:
+    """All; of a shape and a room, one of both ways to keep activations is slow."""
+    every = itertools.product(enumerate(SHAPES), (None, False), enumerate(ROOMS))
+    for (i, shape), checkpoint, (j, (capacity_mib, num_tokens)) in every:
+        marks = [pytest.mark.slow] if (i + j) % 2 != (checkpoint is None) else []
+        name = f"{shape}-{'' if checkpoint is None else 'checkpointed'}-{capacity_mib}-{num_tokens}"
+        yield pytest.param(shape, checkpoint, num_tokens, capacity_mib, marks=marks, id=name)
+
+
+@pytest.mark.parametrize(("shape", "checkpoint", "num_tokens", "capacity_mib"), cases())
 def test_what_auto_plans_beside_activations_trains_without_running_out(
     shape: str,
     checkpoint: bool | None,
