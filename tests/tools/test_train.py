@@ -42,24 +42,27 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def command(*arguments: str) -> list[str]:
+def command(*arguments: str, model: str = "tiny.json") -> list[str]:
     return [
         sys.executable,
         "-m",
         "tiermem.tools.cli",
         "train",
         "--model",
-        "tiny.json",
+        model,
         "--seq",
         "32",
         *arguments,
     ]
 
 
-def train(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+def train(
+    folder: Path, *arguments: str, model: str = "tiny.json"
+) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     """The command is called here, without the seconds that a process of its own takes; the trainer
     is a process."""
-    words, out = command("--json", "out.json", *arguments)[3:], folder / "out.json"
+    words = command("--json", "out.json", *arguments, model=model)[3:]
+    out = folder / "out.json"
     with (
         pytest.MonkeyPatch.context() as patch,
         contextlib.redirect_stdout(io.StringIO()) as said,
@@ -271,33 +274,11 @@ def test_a_checkpoint_is_trained_on_and_a_config_file_decides_all_that_it_names(
         "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
     }
     (folder / "ds.json").write_text(json.dumps(ds))
-    arguments = [
-        "--config",
-        "ds.json",
-        "--steps",
-        "2",
-        "--seq",
-        "32",
-        "--json",
-        "out.json",
-    ]
-    start = [
-        sys.executable,
-        "-m",
-        "tiermem.tools.cli",
-        "train",
-        "--model",
-        "checkpoint",
-        *arguments,
-    ]
-    done = subprocess.run(
-        start, cwd=folder, capture_output=True, text=True, check=False, timeout=300
-    )
+    done, out = train(folder, "--config", "ds.json", "--steps", "2", model="checkpoint")
     assert done.returncode == 0, done.stdout + done.stderr
     corpus = Corpus([], 32, 0)
     micro_batches = [corpus.batch(number, 2, torch.device("cpu")) for number in range(2)]
     expected = sum(float(model(**batch).loss.detach()) for batch in micro_batches) / 2
-    out = json.loads((folder / "out.json").read_text())
     assert out["losses"][0] == pytest.approx(expected, rel=1e-5)
     assert len(out["losses"]) == 2
     assert out["state_bytes"] == 12 * out["num_params"]  # fp32
