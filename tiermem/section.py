@@ -211,7 +211,6 @@ class ConfigModel(pydantic.BaseModel):
         frozen=True,
         populate_by_name=True,
         allow_inf_nan=False,
-        use_attribute_docstrings=True,
     )
 
     section: ClassVar[str] = ""
