@@ -86,13 +86,14 @@ def preset(name: str) -> ModelShape:
 def read_shape(file: Path) -> ModelShape:
     """A Hugging Face config.json, without the key/value cache, or one of diffusers. Raises OSError,
     or ValueError that says what is wrong."""
-    shape = read_json(file)
-    if isinstance(shape, dict) and not _OF_DEEPSPEED.isdisjoint(shape):
+    read = read_json(file)
+    shape = read if isinstance(read, dict) else {}
+    if not _OF_DEEPSPEED.isdisjoint(shape):
         instead = {"--model": f"--preset 419m --config {file}"}
         raise Mistake(f"{file} is no Hugging Face config, but one for DeepSpeed", instead)
-    if isinstance(shape, dict) and OF_DIFFUSERS in shape:
+    if OF_DIFFUSERS in shape:
         return shape
-    if not isinstance(shape, dict) or "model_type" not in shape:
+    if "model_type" not in shape:
         raise ValueError(
             f'{file} is no Hugging Face config: it must be an object with a "model_type"'
         )
@@ -106,11 +107,20 @@ def shape_of(name: str | None, file: Path | None, option: str) -> ModelShape:
     assert file is not None
     if not file.is_file():
         raise FileNotFoundError(f"{option}: there is no file {file}")
+    if file.suffix == ".safetensors":
+        raise ValueError(
+            f"{option}: {file} holds weights, not the model's shape: give the config.json of the "
+            "same model, or its folder"
+        )
     return read_shape(file)
 
 
 def check_shape(shape: ModelShape) -> None:
     """Raises ValueError for a shape that no causal language model over bytes has."""
+    if OF_DIFFUSERS in shape:
+        raise ValueError(
+            f"{shape[OF_DIFFUSERS]} is a diffusion model: write a script (docs/diffusion.md)"
+        )
     kind = shape.get("model_type")
     if kind in _ENCODERS and not shape.get("is_decoder"):
         raise ValueError(

@@ -234,8 +234,9 @@ def test_one_file_is_opened_by_diffusers_own_loader(tmp_path: Path) -> None:
     )
     expected = dict(plain.state_dict())
     torch.testing.assert_close(opened(model, policy), expected, rtol=0, atol=0)
-    with pytest.raises(ValueError, match="is one file: give config=FOLDER"):
-        tiermem.from_pretrained(tmp_path / "one.safetensors", policy)
+    for given in ({}, {"config": tmp_path / "nowhere"}):
+        with pytest.raises(ValueError, match="is one file: give config=FOLDER"):
+            tiermem.from_pretrained(tmp_path / "one.safetensors", policy, **given)
     small = {name: each.to(torch.float8_e4m3fn) for name, each in stored.items()}
     save_file(small, tmp_path / "fp8.safetensors")
     with pytest.raises(
@@ -253,9 +254,11 @@ def test_folders_that_fit_nothing_are_refused_with_what_to_give(pipeline: Path) 
     ):
         tiermem.from_pretrained(pipeline)
     config = pipeline / "vae" / "config.json"
-    config.write_text(config.read_text("utf-8").replace("AutoencoderKL", "Nothing"), "utf-8")
-    with pytest.raises(ValueError, match=r"diffusers [\d.]+ has no Nothing"):
-        tiermem.from_pretrained(pipeline / "vae")
+    written = config.read_text("utf-8")
+    for name in ("Nothing", "DDPMScheduler", "FluxPipeline"):
+        config.write_text(written.replace("AutoencoderKL", name), "utf-8")
+        with pytest.raises(ValueError, match=rf"diffusers [\d.]+ has no {name} among its models"):
+            tiermem.from_pretrained(pipeline / "vae")
 
 
 def test_of_variants_the_files_without_one_are_read(tmp_path: Path) -> None:

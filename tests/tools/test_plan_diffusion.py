@@ -22,7 +22,7 @@ from tiermem.policy import Tier  # noqa: E402
 from tiermem.tools.options import PlanOptions  # noqa: E402
 from tiermem.tools.plan.plan import EXIT_FITS, plan, scenario_of  # noqa: E402
 from tiermem.tools.plan.planned import plan_scenario, saved_bytes_per_token  # noqa: E402
-from tiermem.tools.presets import ModelSizes  # noqa: E402
+from tiermem.tools.presets import ModelSizes, check_shape, read_shape  # noqa: E402
 
 GIB = 1 << 30
 # What autograd saves grows with heads and gates where a width is tiny; a UNet has no formula.
@@ -146,3 +146,19 @@ def test_the_page_has_what_plan_says() -> None:
 def test_a_card_must_be_named(folder: Path) -> None:
     with pytest.raises(ValueError, match="not timed here: name the card that it is for"):
         scenario_of(options(folder, gpu_bytes=None))
+
+
+def test_files_that_tell_no_shape_are_refused_with_what_to_give(folder: Path) -> None:
+    """Weights alone, as kohya and ComfyUI have them; the index of a pipeline."""
+    weights = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    with pytest.raises(ValueError, match=r"not the model's shape: give the config\.json"):
+        scenario_of(options(weights))
+    console = Console(file=io.StringIO())
+    with pytest.raises(ValueError, match="no FluxPipeline among its models: give the folder"):
+        plan(options(folder / "model_index.json"), console)
+
+
+def test_train_refuses_a_diffusion_model(folder: Path) -> None:
+    shape = read_shape(folder / "transformer" / "config.json")
+    with pytest.raises(ValueError, match="is a diffusion model: write a script"):
+        check_shape(shape)

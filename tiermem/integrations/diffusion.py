@@ -24,6 +24,8 @@ from tiermem.weights_io import read_header
 
 PIPELINE_FILE = "model_index.json"
 _TRAINED = ("transformer", "unet")
+_CLASS_KEY = "_class_name"
+"""Of a config.json: the class of diffusers."""
 
 
 def component_folder(folder: Path) -> Path:
@@ -42,22 +44,18 @@ def component_folder(folder: Path) -> Path:
     return folder / found
 
 
-def class_name_in(config: Mapping[str, Any]) -> str | None:
-    """The class of diffusers that a config.json names; None: it is another library's."""
-    found = config.get("_class_name")
-    return found if isinstance(found, str) else None
-
-
 def read_component(folder: Path) -> dict[str, Any] | None:
-    """The config.json of a folder, if it is a model of diffusers; else None."""
+    """The config.json of a folder, if it names a class of diffusers; else None."""
     file = folder / "config.json"
     config = json.loads(file.read_text("utf-8")) if file.is_file() else {}
-    return config if class_name_in(config) else None
+    return config if _CLASS_KEY in config else None
 
 
-def class_in_diffusers(name: str) -> Any:
-    """A class of diffusers. Raises ImportError without diffusers, ValueError for a name that it
-    does not have."""
+def class_in_diffusers(config: Mapping[str, Any]) -> Any:
+    """The class of the model that a component's config names. Raises ImportError without diffusers,
+    ValueError where diffusers has no such model: the name is unknown, a scheduler's or a
+    pipeline's."""
+    name = config[_CLASS_KEY]
     try:
         diffusers = importlib.import_module("diffusers")
     except ImportError as error:
@@ -65,9 +63,10 @@ def class_in_diffusers(name: str) -> Any:
             f"a {name} is a model of the diffusers library: pip install diffusers"
         ) from error
     found = getattr(diffusers, name, None)
-    if found is None:
+    if not isinstance(found, type) or not issubclass(found, nn.Module):
         raise ValueError(
-            f"diffusers {diffusers.__version__} has no {name}: pip install -U diffusers"
+            f"diffusers {diffusers.__version__} has no {name} among its models: give the folder of "
+            "a transformer, UNet, VAE or text encoder, or pip install -U diffusers"
         )
     return found
 
@@ -75,7 +74,7 @@ def class_in_diffusers(name: str) -> Any:
 def build_component(config: Mapping[str, Any], dtype: torch.dtype) -> Any:
     """A model of a component's config with diffusers' initial values, in a dtype. Buffers that are
     not saved stay as they are computed. Raises ValueError for a quantised one."""
-    kind = class_in_diffusers(str(class_name_in(config)))
+    kind = class_in_diffusers(config)
     if config.get("quantization_config"):
         raise ValueError(
             f"the files of this {kind.__name__} are quantised: give a model in bf16, fp16 or fp32; "
@@ -119,8 +118,10 @@ def open_single_file(
     config = kwargs.get("config")
     if model_class is None and config is not None:
         folder = component_folder(Path(config) / str(kwargs.get("subfolder") or ""))
-        model_class = class_in_diffusers(str(class_name_in(read_component(folder) or {})))
-        kwargs |= {"config": str(folder), "subfolder": None}
+        component = read_component(folder)
+        if component is not None:
+            model_class = class_in_diffusers(component)
+            kwargs |= {"config": str(folder), "subfolder": None}
     if not hasattr(model_class, "from_single_file"):
         raise ValueError(
             f"{file} is one file: give config=FOLDER, the folder of the same model in diffusers' "
