@@ -80,7 +80,7 @@ def test_the_example_trains_and_diffusers_draws_with_it(way: str, parts: Path) -
 
 
 def test_the_page_shows_a_program_that_runs(parts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    [block] = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+    *_, block = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
     monkeypatch.chdir(parts)
     exec(compile(block, "diffusion.md", "exec"), {})  # the page's own program
     diffusers.FluxTransformer2DModel.from_pretrained(parts / "trained")
