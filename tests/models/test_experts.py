@@ -6,7 +6,11 @@ Every buffer of units is NaN at first, so a row that was not read and is used sh
 from __future__ import annotations
 
 import copy
+import json
 import re
+import shlex
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -406,3 +410,31 @@ def test_experts_that_are_called_directly_have_their_gradients(
     for ours, theirs in zip(*found, strict=True):
         assert ours is not None and theirs is not None
         assert torch.allclose(ours, theirs, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_page_has_what_plan_says(tmp_path: Path) -> None:
+    """docs/30b_a3b.md: its first command, of the published shape."""
+    pytest.importorskip("peft")
+    sizes = {"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768}
+    sizes |= {"num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4}
+    sizes |= {"num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 151936, "head_dim": 128}
+    shape = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], **sizes}
+    folder = tmp_path / "Qwen3-30B-A3B"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(shape), "utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "30b_a3b.md").read_text("utf-8")
+    block = re.search(r"```sh\n# the base in RAM\n(tiermem plan .*?)\n#", page, re.DOTALL)
+    assert block is not None
+    words = shlex.split(block[1].replace("\\\n", " "))[1:]
+    tiermem_itself = Path(sys.executable).with_name("tiermem")
+    said = subprocess.run([tiermem_itself, *words], cwd=tmp_path, capture_output=True, text=True)
+    assert said.returncode == 0, said.stderr
+    speed = re.search(r"it fits: ([\d,.]+) tokens/s", said.stdout)
+    most = re.search(r"= DEVICE +DEVICE +([\d.]+) GiB", said.stdout)
+    memory = re.search(r"= HOST +HOST +([\d.]+) GiB", said.stdout)
+    assert speed and most and memory
+    found = f"{float(most[1]):.1f} GiB of the card, {float(memory[1]):.0f} GiB of RAM"
+    found += f", {float(speed[1].replace(',', '')):,.0f} tokens/s"
+    [row] = [line for line in page.splitlines() if line.startswith("| a 12 GB card")]
+    assert found in row
