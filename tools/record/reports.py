@@ -27,6 +27,7 @@ from tiermem.tools.record.run_record import (
     describe_device,
     median_after_warm_up,
     planned_bytes,
+    seconds_of,
 )
 from tiermem.tools.words import format_bytes, format_seconds, numbered
 
@@ -122,7 +123,7 @@ class Progress(RunRecord):
             self._live.update(self._panel(), refresh=True)
 
     def _describe_step(self, step: Message) -> str:
-        seconds = _seconds_of(step)
+        seconds = seconds_of(step)
         parts = [
             f"step {step['step']}/{self._num_steps}",
             f"loss {step['loss']:.4f}",
@@ -194,7 +195,7 @@ class Progress(RunRecord):
         rows.add_row(Text(self._title), ProgressBar(self._num_steps, done, width=_BAR_WIDTH))
         rows.add_row("", f"step {done}/{self._num_steps}, now {self._phase}")
         if step:
-            seconds = _seconds_of(step)
+            seconds = seconds_of(step)
             rows.add_row("loss", f"{step['loss']:.4f}")
             rows.add_row(
                 "speed", f"{step['tokens'] / seconds:.1f} tokens/s, {seconds:.2f} s a step"
@@ -217,10 +218,6 @@ class Progress(RunRecord):
 
     def _line(self, text: str) -> None:
         self._console.print(f"{self._title}: {text}", highlight=False, markup=False, soft_wrap=True)
-
-
-def _seconds_of(step: Message) -> float:
-    return max(1e-9, float(step["forward_s"] + step["backward_s"] + step["step_s"]))
 
 
 # ---- TensorBoard ---------------------------------------------------------------------------------
@@ -263,7 +260,7 @@ class TensorBoardLog(Observer):
                 place = "train" if name in ("loss", "grad_norm", "lr") else "tiermem"
                 self._writer.add_scalar(f"{place}/{name}", message[name], step)
         self._writer.add_scalar(
-            "tiermem/tokens_per_s", message["tokens"] / _seconds_of(message), step
+            "tiermem/tokens_per_s", message["tokens"] / seconds_of(message), step
         )
         self._writer.add_scalar("tiermem/resident_gib", self._resident_bytes / (1 << 30), step)
         if "limited_by" in message:
@@ -404,9 +401,7 @@ def describe_ready(ready: Message) -> str:
         f"{format_bytes(num_bytes)} on {tier}" for tier, num_bytes in by_tier.items() if num_bytes
     )
     said = ready.get("predicted") or {}
-    seconds = [
-        said[f"{phase}_s"] for phase in ("forward", "backward", "step") if f"{phase}_s" in said
-    ]
+    seconds = [said[f"{phase}_s"] for phase in PHASES if f"{phase}_s" in said]
     parts = [
         f"{ready['num_params']:,} parameters",
         f"{format_bytes(ready['state_bytes'])} of states",
@@ -415,7 +410,7 @@ def describe_ready(ready: Message) -> str:
     if seconds:
         parts.append(f"predicted {sum(seconds):.2f} s a step")
     if late := said.get("late"):
-        clipped_s = sum(late[f"{phase}_s"] for phase in ("forward", "backward", "step"))
+        clipped_s = sum(late[f"{phase}_s"] for phase in PHASES)
         parts[-1] += f", {clipped_s:.2f} s where gradients are clipped"
     return "; ".join(parts)
 
@@ -517,9 +512,7 @@ def predicted_table(run: Mapping[str, Any]) -> Table | None:
 
 def _medians(run: Mapping[str, Any]) -> dict[str, float | None]:
     """Seconds of each phase of the median step."""
-    return {
-        phase: median_after_warm_up(run[f"{phase}_s"]) for phase in ("forward", "backward", "step")
-    }
+    return {phase: median_after_warm_up(run[f"{phase}_s"]) for phase in PHASES}
 
 
 def _device_peak(run: Mapping[str, Any]) -> int | None:

@@ -351,6 +351,11 @@ class Series:
             self._stride *= 2
 
 
+def seconds_of(step: Message) -> float:
+    """How long a step took, from its message."""
+    return max(1e-9, float(sum(step[f"{phase}_s"] for phase in PHASES)))
+
+
 class RunRecord(Observer):
     """Collects one run. Attributes are what the reports read."""
 
@@ -386,10 +391,7 @@ class RunRecord(Observer):
 
     def tokens_per_s(self) -> float | None:
         """Tokens per second of the median step."""
-        seconds = median_after_warm_up(
-            [step["forward_s"] + step["backward_s"] + step["step_s"] for step in self.steps]
-        )
-        return self.steps[-1]["tokens"] / seconds if seconds else None
+        return median_after_warm_up([step["tokens"] / seconds_of(step) for step in self.steps])
 
     def disagreements(self) -> list[str]:
         """Where our counts differ from the kernel's; empty for a run that did not get to its end,

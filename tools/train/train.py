@@ -18,7 +18,7 @@ import secrets
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -80,30 +80,49 @@ def train(options: TrainOptions, console: Console, beside: OtherTrainings | None
     if resumed is not None:
         options = with_saved(options, resumed)
     name = _run_name(options, resumed)
-    run_id = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{name}-{secrets.token_hex(2)}"
-    folder = options.runs / run_id
-    if num_ranks() > 1 and os.environ.get("RANK", "0") != "0":
-        return _follow(options, name, resumed)
-    job = make_job(options, name, folder, resumed)
-    _check_memory(job, console)
-    if beside is not None:
-        beside.prepare(job)
-    folder.mkdir(parents=True)
-    console.print(f"run {folder}")
-    console.print(job.source, soft_wrap=True)
-    if resumed is not None:
-        console.print(f"going on from step {resumed.step} of {resumed.place}")
-    run = run_one(job, trainer_of(folder), f"tiermem {name}", folder, options, console)
-    report(run, folder, options, console)
-    if options.tuned is not None and keep_record(options.tuned, run):
-        console.print(
-            f"{options.tuned} keeps what this run has seen of its disks: tiermem plan --rates "
-            f"{options.tuned}"
-        )
-    job = dataclasses.replace(job, is_checkpointing=run["is_checkpointing"])  # as ours has chosen
-    others = {} if beside is None else beside.run(job, folder, run)
-    options.save_json({**run, **others})
-    return status_of(run, options.MADE_BY)
+    with of_this_rank(options, name, console) as (folder, options, console, is_first):
+        job = make_job(options, name, folder, resumed)
+        _check_memory(job, console)
+        if beside is not None:
+            beside.prepare(job)
+        if not is_first:
+            job = dataclasses.replace(job, events_file=None)
+        folder.mkdir(parents=True)
+        console.print(f"run {folder}")
+        console.print(job.source, soft_wrap=True)
+        if resumed is not None:
+            console.print(f"going on from step {resumed.step} of {resumed.place}")
+        run = run_one(job, trainer_of(folder), f"tiermem {name}", folder, options, console)
+        if is_first:
+            report(run, folder, options, console)
+            if options.tuned is not None and keep_record(options.tuned, run):
+                console.print(
+                    f"{options.tuned} keeps what this run has seen of its disks: tiermem plan "
+                    f"--rates {options.tuned}"
+                )
+            job = dataclasses.replace(job, is_checkpointing=run["is_checkpointing"])  # as chosen
+            others = {} if beside is None else beside.run(job, folder, run)
+            options.save_json({**run, **others})
+        return status_of(run, options.MADE_BY)
+
+
+@contextlib.contextmanager
+def of_this_rank(
+    options: TrainOptions | SftOptions, name: str, console: Console
+) -> Iterator[tuple[Path, Any, Console, bool]]:
+    """A run's folder, which is to be made, options and console, and whether this launcher is that
+    of the first rank, which reports. Those of another rank say nothing and keep no file; their
+    errors name the rank."""
+    place = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{name}-{secrets.token_hex(2)}"
+    if num_ranks() == 1 or os.environ.get("RANK", "0") == "0":
+        yield options.runs / place, options, console, True
+        return
+    with tempfile.TemporaryDirectory(prefix="tiermem-") as runs:
+        options = dataclasses.replace(options, runs=Path(runs), tensorboard=None)
+        try:
+            yield options.runs / place, options, Console(quiet=True), False
+        except ValueError as error:  # rank 0 may say the same, with the command to write instead
+            raise ValueError(f"rank {os.environ['RANK']}: {error}") from error
 
 
 def trainer_of(folder: Path) -> list[str]:
@@ -118,23 +137,6 @@ def trainer_of(folder: Path) -> list[str]:
     ]
 
 
-def _follow(options: TrainOptions, name: str, resumed: Resumed | None) -> int:
-    """The launcher of a rank that is not the first: its trainer takes rank 0's job, and rank 0
-    reports. Returns the status."""
-    quiet = Console(quiet=True)
-    with tempfile.TemporaryDirectory(prefix="tiermem-train-") as place:
-        options = dataclasses.replace(options, runs=Path(place), tensorboard=None)
-        folder = Path(place) / "rank"
-        folder.mkdir()
-        job = dataclasses.replace(make_job(options, name, folder, resumed), events_file=None)
-        try:
-            _check_memory(job, quiet)
-            run = run_one(job, trainer_of(folder), f"tiermem {name}", folder, options, quiet)
-        except ValueError as error:  # rank 0 may say the same, with the command to write instead
-            raise ValueError(f"rank {os.environ['RANK']}: {error}") from error
-        return status_of(run, options.MADE_BY)
-
-
 def list_steps(options: TrainOptions, console: Console) -> int:
     """Prints the newest durable step of every run in `--runs`, and of every folder of checkpoints
     here; returns 0."""
@@ -147,7 +149,12 @@ def list_steps(options: TrainOptions, console: Console) -> int:
             each = find_resumed(folder)
             found.setdefault(each.place.resolve(), each._replace(place=folder))
     options.save_json(
-        {"steps": [{"place": place, **_step_of(each)} for place, each in found.items()]}
+        {
+            "steps": [
+                {"place": place, "step": each.step, "name": each.name, "resume": each.place}
+                for place, each in found.items()
+            ]
+        }
     )
     if not found:
         console.print(
@@ -166,10 +173,6 @@ def list_steps(options: TrainOptions, console: Console) -> int:
         )
     console.print(shown)
     return 0
-
-
-def _step_of(resumed: Resumed) -> dict[str, Any]:
-    return {"step": resumed.step, "name": resumed.name, "resume": resumed.place}
 
 
 _TRAINER_BYTES = 300 << 20  # resident in every trainer: torch and transformers, imported
@@ -273,7 +276,13 @@ def report(
     """Prints what a run took, draws its pictures and writes its trace."""
     is_verbose = options.is_verbose or options.is_debug
     if is_verbose:
-        _print_tables(run, console)
+        console.print(result_table(run))
+        predicted = predicted_table(run)
+        if predicted is not None:
+            console.print(predicted)
+        elif run.get("predicted"):
+            why = run["predicted"].get("not_made", "the run ended before its first step did")
+            console.print(f"no prediction to compare: {why}")
     else:
         for line in result_lines(run):
             console.print(line, soft_wrap=True)
@@ -309,16 +318,6 @@ def _draw(folder: Path, is_debug: bool, console: Console) -> list[str]:
         if is_debug:
             console.print(drawn.stderr)
     return [line for line in drawn.stdout.splitlines() if line]
-
-
-def _print_tables(run: dict[str, Any], console: Console) -> None:
-    console.print(result_table(run))
-    predicted = predicted_table(run)
-    if predicted is not None:
-        console.print(predicted)
-    elif run.get("predicted"):
-        why = run["predicted"].get("not_made", "the run ended before its first step did")
-        console.print(f"no prediction to compare: {why}")
 
 
 def status_of(run: dict[str, Any], command: str) -> int:

@@ -333,7 +333,7 @@ class Trainer:
         for step in range(engine.global_steps + 1, job.steps + 1):
             started = time.monotonic_ns()
             meter = Meter(store.recorder, store.stats)
-            seconds = dict.fromkeys(("forward", "backward", "step", "whole"), 0.0)
+            seconds = dict.fromkeys((*PHASES, "whole"), 0.0)
             losses: list[torch.Tensor] = []
             first = (step - 1) * accumulation  # each micro-batch is one for every rank
             numbers = [(first + i) * job.num_ranks + rank for i in range(accumulation)]
@@ -358,10 +358,18 @@ class Trainer:
             told: list[tuple[float, bool]] = of_every_rank((mean, self._stop.is_asked))
             mean = sum(each[0] for each in told) / len(told)
             is_stopped = any(each[1] for each in told)
-            figures = step_fields(engine.shards, meter)
-            figures |= {f"{phase}_s": seconds[phase] for phase in PHASES}
-            self._report_step(
-                engine, step, started, mean, figures, size * accumulation * job.num_ranks * job.seq
+            self._channel.send(
+                "step",
+                step=step,
+                loss=mean,
+                **step_fields(engine.shards, meter),
+                **{f"{phase}_s": seconds[phase] for phase in PHASES},
+                start_ns=started,
+                end_ns=time.monotonic_ns(),
+                tokens=size * accumulation * job.num_ranks * job.seq,
+                grad_norm=float(engine.get_global_grad_norm()),
+                lr=engine.get_lr()[0],
+                skipped_steps=engine.skipped_steps,
             )
             is_last = step == job.steps or is_stopped
             if job.save_dir is not None and (
@@ -398,28 +406,6 @@ class Trainer:
         if is_accelerator(engine.device):
             torch.accelerator.synchronize(engine.device)
         seconds[name] += time.monotonic() - started
-
-    def _report_step(
-        self,
-        engine: Engine,
-        step: int,
-        started: int,
-        loss: float,
-        figures: dict[str, Any],
-        tokens: int,
-    ) -> None:
-        self._channel.send(
-            "step",
-            step=step,
-            loss=loss,
-            **figures,
-            start_ns=started,
-            end_ns=time.monotonic_ns(),
-            tokens=tokens,
-            grad_norm=float(engine.get_global_grad_norm()),
-            lr=engine.get_lr()[0],
-            skipped_steps=engine.skipped_steps,
-        )
 
     # ---- after training --------------------------------------------------------------------------
 
