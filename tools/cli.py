@@ -112,35 +112,19 @@ def spread_lists(arguments: Sequence[str]) -> list[str]:
     return spread
 
 
-def register(
-    group: typer.Typer,
-    words: str,
-    kind: Any,
-    work: str,
-    stopped: str | None,
-    program: str = PROGRAM,
-) -> None:
-    """Makes a command of a dataclass of options; --debug is added where the dataclass has none.
+def register(group: typer.Typer, kind: Any, work: str, stopped: str | None) -> None:
+    """Makes a command of a dataclass of options.
 
     Args:
-        group: gets the command.
-        words: of the command, behind the program's name.
+        group: gets the command, under the last word of the dataclass's mark.
         work: the module and the function that is called with the options and a console, and returns
             the exit status.
         stopped: what is said after Ctrl-C; None: the function answers it itself.
-        program: its name.
     """
-    parameters = list(_parameters_of(kind))
-    has_debug = any(each.name == "is_debug" for each in parameters)
-    if not has_debug:
-        parameters.append(
-            _parameter("is_debug", bool, False, typer.Option("--debug", help="show tracebacks"))
-        )
 
     def run(context: typer.Context, **given: Any) -> None:
         from tiermem.tools.record.reports import open_console
 
-        is_debug = given["is_debug"] if has_debug else given.pop("is_debug")
         module, _, name = work.rpartition(".")
         if kind.TAKES_MORE:
             given["arguments"] = tuple(context.args)
@@ -150,21 +134,21 @@ def register(
                 made, open_console(made.prints_json)
             )
         except (ValueError, OSError) as error:
-            status = refuse(f"{program} {words}", error, is_debug, context.obj)
+            status = refuse(kind.MADE_BY, error, given["is_debug"], context.obj)
         except KeyboardInterrupt:
             if stopped is None:
                 raise
-            print(f"{program} {words}: {stopped}", file=sys.stderr)
+            print(f"{kind.MADE_BY}: {stopped}", file=sys.stderr)
             status = EXIT_INTERRUPTED
         raise typer.Exit(status)
 
     ours = inspect.Parameter(
         "context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context
     )
-    run.__signature__ = inspect.Signature([ours, *parameters])  # type: ignore[attr-defined]
+    run.__signature__ = inspect.Signature([ours, *_parameters_of(kind)])  # type: ignore[attr-defined]
     run.__doc__ = kind.__doc__
     more = {"allow_extra_args": True, "ignore_unknown_options": True} if kind.TAKES_MORE else {}
-    group.command(words.split()[-1], context_settings=more)(run)
+    group.command(kind.MADE_BY.split()[-1], context_settings=more)(run)
 
 
 def refuse(words: str, error: Exception, is_debug: bool, given: Sequence[str]) -> int:
@@ -204,12 +188,12 @@ def _parameters_of(kind: Any) -> Iterator[inspect.Parameter]:
             )
         else:
             shown = typer.Argument(help=said.help, metavar=said.metavar)
-        yield _parameter(field, hint, inspect.Parameter.empty if default is ... else default, shown)
-
-
-def _parameter(name: str, hint: Any, default: Any, shown: Any) -> inspect.Parameter:
-    kind = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(name, kind, default=default, annotation=Annotated[hint, shown])
+        yield inspect.Parameter(
+            field,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if default is ... else default,
+            annotation=Annotated[hint, shown],
+        )
 
 
 def _completions(words: Sequence[str]) -> Callable[[str], list[str]]:
@@ -259,38 +243,28 @@ def _root(
 _STOPPED = "stopped; nothing is left on the paths"
 _UNWRITTEN = "stopped by Ctrl-C; nothing was written"
 
-register(app, "train", options.TrainOptions, "tiermem.tools.train.train.train", None)
-register(app, "sft", options.SftOptions, "tiermem.tools.train.sft.sft", None)
-register(app, "plan", options.PlanOptions, "tiermem.tools.plan.plan.plan", _UNWRITTEN)
-register(app, "check", options.CheckOptions, "tiermem.tools.check.check", None)
-register(app, "tune", options.TuneOptions, "tiermem.tools.tune.tune", _UNWRITTEN)
+register(app, options.TrainOptions, "tiermem.tools.train.train.train", None)
+register(app, options.SftOptions, "tiermem.tools.train.sft.sft", None)
+register(app, options.PlanOptions, "tiermem.tools.plan.plan.plan", _UNWRITTEN)
+register(app, options.CheckOptions, "tiermem.tools.check.check", None)
+register(app, options.TuneOptions, "tiermem.tools.tune.tune", _UNWRITTEN)
 register(
     app,
-    "fsck",
     options.FsckOptions,
     "tiermem.tools.checkpoints.fsck",
     "stopped by Ctrl-C; nothing was changed",
 )
-register(
-    app, "inspect", options.InspectOptions, "tiermem.tools.checkpoints.inspect_checkpoint", None
-)
-register(
-    app, "import", options.ImportOptions, "tiermem.tools.checkpoints.import_checkpoint", _UNWRITTEN
-)
-register(
-    app, "export", options.ExportOptions, "tiermem.tools.checkpoints.export_checkpoint", _UNWRITTEN
-)
-register(bench, "bench io", options.IoBenchOptions, "tiermem.tools.bench.io.bench_io", _STOPPED)
+register(app, options.InspectOptions, "tiermem.tools.checkpoints.inspect_checkpoint", None)
+register(app, options.ImportOptions, "tiermem.tools.checkpoints.import_checkpoint", _UNWRITTEN)
+register(app, options.ExportOptions, "tiermem.tools.checkpoints.export_checkpoint", _UNWRITTEN)
+register(bench, options.IoBenchOptions, "tiermem.tools.bench.io.bench_io", _STOPPED)
 register(
     bench,
-    "bench adam",
     options.AdamBenchOptions,
     "tiermem.tools.bench.adam.bench_adam",
     "stopped; nothing was written",
 )
-register(
-    bench, "bench step", options.StepBenchOptions, "tiermem.tools.bench.step.bench_step", _STOPPED
-)
+register(bench, options.StepBenchOptions, "tiermem.tools.bench.step.bench_step", _STOPPED)
 
 app.add_typer(bench, name="bench")
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import difflib
 import re
 import shlex
+import typing
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import typer
 
 from tiermem.tools.presets import PRESETS
+from tiermem.tools.words import Options, options_of, value_of
 
 PROGRAM = "tiermem"
 
@@ -53,18 +55,25 @@ _COMMANDS = {
 }  # fmt: skip
 _ALIKE = (
     ("--path", "--nvme", "--nvme-path", "--dir", "--folder", "--disk"),
-    ("--gpu-memory", "--gpu", "--vram"),
+    ("--gpu-memory", "--vram"),
     ("--memory", "--host-memory", "--ram"),
-    ("--ranks", "--gpus", "--num-gpus"),
-    ("--steps", "--epochs", "--max-steps", "--iterations"),
+    ("--ranks", "--gpus", "--num-gpus", "--numjobs"),
+    ("--steps", "--max-steps", "--iterations"),
     ("--seq", "--seqlen", "--seq-len", "--sequence-length", "--max-length", "--context"),
     ("--save", "--out", "--output", "--output-dir"),
     ("--precision", "--dtype"),
     ("--lr", "--learning-rate"),
     ("--config", "--deepspeed", "--deepspeed-config", "--ds-config"),
     ("--batch", "--batch-size", "--micro-batch-size"),
+    ("--data", "--dataset"),
+    ("--nvme-rate", "--rate"),
+    ("--block", "--bs"),
+    ("--mode", "--rw"),
 )
-"""Options of which a command has one at most, or none, and the words that people write for them."""
+"""Options of which a command has one at most, or none, and the words that people write for them.
+A group holds options of one kind."""
+_ALIKE_ENOUGH = 0.75
+"""An option that is less like what was written is another option, not a slip of the pen."""
 _UNKNOWN = re.compile(r"No such command '(.*?)'")
 _EXTRA = re.compile(r"Got unexpected extra argument\S* \((.*?)\)")
 
@@ -89,8 +98,8 @@ def answer(error: Any, given: Sequence[str]) -> str:
     instead = dict[str, str]()
     if unknown:
         said = f"there is no command {unknown[1]!r}"
-        meant = _COMMANDS.get(unknown[1]) or _near(unknown[1], known)
-        if meant is None:
+        meant = _COMMANDS.get(unknown[1]) or "".join(_near(unknown[1], known))
+        if not meant:
             return _sentence(path, said, [*given[:num_words], "--help"])
         instead = {unknown[1]: meant}
     elif extra:
@@ -98,7 +107,7 @@ def answer(error: Any, given: Sequence[str]) -> str:
         said = f"{word!r} belongs to no option"
         instead = {word: _option_for(word, options)}
     elif name is not None and context is not None and name not in options:
-        return _sentence(path, *_without(name, given, num_words, command))
+        return _sentence(path, *_without(path, name, given, num_words, command))
     elif name is not None:
         instead = {name: f"{name} {EXAMPLES.get(name, '10')}"}
     elif type(error).__name__ == "MissingParameter":
@@ -116,7 +125,7 @@ def answer(error: Any, given: Sequence[str]) -> str:
 
 
 def _without(
-    name: str, given: Sequence[str], num_words: int, command: Any
+    path: str, name: str, given: Sequence[str], num_words: int, command: Any
 ) -> tuple[str, list[str]]:
     """What is wrong with an option that a command does not have, and the command line to write."""
     said = f"there is no option {name}"
@@ -127,9 +136,11 @@ def _without(
         name = typed
         said = f"there is no option {typed}"
     there = {each: _options_of(known) for each, known in getattr(command, "commands", {}).items()}
+    value = value_of(name, words)
     written = {word.partition("=")[0] for word in words}
-    if (meant := _meant(name, [each for each in options if each not in written])) is not None:
-        return said, _renamed(words, name, meant)
+    for meant in _meant(name, options):
+        if meant not in written and _takes(path, meant, value):
+            return said, _renamed(words, name, meant)
     for each in ("train", "plan", *there):  # an option of a command, without the command
         if name in there.get(each, ()):
             return f"{said} without a command", [*words[:num_words], each, *words[num_words:]]
@@ -180,17 +191,35 @@ def _renamed(given: Sequence[str], name: str, other: str) -> list[str]:
     return [*words, EXAMPLES[other]] if words[-1] == other and other in EXAMPLES else words
 
 
-def _meant(name: str, options: Sequence[str]) -> str | None:
-    """The option of a command that was probably meant; None: none is near."""
+def _meant(name: str, options: Iterable[str]) -> Sequence[str]:
+    """The options of a command that were probably meant, the likeliest first."""
     full = f"-{name}" if not name.startswith("--") else name
     alike = next((group for group in _ALIKE if full in group), None)
     if alike is not None:
-        return next((each for each in alike if each in options), None)
-    return _near(full, options)
+        return [each for each in alike if each in options]
+    names = [each.strip("-") for each in options]
+    return [f"--{each}" for each in _near(full.strip("-"), names, _ALIKE_ENOUGH)]
 
 
-def _near(word: str, there: Iterable[str]) -> str | None:
-    return next(iter(difflib.get_close_matches(word, list(there), 1)), None)
+def _near(word: str, there: Iterable[str], alike: float = 0.6) -> Sequence[str]:
+    return difflib.get_close_matches(word, list(there), 1, alike)
+
+
+def _takes(path: str, name: str, value: str) -> bool:
+    """Whether a command's option may have a value: a hint advises no option of another kind."""
+    kind = next((each for each in Options.__subclasses__() if path == each.MADE_BY), None)
+    for field, said in options_of(kind).items() if kind and value else ():
+        if said.name == name:
+            hint = str(typing.get_type_hints(kind)[field])
+            if "Path" in hint:
+                return not value[0].isdigit()
+            try:
+                found = (said.parse or (float if re.search("float|int", hint) else str))(value)
+                if said.check is not None:
+                    said.check(name, found)
+            except ValueError:
+                return False
+    return True
 
 
 def _options_of(command: Any) -> list[str]:

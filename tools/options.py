@@ -34,7 +34,6 @@ from tiermem.tools.words import (
     folders,
     format_bytes,
     from_to,
-    json_option,
     memory_of,
     option,
     parse_bytes,
@@ -45,6 +44,7 @@ from tiermem.tools.words import (
     read_json,
     several,
     size,
+    value_of,
 )
 
 OFFLOADS = ("none", "cpu", "nvme")
@@ -119,6 +119,14 @@ _tensorboard = partial(
 _bare_loop = partial(
     option, None, "build/yardsticks/bare_loop, from `make yardsticks`", check=program
 )
+_memory = partial(
+    option,
+    None,
+    "hard limit of host memory of each rank, such as 24GiB; auto: nine tenths of what is free",
+    "--memory",
+    parse_memory,
+    memory_of(LEAST_MEMORY_BYTES, ", which Python alone exceeds"),
+)
 _runs = partial(option, Path("runs"), "folder that keeps a folder per run")
 _verbose = partial(option, False, "show every phase and step, and all tables", "--verbose")
 
@@ -143,13 +151,7 @@ class TrainOptions(Options):
         None, "home of all states: none, cpu or nvme [default: nvme]", check=OneOf(*OFFLOADS)
     )
     nvme: Sequence[Path] = option((), "folders on NVMe disks [default: the run's folder]")
-    memory_bytes: int | None = option(
-        None,
-        "hard limit of host memory, such as 1250MiB; auto: nine tenths of what is free",
-        "--memory",
-        parse_memory,
-        memory_of(LEAST_MEMORY_BYTES, ", which Python alone exceeds"),
-    )
+    memory_bytes: int | None = _memory()
     deepspeed_config: Path | None = option(None, "the old name of --config")
     tuned: Path | None = option(None, "what `tiermem tune` wrote: queue, engine, paths")
     sustained: float | None = _sustained()
@@ -215,11 +217,9 @@ class TrainOptions(Options):
         ),
         check=OneOf(*OVERLAPS),
     )
-    json_file: Path | None = json_option()
     runs: Path = _runs()
     tensorboard: Path | None = _tensorboard()
     is_verbose: bool = _verbose()
-    is_debug: bool = option(False, "show tracebacks and what the trainer prints", "--debug")
 
     def check_together(self) -> None:
         if self.lr is not None and not 0 <= self.lr < math.inf:
@@ -255,36 +255,31 @@ class SftOptions(Options):
     )
     nvme: Sequence[Path] = option((), "folders on NVMe disks [default: --output_dir]")
     states: str | None = _states()
-    memory_bytes: int | None = option(
-        None,
-        "hard limit of host memory of each rank, such as 24GiB; auto: nine tenths of what is free",
-        "--memory",
-        parse_memory,
-        memory_of(LEAST_MEMORY_BYTES, ", which Python alone exceeds"),
-    )
+    memory_bytes: int | None = _memory()
     tbw_bytes: int | None = _tbw()
-    json_file: Path | None = json_option()
     runs: Path = _runs()
     tensorboard: Path | None = _tensorboard()
     is_verbose: bool = _verbose()
-    is_debug: bool = option(False, "show tracebacks and what TRL prints", "--debug")
     arguments: Sequence[str] = ()
     """TRL's."""
 
     def check_together(self) -> None:
         words = {word.partition("=")[0] for word in self.arguments}
+        known = {word.replace("-", "_") for word in words}  # TRL takes either
         has_file = self.config is not None and self.config.suffix in YAML
         for names, example in (
-            (("--model_name_or_path",), "FOLDER"),
-            (("--dataset_name", "--datasets"), "chats.jsonl"),
+            (("__model_name_or_path",), "FOLDER"),
+            (("__dataset_name", "__datasets"), "chats.jsonl"),
         ):
-            if words.isdisjoint(names) and not has_file:
-                raise Mistake(f"{names[0]} is missing", {names[0]: f"{names[0]} {example}"})
+            if known.isdisjoint(names) and not has_file:
+                name = names[0].replace("__", "--")
+                short = next((word for word in words if name.startswith(word)), name)
+                given = value_of(short, self.arguments) or example
+                raise Mistake(f"{name} is missing", {short: f"{name} {given}"})
         if self.config is not None and not self.config.is_file():
             raise FileNotFoundError(errno.ENOENT, "--config: no such file", str(self.config))
         if "--deepspeed" in words:
-            given = [*self.arguments, "--deepspeed", "ds.json"]
-            file = given[given.index("--deepspeed") + 1]
+            file = value_of("--deepspeed", self.arguments) or "ds.json"
             said = "--deepspeed is DeepSpeed's engine; here --config takes its file"
             raise Mistake(said, {"--deepspeed": f"--config {file}"})
         decided = {f"--{each}": "" for each in ("offload", "nvme", "states") if getattr(self, each)}
@@ -423,7 +418,6 @@ class PlanOptions(Options):
     )
     seq: int = option(2048, "tokens of a sequence", check=POSITIVE)
     is_checkpointing: bool | None = _checkpointing()
-    json_file: Path | None = json_option()
 
     def check_together(self) -> None:
         if self.shows_paper and self.json_file is not None:
@@ -465,7 +459,6 @@ class CheckOptions(Options):
     seconds: float = option(5.0, "of each disk measurement", check=above_zero)
     config: Path | None = option(None, "a DeepSpeed-style JSON config: look at its keys instead")
     shows_all: bool = option(False, "with --config: keys that are not set, too", "--all")
-    json_file: Path | None = json_option()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -496,7 +489,6 @@ class TuneOptions(Options):
         check=ENGINE,
     )
     sustained: float | None = _sustained()
-    json_file: Path | None = json_option()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -537,7 +529,6 @@ class IoBenchOptions(Options):
     sustained_s: float | None = option(
         None, "after which sustained stops", "--seconds", check=above_zero
     )
-    json_file: Path | None = json_option()
     csv_file: Path | None = option(None, "write the rows here", "--csv", check=ends_in(".csv"))
     plot_file: Path | None = option(
         None, "draw heat maps, as a PNG", "--plot", check=ends_in(".png")
@@ -591,7 +582,6 @@ class AdamBenchOptions(Options):
     peer_python: Path | None = option(
         None, "an interpreter that has DeepSpeed: its CPU Adam", check=program
     )
-    json_file: Path | None = json_option()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -629,7 +619,6 @@ class StepBenchOptions(Options):
     yardstick: Path | None = _bare_loop()
     engine: str = option("auto", "auto, uring, aio or threads", check=ENGINE)
     tbw_bytes: int | None = _tbw()
-    json_file: Path | None = json_option()
     plot_file: Path | None = option(None, "draw a step tile by tile, as a PNG", "--plot")
 
     def check_together(self) -> None:
@@ -658,7 +647,6 @@ class FsckOptions(Options):
     repairs: bool = option(
         False, "end removals and saves that were cut short, restore a lost `latest`", "--repair"
     )
-    json_file: Path | None = json_option()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -675,7 +663,6 @@ class InspectOptions(Options):
     patterns: Sequence[str] = option(
         (), "only names that a pattern matches, such as '*.weight'", "--match"
     )
-    json_file: Path | None = json_option()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -694,7 +681,6 @@ class ImportOptions(Options):
         None, "the model's config.json, for train --resume [default: beside the weights]"
     )
     config: Path | None = option(None, "the old name of --model")
-    json_file: Path | None = json_option()
 
     def check_together(self) -> None:
         if self.config is not None and self.model is None:
@@ -726,7 +712,6 @@ class ExportOptions(Options):
     exclude_frozen: bool = option(False, "leave frozen parameters out", "--exclude-frozen")
     model: Path | None = option(None, "the model's config.json, to lie beside the weights")
     config: Path | None = option(None, "the old name of --model")
-    json_file: Path | None = json_option()
 
     def check_together(self) -> None:
         if self.config is not None and self.model is None:

@@ -158,6 +158,15 @@ def closest(word: str, allowed: Iterable[str]) -> str:
     return (difflib.get_close_matches(meant, there, 1, 0.4) or there)[0]
 
 
+def value_of(name: str, words: Sequence[str]) -> str:
+    """The value that was written behind an option; empty: none was."""
+    for word, after in zip(words, [*words[1:], "-"], strict=False):
+        option, equals, value = word.partition("=")
+        if option == name:
+            return value if equals or after.startswith("-") else after
+    return ""
+
+
 # ---- exit statuses -------------------------------------------------------------------------------
 #
 # 0 done    1 the command's own verdict    2 the user must change something    130 stopped by Ctrl-C
@@ -341,6 +350,7 @@ def option(*said: Any, **more: Any) -> Any:
 def options_of(kind: Any) -> dict[str, Option]:
     """The options of a dataclass, by the name of the field."""
     fields = [each for each in dataclasses.fields(kind) if "option" in each.metadata]
+    fields.sort(key=lambda each: each.kw_only is True)  # those of every command are listed last
     said = {field.name: field.metadata["option"] for field in fields}
     return {
         field: each._replace(name=f"--{field.replace('_', '-')}") if each.name == "--" else each
@@ -360,9 +370,23 @@ def size(given: Any, help: str, name: str, check: Check | None = None) -> Any:
     return option(given, help, name, parse_bytes, check)
 
 
+def _json_file(name: str, value: Path) -> None:
+    if value != STDOUT:
+        ends_in(".json")(name, value)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """The base of every command's dataclass: looks at the values as their fields say, then at the
     files to be written."""
+
+    json_file: Path | None = option(  # noqa: RUF009  (option is dataclasses.field)
+        None,
+        "print the result as one JSON object, or write it into this .json file",
+        "--json",
+        check=_json_file,
+    )
+    is_debug: bool = option(False, "show tracebacks and what a trainer prints", "--debug")
 
     MADE_BY: ClassVar[str] = ""
     """The mark in the command's own files, which it may overwrite; empty: it writes none that are
@@ -398,10 +422,9 @@ class Options:
     def report(self, machine: Mapping[str, Any], since_s: float, **figures: Any) -> dict[str, Any]:
         """Figures with what was asked for, on which machine, and how long it took since a moment of
         time.monotonic()."""
-        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
         return {
             "machine": machine,
-            "options": given,
+            "options": {**vars(self)},
             "seconds": time.monotonic() - since_s,
             **figures,
         }
@@ -409,32 +432,16 @@ class Options:
     @property
     def prints_json(self) -> bool:
         """Whether stdout is for one JSON object alone."""
-        return getattr(self, "json_file", None) == STDOUT
+        return self.json_file == STDOUT
 
     def save_json(self, figures: Mapping[str, Any], allows_nan: bool = True) -> None:
         """Writes figures with the command's mark to --json, or prints them, where it was given.
         Raises OSError, ValueError for a NaN."""
-        file: Path | None = getattr(self, "json_file", None)
         content = {"made_by": self.MADE_BY, "schema_version": SCHEMA_VERSION, **figures}
         if self.prints_json:
             print(json.dumps(content, indent=1, allow_nan=allows_nan, default=os.fspath))
-        elif file is not None:
-            save_json(file, content, allows_nan)
-
-
-def _json_file(name: str, value: Path) -> None:
-    if value != STDOUT:
-        ends_in(".json")(name, value)
-
-
-def json_option() -> Any:
-    """The field `json_file` of every command that has a result."""
-    return option(
-        None,
-        "print the result as one JSON object, or write it into this .json file",
-        "--json",
-        check=_json_file,
-    )
+        elif self.json_file is not None:
+            save_json(self.json_file, content, allows_nan)
 
 
 # ---- checks of a field's value -------------------------------------------------------------------

@@ -12,32 +12,17 @@ from bench import options
 from tiermem.tools.cli import register, run_app
 
 _STOPPED = "stopped; nothing is left on the paths"
+_UNWRITTEN = "stopped; nothing was written"
 
 app = typer.Typer(
     help="Judge tiermem beside peers and yardsticks.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-register(
-    app, "overlap", options.OverlapBenchOptions, "bench.overlap.bench_overlap", _STOPPED, "bench"
-)
-register(
-    app,
-    "ranks",
-    options.RanksBenchOptions,
-    "bench.ranks.bench_ranks",
-    "stopped; nothing was written",
-    "bench",
-)
-register(
-    app,
-    "curves",
-    options.CurvesOptions,
-    "bench.curves.bench_curves",
-    "stopped; nothing was written",
-    "bench",
-)
-register(app, "peers", options.PeersOptions, "bench.peers.compare.bench_peers", None, "bench")
+register(app, options.OverlapBenchOptions, "bench.overlap.bench_overlap", _STOPPED)
+register(app, options.RanksBenchOptions, "bench.ranks.bench_ranks", _UNWRITTEN)
+register(app, options.CurvesOptions, "bench.curves.bench_curves", _UNWRITTEN)
+register(app, options.PeersOptions, "bench.peers.compare.bench_peers", None)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -22,7 +22,6 @@ from tiermem.tools.words import (
     OneOf,
     Options,
     at_least,
-    ends_in,
     folders,
     memory_of,
     option,
@@ -83,9 +82,6 @@ class OverlapBenchOptions(Options):
     yardstick: Path | None = option(
         None, "build/yardsticks/bare_loop, from `make yardsticks`", check=program
     )
-    json_file: Path | None = option(
-        None, "write machine and figures here", "--json", check=ends_in(".json")
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,9 +98,6 @@ class RanksBenchOptions(Options):
     num_samples: int = option(512, "rows of each rank's batch", "--samples", check=POSITIVE)
     num_empty: int = option(
         64, "units that compute next to nothing, for the overhead", "--empty", check=POSITIVE
-    )
-    json_file: Path | None = option(
-        None, "write machine and figures here", "--json", check=ends_in(".json")
     )
 
 
@@ -125,7 +118,6 @@ class CurvesOptions(Options):
     )
     seed: int = option(0, "of weights, data and rounding: the first")
     repeats: int = option(3, "seeds whose means are compared", check=POSITIVE)
-    json_file: Path | None = option(None, "write the losses here", "--json")
     plot_file: Path | None = option(None, "draw the losses, as a PNG", "--plot")
 
     def check_together(self) -> None:
@@ -144,5 +136,7 @@ class CurvesOptions(Options):
 class PeersOptions(TrainOptions):
     """Train as `tiermem train` with the same options, then with plain PyTorch, FSDP2 (with a GPU)
     and DeepSpeed."""
+
+    MADE_BY = "bench peers"
 
     peer_python: Path | None = option(None, "an interpreter that has DeepSpeed")

@@ -27,6 +27,7 @@ from tiermem.integrations.huggingface import TiermemTrainer
 from tiermem.swap.disk.queue import Meter
 from tiermem.swap.memory.accelerator import find_device, is_accelerator
 from tiermem.tools.job.launcher import Channel, Job, resident_of
+from tiermem.tools.measure.phases import PHASES
 from tiermem.tools.plan.planned import of_every_rank
 from tiermem.tools.plan.prediction import measure, predict, without_frozen
 from tiermem.tools.plan.pretrained import plan_pretrained
@@ -74,9 +75,11 @@ class FineTuning:
 
         parser.error = refuse
         words = self.asked["arguments"]
-        if not is_accelerator(find_device()) and "--use_cpu" not in words:
-            words = [*words, "--use_cpu", "true"]
-        script, args, model, mixture = parser.parse_args_and_config(words)
+        if not is_accelerator(find_device()):
+            words = ["--use_cpu", "true", *words]  # of a word that is given twice the last counts
+        script, args, model, mixture, *unknown = parser.parse_args_and_config(words, True)
+        if unknown and unknown[0]:
+            refuse(f"there is no argument {unknown[0][0]}")
         file = Path(script.dataset_name or "")
         if file.suffix in _READERS and file.is_file():
             config = importlib.import_module("trl.scripts.utils").DatasetConfig
@@ -105,7 +108,7 @@ class SftTrainer(TiermemTrainer.mixin, trl.SFTTrainer, TrainerCallback):  # type
         run.channel.phase("preparing the data")
         super().__init__(opened, args=args, tiermem=planned.asked, **given)
         self._run = run
-        self._seconds = {"forward": 0.0, "backward": 0.0, "step": 0.0}
+        self._seconds = dict.fromkeys(PHASES, 0.0)
         self._losses: list[torch.Tensor] = []
         self._counts: Any = None
         run.trainer = self
@@ -153,7 +156,7 @@ class SftTrainer(TiermemTrainer.mixin, trl.SFTTrainer, TrainerCallback):  # type
         store = self.shards.store
         step = f"step {state.global_step + 1}"
         self._run.channel.phase(step, **training.held_fields(self.shards))
-        self._seconds = dict.fromkeys(self._seconds, 0.0)
+        self._seconds = dict.fromkeys(PHASES, 0.0)
         self._losses = []
         self._began = (
             time.monotonic_ns(),
