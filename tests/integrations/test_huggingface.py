@@ -192,6 +192,45 @@ def test_own_optimizers_train_and_resume(kind: Any, tmp_path: Path) -> None:
     assert run(tmp_path, str(tmp_path / "checkpoint-2")) == whole
 
 
+class Beginnings(TrainerCallback):  # type: ignore[misc]
+    """The steps at which trainings began."""
+
+    def __init__(self) -> None:
+        self.found: list[int] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.found.append(state.global_step)
+
+
+@pytest.mark.parametrize(("limit", "left"), [(None, ""), (2, '{"global_step": 4, "ep')])
+def test_resumes_from_the_newest_checkpoint_that_was_saved_whole(
+    limit: int | None, left: str, tmp_path: Path
+) -> None:
+    """A kill within a save leaves a checkpoint whose last file is empty, or a part."""
+    began = Beginnings()
+
+    def run(resume: bool) -> Any:
+        return train(
+            TiermemTrainer,
+            "gpt2",
+            tmp_path / "out",
+            resume,
+            tiermem=on_nvme(tmp_path / "nvme"),
+            callbacks=[began],
+            max_steps=4,
+            save_strategy="steps",
+            save_steps=1,
+            save_total_limit=limit,
+        )
+
+    with pytest.raises(ValueError, match="no whole checkpoint: begin without"):
+        run(resume=True)
+    whole = run(resume=False)
+    (tmp_path / "out" / "checkpoint-4" / "trainer_state.json").write_text(left)
+    assert run(resume=True) == whole
+    assert began.found == [0, 3]
+
+
 class Own(Trainer):
     """A user's trainer with groups and an optimizer of its own."""
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import json
 import logging
 import os
 import random
@@ -458,6 +459,13 @@ class TiermemMixin(_Base):  # type: ignore[misc]
 
     # ---- loading ---------------------------------------------------------------------------------
 
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Trains as the class after the mixin does. True stands for the newest checkpoint that was
+        saved whole: a kill leaves a part of the one after it. Collective; blocks."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = _newest_whole(Path(self.args.output_dir))
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
@@ -510,6 +518,18 @@ class TiermemTrainer(TiermemMixin, Trainer):
     mixin = TiermemMixin
     """Put it before another class that inherits from Trainer: `class Mine(TiermemTrainer.mixin,
     SFTTrainer)`."""
+
+
+def _newest_whole(folder: Path) -> str:
+    """The checkpoint of the most steps whose last file, the Trainer's state, was written whole.
+    Raises ValueError where there is none."""
+    found = {}
+    for file in folder.glob("checkpoint-*/trainer_state.json"):
+        with contextlib.suppress(ValueError):  # killed while it was written
+            found[json.loads(file.read_text("utf-8"))["global_step"]] = str(file.parent)
+    if not found:
+        raise ValueError(f"{folder} has no whole checkpoint: begin without resume_from_checkpoint")
+    return found[max(found)]
 
 
 # ---- models and optimizers -----------------------------------------------------------------------
