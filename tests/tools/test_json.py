@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ COMMANDS = {
     "check --config ds.json --json": {"config", "is_accepted", "keys", "deprecated"},
     "check --json --config bad.json": {"config", "is_accepted", "problems"},
     "plan --preset 151m --offload cpu --flops 1T --json": {"node_bytes", "seconds", "fits"},
+    "check --seconds 0.1 --json": {"findings"},
     "train --resume --json": {"steps"},
     "import a.pt ours --json": {"kind", "num_parameters", "num_bytes"},
     "inspect --json ours": {"step", "tensors", "totals"},
@@ -42,19 +44,35 @@ def said(command: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-def test_each_prints_one_object(
+def keys_in(found: Any) -> set[str]:
+    """The keys of an object and of those inside it."""
+    if isinstance(found, list):
+        return set().union(*map(keys_in, found))
+    if not isinstance(found, dict):
+        return set()
+    return {*found}.union(*map(keys_in, found.values()))
+
+
+def test_each_prints_one_object_with_the_keys_of_its_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 1}')
     (tmp_path / "bad.json").write_text('{"zero_optimisation": {}}')
     torch.save({"weight": torch.ones(3, 5)}, tmp_path / "a.pt")
+    given: dict[str, set[str]] = {}
     for command, keys in COMMANDS.items():
         found = json.loads(said(command, capsys))
         name = re.match(r"(bench )?\w+", command)
         assert name is not None and found["made_by"] == f"tiermem {name[0]}"
         assert found["schema_version"] == SCHEMA_VERSION
         assert keys <= found.keys(), command
+        given.setdefault(found["made_by"], set()).update(keys_in(found))
+    for name, row in re.findall(
+        r"^\| `(tiermem \w+)` \|(.*)$", DOCS.read_text("utf-8"), re.MULTILINE
+    ):
+        if name in given and name != "tiermem train":
+            assert set(re.findall(r"`(\w+)`", row)) <= given[name], name
 
 
 def test_a_file_takes_the_same_object_and_the_text_is_printed(
