@@ -150,6 +150,13 @@ def test_every_exception_has_a_row() -> None:
     assert {CorruptionError.__name__, RankLost.__name__} <= set(MESSAGES)
 
 
+def test_changes_are_short_entries() -> None:
+    page = (ROOT / "docs" / "CHANGELOG.md").read_text("utf-8")
+    entries = re.findall(r"^- (.*(?:\n  .*)*)", page, re.MULTILINE)
+    assert len(entries) > 40
+    assert [each for each in entries if len(each) > 170] == []
+
+
 # ---- programs ------------------------------------------------------------------------------------
 
 
