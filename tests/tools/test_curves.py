@@ -36,7 +36,8 @@ def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("few_tokens")
 def test_the_figures_hold_a_curve_of_each_preset(tmp_path: Path) -> None:
     files = tmp_path / "curves.json", tmp_path / "curves.png"
-    options = CurvesOptions(4, ("exact", "tiny"), [text(tmp_path)], 5, 2, *files)
+    outputs = {"json_file": files[0], "plot_file": files[1]}
+    options = CurvesOptions(4, ("exact", "tiny"), [text(tmp_path)], 5, 2, **outputs)
     assert bench_curves(options, Console(quiet=True)) == 0
     figures = json.loads(files[0].read_text())
     assert [row["preset"] for row in figures["rows"]] == ["exact", "tiny"]
@@ -51,7 +52,7 @@ def test_the_figures_hold_a_curve_of_each_preset(tmp_path: Path) -> None:
     assert exact["losses_by_seed"][0] != exact["losses_by_seed"][1]
     assert exact["against_first"] == exact["standard_error"] == 0.0
     assert files[1].read_bytes().startswith(b"\x89PNG")
-    again = CurvesOptions(1, ("exact",), [text(tmp_path)], 5, 1, *files)
+    again = CurvesOptions(1, ("exact",), [text(tmp_path)], 5, 1, **outputs)
     assert bench_curves(again, Console(quiet=True)) == 0  # its own files are overwritten
     assert [row["losses_by_seed"] for row in json.loads(files[0].read_text())["rows"]] == [
         [[exact["losses_by_seed"][0][0]]]
