@@ -172,12 +172,6 @@ MUTANTS = {
     "weights are read before the device has brought what it stepped": Mutant(
         StepRun, "finish", "copied.synchronize()", "pass", "read_after_steps", "host, half of the states"
     ),
-    "what the device brings of a step is not noted": Mutant(
-        TilePass, "finish", "self._shards.steps.note_copied(copied)", "pass", "batches_there", "host, states on device"
-    ),
-    "weights go to the device before it has brought what it stepped": Mutant(
-        Passage, "await_written", "self.copies.wait_event(self.steps.copied)", "pass", "batches_there", "host, states on device"
-    ),
     "gradients become zeros before the device has read them": Mutant(
         GradientHomes, "write_zeros", "self._steps.finish()", "pass", "zeroed", "host, half of the states"
     ),

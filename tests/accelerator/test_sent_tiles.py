@@ -191,3 +191,36 @@ def test_copies_of_tiles_hide_behind_each_other_and_behind_the_step(
     replay = clock.replay(list(sim.recording()), {lane: Rate(busy[lane]) for lane in lanes})
     most_s = 1.5 if homes["optim"] is Tier.DEVICE else 1 + 4 / num
     assert replay.makespan_s <= most_s, (replay.makespan_s, num)
+
+
+def test_weights_go_to_the_device_when_the_last_step_has_brought_them(
+    sim: ModuleType, tmp_path: Path
+) -> None:
+    """In simulated time, with a slow way back: the next forward's copies begin when the step's have
+    ended, though nothing else orders the two streams."""
+    policy = policy_of(
+        "exact", tmp_path, params=Tier.HOST, optim=Tier.DEVICE, persistence_numel=0, unit_buffers=2
+    )
+    model = seeded(lambda: Tower(num_blocks=6)).bfloat16()
+    sim.set_schedule("late")
+    with tiermem.shard(model, policy, device="sim") as shards:
+        optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(2):
+            loss_of(model, 0, "sim").backward()
+            sim.synchronize()
+            sim.record(True)
+            optim.step()
+            optim.zero_grad()
+            loss_of(model, 1, "sim")
+            sim.record(False)
+        up = optim.tiles_of(shards)._streams[Way.THERE]._up
+        copies = shards._passage.copies
+        assert copies is not None
+    entries = list(sim.recording())
+    rates = {"compute": Rate(), "to device": Rate(), "to host": Rate(1.0)}
+    spans = clock.replay(entries, rates).spans
+    places = [entry["place"][1] if entry["kind"] == "operation" else None for entry in entries]
+    came = [span for span, place in zip(spans, places, strict=True) if place == up.stream_id]
+    went = [span for span, place in zip(spans, places, strict=True) if place == copies.stream_id]
+    assert len(came) > 6 and len(went) > 6
+    assert min(start for start, _ in went) >= max(end for _, end in came) > 0

@@ -5,6 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -138,27 +142,98 @@ SHAPES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.slow  # some minutes each
-@pytest.mark.parametrize("given", SHAPES, ids=str)
+OF_FILES: dict[str, dict[str, Any]] = {
+    "1.7b": {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+    },
+    "30b-a3b": {
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+    },
+}
+FLOPS_OF_CARD = {0: 1e12, 12: 5e13, 16: 8e13, 24: 1.5e14, 32: 2e14, 48: 2e14, 80: 4e14, 141: 4e14}
+"""By GiB; 0: the CPU."""
+
+
+def random_machines() -> Iterator[Any]:
+    """Sixty models on machines, by one seed."""
+    rng = random.Random(48)
+    for number in range(60):
+        card = rng.choice(list(FLOPS_OF_CARD))
+        batch = rng.choice([1, 2, 4])
+        given: dict[str, Any] = {
+            "preset": rng.choice([*OF_FILES, "3b", "8b", "14b", "32b", "70b"]),
+            "states": rng.choice(["exact", "compact", "tiny"]),
+            "host_bytes": (rng.choice([32, 64, 128, 256, 512]) - 6) * GIB,
+            "nvme_bytes": rng.choice([0, 1, 2]) * 2 * 10**12,
+            "flops": FLOPS_OF_CARD[card],
+            "batch": batch,
+            "accumulation": 8 // batch,
+        }
+        if card:
+            given["gpu_bytes"] = card * GIB
+        if card >= 80:
+            given |= {"link_bytes_s": 50e9, "gpu_memory_bytes_s": 2e12}
+        yield pytest.param(given, marks=pytest.mark.soak, id=f"machine {number}")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *(
+            pytest.param(
+                {**each, "batch": 2, "accumulation": 4}, marks=pytest.mark.slow, id=str(each)
+            )
+            for each in SHAPES
+        ),
+        *random_machines(),
+    ],
+)
 def test_a_grid_finds_nothing_more_than_2_percent_better(
-    given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    given: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """Buffers and tiles are those that were found; of an axis of many values every second one is
+    in the grid."""
     from tiermem.forecast.choose import _Search
 
-    one = scenario(**given, batch=2, accumulation=4)
+    if given["preset"] in OF_FILES:
+        tmp_path.joinpath("config.json").write_text(json.dumps(OF_FILES[given["preset"]]))
+        given = given | {"preset": None, "model": tmp_path / "config.json"}
+    one = scenario(**given)
     found = plan_scenario(one)
+    buffers = (0, 0) if found.choice is None else found.choice.point[-2:]
 
     def every(self: Any, near: Any) -> Any:
-        steps = [2 if size > 6 else 1 for size in self._sizes]
-        values = (range(0, size, step) for size, step in zip(self._sizes, steps, strict=True))
-        *axes, _, _ = values  # buffers and tiles as the plan has them
-        return min(((*point, 0, 0) for point in itertools.product(*axes)), key=self._seconds)
+        steps = [2 if size > 6 else 1 for size in self._sizes[:-2]]
+        values = [range(0, size, step) for size, step in zip(self._sizes, steps, strict=False)]
+        points = ((*point, *buffers) for point in itertools.product(*values))
+        best = min(points, key=self._seconds)
+        if self._try(best) is None:
+            raise ValueError("no plan fits")
+        return best
 
     monkeypatch.setattr(_Search, "best", every)
     grid = plan_scenario(one)
-    assert found.choice is not None and grid.choice is not None
-    assert grid.choice.num_tried > 4 * found.choice.num_tried
-    assert found.forecast.total_s <= 1.02 * grid.forecast.total_s
+    if grid.choice is not None and not grid.problems:
+        assert found.choice is not None and not found.problems
+        assert grid.choice.num_tried > found.choice.num_tried
+        assert found.forecast.total_s <= 1.02 * grid.forecast.total_s
 
 
 # ---- larger machines -----------------------------------------------------------------------------

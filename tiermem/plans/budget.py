@@ -25,14 +25,17 @@ from tiermem.units.unit import Division, Unit, reads_weights_again
 logger = logging.getLogger("tiermem")
 
 
-class TooLargeError(ValueError):
-    """No plan fits. Its words are computed when they are read: a search drops most unread."""
+class _Refusal:
+    """Words of an error that are computed when they are read: a search drops most unread."""
 
-    def __init__(self, refusal: Callable[[], str]) -> None:
-        self._refusal = refusal
+    def __init__(self, words: Callable[[], str]) -> None:
+        self._words = words
 
     def __str__(self) -> str:
-        return self._refusal()
+        return self._words()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (str(self),)
 
 
 def make_plan(
@@ -94,7 +97,7 @@ def make_plan(
         stays = _staying(maker, division, homes, policy.device_bytes - plan.device_bytes)
         plan = maker.make(stays) or plan
     if plan is None:
-        raise TooLargeError(maker.refusal)
+        raise ValueError(_Refusal(maker.refusal))
     return plan
 
 
@@ -125,7 +128,7 @@ def plan_unfrozen(
     maker.follow(now, keeps_grads)
     plan = maker.make(())
     if plan is None:
-        raise TooLargeError(maker.refusal)
+        raise ValueError(_Refusal(maker.refusal))
     return plan
 
 
