@@ -3,9 +3,7 @@ behind?"""
 
 from __future__ import annotations
 
-import contextlib
 import csv
-import io
 import json
 import os
 import signal
@@ -17,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from called import call
 
 pytest.importorskip("_tiermem_native")
 pytest.importorskip("matplotlib")
@@ -63,18 +62,7 @@ def command(*arguments: str) -> list[str]:
 
 
 def bench_io(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command is called here, without the seconds that a process of its own takes; its ranks
-    are processes."""
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        contextlib.redirect_stdout(io.StringIO()) as said,
-        contextlib.redirect_stderr(io.StringIO()) as errors,
-    ):
-        patch.chdir(folder)
-        with pytest.raises(SystemExit) as ended:
-            main(["bench", "io", *arguments])
-    status = int(ended.value.code or 0)
-    return subprocess.CompletedProcess(arguments, status, said.getvalue(), errors.getvalue())
+    return call(folder, "bench", "io", *arguments)
 
 
 class Run:

@@ -3,8 +3,6 @@ exit status 2?"""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import pickle
@@ -15,23 +13,17 @@ from typing import Any
 
 import pytest
 import torch
+from called import call
 from saved_by_hand import write
 from torch import nn
 
-from tiermem.tools.cli import main
 from tiermem.tools.job.train_job import find_resumed
 
 
 def tiermem(*words: str | Path) -> tuple[int, str, str]:
     """Exit status, stdout, stderr."""
-    out, err = io.StringIO(), io.StringIO()
-    with (
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
-        pytest.raises(SystemExit) as ended,
-    ):
-        main([str(word) for word in words])
-    return int(ended.value.code or 0), out.getvalue(), err.getvalue()
+    done = call(Path.cwd(), *words)
+    return done.returncode, done.stdout, done.stderr
 
 
 def a_model(folder: Path) -> dict[str, torch.Tensor]:

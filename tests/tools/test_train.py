@@ -3,8 +3,6 @@ command."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import platform
@@ -17,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from called import call
 
 pytest.importorskip("_tiermem_native")
 pytest.importorskip("transformers")
 
-from tiermem.tools.cli import main
 from tiermem.tools.memory_limit import open_limit
 from tiermem.tools.presets import preset
 
@@ -59,20 +57,8 @@ def command(*arguments: str, model: str = "tiny.json") -> list[str]:
 def train(
     folder: Path, *arguments: str, model: str = "tiny.json"
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    """The command is called here, without the seconds that a process of its own takes; the trainer
-    is a process."""
-    words = command("--json", "out.json", *arguments, model=model)[3:]
+    done = call(folder, *command("--json", "out.json", *arguments, model=model)[3:])
     out = folder / "out.json"
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        contextlib.redirect_stdout(io.StringIO()) as said,
-        contextlib.redirect_stderr(io.StringIO()) as errors,
-    ):
-        patch.chdir(folder)
-        with pytest.raises(SystemExit) as ended:
-            main(words)
-    status = int(ended.value.code or 0)
-    done = subprocess.CompletedProcess(words, status, said.getvalue(), errors.getvalue())
     return done, json.loads(out.read_text()) if out.exists() else {}
 
 
