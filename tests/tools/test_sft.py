@@ -143,10 +143,10 @@ def test_in_memory_losses_are_those_of_trl(home: Path, monkeypatch: pytest.Monke
     script.main(*script.make_parser().parse_args_and_config(words))
     monkeypatch.chdir(place(home, "ours here"))
     monkeypatch.setattr(trl, "SFTTrainer", trl.SFTTrainer)
-    from tiermem.tools.train.fine_tuning import FineTuning
+    from tiermem.tools.train.fine_tuning import fine_tune
 
     asked = {"arguments": words, "offload": "cpu", "states": None, "tbw_bytes": None}
-    FineTuning(Job("tiermem sft", sft=asked), Channel(None), Stop()).run()
+    fine_tune(Job("tiermem sft", sft=asked), Channel(None), Stop())
     expected = logged(home / "plain here")
     assert len(expected["eval_loss"]) == 2
     assert_near(logged(home / "ours here"), expected)

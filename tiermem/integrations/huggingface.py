@@ -460,9 +460,10 @@ class TiermemMixin(_Base):  # type: ignore[misc]
     # ---- loading ---------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Trains as the class after the mixin does. True stands for the newest checkpoint that was
-        saved whole: a kill leaves a part of the one after it. Collective; blocks."""
-        if resume_from_checkpoint is True:
+        """Trains as the class after the mixin does. True, or the word on a command line, stands
+        for the newest checkpoint that was saved whole: a kill leaves a part of the one after it.
+        Collective; blocks."""
+        if str(resume_from_checkpoint).lower() == "true":
             resume_from_checkpoint = _newest_whole(Path(self.args.output_dir))
         return super().train(resume_from_checkpoint, *args, **kwargs)
 

@@ -24,6 +24,16 @@ from tiermem.tools.words import format_bytes, handling, read_json, save_json
 # ---- the job: one JSON file for a trainer process; peers' processes get the same file ------------
 
 
+def num_ranks() -> int:
+    """The ranks that a launcher such as torchrun has started; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def ranks_on_node() -> int:
+    """Those of them on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks()))
+
+
 @dataclasses.dataclass(frozen=True)
 class Job:
     """One training run: model, data, sizes. What has a default is not known of a fine-tuning before
@@ -54,11 +64,11 @@ class Job:
     )
     to_save: dict[str, Any] = dataclasses.field(default_factory=dict)
     """What is saved of the job itself (train_job.py)."""
-    num_ranks: int = 1
-    ranks_on_node: int = 1
-    sft: dict[str, Any] | None = None
-    """Of `tiermem sft`: TRL's arguments and what `SftOptions` says of places; the rest follows from
-    these."""
+    num_ranks: int = dataclasses.field(default_factory=num_ranks)
+    ranks_on_node: int = dataclasses.field(default_factory=ranks_on_node)
+    sft: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Of `tiermem sft` alone: TRL's arguments and what `SftOptions` says of places; the rest
+    follows from these."""
     source: str = ""
     """What is read of `data`, on one line."""
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -378,14 +377,7 @@ def make_job(options: TrainOptions, name: str, folder: Path, resumed: Resumed | 
         sustained=options.sustained,
         to_save=options_to_save(options, name, shape, own),
         source=corpus.source,
-        num_ranks=num_ranks(),
-        ranks_on_node=int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks())),
     )
-
-
-def num_ranks() -> int:
-    """The ranks that a launcher such as torchrun has started; 1 without one."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def recomputes_blocks(is_asked: bool | None, config: Config) -> bool | None:

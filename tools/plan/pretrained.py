@@ -110,13 +110,12 @@ def _activations(model: Any, job: Job, args: Any) -> PredictedActivations | None
 
 def _policy(job: Job, model: nn.Module, args: Any, room: Room, budget: Budget | None) -> Any:
     """That of --offload and --states, or of the fastest plan."""
-    said = job.sft or {}
-    home = _HOMES.get(said["offload"])
+    home = _HOMES.get(job.sft["offload"])
     policy = OffloadPolicy(
         params=home or Tier.HOST,
         optim=home or Tier.HOST,
         paths=(job.nvme_paths or [args.output_dir]) if home in (None, Tier.NVME) else (),
-        precision=Precision.preset(said["states"] or "exact"),
+        precision=Precision.preset(job.sft["states"] or "exact"),
     )
     num_micro = args.gradient_accumulation_steps
     moved = HOMES if home is None else ()

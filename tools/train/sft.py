@@ -7,14 +7,12 @@ lines, --json, trace.json, PNGs
 from __future__ import annotations
 
 import importlib.util
-import os
 
 from rich.console import Console
 
 from tiermem.tools.job.launcher import Job
-from tiermem.tools.job.train_job import num_ranks
 from tiermem.tools.options import YAML, SftOptions
-from tiermem.tools.train.train import of_this_rank, report, run_one, status_of, trainer_of
+from tiermem.tools.train.train import of_this_rank, run_reported, status_of
 from tiermem.tools.words import read_json
 
 
@@ -26,30 +24,21 @@ def sft(options: SftOptions, console: Console) -> int:
     """
     if importlib.util.find_spec("trl") is None:
         raise ValueError("trl is not installed: pip install 'tiermem[sft]'")
-    arguments = [*options.arguments]
-    config = {}
-    if options.config is not None and options.config.suffix in YAML:
-        arguments += ["--config", str(options.config)]
-    elif options.config is not None:
-        config = read_json(options.config)
+    config = options.config
+    is_yaml = config is not None and config.suffix in YAML
+    words = ["--config", str(config)] if is_yaml else []
     with of_this_rank(options, "sft", console) as (folder, options, console, is_first):
         job = Job(
             options.MADE_BY,
-            config=config,
+            config=read_json(config) if config is not None and not is_yaml else {},
             memory_limit_bytes=options.memory_bytes,
             nvme_paths=[str(path.absolute()) for path in options.nvme],
             events_file=str(folder / "events.jsonl") if is_first else None,
-            num_ranks=num_ranks(),
-            ranks_on_node=int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks())),
             sft={
-                "arguments": arguments,
+                "arguments": [*options.arguments, *words],
                 **{name: getattr(options, name) for name in ("offload", "states", "tbw_bytes")},
             },
         )
-        folder.mkdir(parents=True)
-        console.print(f"run {folder}")
-        run = run_one(job, trainer_of(folder), options.MADE_BY, folder, options, console)
-        if is_first:
-            report(run, folder, options, console)
-            options.save_json(run)
+        run = run_reported(job, options.MADE_BY, folder, options, console, is_first)
+        options.save_json(run)
         return status_of(run, options.MADE_BY)

@@ -26,13 +26,19 @@ from rich.console import Console
 
 from tiermem.swap.disk import durable
 from tiermem.swap.disk.run_folder import remove_dead_runs
-from tiermem.tools.job.launcher import CHANNEL_FD, CHILD_ENVIRONMENT, Job, Observer, launch
+from tiermem.tools.job.launcher import (
+    CHANNEL_FD,
+    CHILD_ENVIRONMENT,
+    Job,
+    Observer,
+    launch,
+    num_ranks,
+)
 from tiermem.tools.job.train_job import (
     LIST_OF_STEPS,
     Resumed,
     find_resumed,
     make_job,
-    num_ranks,
     with_saved,
 )
 from tiermem.tools.measure.machine import lines_of_run
@@ -87,22 +93,19 @@ def train(options: TrainOptions, console: Console, beside: OtherTrainings | None
             beside.prepare(job)
         if not is_first:
             job = dataclasses.replace(job, events_file=None)
-        folder.mkdir(parents=True)
-        console.print(f"run {folder}")
         console.print(job.source, soft_wrap=True)
         if resumed is not None:
             console.print(f"going on from step {resumed.step} of {resumed.place}")
-        run = run_one(job, trainer_of(folder), f"tiermem {name}", folder, options, console)
+        run = run_reported(job, f"tiermem {name}", folder, options, console, is_first)
         if is_first:
-            report(run, folder, options, console)
             if options.tuned is not None and keep_record(options.tuned, run):
                 console.print(
                     f"{options.tuned} keeps what this run has seen of its disks: tiermem plan "
                     f"--rates {options.tuned}"
                 )
             job = dataclasses.replace(job, is_checkpointing=run["is_checkpointing"])  # as chosen
-            others = {} if beside is None else beside.run(job, folder, run)
-            options.save_json({**run, **others})
+            run |= {} if beside is None else beside.run(job, folder, run)
+        options.save_json(run)
         return status_of(run, options.MADE_BY)
 
 
@@ -118,23 +121,31 @@ def of_this_rank(
         yield options.runs / place, options, console, True
         return
     with tempfile.TemporaryDirectory(prefix="tiermem-") as runs:
-        options = dataclasses.replace(options, runs=Path(runs), tensorboard=None)
+        options = dataclasses.replace(options, runs=Path(runs), tensorboard=None, json_file=None)
         try:
             yield options.runs / place, options, Console(quiet=True), False
         except ValueError as error:  # rank 0 may say the same, with the command to write instead
             raise ValueError(f"rank {os.environ['RANK']}: {error}") from error
 
 
-def trainer_of(folder: Path) -> list[str]:
-    """The command of a trainer whose job lies in a folder."""
-    return [
-        sys.executable,
-        "-m",
-        "tiermem.tools.train.trainer",
-        str(folder / "job.json"),
-        "--channel",
-        CHANNEL_FD,
-    ]
+def run_reported(
+    job: Job,
+    title: str,
+    folder: Path,
+    options: TrainOptions | SftOptions,
+    console: Console,
+    is_first: bool,
+) -> dict[str, Any]:
+    """Makes the folder, runs the job's trainer and reports what it took. Returns the run, as
+    `run_one` does."""
+    folder.mkdir(parents=True)
+    console.print(f"run {folder}")
+    module = "tiermem.tools.train.trainer"
+    trainer = [sys.executable, "-m", module, str(folder / "job.json"), "--channel", CHANNEL_FD]
+    run = run_one(job, trainer, title, folder, options, console)
+    if is_first:
+        report(run, folder, options, console)
+    return run
 
 
 def list_steps(options: TrainOptions, console: Console) -> int:

@@ -38,11 +38,14 @@ def main(arguments: list[str] | None = None) -> int:
             channel.phase("the imports")
             warnings.filterwarnings("ignore", module="torch.*")
             job = Job.load(given.job)
-            if job.sft is None:
-                from tiermem.tools.train.training import Trainer as Work
+            if job.sft:
+                from tiermem.tools.train.fine_tuning import fine_tune
+
+                fine_tune(job, channel, stop)
             else:
-                from tiermem.tools.train.fine_tuning import FineTuning as Work  # type: ignore[assignment]
-            Work(job, channel, stop).run()
+                from tiermem.tools.train.training import Trainer
+
+                Trainer(job, channel, stop).run()
     except KeyboardInterrupt:
         channel.send("interrupted")
     except BrokenPipeError:

@@ -20,7 +20,7 @@ import os
 import platform
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -148,33 +148,26 @@ class Trainer:
             )
             self._channel.phase("initialize")
             engine = self._initialize(model, config)
-        try:
-            with self._explaining_out_of_memory(engine):
-                if job.checkpoint is not None:
-                    self._channel.phase("loading the checkpoint")
-                    tiermem.load_safetensors(model, Path(job.checkpoint))
-                if job.resume is not None:
-                    self._resume(engine, job.resume)
-                engine.step_client_state = {CLIENT_KEY: job.to_save}
-                give_back_free_memory()
-                num_micro = engine.gradient_accumulation_steps()
-                predicted = predict(
-                    engine.shards, num_micro, job, measured, ceiling, resident_bytes
+        with closed_on_error(engine.close), self._explaining_out_of_memory(engine):
+            if job.checkpoint is not None:
+                self._channel.phase("loading the checkpoint")
+                tiermem.load_safetensors(model, Path(job.checkpoint))
+            if job.resume is not None:
+                self._resume(engine, job.resume)
+            engine.step_client_state = {CLIENT_KEY: job.to_save}
+            give_back_free_memory()
+            num_micro = engine.gradient_accumulation_steps()
+            predicted = predict(engine.shards, num_micro, job, measured, ceiling, resident_bytes)
+            self._announce(engine, ceiling, predicted)
+            self._warn(
+                warn_of_disk(
+                    job, measured, sum(predicted.get(f"{phase}_s", 0.0) for phase in PHASES)
                 )
-                self._announce(engine, ceiling, predicted)
-                self._warn(
-                    warn_of_disk(
-                        job, measured, sum(predicted.get(f"{phase}_s", 0.0) for phase in PHASES)
-                    )
-                )
-                before = counts_of(engine.shards)
-                kernel = kernel_counts()
-                self._stop.may_unwind = False
-                self._train(engine)
-        except BaseException:
-            with contextlib.suppress(Exception):  # the first error is the one to tell
-                engine.close()
-            raise
+            )
+            before = counts_of(engine.shards)
+            kernel = kernel_counts()
+            self._stop.may_unwind = False
+            self._train(engine)
         self._finish(engine, before, kernel)
         if job.num_ranks > 1:
             dist.destroy_process_group()
@@ -362,10 +355,8 @@ class Trainer:
                 "step",
                 step=step,
                 loss=mean,
-                **step_fields(engine.shards, meter),
+                **step_fields(engine.shards, meter, started),
                 **{f"{phase}_s": seconds[phase] for phase in PHASES},
-                start_ns=started,
-                end_ns=time.monotonic_ns(),
                 tokens=size * accumulation * job.num_ranks * job.seq,
                 grad_norm=float(engine.get_global_grad_norm()),
                 lr=engine.get_lr()[0],
@@ -400,12 +391,8 @@ class Trainer:
         self, engine: Engine, seconds: dict[str, float], name: str, step: int
     ) -> Iterator[None]:
         self._channel.phase(f"{name} of step {step}", **held_fields(engine.shards))
-        started = time.monotonic()
-        yield
-        # a phase's time is its own; a tool may wait for the device
-        if is_accelerator(engine.device):
-            torch.accelerator.synchronize(engine.device)
-        seconds[name] += time.monotonic() - started
+        with timed(engine.device, seconds, name):
+            yield
 
     # ---- after training --------------------------------------------------------------------------
 
@@ -448,6 +435,28 @@ def load_model_classes(job: Job) -> int:
     meta_model(job.shape, job.precision)
     open_context(find_device())
     return resident_of().now_bytes
+
+
+@contextlib.contextmanager
+def closed_on_error(close: Callable[[], object]) -> Iterator[None]:
+    """A block after whose error a model is closed. The error is the one that is told."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(Exception):
+            close()
+        raise
+
+
+@contextlib.contextmanager
+def timed(device: torch.device, seconds: dict[str, float], name: str) -> Iterator[None]:
+    """Adds the seconds of a block to those of a name. Waits for the device."""
+    started = time.monotonic()
+    yield
+    # a phase's time is its own; a tool may wait for the device
+    if is_accelerator(device):
+        torch.accelerator.synchronize(device)
+    seconds[name] += time.monotonic() - started
 
 
 def _divide_by_phase(engine: Engine, started_ns: int, seconds: dict[str, float]) -> None:
@@ -519,12 +528,14 @@ def held_fields(shards: Shards) -> dict[str, Any]:
     return {**held, **device_fields(shards.device)}
 
 
-def step_fields(shards: Shards, meter: Meter) -> dict[str, Any]:
-    """What the store has done since a meter began or looked, for the message of a step."""
+def step_fields(shards: Shards, meter: Meter, started_ns: int) -> dict[str, Any]:
+    """When a step began and ends, and what the store has done since a meter began or looked, for
+    the message of the step."""
     seen = meter.look()
     stats = shards.store.stats()
     waits = dict(itertools.islice(seen.waits_s.items(), 5))
     figures = {**seen.as_logged(), "limits_s": seen.limits_s, "waits": waits}
+    figures |= {"start_ns": started_ns, "end_ns": time.monotonic_ns()}
     figures |= {key: getattr(stats, key) for key in _STATS}
     return {**figures, **device_fields(shards.device)}
 
