@@ -40,6 +40,7 @@ from transformers import (
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     TrainerCallback,
+    TrainerState,
     TrainingArguments,
 )
 
@@ -229,6 +230,37 @@ def test_resumes_from_the_newest_checkpoint_that_was_saved_whole(
     (tmp_path / "out" / "checkpoint-4" / "trainer_state.json").write_text(left)
     assert run(resume=True) == whole
     assert began.found == [0, 3]
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_the_last_checkpoint_stays_until_the_next_is_whole(
+    limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save that ends before its last file leaves the checkpoint before it, also in a run that has
+    gone on from that one."""
+    given = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "save_total_limit": limit}
+
+    def run(place: str, ends_at: int | None = None, **more: Any) -> Any:
+        def write(state: TrainerState, file: str) -> None:
+            if state.global_step == ends_at:
+                raise OSError("the end")
+            written(state, file)
+
+        monkeypatch.setattr(TrainerState, "save_to_json", write)
+        nvme = on_nvme(tmp_path / f"{place} nvme")
+        return train(TiermemTrainer, "gpt2", tmp_path / place, tiermem=nvme, **given, **more)
+
+    written = TrainerState.save_to_json
+    whole = run("whole")
+    for number in (2, 3):
+        with pytest.raises(OSError, match="the end"):
+            run("ended", number, resume=number == 3)
+        left = [each.parent.name for each in (tmp_path / "ended").glob("*/trainer_state.json")]
+        assert f"checkpoint-{number - 1}" in left
+    assert run("ended", resume=True) == whole
+    for place in ("whole", "ended"):
+        assert len([*(tmp_path / place).glob("checkpoint-*")]) == limit
+    assert len([*(tmp_path / "whole nvme").rglob("manifest-*")]) == limit
 
 
 class Own(Trainer):

@@ -29,7 +29,9 @@ import json
 import logging
 import os
 import random
-from collections.abc import Callable, Collection, Iterator
+import shutil
+import sys
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +48,7 @@ from tiermem.checkpoint.format.manifest import POINTER_FILE
 from tiermem.checkpoint.interchange.from_deepspeed import is_deepspeed
 from tiermem.checkpoint.interchange.write import in_own_format
 from tiermem.checkpoint.opening.loading import load
-from tiermem.checkpoint.saving.saver import Beside, save, wait
+from tiermem.checkpoint.saving.saver import Beside, save, saver_of, wait
 from tiermem.config.load import is_json
 from tiermem.config.root import TiermemConfig
 from tiermem.engine.adapters import adapters_state, has_adapters
@@ -78,6 +80,8 @@ logger = logging.getLogger("tiermem")
 
 OPTIMIZER_FILE = "optimizer.pt"
 SCHEDULER_FILE = "scheduler.pt"
+STATE_FILE = "trainer_state.json"
+"""The file that the Trainer writes last into a checkpoint."""
 _MOST_SEEN = 64  # examples that are looked at before the plan
 
 _Base: Any = (
@@ -432,22 +436,38 @@ class TiermemMixin(_Base):  # type: ignore[misc]
         if self.args.should_save:
             self._save(folder, state_dict=state)
 
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Saves as the class after the mixin does. Where the newest alone are kept, older ones stay
+        until the new one is whole: a kill leaves one that training can go on from. Collective;
+        blocks."""
+        if self._shards is None or not self._keeps_newest():
+            super()._save_checkpoint(model, trial)
+            return
+        limit = self.args.save_total_limit
+        try:
+            with saver_of(self._shards).commits.older_kept():
+                self.args.save_total_limit = sys.maxsize  # the Trainer removes none
+                super()._save_checkpoint(model, trial)
+        finally:
+            self.args.save_total_limit = limit
+        if self.args.should_save:
+            remove_older(Path(self._get_output_dir(trial=trial)), limit)
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Saves a durable step into the checkpoint's folder, and scheduler.pt. Collective; blocks
         until it is complete."""
         assert self._shards is not None
         folder = Path(output_dir)
         beside = Beside(engine={"global_steps": self.state.global_step})
-        with times_kept(folder.parent):
-            save(
-                self._shards,
-                self._native(),
-                folder.parent,
-                folder.name,
-                copy=not self._keeps_newest(),
-                beside=beside,
-            )
-            wait(self._shards)
+        save(
+            self._shards,
+            self._native(),
+            folder.parent,
+            folder.name,
+            copy=not self._keeps_newest(),
+            beside=beside,
+        )
+        wait(self._shards)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_FILE)
 
@@ -525,7 +545,7 @@ def _newest_whole(folder: Path) -> str:
     """The checkpoint of the most steps whose last file, the Trainer's state, was written whole.
     Raises ValueError where there is none."""
     found = {}
-    for file in folder.glob("checkpoint-*/trainer_state.json"):
+    for file in folder.glob(f"checkpoint-*/{STATE_FILE}"):
         with contextlib.suppress(ValueError):  # killed while it was written
             found[json.loads(file.read_text("utf-8"))["global_step"]] = str(file.parent)
     if not found:
@@ -543,17 +563,14 @@ def unwrapped(optimizer: Any) -> Any:
     return optimizer
 
 
-@contextlib.contextmanager
-def times_kept(folder: Path) -> Iterator[None]:
-    """A block that leaves the times of the folders in `folder`: dropping an old step changes its
-    folder's, by which the Trainer finds the oldest checkpoint."""
-    times = (
-        {each: each.stat() for each in folder.iterdir() if each.is_dir()} if folder.is_dir() else {}
-    )
-    yield
-    for each, before in times.items():
-        with contextlib.suppress(FileNotFoundError):
-            os.utime(each, ns=(before.st_atime_ns, before.st_mtime_ns))
+def remove_older(folder: Path, limit: int) -> None:
+    """Removes all but the newest whole checkpoints, by the time at which the Trainer's state was
+    written: saving changes the times of the folders."""
+    states = sorted(folder.glob(f"checkpoint-*/{STATE_FILE}"), key=os.path.getmtime)
+    kept = [each.parent for each in states[-limit:]]
+    for each in folder.glob("checkpoint-*"):
+        if each not in kept:
+            shutil.rmtree(each, ignore_errors=True)
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:

@@ -26,7 +26,8 @@ import contextlib
 import dataclasses
 import logging
 import random
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -142,7 +143,7 @@ class Commits:
     store.
 
     tags    The newest `keep` tags stay, tags of earlier runs in the same folder included (publish.py). An older tag is dropped,
-            with a warning that names it.
+            with a warning that names it. In `older_kept` that waits for the end of the block.
     steps   durability="step" makes a commit without a tag for every optimizer step. The next such commit drops it, and so
             does a tag from which a run can continue (`Content.is_whole`).
     """
@@ -155,6 +156,7 @@ class Commits:
         self.steps: list[HeldStep] = []
         # manifest of an earlier run's untagged step that this model was loaded from
         self._opened: Path | None = None
+        self._keep = shards.policy.keep  # tags that stay; all in `older_kept`
 
     def make(self, content: Content) -> None:
         """Makes the states durable as they are now. Collective; blocks. Errors: see the module, and
@@ -186,8 +188,29 @@ class Commits:
 
             _, (gone, *_) = together(talk, WHAT, save_all, unheard=unheard)
             undo.pop_all()
-        self._take_over(kept, [each for each in doomed if each.commit in gone], content.save_dir)
+        self.steps.append(kept)
+        self._drop(kept, [each for each in doomed if each.commit in gone])
         self._sweep()
+
+    @contextlib.contextmanager
+    def older_kept(self) -> Iterator[None]:
+        """A block in which a new tag drops no older one, for a caller whose own files make its
+        checkpoint whole after the save. No optimizer step may run inside. Tags beyond `keep` are
+        dropped when the block ends without an error. Collective; blocks."""
+        self._keep = sys.maxsize
+        try:
+            yield
+        finally:
+            self._keep = self._shards.policy.keep
+        tags = [each for each in self.steps if each.tag is not None]
+        if not tags:
+            return
+        doomed = self._beyond_keep(tags)
+        topology = self._shards.topology
+        _, (gone, *_) = together(
+            talk_over(topology), WHAT, lambda: [] if topology.rank else self.removed(doomed)
+        )
+        self._drop(tags[-1], [each for each in doomed if each.commit in gone])
 
     # ---- every rank ------------------------------------------------------------------------------
 
@@ -235,12 +258,14 @@ class Commits:
         others = [
             each for each in self.steps if each.tag is not None and each.pointer != kept.pointer
         ]
-        dropped = others[: max(0, len(others) + 1 - self._shards.policy.keep)]
-        return (untagged if is_whole else []) + same + dropped
+        return (untagged if is_whole else []) + same + self._beyond_keep([*others, kept])
 
-    def _take_over(self, kept: HeldStep, doomed: Sequence[HeldStep], save_dir: Path | None) -> None:
-        """Registers the new durable step and drops the steps that it replaces."""
-        self.steps.append(kept)
+    def _beyond_keep(self, tags: list[HeldStep]) -> list[HeldStep]:
+        return tags[: max(0, len(tags) - self._keep)]
+
+    def _drop(self, kept: HeldStep, doomed: Sequence[HeldStep]) -> None:
+        """Drops the steps that a new durable step replaces, those of earlier runs too."""
+        save_dir = None if kept.pointer is None else kept.pointer.parent.parent
         self.forget(doomed)
         if self._shards.topology.rank == 0:
             for each in doomed:
@@ -263,7 +288,7 @@ class Commits:
                 each.pointer is not None and each.pointer.parent.parent == save_dir
                 for each in self.steps
             )
-            drop_tags(save_dir, self.run_id, max(0, self._shards.policy.keep - num_own))
+            drop_tags(save_dir, self.run_id, max(0, self._keep - num_own))
 
     def went_on_from(self, manifest: Path, opened: Manifest) -> None:
         """Records the manifest that the model was loaded from. The next commit drops an earlier
