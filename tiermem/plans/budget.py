@@ -274,6 +274,7 @@ class _Maker:
         self._budget = None if policy.host_bytes is None else policy.host_bytes // ranks_on_node
         self._now: Plan | None = None  # the plan that the new one follows
         self._keeps_grads = False
+        self._resident: dict[int, Unit] = {}  # units, by index, as they are if they stay
 
     def follow(self, now: Plan, keeps_grads: bool) -> None:
         """Makes plans that a model planned otherwise can go over to. keeps_grads: gradients stay on
@@ -399,7 +400,11 @@ class _Maker:
 
     def _planner(self, stays: Collection[int]) -> Planner:
         homes = {index: home for index, home in self._homes.items() if index not in stays}
-        division = self._division.with_changed(stays, is_resident=True) if stays else self._division
+        division = self._division
+        for index in set(stays).difference(self._resident):
+            self._resident[index] = dataclasses.replace(division.units[index], is_resident=True)
+        if stays:
+            division = division.with_units({index: self._resident[index] for index in stays})
         return Planner(
             division, self._policy, self._topology, self._is_gpu, homes, self._context_bytes
         )
@@ -441,12 +446,10 @@ def _staying(
     def cost(unit: Unit) -> tuple[bool, bool]:
         return homes[unit.index] is Tier.NVME, unit.index in again
 
-    def first(count: int, order: Callable[[Unit], Any]) -> set[int]:
-        """The indices of `count` units, group by group, the highest first; of the last group at
-        even distances."""
+    def first(count: int, groups: Sequence[Sequence[Unit]]) -> set[int]:
+        """The indices of `count` units, group by group; of the last group at even distances."""
         found: set[int] = set()
-        for _, alike in itertools.groupby(sorted(units, key=order, reverse=True), key=order):
-            group = sorted(alike, key=lambda unit: unit.index)
+        for group in groups:
             found.update(
                 unit.index for unit in _spread(group, min(1.0, (count - len(found)) / len(group)))
             )
@@ -460,14 +463,16 @@ def _staying(
     ]
     found = []
     for order in orders:
-        sizes = [unit.full_bytes for unit in sorted(units, key=order, reverse=True)]
+        ordered = sorted(units, key=order, reverse=True)  # equal ones as the model has them
+        groups = [list(alike) for _, alike in itertools.groupby(ordered, key=order)]
+        sizes = [unit.full_bytes for unit in ordered]
         low = 0
         high = len(units)
         probe = bisect.bisect(list(itertools.accumulate(sizes)), room_bytes)  # rarely off by many
         step = 1
         while low < high:
             probe = min(max(probe, low + 1), high)
-            if maker.fits(first(probe, order)):
+            if maker.fits(first(probe, groups)):
                 low = probe
                 probe += step
                 step *= 2
@@ -475,7 +480,7 @@ def _staying(
                 high = probe - 1
                 probe = (low + high + 1) // 2 if low else high
                 step = 1
-        found.append(first(low, order))
+        found.append(first(low, groups))
     return max(found, key=lambda stays: sum(division.units[each].full_bytes for each in stays))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 import weakref
@@ -15,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tiermem.policy import OffloadPolicy
 from tiermem.precision import DTYPES
+from tiermem.swap.base.native import NORM_BLOCK
 from tiermem.swap.base.ranges import round_up
 from tiermem.units.compute import widened_dtype
 from tiermem.units.experts import Fused, fused_experts
@@ -293,6 +295,16 @@ class Unit:
         """Makes it trainable; it has room for gradients and states now."""
         self.is_trainable = self.was_unfrozen = True
 
+    @functools.cached_property
+    def sum_itemsize(self) -> int:
+        """Bytes of the widest element in which its gradients are kept or summed over ranks."""
+        return max(self.dtype.itemsize, *(shard.reduce_dtype.itemsize for shard in self.shards))
+
+    @functools.cached_property
+    def num_square_sums(self) -> int:
+        """Most sums of squares that the norms of its gradients are made from."""
+        return sum(shard.shard_numel // NORM_BLOCK + 2 for shard in self.shards)
+
     @property
     def takes_buffer(self) -> bool:
         """Whether a fetch fills a buffer with it. Not if it is always present, or used where it
@@ -382,9 +394,13 @@ class Division:
 
     def with_changed(self, indices: Collection[int], **fields: Any) -> Division:
         """The same division, with these fields of some units changed."""
-        units = list(self.units)
-        for index in indices:
-            units[index] = dataclasses.replace(units[index], **fields)
+        return self.with_units(
+            {index: dataclasses.replace(self.units[index], **fields) for index in indices}
+        )
+
+    def with_units(self, changed: Mapping[int, Unit]) -> Division:
+        """The same division, with other units at these indices."""
+        units = [changed.get(unit.index, unit) for unit in self.units]
         triggers = {
             module: [units[u.index] for u in needed] for module, needed in self.triggers.items()
         }
