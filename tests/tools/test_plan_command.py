@@ -521,7 +521,9 @@ def test_a_tokens_maths_is_that_of_the_experts_that_it_chooses() -> None:
     assert numel == matrices + fused * 2 // 64
 
 
-def test_adapters_over_frozen_blocks_are_planned(files: Path) -> None:
+def test_adapters_over_frozen_blocks_are_planned(
+    files: Path, recwarn: pytest.WarningsRecorder
+) -> None:
     pytest.importorskip("peft")
     (files / "config.json").write_text(json.dumps(MIXTURE))
     given = ["plan", "--model", str(files), "--offload", "nvme"]
@@ -532,6 +534,7 @@ def test_adapters_over_frozen_blocks_are_planned(files: Path) -> None:
             main([*given, *more, "--json", str(files / "plan.json")])
         assert not stopped.value.code
         found[name] = json.loads((files / "plan.json").read_text())
+    assert not [str(each.message) for each in recwarn]  # of PEFT and transformers
     trained = found["adapters"]["num_params"] - found["all"]["num_params"]
     assert trained == 2 * 4 * (64 + 64 + 2 * (64 + 32) + 64 + 64)  # q, k and v, o of two layers
     rows = {name: {row["what"]: row for row in each["lines"]} for name, each in found.items()}

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,10 +69,11 @@ def plan(options: PlanOptions, console: Console) -> int:
         shape = preset(ESTIMATED) if name == ESTIMATED else _shape(options)
         print_estimates(name, shape, (options.ranks, options.nodes), console)
         return EXIT_FITS
-    with console.status("measuring this machine"):
+    with console.status("measuring and planning"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # those of the model's libraries
         scenario, sources = scenario_of(options)
-    planned = plan_scenario(scenario)
-    advice = advise(planned)
+        planned = plan_scenario(scenario)
+        advice = advise(planned)
     print_plan(planned, advice, sources, console)
     options.save_json(plan_figures(planned, advice, sources))
     return EXIT_TOO_SMALL if planned.problems else EXIT_FITS
@@ -356,8 +358,7 @@ def _print_verdict(planned: Planned, advice: Sequence[Advice], console: Console)
     for problem in planned.problems:
         console.print(
             f"does not fit: {problem.where} has {_gib(problem.limit_bytes)} and "
-            f"{_gib(problem.needed_bytes)} "
-            "are needed",
+            f"{_gib(problem.needed_bytes)} are needed",
             style="bold",
         )
     forecast = planned.forecast
@@ -511,10 +512,8 @@ def tiling_hint(planned: Planned) -> str | None:
         if PLACES[tier] in names and num_bytes > planned.tier_bytes(tier) / 3:
             return (
                 f"units take {format_bytes(num_bytes)} of a rank's {tier.name}; the largest is "
-                f"{largest.name!r} with "
-                f"{format_bytes(largest.full_bytes)}: replace its Linear by "
-                "tiermem.zero.TiledLinear, whose tiles are units "
-                "of their own"
+                f"{largest.name!r} with {format_bytes(largest.full_bytes)}: replace its Linear by "
+                "tiermem.zero.TiledLinear, whose tiles are units of their own"
             )
     return None
 
@@ -528,14 +527,9 @@ def _with(scenario: Scenario, value: Any, *path: str) -> Scenario:
     return dataclasses.replace(scenario, config=with_key(scenario.config, path, value))
 
 
-def _offload(scenario: Scenario, section: str, device: str) -> Scenario:
-    zero = scenario.config.get("zero_optimization", {})
-    values = {**(zero.get(section) or {}), "device": device}
-    if device == "nvme":
-        other = (
-            zero.get("offload_optimizer" if section == "offload_param" else "offload_param") or {}
-        )
-        values.setdefault("nvme_path", other.get("nvme_path", "/mnt/nvme0"))
+def _on_nvme(scenario: Scenario, section: str) -> Scenario:
+    given = scenario.config.get("zero_optimization", {}).get(section) or {}
+    values = {"nvme_path": str(_DISK_THERE), **given, "device": "nvme"}
     return _with(scenario, values, "zero_optimization", section)
 
 
@@ -559,7 +553,7 @@ def _with_a_drive(scenario: Scenario) -> Scenario:
     )
     cluster = dataclasses.replace(scenario.cluster, nvme_bytes=None)
     changed = dataclasses.replace(scenario, rates=rates, cluster=cluster)
-    return _offload(_offload(changed, "offload_param", "nvme"), "offload_optimizer", "nvme")
+    return _on_nvme(_on_nvme(changed, "offload_param"), "offload_optimizer")
 
 
 def _twice_the_disks(scenario: Scenario) -> Scenario:
