@@ -76,6 +76,20 @@ MADE_OF = ("offload", "precision", "states", "batch", "overlap")
 _OF_A_MACHINE = memory_of(1 << 20)
 
 
+def _card(name: str, value: str) -> None:
+    if value.upper().rstrip("IB").endswith("G"):
+        raise Mistake(f"{name} is {value!r}, a size", {name: f"--gpu-memory {value}"})
+    OneOf(*CARDS)(name, value)
+
+
+def check_one_model(options: Any, example: str) -> None:
+    """Raises Mistake where --preset and --model are both given, or none is."""
+    if (options.preset is None) == (options.model is None):
+        said = "both are given" if options.preset else "none is given"
+        instead = {"--model": ""} if options.preset else {"--preset": f"--preset {example}"}
+        raise Mistake(f"a model is named by exactly one of --preset and --model; {said}", instead)
+
+
 def _none_or_of_a_machine(name: str, value: Any) -> None:
     if value:
         _OF_A_MACHINE(name, value)
@@ -340,15 +354,12 @@ class PlanOptions(Options):
     gpu: str | None = option(
         None,
         f"a card by its name: its memory, link and speed ({', '.join(CARDS)})",
-        check=OneOf(*CARDS),
+        check=_card,
     )
     gpu_bytes: int | None = size(
         None,
-        (
-            "of each rank's GPU, such as 80GiB [default: of this machine's; without one the maths "
-            "runs "
-            "on the CPU]"
-        ),
+        "of each rank's GPU, such as 80GiB [default: of this machine's; without one the maths "
+        "runs on the CPU]",
         "--gpu-memory",
         _OF_A_MACHINE,
     )
@@ -383,21 +394,15 @@ class PlanOptions(Options):
     sustained: float | None = _sustained()
     flops: float | None = option(
         None,
-        (
-            "operations a second that a rank reaches, such as 150T [default: measured here; 150T "
-            "is "
-            "assumed of a GPU]"
-        ),
+        "operations a second that a rank reaches, such as 150T [default: measured here; 150T is "
+        "assumed of a GPU]",
         parse=parse_flops,
         check=above_zero,
     )
     link_bytes_s: float | None = size(
         None,
-        (
-            "bytes a second between memory and GPU, each way [default: measured where there is a "
-            "GPU, "
-            "else 25GB]"
-        ),
+        "bytes a second between memory and GPU, each way [default: measured where there is a GPU, "
+        "else 25GB]",
         "--link",
         above_zero,
     )
@@ -424,12 +429,7 @@ class PlanOptions(Options):
             raise Mistake("--paper prints tables, which have no JSON", {"--json": ""})
         if self.shows_paper:
             return
-        if (self.preset is None) == (self.model is None):
-            said = "both are given" if self.preset else "none is given"
-            instead = {"--model": ""} if self.preset else {"--preset": "--preset 7b"}
-            raise Mistake(
-                f"a model is named by exactly one of --preset and --model; {said}", instead
-            )
+        check_one_model(self, "7b")
         decided = {
             f"--{name}": ""
             for name in (*MADE_OF, "accumulation", "frozen")

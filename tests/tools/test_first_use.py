@@ -35,6 +35,8 @@ ANSWERS = {
     "train --preset 419m --steps ten": "train --preset 419m --steps 10",
     "--preset 419m": "train --preset 419m",
     "plan": "plan --preset 7b",
+    "plan --preset 7b --gpu 24GB": "plan --preset 7b --gpu-memory 24GB",
+    "plan --preset 7b --gpu 409": "plan --preset 7b --gpu 4090",
     "plan --preset 7b --gpu-memory 24": "plan --preset 7b --gpu-memory 24GiB",
     "plan --preset 7b --memory 64GiB": "plan --preset 7b --host-memory 64GiB",
     "plan --preset 7b --config model.json": "plan --model model.json",

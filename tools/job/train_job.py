@@ -14,7 +14,7 @@ from tiermem.swap.disk.direct import probe_path
 from tiermem.tools.corpus import Corpus, check_bytes_suit
 from tiermem.tools.job.launcher import Job
 from tiermem.tools.measure.machine import memory_bytes
-from tiermem.tools.options import TrainOptions
+from tiermem.tools.options import TrainOptions, check_one_model
 from tiermem.tools.presets import (
     ModelShape,
     ModelSizes,
@@ -294,8 +294,7 @@ def with_saved(options: TrainOptions, resumed: Resumed) -> TrainOptions:
     if found.steps is not None and found.steps <= resumed.step:
         raise ValueError(
             f"--resume: {resumed.place} has {numbered(resumed.step, 'step')} behind it, and --steps counts "
-            "from the first: give more than "
-            f"{resumed.step}, not {found.steps}"
+            f"from the first: give more than {resumed.step}, not {found.steps}"
         )
     return found
 
@@ -464,15 +463,10 @@ def _nvme_of(options: TrainOptions, tuned: Config, folder: Path) -> list[Path]:
 
 
 def _shape(options: TrainOptions, resumed: Resumed | None) -> tuple[ModelShape, Path | None]:
-    given = {"--preset": options.preset, "--model": options.model}
-    named = [option for option, value in given.items() if value is not None]
-    if resumed is not None and not named:
-        return resumed.shape, None
-    if len(named) != 1:
-        what = "both are given" if named else "none is given"
-        instead = {"--model": ""} if named else {"--preset": "--preset 419m"}
-        raise Mistake(f"a model is named by exactly one of --preset and --model; {what}", instead)
     model = options.model
+    if resumed is not None and options.preset is None and model is None:
+        return resumed.shape, None
+    check_one_model(options, "419m")
     if model is None or model.suffix == ".json":
         shape = shape_of(options.preset, model, "--model")
         return (with_layers(shape, options.layers) if options.layers is not None else shape), None
