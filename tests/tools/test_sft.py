@@ -153,6 +153,23 @@ def test_in_memory_losses_are_those_of_trl(home: Path, monkeypatch: pytest.Monke
     assert_opens(home / "ours here" / "out", home / "plain here" / "out")
 
 
+def test_a_config_that_says_bf16_makes_weights_of_it(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though TRL's own `--dtype` is float32 where it is left out."""
+    monkeypatch.setenv("CI", "true")
+    monkeypatch.chdir(place(home, "bf16"))
+    monkeypatch.setattr(trl, "SFTTrainer", trl.SFTTrainer)
+    from tiermem.tools.train.fine_tuning import FineTuning
+
+    more = "--bf16 true --max_steps 1 --save_steps 1"
+    asked = {"arguments": f"{ARGUMENTS} {more}".split(), "tbw_bytes": None}
+    config = STREAMED | {"bf16": {"enabled": True}}
+    FineTuning(Job("tiermem sft", config=config, sft=asked), Channel(None), Stop()).run()
+    saved = safetensors.torch.load_file("out/model.safetensors")
+    assert {each.dtype for each in saved.values()} == {torch.bfloat16}
+
+
 CASES = {
     "on nvme under a cap": ("--offload nvme --nvme nvme --memory 1100MiB", EVALUATION, 1),
     "packed, all streamed": ("--config ds.json", "--packing true --packing_strategy wrapped", 1),

@@ -85,7 +85,8 @@ def cast_model(model: nn.Module, config: TiermemConfig, device: torch.device) ->
     if built and dtype not in built:
         said = ", ".join(sorted(str(each) for each in built))
         raise ValueError(
-            f"zero.Init built parameters as {said}, the config asks for {dtype}: give both the same"
+            f"zero.Init built parameters as {said}, the config asks for {dtype}: give zero.Init "
+            f"dtype={dtype}, or change bf16 or fp16 in the config"
         )
     for param in floating if dtype is not None and not built else ():
         param.data = param.data.to(dtype)

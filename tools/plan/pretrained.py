@@ -62,6 +62,9 @@ def plan_pretrained(
     settings = {key: each for key, each in args.model_init_kwargs.items() if each is not None}
     of_hub = {key: settings[key] for key in ("revision", "trust_remote_code") if key in settings}
     config = AutoConfig.from_pretrained(name, **of_hub)
+    asked: Any = job.config
+    if asked and config_beside(asked, args).precision == "bf16":
+        settings["dtype"] = "bfloat16"  # TRL's own default is float32
     named = settings.get("dtype", "auto")
     dtype = (config.dtype or torch.float32) if named == "auto" else getattr(torch, named)
     with torch.device("meta"):
@@ -87,7 +90,6 @@ def plan_pretrained(
         activations = ActivationBytes.of(job, is_accelerator(args.device))
         budget = plan_budget(job.memory_limit_bytes, resident_bytes, activations)
         room = room._replace(host_bytes=max(1, budget.left_bytes) * job.ranks_on_node)
-    asked: Any = job.config
     if asked:
         asked = asked if budget is None else with_host_bytes(asked, room.host_bytes)
         policy = config_beside(asked, args, hidden_size_of(model)).policy()
