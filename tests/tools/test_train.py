@@ -68,6 +68,7 @@ def test_a_capped_run_on_nvme_equals_one_in_memory_to_the_bit(folder: Path) -> N
     assert done.returncode == 0, done.stdout + done.stderr
     assert "predicted before the first step, and real" in done.stdout
     assert "where each byte lives" in done.stdout
+    assert "weights: made at random" in done.stdout
     done, cpu = train(folder, "--steps", "4", "--offload", "cpu")
     assert done.returncode == 0, done.stdout + done.stderr
     assert nvme["losses"] == cpu["losses"]
@@ -250,6 +251,8 @@ def test_a_checkpoint_is_trained_on_and_a_config_file_decides_all_that_it_names(
     model: Any = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     (folder / "checkpoint").mkdir()
     (folder / "checkpoint" / "config.json").write_text(json.dumps(shape))
+    done, _ = train(folder, "--steps", "2", model="checkpoint")
+    assert done.returncode == 2 and "checkpoint has no *.safetensors: give" in done.stderr
     safetensors.torch.save_file(
         dict(model.state_dict()), folder / "checkpoint" / "model.safetensors"
     )
@@ -262,6 +265,7 @@ def test_a_checkpoint_is_trained_on_and_a_config_file_decides_all_that_it_names(
     (folder / "ds.json").write_text(json.dumps(ds))
     done, out = train(folder, "--config", "ds.json", "--steps", "2", model="checkpoint")
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "made at random" not in done.stdout
     corpus = Corpus([], 32, 0)
     micro_batches = [corpus.batch(number, 2, torch.device("cpu")) for number in range(2)]
     expected = sum(float(model(**batch).loss.detach()) for batch in micro_batches) / 2

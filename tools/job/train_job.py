@@ -375,7 +375,9 @@ def make_job(options: TrainOptions, name: str, folder: Path, resumed: Resumed | 
         save_every=options.save_every,
         sustained=options.sustained,
         to_save=options_to_save(options, name, shape, own),
-        source=corpus.source,
+        source=corpus.source
+        if checkpoint or resumed
+        else f"weights: made at random, no file is read\n{corpus.source}",
     )
 
 
@@ -470,11 +472,12 @@ def _shape(options: TrainOptions, resumed: Resumed | None) -> tuple[ModelShape, 
     if model is None or model.suffix == ".json":
         shape = shape_of(options.preset, model, "--model")
         return (with_layers(shape, options.layers) if options.layers is not None else shape), None
-    if not (model / "config.json").is_file():
-        raise FileNotFoundError(
-            f"--model: {model} has no config.json: give a local folder with config.json and "
-            "safetensors, or a config.json; nothing is downloaded"
-        )
+    for needed in ("config.json", "*.safetensors"):
+        if not any(model.glob(needed)):
+            raise FileNotFoundError(
+                f"--model: {model} has no {needed}: give a local folder with config.json and "
+                "safetensors, or a config.json, whose weights are made at random; nothing is downloaded"
+            )
     if options.layers is not None:
         raise ValueError("--layers changes the shape, but --model brings weights of its own shape")
     check_bytes_suit(model)
