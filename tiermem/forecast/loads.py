@@ -221,16 +221,11 @@ def tile_loads(
         for (unit, numel, size), route in zip(pieces, routes, strict=True)
     )
     found: dict[tuple[int, bool], list[TileLoad]] = {}
-    known: dict[Hashable, TileLoad] = {}  # of units that are alike
     for (index, numel, route, size), count in counts.items():
-        unit = units[index]
-        place = plan.unit_homes.get(index), unit.is_resident
-        tile = (unit.dtype, unit.was_unfrozen, *place, numel, route, size)
-        if tile not in known:
-            is_sent = route.engine is Tier.DEVICE is not route.states
-            load = _load(unit, numel, route.states, size, plan, policy, is_sent)
-            known[tile] = load._replace(num_tiles=max(1, round(numel / tile_numel)))
-        sums = TileLoad(index, *(count * each for each in known[tile][1:]))
+        is_sent = route.engine is Tier.DEVICE is not route.states
+        load = _load(units[index], numel, route.states, size, plan, policy, is_sent)
+        load = load._replace(num_tiles=max(1, round(numel / tile_numel)))
+        sums = TileLoad(index, *(count * each for each in load[1:]))
         found.setdefault((index, bool(load.device_bytes)), []).append(sums)
     return [
         TileLoad(index, *map(sum, zip(*(load[1:] for load in loads), strict=True)))

@@ -274,7 +274,8 @@ class _Maker:
         self._budget = None if policy.host_bytes is None else policy.host_bytes // ranks_on_node
         self._now: Plan | None = None  # the plan that the new one follows
         self._keeps_grads = False
-        self._resident: dict[int, Unit] = {}  # units, by index, as they are if they stay
+        # units as they are if they stay
+        self._resident = [dataclasses.replace(unit, is_resident=True) for unit in division.units]
 
     def follow(self, now: Plan, keeps_grads: bool) -> None:
         """Makes plans that a model planned otherwise can go over to. keeps_grads: gradients stay on
@@ -401,8 +402,6 @@ class _Maker:
     def _planner(self, stays: Collection[int]) -> Planner:
         homes = {index: home for index, home in self._homes.items() if index not in stays}
         division = self._division
-        for index in set(stays).difference(self._resident):
-            self._resident[index] = dataclasses.replace(division.units[index], is_resident=True)
         if stays:
             division = division.with_units({index: self._resident[index] for index in stays})
         return Planner(

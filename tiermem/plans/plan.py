@@ -18,6 +18,7 @@ from tiermem.policy import (
     usual_tile_buffers,
 )
 from tiermem.ranks.topology import Topology
+from tiermem.swap.base.native import NORM_BLOCK
 from tiermem.swap.base.ranges import round_up, within
 from tiermem.swap.kernels.torch_step import step_scratch_bytes, sum_scratch_bytes
 from tiermem.units.quantised import scratch_bytes
@@ -534,8 +535,8 @@ class Planner:
     @functools.cached_property
     def _sums_bytes(self) -> tuple[int, int]:
         """Of norms, and of the sums of squares that they are made from: float64."""
-        num_norms = sum(len(unit.shards) for unit in self._trainable)
-        return 8 * num_norms, 8 * sum(unit.num_square_sums for unit in self._trainable)
+        shards = [shard for unit in self._trainable for shard in unit.shards]
+        return 8 * len(shards), 8 * sum(each.shard_numel // NORM_BLOCK + 2 for each in shards)
 
     @functools.cached_property
     def _parameter_rows(self) -> list[tuple[Row, bool]]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -160,17 +159,12 @@ class GatheredParameters:
                 self._give_back()
                 raise
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with torch._C.DisableTorchFunction():
             try:
-                if error is None and self._modifier is not None:
+                if kind is None and self._modifier is not None:
                     self._write(self._modifier)
-                elif error is None:
+                elif kind is None:
                     self._refuse_changes()
             finally:
                 self._give_back()

@@ -505,17 +505,7 @@ class Activations:
         """
         if not self._may_move(tensor):
             return Saved.of(tensor)
-        try:
-            home = self._room.take(tensor.nbytes)
-        except (BudgetError, OSError) as error:
-            self._warn(tensor, error)
-            return Saved.of(tensor)
-        last = self._last()
-        if last is not None:
-            last.let_go()
-        moved = _Input(self._room, home, tensor, lambda: _moving(following()))
-        self._last = weakref.ref(moved)
-        return moved
+        return self._send(tensor, lambda: _moving(following()))
 
     def close(self) -> None:
         """Ends transfers. Blocks. What graphs still keep is lost."""
@@ -533,6 +523,13 @@ class Activations:
         if known is not None:
             known.stay(tensor)
             return known
+        sent = self._send(tensor, self._last)
+        if isinstance(sent, _Input):
+            self._known[key] = sent
+        return sent
+
+    def _send(self, tensor: torch.Tensor, following: Callable[[], _Input | None]) -> Saved | _Input:
+        """Sends a tensor home; one for which there is no room stays."""
         try:
             home = self._room.take(tensor.nbytes)
         except (BudgetError, OSError) as error:
@@ -541,7 +538,7 @@ class Activations:
         last = self._last()
         if last is not None:
             last.let_go()
-        moved = self._known[key] = _Input(self._room, home, tensor, self._last)
+        moved = _Input(self._room, home, tensor, following)
         self._last = weakref.ref(moved)
         return moved
 

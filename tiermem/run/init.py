@@ -11,7 +11,6 @@ import warnings
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -215,19 +214,14 @@ class Init:
             registry.open_init(1)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         if self._mode is None or self._built is None:
             return
         registry.open_init(-1)
-        self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        self._mode.__exit__(*raised)  # type: ignore[no-untyped-call]
         while self._handles:
             self._handles.pop().remove()
-        if error is None:
+        if raised[0] is None:
             # A module may hold other parameters than those registered: to_empty replaces them.
             for module in list(self._seen):
                 self._built.admit_new(module.parameters(recurse=False))

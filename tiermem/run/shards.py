@@ -24,7 +24,6 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from types import TracebackType
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
@@ -187,12 +186,7 @@ class Shards:
     def __enter__(self) -> Shards:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with contextlib.suppress(
             *[] if kind is None else [RankLost]
         ):  # after Ctrl-C in one rank, that is the one to tell

@@ -16,7 +16,6 @@ from torch.utils.hooks import RemovableHandle
 
 from tiermem.policy import OffloadPolicy
 from tiermem.precision import DTYPES
-from tiermem.swap.base.native import NORM_BLOCK
 from tiermem.swap.base.ranges import round_up
 from tiermem.units.compute import widened_dtype
 from tiermem.units.experts import Fused, fused_experts
@@ -299,11 +298,6 @@ class Unit:
     def sum_itemsize(self) -> int:
         """Bytes of the widest element in which its gradients are kept or summed over ranks."""
         return max(self.dtype.itemsize, *(shard.reduce_dtype.itemsize for shard in self.shards))
-
-    @functools.cached_property
-    def num_square_sums(self) -> int:
-        """Most sums of squares that the norms of its gradients are made from."""
-        return sum(shard.shard_numel // NORM_BLOCK + 2 for shard in self.shards)
 
     @property
     def takes_buffer(self) -> bool:
