@@ -3,7 +3,7 @@
 //     program.cpp          what callers ask: begin, run, next, done, wait, take, forget, stop, report
 //     program_thread.cpp   the thread: reads ahead, checks, steps, sums and writes
 //     program_strips.cpp   strips of tiles, and the room that each has in a buffer
-//     pace.cpp             how many bytes of strips are under way
+//     pace.cpp             how many bytes of strips are under way, and how many are one
 //
 // A tile is what callers know. What is under way is a strip: all of a tile in a buffer of its own, or a range of its
 // elements in a part of one.
@@ -44,6 +44,7 @@ struct tm_program_tile {
     uint64_t key, weight_bytes = 0;
     uint32_t index = 0, unit, flags, turn;
     uint32_t num_strips = 1;
+    uint32_t num_joined = 1; // strips as its columns said that are one strip now
     std::vector<tm_transfer> reads, writes;
     std::vector<tm_piece> checks, sums;
     std::vector<tm_step> steps;

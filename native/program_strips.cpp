@@ -4,8 +4,8 @@
 //     strips   ranges of its elements through all columns                  [ m | v | w ] [ m | v | w ] [ m | v | w ]
 //     ... room     of a whole tile: a buffer; of a strip: a part of a buffer, which is cut in as many as it holds
 //
-// As many strips are under way as the disk is fastest with (pace.h). The part that was given back last is taken first:
-// so few of them stay in a processor's cache.
+// As many strips are under way as the disk is fastest with, and as many of a tile are one strip (pace.h). The part that
+// was given back last is taken first: so few of them stay in a processor's cache.
 
 #include "program.h"
 
@@ -53,12 +53,13 @@ static bool cut_buffer(tm_program *p, uint64_t bytes) {
     return true;
 }
 
-// The last free part that is large enough; may throw bad_alloc before anything is changed.
+// The last free part that is large enough, and not twice that: strips may have become smaller. May throw bad_alloc
+// before anything is changed.
 static bool take_part(tm_program *p, uint64_t bytes, tm_room *room) {
     const uint64_t in_use = used_bytes(p);
     if (in_use > 0 && in_use + bytes > p->pace.limit())
         return false;
-    const auto fits = [&](const tm_room &part) { return part.bytes >= bytes; };
+    const auto fits = [&](const tm_room &part) { return part.bytes >= bytes && part.bytes < 2 * bytes; };
     auto found = std::find_if(p->free_parts.rbegin(), p->free_parts.rend(), fits);
     if (found == p->free_parts.rend()) {
         if (!cut_buffer(p, bytes))
@@ -349,6 +350,20 @@ bool tm_program_needs_room(const tm_program_tile *tile) {
     return !tile->reads.empty() || !tile->writes.empty() || (tile->flags & (TM_TILE_BEGUN | TM_TILE_BROUGHT));
 }
 
+// Before its first strip is made: several of those that its columns say are one, as the pace wants it. A tile has two
+// or more still.
+static void join_strips(const tm_program *p, tm_program_tile *tile) {
+    const tm_column &first = tile->columns[0];
+    const uint64_t own_bytes = first.strip_bytes / tile->num_joined;
+    const uint64_t num_own = (first.bytes + own_bytes - 1) / own_bytes;
+    const uint64_t num_with_room = p->buffer_bytes / (strip_bytes(tile->columns) / tile->num_joined);
+    const uint64_t num = std::min({(uint64_t)p->pace.strips_at_once(), num_own / 2, num_with_room});
+    for (tm_column &column : tile->columns)
+        column.strip_bytes = column.strip_bytes / tile->num_joined * num;
+    tile->num_joined = (uint32_t)num;
+    tile->num_strips = (uint32_t)((num_own + num - 1) / num);
+}
+
 static tm_strip *take_idle(tm_program *p) {
     if (p->idle.empty()) {
         p->idle.reserve(p->strips.size() + 1);
@@ -372,6 +387,8 @@ static tm_strip *take_idle(tm_program *p) {
 
 tm_strip *tm_strip_make(tm_program *p, tm_program_tile *tile, int *error) {
     *error = 0;
+    if (is_cut(tile) && tile->num_made == 0)
+        join_strips(p, tile);
     try {
         tm_strip *strip = take_idle(p);
         tm_strip_reserve(strip, tile);

@@ -549,7 +549,7 @@ typedef struct tm_tile_times {
 } tm_tile_times;
 
 /* Starts the program's thread. `workers` (may be NULL) are shared with other kernels and outlive the program. Strips of
- * at most `least_bytes` are under way at first, or one strip; runs find out whether more of them are faster. */
+ * at most `least_bytes` are under way at first, or one strip; runs find out whether more and larger ones are faster. */
 int tm_program_open(tm_workers *workers, uint64_t least_bytes, tm_program **program);
 
 /* Starts to read tiles at TM_BACKGROUND, as many as there are buffers, before it is known how they are stepped. Only

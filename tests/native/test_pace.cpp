@@ -1,4 +1,4 @@
-// Does a program find how many bytes a disk wants under way?
+// Does a program find how many bytes a disk wants under way, and in how large pieces?
 
 #include "fixture.h"
 #include "pace.h"
@@ -7,11 +7,11 @@ static const uint64_t LEAST = 8 << 20, BLOCK = 1 << 20;
 
 // A disk whose bytes a second depend on what is under way, and vary by a tenth.
 struct Disk {
-    double few, some, all; // GB/s
+    double few, some, many; // GB/s
     Numbers numbers{7};
     int64_t now_ns = 1;
 
-    double rate(uint64_t limit) const { return limit == LEAST ? few : limit == 4 * LEAST ? some : all; }
+    double rate(uint64_t limit) const { return limit == LEAST ? few : limit == 4 * LEAST ? some : many; }
 
     // Moves blocks, with a pause of a second after each of `run` blocks.
     void move(tm_pace *pace, uint64_t num_blocks, uint64_t run = 1 << 30) {
@@ -27,10 +27,10 @@ struct Disk {
 };
 
 // Blocks in which each limit has had its turns, and one is kept.
-static const uint64_t TRIED = 24 * (tm_pace::TURN_BYTES + tm_pace::FILL_BYTES) / BLOCK + 1;
+static const uint64_t TRIED = 24 * 32 * LEAST / BLOCK + 1;
 
-static uint64_t found(double few, double some, double all, uint64_t run = 1 << 30) {
-    Disk disk{few, some, all};
+static uint64_t found(double few, double some, double many, uint64_t run = 1 << 30) {
+    Disk disk{few, some, many};
     tm_pace pace(LEAST);
     CHECK_EQUAL(pace.limit(), LEAST);
     disk.move(&pace, TRIED + TRIED / 16, run); // the first block after a pause tells nothing
@@ -40,13 +40,13 @@ static uint64_t found(double few, double some, double all, uint64_t run = 1 << 3
 static void test_the_fastest_limit_is_kept() {
     CHECK_EQUAL(found(5.0, 4.6, 4.4), LEAST);
     CHECK_EQUAL(found(2.5, 2.9, 2.6), 4 * LEAST);
-    CHECK_EQUAL(found(2.5, 2.5, 3.0), UINT64_MAX);
+    CHECK_EQUAL(found(2.5, 2.5, 3.0), 8 * LEAST);
 }
 
 static void test_where_nothing_is_gained_few_bytes_are_under_way() { CHECK_EQUAL(found(3.0, 3.01, 3.02), LEAST); }
 
 static void test_pauses_between_runs_are_not_time_of_the_disk() {
-    CHECK_EQUAL(found(2.5, 2.5, 3.0, 100), UINT64_MAX);
+    CHECK_EQUAL(found(2.5, 2.5, 3.0, 100), 8 * LEAST);
     CHECK_EQUAL(found(5.0, 4.6, 4.4, 100), LEAST);
 }
 
@@ -60,11 +60,13 @@ static void test_a_disk_that_changes_is_tried_again() {
     CHECK_EQUAL(pace.limit(), 4 * LEAST);
 }
 
-static void test_the_lowest_limit_may_be_above_a_quarter_of_all() {
-    tm_pace pace(UINT64_MAX / 2);
-    Disk disk{1.0, 1.0, 1.0};
+static void test_more_bytes_are_under_way_in_larger_pieces() {
+    Disk disk{2.5, 2.5, 3.0};
+    tm_pace pace(LEAST);
+    CHECK_EQUAL(pace.strips_at_once(), 1u);
     disk.move(&pace, TRIED);
-    CHECK_EQUAL(pace.limit(), UINT64_MAX / 2);
+    CHECK_EQUAL(pace.strips_at_once(), 4u);
+    CHECK(pace.fill_bytes() >= pace.limit()); // what the turn before has let in
 }
 
 int main() {
@@ -72,6 +74,6 @@ int main() {
     test_where_nothing_is_gained_few_bytes_are_under_way();
     test_pauses_between_runs_are_not_time_of_the_disk();
     test_a_disk_that_changes_is_tried_again();
-    test_the_lowest_limit_may_be_above_a_quarter_of_all();
+    test_more_bytes_are_under_way_in_larger_pieces();
     return 0;
 }

@@ -105,11 +105,12 @@ struct World {
     tm_workers *workers = nullptr;
     tm_program *program = nullptr;
 
-    World(uint32_t num, uint32_t num_buffers, std::vector<tm_fault> faults = {}, int engine = TM_ENGINE_AUTO)
+    World(uint32_t num, uint32_t num_buffers, std::vector<tm_fault> faults = {}, int engine = TM_ENGINE_AUTO,
+          uint64_t least_bytes = 16 << 20)
         : num_tiles(num), queue(engine, 8, 4096, faults), memory(num_buffers * TILE), given(num) {
         CHECK(queue.is_open);
         CHECK_EQUAL(tm_workers_open(2, &workers), 0);
-        CHECK_EQUAL(tm_program_open(workers, 16 << 20, &program), 0);
+        CHECK_EQUAL(tm_program_open(workers, least_bytes, &program), 0);
         for (uint32_t i = 0; i < num_buffers; ++i)
             buffers.push_back(memory.data + i * TILE);
         for (int column = 0; column < NUM_COLUMNS; ++column) {
@@ -123,6 +124,18 @@ struct World {
     ~World() {
         CHECK_EQUAL(tm_program_close(program), 0);
         CHECK_EQUAL(tm_workers_close(workers), 0);
+    }
+
+    // The file and the sums as they were before any step.
+    void reset() {
+        for (uint32_t i = 0; i < num_tiles; ++i) {
+            const std::vector<char> bytes = first(i);
+            CHECK_EQUAL(pwrite(file.fd, bytes.data(), TILE, (off_t)(i * TILE)), TILE);
+            for (size_t k = 0; k < given[i].pieces.size(); ++k) {
+                const tm_piece &piece = given[i].pieces[k];
+                given[i].crcs[k] = crc_of(&bytes[(size_t)((char *)piece.data - memory.data)], piece.bytes);
+            }
+        }
     }
 
     // Two reads, of which one ends inside a column and inside a strip, and two writes that meet there.
@@ -259,6 +272,31 @@ static void test_memory_beside_is_cut_too() {
     CHECK(in_file == expected);
 }
 
+// As many runs as the pace takes to try each setting: one, two and two of five strips are moved at once.
+static void test_strips_that_are_moved_together_have_the_same_bits() {
+    World world(6, 4, {}, TM_ENGINE_AUTO, 32 << 10);
+    std::vector<std::vector<char>> taken(6, std::vector<char>(WEIGHTS));
+    uint64_t fewest_blocks = UINT64_MAX, most_blocks = 0;
+    for (int round = 0; round < 64; ++round) {
+        world.reset();
+        const uint64_t before = world.queue.counters().blocks;
+        CHECK_EQUAL(world.start(), 0);
+        std::vector<int> is_taken;
+        for (uint32_t i = 0; i < 6; ++i)
+            is_taken.push_back(tm_program_take(world.program, i, taken[i].data()));
+        CHECK_EQUAL(world.wait(), 0);
+        for (uint32_t i = 0; i < 6; ++i) {
+            const std::vector<char> expected = stepped(i);
+            CHECK(world.get(i) == expected);
+            world.check_sums(i, expected);
+            CHECK(!is_taken[i] || memcmp(taken[i].data(), &expected[place_of(WEIGHT)], WEIGHTS) == 0);
+        }
+        fewest_blocks = std::min(fewest_blocks, world.queue.counters().blocks - before);
+        most_blocks = std::max(most_blocks, world.queue.counters().blocks - before);
+    }
+    CHECK(fewest_blocks < most_blocks);
+}
+
 // Called tiles have buffers of their own, which come back to strips, and the other way round.
 static void test_called_tiles_between_strips(uint32_t num_buffers) {
     World world(8, num_buffers);
@@ -373,14 +411,7 @@ static void test_columns_that_are_no_table_are_refused() {
 static void test_weights_are_taken_at_any_moment() {
     World world(24, 2);
     for (int round = 0; round < 6; ++round) {
-        for (uint32_t i = 0; i < 24; ++i) {
-            const std::vector<char> bytes = first(i);
-            CHECK_EQUAL(pwrite(world.file.fd, bytes.data(), TILE, (off_t)(i * TILE)), TILE);
-            for (size_t k = 0; k < world.given[i].pieces.size(); ++k) {
-                const tm_piece &piece = world.given[i].pieces[k];
-                world.given[i].crcs[k] = crc_of(&bytes[(size_t)((char *)piece.data - world.memory.data)], piece.bytes);
-            }
-        }
+        world.reset();
         CHECK_EQUAL(world.start(round % 2 ? (uint32_t)TM_RUN_AWAITED : 0u), 0);
         std::vector<std::thread> threads;
         for (uint32_t number = 0; number < 3; ++number)
@@ -423,6 +454,7 @@ int main() {
         for (uint32_t num_buffers : {1u, 2u, 5u})
             for (uint32_t flags : {0u, (uint32_t)TM_RUN_ONE_READ, (uint32_t)TM_RUN_ONE_WRITE, (uint32_t)TM_RUN_AWAITED})
                 RUN(test_strips_have_the_bits_of_whole_tiles, engine, num_buffers, flags);
+    RUN(test_strips_that_are_moved_together_have_the_same_bits);
     RUN(test_kept_bytes_are_cut_too);
     RUN(test_memory_beside_is_cut_too);
     for (uint32_t num_buffers : {1u, 2u, 3u})
