@@ -160,12 +160,12 @@ def test_a_config_that_says_bf16_makes_weights_of_it(
     monkeypatch.setenv("CI", "true")
     monkeypatch.chdir(place(home, "bf16"))
     monkeypatch.setattr(trl, "SFTTrainer", trl.SFTTrainer)
-    from tiermem.tools.train.fine_tuning import FineTuning
+    from tiermem.tools.train.fine_tuning import fine_tune
 
     more = "--bf16 true --max_steps 1 --save_steps 1"
     asked = {"arguments": f"{ARGUMENTS} {more}".split(), "tbw_bytes": None}
     config = STREAMED | {"bf16": {"enabled": True}}
-    FineTuning(Job("tiermem sft", config=config, sft=asked), Channel(None), Stop()).run()
+    fine_tune(Job("tiermem sft", config=config, sft=asked), Channel(None), Stop())
     saved = safetensors.torch.load_file("out/model.safetensors")
     assert {each.dtype for each in saved.values()} == {torch.bfloat16}
 
