@@ -401,9 +401,7 @@ class _Maker:
 
     def _planner(self, stays: Collection[int]) -> Planner:
         homes = {index: home for index, home in self._homes.items() if index not in stays}
-        division = self._division
-        if stays:
-            division = division.with_units({index: self._resident[index] for index in stays})
+        division = self._division.with_units({index: self._resident[index] for index in stays})
         return Planner(
             division, self._policy, self._topology, self._is_gpu, homes, self._context_bytes
         )
@@ -452,8 +450,6 @@ def _staying(
             found.update(
                 unit.index for unit in _spread(group, min(1.0, (count - len(found)) / len(group)))
             )
-            if len(found) >= count:
-                break
         return found
 
     orders: list[Callable[[Unit], Any]] = [
@@ -464,10 +460,10 @@ def _staying(
     for order in orders:
         ordered = sorted(units, key=order, reverse=True)  # equal ones as the model has them
         groups = [list(alike) for _, alike in itertools.groupby(ordered, key=order)]
-        sizes = [unit.full_bytes for unit in ordered]
+        sums = itertools.accumulate(unit.full_bytes for unit in ordered)
         low = 0
         high = len(units)
-        probe = bisect.bisect(list(itertools.accumulate(sizes)), room_bytes)  # rarely off by many
+        probe = bisect.bisect(list(sums), room_bytes)  # rarely off by many
         step = 1
         while low < high:
             probe = min(max(probe, low + 1), high)

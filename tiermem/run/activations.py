@@ -523,8 +523,7 @@ class Activations:
         if known is not None:
             known.stay(tensor)
             return known
-        sent = self._send(tensor, self._last)
-        if isinstance(sent, _Input):
+        if isinstance(sent := self._send(tensor, self._last), _Input):
             self._known[key] = sent
         return sent
 

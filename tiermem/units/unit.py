@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import math
 import weakref
@@ -293,11 +292,6 @@ class Unit:
     def unfreeze(self) -> None:
         """Makes it trainable; it has room for gradients and states now."""
         self.is_trainable = self.was_unfrozen = True
-
-    @functools.cached_property
-    def sum_itemsize(self) -> int:
-        """Bytes of the widest element in which its gradients are kept or summed over ranks."""
-        return max(self.dtype.itemsize, *(shard.reduce_dtype.itemsize for shard in self.shards))
 
     @property
     def takes_buffer(self) -> bool:

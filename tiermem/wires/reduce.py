@@ -109,7 +109,9 @@ def largest_column(unit: Unit, num_shards: int, limit_numel: int) -> int:
     """Most bytes of a rank's column of the sums of a unit's gradients, each parameter's part at a
     multiple of 64 bytes."""
     column = min(unit.shard_numel, max(1, limit_numel // num_shards) + ALIGN * len(unit.shards))
-    return column * unit.sum_itemsize
+    return column * max(
+        unit.dtype.itemsize, *(shard.reduce_dtype.itemsize for shard in unit.shards)
+    )
 
 
 def put_in(part: ShardRange, grad: torch.Tensor | None, columns: torch.Tensor) -> None:

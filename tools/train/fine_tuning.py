@@ -35,8 +35,6 @@ from tiermem.tools.words import Stop
 
 trl: Any = importlib.import_module("trl")  # of the extra [sft]
 
-_SAMPLE = 1000  # rows whose lengths are looked at
-
 
 def fine_tune(job: Job, channel: Channel, stop: Stop) -> None:
     """Runs TRL's script on one job of `tiermem sft`. Raises what goes wrong; ValueError for
@@ -56,8 +54,7 @@ def fine_tune(job: Job, channel: Channel, stop: Stop) -> None:
         mixture = dataclasses.replace(mixture, datasets=[rows])
         script.dataset_name = None
     set_seed(args.seed)  # else the script divides the data otherwise on each rank and resume
-    trainer = functools.partial(SftTrainer, job=job, channel=channel, stop=stop)
-    setattr(trl, "SFTTrainer", trainer)  # noqa: B010
+    trl.SFTTrainer = functools.partial(SftTrainer, job=job, channel=channel, stop=stop)
     channel.phase("reading the data")
     sft.main(script, args, model, mixture)
 
@@ -84,7 +81,7 @@ class SftTrainer(TiermemTrainer.mixin, trl.SFTTrainer, TrainerCallback):  # type
 
     def train(self, *given: Any, **more: Any) -> Any:
         """Measures a few of the model's blocks and the disks, then trains. Collective; blocks."""
-        rows = self.train_dataset.shuffle(self.args.seed).take(_SAMPLE)
+        rows = self.train_dataset.shuffle(self.args.seed).take(1000)  # tell the mean length
         mean = statistics.fmean(len(row.get("input_ids", ())) for row in rows)
         job = dataclasses.replace(self._planned.job, seq=max(1, round(mean)))
         self._planned = self._planned._replace(job=job)
@@ -149,6 +146,11 @@ class SftTrainer(TiermemTrainer.mixin, trl.SFTTrainer, TrainerCallback):  # type
         if any(is_asked for _, is_asked in told):
             control.should_training_stop = True
             control.should_save = args.save_strategy != "no"
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Says what was evaluated."""
+        loss = more["metrics"].get("eval_loss", 0)
+        self._channel.send("warning", text=f"step {state.global_step}: evaluated, loss {loss:.4f}")
 
     def end(self) -> None:
         """Counts and closes while there are ranks to ask. Collective; blocks."""
