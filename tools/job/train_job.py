@@ -370,14 +370,12 @@ def make_job(options: TrainOptions, name: str, folder: Path, resumed: Resumed | 
         threads=options.threads,
         nvme_paths=[str(path) for path in nvme],
         events_file=str(folder / "events.jsonl"),
-        resume=str(resumed.place) if resumed is not None else None,
+        resume=str(resumed.place) if resumed else None,
         save_dir=str((options.save or folder / CHECKPOINTS).absolute()) if saves else None,
         save_every=options.save_every,
         sustained=options.sustained,
         to_save=options_to_save(options, name, shape, own),
-        source=corpus.source
-        if checkpoint or resumed
-        else f"weights: made at random, no file is read\n{corpus.source}",
+        source=corpus.source,
     )
 
 
@@ -449,19 +447,16 @@ def _nvme_of(options: TrainOptions, tuned: Config, folder: Path) -> list[Path]:
             said = f"--nvme names folders, but with --offload {options.offload} nothing rests there"
             raise Mistake(said, {"--offload": "--offload nvme"})
         return []
-    if options.nvme:
-        folders("--nvme", options.nvme)
     found = [Path(folder) for folder in own_folders(tuned)]
-    if (
-        options.nvme
-        and found
-        and {path.resolve() for path in options.nvme} != {path.resolve() for path in found}
-    ):
+    if not options.nvme:
+        return found or [folder]
+    folders("--nvme", options.nvme)
+    if found and {*map(Path.resolve, options.nvme)} != {*map(Path.resolve, found)}:
         raise ValueError(
             f"--nvme is {', '.join(map(str, options.nvme))}, but {options.tuned} was made for "
             f"{', '.join(map(str, found))}: leave --nvme out, or tune these folders"
         )
-    return found or list(options.nvme) or [folder]
+    return found or list(options.nvme)
 
 
 def _shape(options: TrainOptions, resumed: Resumed | None) -> tuple[ModelShape, Path | None]:
@@ -472,6 +467,7 @@ def _shape(options: TrainOptions, resumed: Resumed | None) -> tuple[ModelShape, 
     if model is None or model.suffix == ".json":
         shape = shape_of(options.preset, model, "--model")
         return (with_layers(shape, options.layers) if options.layers is not None else shape), None
+    check_bytes_suit(model)
     for needed in ("config.json", "*.safetensors"):
         if not any(model.glob(needed)):
             raise FileNotFoundError(
@@ -480,7 +476,6 @@ def _shape(options: TrainOptions, resumed: Resumed | None) -> tuple[ModelShape, 
             )
     if options.layers is not None:
         raise ValueError("--layers changes the shape, but --model brings weights of its own shape")
-    check_bytes_suit(model)
     return read_shape(model / "config.json"), model
 
 
