@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tiermem.forecast.rates import Compute
-from tiermem.optim.tile import routes_of_tiles, sent_bytes, stepped_ranges
+from tiermem.optim.tile import TileRoute, routes_of_tiles, sent_bytes, stepped_ranges
 from tiermem.plans.plan import Plan
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.ranks.topology import Topology
@@ -79,7 +79,8 @@ def uses_of(model: nn.Module, division: Division, compute: Compute) -> list[Use]
     blocks = _blocks_of(model)
     uses: list[Use] = []
     counted: set[nn.Parameter] = set()
-    for module, units in division.triggers.items():
+    for module, needed in division.triggers.items():
+        units = [division.units[index] for index in needed]
         matrices = _matrices(module) & {shard.param for unit in units for shard in unit.shards}
         counted |= matrices
         numel = (
@@ -89,12 +90,11 @@ def uses_of(model: nn.Module, division: Division, compute: Compute) -> list[Use]
         )
         forward_s = numel * compute.forward_s
         backward_s = numel * compute.backward_s
-        indices = tuple(unit.index for unit in units)
         again = reads_weights_again(module)
         uses.append(
             Use(
                 names[module],
-                indices,
+                tuple(needed),
                 forward_s,
                 backward_s,
                 again,
@@ -195,36 +195,36 @@ class TileLoad(NamedTuple):
         return self._replace(read_bytes=self.lasting_bytes)
 
 
-def tile_loads(
-    units: Sequence[Unit], plan: Plan, policy: OffloadPolicy, shard_rank: int
-) -> list[TileLoad]:
+def tile_loads(plan: Plan, policy: OffloadPolicy, shard_rank: int) -> list[TileLoad]:
     """Returns the loads of a step, in the order of units: for each what the CPU steps, and what an
     accelerator does."""
     tile_numel = plan.tile_numel
+    units = plan.division.units
     num_tiles = sum(-(-unit.shard_numel // tile_numel) for unit in units if unit.is_trainable)
     times = max(1, -(-num_tiles // _MOST_TILES))  # each as large as a tile is
-    cut: dict[Hashable, list[tuple[int, int]]] = {}  # for all units of equal layout
-    pieces: list[tuple[Unit, int, int]] = []
-    for unit in units:
+    cut: dict[int, list[tuple[int, int]]] = {}  # by layout
+    pieces: list[tuple[int, int, int]] = []
+    for unit, alike in zip(units, plan.division.layouts, strict=True):
         if unit.is_trainable:
-            shards = ((s.numel, s.shard_numel, s.shard_offset) for s in unit.shards)
-            alike = (unit.dtype, unit.shard_numel, *shards)
             if alike not in cut:
                 layout = planned_layout(unit, policy)
                 ranges = stepped_ranges(unit, times * tile_numel, shard_rank)
                 cut[alike] = [(numel, layout.total_bytes(numel)) for _, numel, _ in ranges]
-            pieces += [(unit, numel, size) for numel, size in cut[alike]]
-    sizes = [size for _, _, size in pieces]
-    routes = routes_of_tiles(sizes, [numel for _, numel, _ in pieces], plan)
-    counts = collections.Counter(
-        (unit.index, numel, route, size)
-        for (unit, numel, size), route in zip(pieces, routes, strict=True)
-    )
+            pieces += [(unit.index, numel, size) for numel, size in cut[alike]]
+    _, numels, sizes = zip(*pieces, strict=True) if pieces else ((), (), ())
+    routes = routes_of_tiles(sizes, numels, plan)
+    by_id = {id(route): route for route in routes}  # which is hashed sooner
+    counts = collections.Counter(zip(pieces, map(id, routes), strict=True))
+    of_kind: dict[Hashable, TileLoad] = {}
     found: dict[tuple[int, bool], list[TileLoad]] = {}
-    for (index, numel, route, size), count in counts.items():
-        is_sent = route.engine is Tier.DEVICE is not route.states
-        load = _load(units[index], numel, route.states, size, plan, policy, is_sent)
-        load = load._replace(num_tiles=max(1, round(numel / tile_numel)))
+    for ((index, numel, size), number), count in counts.items():
+        unit = units[index]
+        home = plan.unit_homes.get(index)
+        kind = plan.division.layouts[index], unit.is_resident, home, numel, number
+        if kind not in of_kind:
+            load = _load(unit, numel, by_id[number], size, plan, policy)
+            of_kind[kind] = load._replace(num_tiles=max(1, round(numel / tile_numel)))
+        load = of_kind[kind]
         sums = TileLoad(index, *(count * each for each in load[1:]))
         found.setdefault((index, bool(load.device_bytes)), []).append(sums)
     return [
@@ -249,13 +249,13 @@ def still_buffered(plan: Plan, uses: Sequence[Use], is_gpu: bool) -> set[int]:
 def _load(
     unit: Unit,
     numel: int,
-    home: Tier,
+    route: TileRoute,
     size: int,
     plan: Plan,
     policy: OffloadPolicy,
-    is_sent: bool = False,
 ) -> TileLoad:
-    moved = size if home is Tier.NVME else 0
+    is_there = route.engine is Tier.DEVICE
+    moved = size if route.states is Tier.NVME else 0
     weights = numel * unit.dtype.itemsize
     grads = numel * policy.precision.grad_dtype(unit.dtype).itemsize
     is_on_nvme = plan.unit_homes.get(unit.index) is Tier.NVME and not unit.is_resident
@@ -264,7 +264,6 @@ def _load(
     stepped = (
         2 * size + weights + (weights if planned_layout(unit, policy).reads_weight else 0) + grads
     )
-    is_there = home is Tier.DEVICE or is_sent
     rests_there = Tier.DEVICE in (
         plan.unit_homes.get(unit.index),
         plan.states if unit.is_resident else None,
@@ -272,7 +271,7 @@ def _load(
     is_far = plan.brings_weights and plan.unit_homes.get(unit.index) is Tier.DEVICE and not is_there
     up = weights if is_there and not rests_there else 0
     down = up + (grads if is_there and plan.grads is not Tier.DEVICE else 0) + weights * is_far
-    if is_sent:
+    if is_there and route.states is not Tier.DEVICE:
         down, up = sent_bytes(unit, numel, plan, policy)
     torch_bytes = (
         torch_traffic(planned_layout(unit, policy), policy.precision.grad_dtype(unit.dtype))

@@ -355,7 +355,7 @@ class _Count:
         self._label = STEP  # the phase that bytes are counted in
         self._loads: dict[int, list[TileLoad]] = {}
         shard_rank = course.topology.shard_rank
-        for load in tile_loads(self._units, course.plan, course.policy, shard_rank):
+        for load in tile_loads(course.plan, course.policy, shard_rank):
             self._loads.setdefault(load.unit, []).append(load)
         self._whole, begun = _stepped_early(course, self._loads)
         self._early = self._whole | begun  # units that are stepped in backward, or begun there

@@ -183,18 +183,23 @@ def routes_of_tiles(sizes: Sequence[int], numels: Sequence[int], plan: Plan) -> 
 
     numels: the elements of each; 0 for one that no buffer of an accelerator holds.
     """
-    kept = Tier.DEVICE if plan.steps_there else Tier.HOST
-    homes = [kept if stays else plan.states for stays in within(sizes, plan.kept_bytes)]
-    rest = [number for number, home in enumerate(homes) if home is plan.states is Tier.NVME]
-    resident = within([sizes[number] for number in rest], plan.resident_bytes)
-    for number, stays in zip(rest, resident, strict=True):
-        homes[number] = Tier.HOST if stays else Tier.NVME
+    near = Tier.DEVICE if plan.steps_there else Tier.HOST
+    far = Tier.HOST if plan.states is Tier.NVME else plan.states  # of those that are resident
+    kept = within(sizes, plan.kept_bytes)
+    rest = [0 if stays else size for size, stays in zip(sizes, kept, strict=True)]
+    resident = within(rest, plan.resident_bytes)
+    homes = [
+        near if stays else far if is_resident else plan.states
+        for stays, is_resident in zip(kept, resident, strict=True)
+    ]
     elsewhere = [
         0 if home is Tier.DEVICE else numel for numel, home in zip(numels, homes, strict=True)
     ]
     sent = within(elsewhere, int(sum(elsewhere) * plan.streamed_part))
+    # few routes for many tiles, and found without a hash of an enum
+    routes = {id(home): (TileRoute(home, Tier.HOST), TileRoute(home, Tier.DEVICE)) for home in Tier}
     return [
-        TileRoute(home, Tier.DEVICE if home is Tier.DEVICE or (is_sent and numel) else Tier.HOST)
+        routes[id(home)][home is Tier.DEVICE or (is_sent and numel > 0)]
         for home, is_sent, numel in zip(homes, sent, elsewhere, strict=True)
     ]
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -124,8 +125,10 @@ def plan_unfrozen(
         unit = division.units[index]
         policy.precision.check_dtype(unit.dtype, unit.shards[0].name)
     context = sum(row.num_bytes for row in now.rows if row.what == CONTEXT)
-    maker = _Maker(division, policy, topology, is_gpu, now.unit_homes, ranks_on_node, context)
-    maker.follow(now, keeps_grads)
+    homes = now.unit_homes
+    maker = _Maker(
+        division, policy, topology, is_gpu, homes, ranks_on_node, context, now, keeps_grads
+    )
     plan = maker.make(())
     if plan is None:
         raise ValueError(_Refusal(maker.refusal))
@@ -250,46 +253,40 @@ def check_room(plan: Plan, policy: OffloadPolicy, free_bytes: int, total_bytes: 
         )
 
 
+@dataclasses.dataclass
 class _Maker:
     """Makes the best plan within the budgets, for any choice of units that stay on the
     accelerator."""
 
-    def __init__(
-        self,
-        division: Division,
-        policy: OffloadPolicy,
-        topology: Topology,
-        is_gpu: bool,
-        homes: dict[int, Tier],
-        ranks_on_node: int,
-        context_bytes: int,
-    ) -> None:
-        self._context_bytes = context_bytes
-        self._division = division
-        self._policy = policy
-        self._topology = topology
-        self._is_gpu = is_gpu
-        self._homes = homes
-        self._ranks_on_node = ranks_on_node
-        self._budget = None if policy.host_bytes is None else policy.host_bytes // ranks_on_node
-        self._now: Plan | None = None  # the plan that the new one follows
-        self._keeps_grads = False
-        # units as they are if they stay
-        self._resident = [dataclasses.replace(unit, is_resident=True) for unit in division.units]
+    division: Division
+    policy: OffloadPolicy
+    topology: Topology
+    is_gpu: bool
+    homes: dict[int, Tier]
+    ranks_on_node: int
+    context_bytes: int
+    now: Plan | None = None  # the plan that the new one follows
+    keeps_grads: bool = False
+    """Gradients stay on their tier where a plan follows another one."""
 
-    def follow(self, now: Plan, keeps_grads: bool) -> None:
-        """Makes plans that a model planned otherwise can go over to. keeps_grads: gradients stay on
-        their tier."""
-        self._now = now
-        self._keeps_grads = keeps_grads
+    @property
+    def budget(self) -> int | None:
+        """Of HOST memory for a rank."""
+        host_bytes = self.policy.host_bytes
+        return None if host_bytes is None else host_bytes // self.ranks_on_node
+
+    @functools.cached_property
+    def _resident(self) -> list[Unit]:
+        """Units as they are if they stay."""
+        return [dataclasses.replace(unit, is_resident=True) for unit in self.division.units]
 
     def make(self, stays: Collection[int]) -> Plan | None:
         """The best plan with these units (by index) staying on the accelerator; None when none
         fits."""
-        policy = self._policy
-        budget = self._budget
+        policy = self.policy
+        budget = self.budget
         planner = self._planner(stays)
-        now = self._now
+        now = self.now
         room, kept = (0, ()) if now is None else (now.activation_bytes, now.drafted)
         choices = self._choices(planner)
         fitting: set[Tier | None] | None = None
@@ -323,15 +320,15 @@ class _Maker:
     def _fitting(self, planner: Planner, choices: Sequence[PlanChoice]) -> Iterator[Tier | None]:
         """The homes of gradients with which some choice fits: the one that takes least does."""
         least = {choice.grads: choice for choice in sorted(choices, key=_size, reverse=True)}
-        room_bytes = 0 if self._now is None else self._now.activation_bytes
+        room_bytes = 0 if self.now is None else self.now.activation_bytes
         for grads, choice in least.items():
-            if self._fits(planner.plan(choice, self._policy.resident_bytes or 0, room_bytes)):
+            if self._fits(planner.plan(choice, self.policy.resident_bytes or 0, room_bytes)):
                 yield grads
 
     def _lacks(self, planner: Planner, choice: PlanChoice) -> str:
         """What steps under backward lack, in words, where they are wanted and the plan of a choice
         has no room for them."""
-        policy = self._policy
+        policy = self.policy
         if not planner.wants_attempts:
             return (
                 "pipeline_read and pipeline_write, one of which is off"
@@ -352,15 +349,15 @@ class _Maker:
             )
         plan = planner.plan(choice._replace(attempts=False), policy.resident_bytes or 0)
         copies = [planner.copy_bytes(unit, choice.tile_numel) for unit in planner.copied]
-        copies_bytes = sum(weights + states * self._is_gpu for weights, states in copies)
-        enough = (plan.host_bytes + copies_bytes) * self._ranks_on_node
+        copies_bytes = sum(weights + states * self.is_gpu for weights, states in copies)
+        enough = (plan.host_bytes + copies_bytes) * self.ranks_on_node
         given = "is not set" if policy.host_bytes is None else f"is {policy.host_bytes}"
         size = f"{enough} ({format_mib(enough)} a node)"
         return f"host_bytes, which {given}, and {size} has room for twice what rests in memory"
 
     def _choices(self, planner: Planner) -> list[PlanChoice]:
         """The choices, best first."""
-        if (now := self._now) is None:
+        if (now := self.now) is None:
             return planner.choices()
         grads, units, tiles, numel, _ = now.choice
         return [
@@ -368,15 +365,15 @@ class _Maker:
             for each in planner.choices()
             if (each.unit_buffers, each.tile_numel) == (units, numel)
             and now.may_attempt <= each.attempts <= now.choice.attempts  # what no step uses may go
-            and (each.grads is grads or (each.grads is Tier.NVME and not self._keeps_grads))
+            and (each.grads is grads or (each.grads is Tier.NVME and not self.keeps_grads))
             and each.tile_buffers <= tiles
         ]
 
     def refusal(self) -> str:
         """Says which budget no plan fits, with the rows of the smallest plan."""
-        policy = self._policy
+        policy = self.policy
         planner = self._planner(())
-        count = self._ranks_on_node
+        count = self.ranks_on_node
         plans = [
             planner.plan(choice, policy.resident_bytes or 0) for choice in self._choices(planner)
         ]
@@ -392,7 +389,7 @@ class _Maker:
             (plan for plan in plans if self._fits_device(plan)), key=lambda plan: plan.host_bytes
         )
         return (
-            f"host_bytes={policy.host_bytes} per node is {self._budget} for each of {count} ranks, "
+            f"host_bytes={policy.host_bytes} per node is {self.budget} for each of {count} ranks, "
             "and the smallest plan "
             f"needs {smallest.host_bytes} per rank, {smallest.host_bytes * count} per node: "
             f"{smallest.listed(Tier.HOST)}. "
@@ -400,17 +397,15 @@ class _Maker:
         )
 
     def _planner(self, stays: Collection[int]) -> Planner:
-        homes = {index: home for index, home in self._homes.items() if index not in stays}
-        division = self._division.with_units({index: self._resident[index] for index in stays})
-        return Planner(
-            division, self._policy, self._topology, self._is_gpu, homes, self._context_bytes
-        )
+        homes = {index: home for index, home in self.homes.items() if index not in stays}
+        division = self.division.with_units({index: self._resident[index] for index in stays})
+        return Planner(division, self.policy, self.topology, self.is_gpu, homes, self.context_bytes)
 
     def _fits(self, plan: Plan) -> bool:
-        return (self._budget is None or plan.host_bytes <= self._budget) and self._fits_device(plan)
+        return (self.budget is None or plan.host_bytes <= self.budget) and self._fits_device(plan)
 
     def _fits_device(self, plan: Plan) -> bool:
-        budget = self._policy.device_bytes if self._is_gpu else None
+        budget = self.policy.device_bytes if self.is_gpu else None
         return budget is None or plan.device_bytes <= budget
 
 

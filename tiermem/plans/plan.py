@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 import sys
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from tiermem.policy import (
@@ -197,6 +197,10 @@ def keeps_secondary(policy: OffloadPolicy, num_shards: int) -> bool:
     return 1 < policy.secondary_group_size < num_shards
 
 
+_Counted = tuple[Unit, int]
+"""A unit, and how many units of its kind there are."""
+
+
 class _Sheet:
     """The rows of a plan while it is being made."""
 
@@ -255,19 +259,15 @@ class Planner:
         self._policy = policy
         self._context_bytes = context_bytes
         self._division = division
-        self._units = division.units
+        # a unit of each kind, and how many there are
+        self._counted = division.counted(homes)
         self._most_at_once = max(1, division.most_at_once)
         self._is_gpu = is_gpu
         self._topology = topology
         self._num_shards = topology.num_shards
         self._world = topology.world
-        self._trainable = [u for u in division.units if u.is_trainable]
-        self._largest = max((unit.shard_numel for unit in self._trainable), default=UNIT_ALIGN)
-        kinds: dict[Hashable, list[Unit]] = {}
-        for unit in self._trainable:
-            kinds.setdefault((unit.dtype, unit.shard_numel, unit.was_unfrozen), []).append(unit)
-        # a unit, and how many have such tiles
-        self._cut_alike = [(alike[0], len(alike)) for alike in kinds.values()]
+        self._trainable = [each for each in self._counted if each[0].is_trainable]
+        self._largest = max((unit.shard_numel for unit, _ in self._trainable), default=UNIT_ALIGN)
         self._homes = homes  # of streamed units, by index
         optim = policy.optim if policy.optim_ratio else Tier.DEVICE
         # without an accelerator DEVICE means host memory
@@ -294,7 +294,11 @@ class Planner:
         may_attempt = self.wants_attempts and not (is_gpu and self._crosses)
         self._may_attempt = may_attempt and self._states is Tier.NVME
         may_copy = self._may_attempt if not is_gpu else may_attempt and self._states is Tier.HOST
-        self.copied = [u for u in self._trainable if may_copy and homes.get(u.index) is Tier.HOST]
+        self.copied = [
+            unit
+            for unit in division.units
+            if may_copy and unit.is_trainable and homes.get(unit.index) is Tier.HOST
+        ]
         """Units in memory that such steps need second copies of."""
         is_bounded = policy.overlap == "backward" or policy.host_bytes is not None
         self._drafted = self.copied if is_bounded and not is_gpu else []  # of their weights
@@ -304,13 +308,6 @@ class Planner:
         # activations get what the budget leaves
         self.wants_rest = rests_on_host and policy.activation_bytes is None
         self._keeps_activations = rests_on_host or policy.activations is Tier.NVME
-
-    @functools.cached_property
-    def _link_bytes(self) -> int:
-        """Bytes of the largest gradients that come from an accelerator at once."""
-        limit = self._policy.reduce_bucket_numel if self._world > 1 else sys.maxsize
-        sizes = (largest_column(unit, self._num_shards, limit) for unit in self._trainable)
-        return max(sizes, default=0)
 
     def choices(self) -> list[PlanChoice]:
         """All choices, best first."""
@@ -354,9 +351,7 @@ class Planner:
 
     def copy_bytes(self, unit: Unit, tile_numel: int) -> tuple[int, int]:
         """Bytes of the second copies of a unit's weights and of its states."""
-        states = sum(
-            _page(size) * count for size, count in state_sizes(unit, tile_numel, self._policy)
-        )
+        states = _pages(state_sizes(unit, tile_numel, self._policy))
         return _page(unit.shard_bytes), states
 
     def plan(
@@ -377,13 +372,13 @@ class Planner:
         at_home = self._at_home
         for row, crosses_link in self._parameter_rows:
             sheet.add(*row, crosses_link)
-        streamed = self._streamed
-        num_units = min(num_units, len(streamed))
+        streamed = [each for each in self._counted if each[0].takes_buffer]
+        num_units = min(num_units, sum(num for _, num in streamed))
         place = Tier.DEVICE if self._is_gpu else Tier.HOST
-        needs_stage = self._num_shards > 1 or self._is_gpu or any(u.is_packed for u in streamed)
-        sizes = [self._largest_full] if num_units else []
+        needs_stage = self._num_shards > 1 or self._is_gpu or any(u.is_packed for u, _ in streamed)
+        sizes = (unit.full_bytes for unit, _ in streamed)
         units = sheet.buffers("unit", num_units, sizes, "in use and fetched ahead", tier=place)
-        shard_sizes = [self._largest_shard] if at_home[Tier.NVME] else []
+        shard_sizes = (unit.shard_bytes for unit, _ in at_home[Tier.NVME])
         # one more, which the accelerator still reads
         num_shards = (3 if self._is_gpu else 2) * needs_stage
         shards = sheet.buffers(
@@ -391,7 +386,7 @@ class Planner:
         )
         wired = [
             u
-            for u in streamed
+            for u, _ in streamed
             if gathers_packed(u, policy) and needs_wire(u, self._num_shards, self._is_gpu)
         ]
         wire_sizes = (wire_bytes(u, self._num_shards) for u in wired)
@@ -399,18 +394,18 @@ class Planner:
             "wire", units.num, wire_sizes, "blocks on their way between ranks", tier=place
         )
         gradients = self._add_gradients(sheet, grads)
-        num_links = _LINK_BUFFERS * (self._is_gpu and grads is not Tier.DEVICE)
+        most = policy.reduce_bucket_numel if self._world > 1 else sys.maxsize
         links = sheet.buffers(
             "link",
-            num_links,
-            [self._link_bytes] if num_links else [],
+            _LINK_BUFFERS * (self._is_gpu and grads is not Tier.DEVICE),
+            (largest_column(unit, self._num_shards, most) for unit, _ in self._trainable),
             "gradients on their way from the accelerator",
             True,
         )
         num_sums = MOST_UNDER_WAY * (self._world > 1)
         limit = policy.reduce_bucket_numel
         sum_sizes = (
-            largest_buffer(u, self._topology, limit, self._is_gpu) for u in self._trainable
+            largest_buffer(u, self._topology, limit, self._is_gpu) for u, _ in self._trainable
         )
         sums = sheet.buffers(
             "reduce", num_sums, sum_sizes, "gradients on their way between ranks", tier=place
@@ -443,7 +438,7 @@ class Planner:
             if has_whole
             else functools.partial(brought_bytes, grads=brings_grads, weights=brings_weights)
         )
-        tile_sizes = (size_of(u, tile_numel, policy) for u, _ in self._cut_alike)
+        tile_sizes = (size_of(u, tile_numel, policy) for u, _ in self._trainable)
         why = f"of {tile_numel} elements"
         crosses = self._crosses or brings_grads or brings_weights
         tiles = sheet.buffers("tile", num_tiles, tile_sizes, why, crosses_link=crosses)
@@ -492,77 +487,39 @@ class Planner:
     # What follows is of units alone, whatever is chosen.
 
     @functools.cached_property
-    def _streamed(self) -> list[Unit]:
-        return [unit for unit in self._units if unit.takes_buffer]
-
-    @functools.cached_property
-    def _largest_full(self) -> int:
-        return max((unit.full_bytes for unit in self._streamed), default=0)
-
-    @functools.cached_property
-    def _largest_shard(self) -> int:
-        return max((unit.shard_bytes for unit in self._at_home[Tier.NVME]), default=0)
-
-    @functools.cached_property
-    def _at_home(self) -> dict[Tier, list[Unit]]:
+    def _at_home(self) -> dict[Tier, list[_Counted]]:
         """The streamed units by tier."""
-        found: dict[Tier, list[Unit]] = {tier: [] for tier in Tier}
-        for unit in self._units:
+        found: dict[Tier, list[_Counted]] = {tier: [] for tier in Tier}
+        for unit, num in self._counted:
             if (home := self._homes.get(unit.index)) is not None:
-                found[home].append(unit)
+                found[home].append((unit, num))
         return found
-
-    @functools.cached_property
-    def _grad_sizes(self) -> list[int]:
-        dtype_of = self._policy.precision.grad_dtype
-        return [u.shard_numel * dtype_of(u.dtype).itemsize for u in self._trainable]
-
-    @functools.cached_property
-    def _grads_bytes(self) -> int:
-        return _pages(self._grad_sizes)
-
-    @functools.cached_property
-    def _initial_bytes(self) -> int:
-        """Of fp32 values that wait for the first step."""
-        units = (u for u in self._trainable if keeps_initial_master(u, self._policy))
-        return _pages(u.shard_numel * FP32_BYTES for u in units)
-
-    @functools.cached_property
-    def _written_bytes(self) -> int:
-        """Of weights on NVMe that steps write."""
-        return _pages(u.shard_bytes for u in self._at_home[Tier.NVME] if u.is_trainable)
-
-    @functools.cached_property
-    def _sums_bytes(self) -> tuple[int, int]:
-        """Of norms, and of the sums of squares that they are made from: float64."""
-        shards = [shard for unit in self._trainable for shard in unit.shards]
-        return 8 * len(shards), 8 * sum(each.shard_numel // NORM_BLOCK + 2 for each in shards)
 
     @functools.cached_property
     def _parameter_rows(self) -> list[tuple[Row, bool]]:
         """The rows of parameters, and whether each crosses the link."""
         is_gpu = self._is_gpu
-        present = [unit for unit in self._units if unit.is_resident]
+        present = [each for each in self._counted if each[0].is_resident]
         place = Tier.DEVICE if is_gpu else Tier.HOST
-        full = _pages(unit.full_bytes for unit in present)
+        full = _pages((unit.full_bytes, num) for unit, num in present)
         found = [(Row("resident parameters", place, full, "present all the time"), False)]
         if self._num_shards > 1 or (is_gpu and self._states is not Tier.DEVICE):
             home = Tier.DEVICE if self._states is Tier.DEVICE else Tier.HOST
-            shards = _pages(unit.shard_bytes for unit in present)
+            shards = _pages((unit.shard_bytes, num) for unit, num in present)
             found.append((Row("their shards", home, shards, "what a step writes"), is_gpu))
         form = self._policy.frozen_blocks
         blocks = f", frozen matrices in {form} blocks" if form else ""
         for tier in (Tier.HOST, Tier.DEVICE, Tier.NVME):
             home = tier if is_gpu or tier is Tier.NVME else Tier.HOST
-            at_rest = _pages(unit.shard_bytes for unit in self._at_home[tier])
+            at_rest = _pages((unit.shard_bytes, num) for unit, num in self._at_home[tier])
             crosses_link = is_gpu and tier is not Tier.NVME
             row = Row("parameters", home, at_rest, f"rest on {home.name}{blocks}")
             found.append((row, crosses_link))
         if keeps_secondary(self._policy, self._num_shards):
             num_across = self._num_shards // self._policy.secondary_group_size
             second = _pages(
-                secondary_numel(unit, num_across) * unit.dtype.itemsize
-                for unit in self._units
+                (secondary_numel(unit, num_across) * unit.dtype.itemsize, num)
+                for unit, num in self._counted
                 if not unit.is_resident
             )
             why = "backward gathers from them (hpZ)"
@@ -571,20 +528,26 @@ class Planner:
 
     def _add_gradients(self, sheet: _Sheet, home: Tier | None) -> Buffers:
         """Adds the rows of gradients; returns the buffers through which they pass."""
-        sizes = self._grad_sizes
+        dtype_of = self._policy.precision.grad_dtype
+        sizes = [(u.shard_numel * dtype_of(u.dtype).itemsize, num) for u, num in self._trainable]
         if home is not None:
             why = f"rest on {home.name} until the step"
-            sheet.add("gradients", home, self._grads_bytes, why, crosses_link=self._crosses)
+            sheet.add("gradients", home, _pages(sizes), why, crosses_link=self._crosses)
         passes = home in (None, Tier.NVME)
         crosses = self._crosses and home is None  # to the accelerator that steps them
         return sheet.buffers(
-            "gradient", _USUAL_GRAD_BUFFERS * passes, sizes, "on their way home", crosses
+            "gradient",
+            _USUAL_GRAD_BUFFERS * passes,
+            (size for size, _ in sizes),
+            "on their way home",
+            crosses,
         )
 
     def _add_packing(self, sheet: _Sheet, wired: Sequence[Unit]) -> None:
         """Adds the row of an accelerator's memory for packing: the streams of gathers and of
         reductions each keep some."""
-        reduced = self._trainable if self._topology.packs_reductions else ()
+        is_packed = self._topology.packs_reductions
+        reduced = [unit for unit, _ in self._trainable if is_packed]
         sizes = (max((u.packed_numel for u in units), default=0) for units in (wired, reduced))
         scratch = sum(map(scratch_bytes, sizes)) * self._is_gpu
         sheet.add(
@@ -609,7 +572,7 @@ class Planner:
                 "squares in fp64, for the norm",
             )
         policy = self._policy
-        parts = [unit for unit, _ in self._cut_alike]
+        parts = [unit for unit, _ in self._trainable]
         streams = sheet.buffers(
             "stream",
             _STREAM_BUFFERS * (self._streamed_part > 0),
@@ -640,11 +603,12 @@ class Planner:
         )
         if not self._is_gpu:
             return kv_bytes
-        norms_bytes, squares_bytes = self._sums_bytes
-        # with factors from clipping and GradScaler
-        sizes = [norms_bytes, *_FACTORS]
-        if grads is Tier.DEVICE:
-            sizes.append(squares_bytes)
+        shards = [(shard, num) for unit, num in self._trainable for shard in unit.shards]
+        # of norms, with factors from clipping and GradScaler: float64
+        sizes = [8 * sum(num for _, num in shards), *_FACTORS]
+        if grads is Tier.DEVICE:  # sums of squares, that norms are made from
+            squares = ((shard.shard_numel // NORM_BLOCK + 2) * num for shard, num in shards)
+            sizes.append(8 * sum(squares))
         small = sum(max(_PAGE, 1 << (size - 1).bit_length()) for size in sizes if size)
         sheet.add(
             CONTEXT,
@@ -689,15 +653,20 @@ class Planner:
         """
         tiles = [
             (size, num * count)
-            for unit, num in self._cut_alike
+            for unit, num in self._trainable
             for size, count in state_sizes(unit, tile_numel, self._policy)
         ]
-        states = sum(_page(size) * count for size, count in tiles)
+        states = _pages(tiles)
         home = self._states
+        initial = (
+            (unit.shard_numel * FP32_BYTES, num)
+            for unit, num in self._trainable
+            if keeps_initial_master(unit, self._policy)
+        )
         sheet.add(
             "initial masters",
             Tier.NVME if home is Tier.NVME else Tier.HOST,
-            self._initial_bytes,
+            _pages(initial),
             "until the first step",
         )
         kept = int(states * self._kept_part) // _PAGE * _PAGE
@@ -718,7 +687,7 @@ class Planner:
         )
         return kept, resident
 
-    def _add_slots(self, sheet: _Sheet, resting: list[Unit], attempts: bool) -> tuple[int, int]:
+    def _add_slots(self, sheet: _Sheet, resting: list[_Counted], attempts: bool) -> tuple[int, int]:
         """Adds room for slots that checkpoints hold while steps write to others, and for what steps
         under backward write.
 
@@ -730,7 +699,7 @@ class Planner:
         wants them.
         """
         policy = self._policy
-        written = self._written_bytes
+        written = _pages((unit.shard_bytes, num) for unit, num in resting if unit.is_trainable)
         written += sum(r.num_bytes for r in sheet.rows if r.tier is Tier.NVME and r.what == _STATES)
         frozen = (policy.num_slots - 1) * written
         sheet.add(
@@ -744,13 +713,17 @@ class Planner:
         why = f"overlap={policy.overlap!r}"
         sheet.add(_ATTEMPTS, Tier.NVME, attempt, why)
         sheet.add(
-            _DRAFTS, Tier.HOST, _pages(u.shard_bytes for u in self._drafted) * is_attempted, why
+            _DRAFTS,
+            Tier.HOST,
+            _pages((u.shard_bytes, 1) for u in self._drafted) * is_attempted,
+            why,
         )
         return frozen, attempt
 
 
-def _pages(sizes: Iterable[int]) -> int:
-    return sum(_page(size) for size in sizes)
+def _pages(sizes: Iterable[tuple[int, int]]) -> int:
+    """Bytes of so many pieces of each size."""
+    return sum(_page(size) * num for size, num in sizes)
 
 
 def _page(num_bytes: int) -> int:

@@ -843,7 +843,7 @@ class Shards:
         )
         self.store.flush()
         live = {
-            module: [self.units[u.index] for u in needed]
+            module: [self.units[index] for index in needed]
             for module, needed in division.triggers.items()
         }
         self.triggers = list(live)  # modules that make units present

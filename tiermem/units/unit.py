@@ -6,14 +6,22 @@ import dataclasses
 import logging
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import (
+    Callable,
+    Collection,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from tiermem.policy import OffloadPolicy
+from tiermem.policy import OffloadPolicy, Tier
 from tiermem.precision import DTYPES
 from tiermem.swap.base.ranges import round_up
 from tiermem.units.compute import widened_dtype
@@ -375,10 +383,21 @@ class Division:
     """A model divided into units."""
 
     units: list[Unit]
-    # modules whose forward needs units, in the order of the model
-    triggers: dict[nn.Module, list[Unit]]
+    # modules whose forward needs units, in the order of the model, with the units' indices
+    triggers: dict[nn.Module, list[int]]
     # most streamed units that a module needs, together with the modules around it
     most_at_once: int
+    layouts: Sequence[int]  # of each unit the number of its layout: equal ones have equal sizes
+
+    def counted(self, homes: Mapping[int, Tier]) -> list[tuple[Unit, int]]:
+        """A unit of each kind, and how many units are of that kind: of one layout and home, and
+        equally trained and kept. Sizes of all units are sums over these."""
+        found: dict[Hashable, list[Unit]] = {}
+        for unit, layout in zip(self.units, self.layouts, strict=True):
+            kept = unit.is_resident, unit.is_in_place, homes.get(unit.index)
+            kind = layout, unit.is_trainable, unit.was_unfrozen, *kept
+            found.setdefault(kind, []).append(unit)
+        return [(alike[0], len(alike)) for alike in found.values()]
 
     def with_changed(self, indices: Collection[int], **fields: Any) -> Division:
         """The same division, with these fields of some units changed."""
@@ -389,19 +408,16 @@ class Division:
     def with_units(self, changed: Mapping[int, Unit]) -> Division:
         """The same division, with other units at these indices."""
         units = [changed.get(unit.index, unit) for unit in self.units]
-        triggers = {
-            module: [units[u.index] for u in needed] for module, needed in self.triggers.items()
-        }
-        return dataclasses.replace(self, units=units, triggers=triggers)
+        return dataclasses.replace(self, units=units)
 
     def order(self, counts: Callable[[nn.Module], bool] = lambda module: True) -> list[Unit]:
         """The streamed units in the order of definition of their modules; `counts` selects
         modules."""
-        seen: dict[int, Unit] = {}
-        for module, units in self.triggers.items():
+        seen: dict[int, None] = {}
+        for module, needed in self.triggers.items():
             if counts(module):
-                seen.update((unit.index, unit) for unit in units if not unit.is_resident)
-        return list(seen.values())
+                seen.update(dict.fromkeys(needed))
+        return [self.units[index] for index in seen if not self.units[index].is_resident]
 
 
 _HOOKS_OF_A_MODULE = 1  # the number that hooks.py installs before a forward, and after it
@@ -438,12 +454,12 @@ def divide(
     # other ranks' tokens choose other rows, and a fetch is collective
     fused = fused_experts(model) if num_shards == 1 else {}
     units: list[Unit] = []
-    triggers: dict[nn.Module, list[Unit]] = {}
-    owners: dict[nn.Parameter, Unit] = {}
+    triggers: dict[nn.Module, list[int]] = {}
+    owners: dict[nn.Parameter, int] = {}
     small: dict[nn.Parameter, None] = {}  # a set that keeps its order
     limit = 0 if policy.gather_way == "single" else policy.unit_numel
     for name, module, params, is_leaf in _groups(model, limit, persistent, num_shards):
-        needed: dict[int, Unit] = {owners[p].index: owners[p] for p in params if p in owners}
+        needed = dict.fromkeys(owners[p] for p in params if p in owners)
         fresh = [p for p in params if p not in owners and p not in persistent]
         for kind, alike in _by_kind(fresh, is_trained, seen_as, form).items():
             unit = _lay_out(
@@ -451,25 +467,36 @@ def divide(
             )
             _check_size(unit, policy)
             units.append(unit)
-            owners.update((p, unit) for p in alike)
-            needed[unit.index] = unit
+            owners.update(dict.fromkeys(alike, unit.index))
+            needed[unit.index] = None
         small.update(dict.fromkeys(p for p in params if p in persistent))
         if needed:
-            triggers.setdefault(module, []).extend(needed.values())
+            triggers.setdefault(module, []).extend(needed)
     for kind, alike in _by_kind(list(small), is_trained, {}, None).items():
         unit = _lay_out("persistent", len(units), alike, names, kind, policy, num_shards)
         units.append(dataclasses.replace(unit, is_resident=True))
-    return Division(units, triggers, _most_at_once(model, triggers))
+    numbers: dict[Hashable, int] = {}
+    layouts = [numbers.setdefault(_layout_of(unit), len(numbers)) for unit in units]
+    return Division(units, triggers, _most_at_once(model, triggers, units), layouts)
 
 
-def _most_at_once(model: nn.Module, triggers: Mapping[nn.Module, list[Unit]]) -> int:
+def _layout_of(unit: Unit) -> Hashable:
+    """All that a unit's sizes follow from, but for what may change."""
+    shards = [(s.numel, s.shard_numel, s.shard_offset, s.reduce_dtype) for s in unit.shards]
+    formats = unit.dtype, unit.full_dtype, unit.blocks
+    return unit.full_numel, unit.shard_numel, *formats, *shards
+
+
+def _most_at_once(
+    model: nn.Module, triggers: Mapping[nn.Module, list[int]], units: Sequence[Unit]
+) -> int:
     seen: set[nn.Module] = set()
 
     def visit(module: nn.Module, held: frozenset[int]) -> int:
         if module in seen:
             return 0
         seen.add(module)
-        held |= {unit.index for unit in triggers.get(module, []) if not unit.is_resident}
+        held |= {index for index in triggers.get(module, []) if not units[index].is_resident}
         return max([len(held), *(visit(child, held) for child in module.children())])
 
     return visit(model, frozenset())

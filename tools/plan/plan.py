@@ -69,12 +69,16 @@ def plan(options: PlanOptions, console: Console) -> int:
         shape = preset(ESTIMATED) if name == ESTIMATED else _shape(options)
         print_estimates(name, shape, (options.ranks, options.nodes), console)
         return EXIT_FITS
-    with console.status("measuring and planning"), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those of the model's libraries
-        scenario, sources = scenario_of(options)
-        planned = plan_scenario(scenario)
-        advice = advise(planned)
-    print_plan(planned, advice, sources, console)
+        with console.status("measuring and planning"):
+            scenario, sources = scenario_of(options)
+            planned = plan_scenario(scenario)
+        _print_verdict(planned, console)
+        with console.status("planning what would be faster"):
+            advice = advise(planned)
+    _print_advice(planned, advice, console)
+    _print_plan(planned, sources, console)
     options.save_json(plan_figures(planned, advice, sources))
     return EXIT_TOO_SMALL if planned.problems else EXIT_FITS
 
@@ -187,14 +191,8 @@ _LANES = {
 }
 
 
-def print_plan(
-    planned: Planned,
-    advice: Sequence[Advice],
-    sources: Sequence[str],
-    console: Console,
-) -> None:
-    """Whether it fits, how fast, what limits and what to change; then the arithmetic."""
-    _print_verdict(planned, advice, console)
+def _print_plan(planned: Planned, sources: Sequence[str], console: Console) -> None:
+    """The arithmetic."""
     cluster = planned.scenario.cluster
     ranks = numbered(cluster.num_ranks, "rank")
     where = "GPUs" if cluster.gpu_bytes is not None else "CPUs"
@@ -354,7 +352,8 @@ def _phase_table(planned: Planned) -> Table:
     return shown
 
 
-def _print_verdict(planned: Planned, advice: Sequence[Advice], console: Console) -> None:
+def _print_verdict(planned: Planned, console: Console) -> None:
+    """Whether it fits, how fast, and what limits."""
     for problem in planned.problems:
         console.print(
             f"does not fit: {problem.where} has {_gib(problem.limit_bytes)} and "
@@ -371,6 +370,10 @@ def _print_verdict(planned: Planned, advice: Sequence[Advice], console: Console)
         )
     written = planned.written_bytes_day
     console.print(f"  {wear_a_day(written)}" if written else "  no disk is written")
+
+
+def _print_advice(planned: Planned, advice: Sequence[Advice], console: Console) -> None:
+    """What to change."""
     hint = tiling_hint(planned)
     if advice or hint:
         console.print("what to change or buy:" if planned.problems else "what would be faster:")
@@ -421,15 +424,10 @@ class Advice(NamedTuple):
 def advise(planned: Planned, most: int = 5) -> list[Advice]:
     """What to change or buy, the best first; empty when it fits and nothing is faster."""
     tried = [advice for each in _candidates(planned) if (advice := _try(each, planned))]
-    if not planned.problems:
-        enough = _LEAST_GAIN * planned.tokens_per_s or math.inf
-        faster = [each for each in tried if each.fits and each.planned.tokens_per_s >= enough]
-        return sorted(faster, key=lambda each: -each.planned.tokens_per_s)[:most]
-    fitting = sorted(
-        (each for each in tried if each.fits), key=lambda each: -each.planned.tokens_per_s
-    )
-    if fitting:
-        return fitting[:most]
+    enough = 0.0 if planned.problems else _LEAST_GAIN * planned.tokens_per_s or math.inf
+    fitting = [each for each in tried if each.fits and each.planned.tokens_per_s >= enough]
+    if fitting or not planned.problems:
+        return sorted(fitting, key=lambda each: -each.planned.tokens_per_s)[:most]
     nearer = sorted(tried, key=lambda each: each.planned.excess)
     return [each for each in nearer if each.planned.excess < planned.excess][:most]
 
@@ -438,7 +436,7 @@ def _try(candidate: Candidate, now: Planned) -> Advice | None:
     """A change, with what it leaves open chosen again where homes may move."""
     scenario = candidate.change(now.scenario)
     try:
-        planned = plan_scenario(scenario, scenario.moves_homes, now.choice)
+        planned = plan_scenario(scenario, scenario.moves_homes, now)
     except ValueError:
         return None  # refused where it would be refused for real: no advice
     return Advice(candidate.words, planned)

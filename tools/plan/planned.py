@@ -10,7 +10,6 @@ is planned as if there were no limit, and `problems` says by how many bytes it i
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib
 import itertools
@@ -41,7 +40,7 @@ from tiermem.plans.budget import make_plan
 from tiermem.plans.plan import ACTIVATION_CHUNK_BYTES, Plan, Row
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.precision import DTYPES, Precision
-from tiermem.ranks.topology import Topology, plan_topology
+from tiermem.ranks.topology import plan_topology
 from tiermem.tools.job.launcher import Job, compute_of
 from tiermem.tools.measure.machine import DAY_S
 from tiermem.tools.presets import OF_DIFFUSERS, ModelSizes
@@ -549,7 +548,8 @@ class Planned:
     """A scenario with its figures."""
 
     scenario: Scenario
-    num_params: int
+    model: nn.Module
+    """On the meta device."""
     policy: OffloadPolicy
     plan: Plan
     lines: tuple[Row, ...]
@@ -560,6 +560,11 @@ class Planned:
     activations: ActivationBytes
     choice: Choice | None = None
     """How what a budget leaves open was settled; None: by rule."""
+
+    @property
+    def num_params(self) -> int:
+        """Elements of the model's parameters."""
+        return sum(param.numel() for param in self.model.parameters())
 
     @property
     def tokens_per_s(self) -> float:
@@ -620,16 +625,17 @@ class Planned:
         return found
 
 
-def plan_scenario(scenario: Scenario, chooses: bool = True, near: Choice | None = None) -> Planned:
+def plan_scenario(scenario: Scenario, chooses: bool = True, near: Planned | None = None) -> Planned:
     """Plans a scenario; with `chooses`, what is left open is settled by predicted time
-    (forecast/choose.py). near: the choice for a scenario that differs little.
+    (forecast/choose.py). near: the plan of a scenario of the same model that differs little.
 
     Steps begin under backward only where the disk has room for it. Raises ValueError for a config
     or model that cannot be: what a real start would refuse too.
     """
     cluster = scenario.cluster
     loaded = resolve_auto(load_config(scenario.config), ModelSizes.of(scenario.shape).hidden)
-    model = meta_model(scenario.shape, loaded.precision, scenario.lora_rank)
+    made = scenario.shape, loaded.precision, scenario.lora_rank
+    model = near.model if near else meta_model(*made)
     batch = loaded.batch(cluster.num_ranks)
     given = loaded.policy()
     per_node = cluster.ranks_per_node
@@ -664,7 +670,7 @@ def plan_scenario(scenario: Scenario, chooses: bool = True, near: Choice | None 
             cluster.caps,
             HOMES if scenario.moves_homes else (),
             chooses,
-            near,
+            near.choice if near else None,
         )
         tried = choice.chosen
     except ValueError:  # nothing fits: the smallest plans
@@ -673,7 +679,7 @@ def plan_scenario(scenario: Scenario, chooses: bool = True, near: Choice | None 
     rows = activations.rows(tried.policy.activations)
     return Planned(
         scenario=scenario,
-        num_params=sum(p.numel() for p in model.parameters()),
+        model=model,
         policy=tried.policy,
         plan=tried.plan,
         lines=(*tried.plan.rows, INTERPRETER, *cluster.gpu_others, *rows),
@@ -701,7 +707,7 @@ def _nearest(
         far = Tier.NVME if policy.paths else Tier.HOST
         near = Tier.DEVICE if cluster.gpu_bytes is not None else Tier.HOST
         homes = [{"params": far, "optim": far, "grads": each} for each in {near: 0, far: 0}]
-    found: list[tuple[float, int, Tried]] = []
+    found: dict[float, Tried] = {}
     errors = []
     is_gpu = cluster.gpu_bytes is not None
     for placement, fields in itertools.product(placements, homes):
@@ -727,10 +733,10 @@ def _nearest(
         device_bytes = tried.plan.device_bytes / (placement.device_bytes or math.inf)
         host_bytes = tried.plan.host_bytes / (placement.host_bytes or math.inf)
         disk_bytes = tried.plan.disk_bytes / (cluster.caps.disk_bytes or math.inf)
-        found.append((max(device_bytes, host_bytes, disk_bytes), len(found), tried))
+        found.setdefault(max(device_bytes, host_bytes, disk_bytes), tried)
     if not found:
         raise errors[0]
-    return min(found)[-1]
+    return found[min(found)]
 
 
 def meta_model(shape: Mapping[str, Any], precision: str, lora_rank: int | None = None) -> nn.Module:
@@ -783,23 +789,3 @@ def transformers() -> Any:
     """The package, imported; typed as Any, since it is typed in parts only. Raises ImportError
     where it is not installed."""
     return importlib.import_module("transformers")
-
-
-def placed(
-    model: nn.Module,
-    policy: OffloadPolicy,
-    placements: Sequence[Placement],
-    topology: Topology,
-    is_gpu: bool,
-    ranks_on_node: int,
-) -> tuple[OffloadPolicy, Plan]:
-    """The policy with the first placement whose plan fits, and that plan. Raises ValueError where
-    none fits."""
-    division = divide(model, policy, topology.num_shards)
-    for placement in placements:
-        changed = dataclasses.replace(policy, **placement.fields(policy))
-        with contextlib.suppress(ValueError):
-            plan = make_plan(division, changed, topology, is_gpu, ranks_on_node)
-            if placement.device_bytes is None or plan.device_bytes <= placement.device_bytes:
-                return changed, plan
-    raise ValueError("no placement of activations leaves room for a plan")
