@@ -13,6 +13,7 @@ import gc
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -21,6 +22,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import pytest
 import torch
 from strips import cut_small_tiles
@@ -99,6 +101,18 @@ def nothing_leaks(request: pytest.FixtureRequest, warmed_up: None) -> Iterator[N
         if time.monotonic() > deadline:
             pytest.fail("left behind: " + "; ".join(leaks))
         time.sleep(0.005)
+
+
+@pytest.fixture
+def forked_python(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is started with sys.executable, or as `python` or `tiermem`, is a fork of
+    fork_server.py's, without the imports' seconds. Its memory is not seen from outside."""
+    folder = tmp_path_factory.mktemp("bin")
+    for name, value in fork_server.write_python(folder).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,6 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -67,18 +65,12 @@ def test_example_is_short_and_says_what_it_is(example: Path) -> None:
     assert "params=Tier.NVME" not in source or "persistence_numel=" in source
 
 
+@pytest.mark.usefixtures("forked_python")
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda file: file.stem)
 def test_example_runs(example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needs(example)
     monkeypatch.chdir(tmp_path)
-    if example.stem != "accelerate_loop":
-        done = fork_server.run([str(example)], 120.0, OMP_NUM_THREADS="1")
-    # nothing in it closes the model: the folder on NVMe goes at exit, for which the fork server
-    # does not wait
-    else:
-        done = subprocess.run(
-            [sys.executable, str(example)], capture_output=True, text=True, timeout=120
-        )
+    done = fork_server.run([str(example)], 120.0, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert SAID[example.stem] in done.stdout
 

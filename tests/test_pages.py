@@ -114,7 +114,7 @@ def has_command(name: str) -> bool:
 def run_shell(text: str) -> None:
     environment = {
         **os.environ,
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PATH": f"{Path(sys.executable).parent}:{sys.prefix}/bin:{os.environ['PATH']}",
         "ACCELERATE_USE_CPU": "true",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
@@ -130,6 +130,7 @@ def run_shell(text: str) -> None:
     assert done.returncode == 0, f"{done.stdout[-8000:]}\n{done.stderr[-8000:]}"
 
 
+@pytest.mark.usefixtures("forked_python")
 @pytest.mark.parametrize("block", shown("python"))
 def test_programs_run_alone(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = "" if block.is_first else text_before(block, "python")
@@ -140,9 +141,6 @@ def test_programs_run_alone(block: Block, tmp_path: Path, monkeypatch: pytest.Mo
         skip_without_packages(shell)
         run_shell(shell)
     Path("program.py").write_text(before + block.text, "utf-8")
-    if "Accelerator" in block.text:  # nothing in it closes the model: its folder goes at exit
-        run_shell("python program.py")
-        return
     done = fork_server.run(
         ["program.py"], 300.0, OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="true", HF_HUB_OFFLINE="1"
     )
