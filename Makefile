@@ -36,9 +36,7 @@ demo: .venv/.installed
 # threads of OpenMP would wait in its spinning barrier for one another.
 # Files in their own order: sorted by number of tests, the few long ones would come last, one after the other.
 # Bytecode is written, also where the environment says otherwise: the tests start Python some hundred times.
-# A worker that dies ends the run: xdist would give its finished files to the others, which wait for ever after them.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 4 --dist loadfile \
-    --no-loadscope-reorder --max-worker-restart 0
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --workers 4
 
 test: .venv/.installed
 	@$(PYTEST)

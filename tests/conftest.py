@@ -26,6 +26,15 @@ import fork_server
 import pytest
 import torch
 from strips import cut_small_tiles
+from workers import (
+    pytest_addoption as pytest_addoption,
+)
+from workers import (
+    pytest_runtestloop as pytest_runtestloop,
+)
+from workers import (
+    pytest_sessionstart as pytest_sessionstart,
+)
 
 from tiermem.swap.base.native import Workers
 
