@@ -130,8 +130,10 @@ _MODELS = re.compile(
 
 def _names_models(words: list[str]) -> bool:
     files = [Path(word) for word in words if word.endswith(".py")]
-    texts = [file.read_text("utf-8") for file in files if file.is_file()]
-    return words[0] == "-" or any(_MODELS.search(text) for text in [*words[:2], *texts])
+    texts = [*words[:2], *(file.read_text("utf-8") for file in files if file.is_file())]
+    if any("as_deepspeed" in text for text in texts):
+        return False  # which comes before these packages
+    return words[0] == "-" or any(_MODELS.search(text) for text in texts)
 
 
 def _connected(with_models: bool) -> socket.socket:

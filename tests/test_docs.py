@@ -240,6 +240,7 @@ def test_the_page_of_measurements_is_made_of_their_rows() -> None:
         assert all(set(row) <= set(COLUMNS) and row["commit"] for row in load(name)["rows"])
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_measuring_appends_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A command's own JSON becomes rows, and a file keeps those that it has."""
     import shutil

@@ -386,6 +386,7 @@ def test_public_names_are_as_recorded(due: dict[str, list[str]], kind: str) -> N
     assert not message, f"{kind}: {message}"
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_json_fields_are_as_recorded(due: dict[str, list[str]], tmp_path: Path) -> None:
     found = [line for line in json_fields(tmp_path) if not any(word in line for word in MACHINE)]
     message = complaint(without_empty(due["json"], found), without_empty(found, due["json"]))

@@ -146,6 +146,7 @@ def assert_normed(found: dict[str, Any], stored: dict[str, torch.Tensor]) -> Non
 
 
 @pytest.mark.parametrize("lacks", [".", "weight"])
+@pytest.mark.usefixtures("forked_python")
 def test_every_norm_has_values_as_under_deepspeed(lacks: str, tmp_path: Path) -> None:
     stored = saved(tmp_path, lacks, is_normed=True)
     assert_normed(as_under_deepspeed(tmp_path, "file"), stored)

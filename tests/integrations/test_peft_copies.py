@@ -176,6 +176,7 @@ print("trained:", sorted(name.split(".")[-2] for name, each in model.named_param
 """
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_a_classifier_is_copied_as_under_deepspeed(tmp_path: Path) -> None:
     transformers.LlamaForSequenceClassification(
         transformers.LlamaConfig(**FIELDS, pad_token_id=0, num_labels=3)

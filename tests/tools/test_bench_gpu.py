@@ -405,6 +405,7 @@ def test_a_large_model_has_the_layers_that_fit_and_peers_beside_host(
     assert list(found["failures"]) == ["all on the device", "host", "nvme"]
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_a_training_is_traced_on_a_device_without_kernels(tmp_path: Path) -> None:
     """On the CPU: the profiler runs, and tells that it saw no copies; nothing that overlaps changes
     a loss."""

@@ -369,6 +369,7 @@ def test_a_path_is_needed() -> None:
         IoBenchOptions(paths=[])
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_a_program_gets_what_the_command_writes(tmp_path: Path) -> None:
     from tiermem.tools.bench import io as bench
 

@@ -127,6 +127,7 @@ def test_a_peer_that_dies_at_the_cap_is_a_result(tmp_path: Path) -> None:
     assert summary["outcome"].startswith("killed at the cap of 64.0 MiB during the imports")
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_an_error_of_a_peer_is_told(tmp_path: Path) -> None:
     record = run_plain(job(tmp_path, shape={"model_type": "no-such-model"}), tmp_path)
     assert record.error is not None

@@ -188,6 +188,7 @@ def test_a_run_killed_at_the_cap_says_so(folder: Path) -> None:
     assert out["is_killed_at_cap"]
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_an_interrupt_finishes_the_step_and_reports(folder: Path) -> None:
     with subprocess.Popen(
         command("--steps", "100000"), cwd=folder, stdout=subprocess.PIPE, text=True

@@ -75,6 +75,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_two_ranks_train_as_one_with_the_whole_batch_and_leave_one_run(folder: Path) -> None:
     words = ("--steps", "3", "--offload", "nvme")
     two = figures(folder, 2, "--batch", "2", *words)
