@@ -611,6 +611,7 @@ def test_a_pass_whose_losses_differ_is_a_race_and_advice_is_none() -> None:
     ]
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_a_report_that_came_from_elsewhere_is_shown_and_drawn(tmp_path: Path) -> None:
     """With all panels, from the JSON and its traces; nothing is measured."""
     pytest.importorskip("matplotlib")

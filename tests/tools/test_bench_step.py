@@ -497,7 +497,7 @@ def test_the_command_takes_its_options(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @pytest.fixture
-def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def running(tmp_path: Path, forked_python: None) -> Iterator[subprocess.Popen[str]]:
     """The command in the midst of its steps, with a folder on the path."""
     arguments = ["--path", str(tmp_path), "--params", "2M", "--loops", "100000"]
     command = [sys.executable, "-m", "tiermem.tools.cli", "bench", "step", *arguments]
