@@ -117,6 +117,11 @@ def _text(file: Any) -> str:
     return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")
 
 
+def end_with_parent() -> None:
+    """The kernel kills this process when the one that started it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def start_shared() -> None:
     """Starts the server of this process and of those forked from it."""
     _start_server()
@@ -195,7 +200,7 @@ def _end_server(pid: int, process: subprocess.Popen[bytes]) -> None:
 
 def _serve(name: str) -> None:
     """Answers each connection in a fork, until the process that started this one ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     faulthandler.enable()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the forks that answer
     listeners = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
@@ -205,7 +210,7 @@ def _serve(name: str) -> None:
     _import_everything()
     listener, others = listeners
     if os.fork() == 0:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        end_with_parent()
         others, listener = listeners
         select.select([listener], [], [])  # until somebody asks
         _import_models()

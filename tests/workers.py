@@ -136,6 +136,7 @@ class _Reporter:
 def _work(
     session: pytest.Session, files: list[list[pytest.Item]], queue: int, to: Connection, base: Any
 ) -> None:
+    fork_server.end_with_parent()
     random.seed()  # names of files are drawn
     plugins = session.config.pluginmanager
     plugins.unregister(name="terminalreporter")
