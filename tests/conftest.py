@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import weakref
+import zlib
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -252,7 +253,8 @@ sees. What they import may move. `pytest -m black_box` runs them."""
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tests of BLACK_BOX; `-m` chooses afterwards."""
+    """Marks the tests of BLACK_BOX, and as slow what `sampled` leaves out; `-m` chooses
+    afterwards."""
     here = Path(__file__).parent
     chosen = {
         path: any(path.relative_to(here).match(pattern) for pattern in BLACK_BOX)
@@ -261,3 +263,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if chosen[item.path]:
             item.add_marker(pytest.mark.black_box)
+    families: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled") is not None:
+            name = item.name.partition("[")[0]
+            families.setdefault((item.path, name), []).append(item)
+    for family in families.values():
+        marker = family[0].get_closest_marker("sampled")
+        assert marker is not None
+        order = sorted(family, key=lambda item: zlib.crc32(item.nodeid.encode()))
+        for item in order[-(-len(order) // marker.args[0]) :]:
+            item.add_marker(pytest.mark.slow)

@@ -250,8 +250,10 @@ def _answer(connection: socket.socket) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     size, files, _, _ = socket.recv_fds(connection, 4, 99)
     length, request = int.from_bytes(size, "little"), b""
-    while len(request) < length:
-        request += connection.recv(length - len(request))
+    while len(request) < length and (received := connection.recv(length - len(request))):
+        request += received
+    if not length or len(request) < length:
+        return  # whoever connected has gone
     told = json.loads(request)
     pid = forked(lambda: _be_script(connection, files, **told))
     for file in files:
@@ -316,6 +318,7 @@ def _be_script(
 
 def _be_python(name: str, words: list[str]) -> None:
     """Asks the server, passes signals on, and ends as the script does."""
+    words = words[words[0] == "-I" :]  # isolated from an environment that the server has, too
     with socket.socket(socket.AF_UNIX) as server:
         numbers = map(int, os.listdir("/proc/self/fd"))  # the listing's own has gone
         there = [number for number in numbers if os.path.exists(f"/proc/self/fd/{number}")]

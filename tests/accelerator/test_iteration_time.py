@@ -166,6 +166,7 @@ def test_8b_that_clips_every_step_is_a_tenth_slower_where_nothing_hides_it(
 @pytest.mark.parametrize(
     ("tokens", "least"), [(8192, 1800), pytest.param(16384, 2200, marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_8b_that_never_clips_steps_under_backward_where_memory_has_room_to_undo(
     tokens: int, least: int, sim: ModuleType, marks: Marks, monkeypatch: pytest.MonkeyPatch
 ) -> None:

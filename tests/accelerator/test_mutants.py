@@ -58,6 +58,7 @@ ALWAYS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "name",
     [

@@ -53,6 +53,7 @@ def assert_close_and_equal(folder: Path, names: str, *ways: str, timeout_s: floa
         assert {name: apart for name, apart in found.items() if apart and name not in beside} == {}
 
 
+@pytest.mark.slow
 def test_two_ranks_on_devices_compute_what_they_compute_on_cpus(tmp_path: Path) -> None:
     assert_equal(tmp_path, BOTH, IN_TURN)
 

@@ -193,6 +193,7 @@ print(memory_of("VmHWM") - before, *pieces)
 """
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_a_shard(tmp_path: Path) -> None:
     """A process grows by the 16 MiB that are read into, a piece of 16 MiB and some more: not by the
     shard of 224 MiB."""

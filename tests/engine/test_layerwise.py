@@ -91,6 +91,7 @@ class Head(nn.Linear):
         super().__init__(16, VOCAB)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CASES)
 def test_layers_give_the_bits_of_batches(name: str, tmp_path: Path) -> None:
     case = CASES[name]

@@ -341,6 +341,7 @@ def test_any_program_shows_the_same_bits_long(
         pytest.param(4, 30, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_any_program_shows_the_same_bits_on_ranks(num_ranks: int, num: int, tmp_path: Path) -> None:
     """Each rank trains on batches of its own. So many programs."""
     (tmp_path / "out").mkdir()
@@ -395,6 +396,7 @@ def trained(tmp_path: Path) -> Any:
             each.close()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("overlap", "fields", "is_under_way"),
     [

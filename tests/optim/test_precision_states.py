@@ -89,6 +89,7 @@ def load_all(
         shard.num_steps = num_steps
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "homes"),
     [
@@ -197,6 +198,7 @@ def test_values_and_names_that_do_not_fit_are_refused() -> None:
 # ---- starting ------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("home", [Tier.HOST, Tier.NVME])
 @pytest.mark.parametrize("resident_bytes", [0, 60_000, 1 << 30])
 @pytest.mark.parametrize("name", ["exact", "compact", "tiny"])

@@ -156,6 +156,7 @@ HOMES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("home", HOMES)
 def test_a_step_counts_when_all_is_as_assumed(
     home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -283,6 +284,7 @@ def load(run: Run) -> None:
     run.model.load_state_dict(seeded(Tower, seed=5).bfloat16().state_dict())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "change",
     [clip, edit, clamp, zero_one, drop_one, replace_one, more, rate, decay, write_master, load],
@@ -513,6 +515,7 @@ def train_clipped(engine: tiermem.Engine, folder: Path, period: int = 0) -> Ende
     return ended
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("clipping", "period", "num_early", "num_redone"),
     [

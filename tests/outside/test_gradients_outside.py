@@ -92,6 +92,7 @@ def test_reads_equal_plain_torchs(home: str, tmp_path: Path) -> None:
             torch.testing.assert_close(mine, found[1][call], rtol=0, atol=0, msg=call)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("home", HOMES)
 def test_the_step_sees_what_was_written(home: str, tmp_path: Path) -> None:
     for call, write in WRITES.items():

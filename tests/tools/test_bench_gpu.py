@@ -451,6 +451,7 @@ print(module.copies()["to_device_bytes"] == module.copies()["to_host_bytes"] > 0
 """
 
 
+@pytest.mark.slow
 def test_the_link_is_measured_with_pinned_copies_both_ways() -> None:
     """Of the simulated device, in pieces of any size; nothing stays pinned, and a CPU has no
     link."""

@@ -208,6 +208,7 @@ def test_the_table_and_the_facts_are_printed(run: Run) -> None:
         assert words in run.done.stdout
 
 
+@pytest.mark.slow
 def test_its_own_files_are_overwritten_and_others_not(run: Run) -> None:
     small = (
         "--path",

@@ -138,6 +138,7 @@ def test_models_with_and_without_checksums_are_compared(bench: Bench) -> None:
         cases_of(StepBenchOptions([Path()], verify="never"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("precision", "read", "written"), [("fp32", 8 + 4 + 4, 8 + 4), ("bf16", 12 + 2, 12 + 2)]
 )
@@ -167,6 +168,7 @@ def test_a_step_moves_what_arithmetic_says(
 PER_PARAM = {"exact": (12, 0), "compact": (6, 2), "bf16": (4, 2), "tiny": (4 + 2 / 64, 2)}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("only_states", [True, False])
 def test_a_preset_moves_its_bytes_per_parameter(bench: Bench, only_states: bool) -> None:
     figures = bench(precision="bf16", preset=",".join(PER_PARAM), only_states=only_states)

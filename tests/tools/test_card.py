@@ -151,6 +151,7 @@ def test_the_memory_of_a_device_and_that_of_the_host_are_measured() -> None:
     assert python("-c", PROBE) == "True True True\n"
 
 
+@pytest.mark.slow
 def test_the_card_of_this_machine_is_planned_for(tmp_path: Path) -> None:
     """Without --gpu-memory: its size, its link, its memory and its maths are measured."""
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))

@@ -115,6 +115,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("command", "arguments", "reason"),
     [(command, *each) for command, several in MISTAKES.items() for each in several],

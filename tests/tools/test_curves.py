@@ -33,6 +33,7 @@ def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(curves, "_SEQ", 32)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_tokens")
 def test_the_figures_hold_a_curve_of_each_preset(tmp_path: Path) -> None:
     files = tmp_path / "curves.json", tmp_path / "curves.png"

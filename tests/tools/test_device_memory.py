@@ -369,6 +369,7 @@ print(found)
 """
 
 
+@pytest.mark.slow
 def test_the_driver_is_resident_before_a_cap_is_divided() -> None:
     """What the accelerator's context takes of host memory is no part of what the store gets."""
     pytest.importorskip("transformers")

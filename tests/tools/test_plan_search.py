@@ -63,6 +63,7 @@ def found_states(scenario: Scenario) -> Any:
     return resolve_auto(load_config(scenario.config), 1).policy().precision
 
 
+@pytest.mark.slow
 def test_a_mix_fills_a_card_of_80_gb() -> None:
     found = on_h200(80, 2)
     assert not found.problems
@@ -260,6 +261,7 @@ def test_a_larger_or_faster_machine_never_gets_a_slower_plan(
     assert_no_slower(plan_of(*machine), machine, more)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("machine", "more"),
     [

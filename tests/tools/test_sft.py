@@ -153,6 +153,7 @@ def test_in_memory_losses_are_those_of_trl(home: Path, monkeypatch: pytest.Monke
     assert_opens(home / "ours here" / "out", home / "plain here" / "out")
 
 
+@pytest.mark.slow
 def test_a_config_that_says_bf16_makes_weights_of_it(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

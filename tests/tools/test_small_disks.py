@@ -56,6 +56,7 @@ def test_check_names_a_folder_in_memory_and_does_the_rest(
     assert "engine" in said and "products" in said
 
 
+@pytest.mark.slow
 def test_train_under_a_cap_names_a_folder_in_memory_and_trains(
     in_memory: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

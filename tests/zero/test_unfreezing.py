@@ -91,6 +91,7 @@ def steps_of(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, float]
     }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("build", [groups_from_the_start, trained_alone])
 @pytest.mark.parametrize("home", POLICIES)
 def test_unfreezing_equals_plain_training(
