@@ -71,6 +71,7 @@ def test_what_is_reserved_is_the_plan(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(WHY_SKIPPED is not None, reason=str(WHY_SKIPPED))
 @pytest.mark.parametrize("which", ["selected", pytest.param("all", marks=pytest.mark.slow)])
 def test_what_two_ranks_reserve_is_the_plan(which: str, tmp_path: Path) -> None:

@@ -327,6 +327,7 @@ print("untouched")
 """
 
 
+@pytest.mark.slow
 def test_a_run_on_the_cpu_makes_no_context_and_pins_nothing(
     sim: ModuleType, tmp_path: Path
 ) -> None:

@@ -160,6 +160,7 @@ def test_a_model_built_under_init_trains_on_the_device(
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_stages_without_offload_train_on_the_device(accelerator: torch.device) -> None:
     for stage in (0, 1, 2, 3):
         config = {**config_of("cpu", Path()), "zero_optimization": {"stage": stage}}

@@ -155,7 +155,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_of_torch_are_taken_over(name: str, tmp_path: Path) -> None:
     kind, settings = OPTIMIZERS[name]
@@ -536,6 +536,7 @@ def test_evaluation_before_and_after_training_gives_the_plain_losses(tmp_path: P
     assert_equal(found[1], found[0])
 
 
+@pytest.mark.slow
 def test_each_call_of_model_init_is_sharded_anew(tmp_path: Path) -> None:
     trainer = TiermemTrainer(
         None,

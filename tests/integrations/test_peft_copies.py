@@ -109,6 +109,7 @@ def test_an_adapted_model_is_the_plain_one(name: str, tmp_path: Path) -> None:
     assert found[1] == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_on_two_ranks_an_adapted_model_is_the_plain_one(tmp_path: Path) -> None:
     expected = {name: plain(name, tmp_path / name) for name in CASES}
     (tmp_path / "out").mkdir()

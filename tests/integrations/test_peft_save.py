@@ -170,6 +170,7 @@ def test_a_saved_adapter_is_the_plain_trainers(name: str, base: Path, tmp_path: 
         )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked_python")
 def test_under_as_deepspeed_the_same_files_are_saved(base: Path, tmp_path: Path) -> None:
     compare_under_as_deepspeed(sorted(QUICK), base, tmp_path)

@@ -423,6 +423,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, owner: object, verb: str) -> list[s
     return calls
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_micros", [1, 4])
 def test_an_engine_whose_loss_scale_overflows_and_grows_trains_the_same(
     num_micros: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

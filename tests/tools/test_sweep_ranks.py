@@ -120,6 +120,7 @@ def test_a_rank_that_is_stopped_unwinds(files: BenchFiles, tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_file_shorter_than_promised_ends_the_benchmark(files: BenchFiles, tmp_path: Path) -> None:
     with Ranks(1, [tmp_path]) as ranks, pytest.raises(OSError, match="shorter"):
         ranks.run([job(files, 0, "read", file_bytes=16 * MIB, num_bytes=16 * MIB)])
