@@ -59,7 +59,7 @@ class OverlapBenchOptions(Options):
     )
     precision: str = option("auto", "of weights: as in `train`", check=OneOf(*PRECISIONS))
     memory_bytes: int = option(
-        "1250MiB",
+        "1300MiB",
         "hard limit of each training's memory",
         "--memory",
         parse_memory,
