@@ -68,6 +68,7 @@ def _heard(config: pytest.Config, hook: str, told: Any) -> str | None:
         return str(told[0])
     elif hook == "finish":
         config.hook.pytest_runtest_logfinish(nodeid=told[0], location=told[1])
+        config.get_terminal_writer().flush()  # a run that is killed has shown how far it came
     else:
         report = config.hook.pytest_report_from_serializable(config=config, data=told)
         config.hook.pytest_runtest_logreport(report=report)
