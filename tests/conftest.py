@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import fork_server
+import hypothesis
 import pytest
 import torch
 from strips import cut_small_tiles
@@ -45,6 +46,10 @@ _TORCH_THREADS = ("pt_autograd", "pt_", "OMP", "libgomp", "cuda")
 _LASTING_FILES = ("/dev/nvidia", "/dev/urandom", "/dev/null", "pipe:[hypothesis")
 _GRACE_S = 10.0  # a thread that has ended may stay that long on a machine that is overloaded
 _MOST_UNCOLLECTED_BYTES = 512 << 20  # which circles and tracebacks may hold
+
+# An example takes as long as the machine lets it: no test is timed.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 # Until the first test: importing and finding tests makes no garbage, and collections took a seventh
 # of that time in each worker. `warmed_up` enables them again.

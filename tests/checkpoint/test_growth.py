@@ -140,7 +140,7 @@ def try_one(scene: Scene, chance: random.Random, how: str, num: int) -> None:
 
 def growing(examples: int) -> Callable[..., Any]:
     fixed = settings(
-        max_examples=examples, deadline=None, phases=[Phase.generate]
+        max_examples=examples, phases=[Phase.generate]
     )  # looking for less would take minutes
     return lambda test: fixed(
         given(

@@ -46,9 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return where
 
 
-@settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     ranges=st.lists(st.tuples(st.integers(0, NUMEL), st.integers(0, NUMEL)), min_size=1, max_size=6)
 )

@@ -314,7 +314,7 @@ PROGRAM = st.lists(st.tuples(st.sampled_from(WEIGHTED), st.integers(0, 9)), min_
 CHECKS = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=CHECKS)
+@settings(max_examples=12, suppress_health_check=CHECKS)
 @given(PROGRAM, WAYS)
 def test_any_program_shows_the_same_bits(
     program: list[tuple[str, int]], way: dict[str, Any]
@@ -324,7 +324,7 @@ def test_any_program_shows_the_same_bits(
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None, suppress_health_check=CHECKS)
+@settings(max_examples=300, suppress_health_check=CHECKS)
 @given(PROGRAM, WAYS)
 def test_any_program_shows_the_same_bits_long(
     program: list[tuple[str, int]], way: dict[str, Any]
@@ -357,7 +357,7 @@ BESIDE_WAYS = st.tuples(WAYS, st.sampled_from(sorted(BESIDE))).map(
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None, suppress_health_check=CHECKS)
+@settings(max_examples=100, suppress_health_check=CHECKS)
 @given(
     program=PROGRAM,
     way=BESIDE_WAYS,

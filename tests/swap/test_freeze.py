@@ -96,7 +96,7 @@ class Twin:
             assert {name: on_disk(freeze, name, len(data)) for name, data in held.items()} == held
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(steps=STEPS, num_slots=st.integers(2, 4), num_paths=st.integers(1, 2))
 def test_live_bytes_and_every_frozen_state_are_what_they_should_be(
     tmp_path: Path,

@@ -90,7 +90,7 @@ def adamw_in_doubles(
     seed=st.integers(0, 2**31),
     shift=st.integers(-30, 20),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_fp32_rows_are_within_two_units_of_doubles(
     numel: int, offset: int, seed: int, shift: int
 ) -> None:
@@ -112,7 +112,7 @@ def test_fp32_rows_are_within_two_units_of_doubles(
 
 
 @given(data=st.data(), rule=st.sampled_from(sorted(MOMENTS)))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_special_values_neither_spread_nor_vanish(data: st.DataObject, rule: str) -> None:
     special = st.sampled_from(
         [0.0, -0.0, 1e-45, -1e-40, 1.17e-38, math.inf, -math.inf, math.nan, 3.4e38, 1.0]

@@ -89,7 +89,7 @@ def test_what_a_full_path_cannot_take_is_dealt_over_the_others(
     assert deal_shares(num_bytes * MIB, weights, scaled) == [share * MIB for share in shares]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     num_bytes=st.integers(1, 1 << 45),
     paths=st.lists(
@@ -181,9 +181,7 @@ def test_only_capped_paths_refuse_naming_each(folders: list[Path]) -> None:
     files.close(keep=False)
 
 
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     steps=st.lists(st.tuples(st.booleans(), st.integers(1, 400_000)), max_size=40),
     cap=st.integers(1, 2 * MIB),

@@ -60,7 +60,7 @@ def per_byte(parts: list[SlotPart], start: int, stop: int) -> list[int]:
     return [part.slot for part in parts for _ in range(part.start, part.stop)]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(steps=STEPS, num_slots=st.integers(1, 4), looked=BOUNDS)
 def test_slots_are_those_of_a_map_byte_by_byte(
     steps: list[tuple[str, tuple[int, int]]], num_slots: int, looked: tuple[int, int]

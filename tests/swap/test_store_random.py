@@ -119,7 +119,7 @@ class Model:
 
 
 @pytest.mark.sampled(3)
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, suppress_health_check=list(HealthCheck))
 @given(steps=STEPS, faults=FAULTS, num_paths=st.integers(1, 2))
 def test_store_holds_what_a_dict_would(
     tmp_path: Path,

@@ -246,7 +246,7 @@ MORE = ["gpu", "host", "link", "kernels", "disk", "flops"]
 
 
 @pytest.mark.slow
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=12, derandomize=True)
 @given(
     gpu_gib=st.integers(6, 48),
     host_gib=st.integers(10, 100),

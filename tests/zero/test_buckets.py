@@ -4,7 +4,7 @@ the limit?"""
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -50,7 +50,6 @@ def summed_columns(
     return wholes
 
 
-@settings(deadline=None)
 @given(SIZES, st.integers(1, 5), st.integers(0, 70))
 def test_columns_hold_every_element_once_and_zeros_behind(
     sizes: list[int], num_shards: int, limit: int
@@ -63,7 +62,6 @@ def test_columns_hold_every_element_once_and_zeros_behind(
         assert not whole[grad.numel() :].any()
 
 
-@settings(deadline=None)
 @given(SIZES, st.integers(1, 5), st.integers(0, 70))
 def test_no_bucket_is_larger_than_the_limit_and_only_the_last_is_smaller(
     sizes: list[int], num_shards: int, limit: int

@@ -39,9 +39,7 @@ POLICIES = st.fixed_dictionaries(
         "num_moments": st.sampled_from([2, 3]),
     }
 )
-PROPERTY = settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+PROPERTY = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def one_step(policy: OffloadPolicy, dtype: torch.dtype) -> tiermem.swap.store.store.StoreStats:

@@ -259,7 +259,7 @@ ENTRY = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     header=st.dictionaries(st.text(max_size=5), ENTRY | JSON, max_size=3) | JSON,
     rest=st.binary(max_size=40),
@@ -277,7 +277,7 @@ def test_any_header_is_understood_or_refused(
     assert all(stored.start + stored.num_bytes <= file.stat().st_size for stored in found)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(content=st.binary(max_size=64))
 def test_any_file_is_understood_or_refused(
     content: bytes, tmp_path_factory: pytest.TempPathFactory
