@@ -28,6 +28,10 @@ def refused(error: type[Exception], match: str, folder: Path, **fields: Any) -> 
     ("fields", "match"),
     [
         ({"stage": 4}, "stage is 4; allowed are 0, 1, 2 and 3"),
+        (
+            {"params": "nvme"},
+            "params is 'nvme'; allowed are Tier.DEVICE, Tier.HOST and Tier.NVME",
+        ),
         ({"params": Tier.NVME}, "params rest on NVME but no path is given"),
         (
             {"params": Tier.NVME, "optim": Tier.NVME},
