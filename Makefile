@@ -34,7 +34,6 @@ demo: .venv/.installed
 
 # Four processes with one thread of maths each keep two cores busy while tests wait for disks and for one another's ranks;
 # threads of OpenMP would wait in its spinning barrier for one another.
-# Files in their own order: sorted by number of tests, the few long ones would come last, one after the other.
 # Bytecode is written, also where the environment says otherwise: the tests start Python some hundred times.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --workers 4
 

@@ -268,9 +268,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if chosen[item.path]:
             item.add_marker(pytest.mark.black_box)
+    _sample(items)
+
+
+def _sample(items: list[pytest.Item]) -> None:
+    """Marks as slow, of each function marked `sampled(n)`, all but one in n of its cases that are
+    not slow or soak anyway."""
     families: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("sampled") is not None:
+        is_sampled = item.get_closest_marker("sampled") is not None
+        if is_sampled and not any(map(item.get_closest_marker, ("slow", "soak"))):
             name = item.name.partition("[")[0]
             families.setdefault((item.path, name), []).append(item)
     for family in families.values():

@@ -318,7 +318,8 @@ def _be_script(
 
 def _be_python(name: str, words: list[str]) -> None:
     """Asks the server, passes signals on, and ends as the script does."""
-    words = words[words[0] == "-I" :]  # isolated from an environment that the server has, too
+    if words[0] == "-I":  # isolated from an environment that the server has, too
+        words = words[1:]
     with socket.socket(socket.AF_UNIX) as server:
         numbers = map(int, os.listdir("/proc/self/fd"))  # the listing's own has gone
         there = [number for number in numbers if os.path.exists(f"/proc/self/fd/{number}")]

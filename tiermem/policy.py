@@ -425,12 +425,6 @@ class OffloadPolicy:
             object.__setattr__(self, "on_nonfinite", "raise")
         if self.stage not in (0, 1, 2, 3):
             raise ValueError(f"stage is {self.stage!r}; allowed are 0, 1, 2 and 3")
-        for name in ("params", "optim", "grads", "activations"):
-            home = getattr(self, name)
-            if home is not None and not isinstance(home, Tier):
-                raise ValueError(
-                    f"{name} is {home!r}; allowed are Tier.DEVICE, Tier.HOST and Tier.NVME"
-                )
         if not isinstance(self.precision, Precision):
             raise ValueError(
                 f"precision is {self.precision!r}; give a Precision, such as "

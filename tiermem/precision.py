@@ -24,6 +24,7 @@ their annotations.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import hashlib
 import math
@@ -64,15 +65,16 @@ class Range(NamedTuple):
 
 
 def check_fields(value: object, context: str = "") -> None:
-    """Raises ValueError for a field of a dataclass that is none of its Literal's words, or outside
-    its Range.
+    """Raises ValueError for a field of a dataclass that is none of its Literal's words or its
+    enumeration's members, or outside its Range.
 
     A field whose annotation has None as well may hold None. The message begins with `context`.
     """
     for name, (allowed, words) in _allowed(type(value)).items():  # type: ignore[arg-type]  # classes are hashable
         given = getattr(value, name)
         if given not in words and not (allowed and allowed.holds(given)):
-            said = allowed.said if allowed else f"allowed are {', '.join(map(repr, words))}"
+            shown = (str(word) if isinstance(word, enum.Enum) else repr(word) for word in words)
+            said = allowed.said if allowed else f"allowed are {', '.join(shown)}"
             raise ValueError(f"{context}{name} is {given!r}; {said}")
 
 
@@ -85,6 +87,8 @@ def _allowed(cls: type) -> dict[str, tuple[Range | None, list[Any]]]:
     for name, parts in parts_of(cls).items():
         literals = [part for part in parts if typing.get_origin(part) is Literal]
         words = [word for literal in literals for word in typing.get_args(literal)]
+        for part in parts:
+            words += list(part) if isinstance(part, enum.EnumMeta) else ()
         if name in ranges or words:
             allowed[name] = ranges.get(name), [None, *words] if type(None) in parts else words
     return allowed

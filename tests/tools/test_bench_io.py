@@ -283,10 +283,8 @@ def test_a_mistake_is_one_line_and_nothing_is_made(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
-)
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_amid_a_pass_it_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     arguments = ("--path", str(tmp_path), "--size", "32MiB", "--block", "64KiB", "--depth", "1")
     process = subprocess.Popen(

@@ -30,7 +30,7 @@ def refused(error: type[Exception], match: str, folder: Path, **fields: Any) -> 
         ({"stage": 4}, "stage is 4; allowed are 0, 1, 2 and 3"),
         (
             {"params": "nvme"},
-            "params is 'nvme'; allowed are Tier.DEVICE, Tier.HOST and Tier.NVME",
+            "params is 'nvme'; allowed are Tier.DEVICE, Tier.HOST, Tier.NVME",
         ),
         ({"params": Tier.NVME}, "params rest on NVME but no path is given"),
         (

@@ -213,16 +213,15 @@ def tile_loads(plan: Plan, policy: OffloadPolicy, shard_rank: int) -> list[TileL
             pieces += [(unit.index, numel, size) for numel, size in cut[alike]]
     _, numels, sizes = zip(*pieces, strict=True) if pieces else ((), (), ())
     routes = routes_of_tiles(sizes, numels, plan)
-    by_id = {id(route): route for route in routes}  # which is hashed sooner
-    counts = collections.Counter(zip(pieces, map(id, routes), strict=True))
+    counts = collections.Counter(zip(pieces, routes, strict=True))
     of_kind: dict[Hashable, TileLoad] = {}
     found: dict[tuple[int, bool], list[TileLoad]] = {}
-    for ((index, numel, size), number), count in counts.items():
+    for ((index, numel, size), route), count in counts.items():
         unit = units[index]
         home = plan.unit_homes.get(index)
-        kind = plan.division.layouts[index], unit.is_resident, home, numel, number
+        kind = plan.division.layouts[index], unit.is_resident, home, numel, route
         if kind not in of_kind:
-            load = _load(unit, numel, by_id[number], size, plan, policy)
+            load = _load(unit, numel, route, size, plan, policy)
             of_kind[kind] = load._replace(num_tiles=max(1, round(numel / tile_numel)))
         load = of_kind[kind]
         sums = TileLoad(index, *(count * each for each in load[1:]))

@@ -196,10 +196,8 @@ def routes_of_tiles(sizes: Sequence[int], numels: Sequence[int], plan: Plan) -> 
         0 if home is Tier.DEVICE else numel for numel, home in zip(numels, homes, strict=True)
     ]
     sent = within(elsewhere, int(sum(elsewhere) * plan.streamed_part))
-    # few routes for many tiles, and found without a hash of an enum
-    routes = {id(home): (TileRoute(home, Tier.HOST), TileRoute(home, Tier.DEVICE)) for home in Tier}
     return [
-        routes[id(home)][home is Tier.DEVICE or (is_sent and numel > 0)]
+        TileRoute(home, Tier.DEVICE if home is Tier.DEVICE or (is_sent and numel) else Tier.HOST)
         for home, is_sent, numel in zip(homes, sent, elsewhere, strict=True)
     ]
 

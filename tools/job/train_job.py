@@ -370,7 +370,7 @@ def make_job(options: TrainOptions, name: str, folder: Path, resumed: Resumed | 
         threads=options.threads,
         nvme_paths=[str(path) for path in nvme],
         events_file=str(folder / "events.jsonl"),
-        resume=str(resumed.place) if resumed else None,
+        resume=str(resumed.place) if resumed is not None else None,
         save_dir=str((options.save or folder / CHECKPOINTS).absolute()) if saves else None,
         save_every=options.save_every,
         sustained=options.sustained,

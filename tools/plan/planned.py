@@ -634,8 +634,11 @@ def plan_scenario(scenario: Scenario, chooses: bool = True, near: Planned | None
     """
     cluster = scenario.cluster
     loaded = resolve_auto(load_config(scenario.config), ModelSizes.of(scenario.shape).hidden)
-    made = scenario.shape, loaded.precision, scenario.lora_rank
-    model = near.model if near else meta_model(*made)
+    model = (
+        near.model
+        if near is not None
+        else meta_model(scenario.shape, loaded.precision, scenario.lora_rank)
+    )
     batch = loaded.batch(cluster.num_ranks)
     given = loaded.policy()
     per_node = cluster.ranks_per_node
@@ -670,7 +673,7 @@ def plan_scenario(scenario: Scenario, chooses: bool = True, near: Planned | None
             cluster.caps,
             HOMES if scenario.moves_homes else (),
             chooses,
-            near.choice if near else None,
+            near.choice if near is not None else None,
         )
         tried = choice.chosen
     except ValueError:  # nothing fits: the smallest plans

@@ -82,7 +82,7 @@ def train(options: TrainOptions, console: Console, beside: OtherTrainings | None
     """
     if options.resume == Path(LIST_OF_STEPS):
         return list_steps(options, console)
-    resumed = find_resumed(options.resume) if options.resume else None
+    resumed = find_resumed(options.resume) if options.resume is not None else None
     if resumed is not None:
         options = with_saved(options, resumed)
     name = _run_name(options, resumed)
@@ -96,7 +96,7 @@ def train(options: TrainOptions, console: Console, beside: OtherTrainings | None
         if not (job.checkpoint or job.resume):
             console.print("weights: made at random")
         console.print(job.source, soft_wrap=True)
-        if resumed:
+        if resumed is not None:
             console.print(f"going on from step {resumed.step} of {resumed.place}")
         run = run_reported(job, f"tiermem {name}", folder, options, console, is_first)
         if is_first:
