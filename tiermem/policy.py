@@ -53,9 +53,7 @@ _SHARDED_PARAMS = FromStage(3, "it acts in stage 3 alone, where parameters are p
 Overlap = Literal["auto", "none", "forward", "backward"]
 Positive = Annotated[int, Range("it must be at least 1, or None for what the plan computes", 1)]
 Count = Annotated[int, Range("it must be 0 or more", 0)]
-Ranks = Annotated[
-    int, Range("it is a number of ranks, 1 or more, that divides all of them", 1, is_whole=True)
-]
+Ranks = Annotated[int, Range("it is a number of ranks, 1 or more, that divides all of them", 1)]
 Divisor = Annotated[
     float,
     Range('allowed are finite numbers more than 0, and "ranks"', math.ulp(0.0), sys.float_info.max),
@@ -134,9 +132,7 @@ class OffloadPolicy:
     """What masters, moments and gradients are kept in, and how they are rounded: exact, compact,
     bf16 or tiny, or the parts of a Precision. Not set: exact, or what the switches in bf16 and fp16
     of a config say."""
-    num_moments: Annotated[
-        int, Range("allowed are 0 to 3", 0, 3, is_whole=True), Key("optimizer")
-    ] = 2
+    num_moments: Annotated[int, Range("allowed are 0 to 3", 0, 3), Key("optimizer")] = 2
     """Moments of each parameter that the plan makes room for: 2 for Adam, 3 with amsgrad, 1 for
     Lion, Adagrad, Muon and SGD with momentum. An optimizer that keeps more is refused; one that
     keeps fewer leaves the rest unused."""
@@ -403,7 +399,7 @@ class OffloadPolicy:
     on under the next forward is made durable when it has ended, before the next backward, step,
     save, load, change of values or close. A run leaves its durable steps in the store's folder when
     it is closed: with "step" its last one too, also when it has saved copies alone, elsewhere."""
-    keep: Annotated[int, Range("it is a number of checkpoints, at least 1", 1, is_whole=True)] = 1
+    keep: Annotated[int, Range("it is a number of checkpoints, at least 1", 1)] = 1
     """Durable checkpoints (tags) that stay on the NVMe paths, each with its bytes on disk; saving
     one more drops the oldest, with a warning."""
     copies: bool = False
@@ -439,6 +435,16 @@ class OffloadPolicy:
         """Whether anything is asked to rest on NVME (gradients may still be sent there by the
         plan)."""
         return Tier.NVME in (self.params, self.optim, self.grads, self.activations)
+
+    @property
+    def most_disk_bytes(self) -> int | None:
+        """Bytes of a node that may rest on all NVMe paths together: disk_bytes, or what the paths'
+        own bounds allow; None: no bound."""
+        bounds = [path.max_bytes for path in as_paths(self.paths)]
+        known = [each for each in bounds if each is not None]
+        found = [] if len(known) < len(bounds) or not known else [sum(known)]
+        found += [] if self.disk_bytes is None else [self.disk_bytes]
+        return min(found, default=None)
 
     @property
     def frozen_blocks(self) -> str | None:

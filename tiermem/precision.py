@@ -56,32 +56,38 @@ class Range(NamedTuple):
     low: float
     high: float = math.inf
     is_whole: bool = False
-    """Whether only an int is allowed; a bool is none."""
+    """Whether the field holds an int; a float without a fraction becomes one."""
 
     def holds(self, given: Any) -> bool:
-        """Whether a value is one of these numbers."""
-        is_number = type(given) is int if self.is_whole else isinstance(given, numbers.Real)
-        return is_number and self.low <= given <= self.high
+        """Whether a value is one of these numbers; a bool is none."""
+        is_number = isinstance(given, numbers.Real) and not isinstance(given, bool)
+        return is_number and self.low <= given <= self.high and not (self.is_whole and given % 1)
 
 
 def check_fields(value: object, context: str = "") -> None:
     """Raises ValueError for a field of a dataclass that is none of its Literal's words or its
-    enumeration's members, or outside its Range.
+    enumeration's members, outside its Range, or not of its class.
 
     A field whose annotation has None as well may hold None. The message begins with `context`.
     """
-    for name, (allowed, words) in _allowed(type(value)).items():  # type: ignore[arg-type]  # classes are hashable
+    for name, (allowed, words, classes) in _allowed(type(value)).items():  # type: ignore[arg-type]  # classes are hashable
         given = getattr(value, name)
-        if given not in words and not (allowed and allowed.holds(given)):
-            shown = (str(word) if isinstance(word, enum.Enum) else repr(word) for word in words)
-            said = allowed.said if allowed else f"allowed are {', '.join(shown)}"
-            raise ValueError(f"{context}{name} is {given!r}; {said}")
+        if isinstance(given, classes) or given in words:
+            continue
+        if allowed and allowed.holds(given):
+            if allowed.is_whole and type(given) is not int:
+                object.__setattr__(value, name, int(given))
+            continue
+        shown = (str(word) if isinstance(word, enum.Enum) else repr(word) for word in words)
+        kinds = (f"{each.__name__}(...)" for each in classes)
+        said = allowed.said if allowed else f"allowed are {', '.join((*shown, *kinds))}"
+        raise ValueError(f"{context}{name} is {given!r}; {said}")
 
 
 @functools.cache
-def _allowed(cls: type) -> dict[str, tuple[Range | None, list[Any]]]:
-    """For each field that has a Range or words: both. None is a word where the annotation has
-    it."""
+def _allowed(cls: type) -> dict[str, tuple[Range | None, list[Any], tuple[type, ...]]]:
+    """For each field that has a Range, words or dataclasses: these. None is a word where the
+    annotation has it, so are True and False."""
     allowed = {}
     ranges = dict(marks_of(cls, Range))
     for name, parts in parts_of(cls).items():
@@ -89,8 +95,14 @@ def _allowed(cls: type) -> dict[str, tuple[Range | None, list[Any]]]:
         words = [word for literal in literals for word in typing.get_args(literal)]
         for part in parts:
             words += list(part) if isinstance(part, enum.EnumMeta) else ()
-        if name in ranges or words:
-            allowed[name] = ranges.get(name), [None, *words] if type(None) in parts else words
+        words += [True, False] if bool in parts else ()
+        classes: tuple[type, ...] = tuple(filter(dataclasses.is_dataclass, parts))
+        classes = () if str in parts else classes  # what is given in several forms
+        limit = ranges.get(name)
+        if limit and int in parts and float not in parts:
+            limit = limit._replace(is_whole=True)
+        if limit or words or classes:
+            allowed[name] = limit, [None, *words] if type(None) in parts else words, classes
     return allowed
 
 

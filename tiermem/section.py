@@ -78,14 +78,24 @@ def problems_of(
             yield Problem(path, f"{_shown(detail['input'])} given; {_allowed(detail)}")
 
 
+_MEANT = {
+    **dict.fromkeys(("gpu", "cuda", "accelerator"), ("device", "none")),
+    **dict.fromkeys(("disk", "ssd", "drive"), ("nvme",)),
+    **dict.fromkeys(("ram", "host", "memory", "dram"), ("cpu",)),
+}
+"""Other words for homes, with those that a key may take."""
+
+
 def _allowed(detail: Any) -> str:
     message = str(detail["msg"])
     if detail["type"] in ("model_type", "model_attributes_type", "dict_type"):
         return 'allowed is an object of keys, like {"key": value}'
     if detail["type"] == "int_from_float":
         return f"allowed is a whole number, such as {math.ceil(detail['input'])}"
-    if "expected" in detail.get("ctx", {}) and isinstance(detail["input"], str):
-        message += did_you_mean(detail["input"], re.findall(r"'(\w+)'", detail["ctx"]["expected"]))
+    if "expected" in detail.get("ctx", {}) and isinstance(word := detail["input"], str):
+        known = re.findall(r"'(\w+)'", detail["ctx"]["expected"])
+        meant = next((each for each in _MEANT.get(word.lower(), ()) if each in known), word)
+        message += did_you_mean(meant, known)
     message = re.sub("^Input should be (greater|less)", r"allowed is a value \1", message)
     return message.replace("Input should be", "allowed is", 1)
 
@@ -118,7 +128,7 @@ def _nearest(key: str, prefix: str, known: Sequence[str]) -> str | None:
     config."""
     siblings = {p.rpartition(".")[2]: p for p in known if p.rpartition(".")[0] == prefix}
     anywhere = {p.rpartition(".")[2]: p for p in reversed(known)}
-    for paths, cutoff in ((siblings, 0.7), (anywhere, 0.75), (siblings, 0.5)):
+    for paths, cutoff in ((siblings, 0.7), (anywhere, 0.75), (siblings, 0.55)):
         if close := difflib.get_close_matches(key, paths, n=1, cutoff=cutoff):
             return paths[close[0]]
     return None

@@ -69,7 +69,7 @@ def check_config(options: CheckOptions, file: Path, console: Console) -> int:
             return EXIT_REFUSED
     shown = table(f"{file}: accepted", "key", "value", "here", "note")
     rows = config.report()
-    told = [row for row in rows if options.shows_all or row.is_set]
+    told = [row for row in rows if options.shows_all or row.is_set or row.key in config.auto_keys]
     keys = [
         {"key": row.key, "value": str(row.value), "here": row.how, "note": row.note} for row in told
     ]

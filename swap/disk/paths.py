@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 
@@ -49,10 +49,14 @@ AnyPath = str | os.PathLike[str] | NvmePath
 
 
 def as_paths(paths: AnyPath | Sequence[AnyPath]) -> tuple[NvmePath, ...]:
-    """Returns one path or several, given in any type, as NvmePath values."""
-    several: Iterable[AnyPath] = (
-        (paths,) if isinstance(paths, (str, os.PathLike, NvmePath)) else paths
-    )
+    """Returns one path or several, given in any type, as NvmePath values. Raises ValueError for
+    what is no path."""
+    is_one = not isinstance(paths, Iterable) or isinstance(paths, (str, os.PathLike, Mapping))
+    several: Iterable[AnyPath] = (paths,) if is_one else paths  # type: ignore[assignment]
+    for path in several:
+        if not isinstance(path, (str, os.PathLike, NvmePath)):
+            said = 'give a folder, such as "/mnt/nvme0", or NvmePath(folder, max_bytes, weight)'
+            raise ValueError(f"a path is {path!r}; {said}")
     return tuple(path if isinstance(path, NvmePath) else NvmePath(Path(path)) for path in several)
 
 

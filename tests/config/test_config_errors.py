@@ -123,7 +123,7 @@ def test_problems_are_found_all_at_once() -> None:
 def test_wrong_value_is_shown_with_what_is_allowed() -> None:
     found = problems({"zero_optimization": {"offload_optimizer": {"device": "disk"}}})
     assert found == {
-        "zero_optimization.offload_optimizer.device": "'disk' given; allowed is 'none', 'cpu' or 'nvme'"
+        "zero_optimization.offload_optimizer.device": "'disk' given; allowed is 'none', 'cpu' or 'nvme'; did you mean nvme?"
     }
 
 

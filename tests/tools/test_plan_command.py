@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,14 @@ from tiermem.forecast.rates import Compute
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.tools.cli import EXIT_USER, main
 from tiermem.tools.options import PlanOptions
-from tiermem.tools.plan.plan import EXIT_FITS, EXIT_TOO_SMALL, advise, plan, tiling_hint
+from tiermem.tools.plan.plan import (
+    EXIT_FITS,
+    EXIT_TOO_SMALL,
+    advise,
+    plan,
+    scenario_of,
+    tiling_hint,
+)
 from tiermem.tools.plan.planned import (
     Cluster,
     Planned,
@@ -78,7 +86,12 @@ def planned(
     chooses: bool = True,
     **fields: Any,
 ) -> Planned:
+    fields = {"is_configured": True, **fields}
     return plan_scenario(Scenario(TINY, config, cluster, *speed, 64, **fields), chooses)
+
+
+def made_of_options(scenario: Scenario) -> Scenario:
+    return dataclasses.replace(scenario, is_configured=False)
 
 
 def test_the_papers_table_needs_no_config(capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,6 +181,57 @@ def test_the_plan_is_that_of_a_real_start(tmp_path: Path) -> None:
     engine.close()
 
 
+def test_a_budget_of_the_config_is_refused_as_a_start_refuses_it(tmp_path: Path) -> None:
+    import transformers
+
+    config = config_of(host_bytes=1 << 20)
+    for section in ("offload_optimizer", "offload_param"):
+        config["zero_optimization"][section] = {"device": "nvme", "nvme_path": str(tmp_path)}
+    (problem,) = planned(config, Cluster(1, 1)).problems
+    assert problem.where == "host_bytes of the config" and problem.limit_bytes == 1 << 20
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**TINY))
+    with pytest.raises(ValueError, match="smallest plan") as refused:
+        tiermem.initialize(model=model, config=config)
+    least = int(re.findall(r"needs (\d+) per rank", str(refused.value))[0])
+    assert problem.needed_bytes == pytest.approx(least, rel=0.01)
+    config["tiermem"]["host_bytes"] = problem.needed_bytes
+    assert not planned(config, Cluster(1, 1)).problems
+    words = [each.words for each in advise(planned(config_of(host_bytes=1 << 20), Cluster(1, 1)))]
+    assert words[0] == "leave tiermem.host_bytes to the plan"
+
+
+def test_activations_have_what_a_node_leaves_beside_the_configs_budget() -> None:
+    """Kept ones do not fit there, so blocks are recomputed."""
+    config = config_of(host_bytes=64 << 20)
+    kept = planned(config, Cluster(1, 1), is_checkpointing=False)
+    again = planned(config, Cluster(1, 1), is_checkpointing=True)
+    sizes = [each.tier_bytes(Tier.HOST) for each in (again, kept)]
+    assert sizes[0] < sizes[1]
+    found = planned(config, Cluster(1, 1, None, sum(sizes) // 2), is_checkpointing=None)
+    assert found.activations.is_checkpointing and not found.problems
+    assert found.policy.host_bytes == 64 << 20
+
+
+def test_homes_that_are_auto_in_a_config_are_chosen(tmp_path: Path) -> None:
+    config = config_of()
+    for section in ("offload_optimizer", "offload_param"):
+        config["zero_optimization"][section]["device"] = "auto"
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(config))
+    model = tmp_path / "config.json"
+    model.write_text(json.dumps(TINY))
+    options = PlanOptions(
+        config=file, model=model, gpu_bytes=24 * GIB, seq=64, nvme_rate="3,3", flops=1e12
+    )
+    scenario, _ = scenario_of(options)
+    found = plan_scenario(scenario)
+    assert found.policy.optim is Tier.DEVICE and found.policy.params is Tier.DEVICE
+    small = dataclasses.replace(scenario.cluster, gpu_bytes=700 << 20, host_bytes=480 << 20)
+    found = plan_scenario(dataclasses.replace(scenario, cluster=small))
+    assert found.policy.optim is not Tier.DEVICE
+    assert not [each for each in advise(found) if "homes" in each.words]
+
+
 def test_a_node_is_shared_and_every_rank_holds_its_part() -> None:
     one, many = (
         planned(config_of(), Cluster(1, 1)),
@@ -246,6 +310,8 @@ def test_what_does_not_fit_names_the_tier_and_what_changes_it() -> None:
     advice = advise(tight)
     assert advice
     assert all(each.fits for each in advice)
+    by_options = advise(dataclasses.replace(tight, scenario=made_of_options(tight.scenario)))
+    assert "--states tiny (smaller states)" in {each.words for each in by_options}
     assert 'tiermem.precision "tiny" (smaller states)' in {each.words for each in advice}
     rates = [each.planned.tokens_per_s for each in advice]
     assert rates == sorted(rates, reverse=True)

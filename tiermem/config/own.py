@@ -63,7 +63,7 @@ class OwnConfig(_KeysOfPolicy, ConfigModel):  # type: ignore[misc]  # it is made
 
     paths: Paths | None = None
     precision: PrecisionConfig | None = None
-    grads: Literal["device"] | OffloadDevice | None = None
+    grads: Literal["none", "cpu", "nvme", "device"] | None = None
     activations: OffloadDevice | None = None
     engine: EngineName = "auto"
     """How files are read and written; auto takes the first that works."""

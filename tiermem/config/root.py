@@ -437,7 +437,7 @@ class TiermemConfig(ConfigModel):
                 "for fp32",
             )
         for name in ("grads", "activations"):
-            if getattr(own, name) is OffloadDevice.nvme and not translate.paths_of(zero, own):
+            if getattr(own, name) == OffloadDevice.nvme and not translate.paths_of(zero, own):
                 said = (
                     "nvme given without a path; set zero_optimization.offload_optimizer.nvme_path "
                     "or tiermem.paths"

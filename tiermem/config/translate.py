@@ -256,10 +256,14 @@ def report_of(config: ConfigModel, auto_keys: frozenset[str], uses_nvme: bool) -
         )
         if key == "tiermem.paths" and is_set and not uses_nvme:
             note = "matters with device nvme; no device is"
-        if key in HOME_KEYS.values() and key in auto_keys:
-            note = "auto: the fastest that the free memory holds"
-        elif key in auto_keys:
-            note = "auto: from the hidden size" if is_set else f"auto: {note or 'the default'}"
+        if key in auto_keys:
+            is_home = key in HOME_KEYS.values()
+            if is_home or is_set:
+                note = (
+                    "the fastest that the free memory holds" if is_home else "from the hidden size"
+                )
+            note = f"auto: {note or 'the default'}"
+            value = value if is_set else "auto"
         how: Literal["honoured", "computed", "default"] = "honoured" if is_set else "default"
         rows.append(ReportRow(key, value, "computed" if note else how, note, is_set))
     return rows

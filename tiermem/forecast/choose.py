@@ -128,6 +128,8 @@ class Placement(NamedTuple):
     """As in `forecast_step`: blocks are recomputed, if it is more than 0."""
     accumulation: str | None = None
     """As in a policy, which has another one where homes may move; None: the policy's."""
+    host_room_bytes: int | None = None
+    """What activations leave of a rank's host memory to a plan within the policy's own budget."""
 
     def fields(self, policy: OffloadPolicy) -> Fields:
         """The fields of a policy that it changes: those that the policy leaves open, and the budget
@@ -255,8 +257,8 @@ def choose(
     division = divide(model, policy, topology.num_shards)
     placements = placements or [Placement()]
     limits = caps or Caps()
-    if policy.disk_bytes is not None:
-        most = policy.disk_bytes // ranks_on_node
+    if policy.most_disk_bytes is not None:
+        most = policy.most_disk_bytes // ranks_on_node
         limits = limits._replace(disk_bytes=min(most, limits.disk_bytes or most))
     uses: dict[Compute, list[Use]] = {}
 
@@ -284,6 +286,12 @@ def choose(
             raise ValueError(
                 f"the plan needs {plan.device_bytes} bytes of the device, and activations leave "
                 f"{room_bytes}"
+            )
+        on_host = placement.host_room_bytes
+        if on_host is not None and plan.host_bytes > on_host:
+            raise ValueError(
+                f"the plan takes {plan.host_bytes} bytes of host memory, and activations leave "
+                f"{on_host}"
             )
         if limits.disk_bytes is not None and plan.disk_bytes > limits.disk_bytes:
             plan = plan.without_attempts("the disk has no room")

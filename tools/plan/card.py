@@ -286,17 +286,20 @@ def choose_config(
         # nothing fits for another reason: building the model says why
         return Chosen(config, None, [], None)
     said = [] if card is None else say_placement(policy, chosen, plan, card, activations)
-    fields = {
-        name: value for name in _PLACES if (value := getattr(chosen, name)) != getattr(policy, name)
-    }
-    return Chosen(with_choice(config, fields), how, said, tried)
+    return Chosen(with_choice(config, settled(policy, chosen)), how, said, tried)
+
+
+def settled(given: OffloadPolicy, chosen: OffloadPolicy) -> dict[str, Any]:
+    """The fields that a choice has settled: what `with_choice` takes."""
+    values = {name: getattr(chosen, name) for name in _PLACES}
+    return {name: value for name, value in values.items() if value != getattr(given, name)}
 
 
 def with_choice(config: Config, fields: Mapping[str, Any]) -> Config:
     """The config with chosen fields of the policy as keys of its own."""
     for name, value in fields.items():
         if isinstance(value, Tier):
-            value = "nvme" if value is Tier.NVME else "cpu"
+            value = "device" if value is Tier.DEVICE else value.value
         config = with_key(
             config, _PLACES[name], value * STATES_PER_TILE if name == "tile_buffers" else value
         )

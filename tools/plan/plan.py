@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,9 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from tiermem.config import load_config
 from tiermem.forecast.cards import CARDS
+from tiermem.forecast.choose import HOMES
 from tiermem.forecast.phases import PHASES
 from tiermem.integrations.diffusion import component_folder
 from tiermem.plans.budget import why_disk
@@ -38,7 +41,7 @@ from tiermem.tools.job.train_job import (
 )
 from tiermem.tools.measure.machine import available_bytes, wear_a_day
 from tiermem.tools.options import MADE_OF, PlanOptions, TrainOptions
-from tiermem.tools.plan.card import Card, say_placement
+from tiermem.tools.plan.card import Card, say_placement, settled, with_choice
 from tiermem.tools.plan.paper import ESTIMATED, print_estimates, print_paper
 from tiermem.tools.plan.planned import (
     PLACES,
@@ -87,8 +90,8 @@ def scenario_of(options: PlanOptions) -> tuple[Scenario, list[str]]:
     """What the options describe, and a line on each rate. Measures what is of this machine and not
     given: blocks for that."""
     options, sources = with_card(options)
-    moves_homes = options.config is None and options.offload in (None, "auto")
-    if moves_homes and options.gpu_bytes is None and options.host_bytes is None:
+    moved = _moved(options)
+    if moved and options.gpu_bytes is None and options.host_bytes is None:
         free = int(_FREE_PART * available_bytes())
         options = dataclasses.replace(options, host_bytes=free)
         sources.append(f"host memory: {format_bytes(free)}, nine tenths of what is free here")
@@ -126,10 +129,18 @@ def scenario_of(options: PlanOptions) -> tuple[Scenario, list[str]]:
         compute,
         options.seq,
         is_checkpointing,
-        moves_homes,
+        moved,
+        options.config is not None,
         options.lora,
     )
     return scenario, [*sources, *more]
+
+
+def _moved(options: PlanOptions) -> Sequence[str]:
+    """The homes that are to be chosen: by --offload, or "auto" in a config."""
+    if options.config is not None:
+        return load_config(_config(options)).moved
+    return HOMES if options.offload in (None, "auto") else ()
 
 
 def with_card(options: PlanOptions) -> tuple[PlanOptions, list[str]]:
@@ -216,6 +227,10 @@ def _print_plan(planned: Planned, sources: Sequence[str], console: Console) -> N
         console.print(f"  {planned.choice}")
     for sentence in _said(planned):
         console.print(f"  {sentence}")
+    keys = with_choice({}, settled(planned.given, planned.policy))
+    scenario = planned.scenario
+    if scenario.is_configured and keys and not (scenario.moved or planned.problems):
+        console.print(f"  for a run to keep to this plan, set in the config: {json.dumps(keys)}")
     if planned.activations.sizes.saved_places == 0:
         console.print(
             "  activations are not counted, since no formula tells those of convolutions: give "
@@ -398,6 +413,7 @@ def _print_advice(planned: Planned, advice: Sequence[Advice], console: Console) 
 # scenario itself, which gives its bytes and seconds. Candidates that fit come first, the fastest of
 # them first; where none fits, those that come nearer.
 
+_DRIVE = "an NVMe drive of {:g} GB/s read, {:g} written".format(*(r / 1e9 for r in ASSUMED_DISK))
 _LEAST_GAIN = 1.03  # of a change that is only about time
 _NODES = 2
 
@@ -436,7 +452,7 @@ def _try(candidate: Candidate, now: Planned) -> Advice | None:
     """A change, with what it leaves open chosen again where homes may move."""
     scenario = candidate.change(now.scenario)
     try:
-        planned = plan_scenario(scenario, scenario.moves_homes, now)
+        planned = plan_scenario(scenario, bool(scenario.moved), now)
     except ValueError:
         return None  # refused where it would be refused for real: no advice
     return Advice(candidate.words, planned)
@@ -447,8 +463,10 @@ def _candidates(planned: Planned) -> Iterator[Candidate]:
     scenario = planned.scenario
     policy = planned.policy
     own = scenario.config.get("tiermem", {})
-    if "host_bytes" in own:
-        yield _key("leave tiermem.host_bytes to the plan", None, "tiermem", "host_bytes")
+    is_configured = scenario.is_configured
+    for name in ("host_bytes", "device_bytes", "disk_bytes"):
+        if name in own:
+            yield _key(f"leave tiermem.{name} to the plan", None, "tiermem", name)
     if policy.tile_numel is not None:
         yield _key(
             "leave sub_group_size to the plan (smaller tiles)",
@@ -456,20 +474,22 @@ def _candidates(planned: Planned) -> Iterator[Candidate]:
             "zero_optimization",
             "sub_group_size",
         )
-    if policy.stage == 3 and not scenario.moves_homes:
-        yield Candidate(
-            "leave homes of states and weights to the plan (--offload auto)",
-            lambda s: dataclasses.replace(s, moves_homes=True),
-        )
+    if policy.stage == 3 and not scenario.moved:
+        words = "leave homes of states and weights to the plan"
+        how = '"device": "auto"' if is_configured else "--offload auto"
+        yield Candidate(f"{words} ({how})", _with_open_homes)
+        if not policy.paths:
+            changed = f"{words}, with {_DRIVE} ({how})"
+            yield Candidate(changed, lambda s: _with_open_homes(_with_a_drive(s)))
     if policy.stage in (1, 2):
         yield _key("stage 3, which partitions parameters too", 3, "zero_optimization", "stage")
     if "precision" not in own:
         for preset in ("compact", "tiny"):
-            yield _key(
-                f'tiermem.precision "{preset}" (smaller states)', preset, "tiermem", "precision"
-            )
+            words = f'tiermem.precision "{preset}"' if is_configured else f"--states {preset}"
+            yield _key(f"{words} (smaller states)", preset, "tiermem", "precision")
     if planned.plan.frozen_disk_bytes:
-        words = 'tiermem.durability "none" (one slot on NVMe; a checkpoint is a copy)'
+        words = 'tiermem.durability "none"' if is_configured else "train --durability none"
+        words += " (one slot on NVMe; a checkpoint is a copy)"
         yield _key(words, "none", "tiermem", "durability")
     if scenario.is_checkpointing is False:
         yield Candidate("activation checkpointing (--checkpointing)", lambda s: s.recomputing)
@@ -482,13 +502,13 @@ def _candidates(planned: Planned) -> Iterator[Candidate]:
         )
     if policy.uses_nvme:
         yield Candidate("twice the NVMe paths", _twice_the_disks)
-    if scenario.moves_homes:
+    if scenario.moved:
         for field, words in (("gpu_bytes", "GPU's memory"), ("host_bytes", "host memory")):
             if (size := getattr(scenario.cluster, field)) is not None:
                 change = functools.partial(_with_memory, field=field, num_bytes=2 * size)
                 yield Candidate(f"twice the {words}, {format_bytes(2 * size)}", change)
         if not policy.paths:
-            yield Candidate("an NVMe drive of 7 GB/s read, 5 written", _with_a_drive)
+            yield Candidate(_DRIVE, _with_a_drive)
     yield Candidate(f"{_NODES} times the nodes", _more_nodes)
 
 
@@ -541,6 +561,10 @@ def _half_batch(scenario: Scenario, micro: int, accumulation: int) -> Scenario:
 def _with_memory(scenario: Scenario, field: str, num_bytes: int) -> Scenario:
     changed: dict[str, Any] = {field: num_bytes}
     return dataclasses.replace(scenario, cluster=dataclasses.replace(scenario.cluster, **changed))
+
+
+def _with_open_homes(scenario: Scenario) -> Scenario:
+    return dataclasses.replace(scenario, moved=HOMES)
 
 
 def _with_a_drive(scenario: Scenario) -> Scenario:

@@ -14,7 +14,7 @@ import dataclasses
 import importlib
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -31,7 +31,7 @@ from tiermem.forecast import (
     Rates,
     choose,
 )
-from tiermem.forecast.choose import HOMES, Tried
+from tiermem.forecast.choose import Tried
 from tiermem.forecast.rates import Compute
 from tiermem.integrations.diffusion import build_meta
 from tiermem.integrations.models import class_of
@@ -490,8 +490,11 @@ class Scenario:
     is_checkpointing: bool | None = False
     """Whether blocks are recomputed in backward; None: as is fastest. Measured maths was measured as
     it is said, and without recomputation for None."""
-    moves_homes: bool = False
-    """Whether homes of states and weights, and the order of micro-batches, may be chosen, too."""
+    moved: Collection[str] = ()
+    """Fields of the policy that may be chosen though they are set: of HOMES."""
+    is_configured: bool = False
+    """Whether the config is a user's, whose order of micro-batches stays, too; False: made of
+    options."""
     lora_rank: int | None = None
     """Of adapters, which alone are trained (`meta_model`); None: everything is."""
 
@@ -519,7 +522,8 @@ class Scenario:
         by_layer = policy.accumulation == "layers"
         asked = self.is_checkpointing
         kinds = [(each, False) for each in (False, True) if asked is None or each is asked]
-        may_layer = self.moves_homes and sizes.is_llama and batch.accumulation > 1
+        may_layer = self.moved and not self.is_configured
+        may_layer = may_layer and sizes.is_llama and batch.accumulation > 1
         if by_layer or (may_layer and asked is not False):
             kinds = [*([] if by_layer else kinds), (True, True)]
         for is_recomputing, is_by_layer in kinds:
@@ -612,7 +616,11 @@ class Planned:
             if limit_bytes and needed_bytes > limit_bytes:
                 found.append(PlanProblem(PLACES[tier], needed_bytes, limit_bytes))
         pinned = self.pinned_bytes * cluster.ranks_per_node
+        plan, given, per_node = self.plan, self.given, cluster.ranks_per_node
         for where, needed, limit in (
+            ("host_bytes of the config", plan.host_bytes * per_node, given.host_bytes),
+            ("device_bytes of the config", plan.device_bytes, given.device_bytes),
+            ("the config's room on disks", plan.disk_bytes * per_node, given.most_disk_bytes),
             ("the pinned memory of a node", pinned, cluster.pinned_bytes),
             (
                 "what a node's disks may be written in a day",
@@ -646,16 +654,18 @@ def plan_scenario(scenario: Scenario, chooses: bool = True, near: Planned | None
     card_bytes = cluster.gpu_bytes
     if card_bytes is not None:
         card_bytes = max(1, card_bytes - sum(row.num_bytes for row in cluster.gpu_others))
-    is_host_open = given.host_bytes is None and cluster.host_bytes is not None
     placements: dict[Placement, ActivationBytes] = {}
     for way in scenario.ways(given, batch):
         left = None
-        if is_host_open and cluster.host_bytes is not None:  # the store has what a node leaves
+        if cluster.host_bytes is not None:  # the store has what a node leaves
             outside = [INTERPRETER, *way.rows(given.activations)]
             outside_bytes = sum(row.num_bytes for row in outside if row.tier is Tier.HOST)
             left = max(1, cluster.host_bytes - outside_bytes * per_node)
         compute = scenario.compute_of(way.num_tokens, way.is_checkpointing)
         for each in way.placements(given, card_bytes, left, per_node, compute):
+            if each.host_bytes is not None and given.host_bytes is not None:
+                rest = each.host_bytes // per_node
+                each = each._replace(host_bytes=None, host_room_bytes=rest)
             placements[each] = way
     ways = list(placements)
     choice = None
@@ -671,7 +681,7 @@ def plan_scenario(scenario: Scenario, chooses: bool = True, near: Planned | None
             batch.accumulation,
             ways,
             cluster.caps,
-            HOMES if scenario.moves_homes else (),
+            scenario.moved,
             chooses,
             near.choice if near is not None else None,
         )
@@ -701,45 +711,67 @@ def _nearest(
     placements: Sequence[Placement],
     batch: BatchSizes,
 ) -> Tried:
-    """Of plans without a budget the one that comes nearest to the limits. Raises ValueError for a
-    policy that cannot be planned."""
+    """Of plans without a budget the one that comes nearest to the limits, with no more host memory
+    than it needs. Raises ValueError for a policy that cannot be planned."""
     cluster = scenario.cluster
-    free: dict[str, Any] = {"host_bytes": None, "resident_bytes": policy.resident_bytes or 0}
+    open_budgets: dict[str, Any] = {"host_bytes": None, "device_bytes": None}
+    free = {**open_budgets, "resident_bytes": policy.resident_bytes or 0}
     homes: list[dict[str, Any]] = [{}]
-    if scenario.moves_homes:
+    if scenario.moved:
         far = Tier.NVME if policy.paths else Tier.HOST
         near = Tier.DEVICE if cluster.gpu_bytes is not None else Tier.HOST
-        homes = [{"params": far, "optim": far, "grads": each} for each in {near: 0, far: 0}]
-    found: dict[float, Tried] = {}
+        moved = dict.fromkeys(scenario.moved, far)
+        homes = [{**moved, "grads": each} for each in {near: 0, far: 0}]
+
+    def planned(placement: Placement, fields: dict[str, Any]) -> Tried:
+        choice = choose(
+            model,
+            dataclasses.replace(policy, **free | fields),
+            scenario.rates,
+            Compute(0.0, 0.0),
+            cluster.num_ranks,
+            cluster.ranks_per_node,
+            cluster.gpu_bytes is not None,
+            batch.accumulation,
+            [placement._replace(device_bytes=None, host_bytes=None, host_room_bytes=None)],
+            searches=False,
+        )
+        return dataclasses.replace(choice.chosen, placement=placement)
+
+    def excess(tried: Tried) -> float:
+        plan, room = tried.plan, tried.placement
+        host_bytes = plan.host_bytes * cluster.ranks_per_node
+        disk_bytes = plan.disk_bytes * cluster.ranks_per_node
+        return max(
+            plan.device_bytes / (policy.device_bytes or room.device_bytes or math.inf),
+            host_bytes / (policy.host_bytes or room.host_bytes or math.inf),
+            plan.host_bytes / (room.host_room_bytes or math.inf),
+            disk_bytes / (policy.most_disk_bytes or cluster.nvme_bytes or math.inf),
+        )
+
+    found: list[tuple[Tried, dict[str, Any]]] = []
     errors = []
-    is_gpu = cluster.gpu_bytes is not None
     for placement, fields in itertools.product(placements, homes):
-        changed = dataclasses.replace(policy, **free | fields)
-        unlimited = placement._replace(device_bytes=None, host_bytes=None)
         try:
-            choice = choose(
-                model,
-                changed,
-                scenario.rates,
-                Compute(0.0, 0.0),
-                cluster.num_ranks,
-                cluster.ranks_per_node,
-                is_gpu,
-                batch.accumulation,
-                [unlimited],
-                searches=False,
-            )
+            found.append((planned(placement, fields), fields))
         except ValueError as error:
             errors.append(error)
-            continue
-        tried = dataclasses.replace(choice.chosen, placement=placement)
-        device_bytes = tried.plan.device_bytes / (placement.device_bytes or math.inf)
-        host_bytes = tried.plan.host_bytes / (placement.host_bytes or math.inf)
-        disk_bytes = tried.plan.disk_bytes / (cluster.caps.disk_bytes or math.inf)
-        found.setdefault(max(device_bytes, host_bytes, disk_bytes), tried)
     if not found:
         raise errors[0]
-    return found[min(found)]
+    best, fields = min(found, key=lambda each: excess(each[0]))
+    enough, small = best.plan.host_bytes * cluster.ranks_per_node, 0
+    while enough - small > _LEAST_STEP * enough:
+        middle = (small + enough) // 2
+        try:
+            best = planned(best.placement, {**fields, "host_bytes": middle})
+            enough = middle
+        except ValueError:
+            small = middle
+    return best
+
+
+_LEAST_STEP = 0.01
+"""To what part of it the host memory is known that a plan needs at least."""
 
 
 def meta_model(shape: Mapping[str, Any], precision: str, lora_rank: int | None = None) -> nn.Module:
