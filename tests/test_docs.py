@@ -261,6 +261,7 @@ def test_measuring_appends_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "| exact, 1 M parameters |" in measure.page()
 
 
+@pytest.mark.slow
 def test_the_command_below_the_tables_prints_their_cell(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -43,7 +43,7 @@ def cases() -> Iterator[Any]:
         yield pytest.param(shape, checkpoint, num_tokens, capacity_mib, marks=marks, id=name)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("shape", "checkpoint", "num_tokens", "capacity_mib"), cases())
 def test_what_auto_plans_beside_activations_trains_without_running_out(
     shape: str,

@@ -27,6 +27,7 @@ def engine_of(zero: dict[str, Any]) -> Any:
     return tiermem.initialize(model=seeded(Tower), config=config)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "asked"),
     [

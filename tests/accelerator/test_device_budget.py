@@ -53,7 +53,7 @@ def wide() -> nn.Module:
     return seeded(lambda: Tower(width=256, inner=1024, num_blocks=6))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("is_rounded", [False, True], ids=["", "segments of CUDA"])
 @pytest.mark.parametrize("name", POLICIES)
 def test_what_is_reserved_is_the_plan(

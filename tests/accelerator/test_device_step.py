@@ -166,7 +166,7 @@ def cases() -> Iterator[Any]:
         yield pytest.param(optimizer, precision, home, schedule, marks=marks)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("optimizer", "precision", "home", "schedule"), cases())
 def test_states_on_the_device_have_the_cpu_kernels_bits(
     optimizer: str, precision: str, home: str, schedule: str, sim: ModuleType, tmp_path: Path
@@ -231,7 +231,7 @@ HOMES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("field", ["optim_ratio", "streamed_ratio"])
 @pytest.mark.parametrize(
     ("ratio", "home"),

@@ -71,7 +71,7 @@ def results(model: Any, home: Tier, folder: Path, device: str) -> dict[str, Any]
     }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("home", [Tier.HOST, Tier.NVME])
 def test_rows_on_an_accelerator_give_the_bits_of_the_cpu(
     sim: ModuleType, home: Tier, tmp_path: Path

@@ -150,7 +150,7 @@ def seconds_of(sim: ModuleType, patch: pytest.MonkeyPatch, fields: dict[str, Any
 MIXES = list(mixes())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "fields",
     [

@@ -62,6 +62,7 @@ def _left_alone(folder: Path, word: str) -> tuple[int, str, float]:
     return done.returncode, done.stdout + done.stderr, time.monotonic() - since
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(WHY_SKIPPED is not None, reason=str(WHY_SKIPPED))
 def test_a_peer_that_is_gone_is_silence_until_the_watchdog_ends_the_process(tmp_path: Path) -> None:
     code, said, took_s = _left_alone(tmp_path, "left")
@@ -69,6 +70,7 @@ def test_a_peer_that_is_gone_is_silence_until_the_watchdog_ends_the_process(tmp_
     assert "ordered True" in said and "watchdog: all_reduce on rank 0 timed out" in said
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(WHY_SKIPPED is not None, reason=str(WHY_SKIPPED))
 def test_aborting_a_communicator_ends_what_is_pending_and_refuses_what_follows(
     tmp_path: Path,

@@ -143,9 +143,8 @@ def check_memory(plan: Plan, tokens: int) -> None:
     assert plan.host_bytes <= HOST_BYTES
 
 
-@pytest.mark.parametrize(
-    ("tokens", "least"), [(8192, 1650), pytest.param(16384, 2100, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("tokens", "least"), [(8192, 1650), (16384, 2100)])
 def test_8b_that_clips_every_step_hides_it_under_the_next_forward(
     tokens: int, least: int, sim: ModuleType, marks: Marks
 ) -> None:

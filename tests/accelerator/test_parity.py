@@ -111,7 +111,7 @@ SHOWN = [pair for pair in EVERY if pair in FEW]
 HOMES_OF = collections.Counter(name for name, _ in SHOWN)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("name", "home"), SHOWN)
 def test_a_program_computes_on_a_device_what_it_computes_on_the_cpu(
     name: str, home: str, sim: ModuleType, tmp_path: Path

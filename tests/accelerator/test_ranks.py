@@ -58,10 +58,12 @@ def test_two_ranks_on_devices_compute_what_they_compute_on_cpus(tmp_path: Path) 
     assert_equal(tmp_path, BOTH, IN_TURN)
 
 
+@pytest.mark.slow
 def test_two_ranks_train_whose_group_takes_tensors_of_devices_alone(tmp_path: Path) -> None:
     assert_equal(tmp_path, "simccl", IN_TURN)
 
 
+@pytest.mark.slow
 def test_groups_within_four_ranks_compute_what_they_compute_on_cpus(tmp_path: Path) -> None:
     assert_close_and_equal(tmp_path, "on four", IN_TURN)
 

@@ -54,6 +54,7 @@ for num_threads in (1, 2):  # those of autograd are running
 """
 
 
+@pytest.mark.slow
 @needs_simulator
 def test_import_torch_loads_the_device_and_cpu_work_makes_no_context() -> None:
     python(

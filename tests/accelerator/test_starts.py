@@ -89,6 +89,7 @@ print("all ran")
 """
 
 
+@pytest.mark.slow
 def test_the_readmes_lines_init_with_initialize_and_generate_run_whole(
     sim: ModuleType, tmp_path: Path
 ) -> None:

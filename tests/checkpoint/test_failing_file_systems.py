@@ -230,7 +230,7 @@ def test_a_store_that_does_not_fit_is_refused_with_the_arithmetic(
     assert files_of(point) == before
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "way", ["in place", "in place, same tag", "a step", "a copy", "a copy behind"]
 )

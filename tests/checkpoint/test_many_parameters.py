@@ -105,7 +105,8 @@ def counted_calls() -> Iterator[Work]:
         sys.setprofile(before)
 
 
-@pytest.mark.parametrize("where", ["nvme", pytest.param("cpu", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["nvme", "cpu"])
 def test_work_is_linear_in_the_number_of_parameters(where: str, tmp_path: Path) -> None:
     with counted_calls() as work:
         phases(40, tmp_path / "first", where, work)  # imports, caches

@@ -22,7 +22,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     )
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("case", CASES)
 def test_every_state_of_every_rank_is_saved_once_and_stays(
     found: list[dict[str, Any]], case: str

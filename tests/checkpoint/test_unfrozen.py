@@ -79,6 +79,7 @@ def saved(home: str, folder: Path) -> None:
         tiermem.checkpoint.wait(shards)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("home", HOMES)
 def test_a_checkpoint_opens_on_either_side_of_unfreezing(home: str, tmp_path: Path) -> None:
     losses, weights = expected()

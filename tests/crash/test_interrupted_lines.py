@@ -31,7 +31,7 @@ def test_an_interrupt_of_one_of_two_ranks_leaves_both_right_or_told(tmp_path: Pa
     assert totals_of("interrupts.py", tmp_path, *words)["cases"] == 3
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("kind", "setting"), [("steps", "1"), ("trainer", "5")])
 def test_ctrl_c_at_random_moments_leaves_a_notebook_that_trains_right_or_is_told(
     kind: str, setting: str, tmp_path: Path

@@ -91,7 +91,7 @@ class Head(nn.Linear):
         super().__init__(16, VOCAB)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", CASES)
 def test_layers_give_the_bits_of_batches(name: str, tmp_path: Path) -> None:
     case = CASES[name]
@@ -155,6 +155,7 @@ class Dropping(models.ShortTower):
 # ---- bytes ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_weights_are_read_twice_and_gradients_written_once(tmp_path: Path) -> None:
     """The tolerance is what is read ahead at both ends of a step, and the embedding, which the
     tail's forward reads again.

@@ -124,7 +124,7 @@ def assert_close_runs(mine: Run, expected: Run) -> None:
         torch.testing.assert_close(mine.weights[name], each, atol=2e-3, rtol=0, msg=name)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", [*MODELS, "two streams, frozen", "a parameter, frozen"])
 def test_layers_train_as_batches(name: str, tmp_path: Path) -> None:
     """Frozen: what comes before the blocks, and the first block."""
@@ -150,6 +150,7 @@ def test_every_list_that_hands_its_outputs_on_is_a_part_of_the_chain(
         assert len(engine._by_layer._chain.links) == num_blocks  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_inputs_of_both_streams_move_where_activations_rest(tmp_path: Path) -> None:
     class Wide(Streams):
         """Inputs of 64 KiB and more move."""

@@ -100,7 +100,7 @@ def test_the_debugging_loop_sees_what_a_plain_model_holds(home: str, tmp_path: P
             assert torch.equal(safe_get_local_grad(mine), other.grad.flatten())
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @homes_and_presets
 def test_a_master_is_seen_in_every_precision(home: str, preset: str, tmp_path: Path) -> None:
     model = seeded(Tower).bfloat16()
@@ -142,7 +142,7 @@ def test_what_is_returned_is_a_copy(tmp_path: Path) -> None:
 # ---- putting -------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @homes
 @pytest.mark.parametrize("form", ["full", "local"])
 def test_what_is_put_is_what_training_goes_on_with(home: str, form: str, tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_what_is_put_is_what_training_goes_on_with(home: str, form: str, tmp_pat
         assert_same_tensors(dict(model.state_dict()), dict(twin.state_dict()))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @homes_and_presets
 def test_putting_back_what_was_seen_changes_no_bit(home: str, preset: str, tmp_path: Path) -> None:
     """Between backward and step, when tiles may have been read ahead."""
@@ -404,7 +404,7 @@ def test_gradients_that_are_used_up_in_backward_are_not_shown(tmp_path: Path) ->
 # ---- many at once --------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @homes_and_presets
 def test_a_visit_changes_what_single_puts_change(home: str, preset: str, tmp_path: Path) -> None:
     found = []

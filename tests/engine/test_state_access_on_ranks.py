@@ -40,7 +40,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return Found(tmp_path_factory)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @many_ranks
 @cases
 def test_full_states_are_the_same_on_all_ranks_and_as_on_one(

@@ -19,7 +19,7 @@ def launched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return launch(HERE / "traffic_on_ranks.py", request.param, out, str(nvme), timeout_s=300)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("case", CASES)
 def test_a_forecast_counts_what_a_step_sends_reads_and_writes(case: str, launched: Found) -> None:
     for found in launched:

@@ -88,7 +88,7 @@ def train_engine(model: nn.Module, config: dict[str, Any], device: torch.device)
     return losses
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.NVME])
 def test_losses_equal_those_of_weights_on_the_device_to_the_bit(
     tier: Tier, accelerator: torch.device, tmp_path: Path
@@ -96,6 +96,7 @@ def test_losses_equal_those_of_weights_on_the_device_to_the_bit(
     assert train(tier, tier, tmp_path) == train(Tier.DEVICE, Tier.HOST, tmp_path)
 
 
+@pytest.mark.slow
 def test_states_on_the_device_are_stepped_there_as_on_the_cpu(
     accelerator: torch.device, tmp_path: Path
 ) -> None:
@@ -104,7 +105,7 @@ def test_states_on_the_device_are_stepped_there_as_on_the_cpu(
     assert there[-1] < there[0]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("form", ["int8", "nf4"])
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.NVME])
 def test_blocks_are_unpacked_there_as_on_the_cpu(
@@ -138,7 +139,7 @@ def test_blocks_are_unpacked_there_as_on_the_cpu(
     assert losses(built(), tier, form) == losses(twin, Tier.DEVICE, None)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("home", ["cpu", "nvme"])
 def test_initialize_trains_as_shard_does(
     home: str, accelerator: torch.device, tmp_path: Path
@@ -189,6 +190,7 @@ def test_peak_is_live_units_gradients_of_one_unit_and_activations(
     assert peak <= stays + live_units + gradients + activations
 
 
+@pytest.mark.slow
 def test_nothing_synchronizes_the_whole_device(
     accelerator: torch.device,
     device_module: ModuleType,

@@ -129,7 +129,7 @@ def assert_as_torch(mine: Trained, expected: Trained) -> None:
         torch.testing.assert_close(mine.weights[name], each, atol=1e-3, rtol=0, msg=name)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("name", "way"), NAMES_AND_WAYS)
 def test_a_family_trains_as_in_plain_torch(name: str, way: str, tmp_path: Path) -> None:
     """With checkpointing as its users have it."""
@@ -168,7 +168,7 @@ def opened(model: nn.Module, policy: OffloadPolicy) -> dict[str, torch.Tensor]:
         return {name: each.clone() for name, each in model.state_dict().items()}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", ["flux", "wan", "sd3", "sdxl"])
 def test_weights_and_dtypes_are_those_that_diffusers_gives(name: str, tmp_path: Path) -> None:
     """Wan keeps some modules in fp32, SD3 has a buffer of places."""
@@ -263,6 +263,7 @@ def test_folders_that_fit_nothing_are_refused_with_what_to_give(pipeline: Path) 
             tiermem.from_pretrained(pipeline / "vae")
 
 
+@pytest.mark.slow
 def test_of_variants_the_files_without_one_are_read(tmp_path: Path) -> None:
     model = built(FAMILIES["sdxl"], "full")
     model.save_pretrained(tmp_path / "both")

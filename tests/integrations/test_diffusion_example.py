@@ -55,7 +55,7 @@ def drawn(pipeline: Any) -> torch.Tensor:
     return found
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("way", ["full", "lora"])
 def test_the_example_trains_and_diffusers_draws_with_it(way: str, parts: Path) -> None:
     if way == "lora":

@@ -52,7 +52,7 @@ from tiermem.integrations import choice
 HERE = Path(__file__).parent
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "name",
     [
@@ -88,7 +88,7 @@ def test_losses_equal_the_plain_trainers_also_when_resumed(name: str, tmp_path: 
     torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)  # a step of Adam is 1e-3
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("max_grad_norm", "is_early"), [(1e3, True), (1e-3, False)])
 def test_a_trainer_that_clips_begins_steps_under_backward(
     max_grad_norm: float, is_early: bool, tmp_path: Path
@@ -155,7 +155,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_of_torch_are_taken_over(name: str, tmp_path: Path) -> None:
     kind, settings = OPTIMIZERS[name]
@@ -169,7 +169,7 @@ def test_optimizers_of_torch_are_taken_over(name: str, tmp_path: Path) -> None:
     assert_equal(found[1], found[0])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", [tiermem.Lion, tiermem.Muon])
 def test_own_optimizers_train_and_resume(kind: Any, tmp_path: Path) -> None:
     def run(folder: Path, resume: str | None = None) -> Any:
@@ -207,7 +207,7 @@ class Beginnings(TrainerCallback):  # type: ignore[misc]
         self.found.append(state.global_step)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("limit", "left"), [(None, ""), (2, '{"global_step": 4, "ep')])
 def test_resumes_from_the_newest_checkpoint_that_was_saved_whole(
     limit: int | None, left: str, tmp_path: Path
@@ -237,7 +237,7 @@ def test_resumes_from_the_newest_checkpoint_that_was_saved_whole(
     assert began.found == [0, 3]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("limit", [1, 2])
 def test_the_last_checkpoint_stays_until_the_next_is_whole(
     limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -288,7 +288,7 @@ def test_a_users_trainer_takes_the_mixin(tmp_path: Path) -> None:
     assert_equal(found[1], found[0])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "given",
     [
@@ -335,7 +335,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", LAYERS)
 def test_micro_batches_go_through_each_block_together(way: str, name: str, tmp_path: Path) -> None:
@@ -418,7 +418,7 @@ class Worse(TrainerCallback):
         metrics["eval_loss"] = float(state.global_step)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [1, None])
 def test_the_best_model_is_loaded_and_training_stops_early(
     limit: int | None, tmp_path: Path
@@ -680,7 +680,7 @@ def in_bf16(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     return args, {**kwargs, **floats}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.skipif(IS_4, reason="before version 5 autocast stays on beside a config's bf16")
 @pytest.mark.parametrize(
     "name",

@@ -145,7 +145,7 @@ def assert_normed(found: dict[str, Any], stored: dict[str, torch.Tensor]) -> Non
     assert all(0.01 < each.std() < 1 for each in weights)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("lacks", [".", "weight"])
 @pytest.mark.usefixtures("forked_python")
 def test_every_norm_has_values_as_under_deepspeed(lacks: str, tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 QUICK = {"Lora", "Vera", "VBLoRA", "RandLora", "a second, frozen adapter", "resized embeddings"}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "name",
     [each if each in QUICK else pytest.param(each, marks=pytest.mark.slow) for each in BUILDS],

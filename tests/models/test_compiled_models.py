@@ -24,6 +24,7 @@ def compiled_before() -> None:
     torch.compile(torch.nn.Linear(2, 2), backend="aot_eager")(torch.ones(1, 2))
 
 
+@pytest.mark.slow
 def test_compiled_blocks_share_one_graph_and_train_as_in_plain_pytorch(tmp_path: Path) -> None:
     graphs: list[int] = []
 

@@ -59,7 +59,7 @@ def launched(names: list[str], folders: pytest.TempPathFactory) -> list[Differen
     return found
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("home", MAIN)
 @pytest.mark.parametrize("name", COVERING)
 def test_a_program_does_on_two_ranks_what_plain_pytorch_does(

@@ -118,7 +118,7 @@ def assert_near(
         assert torch.allclose(shards.weight(param), other, rtol=0, atol=1e-6)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("length", [FEW, MANY])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_training_is_as_in_plain_torch(
@@ -138,7 +138,7 @@ def test_training_is_as_in_plain_torch(
         assert torch.equal(shards.weight(param), there.weight(other))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
 @pytest.mark.parametrize("is_reentrant", [None, False, True])
 def test_each_implementation_is_recomputed_with_its_rows(

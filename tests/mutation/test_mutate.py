@@ -8,6 +8,8 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 import mutate
@@ -22,6 +24,7 @@ KINDS = {
 SEED = 1
 
 
+@pytest.mark.slow
 def test_a_seed_draws_sixty_mutants_of_every_kind_that_are_programs() -> None:
     mutants = mutate.drawn(SEED)
     assert (

@@ -396,7 +396,7 @@ def trained(tmp_path: Path) -> Any:
             each.close()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("overlap", "fields", "is_under_way"),
     [

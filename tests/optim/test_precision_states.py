@@ -47,6 +47,7 @@ def step_by(optim: tiermem.AdamW, model: nn.Module, seed: int) -> None:
 # ---- split is exact ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_split_master_is_the_fp32_master_over_a_thousand_steps() -> None:
     def build(precision: Precision) -> tuple[Shards, tiermem.AdamW]:
         model = seeded(lambda: nn.Linear(61, 43)).bfloat16()
@@ -89,7 +90,7 @@ def load_all(
         shard.num_steps = num_steps
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("name", "homes"),
     [
@@ -198,7 +199,7 @@ def test_values_and_names_that_do_not_fit_are_refused() -> None:
 # ---- starting ------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("home", [Tier.HOST, Tier.NVME])
 @pytest.mark.parametrize("resident_bytes", [0, 60_000, 1 << 30])
 @pytest.mark.parametrize("name", ["exact", "compact", "tiny"])

@@ -20,7 +20,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return launch(HERE / "state_face_on_ranks.py", 2, out, str(nvme))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_train_as_a_plain_model(case: str, found: list[dict[str, Any]]) -> None:
     for rank in found:

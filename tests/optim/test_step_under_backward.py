@@ -156,7 +156,7 @@ HOMES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("home", HOMES)
 def test_a_step_counts_when_all_is_as_assumed(
     home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -284,7 +284,7 @@ def load(run: Run) -> None:
     run.model.load_state_dict(seeded(Tower, seed=5).bfloat16().state_dict())
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "change",
     [clip, edit, clamp, zero_one, drop_one, replace_one, more, rate, decay, write_master, load],
@@ -315,6 +315,7 @@ def look(run: Run) -> None:
     run.losses += [float(value.float().sum()) for value in run.model.state_dict().values()]
 
 
+@pytest.mark.slow
 def test_looks_before_the_step_see_nothing_of_it_and_stop_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -423,7 +424,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, owner: object, verb: str) -> list[s
     return calls
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("num_micros", [1, 4])
 def test_an_engine_whose_loss_scale_overflows_and_grows_trains_the_same(
     num_micros: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -516,7 +517,7 @@ def train_clipped(engine: tiermem.Engine, folder: Path, period: int = 0) -> Ende
     return ended
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("clipping", "period", "num_early", "num_redone"),
     [
@@ -890,6 +891,7 @@ def test_ranks_that_share_a_disk_leave_one_another_what_each_must_have(
     assert [found[rank].disk_bytes for rank in range(2)] == [least, least]
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_before_the_first_step_under_backward_stops_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -92,7 +92,7 @@ def test_reads_equal_plain_torchs(home: str, tmp_path: Path) -> None:
             torch.testing.assert_close(mine, found[1][call], rtol=0, atol=0, msg=call)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("home", HOMES)
 def test_the_step_sees_what_was_written(home: str, tmp_path: Path) -> None:
     for call, write in WRITES.items():
@@ -185,6 +185,7 @@ def test_freezing_and_unfreezing_after_sharding(home: str, tmp_path: Path) -> No
     assert_same_tensors(found[0][2], found[1][2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("home", HOMES)
 def test_what_was_frozen_when_the_model_was_sharded_is_trained_after_a_checkpoint(
     home: str, tmp_path: Path

@@ -63,7 +63,7 @@ def assert_survivors_name(ranks: list[dict[str, Any]], who: int) -> None:
             assert "is gone" in ended["message"]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("death", DEATHS)
 def test_survivors_of_a_killed_rank_name_it(death: str, found: Found) -> None:
     assert_survivors_name(found[0][death], int(death[0]))

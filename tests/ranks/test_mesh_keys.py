@@ -45,6 +45,7 @@ def gathered_by_step(found: Found, case: str) -> int:
     )
 
 
+@pytest.mark.slow
 def test_mics_shard_size_keeps_gathers_in_the_group_and_sends_sums_to_copies(found: Found) -> None:
     assert [rank["mics"]["num_shards"] for rank in found] == [2] * RANKS
     assert set(

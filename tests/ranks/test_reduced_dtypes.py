@@ -17,7 +17,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return launch(HERE / "reduce_on_ranks.py", RANKS, tmp_path_factory.mktemp("out"))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize(
     ("case", "linear", "norm"),

@@ -73,7 +73,7 @@ def test_the_selection_holds_every_pair() -> None:
         assert {(row[i], row[j]) for row in rows} == set(itertools.product(left, right))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("num_ranks", "case"), SELECTED, ids=str)
 def test_training_equals_its_twins(num_ranks: int, case: Case, selected: Trainings) -> None:
     assert_equals_twins(num_ranks, case, selected.of(num_ranks))

@@ -184,6 +184,7 @@ def test_forked_child_does_not_have_the_memory_and_unmaps_nothing() -> None:
     arena.close()
 
 
+@pytest.mark.slow
 def test_process_that_forgets_its_arena_ends_quietly() -> None:
     script = (
         "from tiermem.swap.memory.arena import Arena\nkept = Arena(1 << "

@@ -83,7 +83,7 @@ def test_threads_of_a_queue_block_every_signal(
             assert blocked >> (number - 1) & 1, signal.Signals(number).name
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 def test_process_that_is_stopped_and_continued_loses_no_byte(engine: str, tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", _CHILD, engine, str(tmp_path)],

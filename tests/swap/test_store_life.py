@@ -117,6 +117,7 @@ def test_store_forgotten_without_close_leaves_no_file_thread_or_descriptor(
     assert list(tmp_path.iterdir()) == []  # the rest is held by the check around every test
 
 
+@pytest.mark.slow
 def test_process_that_ends_without_close_leaves_no_file(tmp_path: Path) -> None:
     script = (
         "import torch; from tiermem.swap.store.store import TensorStore; from "

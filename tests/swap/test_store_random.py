@@ -118,7 +118,7 @@ class Model:
         assert not was_present or move.is_done()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @settings(max_examples=30, suppress_health_check=list(HealthCheck))
 @given(steps=STEPS, faults=FAULTS, num_paths=st.integers(1, 2))
 def test_store_holds_what_a_dict_would(

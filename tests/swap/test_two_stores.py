@@ -48,6 +48,7 @@ def test_stores_on_one_folder_hold_their_own_bytes_under_the_same_names(
         assert torch.equal(other.fetch(f"x{i}").wait(), pattern(NUM_BYTES, seed=100 + i))
 
 
+@pytest.mark.slow
 def test_stores_of_two_processes_share_a_folder(
     make_store: MakeStore, pattern: Pattern, tmp_path: Path
 ) -> None:

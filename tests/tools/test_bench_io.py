@@ -312,6 +312,7 @@ def test_interrupted_amid_a_pass_it_leaves_nothing(tmp_path: Path, number: signa
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children))
 
 
+@pytest.mark.slow
 def test_killed_it_leaves_no_file_and_no_process(tmp_path: Path) -> None:
     arguments = (
         "--path",
@@ -369,6 +370,7 @@ def test_a_path_is_needed() -> None:
         IoBenchOptions(paths=[])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked_python")
 def test_a_program_gets_what_the_command_writes(tmp_path: Path) -> None:
     from tiermem.tools.bench import io as bench

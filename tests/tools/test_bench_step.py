@@ -125,6 +125,7 @@ def yardstick(tmp_path: Path) -> Callable[[float], Path]:
 # ---- bytes ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_models_with_and_without_checksums_are_compared(bench: Bench) -> None:
     figures = bench(precision="bf16", verify="always,resume", only_states=True)
     assert [(row["preset"], row["verify"]) for row in figures["rows"]] == [
@@ -138,7 +139,7 @@ def test_models_with_and_without_checksums_are_compared(bench: Bench) -> None:
         cases_of(StepBenchOptions([Path()], verify="never"))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("precision", "read", "written"), [("fp32", 8 + 4 + 4, 8 + 4), ("bf16", 12 + 2, 12 + 2)]
 )
@@ -168,7 +169,7 @@ def test_a_step_moves_what_arithmetic_says(
 PER_PARAM = {"exact": (12, 0), "compact": (6, 2), "bf16": (4, 2), "tiny": (4 + 2 / 64, 2)}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("only_states", [True, False])
 def test_a_preset_moves_its_bytes_per_parameter(bench: Bench, only_states: bool) -> None:
     figures = bench(precision="bf16", preset=",".join(PER_PARAM), only_states=only_states)
@@ -182,6 +183,7 @@ def test_a_preset_moves_its_bytes_per_parameter(bench: Bench, only_states: bool)
     assert "what smaller states are worth, steps in turn" in figures["printed"]
 
 
+@pytest.mark.slow
 def test_with_only_states_on_nvme_nothing_else_is_moved(bench: Bench) -> None:
     figures = bench(only_states=True)
     assert (figures["read_bytes"], figures["written_bytes"]) == (8 * NUM_PARAMS, 8 * NUM_PARAMS)
@@ -312,6 +314,7 @@ def test_the_ceiling_is_the_best_median_or_memory_if_that_takes_longer() -> None
 # ---- the pipeline --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_compare_measures_every_setting_in_one_run(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -347,6 +350,7 @@ def test_no_pipeline_is_measured_as_asked(bench: Bench, monkeypatch: pytest.Monk
 # ---- the picture ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_picture_carries_our_mark_and_may_be_drawn_again(bench: Bench, tmp_path: Path) -> None:
     picture = tmp_path / "step.png"
     for _ in range(2):

@@ -141,6 +141,7 @@ def job(cap_bytes: int) -> Job:
     )
 
 
+@pytest.mark.slow
 def test_a_cap_that_is_too_small_is_refused_with_the_smallest_that_is_not() -> None:
     with pytest.raises(
         Mistake, match=r"--memory 400\.0 MiB is too small .*\(400\.0 MiB - 350\.0 MiB \(interpreter"

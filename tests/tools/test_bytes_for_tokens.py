@@ -50,6 +50,7 @@ def test_a_model_with_a_tokenizer_is_refused(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked_python")
 def test_a_run_on_bytes_says_how_much_it_read_and_that_it_shows_memory_and_speed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

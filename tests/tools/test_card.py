@@ -60,9 +60,8 @@ def chosen(
     }, "; ".join(said)
 
 
-@pytest.mark.parametrize(
-    "given", [pytest.param({"is_checkpointing": True}, marks=pytest.mark.slow), {}]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("given", [{"is_checkpointing": True}, {}])
 def test_7b_on_a_card_of_24_gb_is_planned_within_it(given: dict[str, Any], tmp_path: Path) -> None:
     """With 64 GB of RAM and nothing said of the card's use. Blocks are recomputed, said or not."""
     file, text = tmp_path / "plan.json", io.StringIO()

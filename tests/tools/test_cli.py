@@ -115,7 +115,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("command", "arguments", "reason"),
     [(command, *each) for command, several in MISTAKES.items() for each in several],

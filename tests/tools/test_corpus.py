@@ -46,6 +46,7 @@ def test_reading_stops_at_the_bound(folder: Path) -> None:
     assert len(Corpus([folder], seq=1, seed=0, max_bytes=10)) == 10
 
 
+@pytest.mark.slow
 def test_python_itself_is_the_default() -> None:
     corpus = Corpus([], seq=128, seed=0, max_bytes=1 << 16)
     assert len(corpus) == 512

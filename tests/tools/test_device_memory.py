@@ -248,6 +248,7 @@ def test_training_on_a_card_that_is_too_small_is_refused_before_the_model_is_bui
     ) in line
 
 
+@pytest.mark.slow
 def test_training_that_runs_out_of_device_memory_ends_in_one_line(tmp_path: Path) -> None:
     """Where the config says that the plan may take nearly all of it."""
     line = refused(tmp_path, device_bytes=13_500_000)

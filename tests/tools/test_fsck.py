@@ -108,6 +108,7 @@ def line_of(text: str, what: str) -> str:
     return next(line for line in text.splitlines() if line.startswith(what))
 
 
+@pytest.mark.slow
 def test_live_runs_are_named_and_never_removed(template: Left) -> None:
     status, text = template.when_live
     assert status == 0

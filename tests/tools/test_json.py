@@ -53,6 +53,7 @@ def keys_in(found: Any) -> set[str]:
     return {*found}.union(*map(keys_in, found.values()))
 
 
+@pytest.mark.slow
 def test_each_prints_one_object_with_the_keys_of_its_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

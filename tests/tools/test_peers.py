@@ -64,6 +64,7 @@ def run_plain(
     return record
 
 
+@pytest.mark.slow
 def test_the_tokens_are_those_our_trainer_draws(tmp_path: Path) -> None:
     given = job(tmp_path)
     _save_tokens(given, tmp_path / "tokens.npy")
@@ -117,6 +118,7 @@ def test_a_peer_in_this_interpreter_finds_what_pythonpath_has(
     assert "-I" in peer_command(ours, "plain")
 
 
+@pytest.mark.slow
 def test_a_peer_that_dies_at_the_cap_is_a_result(tmp_path: Path) -> None:
     with open_limit(64 << 20) as limit:
         if limit.kind == "watch":

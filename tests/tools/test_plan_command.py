@@ -468,6 +468,7 @@ def test_a_card_that_is_not_here_steps_as_the_kernel_does(
     assert figures["seconds"]["step"] == pytest.approx(expected, rel=0.15)
 
 
+@pytest.mark.slow
 def test_the_link_is_given_measured_or_assumed(
     files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

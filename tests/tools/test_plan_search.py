@@ -71,6 +71,7 @@ def test_a_mix_fills_a_card_of_80_gb() -> None:
     assert found.tier_bytes(Tier.DEVICE) > 70 * GIB  # where 2.9 were taken once
 
 
+@pytest.mark.slow
 def test_all_of_8b_rests_on_a_card_of_141_gb() -> None:
     found = on_h200(141, 1)
     assert not found.problems and found.choice is not None
@@ -108,6 +109,7 @@ def test_a_plan_of_70b_tries_few_plans_and_says_why() -> None:
     assert len(found.choice.reasons) >= 6
 
 
+@pytest.mark.slow
 def test_limits_of_wear_pinning_and_disk_are_kept() -> None:
     given: dict[str, Any] = {"preset": "1b", "gpu": "3090", "gpu_bytes": 8 * GIB}
     given["host_bytes"] = 14 * GIB
@@ -261,7 +263,7 @@ def test_a_larger_or_faster_machine_never_gets_a_slower_plan(
     assert_no_slower(plan_of(*machine), machine, more)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("machine", "more"),
     [

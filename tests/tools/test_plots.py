@@ -29,6 +29,7 @@ def closed_figures() -> Iterator[None]:
     pyplot.close("all")
 
 
+@pytest.mark.slow
 def test_three_pictures_are_drawn_by_a_process_of_its_own(tmp_path: Path) -> None:
     write_run(tmp_path)
     done = subprocess.run(

@@ -113,6 +113,7 @@ def test_check_on_a_small_disk_says_what_was_not_measured(
     assert "products" in said
 
 
+@pytest.mark.slow
 def test_bench_io_leaves_out_a_disk_without_room_and_measures_the_others(
     mount: Callable[..., Path],  # noqa: F811
     tmp_path: Path,

@@ -58,6 +58,7 @@ def job(
     return plain._replace(**changed)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_ranks_measure_together_refuse_together_and_go_on(files: BenchFiles, ranks: Ranks) -> None:
     first, second = ranks.run([job(files, rank) for rank in (0, 1)])
     assert first.moved.written_bytes == second.moved.written_bytes == 8 * MIB
@@ -112,6 +113,7 @@ def test_a_rank_that_dies_is_an_error_and_its_store_is_removed(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_unwinds(files: BenchFiles, tmp_path: Path) -> None:
     ranks = Ranks(1)  # removes nothing itself
     ranks._ranks[0].connection.send(job(files, 0, "tensors"))

@@ -173,6 +173,7 @@ def test_a_cap_below_the_budget_is_refused_with_the_arithmetic(folder: Path) -> 
     assert not (folder / "runs").exists()
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_the_cap_says_so(folder: Path) -> None:
     with open_limit(1 << 30) as limit:
         if limit.kind == "watch":

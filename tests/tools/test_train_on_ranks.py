@@ -98,6 +98,7 @@ def test_ranks_go_on_from_what_they_saved(folder: Path) -> None:
     assert len(json.loads((folder / "on.json").read_text())["losses"]) == 1
 
 
+@pytest.mark.slow
 def test_a_cap_that_is_too_small_is_refused_in_one_line_of_a_rank(folder: Path) -> None:
     """Of rank 0, or of rank 1 with its name where that one is first and the launcher ends both."""
     done = train(folder, 2, "--steps", "1", "--offload", "none", "--memory", "300MiB")

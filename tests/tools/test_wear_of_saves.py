@@ -23,7 +23,8 @@ TINY = {
 TINY |= {"num_key_value_heads": 4, "vocab_size": 300}
 
 
-@pytest.mark.parametrize("offload", ["nvme", pytest.param("none", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("offload", ["nvme", "none"])
 @pytest.mark.usefixtures("forked_python")
 def test_a_run_that_saves_says_no_less_than_what_lies_on_the_disk(
     tmp_path: Path,

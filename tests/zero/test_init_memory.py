@@ -70,6 +70,7 @@ def peaks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_peak_while_building_is_a_unit_the_cache_and_the_buffers(peaks: dict[str, int]) -> None:
     allowed = (
         2 * BLOCK_BYTES  # the module under construction, and its part on the way to the store

@@ -26,7 +26,7 @@ def launched(
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(num_ranks)]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("persistence_numel", [0, 50, 1 << 20])
 @pytest.mark.parametrize("case", init_on_ranks.CASES)
 def test_values_are_those_of_rank_0_whatever_the_threshold(

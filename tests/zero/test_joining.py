@@ -263,6 +263,7 @@ def test_a_rank_that_never_comes_is_named_by_all(
         assert said.startswith("WORLD_SIZE is 3, and after 3 s ranks [1] have not come")
 
 
+@pytest.mark.slow
 def test_rank_0_that_never_comes_is_named_by_all(waiting: dict[str, list[Started]]) -> None:
     for said in last_lines(waiting["no store"]):
         assert said.startswith(

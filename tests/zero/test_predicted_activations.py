@@ -81,6 +81,7 @@ def check(build: Callable[[], nn.Module]) -> None:
     assert all(param.grad is None for param in model.parameters())
 
 
+@pytest.mark.slow
 def test_a_run_without_values_predicts_what_torch_allocates() -> None:
     # in a process of its own: torch's profiler leaves a thread
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

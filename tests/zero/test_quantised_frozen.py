@@ -50,6 +50,7 @@ def test_training_is_that_of_a_twin_with_the_same_blocks(
     assert_equal(model.state_dict(), twin)
 
 
+@pytest.mark.slow
 def test_two_ranks_are_a_twin_with_the_same_blocks_and_checkpoints_keep_them(
     tmp_path: Path,
 ) -> None:

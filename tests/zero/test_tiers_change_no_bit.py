@@ -68,7 +68,7 @@ def combined(ways: Iterable[str], others: Sequence[Any]) -> list[Any]:
     ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("way", "on_host"), combined(WAYS, DTYPES), indirect=["on_host"])
 def test_everything_on_nvme_equals_everything_on_host(
     way: str, on_host: tuple[torch.nn.Module, Result], tmp_path: Path
@@ -81,7 +81,7 @@ def test_everything_on_nvme_equals_everything_on_host(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "fields",
     [
@@ -153,7 +153,7 @@ def rounded_on_host(
     return model, policy, train(model, policy, max_norm=0.7)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("way", "rounded_on_host"), combined(SHORT, ROUNDED), indirect=["rounded_on_host"]
 )

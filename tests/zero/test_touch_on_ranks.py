@@ -28,7 +28,7 @@ def launched(
     return launch(HERE / "touch_on_ranks.py", request.param, out, str(nvme)), nvme
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", CASES)
 def test_case(name: str, launched: Any) -> None:
     for rank, found in enumerate(launched[0]):

@@ -91,7 +91,7 @@ def steps_of(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, float]
     }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("build", [groups_from_the_start, trained_alone])
 @pytest.mark.parametrize("home", POLICIES)
 def test_unfreezing_equals_plain_training(
@@ -350,6 +350,7 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
 # ---- ranks ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_ranks_unfreeze_together(tmp_path: Path) -> None:
     """To 1e-6 of plain training, whose sums have another order; the tiers have the same bits."""
     (tmp_path / "out").mkdir()

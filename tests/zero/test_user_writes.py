@@ -45,7 +45,7 @@ def all_writes() -> list[Any]:
     ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("way", "place", "moment"), all_writes())
 def test_a_write_is_honoured_as_by_fp32_masters(
     way: str, place: str, moment: str, tmp_path: Path
@@ -78,7 +78,7 @@ def test_a_loaded_state_dict_is_not_taken_for_writes_of_the_user(
         assert len(taken) == 1
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("way", ["zero_a_row", "zero_all", "clamp"])

@@ -83,7 +83,7 @@ def test_an_index_and_its_files(loaded: Any, saved: nn.Module, folder: Path) -> 
     assert_same_tensors(loaded(folder), dict(saved.state_dict()))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "stored", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str
 )
