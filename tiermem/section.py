@@ -79,7 +79,7 @@ def problems_of(
 
 
 _MEANT = {
-    **dict.fromkeys(("gpu", "cuda", "accelerator"), ("device", "none")),
+    **dict.fromkeys(("gpu", "accelerator"), ("device", "none")),
     **dict.fromkeys(("disk", "ssd", "drive"), ("nvme",)),
     **dict.fromkeys(("ram", "host", "memory", "dram"), ("cpu",)),
 }

@@ -121,7 +121,7 @@ def test_keys_are_the_same_in_every_process_and_differ_by_name_and_seed() -> Non
         ),
         ({"num_moments": -1}, "num_moments is -1; allowed are 0 to 3"),
         ({"num_moments": 4}, "num_moments is 4; allowed are 0 to 3"),
-        ({"num_moments": 2.0}, "num_moments is 2.0; allowed are 0 to 3"),
+        ({"num_moments": 2.5}, "num_moments is 2.5; allowed are 0 to 3"),
     ],
 )
 def test_a_policy_refuses_what_is_no_precision_and_no_number_of_moments(

@@ -30,6 +30,7 @@ from tiermem.forecast.rates import Compute
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.tools.cli import EXIT_USER, main
 from tiermem.tools.options import PlanOptions
+from tiermem.tools.plan import speed
 from tiermem.tools.plan.plan import (
     EXIT_FITS,
     EXIT_TOO_SMALL,
@@ -425,6 +426,17 @@ def test_this_machine_is_measured_when_no_speed_is_given(files: Path) -> None:
     status, said = run(files, flops=None)
     assert status == EXIT_FITS
     assert "computing: a few of the model's blocks, trained for a moment on this machine" in said
+
+
+def test_maths_that_would_take_minutes_to_time_is_told_by_products(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speed, "measure_flops", lambda *given: 1e6)
+    monkeypatch.setattr(speed, "measure_maths", None)
+    status, said = run(files, flops=None)
+    assert status == EXIT_FITS
+    assert "computing: 1e+06 operations a second, in products of matrices" in said
+    assert "limited by compute" in said
 
 
 def test_steps_begin_under_backward_only_where_the_disk_has_room() -> None:

@@ -21,8 +21,8 @@ from tiermem.forecast import Rates, cards
 from tiermem.policy import Tier
 from tiermem.tools.measure.gpu_link import kernel_passes
 from tiermem.tools.options import CARDS, PlanOptions
-from tiermem.tools.plan.plan import scenario_of, with_card
-from tiermem.tools.plan.planned import Planned, Scenario, plan_scenario
+from tiermem.tools.plan.plan import advise, scenario_of, with_card
+from tiermem.tools.plan.planned import WEAR, Planned, Scenario, plan_scenario
 
 GIB = 1 << 30
 
@@ -115,8 +115,11 @@ def test_limits_of_wear_pinning_and_disk_are_kept() -> None:
     given["host_bytes"] = 14 * GIB
     free = plan_scenario(scenario(**given))
     assert free.written_bytes_day > 0
-    (problem,) = plan_scenario(scenario(**given, written_bytes_day=10**9)).problems
-    assert problem.where == "what a node's disks may be written in a day"
+    worn = plan_scenario(scenario(**given, written_bytes_day=10**9))
+    (problem,) = worn.problems
+    assert problem.where == WEAR
+    larger = next(each for each in advise(worn) if each.words.startswith("accumulation"))
+    assert larger.fits and larger.planned.written_bytes_day <= 10**9
     enough = plan_scenario(scenario(**given, written_bytes_day=int(free.written_bytes_day) + 1))
     assert not enough.problems and enough.tokens_per_s >= 0.98 * free.tokens_per_s
     pinned = plan_scenario(scenario(**given, pinned_bytes=free.pinned_bytes - 1))

@@ -141,6 +141,13 @@ class Plan:
     lacks: str = dataclasses.field(default="", compare=False)
     """What steps under backward lack here, in words, where they are wanted and have no room."""
 
+    def __str__(self) -> str:
+        lines = (
+            f"{row.tier.name:<6} {format_mib(row.num_bytes):>12}  {row.what} ({row.why})"
+            for row in self.rows
+        )
+        return "\n".join(lines)
+
     def listed(self, tier: Tier) -> str:
         """Its rows of a tier, in one line, for an error."""
         return "; ".join(

@@ -45,6 +45,7 @@ from tiermem.tools.plan.card import Card, say_placement, settled, with_choice
 from tiermem.tools.plan.paper import ESTIMATED, print_estimates, print_paper
 from tiermem.tools.plan.planned import (
     PLACES,
+    WEAR,
     Cluster,
     Planned,
     Scenario,
@@ -370,10 +371,11 @@ def _phase_table(planned: Planned) -> Table:
 def _print_verdict(planned: Planned, console: Console) -> None:
     """Whether it fits, how fast, and what limits."""
     for problem in planned.problems:
+        sizes = (problem.limit_bytes, problem.needed_bytes)
+        is_wear = problem.where == WEAR
+        limit, needed = (f"{size / 1e9:,.0f} GB" if is_wear else _gib(size) for size in sizes)
         console.print(
-            f"does not fit: {problem.where} has {_gib(problem.limit_bytes)} and "
-            f"{_gib(problem.needed_bytes)} are needed",
-            style="bold",
+            f"does not fit: {problem.where} has {limit} and {needed} are needed", style="bold"
         )
     forecast = planned.forecast
     if not planned.problems:
@@ -498,8 +500,13 @@ def _candidates(planned: Planned) -> Iterator[Candidate]:
     if micro > 1:
         yield Candidate(
             f"half the micro-batch ({micro // 2}), twice the accumulation",
-            lambda s: _half_batch(s, micro // 2, 2 * accumulation),
+            lambda s: _with_batch(s, micro // 2, 2 * accumulation),
         )
+    for problem in planned.problems:
+        if problem.where == WEAR:
+            more = accumulation << math.ceil(math.log2(problem.needed_bytes / problem.limit_bytes))
+            words = f"accumulation {more}, a larger batch for as many writes"
+            yield Candidate(words, functools.partial(_with_batch, micro=micro, accumulation=more))
     if policy.uses_nvme:
         yield Candidate("twice the NVMe paths", _twice_the_disks)
     if scenario.moved:
@@ -551,7 +558,7 @@ def _on_nvme(scenario: Scenario, section: str) -> Scenario:
     return _with(scenario, values, "zero_optimization", section)
 
 
-def _half_batch(scenario: Scenario, micro: int, accumulation: int) -> Scenario:
+def _with_batch(scenario: Scenario, micro: int, accumulation: int) -> Scenario:
     changed = _with(scenario, micro, "train_micro_batch_size_per_gpu")
     return _with(
         _with(changed, None, "train_batch_size"), accumulation, "gradient_accumulation_steps"

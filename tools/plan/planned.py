@@ -56,6 +56,7 @@ PLACES = {
     Tier.NVME: "the disks of a node",
 }
 """What a limit of a tier is a limit of."""
+WEAR = "what a node's disks may be written in a day"
 
 
 INTERPRETER = Row(
@@ -623,7 +624,7 @@ class Planned:
             ("the config's room on disks", plan.disk_bytes * per_node, given.most_disk_bytes),
             ("the pinned memory of a node", pinned, cluster.pinned_bytes),
             (
-                "what a node's disks may be written in a day",
+                WEAR,
                 self.written_bytes_day,
                 cluster.written_bytes_day,
             ),

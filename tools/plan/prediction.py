@@ -51,7 +51,12 @@ from tiermem.tools.plan.planned import (
 from tiermem.tools.presets import ModelShape, ModelSizes, with_layers
 from tiermem.tools.record.run_record import Figures, Span, covered, within
 from tiermem.tools.words import format_bytes
-from tiermem.units.compute import FAR_SLOWER, ComputeChoice, choose_compute
+from tiermem.units.compute import (
+    FAR_SLOWER,
+    ComputeChoice,
+    choose_compute,
+    measure_products,
+)
 from tiermem.units.experts import fused_experts, used_numel
 from tiermem.weights.step_run import overlap_of
 
@@ -208,6 +213,7 @@ _MANY_BLOCK_NUMEL = 1 << 26  # of blocks as large as this, few do
 _USUAL_ROOM_BYTES = 64 << 20  # of weights on their way home while the copy is built
 _NUM_WARM_UP = 1
 _NUM_TIMED = 4
+_LONG_S = 15.0  # of all passes: after that one that was timed is enough
 _KERNEL_BYTES = 28  # of memory traffic per parameter: 12 of states both ways, weight and gradient
 _KERNEL_ROOM_BYTES = 16  # of memory per parameter that is stepped to measure
 _KERNEL_NUMEL = 1 << 24
@@ -261,7 +267,10 @@ def measure_maths(
     tokens = _tokens(shape, batch, seq)
     passes: list[tuple[Phase, Phase]] = []
     with tiermem.shard(model, policy) as shards:
-        for _ in range(_NUM_WARM_UP + _NUM_TIMED):
+        first = time.monotonic()
+        while len(passes) < _NUM_WARM_UP + _NUM_TIMED:
+            if len(passes) > _NUM_WARM_UP and time.monotonic() - first > _LONG_S:
+                break
             start = time.monotonic_ns()
             loss = _loss_of(model, tokens)
             middle = time.monotonic_ns()
@@ -284,6 +293,22 @@ def copy_bytes(
     buffers = 2 * sizes.unit_numel * (rest + wide)  # two units, and gradients of two
     layers = _num_layers(shape) * sizes.block_numel + 2 * sizes.vocabulary * sizes.hidden
     return buffers + (0 if is_on_disk else 2 * layers * rest) + _USUAL_ROOM_BYTES
+
+
+def copy_s(shape: ModelShape, num_tokens: int, flops: float) -> float:
+    """The least seconds to time the copy, at so many operations a second. Raises ValueError for a
+    shape without sizes."""
+    sizes = ModelSizes.of(shape)
+    numel = _num_layers(shape) * sizes.block_numel + sizes.vocabulary * sizes.hidden
+    return (_NUM_WARM_UP + 1) * 6 * numel * num_tokens / flops
+
+
+def measure_flops(shape: ModelShape, compute: str) -> float:
+    """Operations a second of products with matrices of a model's width on the CPU, all threads of
+    this process. Blocks for less than a second."""
+    sizes = ModelSizes.of(shape)
+    products = measure_products([(sizes.intermediate, sizes.hidden)], DTYPES[compute])
+    return products.rest_flops * torch.get_num_threads()
 
 
 def measure_kernels(room_bytes: int | None = None) -> float:

@@ -16,7 +16,7 @@ import torch
 
 from tiermem.config import load_config, resolve_auto
 from tiermem.forecast.rates import Compute, Rates
-from tiermem.swap.memory.accelerator import find_device
+from tiermem.swap.memory.accelerator import find_device, is_accelerator
 from tiermem.tools.job.launcher import compute_of
 from tiermem.tools.job.train_job import micro_batch_of, nvme_folders, precision_of
 from tiermem.tools.measure.files import measure_disks, why_unmeasured
@@ -27,6 +27,8 @@ from tiermem.tools.options import PlanOptions
 from tiermem.tools.plan.prediction import (
     Maths,
     copy_bytes,
+    copy_s,
+    measure_flops,
     measure_host_memory,
     measure_kernels,
     measure_maths,
@@ -37,6 +39,7 @@ from tiermem.tools.presets import ModelShape
 from tiermem.tools.words import numbered
 
 _PROBE_S = 1.0
+_LONGEST_COPY_S = 30.0
 # bytes a second, read and write, both at once: an NVMe drive of PCIe 4.0
 ASSUMED_DISK = (7.0e9, 5.0e9)
 _ASSUMED_LINK = 25e9  # bytes a second each way: PCIe 4.0 with 16 lanes
@@ -73,13 +76,21 @@ def speed_of(
             sources.append(f"CPU kernels beside copies: {beside}, assumed")
     else:
         sharing = 1 if is_gpu else options.ranks  # ranks that share a processor
-        compute, use_s, gradient_bytes_s = _measured(options, shape, config).shared_by(sharing)
+        measured = _measured(options, shape, config)
         kernels = measure_kernels() / options.ranks
         sums = measure_sums() / options.ranks
         shared = f", shared by {options.ranks} ranks" if options.ranks > 1 else ""
-        sources.append(
-            f"computing: a few of the model's blocks, trained for a moment on this machine{shared}"
-        )
+        if isinstance(measured, Maths):
+            compute, use_s, gradient_bytes_s = measured.shared_by(sharing)
+            rates = dataclasses.replace(rates, gradient_bytes_s=gradient_bytes_s, use_s=use_s)
+            said = "a few of the model's blocks, trained for a moment on this machine"
+        else:
+            compute = measured / sharing
+            said = (
+                f"{measured:.3g} operations a second, in products of matrices on this machine; to "
+                "train a few of the model's blocks would take minutes"
+            )
+        sources.append(f"computing: {said}{shared}")
         sources.append(f"CPU kernels: {kernels / 1e9:.0f} GB/s of memory traffic, measured{shared}")
         memory = measure_host_memory() if is_gpu else None
         if memory is not None:
@@ -92,9 +103,7 @@ def speed_of(
             rates,
             kernel_bytes_s=kernels,
             host_memory_bytes_s=memory or rates.host_memory_bytes_s,
-            gradient_bytes_s=gradient_bytes_s,
             sum_bytes_s=sums,
-            use_s=use_s,
         )
     if options.ranks * options.nodes > 1:
         sources.append(
@@ -193,9 +202,9 @@ def _memory_speed(options: PlanOptions, is_gpu: bool) -> tuple[float, str]:
     return Rates.device_memory_bytes_s, "assumed: give --gpu-bandwidth"
 
 
-def _measured(options: PlanOptions, shape: ModelShape, config: Mapping[str, Any]) -> Maths:
-    """The maths of a micro-batch here. Raises ValueError when a small copy does not fit this
-    machine's free memory."""
+def _measured(options: PlanOptions, shape: ModelShape, config: Mapping[str, Any]) -> Maths | float:
+    """The maths of a micro-batch here; of one that would take minutes, the operations a second.
+    Raises ValueError when a small copy does not fit this machine's free memory."""
     precision = precision_of(config)
     num_bytes = available_bytes()
     folders = _folders_here(config)
@@ -208,6 +217,10 @@ def _measured(options: PlanOptions, shape: ModelShape, config: Mapping[str, Any]
             "free: give --flops, the operations a second that a rank reaches"
         )
     micro = micro_batch_of(config, 1)
+    if not is_accelerator(find_device()):
+        flops = measure_flops(shape, compute)
+        if copy_s(shape, micro * options.seq, flops) > _LONGEST_COPY_S:
+            return flops
     try:
         return measure_maths(
             shape, precision, micro, options.seq, bool(options.is_checkpointing), folders, compute
