@@ -205,6 +205,11 @@ def home_of(found: Any, written: str) -> str:
     )
 
 
+def first_sentences(package: str) -> str:
+    """The first paragraph of a package's docstring, on one line."""
+    return " ".join((inspect.getdoc(resolve(package)) or "").partition("\n\n")[0].split())
+
+
 def index_of_names() -> str:
     """The page that lists the packages."""
     lines = [
@@ -212,7 +217,7 @@ def index_of_names() -> str:
         "Every public name and its docstring. A name that is not here may change at any time.\n",
     ]
     for package in packages():
-        said = (inspect.getdoc(resolve(package)) or "").partition("\n")[0]
+        said = first_sentences(package)
         lines.append(f"- [{package}](api/{package}.md): {said.partition(': ')[2] or said}")
     lines.append(
         "- [tiermem.integrations](api/tiermem.integrations.md): other libraries' training loops "
@@ -224,7 +229,7 @@ def index_of_names() -> str:
 def page_of_package(package: str) -> Iterator[str]:
     """A package: what it is, then its names. mkdocstrings replaces the lines that begin with
     `:::`."""
-    said = (inspect.getdoc(resolve(package)) or "").partition("\n")[0]
+    said = first_sentences(package)
     said = said.partition(": ")[2] or said
     yield f"# {package}\n\n{said[:1].upper()}{said[1:]}\n"
     for name in names_of(package):
@@ -236,7 +241,8 @@ def page_of_package(package: str) -> Iterator[str]:
             continue
         found = resolve(name.written)
         has_members = inspect.isclass(found) and not issubclass(found, BaseException)
-        yield f"[](){{ #{name.written} }}\n"
+        if name.home != name.written:
+            yield f"[](){{ #{name.written} }}\n"
         yield asked(name.home, name.written, has_members)
 
 

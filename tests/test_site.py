@@ -36,6 +36,7 @@ def test_every_public_name_is_asked_of_a_page() -> None:
             assert (
                 f"#{name.written} }}" in pages[f"api/{package}.md"]
                 or f"#{name.written}}}" in pages[f"api/{package}.md"]
+                or f"::: {name.written}\n" in pages[f"api/{package}.md"]
             )
 
 

@@ -580,10 +580,10 @@ def _print(found: TuneResult, out: Path, paths: Sequence[dict[str, Any]], consol
     for standing in found.standings[:_NUM_SHOWN]:
         shown.add_row(describe(standing.candidate), f"{standing.cost:.3f}", "", "")
     shown.add_section()
-    for name, turn in (
-        ("the winner, verified", found.verdict.tuned),
-        ("the defaults, verified", found.verdict.default),
-    ):
+    names = ("the winner, verified", "the defaults, verified")
+    if found.winner == found.default:
+        names = ("the defaults, verified", "the same, verified again")
+    for name, turn in zip(names, (found.verdict.tuned, found.verdict.default), strict=True):
         mixed = f"{sum(turn.mixed_gbps):.2f}"
         read = f"{sum(turn.read_gbps):.2f}"
         shown.add_row(name, f"{turn.cost_ns:.3f}", mixed, read)
@@ -606,7 +606,8 @@ def _sentence(found: TuneResult) -> str:
             f"({spread})"
         )
     if found.winner == found.default:
-        return f"the defaults ({describe(found.default)}) are the fastest, and are written"
+        said = f"the defaults ({describe(found.default)}) are the fastest, and are written"
+        return f"{said}; measured twice they differ by {spread}"
     why = f"not faster beyond noise: {found.verdict.gain:.3f} times ({spread})"
     return (
         f"{describe(found.winner)} is {why}; the defaults ({describe(found.default)}) are written"

@@ -491,6 +491,8 @@ def memory_of(least_bytes: int, why: str = "") -> Check:
     """A size of memory. A bare number was probably meant in MiB, a small one in GiB."""
 
     def check(name: str, value: Any) -> None:
+        if value == 0:
+            raise Mistake(f"{name} is 0: leave it out", {name: ""})
         if value < least_bytes:
             meant = (
                 f"{value}GiB" if value < _FEW_GIB else f"{value}MiB" if value < 1 << 20 else "1GiB"

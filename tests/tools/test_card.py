@@ -23,9 +23,9 @@ from tiermem.policy import Tier
 from tiermem.tools.job.train_job import make_config
 from tiermem.tools.measure.gpu_link import measure_memory
 from tiermem.tools.options import PlanOptions, TrainOptions
-from tiermem.tools.plan.card import Card, CardRoom, choose_config
+from tiermem.tools.plan.card import Card, choose_config
 from tiermem.tools.plan.plan import EXIT_FITS, plan
-from tiermem.tools.plan.planned import ActivationBytes
+from tiermem.tools.plan.planned import ActivationBytes, Cluster, Scenario
 from tiermem.tools.presets import ModelSizes, preset
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -50,10 +50,11 @@ def chosen(
     """What is set in the config's own section, and the lines."""
     config = CONFIG | {"tiermem": CONFIG.get("tiermem", {}) | own}
     config["gradient_accumulation_steps"] = num_micro
-    card = Card(card_mib * MIB, ())
-    found, how, said, _ = choose_config(
-        config, SHAPE, speed, activations(num_tokens), CardRoom(card, None)
-    )
+    cluster = Cluster(1, 1, card_mib * MIB)
+    compute, rates = speed or SPEED
+    config["train_micro_batch_size_per_gpu"] = num_tokens // 64
+    scenario = Scenario(SHAPE, config, cluster, rates, compute, 64, is_checkpointing=True)
+    found, how, said, _ = choose_config(scenario, speed is not None)
     assert (how is None) == (speed is None or not said)
     return {
         name: found["tiermem"].get(name) for name in ("device_bytes", "activations")
@@ -113,8 +114,7 @@ def test_a_card_without_room_is_refused_with_the_arithmetic() -> None:
     with pytest.raises(ValueError, match="the accelerator has too little memory: ") as refused:
         chosen(little)
     said = str(refused.value)
-    assert f"{little}.0 MiB - " in said and "MiB for the plan; device_bytes=" in said
-    assert "and the smallest plan needs" in said
+    assert f"{little}.0 MiB - " in said and "MiB for the plan; and the smallest plan needs" in said
     assert chosen(little, device_bytes=100 * MIB) == (
         {"device_bytes": 100 * MIB, "activations": None},
         "",

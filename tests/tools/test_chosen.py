@@ -15,9 +15,9 @@ from tiermem.forecast.rates import Compute
 from tiermem.policy import Tier
 from tiermem.tools.job.train_job import make_config, with_host_bytes
 from tiermem.tools.options import TrainOptions
-from tiermem.tools.plan.card import CardRoom, choose_config, with_choice
-from tiermem.tools.plan.planned import ActivationBytes
-from tiermem.tools.presets import ModelSizes, preset
+from tiermem.tools.plan.card import choose_config, with_choice
+from tiermem.tools.plan.planned import Cluster, Scenario
+from tiermem.tools.presets import preset
 
 SHAPE = preset("151m") | {
     "hidden_size": 256,
@@ -28,13 +28,15 @@ SHAPE = preset("151m") | {
 SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 4}
 SLOW_DISK = Rates(disk_read_bytes_s=0.2e9, disk_write_bytes_s=4e9)
 FAST_MATHS = Compute(1e-12, 2e-12)
-ON_CPU = ActivationBytes(ModelSizes.of(SHAPE), 128, "bf16", "bf16", False, False)
-GIVEN = (FAST_MATHS, SLOW_DISK), ON_CPU, CardRoom(None, None)
 
 
 def config(host_bytes: int | None = None) -> dict[str, Any]:
     made = make_config(TrainOptions(lr=1e-3), [Path("/tmp")]) | {"gradient_accumulation_steps": 4}
     return made if host_bytes is None else with_host_bytes(made, host_bytes)
+
+
+def scenario(config: dict[str, Any]) -> Scenario:
+    return Scenario(SHAPE, config, Cluster(1, 1), SLOW_DISK, FAST_MATHS, 128, False)
 
 
 def test_every_chosen_field_is_a_key_that_means_it() -> None:
@@ -59,7 +61,7 @@ def test_a_choice_leaves_the_given_config_alone() -> None:
 
 
 def test_a_run_on_a_slow_disk_keeps_units_by_a_key_of_its_config() -> None:
-    chosen, line, *_ = choose_config(config(96 << 20), SHAPE, *GIVEN)
+    chosen, line, *_ = choose_config(scenario(config(96 << 20)))
     assert line is not None and "units of up to" in line
     assert chosen["zero_optimization"]["offload_param"]["max_in_cpu"] > 0
     assert (
@@ -69,5 +71,5 @@ def test_a_run_on_a_slow_disk_keeps_units_by_a_key_of_its_config() -> None:
 
 
 def test_without_a_budget_and_where_nothing_fits_there_is_nothing_to_say() -> None:
-    assert choose_config(config(), SHAPE, *GIVEN) == (config(), None, [], None)
-    assert choose_config(config(1 << 20), SHAPE, *GIVEN) == (config(1 << 20), None, [], None)
+    assert choose_config(scenario(config()))[:3] == (config(), None, [])
+    assert choose_config(scenario(config(1 << 20))) == (config(1 << 20), None, [], None)

@@ -65,7 +65,7 @@ def test_the_environment_says_what_is_set_again_after_building() -> None:
 
 
 def test_building_in_the_heap_leaves_it_as_wide_as_the_model() -> None:
-    assert run("keep", "in the heap")[0] >= 8 * (9 << 20)
+    assert run("keep", "in the heap")[0] >= 0.98 * 8 * (9 << 20)
 
 
 @pytest.mark.parametrize("what", ["keep", "let go"])

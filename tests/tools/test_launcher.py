@@ -116,7 +116,7 @@ time.sleep(60)
     assert time.monotonic() - started < 30
     assert outcome.is_interrupted
     assert outcome.phase == ("cleaning up" if handler == "stop" else "ready")
-    assert outcome.describe() == "stopped by Ctrl-C, cleanly"
+    assert outcome.describe() == "stopped as asked, cleanly"
 
 
 def test_a_second_interrupt_kills() -> None:

@@ -24,7 +24,7 @@ from tiermem.tools.job.train_job import (
     with_saved,
 )
 from tiermem.tools.options import TrainOptions
-from tiermem.tools.presets import ModelSizes, preset
+from tiermem.tools.presets import preset
 from tiermem.tools.words import Mistake
 
 
@@ -113,17 +113,14 @@ def test_tiles_that_an_accelerator_steps_are_those_of_the_saved_step(
 ) -> None:
     """Although the machine that goes on would choose others; what a config names is kept."""
     pytest.importorskip("transformers")
-    from tiermem.tools.plan.card import Card, CardRoom, choose_config
-    from tiermem.tools.plan.planned import ActivationBytes
+    from tiermem.tools.plan.card import choose_config
+    from tiermem.tools.plan.planned import Cluster, Scenario
 
     rates = Rates(1e9, 1e9, link_bytes_s=200e9, kernel_bytes_s=1e9)
-    card = Card(24 << 30, ())
 
     def part_here(config: dict[str, Any]) -> float:
-        activations = ActivationBytes(ModelSizes.of(shape), 64, "bf16", "bf16", True, True)
-        chosen = choose_config(
-            config, shape, (Compute(1e-12, 2e-12), rates), activations, CardRoom(card, None)
-        )
+        cluster, compute = Cluster(1, 1, 24 << 30), Compute(1e-12, 2e-12)
+        chosen = choose_config(Scenario(shape, config, cluster, rates, compute, 64, True))
         return float(chosen.config["tiermem"]["streamed_ratio"])
 
     job, shape = resume(tmp_path, saved(tmp_path / "ck", text, streamed_part=part)), preset("151m")

@@ -136,7 +136,10 @@ class Forecast:
     @property
     def limited_by(self) -> str:
         """The resource that works longest in a step."""
-        return busiest(self.limits_s)
+        found = busiest(self.limits_s)
+        links = (NETWORK, NEAR, DOWN, UP)
+        lane = max(links, key=lambda each: sum(self.busy_s.get(each, {}).values()))
+        return NETWORK if found == "link" and lane in (NETWORK, NEAR) else found
 
     def bound_of(self, phase: str) -> str:
         """Returns the lane that works longest in a phase and so bounds it."""

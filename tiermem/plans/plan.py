@@ -718,7 +718,8 @@ class Planner:
         is_attempted = attempts and self._may_attempt and bool(resting or self._drafted)
         attempt = written if is_attempted else 0
         why = f"overlap={policy.overlap!r}"
-        sheet.add(_ATTEMPTS, Tier.NVME, attempt, why)
+        later = "; taken before the first such step, of which a run that always clips has none"
+        sheet.add(_ATTEMPTS, Tier.NVME, attempt, why + later)
         sheet.add(
             _DRAFTS,
             Tier.HOST,

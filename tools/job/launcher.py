@@ -358,7 +358,7 @@ class Outcome:
         if self.is_stalled:
             return f"stopped: no progress during {self.phase}"
         if self.exit_code == 0:
-            return "stopped by Ctrl-C, cleanly" if self.is_interrupted else "finished"
+            return "stopped as asked, cleanly" if self.is_interrupted else "finished"
         if self.exit_code > 128:
             with contextlib.suppress(ValueError):
                 return f"ended by {signal.Signals(self.exit_code - 128).name} during {self.phase}"

@@ -8,34 +8,28 @@ rates or none, room  ->  forecast's choice, or the plan's rule  ->  config, and 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
-from tiermem.config import load_config, resolve_auto
 from tiermem.config.io import STATES_PER_TILE
-from tiermem.forecast import Placement, Rates, choose
-from tiermem.forecast.choose import Tried
-from tiermem.forecast.rates import Compute
-from tiermem.plans.budget import make_plan
 from tiermem.plans.plan import Plan, Row
 from tiermem.policy import OffloadPolicy, Tier
-from tiermem.ranks.topology import Topology, plan_topology
 from tiermem.swap.memory.accelerator import free_and_total, is_accelerator
 from tiermem.tools.job.launcher import Job
 from tiermem.tools.job.train_job import Config, with_key
 from tiermem.tools.plan.planned import (
+    PLACES,
     ActivationBytes,
     Budget,
+    Planned,
+    Scenario,
     budget_of,
     fits_budget,
-    meta_model,
+    plan_scenario,
 )
-from tiermem.tools.presets import ModelSizes
 from tiermem.tools.words import format_bytes
-from tiermem.units.unit import divide
 
 _TORCHS_PART = 0.05
 _CONTEXT_BYTES = 512 << 20  # of a driver's context and its kernels, where it cannot be measured
@@ -138,32 +132,10 @@ def say_placement(
     return [first, f"activations: {inputs} and go from the GPU to {policy.activations.name}: {why}"]
 
 
-# ---- recomputation: the activations of blocks are kept, or computed again in backward ------------
-#
-# Where nobody says which, both are planned and forecast. Recomputing takes the forward's time once
-# more, and leaves what autograd would keep to weights and states. The bits are the same.
-
 NO_OTHER_WAY = (
     "checkpointing: blocks are recomputed in backward, since what they would keep "
     "leaves no room for a plan"
 )
-
-
-def recomputes(kept: Tried | None, again: Tried | None) -> tuple[bool, str | None]:
-    """Whether blocks are to be recomputed in backward, and a sentence that says why; None: there is
-    nothing to compare.
-
-    kept, again: the plan without and with it; None: none fits.
-    """
-    if kept is None or again is None:
-        return kept is None and again is not None, NO_OTHER_WAY if again is not None else None
-    said = f"{again.total_s:.3g} s a step are predicted with that, {kept.total_s:.3g} s without"
-    if again.total_s < kept.total_s:
-        return (
-            True,
-            f"checkpointing: blocks are recomputed in backward: {said} (--no-checkpointing)",
-        )
-    return False, f"checkpointing: no block is recomputed in backward: {said} (--checkpointing)"
 
 
 def settle_by_cap(job: Job, resident_bytes: int, is_gpu: bool) -> Job:
@@ -219,74 +191,43 @@ class Chosen(NamedTuple):
     """How it was chosen; None: by the plan's rule alone."""
     placement: list[str]
     """What `say_placement` says."""
-    tried: Tried | None
-    """The plan and a step of it; None: nothing was predicted."""
+    planned: Planned | None
+    """None: nothing fits."""
 
 
-class CardRoom(NamedTuple):
-    """Memory that a choice may divide between the plan and activations."""
+def choose_config(scenario: Scenario, searches: bool = True) -> Chosen:
+    """Settles what the config of a run leaves open, as `tiermem plan` does.
 
-    card: Card | None
-    """None: the CPU."""
-    host_bytes: int | None
-    """What the caps of a node's ranks leave for the plan beside activations as the config has them;
-    None: the config names the plan's own."""
-    num_ranks: int = 1
-    ranks_on_node: int = 1
-
-
-def choose_config(
-    config: Config,
-    shape: Mapping[str, Any],
-    speed: tuple[Compute, Rates] | None,
-    activations: ActivationBytes,
-    room: CardRoom,
-) -> Chosen:
-    """Settles what the config of a run leaves open.
-
-    speed: None where nothing was measured: the plan's rule chooses. Raises ValueError for a config
-        that cannot be, and, with
-    the arithmetic, where a card has no room for the smallest plan beside activations and the config
-    names no `device_bytes`.
+    searches: False where nothing was measured: the plan's rule chooses. Raises ValueError for a
+        config that cannot be, and, with the arithmetic, where a card has no room for the smallest
+        plan beside activations and the config names no `device_bytes`.
     """
-    loaded = resolve_auto(load_config(config), ModelSizes.of(shape).hidden)
-    policy = loaded.policy()
-    card = room.card
-    if card is None and (policy.host_bytes is None or speed is None):
-        return Chosen(config, None, [], None)
-    model = meta_model(shape, loaded.precision)
-    ranks = (room.num_ranks, room.ranks_on_node)
-    topology = plan_topology(room.num_ranks, policy, room.ranks_on_node)
-    device_bytes = None if card is None else card.room_bytes
-    placements = activations.placements(policy, device_bytes, room.host_bytes, room.ranks_on_node)
-    how: str | None = None
-    tried: Tried | None = None
-    try:
-        num_micro = loaded.batch(room.num_ranks).accumulation
-        compute, rates = speed or (Compute(0.0, 0.0), Rates(1.0, 1.0))
-        choice = choose(
-            model,
-            policy,
-            rates,
-            compute,
-            *ranks,
-            card is not None,
-            num_micro,
-            placements,
-            searches=speed is not None,
-        )
-        chosen = choice.policy
-        plan = choice.chosen.plan
-        if speed is not None:
-            tried = choice.chosen
-            how = " ".join([str(choice), *(f"{reason}." for reason in choice.reasons)])
-    except ValueError:
-        if card is not None and policy.device_bytes is None:
-            _check_room(model, policy, placements, topology, room, activations)
+    planned = plan_scenario(scenario, searches)
+    cluster, given = scenario.cluster, planned.given
+    card = None if cluster.gpu_bytes is None else Card(cluster.gpu_bytes, cluster.gpu_others)
+    if planned.choice is None:
+        if given.device_bytes is None:
+            _check_room(planned, card)
         # nothing fits for another reason: building the model says why
-        return Chosen(config, None, [], None)
-    said = [] if card is None else say_placement(policy, chosen, plan, card, activations)
-    return Chosen(with_choice(config, settled(policy, chosen)), how, said, tried)
+        return Chosen(dict(scenario.config), None, [], None)
+    said, how = [], None
+    if card is not None:
+        said = say_placement(given, planned.policy, planned.plan, card, planned.activations)
+    if searches and (card or given.host_bytes or cluster.host_bytes):
+        how = " ".join([str(planned.choice), *(f"{reason}." for reason in planned.choice.reasons)])
+    changed = settled(given, planned.policy)
+    return Chosen(with_choice(dict(scenario.config), changed), how, said, planned)
+
+
+def _check_room(planned: Planned, card: Card | None) -> None:
+    for problem in planned.problems:
+        if card is not None and problem.where == PLACES[Tier.DEVICE]:
+            budget = card.budget(planned.activations, planned.policy.activations)
+            raise ValueError(
+                f"the accelerator has too little memory: {budget.explain()}; and the smallest plan "
+                f"needs {format_bytes(planned.plan.device_bytes)}: "
+                f"{planned.plan.listed(Tier.DEVICE)}"
+            )
 
 
 def settled(given: OffloadPolicy, chosen: OffloadPolicy) -> dict[str, Any]:
@@ -306,26 +247,3 @@ def with_choice(config: Config, fields: Mapping[str, Any]) -> Config:
     if fields.keys() & _SIZES:
         config = with_key(config, ("tiermem", "sizes_are_least"), False)
     return config
-
-
-def _check_room(
-    model: nn.Module,
-    policy: OffloadPolicy,
-    placements: Sequence[Placement],
-    topology: Topology,
-    room: CardRoom,
-    activations: ActivationBytes,
-) -> None:
-    """Raises ValueError, with the arithmetic, where a card has no room for any plan."""
-    roomy = max(placements, key=lambda placement: placement.device_bytes or 0)
-    changed = dataclasses.replace(policy, **roomy.fields(policy) | {"host_bytes": None})
-    try:
-        make_plan(
-            divide(model, changed, topology.num_shards), changed, topology, True, room.ranks_on_node
-        )
-    except ValueError as error:
-        assert room.card is not None
-        budget = room.card.budget(activations, roomy.activations)
-        raise ValueError(
-            f"the accelerator has too little memory: {budget.explain()}; {error}"
-        ) from error

@@ -228,7 +228,13 @@ def _print_plan(planned: Planned, sources: Sequence[str], console: Console) -> N
         console.print(f"  {planned.choice}")
     for sentence in _said(planned):
         console.print(f"  {sentence}")
-    keys = with_choice({}, settled(planned.given, planned.policy))
+    fields = settled(planned.given, planned.policy)
+    fields |= {
+        name: f"{size >> 20}MiB"
+        for name, size in fields.items()
+        if name.endswith("_bytes") and size >= 1 << 20
+    }
+    keys = with_choice({}, fields)
     scenario = planned.scenario
     if scenario.is_configured and keys and not (scenario.moved or planned.problems):
         console.print(f"  for a run to keep to this plan, set in the config: {json.dumps(keys)}")
@@ -425,6 +431,7 @@ class Candidate(NamedTuple):
 
     words: str
     change: Callable[[Scenario], Scenario]
+    buys_drive: bool = False
 
 
 class Advice(NamedTuple):
@@ -457,6 +464,8 @@ def _try(candidate: Candidate, now: Planned) -> Advice | None:
         planned = plan_scenario(scenario, bool(scenario.moved), now)
     except ValueError:
         return None  # refused where it would be refused for real: no advice
+    if candidate.buys_drive and not planned.policy.uses_nvme:
+        return None
     return Advice(candidate.words, planned)
 
 
@@ -482,7 +491,7 @@ def _candidates(planned: Planned) -> Iterator[Candidate]:
         yield Candidate(f"{words} ({how})", _with_open_homes)
         if not policy.paths:
             changed = f"{words}, with {_DRIVE} ({how})"
-            yield Candidate(changed, lambda s: _with_open_homes(_with_a_drive(s)))
+            yield Candidate(changed, lambda s: _with_open_homes(_with_a_drive(s)), True)
     if policy.stage in (1, 2):
         yield _key("stage 3, which partitions parameters too", 3, "zero_optimization", "stage")
     if "precision" not in own:
@@ -515,7 +524,7 @@ def _candidates(planned: Planned) -> Iterator[Candidate]:
                 change = functools.partial(_with_memory, field=field, num_bytes=2 * size)
                 yield Candidate(f"twice the {words}, {format_bytes(2 * size)}", change)
         if not policy.paths:
-            yield Candidate(_DRIVE, _with_a_drive)
+            yield Candidate(_DRIVE, _with_a_drive, True)
     yield Candidate(f"{_NODES} times the nodes", _more_nodes)
 
 

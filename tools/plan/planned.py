@@ -127,18 +127,19 @@ def plan_budget(
 ) -> Budget:
     """The budget of a run: `resident_bytes` measured after imports; home: of the inputs of
     checkpointed blocks."""
+    before, after = rows_of_process(cap_bytes, resident_bytes)
+    rows = (row for row in activations.rows(home) if row.tier is Tier.HOST)
+    return Budget(cap_bytes, (before, *rows, after))
+
+
+def rows_of_process(cap_bytes: int, resident_bytes: int) -> tuple[Row, Row]:
+    """What a rank's process takes under a cap beside the plan and activations."""
+    why = "resident after the imports, measured"
     margin = max(MARGIN_BYTES, int(MARGIN_PART * cap_bytes))
-    terms = (
-        Row(
-            "interpreter and libraries",
-            Tier.HOST,
-            resident_bytes,
-            "resident after the imports, measured",
-        ),
-        *(row for row in activations.rows(home) if row.tier is Tier.HOST),
+    return (
+        Row("interpreter and libraries", Tier.HOST, resident_bytes, why),
         Row("margin", Tier.HOST, margin, "stacks, page tables, Python objects"),
     )
-    return Budget(cap_bytes, terms)
 
 
 def check_cap(job: Job, resident_bytes: int, is_gpu: bool) -> Budget | None:
@@ -454,6 +455,7 @@ class Cluster:
     gpu_others: tuple[Row, ...] = ()  # what neither a plan nor activations may take of a GPU
     pinned_bytes: int | None = None  # of each node, that drivers may register
     written_bytes_day: float | None = None  # of each node, to its disks
+    host_others: tuple[Row, ...] = (INTERPRETER,)  # as gpu_others, of each rank's host memory
 
     @property
     def num_ranks(self) -> int:
@@ -659,7 +661,7 @@ def plan_scenario(scenario: Scenario, chooses: bool = True, near: Planned | None
     for way in scenario.ways(given, batch):
         left = None
         if cluster.host_bytes is not None:  # the store has what a node leaves
-            outside = [INTERPRETER, *way.rows(given.activations)]
+            outside = [*cluster.host_others, *way.rows(given.activations)]
             outside_bytes = sum(row.num_bytes for row in outside if row.tier is Tier.HOST)
             left = max(1, cluster.host_bytes - outside_bytes * per_node)
         compute = scenario.compute_of(way.num_tokens, way.is_checkpointing)
@@ -696,7 +698,7 @@ def plan_scenario(scenario: Scenario, chooses: bool = True, near: Planned | None
         model=model,
         policy=tried.policy,
         plan=tried.plan,
-        lines=(*tried.plan.rows, INTERPRETER, *cluster.gpu_others, *rows),
+        lines=(*tried.plan.rows, *cluster.host_others, *cluster.gpu_others, *rows),
         forecast=tried.forecast,
         batch=batch,
         given=given,

@@ -106,9 +106,9 @@ def speed_of(
             sum_bytes_s=sums,
         )
     if options.ranks * options.nodes > 1:
-        sources.append(
-            f"between ranks: {options.network_bytes_s / 1e9:g} GB/s a rank, by --network"
-        )
+        is_usual = options.network_bytes_s == PlanOptions.network_bytes_s
+        said = "assumed: give --network" if is_usual else "by --network"
+        sources.append(f"between ranks: {options.network_bytes_s / 1e9:g} GB/s a rank, {said}")
     if options.near_bytes_s is not None:
         sources.append(
             f"between ranks of a node: {options.near_bytes_s / 1e9:g} GB/s a rank, by "

@@ -25,7 +25,7 @@ from transformers import TrainerCallback, set_seed
 from tiermem.integrations.huggingface import TiermemTrainer
 from tiermem.swap.disk.queue import Meter
 from tiermem.swap.memory.accelerator import find_device, is_accelerator
-from tiermem.tools.job.launcher import Channel, Job, resident_of
+from tiermem.tools.job.launcher import Channel, Job, give_back_free_memory, resident_of
 from tiermem.tools.plan.planned import of_every_rank
 from tiermem.tools.plan.prediction import measure, predict, without_frozen
 from tiermem.tools.plan.pretrained import plan_pretrained
@@ -50,7 +50,7 @@ def fine_tune(job: Job, channel: Channel, stop: Stop) -> None:
     script, args, model, mixture = parser.parse_args_and_config(job.sft["arguments"])
     file = Path(script.dataset_name or "")
     if file.is_file():
-        rows = {"path": str(file.parent), "data_files": file.name}
+        rows = {"path": str(file.absolute().parent), "data_files": file.name}
         mixture = dataclasses.replace(mixture, datasets=[rows])
         script.dataset_name = None
     set_seed(args.seed)  # else the script divides the data otherwise on each rank and resume
@@ -99,8 +99,16 @@ class SftTrainer(TiermemTrainer.mixin, trl.SFTTrainer, TrainerCallback):  # type
         job = self._planned.job
         budget = self._planned.budget
         num_micro = args.gradient_accumulation_steps
-        told = self.shards, num_micro, job, self._measured, self._disk, self._resident_bytes
-        ready = training.ready_fields(self.shards, job, budget, self._disk, predict(*told))
+        give_back_free_memory()
+        resident = resident_of()
+        rest_bytes = resident.now_bytes - self.shards.store.stats().host_bytes
+        most = of_every_rank((max(rest_bytes, self._resident_bytes), resident.peak_bytes))
+        rest_bytes, before_bytes = map(max, zip(*most, strict=True))
+        told = self.shards, num_micro, job, self._measured, self._disk, rest_bytes
+        predicted = predict(*told)
+        if predicted["peak_bytes"] is not None:  # reading weights and data may have taken more
+            predicted["peak_bytes"] = max(predicted["peak_bytes"], before_bytes)
+        ready = training.ready_fields(self.shards, job, budget, self._disk, predicted)
         ready |= {"num_steps": state.max_steps, "num_ranks": job.num_ranks, "paths": job.nvme_paths}
         sizes = args.train_batch_size * num_micro * job.num_ranks, job.seq
         to_come = state.max_steps - state.global_step

@@ -31,6 +31,8 @@ from torch import nn
 import tiermem
 import tiermem.run.init
 from tiermem.engine import Engine
+from tiermem.forecast import Rates
+from tiermem.forecast.rates import Compute
 from tiermem.precision import DTYPES
 from tiermem.run.shards import Shards
 from tiermem.swap.disk import durable
@@ -52,26 +54,26 @@ from tiermem.tools.job.launcher import (
     large_blocks_mapped,
     resident_of,
 )
-from tiermem.tools.job.train_job import CLIENT_KEY, Config, with_host_bytes
+from tiermem.tools.job.train_job import CLIENT_KEY, Config
 from tiermem.tools.measure.files import measure_disks, memory_backed, why_unmeasured
 from tiermem.tools.measure.phases import PHASES
 from tiermem.tools.measure.sustained import measure_sustained_disks
 from tiermem.tools.plan.card import (
     NO_OTHER_WAY,
     Card,
-    CardRoom,
     Chosen,
     choose_config,
-    recomputes,
     settle_by_cap,
 )
 from tiermem.tools.plan.planned import (
-    ActivationBytes,
     Budget,
+    Cluster,
+    Scenario,
     budget_of,
     check_cap,
     meta_model,
     of_every_rank,
+    rows_of_process,
     state_bytes,
     transformers,
 )
@@ -229,7 +231,8 @@ class Trainer:
         self._budget = check_cap(settled, resident_bytes, is_gpu)
         if settled.is_checkpointing is None:
             try:
-                self._chosen(settled, None, resident_bytes)
+                kept = dataclasses.replace(settled, is_checkpointing=False)
+                self._chosen(kept, None, resident_bytes)
             except ValueError:  # of the accelerator
                 settled = dataclasses.replace(job, is_checkpointing=True)
         self._recomputation = (
@@ -251,15 +254,12 @@ class Trainer:
                 f"{error}: {_remedy(job, is_made=True)}, or name tiermem.device_bytes in a config "
                 "to try it"
             ) from error
-        if job.is_checkpointing is None and speed is not None and chosen.tried is not None:
-            recomputing = dataclasses.replace(job, is_checkpointing=True)
-            with contextlib.suppress(ValueError):  # a single block takes more memory so
-                again = self._chosen(recomputing, speed.recomputing, resident_bytes)
-                is_better, self._recomputation = recomputes(chosen.tried, again.tried)
-                if is_better:
-                    job = recomputing
-                    chosen = again
-                    measured = speed.recomputing
+        planned = chosen.planned
+        if planned is not None and planned.activations.is_checkpointing > bool(
+            job.is_checkpointing
+        ):
+            job = dataclasses.replace(job, is_checkpointing=True)
+            measured = measured if speed is None else speed.recomputing
         self._job = job
         self._choice = chosen.how
         self._placement = chosen.placement
@@ -273,18 +273,23 @@ class Trainer:
         """What the budgets of host memory and of an accelerator leave open, chosen by predicted
         time or, where nothing was measured, by rule. Raises ValueError where the accelerator has no
         room."""
-        device = find_device()
-        config = job.config
-        host_bytes = None
-        is_gpu = is_accelerator(device)
+        cards = [card for card in of_every_rank(Card.here(find_device())) if card is not None]
+        card = min(cards, key=lambda each: each.room_bytes, default=Card(0, ()))
+        is_even = job.num_ranks % job.ranks_on_node == 0
+        per_node = job.ranks_on_node if is_even else 1
+        cluster = Cluster(
+            job.num_ranks // per_node, per_node, card.total_bytes or None, gpu_others=card.others
+        )
         if self._budget is not None:
-            budget = budget_of(job, self._budget.cap_bytes, resident_bytes, is_gpu)
-            host_bytes = budget.left_bytes * job.ranks_on_node
-            config = with_host_bytes(config, host_bytes)
-        cards = [card for card in of_every_rank(Card.here(device)) if card is not None]
-        card = min(cards, key=lambda each: each.room_bytes, default=None)
-        room = CardRoom(card, host_bytes, job.num_ranks, job.ranks_on_node)
-        return choose_config(config, job.shape, measured, ActivationBytes.of(job, is_gpu), room)
+            cap_bytes = self._budget.cap_bytes
+            others = rows_of_process(cap_bytes, resident_bytes)
+            host_bytes = cap_bytes * per_node
+            cluster = dataclasses.replace(cluster, host_bytes=host_bytes, host_others=others)
+        compute, rates = measured or (Compute.of_peak(1e9, 1), Rates(1e9, 1e9))
+        scenario = Scenario(
+            job.shape, job.config, cluster, rates, compute, job.seq, job.is_checkpointing
+        )
+        return choose_config(scenario, searches=measured is not None)
 
     def _initialize(self, model: nn.Module, config: Config) -> Engine:
         try:
