@@ -1,4 +1,4 @@
-"""Workers: `pytest --workers 4` finds the tests once, and four forks run them, a file at a time.
+"""Workers: `pytest --workers 4` finds the tests once, and forks run them, a file at a time.
 
 Finding the tests imports torch, transformers and whatever tests name: once here, instead of once a
 worker. The servers of fork_server.py are shared too. A worker that dies ends the run, and the test

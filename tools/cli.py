@@ -9,6 +9,7 @@ only when a command needs them: torch belongs to the trainer's process.
 from __future__ import annotations
 
 import collections.abc
+import contextlib
 import importlib
 import inspect
 import sys
@@ -32,6 +33,7 @@ from tiermem.tools.words import (
     OneOf,
     message_of,
     options_of,
+    stopped_by_sigterm,
 )
 
 __all__ = ["EXIT_INTERRUPTED", "EXIT_USER", "app", "main", "spread_lists"]
@@ -119,7 +121,7 @@ def register(group: typer.Typer, kind: Any, work: str, stopped: str | None) -> N
         group: gets the command, under the last word of the dataclass's mark.
         work: the module and the function that is called with the options and a console, and returns
             the exit status.
-        stopped: what is said after Ctrl-C; None: the function answers it itself.
+        stopped: what is said after Ctrl-C or SIGTERM; None: the function answers them itself.
     """
 
     def run(context: typer.Context, **given: Any) -> None:
@@ -130,9 +132,9 @@ def register(group: typer.Typer, kind: Any, work: str, stopped: str | None) -> N
             given["arguments"] = tuple(context.args)
         try:
             made = _made(kind, given)
-            status = getattr(importlib.import_module(module), name)(
-                made, open_console(made.prints_json)
-            )
+            function = getattr(importlib.import_module(module), name)
+            with contextlib.nullcontext() if stopped is None else stopped_by_sigterm():
+                status = function(made, open_console(made.prints_json))
         except (ValueError, OSError) as error:
             status = refuse(kind.MADE_BY, error, given["is_debug"], context.obj)
         except KeyboardInterrupt:
@@ -241,29 +243,24 @@ def _root(
 
 
 _STOPPED = "stopped; nothing is left on the paths"
-_UNWRITTEN = "stopped by Ctrl-C; nothing was written"
+_UNWRITTEN = "stopped; nothing was written"
 
 register(app, options.TrainOptions, "tiermem.tools.train.train.train", None)
 register(app, options.SftOptions, "tiermem.tools.train.sft.sft", None)
 register(app, options.PlanOptions, "tiermem.tools.plan.plan.plan", _UNWRITTEN)
-register(app, options.CheckOptions, "tiermem.tools.check.check", None)
+register(app, options.CheckOptions, "tiermem.tools.check.check", _UNWRITTEN)
 register(app, options.TuneOptions, "tiermem.tools.tune.tune", _UNWRITTEN)
 register(
     app,
     options.FsckOptions,
     "tiermem.tools.checkpoints.fsck",
-    "stopped by Ctrl-C; nothing was changed",
+    "stopped; nothing was changed",
 )
-register(app, options.InspectOptions, "tiermem.tools.checkpoints.inspect_checkpoint", None)
+register(app, options.InspectOptions, "tiermem.tools.checkpoints.inspect_checkpoint", _UNWRITTEN)
 register(app, options.ImportOptions, "tiermem.tools.checkpoints.import_checkpoint", _UNWRITTEN)
 register(app, options.ExportOptions, "tiermem.tools.checkpoints.export_checkpoint", _UNWRITTEN)
 register(bench, options.IoBenchOptions, "tiermem.tools.bench.io.bench_io", _STOPPED)
-register(
-    bench,
-    options.AdamBenchOptions,
-    "tiermem.tools.bench.adam.bench_adam",
-    "stopped; nothing was written",
-)
+register(bench, options.AdamBenchOptions, "tiermem.tools.bench.adam.bench_adam", _UNWRITTEN)
 register(bench, options.StepBenchOptions, "tiermem.tools.bench.step.bench_step", _STOPPED)
 
 app.add_typer(bench, name="bench")

@@ -59,7 +59,7 @@ from tiermem.tools.plan.planned import hf_config, state_bytes, transformers
 from tiermem.tools.plan.prediction import made_ready, settle_compute
 from tiermem.tools.record.reports import table
 from tiermem.tools.record.run_record import IoCounts, disagreements
-from tiermem.tools.words import format_bytes, stopped_by_sigterm
+from tiermem.tools.words import format_bytes
 
 EXIT_MISSED = 1
 MOST_BYTES, MOST_OF_YARDSTICK, MOST_OF_NONE, MOST_PYTHON = 1.02, 1.1, 0.70, 0.02
@@ -313,7 +313,7 @@ def bench_overlap(options: OverlapBenchOptions, console: Console) -> int:
     job = _job_of(options)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    with stopped_by_sigterm(), contextlib.ExitStack() as opened:
+    with contextlib.ExitStack() as opened:
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="bench-overlap-")))
         trained = []
         for overlap in ("none", options.overlap):

@@ -29,7 +29,6 @@ from tiermem.ranks.joining import hold_no_group
 from tiermem.tools.measure.machine import caption, machine_facts
 from tiermem.tools.measure.phases import PHASES, timed
 from tiermem.tools.record.reports import table
-from tiermem.tools.words import stopped_by_sigterm
 
 # ---- what each rank runs -------------------------------------------------------------------------
 #
@@ -182,7 +181,7 @@ def bench_ranks(options: RanksBenchOptions, console: Console) -> int:
     """Measures, prints and writes what was asked for; returns the exit status. Raises ValueError,
     OSError, RuntimeError."""
     start = time.monotonic()
-    with stopped_by_sigterm(), console.status(f"stepping on {options.num_ranks} ranks"):
+    with console.status(f"stepping on {options.num_ranks} ranks"):
         measured = measure(options)
     report = options.report(machine_facts(), start, **summary(measured), loops=measured)
     print_report(report, console)

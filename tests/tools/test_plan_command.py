@@ -249,6 +249,13 @@ def test_a_node_is_shared_and_every_rank_holds_its_part() -> None:
     )
 
 
+def test_a_slow_network_is_what_limits() -> None:
+    slow = Rates(1e9, 1e9, network_bytes_s=1e6), 1e12
+    found = planned(config_of("cpu"), Cluster(2, 2), slow).forecast
+    assert found.limited_by == "network"
+    assert found.limits_s["link"] == max(found.limits_s.values())
+
+
 def test_mics_keeps_a_copy_in_every_group() -> None:
     config = config_of()
     config["zero_optimization"]["mics_shard_size"] = 2

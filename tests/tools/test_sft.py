@@ -157,14 +157,16 @@ def test_in_memory_losses_are_those_of_trl(home: Path, monkeypatch: pytest.Monke
 def test_a_config_that_says_bf16_makes_weights_of_it(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though TRL's own `--dtype` is float32 where it is left out."""
+    """Though TRL's own `--dtype` is float32 where it is left out. The data is a file beside it."""
     monkeypatch.setenv("CI", "true")
     monkeypatch.chdir(place(home, "bf16"))
     monkeypatch.setattr(trl, "SFTTrainer", trl.SFTTrainer)
     from tiermem.tools.train.fine_tuning import fine_tune
 
     more = "--bf16 true --max_steps 1 --save_steps 1"
-    asked = {"arguments": f"{ARGUMENTS} {more}".split(), "tbw_bytes": None}
+    shutil.copy(next(Path("../chats").glob("train*")), "chats.jsonl")
+    words = f"{ARGUMENTS} {more}".replace("../chats", "chats.jsonl").split()
+    asked = {"arguments": words, "tbw_bytes": None}
     config = STREAMED | {"bf16": {"enabled": True}}
     fine_tune(Job("tiermem sft", config=config, sft=asked), Channel(None), Stop())
     saved = safetensors.torch.load_file("out/model.safetensors")

@@ -299,19 +299,23 @@ def run(*arguments: str) -> object:
     return ended.value.code
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    number: signal.Signals,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     turn, turns = StepMix.turn, []
 
     def interrupted_turn(self: StepMix, io: IoSettings, seconds: float) -> Turn:
         turns.append(io)
         if len(turns) == 5:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
         return turn(self, io, seconds)
 
     monkeypatch.setattr(StepMix, "turn", interrupted_turn)
     monkeypatch.chdir(tmp_path)
     assert run("--path", ".", "--size", "8MiB", "--seconds", "100") == 130
-    assert capsys.readouterr().err == "tiermem tune: stopped by Ctrl-C; nothing was written\n"
+    assert capsys.readouterr().err == "tiermem tune: stopped; nothing was written\n"
     assert list(tmp_path.iterdir()) == []

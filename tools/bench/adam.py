@@ -34,7 +34,7 @@ from tiermem.tools.measure.files import check_memory
 from tiermem.tools.measure.machine import caption, machine_facts
 from tiermem.tools.options import ISAS, AdamBenchOptions
 from tiermem.tools.record.reports import table
-from tiermem.tools.words import format_bytes, stopped_by_sigterm
+from tiermem.tools.words import format_bytes
 
 # ---- rows: the precisions in which AdamW is timed, and the bytes that a step must move -----------
 #
@@ -295,8 +295,7 @@ def bench_adam(options: AdamBenchOptions, console: Console) -> int:
     start = time.monotonic()
     isa = choose_isa(-1 if options.isa is None else ISAS.index(options.isa))
     try:
-        with stopped_by_sigterm():
-            rows = measure(options, chosen, numel, console)
+        rows = measure(options, chosen, numel, console)
     finally:
         choose_isa()
     facts = machine_facts()

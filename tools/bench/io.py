@@ -58,7 +58,7 @@ from tiermem.tools.measure.files import (
 )
 from tiermem.tools.measure.machine import caption, machine_facts, try_engines
 from tiermem.tools.options import RANDOM, IoBenchOptions
-from tiermem.tools.words import format_bytes, numbered, stopped_by_sigterm
+from tiermem.tools.words import format_bytes, numbered
 
 EXIT_FAILED = 1
 
@@ -97,8 +97,7 @@ def bench_io(options: IoBenchOptions, console: Console) -> int:
     check_memory(_buffer_bytes(largest), said, "ask for smaller blocks, less depth or fewer ranks")
     check_room(options.paths, _room(options))
     start = time.monotonic()
-    with stopped_by_sigterm():
-        rows, notes = measure(options, settings, console)
+    rows, notes = measure(options, settings, console)
     best = io_report.best_of(rows)
     facts = machine_facts(options.paths)
     facts["engines"] = {name: why for name, (_, why) in try_engines().items()}

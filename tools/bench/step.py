@@ -37,7 +37,7 @@ from tiermem.tools.measure.machine import (
 from tiermem.tools.options import StepBenchOptions
 from tiermem.tools.record.reports import table
 from tiermem.tools.record.run_record import IoCounts, disagreements
-from tiermem.tools.words import OneOf, format_bytes, parse_bytes, stopped_by_sigterm
+from tiermem.tools.words import OneOf, format_bytes, parse_bytes
 
 # ---- tables --------------------------------------------------------------------------------------
 
@@ -213,7 +213,7 @@ def bench_step(options: StepBenchOptions, console: Console) -> int:
     facts = machine_facts(options.paths)
     own = Pipelining(options.pipelines, options.pipelines)
     ways = _ALL_WAYS if options.compares else (own,)  # what is reported comes first
-    with stopped_by_sigterm(), contextlib.ExitStack() as open_models:
+    with contextlib.ExitStack() as open_models:
         with console.status("building the models and making their first steps"):
             models = [
                 open_models.enter_context(SteppedModel(options, case, ways)) for case in cases
