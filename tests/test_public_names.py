@@ -62,7 +62,8 @@ DS_CONFIG = {
     "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "."}},
 }
 COMMANDS = {
-    "train": "train --config tiny.json --data text.txt --seq 16 --steps 2 --nvme . --memory 700MiB",
+    "train": "train --config tiny.json --data text.txt --seq 16 --steps 2 --offload nvme --nvme . \
+    --memory 700MiB",
     "plan": "plan --config ds.json --model tiny.json --seq 16 --flops 1T --nvme-rate 1,1",
     "bench adam": "bench adam --params 65536 --loops 1 --threads 1 --row fp32",
     "bench step": "bench step --path . --params 65536 --loops 1",

@@ -20,6 +20,7 @@ from tiermem.config import ConfigError, load_config
 from tiermem.swap.base.native import choose_isa
 from tiermem.swap.disk.direct import open_unnamed, preallocate, probe_path
 from tiermem.swap.memory.accelerator import facts_of, find_device, free_and_total, is_accelerator
+from tiermem.swap.memory.free import read_word
 from tiermem.tools.measure.files import (
     BLOCK_BYTES,
     DEPTH,
@@ -27,7 +28,7 @@ from tiermem.tools.measure.files import (
     memory_backed,
     why_unmeasured,
 )
-from tiermem.tools.measure.machine import cpu_model, memory_bytes, num_cores, read_word, try_engines
+from tiermem.tools.measure.machine import cpu_model, memory_bytes, num_cores, try_engines
 from tiermem.tools.memory_limit import open_limit
 from tiermem.tools.options import CheckOptions
 from tiermem.tools.record.reports import table

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tiermem.tools.measure.machine import available_bytes, read_word
+from tiermem.swap.memory.free import free_host_bytes, own_cgroup, read_word
 from tiermem.tools.words import format_bytes, parse_bytes
 
 KINDS = ("cgroup-v1", "cgroup-v2", "systemd-scope", "watch")
@@ -293,28 +293,10 @@ _AUTO_PART = 0.9
 
 
 def parse_memory(text: str) -> int:
-    """A size, or "auto": nine tenths of what is free now, here and in every cgroup around this
-    process. Raises ValueError."""
+    """A size, or "auto": nine tenths of what is free now. Raises ValueError."""
     if text.strip().lower() != "auto":
         return parse_bytes(text)
-    return int(_AUTO_PART * min(available_bytes(), *_left_in_cgroups())) & -(1 << 20)
-
-
-def _left_in_cgroups() -> list[int]:
-    """Bytes that the cgroups around this process still grant; at least one figure, which may be no
-    limit at all."""
-    left = [1 << 62]
-    for controller, limit, usage in (
-        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-        ("", "memory.max", "memory.current"),
-    ):
-        own = own_cgroup(controller)
-        for folder in () if own is None else (own, *own.parents):
-            most = _number(folder / limit)
-            used = _number(folder / usage)
-            if most is not None and used is not None:
-                left.append(max(0, most - used))
-    return left
+    return int(_AUTO_PART * free_host_bytes()) & -(1 << 20)
 
 
 def _open(kind: str, limit_bytes: int, why: str) -> MemoryLimit:
@@ -345,32 +327,6 @@ def _parents_v2() -> list[Path]:
     if own is None:
         return []
     return [p for p in (own, own.parent) if "memory" in _words(p / "cgroup.subtree_control")]
-
-
-def own_cgroup(controller: str, pid: int | str = "self") -> Path | None:
-    """The folder of a process's cgroup in the hierarchy of a version 1 controller, or for "" in the
-    unified hierarchy.
-
-    None where that is not mounted. A process without a cgroup counts to the whole version 1
-    hierarchy.
-    """
-    fs_type = "cgroup" if controller else "cgroup2"
-    for line in read_word("/proc/self/mountinfo").splitlines():
-        left, right = line.split(" - ", 1)
-        kind, _, options = right.split()[:3]
-        if kind == fs_type and (not controller or controller in options.split(",")):
-            root, point = left.split()[3:5]
-            break
-    else:
-        return None
-    for line in read_word(f"/proc/{pid}/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if (controller in controllers.split(",")) if controller else not controllers:
-            folder = (
-                Path(point, os.path.relpath(path, root)) if path.startswith(root) else Path(point)
-            )
-            return folder.resolve() if folder.is_dir() else Path(point)
-    return Path(point) if controller else None
 
 
 def _charge_v2(folder: Path, in_full: bool) -> Charge:

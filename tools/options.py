@@ -47,7 +47,7 @@ from tiermem.tools.words import (
     value_of,
 )
 
-OFFLOADS = ("none", "cpu", "nvme")
+OFFLOADS = ("auto", "none", "cpu", "nvme")
 CARDS = ("h100", "h200", "a100", "l40s", "5090", "4090", "3090", "4060ti")
 """The rows of forecast/cards.py."""
 PRECISIONS = ("auto", "bf16", "fp32", "fp16")
@@ -110,6 +110,12 @@ _states = partial(
     "precision of masters and moments: exact, compact, bf16 or tiny [default: exact]",
     check=OneOf(*STATES),
 )
+_offload = partial(
+    option,
+    None,
+    "home of all states: none, cpu, nvme, or auto, the fastest mix that fits [default: auto]",
+    check=OneOf(*OFFLOADS),
+)
 _tbw = partial(
     option, None, "what the drive may be written in its life, such as 600TB", "--tbw", parse_tbw
 )
@@ -161,9 +167,7 @@ class TrainOptions(Options):
     data: Sequence[Path] = option(
         (), "text files or folders [default: Python's own sources and documentation]"
     )
-    offload: str | None = option(
-        None, "home of all states: none, cpu or nvme [default: nvme]", check=OneOf(*OFFLOADS)
-    )
+    offload: str | None = _offload()
     nvme: Sequence[Path] = option((), "folders on NVMe disks [default: the run's folder]")
     memory_bytes: int | None = _memory()
     deepspeed_config: Path | None = option(None, "the old name of --config")
@@ -262,11 +266,7 @@ class SftOptions(Options):
     config: Path | None = option(
         None, "a DeepSpeed-style JSON config; a .yaml file is one of TRL's arguments"
     )
-    offload: str | None = option(
-        None,
-        "home of weights and states: none, cpu or nvme [default: the fastest that fits]",
-        check=OneOf(*OFFLOADS),
-    )
+    offload: str | None = _offload()
     nvme: Sequence[Path] = option((), "folders on NVMe disks [default: --output_dir]")
     states: str | None = _states()
     memory_bytes: int | None = _memory()
@@ -299,7 +299,7 @@ class SftOptions(Options):
         decided = {f"--{each}": "" for each in ("offload", "nvme", "states") if getattr(self, each)}
         if self.config is not None and not has_file and decided:
             raise Mistake(f"{', '.join(decided)}: --config decides this", decided)
-        if self.nvme and self.offload not in (None, "nvme"):
+        if self.nvme and self.offload not in (None, "auto", "nvme"):
             said = f"--nvme names folders, but with --offload {self.offload} nothing rests there"
             raise Mistake(said, {"--offload": "--offload nvme"})
         if self.nvme:
@@ -329,11 +329,7 @@ class PlanOptions(Options):
         "show the ZeRO-Infinity paper's table and the estimators of a model (7b), and plan nothing",
         "--paper",
     )
-    offload: str | None = option(
-        None,
-        "home of all states: none, cpu, nvme, or auto, the fastest of all mixes [default: auto]",
-        check=OneOf("auto", *OFFLOADS),
-    )
+    offload: str | None = _offload()
     precision: str | None = option(
         None, "of weights: as in `train` [default: auto]", check=OneOf(*PRECISIONS)
     )

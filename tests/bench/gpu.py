@@ -50,7 +50,8 @@ from tiermem.swap.base.native import choose_isa
 from tiermem.swap.base.parts import Dither, Quantised, StepParts, StepRule, num_scales
 from tiermem.swap.kernels.device_kernels import DeviceKernels
 from tiermem.swap.memory import accelerator
-from tiermem.tools.measure.machine import available_bytes, machine_facts, read_word
+from tiermem.swap.memory.free import free_host_bytes, read_word
+from tiermem.tools.measure.machine import machine_facts
 from tiermem.tools.presets import preset, read_shape
 from tiermem.tools.words import (
     EXIT_INTERRUPTED,
@@ -283,7 +284,7 @@ def _measures(
     if given.trace_width:
         traced = traced._replace(width=given.trace_width)
     elif _TRACED_BYTES * 8 * wide.blocks * wide.width**2 <= min(
-        available_bytes(), shutil.disk_usage(folder).free
+        free_host_bytes(), shutil.disk_usage(folder).free
     ):
         traced = wide
     shape = preset("8b") if given.model is None else read_shape(given.model)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from bench.gpu_passes import run_process
 from bench.small_training import noting_failure
 from tiermem.swap.memory.accelerator import find_device, free_and_total
-from tiermem.tools.measure.machine import available_bytes
+from tiermem.swap.memory.free import free_host_bytes
 from tiermem.tools.presets import PRESETS, ModelShape, ModelSizes, llama
 from tiermem.tools.words import format_bytes, read_json
 
@@ -177,7 +177,7 @@ def _room(tier: str, home: Path) -> float:
     if tier == "nvme":
         return _DISK_PART * shutil.disk_usage(home).free
     return _MEMORY_PART * (
-        available_bytes() if tier == "host" else free_and_total(find_device())[0]
+        free_host_bytes() if tier == "host" else free_and_total(find_device())[0]
     )
 
 

@@ -38,14 +38,14 @@ from tiermem.policy import Tier
 from tiermem.run.shards import Shards
 from tiermem.swap.base.tile_program import TileProgram
 from tiermem.swap.disk.queue import Meter
-from tiermem.swap.memory.accelerator import find_device, is_accelerator
+from tiermem.swap.memory.accelerator import is_accelerator
 from tiermem.swap.program.program import Program
 from tiermem.swap.store.checksum import Sums
 from tiermem.tools.corpus import Corpus
 from tiermem.tools.job.launcher import Job, large_blocks_mapped, resident_of
 from tiermem.tools.job.train_job import with_host_bytes
 from tiermem.tools.measure.phases import PHASES
-from tiermem.tools.plan.planned import check_cap
+from tiermem.tools.plan.card import settle_by_room
 from tiermem.tools.plan.prediction import build_model
 from tiermem.tools.record.run_record import IoCounts, kernel_counts, median_limits
 from tiermem.tools.train.training import counts_at_rest, load_model_classes, store_counts
@@ -214,7 +214,7 @@ class Training(contextlib.AbstractContextManager["Training"]):
         self._data = Corpus([Path(path) for path in job.data], job.seq, job.seed)
         self._num_batches = 0
         resident_bytes = load_model_classes(job)
-        budget = check_cap(job, resident_bytes, is_accelerator(find_device()))
+        job, budget = settle_by_room(job, resident_bytes)
         config = job.config if budget is None else with_host_bytes(job.config, budget.left_bytes)
         with large_blocks_mapped():
             model = build_model(

@@ -19,8 +19,8 @@ import torch
 from tiermem.swap.base.ranges import ByteRange, round_up
 from tiermem.swap.memory.accelerator import PageLock, new_stream
 from tiermem.swap.memory.arena import HUGE_BYTES
+from tiermem.swap.memory.free import free_host_bytes
 from tiermem.tools.measure.gpu_link import copy_rate, pinned_slots
-from tiermem.tools.measure.machine import available_bytes
 from tiermem.tools.words import format_bytes
 
 _COPY_SIZES = tuple(1 << shift for shift in range(16, 30, 2))  # 64 KiB to 256 MiB
@@ -30,7 +30,7 @@ DIRECTIONS = ("to device", "to host", "both")
 def measure_registration(device: torch.device, sizes: Sequence[int]) -> list[dict[str, Any]]:
     """Registers fresh and touched memory of each size, those too large for this machine left out.
     Blocks."""
-    most = available_bytes() // 2
+    most = free_host_bytes() // 2
     rows = [
         _registration(device, size, touched)
         for size in sizes

@@ -358,6 +358,7 @@ def _job_of(options: OverlapBenchOptions) -> Job:
         preset=None if options.model is not None else options.preset,
         model=options.model,
         data=options.data,
+        offload="nvme",
         nvme=options.paths,
         memory_bytes=options.memory_bytes,
         seq=options.seq,

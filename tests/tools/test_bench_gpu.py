@@ -331,7 +331,7 @@ def test_a_large_model_has_the_layers_that_fit_and_peers_beside_host(
     monkeypatch.setattr(
         gpu_models.importlib.util, "find_spec", lambda name: None if name == "deepspeed" else name
     )
-    monkeypatch.setattr(gpu_models, "available_bytes", lambda: 64 << 30)
+    monkeypatch.setattr(gpu_models, "free_host_bytes", lambda: 64 << 30)
     monkeypatch.setattr(gpu_models, "free_and_total", lambda device: (80 << 30, 80 << 30))
     monkeypatch.setattr(
         gpu_models.shutil, "disk_usage", lambda folder: argparse.Namespace(free=1 << 40)

@@ -14,9 +14,9 @@ from tiermem.precision import Precision
 from tiermem.tools.job.launcher import Job
 from tiermem.tools.job.train_job import make_config
 from tiermem.tools.options import TrainOptions
+from tiermem.tools.plan.card import settle_by_room
 from tiermem.tools.plan.planned import (
     ActivationBytes,
-    check_cap,
     plan_budget,
     saved_bytes_per_token,
     state_bytes,
@@ -146,12 +146,12 @@ def test_a_cap_that_is_too_small_is_refused_with_the_smallest_that_is_not() -> N
     with pytest.raises(
         Mistake, match=r"--memory 400\.0 MiB is too small .*\(400\.0 MiB - 350\.0 MiB \(interpreter"
     ) as caught:
-        check_cap(job(400 * MIB), 350 * MIB, is_gpu=False)
+        settle_by_room(job(400 * MIB), 350 * MIB)
     advised = int(caught.value.instead["--memory"].removeprefix("--memory ").removesuffix("MiB"))
-    budget = check_cap(job(advised * MIB), 350 * MIB, is_gpu=False)
+    _, budget = settle_by_room(job(advised * MIB), 350 * MIB)
     assert budget is not None and budget.left_bytes > 0
     with pytest.raises(Mistake, match=f"--memory {advised}MiB is the smallest that works"):
-        check_cap(job((advised - 20) * MIB), 350 * MIB, is_gpu=False)
+        settle_by_room(job((advised - 20) * MIB), 350 * MIB)
 
 
 def test_a_shape_without_a_key_names_it() -> None:

@@ -47,7 +47,7 @@ MISTAKES = {
             ["--model_name_or_path=m", "--dataset_name=d", "--nvme", ".", "--offload", "cpu"],
             "--nvme names folders, but with --offload cpu nothing rests there",
         ),
-        (["--offload", "disk"], "--offload is 'disk'; allowed are none, cpu, nvme"),
+        (["--offload", "disk"], "--offload is 'disk'; allowed are auto, none, cpu, nvme"),
     ],
     "train": [
         (["--preset", "420m"], "the preset is '420m'; allowed are 151m, 419m"),
@@ -61,7 +61,7 @@ MISTAKES = {
         ),
         (
             ["--preset", "151m", "--offload", "disk"],
-            "--offload is 'disk'; allowed are none, cpu, nvme",
+            "--offload is 'disk'; allowed are auto, none, cpu, nvme",
         ),
         (
             ["--preset", "151m", "--offload", "cpu", "--nvme", "."],

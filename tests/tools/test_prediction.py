@@ -4,6 +4,7 @@ cannot be made?"""
 from __future__ import annotations
 
 import dataclasses
+import gc
 import io
 import re
 from pathlib import Path
@@ -15,7 +16,7 @@ from rich.console import Console
 pytest.importorskip("transformers")
 
 from tiermem.swap.disk.queue import Event
-from tiermem.tools.job.launcher import Job
+from tiermem.tools.job.launcher import Job, give_back_free_memory, resident_of
 from tiermem.tools.plan.prediction import (
     maths_of,
     measure,
@@ -67,6 +68,22 @@ def test_kernels_and_checksums_have_a_rate() -> None:
     assert measure_kernels(room_bytes=1 << 20) > 0
     assert measure_host_memory(room_bytes=1 << 20) is None  # without an accelerator
     assert measure_sums() > 0
+
+
+def test_what_was_measured_leaves_no_memory_behind() -> None:
+    wide = dataclasses.replace(
+        job(TINY | {"vocab_size": 1 << 15, "hidden_size": 256}), precision="fp32"
+    )
+    measure(wide, None, None)  # imports, threads
+    give_back_free_memory()
+    before = resident_of().now_bytes
+    gc.disable()  # the collector runs when it wants to
+    try:
+        assert not isinstance(measure(wide, None, None), str)
+        give_back_free_memory()
+    finally:
+        gc.enable()
+    assert resident_of().now_bytes - before < 32 << 20  # the copy's weights take 64 MiB
 
 
 MS = 1_000_000
@@ -227,5 +244,5 @@ def test_a_far_slower_disk_is_told_before_the_start(monkeypatch: pytest.MonkeyPa
         in said
     )
     assert said_of(1e12) is None
-    monkeypatch.setattr(prediction, "available_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(prediction, "free_host_bytes", lambda: 1 << 20)
     assert said_of(1e6) is None  # memory is no way out

@@ -307,7 +307,8 @@ class OffloadParamConfig(_OffloadConfig):
     """Tier that the parameters rest on: none leaves them on the device, cpu is host memory, nvme is
     files. With auto the free memory decides."""
     buffer_count: Count = 5
-    """Units of parameters present at once when they rest on NVMe, at least; 0 as if not set."""
+    """Units of parameters present at once when they rest on NVMe, at least; with
+    `tiermem.sizes_are_least` false as many, on any tier. 0: as if not set."""
     buffer_size: Count = 100_000_000
     """Most elements of one unit when parameters rest on NVMe; with `tiermem.strict` a larger unit
     is refused. 0: as if not set."""
@@ -323,7 +324,8 @@ class OffloadOptimizerConfig(_OffloadConfig):
 
     buffer_count: Count = 4
     """Buffers for states on NVMe, counted as the reference does: 4 are one tile of Adam's states in
-    flight. At least so many. 0: as if not set."""
+    flight. At least so many; with `tiermem.sizes_are_least` false as many, on any tier. 0: as if
+    not set."""
     pipeline_read: bool = False
     pipeline_write: bool = False
     fast_init: bool = False

@@ -351,8 +351,14 @@ class TiermemConfig(ConfigModel):
 
     @property
     def moved(self) -> tuple[str, ...]:
-        """Homes that are "auto": fields of the policy that the free memory decides."""
-        return tuple(name for name, key in translate.HOME_KEYS.items() if key in self._auto_keys)
+        """Homes that are "auto": fields of the policy that the free memory decides. A stage that
+        does not shard leaves them on the device."""
+        least = {"params": 3, "optim": 1}
+        return tuple(
+            name
+            for name, key in translate.HOME_KEYS.items()
+            if key in self._auto_keys and self.zero_optimization.stage >= least[name]
+        )
 
     @property
     def precision(self) -> Literal["bf16", "fp16", "fp32"]:
@@ -396,7 +402,7 @@ class TiermemConfig(ConfigModel):
         named = tuple(leaf.classes), tuple(leaf.names), tuple(leaf.name_suffixes)
         fields: dict[str, Any] = {
             "stage": 0,
-            **translate.fields_of(self),
+            **translate.fields_of(self, not own.is_set("sizes_are_least") or own.sizes_are_least),
             "paths": translate.paths_of(zero, own, bool(self.moved)),
             "io": translate.io_of(self.aio, own),
             "precision": precision_of(self),

@@ -85,9 +85,11 @@ class ReportRow(NamedTuple):
         return f"{self.key} = {self.value!r} ({self.how}{': ' if self.note else ''}{self.note})"
 
 
-def fields_of(config: ConfigModel) -> dict[str, Any]:
-    """The fields of the policy that single keys set."""
+def fields_of(config: ConfigModel, sizes_are_least: bool = True) -> dict[str, Any]:
+    """The fields of the policy that single keys set. Counts of buffers are those of NVMe alone, but
+    where no size is a least one."""
     fields = {}
+    only_on_nvme = {*_ONLY_ON_NVME} - ({"buffer_count"} if not sizes_are_least else set())
     for section, name, key, value in _leaves(config, ""):
         if key not in SET_BY or not section.is_set(name):
             continue
@@ -95,7 +97,7 @@ def fields_of(config: ConfigModel) -> dict[str, Any]:
         if (
             value is None
             or value == off
-            or (name in _ONLY_ON_NVME and _device_of(section) is not OffloadDevice.nvme)
+            or (name in only_on_nvme and _device_of(section) is not OffloadDevice.nvme)
         ):
             continue
         if on is not None:

@@ -26,6 +26,7 @@ from tiermem.ranks.topology import ranks_per_node
 from tiermem.swap.base.tier import Tier
 from tiermem.swap.disk.paths import as_paths
 from tiermem.swap.memory.accelerator import find_device, free_and_total, is_accelerator
+from tiermem.swap.memory.free import free_host_bytes
 
 logger = logging.getLogger("tiermem")
 
@@ -176,32 +177,6 @@ def compute_policy(
         chosen = dataclasses.replace(chosen, paths=(), host_bytes=budget)
     logger.info("auto: %s. %s", choice, " ".join(f"{reason}." for reason in choice.reasons))
     return chosen
-
-
-def free_host_bytes() -> int:
-    """Bytes of memory that this process may still take: of the machine, and of its control
-    group."""
-    with open("/proc/meminfo", encoding="ascii") as file:
-        table = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in file}
-    found = [table["MemAvailable"]]
-    for most, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        (
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        ),
-    ):
-        numbers = [_number(Path(each)) for each in (most, used)]
-        if None not in numbers:
-            found.append(max(0, numbers[0] - numbers[1]))  # type: ignore[operator]  # neither is None
-    return min(found)
-
-
-def _number(file: Path) -> int | None:
-    try:
-        return int(file.read_text("ascii"))
-    except (OSError, ValueError):  # missing, or "max"
-        return None
 
 
 def _is_virtual(param: nn.Parameter) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import gc
 import json
 import os
 import selectors
@@ -17,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
-from tiermem.tools.measure.machine import bytes_in, read_table
+from tiermem.swap.memory.free import bytes_in, read_table
 from tiermem.tools.memory_limit import Charge, MemoryLimit
 from tiermem.tools.words import format_bytes, handling, read_json, save_json
 
@@ -196,8 +197,9 @@ def large_blocks_mapped() -> Iterator[None]:
 
 
 def give_back_free_memory() -> None:
-    """Hands the heap's free pages back to the kernel: memory freed after building is not counted
-    during training."""
+    """Hands the heap's free pages back to the kernel, with those of objects that only the collector
+    finds: memory freed after building is not counted during training."""
+    gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, musl has not
     if trim is not None:
         trim(0)

@@ -36,13 +36,15 @@ DEFAULT_SEQ = 128
 DEFAULT_SEED = 0
 CLIPPING = 1.0
 DEFAULT_LR = 1e-4
+MAY_USE_NVME = ("nvme", "auto")
+"""Homes that may be on NVMe."""
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 def make_config(options: TrainOptions, nvme_paths: Sequence[Path] = ()) -> Config:
     """AdamW with clipping; parameters and optimizer states at home on `offload`, on NVMe at
     `nvme_paths`. Raises ValueError."""
-    offload = options.offload or "nvme"
+    offload = options.offload or ("auto" if options.resident_bytes is None else "nvme")
     precision = options.precision or "auto"
     compute = options.compute
     if precision == "auto":
@@ -55,7 +57,7 @@ def make_config(options: TrainOptions, nvme_paths: Sequence[Path] = ()) -> Confi
         )
         raise Mistake(said, {"--resident": ""})
     target: Config = {"device": offload}
-    if offload == "nvme":
+    if offload in MAY_USE_NVME and nvme_paths:
         target["nvme_path"] = [str(path) for path in nvme_paths]
     lr = DEFAULT_LR if options.lr is None else options.lr
     config: Config = {
@@ -109,7 +111,9 @@ def nvme_folders(config: Mapping[str, Any]) -> list[str]:
         if isinstance(zero, dict)
         else []
     )
-    in_use = [each for each in sections if isinstance(each, dict) and each.get("device") == "nvme"]
+    in_use = [
+        each for each in sections if isinstance(each, dict) and each.get("device") in MAY_USE_NVME
+    ]
     own = own_folders(config)
     if own and in_use:
         return own
@@ -442,7 +446,7 @@ def _with_tuned(config: Config, tuned: Path | Mapping[str, Any] | None) -> Confi
 def _nvme_of(options: TrainOptions, tuned: Config, folder: Path) -> list[Path]:
     """The folders that states rest in: those of --nvme, or those that were tuned; both when they
     are the same."""
-    if options.offload not in (None, "nvme"):
+    if options.offload not in (None, *MAY_USE_NVME):
         if options.nvme:
             said = f"--nvme names folders, but with --offload {options.offload} nothing rests there"
             raise Mistake(said, {"--offload": "--offload nvme"})

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from tiermem.swap.base.native import IoSettings
 from tiermem.swap.disk.direct import MEMORY_FILE_SYSTEMS, file_system_of, open_unnamed, preallocate
 from tiermem.swap.disk.passes import Passes
-from tiermem.tools.measure.machine import available_bytes
+from tiermem.swap.memory.free import free_host_bytes
 from tiermem.tools.words import format_bytes
 
 # ---- files: one on each path for each rank, preallocated, without a name -------------------------
@@ -114,7 +114,7 @@ def check_room(paths: Sequence[Path], parts: Sequence[tuple[str, int]]) -> None:
 def check_memory(num_bytes: int, needed: str, advice: str) -> None:
     """Sees that memory leaves some room beside what a benchmark takes. Raises ValueError with the
     arithmetic."""
-    available = available_bytes()
+    available = free_host_bytes()
     if num_bytes > 0.8 * available:
         raise ValueError(f"{needed}, {format_bytes(available)} of memory are available: {advice}")
 

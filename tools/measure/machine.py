@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import tiermem
+from tiermem.swap.memory.free import bytes_in, read_table, read_word
 from tiermem.tools.words import format_bytes, numbered, parse_bytes
 
 # ---- the machine ---------------------------------------------------------------------------------
@@ -106,11 +107,6 @@ def memory_bytes() -> int:
     return bytes_in(read_table("/proc/meminfo"), "MemTotal")
 
 
-def available_bytes() -> int:
-    """Memory that could be had now without swapping."""
-    return bytes_in(read_table("/proc/meminfo"), "MemAvailable")
-
-
 def virtualisation() -> str:
     """The hypervisor's name, "yes" when it does not tell, or "none"."""
     if re.search(r"\bhypervisor\b", read_table("/proc/cpuinfo").get("flags", "")) is None:
@@ -141,30 +137,6 @@ def place_of(path: Path) -> DiskPlace:
                 str(path), str(mount), file_system, together, _unescaped(source) or _UNKNOWN, model
             )
     return found
-
-
-def read_word(file: str | Path) -> str:
-    """What a file of /proc or /sys says; empty when it is not there."""
-    try:
-        return Path(file).read_text(errors="replace").strip()
-    except OSError:
-        return ""
-
-
-def read_table(file: str) -> dict[str, str]:
-    """The `name : value` lines of a file of /proc; of several with one name the first. Empty when
-    the file is not there."""
-    found: dict[str, str] = {}
-    for line in read_word(file).split("\n"):
-        name, colon, value = line.partition(":")
-        if colon:
-            found.setdefault(name.strip(), value.strip())
-    return found
-
-
-def bytes_in(table: Mapping[str, str], name: str) -> int:
-    """Bytes of an entry that the kernel writes as "123 kB"; 0 when it is not there."""
-    return int(table.get(name, "0").split()[0]) * 1024
 
 
 def _model_of(device: Path) -> str:

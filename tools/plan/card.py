@@ -13,23 +13,33 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tiermem.config import load_config
 from tiermem.config.io import STATES_PER_TILE
+from tiermem.forecast import Rates
+from tiermem.forecast.cards import assumed_speed
+from tiermem.forecast.choose import HOMES
+from tiermem.forecast.rates import Compute
 from tiermem.plans.plan import Plan, Row
 from tiermem.policy import OffloadPolicy, Tier
-from tiermem.swap.memory.accelerator import free_and_total, is_accelerator
+from tiermem.swap.memory.accelerator import find_device, free_and_total, is_accelerator
+from tiermem.swap.memory.free import free_host_bytes
 from tiermem.tools.job.launcher import Job
-from tiermem.tools.job.train_job import Config, with_key
+from tiermem.tools.job.train_job import Config, own_folders, with_key
 from tiermem.tools.plan.planned import (
+    FREE_PART,
     PLACES,
     ActivationBytes,
     Budget,
+    Cluster,
     Planned,
     Scenario,
-    budget_of,
-    fits_budget,
+    least_cap,
+    of_every_rank,
+    plan_budget,
     plan_scenario,
+    rows_of_process,
 )
-from tiermem.tools.words import format_bytes
+from tiermem.tools.words import Mistake, format_bytes
 
 _TORCHS_PART = 0.05
 _CONTEXT_BYTES = 512 << 20  # of a driver's context and its kernels, where it cannot be measured
@@ -138,18 +148,70 @@ NO_OTHER_WAY = (
 )
 
 
-def settle_by_cap(job: Job, resident_bytes: int, is_gpu: bool) -> Job:
-    """The job, recomputing blocks where it leaves that open and what forward keeps does not fit
-    under its cap otherwise."""
-    if (
-        job.is_checkpointing is not None
-        or job.memory_limit_bytes is None
-        or "host_bytes" in job.config.get("tiermem", {})
-    ):
-        return job
-    if fits_budget(job, budget_of(job, job.memory_limit_bytes, resident_bytes, is_gpu), is_gpu):
-        return job
-    return dataclasses.replace(job, is_checkpointing=True)
+def scenario_of(
+    job: Job, resident_bytes: int, measured: tuple[Compute, Rates] | None = None
+) -> Scenario:
+    """A job on this machine: under its cap, or in the memory that is free where homes are to be
+    chosen. Collective; blocks.
+
+    resident_bytes: of a rank's process with everything imported. measured: the maths and the rates;
+        None: assumed ones.
+    """
+    device = find_device()
+    cards = filter(None, of_every_rank(Card.here(device)))
+    card = min(cards, key=lambda each: each.room_bytes, default=Card(0, ()))
+    is_even = job.num_ranks % job.ranks_on_node == 0
+    per_node = job.ranks_on_node if is_even else 1
+    cluster = Cluster(
+        job.num_ranks // per_node, per_node, card.total_bytes or None, gpu_others=card.others
+    )
+    moved = load_config(job.config).moved
+    if (cap_bytes := cap_of(job)) is not None:
+        others = rows_of_process(cap_bytes, resident_bytes)
+        cluster = dataclasses.replace(cluster, host_bytes=cap_bytes * per_node, host_others=others)
+    elif moved:  # the imports are not in what is free
+        free_bytes = int(FREE_PART * min(of_every_rank(free_host_bytes())))
+        cluster = dataclasses.replace(cluster, host_bytes=free_bytes, host_others=())
+    compute, rates = measured or assumed_speed(device)
+    blocks = job.is_checkpointing
+    return Scenario(job.shape, job.config, cluster, rates, compute, job.seq, blocks, moved, True)
+
+
+def cap_of(job: Job) -> int | None:
+    """The cap that a job's plan keeps to; None: it has none, or its config names `host_bytes`."""
+    return None if "host_bytes" in job.config.get("tiermem", {}) else job.memory_limit_bytes
+
+
+def settle_by_room(job: Job, resident_bytes: int) -> tuple[Job, Budget | None]:
+    """The job, recomputing blocks where it leaves that open and memory has no room otherwise, and
+    the arithmetic under its cap. Collective; blocks.
+
+    Raises Mistake when the cap is too small for the job's plan, with the arithmetic and the
+    smallest cap that is not.
+    """
+    scenario = scenario_of(job, resident_bytes)
+    planned = plan_scenario(scenario, chooses=False)
+    activations = planned.activations
+    if activations.is_checkpointing > bool(job.is_checkpointing):
+        job = dataclasses.replace(job, is_checkpointing=True)
+    if (cap_bytes := cap_of(job)) is None:
+        return job, None
+    budget = plan_budget(cap_bytes, resident_bytes, activations, planned.policy.activations)
+    for problem in planned.problems:
+        if problem.where == PLACES[Tier.HOST]:
+            needed_bytes = problem.needed_bytes // scenario.cluster.ranks_per_node
+            steps = -(-least_cap(cap_bytes, needed_bytes) // _CAP_STEP_BYTES)
+            least = f"--memory {steps * _CAP_STEP_BYTES >> 20}MiB"
+            smaller = f"{'' if job.is_checkpointing else '--checkpointing or '}a shorter --seq"
+            raise Mistake(
+                f"--memory {format_bytes(cap_bytes)} is too small for this model, and {least} is "
+                f"the smallest that works, or a smaller one with {smaller} ({budget.explain()})",
+                {"--memory": least},
+            )
+    return job, budget
+
+
+_CAP_STEP_BYTES = 10 << 20
 
 
 # ---- the choice of open settings -----------------------------------------------------------------
@@ -163,8 +225,14 @@ def settle_by_cap(job: Job, resident_bytes: int, is_gpu: bool) -> Job:
 #
 # So the config alone is enough to repeat a run. If the rule's plan is the fastest, no key is set.
 
+_SECTIONS = ("offload_param", "offload_optimizer")
 _SIZES = {"tile_numel", "tile_buffers", "unit_buffers"}
 _PLACES = {
+    **{
+        name: ("zero_optimization", section, "device")
+        for name, section in zip(HOMES, _SECTIONS, strict=True)
+    },
+    "optim_ratio": ("zero_optimization", "offload_optimizer", "ratio"),
     "grads": ("tiermem", "grads"),
     "tile_numel": ("zero_optimization", "sub_group_size"),
     "tile_buffers": ("zero_optimization", "offload_optimizer", "buffer_count"),
@@ -198,10 +266,11 @@ class Chosen(NamedTuple):
 def choose_config(scenario: Scenario, searches: bool = True) -> Chosen:
     """Settles what the config of a run leaves open, as `tiermem plan` does.
 
-    searches: False where nothing was measured: the plan's rule chooses. Raises ValueError for a
+    searches: False where nothing was measured: the plan's rule chooses, but for homes. Raises ValueError for a
         config that cannot be, and, with the arithmetic, where a card has no room for the smallest
         plan beside activations and the config names no `device_bytes`.
     """
+    searches = searches or bool(scenario.moved)
     planned = plan_scenario(scenario, searches)
     cluster, given = scenario.cluster, planned.given
     card = None if cluster.gpu_bytes is None else Card(cluster.gpu_bytes, cluster.gpu_others)
@@ -215,7 +284,7 @@ def choose_config(scenario: Scenario, searches: bool = True) -> Chosen:
         said = say_placement(given, planned.policy, planned.plan, card, planned.activations)
     if searches and (card or given.host_bytes or cluster.host_bytes):
         how = " ".join([str(planned.choice), *(f"{reason}." for reason in planned.choice.reasons)])
-    changed = settled(given, planned.policy)
+    changed = settled(planned)
     return Chosen(with_choice(dict(scenario.config), changed), how, said, planned)
 
 
@@ -230,20 +299,39 @@ def _check_room(planned: Planned, card: Card | None) -> None:
             )
 
 
-def settled(given: OffloadPolicy, chosen: OffloadPolicy) -> dict[str, Any]:
+def settled(planned: Planned) -> dict[str, Any]:
     """The fields that a choice has settled: what `with_choice` takes."""
-    values = {name: getattr(chosen, name) for name in _PLACES}
-    return {name: value for name, value in values.items() if value != getattr(given, name)}
+    given, moved = planned.given, planned.scenario.moved
+    values = {name: getattr(planned.policy, name) for name in _PLACES}
+    return {
+        name: value
+        for name, value in values.items()
+        if name in moved or value != getattr(given, name)
+    }
 
 
 def with_choice(config: Config, fields: Mapping[str, Any]) -> Config:
     """The config with chosen fields of the policy as keys of its own."""
     for name, value in fields.items():
         if isinstance(value, Tier):
-            value = "device" if value is Tier.DEVICE else value.value
+            on_device = "none" if name in HOMES else "device"
+            value = on_device if value is Tier.DEVICE else value.value
         config = with_key(
             config, _PLACES[name], value * STATES_PER_TILE if name == "tile_buffers" else value
         )
+    for name in HOMES:
+        if fields.get(name) is Tier.NVME:
+            config = _with_folders(config, _PLACES[name][:-1])
     if fields.keys() & _SIZES:
         config = with_key(config, ("tiermem", "sizes_are_least"), False)
     return config
+
+
+def _with_folders(config: Config, place: tuple[str, ...]) -> Config:
+    """The config with folders in a section of homes: those of the other one, where it has none."""
+    *_, section = place
+    named = (config["zero_optimization"].get(name) or {} for name in _SECTIONS)
+    folders = [each["nvme_path"] for each in named if "nvme_path" in each]
+    if own_folders(config) or not folders or "nvme_path" in config["zero_optimization"][section]:
+        return config
+    return with_key(config, (*place, "nvme_path"), folders[0])

@@ -32,6 +32,7 @@ from tiermem.integrations.diffusion import component_folder
 from tiermem.plans.budget import why_disk
 from tiermem.policy import Tier
 from tiermem.swap.memory.accelerator import find_device
+from tiermem.swap.memory.free import free_host_bytes
 from tiermem.tools.job.train_job import (
     Config,
     make_config,
@@ -39,11 +40,12 @@ from tiermem.tools.job.train_job import (
     recomputes_blocks,
     with_key,
 )
-from tiermem.tools.measure.machine import available_bytes, wear_a_day
+from tiermem.tools.measure.machine import wear_a_day
 from tiermem.tools.options import MADE_OF, PlanOptions, TrainOptions
 from tiermem.tools.plan.card import Card, say_placement, settled, with_choice
 from tiermem.tools.plan.paper import ESTIMATED, print_estimates, print_paper
 from tiermem.tools.plan.planned import (
+    FREE_PART,
     PLACES,
     WEAR,
     Cluster,
@@ -61,7 +63,6 @@ from tiermem.units.experts import expected_share
 EXIT_FITS = 0
 EXIT_TOO_SMALL = 1
 _DISK_THERE = Path("/mnt/nvme0")
-_FREE_PART = 0.9
 
 
 def plan(options: PlanOptions, console: Console) -> int:
@@ -91,9 +92,9 @@ def scenario_of(options: PlanOptions) -> tuple[Scenario, list[str]]:
     """What the options describe, and a line on each rate. Measures what is of this machine and not
     given: blocks for that."""
     options, sources = with_card(options)
-    moved = _moved(options)
+    moved = load_config(_config(options)).moved
     if moved and options.gpu_bytes is None and options.host_bytes is None:
-        free = int(_FREE_PART * available_bytes())
+        free = int(FREE_PART * free_host_bytes())
         options = dataclasses.replace(options, host_bytes=free)
         sources.append(f"host memory: {format_bytes(free)}, nine tenths of what is free here")
     is_checkpointing = recomputes_blocks(options.is_checkpointing, _config(options))
@@ -137,13 +138,6 @@ def scenario_of(options: PlanOptions) -> tuple[Scenario, list[str]]:
     return scenario, [*sources, *more]
 
 
-def _moved(options: PlanOptions) -> Sequence[str]:
-    """The homes that are to be chosen: by --offload, or "auto" in a config."""
-    if options.config is not None:
-        return load_config(_config(options)).moved
-    return HOMES if options.offload in (None, "auto") else ()
-
-
 def with_card(options: PlanOptions) -> tuple[PlanOptions, list[str]]:
     """The options with what a named card says of those that are not given, and a line on it."""
     if options.gpu is None:
@@ -176,10 +170,9 @@ def _config(options: PlanOptions) -> Config:
     is not one of this."""
     if options.config is None:
         folder = Path() if options.gpu_bytes is None else _DISK_THERE
+        folders = [] if options.nvme_bytes == 0 and options.offload != "nvme" else [folder]
         given = {name: getattr(options, name) for name in MADE_OF}
-        if options.offload in (None, "auto"):  # what may be chosen, at its farthest
-            given["offload"] = "cpu" if options.nvme_bytes == 0 else "nvme"
-        config = make_config(TrainOptions(**given), [folder])
+        config = make_config(TrainOptions(**given), folders)
         config = with_key(config, ("tiermem", "frozen_quant_type"), options.frozen)
         return config | {"gradient_accumulation_steps": options.accumulation or 1}
     config = read_config(options.config, [], 1)
@@ -228,7 +221,7 @@ def _print_plan(planned: Planned, sources: Sequence[str], console: Console) -> N
         console.print(f"  {planned.choice}")
     for sentence in _said(planned):
         console.print(f"  {sentence}")
-    fields = settled(planned.given, planned.policy)
+    fields = settled(planned)
     fields |= {
         name: f"{size >> 20}MiB"
         for name, size in fields.items()
@@ -236,7 +229,7 @@ def _print_plan(planned: Planned, sources: Sequence[str], console: Console) -> N
     }
     keys = with_choice({}, fields)
     scenario = planned.scenario
-    if scenario.is_configured and keys and not (scenario.moved or planned.problems):
+    if scenario.is_configured and keys and not planned.problems:
         console.print(f"  for a run to keep to this plan, set in the config: {json.dumps(keys)}")
     if planned.activations.sizes.saved_places == 0:
         console.print(

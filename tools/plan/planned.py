@@ -13,8 +13,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import itertools
-import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -36,17 +35,14 @@ from tiermem.forecast.rates import Compute
 from tiermem.integrations.diffusion import build_meta
 from tiermem.integrations.models import class_of
 from tiermem.layers.chunked_loss import CHUNK_BYTES
-from tiermem.plans.budget import make_plan
 from tiermem.plans.plan import ACTIVATION_CHUNK_BYTES, Plan, Row
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.precision import DTYPES, Precision
-from tiermem.ranks.topology import plan_topology
 from tiermem.tools.job.launcher import Job, compute_of
 from tiermem.tools.measure.machine import DAY_S
 from tiermem.tools.presets import OF_DIFFUSERS, ModelSizes
-from tiermem.tools.words import Mistake, format_bytes
+from tiermem.tools.words import format_bytes
 from tiermem.units.state_layout import StateLayout
-from tiermem.units.unit import divide
 
 T = TypeVar("T")
 
@@ -142,66 +138,15 @@ def rows_of_process(cap_bytes: int, resident_bytes: int) -> tuple[Row, Row]:
     )
 
 
-def check_cap(job: Job, resident_bytes: int, is_gpu: bool) -> Budget | None:
-    """The budget of a job under its cap; None where it has no cap, or a config that names
-    `host_bytes`.
-
-    resident_bytes: of the process with everything imported.
-    Raises Mistake when the cap is too small for the job's plan, with the arithmetic and the
-    smallest cap that is not. Where the job leaves recomputation open, `settle_by_cap` (card.py)
-    comes first.
-    """
-    if job.memory_limit_bytes is None or "host_bytes" in job.config.get("tiermem", {}):
-        return None
-    budget = budget_of(job, job.memory_limit_bytes, resident_bytes, is_gpu)
-    if fits_budget(job, budget, is_gpu):
-        return budget
-    small = job.memory_limit_bytes
-    enough = 2 * job.memory_limit_bytes
-    while not fits_budget(job, budget_of(job, enough, resident_bytes, is_gpu), is_gpu):
-        small = enough
-        enough = 2 * enough
-        if enough > _NO_CAP_BYTES:  # something else is wrong: the start says what
-            return budget
-    while enough - small > _CAP_STEP_BYTES:
-        middle = (small + enough) // 2
-        fits = fits_budget(job, budget_of(job, middle, resident_bytes, is_gpu), is_gpu)
-        small, enough = (small, middle) if fits else (middle, enough)
-    least = f"--memory {-(-enough // _CAP_STEP_BYTES) * (_CAP_STEP_BYTES >> 20)}MiB"
-    smaller = f"{'' if job.is_checkpointing else '--checkpointing or '}a shorter --seq"
-    raise Mistake(
-        f"--memory {format_bytes(job.memory_limit_bytes)} is too small for this model, and {least} "
-        "is the smallest that works, "
-        f"or a smaller one with {smaller} ({budget.explain()})",
-        {"--memory": least},
-    )
+def least_cap(cap_bytes: int, needed_bytes: int) -> int:
+    """The smallest cap for a rank that needs so many bytes under another one."""
+    *_, margin = rows_of_process(cap_bytes, 0)
+    without = needed_bytes - margin.num_bytes
+    return max(without + MARGIN_BYTES, int(without / (1 - MARGIN_PART)) + 1)
 
 
-_CAP_STEP_BYTES = 10 << 20
-_NO_CAP_BYTES = 1 << 44
-
-
-def budget_of(job: Job, cap_bytes: int, resident_bytes: int, is_gpu: bool) -> Budget:
-    """The budget of a job under a cap, with the inputs of checkpointed blocks where its config has
-    them."""
-    activations = ActivationBytes.of(job, is_gpu)
-    home = resolve_auto(load_config(job.config), activations.sizes.hidden).policy().activations
-    return plan_budget(cap_bytes, resident_bytes, activations, home)
-
-
-def fits_budget(job: Job, budget: Budget, is_gpu: bool) -> bool:
-    """Whether the plan of a job fits what a rank's budget leaves for its store."""
-    if budget.left_bytes <= 0:
-        return False
-    loaded = resolve_auto(load_config(job.config), ModelSizes.of(job.shape).hidden)
-    policy = dataclasses.replace(loaded.policy(), host_bytes=budget.left_bytes * job.ranks_on_node)
-    topology = plan_topology(job.num_ranks, policy, job.ranks_on_node)
-    division = divide(meta_model(job.shape, loaded.precision), policy, topology.num_shards)
-    try:
-        make_plan(division, policy, topology, is_gpu, job.ranks_on_node)
-    except ValueError:
-        return False
-    return True
+FREE_PART = 0.9
+"""Of the memory that is free here: what a plan takes where no limit is named."""
 
 
 def has_chunked_loss(sizes: ModelSizes, num_tokens: int) -> bool:
@@ -651,7 +596,7 @@ def plan_scenario(scenario: Scenario, chooses: bool = True, near: Planned | None
         else meta_model(scenario.shape, loaded.precision, scenario.lora_rank)
     )
     batch = loaded.batch(cluster.num_ranks)
-    given = loaded.policy()
+    given = at_farthest(loaded.policy(), scenario.moved)
     per_node = cluster.ranks_per_node
     is_gpu = cluster.gpu_bytes is not None
     card_bytes = cluster.gpu_bytes
@@ -670,110 +615,100 @@ def plan_scenario(scenario: Scenario, chooses: bool = True, near: Planned | None
                 rest = each.host_bytes // per_node
                 each = each._replace(host_bytes=None, host_room_bytes=rest)
             placements[each] = way
-    ways = list(placements)
-    choice = None
-    try:
-        choice = choose(
+
+    def chosen(policy: OffloadPolicy, among: Sequence[Placement], **more: Any) -> Choice:
+        compute = Compute(0.0, 0.0)  # each placement has its own
+        ranks = cluster.num_ranks, per_node
+        return choose(
             model,
-            given,
+            policy,
             scenario.rates,
-            Compute(0.0, 0.0),  # each placement has its own
-            cluster.num_ranks,
-            per_node,
+            compute,
+            *ranks,
             is_gpu,
             batch.accumulation,
-            ways,
-            cluster.caps,
-            scenario.moved,
-            chooses,
-            near.choice if near is not None else None,
+            among,
+            **more,
         )
-        tried = choice.chosen
-    except ValueError:  # nothing fits: the smallest plans
-        tried = _nearest(scenario, model, given, ways, batch)
-    activations = placements[tried.placement]
-    rows = activations.rows(tried.policy.activations)
-    return Planned(
-        scenario=scenario,
-        model=model,
-        policy=tried.policy,
-        plan=tried.plan,
-        lines=(*tried.plan.rows, *cluster.host_others, *cluster.gpu_others, *rows),
-        forecast=tried.forecast,
-        batch=batch,
-        given=given,
-        activations=activations,
-        choice=choice,
-    )
+
+    def made(tried: Tried, choice: Choice | None = None) -> Planned:
+        activations = placements[tried.placement]
+        rows = activations.rows(tried.policy.activations)
+        return Planned(
+            scenario=scenario,
+            model=model,
+            policy=tried.policy,
+            plan=tried.plan,
+            lines=(*tried.plan.rows, *cluster.host_others, *cluster.gpu_others, *rows),
+            forecast=tried.forecast,
+            batch=batch,
+            given=given,
+            activations=activations,
+            choice=choice,
+        )
+
+    def smallest(placement: Placement, **fields: Any) -> Planned:
+        policy = dataclasses.replace(given, **{"host_bytes": None, "device_bytes": None} | fields)
+        free = placement._replace(device_bytes=None, host_bytes=None, host_room_bytes=None)
+        tried = chosen(policy, [free], searches=False).chosen
+        return made(dataclasses.replace(tried, placement=placement))
+
+    try:
+        choice = chosen(
+            given,
+            list(placements),
+            caps=cluster.caps,
+            moved=scenario.moved,
+            searches=chooses,
+            near=near.choice if near is not None else None,
+        )
+    except ValueError:  # nothing fits
+        return _nearest(scenario, given, list(placements), smallest)
+    return made(choice.chosen, choice)
+
+
+def at_farthest(policy: OffloadPolicy, moved: Collection[str]) -> OffloadPolicy:
+    """The policy with the homes that may be chosen where they take the least memory."""
+    far = Tier.NVME if policy.paths else Tier.HOST
+    homes: dict[str, Any] = dict.fromkeys(moved, far)
+    return dataclasses.replace(policy, **homes)
 
 
 def _nearest(
     scenario: Scenario,
-    model: nn.Module,
     policy: OffloadPolicy,
     placements: Sequence[Placement],
-    batch: BatchSizes,
-) -> Tried:
+    smallest: Callable[..., Planned],
+) -> Planned:
     """Of plans without a budget the one that comes nearest to the limits, with no more host memory
     than it needs. Raises ValueError for a policy that cannot be planned."""
-    cluster = scenario.cluster
-    open_budgets: dict[str, Any] = {"host_bytes": None, "device_bytes": None}
-    free = {**open_budgets, "resident_bytes": policy.resident_bytes or 0}
-    homes: list[dict[str, Any]] = [{}]
+    ways: list[dict[str, Any]] = [{"resident_bytes": policy.resident_bytes or 0}]
     if scenario.moved:
         far = Tier.NVME if policy.paths else Tier.HOST
-        near = Tier.DEVICE if cluster.gpu_bytes is not None else Tier.HOST
-        moved = dict.fromkeys(scenario.moved, far)
-        homes = [{**moved, "grads": each} for each in {near: 0, far: 0}]
-
-    def planned(placement: Placement, fields: dict[str, Any]) -> Tried:
-        choice = choose(
-            model,
-            dataclasses.replace(policy, **free | fields),
-            scenario.rates,
-            Compute(0.0, 0.0),
-            cluster.num_ranks,
-            cluster.ranks_per_node,
-            cluster.gpu_bytes is not None,
-            batch.accumulation,
-            [placement._replace(device_bytes=None, host_bytes=None, host_room_bytes=None)],
-            searches=False,
-        )
-        return dataclasses.replace(choice.chosen, placement=placement)
-
-    def excess(tried: Tried) -> float:
-        plan, room = tried.plan, tried.placement
-        host_bytes = plan.host_bytes * cluster.ranks_per_node
-        disk_bytes = plan.disk_bytes * cluster.ranks_per_node
-        return max(
-            plan.device_bytes / (policy.device_bytes or room.device_bytes or math.inf),
-            host_bytes / (policy.host_bytes or room.host_bytes or math.inf),
-            plan.host_bytes / (room.host_room_bytes or math.inf),
-            disk_bytes / (policy.most_disk_bytes or cluster.nvme_bytes or math.inf),
-        )
-
-    found: list[tuple[Tried, dict[str, Any]]] = []
+        near = Tier.DEVICE if scenario.cluster.gpu_bytes is not None else Tier.HOST
+        ways = [{**way, "grads": each} for way in ways for each in {near: 0, far: 0}]
+    found: list[tuple[Planned, Placement, dict[str, Any]]] = []
     errors = []
-    for placement, fields in itertools.product(placements, homes):
+    for placement, fields in itertools.product(placements, ways):
         try:
-            found.append((planned(placement, fields), fields))
+            found.append((smallest(placement, **fields), placement, fields))
         except ValueError as error:
             errors.append(error)
     if not found:
         raise errors[0]
-    best, fields = min(found, key=lambda each: excess(each[0]))
-    enough, small = best.plan.host_bytes * cluster.ranks_per_node, 0
+    best, placement, fields = min(found, key=lambda each: each[0].excess)
+    enough, small = best.plan.host_bytes * scenario.cluster.ranks_per_node, 0
     while enough - small > _LEAST_STEP * enough:
         middle = (small + enough) // 2
         try:
-            best = planned(best.placement, {**fields, "host_bytes": middle})
+            best = smallest(placement, **fields, host_bytes=middle)
             enough = middle
         except ValueError:
             small = middle
     return best
 
 
-_LEAST_STEP = 0.01
+_LEAST_STEP = 0.002
 """To what part of it the host memory is known that a plan needs at least."""
 
 

@@ -27,6 +27,7 @@ from tiermem.swap.base.native import Workers
 from tiermem.swap.base.tile_program import cache_bytes
 from tiermem.swap.disk.queue import Event
 from tiermem.swap.memory.accelerator import find_device, is_accelerator
+from tiermem.swap.memory.free import free_host_bytes
 from tiermem.swap.store.checksum import crc32c
 from tiermem.tools.job.launcher import Job, compute_of
 from tiermem.tools.job.train_job import Config, precision_of, with_key
@@ -36,7 +37,6 @@ from tiermem.tools.measure.gpu_link import (
     measure_memory,
     step_passes,
 )
-from tiermem.tools.measure.machine import available_bytes
 from tiermem.tools.measure.phases import PHASES, clock_of, timed
 from tiermem.tools.plan.planned import (
     ActivationBytes,
@@ -533,14 +533,14 @@ def warn_of_disk(job: Job, measured: MeasuredRates | str, predicted_s: float) ->
         other_s = planned.forecast.total_s
     except ValueError:
         return None  # what this config asks for needs the disk
-    if predicted_s < _ABSURD * other_s or needed_bytes > available_bytes():
+    if predicted_s < _ABSURD * other_s or needed_bytes > free_host_bytes():
         return None
     return (
         f"a step from {', '.join(job.nvme_paths)} is predicted to take {predicted_s:.3g} s, "
         f"{predicted_s / other_s:.0f} times "
         "as long as one in host memory: stop it with Ctrl-C and give --offload cpu (it takes "
         f"{format_bytes(needed_bytes)} "
-        f"of memory, of which {format_bytes(available_bytes())} are free), or name a faster disk "
+        f"of memory, of which {format_bytes(free_host_bytes())} are free), or name a faster disk "
         "with --nvme"
     )
 

@@ -17,11 +17,11 @@ import torch
 from tiermem.config import load_config, resolve_auto
 from tiermem.forecast.rates import Compute, Rates
 from tiermem.swap.memory.accelerator import find_device, is_accelerator
+from tiermem.swap.memory.free import free_host_bytes
 from tiermem.tools.job.launcher import compute_of
 from tiermem.tools.job.train_job import micro_batch_of, nvme_folders, precision_of
 from tiermem.tools.measure.files import measure_disks, why_unmeasured
 from tiermem.tools.measure.gpu_link import kernel_passes, measure_link, measure_memory, step_passes
-from tiermem.tools.measure.machine import available_bytes
 from tiermem.tools.measure.sustained import measure_sustained_disks
 from tiermem.tools.options import PlanOptions
 from tiermem.tools.plan.prediction import (
@@ -206,7 +206,7 @@ def _measured(options: PlanOptions, shape: ModelShape, config: Mapping[str, Any]
     """The maths of a micro-batch here; of one that would take minutes, the operations a second.
     Raises ValueError when a small copy does not fit this machine's free memory."""
     precision = precision_of(config)
-    num_bytes = available_bytes()
+    num_bytes = free_host_bytes()
     folders = _folders_here(config)
     compute = compute_of(config, precision)
     copy = copy_bytes(shape, precision, bool(folders), compute)

@@ -205,14 +205,12 @@ def _check_memory(job: Job, console: Console) -> None:
         return
     with console.status("looking for the smallest --memory that works"):
         # torch: the launcher does without
-        from tiermem.swap.memory.accelerator import find_device, is_accelerator
-        from tiermem.tools.plan.card import settle_by_cap
-        from tiermem.tools.plan.planned import INTERPRETER, check_cap
+        from tiermem.tools.plan.card import settle_by_room
+        from tiermem.tools.plan.planned import INTERPRETER
         from tiermem.tools.plan.prediction import settle_compute
 
         settled = dataclasses.replace(job, config=settle_compute(job.config, job.shape)[0])
-        asked = INTERPRETER.num_bytes, is_accelerator(find_device())
-        check_cap(settle_by_cap(settled, *asked), *asked)
+        settle_by_room(settled, INTERPRETER.num_bytes)
 
 
 class _Log(Observer):
@@ -361,4 +359,4 @@ def _run_name(options: TrainOptions, resumed: Resumed | None) -> str:
     model = options.preset or (options.model or Path("model")).resolve().stem
     layers = f"-{options.layers}layers" if options.layers is not None else ""
     states = f"-{options.states}" if options.states is not None else ""
-    return f"{model}{layers}{states}-{options.offload or ('config' if options.config else 'nvme')}"
+    return f"{model}{layers}{states}-{options.offload or ('config' if options.config else 'auto')}"

@@ -31,8 +31,6 @@ from torch import nn
 import tiermem
 import tiermem.run.init
 from tiermem.engine import Engine
-from tiermem.forecast import Rates
-from tiermem.forecast.rates import Compute
 from tiermem.precision import DTYPES
 from tiermem.run.shards import Shards
 from tiermem.swap.disk import durable
@@ -60,20 +58,15 @@ from tiermem.tools.measure.phases import PHASES
 from tiermem.tools.measure.sustained import measure_sustained_disks
 from tiermem.tools.plan.card import (
     NO_OTHER_WAY,
-    Card,
-    Chosen,
     choose_config,
-    settle_by_cap,
+    scenario_of,
+    settle_by_room,
 )
 from tiermem.tools.plan.planned import (
     Budget,
-    Cluster,
-    Scenario,
-    budget_of,
-    check_cap,
     meta_model,
     of_every_rank,
-    rows_of_process,
+    plan_budget,
     state_bytes,
     transformers,
 )
@@ -130,7 +123,11 @@ class Trainer:
         resident_bytes = load_model_classes(job)
         if job.num_ranks > 1:
             resident_bytes = self._join(resident_bytes)
-        job = self._job = self._settle_by_room(self._settle_compute(self._job), resident_bytes)
+        asked = self._settle_compute(self._job)
+        job, self._budget = settle_by_room(asked, resident_bytes)
+        self._job = job
+        if job.is_checkpointing != asked.is_checkpointing:
+            self._recomputation = NO_OTHER_WAY
         ceiling = measure_ceiling(job, self._channel)
         self._channel.phase("measuring the maths")
         room_bytes = self._budget.left_bytes if self._budget is not None else None
@@ -139,6 +136,7 @@ class Trainer:
         forget_peak()
         config, measured = self._choose(measured, resident_bytes)
         job = self._job
+        ceiling = ceiling if job.nvme_paths else None
         with self._explaining_out_of_memory(), large_blocks_mapped():
             self._channel.phase("building the model")
             model = build_model(
@@ -223,23 +221,6 @@ class Trainer:
         if text is not None:
             self._channel.send("warning", text=text)
 
-    def _settle_by_room(self, job: Job, resident_bytes: int) -> Job:
-        """The job, recomputing blocks if it leaves that open and memory has no room otherwise.
-        Finds the budget under a cap."""
-        is_gpu = is_accelerator(find_device())
-        settled = settle_by_cap(job, resident_bytes, is_gpu)
-        self._budget = check_cap(settled, resident_bytes, is_gpu)
-        if settled.is_checkpointing is None:
-            try:
-                kept = dataclasses.replace(settled, is_checkpointing=False)
-                self._chosen(kept, None, resident_bytes)
-            except ValueError:  # of the accelerator
-                settled = dataclasses.replace(job, is_checkpointing=True)
-        self._recomputation = (
-            NO_OTHER_WAY if settled.is_checkpointing != job.is_checkpointing else None
-        )
-        return settled
-
     def _choose(
         self, measured: MeasuredRates | str, resident_bytes: int
     ) -> tuple[Config, MeasuredRates | str]:
@@ -248,48 +229,28 @@ class Trainer:
         job = self._job
         speed = None if isinstance(measured, str) else measured
         try:
-            chosen = self._chosen(job, speed, resident_bytes)
+            chosen = choose_config(scenario_of(job, resident_bytes, speed), speed is not None)
         except ValueError as error:
             raise ValueError(
                 f"{error}: {_remedy(job, is_made=True)}, or name tiermem.device_bytes in a config "
                 "to try it"
             ) from error
-        planned = chosen.planned
-        if planned is not None and planned.activations.is_checkpointing > bool(
-            job.is_checkpointing
-        ):
-            job = dataclasses.replace(job, is_checkpointing=True)
-            measured = measured if speed is None else speed.recomputing
-        self._job = job
         self._choice = chosen.how
         self._placement = chosen.placement
-        if self._budget is not None:  # the inputs of blocks may rest elsewhere now
-            settled = dataclasses.replace(job, config=chosen.config)
-            is_gpu = is_accelerator(find_device())
-            self._budget = budget_of(settled, self._budget.cap_bytes, resident_bytes, is_gpu)
+        if (planned := chosen.planned) is None:
+            return chosen.config, measured
+        activations = planned.activations
+        if activations.is_checkpointing > bool(job.is_checkpointing):
+            job = dataclasses.replace(job, is_checkpointing=True)
+            measured = measured if speed is None else speed.recomputing
+        if not planned.policy.uses_nvme:
+            job = dataclasses.replace(job, nvme_paths=[])
+        self._job = job
+        if self._budget is not None:  # inputs may rest elsewhere now
+            home = planned.policy.activations
+            asked = self._budget.cap_bytes, resident_bytes
+            self._budget = plan_budget(*asked, activations, home)
         return chosen.config, measured
-
-    def _chosen(self, job: Job, measured: MeasuredRates | None, resident_bytes: int) -> Chosen:
-        """What the budgets of host memory and of an accelerator leave open, chosen by predicted
-        time or, where nothing was measured, by rule. Raises ValueError where the accelerator has no
-        room."""
-        cards = [card for card in of_every_rank(Card.here(find_device())) if card is not None]
-        card = min(cards, key=lambda each: each.room_bytes, default=Card(0, ()))
-        is_even = job.num_ranks % job.ranks_on_node == 0
-        per_node = job.ranks_on_node if is_even else 1
-        cluster = Cluster(
-            job.num_ranks // per_node, per_node, card.total_bytes or None, gpu_others=card.others
-        )
-        if self._budget is not None:
-            cap_bytes = self._budget.cap_bytes
-            others = rows_of_process(cap_bytes, resident_bytes)
-            host_bytes = cap_bytes * per_node
-            cluster = dataclasses.replace(cluster, host_bytes=host_bytes, host_others=others)
-        compute, rates = measured or (Compute.of_peak(1e9, 1), Rates(1e9, 1e9))
-        scenario = Scenario(
-            job.shape, job.config, cluster, rates, compute, job.seq, job.is_checkpointing
-        )
-        return choose_config(scenario, searches=measured is not None)
 
     def _initialize(self, model: nn.Module, config: Config) -> Engine:
         try:

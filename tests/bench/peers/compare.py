@@ -13,6 +13,7 @@ from rich.table import Table
 
 from bench.options import PeersOptions
 from bench.peers.runs import Peer, list_peers
+from tiermem.config import load_config
 from tiermem.tools.job.launcher import Job
 from tiermem.tools.measure.phases import PHASES
 from tiermem.tools.record.reports import table
@@ -42,6 +43,8 @@ class Peers:
         missing interpreter."""
         if job.num_ranks > 1:
             raise ValueError(f"peers train on one rank, and {job.num_ranks} were started")
+        if load_config(job.config).moved:
+            raise ValueError("peers need homes that are named: give --offload none, cpu or nvme")
         self._peers = list_peers(job, self._options.peer_python)
 
     def run(self, job: Job, folder: Path, ours: dict[str, Any]) -> dict[str, Any]:
