@@ -15,7 +15,8 @@
 What a policy names is no axis. It always names homes of states and weights: these are axes where
 the caller says so. Each candidate is planned and forecast. The search begins with every combination
 of homes, goes on from the fastest ones along one axis at a time, then along two at a time, and ends
-where no such change is faster. It takes no random numbers and no time, so equal rates give equal
+where no such change is faster. Of plans that are as fast it takes one that writes less to disks. It
+takes no random numbers and no time, so equal rates give equal
 choices on all ranks.
 """
 
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 HOMES = ("params", "optim")
 """Fields of a policy that it always names, and that a caller may leave to the search."""
 _LEAST_GAIN = 1.002  # a change must be faster by this factor
+_CLEARLY_LESS = 0.95
 _EIGHTHS = tuple(part / 8 for part in range(8, 0, -1))
 _PARTS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _TILES = ((1 << 20, 4), (1 << 18, 8))
@@ -447,13 +449,13 @@ class _Search:
         """
         is_point = len(near) == len(self._sizes) and all(map(operator.lt, near, self._sizes))
         if is_point and self._try(near) is not None:
-            return self._descended(near)
+            return self._spared(self._descended(near))
         starts = self._starts()
         if not starts:
             self.first()  # says what does not fit
             raise ValueError("no plan fits")
         found = [self._descended(start) for start in starts]
-        return self._paired(min(found, key=self._seconds))
+        return self._spared(self._paired(min(found, key=self._seconds)))
 
     def reasons(self, best: Point) -> Iterator[str]:
         """A sentence for each axis."""
@@ -506,6 +508,21 @@ class _Search:
             if best != before:
                 best = self._descended(best)
         return best
+
+    def _spared(self, best: Point) -> Point:
+        """Of the plans that were tried and are as fast one that spares the disks."""
+        most_s = self._seconds(best) * _LEAST_GAIN
+        for point in self._tried:
+            if self._seconds(point) <= most_s and self._is_sparer(point, best):
+                best = point
+        return best
+
+    def _is_sparer(self, point: Point, other: Point) -> bool:
+        """Whether a plan writes clearly less to disks, or no more and has no home there."""
+        plans = self.tried(point), self.tried(other)
+        written, more = (each.forecast.edge_bytes(HOST_TO_NVME) for each in plans)
+        leaves_disk = plans[1].policy.uses_nvme and not plans[0].policy.uses_nvme
+        return written < _CLEARLY_LESS * more or (written <= more and leaves_disk)
 
     def _faster(self, best: Point, points: Iterable[Point]) -> Point:
         for point in points:
