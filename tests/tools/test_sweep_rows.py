@@ -132,6 +132,13 @@ def notes(*rows: dict[str, Any], ours: int = 0, kernel: int = 0) -> list[str]:
     return notes_of(list(rows), IoCounts(ours, 0), IoCounts(kernel, 0))
 
 
+def test_passes_of_the_best_row_that_differ_much_are_told() -> None:
+    uneven = row("read", *([outcome(seconds, read=GB)] for seconds in (0.5, 0.5, 1.0)))
+    even = row("write", *([outcome(seconds, written=GB)] for seconds in (0.5, 0.5, 0.6)))
+    said = [note for note in notes(uneven, even, ours=0) if "passes reached" in note]
+    assert len(said) == 1 and "1.00 to 2.00 GB/s" in said[0]
+
+
 def test_a_slow_first_pass_is_told() -> None:
     cold = row("read", *([outcome(read=int(size * GB))] for size in (1.5, 2, 2)))
     warm = row("read", *([outcome(read=int(size * GB))] for size in (1.7, 2, 2)))

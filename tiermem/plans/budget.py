@@ -278,7 +278,8 @@ class _Maker:
     @functools.cached_property
     def _resident(self) -> list[Unit]:
         """Units as they are if they stay."""
-        return [dataclasses.replace(unit, is_resident=True) for unit in self.division.units]
+        every = range(len(self.division.units))
+        return self.division.with_changed(every, is_resident=True).units
 
     def make(self, stays: Collection[int]) -> Plan | None:
         """The best plan with these units (by index) staying on the accelerator; None when none

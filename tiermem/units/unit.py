@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 import math
@@ -401,9 +402,10 @@ class Division:
 
     def with_changed(self, indices: Collection[int], **fields: Any) -> Division:
         """The same division, with these fields of some units changed."""
-        return self.with_units(
-            {index: dataclasses.replace(self.units[index], **fields) for index in indices}
-        )
+        changed = {index: copy.copy(self.units[index]) for index in indices}
+        for unit in changed.values():
+            vars(unit).update(fields)
+        return self.with_units(changed)
 
     def with_units(self, changed: Mapping[int, Unit]) -> Division:
         """The same division, with other units at these indices."""

@@ -379,6 +379,7 @@ CSV_COLUMNS = (
 )
 _MOST_FRACTION = 1.02
 _TOLERANCE = 0.01
+_UNSTEADY = 1.5
 _SLACK = IoCounts(1 << 20, 1 << 20)
 
 
@@ -405,6 +406,12 @@ def notes_of(rows: Sequence[Row], ours: IoCounts, kernel: IoCounts) -> list[str]
                 f"{later:.2f}: "
                 "the host's or the device's cache warms"
             )
+    for row in best_of(rows).values():
+        if "series" not in row and row["gbps_max"] > _UNSTEADY * row["gbps_min"]:
+            notes.append(
+                f"{_name(row)}: passes reached {row['gbps_min']:.2f} to {row['gbps_max']:.2f} GB/s: "
+                "others use the disk, or it is slow at times; measure again, with more --loops"
+            )
     notes += disagreements(ours, kernel, "the queues", _TOLERANCE, _SLACK)
     for path in dict.fromkeys(row["path"] for row in rows if not row["is_direct"]):
         notes.append(
@@ -423,7 +430,7 @@ def notes_of(rows: Sequence[Row], ours: IoCounts, kernel: IoCounts) -> list[str]
 def print_rows(
     rows: Sequence[Row], best: dict[str, Row], notes: Sequence[str], caption: str, console: Console
 ) -> None:
-    """The table, the best of each mode in bold, and the notes."""
+    """The table, the best of each mode in bold and with a star, and the notes."""
     shown = [column for column in _COLUMNS if _is_shown(column, rows)]
     printed = table(
         "tiermem bench io",
@@ -433,8 +440,11 @@ def print_rows(
         column.no_wrap = column.header != "path"
     for _, of_mode in itertools.groupby(rows, key=itemgetter("mode")):
         for row in of_mode:
-            style = "bold green" if best.get(row["mode"]) is row else "dim" if row["error"] else ""
-            printed.add_row(*(Text(cell(row)) for _, cell, _ in shown), style=style)
+            is_best = best.get(row["mode"]) is row
+            style = "bold green" if is_best else "dim" if row["error"] else ""
+            cells = [Text(cell(row)) for _, cell, _ in shown]
+            cells[0].append(" *" if is_best else "")
+            printed.add_row(*cells, style=style)
         printed.add_section()
     console.print(printed)
     console.print(caption, style="dim")

@@ -19,8 +19,8 @@ from tiermem.forecast import Rates
 from tiermem.forecast.cards import assumed_speed
 from tiermem.forecast.choose import HOMES
 from tiermem.forecast.rates import Compute
-from tiermem.plans.plan import Plan, Row
-from tiermem.policy import OffloadPolicy, Tier
+from tiermem.plans.plan import Row
+from tiermem.policy import Tier
 from tiermem.swap.memory.accelerator import find_device, free_and_total, is_accelerator
 from tiermem.swap.memory.free import free_host_bytes
 from tiermem.tools.job.launcher import Job
@@ -95,17 +95,13 @@ def _gaps(total_bytes: int) -> Row:
     )
 
 
-def say_placement(
-    given: OffloadPolicy,
-    policy: OffloadPolicy,
-    plan: Plan,
-    card: Card,
-    activations: ActivationBytes,
-) -> list[str]:
-    """A sentence on `device_bytes` and one on `activations`, with the arithmetic.
-
-    given: the policy before the choice; policy, plan: after it.
-    """
+def say_placement(planned: Planned) -> list[str]:
+    """A sentence on `device_bytes` and one on `activations`, with the arithmetic; none without an
+    accelerator."""
+    if (card := _card_of(planned)) is None:
+        return []
+    given, policy, plan = planned.given, planned.policy, planned.plan
+    activations = planned.activations
     units = plan.division.units
     budget = card.budget(activations, policy.activations)
     stay = f"{sum(unit.is_resident for unit in units)} of {len(units)} units stay on the GPU"
@@ -266,29 +262,32 @@ class Chosen(NamedTuple):
 def choose_config(scenario: Scenario, searches: bool = True) -> Chosen:
     """Settles what the config of a run leaves open, as `tiermem plan` does.
 
-    searches: False where nothing was measured: the plan's rule chooses, but for homes. Raises ValueError for a
-        config that cannot be, and, with the arithmetic, where a card has no room for the smallest
-        plan beside activations and the config names no `device_bytes`.
+    searches: False where nothing was measured: the plan's rule chooses, but for homes. Raises
+        ValueError for a config that cannot be, and, with the arithmetic, where a card has no room
+        for the smallest plan beside activations and the config names no `device_bytes`.
     """
     searches = searches or bool(scenario.moved)
     planned = plan_scenario(scenario, searches)
-    cluster, given = scenario.cluster, planned.given
-    card = None if cluster.gpu_bytes is None else Card(cluster.gpu_bytes, cluster.gpu_others)
-    if planned.choice is None:
-        if given.device_bytes is None:
-            _check_room(planned, card)
+    config, choice, cluster = dict(scenario.config), planned.choice, scenario.cluster
+    if choice is None:
+        if planned.given.device_bytes is None:
+            _check_room(planned)
         # nothing fits for another reason: building the model says why
-        return Chosen(dict(scenario.config), None, [], None)
-    said, how = [], None
-    if card is not None:
-        said = say_placement(given, planned.policy, planned.plan, card, planned.activations)
-    if searches and (card or given.host_bytes or cluster.host_bytes):
-        how = " ".join([str(planned.choice), *(f"{reason}." for reason in planned.choice.reasons)])
-    changed = settled(planned)
-    return Chosen(with_choice(dict(scenario.config), changed), how, said, planned)
+        return Chosen(config, None, [], None)
+    how = None
+    if searches and (cluster.gpu_bytes or planned.given.host_bytes or cluster.host_bytes):
+        how = " ".join([str(choice), *(f"{reason}." for reason in choice.reasons)])
+    changed = with_choice(config, settled(planned))
+    return Chosen(changed, how, say_placement(planned), planned)
 
 
-def _check_room(planned: Planned, card: Card | None) -> None:
+def _card_of(planned: Planned) -> Card | None:
+    cluster = planned.scenario.cluster
+    return None if cluster.gpu_bytes is None else Card(cluster.gpu_bytes, cluster.gpu_others)
+
+
+def _check_room(planned: Planned) -> None:
+    card = _card_of(planned)
     for problem in planned.problems:
         if card is not None and problem.where == PLACES[Tier.DEVICE]:
             budget = card.budget(planned.activations, planned.policy.activations)
@@ -314,8 +313,7 @@ def with_choice(config: Config, fields: Mapping[str, Any]) -> Config:
     """The config with chosen fields of the policy as keys of its own."""
     for name, value in fields.items():
         if isinstance(value, Tier):
-            on_device = "none" if name in HOMES else "device"
-            value = on_device if value is Tier.DEVICE else value.value
+            value = "device" if value is Tier.DEVICE and name not in HOMES else value.value
         config = with_key(
             config, _PLACES[name], value * STATES_PER_TILE if name == "tile_buffers" else value
         )

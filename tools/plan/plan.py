@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import json
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -74,6 +75,8 @@ def plan(options: PlanOptions, console: Console) -> int:
         shape = preset(ESTIMATED) if name == ESTIMATED else _shape(options)
         print_estimates(name, shape, (options.ranks, options.nodes), console)
         return EXIT_FITS
+    if not console.is_terminal:  # where no spinner is seen
+        print("measuring and planning", file=sys.stderr)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those of the model's libraries
         with console.status("measuring and planning"):
@@ -285,7 +288,6 @@ def plan_figures(
 
 def _said(planned: Planned) -> list[str]:
     """What was chosen for a GPU, and whether blocks are recomputed, and why."""
-    cluster = planned.scenario.cluster
     said = list(planned.choice.reasons) if planned.choice is not None else []
     sizes = planned.activations.sizes
     if sizes.num_chosen:
@@ -297,13 +299,7 @@ def _said(planned: Planned) -> list[str]:
             "Where tokens use at most half, one rank fetches the rows of those alone, unless they "
             "rest in blocks"
         )
-    if cluster.gpu_bytes is None:
-        return said
-    card = Card(cluster.gpu_bytes, cluster.gpu_others)
-    return [
-        *say_placement(planned.given, planned.policy, planned.plan, card, planned.activations),
-        *said,
-    ]
+    return [*say_placement(planned), *said]
 
 
 def _gib(num_bytes: float) -> str:

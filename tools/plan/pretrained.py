@@ -31,8 +31,6 @@ from tiermem.tools.job.train_job import nvme_folders, with_host_bytes
 from tiermem.tools.plan.planned import ActivationBytes, Budget, plan_budget
 from tiermem.tools.words import format_bytes
 
-_HOMES = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
-
 
 class PlannedModel(NamedTuple):
     """How a model is to be trained."""
@@ -112,7 +110,8 @@ def _activations(model: Any, job: Job, args: Any) -> PredictedActivations | None
 
 def _policy(job: Job, model: nn.Module, args: Any, room: Room, budget: Budget | None) -> Any:
     """That of --offload and --states, or of the fastest plan."""
-    home = _HOMES.get(job.sft["offload"])
+    offload = job.sft["offload"] or "auto"
+    home = None if offload == "auto" else Tier(offload)
     policy = OffloadPolicy(
         params=home or Tier.HOST,
         optim=home or Tier.HOST,

@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import tiermem
 import tiermem.run.init
@@ -147,7 +146,7 @@ class Trainer:
                 config_dict_or_path=config,
             )
             self._channel.phase("initialize")
-            engine = self._initialize(model, config)
+            engine = tiermem.initialize(model=model, config=config)[0]
         with closed_on_error(engine.close), self._explaining_out_of_memory(engine):
             if job.checkpoint is not None:
                 self._channel.phase("loading the checkpoint")
@@ -251,16 +250,6 @@ class Trainer:
             asked = self._budget.cap_bytes, resident_bytes
             self._budget = plan_budget(*asked, activations, home)
         return chosen.config, measured
-
-    def _initialize(self, model: nn.Module, config: Config) -> Engine:
-        try:
-            return tiermem.initialize(model=model, config=config)[0]
-        except ValueError as error:
-            if self._budget is None:
-                raise
-            raise ValueError(
-                f"{error} (the budget under the cap: {self._budget.explain()})"
-            ) from error
 
     def _resume(self, engine: Engine, place: str) -> None:
         self._channel.phase("opening the saved step")
