@@ -207,6 +207,13 @@ class OffloadPolicy:
     of device_bytes, or of host_bytes where the CPU computes. `tiermem.zero.kv_cache_bytes` computes
     it. Not set: none is planned."""
 
+    fills_device: bool = False
+    """More units stay present on an accelerator than the plan has buffers for, as far as the most
+    memory that the steps so far have taken leaves room: they are fetched once a step, not in each
+    forward and backward. A forward with a larger input than any before begins with the plan's
+    buffers again. On one rank; device_bytes is no limit of it. "auto" sets it where it knows no
+    batch."""
+
     # ---- tiles and units: what moves as one, how much of it at once, what stays
 
     tile_numel: Annotated[Positive, Key("zero_optimization.sub_group_size", off=0)] | None = None

@@ -365,6 +365,11 @@ CLAIMS: dict[str, Claim] = {
         "tests/accelerator/test_generation.py::test_units_give_way_to_the_cache_of_a_generation",
         {"kv_bytes": 1 << 20},
     ),
+    "tiermem.fills_device": Claim(
+        True,
+        "tests/accelerator/test_fill.py::test_units_are_fetched_once_a_step_where_memory_has_room",
+        {"fills_device": True},
+    ),
     "tiermem.grads": Claim("cpu", RUN + "test_grads_says_where_gradients_rest", {"grads": Tier.HOST}, STAGE_3),
     "tiermem.accumulation": Claim(
         "layers", "tests/engine/test_layerwise.py::test_weights_are_read_twice_and_gradients_written_once",

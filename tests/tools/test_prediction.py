@@ -25,6 +25,7 @@ from tiermem.tools.plan.prediction import (
     measure_maths,
     measure_sums,
     time_plain_copies,
+    warn_of_disk,
 )
 from tiermem.tools.presets import preset
 from tiermem.tools.record.reports import predicted_table
@@ -217,32 +218,9 @@ def test_far_slower_products_are_told_before_the_start(monkeypatch: pytest.Monke
     assert warn_of_compute(config("bf16"), shape) is None
 
 
-def test_a_far_slower_disk_is_told_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tiermem.forecast.rates import Compute, Rates
-    from tiermem.tools.job.train_job import make_config
-    from tiermem.tools.options import TrainOptions
-    from tiermem.tools.plan import prediction
-    from tiermem.tools.plan.planned import Cluster, Scenario, plan_scenario
-
-    def said_of(disk_bytes_s: float) -> str | None:
-        config = make_config(TrainOptions(offload="nvme", precision="bf16"), [Path("/mnt/slow")])
-        measured = prediction.MeasuredRates(
-            Compute(1e-12, 2e-12), Rates(disk_bytes_s, disk_bytes_s)
-        )
-        wanted = dataclasses.replace(job(TINY), config=config, nvme_paths=["/mnt/slow"])
-        scenario = Scenario(
-            TINY, config, Cluster(1, 1), measured.rates, measured.compute, wanted.seq
-        )
-        return prediction.warn_of_disk(
-            wanted, measured, plan_scenario(scenario, chooses=False).forecast.total_s
-        )
-
-    said = said_of(1e6)
-    assert said is not None and said.startswith("a step from /mnt/slow is predicted to take ")
-    assert (
-        "times as long as one in host memory: stop it with Ctrl-C and give --offload cpu (it takes "
-        in said
-    )
-    assert said_of(1e12) is None
-    monkeypatch.setattr(prediction, "free_host_bytes", lambda: 1 << 20)
-    assert said_of(1e6) is None  # memory is no way out
+def test_a_far_slower_disk_is_told_before_the_start() -> None:
+    limits_s = {"compute": 0.1, "disk": 30.0, "link": 0.0, "kernels": 0.2}
+    said = warn_of_disk({"limits_s": limits_s})
+    assert said is not None and "30 s of each step, 150 times" in said and "--offload auto" in said
+    assert warn_of_disk({"limits_s": {**limits_s, "disk": 3.0}}) is None
+    assert warn_of_disk({"not_made": "the disk was not measured"}) is None

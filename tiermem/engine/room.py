@@ -169,6 +169,8 @@ def compute_policy(
             f"{device}, which are free beside activations: give a policy. {error}"
         ) from error
     chosen = choice.policy
+    if is_gpu and not room.forward_flops and policy.device_bytes is None:
+        chosen = dataclasses.replace(chosen, fills_device=True)
     if chosen.uses_nvme:
         for each in as_paths(policy.paths):
             Path(each.path).mkdir(parents=True, exist_ok=True)

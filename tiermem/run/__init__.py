@@ -9,6 +9,7 @@ Files in order: each imports only files before it.
     init_params   parameters while a model is built
     move_to_home  moves weights to where they rest
     unfreeze      plans for parameters that are unfrozen after sharding
+    fill          units that stay where measured memory leaves room
     shards        a sharded model
     kv_cache      bytes of a generation's keys and values
     access        whole parameters: GatheredParameters, generation

@@ -49,6 +49,7 @@ from tiermem.ranks.topology import (
     ranks_per_node,
 )
 from tiermem.run.activations import make_activations
+from tiermem.run.fill import Fill
 from tiermem.run.hooks import Hooks
 from tiermem.run.init_params import built_with
 from tiermem.run.move_to_home import check_model, move_buffers, move_to_home, release, show_parts
@@ -878,6 +879,9 @@ class Shards:
         self._residents = [each for each in self.units if each.unit.is_resident]
         self._frozen = Frozen(self.parameters() if self._is_trained else ())
         self.hooks.call_on_training(self.enable_training)
+        comes_and_goes = "units" in self.plan.on_device and self.plan.units.num > 0
+        if self.policy.fills_device and comes_and_goes and self.topology.num_shards == 1:
+            self.attach(Fill(self.model, self.plan, self.prefetcher, self.device))
 
     def _log_start(self) -> None:
         stats = self.store.stats()

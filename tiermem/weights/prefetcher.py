@@ -485,6 +485,17 @@ class Prefetcher(Generic[T]):
             or sum(live.unit.takes_buffer for live in units) <= self._limits.num_full
         )
 
+    def allow(self, num_full: int) -> None:
+        """Sets how many units may have a full layout at once. Of more, those without users are
+        evicted whose next use is farthest ahead."""
+        if self.is_torn:
+            return
+        self.is_torn = True
+        self._limits = self._limits._replace(num_full=num_full)
+        while len(self._full) > num_full and (farthest := self._farthest(self._full)[0]):
+            self._evict(farthest)
+        self.is_torn = False
+
     def end_pass(self, may_gather: bool = True) -> None:
         """Ends a pass and starts to fetch the first units of the next pass, which is expected to be
         of the same kind.

@@ -99,6 +99,11 @@ class UnitSlots(DevicePool):
         super().__init__(memory, *buffers, LAYOUTS)
         owner.wait_stream(current_stream(owner.device))  # in whose order the memory was freed
 
+    @property
+    def has_free(self) -> bool:
+        """Whether a slot is free."""
+        return bool(self._free)
+
     def check_free(self) -> None:
         """Raises RuntimeError while a slot is in use: the memory cannot leave the device."""
         if (num_used := self.count - len(self._free)) > 0:
@@ -451,7 +456,7 @@ class UnitMemory:
                 self._storage._swap_data_ptr_(self._nan)  # type: ignore[attr-defined]
             self._storage.resize_(self.unit.full_bytes)
             return
-        if self.slab is not None and not outside:
+        if self.slab is not None and self.slab.has_free and not outside:
             self._take_place()
         else:
             with on(self._owner):

@@ -27,7 +27,6 @@ from tiermem.swap.base.native import Workers
 from tiermem.swap.base.tile_program import cache_bytes
 from tiermem.swap.disk.queue import Event
 from tiermem.swap.memory.accelerator import find_device, is_accelerator
-from tiermem.swap.memory.free import free_host_bytes
 from tiermem.swap.store.checksum import crc32c
 from tiermem.tools.job.launcher import Job, compute_of
 from tiermem.tools.job.train_job import Config, precision_of, with_key
@@ -40,17 +39,13 @@ from tiermem.tools.measure.gpu_link import (
 from tiermem.tools.measure.phases import PHASES, clock_of, timed
 from tiermem.tools.plan.planned import (
     ActivationBytes,
-    Cluster,
-    Scenario,
     has_chunked_loss,
     hf_config,
     meta_model,
-    plan_scenario,
     transformers,
 )
 from tiermem.tools.presets import ModelShape, ModelSizes, with_layers
 from tiermem.tools.record.run_record import Figures, Span, covered, within
-from tiermem.tools.words import format_bytes
 from tiermem.units.compute import (
     FAR_SLOWER,
     ComputeChoice,
@@ -510,38 +505,18 @@ def warn_of_compute(config: Config, shape: Mapping[str, Any]) -> str | None:
     )
 
 
-def warn_of_disk(job: Job, measured: MeasuredRates | str, predicted_s: float) -> str | None:
-    """One sentence where a step takes far longer than one in host memory that is free here, with
-    the way out.
-
-    predicted_s: of a step of the job. Plans the other run; blocks for that.
-    """
-    if isinstance(measured, str) or not job.nvme_paths:
-        return None
-    config = with_key(job.config, ("tiermem", "host_bytes"), None)
-    for section in ("offload_param", "offload_optimizer"):
-        if section in config["zero_optimization"]:
-            config = with_key(config, ("zero_optimization", section, "device"), "cpu")
-    cluster = Cluster(1, 1, _NO_LIMIT_BYTES if is_accelerator(find_device()) else None)
-    compute, rates = measured
-    scenario = Scenario(
-        job.shape, config, cluster, rates, compute, job.seq, bool(job.is_checkpointing)
-    )
-    try:
-        planned = plan_scenario(scenario, chooses=False)
-        needed_bytes = planned.tier_bytes(Tier.HOST)
-        other_s = planned.forecast.total_s
-    except ValueError:
-        return None  # what this config asks for needs the disk
-    if predicted_s < _ABSURD * other_s or needed_bytes > free_host_bytes():
+def warn_of_disk(predicted: Figures) -> str | None:
+    """One sentence where a step of `predict` waits for the disk far longer than all else takes, with
+    the way out."""
+    others = dict(predicted.get("limits_s", {}))
+    disk_s = others.pop("disk", 0.0)
+    most_s = max(others.values(), default=0.0) or 1e-9
+    if disk_s <= _ABSURD * most_s:
         return None
     return (
-        f"a step from {', '.join(job.nvme_paths)} is predicted to take {predicted_s:.3g} s, "
-        f"{predicted_s / other_s:.0f} times "
-        "as long as one in host memory: stop it with Ctrl-C and give --offload cpu (it takes "
-        f"{format_bytes(needed_bytes)} "
-        f"of memory, of which {format_bytes(free_host_bytes())} are free), or name a faster disk "
-        "with --nvme"
+        f"the disk is predicted to take {disk_s:.3g} s of each step, {disk_s / most_s:.0f} times as "
+        "long as anything else: stop the run with Ctrl-C and give --offload auto, which takes the "
+        "fastest homes that the memory holds, or name a faster disk with --nvme"
     )
 
 
@@ -556,8 +531,7 @@ def warn_of_disk(job: Job, measured: MeasuredRates | str, predicted_s: float) ->
 #
 # The trainer sends it as JSON. If a prediction is not possible, `not_made` says why.
 
-_ABSURD = 20.0  # times as long: a step that is warned of
-_NO_LIMIT_BYTES = 1 << 60
+_ABSURD = 20.0  # times as long: a disk that is warned of
 _NO_DISK = 1e12  # bytes a second: nothing is read or written
 
 

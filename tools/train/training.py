@@ -158,11 +158,7 @@ class Trainer:
             num_micro = engine.gradient_accumulation_steps()
             predicted = predict(engine.shards, num_micro, job, measured, ceiling, resident_bytes)
             self._announce(engine, ceiling, predicted)
-            self._warn(
-                warn_of_disk(
-                    job, measured, sum(predicted.get(f"{phase}_s", 0.0) for phase in PHASES)
-                )
-            )
+            self._warn(warn_of_disk(predicted))
             before = counts_of(engine.shards)
             kernel = kernel_counts()
             self._stop.may_unwind = False
