@@ -41,6 +41,7 @@ EXAMPLES = {
     "--flops": "150T",
     "--params": "128M",
     "--lr": "1e-4",
+    "--frozen": "nf4",
     "--save": "checkpoints",
     "--config": "ds.json",
     "source": "deepspeed_checkpoint",
@@ -59,7 +60,18 @@ _ALIKE = (
     ("--memory", "--host-memory", "--ram"),
     ("--ranks", "--gpus", "--num-gpus", "--numjobs"),
     ("--steps", "--max-steps", "--iterations"),
-    ("--seq", "--seqlen", "--seq-len", "--sequence-length", "--max-length", "--context"),
+    (
+        "--seq",
+        "--seqlen",
+        "--seq-len",
+        "--sequence-length",
+        "--max-length",
+        "--context",
+        "--resolution",
+        "--max-seq-length",
+    ),
+    ("--lora", "--network-dim", "--lora-r", "--lora-rank"),
+    ("--frozen", "--load-in-4bit", "--quantization"),
     ("--save", "--out", "--output", "--output-dir"),
     ("--precision", "--dtype"),
     ("--lr", "--learning-rate"),
@@ -193,7 +205,7 @@ def _renamed(given: Sequence[str], name: str, other: str) -> list[str]:
 
 def _meant(name: str, options: Iterable[str]) -> Sequence[str]:
     """The options of a command that were probably meant, the likeliest first."""
-    full = f"-{name}" if not name.startswith("--") else name
+    full = f"-{name}" if not name.startswith("--") else name.replace("_", "-")
     alike = next((group for group in _ALIKE if full in group), None)
     if alike is not None:
         return [each for each in alike if each in options]

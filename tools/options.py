@@ -95,6 +95,13 @@ def _none_or_of_a_machine(name: str, value: Any) -> None:
         _OF_A_MACHINE(name, value)
 
 
+_OF_OTHERS = {
+    "__load_in_4bit": ("is bitsandbytes'; tiermem packs frozen weights itself", "--frozen nf4"),
+    "__load_in_8bit": ("is bitsandbytes'; tiermem packs frozen weights itself", "--frozen int8"),
+    "__max_seq_length": ("is --max_length in this TRL", "--max_length {}"),
+    "__device_map": ("is not needed: tiermem places the weights, by --offload", ""),
+}
+"""Arguments that people bring for `sft`: what is wrong with them, and what to write instead."""
 POSITIVE = at_least(1)
 CORES = from_to(1, num_cores, ", the cores of this process")
 ENGINE = OneOf(*ENGINES)
@@ -113,8 +120,15 @@ _states = partial(
 _offload = partial(
     option,
     None,
-    "home of all states: none, cpu, nvme, or auto, the fastest mix that fits [default: auto]",
+    "slowest home of weights and states: none, cpu or nvme, where memory that is left over is filled "
+    "first; auto: the fastest mix that fits [default: auto]",
     check=OneOf(*OFFLOADS),
+)
+_frozen = partial(
+    option,
+    None,
+    "blocks in which frozen weights rest: nf4 (QLoRA) or int8",
+    check=OneOf("nf4", "int8"),
 )
 _tbw = partial(
     option, None, "what the drive may be written in its life, such as 600TB", "--tbw", parse_tbw
@@ -269,6 +283,7 @@ class SftOptions(Options):
     offload: str | None = _offload()
     nvme: Sequence[Path] = option((), "folders on NVMe disks [default: --output_dir]")
     states: str | None = _states()
+    frozen: str | None = _frozen()
     memory_bytes: int | None = _memory()
     tbw_bytes: int | None = _tbw()
     runs: Path = _runs()
@@ -296,7 +311,16 @@ class SftOptions(Options):
             file = value_of("--deepspeed", self.arguments) or "ds.json"
             said = "--deepspeed is DeepSpeed's engine; here --config takes its file"
             raise Mistake(said, {"--deepspeed": f"--config {file}"})
-        decided = {f"--{each}": "" for each in ("offload", "nvme", "states") if getattr(self, each)}
+        for typed in sorted(words):
+            if typed.replace("-", "_") in _OF_OTHERS:
+                said, instead = _OF_OTHERS[typed.replace("-", "_")]
+                value = value_of(typed, self.arguments)
+                raise Mistake(f"{typed} {said}", {typed: instead.format(value)})
+        if self.frozen is not None and "__use_peft" not in known and not has_file:
+            said = "--frozen packs frozen weights, and without --use_peft none are"
+            raise Mistake(said, {"--frozen": f"--frozen {self.frozen} --use_peft true"})
+        own = ("offload", "nvme", "states", "frozen")
+        decided = {f"--{each}": "" for each in own if getattr(self, each)}
         if self.config is not None and not has_file and decided:
             raise Mistake(f"{', '.join(decided)}: --config decides this", decided)
         if self.nvme and self.offload not in (None, "auto", "nvme"):
@@ -339,9 +363,7 @@ class PlanOptions(Options):
         "rank of adapters (PEFT) beside every Linear but a language model's head, which alone are trained",
         check=POSITIVE,
     )
-    frozen: str | None = option(
-        None, "blocks in which frozen weights rest: nf4 (QLoRA) or int8", check=OneOf("nf4", "int8")
-    )
+    frozen: str | None = _frozen()
     batch: int | None = option(None, "sequences of a micro-batch [default: 1]", check=POSITIVE)
     accumulation: int | None = option(None, "micro-batches of a step [default: 1]", check=POSITIVE)
     overlap: str | None = option(None, "as in `train` [default: auto]", check=OneOf(*OVERLAPS))
@@ -417,7 +439,9 @@ class PlanOptions(Options):
         "--near-network",
         above_zero,
     )
-    seq: int = option(2048, "tokens of a sequence", check=POSITIVE)
+    seq: int | None = option(
+        None, "tokens of a sequence [default: 2048], picture or clip", check=POSITIVE
+    )
     is_checkpointing: bool | None = _checkpointing()
 
     def check_together(self) -> None:

@@ -164,6 +164,10 @@ def with_layers(shape: ModelShape, num_layers: int) -> ModelShape:
     )
 
 
+_LLAMAS = ("llama", "mistral", "qwen2", "qwen3")
+"""Families whose models are computed as a Llama's."""
+
+
 class ModelSizes(NamedTuple):
     """What the formulas need of a model's shape."""
 
@@ -203,7 +207,7 @@ class ModelSizes(NamedTuple):
             num_heads=num_heads,
             key_value=head_dim * (shape.get("num_key_value_heads") or num_heads),
             vocabulary=_key(shape, "vocab_size"),
-            is_llama=shape.get("model_type") == "llama",
+            is_llama=shape.get("model_type") in _LLAMAS,
             num_experts=num_experts,
             num_chosen=num_chosen,
         )

@@ -20,7 +20,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # no threads that stay
 EXAMPLES = DOCS / "examples" / "flux"
 PAGE = DOCS / "diffusion.md"
-WORDS = ["--rate", "1e-3", "--gpu-gib", "1", "--ram-gib", "0.25"]
+WORDS = ["--rate", "1e-3", "--gpu-gib", "1", "--ram-gib", "0.25", "--sample-every", "3"]
+WORDS += ["--ema", "0.99"]
 
 
 def run(name: str, folder: Path, *words: str) -> str:
@@ -78,6 +79,16 @@ def test_the_example_trains_and_diffusers_draws_with_it(way: str, parts: Path) -
     assert bool(after.isfinite().all())
     assert not torch.equal(after, before)
     shutil.rmtree(out)
+
+
+@pytest.mark.slow
+def test_the_example_goes_on_from_a_saved_step(parts: Path) -> None:
+    words = ["--out", "stopped", *WORDS, "--save-every", "2"]
+    run("train.py", parts, *words, "--steps", "2")
+    said = run("train.py", parts, *words, "--steps", "4", "--resume")
+    assert said.count("loss") == 2 and "step 3: loss" in said and "step 4: loss" in said
+    for each in (parts / "stopped", *parts.glob("tiermem-*")):
+        shutil.rmtree(each)
 
 
 def test_the_page_shows_a_program_that_runs(parts: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,20 @@ MISTAKES = {
             "--nvme names folders, but with --offload cpu nothing rests there",
         ),
         (["--offload", "disk"], "--offload is 'disk'; allowed are auto, none, cpu, nvme"),
+        (
+            ["--model_name_or_path=m", "--dataset_name=d", "--load_in_4bit", "true"],
+            "--load_in_4bit is bitsandbytes'; tiermem packs frozen weights itself; write: tiermem "
+            "sft --model_name_or_path=m --dataset_name=d --frozen nf4",
+        ),
+        (
+            ["--model_name_or_path=m", "--dataset_name=d", "--max-seq-length", "64"],
+            "--max-seq-length is --max_length in this TRL; write: tiermem sft --model_name_or_path=m "
+            "--dataset_name=d --max_length 64",
+        ),
+        (
+            ["--model_name_or_path=m", "--dataset_name=d", "--frozen", "nf4"],
+            "--frozen packs frozen weights, and without --use_peft none are",
+        ),
     ],
     "train": [
         (["--preset", "420m"], "the preset is '420m'; allowed are 151m, 419m"),

@@ -145,7 +145,13 @@ def test_in_memory_losses_are_those_of_trl(home: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(trl, "SFTTrainer", trl.SFTTrainer)
     from tiermem.tools.train.fine_tuning import fine_tune
 
-    asked = {"arguments": words, "offload": "cpu", "states": None, "tbw_bytes": None}
+    asked = {
+        "arguments": words,
+        "offload": "cpu",
+        "states": None,
+        "frozen": None,
+        "tbw_bytes": None,
+    }
     fine_tune(Job("tiermem sft", sft=asked), Channel(None), Stop())
     expected = logged(home / "plain here")
     assert len(expected["eval_loss"]) == 2
@@ -225,3 +231,18 @@ def test_killed_and_resumed_losses_are_the_same_to_the_bit(arguments: str, home:
     run(killed, [*words, "--resume_from_checkpoint", "true"])
     assert logged(killed, num_steps) == logged(whole, num_steps)
     shutil.rmtree(killed)
+
+
+@pytest.mark.slow
+def test_the_base_of_adapters_is_packed(home: Path) -> None:
+    folder = place(home, "packed")
+    shutil.copytree(home / "model", folder / "wide")
+    shape = AutoModelForCausalLM.from_pretrained(home / "model").config
+    shape.update({"hidden_size": 512, "intermediate_size": 1024, "head_dim": 128})
+    AutoModelForCausalLM.from_config(shape).save_pretrained(folder / "wide")
+    words = [*ARGUMENTS.split(), *LORA.split(), "--model_name_or_path", "wide", "--max_steps", "1"]
+    words += ["--frozen", "nf4", "--offload", "cpu", "--json", "run.json", "--verbose"]
+    run(folder, words_of("tiermem.tools.cli", 1, "sft", *words))
+    (run_folder,) = (folder / "runs").iterdir()
+    rows = json.loads((run_folder / "run.json").read_text())["pictures"]["plan"]
+    assert any("frozen matrices in nf4 blocks" in why for *_, why in rows)

@@ -31,11 +31,12 @@ _CLASS_KEY = "_class_name"
 def component_folder(folder: Path) -> Path:
     """The component that is trained of a pipeline's folder; any other folder is its own. Raises
     ValueError that names the components."""
-    index = folder / PIPELINE_FILE
-    if not index.is_file():
-        return folder
     components = [each.parent.name for each in sorted(folder.glob("*/config.json"))]
     found = next((name for name in _TRAINED if name in components), None)
+    if (folder / "config.json").is_file() or (
+        found is None and not (folder / PIPELINE_FILE).is_file()
+    ):
+        return folder
     if found is None:
         raise ValueError(
             f"{folder} is a pipeline of diffusers with {', '.join(components) or 'no model'}: "

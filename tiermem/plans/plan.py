@@ -398,7 +398,11 @@ class Planner:
         ]
         wire_sizes = (wire_bytes(u, self._num_shards) for u in wired)
         wires = sheet.buffers(
-            "wire", units.num, wire_sizes, "blocks on their way between ranks", tier=place
+            "wire",
+            units.num,
+            wire_sizes,
+            "blocks on their way, packed or from other ranks",
+            tier=place,
         )
         gradients = self._add_gradients(sheet, grads)
         most = policy.reduce_bucket_numel if self._world > 1 else sys.maxsize

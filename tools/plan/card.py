@@ -277,8 +277,20 @@ def choose_config(scenario: Scenario, searches: bool = True) -> Chosen:
     how = None
     if searches and (cluster.gpu_bytes or planned.given.host_bytes or cluster.host_bytes):
         how = " ".join([str(choice), *(f"{reason}." for reason in choice.reasons)])
-    changed = with_choice(config, settled(planned))
-    return Chosen(changed, how, say_placement(planned), planned)
+    said = say_placement(planned)
+    if scenario.moved:
+        disks = (
+            f", and {format_bytes(planned.plan.disk_bytes)} of disk"
+            if planned.plan.disk_bytes
+            else ""
+        )
+        kept = format_bytes(planned.plan.host_bytes)
+        room = format_bytes(cluster.host_bytes or planned.given.host_bytes or 0)
+        said = [
+            f"homes: the fastest of {choice.num_tried} plans; {kept} of {room} host memory{disks}",
+            *said,
+        ]
+    return Chosen(with_choice(config, settled(planned)), how, said, planned)
 
 
 def _card_of(planned: Planned) -> Card | None:

@@ -41,7 +41,7 @@ from tiermem.tools.job.train_job import (
     recomputes_blocks,
     with_key,
 )
-from tiermem.tools.measure.machine import wear_a_day
+from tiermem.tools.measure.machine import DAY_S, wear_a_day
 from tiermem.tools.options import MADE_OF, PlanOptions, TrainOptions
 from tiermem.tools.plan.card import Card, say_placement, settled, with_choice
 from tiermem.tools.plan.paper import ESTIMATED, print_estimates, print_paper
@@ -63,6 +63,7 @@ from tiermem.units.experts import expected_share
 
 EXIT_FITS = 0
 EXIT_TOO_SMALL = 1
+_SEQ = 2048
 _DISK_THERE = Path("/mnt/nvme0")
 
 
@@ -104,6 +105,10 @@ def scenario_of(options: PlanOptions) -> tuple[Scenario, list[str]]:
     options = dataclasses.replace(options, is_checkpointing=is_checkpointing)
     shape = _shape(options)
     config = _config(options)
+    if OF_DIFFUSERS in shape and options.seq is None:
+        said = "--seq is missing: the tokens of a picture or clip, 4608 of Flux at 1024 px"
+        raise Mistake(said, {"--seq": "--seq 4608"})
+    options = dataclasses.replace(options, seq=options.seq or _SEQ)
     if OF_DIFFUSERS in shape and options.flops is None and options.gpu_bytes is None:
         said = "a diffusion model is not timed here"
         raise Mistake(
@@ -132,7 +137,7 @@ def scenario_of(options: PlanOptions) -> tuple[Scenario, list[str]]:
         cluster,
         rates,
         compute,
-        options.seq,
+        options.seq or _SEQ,
         is_checkpointing,
         moved,
         options.config is not None,
@@ -381,7 +386,11 @@ def _print_verdict(planned: Planned, console: Console) -> None:
             style="bold",
         )
     written = planned.written_bytes_day
-    console.print(f"  {wear_a_day(written)}" if written else "  no disk is written")
+    a_step = written * forecast.total_s / DAY_S
+    said = (
+        f"{wear_a_day(written)}; {a_step / 1e9:,.4g} GB a step" if written else "no disk is written"
+    )
+    console.print(f"  {said}")
 
 
 def _print_advice(planned: Planned, advice: Sequence[Advice], console: Console) -> None:
@@ -495,11 +504,15 @@ def _candidates(planned: Planned) -> Iterator[Candidate]:
         yield Candidate("activation checkpointing (--checkpointing)", lambda s: s.recomputing)
     micro = planned.batch.micro
     accumulation = planned.batch.accumulation
-    if micro > 1:
+    for parts in sorted({2, micro}) if micro > 1 else ():
+        words = "half the micro-batch" if parts == 2 else "a smaller micro-batch"
         yield Candidate(
-            f"half the micro-batch ({micro // 2}), twice the accumulation",
-            lambda s: _with_batch(s, micro // 2, 2 * accumulation),
+            f"{words} ({micro // parts}), {parts} times the accumulation",
+            functools.partial(_with_batch, micro=micro // parts, accumulation=parts * accumulation),
         )
+    if planned.problems and micro == 1:
+        seq = scenario.seq // 2
+        yield Candidate(f"--seq {seq}", lambda s: dataclasses.replace(s, seq=seq))
     for problem in planned.problems:
         if problem.where == WEAR:
             more = accumulation << math.ceil(math.log2(problem.needed_bytes / problem.limit_bytes))
@@ -514,7 +527,8 @@ def _candidates(planned: Planned) -> Iterator[Candidate]:
                 yield Candidate(f"twice the {words}, {format_bytes(2 * size)}", change)
         if not policy.paths:
             yield Candidate(_DRIVE, _with_a_drive, True)
-    yield Candidate(f"{_NODES} times the nodes", _more_nodes)
+    if scenario.cluster.num_ranks > 1:
+        yield Candidate(f"{_NODES} times the nodes", _more_nodes)
 
 
 def tiling_hint(planned: Planned) -> str | None:
@@ -522,7 +536,7 @@ def tiling_hint(planned: Planned) -> str | None:
     is made of it."""
     units = [unit for unit in planned.plan.division.units if not unit.is_resident]
     largest = max(units, key=lambda unit: unit.full_bytes, default=None)
-    if largest is None:
+    if largest is None or OF_DIFFUSERS in planned.scenario.shape:
         return None
     names = {problem.where for problem in planned.problems}
     for tier in (Tier.DEVICE, Tier.HOST):

@@ -117,6 +117,7 @@ def _policy(job: Job, model: nn.Module, args: Any, room: Room, budget: Budget | 
         optim=home or Tier.HOST,
         paths=(job.nvme_paths or [args.output_dir]) if home in (None, Tier.NVME) else (),
         precision=Precision.preset(job.sft["states"] or "exact"),
+        frozen_quant_type=job.sft["frozen"],
     )
     num_micro = args.gradient_accumulation_steps
     moved = HOMES if home is None else ()

@@ -216,14 +216,14 @@ def _measured(options: PlanOptions, shape: ModelShape, config: Mapping[str, Any]
             f"bytes and {num_bytes} are "
             "free: give --flops, the operations a second that a rank reaches"
         )
-    micro = micro_batch_of(config, 1)
+    micro, seq = micro_batch_of(config, 1), options.seq or 1
     if not is_accelerator(find_device()):
         flops = measure_flops(shape, compute)
-        if copy_s(shape, micro * options.seq, flops) > _LONGEST_COPY_S:
+        if copy_s(shape, micro * seq, flops) > _LONGEST_COPY_S:
             return flops
     try:
         return measure_maths(
-            shape, precision, micro, options.seq, bool(options.is_checkpointing), folders, compute
+            shape, precision, micro, seq, bool(options.is_checkpointing), folders, compute
         )
     except torch.OutOfMemoryError:
         raise ValueError(

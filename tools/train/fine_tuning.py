@@ -53,6 +53,9 @@ def fine_tune(job: Job, channel: Channel, stop: Stop) -> None:
         rows = {"path": str(file.absolute().parent), "data_files": file.name}
         mixture = dataclasses.replace(mixture, datasets=[rows])
         script.dataset_name = None
+    folder = Path(model.model_name_or_path)
+    if folder.is_dir() and not [*folder.glob("tokenizer*"), *folder.glob("*vocab*")]:
+        raise ValueError(f"{folder} has no tokenizer: copy tokenizer.json and its config there")
     set_seed(args.seed)  # else the script divides the data otherwise on each rank and resume
     trl.SFTTrainer = functools.partial(SftTrainer, job=job, channel=channel, stop=stop)
     channel.phase("reading the data")
@@ -65,6 +68,11 @@ class SftTrainer(TiermemTrainer.mixin, trl.SFTTrainer, TrainerCallback):  # type
     def __init__(
         self, model: str, *, args: Any, job: Job, channel: Channel, stop: Stop, **given: Any
     ) -> None:
+        columns = given["train_dataset"].column_names or ()
+        taken = {"messages", "conversations", "prompt", "input_ids", args.dataset_text_field}
+        if columns and taken.isdisjoint(columns):
+            said = f"the data's lines have {', '.join(map(repr, columns))}"
+            raise ValueError(f"{said}: give 'messages', 'text', or 'prompt' and 'completion'")
         channel.phase("planning")
         self._resident_bytes = max(of_every_rank(resident_of().now_bytes))
         planned = plan_pretrained(job, model, args, given.get("peft_config"), self._resident_bytes)

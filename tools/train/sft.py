@@ -36,7 +36,10 @@ def sft(options: SftOptions, console: Console) -> int:
             events_file=str(folder / "events.jsonl") if is_first else None,
             sft={
                 "arguments": [*options.arguments, *words],
-                **{name: getattr(options, name) for name in ("offload", "states", "tbw_bytes")},
+                **{
+                    name: getattr(options, name)
+                    for name in ("offload", "states", "frozen", "tbw_bytes")
+                },
             },
         )
         run = run_reported(job, options.MADE_BY, folder, options, console, is_first)

@@ -2,8 +2,9 @@
 
 A folder holds pictures, each beside a text file of the same name with its caption. Latents and text
 embeddings are made first, one model after the other, and kept in `cache`; training needs neither the
-text encoders nor the VAE. AdamW with fp32 masters, clipping and accumulation; averages of the
-weights (EMA) are kept beside the states. A sample is drawn with them every few steps.
+text encoders nor the VAE. AdamW with fp32 masters, clipping and accumulation. With --ema averages of
+the weights are kept beside the states, and samples are drawn with them. With --save-every a training
+that was stopped or killed goes on with --resume.
 
     pip install diffusers peft                 beside tiermem (docs/start.md)
     python tiny_parts.py                       a tiny Flux and pictures, if you have no others
@@ -13,6 +14,7 @@ weights (EMA) are kept beside the states. A sample is drawn with them every few 
 """
 
 import argparse
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,12 @@ asked.add_argument("--lora", type=int, default=0, help="rank; 0: every weight is
 asked.add_argument("--steps", type=int, default=6)
 asked.add_argument("--accumulate", type=int, default=4, help="pictures of a step")
 asked.add_argument("--rate", type=float, default=1e-5)
-asked.add_argument("--sample-every", type=int, default=3)
+asked.add_argument("--sample-every", type=int, default=0, help="steps; 0: no samples")
+asked.add_argument("--save-every", type=int, default=0, help="steps; 0: at the end alone")
+asked.add_argument("--resume", action="store_true", help="go on from the last saved step")
+asked.add_argument(
+    "--ema", type=float, default=0.0, help="decay of averages, such as 0.999; 0: none"
+)
 asked.add_argument("--guidance", type=float, default=3.5)
 args = asked.parse_args()
 
@@ -55,7 +62,11 @@ policy = OffloadPolicy(
 )
 opening = OffloadPolicy(params=home, paths=args.paths)
 none = dict.fromkeys(("text_encoder", "text_encoder_2", "transformer", "vae"))
-pictures = sorted(each for each in Path(args.images).iterdir() if each.suffix != ".txt")
+pictures = sorted(
+    each
+    for each in Path(args.images).iterdir()
+    if each.suffix.lower() in Image.registered_extensions()
+)
 parts = FluxPipeline.from_pretrained(args.pipeline, **none)
 
 # ---- 1: latents and text embeddings; each model is opened, used and closed -----------------------
@@ -70,7 +81,10 @@ def ids_of(tokenizer: Any, caption: str, most: int) -> torch.Tensor:
 
 
 cache.mkdir(exist_ok=True)
-captions = [each.with_suffix(".txt").read_text("utf-8").strip() for each in pictures]
+texts = [each.with_suffix(".txt") for each in pictures]
+if without := [each.name for each in texts if not each.is_file()]:
+    raise SystemExit(f"{args.images}: pictures without a caption: {', '.join(without)} missing")
+captions = [each.read_text("utf-8").strip() for each in texts]
 found: list[dict[str, torch.Tensor]] = [{} for _ in pictures]
 for name in ("text_encoder", "text_encoder_2", "vae"):
     model = tiermem.from_pretrained(args.pipeline, opening, subfolder=name)
@@ -121,7 +135,16 @@ def inputs_of(kept: dict[str, torch.Tensor], packed: torch.Tensor) -> dict[str, 
 with tiermem.shard(transformer, policy) as shards:
     params = [param for param in transformer.parameters() if param.requires_grad]
     optim = tiermem.AdamW(params, lr=args.rate, weight_decay=0.01)
-    averages = tiermem.EMA(transformer, decay=0.99)
+    averages = tiermem.EMA(transformer, decay=args.ema) if args.ema else None
+    shown = averages.applied if averages is not None else contextlib.nullcontext
+    first = 1
+    if args.resume:
+        saved = tiermem.checkpoint.load(shards, optim, out / "checkpoints")
+        if saved is None:
+            raise SystemExit(f"nothing is saved in {out}")
+        first = saved.client_state["step"] + 1
+        if averages is not None:
+            averages.load_state_dict(saved.client_state["averages"])
     dtype = transformer.x_embedder.weight.dtype
 
     def load(picture: Path) -> dict[str, torch.Tensor]:
@@ -146,10 +169,10 @@ with tiermem.shard(transformer, policy) as shards:
         return (slope.float() - (noise - clean).float()).square().mean()
 
     def draw(step: int) -> None:
-        """A picture of the first caption, by the averages, through diffusers' pipeline."""
+        """A picture of the first caption, through diffusers' pipeline."""
         kept = load(pictures[0])
         parts.register_modules(transformer=transformer.eval())
-        with averages.applied(), torch.no_grad():
+        with shown(), torch.no_grad():
             latents = parts(
                 prompt_embeds=kept["text"],
                 pooled_prompt_embeds=kept["pooled"],
@@ -164,7 +187,7 @@ with tiermem.shard(transformer, policy) as shards:
         save_file({"latents": latents.cpu()}, out / f"sample-{step}.safetensors")
 
     out.mkdir(exist_ok=True)
-    for step in range(1, args.steps + 1):
+    for step in range(first, args.steps + 1):
         losses = []
         for micro in range(args.accumulate):
             loss = loss_of(load(pictures[(step * args.accumulate + micro) % len(pictures)]))
@@ -173,12 +196,16 @@ with tiermem.shard(transformer, policy) as shards:
         norm = torch.nn.utils.clip_grad_norm_(params, 1.0)
         optim.step()
         optim.zero_grad()
-        averages.update()
+        if averages is not None:
+            averages.update()
         print(f"step {step}: loss {sum(losses) / len(losses):.4f}, gradient norm {norm:.3f}")
-        if step % args.sample_every == 0:
+        if args.sample_every and step % args.sample_every == 0:
             draw(step)
+        if args.save_every and step % args.save_every == 0:
+            told = {"step": step, "averages": averages and averages.state_dict()}
+            tiermem.checkpoint.save(shards, optim, out / "checkpoints", client_state=told)
 
-    with averages.applied():
+    with shown():
         if args.lora:
             from peft import get_peft_model_state_dict
 
@@ -186,7 +213,8 @@ with tiermem.shard(transformer, policy) as shards:
             FluxPipeline.save_lora_weights(out, transformer_lora_layers=adapters)
         else:
             transformer.save_pretrained(out / "transformer", max_shard_size="2GB")
-    averages.close()
+    if averages is not None:
+        averages.close()
 
 # ---- 3: the samples, decoded; the transformer has left the memory ---------------------------------
 
