@@ -15,6 +15,7 @@ from programs.twins import seeded
 from torch import nn
 
 import tiermem
+from tiermem.run.fill import Fill
 from tiermem.weights.unit_state import LiveUnit
 
 MIB = 1 << 20
@@ -108,6 +109,23 @@ def test_a_larger_input_begins_with_the_plans_buffers(
     assert sum(filled.fetched[1:5]) <= 5 * filled.num_units
     assert sum(filled.fetched[6:]) > 4 * filled.num_units  # all beside this input is too much
     assert filled.peak_bytes[-1] < plain.peak_bytes[-1] / 0.9
+
+
+def test_a_step_whose_inputs_are_not_seen_has_the_plans_buffers(sim: ModuleType) -> None:
+    model = seeded(lambda: Tower(256, 1024, 6, checkpoint=None))
+    policy = tiermem.OffloadPolicy(params=HOST, optim=HOST, unit_buffers=2, fills_device=True)
+    with tiermem.shard(model, policy, device="sim") as shards:
+        optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+        fill = shards.find_attached(Fill)
+        assert fill is not None
+        num = []
+        for is_whole in (True, False):
+            tokens = torch.zeros(1, 8, dtype=torch.long, device="sim")
+            hidden = model(tokens) if is_whole else next(model.children())(tokens)
+            hidden.float().square().mean().backward()
+            optim.step()
+            num.append(fill.num)
+        assert num[0] > num[1] == 2
 
 
 def test_auto_fills_where_it_knows_no_batch(sim: ModuleType) -> None:

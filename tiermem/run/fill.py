@@ -42,19 +42,27 @@ class Fill:
     ) -> None:
         self._unit_bytes, self._least = plan.units
         self._most = max(self._least, sum(unit.takes_buffer for unit in plan.division.units))
-        self._num = self._least
+        self.num = self._least
+        """Units that may be present at once."""
         self._prefetcher = prefetcher
         self._device = device
         self._largest = (0, 0)
+        self._has_seen = False  # the model's inputs since the last step
         self._handle = model.register_forward_pre_hook(self._see, with_kwargs=True)
 
     def after_step(self, _: object) -> None:
-        """Takes what the steps so far have left, or gives back what others have taken."""
+        """Takes what the steps so far have left, or gives back what others have taken. A step
+        whose inputs were not seen, because other modules than the model were called, has the plan's
+        buffers."""
+        if not self._has_seen:
+            self._allow(self._least)
+            return
+        self._has_seen = False
         free, total = free_and_total(self._device)
         now = usage(self._device)
         most = free + now.allocated_bytes - int(_MARGIN * total)
         more = (most - now.peak_allocated_bytes) // self._unit_bytes
-        self._allow(min(max(self._least, self._num + more), self._most))
+        self._allow(min(max(self._least, self.num + more), self._most))
 
     def close(self) -> None:
         """Sees no more inputs."""
@@ -63,6 +71,7 @@ class Fill:
     @outside_graphs
     def _see(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Before a forward: a larger input may take memory that no step has measured."""
+        self._has_seen = True
         tensors = tensors_in([*args, *kwargs.values()])
         numel = sum(each.numel() for each in tensors)
         length = max((size for each in tensors for size in each.shape), default=0)
@@ -71,7 +80,7 @@ class Fill:
             self._allow(self._least)
 
     def _allow(self, num: int) -> None:
-        if num != self._num:
+        if num != self.num:
             logger.info("%d units may be present on %s at once", num, self._device)
-            self._prefetcher.allow(num)
-        self._num = num
+        self.num = num
+        self._prefetcher.allow(num)
