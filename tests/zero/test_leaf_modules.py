@@ -8,15 +8,17 @@ import logging
 from pathlib import Path
 
 import pytest
+import torch
 from programs.homes import all_on_nvme
 from programs.models import SparseBlock, Tower
 from programs.twins import loss_of, seeded
 from torch import nn
 
 import tiermem
-from tiermem import OffloadPolicy
+from tiermem import OffloadPolicy, Tier
 from tiermem.config import load_config
 from tiermem.policy import LeafRules
+from tiermem.units.unit import divide
 from tiermem.utils import (
     get_z3_leaf_modules,
     set_z3_leaf_module,
@@ -193,3 +195,27 @@ def test_the_log_says_what_the_config_named_in_vain(
             all_on_nvme(tmp_path, leaves=LeafRules(classes=("Nothing",), names=("nowhere",))),
         )
     assert "does not have: Nothing, nowhere" in caplog.text
+
+
+class Sublayers(nn.Module):
+    """A block of several modules in lists of its own."""
+
+    def __init__(self, counts: tuple[int, ...]) -> None:
+        super().__init__()
+        self.lists = nn.ModuleList(nn.Linear(400, 400) for _ in range(counts[0]))
+        self.others = nn.ModuleList(nn.Linear(400, 400) for _ in range(counts[1]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for each in (*self.lists, *self.others):
+            x = each(x)
+        return x
+
+
+@pytest.mark.parametrize(("counts", "is_stage"), [((3, 3), True), ((2, 2), True), ((2, 1), False)])
+def test_a_row_of_blocks_in_a_list_is_no_block(counts: tuple[int, int], is_stage: bool) -> None:
+    model = nn.Sequential(nn.Linear(400, 400), nn.Identity())
+    model.stages = nn.ModuleList(Sublayers(counts) for _ in range(2))
+    policy = OffloadPolicy(params=Tier.HOST, optim=Tier.HOST, persistence_numel=0)
+    names = {unit.name for unit in divide(model, policy, 1).units}
+    assert ("stages.1.others.0" in names) is is_stage
+    assert ("stages.1" in names) is not is_stage

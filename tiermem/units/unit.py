@@ -530,7 +530,8 @@ def _groups(
         params = list(module.parameters())
         fits = limit is None or sum(p.numel() for p in params if p not in persistent) <= limit
         holds_list = any(isinstance(m, nn.ModuleList) and len(m) > 0 for m in module.modules())
-        is_whole = fits and not _must_split(module, num_shards) and (is_listed or not holds_list)
+        is_block = is_listed and not _is_stage(module)
+        is_whole = fits and not _must_split(module, num_shards) and (is_block or not holds_list)
         # One unit of any size: marked as a leaf, or several ranks could run different children.
         is_leaf = z3_leaf_module(module) or (num_shards > 1 and is_routed(module))
         runs = module if has_forward(module) else runs
@@ -545,6 +546,15 @@ def _groups(
             yield from visit(f"{name}.{child_name}" if name else child_name, child, runs, is_listed)
 
     yield from visit("", model, model, False)
+
+
+def _is_stage(module: nn.Module) -> bool:
+    """Whether a module of a list is itself a row of blocks, such as a UNet's: several modules in
+    lists of its own have nearly all of its parameters, and none most of them."""
+    lists = (child for child in module.children() if isinstance(child, nn.ModuleList))
+    sizes = [sum(p.numel() for p in block.parameters()) for each in lists for block in each]
+    whole = sum(p.numel() for p in module.parameters())
+    return len(sizes) > 3 and sum(sizes) > 0.8 * whole and max(sizes) < 0.5 * whole
 
 
 def _must_split(module: nn.Module, num_shards: int) -> bool:

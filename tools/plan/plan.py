@@ -76,6 +76,7 @@ def plan(options: PlanOptions, console: Console) -> int:
         shape = preset(ESTIMATED) if name == ESTIMATED else _shape(options)
         print_estimates(name, shape, (options.ranks, options.nodes), console)
         return EXIT_FITS
+    _config(options)  # a mistake is all that is said
     if not console.is_terminal:  # where no spinner is seen
         print("measuring and planning", file=sys.stderr)
     with warnings.catch_warnings():
