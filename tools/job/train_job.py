@@ -44,7 +44,8 @@ _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_a
 def make_config(options: TrainOptions, nvme_paths: Sequence[Path] = ()) -> Config:
     """AdamW with clipping; parameters and optimizer states at home on `offload`, on NVMe at
     `nvme_paths`. Raises ValueError."""
-    offload = options.offload or ("auto" if options.resident_bytes is None else "nvme")
+    is_of_nvme = options.resident_bytes is not None or options.durability == "step"
+    offload = options.offload or ("nvme" if is_of_nvme else "auto")
     precision = options.precision or "auto"
     compute = options.compute
     if precision == "auto":
