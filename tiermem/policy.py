@@ -67,6 +67,11 @@ USUAL_TILE_NUMELS = [1 << 20 >> i for i in range(5)]
 USUAL_UNITS_AHEAD = 2
 
 
+LEAST_STAGES = {"params": 3, "optim": 1}
+"""By field: the stage from which its home may be elsewhere than the device. What a stage does not
+shard stays there."""
+
+
 def usual_tile_buffers(pipeline_read: bool, pipeline_write: bool) -> list[int]:
     """Two for reads and two for writes keep a disk busy; more bridge its pauses."""
     num_off = int(not pipeline_read) + int(not pipeline_write)

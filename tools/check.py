@@ -18,9 +18,9 @@ from rich.text import Text
 
 from tiermem.config import ConfigError, load_config
 from tiermem.swap.base.native import choose_isa
+from tiermem.swap.base.proc import read_word
 from tiermem.swap.disk.direct import open_unnamed, preallocate, probe_path
 from tiermem.swap.memory.accelerator import facts_of, find_device, free_and_total, is_accelerator
-from tiermem.swap.memory.free import read_word
 from tiermem.tools.measure.files import (
     BLOCK_BYTES,
     DEPTH,

@@ -28,7 +28,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tiermem.swap.memory.free import free_host_bytes, own_cgroup, read_word
+from tiermem.swap.base.proc import own_cgroup, read_word
+from tiermem.swap.memory.free import free_host_bytes
 from tiermem.tools.words import format_bytes, parse_bytes
 
 KINDS = ("cgroup-v1", "cgroup-v2", "systemd-scope", "watch")
@@ -289,14 +290,15 @@ def open_limit(limit_bytes: int | None) -> MemoryLimit:
     raise AssertionError("a watch is always possible")
 
 
-_AUTO_PART = 0.9
+FREE_PART = 0.9
+"""Of the memory that is free here: what a cap or a plan takes where no size is named."""
 
 
 def parse_memory(text: str) -> int:
     """A size, or "auto": nine tenths of what is free now. Raises ValueError."""
     if text.strip().lower() != "auto":
         return parse_bytes(text)
-    return int(_AUTO_PART * free_host_bytes()) & -(1 << 20)
+    return int(FREE_PART * free_host_bytes()) & -(1 << 20)
 
 
 def _open(kind: str, limit_bytes: int, why: str) -> MemoryLimit:

@@ -4,6 +4,7 @@ Files in order: each imports only files before it.
 
     tier          the tiers DEVICE, HOST and NVME
     ranges        byte ranges, sets of free ranges, columns of numbers
+    proc          what files of /proc and /sys say
     side_threads  threads beside the caller's, which its interrupts do not harm
     grad_mode     calls with autograd on or off, as it was after every interrupt
     errors        errors of failed checksums; advice about system errors

@@ -48,9 +48,10 @@ from bench.link import measure_copies, measure_registration
 from bench.small_training import Sizes, noting_failure
 from tiermem.swap.base.native import choose_isa
 from tiermem.swap.base.parts import Dither, Quantised, StepParts, StepRule, num_scales
+from tiermem.swap.base.proc import read_word
 from tiermem.swap.kernels.device_kernels import DeviceKernels
 from tiermem.swap.memory import accelerator
-from tiermem.swap.memory.free import free_host_bytes, read_word
+from tiermem.swap.memory.free import free_host_bytes
 from tiermem.tools.measure.machine import machine_facts
 from tiermem.tools.presets import preset, read_shape
 from tiermem.tools.words import (

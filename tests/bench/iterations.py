@@ -45,8 +45,8 @@ from tiermem.tools.corpus import Corpus
 from tiermem.tools.job.launcher import Job, large_blocks_mapped, resident_of
 from tiermem.tools.job.train_job import with_host_bytes
 from tiermem.tools.measure.phases import PHASES
-from tiermem.tools.plan.card import settle_by_room
 from tiermem.tools.plan.prediction import build_model
+from tiermem.tools.plan.settle import settle_by_room
 from tiermem.tools.record.run_record import IoCounts, kernel_counts, median_limits
 from tiermem.tools.train.training import counts_at_rest, load_model_classes, store_counts
 from tiermem.tools.words import message_of

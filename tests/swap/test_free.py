@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tiermem.swap.base.proc import bytes_in, read_table
 from tiermem.swap.memory import free
 
 
@@ -30,5 +31,5 @@ def test_a_cgroup_further_out_limits_and_its_unused_files_are_free(
 
 def test_without_cgroups_it_is_what_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(free, "own_cgroup", lambda controller: None)
-    table = free.read_table("/proc/meminfo")
-    assert 0 < free.free_host_bytes() <= free.bytes_in(table, "MemTotal")
+    table = read_table("/proc/meminfo")
+    assert 0 < free.free_host_bytes() <= bytes_in(table, "MemTotal")

@@ -14,13 +14,13 @@ from tiermem.precision import Precision
 from tiermem.tools.job.launcher import Job
 from tiermem.tools.job.train_job import make_config
 from tiermem.tools.options import TrainOptions
-from tiermem.tools.plan.card import settle_by_room
 from tiermem.tools.plan.planned import (
     ActivationBytes,
     plan_budget,
     saved_bytes_per_token,
     state_bytes,
 )
+from tiermem.tools.plan.settle import settle_by_room
 from tiermem.tools.presets import ModelSizes, preset
 from tiermem.tools.words import Mistake
 

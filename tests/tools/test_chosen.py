@@ -16,8 +16,8 @@ from tiermem.forecast.rates import Compute
 from tiermem.policy import Tier
 from tiermem.tools.job.train_job import make_config, with_host_bytes
 from tiermem.tools.options import TrainOptions
-from tiermem.tools.plan.card import choose_config, with_choice
 from tiermem.tools.plan.planned import Cluster, Scenario
+from tiermem.tools.plan.settle import choose_config, with_choice
 from tiermem.tools.presets import preset
 
 SHAPE = preset("151m") | {

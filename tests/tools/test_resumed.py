@@ -113,8 +113,8 @@ def test_tiles_that_an_accelerator_steps_are_those_of_the_saved_step(
 ) -> None:
     """Although the machine that goes on would choose others; what a config names is kept."""
     pytest.importorskip("transformers")
-    from tiermem.tools.plan.card import choose_config
     from tiermem.tools.plan.planned import Cluster, Scenario
+    from tiermem.tools.plan.settle import choose_config
 
     rates = Rates(1e9, 1e9, link_bytes_s=200e9, kernel_bytes_s=1e9)
 

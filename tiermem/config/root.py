@@ -24,7 +24,7 @@ from tiermem.config.precision import AutocastConfig, Bf16Config, DataTypesConfig
 from tiermem.config.zero import ActivationConfig, CheckpointConfig, ZeroConfig
 from tiermem.keys import INERT, OFF, RECOGNISED, is_off
 from tiermem.optimizers.adam import AdamParams
-from tiermem.policy import CombinedError, LeafRules, OffloadPolicy
+from tiermem.policy import LEAST_STAGES, CombinedError, LeafRules, OffloadPolicy
 from tiermem.precision import DTYPES, Precision
 from tiermem.section import (
     ConfigError,
@@ -353,11 +353,10 @@ class TiermemConfig(ConfigModel):
     def moved(self) -> tuple[str, ...]:
         """Homes that are "auto": fields of the policy that the free memory decides. A stage that
         does not shard leaves them on the device."""
-        least = {"params": 3, "optim": 1}
         return tuple(
             name
             for name, key in translate.HOME_KEYS.items()
-            if key in self._auto_keys and self.zero_optimization.stage >= least[name]
+            if key in self._auto_keys and self.zero_optimization.stage >= LEAST_STAGES[name]
         )
 
     @property

@@ -20,9 +20,10 @@ from tiermem.forecast.cards import assumed_speed
 from tiermem.forecast.choose import HOMES, Placement, choose
 from tiermem.forecast.rates import Compute
 from tiermem.plans.activations import LossOf, PredictedActivations, activations_of
-from tiermem.policy import OffloadPolicy
+from tiermem.policy import LEAST_STAGES, OffloadPolicy
 from tiermem.ranks.joining import join_ranks
 from tiermem.ranks.topology import ranks_per_node
+from tiermem.run.fill import MARGIN
 from tiermem.swap.base.tier import Tier
 from tiermem.swap.disk.paths import as_paths
 from tiermem.swap.memory.accelerator import find_device, free_and_total, is_accelerator
@@ -33,9 +34,8 @@ logger = logging.getLogger("tiermem")
 _SHARE = 0.7
 """The part of the free memory that a computed plan may take where activations are not known; these,
 batches and the interpreter have the rest."""
-_SHARE_WITH_ACTIVATIONS = 0.92
-"""The part of the free memory that plan and activations may take together: gaps between blocks of
-the allocator and workspaces of libraries have the rest."""
+_SHARE_WITH_ACTIVATIONS = 1 - MARGIN
+"""The part of the free memory that plan and activations may take together."""
 _USUAL_TOKENS = 4096
 
 
@@ -144,8 +144,7 @@ def compute_policy(
     compute = Compute.of_peak(flops, 1)
     num_tokens = room.forward_flops / (2 * numel) or _USUAL_TOKENS
     compute = Compute(compute.forward_s * num_tokens, compute.backward_s * num_tokens)
-    # what a stage does not shard stays on the device
-    moved = [each for each in moved if policy.stage >= (3 if each == "params" else 1)]
+    moved = [each for each in moved if policy.stage >= LEAST_STAGES[each]]
     start: dict[str, Any] = dict.fromkeys(moved, Tier.HOST)
     host_bytes = policy.host_bytes or room.host_bytes
     usual = dataclasses.replace(policy, host_bytes=host_bytes, early_steps=True, **start)

@@ -33,9 +33,8 @@ def component_folder(folder: Path) -> Path:
     ValueError that names the components."""
     components = [each.parent.name for each in sorted(folder.glob("*/config.json"))]
     found = next((name for name in _TRAINED if name in components), None)
-    if (folder / "config.json").is_file() or (
-        found is None and not (folder / PIPELINE_FILE).is_file()
-    ):
+    is_pipeline = (folder / PIPELINE_FILE).is_file()
+    if not is_pipeline and (found is None or (folder / "config.json").is_file()):
         return folder
     if found is None:
         raise ValueError(

@@ -25,7 +25,8 @@ from tiermem.weights.prefetcher import Prefetcher
 
 logger = logging.getLogger("tiermem")
 
-_MARGIN = 0.08  # of a device: gaps between blocks of torch's allocator, workspaces of libraries
+MARGIN = 0.08
+"""Of an accelerator's memory: gaps between blocks of torch's allocator, workspaces of libraries."""
 
 
 class Fill:
@@ -60,7 +61,7 @@ class Fill:
         self._has_seen = False
         free, total = free_and_total(self._device)
         now = usage(self._device)
-        most = free + now.allocated_bytes - int(_MARGIN * total)
+        most = free + now.allocated_bytes - int(MARGIN * total)
         more = (most - now.peak_allocated_bytes) // self._unit_bytes
         self._allow(min(max(self._least, self.num + more), self._most))
 

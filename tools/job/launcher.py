@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
-from tiermem.swap.memory.free import bytes_in, read_table
+from tiermem.swap.base.proc import bytes_in, read_table
 from tiermem.tools.memory_limit import Charge, MemoryLimit
 from tiermem.tools.words import format_bytes, handling, read_json, save_json
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import tiermem
-from tiermem.swap.memory.free import bytes_in, read_table, read_word
+from tiermem.swap.base.proc import bytes_in, read_table, read_word
 from tiermem.tools.words import format_bytes, numbered, parse_bytes
 
 # ---- the machine ---------------------------------------------------------------------------------

@@ -5,7 +5,8 @@ Files in order: each imports only files before it.
     planned     the budget under a cap; the library's own plan of a scenario
     prediction  the predicted seconds and bytes of a training
     pretrained  the plan of a model of the hub or of a folder, for `tiermem sft`
-    card        what is placed on an accelerator that a plan leaves open
+    card        what an accelerator's memory leaves to a plan
+    settle      what a run leaves open, chosen for this machine
     seen        what runs took from their disks
     speed       the rates that a plan is made with
     paper       the ZeRO-Infinity paper's table

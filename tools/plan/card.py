@@ -1,45 +1,23 @@
-"""Card: what an accelerator's memory leaves to a plan, and what a run's config leaves open, chosen
-and explained.
+"""Card: what an accelerator's memory leaves to a plan, and what was placed there, in words.
 
 card - in use - torch's part - activations, by the home of block inputs  =  room for the plan
-rates or none, room  ->  forecast's choice, or the plan's rule  ->  config, and a sentence for each choice
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from tiermem.config import load_config
-from tiermem.config.io import STATES_PER_TILE
-from tiermem.forecast import Rates
-from tiermem.forecast.cards import assumed_speed
-from tiermem.forecast.choose import HOMES
-from tiermem.forecast.rates import Compute
 from tiermem.plans.plan import Row
 from tiermem.policy import Tier
-from tiermem.swap.memory.accelerator import find_device, free_and_total, is_accelerator
-from tiermem.swap.memory.free import free_host_bytes
-from tiermem.tools.job.launcher import Job
-from tiermem.tools.job.train_job import Config, own_folders, with_key
+from tiermem.swap.memory.accelerator import free_and_total, is_accelerator
 from tiermem.tools.plan.planned import (
-    FREE_PART,
-    PLACES,
     ActivationBytes,
     Budget,
-    Cluster,
     Planned,
-    Scenario,
-    least_cap,
-    of_every_rank,
-    plan_budget,
-    plan_scenario,
-    rows_of_process,
 )
-from tiermem.tools.words import Mistake, format_bytes
+from tiermem.tools.words import format_bytes
 
 _TORCHS_PART = 0.05
 _CONTEXT_BYTES = 512 << 20  # of a driver's context and its kernels, where it cannot be measured
@@ -74,6 +52,12 @@ class Card(NamedTuple):
         )
         return Card(total_bytes, (context, _gaps(total_bytes)))
 
+    @staticmethod
+    def of(planned: Planned) -> Card | None:
+        """That of a plan; None: its maths runs on the CPU."""
+        cluster = planned.scenario.cluster
+        return None if cluster.gpu_bytes is None else Card(cluster.gpu_bytes, cluster.gpu_others)
+
     @property
     def room_bytes(self) -> int:
         """What a plan and activations may take together."""
@@ -98,7 +82,7 @@ def _gaps(total_bytes: int) -> Row:
 def say_placement(planned: Planned) -> list[str]:
     """A sentence on `device_bytes` and one on `activations`, with the arithmetic; none without an
     accelerator."""
-    if (card := _card_of(planned)) is None:
+    if (card := Card.of(planned)) is None:
         return []
     given, policy, plan = planned.given, planned.policy, planned.plan
     activations = planned.activations
@@ -136,212 +120,3 @@ def say_placement(planned: Planned) -> list[str]:
     )
     why = "as the config says" if given.activations is not None else there
     return [first, f"activations: {inputs} and go from the GPU to {policy.activations.name}: {why}"]
-
-
-NO_OTHER_WAY = (
-    "checkpointing: blocks are recomputed in backward, since what they would keep "
-    "leaves no room for a plan"
-)
-
-
-def scenario_of(
-    job: Job, resident_bytes: int, measured: tuple[Compute, Rates] | None = None
-) -> Scenario:
-    """A job on this machine: under its cap, or in the memory that is free where homes are to be
-    chosen. Collective; blocks.
-
-    resident_bytes: of a rank's process with everything imported. measured: the maths and the rates;
-        None: assumed ones.
-    """
-    device = find_device()
-    cards = filter(None, of_every_rank(Card.here(device)))
-    card = min(cards, key=lambda each: each.room_bytes, default=Card(0, ()))
-    is_even = job.num_ranks % job.ranks_on_node == 0
-    per_node = job.ranks_on_node if is_even else 1
-    cluster = Cluster(
-        job.num_ranks // per_node, per_node, card.total_bytes or None, gpu_others=card.others
-    )
-    moved = load_config(job.config).moved
-    if (cap_bytes := cap_of(job)) is not None:
-        others = rows_of_process(cap_bytes, resident_bytes)
-        cluster = dataclasses.replace(cluster, host_bytes=cap_bytes * per_node, host_others=others)
-    elif moved:  # the imports are not in what is free
-        free_bytes = int(FREE_PART * min(of_every_rank(free_host_bytes())))
-        cluster = dataclasses.replace(cluster, host_bytes=free_bytes, host_others=())
-    compute, rates = measured or assumed_speed(device)
-    blocks = job.is_checkpointing
-    return Scenario(job.shape, job.config, cluster, rates, compute, job.seq, blocks, moved, True)
-
-
-def cap_of(job: Job) -> int | None:
-    """The cap that a job's plan keeps to; None: it has none, or its config names `host_bytes`."""
-    return None if "host_bytes" in job.config.get("tiermem", {}) else job.memory_limit_bytes
-
-
-def settle_by_room(job: Job, resident_bytes: int) -> tuple[Job, Budget | None]:
-    """The job, recomputing blocks where it leaves that open and memory has no room otherwise, and
-    the arithmetic under its cap. Collective; blocks.
-
-    Raises Mistake when the cap is too small for the job's plan, with the arithmetic and the
-    smallest cap that is not.
-    """
-    scenario = scenario_of(job, resident_bytes)
-    planned = plan_scenario(scenario, chooses=False)
-    activations = planned.activations
-    if activations.is_checkpointing > bool(job.is_checkpointing):
-        job = dataclasses.replace(job, is_checkpointing=True)
-    if (cap_bytes := cap_of(job)) is None:
-        return job, None
-    budget = plan_budget(cap_bytes, resident_bytes, activations, planned.policy.activations)
-    for problem in planned.problems:
-        if problem.where == PLACES[Tier.HOST]:
-            needed_bytes = problem.needed_bytes // scenario.cluster.ranks_per_node
-            steps = -(-least_cap(cap_bytes, needed_bytes) // _CAP_STEP_BYTES)
-            least = f"--memory {steps * _CAP_STEP_BYTES >> 20}MiB"
-            smaller = f"{'' if job.is_checkpointing else '--checkpointing or '}a shorter --seq"
-            raise Mistake(
-                f"--memory {format_bytes(cap_bytes)} is too small for this model, and {least} is "
-                f"the smallest that works, or a smaller one with {smaller} ({budget.explain()})",
-                {"--memory": least},
-            )
-    return job, budget
-
-
-_CAP_STEP_BYTES = 10 << 20
-
-
-# ---- the choice of open settings -----------------------------------------------------------------
-#
-#     measured rates -> forecast/forecast.py, on the meta device -> config, and lines that give the
-#     choice and the reason
-#   policy field      grads          tile_numel      tile_buffers                    unit_buffers               host_param_numel
-#     key               tiermem.grads  sub_group_size  offload_optimizer.buffer_count  offload_param.buffer_count  max_in_cpu
-#   activations, activation_bytes, device_bytes, host_bytes, streamed_ratio: keys of the section
-#   "tiermem" with the same names
-#
-# So the config alone is enough to repeat a run. If the rule's plan is the fastest, no key is set.
-
-_SECTIONS = ("offload_param", "offload_optimizer")
-_SIZES = {"tile_numel", "tile_buffers", "unit_buffers"}
-_PLACES = {
-    **{
-        name: ("zero_optimization", section, "device")
-        for name, section in zip(HOMES, _SECTIONS, strict=True)
-    },
-    "optim_ratio": ("zero_optimization", "offload_optimizer", "ratio"),
-    "grads": ("tiermem", "grads"),
-    "tile_numel": ("zero_optimization", "sub_group_size"),
-    "tile_buffers": ("zero_optimization", "offload_optimizer", "buffer_count"),
-    "unit_buffers": ("zero_optimization", "offload_param", "buffer_count"),
-    "host_param_numel": ("zero_optimization", "offload_param", "max_in_cpu"),
-    **{
-        name: ("tiermem", name)
-        for name in (
-            "activations",
-            "activation_bytes",
-            "device_bytes",
-            "host_bytes",
-            "streamed_ratio",
-        )
-    },
-}
-
-
-class Chosen(NamedTuple):
-    """The config of a run with what it leaves open settled."""
-
-    config: Config
-    how: str | None
-    """How it was chosen; None: by the plan's rule alone."""
-    placement: list[str]
-    """What `say_placement` says."""
-    planned: Planned | None
-    """None: nothing fits."""
-
-
-def choose_config(scenario: Scenario, searches: bool = True) -> Chosen:
-    """Settles what the config of a run leaves open, as `tiermem plan` does.
-
-    searches: False where nothing was measured: the plan's rule chooses, but for homes. Raises
-        ValueError for a config that cannot be, and, with the arithmetic, where a card has no room
-        for the smallest plan beside activations and the config names no `device_bytes`.
-    """
-    searches = searches or bool(scenario.moved)
-    planned = plan_scenario(scenario, searches)
-    config, choice, cluster = dict(scenario.config), planned.choice, scenario.cluster
-    if choice is None:
-        if planned.given.device_bytes is None:
-            _check_room(planned)
-        # nothing fits for another reason: building the model says why
-        return Chosen(config, None, [], None)
-    how = None
-    if searches and (cluster.gpu_bytes or planned.given.host_bytes or cluster.host_bytes):
-        how = " ".join([str(choice), *(f"{reason}." for reason in choice.reasons)])
-    said = say_placement(planned)
-    if scenario.moved:
-        disks = (
-            f", and {format_bytes(planned.plan.disk_bytes)} of disk"
-            if planned.plan.disk_bytes
-            else ""
-        )
-        kept = format_bytes(planned.plan.host_bytes)
-        room = format_bytes(cluster.host_bytes or planned.given.host_bytes or 0)
-        said = [
-            f"homes: the fastest of {choice.num_tried} plans; {kept} of {room} host memory{disks}",
-            *said,
-        ]
-    return Chosen(with_choice(config, settled(planned)), how, said, planned)
-
-
-def _card_of(planned: Planned) -> Card | None:
-    cluster = planned.scenario.cluster
-    return None if cluster.gpu_bytes is None else Card(cluster.gpu_bytes, cluster.gpu_others)
-
-
-def _check_room(planned: Planned) -> None:
-    card = _card_of(planned)
-    for problem in planned.problems:
-        if card is not None and problem.where == PLACES[Tier.DEVICE]:
-            budget = card.budget(planned.activations, planned.policy.activations)
-            raise ValueError(
-                f"the accelerator has too little memory: {budget.explain()}; and the smallest plan "
-                f"needs {format_bytes(planned.plan.device_bytes)}: "
-                f"{planned.plan.listed(Tier.DEVICE)}"
-            )
-
-
-def settled(planned: Planned) -> dict[str, Any]:
-    """The fields that a choice has settled: what `with_choice` takes."""
-    given, moved = planned.given, planned.scenario.moved
-    values = {name: getattr(planned.policy, name) for name in _PLACES}
-    return {
-        name: value
-        for name, value in values.items()
-        if name in moved or value != getattr(given, name)
-    }
-
-
-def with_choice(config: Config, fields: Mapping[str, Any]) -> Config:
-    """The config with chosen fields of the policy as keys of its own."""
-    for name, value in fields.items():
-        if isinstance(value, Tier):
-            value = "device" if value is Tier.DEVICE and name not in HOMES else value.value
-        config = with_key(
-            config, _PLACES[name], value * STATES_PER_TILE if name == "tile_buffers" else value
-        )
-    for name in HOMES:
-        if fields.get(name) is Tier.NVME:
-            config = _with_folders(config, _PLACES[name][:-1])
-    if fields.keys() & _SIZES:
-        config = with_key(config, ("tiermem", "sizes_are_least"), False)
-    return config
-
-
-def _with_folders(config: Config, place: tuple[str, ...]) -> Config:
-    """The config with folders in a section of homes: those of the other one, where it has none."""
-    *_, section = place
-    named = (config["zero_optimization"].get(name) or {} for name in _SECTIONS)
-    folders = [each["nvme_path"] for each in named if "nvme_path" in each]
-    if own_folders(config) or not folders or "nvme_path" in config["zero_optimization"][section]:
-        return config
-    return with_key(config, (*place, "nvme_path"), folders[0])

@@ -41,12 +41,12 @@ from tiermem.tools.job.train_job import (
     recomputes_blocks,
     with_key,
 )
-from tiermem.tools.measure.machine import DAY_S, wear_a_day
+from tiermem.tools.measure.machine import wear_a_day
+from tiermem.tools.memory_limit import FREE_PART
 from tiermem.tools.options import MADE_OF, PlanOptions, TrainOptions
-from tiermem.tools.plan.card import Card, say_placement, settled, with_choice
+from tiermem.tools.plan.card import Card, say_placement
 from tiermem.tools.plan.paper import ESTIMATED, print_estimates, print_paper
 from tiermem.tools.plan.planned import (
-    FREE_PART,
     PLACES,
     WEAR,
     Cluster,
@@ -55,6 +55,7 @@ from tiermem.tools.plan.planned import (
     plan_scenario,
 )
 from tiermem.tools.plan.prediction import settle_compute
+from tiermem.tools.plan.settle import settled, with_choice
 from tiermem.tools.plan.speed import ASSUMED_DISK, speed_of
 from tiermem.tools.presets import OF_DIFFUSERS, ModelShape, preset, shape_of
 from tiermem.tools.record.reports import table
@@ -97,19 +98,20 @@ def scenario_of(options: PlanOptions) -> tuple[Scenario, list[str]]:
     """What the options describe, and a line on each rate. Measures what is of this machine and not
     given: blocks for that."""
     options, sources = with_card(options)
-    moved = load_config(_config(options)).moved
+    config = _config(options)
+    moved = load_config(config).moved
     if moved and options.gpu_bytes is None and options.host_bytes is None:
         free = int(FREE_PART * free_host_bytes())
         options = dataclasses.replace(options, host_bytes=free)
         sources.append(f"host memory: {format_bytes(free)}, nine tenths of what is free here")
-    is_checkpointing = recomputes_blocks(options.is_checkpointing, _config(options))
+    is_checkpointing = recomputes_blocks(options.is_checkpointing, config)
     options = dataclasses.replace(options, is_checkpointing=is_checkpointing)
     shape = _shape(options)
-    config = _config(options)
     if OF_DIFFUSERS in shape and options.seq is None:
         said = "--seq is missing: the tokens of a picture or clip, 4608 of Flux at 1024 px"
         raise Mistake(said, {"--seq": "--seq 4608"})
-    options = dataclasses.replace(options, seq=options.seq or _SEQ)
+    seq = options.seq or _SEQ
+    options = dataclasses.replace(options, seq=seq)
     if OF_DIFFUSERS in shape and options.flops is None and options.gpu_bytes is None:
         said = "a diffusion model is not timed here"
         raise Mistake(
@@ -138,7 +140,7 @@ def scenario_of(options: PlanOptions) -> tuple[Scenario, list[str]]:
         cluster,
         rates,
         compute,
-        options.seq or _SEQ,
+        seq,
         is_checkpointing,
         moved,
         options.config is not None,
@@ -386,11 +388,10 @@ def _print_verdict(planned: Planned, console: Console) -> None:
             f"tokens/s, {forecast.total_s:.3g} s a step, limited by {forecast.limited_by}",
             style="bold",
         )
-    written = planned.written_bytes_day
-    a_step = written * forecast.total_s / DAY_S
-    said = (
-        f"{wear_a_day(written)}; {a_step / 1e9:,.4g} GB a step" if written else "no disk is written"
-    )
+    said = "no disk is written"
+    if planned.written_bytes:
+        a_step = f"{planned.written_bytes / 1e9:,.4g} GB a step"
+        said = f"{wear_a_day(planned.written_bytes_day)}; {a_step}"
     console.print(f"  {said}")
 
 

@@ -145,10 +145,6 @@ def least_cap(cap_bytes: int, needed_bytes: int) -> int:
     return max(without + MARGIN_BYTES, int(without / (1 - MARGIN_PART)) + 1)
 
 
-FREE_PART = 0.9
-"""Of the memory that is free here: what a plan takes where no limit is named."""
-
-
 def has_chunked_loss(sizes: ModelSizes, num_tokens: int) -> bool:
     """Whether training computes the loss of so many tokens chunk by chunk."""
     return sizes.is_llama and 4 * num_tokens * sizes.vocabulary > _LOGITS_WHOLE_BYTES
@@ -530,10 +526,15 @@ class Planned:
         return tokens / self.forecast.total_s if self.forecast.total_s else 0.0
 
     @property
+    def written_bytes(self) -> int:
+        """Bytes that a node writes to its disks in a step."""
+        return self.forecast.edge_bytes("HOST -> NVME") * self.scenario.cluster.ranks_per_node
+
+    @property
     def written_bytes_day(self) -> float:
         """Bytes that a node writes to its disks in a day of steps."""
-        written = self.forecast.edge_bytes("HOST -> NVME") * self.scenario.cluster.ranks_per_node
-        return DAY_S * written / self.forecast.total_s if self.forecast.total_s else 0.0
+        total_s = self.forecast.total_s
+        return DAY_S * self.written_bytes / total_s if total_s else 0.0
 
     @property
     def pinned_bytes(self) -> int:

@@ -216,7 +216,8 @@ def _measured(options: PlanOptions, shape: ModelShape, config: Mapping[str, Any]
             f"bytes and {num_bytes} are "
             "free: give --flops, the operations a second that a rank reaches"
         )
-    micro, seq = micro_batch_of(config, 1), options.seq or 1
+    micro, seq = micro_batch_of(config, 1), options.seq
+    assert seq is not None  # the scenario has a length
     if not is_accelerator(find_device()):
         flops = measure_flops(shape, compute)
         if copy_s(shape, micro * seq, flops) > _LONGEST_COPY_S:

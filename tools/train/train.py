@@ -205,9 +205,9 @@ def _check_memory(job: Job, console: Console) -> None:
         return
     with console.status("looking for the smallest --memory that works"):
         # torch: the launcher does without
-        from tiermem.tools.plan.card import settle_by_room
         from tiermem.tools.plan.planned import INTERPRETER
         from tiermem.tools.plan.prediction import settle_compute
+        from tiermem.tools.plan.settle import settle_by_room
 
         settled = dataclasses.replace(job, config=settle_compute(job.config, job.shape)[0])
         settle_by_room(settled, INTERPRETER.num_bytes)

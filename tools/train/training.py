@@ -55,12 +55,6 @@ from tiermem.tools.job.train_job import CLIENT_KEY, Config
 from tiermem.tools.measure.files import measure_disks, memory_backed, why_unmeasured
 from tiermem.tools.measure.phases import PHASES
 from tiermem.tools.measure.sustained import measure_sustained_disks
-from tiermem.tools.plan.card import (
-    NO_OTHER_WAY,
-    choose_config,
-    scenario_of,
-    settle_by_room,
-)
 from tiermem.tools.plan.planned import (
     Budget,
     meta_model,
@@ -77,6 +71,12 @@ from tiermem.tools.plan.prediction import (
     settle_compute,
     warn_of_compute,
     warn_of_disk,
+)
+from tiermem.tools.plan.settle import (
+    NO_OTHER_WAY,
+    choose_config,
+    scenario_of_job,
+    settle_by_room,
 )
 from tiermem.tools.record.run_record import (
     Figures,
@@ -224,7 +224,7 @@ class Trainer:
         job = self._job
         speed = None if isinstance(measured, str) else measured
         try:
-            chosen = choose_config(scenario_of(job, resident_bytes, speed), speed is not None)
+            chosen = choose_config(scenario_of_job(job, resident_bytes, speed), speed is not None)
         except ValueError as error:
             raise ValueError(
                 f"{error}: {_remedy(job, is_made=True)}, or name tiermem.device_bytes in a config "
@@ -243,8 +243,8 @@ class Trainer:
         self._job = job
         if self._budget is not None:  # inputs may rest elsewhere now
             home = planned.policy.activations
-            asked = self._budget.cap_bytes, resident_bytes
-            self._budget = plan_budget(*asked, activations, home)
+            cap_bytes = self._budget.cap_bytes
+            self._budget = plan_budget(cap_bytes, resident_bytes, activations, home)
         return chosen.config, measured
 
     def _resume(self, engine: Engine, place: str) -> None:
