@@ -179,9 +179,10 @@ def choose_config(scenario: Scenario, searches: bool = True) -> Chosen:
         how = " ".join([str(choice), *(f"{reason}." for reason in choice.reasons)])
     said = say_placement(planned)
     if scenario.moved:
-        taken = format_bytes(planned.plan.host_bytes)
+        num = cluster.ranks_per_node
+        taken = format_bytes(num * planned.plan.host_bytes)
         room = format_bytes(cluster.host_bytes or planned.given.host_bytes or 0)
-        disk = format_bytes(planned.plan.disk_bytes)
+        disk = format_bytes(num * planned.plan.disk_bytes)
         homes = f"homes: the fastest of {choice.num_tried} plans"
         said = [f"{homes}; {taken} of {room} host memory, {disk} of disk", *said]
     return Chosen(with_choice(config, settled(planned)), how, said, planned)
