@@ -1,4 +1,4 @@
-"""Diffusion tables: plans training of two models on four cards, and writes the table of
+"""Diffusion tables: plans training of three models on four cards, and writes the tables of
 docs/diffusion.md.
 
     python docs/diffusion_tables.py        takes minutes: `tiermem plan` plays steps of each plan
@@ -13,7 +13,7 @@ import inspect
 import itertools
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,18 +45,35 @@ class Card(NamedTuple):
 
 
 class Model(NamedTuple):
-    """A model, and the tokens of a picture of 1024 px with its text."""
+    """A model, and what its transformer or UNet is given for a picture of 1024 px."""
 
     words: str
     folder: str
     kind: str
-    tokens: int
+    seq: int
+    """Tokens of the picture with its text; of a UNet the places of the latents."""
+    config: Mapping[str, object] | None = None
+    """As it was published, beside the defaults of its class."""
 
 
 CARDS = (Card(12, 32, 50), Card(16, 64, 80), Card(24, 64, 150), Card(32, 128, 200))
+_SDXL = {
+    "sample_size": 128,
+    "block_out_channels": [320, 640, 1280],
+    "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
+    "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
+    "transformer_layers_per_block": [1, 2, 10],
+    "attention_head_dim": [5, 10, 20],
+    "cross_attention_dim": 2048,
+    "use_linear_projection": True,
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 256,
+    "projection_class_embeddings_input_dim": 2816,
+}
 MODELS = (
-    Model("Flux, 12B", "FLUX.1-dev", "FluxTransformer2DModel", 4608),
+    Model("Flux, 12B", "FLUX.1-dev", "FluxTransformer2DModel", 4608, {"guidance_embeds": True}),
     Model("Qwen-Image, 20B", "Qwen-Image", "QwenImageTransformer2DModel", 4352),
+    Model("SDXL, 2.6B", "stable-diffusion-xl", "UNet2DConditionModel", 128 * 128, _SDXL),
 )
 WAYS = ("full", "LoRA")
 
@@ -77,76 +94,71 @@ class Cell(NamedTuple):
         return f"{self.seconds:.0f} s ({self.limited_by}{wear}), {self.memory_gib:.0f} GB RAM{disk}"
 
 
-def published(kind: str) -> dict[str, object]:
-    """The config of a model as it was published: the defaults of its class."""
-    given = inspect.signature(getattr(diffusers, kind).__init__).parameters.values()
+def published(model: Model) -> dict[str, object]:
+    """The config of a model as it was published."""
+    given = inspect.signature(getattr(diffusers, model.kind).__init__).parameters.values()
     defaults = {each.name: each.default for each in given if each.default is not each.empty}
-    return {**defaults, "_class_name": kind, "guidance_embeds": kind.startswith("Flux")}
+    return {**defaults, "_class_name": model.kind, **(model.config or {})}
 
 
-def options_of(card: Card, way: str, offload: str) -> dict[str, str]:
+def options_of(card: Card, way: str) -> dict[str, str]:
     """The options of `tiermem plan` after the model's."""
     found = {
         "--gpu-memory": f"{card.gpu_gib}GiB",
         "--host-memory": f"{card.memory_gib - SYSTEM_GIB}GiB",
         "--flops": f"{card.teraflops}T",
         "--accumulation": f"{NUM_PICTURES}",
-        "--offload": offload,
     }
     return found | ({"--lora": f"{RANK}"} if way == "LoRA" else {})
 
 
-def planned(card: Card, model: Model, way: str, offload: str) -> Planned:
+def planned(card: Card, model: Model, way: str) -> Planned:
     """What the command plans."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.json"
-        file.write_text(json.dumps(published(model.kind)), "utf-8")
+        file.write_text(json.dumps(published(model)), "utf-8")
         options = PlanOptions(
             model=file,
             gpu_bytes=card.gpu_gib * GIB,
             host_bytes=(card.memory_gib - SYSTEM_GIB) * GIB,
             flops=card.teraflops * 1e12,
-            seq=model.tokens,
+            seq=model.seq,
             accumulation=NUM_PICTURES,
-            offload=offload,
             lora=RANK if way == "LoRA" else None,
-            is_checkpointing=True,
         )
         return plan_scenario(scenario_of(options)[0])
 
 
 def cell(card: Card, model: Model, way: str) -> Cell | None:
-    """LoRA in memory alone if that fits, else with NVMe; None: it does not fit."""
-    for offload in ("cpu", "nvme") if way == "LoRA" else ("nvme",):
-        found = planned(card, model, way, offload)
-        if not found.problems:
-            words = {"--model": model.folder, "--seq": f"{model.tokens}"}
-            words |= options_of(card, way, offload)
-            return Cell(
-                found.forecast.total_s,
-                found.forecast.limited_by,
-                found.tier_bytes(Tier.HOST) / GIB,
-                found.tier_bytes(Tier.NVME) / GIB,
-                found.written_bytes_day / 1e12,
-                " ".join(["tiermem plan", *itertools.chain(*words.items()), "--checkpointing"]),
-            )
-    return None
+    """On the fastest homes; None: it does not fit."""
+    found = planned(card, model, way)
+    if found.problems:
+        return None
+    words = {"--model": model.folder, "--seq": f"{model.seq}", **options_of(card, way)}
+    return Cell(
+        found.forecast.total_s,
+        found.forecast.limited_by,
+        found.tier_bytes(Tier.HOST) / GIB,
+        found.tier_bytes(Tier.NVME) / GIB,
+        found.written_bytes_day / 1e12,
+        " ".join(["tiermem plan", *itertools.chain(*words.items())]),
+    )
 
 
-def table(cells: Sequence[Cell | None]) -> list[str]:
-    """The lines of the table, and the command of one cell."""
-    columns = [f"{model.words}: {way}" for model in MODELS for way in WAYS]
-    lines = [f"| your card | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    for number, card in enumerate(CARDS):
-        row = cells[number * len(columns) : (number + 1) * len(columns)]
-        said = [str(each) if each is not None else "does not fit" for each in row]
-        lines.append(f"| {card.gpu_gib} GB, {card.memory_gib} GB RAM | {' | '.join(said)} |")
-    shown = cells[CARDS.index(Card(24, 64, 150)) * len(columns)]
+def tables(cells: Mapping[tuple[str, Card, str], Cell | None]) -> list[str]:
+    """The lines of a table for each model, and the command of one cell."""
+    lines = []
+    for model in MODELS:
+        lines += [f"| {model.words} | {' | '.join(WAYS)} |", "|---" * (len(WAYS) + 1) + "|"]
+        for card in CARDS:
+            said = [str(cells[model.words, card, way] or "does not fit") for way in WAYS]
+            lines.append(f"| {card.gpu_gib} GB, {card.memory_gib} GB RAM | {' | '.join(said)} |")
+        lines.append("")
+    shown = cells[MODELS[0].words, Card(24, 64, 150), WAYS[0]]
     assert shown is not None
     return [
         *lines,
-        "",
-        "The first cell of the row of 24 GB is what this prints:",
+        "The first cell of Flux on 24 GB is what this prints:",
         "",
         "<!-- not run: the model is a download of 24 GB -->",
         "```sh\n" + shown.command.replace(" --flops", " \\\n    --flops") + "\n```",
@@ -157,9 +169,10 @@ def main() -> None:
     """Plans, and writes the page's table."""
     keys = list(itertools.product(CARDS, MODELS, WAYS))
     with concurrent.futures.ProcessPoolExecutor() as pool:
-        cells = list(pool.map(cell, *zip(*keys, strict=True)))
+        found = list(pool.map(cell, *zip(*keys, strict=True)))
+    names = [(model.words, card, way) for card, model, way in keys]
+    lines = "\n".join(tables(dict(zip(names, found, strict=True))))
     before, rest = PAGE.read_text("utf-8").split(BEGIN)
-    lines = "\n".join(table(cells))
     PAGE.write_text(f"{before}{BEGIN}\n{lines}\n{END}{rest.split(END)[1]}", "utf-8")
 
 

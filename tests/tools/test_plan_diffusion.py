@@ -17,15 +17,17 @@ diffusers: Any = pytest.importorskip("diffusers", reason="pip install diffusers"
 import diffusion_tables  # noqa: E402
 from programs.diffusion import FAMILIES, NUM_TOKENS  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from tiermem.policy import Tier  # noqa: E402
 from tiermem.tools.options import PlanOptions  # noqa: E402
 from tiermem.tools.plan.plan import EXIT_FITS, plan, scenario_of  # noqa: E402
-from tiermem.tools.plan.planned import plan_scenario, saved_bytes_per_token  # noqa: E402
+from tiermem.tools.plan.planned import Planned, plan_scenario, saved_bytes_per_token  # noqa: E402
 from tiermem.tools.presets import ModelSizes, check_shape, read_shape  # noqa: E402
 
 GIB = 1 << 30
-# What autograd saves grows with heads and gates where a width is tiny; a UNet has no formula.
+# What autograd saves grows with heads and gates where a width is tiny.
+# A UNet has no formula.
 TRANSFORMERS = [name for name in FAMILIES if name not in ("sdxl", "lumina2", "sana")]
 
 
@@ -133,15 +135,71 @@ def bytes_of_second_block(model: Any, family: Any, dtype: torch.dtype) -> tuple[
     return sum(each.untyped_storage().nbytes() for each in kept.values()), tokens
 
 
+@pytest.fixture
+def unet(tmp_path: Path) -> Path:
+    """The config of a tiny UNet."""
+    FAMILIES["sdxl"].build().save_config(tmp_path)  # type: ignore[operator]
+    return tmp_path
+
+
+@pytest.mark.parametrize("side", [16, 24])
+def test_a_unets_picture_takes_what_autograd_saves(side: int, unet: Path) -> None:
+    asked = options(unet, batch=2, seq=side * side, precision="bf16", is_checkpointing=False)
+    planned = plan_scenario(scenario_of(asked)[0], chooses=False)
+    model = nn.Module.to(FAMILIES["sdxl"].build(), torch.bfloat16)
+    given = {
+        "sample": torch.randn(2, 4, side, side, dtype=torch.bfloat16),
+        "timestep": torch.zeros(2),
+        "encoder_hidden_states": torch.randn(2, 77, 16, dtype=torch.bfloat16),
+        "added_cond_kwargs": {
+            "text_embeds": torch.randn(2, 32, dtype=torch.bfloat16),
+            "time_ids": torch.ones(2, 6),
+        },
+    }
+    known = {param.untyped_storage()._cdata for param in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage()._cdata not in known:
+            kept[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with hooks, FlopCounterMode(display=False) as flops:
+        model(**given, return_dict=False)
+    saved = sum(each.untyped_storage().nbytes() for each in kept.values())
+    assert kept_bytes(planned) == pytest.approx(saved, rel=0.02)
+    numel = sum(param.numel() for param in model.parameters() if param.dim() > 1)
+    assert 2 * numel * planned.activations.multiplied_tokens == pytest.approx(
+        flops.get_total_flops(), rel=0.05
+    )
+
+
+def test_a_unets_places_are_a_square_and_recomputing_takes_less(unet: Path) -> None:
+    with pytest.raises(ValueError, match="a square: 16384 at 1024 px"):
+        scenario_of(options(unet, seq=250))
+    whole, recomputed = (
+        plan_scenario(scenario_of(options(unet, seq=None, is_checkpointing=each))[0], chooses=False)
+        for each in (False, True)
+    )
+    assert whole.scenario.seq == recomputed.scenario.seq == 256
+    assert recomputed.activations.input_bytes > 0
+    assert recomputed.activations.inputs_bytes < kept_bytes(whole) / 2
+
+
+def kept_bytes(planned: Planned) -> int:
+    return next(row.num_bytes for row in planned.activations.rows() if row.what == "activations")
+
+
 @pytest.mark.slow
 def test_the_page_has_what_plan_says() -> None:
-    found = diffusion_tables.cell(diffusion_tables.CARDS[2], diffusion_tables.MODELS[0], "LoRA")
-    [row] = [
-        line
-        for line in diffusion_tables.PAGE.read_text("utf-8").splitlines()
-        if line.startswith("| 24 GB")
-    ]
-    assert str(found) == row.split(" | ")[2]
+    """Of one card, LoRA of Flux and the whole of SDXL."""
+    card = diffusion_tables.CARDS[2]
+    lines = diffusion_tables.PAGE.read_text("utf-8").splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| 24 GB")]
+    flux, _, sdxl = diffusion_tables.MODELS
+    assert rows[0][2] == str(diffusion_tables.cell(card, flux, "LoRA"))
+    assert rows[2][1] == str(diffusion_tables.cell(card, sdxl, "full"))
 
 
 def test_a_card_must_be_named(folder: Path) -> None:

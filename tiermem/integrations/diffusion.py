@@ -11,6 +11,7 @@ Text encoders are models of transformers (models.py).
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import json
 from collections.abc import Iterator, Mapping
@@ -20,12 +21,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from tiermem.plans.activations import PredictedActivations, activations_of
+from tiermem.units.unit import is_stage
 from tiermem.weights_io import read_header
 
 PIPELINE_FILE = "model_index.json"
 _TRAINED = ("transformer", "unet")
 _CLASS_KEY = "_class_name"
 """Of a config.json: the class of diffusers."""
+_UNET = "UNet2DConditionModel"
+_NUM_TEXT_TOKENS = 77
+"""Of CLIP, whose text a UNet sees."""
 
 
 def component_folder(folder: Path) -> Path:
@@ -90,15 +96,50 @@ def build_component(config: Mapping[str, Any], dtype: torch.dtype) -> Any:
 
 
 def build_meta(config: Mapping[str, Any]) -> tuple[nn.Module, list[nn.Module]]:
-    """A component without memory, and the modules of its outermost lists: its blocks."""
+    """A component without memory, and the modules of its lists: its blocks, as units are."""
     with torch.device("meta"):
         model: nn.Module = build_component(config, torch.float32)
 
     def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
         for child in module.children():
-            yield from child if isinstance(child, nn.ModuleList) else blocks_of(child)
+            is_block = isinstance(module, nn.ModuleList) and not is_stage(child)
+            yield from [child] if is_block else blocks_of(child)
 
     return model, list(blocks_of(model))
+
+
+def is_unet(config: Mapping[str, Any]) -> bool:
+    """Whether a config is that of a UNet with text (Stable Diffusion 1, 2, XL), whose size of
+    pictures it names."""
+    return config.get(_CLASS_KEY) == _UNET and isinstance(config.get("sample_size"), int)
+
+
+def unet_activations(model: Any, is_checkpointing: bool) -> PredictedActivations | None:
+    """The activations of a UNet on one picture of the size that its config names, in bf16. The
+    model, on the meta device, becomes bf16. Takes seconds; None: its forward takes other inputs
+    than latents, a time and a text."""
+    nn.Module.to(model, torch.bfloat16).train()  # diffusers' own warns
+    if is_checkpointing:
+        model.enable_gradient_checkpointing()
+    sizes = model.config
+    side, width = sizes.sample_size, sizes.cross_attention_dim
+    if not isinstance(width, int):
+        return None
+    blank = functools.partial(torch.empty, dtype=torch.bfloat16, device="meta")
+    given: dict[str, Any] = {
+        "sample": blank(1, sizes.in_channels, side, side),
+        "timestep": blank(1),
+        "encoder_hidden_states": blank(1, _NUM_TEXT_TOKENS, width),
+    }
+    if sizes.addition_embed_type == "text_time":  # of SDXL: a text and six sizes
+        pooled = sizes.projection_class_embeddings_input_dim - 6 * sizes.addition_time_embed_dim
+        given["added_cond_kwargs"] = {"text_embeds": blank(1, pooled), "time_ids": blank(1, 6)}
+
+    def loss_of(model: nn.Module, given: Any) -> torch.Tensor:
+        loss: torch.Tensor = model(**given, return_dict=False)[0].float().square().mean()
+        return loss
+
+    return activations_of(model, loss_of, given, torch.device("cpu"))
 
 
 def open_single_file(

@@ -530,7 +530,7 @@ def _groups(
         params = list(module.parameters())
         fits = limit is None or sum(p.numel() for p in params if p not in persistent) <= limit
         holds_list = any(isinstance(m, nn.ModuleList) and len(m) > 0 for m in module.modules())
-        is_block = is_listed and not _is_stage(module)
+        is_block = is_listed and not is_stage(module)
         is_whole = fits and not _must_split(module, num_shards) and (is_block or not holds_list)
         # One unit of any size: marked as a leaf, or several ranks could run different children.
         is_leaf = z3_leaf_module(module) or (num_shards > 1 and is_routed(module))
@@ -548,7 +548,7 @@ def _groups(
     yield from visit("", model, model, False)
 
 
-def _is_stage(module: nn.Module) -> bool:
+def is_stage(module: nn.Module) -> bool:
     """Whether a module of a list is itself a row of blocks, such as a UNet's: several modules in
     lists of its own have nearly all of its parameters, and none most of them."""
     lists = (child for child in module.children() if isinstance(child, nn.ModuleList))

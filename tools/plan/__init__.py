@@ -2,6 +2,7 @@
 
 Files in order: each imports only files before it.
 
+    picture     the memory and the maths of a UNet on one picture
     planned     the budget under a cap; the library's own plan of a scenario
     prediction  the predicted seconds and bytes of a training
     pretrained  the plan of a model of the hub or of a folder, for `tiermem sft`

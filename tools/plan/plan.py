@@ -29,7 +29,7 @@ from tiermem.config import load_config
 from tiermem.forecast.cards import CARDS
 from tiermem.forecast.choose import HOMES
 from tiermem.forecast.phases import PHASES
-from tiermem.integrations.diffusion import component_folder
+from tiermem.integrations.diffusion import component_folder, is_unet
 from tiermem.plans.budget import why_disk
 from tiermem.policy import Tier
 from tiermem.swap.memory.accelerator import find_device
@@ -107,6 +107,8 @@ def scenario_of(options: PlanOptions) -> tuple[Scenario, list[str]]:
     is_checkpointing = recomputes_blocks(options.is_checkpointing, config)
     options = dataclasses.replace(options, is_checkpointing=is_checkpointing)
     shape = _shape(options)
+    if is_unet(shape):
+        options, shape = _with_latents(options, shape)
     if OF_DIFFUSERS in shape and options.seq is None:
         said = "--seq is missing: the tokens of a picture or clip, 4608 of Flux at 1024 px"
         raise Mistake(said, {"--seq": "--seq 4608"})
@@ -207,6 +209,18 @@ _LANES = {
 }
 
 
+def _with_latents(options: PlanOptions, shape: ModelShape) -> tuple[PlanOptions, ModelShape]:
+    """A UNet with latents of as many places as --seq says, or its config. Raises ValueError where
+    they are no square."""
+    side = int(shape["sample_size"]) if options.seq is None else math.isqrt(options.seq)
+    if options.seq is not None and side * side != options.seq:
+        raise Mistake(
+            "--seq of a UNet is the number of places of its latents, a square: 16384 at 1024 px",
+            {"--seq": f"--seq {side * side}"},
+        )
+    return dataclasses.replace(options, seq=side * side), {**shape, "sample_size": side}
+
+
 def _print_plan(planned: Planned, sources: Sequence[str], console: Console) -> None:
     """The arithmetic."""
     cluster = planned.scenario.cluster
@@ -242,7 +256,7 @@ def _print_plan(planned: Planned, sources: Sequence[str], console: Console) -> N
     scenario = planned.scenario
     if scenario.is_configured and keys and not planned.problems:
         console.print(f"  for a run to keep to this plan, set in the config: {json.dumps(keys)}")
-    if planned.activations.sizes.saved_places == 0:
+    if planned.activations.sizes.saved_places == 0 and planned.activations.picture is None:
         console.print(
             "  activations are not counted, since no formula tells those of convolutions: give "
             "--gpu-memory less what they take"
@@ -512,7 +526,7 @@ def _candidates(planned: Planned) -> Iterator[Candidate]:
             f"{words} ({micro // parts}), {parts} times the accumulation",
             functools.partial(_with_batch, micro=micro // parts, accumulation=parts * accumulation),
         )
-    if planned.problems and micro == 1:
+    if planned.problems and micro == 1 and planned.activations.picture is None:
         seq = scenario.seq // 2
         yield Candidate(f"--seq {seq}", lambda s: dataclasses.replace(s, seq=seq))
     for problem in planned.problems:

@@ -40,8 +40,9 @@ from tiermem.policy import OffloadPolicy, Tier
 from tiermem.precision import DTYPES, Precision
 from tiermem.tools.job.launcher import Job, compute_of
 from tiermem.tools.measure.machine import DAY_S
+from tiermem.tools.plan.picture import Picture
 from tiermem.tools.presets import OF_DIFFUSERS, ModelSizes
-from tiermem.tools.words import format_bytes
+from tiermem.tools.words import format_bytes, numbered
 from tiermem.units.state_layout import StateLayout
 
 T = TypeVar("T")
@@ -167,6 +168,8 @@ class ActivationBytes(NamedTuple):
     after the other."""
     is_adapted: bool = False
     """Whether only adapters get gradients."""
+    picture: Picture | None = None
+    """Of a UNet."""
 
     @staticmethod
     def of(job: Job, is_gpu: bool) -> ActivationBytes:
@@ -181,7 +184,18 @@ class ActivationBytes(NamedTuple):
     def input_bytes(self) -> int:
         """Of the inputs of one checkpointed block, of all micro-batches at once; 0: nothing is
         recomputed."""
-        return (self.at_once or 1) * self._hidden_bytes if self.is_checkpointing else 0
+        if not self.is_checkpointing:
+            return 0
+        if self.picture is not None:
+            return self._of_pictures(self.picture.kept_bytes) // self.sizes.num_layers
+        return (self.at_once or 1) * self._hidden_bytes
+
+    @property
+    def multiplied_tokens(self) -> int:
+        """By how many tokens a weight is multiplied: a UNet's on average."""
+        if self.picture is None:
+            return self.num_tokens
+        return self._num_pictures * self.picture.mean_tokens
 
     @property
     def inputs_bytes(self) -> int:
@@ -192,10 +206,23 @@ class ActivationBytes(NamedTuple):
     def _hidden_bytes(self) -> int:
         return self.num_tokens * self.sizes.hidden * DTYPES[self.compute].itemsize
 
+    @property
+    def _num_pictures(self) -> int:
+        assert self.picture is not None
+        return self.num_tokens // self.picture.num_places
+
+    def _of_pictures(self, num_bytes: int) -> int:
+        """Bytes of a micro-batch, where one picture takes so many in 16 bits."""
+        return self._num_pictures * num_bytes * DTYPES[self.compute].itemsize // 2
+
     def moves_inputs(self, home: Tier | None) -> bool:
         """Whether inputs of checkpointed blocks leave the place of the maths for this home
-        (`OffloadPolicy.activations`)."""
-        return self.is_checkpointing and (home is Tier.NVME or (home is Tier.HOST and self.is_gpu))
+        (`OffloadPolicy.activations`). A UNet's are planned as if they stayed."""
+        return (
+            self.picture is None
+            and self.is_checkpointing
+            and (home is Tier.NVME or (home is Tier.HOST and self.is_gpu))
+        )
 
     def rows(self, home: Tier | None = None) -> list[Row]:
         """The rows of a forward and backward at their peak, on the tier where the maths runs; home:
@@ -207,7 +234,10 @@ class ActivationBytes(NamedTuple):
         at_rest = DTYPES[self.precision].itemsize
         saved = saved_bytes_per_token(sizes, self.compute)
         block = num_tokens * saved
-        if self.is_checkpointing:
+        if self.picture is not None:
+            kept = self._of_pictures(self.picture.kept_bytes)
+            kept_why = f"{numbered(self._num_pictures, 'picture')}, by a run without values"
+        elif self.is_checkpointing:
             num_here = (
                 min(_INPUTS_HERE, sizes.num_layers) if self.moves_inputs(home) else sizes.num_layers
             )
@@ -222,6 +252,8 @@ class ActivationBytes(NamedTuple):
                 f"{sizes.num_layers} layers x {num_tokens} tokens x {saved} B saved by autograd"
             )
         working = 2 * block if self.is_checkpointing else block
+        if self.picture is not None:
+            working = self._of_pictures(self.picture.working_bytes)
         logits, loss_why = self._loss()
         of_block = 0 if self.is_adapted else sizes.block_numel * at_rest
         of_largest = 0 if self.is_adapted else sizes.unit_numel * at_rest
@@ -293,11 +325,10 @@ class ActivationBytes(NamedTuple):
             seconds of the maths.
         """
         homes = [policy.activations]
-        if policy.activations is None and self.is_gpu and self.is_checkpointing:
+        is_open = policy.activations is None and self.picture is None
+        if is_open and self.is_gpu and self.is_checkpointing:
             homes += [Tier.HOST, *([Tier.NVME] if policy.paths else [])]
-        elif (
-            policy.activations is None and self.input_bytes >= _ALWAYS_MAPPED_BYTES and policy.paths
-        ):
+        elif is_open and self.input_bytes >= _ALWAYS_MAPPED_BYTES and policy.paths:
             homes += [Tier.NVME]
         chunks = -(-self.input_bytes // ACTIVATION_CHUNK_BYTES)
         at_home = self.sizes.num_layers * chunks * ACTIVATION_CHUNK_BYTES
@@ -480,6 +511,7 @@ class Scenario:
                 is_gpu,
                 batch.accumulation if is_by_layer else None,
                 self.lora_rank is not None,
+                Picture.of(self.shape, is_recomputing),
             )
 
 
@@ -610,7 +642,7 @@ def plan_scenario(scenario: Scenario, chooses: bool = True, near: Planned | None
             outside = [*cluster.host_others, *way.rows(given.activations)]
             outside_bytes = sum(row.num_bytes for row in outside if row.tier is Tier.HOST)
             left = max(1, cluster.host_bytes - outside_bytes * per_node)
-        compute = scenario.compute_of(way.num_tokens, way.is_checkpointing)
+        compute = scenario.compute_of(way.multiplied_tokens, way.is_checkpointing)
         for each in way.placements(given, card_bytes, left, per_node, compute):
             if each.host_bytes is not None and given.host_bytes is not None:
                 rest = each.host_bytes // per_node
