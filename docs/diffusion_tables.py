@@ -91,7 +91,8 @@ class Cell(NamedTuple):
     def __str__(self) -> str:
         disk = f", {self.disk_gib:.0f} GB NVMe" if self.disk_gib >= 1 else ""
         wear = f", {self.written_tb_day:.0f} TB a day" if self.written_tb_day >= 1 else ""
-        return f"{self.seconds:.0f} s ({self.limited_by}{wear}), {self.memory_gib:.0f} GB RAM{disk}"
+        seconds = f"{self.seconds:.0f}" if self.seconds >= 10 else f"{self.seconds:.1f}"
+        return f"{seconds} s ({self.limited_by}{wear}), {self.memory_gib:.0f} GB RAM{disk}"
 
 
 def published(model: Model) -> dict[str, object]:

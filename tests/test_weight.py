@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 
 from test_floors import ROOT, Module, read_modules
 
-CEILING = 423_406
+CEILING = 423_855
 """Tokens of swap, tiermem and tools. A change that needs more removes as much, or raises this in a
 commit that says why."""
 

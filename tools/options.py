@@ -143,8 +143,8 @@ _sustained = partial(
 _checkpointing = partial(
     option,
     None,
-    "recompute blocks in backward [default: where a step is predicted to be faster, or fits no "
-    "other way]",
+    "recompute blocks in backward [default: none, some or all, as a step is predicted to be "
+    "fastest]",
     "--checkpointing/--no-checkpointing",
 )
 _tensorboard = partial(

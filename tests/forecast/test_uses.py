@@ -57,6 +57,6 @@ def test_a_tied_head_multiplies_what_the_embedding_looks_up() -> None:
 
 
 def test_peaks_count_two_operations_forward_and_four_or_six_backward() -> None:
-    plain, recomputed = Compute.of_peak(1e12, 50), Compute.of_peak(1e12, 50, is_checkpointing=True)
+    plain, recomputed = Compute.of_peak(1e12, 50), Compute.of_peak(1e12, 50, recomputed=1)
     assert plain == (2 * 50 / 1e12, 4 * 50 / 1e12, None, None, 50)
     assert recomputed.backward_s == pytest.approx(6 * 50 / 1e12)

@@ -36,22 +36,21 @@ class Compute(NamedTuple):
             self.num_tokens,
         )
 
-    def recomputing(self) -> Compute:
-        """Returns the seconds of the same maths with every block's forward made again in
-        backward."""
-        return self._replace(backward_s=self.backward_s + self.forward_s)
+    def recomputing(self, part: float = 1.0) -> Compute:
+        """Returns the seconds of the same maths with the forward of a part of the blocks made again
+        in backward; less than 0: of a part no longer."""
+        return self._replace(backward_s=self.backward_s + part * self.forward_s)
 
     @staticmethod
-    def of_peak(flops: float, num_tokens: int, is_checkpointing: bool = False) -> Compute:
+    def of_peak(flops: float, num_tokens: int, recomputed: float = 0.0) -> Compute:
         """Computes seconds from operations per second: 2 per parameter and token forward, 4
-        backward, 2 to recompute.
+        backward, 2 in the part of the blocks that is recomputed.
 
         Products of activations with each other (attention scores) are left out: about seq / (6 x
         hidden) of the rest.
         """
         forward = 2 * num_tokens / flops
-        plain = Compute(forward, forward * 2, num_tokens=num_tokens)
-        return plain.recomputing() if is_checkpointing else plain
+        return Compute(forward, forward * 2, num_tokens=num_tokens).recomputing(recomputed)
 
 
 @dataclasses.dataclass(frozen=True)

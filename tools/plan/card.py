@@ -107,11 +107,13 @@ def say_placement(planned: Planned) -> list[str]:
     if not activations.is_checkpointing:
         return [first, "activations: they stay on the GPU, since no block is recomputed"]
     inputs = (
-        f"inputs of {activations.sizes.num_layers} checkpointed blocks take "
+        f"inputs of {activations.num_recomputed} checkpointed blocks take "
         f"{format_bytes(activations.inputs_bytes)}"
     )
     if not activations.moves_inputs(policy.activations):
-        return [first, f"activations: {inputs} and stay on the GPU"]
+        rest = f", and so does all that the last {activations.num_kept} keep"
+        kept = rest if activations.num_kept else ""
+        return [first, f"activations: {inputs} and stay on the GPU{kept}"]
     assert policy.activations is not None
     left_bytes = card.budget(activations, None).left_bytes
     there = f"there they would leave {format_bytes(left_bytes)} for the plan"

@@ -147,6 +147,7 @@ def scenario_of(options: PlanOptions) -> tuple[Scenario, list[str]]:
         moved,
         options.config is not None,
         options.lora,
+        bool(is_checkpointing),
     )
     return scenario, [*sources, *more]
 
@@ -291,6 +292,7 @@ def plan_figures(
         "streamed_ratio": planned.policy.streamed_ratio,
         "placement": _said(planned),
         "is_checkpointing": planned.activations.is_checkpointing,
+        "num_kept": planned.activations.num_kept,
         "pinned_bytes": planned.pinned_bytes,
         "sources": list(sources),
         "nvme_written_bytes_a_day": planned.written_bytes_day,
@@ -517,7 +519,10 @@ def _candidates(planned: Planned) -> Iterator[Candidate]:
         words += " (one slot on NVMe; a checkpoint is a copy)"
         yield _key(words, "none", "tiermem", "durability")
     if scenario.is_checkpointing is False:
-        yield Candidate("activation checkpointing (--checkpointing)", lambda s: s.recomputing)
+        yield Candidate(
+            "activation checkpointing (--checkpointing)",
+            lambda s: dataclasses.replace(s, is_checkpointing=True),
+        )
     micro = planned.batch.micro
     accumulation = planned.batch.accumulation
     for parts in sorted({2, micro}) if micro > 1 else ():

@@ -168,6 +168,8 @@ class ActivationBytes(NamedTuple):
     after the other."""
     is_adapted: bool = False
     """Whether only adapters get gradients."""
+    num_kept: int = 0
+    """Blocks, the last ones, that keep their activations where the others are recomputed."""
     picture: Picture | None = None
     """Of a UNet."""
 
@@ -177,7 +179,14 @@ class ActivationBytes(NamedTuple):
         sizes = ModelSizes.of(job.shape)
         kept = bool(job.is_checkpointing) or job.at_once is not None
         return ActivationBytes(
-            sizes, job.batch * job.seq, job.precision, job.compute, kept, is_gpu, job.at_once
+            sizes,
+            job.batch * job.seq,
+            job.precision,
+            job.compute,
+            kept,
+            is_gpu,
+            job.at_once,
+            num_kept=job.num_kept,
         )
 
     @property
@@ -191,6 +200,16 @@ class ActivationBytes(NamedTuple):
         return (self.at_once or 1) * self._hidden_bytes
 
     @property
+    def num_recomputed(self) -> int:
+        """Blocks whose forward is made again in backward."""
+        return self.sizes.num_layers - self.num_kept if self.is_checkpointing else 0
+
+    @property
+    def recomputed_part(self) -> float:
+        """Of all blocks."""
+        return self.num_recomputed / max(1, self.sizes.num_layers)
+
+    @property
     def multiplied_tokens(self) -> int:
         """By how many tokens a weight is multiplied: a UNet's on average."""
         if self.picture is None:
@@ -200,7 +219,7 @@ class ActivationBytes(NamedTuple):
     @property
     def inputs_bytes(self) -> int:
         """Of the inputs of all checkpointed blocks."""
-        return self.sizes.num_layers * self.input_bytes
+        return self.num_recomputed * self.input_bytes
 
     @property
     def _hidden_bytes(self) -> int:
@@ -238,20 +257,24 @@ class ActivationBytes(NamedTuple):
             kept = self._of_pictures(self.picture.kept_bytes)
             kept_why = f"{numbered(self._num_pictures, 'picture')}, by a run without values"
         elif self.is_checkpointing:
-            num_here = (
-                min(_INPUTS_HERE, sizes.num_layers) if self.moves_inputs(home) else sizes.num_layers
-            )
+            num_here = self.num_recomputed
+            if self.moves_inputs(home):
+                num_here = min(_INPUTS_HERE, num_here)
             kept = num_here * self.input_bytes
             each = f"{self.at_once} x " * ((self.at_once or 1) > 1)
             kept_why = (
                 f"{num_here} block inputs of {each}{num_tokens} x {sizes.hidden} x {element} B"
             )
+            if self.num_kept:
+                kept += self.num_kept * block
+                kept_why += f"; {self.num_kept} blocks whole, {num_tokens} tokens x {saved} B"
         else:
             kept = sizes.num_layers * block
             kept_why = (
                 f"{sizes.num_layers} layers x {num_tokens} tokens x {saved} B saved by autograd"
             )
-        working = 2 * block if self.is_checkpointing else block
+        # blocks that keep theirs are the last ones: they are gone when the first is recomputed
+        working = 2 * block if self.num_recomputed and not self.num_kept else block
         if self.picture is not None:
             working = self._of_pictures(self.picture.working_bytes)
         logits, loss_why = self._loss()
@@ -325,7 +348,7 @@ class ActivationBytes(NamedTuple):
             seconds of the maths.
         """
         homes = [policy.activations]
-        is_open = policy.activations is None and self.picture is None
+        is_open = policy.activations is None and self.picture is None and not self.num_kept
         if is_open and self.is_gpu and self.is_checkpointing:
             homes += [Tier.HOST, *([Tier.NVME] if policy.paths else [])]
         elif is_open and self.input_bytes >= _ALWAYS_MAPPED_BYTES and policy.paths:
@@ -347,7 +370,16 @@ class ActivationBytes(NamedTuple):
             kept_bytes = at_home if self.moves_inputs(home) else None
             order = "batches" if self.at_once is None else "layers"
             found.append(
-                Placement(home, kept_bytes, on_device, on_host, compute, self.input_bytes, order)
+                Placement(
+                    home,
+                    kept_bytes,
+                    on_device,
+                    on_host,
+                    compute,
+                    self.input_bytes,
+                    order,
+                    num_kept=self.num_kept,
+                )
             )
         return found
 
@@ -450,6 +482,10 @@ class Cluster:
         )
 
 
+_KEPT_PARTS = tuple(part / 8 for part in range(1, 8))
+"""Of the blocks, that may keep their activations where the others are recomputed."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Scenario:
     """What is to be planned."""
@@ -463,8 +499,7 @@ class Scenario:
     that a rank reaches."""
     seq: int
     is_checkpointing: bool | None = False
-    """Whether blocks are recomputed in backward; None: as is fastest. Measured maths was measured as
-    it is said, and without recomputation for None."""
+    """Whether blocks are recomputed in backward; None: none, some or all, as is fastest."""
     moved: Collection[str] = ()
     """Fields of the policy that may be chosen though they are set: of HOMES."""
     is_configured: bool = False
@@ -472,36 +507,37 @@ class Scenario:
     options."""
     lora_rank: int | None = None
     """Of adapters, which alone are trained (`meta_model`); None: everything is."""
+    was_recomputing: bool = False
+    """Whether measured maths recomputed all blocks."""
 
-    @property
-    def recomputing(self) -> Scenario:
-        """The same with blocks computed again in backward; measured maths was measured without
-        that."""
-        compute = self.compute.recomputing() if isinstance(self.compute, Compute) else self.compute
-        return dataclasses.replace(self, compute=compute, is_checkpointing=True)
-
-    def compute_of(self, num_tokens: int, is_recomputing: bool) -> Compute:
-        """The seconds of the maths of a micro-batch of so many tokens."""
+    def compute_of(self, num_tokens: int, recomputed: float) -> Compute:
+        """The seconds of the maths of a micro-batch of so many tokens, a part of the blocks
+        recomputed."""
         if not isinstance(self.compute, Compute):
-            return Compute.of_peak(self.compute, num_tokens, is_recomputing)
-        is_more = is_recomputing and self.is_checkpointing is None
-        compute = self.compute.recomputing() if is_more else self.compute
-        return compute._replace(num_tokens=num_tokens)
+            return Compute.of_peak(self.compute, num_tokens, recomputed)
+        more = recomputed - float(self.was_recomputing)
+        return self.compute.recomputing(more)._replace(num_tokens=num_tokens)
 
-    def ways(self, policy: OffloadPolicy, batch: BatchSizes) -> Iterator[ActivationBytes]:
-        """The activations of a micro-batch, for each way to keep them. Raises ValueError for a
-        shape that lacks a size."""
+    def ways(
+        self, policy: OffloadPolicy, batch: BatchSizes, chooses: bool
+    ) -> Iterator[ActivationBytes]:
+        """The activations of a micro-batch, for each way to keep them; chooses: those of some
+        blocks among them. Raises ValueError for a shape that lacks a size."""
         sizes = ModelSizes.of(self.shape)
         is_gpu = self.cluster.gpu_bytes is not None
         precision = resolve_auto(load_config(self.config), sizes.hidden).precision
         by_layer = policy.accumulation == "layers"
         asked = self.is_checkpointing
-        kinds = [(each, False) for each in (False, True) if asked is None or each is asked]
+        kinds = [(each, 0, False) for each in (False, True) if asked is None or each is asked]
         may_layer = self.moved and not self.is_configured
         may_layer = may_layer and sizes.is_llama and batch.accumulation > 1
         if by_layer or (may_layer and asked is not False):
-            kinds = [*([] if by_layer else kinds), (True, True)]
-        for is_recomputing, is_by_layer in kinds:
+            kinds = [*([] if by_layer else kinds), (True, 0, True)]
+        may_keep = chooses and asked is None and policy.activations is None and not by_layer
+        if may_keep and OF_DIFFUSERS not in self.shape:  # last: a search begins with the others
+            kept = {int(part * sizes.num_layers) for part in _KEPT_PARTS} - {0}
+            kinds += [(True, each, False) for each in sorted(kept)]
+        for is_recomputing, num_kept, is_by_layer in kinds:
             yield ActivationBytes(
                 sizes,
                 batch.micro * self.seq,
@@ -511,6 +547,7 @@ class Scenario:
                 is_gpu,
                 batch.accumulation if is_by_layer else None,
                 self.lora_rank is not None,
+                num_kept,
                 Picture.of(self.shape, is_recomputing),
             )
 
@@ -636,14 +673,16 @@ def plan_scenario(scenario: Scenario, chooses: bool = True, near: Planned | None
     if card_bytes is not None:
         card_bytes = max(1, card_bytes - sum(row.num_bytes for row in cluster.gpu_others))
     placements: dict[Placement, ActivationBytes] = {}
-    for way in scenario.ways(given, batch):
+    for way in scenario.ways(given, batch, chooses):
         left = None
         if cluster.host_bytes is not None:  # the store has what a node leaves
             outside = [*cluster.host_others, *way.rows(given.activations)]
             outside_bytes = sum(row.num_bytes for row in outside if row.tier is Tier.HOST)
             left = max(1, cluster.host_bytes - outside_bytes * per_node)
-        compute = scenario.compute_of(way.multiplied_tokens, way.is_checkpointing)
+        compute = scenario.compute_of(way.multiplied_tokens, way.recomputed_part)
         for each in way.placements(given, card_bytes, left, per_node, compute):
+            if way.num_kept and 1 in (each.device_bytes, each.host_bytes):
+                continue  # activations alone are too large
             if each.host_bytes is not None and given.host_bytes is not None:
                 rest = each.host_bytes // per_node
                 each = each._replace(host_bytes=None, host_room_bytes=rest)

@@ -63,17 +63,32 @@ from tiermem.weights.step_run import overlap_of
 
 
 def build_model(
-    shape: ModelShape, seed: int, is_checkpointing: bool, num_tokens: int, **placed: Any
+    shape: ModelShape,
+    seed: int,
+    is_checkpointing: bool,
+    num_tokens: int,
+    num_kept: int = 0,
+    **placed: Any,
 ) -> nn.Module:
     """A model of a shape with weights from a seed, built under `zero.Init(**placed)`: each module
     goes to its home at once.
 
-    num_tokens: of one forward; the loss of many is computed in chunks.
+    num_tokens: of one forward; the loss of many is computed in chunks. num_kept: of the blocks, the
+        last ones, that keep their activations where the others are recomputed.
     """
     torch.manual_seed(seed)
     with tiermem.zero.Init(**placed):
         model = transformers().AutoModelForCausalLM.from_config(hf_config(shape))
-    return made_ready(model, shape, is_checkpointing, num_tokens)
+    made = made_ready(model, shape, is_checkpointing, num_tokens)
+    of_model = transformers().PreTrainedModel
+    blocks: list[Any] = [
+        each
+        for each in made.modules()
+        if getattr(each, "gradient_checkpointing", False) and not isinstance(each, of_model)
+    ]
+    for block in blocks[max(0, len(blocks) - num_kept) :]:
+        block.gradient_checkpointing = False
+    return made
 
 
 def made_ready(model: Any, shape: ModelShape, is_checkpointing: bool, num_tokens: int) -> nn.Module:
@@ -541,10 +556,9 @@ class MeasuredRates(NamedTuple):
     compute: Compute
     rates: Rates
 
-    @property
-    def recomputing(self) -> MeasuredRates:
-        """The same with blocks computed again in backward."""
-        return self._replace(compute=self.compute.recomputing())
+    def recomputing(self, part: float) -> MeasuredRates:
+        """The same with a part more of the blocks computed again in backward."""
+        return self._replace(compute=self.compute.recomputing(part))
 
 
 def measure(job: Job, room_bytes: int | None, disk: Figures | None) -> MeasuredRates | str:

@@ -45,13 +45,17 @@ NO_OTHER_WAY = (
 
 
 def scenario_of_job(
-    job: Job, resident_bytes: int, measured: tuple[Compute, Rates] | None = None
+    job: Job,
+    resident_bytes: int,
+    measured: tuple[Compute, Rates] | None = None,
+    is_open: bool = False,
 ) -> Scenario:
     """A job on this machine: under its cap, or in the memory that is free where homes are to be
     chosen. Collective; blocks.
 
-    resident_bytes: of a rank's process with everything imported. measured: the maths and the rates;
-        None: assumed ones.
+    resident_bytes: of a rank's process with everything imported. measured: the maths, as the job
+        says, and the rates; None: assumed ones. is_open: which blocks are recomputed may be chosen,
+        whatever the job says.
     """
     device = find_device()
     cards = filter(None, of_every_rank(Card.here(device)))
@@ -69,8 +73,18 @@ def scenario_of_job(
         free_bytes = int(FREE_PART * min(of_every_rank(free_host_bytes())))
         cluster = dataclasses.replace(cluster, host_bytes=free_bytes, host_others=())
     compute, rates = measured or assumed_speed(device)
-    blocks = job.is_checkpointing
-    return Scenario(job.shape, job.config, cluster, rates, compute, job.seq, blocks, moved, True)
+    return Scenario(
+        job.shape,
+        job.config,
+        cluster,
+        rates,
+        compute,
+        job.seq,
+        None if is_open else job.is_checkpointing,
+        moved,
+        True,
+        was_recomputing=bool(job.is_checkpointing),
+    )
 
 
 def cap_of(job: Job) -> int | None:

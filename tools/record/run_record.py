@@ -453,6 +453,7 @@ class RunRecord(Observer):
                     "placement",
                     "compute",
                     "is_checkpointing",
+                    "num_kept",
                 )
             },
             "predicted": self._predicted(),

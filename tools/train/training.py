@@ -125,7 +125,8 @@ class Trainer:
         asked = self._settle_compute(self._job)
         job, self._budget = settle_by_room(asked, resident_bytes)
         self._job = job
-        if job.is_checkpointing != asked.is_checkpointing:
+        is_open = asked.is_checkpointing is None
+        if job.is_checkpointing and is_open:
             self._recomputation = NO_OTHER_WAY
         ceiling = measure_ceiling(job, self._channel)
         self._channel.phase("measuring the maths")
@@ -133,7 +134,7 @@ class Trainer:
         (measured, *_) = of_every_rank(measure(job, room_bytes, ceiling))
         give_back_free_memory()
         forget_peak()
-        config, measured = self._choose(measured, resident_bytes)
+        config, measured = self._choose(measured, resident_bytes, is_open)
         job = self._job
         ceiling = ceiling if job.nvme_paths else None
         with self._explaining_out_of_memory(), large_blocks_mapped():
@@ -143,6 +144,7 @@ class Trainer:
                 job.seed,
                 bool(job.is_checkpointing),
                 job.batch * job.seq,
+                job.num_kept,
                 config_dict_or_path=config,
             )
             self._channel.phase("initialize")
@@ -217,14 +219,15 @@ class Trainer:
             self._channel.send("warning", text=text)
 
     def _choose(
-        self, measured: MeasuredRates | str, resident_bytes: int
+        self, measured: MeasuredRates | str, resident_bytes: int, is_open: bool
     ) -> tuple[Config, MeasuredRates | str]:
-        """The config with what the budgets leave open chosen, recomputation too, and the maths as
-        it is then."""
+        """The config with what the budgets leave open chosen, recomputation too where that is open,
+        and the maths as it is then."""
         job = self._job
         speed = None if isinstance(measured, str) else measured
+        scenario = scenario_of_job(job, resident_bytes, speed, is_open)
         try:
-            chosen = choose_config(scenario_of_job(job, resident_bytes, speed), speed is not None)
+            chosen = choose_config(scenario, speed is not None)
         except ValueError as error:
             raise ValueError(
                 f"{error}: {_remedy(job, is_made=True)}, or name tiermem.device_bytes in a config "
@@ -235,9 +238,19 @@ class Trainer:
         if (planned := chosen.planned) is None:
             return chosen.config, measured
         activations = planned.activations
-        if activations.is_checkpointing > bool(job.is_checkpointing):
-            job = dataclasses.replace(job, is_checkpointing=True)
-            measured = measured if speed is None else speed.recomputing
+        if is_open:
+            more = activations.recomputed_part - float(bool(job.is_checkpointing))
+            measured = measured if speed is None else speed.recomputing(more)
+            is_recomputing = activations.is_checkpointing
+            job = dataclasses.replace(
+                job, is_checkpointing=is_recomputing, num_kept=activations.num_kept
+            )
+            if activations.num_kept:
+                self._recomputation = (
+                    f"checkpointing: {activations.num_recomputed} of "
+                    f"{activations.sizes.num_layers} blocks are recomputed in backward; memory has "
+                    "room for what the others keep"
+                )
         if not planned.policy.uses_nvme:
             job = dataclasses.replace(job, nvme_paths=[])
         self._job = job
@@ -461,6 +474,7 @@ def ready_fields(
         "ceiling": ceiling,
         "predicted": predicted,
         "is_checkpointing": bool(job.is_checkpointing),
+        "num_kept": job.num_kept,
         "versions": {
             "tiermem": tiermem.__version__,
             "torch": torch.__version__,
