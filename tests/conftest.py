@@ -23,6 +23,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
+import drawn
 import fork_server
 import hypothesis
 import pytest
@@ -50,6 +51,15 @@ _MOST_UNCOLLECTED_BYTES = 512 << 20  # which circles and tracebacks may hold
 # An example takes as long as the machine lets it: no test is timed.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """How many examples a property is given depends on which tests were chosen."""
+    drawn.note_marks(config.option.markexpr)
+    examples = drawn.drawn(hypothesis.settings.default.max_examples)
+    hypothesis.settings.register_profile("drawn", deadline=None, max_examples=examples)
+    hypothesis.settings.load_profile("drawn")
+
 
 # Until the first test: importing and finding tests makes no garbage, and collections took a seventh
 # of that time in each worker. `warmed_up` enables them again.
@@ -271,6 +281,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     _sample(items)
 
 
+def _drawn_by(item: pytest.Item) -> int:
+    """A number of a case's own name alone: functions that look at the same cases draw the same
+    ones, and one launch need not compute the others."""
+    return zlib.crc32(item.name.partition("[")[2].encode())
+
+
 def _sample(items: list[pytest.Item]) -> None:
     """Marks as slow, of each function marked `sampled(n)`, all but one in n of its cases that are
     not slow or soak anyway."""
@@ -283,6 +299,6 @@ def _sample(items: list[pytest.Item]) -> None:
     for family in families.values():
         marker = family[0].get_closest_marker("sampled")
         assert marker is not None
-        order = sorted(family, key=lambda item: zlib.crc32(item.nodeid.encode()))
+        order = sorted(family, key=_drawn_by)
         for item in order[-(-len(order) // marker.args[0]) :]:
             item.add_marker(pytest.mark.slow)

@@ -23,6 +23,7 @@ import pytest
 from checkpoint import fuzzing
 from checkpoint.fuzz_readers import READERS, Scene
 from checkpoint.fuzzing import Wrong, bounded, kept_cases, mutated, with_program
+from drawn import drawn
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -42,7 +43,7 @@ def test_kept_cases_are_read_or_refused(scenes: dict[str, Scene], reader: str) -
     assert len(found) > 3 and not all(found)
 
 
-@settings(max_examples=40, phases=[Phase.generate])
+@settings(max_examples=drawn(40), phases=[Phase.generate])
 @given(reader=st.sampled_from(sorted(READERS)), seed=st.integers(0, 1 << 32))
 def test_changed_files_are_read_or_refused(
     scenes: dict[str, Scene], reader: str, seed: int

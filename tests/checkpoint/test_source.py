@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from drawn import drawn
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from saved_by_hand import flip, pieces_of, write
@@ -46,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return where
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=drawn(30), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     ranges=st.lists(st.tuples(st.integers(0, NUMEL), st.integers(0, NUMEL)), min_size=1, max_size=6)
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from drawn import drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runs import policy
@@ -151,7 +152,7 @@ def test_what_a_step_that_cannot_be_read_may_name_is_not_called_free(tmp_path: P
     shutil.rmtree(part.parent)
 
 
-@settings(max_examples=60)
+@settings(max_examples=drawn(60))
 @given(st.lists(st.tuples(st.integers(0, 30_000), st.integers(1, 9_000)), max_size=8))
 def test_blocks_hold_every_byte_and_no_other_block(drawn: list[tuple[int, int]]) -> None:
     ranges = [(start, start + num_bytes) for start, num_bytes in drawn]

@@ -56,6 +56,7 @@ def drawn(pipeline: Any) -> torch.Tensor:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("way", ["full", "lora"])
 def test_the_example_trains_and_diffusers_draws_with_it(way: str, parts: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from accelerator.fixture import sim
+from drawn import drawn
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from launch import launch
@@ -314,7 +315,7 @@ PROGRAM = st.lists(st.tuples(st.sampled_from(WEIGHTED), st.integers(0, 9)), min_
 CHECKS = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
 
 
-@settings(max_examples=12, suppress_health_check=CHECKS)
+@settings(max_examples=drawn(12), suppress_health_check=CHECKS)
 @given(PROGRAM, WAYS)
 def test_any_program_shows_the_same_bits(
     program: list[tuple[str, int]], way: dict[str, Any]
@@ -324,7 +325,7 @@ def test_any_program_shows_the_same_bits(
 
 
 @pytest.mark.slow
-@settings(max_examples=300, suppress_health_check=CHECKS)
+@settings(max_examples=drawn(300), suppress_health_check=CHECKS)
 @given(PROGRAM, WAYS)
 def test_any_program_shows_the_same_bits_long(
     program: list[tuple[str, int]], way: dict[str, Any]
@@ -357,7 +358,7 @@ BESIDE_WAYS = st.tuples(WAYS, st.sampled_from(sorted(BESIDE))).map(
 
 
 @pytest.mark.slow
-@settings(max_examples=100, suppress_health_check=CHECKS)
+@settings(max_examples=drawn(100), suppress_health_check=CHECKS)
 @given(
     program=PROGRAM,
     way=BESIDE_WAYS,
@@ -396,7 +397,7 @@ def trained(tmp_path: Path) -> Any:
             each.close()
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(
     ("overlap", "fields", "is_under_way"),
     [
@@ -447,6 +448,7 @@ def test_what_is_always_present_is_stepped_when_step_returns(trained: Any) -> No
     assert shards.program.is_running
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("home", ["HOST", "NVME"])
 def test_changing_a_gradient_after_a_step_changes_no_step(trained: Any, home: str) -> None:
     """The step under way reads gradients at home; each look at their values waits for it."""
@@ -653,6 +655,7 @@ def test_a_model_that_is_dropped_under_way_ends_its_threads(tmp_path: Path) -> N
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("verb", ["_call_next", "_report"])
 def test_an_interrupt_leaves_the_step_under_way(
     verb: str, trained: Any, monkeypatch: pytest.MonkeyPatch

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from drawn import drawn
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -28,7 +29,7 @@ Pattern = Callable[..., torch.Tensor]
 MakeStore = Callable[..., TensorStore]
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=drawn(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     ranges=st.lists(st.tuples(st.booleans(), POINTS, POINTS), max_size=12),
     num_pages=st.integers(1, 3),

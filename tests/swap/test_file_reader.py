@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from drawn import drawn
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -59,7 +60,7 @@ def test_every_pair_of_edges_is_read(
             assert torch.equal(reader.read(start, stop - start), pattern(16_383)[start:stop])
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=drawn(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), num_bytes=st.integers(0, 60_000))
 def test_any_range_of_any_file_is_read(
     tmp_path: Path, pattern: Pattern, data: st.DataObject, num_bytes: int

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import fork_server
 import pytest
+from drawn import drawn
 from forks import forked
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -95,7 +96,7 @@ def test_extent_freed_is_allocated_again_and_only_once(files: Files) -> None:
     files.close(keep=False)
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=drawn(25), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     steps=st.lists(st.tuples(st.booleans(), st.integers(0, 300_000)), max_size=40),
     num_paths=st.integers(1, 3),

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from drawn import drawn
 from frozen_bytes import content, on_disk, write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -96,7 +97,7 @@ class Twin:
             assert {name: on_disk(freeze, name, len(data)) for name, data in held.items()} == held
 
 
-@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(max_examples=drawn(60), suppress_health_check=list(HealthCheck))
 @given(steps=STEPS, num_slots=st.integers(2, 4), num_paths=st.integers(1, 2))
 def test_live_bytes_and_every_frozen_state_are_what_they_should_be(
     tmp_path: Path,

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import hypothesis.strategies as st
 import pytest
 import torch
+from drawn import drawn
 from hypothesis import given, settings
 
 from tiermem.swap.base.native import Workers, choose_isa, narrow_part, optimizer_step, widen_part
@@ -90,7 +91,7 @@ def adamw_in_doubles(
     seed=st.integers(0, 2**31),
     shift=st.integers(-30, 20),
 )
-@settings(max_examples=80)
+@settings(max_examples=drawn(80))
 def test_fp32_rows_are_within_two_units_of_doubles(
     numel: int, offset: int, seed: int, shift: int
 ) -> None:
@@ -112,7 +113,7 @@ def test_fp32_rows_are_within_two_units_of_doubles(
 
 
 @given(data=st.data(), rule=st.sampled_from(sorted(MOMENTS)))
-@settings(max_examples=60)
+@settings(max_examples=drawn(60))
 def test_special_values_neither_spread_nor_vanish(data: st.DataObject, rule: str) -> None:
     special = st.sampled_from(
         [0.0, -0.0, 1e-45, -1e-40, 1.17e-38, math.inf, -math.inf, math.nan, 3.4e38, 1.0]

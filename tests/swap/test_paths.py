@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from drawn import drawn
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -89,7 +90,7 @@ def test_what_a_full_path_cannot_take_is_dealt_over_the_others(
     assert deal_shares(num_bytes * MIB, weights, scaled) == [share * MIB for share in shares]
 
 
-@settings(max_examples=200)
+@settings(max_examples=drawn(200))
 @given(
     num_bytes=st.integers(1, 1 << 45),
     paths=st.lists(
@@ -181,7 +182,7 @@ def test_only_capped_paths_refuse_naming_each(folders: list[Path]) -> None:
     files.close(keep=False)
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=drawn(25), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     steps=st.lists(st.tuples(st.booleans(), st.integers(1, 400_000)), max_size=40),
     cap=st.integers(1, 2 * MIB),

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Sequence
 
 import pytest
+from drawn import drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -60,7 +61,7 @@ def per_byte(parts: list[SlotPart], start: int, stop: int) -> list[int]:
     return [part.slot for part in parts for _ in range(part.start, part.stop)]
 
 
-@settings(max_examples=400)
+@settings(max_examples=drawn(400))
 @given(steps=STEPS, num_slots=st.integers(1, 4), looked=BOUNDS)
 def test_slots_are_those_of_a_map_byte_by_byte(
     steps: list[tuple[str, tuple[int, int]]], num_slots: int, looked: tuple[int, int]

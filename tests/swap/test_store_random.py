@@ -13,6 +13,7 @@ from pathlib import Path
 import fork_server
 import pytest
 import torch
+from drawn import drawn
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -118,8 +119,8 @@ class Model:
         assert not was_present or move.is_done()
 
 
-@pytest.mark.sampled(6)
-@settings(max_examples=30, suppress_health_check=list(HealthCheck))
+@pytest.mark.sampled(12)
+@settings(max_examples=drawn(30), suppress_health_check=list(HealthCheck))
 @given(steps=STEPS, faults=FAULTS, num_paths=st.integers(1, 2))
 def test_store_holds_what_a_dict_would(
     tmp_path: Path,

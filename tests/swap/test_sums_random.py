@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from drawn import drawn
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -140,7 +141,7 @@ class User:
         return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=self._numbers)
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=drawn(25), suppress_health_check=[HealthCheck.too_slow])
 @given(EDGES, st.lists(STEP, max_size=40), st.integers(0, 1 << 30))
 def test_known_checksums_are_those_of_the_bytes(
     edges: set[int], steps: list[Any], seed: int

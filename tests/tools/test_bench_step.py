@@ -189,6 +189,7 @@ def test_with_only_states_on_nvme_nothing_else_is_moved(bench: Bench) -> None:
     assert (figures["read_bytes"], figures["written_bytes"]) == (8 * NUM_PARAMS, 8 * NUM_PARAMS)
 
 
+@pytest.mark.slow
 def test_resident_states_are_neither_read_nor_written(bench: Bench) -> None:
     figures = bench(resident="0, 34%,25165824,100%", only_states=True)
     rows = figures["rows"]
@@ -337,6 +338,7 @@ def test_compare_measures_every_setting_in_one_run(
     assert "what the pipeline is worth" in figures["printed"]
 
 
+@pytest.mark.slow
 def test_no_pipeline_is_measured_as_asked(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Pipelining] = []
     run = module.SteppedModel.step
@@ -359,6 +361,7 @@ def test_the_picture_carries_our_mark_and_may_be_drawn_again(bench: Bench, tmp_p
     assert b"tEXtSoftware\0tiermem bench step" in picture.read_bytes()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_tiles", [0, 1, 7, 300])
 def test_a_step_of_any_length_can_be_drawn(tmp_path: Path, num_tiles: int) -> None:
     spans = []
@@ -464,6 +467,7 @@ def test_a_file_of_somebody_elses_is_not_overwritten(bench: Bench, tmp_path: Pat
     assert mine.read_text() == '{"chapters": 5}'
 
 
+@pytest.mark.slow
 def test_tbw_is_said_in_steps(bench: Bench) -> None:
     lines = bench(tbw_bytes=600 * 10**12)["endurance"]
     assert len(lines) == 1

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from drawn import drawn
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from programs import models
@@ -39,7 +40,9 @@ POLICIES = st.fixed_dictionaries(
         "num_moments": st.sampled_from([2, 3]),
     }
 )
-PROPERTY = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+PROPERTY = settings(
+    max_examples=drawn(25), suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 def one_step(policy: OffloadPolicy, dtype: torch.dtype) -> tiermem.swap.store.store.StoreStats:

@@ -8,6 +8,7 @@ import statistics
 
 import pytest
 import torch
+from drawn import drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -57,7 +58,7 @@ def test_values_come_back_within_half_a_step_of_their_block(
 
 
 @of_form
-@settings(max_examples=60)
+@settings(max_examples=drawn(60))
 @given(
     st.lists(
         st.floats(-(2.0**100), 2.0**100, width=32).filter(lambda x: x == 0 or abs(x) > 2.0**-100),

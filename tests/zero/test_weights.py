@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from drawn import drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from programs import models
@@ -83,7 +84,7 @@ def test_an_index_and_its_files(loaded: Any, saved: nn.Module, folder: Path) -> 
     assert_same_tensors(loaded(folder), dict(saved.state_dict()))
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(
     "stored", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str
 )
@@ -259,7 +260,7 @@ ENTRY = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=drawn(200))
 @given(
     header=st.dictionaries(st.text(max_size=5), ENTRY | JSON, max_size=3) | JSON,
     rest=st.binary(max_size=40),
@@ -277,7 +278,7 @@ def test_any_header_is_understood_or_refused(
     assert all(stored.start + stored.num_bytes <= file.stat().st_size for stored in found)
 
 
-@settings(max_examples=200)
+@settings(max_examples=drawn(200))
 @given(content=st.binary(max_size=64))
 def test_any_file_is_understood_or_refused(
     content: bytes, tmp_path_factory: pytest.TempPathFactory
