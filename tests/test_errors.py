@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from test_floors import ROOT, read_modules
+from test_floors import read_house
 
 from tiermem.checkpoint.opening.verified import DamagedState
 from tiermem.policy import CombinedError
@@ -55,7 +55,7 @@ def exceptions() -> list[type[Exception]]:
     """Every exception that a module of the library defines; only those modules are imported."""
     classes = [
         (module, each.name, {ast.unparse(base).rpartition(".")[2] for base in each.bases})
-        for module in read_modules(ROOT).values()
+        for module in read_house().values()
         for each in ast.walk(module.tree)
         if isinstance(each, ast.ClassDef)
     ]

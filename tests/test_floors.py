@@ -15,6 +15,8 @@ from a package counts as an import of its `__init__`, and of all that this impor
 
 import ast
 import collections
+import dataclasses
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -68,10 +70,23 @@ ORDERED = (
 _NAME_IN_LIST = re.compile(r"(?:^|  )([a-z]\w*)/?(?=  |$)", re.MULTILINE)
 
 
-class Module(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """One file of the house."""
+
     name: str  # dotted, as imported: tiermem.swap.store.store
     path: Path
     tree: ast.Module
+
+    @functools.cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All nodes of the tree: several tests go through them."""
+        return list(ast.walk(self.tree))
+
+    @functools.cached_property
+    def imports(self) -> list[tuple[ast.Import | ast.ImportFrom, bool]]:
+        """Import statements, and whether importing the module executes them."""
+        return list(walk(self.tree, True))
 
 
 Modules = dict[str, Module]
@@ -95,6 +110,12 @@ def read_modules(root: Path) -> dict[str, Module]:
             name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
             modules[name] = Module(name, path, ast.parse(path.read_text("utf-8"), str(path)))
     return modules
+
+
+@functools.cache
+def read_house() -> dict[str, Module]:
+    """The modules of this house, parsed once in each process that runs tests."""
+    return read_modules(ROOT)
 
 
 def floor_of(name: str) -> int:
@@ -137,7 +158,7 @@ def base_of(module: Module, node: ast.ImportFrom) -> str:
 
 def imports_of(module: Module, modules: dict[str, Module]) -> Iterator[Import]:
     """Yields every import; `from package import module` names the module."""
-    for node, is_early in walk(module.tree, True):
+    for node, is_early in module.imports:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield Import(alias.name, node.lineno, is_early)
@@ -238,7 +259,7 @@ def targets_of(
     module: Module, modules: Mapping[str, Module], homes: Mapping[str, Mapping[str, str]]
 ) -> Iterator[str]:
     """Yields the dotted name of everything that a module imports, anywhere in its source."""
-    for node, _ in walk(module.tree, True):
+    for node, _ in module.imports:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
             continue
@@ -247,7 +268,7 @@ def targets_of(
             full = f"{base}.{alias.name}"
             yield homes.get(base, {}).get(alias.name) or (full if full in modules else base)
     yield from homes[module.name].values()
-    for call in ast.walk(module.tree):
+    for call in module.nodes:
         if (
             isinstance(call, ast.Call)
             and call.args
@@ -300,7 +321,7 @@ def find_prints(modules: dict[str, Module]) -> list[str]:
         f"{module.path}:{node.lineno}: print"
         for module in modules.values()
         if floor_of(module.name) < FLOORS["tools"]
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)
         and node.func.id == "print"
@@ -318,7 +339,7 @@ def find_kinds(modules: dict[str, Module]) -> list[str]:
     for module in modules.values():
         if module.name in ("tiermem.swap.memory.accelerator", "tiermem.tools.bench.peer_operators"):
             continue
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if not isinstance(
                 node, ast.Attribute | ast.Import | ast.ImportFrom | ast.Call | ast.Compare
             ):
@@ -366,7 +387,7 @@ def find_undescribed(modules: dict[str, Module]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def house() -> Modules:
-    return read_modules(ROOT)
+    return read_house()
 
 
 def test_imports_go_down_only(house: Modules) -> None:
@@ -390,7 +411,7 @@ def test_a_class_name_is_unique(house: Modules) -> None:
     found = collections.Counter(
         node.name
         for module in house.values()
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.ClassDef)
     )
     assert len(found) > 500

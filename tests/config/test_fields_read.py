@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import pytest
 from config_keys import every_model
-from test_floors import ROOT, read_modules
+from test_floors import read_house
 
 from tiermem.keys import COMPUTED, REFUSED
 from tiermem.optimizers.base import OptimizerParams
@@ -44,7 +44,7 @@ def attributes_in(tree: ast.AST) -> Iterator[tuple[str, str]]:
 
 
 # Read when a test asks: every worker of pytest imports this file, one runs it.
-modules = functools.cache(lambda: read_modules(ROOT))
+modules = functools.cache(lambda: read_house())
 
 
 @functools.cache
