@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import fork_server
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -49,6 +50,18 @@ def launch_ranks(script: Path, num_ranks: int, *words: str, timeout_s: float = 4
     )
     output = done.stdout + done.stderr
     assert done.returncode == 0, f"{script.name} failed on {num_ranks} ranks:\n{output[-8000:]}"
+
+
+def asked(request: pytest.FixtureRequest, *parameters: str) -> list[Any]:
+    """What the tests of this module that run, and no others, say for some of their parameters: the
+    cases that the module's launch computes. Each once, in the order of the tests."""
+    found = {}
+    for item in request.session.items:
+        given = getattr(item, "callspec", None)
+        if item.path == request.path and given is not None and {*parameters} <= {*given.params}:
+            values = tuple(given.params[name] for name in parameters)
+            found[values if len(values) > 1 else values[0]] = None
+    return list(found)
 
 
 @contextlib.contextmanager

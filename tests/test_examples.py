@@ -65,7 +65,7 @@ def test_example_is_short_and_says_what_it_is(example: Path) -> None:
     assert "params=Tier.NVME" not in source or "persistence_numel=" in source
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.usefixtures("forked_python")
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda file: file.stem)
 def test_example_runs(example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

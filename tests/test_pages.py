@@ -130,7 +130,7 @@ def run_shell(text: str) -> None:
     assert done.returncode == 0, f"{done.stdout[-8000:]}\n{done.stderr[-8000:]}"
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.usefixtures("forked_python")
 @pytest.mark.parametrize("block", shown("python"))
 def test_programs_run_alone(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +170,7 @@ def test_configs_are_accepted(block: Block, tmp_path: Path) -> None:
     assert load_config(config).policy() is not None
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(
     ("page", "line"),
     [

@@ -55,6 +55,7 @@ def train(
             optim.zero_grad()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", ["at_once", "late"])
 @pytest.mark.parametrize("home", [Tier.HOST, Tier.NVME])
 @pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=[pytest.mark.slow])])
@@ -200,6 +201,7 @@ def test_cpu_checkpointing_sends_inputs_of_checkpointed_blocks_to_host(sim: Modu
     assert moved[1] - moved[0] == 3 * INPUT_BYTES
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_loss_in_chunks_takes_the_gradient_of_its_weight_once(
     dtype: torch.dtype, sim: ModuleType

@@ -43,7 +43,7 @@ def cases() -> Iterator[Any]:
         yield pytest.param(shape, checkpoint, num_tokens, capacity_mib, marks=marks, id=name)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(("shape", "checkpoint", "num_tokens", "capacity_mib"), cases())
 def test_what_auto_plans_beside_activations_trains_without_running_out(
     shape: str,
@@ -116,6 +116,7 @@ def test_shard_without_a_policy_uses_the_card(sim: ModuleType) -> None:
     assert homes[4] == (DEVICE, 1.0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("parts", ["both", "params"])
 def test_homes_of_a_config_that_are_auto_are_those_that_choose_policy_finds(
     parts: str, sim: ModuleType, tmp_path: Path

@@ -76,6 +76,7 @@ def test_a_capture_is_refused_where_addresses_change_and_training_goes_on(
     engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("per_block", [True, pytest.param(False, marks=[pytest.mark.slow])])
 def test_a_compiled_model_has_the_bits_of_the_plain_one(per_block: bool, sim: ModuleType) -> None:
     losses = []

@@ -53,7 +53,7 @@ def wide() -> nn.Module:
     return seeded(lambda: Tower(width=256, inner=1024, num_blocks=6))
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("is_rounded", [False, True], ids=["", "segments of CUDA"])
 @pytest.mark.parametrize("name", POLICIES)
 def test_what_is_reserved_is_the_plan(
@@ -95,6 +95,7 @@ def shard_within(device_bytes: int | None, folder: Path) -> tuple[Plan, Found]:
     return plan, plain(place)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("schedule", ["at_once", "late", "random:3"])
 def test_units_that_stay_change_no_bit(schedule: str, sim: ModuleType, tmp_path: Path) -> None:
     """With room for none, two and all units beside what passes; what stays is not read from the

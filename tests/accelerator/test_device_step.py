@@ -166,7 +166,7 @@ def cases() -> Iterator[Any]:
         yield pytest.param(optimizer, precision, home, schedule, marks=marks)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(("optimizer", "precision", "home", "schedule"), cases())
 def test_states_on_the_device_have_the_cpu_kernels_bits(
     optimizer: str, precision: str, home: str, schedule: str, sim: ModuleType, tmp_path: Path
@@ -194,6 +194,7 @@ def test_every_stage_steps_on_the_device(
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", ["exact", "tiny"])
 def test_masters_of_init_reach_the_device(precision: str, sim: ModuleType, tmp_path: Path) -> None:
     """fp32 values that the model had before it was built in bf16: the first step on the device
@@ -231,7 +232,7 @@ HOMES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("field", ["optim_ratio", "streamed_ratio"])
 @pytest.mark.parametrize(
     ("ratio", "home"),

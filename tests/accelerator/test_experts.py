@@ -90,6 +90,7 @@ def test_rows_on_an_accelerator_give_the_bits_of_the_cpu(
                 assert torch.equal(mine, other), (schedule, key)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("length", [3, 60])
 def test_experts_that_are_always_present_are_whole_and_what_the_user_writes_counts(
     length: int, sim: ModuleType, tmp_path: Path

@@ -112,6 +112,7 @@ def test_one_byte_less_is_refused_with_the_cache_in_the_arithmetic(is_gpu: bool)
     assert re.search(rf"needs {num_bytes} ", str(error.value))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("params", [Tier.HOST, Tier.NVME])
 def test_a_generation_takes_no_more_of_the_device_than_its_plan(
     params: Tier, sim: ModuleType, tmp_path: Path

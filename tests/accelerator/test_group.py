@@ -79,6 +79,7 @@ def test_aborting_a_communicator_ends_what_is_pending_and_refuses_what_follows(
     assert code == 0 and "the communicator was aborted" in said and "watchdog" not in said
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.skipif(WHY_SKIPPED is not None, reason=str(WHY_SKIPPED))
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_collectives_on_ranks(num_ranks: int, tmp_path: Path) -> None:

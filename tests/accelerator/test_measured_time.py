@@ -52,7 +52,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 # ---- what a run does, counted --------------------------------------------------------------------
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("by_layer", [False, True])
 @pytest.mark.parametrize("overlap", NORMS)
 def test_a_recording_has_the_operations_and_tiles_of_a_run(

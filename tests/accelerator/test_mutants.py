@@ -58,7 +58,7 @@ ALWAYS = {
 }
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(
     "name",
     [

@@ -67,7 +67,7 @@ def trained(engine: Engine, sim: ModuleType, sleeps: bool) -> tuple[list[Any], l
     return found, reserved
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("schedule", ["late", "random:3"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_what_rests_on_the_device_leaves_and_comes_back_to_the_bit(

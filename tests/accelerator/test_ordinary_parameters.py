@@ -48,7 +48,7 @@ def trained(
     return found
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("preset", ["exact", "compact"])
 @pytest.mark.parametrize("home", ["host", "nvme", "both"])
 def test_states_away_from_a_device_change_no_bit(

@@ -220,6 +220,7 @@ def trained_in(room: str, device: str) -> tuple[Found, list[set[int]], Shards]:
         return found(shards, model, optim, losses), early, shards
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("room", "first", "later"), [("all", 5, 5), ("a part", 2, 2), ("for now", 5, 0)]
 )

@@ -73,6 +73,7 @@ def test_four_ranks_on_devices_compute_what_they_compute_on_cpus(tmp_path: Path)
     assert_close_and_equal(tmp_path, "all", LATE, *random_ways(6))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in ON_RANKS],

@@ -139,7 +139,7 @@ def recorded(
     return shards, optim.tiles_of(shards)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("precision", ["exact", "compact", "tiny"])
 @pytest.mark.parametrize("home", HOMES)
 def test_the_bytes_that_cross_the_link_are_those_that_are_said(

@@ -32,7 +32,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_training_equals_the_cpu_under_every_schedule(sim: ModuleType, name: str) -> None:
     assert_equal_under(SCHEDULES if name == "transformer" else SCHEDULES[:5], name, sim)

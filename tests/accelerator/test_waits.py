@@ -107,7 +107,7 @@ def test_unscaling_clipping_and_stepping_wait_once(
     assert (found["clipping"]["main"], found["step"]["main"]) == (0, 1), found
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("homes", [THERE, GRADIENTS_THERE], ids=["all", "gradients"])
 @pytest.mark.parametrize("clips", ["torch", "scaler", "scaler, stepped"])
 def test_gradients_on_the_device_are_unscaled_clipped_and_stepped_with_one_wait(

@@ -273,9 +273,9 @@ def run_engine(rank: int, folder: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    with as_rank() as (rank, out_file, words):
-        nvme = Path(words[0])
-        found: dict[str, Any] = {name: run_case(name, rank, nvme) for name in CASES}
+    with as_rank() as (rank, out_file, (folder, *names)):
+        nvme = Path(folder)
+        found: dict[str, Any] = {name: run_case(name, rank, nvme) for name in names}
         found["blocks"] = run_blocks(rank, nvme)
         found["faults"] = run_faults(rank, nvme)
         found["steps"] = run_steps(rank, nvme)

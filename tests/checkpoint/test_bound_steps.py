@@ -248,6 +248,7 @@ def crash_states(folder: Path, aside: Path) -> durable.Observer:
     return observe
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("where", PLACES.values())
 @pytest.mark.parametrize("tag", ["new", "t"])
 def test_a_crash_at_any_point_of_a_save_opens_the_step_before_or_the_new_one(

@@ -119,6 +119,7 @@ def check_goes_on(out: Path, tag: str, saved: Any, due: list[float], path: Path)
 # ---- read-only -----------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("what", ["step", "save", "durable step", "copy", "open"])
 def test_a_file_system_that_turns_read_only_under_a_run_keeps_what_was_saved(
     mount: Mount, start: Callable[..., Run], tmp_path: Path, what: str
@@ -230,7 +231,7 @@ def test_a_store_that_does_not_fit_is_refused_with_the_arithmetic(
     assert files_of(point) == before
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     "way", ["in place", "in place, same tag", "a step", "a copy", "a copy behind"]
 )

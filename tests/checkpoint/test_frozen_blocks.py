@@ -41,6 +41,7 @@ def weights(shards: Shards) -> dict[str, torch.Tensor]:
     return {shard.name: shards.weight(shard.param) for _, shard in shards.parameters()}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.NVME])
 @pytest.mark.parametrize("form", FORMATS)
 def test_it_holds_the_blocks_and_opens_under_every_form(

@@ -57,6 +57,7 @@ def test_the_module_alone_leaves_states_counters_and_schedule(
     other.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kept_as", ["exact", "compact"])
 @pytest.mark.parametrize("loads_masters", [True, False])
 def test_without_optimizer_states_masters_are_exact_or_the_weights_and_moments_new(

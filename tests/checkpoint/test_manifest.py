@@ -334,6 +334,7 @@ def test_a_name_that_is_listed_twice_is_found_in_linear_time() -> None:
     assert Compared.num_times < 20 * len(names)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("filler", [b"[]", b'{"a":1}', b'"ab"', b"999", b"[999,999,999,999]"])
 def test_what_is_made_of_a_file_is_bounded_by_its_size(filler: bytes) -> None:
     body = b'{"x":[' + b",".join([filler] * ((1 << 20) // (len(filler) + 1))) + b"]"

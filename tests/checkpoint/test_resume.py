@@ -121,7 +121,7 @@ def check_same(
 ARRANGEMENTS = [*itertools.product((1, 2, 3), ("none", "cpu", "nvme")), (0, "none")]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("preset", ["exact", "tiny"])
 @pytest.mark.parametrize(("stage", "offload"), [(0, "none"), (1, "nvme"), (2, "cpu"), (3, "nvme")])
 def test_a_new_engine_goes_on_to_the_bit(
@@ -146,7 +146,7 @@ def test_every_arrangement_goes_on_to_the_bit(
     )
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("build", [models.frozen_tower, models.BareContainers, models.NanoGPT])
 def test_frozen_bare_and_reinitialised_parameters_go_on(build: Build, tmp_path: Path) -> None:
     check_goes_on(tmp_path, build=build, gradient_accumulation_steps=2)
@@ -185,7 +185,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("preset", [None, "compact"])
 @pytest.mark.parametrize("other", OTHERS)
 def test_other_tiers_and_stages_go_on_to_the_bit(
@@ -214,6 +214,7 @@ def test_other_tile_sizes_and_paths_go_on_to_the_bit(tmp_path: Path) -> None:
     second.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("saved", "opened"),
     [("exact", "compact"), ("compact", "exact"), ("exact", "tiny"), ("tiny", "bf16")],
@@ -279,6 +280,7 @@ def test_a_bf16_model_opens_in_fp32_and_back(tmp_path: Path) -> None:
 # ---- other ways to keep states -------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("durability", ["none", "step"])
 def test_every_durability_goes_on(durability: str, tmp_path: Path) -> None:
     check_goes_on(tmp_path, own={"durability": durability}, preset="compact")

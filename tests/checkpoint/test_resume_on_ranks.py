@@ -28,6 +28,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", ["fp32", "compact"])
 def test_states_pass_from_rank_to_rank_to_the_bit(found: list[Any], way: str) -> None:
     stages = found[0][way]

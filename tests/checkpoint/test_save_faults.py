@@ -257,7 +257,7 @@ def test_masters_that_wait_for_the_first_step_are_saved(tmp_path: Path, where: s
         assert ("layers.0.weight", "exp_avg") not in saved
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("way", ["in place", "a step", "a copy"])
 def test_a_disk_that_is_read_only_from_any_moment_keeps_what_was_saved(
     tmp_path: Path, way: str

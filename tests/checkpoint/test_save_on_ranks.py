@@ -6,23 +6,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch import launch
+from launch import asked, launch
 from save_on_ranks import CASES, FAULTS
 
 HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def found(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
     return launch(
         HERE / "save_on_ranks.py",
         2,
         tmp_path_factory.mktemp("ranks"),
         str(tmp_path_factory.mktemp("nvme")),
+        *asked(request, "case"),
     )
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("case", CASES)
 def test_every_state_of_every_rank_is_saved_once_and_stays(
     found: list[dict[str, Any]], case: str

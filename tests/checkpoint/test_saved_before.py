@@ -39,7 +39,7 @@ def check(found: dict[str, Any], due: dict[str, Any]) -> None:
     assert found["after"] == due["after"]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_step_that_one_rank_saved_opens_and_goes_on(

@@ -74,7 +74,7 @@ HOMES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("overlap", ["forward", "backward"])
 @pytest.mark.parametrize("home", HOMES)
 def test_what_is_durable_is_the_step_as_it_was_when_it_returned(
@@ -176,7 +176,7 @@ COMMITS: dict[str, Callable[[Loop], object]] = {
 }
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("way", COMMITS)
 def test_a_change_a_save_and_the_end_make_the_last_step_durable_before(
     way: str, tmp_path: Path

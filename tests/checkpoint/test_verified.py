@@ -120,6 +120,7 @@ def test_what_was_told_changes_no_bit(
         read_all(source, asked[::-1], states)
 
 
+@pytest.mark.slow
 def test_pieces_too_many_for_the_memory_are_read_one_by_one(
     folder: Path, states: dict[str, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:

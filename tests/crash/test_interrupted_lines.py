@@ -11,8 +11,8 @@ from harness import totals_of
 
 
 def test_some_interrupts_leave_a_run_that_goes_on_or_says_that_it_is_torn(tmp_path: Path) -> None:
-    words = ("--sample", "24", "--settings", "0", "3", "--parts", "train", "--workers", "1")
-    assert totals_of("interrupts.py", tmp_path, *words)["cases"] == 24
+    words = ("--sample", "10", "--settings", "0", "3", "--parts", "train", "--workers", "1")
+    assert totals_of("interrupts.py", tmp_path, *words)["cases"] == 10
 
 
 def test_an_interrupt_of_one_of_two_ranks_leaves_both_right_or_told(tmp_path: Path) -> None:
@@ -36,8 +36,8 @@ def test_an_interrupt_of_one_of_two_ranks_leaves_both_right_or_told(tmp_path: Pa
 def test_ctrl_c_at_random_moments_leaves_a_notebook_that_trains_right_or_is_told(
     kind: str, setting: str, tmp_path: Path
 ) -> None:
-    words = ("--kinds", kind, "--settings", setting, "--count", "12", "--seed", "3")
-    assert totals_of("notebook.py", tmp_path, *words)["cases"] == 12
+    words = ("--kinds", kind, "--settings", setting, "--count", "6", "--seed", "3")
+    assert totals_of("notebook.py", tmp_path, *words)["cases"] == 6
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 Every rank sees the same batches, so that values are the same on any number of ranks, but for the
 rounding of sums over them.
 
-state_access_on_ranks.py OUT NVME     writes OUT/<rank>.pt: {case: what that case found}
+state_access_on_ranks.py OUT NVME CASE...     writes OUT/<rank>.pt: {case: what that case found}
 """
 
 from __future__ import annotations
@@ -161,5 +161,5 @@ def count_up(states: dict[str, torch.Tensor], param: nn.Parameter, elements: sli
 
 
 if __name__ == "__main__":
-    with as_rank() as (_, out, (nvme,)):
-        torch.save({case: look_and_put(case, Path(nvme)) for case in CASES}, out)
+    with as_rank() as (_, out, (nvme, *names)):
+        torch.save({case: look_and_put(case, Path(nvme)) for case in names}, out)

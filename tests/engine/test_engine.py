@@ -57,7 +57,7 @@ def plain_run(
 # ---- training ------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
@@ -79,6 +79,7 @@ def test_engine_trains_as_a_plain_loop(
     engine.close()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("offload", OFFLOADS)
 def test_weights_built_under_init_train_as_plain_ones(offload: str, tmp_path: Path) -> None:
     losses = []
@@ -93,6 +94,7 @@ def test_weights_built_under_init_train_as_plain_ones(offload: str, tmp_path: Pa
     assert losses[0] == losses[1]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("offload", OFFLOADS)
 def test_fp16_with_a_dynamic_scale_skips_and_recovers(offload: str, tmp_path: Path) -> None:
     """The scale starts too high: steps are skipped, states untouched to the bit, until it fits;
@@ -128,6 +130,7 @@ def test_fp16_with_a_dynamic_scale_skips_and_recovers(offload: str, tmp_path: Pa
     engine.close()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("offload", OFFLOADS)
 def test_a_static_scale_changes_no_loss(offload: str, tmp_path: Path) -> None:
     losses = []

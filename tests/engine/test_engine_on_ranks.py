@@ -30,6 +30,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[
     return out, found
 
 
+@pytest.mark.sampled(2)
 @stages
 def test_rank_0_has_the_consolidated_weights_and_writes_them(
     stage: int, launched: tuple[Path, list[dict[str, Any]]]

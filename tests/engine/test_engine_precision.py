@@ -65,7 +65,7 @@ def everything(engine: tiermem.Engine) -> dict[str, torch.Tensor]:
 # ---- steps that are skipped, and those that are not ----------------------------------------------
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("offload", OFFLOADS)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_skipped_step_leaves_every_state_as_it_is(

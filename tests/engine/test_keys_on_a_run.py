@@ -339,6 +339,7 @@ def test_every_setting_of_every_optimizer_is_flipped_below() -> None:
         )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FLIPS)
 def test_a_setting_of_an_optimizer_changes_the_weights(name: str, tmp_path: Path) -> None:
     def trained(params: dict[str, Any]) -> torch.Tensor:

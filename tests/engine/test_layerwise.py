@@ -91,7 +91,7 @@ class Head(nn.Linear):
         super().__init__(16, VOCAB)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", CASES)
 def test_layers_give_the_bits_of_batches(name: str, tmp_path: Path) -> None:
     case = CASES[name]

@@ -124,7 +124,7 @@ def assert_close_runs(mine: Run, expected: Run) -> None:
         torch.testing.assert_close(mine.weights[name], each, atol=2e-3, rtol=0, msg=name)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", [*MODELS, "two streams, frozen", "a parameter, frozen"])
 def test_layers_train_as_batches(name: str, tmp_path: Path) -> None:
     """Frozen: what comes before the blocks, and the first block."""

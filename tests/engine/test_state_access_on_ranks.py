@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from launch import launch
+from launch import asked, launch
 from programs.twins import assert_same_tensors
 from state_access_on_ranks import CASES, built, value_for
 
@@ -26,21 +26,22 @@ many_ranks = pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark
 class Found(dict[int, list[dict[str, Any]]]):
     """What every rank found, by number of ranks: launched when it is first asked for."""
 
-    def __init__(self, folders: pytest.TempPathFactory) -> None:
+    def __init__(self, folders: pytest.TempPathFactory, names: list[str]) -> None:
         self._folders = folders
+        self._names = names
 
     def __missing__(self, ranks: int) -> list[dict[str, Any]]:
         out, nvme = self._folders.mktemp("out"), self._folders.mktemp("nvme")
-        self[ranks] = launch(SCRIPT, ranks, out, str(nvme), timeout_s=300)
+        self[ranks] = launch(SCRIPT, ranks, out, str(nvme), *self._names, timeout_s=300)
         return self[ranks]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return Found(tmp_path_factory)
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return Found(tmp_path_factory, asked(request, "case"))
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @many_ranks
 @cases
 def test_full_states_are_the_same_on_all_ranks_and_as_on_one(
@@ -57,6 +58,7 @@ def test_full_states_are_the_same_on_all_ranks_and_as_on_one(
         assert torch.allclose(value, other, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.sampled(4)
 @many_ranks
 @cases
 def test_local_states_are_the_parts_of_the_full_ones_with_zeros_behind(
@@ -73,6 +75,7 @@ def test_local_states_are_the_parts_of_the_full_ones_with_zeros_behind(
         assert not joined[whole.numel() :].any()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 @cases
 def test_what_is_put_is_seen_on_every_rank(case: str, ranks: int, found: Found) -> None:
@@ -92,6 +95,7 @@ def test_what_is_put_is_seen_on_every_rank(case: str, ranks: int, found: Found) 
             )
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 @cases
 def test_vectorised_forms_see_every_element_once(case: str, ranks: int, found: Found) -> None:
@@ -106,6 +110,7 @@ def test_vectorised_forms_see_every_element_once(case: str, ranks: int, found: F
             assert torch.equal(visited[f"{name} state"], value_for(param, seed[1]) * 0.5)
 
 
+@pytest.mark.sampled(4)
 @many_ranks
 @cases
 def test_the_step_after_it_is_the_same_on_any_number_of_ranks(
@@ -125,6 +130,7 @@ def test_the_step_after_it_is_the_same_on_any_number_of_ranks(
         assert_same_tensors(rank[case]["weights"], found[ranks][0][case]["weights"])
 
 
+@pytest.mark.sampled(4)
 @many_ranks
 @pytest.mark.parametrize("case", [name for name, (_, _, preset) in CASES.items() if not preset])
 def test_in_no_sync_a_gradient_is_that_of_the_rank_or_reduced(

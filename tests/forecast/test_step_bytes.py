@@ -79,7 +79,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_are_those_of_a_real_step(name: str, tmp_path: Path) -> None:
     policy = OffloadPolicy(paths=[tmp_path], **(ALL_ON_NVME | CASES[name]))

@@ -1,7 +1,7 @@
 """Launched by test_traffic.py: trains the cases of traffic_cases.py and says what a step handed to
 collectives and to the disk.
 
-traffic_on_ranks.py FOLDER NVME     every rank writes {case: {"said": ..., "sent": ...}}, both by rank edge and disk edge
+traffic_on_ranks.py FOLDER NVME CASE...     every rank writes {case: {"said": ..., "sent": ...}}, by rank edge and disk edge
 """
 
 from __future__ import annotations
@@ -63,5 +63,5 @@ def measured(case: Case, nvme: Path) -> tuple[Bytes, Bytes]:
 
 
 if __name__ == "__main__":
-    with as_rank() as (_, out, words):
-        torch.save({name: measured(case, Path(words[0])) for name, case in CASES.items()}, out)
+    with as_rank() as (_, out, (nvme, *names)):
+        torch.save({name: measured(CASES[name], Path(nvme)) for name in names}, out)

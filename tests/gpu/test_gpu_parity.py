@@ -105,7 +105,7 @@ def test_states_on_the_device_are_stepped_there_as_on_the_cpu(
     assert there[-1] < there[0]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("form", ["int8", "nf4"])
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.NVME])
 def test_blocks_are_unpacked_there_as_on_the_cpu(

@@ -129,7 +129,7 @@ def assert_as_torch(mine: Trained, expected: Trained) -> None:
         torch.testing.assert_close(mine.weights[name], each, atol=1e-3, rtol=0, msg=name)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(("name", "way"), NAMES_AND_WAYS)
 def test_a_family_trains_as_in_plain_torch(name: str, way: str, tmp_path: Path) -> None:
     """With checkpointing as its users have it."""
@@ -149,6 +149,7 @@ def test_a_family_trains_as_in_plain_torch(name: str, way: str, tmp_path: Path) 
     assert_as_torch(found, expected._replace(losses=means))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["flux", "sdxl"])
 def test_diffusers_opens_what_a_sharded_model_saves(name: str, tmp_path: Path) -> None:
     family = FAMILIES[name]
@@ -168,7 +169,7 @@ def opened(model: nn.Module, policy: OffloadPolicy) -> dict[str, torch.Tensor]:
         return {name: each.clone() for name, each in model.state_dict().items()}
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", ["flux", "wan", "sd3", "sdxl"])
 def test_weights_and_dtypes_are_those_that_diffusers_gives(name: str, tmp_path: Path) -> None:
     """Wan keeps some modules in fp32, SD3 has a buffer of places."""

@@ -281,6 +281,7 @@ def test_a_meta_model_is_filled_from_files_and_its_empty_buffers_are_named(
     torch.testing.assert_close(weights_of(model, policy), dict(plain.state_dict()), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_two_ranks_keep_a_half_each(tmp_path: Path) -> None:
     for name in ("gpt2", "mixtral"):
         build(name).save_pretrained(tmp_path / name)

@@ -52,7 +52,7 @@ from tiermem.integrations import choice
 HERE = Path(__file__).parent
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     "name",
     [
@@ -116,6 +116,7 @@ def test_a_trainer_that_clips_begins_steps_under_backward(
     assert counts == [(0, 0), (8 if is_early else 0, 0)]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     Version(accelerate.__version__) < Version("1.14"), reason="accelerate before 1.14 is refused"
 )
@@ -155,7 +156,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_of_torch_are_taken_over(name: str, tmp_path: Path) -> None:
     kind, settings = OPTIMIZERS[name]
@@ -169,6 +170,7 @@ def test_optimizers_of_torch_are_taken_over(name: str, tmp_path: Path) -> None:
     assert_equal(found[1], found[0])
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", [tiermem.Lion, tiermem.Muon])
 def test_own_optimizers_train_and_resume(kind: Any, tmp_path: Path) -> None:
@@ -237,6 +239,7 @@ def test_resumes_from_the_newest_checkpoint_that_was_saved_whole(
     assert began.found == [0, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("limit", [1, 2])
 def test_the_last_checkpoint_stays_until_the_next_is_whole(
@@ -288,7 +291,7 @@ def test_a_users_trainer_takes_the_mixin(tmp_path: Path) -> None:
     assert_equal(found[1], found[0])
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     "given",
     [
@@ -335,7 +338,8 @@ LAYERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.slow
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", LAYERS)
 def test_micro_batches_go_through_each_block_together(way: str, name: str, tmp_path: Path) -> None:
@@ -385,6 +389,7 @@ def test_a_training_step_of_another_class_is_refused_with_layers(tmp_path: Path)
         )
 
 
+@pytest.mark.slow
 def test_a_callback_unfreezes_blocks(tmp_path: Path) -> None:
     found = []
     for kind, callbacks in (

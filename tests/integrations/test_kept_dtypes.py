@@ -102,7 +102,7 @@ def saved(case: Case, name: str, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", CASES)
 def test_dtypes_and_bits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     case, folder = CASES[name], saved(CASES[name], name, tmp_path / "model")

@@ -46,6 +46,7 @@ def assert_like(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
         torch.testing.assert_close(value, theirs["weights"][name], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MODULES)
 def test_one_rank_trains_as_a_single_device_and_resumes(
     name: str, plain: Any, tmp_path: Path
@@ -84,6 +85,7 @@ def test_a_run_is_resumed_after_its_backbone_was_unfrozen(tmp_path: Path) -> Non
     assert not torch.equal(before, after)
 
 
+@pytest.mark.slow
 def test_two_ranks_train_as_a_single_device_and_resume(plain: Any, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     ranks = launch(HERE / "lightning_trainings.py", 2, tmp_path / "out", str(tmp_path))

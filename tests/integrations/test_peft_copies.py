@@ -99,7 +99,7 @@ def ours(name: str, folder: Path, nvme: Path) -> tuple[dict[str, torch.Size], li
         return names, losses(model, optimizer, name)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", CASES)
 def test_an_adapted_model_is_the_plain_one(name: str, tmp_path: Path) -> None:
     names, expected = plain(name, tmp_path / "base")

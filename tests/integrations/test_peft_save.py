@@ -148,7 +148,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 QUICK = {"Lora", "Vera", "VBLoRA", "RandLora", "a second, frozen adapter", "resized embeddings"}
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     "name",
     [each if each in QUICK else pytest.param(each, marks=pytest.mark.slow) for each in BUILDS],
@@ -199,6 +199,7 @@ def compare_under_as_deepspeed(names: list[str], base: Path, folder: Path) -> No
         assert_equal(tensors_in(folder / str(number) / "saved"), expected)
 
 
+@pytest.mark.slow
 def test_under_accelerate_peft_saves_the_same_from_the_whole_state(
     base: Path, tmp_path: Path
 ) -> None:

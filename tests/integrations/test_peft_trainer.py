@@ -32,6 +32,7 @@ def adapted() -> Any:
     return model
 
 
+@pytest.mark.slow
 def test_losses_equal_the_plain_trainers_also_when_resumed(tmp_path: Path) -> None:
     policy = on_nvme(tmp_path / "nvme", frozen_quant_type="nf4")
     saves: dict[str, Any] = {"save_strategy": "steps", "save_steps": 5}

@@ -22,7 +22,7 @@ def plain(folder: Path) -> Log:
     return train(Trainer, "llama", folder, **ASKED)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_published_config_trains(
     name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory

@@ -35,7 +35,7 @@ def started() -> None:
 MODELS = ["llama", pytest.param("gpt2", marks=pytest.mark.slow)]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_equal_those_of_trl_also_when_resumed(kind: str, model: str, tmp_path: Path) -> None:

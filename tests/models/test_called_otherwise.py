@@ -133,7 +133,7 @@ def container() -> tuple[nn.Module, Loss]:
     return nn.ModuleDict({"a": nn.Linear(8, 8)}), loss_of
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.NVME])
 @pytest.mark.parametrize("persistence_numel", [None, 0])
 @pytest.mark.parametrize("build", [clip, auto_encoder, llama, lightning, container])

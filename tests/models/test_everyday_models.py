@@ -37,7 +37,7 @@ def plain() -> dict[str, Found]:
     return {}
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(("name", "home", "step_in_backward"), [*OF_TOWERS, *OF_OTHERS])
 def test_a_program_does_what_it_does_in_plain_pytorch(
     name: str, home: str, step_in_backward: bool, plain: dict[str, Found], tmp_path: Path

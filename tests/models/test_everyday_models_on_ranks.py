@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from launch import launch
+from launch import asked, launch
 from programs.everyday import PROGRAMS
 from programs.homes import MAIN
 
@@ -43,8 +43,11 @@ REST = [name for name in PROGRAMS if name not in COVERING] + COMPILED
 
 
 @pytest.fixture(scope="module")
-def covered(tmp_path_factory: pytest.TempPathFactory) -> list[Differences]:
-    return launched(COVERING, tmp_path_factory)
+def covered(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[Differences]:
+    names = asked(request, "name")
+    return launched([name for name in COVERING if name in names], tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +62,7 @@ def launched(names: list[str], folders: pytest.TempPathFactory) -> list[Differen
     return found
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("home", MAIN)
 @pytest.mark.parametrize("name", COVERING)
 def test_a_program_does_on_two_ranks_what_plain_pytorch_does(

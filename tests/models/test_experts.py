@@ -118,7 +118,7 @@ def assert_near(
         assert torch.allclose(shards.weight(param), other, rtol=0, atol=1e-6)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("length", [FEW, MANY])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_training_is_as_in_plain_torch(
@@ -138,7 +138,7 @@ def test_training_is_as_in_plain_torch(
         assert torch.equal(shards.weight(param), there.weight(other))
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
 @pytest.mark.parametrize("is_reentrant", [None, False, True])
 def test_each_implementation_is_recomputed_with_its_rows(
@@ -232,6 +232,7 @@ def kernel_read_bytes() -> int:
     return int(dict(line.split(": ") for line in lines)["read_bytes"])
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_decode_step_reads_the_rows_in_use(sharded: Callable[..., Shards], family: str) -> None:
     """By the kernel's count. All that is not experts is resident, so the rows are all that is
@@ -257,6 +258,7 @@ def test_a_decode_step_reads_the_rows_in_use(sharded: Callable[..., Shards], fam
             assert torch.equal(found.logits, of_plain.logits)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_text_is_generated_as_in_plain_torch(sharded: Callable[..., Shards], family: str) -> None:
     model: Any = seeded(FAMILIES[family]).eval()
@@ -280,6 +282,7 @@ def test_other_code_reads_every_row(sharded: Callable[..., Shards]) -> None:
     assert torch.equal(seen[0], expected)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_under_step", [False, True])
 def test_other_code_gets_gradients_of_every_row(
     sharded: Callable[..., Shards], is_under_step: bool, monkeypatch: pytest.MonkeyPatch
@@ -387,6 +390,7 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("length", [3, 60])
 def test_experts_that_are_called_directly_have_their_gradients(
     sharded: Callable[..., tiermem.Shards], length: int

@@ -45,7 +45,7 @@ def others_on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Differ
     return launched(OTHERS, tmp_path_factory)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(
     ("name", "home"),
     [pytest.param(*pair, marks=[] if pair in FEW else [pytest.mark.slow]) for pair in EVERY],
@@ -55,7 +55,8 @@ def test_peft_adapters_do_as_in_plain_pytorch(name: str, home: str, tmp_path: Pa
     assert compare(sharded, run(PROGRAMS[name], Plain())) == []
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.slow
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("name", FEW_ON_RANKS)
 def test_peft_adapters_do_so_on_two_ranks(

@@ -1,7 +1,7 @@
 """Does to `optimizer.state` what resets do, and closes optimizers; run once per rank by
 test_state_face_on_ranks.py.
 
-state_face_on_ranks.py OUT NVME     writes OUT/<rank>.pt: {case: {"losses", "twin's losses"}, "refused": the error's text}
+state_face_on_ranks.py OUT NVME CASE...     writes OUT/<rank>.pt: {case: {"losses", "twin's"}, "refused": the error's text}
 
 Every rank sees the same batches, so that a plain model on one rank has the same gradients.
 """
@@ -96,5 +96,5 @@ def run(case: str, nvme: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    with as_rank() as (_, out, (nvme,)):
-        torch.save({case: run(case, Path(nvme)) for case in CASES}, out)
+    with as_rank() as (_, out, (nvme, *names)):
+        torch.save({case: run(case, Path(nvme)) for case in CASES if case in names}, out)

@@ -30,7 +30,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Found]:
     return trained, launch(script, 1, tmp_path_factory.mktemp("opened"), *words, "open")
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("case", CASES)
 def test_ten_steps_equal_torchs(case: str, launched: tuple[Found, Found]) -> None:
     kind = case.split(", ")[0]

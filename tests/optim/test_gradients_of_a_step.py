@@ -42,7 +42,7 @@ def assert_trained_as(plain: nn.Module, model: nn.Module, num_steps: int) -> Non
     assert_same_tensors(dict(model.state_dict()), dict(plain.state_dict()))
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("is_zeroed", [False, True])
 @pytest.mark.parametrize("broken_at", [0, 2])

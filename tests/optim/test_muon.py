@@ -78,7 +78,7 @@ def test_what_is_no_matrix_and_what_is_kept_apart_is_stepped_by_adamw() -> None:
     assert set(optim.state[head]) == {"step", "exp_avg", "exp_avg_sq"}
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("preset", ["exact", "compact", "bf16", "tiny"])
 @pytest.mark.parametrize("home", [Tier.HOST, Tier.NVME])
 def test_a_sharded_model_is_stepped_as_an_ordinary_one(

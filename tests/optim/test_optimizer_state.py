@@ -121,7 +121,7 @@ CHANGES = [
 ]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda each: each.__name__)
 def test_a_change_of_the_state_counts_as_torchs(make: Callable[..., Run], change: Change) -> None:
     run, twin = make(), seeded(models.ShortTower)
@@ -144,7 +144,7 @@ def test_a_change_of_the_state_counts_as_torchs(make: Callable[..., Run], change
         )
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("change", [clear, zero], ids=lambda each: each.__name__)
 def test_a_change_between_backward_and_step_counts(
     make: Callable[..., Run], change: Change
@@ -160,7 +160,7 @@ def test_a_change_between_backward_and_step_counts(
     assert loss_of(run.model, 7).item() == pytest.approx(loss_of(twin, 7).item(), rel=1e-4)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("preset", ["exact", "compact", "tiny"])
 def test_masters_outlive_a_cleared_state_to_the_bit(make: Callable[..., Run], preset: str) -> None:
     run = make(torch.bfloat16, Precision.preset(preset))
@@ -193,6 +193,7 @@ def test_a_saved_run_knows_what_was_cleared(make: Callable[..., Run]) -> None:
     assert all(int(entry["step"]) == 1 for entry in run.optim.state_dict()["state"].values())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("preset", ["exact", "tiny"])
 def test_a_checkpoint_after_a_reset_opens_without_the_old_moments(
     preset: str, tmp_path: Path

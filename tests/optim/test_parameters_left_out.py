@@ -17,7 +17,7 @@ from tiermem.utils import safe_get_full_fp32_param
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("home", [Tier.HOST, Tier.NVME])
 @pytest.mark.parametrize("resident_bytes", [0, 99_000])

@@ -44,7 +44,7 @@ ON_FOUR = [  # four parts of a bias are smaller than a block of 8-bit states
 ]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(("case", "ranks"), [*ON_TWO, *ON_FOUR])
 def test_ranks_compute_what_one_does(
     case: str, ranks: int, launched: Callable[[int], Found]

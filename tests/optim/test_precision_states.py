@@ -90,7 +90,7 @@ def load_all(
         shard.num_steps = num_steps
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(
     ("name", "homes"),
     [
@@ -136,6 +136,7 @@ def test_a_load_that_is_refused_changes_no_state(tmp_path: Path) -> None:
         assert_same_tensors(states_of(shards, optim), states)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["exact", "compact"])
 def test_what_is_loaded_between_backward_and_step_is_what_the_step_reads(
     name: str, tmp_path: Path
@@ -199,7 +200,7 @@ def test_values_and_names_that_do_not_fit_are_refused() -> None:
 # ---- starting ------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("home", [Tier.HOST, Tier.NVME])
 @pytest.mark.parametrize("resident_bytes", [0, 60_000, 1 << 30])
 @pytest.mark.parametrize("name", ["exact", "compact", "tiny"])

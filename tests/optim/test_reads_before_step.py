@@ -295,7 +295,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(("run", "fields", "dtype"), CASES)
 def test_what_was_read_early_changes_no_bit(
     run: Run, fields: dict[str, Any], dtype: torch.dtype, tmp_path: Path

@@ -82,6 +82,7 @@ CASES: dict[str, tuple[str, torch.dtype, str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES)
 def test_a_tier_changes_no_bit(case: str, tmp_path: Path) -> None:
     name, dtype, preset, options = CASES[case]

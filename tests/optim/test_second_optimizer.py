@@ -45,7 +45,7 @@ def sgd_with_momentum(library: Any, model: nn.Module) -> Any:
     return library.SGD(model.parameters(), lr=1e-2, momentum=0.9)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize(
     "makes",

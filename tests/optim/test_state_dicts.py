@@ -177,7 +177,7 @@ def test_a_sharded_models_states_are_those_of_the_ordinary_one(
         assert_same_tensors(flat(ordinary.state_dict()), flat(optim.state_dict()))
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("home", [Tier.HOST, Tier.NVME])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_sharded_run_resumes_to_the_bit(preset: str, home: Tier, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Found]:
     return found[0], found[1]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("case", CASES)
 def test_the_dict_is_whole_and_the_same_on_every_number_of_ranks(
     case: str, launched: tuple[Found, Found]

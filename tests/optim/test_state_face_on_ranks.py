@@ -7,20 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch import launch
+from launch import asked, launch
 from state_face_on_ranks import CASES
 
 HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def found(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
     """What two ranks found."""
     out, nvme = tmp_path_factory.mktemp("out"), tmp_path_factory.mktemp("nvme")
-    return launch(HERE / "state_face_on_ranks.py", 2, out, str(nvme))
+    words = [str(nvme), "clear, stage 3", *asked(request, "case")]
+    return launch(HERE / "state_face_on_ranks.py", 2, out, *words)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_train_as_a_plain_model(case: str, found: list[dict[str, Any]]) -> None:
     for rank in found:

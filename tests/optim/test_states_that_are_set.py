@@ -53,7 +53,7 @@ def trained(folder: Path, tier: Tier, overlap: str, **fields: Any) -> list[torch
     return found
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
 @pytest.mark.parametrize("durability", ["none", "step"])
 def test_states_that_are_set_count_in_the_next_step(

@@ -70,7 +70,7 @@ def train(
         return dict(own.state_dict()), states, counts
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(
     ("home", "preset", "fields"),

@@ -156,7 +156,7 @@ HOMES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("home", HOMES)
 def test_a_step_counts_when_all_is_as_assumed(
     home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -215,6 +215,7 @@ def test_a_run_that_sometimes_clips_redoes_these_steps(
     assert log.count("commit") == 7
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("params", [Tier.NVME, Tier.HOST])
 def test_a_parameter_without_a_gradient_keeps_its_values(
     params: Tier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -284,7 +285,7 @@ def load(run: Run) -> None:
     run.model.load_state_dict(seeded(Tower, seed=5).bfloat16().state_dict())
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(
     "change",
     [clip, edit, clamp, zero_one, drop_one, replace_one, more, rate, decay, write_master, load],
@@ -565,6 +566,7 @@ def test_units_that_are_unfrozen_are_stepped_under_backward(
     assert (log, num_redone) == (["attempt", "commit"] * 5, 0)
 
 
+@pytest.mark.slow
 def test_a_model_that_was_frozen_whole_is_stepped_under_backward(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -805,6 +807,7 @@ def room_of(plan: Any) -> tuple[int, int, Any]:
     return plan.host_bytes, plan.disk_bytes, plan.grads
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("params", ["nvme", "cpu"])
 def test_an_engine_that_clips_starts_where_disk_bytes_leaves_no_room(
     params: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

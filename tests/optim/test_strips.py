@@ -54,6 +54,7 @@ def trained(folder: Path, precision: Precision) -> dict[str, torch.Tensor]:
         return found
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_strips_have_the_bits_of_whole_tiles(
     preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -60,7 +60,7 @@ def put_from(
         )
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("preset", ["exact", "compact", "bf16", "tiny"])
 @pytest.mark.parametrize(
     ("home", "tile_numel"), [(Tier.HOST, 1 << 20), (Tier.NVME, 4096), (Tier.NVME, 12288)]

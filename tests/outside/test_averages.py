@@ -53,7 +53,7 @@ def torchs(
     return averaged, model, train_steps(model, optim, range(num_steps, num_steps + 2))
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("home", [Tier.HOST, Tier.NVME])
 @pytest.mark.parametrize("where", WEIGHTS)
 def test_averages_equal_torchs_and_the_model_comes_back(

@@ -76,6 +76,7 @@ def after_backward(home: str, nvme: Path) -> Iterator[tuple[nn.Module, torch.opt
             shards.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("home", HOMES)
 def test_reads_equal_plain_torchs(home: str, tmp_path: Path) -> None:
     found = [
@@ -105,6 +106,7 @@ def test_the_step_sees_what_was_written(home: str, tmp_path: Path) -> None:
         assert_same_tensors(*found), call
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("home", HOMES)
 def test_clipping_by_value_and_by_norm_follow_torch(home: str, tmp_path: Path) -> None:
     found = []

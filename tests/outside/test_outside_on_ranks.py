@@ -28,7 +28,7 @@ def launched(
     )
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_find_what_one_finds(case: str, launched: Any) -> None:
     [alone], both = launched

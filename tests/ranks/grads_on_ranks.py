@@ -1,7 +1,7 @@
 """Run once per rank by test_grads_on_ranks.py: trains with every way of reducing gradients and says
 what came of it.
 
-grads_on_ranks.py OUT NVME    writes OUT/<rank>.pt: {case: losses, weights, the twin's, payloads and events of reductions}
+grads_on_ranks.py OUT NVME CASE...    writes OUT/<rank>.pt: {case: losses, weights, the twin's, payloads and events}
 """
 
 from __future__ import annotations
@@ -69,8 +69,10 @@ def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
 def main() -> None:
     twins: dict[tuple[str, int, bool], dict[str, Any]] = {}
     found = {}
-    with as_rank() as (rank, out, (nvme,)):
+    with as_rank() as (rank, out, (nvme, *names)):
         for name, case in CASES.items():
+            if name not in names:
+                continue
             about = (
                 case.get("model", "tower"),
                 case.get("micro", 1),

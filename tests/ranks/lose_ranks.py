@@ -1,7 +1,8 @@
 """Run once by test_lost_ranks.py: worlds in which one rank dies, raises, hangs, or goes another way
 through the model.
 
-lose_ranks.py OUT [SEED ...]     writes OUT/found.json: {world: [how each rank ended]}; with seeds, deaths at random moments
+lose_ranks.py OUT WORLD...     writes OUT/found.json: {world: [how each rank ended]}
+lose_ranks.py OUT SEED...      the same of deaths at random moments
 """
 
 from __future__ import annotations
@@ -310,10 +311,10 @@ def worlds() -> dict[str, World]:
     }
 
 
-def main(out: Path, seeds: list[int]) -> None:
-    chosen = (
-        {f"random {seed}": World(dies_at_random(seed)) for seed in seeds} if seeds else worlds()
-    )
+def main(out: Path, words: list[str]) -> None:
+    chosen = {name: world for name, world in worlds().items() if name in words} or {
+        f"random {seed}": World(dies_at_random(int(seed))) for seed in words
+    }
     found = run_worlds(chosen, out)
     (out / "found.json").write_text(
         json.dumps({name: [rank._asdict() for rank in ranks] for name, ranks in found.items()})
@@ -321,4 +322,4 @@ def main(out: Path, seeds: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), [int(seed) for seed in sys.argv[2:]])
+    main(Path(sys.argv[1]), sys.argv[2:])

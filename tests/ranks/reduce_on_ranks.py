@@ -1,7 +1,7 @@
 """Run once per rank by test_reduced_dtypes.py: reduces gradients of two ranks and says what came of
 them.
 
-reduce_on_ranks.py OUT    writes OUT/<rank>.pt: {case: {parameter: whether its gradient is the sum in each dtype}}
+reduce_on_ranks.py OUT CASE...    writes OUT/<rank>.pt: {case: {parameter: whether its gradient is the sum in each dtype}}
 """
 
 from __future__ import annotations
@@ -73,12 +73,13 @@ def gradients_of_ranks(model: nn.Module, is_autocast: bool) -> list[dict[str, to
 
 
 if __name__ == "__main__":
-    with as_rank() as (_, out, _):
+    with as_rank() as (_, out, names):
         torch.save(
             {
                 f"{case}, stage {stage}": sums(keys, stage)
                 for case, keys in CASES.items()
                 for stage in STAGES
+                if f"{case}, stage {stage}" in names
             },
             out,
         )

@@ -57,7 +57,7 @@ def payloads(found: dict[str, Any], step: int) -> list[tuple[str, str, int]]:
 # ---- values --------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("case", CASES)
 def test_no_key_changes_what_is_learnt(case: str, launched: Found) -> None:
     for found in (rank[case] for rank in launched):

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch import launch
+from launch import asked, launch
 from programs.twins import assert_near
-from ways_to_reduce import CASES, NUM_MICRO, SAME_BITS
+from ways_to_reduce import ALWAYS, CASES, NUM_MICRO, SAME_BITS
 
 HERE = Path(__file__).parent
 Found = list[dict[str, dict[str, Any]]]
@@ -23,7 +23,10 @@ Found = list[dict[str, dict[str, Any]]]
 )
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
     out, nvme = tmp_path_factory.mktemp("out"), tmp_path_factory.mktemp("nvme")
-    found = launch(HERE / "grads_on_ranks.py", request.param, out, str(nvme))
+    stages = asked(request, "stage")
+    held = [f"{how}, stage {stage}" for how in ("accumulated", "no_sync") for stage in stages]
+    words = [str(nvme), *ALWAYS, *asked(request, "case"), *held]
+    found = launch(HERE / "grads_on_ranks.py", request.param, out, *words)
     assert not list(nvme.iterdir())
     return found
 
@@ -31,7 +34,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 # ---- results -------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(
     "case", [name for name in CASES if "error" not in name or name == "used is no error"]
 )
@@ -43,6 +46,7 @@ def test_ranks_train_as_the_twin_whatever_the_way(case: str, found: Found) -> No
         assert_near(mine["weights"], twin["weights"], rel=1e-4, least=2e-5)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", SAME_BITS)
 def test_no_bit_depends_on_tier_overlap_buckets_or_packing(case: str, found: Found) -> None:
     expected = found[0]["stage 3"]
@@ -56,11 +60,13 @@ def test_models_of_one_group_step_in_any_order(found: Found) -> None:
     assert all(rank["together"]["weights"] == rank["stage 3"]["weights"] for rank in found)
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_end_with_the_same_weights(case: str, found: Found) -> None:
     assert all(rank[case]["weights"] == found[0][case]["weights"] for rank in found)
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(
     "case", [name for name in CASES if "error" not in name and "broken" not in name]
 )
@@ -209,6 +215,7 @@ def test_units_are_reduced_as_backward_answers_them(found: Found) -> None:
 # ---- accumulation --------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stage", range(4))
 def test_no_sync_reduces_once_where_gradients_have_a_place(stage: int, found: Found) -> None:
     """Below stage 2 in `p.grad`; above there is room for a rank's own part alone, so every
@@ -223,6 +230,7 @@ def test_no_sync_reduces_once_where_gradients_have_a_place(stage: int, found: Fo
 # ---- parameters without gradients ----------------------------------------------------------------
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", [name for name in CASES if "differ" in name])
 def test_what_no_rank_used_is_not_stepped_and_what_one_used_is(case: str, found: Found) -> None:
     for rank in found:

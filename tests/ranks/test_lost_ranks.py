@@ -1,7 +1,7 @@
 """When a rank dies, raises, hangs or strays, do all stop long before the time-out, name it, and
 leave nothing behind?
 
-One run of lose_ranks.py holds every world; the time-out of the ranks is 60 seconds, that of the run
+One run of lose_ranks.py holds every world that is asked for; the time-out of the ranks is 60 seconds, that of the run
 90.
 """
 
@@ -14,6 +14,7 @@ from typing import Any
 
 import fork_server
 import pytest
+from launch import asked
 
 SCRIPT = Path(__file__).parent / "lose_ranks.py"
 DEATHS = [
@@ -40,18 +41,20 @@ STRAYS = [
     "1 of 3 skips, 1 asks late, memory",
     "0 of 3 repeats, memory",
 ]
+ALONE = ["1 of 2 raises, nvme", "1 of 2 hangs, memory", "0 of 2 saves alone, memory"]
 Found = tuple[dict[str, list[dict[str, Any]]], Path]
 
 
-def run(out: Path, *seeds: int) -> Found:
-    done = fork_server.run([str(SCRIPT), str(out), *map(str, seeds)], 150)
+def run(out: Path, *words: str | int) -> Found:
+    done = fork_server.run([str(SCRIPT), str(out), *map(str, words)], 150)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads((out / "found.json").read_text()), out
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return run(tmp_path_factory.mktemp("worlds"))
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    deaths, strays = asked(request, "death"), asked(request, "world")
+    return run(tmp_path_factory.mktemp("worlds"), *deaths, *strays, *ALONE)
 
 
 def assert_survivors_name(ranks: list[dict[str, Any]], who: int) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from launch import launch
 
+pytestmark = pytest.mark.slow  # the files named above are not
 HERE = Path(__file__).parent
 RANKS = 4
 FORWARD, BACKWARD, STEP = 3, 4, 5  # of the second step
@@ -45,7 +46,6 @@ def gathered_by_step(found: Found, case: str) -> int:
     )
 
 
-@pytest.mark.slow
 def test_mics_shard_size_keeps_gathers_in_the_group_and_sends_sums_to_copies(found: Found) -> None:
     assert [rank["mics"]["num_shards"] for rank in found] == [2] * RANKS
     assert set(

@@ -29,7 +29,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("case", ["all ranks none", *MICS])
 def test_ranks_train_as_the_twin(case: str, launched: list[dict[str, Any]]) -> None:
     for found in launched:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from launch import launch
+from launch import asked, launch
 
 HERE = Path(__file__).parent
 RANKS = 2
@@ -13,11 +13,12 @@ Found = list[dict[str, dict[str, list[str]]]]
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return launch(HERE / "reduce_on_ranks.py", RANKS, tmp_path_factory.mktemp("out"))
+def launched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    words = [f"{case}, stage {stage}" for case, stage in asked(request, "case", "stage")]
+    return launch(HERE / "reduce_on_ranks.py", RANKS, tmp_path_factory.mktemp("out"), *words)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize(
     ("case", "linear", "norm"),

@@ -60,6 +60,7 @@ def test_survivors_name_a_rank_that_is_gone(tmp_path: Path) -> None:
     assert_survivors_name(FEW, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(WHY_SKIPPED is not None, reason=str(WHY_SKIPPED))
 def test_ranks_on_devices_whose_collectives_differ_in_order_are_told_where(tmp_path: Path) -> None:
     (said,) = found_in(["simccl, 1 of 2 turns in batch"], tmp_path).values()

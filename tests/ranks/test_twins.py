@@ -1,6 +1,7 @@
 """Does every stage, wherever things rest, train as its twins do, on 1, 2 and 4 ranks?
 
-One launch per number of ranks trains all cases (twin_on_ranks.py); the tests look at what it found.
+One launch per number of ranks trains all cases that are asked for (twin_on_ranks.py); the tests
+look at what it found.
 Gradients are added up in the order of ranks, so everything equals the hand-written twin to the bit.
 Stage 0 alone leaves the order to the backend's all-reduce, which on four ranks is another: sums
 differ by their rounding, of which Adam makes steps of any size up to the rate where a gradient is
@@ -11,11 +12,12 @@ million.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
-from launch import launch
+from launch import asked, launch
 from twin_cases import ACCUMULATIONS, ALL, NUM_RANKS, PLACES, PRECISIONS, Case, Run, selection
 from twin_on_ranks import train_all
 
@@ -37,33 +39,34 @@ REST = [
 class Trainings:
     """What every rank found, by number of ranks; trained when first asked for."""
 
-    def __init__(self, folders: pytest.TempPathFactory, which: str) -> None:
+    def __init__(self, folders: pytest.TempPathFactory, cases: Iterable[tuple[int, Case]]) -> None:
         self._folders = folders
-        self._which = which
+        self._cases = list(cases)
         self._found: dict[int, list[Found]] = {}
 
     def of(self, num_ranks: int) -> list[Found]:
         if num_ranks not in self._found:
             nvme = self._folders.mktemp("nvme")
+            cases = [case for ranks, case in self._cases if ranks == num_ranks]
             if num_ranks == 1:
-                self._found[1] = [train_all(ALL if self._which == "all" else selection(1), nvme)]
+                self._found[1] = [train_all(cases, nvme)]
             else:
                 out = self._folders.mktemp("out")
-                self._found[num_ranks] = launch(
-                    HERE / "twin_on_ranks.py", num_ranks, out, str(nvme), self._which
-                )
+                words = [str(nvme), *map(str, cases)]
+                self._found[num_ranks] = launch(HERE / "twin_on_ranks.py", num_ranks, out, *words)
             assert not list(nvme.iterdir())
         return self._found[num_ranks]
 
 
 @pytest.fixture(scope="module")
-def selected(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
-    return Trainings(tmp_path_factory, "selection")
+def selected(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trainings:
+    cases = asked(request, "num_ranks", "case")
+    return Trainings(tmp_path_factory, [each for each in cases if each in SELECTED])
 
 
 @pytest.fixture(scope="module")
 def every(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
-    return Trainings(tmp_path_factory, "all")
+    return Trainings(tmp_path_factory, itertools.product(NUM_RANKS, ALL))
 
 
 def test_the_selection_holds_every_pair() -> None:
@@ -73,7 +76,7 @@ def test_the_selection_holds_every_pair() -> None:
         assert {(row[i], row[j]) for row in rows} == set(itertools.product(left, right))
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(("num_ranks", "case"), SELECTED, ids=str)
 def test_training_equals_its_twins(num_ranks: int, case: Case, selected: Trainings) -> None:
     assert_equals_twins(num_ranks, case, selected.of(num_ranks))

@@ -1,6 +1,6 @@
 """Launched by test_twins.py: trains cases of the matrix on all ranks, beside their twins.
 
-twin_on_ranks.py FOLDER NVME SELECTION     every rank writes {case: {"ours": Run, "twin": Run, "ddp": Run}}
+twin_on_ranks.py FOLDER NVME CASE...     every rank writes {case: {"ours": Run, "twin": Run, "ddp": Run}}
 
 Twins have the same weights, batches and settings, and keep everything in memory:
 
@@ -34,7 +34,6 @@ from twin_cases import (
     Case,
     Run,
     config_of,
-    selection,
 )
 
 import tiermem
@@ -153,8 +152,8 @@ def _world() -> int:
 
 
 def main() -> None:
-    with as_rank() as (_, out, (nvme, which)):
-        cases = ALL if which == "all" else selection(dist.get_world_size())
+    with as_rank() as (_, out, (nvme, *names)):
+        cases = [case for case in ALL if str(case) in names]
         torch.save(train_all(cases, Path(nvme)), out)
 
 

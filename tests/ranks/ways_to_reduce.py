@@ -65,3 +65,11 @@ CASES: dict[str, dict[str, Any]] = {
     "unused is an error, stage 3": {"fields": {"ignore_unused": False}, "model": "ways"},
     "used is no error": {"fields": {"ignore_unused": False}},
 }
+
+ALWAYS = (
+    *(f"stage {stage}" for stage in range(4)),
+    "buckets of 64, stage 2",
+    "unused is an error",
+    "unused is an error, stage 3",
+)
+"""What tests of single cases look at, and what others are compared with."""

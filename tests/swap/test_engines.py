@@ -54,7 +54,7 @@ def move(queue: Queue, *ops: Op) -> None:
     assert answer.submitted_ns <= answer.started_ns <= answer.finished_ns
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("file", [0], indirect=True)  # buffered: any length and offset is allowed
 @pytest.mark.parametrize("num_bytes", SIZES[1:])
 @pytest.mark.parametrize("offset", [0, 1, 4095])
@@ -121,7 +121,7 @@ def test_sync_is_answered(queue: Queue, file: tuple[int, Path]) -> None:
     queue.raise_for(answer)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("num_bytes", SIZES)
 def test_what_one_engine_put_every_engine_fetches(
     make_store: Callable[..., TensorStore], engine: str, pattern: Pattern, num_bytes: int

@@ -578,7 +578,7 @@ def ranges_of(
     return [(names[number], 0, buffer) for number, buffer in zip(numbers, buffers, strict=False)]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("num_frozen", [0, 1])
 @pytest.mark.parametrize("num_buffers", [1, 3])
 def test_a_read_sees_what_the_run_writes_wherever_it_is(
@@ -891,6 +891,7 @@ def test_a_pool_without_a_free_buffer_is_an_error(store: TensorStore, workers: W
 # ---- ranges that are planned once ----------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(2))
 def test_what_is_kept_of_tiles_follows_every_change(
     make_store: Callable[..., TensorStore],
@@ -993,7 +994,7 @@ def test_what_is_kept_of_tiles_follows_every_change(
 # ---- tentative runs ------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("num_frozen", [0, 1])
 @pytest.mark.parametrize("num_buffers", [1, 3])
 def test_a_tentative_run_is_seen_when_it_is_committed(

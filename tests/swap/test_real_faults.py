@@ -106,7 +106,7 @@ def transfer(
     queue.raise_for(answer)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rule", [*HEALED, *SHORT], ids=_id)
 def test_what_the_kernel_could_not_do_at_once_is_done(

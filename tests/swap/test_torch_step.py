@@ -234,7 +234,7 @@ def assert_same_steps(
 # ---- the step ------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("grad", [F32, BF16, F16])
 def test_every_combination_has_the_kernels_bits(
@@ -484,7 +484,7 @@ class NoCopyToDevice(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", RULES)
 def test_nothing_waits_for_the_device(name: str, workers: Workers) -> None:
     """On the meta device there are no values to wait for: reading one raises."""

@@ -158,7 +158,7 @@ def check_rounding(ptx: str, is_adam: bool, is_adagrad: bool) -> None:
     assert not [each for each in found if re.search(r"\bcall|ftz|approx|full|fma|mad\.r|sat", each)]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", SEVERAL)
 def test_each_byte_is_read_once_and_written_once(
     name: str, workers: Workers, compiled: Compile

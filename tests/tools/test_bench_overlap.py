@@ -45,7 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("overlap", ["none", "forward"])
 @pytest.mark.parametrize("name", CASES)
 def test_no_iteration_moves_less_and_one_without_overlap_moves_as_much(

@@ -47,6 +47,7 @@ def train(folder: Path, tied: bool) -> tuple[list[float], list[torch.Tensor], in
         return losses, list(model.state_dict().values()), widest
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_llama_trains_with_a_loss_in_chunks(
     tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

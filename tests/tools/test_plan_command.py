@@ -459,6 +459,7 @@ def test_steps_begin_under_backward_only_where_the_disk_has_room() -> None:
         assert less.tier_bytes(Tier.NVME) == found.tier_bytes(Tier.NVME) - slot
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("states", "element_ns"), [("exact", 0.0084), ("compact", 0.0066), ("tiny", 0.0065)]
 )

@@ -52,7 +52,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("below", ["", "transformer", "vae", "text_encoder"])
 def test_a_pipelines_folder_and_each_component_are_planned(below: str, folder: Path) -> None:
     from transformers import T5EncoderModel

@@ -80,6 +80,7 @@ def test_all_of_8b_rests_on_a_card_of_141_gb() -> None:
     assert found.policy.optim is found.policy.params is Tier.DEVICE
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("batch", "accumulation", "least"), [(4, 1, 1600), (2, 4, 2100)])
 def test_8b_fits_24_gb_and_64_gb_without_a_disk(
     batch: int, accumulation: int, least: float

@@ -48,6 +48,7 @@ def test_plain_copies_are_timed_wherever_the_maths_runs() -> None:
     assert compute.forward_s > 0 and compute.backward_s > 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_on_disk", [False, True])
 @pytest.mark.parametrize("is_checkpointing", [False, True])
 def test_a_copy_is_timed_block_by_block_and_for_the_rest(
@@ -71,6 +72,7 @@ def test_kernels_and_checksums_have_a_rate() -> None:
     assert measure_sums() > 0
 
 
+@pytest.mark.slow
 def test_what_was_measured_leaves_no_memory_behind() -> None:
     wide = dataclasses.replace(
         job(TINY | {"vocab_size": 1 << 15, "hidden_size": 256}), precision="fp32"

@@ -108,6 +108,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, float]]:
     return found
 
 
+@pytest.mark.slow
 def test_train_plans_with_it(tmp_path: Path, asked: list[tuple[Path, float]]) -> None:
     options = TrainOptions(preset="151m", nvme=[tmp_path], sustained=0.2)
     job = make_job(options, "it", tmp_path)

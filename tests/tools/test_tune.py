@@ -299,6 +299,7 @@ def run(*arguments: str) -> object:
     return ended.value.code
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_leaves_nothing(
     number: signal.Signals,

@@ -1,7 +1,7 @@
 """Run once per rank by test_init_on_ranks.py: builds models under zero.Init, which makes the
 process group itself.
 
-init_on_ranks.py OUT    writes OUT/<rank>.json: what every case leaves, and how far building large models raised the peak
+init_on_ranks.py OUT CASE...    writes OUT/<rank>.json: what every case leaves, and how far large models raised the peak
 """
 
 from __future__ import annotations
@@ -83,13 +83,13 @@ CASES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def main(out: Path) -> None:
+def main(out: Path, names: list[str]) -> None:
     found: dict[str, object] = {}
     for name, build in CASES.items():
         for persistence_numel in (0, 50, 1 << 20):
-            found[f"{name}, {persistence_numel}"] = values_of(
-                build, OffloadPolicy(persistence_numel=persistence_numel)
-            )
+            if f"{name}, {persistence_numel}" in names:
+                policy = OffloadPolicy(persistence_numel=persistence_numel)
+                found[f"{name}, {persistence_numel}"] = values_of(build, policy)
     for width, num_blocks in SIZES:
         found[f"peak {width}"] = peak_of_building(width, num_blocks)
     (out / f"{RANK}.json").write_text(json.dumps(found))
@@ -126,4 +126,4 @@ def status(key: str) -> int:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

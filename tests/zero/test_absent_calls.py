@@ -73,6 +73,7 @@ def test_outside_a_forward(mode: str, shards: Shards, model: nn.Module, plain: n
     assert not any(live.is_present or live.num_users for live in shards.units)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", ["forward", "backward"])
 def test_inside_a_forward_or_backward(
     place: str, shards: Shards, model: nn.Module, plain: nn.Module
@@ -153,6 +154,7 @@ def _writers() -> Iterator[tuple[Any, int | str, list[Any], dict[str, Any]]]:
             yield overload, argument.name if argument.kwarg_only else place, plain, by_name
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_data", [False, True], ids=["p", "p.data"])
 def test_every_operation_that_writes_raises(
     is_data: bool, model: nn.Module, tmp_path: Path

@@ -64,6 +64,7 @@ def on_disk(shards: Shards, entry: str) -> tuple[Path, int, int]:
 # ---- every bit is somebody's ---------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_flipped_bit_in_any_part_of_a_tile_is_named(
     trained: Callable[..., tuple[Shards, torch.optim.Optimizer]],
@@ -241,7 +242,7 @@ def assert_sums_are_those_of_the_bytes(
         assert checksums(fragments, f"{state} of {param}") == tuple(due)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_sums_do_not_depend_on_tiles_and_buffers(
     trained: Callable[..., tuple[Shards, torch.optim.Optimizer]], preset: str
@@ -283,7 +284,7 @@ def test_sums_of_several_ranks_make_up_those_of_the_whole(tmp_path: Path) -> Non
         assert numel == 701 * 801 * 2
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_what_is_put_in_place_is_summed_as_what_is_stepped(
     trained: Callable[..., tuple[Shards, torch.optim.Optimizer]], preset: str

@@ -39,7 +39,7 @@ def shards(model: nn.Module, tmp_path: Path) -> Iterator[Shards]:
         yield shards
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("room", ROOMS)
 @pytest.mark.parametrize("kind", externals.MODELS)
 def test_training_is_that_of_a_model_in_memory(kind: str, room: str, tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_training_is_that_of_a_model_in_memory(kind: str, room: str, tmp_path: P
     assert_same(train(model, all_on_nvme(tmp_path, **ROOMS[room])), train(model, in_memory))
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("kind", externals.MODELS)
 def test_losses_are_those_of_plain_torch(kind: str, tmp_path: Path) -> None:
     model = seeded(externals.MODELS[kind])

@@ -76,6 +76,7 @@ def train(policy: OffloadPolicy, num_held: int) -> tuple[list[float], dict[str, 
     return losses, weights
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("durability", "keep", "num_held"), [("checkpoint", 1, 1), ("checkpoint", 2, 2), ("step", 1, 2)]
 )

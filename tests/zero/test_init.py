@@ -33,7 +33,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 HOMES = [Tier.DEVICE, Tier.HOST, Tier.NVME]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("kind", MODELS)

@@ -13,8 +13,8 @@ import sys
 import pytest
 
 MIB = 1 << 20
-WIDTH, NUM_BLOCKS = 1024, 64
-BLOCK_BYTES = WIDTH * WIDTH * 4  # 4 MiB each, 256 MiB in all
+WIDTH, NUM_BLOCKS = 1024, 24
+BLOCK_BYTES = WIDTH * WIDTH * 4  # 4 MiB each, 96 MiB in all
 
 BUILD = f"""
 import json, re, sys

@@ -10,7 +10,7 @@ from typing import Any
 import init_on_ranks
 import pytest
 import torch
-from launch import launch_ranks
+from launch import asked, launch_ranks
 from torch import nn
 
 HERE = Path(__file__).parent
@@ -22,11 +22,12 @@ def launched(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, Any]]:
     out, num_ranks = tmp_path_factory.mktemp("out"), request.param
-    launch_ranks(HERE / "init_on_ranks.py", num_ranks, str(out), timeout_s=300)
+    names = [f"{case}, {numel}" for case, numel in asked(request, "case", "persistence_numel")]
+    launch_ranks(HERE / "init_on_ranks.py", num_ranks, str(out), *names, timeout_s=300)
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(num_ranks)]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("persistence_numel", [0, 50, 1 << 20])
 @pytest.mark.parametrize("case", init_on_ranks.CASES)
 def test_values_are_those_of_rank_0_whatever_the_threshold(

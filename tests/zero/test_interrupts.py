@@ -137,6 +137,7 @@ def test_a_step_that_was_interrupted_after_it_was_counted_leaves_a_torn_model(
     run.shards.close()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("place", "is_step"),
     [
@@ -175,6 +176,7 @@ def interrupt(
             act()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_written", [False, True])
 @pytest.mark.parametrize("tier", [Tier.NVME, Tier.HOST])
 def test_a_gather_whose_end_was_interrupted_shows_no_old_weight(
@@ -218,6 +220,7 @@ def test_a_load_reaches_a_gather_that_an_interrupt_has_left(tier: Tier, tmp_path
     run.shards.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["_give_back", "close"])
 def test_no_buffer_of_gradients_is_lost_by_interrupts(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -255,6 +255,7 @@ def waiting(agent: int) -> Iterator[dict[str, list[Started]]]:
         yield worlds
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("store", ["rank 0's store", "an agent's store"])
 def test_a_rank_that_never_comes_is_named_by_all(
     store: str, waiting: dict[str, list[Started]]
@@ -274,6 +275,7 @@ def test_rank_0_that_never_comes_is_named_by_all(waiting: dict[str, list[Started
         assert said.startswith("WORLD_SIZE is 3, and after 3 s ranks [0] have not come")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_rank_that_dies_before_the_group_is_made_is_named(
     who: int, waiting: dict[str, list[Started]]

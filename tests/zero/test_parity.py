@@ -23,6 +23,7 @@ def policy_at(home: Tier, folder: Path) -> OffloadPolicy:
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("home", HOMES)
 def test_fp32_adamw_follows_torch_to_one_in_a_million(home: Tier, tmp_path: Path) -> None:
     model = seeded(Tower)
@@ -32,6 +33,7 @@ def test_fp32_adamw_follows_torch_to_one_in_a_million(home: Tier, tmp_path: Path
     assert result.losses == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("home", HOMES)
 def test_fp32_adam_with_l2_follows_torch_to_one_in_a_million(home: Tier, tmp_path: Path) -> None:
     model = seeded(Tower)
@@ -45,7 +47,7 @@ def test_fp32_adam_with_l2_follows_torch_to_one_in_a_million(home: Tier, tmp_pat
     assert result.losses == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("home", HOMES)
 def test_low_precision_with_fp32_master_equals_a_handwritten_twin_to_the_bit(

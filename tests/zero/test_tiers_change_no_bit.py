@@ -105,6 +105,7 @@ def test_every_mixture_of_homes_equals_everything_on_host(
     assert (result.read_bytes > 0) == (Tier.NVME in fields.values())
 
 
+@pytest.mark.sampled(2)
 def test_two_paths_equal_one(on_host: tuple[torch.nn.Module, Result], tmp_path: Path) -> None:
     model, expected = on_host
     paths = [tmp_path / "a", tmp_path / "b"]
@@ -115,6 +116,7 @@ def test_two_paths_equal_one(on_host: tuple[torch.nn.Module, Result], tmp_path: 
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("home", [Tier.HOST, Tier.NVME])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_stepping_inside_backward_equals_stepping_after_it(
@@ -165,6 +167,7 @@ def test_what_is_rounded_is_the_same_on_every_tier(
     assert_same(train(model, dataclasses.replace(policy, **fields), max_norm=0.7), expected)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("precision", ["compact", "tiny", "bf16"])
 def test_lower_precision_of_an_fp32_model_is_the_same_on_every_tier(
     precision: str, tmp_path: Path
@@ -176,6 +179,7 @@ def test_lower_precision_of_an_fp32_model_is_the_same_on_every_tier(
     assert_same(train(model, on_nvme), train(model, policy))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("precision", ROUNDED)
 def test_stepping_rounded_states_inside_backward_equals_stepping_after_it(
     precision: str, tmp_path: Path

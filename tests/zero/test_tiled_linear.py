@@ -23,6 +23,7 @@ class Wide(nn.Module):
         return self.layer(x)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("in_splits", "out_splits"),
     [(1, 1), (7, 1), (1, 5), (7, 15), (70, 45), (3, 1), (1, 7), (11, 4)],

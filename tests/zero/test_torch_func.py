@@ -56,7 +56,7 @@ def test_a_transform_gives_what_it_gives_around_a_plain_model(
         torch.testing.assert_close(CALLS[name](model, data(0)), CALLS[name](twin, data(0)))
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
 @pytest.mark.parametrize("name", CALLS)
 def test_training_goes_on_between_transforms(name: str, overlap: str, tmp_path: Path) -> None:

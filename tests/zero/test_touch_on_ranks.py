@@ -1,7 +1,7 @@
 """Do GatheredParameters, external parameters, leaf modules and zero.Init do on several ranks what
 they promise?
 
-One launch per number of ranks runs every case (touch_on_ranks.py); the tests look at what it wrote.
+One launch per number of ranks runs every case that is asked for (touch_on_ranks.py); the tests look at what it wrote.
 Three ranks divide hardly any parameter evenly.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch import launch
+from launch import asked, launch
 
 HERE = Path(__file__).parent
 CASES = re.findall(r"@case\ndef (\w+)", (HERE / "touch_on_ranks.py").read_text())
@@ -25,10 +25,11 @@ def launched(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[list[Any], Path]:
     out, nvme = tmp_path_factory.mktemp("out"), tmp_path_factory.mktemp("nvme")
-    return launch(HERE / "touch_on_ranks.py", request.param, out, str(nvme)), nvme
+    words = [str(nvme), *asked(request, "name")]
+    return launch(HERE / "touch_on_ranks.py", request.param, out, *words), nvme
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", CASES)
 def test_case(name: str, launched: Any) -> None:
     for rank, found in enumerate(launched[0]):

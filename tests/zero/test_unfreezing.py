@@ -91,7 +91,7 @@ def steps_of(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, float]
     }
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("build", [groups_from_the_start, trained_alone])
 @pytest.mark.parametrize("home", POLICIES)
 def test_unfreezing_equals_plain_training(
@@ -115,6 +115,7 @@ def test_unfreezing_equals_plain_training(
     assert_same_tensors(found[1][2], found[0][2])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("precision", "compute_dtype"), [("exact", "storage"), ("compact", "fp32"), ("tiny", "storage")]
 )

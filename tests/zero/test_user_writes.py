@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from launch import launch
+from launch import asked, launch
 from torch import nn
 from user_writes import (
     CASES,
@@ -45,7 +45,7 @@ def all_writes() -> list[Any]:
     ]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(("way", "place", "moment"), all_writes())
 def test_a_write_is_honoured_as_by_fp32_masters(
     way: str, place: str, moment: str, tmp_path: Path
@@ -78,7 +78,7 @@ def test_a_loaded_state_dict_is_not_taken_for_writes_of_the_user(
         assert len(taken) == 1
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("way", ["zero_a_row", "zero_all", "clamp"])
@@ -268,11 +268,15 @@ def test_frozen_weights_over_the_same_elements_become_one_parameter() -> None:
 
 
 @pytest.fixture(scope="module")
-def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[float]]]:
+def on_two_ranks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, list[float]]]:
     """The losses of each case on each of two ranks, which see the same batches."""
-    return launch(Path(__file__).parent / "user_writes.py", 2, tmp_path_factory.mktemp("out"))
+    script, out = Path(__file__).parent / "user_writes.py", tmp_path_factory.mktemp("out")
+    return launch(script, 2, out, *asked(request, "case"))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_honour_a_write_as_a_plain_model_does(
     case: str, on_two_ranks: list[dict[str, list[float]]]

@@ -1,7 +1,7 @@
 """Ways in which a user writes weights, and the yardstick: a plain loop over fp32 masters in which a
 written element becomes the master and all others keep theirs (`Twin`).
 
-    user_writes.py OUT     writes OUT/<rank>.pt: {case: losses}; every rank sees the same batches
+    user_writes.py OUT CASE...     writes OUT/<rank>.pt: {case: losses}; every rank sees the same batches
 """
 
 from __future__ import annotations
@@ -212,5 +212,5 @@ def losses_of(case: str, is_sharded: bool) -> list[float]:
 
 
 if __name__ == "__main__":
-    with as_rank() as (_, out, _):
-        torch.save({case: losses_of(case, is_sharded=True) for case in CASES}, out)
+    with as_rank() as (_, out, names):
+        torch.save({case: losses_of(case, is_sharded=True) for case in CASES if case in names}, out)
