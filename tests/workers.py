@@ -85,6 +85,9 @@ def _started(session: pytest.Session) -> Iterator[list[Connection]]:
     base = session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
     capture: Any = session.config.pluginmanager.getplugin("capturemanager")
     capture.stop_global_capturing()
+    # The first optimizer of a process imports it, which takes a second: once, not in each worker.
+    import torch._dynamo  # noqa: F401
+
     gc.freeze()  # no worker's collection copies pages of what was found
     workers, pids = [], []
     try:

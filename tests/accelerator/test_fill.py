@@ -111,6 +111,7 @@ def test_a_larger_input_begins_with_the_plans_buffers(
     assert filled.peak_bytes[-1] < plain.peak_bytes[-1] / 0.9
 
 
+@pytest.mark.slow
 def test_a_step_whose_inputs_are_not_seen_has_the_plans_buffers(sim: ModuleType) -> None:
     model = seeded(lambda: Tower(256, 1024, 6, checkpoint=None))
     policy = tiermem.OffloadPolicy(params=HOST, optim=HOST, unit_buffers=2, fills_device=True)

@@ -209,6 +209,7 @@ def test_a_step_goes_on_under_the_forward_of_all_micro_batches(
     assert under_way == [False, False, True, False]
 
 
+@pytest.mark.slow
 def test_units_are_stepped_when_the_last_micro_batch_has_passed_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

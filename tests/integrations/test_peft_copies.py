@@ -178,6 +178,7 @@ print("trained:", sorted(name.split(".")[-2] for name, each in model.named_param
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked_python")
 def test_a_classifier_is_copied_as_under_deepspeed(tmp_path: Path) -> None:
     transformers.LlamaForSequenceClassification(

@@ -1,8 +1,8 @@
 """Trains a model that keeps its own parallelism, DDP or FSDP2, beside torch's AdamW, and saves and
 opens it with torch.distributed.checkpoint; run once per rank by test_drop_in_on_ranks.py.
 
-drop_in_on_ranks.py OUT NVME SAVED train     trains every case, saves it in SAVED/<case>, and goes on for two steps
-drop_in_on_ranks.py OUT NVME SAVED open      opens every case in SAVED, and goes on for two steps
+drop_in_on_ranks.py OUT NVME SAVED train CASE...     trains every case, saves it in SAVED/<case>, goes on for two steps
+drop_in_on_ranks.py OUT NVME SAVED open CASE...      opens every case in SAVED
 """
 
 from __future__ import annotations
@@ -188,10 +188,10 @@ def refusal_of_muon() -> str:
 
 
 if __name__ == "__main__":
-    with as_rank() as (rank, out, (nvme, saved, word)):
+    with as_rank() as (rank, out, (nvme, saved, word, *cases)):
         torch.set_num_threads(1)
         found: dict[str, Any] = {}
-        for case in CASES:
+        for case in cases:
             kind, home = case.split(", ")
             policy, folder = policy_of(home, Path(nvme)), Path(saved, case)
 

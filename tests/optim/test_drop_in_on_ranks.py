@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from drop_in_on_ranks import CASES, KINDS
-from launch import launch
+from drop_in_on_ranks import CASES, HOMES, KINDS
+from launch import asked, launch
 from programs.twins import assert_same_tensors
 
 HERE = Path(__file__).parent
@@ -22,12 +22,16 @@ Found = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Found]:
+def launched(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Found, Found]:
     """What two ranks trained, and what one opened."""
     nvme, saved = tmp_path_factory.mktemp("nvme"), tmp_path_factory.mktemp("saved")
     script, words = HERE / "drop_in_on_ranks.py", (str(nvme), str(saved))
-    trained = launch(script, 2, tmp_path_factory.mktemp("trained"), *words, "train")
-    return trained, launch(script, 1, tmp_path_factory.mktemp("opened"), *words, "open")
+    compared = [f"{kind}, {home}" for kind in asked(request, "kind") for home in HOMES]
+    cases = sorted({*compared, *asked(request, "case")})
+    trained = launch(script, 2, tmp_path_factory.mktemp("trained"), *words, "train", *cases)
+    return trained, launch(script, 1, tmp_path_factory.mktemp("opened"), *words, "open", *cases)
 
 
 @pytest.mark.sampled(12)
@@ -41,6 +45,7 @@ def test_ten_steps_equal_torchs(case: str, launched: tuple[Found, Found]) -> Non
         torch.testing.assert_close(mine["weights"], theirs["weights"], rtol=2**-21, atol=2**-22)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tier_changes_no_bit(kind: str, launched: tuple[Found, Found]) -> None:
     for rank in launched[0]:
@@ -50,6 +55,7 @@ def test_a_tier_changes_no_bit(kind: str, launched: tuple[Found, Found]) -> None
             assert torch.equal(rank[f"{kind}, {home}"]["went_on"], expected["went_on"])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", CASES)
 def test_one_rank_opens_what_two_saved(case: str, launched: tuple[Found, Found]) -> None:
     [alone] = launched[1]
@@ -58,6 +64,7 @@ def test_one_rank_opens_what_two_saved(case: str, launched: tuple[Found, Found])
     assert int(alone[case]["states"]["0.step"]) == 10
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_that_clips_sees_the_norm_of_all_ranks(
     kind: str, launched: tuple[Found, Found]

@@ -1,6 +1,12 @@
 """Fixtures of tests of tools."""
 
+import contextlib
+
 import pytest
+
+# Before the workers are forked: it takes seconds.
+with contextlib.suppress(ImportError):
+    import matplotlib.pyplot  # noqa: F401
 
 
 @pytest.fixture(scope="session")

@@ -46,6 +46,7 @@ def said_by(words: list[str], capsys: Capture, monkeypatch: pytest.MonkeyPatch) 
     return " ".join(found.out.split())
 
 
+@pytest.mark.slow
 def test_check_names_a_folder_in_memory_and_does_the_rest(
     in_memory: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

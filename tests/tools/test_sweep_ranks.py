@@ -77,6 +77,7 @@ def test_ranks_measure_together_refuse_together_and_go_on(files: BenchFiles, ran
     assert together[0].moved.read_bytes == 12 * MIB
 
 
+@pytest.mark.slow
 def test_tensors_are_set_beside_sequential_passes_and_their_store_goes(
     files: BenchFiles, ranks: Ranks, tmp_path: Path
 ) -> None:
