@@ -577,6 +577,7 @@ LOOKS: dict[str, Callable[[nn.Module, Shards, Optim, Path], object]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fields", [{}, EACH], ids=["", "each step durable"])
 @pytest.mark.parametrize("look", LOOKS)
 def test_a_write_that_fails_is_raised_by_the_next_look(

@@ -60,6 +60,7 @@ def test_views_cover_the_bytes_once_in_order(layout: StateLayout) -> None:
     assert end - states.data_ptr() == sum(part.num_bytes(NUMEL) for part in layout.parts)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("start", "numel"), [(0, NUMEL), (64, 1), (128, 4095), (4096, 4159), (NUMEL - 64, 64)]
 )

@@ -157,6 +157,7 @@ def test_what_is_loaded_between_backward_and_step_is_what_the_step_reads(
             assert torch.allclose(value, wanted[key], rtol=1e-2), key
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("home", [Tier.HOST, Tier.NVME])
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_states_before_the_first_step_are_zero_and_masters_the_weights(
@@ -226,6 +227,7 @@ def test_masters_start_from_the_fp32_initial_values(
         assert not any(name.startswith("initial/") for name in shards.store._entries)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_a_parameter_whose_first_gradient_comes_late_starts_then(name: str, tmp_path: Path) -> None:
     """One tile holds all: what is started late lies between what has been stepped."""
@@ -285,6 +287,7 @@ def test_micro_batches_add_up_in_the_dtype_asked_for(
         assert optim.grad_norm == pytest.approx(total * num_elements**0.5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_a_step_that_is_not_finite_leaves_every_state_to_the_bit(name: str, tmp_path: Path) -> None:
     model = seeded(Tower).bfloat16()

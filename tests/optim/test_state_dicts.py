@@ -35,6 +35,7 @@ def flat(state_dict: dict[str, Any]) -> Entry:
     }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("kind", "options"), RECIPES)
 @pytest.mark.parametrize("is_ours_first", [True, False])
 def test_torch_and_we_continue_each_others_runs(
@@ -52,6 +53,7 @@ def test_torch_and_we_continue_each_others_runs(
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_resumed_run_is_the_run_to_the_bit(
@@ -160,6 +162,7 @@ def policy_of(home: Tier, preset: str, tmp_path: Path) -> OffloadPolicy:
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("home", [Tier.HOST, Tier.NVME])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_sharded_models_states_are_those_of_the_ordinary_one(

@@ -725,6 +725,7 @@ def plan_of(folder: Path, overlap: str, **fields: Any) -> Any:
         return shards.plan
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("precision", ["exact", "compact"])
 @pytest.mark.parametrize(
     ("durability", "keep"),

@@ -64,6 +64,7 @@ NEEDING: list[Callable[[Run], object]] = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("need", NEEDING)
 def test_what_needs_gradients_after_backward_is_refused(
     run: Run, need: Callable[[Run], object]

@@ -68,6 +68,7 @@ def through_views(model: nn.Module) -> None:
         param.detach().view(-1).fill_(0.5)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("preset", WITH_MASTER)
 @pytest.mark.parametrize(
@@ -120,6 +121,7 @@ def test_unwritten_elements_keep_their_masters_to_the_bit(
     assert (plain.bfloat16().float() != plain).any()  # masters have bits that weights lack
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("preset", WITH_MASTER)
 def test_weights_clamped_at_every_step_follow_torch(

@@ -50,6 +50,7 @@ def bytes_of(ops: list[Op], kind: int) -> int:
 
 @pytest.mark.parametrize("mode", MODES)
 # even, leaving a tail of the piece, beyond it
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("block_bytes", [4 * KIB, 68 * KIB, 5 * MIB])
 @pytest.mark.parametrize("depth", [1, 7])
 def test_bytes_are_those_that_the_kernel_completed(

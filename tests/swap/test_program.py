@@ -298,6 +298,7 @@ def test_a_tile_that_is_slow_holds_its_own_buffer_only(
 # ---- every tile once -----------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("num_buffers", [1, 2, 5])
 @pytest.mark.parametrize("called", [(), ("tile 1", "tile 6")], ids=["native", "mixed"])
 def test_tiles_on_disk_are_stepped_in_place(

@@ -132,6 +132,7 @@ def test_what_the_kernel_could_not_do_at_once_is_done(
     queue.close()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
 def test_error_of_the_disk_names_the_block_and_spares_the_others(

@@ -67,6 +67,7 @@ def test_what_was_written_comes_back_and_its_sums_are_those_of_the_bytes(
     assert torch.equal(store.fetch("x").wait(), data)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("at", "piece"), [(3, 0), (699, 0), (700, 1), (2 * PAGE, 2), (5 * PAGE - 101, 3)]
 )

@@ -252,6 +252,7 @@ def test_every_combination_has_the_kernels_bits(
         )
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("numel", [0, 1, 7, 63, 64, 65, 127, 128, 1000, 4099])
 @pytest.mark.parametrize("name", ["adamw", "adam amsgrad", "sgd nesterov"])
 def test_every_length_has_the_kernels_bits(name: str, numel: int, workers: Workers) -> None:
@@ -261,6 +262,7 @@ def test_every_length_has_the_kernels_bits(name: str, numel: int, workers: Worke
         assert_same_steps(rule, parts, workers, Dither(5, 6, 7))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "first", [0, 1, 2**31 - 100, 2**32 - 1003, 2**32 - 64, 2**32, 9 * 2**32 - 1, 2**40 + 77]
 )

@@ -99,6 +99,7 @@ def test_a_sustained_write_is_a_series_that_grows(files: BenchFiles, ranks: Rank
     assert 0 < stopped.moved.written_bytes < 1 << 40
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_is_an_error_and_its_store_is_removed(
     files: BenchFiles, tmp_path: Path
 ) -> None:

@@ -352,6 +352,7 @@ def test_masters_from_initial_values_are_in_the_plan(tmp_path: Path) -> None:
 # ---- load_state_dict before sharding -------------------------------------------------------------
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_state_dict_is_loaded_before_sharding(kind: str, home: Tier, tmp_path: Path) -> None:

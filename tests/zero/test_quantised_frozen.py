@@ -26,6 +26,7 @@ FORMS = ["int8", "nf4"]
 TIERS = [Tier.HOST, Tier.NVME]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("dtype", "compute_dtype"),
     [(torch.bfloat16, "storage"), (torch.bfloat16, "fp32"), (torch.float32, "storage")],

@@ -46,6 +46,7 @@ def policy(home: Tier, folder: Path, overlap: str = "none") -> OffloadPolicy:
     return OffloadPolicy(params=home, optim=home, paths=[folder], overlap=overlap, **sizes)  # type: ignore[arg-type]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("home", [Tier.HOST, Tier.NVME])
 @pytest.mark.parametrize("name", CALLS)
 def test_a_transform_gives_what_it_gives_around_a_plain_model(

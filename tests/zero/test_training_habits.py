@@ -69,6 +69,7 @@ def pair(policy: OffloadPolicy) -> Iterator[Pair]:
 # ---- forward without backward --------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 @pytest.mark.parametrize("is_training", [False, True])
 def test_evaluation_between_steps_changes_nothing(
@@ -127,6 +128,7 @@ def test_two_sharded_models_in_one_process(on_nvme: OffloadPolicy) -> None:
 # ---- accumulation --------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("grads", [None, Tier.NVME])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_gradients_of_micro_batches_add_up(stage: int, grads: Tier | None, tmp_path: Path) -> None:

@@ -206,6 +206,7 @@ def losses_with_writes(policy: OffloadPolicy | None, way: str) -> list[float]:
     return losses
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.NVME])
 @pytest.mark.parametrize("way", ["in place", "data"])
