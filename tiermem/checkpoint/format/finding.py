@@ -85,14 +85,22 @@ def rows_of_part(part: Part) -> Rows:
     keys = [(each.param, each.state, each.kind) for each in states]
     counts = [len(each.pieces) for each in states]
     pieces = itertools.chain.from_iterable([each.pieces for each in states])
-    start, numel, file, offset = (
-        np.fromiter(itertools.chain.from_iterable(pieces), np.int64).reshape(-1, 4).T
-    )
-    key = np.repeat(np.arange(len(keys)), counts)
-    grain_bytes, grain_numel = grains(keys)
-    return Rows(
-        keys, key, start, numel, file, offset, -(-numel // grain_numel[key]) * grain_bytes[key]
-    )
+    columns = np.fromiter(itertools.chain.from_iterable(pieces), np.int64).reshape(-1, 4).T
+    return sized_rows(keys, np.repeat(np.arange(len(keys)), counts), *columns)
+
+
+def sized_rows(
+    keys: Sequence[Key],
+    key: Numbers,
+    start: Numbers,
+    numel: Numbers,
+    file: Numbers,
+    offset: Numbers,
+) -> Rows:
+    """Rows with the bytes that their elements take."""
+    grain_bytes, grain_numel = (each[key] for each in grains(keys))
+    num_bytes = -(-numel // grain_numel) * grain_bytes
+    return Rows(keys, key, start, numel, file, offset, num_bytes)
 
 
 def joined_rows(several: Sequence[Rows]) -> Rows:
@@ -110,9 +118,8 @@ def joined_rows(several: Sequence[Rows]) -> Rows:
 
 def grains(keys: Sequence[Key]) -> tuple[Numbers, Numbers]:
     """The smallest unit of each key's kind, in bytes and in elements."""
-    numbers = {kind: number for number, kind in enumerate(sorted(kinds.KINDS))}
-    units = np.array([kinds.grain_of(kind) for kind in numbers], np.int64)
-    num_bytes, numel = units[np.array([numbers[kind] for _, _, kind in keys], np.int64)].T
+    table = np.array([kinds.grain_of(kind) for _, _, kind in keys], np.int64)
+    num_bytes, numel = table.reshape(-1, 2).T
     return num_bytes, numel
 
 

@@ -44,7 +44,18 @@ PACKED_SCALES = "packed-scales"
 AT_REST: Mapping[str, str] = MappingProxyType({"int8": PACKED, "nf4": NF4})
 """The kind of the codes of each form in which a frozen parameter may rest."""
 DTYPES = frozenset(_DTYPES)
-KINDS = DTYPES | {SPLIT, CODES, CODE_SCALES, PACKED, NF4, PACKED_SCALES}
+_GRAINS: Mapping[str, tuple[int, int]] = MappingProxyType(
+    {name: (dtype.itemsize, 1) for name, dtype in _DTYPES.items()}
+    | {
+        SPLIT: (2, 1),
+        CODES: (1, 1),
+        CODE_SCALES: (1, BLOCK),
+        PACKED: (1, 1),
+        NF4: (1, 2),
+        PACKED_SCALES: (4, BLOCK),
+    }
+)
+KINDS = frozenset(_GRAINS)
 SCALED = frozenset({CODES, PACKED, NF4})
 OF_SCALES = frozenset({CODE_SCALES, PACKED_SCALES})
 """Kinds of codes, whose scales are a state of their own; and the kinds of those scales."""
@@ -68,17 +79,14 @@ def dtype_of(name: str) -> torch.dtype:
 
 def bytes_of(kind: str, numel: int) -> int:
     """Bytes of the first `numel` elements of a piece."""
-    if kind in SCALED:
-        return -(-numel // 2) if kind == NF4 else numel
-    if kind in OF_SCALES:
-        return -(-numel // BLOCK) * (1 if kind == CODE_SCALES else 4)
-    return numel * (2 if kind == SPLIT else _DTYPES[kind].itemsize)
+    grain_bytes, grain_numel = _GRAINS[kind]
+    return -(-numel // grain_numel) * grain_bytes
 
 
 def grain_of(kind: str) -> tuple[int, int]:
     """The smallest unit of a kind: (bytes, elements): one scale and its block, one byte of 4-bit
     codes, or one element."""
-    return bytes_of(kind, 1), BLOCK if kind in OF_SCALES else 2 if kind == NF4 else 1
+    return _GRAINS[kind]
 
 
 def scales_of(state: str) -> str:

@@ -299,7 +299,7 @@ def _write_folder(
     placed = write_data(content.in_memory, folder / data, 0, progress=progress or (lambda _: None))
     part = folder / copy_name(run_id, _COMMIT, 0, "json")
     file = folder / copy_name(run_id, _COMMIT, None, "json")
-    told = write_part(part, run_id, _COMMIT, 0, content, [data], placed)
+    told = write_part(part, run_id, _COMMIT, 0, content, [data], [placed])
     durable.write_file(file, manifest_of(content, run_id, _COMMIT, (1, 1), [told], folder).dump())
     Source(read_manifest(Found(file, None))).close()  # raises if it would not open
     return (

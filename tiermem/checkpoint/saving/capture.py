@@ -28,7 +28,6 @@ from tiermem.optim.tiles import tiles_of
 from tiermem.policy import Tier
 from tiermem.run.shards import Shards
 from tiermem.units import registry
-from tiermem.units.quantised import byte_ranges
 from tiermem.units.unit import Shard, ShardRange
 from tiermem.weights.unit_state import LiveUnit
 from tiermem.weights.values import initial_master
@@ -168,39 +167,48 @@ def stretches(shards: Shards, names: frozenset[str], is_on_nvme: bool) -> Iterat
     block."""
     if shards.topology.replica:  # a rank of replica 0 saves the same elements
         return
-    plan = functools.cache(functools.partial(_plan, shards))
-    holder_of = functools.cache(_holder)
+    states_of = functools.cache(functools.partial(_states_of, shards))
+    weights_of = functools.cache(_weights_of)
     for live, shard in shards.parameters():
-        if shard.name in names and shards.values.num_mine(shard):
+        if shard.name in names and (numel := shards.values.num_mine(shard)):
             if (live.entry is not None) == is_on_nvme:
-                yield from _weight(shards, live, shard, holder_of(live))
+                whole = ShardRange(shard, 0, numel)
+                yield from _cut(shards, whole, weights_of(live), shard.shard_offset)
             if shards.states is not None and live.unit.is_trainable:
-                yield from _states(shards, live, shard, plan, is_on_nvme)
+                yield from _states(shards, live, shard, states_of, is_on_nvme)
 
 
-class _Planned(NamedTuple):
-    """A state of a tile: where it lies, and the smallest unit of its kind, in bytes and in
-    elements."""
+class _StatePlace(NamedTuple):
+    """A state of a unit's shard or of a tile, and where its first byte lies."""
 
     state: str
     kind: str
     holder: str | torch.Tensor
-    offset: int  # of its first byte in the holder
-    grain_bytes: int
-    grain_numel: int
-
-    def bytes_of(self, numel: int) -> int:
-        """Bytes of the first `numel` elements."""
-        return -(-numel // self.grain_numel) * self.grain_bytes
+    offset: int
 
 
-def _plan(shards: Shards, tile: Tile, names: tuple[str, ...]) -> Sequence[_Planned]:
+def _weights_of(live: LiveUnit) -> Sequence[_StatePlace]:
+    """The weights of a unit's shard; of one that rests in blocks the codes, then the scales."""
+    unit = live.unit
+    holder: str | torch.Tensor = live.entry or ""
+    if live.entry is None and live.shard is not None:
+        holder = in_memory(live.shard)
+    if unit.blocks is None:
+        return [_StatePlace(WEIGHT, kinds.name_of(unit.dtype), holder, 0)]
+    scales = unit.blocks.code_bytes(unit.packed_numel)
+    return [
+        _StatePlace(WEIGHT, kinds.AT_REST[unit.blocks.name], holder, 0),
+        _StatePlace(WEIGHT + kinds.SCALES, kinds.PACKED_SCALES, holder, scales),
+    ]
+
+
+def _states_of(shards: Shards, tile: Tile, names: tuple[str, ...]) -> Sequence[_StatePlace]:
     """Every state of a tile; of an 8-bit state its codes, then its scales. Plain SGD of fp32
     parameters has none."""
     if not tile.state_bytes:
         return []
     layout = tile.layout
-    found = list[tuple[str, str, int]]()
+    found = list[_StatePlace]()
     holder = tile.entry if tile.home is Tier.NVME else in_memory(shards.store.view(tile.entry))
     master = [] if layout.master is None else [(layout.master, MASTER)]
     for part, state in [
@@ -208,47 +216,33 @@ def _plan(shards: Shards, tile: Tile, names: tuple[str, ...]) -> Sequence[_Plann
         *((layout.moment(number), name) for number, name in enumerate(names)),
     ]:
         codes, *scales = layout.ranges(part, tile.numel, 0, tile.numel)
-        found.append((state, part.kind, codes.offset))
-        found += [(state + kinds.SCALES, kinds.CODE_SCALES, each.offset) for each in scales]
-    return [
-        _Planned(state, kind, holder, offset, *kinds.grain_of(kind))
-        for state, kind, offset in found
-    ]
+        found.append(_StatePlace(state, part.kind, holder, codes.offset))
+        found += [
+            _StatePlace(state + kinds.SCALES, kinds.CODE_SCALES, holder, each.offset)
+            for each in scales
+        ]
+    return found
 
 
-def _holder(live: LiveUnit) -> str | torch.Tensor:
-    """The entry or the bytes of a unit's shard."""
-    return (
-        in_memory(live.shard) if live.entry is None and live.shard is not None else live.entry or ""
-    )
-
-
-def _weight(
-    shards: Shards, live: LiveUnit, shard: Shard, holder: str | torch.Tensor
+def _cut(
+    shards: Shards, elements: ShardRange, places: Sequence[_StatePlace], in_place: int
 ) -> Iterator[Stretch]:
-    unit = live.unit
-    numel = shards.values.num_mine(shard)
-    first = shard.shard_numel * shards.topology.shard_rank
-    offset = shard.shard_offset
-    if unit.blocks is None:
-        size = unit.dtype.itemsize
-        kind = kinds.name_of(unit.dtype)
-        yield Stretch(shard.name, WEIGHT, kind, first, numel, first * size, (holder, offset * size))
-        return
-    codes, scales = byte_ranges(unit.packed_numel, offset, offset + numel, unit.blocks)
-    kind = kinds.AT_REST[unit.blocks.name]
-    yield Stretch(
-        shard.name, WEIGHT, kind, first, numel, kinds.bytes_of(kind, first), (holder, codes.start)
-    )
-    before = _scales_before(shards, shard, kinds.PACKED_SCALES)
-    kind = kinds.PACKED_SCALES
-    yield Stretch(
-        shard.name, WEIGHT + kinds.SCALES, kind, first, numel, before, (holder, scales.start)
-    )
+    """Elements of this rank's share in every state of these places, from element `in_place` of
+    each."""
+    shard = elements.shard
+    rank = shards.topology.shard_rank
+    first = elements.first_element(rank)
+    for state, kind, holder, offset in places:
+        before = kinds.bytes_of(kind, first)
+        if kind in kinds.OF_SCALES:  # their blocks of 64 start anew on each rank
+            before = rank * kinds.bytes_of(kind, shard.shard_numel)
+            before += kinds.bytes_of(kind, elements.start)
+        place = holder, offset + kinds.bytes_of(kind, in_place)
+        yield Stretch(shard.name, state, kind, first, elements.numel, before, place)
 
 
 def _states(
-    shards: Shards, live: LiveUnit, shard: Shard, plan: Any, is_on_nvme: bool
+    shards: Shards, live: LiveUnit, shard: Shard, states_of: Any, is_on_nvme: bool
 ) -> Iterator[Stretch]:
     tiles = tiles_of(shards)
     assert tiles is not None
@@ -264,17 +258,9 @@ def _states(
         return
     names = tiles.names(shard)
     for tile, elements in pieces:
-        if (tile.home is Tier.NVME) != is_on_nvme:
-            continue
-        first = elements.first_element(shards.topology.shard_rank)
-        in_tile = tile.place_of(elements).start
-        numel = elements.numel
-        for each in plan(tile, names):
-            before = each.bytes_of(first)
-            if each.grain_numel > 1:  # scales, whose blocks of 64 start anew on each rank
-                before = _scales_before(shards, shard, each.kind) + each.bytes_of(elements.start)
-            place = each.holder, each.offset + each.bytes_of(in_tile)
-            yield Stretch(shard.name, each.state, each.kind, first, numel, before, place)
+        if (tile.home is Tier.NVME) == is_on_nvme:
+            in_tile = tile.place_of(elements).start
+            yield from _cut(shards, elements, states_of(tile, names), in_tile)
 
 
 def _initial(shards: Shards, tile: Tile, elements: ShardRange) -> Stretch:
@@ -291,12 +277,6 @@ def _initial(shards: Shards, tile: Tile, elements: ShardRange) -> Stretch:
             yield tiles.piece(tile, chunk, MASTER).view(torch.uint8)
 
     return Stretch(elements.shard.name, MASTER, "fp32", first, elements.numel, first * 4, chunks)
-
-
-def _scales_before(shards: Shards, shard: Shard, kind: str) -> int:
-    """Bytes of scales that earlier ranks hold of a parameter. Blocks of 64 start anew on each
-    rank."""
-    return shards.topology.shard_rank * kinds.bytes_of(kind, shard.shard_numel)
 
 
 # ---- states that every rank holds whole ----------------------------------------------------------

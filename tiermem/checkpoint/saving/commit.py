@@ -43,7 +43,7 @@ from tiermem.checkpoint.format.manifest import (
     manifest_name,
     part_name,
 )
-from tiermem.checkpoint.saving.pieces import put_together, write_data
+from tiermem.checkpoint.saving.pieces import write_data
 from tiermem.checkpoint.saving.publish import (
     Content,
     drop_step,
@@ -232,11 +232,10 @@ class Commits:
             files.append(folder / data_name(commit))
             undo.callback(remove, files[-1])
             placed.append(write_data(content.in_memory, files[-1], len(files) - 1, shards.workers))
-        whole = put_together(placed)
         names = [written(file, folder) for file in files]
         path = folder / part_name(commit, rank)
         undo.callback(remove, path)
-        told = write_part(path, self.run_id, commit, rank, content, names, whole)
+        told = write_part(path, self.run_id, commit, rank, content, names, placed)
         pointer = None
         if content.tag is not None and content.save_dir is not None:
             pointer = pointer_path(content.save_dir, content.tag)

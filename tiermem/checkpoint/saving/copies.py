@@ -35,7 +35,7 @@ import numpy as np
 
 from tiermem.checkpoint.format.finding import Rows, copy_name, pointer_path, tag_folder
 from tiermem.checkpoint.saving.commit import Commits
-from tiermem.checkpoint.saving.pieces import Placed, Resting, put_together, write_data
+from tiermem.checkpoint.saving.pieces import Placed, packed, write_data
 from tiermem.checkpoint.saving.publish import (
     OURS,
     Content,
@@ -125,21 +125,14 @@ def lay_out(rows: Rows, start: int, file: int) -> tuple[list[CopyExtent], Rows]:
     offset = rows.offset[order]
     first = offset // ALIGNMENT * ALIGNMENT
     stop = -(-(offset + rows.num_bytes[order]) // ALIGNMENT) * ALIGNMENT
-    is_new = np.concatenate(([True], (source[1:] != source[:-1]) | (first[1:] > stop[:-1])))[
-        : len(order)
-    ]
-    heads = np.flatnonzero(is_new)
-    ends = np.append(heads, len(order))[1:] - 1
-    sizes = stop[ends] - first[heads]  # rows do not overlap, so the last one of an extent ends it
-    places = start + np.cumsum(sizes) - sizes
+    is_new = (source[1:] != source[:-1]) | (first[1:] > stop[:-1])
+    # rows do not overlap, so the last one of an extent ends it
+    heads, ends, places, shifts = packed(is_new, first, stop, ALIGNMENT)
     moved = np.empty_like(offset)
-    moved[order] = offset + (places - first[heads])[np.cumsum(is_new) - 1]
-    columns = zip(
-        source[heads].tolist(), first[heads].tolist(), sizes.tolist(), places.tolist(), strict=True
-    )
-    return [CopyExtent(*each) for each in columns], rows._replace(
-        file=np.full_like(rows.file, file), offset=moved
-    )
+    moved[order] = offset + start + shifts
+    columns = source[heads], first[heads], stop[ends] - first[heads], start + places
+    extents = [CopyExtent(*each) for each in np.stack(columns, 1).tolist()]
+    return extents, rows._replace(file=np.full_like(rows.file, file), offset=moved)
 
 
 def take_room(path: Path, extents: Sequence[CopyExtent]) -> None:
@@ -254,7 +247,7 @@ class _Work(NamedTuple):
     data: Path
     freeze: Freeze | None
     extents: list[CopyExtent]
-    placed: Placed  # the pieces, at their places in the finished copy
+    placed: list[Placed]  # the pieces, at their places in the finished copy
     undo: contextlib.ExitStack
 
 
@@ -325,22 +318,19 @@ class Copies:
         held = SavingInto(folder, undo)
         undo.callback(held.close)
         freeze = None
-        placed = []
-        extents: list[CopyExtent] = []
         if content.resting.entries:
             freeze = shards.store.freeze()
             undo.callback(shards.store.thaw, freeze)
-            rest = frozen(shards, content, freeze)
-            extents, rows = lay_out(
-                rest.rows, round_up(Resting(content.in_memory).data_bytes, ALIGNMENT), file=0
-            )
-            placed.append(rest._replace(rows=rows))
         data = folder / copy_name(self._commits.run_id, commit, rank, "bin")
         undo.callback(remove, data)
-        in_memory = write_data(content.in_memory, data, 0, shards.workers)
+        placed = [write_data(content.in_memory, data, 0, shards.workers)]
+        extents: list[CopyExtent] = []
+        if freeze is not None:
+            rest = frozen(shards, content, freeze)
+            extents, rows = lay_out(rest.rows, round_up(data.stat().st_size, ALIGNMENT), file=0)
+            placed.append(rest._replace(rows=rows))
         take_room(data, extents)
-        whole = put_together([in_memory, *placed])
-        return _Work(content, commit, folder, held, data, freeze, extents, whole, undo)
+        return _Work(content, commit, folder, held, data, freeze, extents, placed, undo)
 
     def _run(self, work: _Work, talk: Talk) -> None:
         """The thread's function."""

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from tiermem.checkpoint.format import kinds
-from tiermem.checkpoint.format.finding import Key, Rows, grains, joined_rows
+from tiermem.checkpoint.format.finding import Key, Rows, grains, sized_rows
 from tiermem.checkpoint.format.manifest import CHECKSUM_BYTES
 from tiermem.swap.base.native import Workers, crc32c_of
 from tiermem.swap.base.ranges import Numbers, round_up, spread
@@ -179,9 +179,35 @@ ReadEntry = Callable[[str, int, int], torch.Tensor]
 # Hence no Python code runs per row when states on NVMe are saved, and little for states in memory.
 
 
+class PackedRows(NamedTuple):
+    """Rows of files in groups, and the groups one behind another in a new file.
+
+    firsts, lasts: the first and the last row of each group. places: of each group in the new file.
+    shifts: of each row, from its old offset to its new one.
+    """
+
+    firsts: Numbers
+    lasts: Numbers
+    places: Numbers
+    shifts: Numbers
+
+
+def packed(is_new: npt.NDArray[np.bool_], start: Numbers, stop: Numbers, unit: int) -> PackedRows:
+    """Packs bytes [start, stop) of rows in their order, each group at a multiple of `unit`.
+
+    is_new: whether a row begins a group, without the first row, which does.
+    """
+    firsts = np.flatnonzero(np.append(True, is_new)[: len(start)])
+    lasts = np.append(firsts, len(start))[1:] - 1
+    sizes = round_up(stop[lasts] - start[firsts], unit)
+    places = np.cumsum(sizes) - sizes
+    shifts = np.repeat(places - start[firsts], lasts - firsts + 1)
+    return PackedRows(firsts, lasts, places, shifts)
+
+
 class Resting:
-    """Stretches in any order, as arrays, by holder and offset. `held` are the entries and tensors
-    that hold them.
+    """Stretches in any order, as rows by holder and offset. `held` are the entries and tensors
+    that hold them: the files of these rows.
 
     `order` is the place of each row in the stretches that were given.
     """
@@ -199,37 +225,28 @@ class Resting:
                 known = seen[id(holder)] = held.setdefault(name, (len(held), holder))[0], holder
             key = keys.setdefault((param, state, kind), len(keys))
             numbers.extend((known[0], offset, key, start, numel, first_byte))
-        self.keys, self.held = list(keys), [holder for _, holder in held.values()]
+        self.held = [holder for _, holder in held.values()]
         self.entries = [holder for holder in self.held if isinstance(holder, str)]
         table = np.array(numbers, np.int64).reshape(-1, 6)
         self.order = np.lexsort((table[:, 1], table[:, 0]))
-        self._holder, self._offset, self._key, self._start, self._numel, self._first_byte = table[
-            self.order
-        ].T
-        self._grain_bytes, self._grain_numel = (each[self._key] for each in grains(self.keys))
-        self.num_bytes = -(-self._numel // self._grain_numel) * self._grain_bytes
+        holder, offset, key, start, numel, self._first_byte = table[self.order].T
+        self._rows = sized_rows(list(keys), key, start, numel, holder, offset)
+        self._stops = offset + self._rows.num_bytes
         self._cut_at_blocks()
 
     def rows(self, freeze: Freeze) -> Rows:
         """The file ranges of all stretches in a freeze; `file` is an index into the store's
         paths."""
-        found = freeze.find(self.entries, self._holder, self._offset, self.num_bytes)
+        whole = self._rows
+        found = freeze.find(self.entries, whole.file, whole.offset, whole.num_bytes)
         row = found.request
-        grain = self._grain_bytes[found.request]
-        skipped = (found.start - self._offset[row]) // grain * self._grain_numel[row]
-        numel = np.minimum(
-            found.num_bytes // grain * self._grain_numel[row], self._numel[row] - skipped
-        )
-        start = self._start[row] + skipped
-        return Rows(
-            self.keys,
-            self._key[row],
-            start,
-            numel,
-            found.path_index,
-            found.file_offset,
-            found.num_bytes,
-        )
+        key = whole.key[row]
+        grain_bytes, grain_numel = (each[key] for each in grains(whole.keys))
+        skipped = (found.start - whole.offset[row]) // grain_bytes * grain_numel
+        numel = np.minimum(found.num_bytes // grain_bytes * grain_numel, whole.numel[row] - skipped)
+        start = whole.start[row] + skipped
+        place = found.path_index, found.file_offset, found.num_bytes
+        return Rows(whole.keys, key, start, numel, *place)
 
     def sums(
         self, known: Sums, read: ReadEntry, workers: Workers
@@ -243,42 +260,24 @@ class Resting:
 
     def rows_at(self, file: int) -> Rows:
         """The rows in a data file."""
-        place = self.placed[1]
-        return Rows(
-            self.keys,
-            self._key,
-            self._start,
-            self._numel,
-            np.full_like(place, file),
-            place,
-            self.num_bytes,
-        )
+        offset = self._rows.offset + self.placed.shifts
+        return self._rows._replace(file=np.full_like(offset, file), offset=offset)
 
     @functools.cached_property
-    def placed(self) -> tuple[Numbers, Numbers]:
+    def placed(self) -> PackedRows:
         """The data file as groups of rows, each a copy of memory with the gaps between its rows,
-        and each at a multiple of `_ALIGN`: the number of the first row of each group, and the
-        offset of each row in the file."""
-        stop = self._offset + self.num_bytes
-        gap = self._offset[1:] - stop[:-1]
-        same = (
-            (self._holder[1:] == self._holder[:-1])
-            & (gap >= 0)
-            & (gap < _MOST_GAP)
-            & self._is_there[1:]
-        )
-        firsts = np.flatnonzero(
-            np.concatenate(([True], ~(same & self._is_there[:-1])))[: len(stop)]
-        )
-        lasts = np.append(firsts[1:], len(stop))[: len(firsts)] - 1
-        sizes = round_up(stop[lasts] - self._offset[firsts], _ALIGN)
-        moved = np.cumsum(sizes) - sizes - self._offset[firsts]
-        return firsts, self._offset + np.repeat(moved, lasts - firsts + 1)
+        and each at a multiple of `_ALIGN`."""
+        holder = self._rows.file
+        offset = self._rows.offset
+        stop = self._stops
+        gap = offset[1:] - stop[:-1]
+        same = (holder[1:] == holder[:-1]) & (gap >= 0) & (gap < _MOST_GAP) & self._is_there[1:]
+        return packed(~(same & self._is_there[:-1]), offset, stop, _ALIGN)
 
     @property
     def data_bytes(self) -> int:
         """Size in bytes of the file that `write_data` writes."""
-        return int((self.placed[1] + self.num_bytes)[-1:].sum())
+        return int((self._stops + self.placed.shifts)[-1:].sum())
 
     def in_memory(self, workers: Workers | None) -> tuple[list[Group], Crcs]:
         """The groups of `placed`, and the checksum of every range. Blocks; GIL free.
@@ -292,14 +291,13 @@ class Resting:
             self._piece_holder
         ]
         crcs = crc32c_of(addresses + self._piece_start.astype(np.uint64), lengths, workers)
-        firsts, places = self.placed
-        lasts = np.append(firsts[1:], len(places))[: len(firsts)] - 1
-        starts = self._offset[firsts]
-        stops = np.where(self._is_there[firsts], (self._offset + self.num_bytes)[lasts], starts)
+        firsts, lasts, places, _ = self.placed
+        starts = self._rows.offset[firsts]
+        stops = np.where(self._is_there[firsts], self._stops[lasts], starts)
         pieces = map(
             slice, self._first_piece[firsts].tolist(), self._first_piece[firsts + 1].tolist()
         )
-        columns = (places[firsts], self._holder[firsts], starts, stops, self.order[firsts])
+        columns = (places, self._rows.file[firsts], starts, stops, self.order[firsts])
         groups = zip(*(each.tolist() for each in columns), pieces, strict=True)
         return [
             Group(place, self._bytes[each][start:stop], *rest)
@@ -319,7 +317,7 @@ class Resting:
     def _is_there(self) -> npt.NDArray[np.bool_]:
         """Whether all bytes of a row are in the CPU's memory."""
         sizes = np.array([len(each) for each in self._bytes], np.int64)
-        found: npt.NDArray[np.bool_] = self._offset + self.num_bytes <= sizes[self._holder]
+        found: npt.NDArray[np.bool_] = self._stops <= sizes[self._rows.file]
         return found
 
     def runs(self, crcs: Crcs) -> dict[tuple[str, str], list[Run]]:
@@ -328,7 +326,7 @@ class Resting:
         blocks = crc32c_join(self._block_first, crcs[self._order], self._block_lengths)
         found: dict[tuple[str, str], list[Run]] = {}
         all_crcs = blocks.tolist()
-        names = [key[:2] for key in self.keys]
+        names = [key[:2] for key in self._rows.keys]
         for key, first_block, last_block, start, num_bytes in self._runs:
             found.setdefault(names[key], []).append(
                 Run(start, num_bytes, all_crcs[first_block:last_block])
@@ -338,18 +336,19 @@ class Resting:
     def _cut_at_blocks(self) -> None:
         """Cuts the rows at every MiB of their state, and sorts the results by state and
         position."""
-        stop = self._first_byte + self.num_bytes
+        stop = self._first_byte + self._rows.num_bytes
         first_block = self._first_byte // CHECKSUM_BYTES
         last_block = (stop - 1) // CHECKSUM_BYTES
         row, block = spread(first_block, last_block - first_block + 1)
         self._first_piece = np.searchsorted(row, np.arange(len(stop) + 1))
         first = np.maximum(self._first_byte[row], block * CHECKSUM_BYTES)
         length = np.minimum(stop[row], (block + 1) * CHECKSUM_BYTES) - first
-        self._piece_start = self._offset[row] + first - self._first_byte[row]  # in the entry
+        self._piece_start = self._rows.offset[row] + first - self._first_byte[row]  # in the entry
         self._piece_stop = self._piece_start + length
-        self._piece_holder = self._holder[row]
-        self._order = np.lexsort((first, self._key[row]))
-        key = self._key[row][self._order]
+        self._piece_holder = self._rows.file[row]
+        key = self._rows.key[row]
+        self._order = np.lexsort((first, key))
+        key = key[self._order]
         first = first[self._order]
         length = length[self._order]
         goes_on = (key[1:] == key[:-1]) & (first[1:] == first[:-1] + length[:-1])
@@ -425,27 +424,12 @@ class Resting:
 #
 # Memory use is one chunk of CHUNK_BYTES and the writer's buffers, for states of any size.
 
-Runs = Mapping[tuple[str, str], Sequence[Run]]
-"""Checksums of the bytes that a rank holds of each (parameter, state)."""
-
 
 class Placed(NamedTuple):
-    """A rank's pieces and the checksums of their bytes."""
+    """Pieces of a rank, and the checksums of their bytes by (parameter, state)."""
 
     rows: Rows
-    sums: Runs
-
-
-def put_together(placed: Sequence[Placed]) -> Placed:
-    """The pieces of several files as one. A state may have pieces in each file."""
-    placed = [each for each in placed if each.sums]
-    if len(placed) == 1:
-        return placed[0]
-    sums: dict[tuple[str, str], list[Run]] = {}
-    for each in placed:
-        for key, runs in each.sums.items():
-            sums.setdefault(key, []).extend(runs)
-    return Placed(joined_rows([each.rows for each in placed]), sums)
+    sums: Mapping[tuple[str, str], Sequence[Run]]
 
 
 def write_data(

@@ -20,6 +20,7 @@ from tiermem.checkpoint.format.finding import (
     MOST_POINTER_BYTES,
     Found,
     Opened,
+    joined_rows,
     known_latest,
     newer_of,
     pointer_path,
@@ -92,19 +93,18 @@ def write_part(
     rank: int,
     content: Content,
     files: Sequence[str],
-    placed: Placed,
+    placed: Sequence[Placed],
 ) -> Json:
-    """Writes this rank's part durably; its pieces refer to `files` by index. Blocks; raises
-    OSError.
+    """Writes this rank's part durably; its pieces refer to `files` by index. A state may have
+    pieces in several of `placed`. Blocks; raises OSError.
 
     Returns JSON for rank 0: folder, file, size in bytes and CRC-32C of the part, the checksums of
     its states, and the folders of `files`.
     """
-    data = Part(
-        run_id, commit, rank, content.rng, content.data, tuple(files), placed.rows.states()
-    ).dump()
+    states = joined_rows([each.rows for each in placed]).states()
+    data = Part(run_id, commit, rank, content.rng, content.data, tuple(files), states).dump()
     durable.write_file(file, data)
-    sums = [(*key, found) for key, found in placed.sums.items()]
+    sums = [(*key, found) for each in placed for key, found in each.sums.items()]
     places = sorted({str(real(file.parent / each).parent) for each in files})
     told = {
         "folder": str(file.parent),
