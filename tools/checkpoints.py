@@ -451,7 +451,8 @@ def _export_weights(
     options: ExportOptions, source: Source, dtype: Any, console: Console
 ) -> tuple[list[str], int]:
     # takes a second: torch's checkpoints
-    from tiermem.checkpoint.interchange.export import export_weights, weights_of
+    from tiermem.checkpoint.interchange.export import export_weights
+    from tiermem.checkpoint.opening.source import weights_of
 
     weights = weights_of(source, dtype, options.exclude_frozen)
     total = sum(weight.parameter.numel * weight.dtype.itemsize for weight in weights)

@@ -7,7 +7,8 @@
     copies     to_device, ToHost                                small tensors, without a wait of the host
     memory     free_and_total, usage, give_back_cached, reset_peak    bytes of the device, as torch counts them
     pinning    PageLock                                         pinned host memory, for asynchronous copies
-    the rest   facts_of, rng_state, set_rng_state, backends_of, control_device
+    random     rng_state, set_rng_state; generators, set_generators    the device's; all of this process
+    the rest   facts_of, backends_of, control_device
 
 It is written on torch.accelerator and the device's own module (`torch.cuda`, `torch.xpu`, ...), so
 that CUDA, ROCm, XPU and devices of extensions take one path. Asking which kind of device there is
@@ -21,9 +22,11 @@ import functools
 import inspect
 import logging
 import os
+import random
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -425,6 +428,29 @@ def rng_state(device: torch.device) -> torch.Tensor:
 def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
     """Puts a generator's state back."""
     _module_of(device).set_rng_state(state, device)
+
+
+def generators(device: torch.device) -> dict[str, Any]:
+    """The states of this process's random generators: Python's, numpy's, torch's, and under its
+    name that of an accelerator."""
+    found: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(legacy=False),
+        "torch": torch.get_rng_state(),
+    }
+    if is_accelerator(device):
+        found[device.type] = rng_state(device)
+    return found
+
+
+def set_generators(device: torch.device, states: dict[str, Any]) -> None:
+    """Puts the states of `generators` back; those of another accelerator are left out. Raises
+    KeyError, TypeError, ValueError or RuntimeError for other values."""
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if is_accelerator(device) and device.type in states:
+        set_rng_state(device, states[device.type])
 
 
 def backends_of(device: torch.device) -> str:

@@ -12,9 +12,10 @@ from runs import error_of, failing, files_below, model, policy, train
 
 import tiermem
 from tiermem import checkpoint
-from tiermem.checkpoint.interchange.export import export_dcp, export_weights, weights_of
+from tiermem.checkpoint.interchange.export import export_dcp, export_weights
 from tiermem.checkpoint.interchange.from_torch import read_torch
 from tiermem.checkpoint.interchange.write import write_checkpoint
+from tiermem.checkpoint.opening.source import weights_of
 from tiermem.checkpoint.opening.verified import DamagedState
 
 Export = Callable[[checkpoint.Source, Path], object]

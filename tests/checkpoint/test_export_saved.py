@@ -16,9 +16,9 @@ import tiermem
 from checkpoint.test_deepspeed_import import values_of  # isort: skip
 from tiermem import OffloadPolicy, Precision, Tier
 from tiermem.checkpoint import save
-from tiermem.checkpoint.interchange.export import export_dcp, export_weights, weights_of
+from tiermem.checkpoint.interchange.export import export_dcp, export_weights
 from tiermem.checkpoint.interchange.from_dcp import read_dcp
-from tiermem.checkpoint.opening.source import Source
+from tiermem.checkpoint.opening.source import Source, weights_of
 from tiermem.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, zero_to_fp32
 
 

@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 from saved_by_hand import write
 from torch import nn
 
-from tiermem.checkpoint.interchange.export import export_weights, weights_of
+from tiermem.checkpoint.interchange.export import export_weights
 from tiermem.checkpoint.interchange.foreign import Foreign, ForeignParameter, of_tensor
 from tiermem.checkpoint.interchange.write import write_checkpoint
-from tiermem.checkpoint.opening.source import CHUNK_NUMEL, Source
+from tiermem.checkpoint.opening.source import CHUNK_NUMEL, Source, weights_of
 from tiermem.utils import zero_to_fp32
 
 
@@ -179,7 +179,7 @@ import sys
 from pathlib import Path
 from tiermem.checkpoint import Source
 from tiermem.checkpoint.interchange.export import export_weights
-from tiermem.checkpoint.interchange.export import weights_of
+from tiermem.checkpoint.opening.source import weights_of
 
 def memory_of(what):
     lines = Path("/proc/self/status").read_text().splitlines()

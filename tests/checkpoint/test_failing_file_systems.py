@@ -35,9 +35,10 @@ from runs import Small, error_of, model, policy, states_in, train
 
 import tiermem
 from tiermem import checkpoint
-from tiermem.checkpoint.interchange.export import export_dcp, export_weights, weights_of
+from tiermem.checkpoint.interchange.export import export_dcp, export_weights
 from tiermem.checkpoint.interchange.from_torch import read_torch
 from tiermem.checkpoint.interchange.write import write_checkpoint
+from tiermem.checkpoint.opening.source import weights_of
 from tiermem.checkpoint.survey import survey
 from tiermem.swap.disk import durable
 

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 import tiermem
 from tiermem import OffloadPolicy, Shards, Tier, checkpoint
 from tiermem.checkpoint.format import kinds
-from tiermem.checkpoint.interchange.export import export_weights, weights_of
-from tiermem.checkpoint.opening.source import Source
+from tiermem.checkpoint.interchange.export import export_weights
+from tiermem.checkpoint.opening.source import Source, weights_of
 from tiermem.units.quantised import BLOCK, FORMATS
 
 NAME = "layers.1.up.weight"

@@ -158,7 +158,7 @@ def test_pieces_and_checksums_are_those_of_the_bytes(seed: int, tmp_path: Path) 
         assert checksums(sums[param, state], state) == tuple(
             crc32c([part.clone() for part in data.split(MIB)])
         )
-    extents, moved = lay_out(rows, 8192, file=0)
+    extents, moved = lay_out(rows, 8192)
     copy = bytearray(extents[-1].place + extents[-1].num_bytes)
     for file, offset, num_bytes, place in extents:
         assert {offset % BLOCK, num_bytes % BLOCK, place % BLOCK} == {0}
@@ -178,7 +178,7 @@ def test_nothing_rests_on_nvme(tmp_path: Path) -> None:
     with contextlib.closing(Workers(1)) as workers:
         assert resting.sums(Sums(Recorder(1)), lambda *_: torch.empty(0), workers) == {}
     assert joined_rows([]).states() == ()
-    assert lay_out(rows_of([], []), 0, 0)[0] == []
+    assert lay_out(rows_of([], []), 0)[0] == []
 
 
 def test_keys_of_several_rows_become_one() -> None:

@@ -8,7 +8,7 @@ import dataclasses
 import errno
 import os
 import stat
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -29,7 +29,7 @@ from tiermem.checkpoint.format.finding import (
 )
 from tiermem.checkpoint.format.manifest import LATEST_FILE, POINTER_FILE, Part
 from tiermem.checkpoint.interchange.from_deepspeed import is_deepspeed
-from tiermem.checkpoint.opening.source import Source
+from tiermem.checkpoint.opening.source import Progress, Source, verify_all
 from tiermem.checkpoint.opening.verified import DamagedState
 from tiermem.checkpoint.saving.publish import (
     alone,
@@ -217,9 +217,6 @@ _OF_THE_FILES = frozenset(
 )  # fmt: skip
 """Errors of the files or their disk. Other errors concern this process and its limits."""
 
-Progress = Callable[[int], None]
-"""Called with the number of bytes just verified."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunReport(Space):
@@ -308,7 +305,7 @@ class Survey:
 
 
 @no_collection()
-def survey(where: Path, verifies: bool = False, progress: Progress | None = None) -> Survey:
+def survey(where: Path, verifies: bool = False, progress: Progress = lambda _: None) -> Survey:
     """Lists the contents of a folder: a store's path, a run's folder, a folder of checkpoints, or a
     tag's folder.
 
@@ -445,7 +442,7 @@ def _found(folder: Path) -> tuple[list[Found], list[str]]:
     ], wrong
 
 
-def _step(found: Found, verifies: bool, progress: Progress | None, named: Named) -> StepReport:
+def _step(found: Found, verifies: bool, progress: Progress, named: Named) -> StepReport:
     place = found.file if found.tag is None else found.file.parent
     report = StepReport(place, found.file, found.tag, found.latest is not None, "broken", "")
     try:
@@ -464,11 +461,7 @@ def _step(found: Found, verifies: bool, progress: Progress | None, named: Named)
         named.add(report.manifest, opened.parts)
         with Source(opened) as source:
             if verifies:
-                for param in source.parameters:
-                    for each in source.states(param):
-                        for num_bytes in source.verify(param, each):
-                            if progress is not None:
-                                progress(num_bytes)
+                verify_all(source, progress)
             return dataclasses.replace(
                 report, state="whole", num_bytes=source.num_bytes, is_verified=verifies
             )

@@ -15,8 +15,8 @@ from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
 from tiermem.checkpoint.format import kinds
-from tiermem.checkpoint.interchange.export import Weight, export_weights, weights_of
-from tiermem.checkpoint.opening.source import Source
+from tiermem.checkpoint.interchange.export import export_weights
+from tiermem.checkpoint.opening.source import Source, Weight, weights_of
 from tiermem.section import Bytes, DtypeName
 
 PathLike = str | os.PathLike[str]

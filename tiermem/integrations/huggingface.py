@@ -28,7 +28,6 @@ import functools
 import json
 import logging
 import os
-import random
 import shutil
 import sys
 from collections.abc import Callable, Collection
@@ -36,7 +35,6 @@ from pathlib import Path
 from typing import Any
 
 import accelerate
-import numpy
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import AutocastKwargs
@@ -74,7 +72,7 @@ from tiermem.run.layerwise import LayerwisePasses
 from tiermem.run.shards import Shards
 from tiermem.schedule import build_scheduler
 from tiermem.swap.disk.queue import Meter
-from tiermem.swap.memory.accelerator import is_accelerator, rng_state, set_rng_state
+from tiermem.swap.memory.accelerator import generators, set_generators
 
 logger = logging.getLogger("tiermem")
 
@@ -321,8 +319,7 @@ class TiermemMixin(_Base):  # type: ignore[misc]
         if data is None or not hasattr(data, "__len__"):
             return None
         device = self.args.device
-        states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-        drawn = rng_state(device) if is_accelerator(device) else None
+        states = generators(device)
         was_training = self.model.training
         try:
             examples = [data[number] for number in range(min(_MOST_SEEN, len(data)))]
@@ -338,11 +335,7 @@ class TiermemMixin(_Base):  # type: ignore[misc]
             return None
         finally:
             self.model.train(was_training)
-            random.setstate(states[0])
-            numpy.random.set_state(states[1])
-            torch.set_rng_state(states[2])
-            if drawn is not None:
-                set_rng_state(device, drawn)
+            set_generators(device, states)
 
     def _loss_of(self, model: nn.Module, batch: Any) -> torch.Tensor:
         with self.accelerator.autocast():

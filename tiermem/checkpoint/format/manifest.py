@@ -79,20 +79,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Literal, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
-from pydantic import AfterValidator, FailFast, Field, PlainValidator
+from pydantic import AfterValidator, FailFast, Field
 
 from tiermem.checkpoint.format import kinds
 from tiermem.checkpoint.format.fields import (
     LARGEST,
     Digest,
-    Json,
     ManifestError,
     Name,
     Names,
     Plain,
     Records,
     Whole,
-    are_whole,
     one_of,
     read,
     record,
@@ -129,32 +127,6 @@ def _check_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
             f"at most {_MOST_DIMENSIONS} dimensions and {LARGEST} elements are allowed"
         )
     return shape
-
-
-def _checksums(found: Json) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Checksums by parameter and state. There may be millions of them: Python code per state runs
-    only to name a fault."""
-    if not _are_checksums(found):
-        for param, states in found.items() if isinstance(found, dict) else [("checksums", None)]:
-            if not isinstance(states, dict):
-                raise ValueError(f"{param[:80]!r} has no object of its states")
-            for state, sums in states.items():
-                if not are_whole(sums, _MOST_CRC):
-                    raise ValueError(
-                        f"{state[:80]} of {param[:80]!r}: a list of whole numbers of 0 to "
-                        f"{_MOST_CRC} is due"
-                    )
-    return {
-        param: {state: tuple(sums) for state, sums in states.items()}
-        for param, states in found.items()
-    }
-
-
-def _are_checksums(found: Json) -> bool:
-    if not isinstance(found, dict) or not {*map(type, found.values())} <= {dict}:
-        return False
-    lists = [*flat(map(dict.values, found.values()))]
-    return {*map(type, lists)} <= {list} and are_whole([*flat(lists)], _MOST_CRC)
 
 
 _COMPUTE = "compute_dtype"
@@ -201,6 +173,7 @@ _RunId = Annotated[str, string(64)]
 _File = Annotated[str, string(255)]
 _Rank = Annotated[int, whole(_MOST_RANKS)]
 _Ranks = Annotated[int, whole(_MOST_RANKS, 1)]
+_Sums = Annotated[tuple[Annotated[int, whole(_MOST_CRC)], ...], FailFast()]
 _Shape = Annotated[tuple[Whole, ...], FailFast(), AfterValidator(_check_shape)]
 
 
@@ -297,7 +270,7 @@ class Manifest:
     config: Plain
     parameters: Records[Parameter]
     excluded: Names
-    checksums: Annotated[Mapping[str, Mapping[str, tuple[int, ...]]], PlainValidator(_checksums)]
+    checksums: Annotated[dict[str, Annotated[dict[str, _Sums], FailFast()]], FailFast()]
     choices: Annotated[Mapping[str, str], AfterValidator(_known_choices)] | None = None
     """None: a manifest of version 1."""
 

@@ -4,7 +4,6 @@ folder, streamed."""
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import json
 import logging
@@ -23,83 +22,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from tiermem.checkpoint.format import kinds
 from tiermem.checkpoint.format.manifest import MASTER, WEIGHT, Parameter
 from tiermem.checkpoint.interchange.foreign import STEP, torch_groups
-from tiermem.checkpoint.interchange.write import Progress, new_folder
-from tiermem.checkpoint.opening.source import CHUNK_NUMEL, Source
+from tiermem.checkpoint.interchange.write import new_folder
+from tiermem.checkpoint.opening.source import Progress, Source, Weight, filled, weights_of
 from tiermem.swap.disk import durable
 from tiermem.swap.disk.direct import check_room
 from tiermem.weights_io import MOST_AROUND_BYTES, SafetensorsFile, TorchFile, WeightEntry
-
-# ---- the weights of an opened step ---------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Weight:
-    """One weight or buffer of an opened step. The source must stay open while values are read.
-
-    parameter: its record in the step. dtype: of the values that `pieces`, `read` and `whole`
-        return.
-    """
-
-    source: Source
-    parameter: Parameter
-    dtype: torch.dtype
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All names; the parameter's own name is first."""
-        return (self.parameter.name, *self.parameter.aliases)
-
-    def pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """(first element, flat values), in order. Values are valid until the next. Blocks; raises
-        DamagedState, OSError."""
-        # One buffer: a new tensor for each piece leaves holes in malloc's heap, into which the next
-        # one does not fit.
-        numel = self.parameter.numel
-        values = torch.empty(min(CHUNK_NUMEL, numel), dtype=self.dtype)
-        for start in range(0, numel, CHUNK_NUMEL):
-            self.source.weight_into(self.parameter.name, start, values[: numel - start])
-            yield start, values[: numel - start]
-
-    def read(self, start: int, numel: int) -> torch.Tensor:
-        """Elements [start, start + numel), flat. Blocks; raises DamagedState, OSError."""
-        return self.source.weight(self.parameter.name, start, numel, self.dtype)
-
-    def whole(self) -> torch.Tensor:
-        """The whole tensor. Blocks; raises DamagedState, OSError."""
-        return _filled(self.parameter, self.dtype, self.read)
-
-
-def weights_of(
-    source: Source, dtype: torch.dtype | None = None, exclude_frozen: bool = False
-) -> list[Weight]:
-    """The weights and buffers, in the order of the model. Ordinary parameters are no weights of the
-    model.
-
-    dtype: of floating-point values. None: as stored, bit by bit; a weight in blocks has the dtype
-        of its parameter. fp32: the master where it was saved beside the weight, else the weight.
-        Another dtype: the weight if it is stored in this dtype, else the master, rounded to
-        nearest. Other values keep their dtype.
-
-    Raises ValueError for a dtype that is not floating-point.
-    """
-    if dtype is not None and not dtype.is_floating_point:
-        raise ValueError(
-            f"weights cannot be exported as {dtype}; floating-point dtypes are allowed"
-        )
-    found = []
-    for each in source.manifest.parameters:
-        if each.role == "ordinary" or (
-            exclude_frozen and each.role == "parameter" and not each.is_trainable
-        ):
-            continue
-        stored = kinds.dtype_of(each.dtype)
-        found.append(
-            Weight(
-                source, each, dtype if dtype is not None and stored.is_floating_point else stored
-            )
-        )
-    return found
-
 
 # ---- safetensors and torch files -----------------------------------------------------------------
 
@@ -236,7 +163,7 @@ Read = Callable[[], torch.Tensor]
 
 
 def export_dcp(
-    source: Source, out: Path, dtype: torch.dtype | None = None, progress: Progress | None = None
+    source: Source, out: Path, dtype: torch.dtype | None = None, progress: Progress = lambda _: None
 ) -> int:
     """Writes a new folder for dcp.load (FSDP2, DDP, plain torch); returns the bytes of its tensors.
     Blocks; not collective.
@@ -254,7 +181,7 @@ def export_dcp(
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(17, "is there and not empty; choose another folder", str(out))
-    planner = _ExportPlanner(progress or (lambda _: None))
+    planner = _ExportPlanner(progress)
     state: dict[str, Any] = {"model": _model(source, planner, dtype or torch.float32)}
     if any(_states(source, each) for each in source.manifest.parameters):
         state["optim"] = {
@@ -325,7 +252,7 @@ def _optimizer(source: Source, planner: _ExportPlanner) -> dict[str, dict[str, t
         states = {}
         for name in _states(source, each):
             read = functools.partial(
-                _filled, each, torch.float32, functools.partial(source.fp32, each.name, name)
+                filled, each, torch.float32, functools.partial(source.fp32, each.name, name)
             )
             states[name] = planner.tensor(each.shape, torch.float32, read)
         if states:
@@ -342,18 +269,6 @@ def _states(source: Source, parameter: Parameter) -> list[str]:
         for name in names
         if name not in (WEIGHT, MASTER) and kinds.SCALES not in name and ".rank" not in name
     ]
-
-
-def _filled(
-    parameter: Parameter, dtype: torch.dtype, part: Callable[[int, int], torch.Tensor]
-) -> torch.Tensor:
-    """A whole tensor, read in pieces of 16 MiB (fp32)."""
-    value = torch.empty(parameter.shape, dtype=dtype)
-    flat = value.view(-1)
-    for start in range(0, parameter.numel, CHUNK_NUMEL):
-        stop = min(start + CHUNK_NUMEL, parameter.numel)
-        flat[start:stop] = part(start, stop - start)
-    return value
 
 
 @contextlib.contextmanager

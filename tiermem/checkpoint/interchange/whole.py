@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 
 from tiermem.checkpoint.format.fields import crc32c
@@ -19,14 +18,14 @@ from tiermem.checkpoint.format.finding import (
 )
 from tiermem.checkpoint.format.manifest import PartFile
 from tiermem.checkpoint.interchange.write import Imported, new_folder
-from tiermem.checkpoint.opening.source import Source
+from tiermem.checkpoint.opening.source import Progress, Source, verify_all
 from tiermem.checkpoint.saving.copies import Pace, copy, lay_out, take_room
 from tiermem.checkpoint.saving.publish import write_pointer
 from tiermem.swap.disk import durable
 
 
 def export_whole(
-    where: Path, out: Path, tag: str | None = None, progress: Callable[[int], None] | None = None
+    where: Path, out: Path, tag: str | None = None, progress: Progress = lambda _: None
 ) -> Imported:
     """Writes OUT/<tag>/ and OUT/latest: every byte of a step, with all that a run needs to
     continue. Blocks.
@@ -51,7 +50,7 @@ def export_whole(
                 told = []
                 for folder, part in parts:
                     data = new / copy_name(part.run_id, part.commit, part.rank, "bin")
-                    extents, rows = lay_out(rows_of_part(part), 0, file=0)
+                    extents, rows = lay_out(rows_of_part(part), 0)
                     durable.write_file(data, b"")
                     take_room(data, extents)
                     copy([folder / each for each in part.files], extents, data, Pace())
@@ -64,18 +63,9 @@ def export_whole(
             whole = dataclasses.replace(manifest, tag=name, parts=tuple(told))
             file = copy_name(manifest.run_id, manifest.commit, None, "json")
             durable.write_file(new / file, whole.dump())
-            num_bytes = _verify(new / file, progress)
+            with Source(read_manifest(Found(new / file, None))) as source:
+                verify_all(source, progress)
+                num_bytes = source.num_bytes
         write_pointer(out / name / file, out, name)
         undoing.pop_all()
     return Imported(out / name, name, manifest.step, len(manifest.parameters), num_bytes, ())
-
-
-def _verify(manifest: Path, progress: Callable[[int], None] | None) -> int:
-    """Compares every checksum; returns the bytes of all states. Raises DamagedState."""
-    with Source(read_manifest(Found(manifest, None))) as source:
-        for param in source.parameters:
-            for state in source.states(param):
-                for num_bytes in source.verify(param, state):
-                    if progress is not None:
-                        progress(num_bytes)
-        return source.num_bytes

@@ -9,7 +9,7 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -25,7 +25,7 @@ from tiermem.checkpoint.format.finding import (
     is_tag,
     read_manifest,
 )
-from tiermem.checkpoint.format.manifest import Parameter, check_parameters
+from tiermem.checkpoint.format.manifest import Manifest, Parameter, Part, check_parameters
 from tiermem.checkpoint.interchange.foreign import (
     Foreign,
     ForeignParameter,
@@ -36,7 +36,7 @@ from tiermem.checkpoint.interchange.foreign import (
 from tiermem.checkpoint.interchange.from_dcp import is_dcp, read_dcp
 from tiermem.checkpoint.interchange.from_deepspeed import is_deepspeed, read_deepspeed
 from tiermem.checkpoint.interchange.from_torch import read_torch
-from tiermem.checkpoint.opening.source import Source
+from tiermem.checkpoint.opening.source import Progress, Source
 from tiermem.checkpoint.saving.pieces import CHUNK_BYTES, Resting, Stretch, in_memory, write_data
 from tiermem.checkpoint.saving.publish import (
     Content,
@@ -206,9 +206,6 @@ def _kept(values: Mapping[str, Any], what: str, lost: list[str]) -> dict[str, Js
 
 _COMMIT = 1
 
-Progress = Callable[[int], None]
-"""Called with the number of bytes just written."""
-
 
 class Imported(NamedTuple):
     """The result of `write_checkpoint`."""
@@ -222,7 +219,7 @@ class Imported(NamedTuple):
 
 
 def write_checkpoint(
-    foreign: Foreign, out: Path, tag: str | None = None, progress: Progress | None = None
+    foreign: Foreign, out: Path, tag: str | None = None, progress: Progress = lambda _: None
 ) -> Imported:
     """Writes OUT/<tag>/ and OUT/latest; any number of ranks can load it. Blocks; takes 8 MiB beside
     the reader's memory.
@@ -288,19 +285,32 @@ def _write_folder(
     folder: Path,
     tag: str,
     step: int,
-    progress: Progress | None,
+    progress: Progress,
 ) -> tuple[str, list[str], int]:
     run_id = secrets.token_hex(6)
     scalars, lost = scalars_of(foreign)
-    content = Content(
-        step, tag, None, False, scalars, parameters, (), None, None, Resting([]), list(_stretches(foreign))
-    )  # fmt: skip
+    manifest = Manifest(
+        run_id=run_id,
+        commit=_COMMIT,
+        tag=tag,
+        step=step,
+        world=1,
+        num_shards=1,
+        parts=(),
+        parameters=parameters,
+        excluded=(),
+        checksums={},
+        choices={},
+        **scalars,
+    )
+    own = Part(run_id, _COMMIT, 0, None, None, (), ())
+    content = Content(manifest, own, None, False, Resting([]), list(_stretches(foreign)))
     data = copy_name(run_id, _COMMIT, 0, "bin")
-    placed = write_data(content.in_memory, folder / data, 0, progress=progress or (lambda _: None))
+    placed = write_data(content.in_memory, folder / data, 0, progress=progress)
     part = folder / copy_name(run_id, _COMMIT, 0, "json")
     file = folder / copy_name(run_id, _COMMIT, None, "json")
-    told = write_part(part, run_id, _COMMIT, 0, content, [data], [placed])
-    durable.write_file(file, manifest_of(content, run_id, _COMMIT, (1, 1), [told], folder).dump())
+    told = write_part(part, _COMMIT, content, [data], [placed])
+    durable.write_file(file, manifest_of(content, _COMMIT, [told], folder).dump())
     Source(read_manifest(Found(file, None))).close()  # raises if it would not open
     return (
         file.name,

@@ -14,16 +14,13 @@ import dataclasses
 import json
 import logging
 import os
-import random
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 
-from tiermem.checkpoint.format import kinds
 from tiermem.checkpoint.format.fields import Json, ManifestError, decode
 from tiermem.checkpoint.format.finding import (
     Found,
@@ -33,9 +30,9 @@ from tiermem.checkpoint.format.finding import (
     read_latest,
     tags_of,
 )
-from tiermem.checkpoint.format.manifest import MASTER, WEIGHT, Parameter
+from tiermem.checkpoint.format.manifest import MASTER, WEIGHT
 from tiermem.checkpoint.opening.restore import Fitted, Wants, fit, restore, shown_names
-from tiermem.checkpoint.opening.source import Source
+from tiermem.checkpoint.opening.source import Source, state_of_rank, weights_of
 from tiermem.checkpoint.saving.saver import saver_of
 from tiermem.checkpoint.together import DAMAGE, everywhere
 from tiermem.optim.base import NativeOptimizer
@@ -50,7 +47,7 @@ from tiermem.ranks.topology import Topology
 from tiermem.run.shards import Shards
 from tiermem.swap.base.grad_mode import call_with_grad
 from tiermem.swap.disk.run_folder import RunOwner, this_process
-from tiermem.swap.memory.accelerator import is_accelerator, set_rng_state
+from tiermem.swap.memory.accelerator import set_generators
 
 # ---- saved weights as a mapping ------------------------------------------------------------------
 
@@ -64,23 +61,16 @@ class SavedWeights(Mapping[str, torch.Tensor]):
     """
 
     def __init__(self, source: Source) -> None:
-        self._source = source
-        self._names: dict[str, Parameter] = {}
-        for each in source.manifest.parameters:
-            if each.role != "ordinary":
-                self._names |= dict.fromkeys((each.name, *each.aliases), each)
+        self._weights = {name: each for each in weights_of(source) for name in each.names}
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        param = self._names[name]
-        return self._source.weight(param.name, 0, param.numel, kinds.dtype_of(param.dtype)).view(
-            param.shape
-        )
+        return self._weights[name].whole()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self._weights)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._weights)
 
 
 # ---- ordinary parameters: stepped by the optimizer beside the sharded model, whole on every rank ---------------------
@@ -123,10 +113,9 @@ def put_ordinary(source: Source, optimizer: NativeOptimizer, topology: Topology)
 def _entry(source: Source, name: str, param: nn.Parameter, topology: Topology) -> dict[str, Any]:
     """Fills a parameter's weight and returns its states, as a state dict holds them."""
     states = source.states(name)
-    variant = f".rank{topology.rank}" if source.manifest.world == topology.world else ""
 
     def values(state: str) -> torch.Tensor:
-        own = state + variant if state + variant in states else state
+        own = state_of_rank(source, name, state, topology)
         return source.fp32(name, own, 0, param.numel()).view(param.shape)
 
     if param.numel():
@@ -241,11 +230,7 @@ def put_rng(saved: Json, where: str, device: torch.device) -> None:
         return
     state = decode(saved, where)
     try:
-        random.setstate(state["python"])
-        np.random.set_state(state["numpy"])
-        torch.set_rng_state(state["torch"])
-        if is_accelerator(device) and device.type in state:
-            set_rng_state(device, state[device.type])
+        set_generators(device, state)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise ManifestError(
             f"{where}: is no state of this machine's generators: {error}"

@@ -27,7 +27,7 @@ import torch
 
 from tiermem.checkpoint.format import kinds
 from tiermem.checkpoint.format.manifest import MASTER, WEIGHT, Parameter
-from tiermem.checkpoint.opening.source import CHUNK_NUMEL, Elements, Source
+from tiermem.checkpoint.opening.source import CHUNK_NUMEL, Elements, Source, state_of_rank
 from tiermem.checkpoint.opening.verified import LEAST_AREA_BYTES
 from tiermem.checkpoint.saving.capture import buffers, names_of
 from tiermem.checkpoint.together import everywhere
@@ -414,11 +414,8 @@ def _put_weight(
 def _put_buffer(tensor: torch.Tensor, name: str, source: Source, topology: Topology) -> None:
     """Fills a buffer: with this rank's own saved value if the number of ranks is equal and it has
     one, else with rank 0's."""
-    own = f"{WEIGHT}.rank{topology.rank}"
-    state = (
-        own if own in source.states(name) and source.manifest.world == topology.world else WEIGHT
-    )
     if tensor.numel():
+        state = state_of_rank(source, name, WEIGHT, topology)
         saved = source.read(name, state, 0, tensor.numel()).view(tensor.shape)
         call_with_grad(False, tensor.copy_, saved)
 

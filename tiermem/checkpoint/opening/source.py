@@ -14,8 +14,9 @@ is locked as shared: no process can take it over or remove it. A Source writes n
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -33,7 +34,7 @@ from tiermem.checkpoint.opening.verified import (
     VerifiedSpan,
     VerifiedStream,
 )
-from tiermem.ranks.topology import fair_cores, fair_threads
+from tiermem.ranks.topology import Topology, fair_cores, fair_threads
 from tiermem.swap.base.native import Workers, widen_part
 from tiermem.swap.base.parts import Quantised
 from tiermem.swap.disk import durable
@@ -47,6 +48,10 @@ if TYPE_CHECKING:
 _FORMS = {kind: FORMATS[name] for name, kind in kinds.AT_REST.items()}
 CHUNK_NUMEL = 4 << 20
 """Elements of a large state that a caller should read at a time: 16 MiB in fp32."""
+
+
+Progress = Callable[[int], None]
+"""Called with the number of bytes just read, verified or written."""
 
 
 class Elements(NamedTuple):
@@ -99,10 +104,9 @@ class Source:
         self._aliases = {
             alias: each.name for each in self.manifest.parameters for alias in each.aliases
         }
-        # with their numbers
-        self._states: dict[str, dict[str, int]] = {name: {} for name in self.parameters}
-        for (param, state), number in self._saved.numbers.items():
-            self._states[param][state] = number
+        self._states: dict[str, list[str]] = {name: [] for name in self.parameters}
+        for param, state in self._saved.numbers:
+            self._states[param].append(state)
         self._streams: dict[tuple[str, str], VerifiedStream] = {}  # those that were asked for
         self._paths = [folder / file for folder, part in parts for file in part.files]
         used = set(self._saved.rows.file.tolist())
@@ -169,17 +173,17 @@ class Source:
 
     def kind(self, param: str, state: str) -> str | None:
         """How a state's elements are stored (kinds.py); None if the state was not saved."""
-        number = self._states.get(param, {}).get(state)
+        number = self._saved.numbers.get((param, state))
         return None if number is None else self._saved.kinds[number]
 
     def files(self, param: str, state: str) -> tuple[Path, ...]:
         """The files that hold a state, in the order of its elements."""
-        found = [self._paths[number] for number in self._saved.files_of(self._states[param][state])]
-        return tuple(found if len(found) == 1 else dict.fromkeys(found))
+        found = self._saved.files_of(self._saved.numbers[param, state])
+        return tuple(dict.fromkeys(self._paths[number] for number in found))
 
     def bytes_of(self, param: str, state: str) -> int:
         """Bytes of a state in its stored form."""
-        return self._saved.num_bytes[self._states[param][state]]
+        return self._saved.num_bytes[self._saved.numbers[param, state]]
 
     @property
     def num_bytes(self) -> int:
@@ -276,12 +280,7 @@ class Source:
         """
         if _FORMS.get(self.kind(param, WEIGHT) or "") != form:
             return None
-        stream = self._stream(param, WEIGHT)
-        scales = self._scales_of(stream)
-        found = [
-            (span, list(scales.spans(span.start, span.numel)))
-            for span in stream.spans(start, numel)
-        ]
+        found = self._with_scales(self._stream(param, WEIGHT), start, numel)
         if any(each.start % BLOCK for span, own in found for each in (span, *own)):
             return None
         of_blocks = list[torch.Tensor]()
@@ -344,19 +343,23 @@ class Source:
         states = [told.state]
         if base == MASTER and self.kind(told.param, told.state) in (None, kinds.SPLIT):
             states.append(self._weight_beside(told.param, rank))
-        for each in (
-            self._stream(told.param, state)
-            for state in states
-            if (told.param, state) in self._saved.numbers
-        ):
-            for span in each.spans(told.start, told.numel):
-                if each.kind in kinds.SCALED:
-                    yield from self._scales_of(each).spans(span.start, span.numel)
-                yield span
+        for state in states:
+            if (told.param, state) not in self._saved.numbers:
+                continue
+            stream = self._stream(told.param, state)
+            if stream.kind not in kinds.SCALED:
+                yield from stream.spans(told.start, told.numel)
+                continue
+            for span, scales in self._with_scales(stream, told.start, told.numel):
+                yield from (*scales, span)
 
-    def _scales_of(self, stream: VerifiedStream) -> VerifiedStream:
-        """The scales of a quantised state."""
-        return self._stream(stream.param, kinds.scales_of(stream.state))
+    def _with_scales(
+        self, stream: VerifiedStream, start: int, numel: int
+    ) -> list[tuple[VerifiedSpan, list[VerifiedSpan]]]:
+        """The spans of elements of a quantised state, each with the spans of its scales."""
+        scales = self._stream(stream.param, kinds.scales_of(stream.state))
+        spans = stream.spans(start, numel)
+        return [(span, list(scales.spans(span.start, span.numel))) for span in spans]
 
     def _dtype(self, stream: VerifiedStream) -> torch.dtype:
         if stream.kind == kinds.SPLIT:
@@ -374,10 +377,8 @@ class Source:
         return own if rank and (param, own) in self._saved.numbers else WEIGHT
 
     def _scaled(self, stream: VerifiedStream, start: int, numel: int) -> torch.Tensor:
-        scales = self._scales_of(stream)
         parts = []
-        for span in stream.spans(start, numel):
-            own = list(scales.spans(span.start, span.numel))
+        for span, own in self._with_scales(stream, start, numel):
             if any((each.start - span.start) % BLOCK for each in own):
                 raise ManifestError(
                     f"{self.file}: {stream.state} of {stream.param}: its scales are of other blocks"
@@ -421,6 +422,23 @@ class Source:
         return self._workers
 
 
+def state_of_rank(source: Source, param: str, state: str, topology: Topology) -> str:
+    """The state as this rank saved it, if as many ranks open it as saved it and the rank's values
+    differed; else that of rank 0."""
+    own = f"{state}{kinds.OF_RANK}{topology.rank}"
+    is_own = source.manifest.world == topology.world and source.kind(param, own) is not None
+    return own if is_own else state
+
+
+def verify_all(source: Source, progress: Progress) -> None:
+    """Compares every checksum of a step. progress: called with the bytes just verified. Blocks;
+    raises DamagedState, OSError."""
+    for param in source.parameters:
+        for state in source.states(param):
+            for num_bytes in source.verify(param, state):
+                progress(num_bytes)
+
+
 def _size_of(file: Path) -> int:
     """The size of a regular file in bytes. Raises OSError that names the file."""
     with open(durable.open_regular(file), "rb") as opened:
@@ -448,3 +466,87 @@ def _with_advice(error: ManifestError | OSError, others: Sequence[Found]) -> Exc
     if isinstance(error, ManifestError):
         return ManifestError(f"{error}. {advice(others)}")
     return OSError(error.errno, f"{error.strerror or error}. {advice(others)}", error.filename)
+
+
+# ---- the weights of an opened step ---------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """One weight or buffer of an opened step. The source must stay open while values are read.
+
+    parameter: its record in the step. dtype: of the values that `pieces`, `read` and `whole`
+        return.
+    """
+
+    source: Source
+    parameter: Parameter
+    dtype: torch.dtype
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names; the parameter's own name is first."""
+        return (self.parameter.name, *self.parameter.aliases)
+
+    def pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first element, flat values), in order. Values are valid until the next. Blocks; raises
+        DamagedState, OSError."""
+        # One buffer: a new tensor for each piece leaves holes in malloc's heap, into which the next
+        # one does not fit.
+        numel = self.parameter.numel
+        values = torch.empty(min(CHUNK_NUMEL, numel), dtype=self.dtype)
+        for start in range(0, numel, CHUNK_NUMEL):
+            self.source.weight_into(self.parameter.name, start, values[: numel - start])
+            yield start, values[: numel - start]
+
+    def read(self, start: int, numel: int) -> torch.Tensor:
+        """Elements [start, start + numel), flat. Blocks; raises DamagedState, OSError."""
+        return self.source.weight(self.parameter.name, start, numel, self.dtype)
+
+    def whole(self) -> torch.Tensor:
+        """The whole tensor. Blocks; raises DamagedState, OSError."""
+        return filled(self.parameter, self.dtype, self.read)
+
+
+def weights_of(
+    source: Source, dtype: torch.dtype | None = None, exclude_frozen: bool = False
+) -> list[Weight]:
+    """The weights and buffers, in the order of the model. Ordinary parameters are no weights of the
+    model.
+
+    dtype: of floating-point values. None: as stored, bit by bit; a weight in blocks has the dtype
+        of its parameter. fp32: the master where it was saved beside the weight, else the weight.
+        Another dtype: the weight if it is stored in this dtype, else the master, rounded to
+        nearest. Other values keep their dtype.
+
+    Raises ValueError for a dtype that is not floating-point.
+    """
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(
+            f"weights cannot be exported as {dtype}; floating-point dtypes are allowed"
+        )
+    found = []
+    for each in source.manifest.parameters:
+        if each.role == "ordinary" or (
+            exclude_frozen and each.role == "parameter" and not each.is_trainable
+        ):
+            continue
+        stored = kinds.dtype_of(each.dtype)
+        found.append(
+            Weight(
+                source, each, dtype if dtype is not None and stored.is_floating_point else stored
+            )
+        )
+    return found
+
+
+def filled(
+    parameter: Parameter, dtype: torch.dtype, part: Callable[[int, int], torch.Tensor]
+) -> torch.Tensor:
+    """A whole tensor, read in pieces of 16 MiB (fp32)."""
+    value = torch.empty(parameter.shape, dtype=dtype)
+    flat = value.view(-1)
+    for start in range(0, parameter.numel, CHUNK_NUMEL):
+        stop = min(start + CHUNK_NUMEL, parameter.numel)
+        flat[start:stop] = part(start, stop - start)
+    return value

@@ -103,7 +103,6 @@ class VerifiedStream:
         self.param = param
         self.state = state
         self.kind = pieces[0][1].kind
-        self.numel = sum(piece.numel for _, piece in pieces)
         self._pieces = pieces
         self._starts = [piece.start for _, piece in pieces]
         self._bytes = [0]

@@ -25,17 +25,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import random
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-
 from tiermem.checkpoint.format.fields import Json, encode
-from tiermem.checkpoint.format.finding import known_latest, pointer_path, written
+from tiermem.checkpoint.format.finding import known_latest, written
 from tiermem.checkpoint.format.manifest import (
     LATEST_FILE,
     Manifest,
@@ -46,6 +42,7 @@ from tiermem.checkpoint.format.manifest import (
 from tiermem.checkpoint.saving.pieces import write_data
 from tiermem.checkpoint.saving.publish import (
     Content,
+    check_seen,
     drop_step,
     drop_tags,
     frozen,
@@ -54,10 +51,9 @@ from tiermem.checkpoint.saving.publish import (
     remove_pointer,
     write_part,
 )
-from tiermem.checkpoint.together import talk_over, together
+from tiermem.checkpoint.together import Talk, talk_over, together
 from tiermem.run.shards import Shards
 from tiermem.swap.disk.run_folder import is_of_commit, remove
-from tiermem.swap.memory.accelerator import is_accelerator, rng_state
 from tiermem.swap.store.entry import Freeze
 
 if TYPE_CHECKING:
@@ -99,18 +95,6 @@ def optimizer_json(shards: Shards, optimizer: NativeOptimizer | None) -> Json:
     return {"name": type(optimizer).__name__, "groups": groups}
 
 
-def rng_json(device: torch.device) -> Json:
-    """The states of this rank's random generators."""
-    found: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(legacy=False),
-        "torch": torch.get_rng_state(),
-    }
-    if is_accelerator(device):
-        found[device.type] = rng_state(device)
-    return encode(found, "rng")
-
-
 def state_json(owner: Any, where: str) -> Json:
     """The `state_dict()` of an object; null for None or without that method. Raises TypeError that
     names the place."""
@@ -122,7 +106,8 @@ def state_json(owner: Any, where: str) -> Json:
 
 logger = logging.getLogger("tiermem")
 
-WHAT = "saving the checkpoint"
+SAVING = "saving the checkpoint"
+COPYING = "copying the checkpoint"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +119,7 @@ class HeldStep:
     tag: str | None
     freeze: Freeze
     manifest: Path  # rank 0's
-    pointer: Path | None
+    pointer: Path | None  # of its tag
     files: tuple[Path, ...]  # part and data
 
 
@@ -163,34 +148,53 @@ class Commits:
         those of the step."""
         self.number += 1
         commit = self.number
-        topology = self._shards.topology
         talk = talk_over(self._shards.topology)
         with contextlib.ExitStack() as undo:
             (kept, _), told = together(
-                talk, WHAT, lambda: self._save_own(content, commit, undo), tell=lambda own: own[1]
+                talk, SAVING, lambda: self._save_own(content, commit, undo), tell=lambda own: own[1]
             )
             doomed = self._doomed(kept, content.is_whole)
+            gone = self.publish_together(talk, content, commit, kept.manifest, told, doomed, undo)
+        self.steps.append(kept)
+        self._drop(kept, gone)
+        self._sweep()
 
-            def save_all() -> list[int]:
-                if topology.rank == 0:
-                    ranks = topology.world, topology.num_shards
-                    manifest = manifest_of(
-                        content, self.run_id, commit, ranks, told, kept.manifest.parent
-                    )
-                    publish(content, manifest, kept.manifest, told, undo)
-                    return self.removed(doomed)
+    def publish_together(
+        self,
+        talk: Talk,
+        content: Content,
+        commit: int,
+        path: Path,
+        told: Sequence[Any],
+        doomed: Sequence[HeldStep],
+        undo: contextlib.ExitStack,
+        is_copy: bool = False,
+    ) -> list[HeldStep]:
+        """Rank 0 publishes the manifest `path` and removes those of the doomed steps. Returns the
+        steps whose manifests are gone. Collective; blocks.
+
+        told: of every rank, by `write_part`.
+        undo: forgotten when the manifest names the files that it would remove, or may name them.
+        """
+        topology = self._shards.topology
+
+        def save_all() -> list[int]:
+            if topology.rank:
                 return []
+            if is_copy:
+                check_seen(told)
+            publish(content, manifest_of(content, commit, told, path.parent), path, told, undo)
+            return _removed(doomed)
 
-            def unheard(went_well: bool) -> None:
-                if topology.rank or went_well:
-                    undo.pop_all()
+        def unheard(went_well: bool) -> None:
+            if topology.rank or went_well:
+                undo.pop_all()
+                if not is_copy:
                     self._shards.store.keep_files()
 
-            _, (gone, *_) = together(talk, WHAT, save_all, unheard=unheard)
-            undo.pop_all()
-        self.steps.append(kept)
-        self._drop(kept, [each for each in doomed if each.commit in gone])
-        self._sweep()
+        _, (gone, *_) = together(talk, COPYING if is_copy else SAVING, save_all, unheard=unheard)
+        undo.pop_all()
+        return [each for each in doomed if each.commit in gone]
 
     @contextlib.contextmanager
     def older_kept(self) -> Iterator[None]:
@@ -208,7 +212,7 @@ class Commits:
         doomed = self._beyond_keep(tags)
         topology = self._shards.topology
         _, (gone, *_) = together(
-            talk_over(topology), WHAT, lambda: [] if topology.rank else self.removed(doomed)
+            talk_over(topology), SAVING, lambda: [] if topology.rank else _removed(doomed)
         )
         self._drop(tags[-1], [each for each in doomed if each.commit in gone])
 
@@ -220,7 +224,6 @@ class Commits:
         """Freezes, and writes this rank's data and part; `undo` reverts both. Also returns the
         values for other ranks."""
         shards = self._shards
-        rank = self._shards.topology.rank
         shards.check_whole()
         freeze = shards.store.freeze()
         undo.callback(shards.store.thaw, freeze)
@@ -233,30 +236,23 @@ class Commits:
             undo.callback(remove, files[-1])
             placed.append(write_data(content.in_memory, files[-1], len(files) - 1, shards.workers))
         names = [written(file, folder) for file in files]
-        path = folder / part_name(commit, rank)
+        path = folder / part_name(commit, content.part.rank)
         undo.callback(remove, path)
-        told = write_part(path, self.run_id, commit, rank, content, names, placed)
-        pointer = None
-        if content.tag is not None and content.save_dir is not None:
-            pointer = pointer_path(content.save_dir, content.tag)
+        told = write_part(path, commit, content, names, placed)
         own = (path, *files[len(freeze.files()) :])
-        kept = HeldStep(
-            commit, content.step, content.tag, freeze, folder / manifest_name(commit), pointer, own
-        )
+        manifest = folder / manifest_name(commit)
+        step = content.manifest
+        kept = HeldStep(commit, step.step, step.tag, freeze, manifest, content.pointer, own)
         return kept, told
 
     def _doomed(self, kept: HeldStep, is_whole: bool) -> list[HeldStep]:
         """The steps that the new one replaces: the untagged step, the same tag, tags beyond `keep`.
         Equal on all ranks."""
-        untagged = [each for each in self.steps if each.tag is None]
-        if kept.tag is None:
-            return untagged
-        same = [
-            each for each in self.steps if each.tag is not None and each.pointer == kept.pointer
-        ]
-        others = [
-            each for each in self.steps if each.tag is not None and each.pointer != kept.pointer
-        ]
+        same = [each for each in self.steps if each.pointer == kept.pointer]
+        if kept.pointer is None:
+            return same
+        untagged = [each for each in self.steps if each.pointer is None]
+        others = [each for each in self.steps if each.pointer not in (None, kept.pointer)]
         return (untagged if is_whole else []) + same + self._beyond_keep([*others, kept])
 
     def _beyond_keep(self, tags: list[HeldStep]) -> list[HeldStep]:
@@ -294,11 +290,6 @@ class Commits:
         run's untagged step."""
         self._opened = manifest if opened.tag is None and opened.run_id != self.run_id else None
 
-    def removed(self, doomed: Sequence[HeldStep]) -> list[int]:
-        """Removes manifests; returns the commits whose manifest is gone. The others stay durable.
-        Rank 0 only."""
-        return [each.commit for each in doomed if remove(each.manifest)]
-
     def forget(self, gone: Sequence[HeldStep]) -> None:
         """Thaws these steps and removes their files. Call it after rank 0 has removed their
         manifests durably."""
@@ -329,3 +320,9 @@ class Commits:
             old.tag, old.step, new.tag, new.step, self._shards.policy.keep,
             f"; {LATEST_FILE} in {save_dir} still names it" if latest is not None and latest.tag == old.tag else "",
         )  # fmt: skip
+
+
+def _removed(doomed: Sequence[HeldStep]) -> list[int]:
+    """Removes manifests; returns the commits whose manifest is gone. The others stay durable. Rank
+    0 only."""
+    return [each.commit for each in doomed if remove(each.manifest)]

@@ -21,7 +21,6 @@ import dataclasses
 import errno
 import fcntl
 import functools
-import logging
 import mmap
 import os
 import struct
@@ -33,16 +32,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tiermem.checkpoint.format.finding import Rows, copy_name, pointer_path, tag_folder
-from tiermem.checkpoint.saving.commit import Commits
+from tiermem.checkpoint.format.finding import Rows, copy_name
+from tiermem.checkpoint.saving.commit import COPYING, Commits
 from tiermem.checkpoint.saving.pieces import Placed, packed, write_data
 from tiermem.checkpoint.saving.publish import (
     OURS,
     Content,
     SavingInto,
     frozen,
-    manifest_of,
-    publish,
     write_part,
 )
 from tiermem.checkpoint.together import Talk, talk_over, together
@@ -117,9 +114,9 @@ class Pace:
         self._is_awaited.wait_for(busy_s * self._rest_per_busy)
 
 
-def lay_out(rows: Rows, start: int, file: int) -> tuple[list[CopyExtent], Rows]:
+def lay_out(rows: Rows, start: int) -> tuple[list[CopyExtent], Rows]:
     """The extents that hold these rows, one after another in the copy from byte `start` (a multiple
-    of 4096), and the rows with their places in the copy, whose file number is `file`."""
+    of 4096), and the rows with their places in the copy, which is the part's first file."""
     order = np.lexsort((rows.offset, rows.file))
     source = rows.file[order]
     offset = rows.offset[order]
@@ -132,7 +129,7 @@ def lay_out(rows: Rows, start: int, file: int) -> tuple[list[CopyExtent], Rows]:
     moved[order] = offset + start + shifts
     columns = source[heads], first[heads], stop[ends] - first[heads], start + places
     extents = [CopyExtent(*each) for each in np.stack(columns, 1).tolist()]
-    return extents, rows._replace(file=np.full_like(rows.file, file), offset=moved)
+    return extents, rows._replace(file=np.zeros_like(rows.file), offset=moved)
 
 
 def take_room(path: Path, extents: Sequence[CopyExtent]) -> None:
@@ -229,9 +226,6 @@ def _read_and_write(
 
 # ---- one copy at a time --------------------------------------------------------------------------
 
-logger = logging.getLogger("tiermem")
-
-WHAT = "copying the checkpoint"
 _BUSY_SHARE = 0.08
 """Share of time in which the thread moves data while training goes on, so that training loses less
 than a tenth."""
@@ -277,7 +271,7 @@ class Copies:
             talk = talk_over(topology)
             work, has_rest = together(
                 talk,
-                WHAT,
+                COPYING,
                 lambda: self._begin(content, commit, undo),
                 tell=lambda work: bool(work.extents),
             )
@@ -312,22 +306,21 @@ class Copies:
     def _begin(self, content: Content, commit: int, undo: contextlib.ExitStack) -> _Work:
         """Writes the states in memory and reserves space for the frozen ones."""
         shards = self._shards
-        rank = self._shards.topology.rank
-        assert content.save_dir is not None and content.tag is not None
-        folder = tag_folder(content.save_dir, content.tag)
+        assert content.pointer is not None
+        folder = content.pointer.parent
         held = SavingInto(folder, undo)
         undo.callback(held.close)
         freeze = None
         if content.resting.entries:
             freeze = shards.store.freeze()
             undo.callback(shards.store.thaw, freeze)
-        data = folder / copy_name(self._commits.run_id, commit, rank, "bin")
+        data = folder / copy_name(self._commits.run_id, commit, content.part.rank, "bin")
         undo.callback(remove, data)
         placed = [write_data(content.in_memory, data, 0, shards.workers)]
         extents: list[CopyExtent] = []
         if freeze is not None:
             rest = frozen(shards, content, freeze)
-            extents, rows = lay_out(rest.rows, round_up(data.stat().st_size, ALIGNMENT), file=0)
+            extents, rows = lay_out(rest.rows, round_up(data.stat().st_size, ALIGNMENT))
             placed.append(rest._replace(rows=rows))
         take_room(data, extents)
         return _Work(content, commit, folder, held, data, freeze, extents, placed, undo)
@@ -342,60 +335,29 @@ class Copies:
     def _end(self, work: _Work, talk: Talk) -> None:
         """Copies the frozen ranges and publishes the copy. Thaws on success and on error.
         Collective over `talk`; blocks."""
-        content = work.content
-        topology = self._shards.topology
-        assert content.save_dir is not None and content.tag is not None
-        pointer = pointer_path(content.save_dir, content.tag)
-        replaced = [each for each in self._commits.steps if each.pointer == pointer]
+        commits = self._commits
+        replaced = [each for each in commits.steps if each.pointer == work.content.pointer]
+        path = work.folder / copy_name(commits.run_id, work.commit, None, "json")
         with contextlib.closing(work.held), work.undo:
-            _, told = together(talk, WHAT, lambda: self._copy_own(work))
-
-            def save_all() -> list[int]:
-                if topology.rank == 0:
-                    self._check_seen(told)
-                    ranks = topology.world, topology.num_shards
-                    manifest = manifest_of(
-                        content, self._commits.run_id, work.commit, ranks, told, work.folder
-                    )
-                    name = copy_name(self._commits.run_id, work.commit, None, "json")
-                    publish(content, manifest, work.folder / name, told, work.undo)
-                    return self._commits.removed(replaced)
-                return []
-
-            def unheard(went_well: bool) -> None:
-                if topology.rank or went_well:  # a manifest may name these files
-                    work.undo.pop_all()
-
-            _, (gone, *_) = together(talk, WHAT, save_all, unheard=unheard)
-            work.undo.pop_all()
-        self._commits.forget([each for each in replaced if each.commit in gone])
+            _, told = together(talk, COPYING, lambda: self._copy_own(work))
+            gone = commits.publish_together(
+                talk, work.content, work.commit, path, told, replaced, work.undo, is_copy=True
+            )
+        commits.forget(gone)
         if work.freeze is not None:
             self._shards.store.thaw(work.freeze)
-        remove_other_copies(work.folder, f"{self._commits.run_id}-{work.commit}", topology)
+        kept = f"{commits.run_id}-{work.commit}"
+        remove_other_copies(work.folder, kept, self._shards.topology)
 
     def _copy_own(self, work: _Work) -> Any:
         if work.extents:
             assert work.freeze is not None  # the extents are of its files
             copy(work.freeze.files(), work.extents, work.data, self._pace)
-        rank = self._shards.topology.rank
-        content = work.content
-        path = work.folder / copy_name(self._commits.run_id, work.commit, rank, "json")
-        work.undo.callback(remove, path)
-        return write_part(
-            path, self._commits.run_id, work.commit, rank, content, [work.data.name], work.placed
+        path = work.data.with_name(
+            copy_name(self._commits.run_id, work.commit, work.content.part.rank, "json")
         )
-
-    def _check_seen(self, told: list[Any]) -> None:
-        """Raises OSError when a rank has written to a folder that rank 0 does not see."""
-        for rank, each in enumerate(told):
-            if not (Path(each["folder"]) / each["file"]).is_file():
-                raise FileNotFoundError(
-                    2,
-                    f"rank {rank} has written {each['file']}, which rank 0 does not see: a copy "
-                    "needs a folder that all ranks "
-                    "share. Save on the paths of the store, or to a shared file system",
-                    each["folder"],
-                )
+        work.undo.callback(remove, path)
+        return write_part(path, work.commit, work.content, [work.data.name], work.placed)
 
 
 def remove_other_copies(folder: Path, kept: str, topology: Topology) -> None:

@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,6 @@ from tiermem.checkpoint.format.manifest import (
     LATEST_FILE,
     POINTER_FILE,
     Manifest,
-    Parameter,
     Part,
     PartFile,
     Pointer,
@@ -63,37 +62,36 @@ from tiermem.swap.store.entry import Freeze
 
 @dataclasses.dataclass(frozen=True)
 class Content:
-    """The content of a commit or copy. `save_dir`, and `rng` and the fields after it, are this
-    rank's; the rest is equal."""
+    """The content of a commit or copy. The manifest and `save_latest` are equal on all ranks, the
+    rest is this rank's.
 
-    step: int
-    tag: str | None  # None: a durable step without a tag
-    save_dir: Path | None  # None: a durable step without a tag
+    manifest: without its commit, parts and checksums. part: without its commit, files and states.
+    save_dir: None for a durable step without a tag.
+    """
+
+    manifest: Manifest
+    part: Part
+    save_dir: Path | None
     save_latest: bool
-    # optimizer, scheduler, loss_scaler, engine, client_state, config, choices
-    values: Mapping[str, Json]
-    parameters: Sequence[Parameter]
-    excluded: Sequence[str]
-    rng: Json
-    data: Json
     resting: Resting  # states on NVMe
     in_memory: Sequence[Stretch]
+
+    @property
+    def pointer(self) -> Path | None:
+        """The pointer of its tag in `save_dir`; None for a durable step without a tag."""
+        if self.save_dir is None or self.manifest.tag is None:
+            return None
+        return pointer_path(self.save_dir, self.manifest.tag)
 
     @property
     def is_whole(self) -> bool:
         """Whether a run can continue from it: no parameter is left out, and the optimizer is
         included."""
-        return not self.excluded and self.values["optimizer"] is not None
+        return not self.manifest.excluded and self.manifest.optimizer is not None
 
 
 def write_part(
-    file: Path,
-    run_id: str,
-    commit: int,
-    rank: int,
-    content: Content,
-    files: Sequence[str],
-    placed: Sequence[Placed],
+    file: Path, commit: int, content: Content, files: Sequence[str], placed: Sequence[Placed]
 ) -> Json:
     """Writes this rank's part durably; its pieces refer to `files` by index. A state may have
     pieces in several of `placed`. Blocks; raises OSError.
@@ -102,7 +100,9 @@ def write_part(
     its states, and the folders of `files`.
     """
     states = joined_rows([each.rows for each in placed]).states()
-    data = Part(run_id, commit, rank, content.rng, content.data, tuple(files), states).dump()
+    data = dataclasses.replace(
+        content.part, commit=commit, files=tuple(files), states=states
+    ).dump()
     durable.write_file(file, data)
     sums = [(*key, found) for each in placed for key, found in each.sums.items()]
     places = sorted({str(real(file.parent / each).parent) for each in files})
@@ -116,19 +116,9 @@ def write_part(
     return {**told, "places": places}
 
 
-def manifest_of(
-    content: Content,
-    run_id: str,
-    commit: int,
-    ranks: tuple[int, int],
-    told: Sequence[Any],
-    folder: Path,
-) -> Manifest:
+def manifest_of(content: Content, commit: int, told: Sequence[Any], folder: Path) -> Manifest:
     """The manifest, for a file in `folder`, from the values of all ranks. Raises RuntimeError if a
-    state is not whole.
-
-    ranks: the number of all ranks, and of those that share one copy of a parameter.
-    """
+    state is not whole."""
     parts = tuple(
         PartFile(
             rank, written(Path(each["folder"]), folder), each["file"], each["bytes"], each["crc32c"]
@@ -139,22 +129,24 @@ def manifest_of(
     for each in told:
         for param, state, runs in each["sums"]:  # of other ranks a run is a list
             sums.setdefault(param, {}).setdefault(state, []).extend(runs)
-    return Manifest(
-        run_id=run_id,
-        commit=commit,
-        tag=content.tag,
-        step=content.step,
-        world=ranks[0],
-        num_shards=ranks[1],
-        parts=parts,
-        parameters=tuple(content.parameters),
-        excluded=tuple(content.excluded),
-        checksums={
-            param: {state: checksums(found, state, "of", param) for state, found in states.items()}
-            for param, states in sums.items()
-        },
-        **{"choices": {}, **content.values},
-    )
+    whole = {
+        param: {state: checksums(found, state, "of", param) for state, found in states.items()}
+        for param, states in sums.items()
+    }
+    return dataclasses.replace(content.manifest, commit=commit, parts=parts, checksums=whole)
+
+
+def check_seen(told: Sequence[Any]) -> None:
+    """Raises OSError when a rank has written to a folder that rank 0 does not see."""
+    for rank, each in enumerate(told):
+        if not (Path(each["folder"]) / each["file"]).is_file():
+            raise FileNotFoundError(
+                2,
+                f"rank {rank} has written {each['file']}, which rank 0 does not see: a copy "
+                "needs a folder that all ranks "
+                "share. Save on the paths of the store, or to a shared file system",
+                each["folder"],
+            )
 
 
 def frozen(shards: Shards, content: Content, freeze: Freeze) -> Placed:
@@ -220,15 +212,15 @@ def publish(
     data = manifest.dump()
     undo.callback(remove, path)
     durable.write_file(path, data)
-    if content.tag is None or content.save_dir is None:
+    if manifest.tag is None or content.save_dir is None:
         return
-    pointer = pointer_path(content.save_dir, content.tag)
+    pointer = pointer_path(content.save_dir, manifest.tag)
     latest = known_latest(content.save_dir)
     with contextlib.closing(SavingInto(pointer.parent, undo)):
-        said = pointer_to(path, data, manifest, content.save_dir, content.tag, latest).dump()
+        said = pointer_to(path, data, manifest, content.save_dir, manifest.tag, latest).dump()
         _explain(pointer, path, manifest, told, undo)
         replace(pointer, said, undo)
-    if content.save_latest or (latest is not None and latest.tag == content.tag):
+    if content.save_latest or (latest is not None and latest.tag == manifest.tag):
         replace(content.save_dir / LATEST_FILE, said, undo)
 
 

@@ -36,15 +36,14 @@ import torch
 from tiermem.checkpoint.format.fields import Json, encode, no_collection
 from tiermem.checkpoint.format.finding import named_folder, tag_folder
 from tiermem.checkpoint.format.kinds import OF_RANK
-from tiermem.checkpoint.format.manifest import check_parameters, choices_of
+from tiermem.checkpoint.format.manifest import Manifest, Part, check_parameters, choices_of
 from tiermem.checkpoint.saving import capture
 from tiermem.checkpoint.saving.capture import Captures
 from tiermem.checkpoint.saving.commit import (
-    WHAT,
+    SAVING,
     Commits,
     HeldStep,
     optimizer_json,
-    rng_json,
     state_json,
 )
 from tiermem.checkpoint.saving.copies import Copies, remove_other_copies
@@ -56,7 +55,7 @@ from tiermem.policy import Tier
 from tiermem.run.shards import Shards
 from tiermem.swap.base.errors import Place
 from tiermem.swap.disk.paths import as_paths
-from tiermem.swap.memory.accelerator import is_accelerator
+from tiermem.swap.memory.accelerator import generators, is_accelerator
 from tiermem.swap.store.checksum import crc32c
 from tiermem.swap.store.entry import Freeze
 from tiermem.weights.step_run import overlap_of
@@ -155,10 +154,8 @@ class Saver:
             remove_unfinished(content.save_dir)
         if not copies:
             self.commits.make(content)
-            if content.tag is not None and content.save_dir is not None:
-                remove_other_copies(
-                    tag_folder(content.save_dir, content.tag), "", self._shards.topology
-                )
+            if content.pointer is not None:
+                remove_other_copies(content.pointer.parent, "", self._shards.topology)
             return
         self.commits.number += 1
         # Optimizer steps need a slot to write to while a copy holds one.
@@ -347,22 +344,34 @@ def _draft(
         optimizer.follow_state()
     parameters, excluded = capture.parameters(shards, optimizer, exclude_frozen)
     check_parameters(parameters, excluded)
-    values = {
-        "optimizer": optimizer_json(shards, optimizer),
-        "scheduler": state_json(beside.scheduler, "lr_scheduler"),
-        "loss_scaler": state_json(beside.loss_scaler, "loss_scaler"),
-        "engine": encode(dict(beside.engine), "engine"),
-        "client_state": encode(dict(beside.client_state), "client_state"),
-        "config": encode(dict(beside.config), "config"),
-        "choices": choices_of(
+    saver = saver_of(shards)
+    topology = shards.topology
+    manifest = Manifest(
+        run_id=saver.commits.run_id,
+        commit=0,
+        tag=tag,
+        step=steps,
+        world=topology.world,
+        num_shards=topology.num_shards,
+        parts=(),
+        optimizer=optimizer_json(shards, optimizer),
+        scheduler=state_json(beside.scheduler, "lr_scheduler"),
+        loss_scaler=state_json(beside.loss_scaler, "loss_scaler"),
+        engine=encode(dict(beside.engine), "engine"),
+        client_state=encode(dict(beside.client_state), "client_state"),
+        config=encode(dict(beside.config), "config"),
+        parameters=tuple(parameters),
+        excluded=tuple(excluded),
+        checksums={},
+        choices=choices_of(
             shards.policy.compute_dtype, shards.policy.overlap, shards.plan.streamed_part
         ),
-    }
-    resting, in_memory = saver_of(shards).captures.take([each.name for each in parameters])
-    content = Content(
-        steps, tag, save_dir, save_latest, values, parameters, excluded, rng_json(shards.device),
-        state_json(beside.loader, "loader"), resting, in_memory,
-    )  # fmt: skip
+    )
+    rng = encode(generators(shards.device), "rng")
+    data = state_json(beside.loader, "loader")
+    part = Part(manifest.run_id, 0, topology.rank, rng, data, (), ())
+    resting, in_memory = saver.captures.take([each.name for each in parameters])
+    content = Content(manifest, part, save_dir, save_latest, resting, in_memory)
     facts = {
         "save_latest": save_latest,
         "exclude_frozen_parameters": exclude_frozen,
@@ -383,13 +392,13 @@ def _agree(
     def tell(draft: _Draft) -> Json:
         sums = [[each.param, each.state, [each.kind, each.numel], _sum(each)] for each in draft.own]
         return {
-            "tag": draft.content.tag,
+            "tag": draft.content.manifest.tag,
             "is_copy": draft.is_copy,
             "facts": draft.facts,
             "own": sums,
         }
 
-    draft, told = together(talk_over(shards.topology), WHAT, make, tell)
+    draft, told = together(talk_over(shards.topology), SAVING, make, tell)
     rank = shards.topology.rank
     for other, each in enumerate(told):
         for name, value in told[0]["facts"].items():
@@ -406,7 +415,9 @@ def _agree(
     variant = f"{OF_RANK}{rank}" if rank else ""
     own = [each._replace(state=each.state + variant) for each in own]
     content = dataclasses.replace(
-        draft.content, tag=tag, in_memory=[*draft.content.in_memory, *own]
+        draft.content,
+        manifest=dataclasses.replace(draft.content.manifest, tag=tag),
+        in_memory=[*draft.content.in_memory, *own],
     )
     return content, any(each["is_copy"] for each in told)
 
