@@ -57,9 +57,6 @@ BLOCK_BYTES = 4096
 
 _MOST_BYTES = 1 << 62  # more than any file has; a whole block beyond it has a number
 
-Ranges = Numbers
-"""(start, stop) of byte ranges, one row each."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Space:
@@ -103,7 +100,9 @@ class Named:
     """The blocks of files that durable steps name."""
 
     def __init__(self) -> None:
-        self._steps: dict[Path, dict[Path, list[Ranges]]] = {}  # the step's manifest, then the file
+        self._steps: dict[
+            Path, dict[Path, list[Numbers]]
+        ] = {}  # the step's manifest, then the file
 
     def add(self, step: Path, parts: Iterable[tuple[Path, Part]]) -> None:
         """Adds a step, identified by its manifest: its parts, each with the folder of the part."""
@@ -120,7 +119,7 @@ class Named:
         """Whether a step's parts have been read and added."""
         return step in self._steps
 
-    def blocks_of(self, file: Path, without: Path | None = None) -> Ranges:
+    def blocks_of(self, file: Path, without: Path | None = None) -> Numbers:
         """The blocks that any step names, except the step `without`."""
         named = (
             files.get(real(file), ()) for step, files in self._steps.items() if step != without
@@ -150,8 +149,8 @@ def space_of(files: Iterable[Path], named: Named, goes_on: bool, is_clear: bool)
     return total_of(found)
 
 
-def blocks(several: Sequence[Ranges]) -> Ranges:
-    """All ranges as whole blocks, sorted and joined."""
+def blocks(several: Sequence[Numbers]) -> Numbers:
+    """All ranges as whole blocks, sorted and joined. A range is a row (start, stop)."""
     ranges = np.minimum(np.concatenate([np.zeros((0, 2), np.int64), *several]), _MOST_BYTES)
     starts, stops = ranges[np.argsort(ranges[:, 0])].T
     starts = starts // BLOCK_BYTES * BLOCK_BYTES
@@ -160,7 +159,7 @@ def blocks(several: Sequence[Ranges]) -> Ranges:
     return np.stack((starts[firsts], stops[np.append(firsts, len(stops))[1:] - 1]), 1)
 
 
-def length(ranges: Ranges) -> int:
+def length(ranges: Numbers) -> int:
     """Total bytes of ranges."""
     return int((ranges[:, 1] - ranges[:, 0]).sum())
 

@@ -26,8 +26,7 @@ from torch import nn
 from tiermem.checkpoint.opening.loading import load
 from tiermem.checkpoint.saving.saver import save, wait
 from tiermem.engine.choice import take_over
-from tiermem.engine.sharding import shard
-from tiermem.integrations.choice import owner_of, policy_for, set_called_together
+from tiermem.integrations.choice import owner_of, shard_as_asked
 from tiermem.integrations.pretrained import WEIGHTS_FILE, load_pretrained_weights
 from tiermem.optim.base import NativeOptimizer
 from tiermem.policy import OffloadPolicy
@@ -115,9 +114,8 @@ def _sharded(
         return shards, optimizer
     choice = None if optimizer is None else take_over(optimizer)
     if shards is None:
-        planned = policy_for(model, policy, choice.num_moments if choice else 0, device)
-        shards = shard(model, planned, device=device, is_trained=choice is not None)
-        set_called_together(model, shards.topology.world > 1)
+        num_moments = choice.num_moments if choice else 0
+        shards = shard_as_asked(model, policy, num_moments, device, choice is not None)
     return shards, None if choice is None else choice.build()
 
 

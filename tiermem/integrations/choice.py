@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from tiermem.engine.room import choose_policy
+from tiermem.engine.sharding import shard
 from tiermem.policy import OffloadPolicy
 from tiermem.run.shards import Shards
 from tiermem.swap.memory.accelerator import is_accelerator
@@ -40,6 +41,20 @@ def policy_for(
     if asked is None and num_moments and is_accelerator(device):
         return choose_policy(model, policy, device=device)
     return policy
+
+
+def shard_as_asked(
+    model: nn.Module,
+    asked: OffloadPolicy | None,
+    num_moments: int,
+    device: torch.device,
+    is_trained: bool,
+) -> Shards:
+    """Shards a model with the policy of `policy_for`. Collective; blocks."""
+    policy = policy_for(model, asked, num_moments, device)
+    found = shard(model, policy, device=device, is_trained=is_trained)
+    set_called_together(model, found.topology.world > 1)
+    return found
 
 
 def with_moments(policy: OffloadPolicy, num_moments: int, keep: int | None) -> OffloadPolicy:

@@ -33,8 +33,7 @@ from torch import nn
 from tiermem.checkpoint.opening.loading import load
 from tiermem.checkpoint.saving.saver import save, wait
 from tiermem.engine.choice import take_over
-from tiermem.engine.sharding import shard
-from tiermem.integrations.choice import owner_of, policy_for, set_called_together
+from tiermem.integrations.choice import owner_of, set_called_together, shard_as_asked
 from tiermem.optim.base import NativeOptimizer
 from tiermem.policy import OffloadPolicy
 from tiermem.run.init import Init
@@ -159,9 +158,7 @@ class TiermemStrategy(_Base):  # type: ignore[misc]
 
     def _shard(self, num_moments: int, is_trained: bool = True) -> None:
         module: nn.Module = self.lightning_module
-        policy = policy_for(module, self._policy, num_moments, self.root_device)
-        found = shard(module, policy, device=self.root_device, is_trained=is_trained)
-        set_called_together(module, found.topology.world > 1)
+        shard_as_asked(module, self._policy, num_moments, self.root_device, is_trained)
 
     def teardown(self) -> None:
         """Ends what the Trainer began, and leaves the module sharded."""

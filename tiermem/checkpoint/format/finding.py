@@ -396,7 +396,7 @@ class Found(NamedTuple):
     """A place that should hold a durable step: a manifest, or a pointer to one."""
 
     file: Path
-    tag: str | None  # the folder's name, if the folder is a tag's
+    tag: str | None = None  # the folder's name, if the folder is a tag's
     latest: Pointer | None = None  # the content of `latest`, if it names this tag
 
     def __str__(self) -> str:
@@ -440,7 +440,7 @@ def find(where: Path, tag: str | None = None) -> list[Found]:
     if tag is not None and not is_tag(tag):
         raise ValueError(f"tag is {tag!r}; a tag is the name of a folder below the checkpoint's")
     if where.is_file():
-        return [Found(real(where), None)]
+        return [Found(real(where))]
     if not where.is_dir():
         raise NothingSaved(2, "there is no such checkpoint", str(where))
     tags = tags_of(where)
@@ -666,8 +666,8 @@ def _age(folder: Path) -> int:
 def _in_folder(folder: Path) -> list[Found]:
     """A folder's pointer, or its manifests, newest first."""
     if durable.exists(folder / POINTER_FILE):
-        return [Found(folder / POINTER_FILE, None)]
-    return [Found(file, None) for _, file in sorted(_commits(folder), reverse=True)]
+        return [Found(folder / POINTER_FILE)]
+    return [Found(file) for _, file in sorted(_commits(folder), reverse=True)]
 
 
 def _commits(folder: Path) -> list[tuple[int, Path]]:

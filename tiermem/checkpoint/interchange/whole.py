@@ -63,7 +63,7 @@ def export_whole(
             whole = dataclasses.replace(manifest, tag=name, parts=tuple(told))
             file = copy_name(manifest.run_id, manifest.commit, None, "json")
             durable.write_file(new / file, whole.dump())
-            with Source(read_manifest(Found(new / file, None))) as source:
+            with Source(read_manifest(Found(new / file))) as source:
                 verify_all(source, progress)
                 num_bytes = source.num_bytes
         write_pointer(out / name / file, out, name)

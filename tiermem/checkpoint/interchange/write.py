@@ -311,7 +311,7 @@ def _write_folder(
     file = folder / copy_name(run_id, _COMMIT, None, "json")
     told = write_part(part, _COMMIT, content, [data], [placed])
     durable.write_file(file, manifest_of(content, _COMMIT, [told], folder).dump())
-    Source(read_manifest(Found(file, None))).close()  # raises if it would not open
+    Source(read_manifest(Found(file))).close()  # raises if it would not open
     return (
         file.name,
         [*foreign.left_behind, *lost],

@@ -33,6 +33,7 @@ from tiermem.checkpoint.format.finding import (
 from tiermem.checkpoint.format.manifest import MASTER, WEIGHT
 from tiermem.checkpoint.opening.restore import Fitted, Wants, fit, restore, shown_names
 from tiermem.checkpoint.opening.source import Source, state_of_rank, weights_of
+from tiermem.checkpoint.saving.capture import ordinary_of
 from tiermem.checkpoint.saving.saver import saver_of
 from tiermem.checkpoint.together import DAMAGE, everywhere
 from tiermem.optim.base import NativeOptimizer
@@ -85,7 +86,7 @@ _ROLE = "ordinary"
 def check_ordinary(source: Source, optimizer: NativeOptimizer) -> None:
     """Raises ValueError, with both lists, when the saved ordinary parameters are not those that the
     optimizer steps."""
-    own = _ordinary(optimizer)
+    own = ordinary_of(optimizer)
     saved = {each.name: each for each in source.manifest.parameters if each.role == _ROLE}
     missing = [n for n in own if n not in saved]
     extra = [n for n in saved if n not in own]
@@ -105,7 +106,7 @@ def check_ordinary(source: Source, optimizer: NativeOptimizer) -> None:
 def put_ordinary(source: Source, optimizer: NativeOptimizer, topology: Topology) -> None:
     """Restores weights and states of ordinary parameters. Blocks; raises OSError."""
     entries: dict[nn.Parameter, dict[str, Any]] = {}
-    for name, param in _ordinary(optimizer).items():
+    for name, param in ordinary_of(optimizer).items():
         entries[param] = _entry(source, name, param, topology)
     optimizer.restore_ordinary(entries)
 
@@ -128,10 +129,6 @@ def _entry(source: Source, name: str, param: nn.Parameter, topology: Topology) -
     if MASTER in states:
         found[MASTER] = values(MASTER)
     return found if num_steps or kept else {}
-
-
-def _ordinary(optimizer: NativeOptimizer) -> dict[str, nn.Parameter]:
-    return {f"optimizer.{name}": param for name, param in optimizer.named_ordinary()}
 
 
 # ---- parameter groups and random generators ------------------------------------------------------
@@ -158,15 +155,12 @@ def saved_groups(
     _check_class(saved, optimizer, source)
     groups, number_of = _saved_values(saved, source)
     names = {id(shard.param): name for shard, name in fitted.params.items()}
-    names |= {
-        id(param): f"optimizer.{name}"
-        for name, param in optimizer.named()
-        if id(param) not in names
-    }
+    names |= {id(param): name for name, param in ordinary_of(optimizer).items()}
     found: list[tuple[Group, Group]] = []
     holder: dict[int, int] = {}  # of each saved group, the first group that steps parameters of it
     for number, group in enumerate(optimizer.param_groups):
-        numbers = {number_of[names[id(p)]] for p in group["params"] if names[id(p)] in number_of}
+        own = [names.get(id(param)) for param in group["params"]]
+        numbers = {number_of[name] for name in own if name in number_of}
         if len(numbers) > 1:
             raise ValueError(
                 f"{source.file}: group {number} of the optimizer steps parameters of the saved "

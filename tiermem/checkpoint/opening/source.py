@@ -29,7 +29,6 @@ from tiermem.checkpoint.format.finding import Found, Opened, cover, find, read_m
 from tiermem.checkpoint.format.manifest import MASTER, WEIGHT, Manifest, Parameter, Part
 from tiermem.checkpoint.opening.verified import (
     LEAST_AREA_BYTES,
-    DamagedState,
     Verified,
     VerifiedSpan,
     VerifiedStream,
@@ -82,8 +81,7 @@ class Source:
         self.file = opened.file
         self.place = opened.place
         self.manifest: Manifest = opened.manifest
-        self._others = others
-        self._verified = Verified(self.manifest.checksums, self._threads, self._damage)
+        self._verified = Verified(self.manifest, self._threads, lambda: advice(others))
         self._workers: Workers | None = None
         self._own = own | {this_process()}
         with contextlib.ExitStack() as shared:
@@ -404,17 +402,6 @@ class Source:
         out = torch.empty(span.num_bytes, dtype=torch.uint8)
         self._verified.copy(span.stream, span.first_byte, out)
         return out
-
-    def _damage(
-        self, stream: VerifiedStream, begin: int, stop: int, saved: int, seen: int
-    ) -> DamagedState:
-        start, behind = stream.elements_of(begin, stop)
-        places = stream.ranges(begin, stop)
-        step = self.manifest.step
-        what = advice(self._others)
-        return DamagedState(
-            places, stream.param, stream.state, start, behind, step, saved, seen, what
-        )
 
     def _threads(self) -> Workers:
         if self._workers is None:

@@ -7,14 +7,14 @@ import bisect
 import collections
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from tiermem.checkpoint.format.kinds import BLOCK, OF_SCALES, SCALED, bytes_of, grain_of
-from tiermem.checkpoint.format.manifest import CHECKSUM_BYTES, Piece
+from tiermem.checkpoint.format.manifest import CHECKSUM_BYTES, Manifest, Piece
 from tiermem.checkpoint.saving.pieces import run_of
 from tiermem.swap.base.errors import CorruptionError
 from tiermem.swap.base.native import Workers
@@ -179,9 +179,6 @@ _CHUNK_BLOCKS = 4
 _NUM_EDGES = 8  # blocks of which a part is still unread
 _OWN_BYTES = 16 << 20
 
-Checksums = Mapping[str, Mapping[str, Sequence[int]]]
-Damage = Callable[[VerifiedStream, int, int, int, int], DamagedState]
-
 
 class Verified:
     """Reads the streams of one source in whole blocks of 1 MiB and verifies each. For one thread at
@@ -198,17 +195,17 @@ class Verified:
     Memory: the lent areas, or else 16 MiB of its own; and at most 8 blocks whose rest is kept.
 
     Args:
-        checksums: CRC-32C of each block, by parameter and state.
+        step: it has the CRC-32C of each block.
         workers: returns the threads for checksums; called at the first checksum.
-        damage: makes the error from (stream, first byte, last byte, saved checksum, seen checksum).
+        advice: returns the last sentence of an error.
     """
 
     def __init__(
-        self, checksums: Checksums, workers: Callable[[], Workers], damage: Damage
+        self, step: Manifest, workers: Callable[[], Workers], advice: Callable[[], str]
     ) -> None:
-        self._checksums = checksums
+        self._manifest = step
         self._workers = workers
-        self._damage = damage
+        self._advice = advice
         self._told: Iterator[VerifiedSpan] = iter(())
         self._due: collections.deque[_Chunk] = collections.deque()  # waiting for room
         self._coming: dict[_Chunk, Reading] = {}  # being read, in the order of their start
@@ -379,13 +376,21 @@ class Verified:
     def _compare(self, chunk: _Chunk, ranges: Sequence[torch.Tensor]) -> None:
         """Raises DamagedState for the first block whose checksum differs."""
         stream = chunk.stream
-        due = self._checksums[chunk.stream.param][chunk.stream.state]
+        due = self._manifest.checksums[stream.param][stream.state]
         seen = run_of(chunk.first * CHECKSUM_BYTES, ranges, self._workers()).crcs
         for block, crc in enumerate(seen, chunk.first):
             if crc != due[block]:
                 begin = block * CHECKSUM_BYTES
-                raise self._damage(
-                    stream, begin, min(begin + CHECKSUM_BYTES, stream.num_bytes), due[block], crc
+                stop = min(begin + CHECKSUM_BYTES, stream.num_bytes)
+                raise DamagedState(
+                    stream.ranges(begin, stop),
+                    stream.param,
+                    stream.state,
+                    *stream.elements_of(begin, stop),
+                    self._manifest.step,
+                    due[block],
+                    crc,
+                    self._advice(),
                 )
 
     def _keep_rest(

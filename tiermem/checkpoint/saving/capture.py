@@ -77,8 +77,10 @@ def parameters(
         found.append(
             Parameter(name, tuple(others), "buffer", tuple(buffer.shape), dtype, False, 0, None)
         )
-    for name, param in _ordinary(shards, optimizer):
-        assert optimizer is not None
+    if optimizer is None:
+        return found, excluded
+    check_owners(shards, optimizer)
+    for name, param in ordinary_of(optimizer).items():
         steps = int(optimizer.state.get(param, {}).get(ordinary.STEP, 0))
         dtype = kinds.name_of(param.dtype)
         group = groups[id(param)]
@@ -127,10 +129,10 @@ def own(shards: Shards, optimizer: NativeOptimizer | None) -> Iterator[Stretch]:
 
     A forward may change a buffer before it is written.
     """
-    held = [(names[0], buffer.clone()) for names, buffer in buffers(shards.model)] + _ordinary(
-        shards, optimizer
-    )
-    for name, tensor in held:
+    held = {names[0]: buffer.clone() for names, buffer in buffers(shards.model)}
+    if optimizer is not None:
+        held |= ordinary_of(optimizer)
+    for name, tensor in held.items():
         if not tensor.numel():
             continue
         yield Stretch(
@@ -290,27 +292,20 @@ def names_of(model: nn.Module) -> dict[int, list[str]]:
     return found
 
 
-def _ordinary(shards: Shards, optimizer: NativeOptimizer | None) -> list[tuple[str, torch.Tensor]]:
-    """The ordinary parameters: (`optimizer.<name or number>`, parameter).
+def ordinary_of(optimizer: NativeOptimizer) -> dict[str, nn.Parameter]:
+    """The ordinary parameters by their names in a manifest: `optimizer.<name or number>`."""
+    return {f"optimizer.{name}": param for name, param in optimizer.named_ordinary()}
 
-    Raises ValueError when the optimizer also steps another sharded model.
-    """
-    if optimizer is None:
-        return []
-    found: list[tuple[str, torch.Tensor]] = []
-    sharded = {id(shard.param) for _, shard in shards.parameters()}
+
+def check_owners(shards: Shards, optimizer: NativeOptimizer) -> None:
+    """Raises ValueError when the optimizer also steps another sharded model."""
     for name, param in optimizer.named():
-        if id(param) in sharded:
-            continue
         owner = registry.owner_of(param)
-        if not isinstance(owner, Shards):
-            found.append((f"optimizer.{name}", param))
-        elif owner is not shards:
+        if isinstance(owner, Shards) and owner is not shards:
             raise ValueError(
                 f"parameter {name!r} is of another sharded model: save each with an optimizer of "
                 "its own"
             )
-    return found
 
 
 def _ordinary_kind(

@@ -39,6 +39,7 @@ from tiermem.checkpoint.format.manifest import (
     manifest_name,
     part_name,
 )
+from tiermem.checkpoint.saving.capture import ordinary_of
 from tiermem.checkpoint.saving.pieces import write_data
 from tiermem.checkpoint.saving.publish import (
     Content,
@@ -73,11 +74,7 @@ def optimizer_json(shards: Shards, optimizer: NativeOptimizer | None) -> Json:
     if optimizer is None:
         return None
     names = {id(shard.param): shard.name for _, shard in shards.parameters()}
-    names |= {
-        id(param): f"optimizer.{name}"
-        for name, param in optimizer.named()
-        if id(param) not in names
-    }
+    names |= {id(param): name for name, param in ordinary_of(optimizer).items()}
     groups = [
         {
             "params": [names[id(param)] for param in group["params"]],

@@ -299,7 +299,7 @@ def write_pointer(path: Path, save_dir: Path, tag: str) -> None:
 def write_latest(path: Path, save_dir: Path, tag: str) -> None:
     """Writes `latest` for a tag whose manifest is `path`. Blocks; raises ManifestError, OSError."""
     data = durable.read_file(path, MOST_BYTES)
-    manifest = read_manifest(Found(path, None)).manifest
+    manifest = read_manifest(Found(path)).manifest
     said = pointer_to(path, data, manifest, save_dir, tag, known_latest(save_dir))
     durable.write_file(save_dir / LATEST_FILE, said.dump())
 
@@ -494,7 +494,7 @@ def drop_step(manifest: Path, why: str) -> bool:
     """Removes a durable step of a run that has ended; its folders too if it is the last. Returns
     whether it did. Blocks."""
     try:
-        opened = read_manifest(Found(manifest, None))
+        opened = read_manifest(Found(manifest))
         folders = _folders(opened)
         superseded = _superseded(opened)
     except (ManifestError, OSError) as error:
@@ -532,7 +532,7 @@ def _superseded(opened: Opened) -> list[int]:
         return []
     for file in opened.file.parent.glob("manifest-*.json"):
         with contextlib.suppress(ManifestError, OSError):
-            other = read_manifest(Found(file, None)).manifest
+            other = read_manifest(Found(file)).manifest
             if other.tag is None and other.commit < newer.commit:
                 found.append(other.commit)
     return found
