@@ -106,10 +106,10 @@ def old_manifest_goes_before_the_new_one() -> None:
     """What is replaced is removed first."""
     publish = commit.publish
 
-    def publish_late(content: Any, manifest: Any, path: Path, undo: Any) -> None:
+    def publish_late(content: Any, manifest: Any, path: Path, *rest: Any) -> None:
         for old in path.parent.glob("manifest-*.json"):
             durable.remove(old)
-        publish(content, manifest, path, undo)
+        publish(content, manifest, path, *rest)
 
     commit.publish = publish_late
 
