@@ -70,3 +70,21 @@ def test_folders_that_may_not_be_read_are_left_and_the_save_goes_on(
     assert sorted(path.name for path in out.iterdir()) == ["latest", "t0", "t1"]
     with checkpoint.Source.open(out, "t0") as source:
         assert source.manifest.tag == "t0"
+
+
+@pytest.mark.parametrize("tag", ["t1", "of/t1"])
+def test_an_earlier_runs_tag_goes_also_for_a_tag_in_a_folder_of_its_own(
+    tag: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    for each in ("t0", tag):
+        made = model()
+        with tiermem.shard(made, policy("nvme", tmp_path)) as shards:
+            optimizer = tiermem.AdamW(made.parameters(), lr=0.01)
+            train(made, optimizer, 1)
+            checkpoint.save(shards, optimizer, out, each)
+    assert sorted(path.name for path in out.iterdir()) == ["latest", tag.partition("/")[0]]
+    made = model()
+    with tiermem.shard(made, policy("nvme", tmp_path)) as shards:
+        optimizer = tiermem.AdamW(made.parameters(), lr=0.01)
+        checkpoint.load(shards, optimizer, out)

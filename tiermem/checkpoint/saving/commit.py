@@ -119,6 +119,13 @@ class HeldStep:
     pointer: Path | None  # of its tag
     files: tuple[Path, ...]  # part and data
 
+    @property
+    def save_dir(self) -> Path | None:
+        """The folder that its tag lies in; a tag may have several parts."""
+        if self.pointer is None or self.tag is None:
+            return None
+        return self.pointer.parents[len(Path(self.tag).parts)]
+
 
 class Commits:
     """The durable steps of one sharded model that lie in the store's files. Lives as long as the
@@ -257,7 +264,7 @@ class Commits:
 
     def _drop(self, kept: HeldStep, doomed: Sequence[HeldStep]) -> None:
         """Drops the steps that a new durable step replaces, those of earlier runs too."""
-        save_dir = None if kept.pointer is None else kept.pointer.parent.parent
+        save_dir = kept.save_dir
         self.forget(doomed)
         if self._shards.topology.rank == 0:
             for each in doomed:
@@ -276,10 +283,7 @@ class Commits:
                 "its own",
             )
         if save_dir is not None:
-            num_own = sum(
-                each.pointer is not None and each.pointer.parent.parent == save_dir
-                for each in self.steps
-            )
+            num_own = sum(each.save_dir == save_dir for each in self.steps)
             drop_tags(save_dir, self.run_id, max(0, self._keep - num_own))
 
     def went_on_from(self, manifest: Path, opened: Manifest) -> None:
