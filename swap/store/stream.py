@@ -2,6 +2,7 @@
 cache.
 
     Bounce        bytes of a store's entries, at any offset and in any memory
+    Parts         elements of a store's entries, where they rest
     ReadAhead     ranges of files into a fixed memory, several groups of them at once
     FileReader    ranges of one file
     FileWriter    a new file of a known size, from front to back
@@ -29,7 +30,7 @@ import torch
 
 from tiermem.swap.base.native import READ, WRITE, Op, Queue
 from tiermem.swap.base.ranges import FileRange, FreeRanges, round_up
-from tiermem.swap.base.tier import ALIGNMENT
+from tiermem.swap.base.tier import ALIGNMENT, Tier
 from tiermem.swap.disk import durable
 from tiermem.swap.disk.direct import open_direct, take_room
 from tiermem.swap.disk.queue import InFlight
@@ -112,6 +113,37 @@ class Bounce:
         ):
             length = min(self._piece_bytes, round_up(stop - offset, ALIGNMENT))
             yield offset, self._pieces[number % len(self._pieces)][:length]
+
+
+class Parts:
+    """Reads and writes elements of a store's entries, in memory or on NVMe.
+
+    bounce: moves those of entries on NVME; None: there are none.
+    """
+
+    def __init__(self, store: TensorStore, bounce: Bounce | None) -> None:
+        self._store = store
+        self._bounce = bounce
+
+    def read_part(self, entry: str, dtype: torch.dtype, part: slice) -> torch.Tensor:
+        """A copy of elements of an entry, on the CPU. Blocks; raises OSError."""
+        if self._store.home_of(entry) is not Tier.NVME:
+            return self._store.view(entry)[part].to("cpu", copy=True)
+        out = torch.empty(part.stop - part.start, dtype=dtype)
+        assert self._bounce is not None
+        self._bounce.read(
+            entry, part.start * dtype.itemsize, part.stop * dtype.itemsize, out.view(torch.uint8)
+        )
+        return out
+
+    def write_part(self, entry: str, start: int, values: torch.Tensor) -> None:
+        """Writes elements of an entry from element `start` on, in its dtype. Blocks; raises
+        OSError."""
+        if self._store.home_of(entry) is not Tier.NVME:
+            self._store.view(entry)[start : start + values.numel()].copy_(values)
+            return
+        assert self._bounce is not None
+        self._bounce.write(entry, start * values.itemsize, values.contiguous().view(torch.uint8))
 
 
 def _check_range(start: int, stop: int, data: torch.Tensor) -> None:

@@ -2,19 +2,20 @@
 
 Files in order; each imports only files before it:
 
-    rules        the step of one piece by the rule of its optimizer, the loss scale
-    tile         a range of one unit's states that is read, stepped and written as one
-    tile_stream  an accelerator's buffers for what it steps and what rests elsewhere
-    tile_work    the work on a tile: a step, a visit, a fill
-    tile_step    a pass over tiles: the bytes to read and write, the work in a buffer
-    tiles        all tiles of a sharded model
-    tentative    steps units while backward runs, on assumptions that the step compares
-    local        this rank's part of an ordinary parameter: the whole, or a DTensor's shard
-    ordinary     states of ordinary parameters, as tensors beside them
-    shown        `optimizer.state` of parameters whose states rest elsewhere
-    resting      states of ordinary parameters that rest on a tier
-    sharded      the whole step of a sharded model
-    base         one torch optimizer for sharded and ordinary parameters
+    rules         the step of one piece by the rule of its optimizer, the loss scale
+    local         this rank's part of an ordinary parameter: the whole, or a DTensor's shard
+    ordinary      states of ordinary parameters, as tensors beside them
+    tile          a range of one unit's states that is read, stepped and written as one
+    at_rest       states in tiles that rest on a tier, read and written parameter by parameter
+    tile_stream   an accelerator's buffers for what it steps and what rests elsewhere
+    tile_work     the work on a tile: a step, a visit, a fill
+    tile_step     a pass over tiles: the bytes to read and write, the work in a buffer
+    tiles         all tiles of a sharded model
+    tentative     steps units while backward runs, on assumptions that the step compares
+    resting       the tiles of ordinary parameters, whose states rest on a tier
+    shown         `optimizer.state` of parameters whose states rest elsewhere
+    sharded       the whole step of a sharded model
+    base          one torch optimizer for sharded and ordinary parameters
 
 The package itself holds Adam, AdamW, Adagrad, Lion, SGD and Muon: the face of each (optimizers/)
 before the steps of all.

@@ -321,7 +321,9 @@ class NativeOptimizer(OptimizerFace):
         """The parameters whose states rest elsewhere."""
         for shards, model in self._sharded.items():
             yield from (
-                (shard, model) for live, shard in shards.parameters() if live.unit.is_trainable
+                (shard, model.tiles)
+                for live, shard in shards.parameters()
+                if live.unit.is_trainable
             )
         for states in self._resting:
             yield from ((shard, states) for shard in states.shards.values())
@@ -370,21 +372,16 @@ class NativeOptimizer(OptimizerFace):
         """Adds the entry of every parameter that has states to a dict, under the parameter's
         number."""
         found: dict[int, ordinary.State] = {}
-        resting = {
-            param: state for states in self._resting for param, state in states.export().items()
-        }
+        at_rest = {shard.param: (shard, tiles) for shard, tiles in self._at_rest()}
         numbers = [group["params"] for group in state_dict["param_groups"]]
         for group, own in zip(self.param_groups, numbers, strict=True):
             for number, param in zip(own, group["params"], strict=True):
                 rule = self.rule_of(group, param)
-                shards = registry.owner_of(param)
-                if isinstance(shards, Shards):
-                    shard = shards.find(param)[1]
+                if param in at_rest:
+                    shard, tiles = at_rest[param]
                     if shard.num_steps or shard.has_moments or shard.has_master:
-                        found[number] = self._sharded[shards].export(shard, rule)
-                elif param in resting:
-                    found[number] = resting[param]
-                elif self.state.get(param) and self._home_of(param) is None:
+                        found[number] = tiles.export(shard, rule)
+                elif self.state.get(param):
                     self._take_over(str(number), param)
                     found[number] = ordinary.export_state(
                         self._threads(), param, self.state[param], rule
@@ -431,42 +428,36 @@ class NativeOptimizer(OptimizerFace):
             )
         for model in self._sharded.values():
             model.begin_restoring()  # also those that were attached just now
-        ordinary_ones: dict[nn.Parameter, tuple[str, Mapping[str, Any] | None]] = {}
-        for name, param in self.named():
-            given = sealed[param].entry if param in sealed else None
-            owner = registry.owner_of(param)
-            if not isinstance(owner, Shards):
-                ordinary_ones[param] = name, given
-            elif (found := owner.find(param))[0].unit.is_trainable:
-                rule = self.rule_of(self._groups[id(param)], param)
-                self._sharded[owner].restore(found[1], given or {}, rule)
-        self._restore_all(ordinary_ones)
+        entries = {
+            param: (name, sealed[param].entry if param in sealed else {})
+            for name, param in self.named()
+        }
+        self._restore_all(entries)
 
-    def _restore_all(
-        self, entries: Mapping[nn.Parameter, tuple[str, Mapping[str, Any] | None]]
-    ) -> None:
-        """Restores states of ordinary parameters, each given by name and entry."""
-        self._rest([(name, param) for param, (name, given) in entries.items() if given])
+    def _restore_all(self, entries: Mapping[nn.Parameter, tuple[str, Mapping[str, Any]]]) -> None:
+        """Restores states of parameters, each given by name and entry; an empty one: no steps."""
+        ordinary_ones = {param for _, param in self.named_ordinary()}
+        self._rest(
+            [(name, p) for p, (name, given) in entries.items() if given and p in ordinary_ones]
+        )
+        at_rest = {shard.param: (shard, tiles) for shard, tiles in self._at_rest()}
         for states in self._resting:
-            own = {
-                param: given or {}
-                for param, (_, given) in entries.items()
-                if param in states.shards
-            }
-            states.use_rules(self._rules(states.shards))
-            states.restore(own)
+            states.half_loaded.update(
+                shard for param, shard in states.shards.items() if param in entries
+            )
         for param, (name, given) in entries.items():
-            if self._home_of(param) is not None:
-                continue
-            self.state.pop(param, None)
-            if given:
-                rule = self.rule_of(self._groups[id(param)], param)
-                precision = self._ordinary_precision
-                self.state[param] = ordinary.restore_state(
-                    self._threads(), param, given, rule, precision, name
-                )
-            self._marks.pop(param, None)
-            self._masters.pop(param, None)
+            rule = self.rule_of(self._groups[id(param)], param)
+            if param in at_rest:
+                shard, tiles = at_rest[param]
+                tiles.restore(shard, given, rule)
+            elif param in ordinary_ones:
+                self.state.pop(param, None)
+                if given:
+                    self.state[param] = ordinary.restore_state(
+                        self._threads(), param, given, rule, self._ordinary_precision, name
+                    )
+                self._marks.pop(param, None)
+                self._masters.pop(param, None)
         self.show_state()
 
     def _check_owners(self) -> list[tuple[str, nn.Parameter]]:
@@ -565,17 +556,14 @@ class NativeOptimizer(OptimizerFace):
             return
         new = {param: name for name, param in named if self._home_of(param) is None}
         if new:
-            rules = self._rules(new)
             taken = sum(states.host_bytes for states in self._resting)
-            ruled = {param: (name, rules[param]) for param, name in new.items()}
-            self._resting.append(RestingStates(self._policy, ruled, self._threads(), taken))
+            self._resting.append(
+                RestingStates(self._policy, new, self._find_rule, self._threads(), taken)
+            )
 
     def _home_of(self, param: nn.Parameter) -> RestingStates | None:
         """Where a parameter's states rest; None: in `state`, or nowhere yet."""
         return next((states for states in self._resting if param in states.shards), None)
-
-    def _rules(self, params: Iterable[nn.Parameter]) -> dict[nn.Parameter, Rule]:
-        return {param: self.rule_of(self._groups[id(param)], param) for param in params}
 
     def _check_ordinary(self, group: Group) -> None:
         own = {id(param) for param in group["params"]}
@@ -612,14 +600,11 @@ class NativeOptimizer(OptimizerFace):
                 return
             factor *= clip_factor(norm, max_norm)
         for states in self._resting:
-            own = {
-                param: rule for param, rule in self._rules(grads).items() if param in states.shards
-            }
-            states.use_rules(own)
             states.step(
                 {
-                    param: self._scalars(param, rule, states.shards[param].num_steps + 1, factor)
-                    for param, rule in own.items()
+                    param: self._scalars(param, shard.num_steps + 1, factor)
+                    for param, shard in states.shards.items()
+                    if param in grads
                 }
             )
         for name, param in due:
@@ -639,8 +624,9 @@ class NativeOptimizer(OptimizerFace):
         total = sum_over_ranks(sums)
         return math.sqrt(total) if math.isfinite(total) else math.inf
 
-    def _scalars(self, param: nn.Parameter, rule: Rule, num_steps: int, factor: float) -> AnyStep:
-        return rule.scalars(self._groups[id(param)], num_steps, factor, param.shape)
+    def _scalars(self, param: nn.Parameter, num_steps: int, factor: float) -> AnyStep:
+        group = self._groups[id(param)]
+        return self.rule_of(group, param).scalars(group, num_steps, factor, param.shape)
 
     def _step_parameter(self, name: str, param: nn.Parameter, factor: float) -> None:
         rule = self.rule_of(self._groups[id(param)], param)
@@ -652,7 +638,7 @@ class NativeOptimizer(OptimizerFace):
             if param in self._masters:
                 del state[MASTER]
         state[ordinary.STEP] += 1
-        step = self._scalars(param, rule, int(state[ordinary.STEP]), factor)
+        step = self._scalars(param, int(state[ordinary.STEP]), factor)
         self._take_over(name, param)
         ordinary.step_parameter(self._threads(), param, state, rule, step, precision, name)
         self._marks[param] = mark_of(local_of(param))

@@ -210,7 +210,7 @@ def restore_state(
     """
     state = new_state(param, rule, precision)
     state[STEP] = torch.tensor(float(num_steps_of(given, rule)))
-    for moment in rule.moments if int(state[STEP]) else ():
+    for moment in rule.moments if has_moments_of(given, rule) else ():
         values = value_of(given, moment, param, name).reshape(-1)
         narrow_part(workers, values, _moment(state, moment), is_positive=is_positive(moment))
     if MASTER in state:
@@ -229,7 +229,13 @@ def num_steps_of(given: Mapping[str, Any], rule: Rule) -> int:
     as one step."""
     if STEP in given:
         return int(given[STEP])
-    return int(any(given.get(moment) is not None for moment in rule.moments))
+    return int(has_moments_of(given, rule))
+
+
+def has_moments_of(given: Mapping[str, Any], rule: Rule) -> bool:
+    """Whether an entry has moments. One with steps has them, or lacks them by mistake."""
+    has_steps = int(given.get(STEP, 0)) > 0
+    return has_steps or any(given.get(moment) is not None for moment in rule.moments)
 
 
 def value_of(given: Mapping[str, Any], key: str, param: torch.Tensor, name: str) -> torch.Tensor:

@@ -14,24 +14,27 @@ the formats, of every other tier, so a tier changes no bit.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from tiermem.optim.at_rest import FindRule, RestingTiles
 from tiermem.optim.local import as_placed, first_element, local_of
-from tiermem.optim.ordinary import STEP, State, check_gradient, num_steps_of, value_of
-from tiermem.optim.rules import AnyStep, Rule, step_parts
-from tiermem.optim.tile import StateTile, stepped_ranges, tile_runs
+from tiermem.optim.ordinary import check_gradient
+from tiermem.optim.rules import AnyStep, Group, Rule
+from tiermem.optim.tile import MomentsOf, StateTile, stepped_ranges
+from tiermem.optim.tile_work import Places, Stepping
 from tiermem.plans.plan import sizes_from
 from tiermem.policy import USUAL_TILE_NUMELS, OffloadPolicy, Tier, usual_tile_buffers
 from tiermem.ranks.topology import paths_of_rank, ranks_per_node
 from tiermem.swap.base.grad_mode import call_with_grad
-from tiermem.swap.base.native import Workers, narrow_part, widen_part
-from tiermem.swap.base.parts import Dither, StepParts
+from tiermem.swap.base.native import Workers
 from tiermem.swap.base.ranges import round_up, within
 from tiermem.swap.base.tier import ALIGNMENT
 from tiermem.swap.memory.accelerator import activate, current_stream, is_accelerator, on, record
@@ -40,19 +43,10 @@ from tiermem.swap.program.program import Program
 from tiermem.swap.program.table import TileWork
 from tiermem.swap.store.checksum import Range
 from tiermem.swap.store.store import TensorStore
-from tiermem.units.state_layout import (
-    MASTER,
-    StateLayout,
-    StatePieces,
-    StateViews,
-    is_positive,
-    keeps_sums,
-)
+from tiermem.swap.store.stream import Bounce, Parts
+from tiermem.units.state_layout import StateLayout
 from tiermem.units.unit import ALIGN, UNIT_ALIGN, Shard, ShardRange, Unit
 from tiermem.units.written import Mark, adopt, mark_of
-
-Ruled = Mapping[nn.Parameter, tuple[str, Rule]]
-"""The name and the rule of each parameter, in the order of the optimizer."""
 
 _APPLIED = {
     *("stage", "optim", "precision", "num_moments", "pin_memory", "verify", "io", "timeout_s"),
@@ -81,27 +75,15 @@ def check_policy(policy: OffloadPolicy) -> None:
         )
 
 
-class _Held(NamedTuple):
-    """Elements of one parameter while their tile is worked on."""
-
-    shard: Shard
-    elements: slice  # of this rank's part, flat
-    views: StateViews
-    weight: torch.Tensor
-    grad: torch.Tensor | None  # None except in a step
-
-
-_Act = Callable[[_Held], None]
-
-
-class RestingStates:
+class RestingStates(RestingTiles[StateTile]):
     """The states of some ordinary parameters, on HOST or NVMe. Owns their store, which `close` or
     the end of its life frees.
 
     Args:
         policy: tier, precision, paths and budgets. `host_bytes` is a budget per node, divided by
             the ranks on it.
-        params: the parameters, each with its name and rule.
+        names: the name of each parameter, in the order of the optimizer.
+        find_rule: the group and the rule of each; a method of the optimizer, which is held weakly.
         workers: threads of the kernels; the caller closes them.
         taken_bytes: what other states of the same policy take of this rank's part of `host_bytes`.
 
@@ -110,38 +92,39 @@ class RestingStates:
     """
 
     def __init__(
-        self, policy: OffloadPolicy, params: Ruled, workers: Workers, taken_bytes: int = 0
+        self,
+        policy: OffloadPolicy,
+        names: Mapping[nn.Parameter, str],
+        find_rule: FindRule,
+        workers: Workers,
+        taken_bytes: int = 0,
     ) -> None:
-        self._policy = policy
-        self._workers = workers
-        self._rules = {param: rule for param, (_, rule) in params.items()}
-        units = _lay_out(params)
+        units = _lay_out(names)
         self.shards = {shard.param: shard for unit in units for shard in unit.shards}
-        self._is_torn = False
         # of weights when a step or an adoption made their masters
         self._marks: dict[Shard, Mark] = {}
-        devices = list(dict.fromkeys(local_of(param).device for param in params))
+        devices = list(dict.fromkeys(local_of(param).device for param in names))
         devices = [device for device in devices if is_accelerator(device)]
-        plan = _Planner(policy, units, self._rules, bool(devices)).plan(taken_bytes)
+        rules = {param: found[1] for param in names if (found := find_rule(param)) is not None}
+        plan = plan_states(policy, units, rules, bool(devices), taken_bytes)
         self.host_bytes = plan.host_bytes
         """Bytes of HOST memory that the states and the buffers take."""
-        self._tiles = plan.tiles
-        self._room = {
-            part.shard: tile.layout.num_moments for tile in plan.tiles for part in tile.ranges
-        }
-        link_bytes = plan.num_buffers * plan.buffer_bytes if devices and policy.pin_memory else 0
-        self._store = TensorStore(
+        store = TensorStore(
             paths_of_rank(policy.paths),
             max(plan.host_bytes, 1),
             policy.io,
             policy.disk_bytes,
             devices[0] if devices else None,
-            link_bytes,
+            plan.num_buffers * plan.buffer_bytes if devices and policy.pin_memory else 0,
         )
         try:
-            self._program = Program[StateTile](self._store, self._take_room(plan), workers)
+            bounce = Bounce(store, plan.piece_bytes, _NUM_PIECES) if plan.piece_bytes else None
+            parts = Parts(store, bounce)
+            super().__init__(store, parts, workers, policy, 0, _weakly(find_rule), set())
+            self._set(plan.tiles)
+            self._program = Program[StateTile](store, self._take_room(plan), workers)
         except BaseException:
-            self._store.close()
+            store.close()
             raise
 
     def step(self, steps: Mapping[nn.Parameter, AnyStep]) -> None:
@@ -151,184 +134,97 @@ class RestingStates:
         Raises OSError when a transfer fails, ValueError for a rule with more moments than the
         states have; after an OSError the states refuse to continue until a state dict is loaded.
         """
-        self._check_whole()
+        self.check_whole()
         due = {self.shards[param]: step for param, step in steps.items()}
         for shard in due:
             self._check(shard)
-        self._is_torn = True
-        for shard in due:
-            shard.count_step()
-        precision = self._policy.precision
-
-        def act(held: _Held) -> None:
-            assert held.grad is not None
-            shard = held.shard
-            is_first = shard.num_steps == 1 and not shard.has_moments
-            dither = None
-            if precision.is_stochastic:
-                first = first_element(shard.param) + held.elements.start
-                dither = Dither(precision.key(shard.name), shard.num_steps, first)
-            moments = held.views.moments[: len(self._names(shard))]
-            parts = StepParts(held.weight, held.views.master, held.grad, moments)
-            step_parts(self._workers, due[shard], parts, dither, start_moments=is_first)
-
-        self._run(due, act, is_step=True)
-        self._marks.update((shard, mark_of(local_of(shard.param))) for shard in due)
-        self._is_torn = False
-
-    def export(self) -> dict[nn.Parameter, State]:
-        """The states of every parameter that has been stepped, in the format of state dicts: fp32,
-        placed as the parameter.
-
-        All of them are in memory at once. Blocks. Raises OSError.
-        """
-        self._check_whole()
-        stepped = [shard for shard in self.shards.values() if shard.num_steps]
-        found: dict[Shard, State] = {
-            shard: {STEP: torch.tensor(float(shard.num_steps))} for shard in stepped
-        }
-        for shard, state in found.items():
-            master = self._policy.precision.master_of(shard.param.dtype)
-            names = [*self._names(shard), *([] if master is None else [MASTER])]
-            state.update((name, torch.empty(shard.numel)) for name in names)
-
-        def act(held: _Held) -> None:
-            state = found[held.shard]
-            master = held.views.master
-            for name, moment in zip(self._names(held.shard), held.views.moments, strict=False):
-                state[name][held.elements] = widen_part(
-                    self._workers, moment, is_positive=is_positive(name)
-                )
-            if master is not None:
-                weight = held.weight if master.dtype == torch.int16 else None
-                state[MASTER][held.elements] = widen_part(self._workers, master, weight)
-
-        self._run(found, act, changes=False)
-        for shard, state in found.items():
-            for name in state.keys() - {STEP}:
-                state[name] = as_placed(state[name].view(shard.shape), shard.param)
-        return {shard.param: state for shard, state in found.items()}
-
-    def restore(self, entries: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
-        """Restores states from entries of a state dict; an empty entry means no steps. Blocks.
-        Raises ValueError, OSError.
-
-        Without `master` in an entry, the master is made from the parameter. Restoring a split
-        master also sets its parameter.
-        """
-        stays_torn = self._is_torn and len(entries) < len(self.shards)
-        given: dict[Shard, dict[str, torch.Tensor]] = {}
-        counts: dict[Shard, int] = {}
-        for param, entry in entries.items():
-            shard = self.shards[param]
-            rule = self._rules[param]
-            counts[shard] = num_steps_of(entry, rule)
-            if counts[shard]:
-                has_master = (
-                    self._policy.precision.master_of(param.dtype) is not None and MASTER in entry
-                )
-                names = [*rule.moments, *([MASTER] if has_master else [])]
-                given[shard] = {
-                    name: value_of(entry, name, param, shard.name).reshape(-1) for name in names
-                }
-        self._is_torn = True
-        for shard, num_steps in counts.items():
-            shard.set_steps(num_steps, False, False)
-            self._marks.pop(shard, None)
-
-        def act(held: _Held) -> None:
-            values = given[held.shard]
-            master = held.views.master
-            for name, moment in zip(self._names(held.shard), held.views.moments, strict=False):
-                narrow_part(
-                    self._workers,
-                    values[name][held.elements],
-                    moment,
-                    is_positive=is_positive(name),
-                )
-            if master is not None:
-                new = values[MASTER][held.elements] if MASTER in values else held.weight.float()
-                narrow_part(
-                    self._workers, new, master, held.weight if master.dtype == torch.int16 else None
-                )
-
-        self._run(given, act, overwrites=True)
-        self._is_torn = stays_torn
-
-    def read_state(self, shard: Shard, name: str) -> torch.Tensor:
-        """A copy of a moment, fp32. Blocks; raises OSError."""
-        self._check_whole()
-        found = torch.empty(shard.numel)
-        number = self._names(shard).index(name)
-
-        def act(held: _Held) -> None:
-            found[held.elements] = widen_part(
-                self._workers, held.views.moments[number], is_positive=is_positive(name)
-            )
-
-        self._run({shard: None}, act, changes=False)
-        return found.view(shard.shape)
-
-    def write_state(self, shard: Shard, name: str, value: torch.Tensor | None) -> None:
-        """Replaces a moment; None: by zeros. Blocks; raises OSError."""
-        self._check_whole()
-        values = torch.zeros(shard.numel) if value is None else value.reshape(-1)
-        number = self._names(shard).index(name)
-
-        def act(held: _Held) -> None:
-            moment = held.views.moments[number]
-            narrow_part(self._workers, values[held.elements], moment, is_positive=is_positive(name))
-
-        self._run({shard: None}, act)
-        shard.note_loaded(moments=True)
-
-    def use_rules(self, rules: Mapping[nn.Parameter, Rule]) -> None:
-        """Sets the rules of parameters anew, whose groups may have changed."""
-        self._rules.update(rules)
+        with self._changing(self.shards.values()):
+            for shard in due:
+                shard.count_step()
+            self._run(due)
 
     def close(self) -> None:
         """Frees the memory and the files. Blocks. Raises the first error of a write that no step
         has raised."""
         self._store.close()
 
-    # ---- one pass --------------------------------------------------------------------------------
+    # ---- weights ---------------------------------------------------------------------------------
 
-    def _run(
-        self,
-        chosen: Mapping[Shard, object],
-        act: _Act,
-        *,
-        is_step: bool = False,
-        changes: bool = True,
-        overwrites: bool = False,
-    ) -> None:
-        """Calls `act` for the chosen parameters in every tile; the other arguments are those of
-        _Pass."""
-        tiles = [tile for tile in self._tiles if any(part.shard in chosen for part in tile.ranges)]
-        marks = {} if overwrites else {shard: mark_of(local_of(shard.param)) for shard in chosen}
-        written = {shard for shard, mark in marks.items() if self._marks.get(shard) != mark}
-        work = _Pass(self._store, chosen, act, is_step, changes, overwrites, written)
-        was_torn = self._is_torn
-        self._is_torn = was_torn or changes
-        self._program.run(tiles, work, self._policy.pipeline_read, self._policy.pipeline_write)
-        work.end()
-        for tile in tiles if changes else ():
-            tile.mark_started()
-        self._is_torn = was_torn
-
-    def _check_whole(self) -> None:
+    def check_whole(self) -> None:
+        """Raises RuntimeError when the states are a mixture of two steps."""
         self._store.check_process()
-        if self._is_torn:
+        if self.half_loaded:
             raise RuntimeError(
                 "a step, or loading a state dict, failed half-way, so that these states are a "
                 "mixture of two steps: load "
                 "the weights and the optimizer's state dict again"
             )
 
-    # ---- building --------------------------------------------------------------------------------
+    def load(self, shard: Shard, name: str, values: torch.Tensor) -> None:
+        """Restores a state from fp32 values. Blocks. After an OSError the states refuse to
+        continue."""
+        with self._changing([shard]):
+            self.put(shard, name, values)
+            self._marks.pop(shard, None)
 
-    def _names(self, shard: Shard) -> tuple[str, ...]:
-        return self._rules[shard.param].moments
+    def take_writes(self, shard: Shard) -> None:
+        """Makes the master that of a weight which the user has written. Blocks; raises OSError."""
+        if self.keeps_master(shard) and self._is_written(shard):
+            self._run({shard: None})
+
+    def whole(self, shard: Shard, mine: torch.Tensor) -> torch.Tensor:
+        """A state, placed as its parameter."""
+        return as_placed(mine.view(shard.shape), shard.param)
+
+    def mine(self, shard: Shard, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a state, flat."""
+        return whole.reshape(-1)
+
+    def _start(self, tiles: Sequence[StateTile]) -> None:
+        self._run(dict.fromkeys(part.shard for tile in tiles for part in tile.ranges))
+
+    def _weight_in(self, tile: StateTile, elements: ShardRange) -> torch.Tensor:
+        return local_of(elements.shard.param).reshape(-1)[elements.start : elements.stop].cpu()
+
+    def _put_weight(self, tile: StateTile, elements: ShardRange, weight: torch.Tensor) -> None:
+        """Only a split master sets its weight: it says what the weight's low bits are."""
+        master = tile.layout.master
+        if master is None or master.kind != "split":
+            return
+        local = local_of(elements.shard.param)
+        flat = local.contiguous().view(-1)
+        flat[elements.start : elements.stop].copy_(weight)
+        if not local.is_contiguous():
+            local.copy_(flat.view(local.shape))
+
+    # ---- one pass --------------------------------------------------------------------------------
+
+    def _run(self, steps: Mapping[Shard, AnyStep | None]) -> None:
+        """Makes first states, and the masters of weights that the user has written, of these
+        parameters; then steps those that have a step."""
+        tiles = [tile for tile in self.tiles if any(part.shard in steps for part in tile.ranges)]
+        written = {shard for shard in steps if self._is_written(shard)}
+        act = Stepping(self._workers, steps.get)
+        work = _Pass(self._store, steps, act, self.names, written)
+        with self._changing(self.shards.values()):
+            self._program.run(tiles, work, self._policy.pipeline_read, self._policy.pipeline_write)
+            work.end()
+            for tile in tiles:
+                tile.mark_started()
+            self._marks.update((shard, mark_of(local_of(shard.param))) for shard in steps)
+
+    @contextlib.contextmanager
+    def _changing(self, shards: Iterable[Shard]) -> Iterator[None]:
+        """A block that replaces states of these parameters; one that raises leaves them half
+        loaded."""
+        new = set(shards) - self.half_loaded
+        self.half_loaded |= new
+        yield
+        self.half_loaded -= new
+
+    def _is_written(self, shard: Shard) -> bool:
+        """Whether its weight was written since its master was last made that of the weight."""
+        return self._marks.get(shard) != mark_of(local_of(shard.param))
 
     def _check(self, shard: Shard) -> None:
         """Raises ValueError for a parameter of another dtype or shape, or with more moments, than
@@ -341,29 +237,24 @@ class RestingStates:
                 f"{shard.reduce_dtype} of shape {tuple(shard.shape)}: build the optimizer after "
                 "the model has its dtype"
             )
-        names = self._names(shard)
-        most = self._room.get(shard, 3)
-        if len(names) > most:
+        names = self.names(shard)
+        room = [tile.layout.num_moments for tile, _ in self.pieces(shard)]
+        if room and len(names) > room[0]:
             raise ValueError(
-                f"the parameter {shard.name!r} has room for {most} moments and now keeps "
+                f"the parameter {shard.name!r} has room for {room[0]} moments and now keeps "
                 f"{', '.join(names)}: build the "
                 "optimizer with the options that its groups have now"
             )
 
-    def _take_room(self, plan: _Plan) -> Pool | None:
+    def _take_room(self, plan: StatesPlan) -> Pool | None:
         """Takes memory and disk for every tile and buffer of the plan."""
         store = self._store
-        policy = self._policy
-        store.sums.use(self._workers, policy.verify)
+        store.sums.use(self._workers, self._policy.verify)
         on_disk = [tile for tile in plan.tiles if tile.home is Tier.NVME]
         if on_disk:
             store.reserve_disk(sum(tile.state_bytes for tile in on_disk), plan.why)
-        for tile in plan.tiles:
-            if tile.state_bytes:
-                store.reserve(tile.entry, (tile.state_bytes,), torch.uint8, tile.home)
-        for tile in on_disk if keeps_sums(policy) else ():
-            if tile.state_bytes:
-                store.sums.protect(tile.entry, StatePieces(tile_runs(tile, 0, self._names)).pieces)
+        self._reserve(plan.tiles)
+        self._protect(plan.tiles)
         if not plan.num_buffers:
             return None
         pool = Pool(
@@ -373,100 +264,120 @@ class RestingStates:
         return pool
 
 
+def _weakly(find_rule: FindRule) -> FindRule:
+    """A method of an optimizer that does not keep the optimizer alive, which owns the caller."""
+    held = weakref.WeakMethod(find_rule)
+
+    def find(param: nn.Parameter) -> tuple[Group, Rule] | None:
+        alive = held()
+        return None if alive is None else alive(param)
+
+    return find
+
+
 # ---- the plan ------------------------------------------------------------------------------------
 
 
-class _Plan(NamedTuple):
+_PIECE_BYTES = 1 << 20
+_NUM_PIECES = 2
+"""Buffers for single states on NVMe: one is copied while the other one is read or written."""
+
+
+class StatesPlan(NamedTuple):
     """What the states of ordinary parameters take."""
 
     tiles: list[StateTile]
     num_buffers: int
     buffer_bytes: int
+    piece_bytes: int  # of each buffer for single states
     host_bytes: int  # of states and buffers
     why: str  # the arithmetic, in words
 
 
-@dataclasses.dataclass(frozen=True)
-class _Planner:
-    policy: OffloadPolicy
-    units: Sequence[Unit]
-    rules: Mapping[nn.Parameter, Rule]
-    is_moved: bool  # whether parameters are on an accelerator
+def plan_states(
+    policy: OffloadPolicy,
+    units: Sequence[Unit],
+    rules: Mapping[nn.Parameter, Rule],
+    is_moved: bool,
+    taken_bytes: int,
+) -> StatesPlan:
+    """The plan with the most buffers and the largest tiles that fit. Raises BudgetError with the
+    arithmetic of the smallest.
 
-    def plan(self, taken_bytes: int) -> _Plan:
-        """The most buffers and the largest tiles that fit. Raises BudgetError with the arithmetic
-        of the smallest."""
-        policy = self.policy
-        budget = None
-        if policy.host_bytes is not None:
-            budget = policy.host_bytes // ranks_per_node() - taken_bytes
-        has_buffers = policy.optim is Tier.NVME or self.is_moved
-        whole = [max((unit.shard_numel for unit in self.units), default=UNIT_ALIGN)]
-        usual = USUAL_TILE_NUMELS if has_buffers else whole
-        numels = [
-            round_up(numel, UNIT_ALIGN) for numel in sizes_from(policy, policy.tile_numel, usual)
+    is_moved: whether parameters are on an accelerator. taken_bytes: what other states take.
+    """
+    budget = None
+    if policy.host_bytes is not None:
+        budget = policy.host_bytes // ranks_per_node() - taken_bytes
+    has_buffers = policy.optim is Tier.NVME or is_moved
+    whole = [max((unit.shard_numel for unit in units), default=UNIT_ALIGN)]
+    usual = USUAL_TILE_NUMELS if has_buffers else whole
+    numels = [round_up(numel, UNIT_ALIGN) for numel in sizes_from(policy, policy.tile_numel, usual)]
+    usual = usual_tile_buffers(policy.pipeline_read, policy.pipeline_write)
+    counts = sizes_from(policy, policy.tile_buffers, usual) if has_buffers else [0]
+    for count, numel in itertools.product(counts, numels):
+        tiles = [tile for unit in units for tile in _cut(policy, unit, rules, numel)]
+        plan = _plan_of(policy, tiles, count, is_moved, budget)
+        if budget is None or plan.host_bytes <= budget:
+            return plan
+    assert budget is not None
+    raise BudgetError(
+        f"{plan.why} {plan.host_bytes} bytes of HOST memory are needed, and host_bytes leaves "
+        f"this rank {budget} "
+        f"({policy.host_bytes} // {ranks_per_node()} ranks - {taken_bytes} of other states). "
+        "Raise host_bytes, "
+        + ("choose smaller tiles (tile_numel), " if has_buffers else "set optim=Tier.NVME, ")
+        + "or a smaller precision"
+    )
+
+
+def _plan_of(
+    policy: OffloadPolicy, tiles: list[StateTile], count: int, is_moved: bool, budget: int | None
+) -> StatesPlan:
+    """The plan of these tiles and so many buffers."""
+    is_on_disk = policy.optim is Tier.NVME
+    sizes = [tile.state_bytes for tile in tiles]
+    state_bytes = max(sizes, default=0) if is_on_disk else 0
+    link_bytes = max((link_bytes_of(tile) for tile in tiles), default=0) if is_moved else 0
+    buffer_bytes = round_up(state_bytes + link_bytes, ALIGNMENT)
+    piece_bytes = min(_PIECE_BYTES, state_bytes)
+    buffers = count * buffer_bytes + _NUM_PIECES * piece_bytes
+    if is_on_disk:
+        left = sum(sizes) if policy.resident_bytes is None else policy.resident_bytes
+        resident = min(left, 0 if budget is None else max(0, budget - buffers))
+        tiles = [
+            dataclasses.replace(tile, home=Tier.HOST) if is_resident else tile
+            for tile, is_resident in zip(tiles, within(sizes, resident), strict=True)
         ]
-        usual = usual_tile_buffers(policy.pipeline_read, policy.pipeline_write)
-        counts = sizes_from(policy, policy.tile_buffers, usual) if has_buffers else [0]
-        for count, numel in itertools.product(counts, numels):
-            plan = self._try(numel, count, budget)
-            if budget is None or plan.host_bytes <= budget:
-                return plan
-        assert budget is not None
-        raise BudgetError(
-            f"{plan.why} {plan.host_bytes} bytes of HOST memory are needed, and host_bytes leaves "
-            f"this rank {budget} "
-            f"({policy.host_bytes} // {ranks_per_node()} ranks - {taken_bytes} of other states). "
-            "Raise host_bytes, "
-            + ("choose smaller tiles (tile_numel), " if has_buffers else "set optim=Tier.NVME, ")
-            + "or a smaller precision"
-        )
+    on_host = sum(tile.state_bytes for tile in tiles if tile.home is Tier.HOST)
+    shards = {part.shard for tile in tiles for part in tile.ranges}
+    why = (
+        f"The states of {sum(shard.numel for shard in shards)} elements of ordinary parameters "
+        f"take {sum(sizes)} bytes, {on_host} of them on HOST, beside {count} buffers of "
+        f"{buffer_bytes} bytes for tiles of {max((tile.numel for tile in tiles), default=0)} "
+        f"elements and {_NUM_PIECES} of {piece_bytes} for single states = {buffers} bytes."
+    )
+    num_buffers = count if buffer_bytes else 0
+    return StatesPlan(tiles, num_buffers, buffer_bytes, piece_bytes, on_host + buffers, why)
 
-    def _try(self, tile_numel: int, count: int, budget: int | None) -> _Plan:
-        tiles = [tile for unit in self.units for tile in self._cut(unit, tile_numel)]
-        is_on_disk = self.policy.optim is Tier.NVME
-        state_bytes = max((tile.state_bytes for tile in tiles), default=0) if is_on_disk else 0
-        link_bytes = max((link_bytes_of(tile) for tile in tiles), default=0) if self.is_moved else 0
-        buffer_bytes = round_up(state_bytes + link_bytes, ALIGNMENT)
-        buffers = count * buffer_bytes
-        total = sum(tile.state_bytes for tile in tiles)
-        if is_on_disk:
-            left = 0 if budget is None else max(0, budget - buffers)
-            resident = (
-                left
-                if self.policy.resident_bytes is None
-                else min(left, self.policy.resident_bytes)
-            )
-            stays = within([tile.state_bytes for tile in tiles], min(resident, total))
-            tiles = [
-                dataclasses.replace(tile, home=Tier.HOST) if is_resident else tile
-                for tile, is_resident in zip(tiles, stays, strict=True)
-            ]
-        on_host = sum(tile.state_bytes for tile in tiles if tile.home is Tier.HOST)
-        numel = sum(shard.numel for unit in self.units for shard in unit.shards)
-        why = (
-            f"The states of {numel} elements of ordinary parameters take {total} bytes, {on_host} "
-            "of them on HOST, beside "
-            f"{count} buffers of {buffer_bytes} = {buffers} bytes for tiles of {tile_numel} "
-            "elements."
-        )
-        return _Plan(tiles, count if buffer_bytes else 0, buffer_bytes, on_host + buffers, why)
 
-    def _cut(self, unit: Unit, tile_numel: int) -> Iterator[StateTile]:
-        rules = {shard: self.rules[shard.param] for shard in unit.shards}
-        num_moments = max(len(rule.moments) for rule in rules.values())
-        layout = StateLayout(unit.dtype, self.policy.precision, num_moments)
-        whole = [shard for shard, rule in rules.items() if rule.is_matrix]
-        for start, numel, ranges in stepped_ranges(unit, tile_numel, 0, whole):
-            entry = f"state/{unit.index}/{start}"
-            yield StateTile(
-                start=start,
-                numel=numel,
-                layout=layout,
-                entry=entry,
-                home=self.policy.optim,
-                ranges=ranges,
-            )
+def _cut(
+    policy: OffloadPolicy, unit: Unit, rules: Mapping[nn.Parameter, Rule], tile_numel: int
+) -> Iterator[StateTile]:
+    """The tiles of a unit. Raises ValueError for a whole matrix that does not fit into one tile."""
+    of_shards = {shard: rules[shard.param] for shard in unit.shards}
+    num_moments = max(len(rule.moments) for rule in of_shards.values())
+    layout = StateLayout(unit.dtype, policy.precision, num_moments)
+    whole = [shard for shard, rule in of_shards.items() if rule.is_matrix]
+    for start, numel, ranges in stepped_ranges(unit, tile_numel, 0, whole):
+        yield StateTile(
+            start=start,
+            numel=numel,
+            layout=layout,
+            entry=f"state/{unit.index}/{start}",
+            home=policy.optim,
+            ranges=ranges,
+        )
 
 
 def link_bytes_of(tile: StateTile) -> int:
@@ -474,11 +385,11 @@ def link_bytes_of(tile: StateTile) -> int:
     return tile.numel * (tile.dtype.itemsize + torch.float32.itemsize)
 
 
-def _lay_out(params: Ruled) -> list[Unit]:
+def _lay_out(names: Mapping[nn.Parameter, str]) -> list[Unit]:
     """The parameters' local parts one behind the other, those of one dtype and device in one
     unit."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Shard]] = {}
-    for index, (param, (name, _)) in enumerate(params.items()):
+    for index, (param, name) in enumerate(names.items()):
         local = local_of(param)
         of_kind = kinds.setdefault((param.dtype, local.device), [])
         offset = of_kind[-1].shard_offset + round_up(of_kind[-1].numel, ALIGN) if of_kind else 0
@@ -496,53 +407,55 @@ def _lay_out(params: Ruled) -> list[Unit]:
 # ---- the work on a tile --------------------------------------------------------------------------
 
 
+class _Values(NamedTuple):
+    """Elements of a parameter."""
+
+    weight: torch.Tensor
+    grad: torch.Tensor | None  # None: they are not stepped
+
+
 class _Pass(TileWork[StateTile]):
     """One pass over tiles, which swap/program/program.py runs. A buffer holds [ states, if they rest on NVMe | weights |
     gradients ], the last two of parameters on an accelerator.
 
     Args:
         store: has the states.
-        chosen: the parameters that `act` is called for.
-        act: works on a parameter's elements in a tile, in place.
-        is_step: whether it needs gradients.
-        changes: whether states and weights are written back.
-        overwrites: whether it writes every state of these parameters, so that a tile of them alone
-            is not read.
+        steps: the step of each parameter that is worked on; None: its states are only made those of
+            its weight.
+        act: makes the steps.
+        names: the moments of a parameter.
         written: parameters whose weights the user has written; their masters become those of the
-            weights before `act`.
+            weights before the step.
     """
 
     def __init__(
         self,
         store: TensorStore,
-        chosen: Mapping[Shard, object],
-        act: _Act,
-        is_step: bool,
-        changes: bool,
-        overwrites: bool,
+        steps: Mapping[Shard, AnyStep | None],
+        act: Stepping,
+        names: MomentsOf,
         written: Collection[Shard],
     ) -> None:
         self._store = store
-        self._written = written
-        self._chosen = chosen
+        self._steps = steps
         self._act = act
-        self._is_step = is_step
-        self._changes = changes
-        self._overwrites = overwrites
+        self._names = names
+        self._written = written
         # flat weight and gradient
-        self._straight: dict[Shard, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._straight: dict[Shard, _Values] = {}
 
     def name(self, tile: StateTile) -> str:
         """The entry of its states."""
         return tile.entry
 
     def early_reads(self, tile: StateTile, slot: Slot | None) -> list[Range]:
-        """Its states on NVMe, if they are needed."""
-        return [] if self._is_blank(tile) else self._at_rest(tile, slot)
+        """Its states on NVMe, once they have been written."""
+        return self.writes(tile, slot) if tile.is_started else []
 
     def writes(self, tile: StateTile, slot: Slot | None) -> list[Range]:
-        """Its states on NVMe, if they change."""
-        return self._at_rest(tile, slot) if self._changes else []
+        """Its states on NVMe."""
+        is_there = tile.home is Tier.NVME and tile.state_bytes
+        return [(tile.entry, 0, self._states(tile, slot))] if is_there else []
 
     def is_brought(self, tile: StateTile) -> bool:
         """Whether `compute` copies weights and gradients from an accelerator to its buffer."""
@@ -572,77 +485,75 @@ class _Pass(TileWork[StateTile]):
         """Copies parameters back that are not contiguous."""
         for shard, (weight, _) in self._straight.items():
             local = local_of(shard.param)
-            if self._changes and not local.is_contiguous():
+            if self._steps[shard] is not None and not local.is_contiguous():
                 local.copy_(weight.view(local.shape))
 
     def _work_on(self, tile: StateTile, slot: Slot | None) -> None:
-        """Calls `act` for each parameter in a tile; new weights start back to an accelerator."""
+        """Steps each parameter in a tile; new weights start back to an accelerator."""
         at_rest = self._states(tile, slot)
-        if self._is_blank(tile):
+        if not tile.is_started:
             at_rest.zero_()
         views = tile.layout.views(at_rest, tile.numel)
-        is_brought = self.is_brought(tile)
-        for part in self._parts(tile):
-            weight, grad = self._flat(part.shard)
-            place = tile.place_of(part)
-            elements = slice(part.start, part.stop)
-            own = weight[elements]
-            near = None if grad is None else grad[elements]
-            if is_brought:
-                own, near = self._in_buffer(tile, slot, place, grad)
-            states = views.piece(place.start, part.numel)
-            if part.shard in self._written and states.master is not None:
-                adopt(own, states.master)
-            self._act(_Held(part.shard, elements, states, own, near))
-            if is_brought and self._changes:
-                weight[elements].copy_(own, non_blocking=True)
+        for part, at_owner, near in self._held(tile, slot):
+            shard = part.shard
+            states = views.piece(tile.place_of(part).start, part.numel)
+            if shard in self._written and states.master is not None:
+                adopt(near.weight, states.master)
+            if self._steps[shard] is None:
+                continue
+            first = first_element(shard.param) + part.start
+            names = self._names(shard)
+            self._act(Places(tile, shard, first, near.weight, near.grad, states, names))
+            if near is not at_owner:
+                at_owner.weight.copy_(near.weight, non_blocking=True)
 
     def _bring(self, tile: StateTile, slot: Slot | None) -> None:
         """Starts the copies from an accelerator into a tile's buffer."""
-        for part in self._parts(tile):
+        for part, at_owner, near in self._held(tile, slot):
+            if tile.layout.reads_weight or part.shard in self._written:
+                near.weight.copy_(at_owner.weight, non_blocking=True)
+            if near.grad is not None:
+                near.grad.copy_(at_owner.grad, non_blocking=True)
+
+    def _held(
+        self, tile: StateTile, slot: Slot | None
+    ) -> Iterator[tuple[ShardRange, _Values, _Values]]:
+        """The elements of each parameter in a tile that is worked on, and their values where their
+        owner keeps them and where the work finds them."""
+        for part in tile.ranges:
+            if part.shard not in self._steps:
+                continue
             weight, grad = self._flat(part.shard)
-            near_weight, near_grad = self._in_buffer(tile, slot, tile.place_of(part), grad)
-            if not self._is_step or tile.layout.reads_weight or part.shard in self._written:
-                near_weight.copy_(weight[part.start : part.stop], non_blocking=True)
-            if grad is not None and near_grad is not None:
-                near_grad.copy_(grad[part.start : part.stop], non_blocking=True)
+            elements = slice(part.start, part.stop)
+            at_owner = _Values(weight[elements], None if grad is None else grad[elements])
+            near = at_owner
+            if self.is_brought(tile):
+                near = self._in_buffer(tile, slot, tile.place_of(part), grad)
+            yield part, at_owner, near
 
     def _in_buffer(
         self, tile: StateTile, slot: Slot | None, place: slice, grad: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> _Values:
         """The places of a parameter's weights and gradients in a tile's buffer."""
         assert slot is not None
         start = tile.state_bytes if tile.home is Tier.NVME else 0
         weights = slot.tensor[start:].view(tile.dtype)
-        size = tile.numel * tile.dtype.itemsize
         near = None
         if grad is not None:
-            near = slot.tensor[start + size : start + size + tile.numel * grad.itemsize].view(
-                grad.dtype
-            )[place]
-        return weights[place], near
+            start += tile.numel * tile.dtype.itemsize
+            near = slot.tensor[start : start + tile.numel * grad.itemsize].view(grad.dtype)[place]
+        return _Values(weights[place], near)
 
-    def _is_blank(self, tile: StateTile) -> bool:
-        """Whether nothing of a tile's states is needed."""
-        return not tile.is_started or (
-            self._overwrites and all(part.shard in self._chosen for part in tile.ranges)
-        )
-
-    def _parts(self, tile: StateTile) -> Iterator[ShardRange]:
-        return (part for part in tile.ranges if part.shard in self._chosen)
-
-    def _flat(self, shard: Shard) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _flat(self, shard: Shard) -> _Values:
         """A parameter's local weight and, in a step, gradient: flat, copies where they are not
         contiguous."""
         if shard not in self._straight:
-            grad = check_gradient(shard.param, shard.name, is_moved=True) if self._is_step else None
-            flat_grad = None if grad is None else grad.contiguous().view(-1)
-            self._straight[shard] = local_of(shard.param).contiguous().view(-1), flat_grad
+            weight = local_of(shard.param).contiguous().view(-1)
+            grad = None
+            if self._steps[shard] is not None:
+                grad = check_gradient(shard.param, shard.name, is_moved=True).contiguous().view(-1)
+            self._straight[shard] = _Values(weight, grad)
         return self._straight[shard]
-
-    def _at_rest(self, tile: StateTile, slot: Slot | None) -> list[Range]:
-        is_there = tile.home is Tier.NVME and tile.state_bytes
-        return [(tile.entry, 0, self._states(tile, slot))] if is_there else []
 
     def _states(self, tile: StateTile, slot: Slot | None) -> torch.Tensor:
         if not tile.state_bytes:

@@ -17,20 +17,18 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Hashable, Mapping
-from typing import Any
+from collections.abc import Collection, Hashable
 
 import torch
 from torch import nn
 
-from tiermem.optim.ordinary import STEP, State, num_steps_of, value_of
+from tiermem.optim.at_rest import FindRule
 from tiermem.optim.rules import AnyStep, Group, Rule
 from tiermem.optim.tentative import TentativeStep
 from tiermem.optim.tile_work import RuleOf
-from tiermem.optim.tiles import FindRule, StateTiles
+from tiermem.optim.tiles import StateTiles
 from tiermem.run.shards import Shards
 from tiermem.swap.memory.accelerator import is_accelerator
-from tiermem.units.state_layout import MASTER
 from tiermem.units.unit import Shard
 from tiermem.weights.unit_state import LiveUnit
 
@@ -128,18 +126,6 @@ class ShardedModel:
             shards.prefetcher.end_pass(may_gather=is_accelerator(shards.device))
         return norm
 
-    def export(self, shard: Shard, rule: Rule) -> State:
-        """The entry of a parameter: its step, moments and master, whole, fp32. Collective; blocks;
-        raises OSError."""
-        self._shards.check_whole()
-        found: State = {STEP: torch.tensor(float(shard.num_steps))}
-        moments = rule.moments if shard.num_steps or shard.has_moments else ()
-        for name in (*moments, MASTER) if self.tiles.keeps_master(shard) else moments:
-            found[name] = self._shards.values.assemble(shard, self.tiles.state(shard, name)).view(
-                shard.shape
-            )
-        return found
-
     def begin_restoring(self) -> None:
         """Before every trained parameter is restored: the model is half loaded until the last one
         is."""
@@ -156,47 +142,6 @@ class ShardedModel:
     def end_restoring(self) -> None:
         """After a dict was refused."""
         self._shards.steps.half_loaded.clear()
-
-    def restore(self, shard: Shard, given: Mapping[str, Any], rule: Rule) -> None:
-        """Puts an entry where a parameter's states rest; an empty one: the parameter has no steps.
-        Collective; blocks.
-
-        Raises ValueError for a state that is missing or has another shape, OSError when a transfer
-        fails.
-        """
-        values = self._shards.values
-        num_steps = num_steps_of(given, rule)
-        has_moments = num_steps > 0 or any(given.get(name) is not None for name in rule.moments)
-        takes_master = MASTER in given and self._shards.policy.loads_masters
-        for name in (
-            *(rule.moments if has_moments else ()),
-            *([MASTER] if self.tiles.keeps_master(shard) else []),
-        ):
-            if name != MASTER or takes_master:
-                mine = values.mine(shard, value_of(given, name, shard.param, shard.name))
-            else:
-                mine = self._shards.local_weight(shard.param).float()[: values.num_mine(shard)]
-            self.tiles.load(shard, name, mine)
-        shard.set_steps(num_steps, has_moments, MASTER in given)
-        self._shards.steps.half_loaded.discard(shard)
-
-    def read_state(self, shard: Shard, name: str) -> torch.Tensor:
-        """A copy of a moment, fp32. Blocks; raises OSError, and RuntimeError where ranks hold
-        parts."""
-        if self._shards.topology.num_shards > 1:
-            raise RuntimeError(
-                f"{name} of {shard.name} rests in parts on several ranks: zero it, or assign it in "
-                "`optimizer.state`, on every "
-                "rank; to read it call tiermem.utils.safe_get_full_optimizer_state on every rank"
-            )
-        return self.tiles.state(shard, name).view(shard.shape)
-
-    def write_state(self, shard: Shard, name: str, value: torch.Tensor | None) -> None:
-        """Replaces a moment; None: by zeros. Every rank gives the whole value. Blocks; raises
-        OSError."""
-        values = self._shards.values
-        mine = torch.zeros(values.num_mine(shard)) if value is None else values.mine(shard, value)
-        self.tiles.load(shard, name, mine)
 
     def is_refused(self, norm: float) -> bool:
         """Whether this norm is not finite and the policy does not apply such gradients."""

@@ -16,40 +16,28 @@ import operator
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
+from tiermem.optim.at_rest import RestingTiles
 from tiermem.optim.ordinary import STEP, num_steps_of, value_of
 from tiermem.optim.rules import Rule
 from tiermem.units.unit import Shard
 from tiermem.weights.resting_tensor import RestingTensor, resting_in
 
-
-class StateHome(Protocol):
-    """Where states rest."""
-
-    def read_state(self, shard: Shard, name: str) -> torch.Tensor:
-        """A copy of a moment, fp32. Blocks; raises OSError, and RuntimeError where ranks hold
-        parts."""
-
-    def write_state(self, shard: Shard, name: str, value: torch.Tensor | None) -> None:
-        """Replaces a moment; None: by zeros. Every rank gives the whole value. Blocks; raises
-        OSError."""
-
-
-AtRest = tuple[Shard, StateHome]
+AtRest = tuple[Shard, RestingTiles[Any]]
 """A parameter whose states rest elsewhere."""
 
 
 class ShownState(RestingTensor):
     """A moment that rests elsewhere: fp32, on the CPU."""
 
-    _home: weakref.ref[StateHome]
+    _home: weakref.ref[RestingTiles[Any]]
 
     @staticmethod
-    def __new__(cls, home: StateHome, shard: Shard, name: str) -> ShownState:
+    def __new__(cls, home: RestingTiles[Any], shard: Shard, name: str) -> ShownState:
         shown: ShownState = torch.Tensor._make_wrapper_subclass(
             cls, shard.shape, dtype=torch.float32
         )
@@ -58,7 +46,7 @@ class ShownState(RestingTensor):
         shown._name = name
         return shown
 
-    def __init__(self, home: StateHome, shard: Shard, name: str) -> None:
+    def __init__(self, home: RestingTiles[Any], shard: Shard, name: str) -> None:
         super().__init__()
         self._shard = shard
         self._name = name
@@ -79,7 +67,7 @@ class ShownState(RestingTensor):
         """Replaces the values; None: by zeros. Blocks; raises OSError."""
         self._at().write_state(self._shard, self._name, value)
 
-    def _at(self) -> StateHome:
+    def _at(self) -> RestingTiles[Any]:
         if (home := self._home()) is None:
             raise RuntimeError(f"{self.what} is gone with its optimizer")
         return home
@@ -98,7 +86,7 @@ class ShownState(RestingTensor):
 class _Shown:
     """What `optimizer.state` shows of one parameter."""
 
-    def __init__(self, home: StateHome, shard: Shard, rule: Rule) -> None:
+    def __init__(self, home: RestingTiles[Any], shard: Shard, rule: Rule) -> None:
         self.moments = rule.moments
         step = torch.tensor(0.0)
         self.tensors = {
@@ -184,7 +172,7 @@ class ShownStates:
         return self._contents == _contents_of(state) != [] and [*steps] == counts
 
     def show(
-        self, state: MutableMapping[Any, Any], shard: Shard, home: StateHome, rule: Rule
+        self, state: MutableMapping[Any, Any], shard: Shard, home: RestingTiles[Any], rule: Rule
     ) -> None:
         """Makes `state` show a parameter's states as they are; nothing of one that has none."""
         param = shard.param
@@ -199,7 +187,7 @@ class ShownStates:
         state.setdefault(param, {}).update(shown.tensors)
 
     def follow(
-        self, state: MutableMapping[Any, Any], shard: Shard, home: StateHome, rule: Rule
+        self, state: MutableMapping[Any, Any], shard: Shard, home: RestingTiles[Any], rule: Rule
     ) -> None:
         """Takes over what the user has made of a parameter's entry. Blocks; raises ValueError for
         another shape, OSError."""

@@ -48,11 +48,6 @@ from tiermem.units.state_layout import FP32_BYTES, StateViews
 from tiermem.weights.unit_state import LiveUnit
 from tiermem.weights.values import initial_master
 
-_Views = tuple[
-    torch.Tensor, torch.Tensor | None, StateViews, tuple[torch.Tensor, StateViews] | None
-]
-"""The weight, the gradient and the states of a parameter in a tile, and their source."""
-
 
 class Way(enum.Enum):
     """How the work on a tile is done: by whom, and what an accelerator and the CPU exchange for
@@ -287,7 +282,7 @@ class TilePass:
                 steps.append(NativeStep.of(planned, act.numbers[places.shard]))
             else:
                 self.copy_unstepped(tile)
-                is_native &= planned is None and not act.fills_weight(places)
+                is_native &= planned is None and not places.is_unread
         return steps if is_native else None
 
     def copy_unstepped(self, tile: Tile) -> None:
@@ -352,32 +347,26 @@ class TilePass:
     def _places(self, tile: Tile, slot: Slot | None) -> Iterator[Places]:
         """The elements of each parameter in a tile."""
         rank = self._shards.topology.shard_rank
-        for part, (weight, grad, views, source) in zip(
-            tile.ranges, self._views(tile, slot), strict=True
-        ):
-            names = self._moments_of(part.shard)
-            yield Places(
-                tile, part.shard, part.first_element(rank), weight, grad, views, names, source
-            )
-
-    def _views(self, tile: Tile, slot: Slot | None) -> list[_Views]:
-        """The weight, the gradient and the states of each parameter in a tile."""
         params = self._params(tile, slot)
         states = tile.layout.views(self._states(tile, slot), tile.numel)
         grads = self._gradients(tile, slot)
         source = self._source(tile, states)
-        found = list[_Views]()
+        is_unread = not tile.layout.reads_weight and tile.live.shard is None
         for part in tile.ranges:
             place = tile.place_of(part)
-            own = states.piece(place.start, part.numel)
-            grad = None if grads is None else grads[place]
-            read = (
+            yield Places(
+                tile,
+                part.shard,
+                part.first_element(rank),
+                params[place],
+                None if grads is None else grads[place],
+                states.piece(place.start, part.numel),
+                self._moments_of(part.shard),
                 None
                 if source is None
-                else (source[0][place], source[1].piece(place.start, part.numel))
+                else (source[0][place], source[1].piece(place.start, part.numel)),
+                is_unread,
             )
-            found.append((params[place], grad, own, read))
-        return found
 
     def _source(self, tile: Tile, states: StateViews) -> tuple[torch.Tensor, StateViews] | None:
         """The weights and the states that a step of a second copy reads."""

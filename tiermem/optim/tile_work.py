@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from tiermem.optim.rules import AnyStep, MatrixStep, step_parts
-from tiermem.optim.tile import Tile
+from tiermem.optim.tile import StateTile
 from tiermem.swap.base.native import StepNumbers, Workers, narrow_part, widen_part
 from tiermem.swap.base.parts import Dither, Moment, StepParts, StepRule
 from tiermem.swap.program.table import KernelStep
@@ -36,7 +36,7 @@ parameter)."""
 class Places(NamedTuple):
     """The elements of one parameter in a tile: its weight, gradient and states, as views."""
 
-    tile: Tile
+    tile: StateTile
     shard: Shard
     first: int  # index in the whole parameter of the first element
     weight: torch.Tensor
@@ -45,6 +45,7 @@ class Places(NamedTuple):
     names: Sequence[str]  # of the moments, as in torch
     # the weight and states that a step reads; None: these
     source: tuple[torch.Tensor, StateViews] | None = None
+    is_unread: bool = False  # the weight is written back without having been read
 
     @property
     def numel(self) -> int:
@@ -102,7 +103,7 @@ class Stepping:
         planned = self.plan(places)
         if planned is not None:
             step_parts(self._workers, *planned)
-        elif self.fills_weight(places):
+        elif places.is_unread:
             assert places.master is not None
             places.weight.copy_(places.master)
 
@@ -158,12 +159,6 @@ class Stepping:
         else:
             self.numbers[shard] = StepNumbers(rule, number)
         return rule.name, rule.maximize, rule.nesterov, rule.moments, self._starts(shard)
-
-    @staticmethod
-    def fills_weight(places: Places) -> bool:
-        """Whether a weight that is not stepped comes from its master: it may be unread, and the
-        whole slice is written back."""
-        return not places.tile.layout.reads_weight and places.tile.live.shard is None
 
 
 class CalledStep(NamedTuple):

@@ -9,9 +9,7 @@ change between steps, so these reads stay valid while micro-batches accumulate, 
 backward and after a skipped step. Code that writes states in between drops these reads
 (`Shards.drop_head_start`).
 
-`state` and `load` make and restore an optimizer's state_dict, one state of one parameter at a time.
-Both are exact in every precision: fp32 values that came from a smaller format convert back to the
-same bits.
+Single states are read and written as in at_rest.py.
 """
 
 from __future__ import annotations
@@ -21,10 +19,9 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
-from torch import nn
 
-from tiermem.optim.rules import Group, Rule
-from tiermem.optim.tile import Tile, routes_of_tiles, stepped_ranges, tile_runs
+from tiermem.optim.at_rest import FindRule, RestingTiles
+from tiermem.optim.tile import Tile, routes_of_tiles, stepped_ranges
 from tiermem.optim.tile_step import SecondCopy, TilePass, Way
 from tiermem.optim.tile_stream import TileStream
 from tiermem.optim.tile_work import Act, RuleOf, Stepping, Visitor, visiting
@@ -32,14 +29,12 @@ from tiermem.plans.plan import Plan
 from tiermem.policy import Tier
 from tiermem.ranks.collectives import total
 from tiermem.run.shards import Shards
-from tiermem.swap.base.native import StepNumbers, narrow_part, widen_part
+from tiermem.swap.base.native import StepNumbers
 from tiermem.swap.memory.accelerator import current_stream, is_accelerator, new_stream
 from tiermem.units.state_layout import (
     MASTER,
     StateLayout,
-    StatePart,
     StatePieces,
-    is_positive,
     keeps_initial_master,
     keeps_sums,
     weight_runs,
@@ -50,11 +45,8 @@ from tiermem.weights.unit_memory import apart
 from tiermem.weights.unit_state import LiveUnit
 from tiermem.weights.values import initial_master
 
-FindRule = Callable[[nn.Parameter], tuple[Group, Rule] | None]
-"""Returns a parameter's group and rule, or None if the optimizer does not hold the parameter."""
 
-
-class StateTiles:
+class StateTiles(RestingTiles[Tile]):
     """The tiles of a sharded model. Reserves room for its states and steps them.
 
     Args:
@@ -72,17 +64,21 @@ class StateTiles:
                 "states, or make one optimizer "
                 "with several parameter groups"
             )
+        super().__init__(
+            shards.store,
+            shards.values,
+            shards.workers,
+            shards.policy,
+            shards.topology.shard_rank,
+            find_rule,
+            shards.steps.half_loaded,
+        )
         self._shards = shards
-        self._store = shards.store
-        self._find_rule = find_rule
         is_brought = shards.plan.brings_gradients or shards.plan.brings_weights
         self._link = new_stream(shards.device) if is_brought else None
         # for what an accelerator lacks of tiles
         self._streams: dict[Way, TileStream] = {}
         self._num_moments = 0  # of a tile
-        self.tiles: list[Tile] = []
-        # of each parameter, in the order of elements
-        self._pieces: dict[Shard, list[tuple[Tile, ShardRange]]] = {}
         self._of_unit: dict[LiveUnit, list[Tile]] = {}
         self._seconds: dict[LiveUnit, SecondCopy] = {}  # of units in memory; `attempt` changes them
         self._numbers: dict[Shard, StepNumbers] = {}  # of native steps
@@ -100,15 +96,10 @@ class StateTiles:
         tiles = [tile for live in lives for tile in self._cut(live, self._num_moments)]
         tiles = self._at_home(tiles)
         crosses = plan.streamed_part > 0
-        # plain SGD of fp32 parameters has no states
-        resting = [tile for tile in tiles if tile.state_bytes]
-        for tile in resting:
-            if tile.home is Tier.DEVICE:
+        for tile in tiles:
+            if tile.home is Tier.DEVICE and tile.state_bytes:
                 self._store.on_device.reserve(tile.entry, tile.state_bytes)  # all in one slab
-        for tile in resting:
-            self._store.reserve(
-                tile.entry, (tile.state_bytes,), torch.uint8, tile.home, crosses_link=crosses
-            )
+        self._reserve(tiles, crosses)
         self._close_streams()
         for way, buffers in ((Way.SENT, plan.streams), (Way.THERE, plan.exchanges)):
             if buffers.num:
@@ -116,8 +107,7 @@ class StateTiles:
                 self._streams[way] = TileStream(memory, self._shards.device, buffers)
                 self._store.flush()  # pins the states
         self._set([*self.tiles, *tiles])
-        if keeps_sums(self._shards.policy):
-            self._protect(tiles)
+        self._protect(tiles)
         drafted = [live for live in lives if live.unit.index in plan.drafted and live.may_exchange]
         self._seconds.update((live, self._second_of(live)) for live in drafted)
         if drafted:
@@ -248,23 +238,6 @@ class StateTiles:
         else:
             self._run(tiles, work)
 
-    def state(self, shard: Shard, name: str) -> torch.Tensor:
-        """A copy of this rank's part of one state of a parameter: fp32, flat, without padding.
-        Blocks; raises OSError.
-
-        `name` is MASTER, which every parameter has, or one of its moments. Takes twice the memory
-        of that part.
-        """
-        self._shards.take_writes(shard.param)
-        return self.read(shard, name)
-
-    def read(self, shard: Shard, name: str) -> torch.Tensor:
-        """`state`, without taking over what the user has written."""
-        pieces = [
-            self.piece(tile, elements, name) for tile, elements in self._pieces.get(shard, ())
-        ]
-        return torch.cat(pieces) if pieces else torch.empty(0)
-
     def load(self, shard: Shard, name: str, values: torch.Tensor) -> None:
         """Restores a state from fp32 values of the form that `state` returns, exactly. Blocks.
 
@@ -277,27 +250,6 @@ class StateTiles:
         self.put(shard, name, values)
         if name == MASTER:
             self._shards.refresh(shard.param)
-
-    def put(self, shard: Shard, name: str, values: torch.Tensor) -> None:
-        """`load` on this rank alone: the caller has dropped reads ahead, and makes what is present
-        show a new weight."""
-        pieces = self._pieces.get(shard, [])
-        due = sum(elements.numel for _, elements in pieces)
-        if values.shape != (due,):
-            raise ValueError(
-                f"{name} of {shard.name}: {tuple(values.shape)} values were given; this rank's "
-                f"part has ({due},)"
-            )
-        unstarted = [tile for tile, _ in pieces if not tile.is_started]
-        if unstarted:
-            self._run(unstarted, TilePass(self._shards, self.names))
-        done = 0
-        for tile, elements in pieces:
-            self._write_piece(
-                tile, elements, name, values[done : done + elements.numel].to(torch.float32)
-            )
-            done += elements.numel
-        shard.note_loaded(name != MASTER, name == MASTER and self.keeps_master(shard))
 
     def visit(self, chosen: Collection[Shard], visitor: Visitor) -> None:
         """Calls a function that changes the states of chosen parameters in place, for each tile
@@ -334,39 +286,6 @@ class StateTiles:
         self._shards.drop_head_start()
         work = TilePass(self._shards, self.names, filler, reads_weights=True, is_blank=not keeps)
         self._run(self.tiles, work)
-
-    def pieces(self, shard: Shard) -> list[tuple[Tile, ShardRange]]:
-        """The tiles that hold a parameter, with its elements in each, in the order of its
-        elements."""
-        return list(self._pieces.get(shard, ()))
-
-    def piece(self, tile: Tile, elements: ShardRange, name: str) -> torch.Tensor:
-        """A copy of one state of elements of a tile, in fp32; before the tile's first step, the
-        state's first value. Blocks."""
-        part = self._part_of(tile, elements.shard, name)
-        if not tile.is_started:
-            return self._first_value(tile, elements, name)
-        if part is None:
-            return self._weight(tile, elements).float()
-        weight = self._weight(tile, elements) if part.kind == "split" else None
-        ranges = tile.bytes_of(part, elements)
-        bytes_of = (slice(each.offset, each.offset + each.num_bytes) for each in ranges)
-        data = torch.cat(
-            [self._shards.values.read_part(tile.entry, torch.uint8, each) for each in bytes_of]
-        )
-        return widen_part(
-            self._shards.workers, part.view(data, elements.numel), weight, is_positive(name)
-        )
-
-    def names(self, shard: Shard) -> tuple[str, ...]:
-        """The names of a parameter's moments, as in torch; none for a parameter that the optimizer
-        does not hold."""
-        found = self._find_rule(shard.param)
-        return () if found is None else found[1].moments
-
-    def keeps_master(self, shard: Shard) -> bool:
-        """Whether a parameter has a master beside it."""
-        return self._shards.policy.precision.master_of(shard.param.dtype) is not None
 
     @property
     def _is_overlapped(self) -> bool:
@@ -481,20 +400,16 @@ class StateTiles:
 
     def _set(self, tiles: Sequence[Tile]) -> None:
         """Makes these the tiles, in the order of units and elements."""
-        self.tiles = sorted(tiles, key=lambda tile: (tile.live.unit.index, tile.start))
-        self._pieces.clear()
+        super()._set(sorted(tiles, key=lambda tile: (tile.live.unit.index, tile.start)))
         self._of_unit.clear()
         for tile in self.tiles:
             self._of_unit.setdefault(tile.live, []).append(tile)
-            for part in tile.ranges:
-                self._pieces.setdefault(part.shard, []).append((tile, part))
 
     def _on_nvme(self, tile: Tile) -> Tile:
         """Moves a tile's states from HOST to NVMe; returns the tile there."""
         there = dataclasses.replace(tile, home=Tier.NVME, entry=f"{tile.entry}/moved")
-        self._store.reserve(there.entry, (tile.state_bytes,), torch.uint8, Tier.NVME)
-        if keeps_sums(self._shards.policy):
-            self._protect([there])
+        self._reserve([there])
+        self._protect([there])
         if tile.is_started:
             self._store.write(
                 [(there.entry, 0, self._store.view(tile.entry))], f"tile {tile.entry}"
@@ -505,64 +420,57 @@ class StateTiles:
     def _protect(self, tiles: Sequence[Tile]) -> None:
         """Sets up checksums for bytes on NVMe: for states, and anew for weights, because tiles
         write parts of them."""
-        rank = self._shards.topology.shard_rank
-        for tile in tiles:
-            if tile.state_bytes and tile.home is Tier.NVME:
-                self._store.sums.protect(
-                    tile.entry, StatePieces(tile_runs(tile, rank, self.names)).pieces
-                )
-        for live in dict.fromkeys(tile.live for tile in tiles):
+        super()._protect(tiles)
+        for live in dict.fromkeys(tile.live for tile in tiles if keeps_sums(self._policy)):
             if live.entry is not None:
                 starts = [tile.start for tile in self._of_unit[live]]
                 strip = self._of_unit[live][0].layout.strip_numel
-                self._store.sums.protect(
-                    live.entry, StatePieces(weight_runs(live.unit, rank, strip, starts)).pieces
-                )
+                runs = weight_runs(live.unit, self._shard_rank, strip, starts)
+                self._store.sums.protect(live.entry, StatePieces(runs).pieces)
 
-    # ---- reading and writing pieces --------------------------------------------------------------
+    # ---- weights ---------------------------------------------------------------------------------
 
-    def _write_piece(
-        self, tile: Tile, elements: ShardRange, name: str, values: torch.Tensor
-    ) -> None:
-        part = self._part_of(tile, elements.shard, name)
-        weight = values.to(tile.dtype)
-        if part is not None:
-            ranges = tile.bytes_of(part, elements)
-            data = torch.empty(sum(each.num_bytes for each in ranges), dtype=torch.uint8)
-            narrow_part(
-                self._shards.workers, values, part.view(data, elements.numel), weight if part.kind == "split" else None,
-                is_positive(name),
-            )  # fmt: skip
-            for each, piece in zip(
-                ranges, data.split([each.num_bytes for each in ranges]), strict=True
-            ):
-                self._shards.values.write_part(tile.entry, each.offset, piece)
-        if name == MASTER:
-            self._shards.values.put_elements(tile.live, elements.in_unit.start, weight)
+    def check_whole(self) -> None:
+        """As `Shards.check_whole`."""
+        self._shards.check_whole()
 
-    def _part_of(self, tile: Tile, shard: Shard, name: str) -> StatePart | None:
-        """The part of a tile that holds a state; None: the parameter itself. Raises ValueError for
-        an unknown state."""
-        if name == MASTER:
-            return tile.layout.master
-        names = self.names(shard)
-        if name not in names:
-            raise ValueError(
-                f"{shard.name} has no state {name!r}; it has {', '.join([MASTER, *names])}"
+    def take_writes(self, shard: Shard) -> None:
+        """As `Shards.take_writes`."""
+        self._shards.take_writes(shard.param)
+
+    def whole(self, shard: Shard, mine: torch.Tensor) -> torch.Tensor:
+        """A state of every rank's parts, on the CPU. Collective; blocks."""
+        return self._shards.values.assemble(shard, mine).view(shard.shape)
+
+    def mine(self, shard: Shard, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a whole state, flat and without padding."""
+        return self._shards.values.mine(shard, whole)
+
+    def read_state(self, shard: Shard, name: str) -> torch.Tensor:
+        """A copy of a moment, fp32. Blocks; raises OSError, and RuntimeError where ranks hold
+        parts."""
+        if self._shards.topology.num_shards > 1:
+            raise RuntimeError(
+                f"{name} of {shard.name} rests in parts on several ranks: zero it, or assign it in "
+                "`optimizer.state`, on every "
+                "rank; to read it call tiermem.utils.safe_get_full_optimizer_state on every rank"
             )
-        return tile.layout.moment(names.index(name))
+        return super().read_state(shard, name)
 
-    def _first_value(self, tile: Tile, elements: ShardRange, name: str) -> torch.Tensor:
-        """The value that a state will have when its tile is started."""
-        if name != MASTER:
-            return torch.zeros(elements.numel)
+    def _start(self, tiles: Sequence[Tile]) -> None:
+        self._run(tiles, TilePass(self._shards, self.names))
+
+    def _weight_in(self, tile: Tile, elements: ShardRange) -> torch.Tensor:
+        return self._shards.values.elements(tile.live, elements.in_unit)
+
+    def _put_weight(self, tile: Tile, elements: ShardRange, weight: torch.Tensor) -> None:
+        self._shards.values.put_elements(tile.live, elements.in_unit.start, weight)
+
+    def _first_master(self, tile: Tile, elements: ShardRange) -> torch.Tensor:
         initial = initial_master(tile.live.unit)
         if initial not in self._store:
-            return self._weight(tile, elements).float()
+            return super()._first_master(tile, elements)
         return self._shards.values.read_part(initial, torch.float32, elements.in_unit)
-
-    def _weight(self, tile: Tile, elements: ShardRange) -> torch.Tensor:
-        return self._shards.values.elements(tile.live, elements.in_unit)
 
 
 def tiles_of(shards: Shards) -> StateTiles | None:

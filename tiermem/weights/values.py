@@ -11,12 +11,11 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from tiermem.policy import Tier
 from tiermem.ranks.topology import Topology
 from tiermem.swap.base.native import Workers
 from tiermem.swap.memory.accelerator import current_stream, record
 from tiermem.swap.store.store import TensorStore
-from tiermem.swap.store.stream import Bounce
+from tiermem.swap.store.stream import Bounce, Parts
 from tiermem.units import registry
 from tiermem.units.quantised import byte_ranges, pack, unpack
 from tiermem.units.unit import Shard, Unit, own_numel
@@ -65,7 +64,7 @@ class Values:
         self.steps = steps
         self.topology = topology
         self.device = device
-        self._bounce = bounce
+        self._parts = Parts(store, bounce)
         self._spread_numel = spread_numel
         self.workers = workers
 
@@ -124,14 +123,7 @@ class Values:
         """A copy of elements of an entry, on the CPU; from NVME through a small bounce buffer.
         Blocks; raises OSError."""
         self.steps.finish()
-        if self.store.home_of(entry) is not Tier.NVME:
-            return self.store.view(entry)[part].to("cpu", copy=True)
-        out = torch.empty(part.stop - part.start, dtype=dtype)
-        assert self._bounce is not None
-        self._bounce.read(
-            entry, part.start * dtype.itemsize, part.stop * dtype.itemsize, out.view(torch.uint8)
-        )
-        return out
+        return self._parts.read_part(entry, dtype, part)
 
     def write_part(self, entry: str, start: int, values: torch.Tensor) -> None:
         """Writes elements of an entry from element `start` on, in its dtype; to NVME through the
@@ -140,11 +132,7 @@ class Values:
         Blocks; raises OSError.
         """
         self.steps.finish()
-        if self.store.home_of(entry) is not Tier.NVME:
-            self.store.view(entry)[start : start + values.numel()].copy_(values)
-            return
-        assert self._bounce is not None
-        self._bounce.write(entry, start * values.itemsize, values.contiguous().view(torch.uint8))
+        self._parts.write_part(entry, start, values)
 
     def put_initial_master(
         self, unit: Unit, part: Shard, values: torch.Tensor, start: int = 0
