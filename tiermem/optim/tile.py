@@ -99,15 +99,11 @@ class Tile(StateTile):
         return self.numel * self.grad_dtype.itemsize
 
     @property
-    def is_sent(self) -> bool:
-        """Whether an accelerator steps it, to which its data is copied, although it rests
-        elsewhere."""
-        return self.engine is Tier.DEVICE and self.home is not Tier.DEVICE
-
-    @property
-    def weights_are_there(self) -> bool:
-        """Whether its weights rest on an accelerator."""
-        return self.live.shard is not None and is_accelerator(self.live.shard.device)
+    def weights(self) -> Tier:
+        """Where its weights rest."""
+        if self.live.shard is None:
+            return Tier.NVME
+        return Tier.DEVICE if is_accelerator(self.live.shard.device) else Tier.HOST
 
     @functools.cached_property
     def weight_place(self) -> int:
@@ -120,12 +116,12 @@ class Tile(StateTile):
         """The place of its gradients in its buffer: behind the weights, if these pass through
         it."""
         return self.weight_place + (
-            0 if self._is_in_memory and not self.weights_are_there else self.slice_bytes
+            0 if self._is_in_memory and self.weights is Tier.HOST else self.slice_bytes
         )
 
     @property
     def _is_in_memory(self) -> bool:
-        return self.home is not Tier.NVME and self.live.entry is None
+        return Tier.NVME not in (self.home, self.weights)
 
     def columns(self, reads_grads: bool) -> list[Column]:
         """What of its buffer passes from or to NVMe in a step. Empty: strips do not have whole
@@ -134,7 +130,7 @@ class Tile(StateTile):
         strip = self.layout.strip_numel
         if self.home is Tier.NVME:
             found += self.layout.columns(self.numel)
-        if self.live.entry is not None:
+        if self.weights is Tier.NVME:
             found.append(
                 Column(ByteRange(self.weight_place, self.slice_bytes), strip * self.dtype.itemsize)
             )

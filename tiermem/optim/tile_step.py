@@ -112,7 +112,8 @@ class TilePass:
         self._second = second
         self._link = link if is_step and grads is None else None
         self._streams = streams
-        self._reads_gradients = is_step and grads is None and shards.homes.store.home is Tier.NVME
+        # where the gradients that the work needs rest; None: it needs none, or they are given
+        self._gradient_home = shards.homes.store.home if is_step and grads is None else None
         self._reads_weights = reads_weights
         self._is_blank = is_blank
         # (data, its copy), by the data's address
@@ -145,9 +146,7 @@ class TilePass:
         finally:
             self._copies.clear()
         if self.is_step:
-            self._store.recorder.add(
-                "compute", f"tile {tile.entry}", start_ns, time.monotonic_ns(), tile.state_bytes
-            )
+            self._record(tile, start_ns)
         return ended.synchronize if slot is not None and ended is not None else None
 
     def finish(self) -> None:
@@ -186,7 +185,9 @@ class TilePass:
     def kept(self, tile: Tile) -> int:
         """The address of its gradients in memory from which they are, or were, written to NVMe; 0:
         only NVMe has them."""
-        kept = self._shards.homes.store.kept(tile.live.unit) if self._reads_gradients else None
+        if self._gradient_home is not Tier.NVME:
+            return 0
+        kept = self._shards.homes.store.kept(tile.live.unit)
         return 0 if kept is None else kept.data_ptr() + tile.start * tile.grad_dtype.itemsize
 
     def has_lasting(self, tile: Tile) -> bool:
@@ -195,7 +196,7 @@ class TilePass:
 
     def columns(self, tile: Tile) -> list[Column]:
         """Its states, weights and gradients in the buffer, for native steps in strips."""
-        return tile.columns(self._reads_gradients)
+        return tile.columns(self._gradient_home is Tier.NVME)
 
     def is_brought(self, tile: Tile) -> bool:
         """Whether its gradients or weights come from an accelerator to its buffer."""
@@ -207,12 +208,12 @@ class TilePass:
         assert self._link is not None
         activate(self._link.device)
         with on(self._link):
-            if self._brings_gradients(tile):
+            if self._gradient_home is Tier.DEVICE:
                 grads = self._shards.homes.store.view(tile.live.unit)
                 assert grads is not None
                 self._shards.homes.store.await_end(tile.live.unit)
                 self._gradient_buffer(tile, slot).copy_(grads[tile.elements], non_blocking=True)
-            if tile.weights_are_there:
+            if tile.weights is Tier.DEVICE:
                 assert tile.live.shard is not None
                 self._weight_buffer(tile, slot).copy_(
                     tile.live.shard[tile.elements], non_blocking=True
@@ -243,23 +244,20 @@ class TilePass:
 
     def _basis(self, live: LiveUnit, act: Stepping) -> Hashable:
         """What the tiles of a unit have in common of it. Sets the numbers of its native steps."""
-        homes = self._shards.homes.store
-        grads = 0
-        if self._grads is not None:
-            grads = self._grads.data_ptr()
-        elif homes.home is Tier.HOST:
-            grads = self._store.address(homes.entry(live.unit))
+        grads = 0 if self._grads is None else self._grads.data_ptr()
+        if self._gradient_home is Tier.HOST:
+            grads = self._store.address(self._shards.homes.store.entry(live.unit))
         if live.shard is not None:
             live.await_home()
         weights = None if live.shard is None else (live.shard.data_ptr(), live.shard.device)
         kinds = tuple([act.kind(shard) for shard in live.unit.shards])
-        ways = self.is_step, self._link is not None, homes.home, self._reads_weights
+        ways = self.is_step, self._link is not None, self._gradient_home, self._reads_weights
         return ways, live.entry, weights, grads, kinds
 
     def is_shown(self, tile: Tile) -> bool:
         """Whether parameters, which the next forward reads while the step is under way, are the
         last of them."""
-        return tile.live.entry is not None
+        return tile.weights is Tier.NVME
 
     def steps(self, tile: Tile, slot: Slot | None) -> list[NativeStep] | None:
         """The native steps that are the work on a tile. None: `compute` does it.
@@ -302,15 +300,18 @@ class TilePass:
         self.bring(tile, slot)
         start_ns = time.monotonic_ns()
         self._compute(tile, slot)
-        self._store.recorder.add(
-            "compute", f"tile {tile.entry}", start_ns, time.monotonic_ns(), tile.state_bytes
-        )
+        self._record(tile, start_ns)
         assert self._link is not None and tile.live.shard is not None
         tile.live.await_home()
         with on(self._link):
             tile.live.shard[tile.elements].copy_(self._weight_buffer(tile, slot), non_blocking=True)
             left = record(self._link)
         left.synchronize()
+
+    def _record(self, tile: Tile, start_ns: int) -> None:
+        self._store.recorder.add(
+            "compute", self.name(tile), start_ns, time.monotonic_ns(), tile.state_bytes
+        )
 
     def _compute(self, tile: Tile, slot: Slot | None) -> None:
         params = self._params(tile, slot)
@@ -351,7 +352,7 @@ class TilePass:
         states = tile.layout.views(self._states(tile, slot), tile.numel)
         grads = self._gradients(tile, slot)
         source = self._source(tile, states)
-        is_unread = not tile.layout.reads_weight and tile.live.shard is None
+        is_unread = not tile.layout.reads_weight and tile.weights is Tier.NVME
         for part in tile.ranges:
             place = tile.place_of(part)
             yield Places(
@@ -429,32 +430,24 @@ class TilePass:
         if not self.is_step:
             return Way.COPIED
         if tile.engine is Tier.DEVICE:
-            return Way.SENT if tile.is_sent else Way.THERE
-        if not tile.weights_are_there and (self._grads is not None or not self._has_far_gradients):
+            return Way.THERE if tile.home is Tier.DEVICE else Way.SENT
+        if Tier.DEVICE not in (tile.weights, self._gradient_home):
             return Way.HERE
         if self._link is None:
             return Way.COPIED
-        return Way.FAR if tile.weights_are_there else Way.BROUGHT
+        return Way.FAR if tile.weights is Tier.DEVICE else Way.BROUGHT
 
     def _stream_of(self, tile: Tile) -> TileStream | None:
         """The buffers for what an accelerator lacks of a tile. A whole matrix may be larger than
         they are."""
         stream = self._streams.get(self._way(tile))
-        weights = 0 if tile.weights_are_there else tile.slice_bytes
-        grads = 0 if self._has_far_gradients else tile.grad_bytes
+        weights = 0 if tile.weights is Tier.DEVICE else tile.slice_bytes
+        grads = 0 if self._gradient_home is Tier.DEVICE else tile.grad_bytes
         return stream if stream is not None and weights + grads <= stream.slot_bytes else None
-
-    @property
-    def _has_far_gradients(self) -> bool:
-        """Whether gradients rest on an accelerator until the step."""
-        return self._shards.homes.store.home is Tier.DEVICE
-
-    def _brings_gradients(self, tile: Tile) -> bool:
-        return self._has_far_gradients and self.is_brought(tile)
 
     def _device(self, tile: Tile) -> torch.device:
         """The device that computes the work on a tile."""
-        is_there = self.is_step and tile.engine is Tier.DEVICE
+        is_there = self._way(tile) in (Way.THERE, Way.SENT)
         return self._store.device if is_there else torch.device("cpu")
 
     def _near(self, tile: Tile, data: torch.Tensor, is_read: bool = True) -> torch.Tensor:
@@ -507,7 +500,7 @@ class TilePass:
 
     def _gradient_parts(self, tile: Tile) -> list[_Part]:
         """The gradients, if they are read from NVMe."""
-        if not self._reads_gradients:
+        if self._gradient_home is not Tier.NVME:
             return []
         entry = self._shards.homes.store.entry(tile.live.unit)
         offset = tile.start * tile.grad_dtype.itemsize
@@ -516,14 +509,12 @@ class TilePass:
     def _gradients(self, tile: Tile, slot: Slot | None) -> torch.Tensor | None:
         if not self.is_step:
             return None
-        at_home = (
-            self._grads
-            if self._grads is not None
-            else self._shards.homes.store.view(tile.live.unit)
-        )
-        if at_home is not None and not self._brings_gradients(tile):
-            return self._brought(tile, at_home[tile.elements])
-        return self._brought(tile, self._gradient_buffer(tile, slot))
+        at_home = self._grads
+        if at_home is None:
+            at_home = self._shards.homes.store.view(tile.live.unit)
+        if at_home is None or (self._gradient_home is Tier.DEVICE and self.is_brought(tile)):
+            return self._brought(tile, self._gradient_buffer(tile, slot))
+        return self._brought(tile, at_home[tile.elements])
 
     def _gradient_buffer(self, tile: Tile, slot: Slot | None) -> torch.Tensor:
         """Its place in a tile's buffer."""
