@@ -59,7 +59,7 @@ def put_gradient(shards: Shards, live: LiveUnit, shard: Shard, mine: torch.Tenso
     """
     homes = shards.homes
     homes.store.flush()
-    values = mine.detach().to("cpu", homes.dtype(live.unit)).contiguous()
+    values = mine.detach().to("cpu", homes.store.dtype(live.unit)).contiguous()
     shards.values.write_part(homes.store.entry(live.unit), shard.shard_offset, values)
     sums = store_gradient(
         shards.workers, None, values, shard.shard_numel * shards.topology.shard_rank

@@ -7,7 +7,7 @@ an accelerator, no thread waits; the CPU gets all of them in one copy, for which
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import cast
 
 import torch
@@ -24,7 +24,7 @@ class BlockSums:
         # the sums that are being copied
         self._coming: tuple[list[torch.Tensor], ToHost] | None = None
 
-    def bring(self, every: Sequence[Shard]) -> None:
+    def bring(self, every: Collection[Shard]) -> None:
         """Keeps the sums of squares of an accelerator on the CPU. Blocks until they are there."""
         self._start(every)
         coming = self._coming
@@ -36,7 +36,9 @@ class BlockSums:
                 shard.gradient.bring_sums(whole[: own.numel()])
                 del whole[: own.numel()]
 
-    def squares_there(self, shards: Sequence[Shard], every: Sequence[Shard]) -> torch.Tensor | None:
+    def squares_there(
+        self, shards: Sequence[Shard], every: Collection[Shard]
+    ) -> torch.Tensor | None:
         """The sum of squares of each parameter's gradient, float64, on the accelerator; None where
         the sums are not there.
 
@@ -66,7 +68,7 @@ class BlockSums:
                 found[number] = sum_of
         return torch.stack(found)
 
-    def _start(self, every: Sequence[Shard]) -> None:
+    def _start(self, every: Collection[Shard]) -> None:
         """Starts to copy sums of squares from an accelerator to the CPU, all at once, unless they
         are being copied."""
         away = [

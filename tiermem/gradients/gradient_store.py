@@ -13,6 +13,7 @@ import torch
 
 from tiermem.gradients.gradient_link import GradientLink, GradientPart
 from tiermem.policy import Tier
+from tiermem.precision import Precision
 from tiermem.swap.base.native import Workers, store_gradient
 from tiermem.swap.base.side_threads import Task
 from tiermem.swap.kernels.device_kernels import kernels_of
@@ -32,10 +33,6 @@ T = TypeVar("T")
 class Homes(Protocol):
     """Computes the norms of gradients that rest on a tier, reads and changes them. GradientHomes is
     one."""
-
-    def sums_of_squares(self, shards: Sequence[Shard]) -> list[float]:
-        """The sum of squares of each parameter's gradient (summed over ranks), over all its
-        elements. Collective."""
 
     def norms(self, shards: Sequence[Shard], device: torch.device) -> torch.Tensor:
         """The 2-norm of each parameter's gradient, after the mean over ranks: fp32, on a device.
@@ -266,6 +263,7 @@ class GradientStore:
         shard_rank: which share of every parameter is this rank's.
         pool: buffers, for NVME and None.
         links: buffers of the link from an accelerator; None: no gradient crosses it.
+        precision: gives the dtype in which gradients accumulate and rest.
     """
 
     def __init__(
@@ -276,8 +274,10 @@ class GradientStore:
         workers: Workers,
         pool: Pool | None,
         links: Pool | None,
+        precision: Precision,
     ) -> None:
         self.home = home
+        self._precision = precision
         self.recorder = store.recorder
         self._store = store
         self._shard_rank = shard_rank
@@ -318,34 +318,40 @@ class GradientStore:
                 "build it before backward"
             )
 
+    def dtype(self, unit: Unit) -> torch.dtype:
+        """The dtype in which a unit's gradients accumulate and rest."""
+        return self._precision.grad_dtype(unit.dtype)
+
     @staticmethod
     def entry(unit: Unit) -> str:
         """The name of a unit's gradients in the store."""
         return f"grad/{unit.index}/{unit.name}"
 
-    def announce(self, unit: Unit, dtype: torch.dtype) -> None:
+    def announce(self, unit: Unit) -> None:
         """Before the first `reserve`: one slab holds the gradients of all units that are announced,
         if they are on DEVICE."""
         if self.home is Tier.DEVICE:
-            self._store.on_device.reserve(self.entry(unit), unit.shard_numel * dtype.itemsize)
+            num_bytes = unit.shard_numel * self.dtype(unit).itemsize
+            self._store.on_device.reserve(self.entry(unit), num_bytes)
 
-    def reserve(self, unit: Unit, dtype: torch.dtype, crosses_link: bool) -> None:
+    def reserve(self, unit: Unit, crosses_link: bool) -> None:
         """Reserves room for a unit's gradients on their tier. crosses_link: whether steps on an
         accelerator read them."""
         if self.home is not None:
-            entry = self.entry(unit)
-            shape = (unit.shard_numel,)
             self._store.reserve(
-                entry, shape, dtype, self.home, is_durable=False, crosses_link=crosses_link
+                self.entry(unit),
+                (unit.shard_numel,),
+                self.dtype(unit),
+                self.home,
+                is_durable=False,
+                crosses_link=crosses_link,
             )
 
     def view(self, unit: Unit) -> torch.Tensor | None:
         """A unit's gradients in the shard layout; None when they do not rest in memory."""
         return self._store.view(self.entry(unit)) if self.home in (Tier.HOST, Tier.DEVICE) else None
 
-    def add(
-        self, unit: Unit, dtype: torch.dtype, parts: Sequence[GradientPart], is_known: bool
-    ) -> None:
+    def add(self, unit: Unit, parts: Sequence[GradientPart], is_known: bool) -> None:
         """Adds parts of a unit's gradients at its home. The parts may be released on return. Blocks
         for buffers.
 
@@ -354,9 +360,9 @@ class GradientStore:
         earlier call.
         """
         if self._link is None:
-            self._add(unit, dtype, parts, is_known)
+            self._add(unit, parts, is_known)
         else:
-            self._link.send(parts, lambda hosted: self._add(unit, dtype, hosted, is_known))
+            self._link.send(parts, lambda hosted: self._add(unit, hosted, is_known))
 
     def end_of_reads(self) -> torch.Event | None:
         """The event after which an accelerator has read all parts that were given to `add`; None:
@@ -386,15 +392,13 @@ class GradientStore:
         while self._arriving and ((ended := self._arriving[0][1]) is None or ended.is_set):
             yield self._arriving.popleft()[0]
 
-    def _add(
-        self, unit: Unit, dtype: torch.dtype, parts: Sequence[GradientPart], is_known: bool
-    ) -> None:
+    def _add(self, unit: Unit, parts: Sequence[GradientPart], is_known: bool) -> None:
         if unit not in self._open:
-            self._open[unit] = self.open(
-                unit, dtype, any(shard.gradient.takes_more for shard in unit.shards)
-            )
+            adds = any(shard.gradient.takes_more for shard in unit.shards)
+            self._open[unit] = self.open(unit, adds)
         for part in parts:
-            self.put(self._open[unit], *part)
+            with self._at_home(part.data):
+                self.put(self._open[unit], part)
             if is_known and part.start + part.data.numel() >= part.shard.shard_numel:
                 part.shard.gradient.confirm()
 
@@ -410,7 +414,7 @@ class GradientStore:
         if unit in self._ends:
             current_stream(self._store.device).wait_event(self._ends[unit])
 
-    def open(self, unit: Unit, dtype: torch.dtype, adds: bool) -> OpenHome:
+    def open(self, unit: Unit, adds: bool) -> OpenHome:
         """Memory for a unit's gradients; with `adds` it holds the stored gradient. Blocks for a
         buffer; raises OSError."""
         at_home = self.view(unit)
@@ -419,6 +423,7 @@ class GradientStore:
         slot = self._take()
         if self._read is not None:
             self._read.synchronize()
+        dtype = self.dtype(unit)
         data = slot.tensor[: unit.shard_numel * dtype.itemsize]
         try:
             if adds:
@@ -430,13 +435,9 @@ class GradientStore:
             raise
         return OpenHome(unit, data.view(dtype), slot)
 
-    def put(self, opened: OpenHome, shard: Shard, start: int, part: torch.Tensor) -> None:
-        """Copies or adds a flat part of this rank's share from element `start` on. The last one
-        computes sums of squares."""
-        with self._at_home(part):
-            self._put(opened, shard, part, start)
-
-    def _put(self, opened: OpenHome, shard: Shard, part: torch.Tensor, start: int) -> None:
+    def put(self, opened: OpenHome, given: GradientPart) -> None:
+        """Copies or adds a part of this rank's share. The last one computes sums of squares."""
+        shard, start, part = given
         adds = shard.gradient.takes_more
         stop = start + part.numel()
         first = shard.shard_numel * self._shard_rank
@@ -473,7 +474,6 @@ class GradientStore:
     def visit(
         self,
         unit: Unit,
-        dtype: torch.dtype,
         shard: Shard,
         visitor: Callable[[torch.Tensor], object],
         changes: bool,
@@ -484,7 +484,7 @@ class GradientStore:
         changes: whether the function changes it, which is then stored. Call it after `join`.
             Blocks; raises OSError.
         """
-        opened = self.open(unit, dtype, adds=True)
+        opened = self.open(unit, adds=True)
         start = shard.shard_offset
         share = opened.flat[start : start + own_numel(shard, self._shard_rank)]
         try:

@@ -97,7 +97,13 @@ class GradientHomes:
         self._policy = policy
         self._steps = steps
         self.store = GradientStore(
-            plan.grads, store, topology.shard_rank, workers, pools.gradients, pools.links
+            plan.grads,
+            store,
+            topology.shard_rank,
+            workers,
+            pools.gradients,
+            pools.links,
+            policy.precision,
         )
         self._reducer = (
             Reducer(topology, policy, pools.sums, store.device)
@@ -106,7 +112,6 @@ class GradientHomes:
         )
         self._cut: dict[int, list[Bucket]] = {}  # each unit's buckets
         self._of_shard = {shard: unit for unit in units for shard in unit.shards}
-        self._shards = list(self._of_shard)
         # the values of `p.grad` between backward and step
         self._stand_ins: dict[Shard, ShardedGrad] = {}
         self._shown: set[Shard] = set()  # shards whose `p.grad` was set to its stand-in
@@ -139,7 +144,7 @@ class GradientHomes:
     @property
     def is_empty(self) -> bool:
         """Whether no gradient is stored."""
-        return not any(shard.gradient.is_there for shard in self._shards)
+        return not any(shard.gradient.is_there for shard in self._of_shard)
 
     def make_room(self, plan: Plan) -> None:
         """Before another plan is carved: ends transfers and gives up what it has no room for.
@@ -156,7 +161,6 @@ class GradientHomes:
         due = set(units) - (set(self._units) if plan.grads is self.store.home else set())
         self._units = units
         self._of_shard = {shard: unit for unit in units for shard in unit.shards}
-        self._shards = list(self._of_shard)
         self.store.use(plan.grads, pools.gradients, pools.links)
         if self._reducer is not None:
             self._reducer.use(pools.sums)
@@ -165,13 +169,9 @@ class GradientHomes:
     def _reserve(self, units: Sequence[Unit], plan: Plan) -> None:
         """Takes room for the gradients of units at their home; on DEVICE all in one slab."""
         for unit in units:
-            self.store.announce(unit, self.dtype(unit))
+            self.store.announce(unit)
         for unit in units:
-            self.store.reserve(unit, self.dtype(unit), plan.crosses_link)
-
-    def dtype(self, unit: Unit) -> torch.dtype:
-        """The dtype in which a unit's gradients accumulate and rest."""
-        return self._policy.precision.grad_dtype(unit.dtype)
+            self.store.reserve(unit, plan.crosses_link)
 
     @property
     def divisor(self) -> float:
@@ -303,7 +303,7 @@ class GradientHomes:
             self._drain()  # what this rank can do before the others have come
             left = self._left()
             sums = self._add_up(
-                "comparing which gradients there are", [*left, *[0.0] * len(self._shards)]
+                "comparing which gradients there are", [*left, *[0.0] * len(self._of_shard)]
             )
             self._receive([number > 0 for number in sums[: len(left)]])
 
@@ -312,14 +312,14 @@ class GradientHomes:
         one in this backward."""
         fresh = [[shard for shard in unit.shards if _fresh(shard)] for unit in self._units]
         self._given.update(*fresh)
-        return [bool(each) for each in fresh] + [shard in self._given for shard in self._shards]
+        return [bool(each) for each in fresh] + [shard in self._given for shard in self._of_shard]
 
     def _receive(self, flags: Sequence[bool]) -> None:
         """Receives what any rank has left, by `_left` of all ranks."""
         for unit in (unit for unit, is_left in zip(self._units, flags, strict=False) if is_left):
             self._reduce(unit)
         self._drain()
-        for shard, is_given in zip(self._shards, flags[len(self._units) :], strict=True):
+        for shard, is_given in zip(self._of_shard, flags[len(self._units) :], strict=True):
             if self.store.home is not None and is_given:
                 shard.gradient.confirm()
             elif not shard.gradient.is_there:
@@ -343,7 +343,7 @@ class GradientHomes:
         self.store.reset()
         self.begin()
         self.begin_step()
-        for shard in self._shards:
+        for shard in self._of_shard:
             shard.param.grad = None
             shard.gradient.forget()
         self._shown.clear()
@@ -367,7 +367,7 @@ class GradientHomes:
     def forget_replaced(self) -> None:
         """Outside backward: drops the stored gradients whose `p.grad` the user has set to None or
         to another tensor."""
-        for shard in self._shards:
+        for shard in self._of_shard:
             if not shard.gradient.is_there or isinstance(shard.param.grad, ShardedGrad):
                 continue
             if shard.param.grad is None or shard in self._shown:
@@ -381,9 +381,7 @@ class GradientHomes:
             zeroed = [shard for shard in unit.shards if shard.gradient.is_zero]
             if zeroed:
                 self._steps.finish()
-                opened = self.store.open(
-                    unit, self.dtype(unit), adds=len(zeroed) < len(unit.shards)
-                )
+                opened = self.store.open(unit, adds=len(zeroed) < len(unit.shards))
                 for shard in zeroed:
                     self.store.clear(opened, shard)
                 self.store.close(opened)
@@ -396,7 +394,7 @@ class GradientHomes:
         """
         if self._policy.ignore_unused:
             return
-        in_order = sorted(self._shards, key=lambda s: s.index)
+        in_order = sorted(self._of_shard, key=lambda s: s.index)
         stepped = {shard for shards in self._stepped.values() for shard in shards}
         trained = [s for s in in_order if s.param.requires_grad]
         unused = [s.name for s in trained if not s.gradient.is_there and s not in stepped]
@@ -450,7 +448,7 @@ class GradientHomes:
         self.store.join()
         # computed after the sums: one wait for both
         factors = [shard.gradient.factor for shard in shards]
-        self._sums.bring(self._shards)
+        self._sums.bring(self._of_shard)
         grads = zip((shard.gradient for shard in shards), factors, strict=True)
         return [
             math.fsum(cast(Sequence[float], g.block_sums)) * by**2 if g.is_there else 0.0
@@ -465,7 +463,7 @@ class GradientHomes:
         """
         self.store.join()
         known = [abs(s.gradient.known_factor) for s in shards]
-        squares = self._sums.squares_there(shards, self._shards) if self.has_whole else None
+        squares = self._sums.squares_there(shards, self._of_shard) if self.has_whole else None
         if squares is not None:
             found = (
                 squares.sqrt()
@@ -473,7 +471,7 @@ class GradientHomes:
                 / self.divisor
             )
             return with_factors(found, shards).float()
-        self._sums.bring(self._shards)
+        self._sums.bring(self._of_shard)
         sums = [
             math.fsum(cast(Sequence[float], s.gradient.block_sums)) if s.gradient.is_there else 0.0
             for s in shards
@@ -493,7 +491,7 @@ class GradientHomes:
         Blocks, but not for sums of squares that rest on an accelerator, where this is found out.
         """
         self.store.join()
-        squares = self._sums.squares_there(shards, self._shards) if self.has_whole else None
+        squares = self._sums.squares_there(shards, self._of_shard) if self.has_whole else None
         if squares is not None:
             found_inf.masked_fill_(~with_factors(squares, shards).isfinite().all(), 1.0)
         elif not all(map(math.isfinite, self.sums_of_squares(shards))):
@@ -541,7 +539,7 @@ class GradientHomes:
         self.check_whole()
         unit = self._of_shard[shard]
         with self.changing():
-            self.store.visit(unit, self.dtype(unit), shard, visitor, changes)
+            self.store.visit(unit, shard, visitor, changes)
 
     def norm(self, meanwhile: Callable[[], object]) -> float:
         """Before a step: receives every `p.grad` that any rank still has, and returns the global
@@ -554,7 +552,7 @@ class GradientHomes:
         meanwhile: called while ranks exchange; what it has found of gradients is old if it is
             called again.
         """
-        shards = sorted(self._shards, key=lambda s: s.index)
+        shards = sorted(self._of_shard, key=lambda s: s.index)
         if self._reducer is None:
             self.receive_rest()
         squares: Sequence[float] | None = None
@@ -636,7 +634,7 @@ class GradientHomes:
             columns = zip(done.bucket.ranges, done.bucket.split(column), strict=True)
             parts = [GradientPart(part.shard, part.start, sums) for part, sums in columns]
             with self._reducer.aside():
-                self.store.add(unit, self.dtype(unit), parts, is_known=False)
+                self.store.add(unit, parts, is_known=False)
         finally:
             self._reducer.release(done, self.store.end_of_reads())
         self.store.recorder.add(
@@ -702,7 +700,7 @@ class GradientHomes:
             GradientPart(s, 0, s.param.grad.reshape(-1)) for s in fresh if s.param.grad is not None
         ]
         try:
-            self.store.add(unit, self.dtype(unit), parts, is_known=True)
+            self.store.add(unit, parts, is_known=True)
         except BaseException:
             self.store.drop()
             raise

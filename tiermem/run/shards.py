@@ -265,7 +265,9 @@ class Shards:
         local = self.local_gradient(param)
         if local is None:
             return None
-        return self.values.assemble(shard, local.to(self.homes.dtype(live.unit))).view(shard.shape)
+        return self.values.assemble(shard, local.to(self.homes.store.dtype(live.unit))).view(
+            shard.shape
+        )
 
     def local_gradient(self, param: nn.Parameter) -> torch.Tensor | None:
         """This rank's part of a reduced gradient, without padding: flat, fp32, on the CPU; or None.
@@ -283,7 +285,7 @@ class Shards:
         self.homes.store.flush()
         part = slice(shard.shard_offset, shard.shard_offset + self.values.num_mine(shard))
         local = self.values.read_part(
-            self.homes.store.entry(live.unit), self.homes.dtype(live.unit), part
+            self.homes.store.entry(live.unit), self.homes.store.dtype(live.unit), part
         )
         return local.float() * (shard.gradient.factor / self.homes.divisor)
 
@@ -320,7 +322,7 @@ class Shards:
         """Whether gradients of micro-batches accumulate on their tier: in stages 2 and 3, or in a
         dtype of their own."""
         kept = (
-            self.homes.dtype(live.unit) == live.unit.dtype
+            self.homes.store.dtype(live.unit) == live.unit.dtype
             for live in self.units
             if live.unit.is_trainable
         )
