@@ -20,8 +20,8 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from tiermem.swap.base.native import Op, StepNumbers, TransferError, ffi, step_struct
-from tiermem.swap.base.parts import Dither, StepParts, StepRule
+from tiermem.swap.base.native import Op, StepNumbers, TransferError, ffi
+from tiermem.swap.base.parts import StepParts
 from tiermem.swap.base.ranges import Column, Numbers
 from tiermem.swap.base.tile_program import (
     BEGUN,
@@ -46,32 +46,12 @@ T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)
 
 
-class KernelStep(NamedTuple):
-    """The arguments of one native step; see `swap.native.optimizer_step`."""
-
-    rule: StepRule
-    parts: StepParts
-    dither: Dither | None
-    start_moments: bool
-
-
 class NativeStep(NamedTuple):
     """A native step. Its parts keep their tensors alive; without parts, the caller does."""
 
     struct: Any  # tm_step *
     numbers: StepNumbers
     parts: StepParts | None = None
-
-    @staticmethod
-    def of(step: KernelStep, numbers: StepNumbers | None = None) -> NativeStep:
-        """The native step of these arguments. Raises ValueError for parts that do not fit together.
-
-        numbers: those of the parameter's step, which may change; None: those of the arguments.
-        """
-        rule, parts, dither, start_moments = step
-        if numbers is None:
-            numbers = StepNumbers(rule, 0 if dither is None else dither.step)
-        return NativeStep(step_struct(rule, parts, numbers, dither, start_moments), numbers, parts)
 
 
 class TileWork(Protocol[T_contra]):

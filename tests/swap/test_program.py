@@ -21,13 +21,21 @@ import pytest
 import torch
 
 from tiermem.swap.base.errors import DamagedEntry
-from tiermem.swap.base.native import Fault, IoSettings, TransferError, Workers, optimizer_step
+from tiermem.swap.base.native import (
+    Fault,
+    IoSettings,
+    StepNumbers,
+    TransferError,
+    Workers,
+    optimizer_step,
+    step_struct,
+)
 from tiermem.swap.base.parts import StepParts, StepRule
 from tiermem.swap.base.tier import Tier
 from tiermem.swap.base.tile_program import TileProgram
 from tiermem.swap.memory.arena import Pool, Slot
 from tiermem.swap.program.program import Program
-from tiermem.swap.program.table import KernelStep, NativeStep, StepTable, TileRow, TileWork
+from tiermem.swap.program.table import NativeStep, StepTable, TileRow, TileWork
 from tiermem.swap.store.checksum import Pieces, Range, Verify
 from tiermem.swap.store.entry import Freeze, NoSlotError
 from tiermem.swap.store.store import TensorStore
@@ -85,7 +93,8 @@ class Momentum(TileWork[str]):
         return self._store.home_of(tile) is not Tier.HOST
 
     def steps(self, tile: str, slot: Slot | None) -> list[NativeStep] | None:
-        steps = [NativeStep.of(KernelStep(RULE, self._parts(tile, slot), None, False))]
+        parts, numbers = self._parts(tile, slot), StepNumbers(RULE, 0)
+        steps = [NativeStep(step_struct(RULE, parts, numbers, None, False), numbers, parts)]
         return None if tile in self._called else steps
 
     def is_brought(self, tile: str) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -25,23 +25,15 @@ from tiermem.optim.tile import StateTile, tile_runs
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.swap.base.native import Workers, narrow_part, widen_part
 from tiermem.swap.store.store import TensorStore
+from tiermem.swap.store.stream import Parts
 from tiermem.units.state_layout import MASTER, StatePart, StatePieces, is_positive, keeps_sums
 from tiermem.units.unit import Shard, ShardRange
+from tiermem.weights.values import Values
 
 T = TypeVar("T", bound=StateTile)
 
 FindRule = Callable[[nn.Parameter], tuple[Group, Rule] | None]
 """Returns a parameter's group and rule, or None if the optimizer does not hold the parameter."""
-
-
-class AtRest(Protocol):
-    """Reads and writes elements of entries. `Values` and `Parts` do."""
-
-    def read_part(self, entry: str, dtype: torch.dtype, part: slice) -> torch.Tensor:
-        """A copy of elements of an entry, on the CPU. Blocks; raises OSError."""
-
-    def write_part(self, entry: str, start: int, values: torch.Tensor) -> None:
-        """Writes elements of an entry from element `start` on. Blocks; raises OSError."""
 
 
 class RestingTiles(abc.ABC, Generic[T]):
@@ -62,7 +54,7 @@ class RestingTiles(abc.ABC, Generic[T]):
     def __init__(
         self,
         store: TensorStore,
-        at_rest: AtRest,
+        at_rest: Parts | Values,
         workers: Workers,
         policy: OffloadPolicy,
         shard_rank: int,

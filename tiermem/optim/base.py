@@ -426,8 +426,6 @@ class NativeOptimizer(OptimizerFace):
             enable_training_of(
                 shards, [param for param in params if param in sealed], "the state dict"
             )
-        for model in self._sharded.values():
-            model.begin_restoring()  # also those that were attached just now
         entries = {
             param: (name, sealed[param].entry if param in sealed else {})
             for name, param in self.named()
@@ -441,10 +439,9 @@ class NativeOptimizer(OptimizerFace):
             [(name, p) for p, (name, given) in entries.items() if given and p in ordinary_ones]
         )
         at_rest = {shard.param: (shard, tiles) for shard, tiles in self._at_rest()}
-        for states in self._resting:
-            states.half_loaded.update(
-                shard for param, shard in states.shards.items() if param in entries
-            )
+        for shard, tiles in self._at_rest():
+            if shard.param in entries:
+                tiles.half_loaded.add(shard)
         for param, (name, given) in entries.items():
             rule = self.rule_of(self._groups[id(param)], param)
             if param in at_rest:

@@ -455,7 +455,7 @@ class _Pass(TileWork[StateTile]):
     def writes(self, tile: StateTile, slot: Slot | None) -> list[Range]:
         """Its states on NVMe."""
         is_there = tile.home is Tier.NVME and tile.state_bytes
-        return [(tile.entry, 0, self._states(tile, slot))] if is_there else []
+        return [(tile.entry, 0, tile.states_in(self._store, slot))] if is_there else []
 
     def is_brought(self, tile: StateTile) -> bool:
         """Whether `compute` copies weights and gradients from an accelerator to its buffer."""
@@ -490,7 +490,7 @@ class _Pass(TileWork[StateTile]):
 
     def _work_on(self, tile: StateTile, slot: Slot | None) -> None:
         """Steps each parameter in a tile; new weights start back to an accelerator."""
-        at_rest = self._states(tile, slot)
+        at_rest = tile.states_in(self._store, slot)
         if not tile.is_started:
             at_rest.zero_()
         views = tile.layout.views(at_rest, tile.numel)
@@ -512,7 +512,7 @@ class _Pass(TileWork[StateTile]):
         for part, at_owner, near in self._held(tile, slot):
             if tile.layout.reads_weight or part.shard in self._written:
                 near.weight.copy_(at_owner.weight, non_blocking=True)
-            if near.grad is not None:
+            if near.grad is not None and at_owner.grad is not None:
                 near.grad.copy_(at_owner.grad, non_blocking=True)
 
     def _held(
@@ -554,14 +554,6 @@ class _Pass(TileWork[StateTile]):
                 grad = check_gradient(shard.param, shard.name, is_moved=True).contiguous().view(-1)
             self._straight[shard] = _Values(weight, grad)
         return self._straight[shard]
-
-    def _states(self, tile: StateTile, slot: Slot | None) -> torch.Tensor:
-        if not tile.state_bytes:
-            return torch.empty(0, dtype=torch.uint8)
-        if tile.home is not Tier.NVME:
-            return self._store.view(tile.entry)
-        assert slot is not None
-        return slot.tensor[: tile.state_bytes]
 
 
 def _device_of(tile: StateTile) -> torch.device:

@@ -23,6 +23,8 @@ from tiermem.swap.base.parts import Q8_BLOCK, num_scales
 from tiermem.swap.base.ranges import ByteRange, Column, round_up, within
 from tiermem.swap.base.tier import ALIGNMENT
 from tiermem.swap.memory.accelerator import is_accelerator
+from tiermem.swap.memory.arena import Slot
+from tiermem.swap.store.store import TensorStore
 from tiermem.units.state_layout import (
     MASTER,
     SCALES,
@@ -64,6 +66,15 @@ class StateTile:
     def state_bytes(self) -> int:
         """Bytes of its states where they rest."""
         return self.layout.total_bytes(self.numel)
+
+    def states_in(self, store: TensorStore, slot: Slot | None) -> torch.Tensor:
+        """The bytes of its states: where they rest in memory, or in its buffer."""
+        if not self.state_bytes:
+            return torch.empty(0, dtype=torch.uint8)
+        if self.home is not Tier.NVME:
+            return store.view(self.entry)
+        assert slot is not None
+        return slot.tensor[: self.state_bytes]
 
     def place_of(self, part: ShardRange) -> slice:
         """The place of elements in the tile, counted from its first element."""

@@ -26,7 +26,7 @@ from __future__ import annotations
 import enum
 import functools
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -38,11 +38,12 @@ from tiermem.optim.tile_work import Act, Places, Stepping
 from tiermem.policy import Tier
 from tiermem.run.shards import Shards
 from tiermem.swap.base.native import narrow_part
+from tiermem.swap.base.parts import StepRule
 from tiermem.swap.base.ranges import Column
 from tiermem.swap.kernels.torch_step import CHUNK, narrow_in_torch
 from tiermem.swap.memory.accelerator import activate, current_stream, is_accelerator, on, record
 from tiermem.swap.memory.arena import Slot
-from tiermem.swap.program.table import KernelStep, NativeStep
+from tiermem.swap.program.table import NativeStep
 from tiermem.swap.store.checksum import Range
 from tiermem.units.state_layout import FP32_BYTES, StateViews
 from tiermem.weights.unit_state import LiveUnit
@@ -176,11 +177,18 @@ class TilePass:
 
     def early_reads(self, tile: Tile, slot: Slot | None) -> list[Range]:
         """The bytes that stay valid between steps."""
-        return _into(slot, self._lasting_parts(tile))
+        return [
+            (entry, offset, _bytes_in(slot, place, num_bytes))
+            for entry, offset, place, num_bytes in self._lasting_parts(tile)
+        ]
 
     def late_reads(self, tile: Tile, slot: Slot | None) -> list[Range]:
         """The bytes that are final when the step begins: gradients."""
-        return _into(slot, self._gradient_parts(tile))
+        if self._gradient_home is not Tier.NVME:
+            return []
+        entry = self._shards.homes.store.entry(tile.live.unit)
+        grads = _bytes_in(slot, tile.grad_place, tile.grad_bytes)
+        return [(entry, tile.start * tile.grad_dtype.itemsize, grads)]
 
     def kept(self, tile: Tile) -> int:
         """The address of its gradients in memory from which they are, or were, written to NVMe; 0:
@@ -275,9 +283,8 @@ class TilePass:
         is_native = True
         for places in self._places(tile, slot):
             planned = act.plan(places)
-            if isinstance(planned, KernelStep):
-                act.kind(places.shard)
-                steps.append(NativeStep.of(planned, act.numbers[places.shard]))
+            if planned is not None and isinstance(planned.rule, StepRule):
+                steps.append(act.native(places.shard, planned))
             else:
                 self.copy_unstepped(tile)
                 is_native &= planned is None and not places.is_unread
@@ -498,14 +505,6 @@ class TilePass:
         """Whether the work needs a tile's parameters as they are."""
         return self._reads_weights or tile.layout.reads_weight or not tile.is_started
 
-    def _gradient_parts(self, tile: Tile) -> list[_Part]:
-        """The gradients, if they are read from NVMe."""
-        if self._gradient_home is not Tier.NVME:
-            return []
-        entry = self._shards.homes.store.entry(tile.live.unit)
-        offset = tile.start * tile.grad_dtype.itemsize
-        return [(entry, offset, tile.grad_place, tile.grad_bytes)]
-
     def _gradients(self, tile: Tile, slot: Slot | None) -> torch.Tensor | None:
         if not self.is_step:
             return None
@@ -521,14 +520,10 @@ class TilePass:
         return _bytes_in(slot, tile.grad_place, tile.grad_bytes).view(tile.grad_dtype)
 
     def _states(self, tile: Tile, slot: Slot | None) -> torch.Tensor:
-        """The bytes of a tile's states, where they rest or in its buffer."""
-        if not tile.state_bytes:
-            return torch.empty(0, dtype=torch.uint8)
+        """The bytes of a tile's states that the work changes."""
         if self._second is not None and tile.entry in self._second.slots:
             return self._second.slots[tile.entry].tensor
-        if tile.home is not Tier.NVME:
-            return self._near(tile, self._store.view(tile.entry), tile.is_started)
-        return self._near(tile, _bytes_in(slot, 0, tile.state_bytes), tile.is_started)
+        return self._near(tile, tile.states_in(self._store, slot), tile.is_started)
 
     def _params(self, tile: Tile, slot: Slot | None) -> torch.Tensor:
         if self._second is not None:
@@ -554,11 +549,3 @@ def _bytes_in(slot: Slot | None, place: int, num_bytes: int) -> torch.Tensor:
 
 _Part = tuple[str, int, int, int]
 """A byte range of an entry, and its place in a tile's buffer: (entry, offset, place, bytes)."""
-
-
-def _into(slot: Slot | None, parts: Sequence[_Part]) -> list[Range]:
-    """The ranges for the store: (entry, offset, view of the buffer)."""
-    return [
-        (entry, offset, _bytes_in(slot, place, num_bytes))
-        for entry, offset, place, num_bytes in parts
-    ]

@@ -16,9 +16,9 @@ import torch
 
 from tiermem.optim.rules import AnyStep, MatrixStep, step_parts
 from tiermem.optim.tile import StateTile
-from tiermem.swap.base.native import StepNumbers, Workers, narrow_part, widen_part
+from tiermem.swap.base.native import StepNumbers, Workers, narrow_part, step_struct, widen_part
 from tiermem.swap.base.parts import Dither, Moment, StepParts, StepRule
-from tiermem.swap.program.table import KernelStep
+from tiermem.swap.program.table import NativeStep
 from tiermem.units.state_layout import StateViews, is_positive
 from tiermem.units.unit import Shard
 
@@ -107,7 +107,7 @@ class Stepping:
             assert places.master is not None
             places.weight.copy_(places.master)
 
-    def plan(self, places: Places) -> KernelStep | CalledStep | None:
+    def plan(self, places: Places) -> PlannedStep | None:
         """The arguments of the step; None: this parameter is not stepped. Raises ValueError when
         the plan lacks room."""
         shard = places.shard
@@ -137,10 +137,15 @@ class Stepping:
                 weight=weight, master=views.master, moments=views.moments[: len(places.names)]
             )
             parts = parts._replace(source=source)
-        starts = self._starts(shard)
-        if isinstance(rule, MatrixStep):
-            return CalledStep(rule, parts, dither, starts)
-        return KernelStep(rule, parts, dither, starts)
+        return PlannedStep(rule, parts, dither, self._starts(shard))
+
+    def native(self, shard: Shard, planned: PlannedStep) -> NativeStep:
+        """A parameter's step by a native rule, which points at `numbers`."""
+        rule, parts, dither, starts = planned
+        assert isinstance(rule, StepRule)
+        self.kind(shard)
+        numbers = self.numbers[shard]
+        return NativeStep(step_struct(rule, parts, numbers, dither, starts), numbers, parts)
 
     def _starts(self, shard: Shard) -> bool:
         """Whether moments are not read: it is the parameter's first step. Its tile may have been
@@ -161,10 +166,10 @@ class Stepping:
         return rule.name, rule.maximize, rule.nesterov, rule.moments, self._starts(shard)
 
 
-class CalledStep(NamedTuple):
-    """The arguments of the step of a whole matrix, which no native kernel makes alone."""
+class PlannedStep(NamedTuple):
+    """The arguments of a step; see `step_parts`."""
 
-    rule: MatrixStep
+    rule: AnyStep
     parts: StepParts
     dither: Dither | None
     start_moments: bool

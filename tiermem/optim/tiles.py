@@ -227,7 +227,8 @@ class StateTiles(RestingTiles[Tile]):
             link=self._link,
             streams=self._streams,
         )
-        if self._is_overlapped and live is None and all(tile.is_started for tile in tiles):
+        overlap = overlap_of(shards.policy, shards.plan, is_accelerator(shards.device))
+        if overlap != "none" and live is None and all(tile.is_started for tile in tiles):
             at_once = [each.unit.index for each in self._of_unit if not each.is_streamed]
             try:
                 shards.steps.start(
@@ -286,12 +287,6 @@ class StateTiles(RestingTiles[Tile]):
         self._shards.drop_head_start()
         work = TilePass(self._shards, self.names, filler, reads_weights=True, is_blank=not keeps)
         self._run(self.tiles, work)
-
-    @property
-    def _is_overlapped(self) -> bool:
-        """Whether a step continues under the next forward."""
-        shards = self._shards
-        return overlap_of(shards.policy, shards.plan, is_accelerator(shards.device)) != "none"
 
     # ---- passes and tiles ------------------------------------------------------------------------
 

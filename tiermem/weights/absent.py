@@ -230,7 +230,7 @@ class OwnerWithWrites(Protocol):
 
 
 @runtime_checkable
-class OwnerInInit(Protocol):
+class OwnerInInit(Owner, Protocol):
     """Keeps the parameters of a model that is not sharded yet, and takes more of them.
     ParametersInInit is one."""
 
@@ -239,12 +239,6 @@ class OwnerInInit(Protocol):
 
     def whole(self, param: nn.Parameter) -> torch.Tensor:
         """A copy of a parameter's values. Collective; blocks."""
-
-    def take_out(self, param: nn.Parameter) -> None:
-        """Gives a parameter its values until `put_back`. Collective; blocks."""
-
-    def put_back(self, param: nn.Parameter) -> None:
-        """Ends a `take_out`; changes are dropped unless `write` was called."""
 
     def write(self, param: nn.Parameter, value: torch.Tensor) -> None:
         """Replaces a parameter's values by those that rank 0 gives. Collective; blocks."""
