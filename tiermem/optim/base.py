@@ -284,13 +284,18 @@ class NativeOptimizer(OptimizerFace):
         self._drop_hooks()  # an interrupt has left them
         self.register_load_state_dict_pre_hook(self._seal)
         self.register_load_state_dict_post_hook(self._open, prepend=True)
-        for model in self._sharded.values():
-            model.begin_restoring()
+        begun = [
+            (shard, tiles)
+            for shard, tiles in self._at_rest()
+            if shard not in tiles.half_loaded and self._find_rule(shard.param) is not None
+        ]
+        for shard, tiles in begun:
+            tiles.half_loaded.add(shard)
         try:
             super().load_state_dict(state_dict)
         except (ValueError, TypeError, KeyError):
-            for model in self._sharded.values():
-                model.end_restoring()
+            for shard, tiles in begun:
+                tiles.half_loaded.discard(shard)
             raise
         finally:
             self._drop_hooks()

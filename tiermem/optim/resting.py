@@ -138,10 +138,7 @@ class RestingStates(RestingTiles[StateTile]):
         due = {self.shards[param]: step for param, step in steps.items()}
         for shard in due:
             self._check(shard)
-        with self._changing(self.shards.values()):
-            for shard in due:
-                shard.count_step()
-            self._run(due)
+        self._run(due)
 
     def close(self) -> None:
         """Frees the memory and the files. Blocks. Raises the first error of a write that no step
@@ -207,6 +204,9 @@ class RestingStates(RestingTiles[StateTile]):
         act = Stepping(self._workers, steps.get)
         work = _Pass(self._store, steps, act, self.names, written)
         with self._changing(self.shards.values()):
+            for shard, step in steps.items():
+                if step is not None:
+                    shard.count_step()
             self._program.run(tiles, work, self._policy.pipeline_read, self._policy.pipeline_write)
             work.end()
             for tile in tiles:

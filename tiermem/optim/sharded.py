@@ -126,23 +126,6 @@ class ShardedModel:
             shards.prefetcher.end_pass(may_gather=is_accelerator(shards.device))
         return norm
 
-    def begin_restoring(self) -> None:
-        """Before every trained parameter is restored: the model is half loaded until the last one
-        is."""
-        trained = [
-            shard
-            for live in self._shards.units
-            if live.unit.is_trainable
-            for shard in live.unit.shards
-        ]
-        self._shards.steps.half_loaded.update(
-            shard for shard in trained if self._find_rule(shard.param) is not None
-        )
-
-    def end_restoring(self) -> None:
-        """After a dict was refused."""
-        self._shards.steps.half_loaded.clear()
-
     def is_refused(self, norm: float) -> bool:
         """Whether this norm is not finite and the policy does not apply such gradients."""
         return not math.isfinite(norm) and self._shards.policy.on_nonfinite != "apply"
