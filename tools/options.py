@@ -205,8 +205,7 @@ class TrainOptions(Options):
     compute: str | None = option(
         None,
         "what 16-bit weights are multiplied in: storage (as they rest), fp32, or auto (fp32 where "
-        "16-bit products are slow)"
-        " [default: storage]",
+        "16-bit products are slow) [default: storage]",
         check=OneOf(*COMPUTES),
     )
     states: str | None = _states()
@@ -220,11 +219,8 @@ class TrainOptions(Options):
     threads: int | None = option(None, "of the maths [default: what torch takes]", check=CORES)
     resume: Path | None = option(
         None,
-        (
-            "go on from what --save wrote, or from a run; what is not given is as it was; without "
-            "a "
-            "value: list them"
-        ),
+        "go on from what --save wrote, or from a run; what is not given is as it was; without a "
+        "value: list them",
     )
     save: Path | None = option(
         None, "folder of checkpoints [default, with --save-every: in the run's folder]"
@@ -242,11 +238,8 @@ class TrainOptions(Options):
     )
     overlap: str | None = option(
         None,
-        (
-            "what runs beside the tiles of an optimizer step: none, forward (the next one), "
-            "backward, "
-            "or auto [default: auto]"
-        ),
+        "what runs beside the tiles of an optimizer step: none, forward (the next one), backward, "
+        "or auto [default: auto]",
         check=OneOf(*OVERLAPS),
     )
     runs: Path = _runs()
@@ -258,12 +251,11 @@ class TrainOptions(Options):
             raise ValueError(f"--lr is {self.lr}; it must be a number of 0 or more")
         if self.config is not None and self.config.is_file():
             content = read_json(self.config)
-            if self.model is None and isinstance(content, dict) and "model_type" in content:
+            if isinstance(content, dict) and "model_type" in content:
                 self.take_old(
                     "config", "model", f"{self.config} is a model's: name it with --model"
                 )
-        if self.deepspeed_config is not None and self.config is None:
-            self.take_old("deepspeed_config", "config", "it is --config now")
+        self.take_old("deepspeed_config", "config", "it is --config now")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -343,10 +335,8 @@ class PlanOptions(Options):
     preset: str | None = _preset()
     model: Path | None = option(
         None,
-        (
-            "a config.json of transformers or diffusers, or the folder it lies in; a pipeline's "
-            "folder: its transformer or unet"
-        ),
+        "a config.json of transformers or diffusers, or the folder it lies in; a pipeline's folder: "
+        "its transformer or unet",
     )
     shows_paper: bool = option(
         False,
@@ -703,8 +693,7 @@ class ImportOptions(Options):
     config: Path | None = option(None, "the old name of --model")
 
     def check_together(self) -> None:
-        if self.config is not None and self.model is None:
-            self.take_old("config", "model", "it is --model now")
+        self.take_old("config", "model", "it is --model now")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -734,8 +723,7 @@ class ExportOptions(Options):
     config: Path | None = option(None, "the old name of --model")
 
     def check_together(self) -> None:
-        if self.config is not None and self.model is None:
-            self.take_old("config", "model", "it is --model now")
+        self.take_old("config", "model", "it is --model now")
         if self.is_fp32 and self.dtype is not None:
             raise ValueError("--fp32 and --dtype are given; --fp32 is --dtype fp32")
         if sum((self.is_pytorch, self.is_dcp, self.is_whole)) > 1:

@@ -23,7 +23,7 @@ from tiermem.swap.disk.passes import Passes
 from tiermem.swap.disk.paths import NvmePath
 from tiermem.tools.measure.files import BenchFiles, check_room
 from tiermem.tools.measure.machine import machine_facts, try_engines
-from tiermem.tools.measure.sustained import measure_sustained_disks
+from tiermem.tools.measure.sustained import measure_disks
 from tiermem.tools.options import TuneOptions
 from tiermem.tools.record.reports import table
 from tiermem.tools.words import check_outputs, format_bytes, save_json
@@ -467,7 +467,7 @@ def tune(options: TuneOptions, console: Console) -> int:
     notes = _notes(options, found)
     if options.sustained is not None:
         with console.status("writing past the fast caches"):
-            past = measure_sustained_disks(options.paths, options.sustained)
+            past = measure_disks(options.paths, options.sustained)
         notes["sustained"] = past._asdict()
         figures = f"{past.read_bytes_s / 1e9:.2f} GB/s read, {past.write_bytes_s / 1e9:.2f} written"
         console.print(f"sustained: {figures} ({past.sustained})")

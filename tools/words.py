@@ -141,9 +141,6 @@ class Mistake(ValueError):
         super().__init__(message)
         self.instead = dict(instead or {})
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (str(self), self.instead), vars(self)
-
 
 _OTHER_WORDS = {
     "disk": "nvme", "ssd": "nvme", "ram": "cpu", "memory": "cpu", "host": "cpu", "gpu": "none", "cuda": "none",
@@ -169,8 +166,10 @@ def value_of(name: str, words: Sequence[str]) -> str:
 
 # ---- exit statuses -------------------------------------------------------------------------------
 #
-# 0 done    1 the command's own verdict    2 the user must change something    130 stopped by Ctrl-C
+# 0 done    1 the command's own verdict, or a failure    2 the user must change something
+# 130 stopped by Ctrl-C
 
+EXIT_FAILED = 1
 EXIT_USER = 2
 EXIT_INTERRUPTED = 130
 
@@ -413,7 +412,10 @@ class Options:
         """Raises ValueError for values that contradict each other; a command overrides it."""
 
     def take_old(self, old: str, new: str, why: str) -> None:
-        """Moves the value of an option's old use to another field, and says so on stderr."""
+        """Moves the value of an option's old use to another field, and says so on stderr. Nothing
+        where the old one is not given, or the other is."""
+        if getattr(self, old) is None or getattr(self, new) is not None:
+            return
         name = options_of(self)[old].name
         print(f"{self.MADE_BY}: {name} {getattr(self, old)}: {why}", file=sys.stderr)
         object.__setattr__(self, new, getattr(self, old))

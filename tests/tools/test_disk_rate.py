@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,8 +11,9 @@ pytest.importorskip("_tiermem_native")
 
 from tiermem.swap.disk.direct import open_unnamed
 from tiermem.tools.check import direct_alignment
-from tiermem.tools.measure import files
-from tiermem.tools.measure.files import DiskRate, measure_disk, measure_disks
+from tiermem.tools.measure import sustained
+from tiermem.tools.measure.files import DiskRate, measure_disk
+from tiermem.tools.measure.sustained import measure_disks
 
 
 def test_rates_are_positive_and_nothing_is_left(tmp_path: Path) -> None:
@@ -44,17 +46,17 @@ def test_folders_of_one_file_system_are_one_disk_and_several_add_up(
     seen, devices = [], {"a": 1, "again": 1, "b": 2}
     folders = [tmp_path / name for name in devices]
 
-    def measured(folder: Path, seconds: float, file_bytes: int) -> DiskRate:
+    def measured(folder: Path, seconds: float) -> DiskRate:
         seen.append(folder.name)
         return rates[folder.name]
 
-    monkeypatch.setattr(files, "measure_disk", measured)
-    monkeypatch.setattr(files, "device_of", lambda folder: devices[folder.name])
-    assert measure_disks(folders, 0.1) == DiskRate(33.0, 55.0, "uring", "works", False)
+    monkeypatch.setattr(sustained, "measure_disk", measured)
+    monkeypatch.setattr(Path, "stat", lambda self: SimpleNamespace(st_dev=devices[self.name]))
+    assert measure_disks(folders, None) == DiskRate(33.0, 55.0, "uring", "works", False)
     assert seen == ["a", "b"]
-    assert measure_disks(folders[:2], 0.1) == rates["a"]
+    assert measure_disks(folders[:2], None) == rates["a"]
     with pytest.raises(ValueError, match="no folder to measure"):
-        measure_disks([], 0.1)
+        measure_disks([], None)
 
 
 def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:

@@ -18,7 +18,12 @@ from tiermem.tools.job.launcher import Channel
 from tiermem.tools.job.train_job import make_job
 from tiermem.tools.measure import sustained
 from tiermem.tools.measure.files import DiskRate
-from tiermem.tools.measure.sustained import has_plateau, measure_sustained, measure_sustained_disks
+from tiermem.tools.measure.sustained import (
+    WriteSeries,
+    has_plateau,
+    measure_disks,
+    measure_sustained,
+)
 from tiermem.tools.options import TrainOptions, TuneOptions
 from tiermem.tools.plan import seen
 from tiermem.tools.plan.speed import tuned_speed
@@ -45,7 +50,7 @@ def test_writing_ends_when_the_rate_has_fallen_to_a_plateau(
     """A drive that takes 32 of 128 MiB at 4 MiB a second, and then 1 MiB a second."""
     now_s = 0.0
     monkeypatch.setattr(sustained.time, "monotonic", lambda: now_s)
-    series, taken = sustained._Series(128 * MIB), 0
+    series, taken = WriteSeries(128 * MIB, MIB, ends_at_plateau=True), 0
     while got := series.take(MIB):
         taken += got
         now_s += 0.25 if taken <= 32 * MIB else 1.0
@@ -63,7 +68,7 @@ def test_a_disk_whose_rate_does_not_fall_is_written_to_the_stated_share(
 ) -> None:
     monkeypatch.setattr(sustained, "LEAST_BYTES", 8 * MIB)
     monkeypatch.setattr(sustained, "find_knee", lambda rates: None)
-    rate = measure_sustained_disks([tmp_path, tmp_path], share_of(tmp_path, 16 * MIB))
+    rate = measure_disks([tmp_path, tmp_path], share_of(tmp_path, 16 * MIB))
     assert rate.read_bytes_s > 0 and rate.write_bytes_s > 0
     assert rate.sustained == "0.0 GB written: the rate did not fall"
     assert list(tmp_path.iterdir()) == []
@@ -99,12 +104,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, float]]:
     """What the commands have measured past the fast caches; nothing is written."""
     found: list[tuple[Path, float]] = []
 
-    def measured(folders: Sequence[Path], share: float) -> DiskRate:
+    def measured(folders: Sequence[Path], share: float, seconds: float = 1.0) -> DiskRate:
         found.extend((Path(folder), share) for folder in folders)
         return PAST
 
     for module in ("plan.speed", "train.training", "tune"):
-        monkeypatch.setattr(f"tiermem.tools.{module}.measure_sustained_disks", measured)
+        monkeypatch.setattr(f"tiermem.tools.{module}.measure_disks", measured)
     return found
 
 

@@ -28,6 +28,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -58,9 +59,7 @@ from tiermem.tools.measure.files import (
 )
 from tiermem.tools.measure.machine import caption, machine_facts, try_engines
 from tiermem.tools.options import RANDOM, IoBenchOptions
-from tiermem.tools.words import format_bytes, numbered
-
-EXIT_FAILED = 1
+from tiermem.tools.words import EXIT_FAILED, format_bytes, numbered
 
 
 def run(path: str | Path, **options: Any) -> dict[str, Any]:
@@ -341,7 +340,7 @@ def jobs_of(
             threads=options.threads,
             sync=options.sync and setting.mode in (*WRITING, "sustained"),
             seed=seed * 1000 + rank,
-            seconds=options.sustained_s if setting.mode == "sustained" else None,
+            seconds=options.sustained_s or math.inf,
         )
         for rank in range(setting.ranks)
     ]

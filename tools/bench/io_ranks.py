@@ -6,12 +6,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import multiprocessing
 import os
 import resource
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +32,7 @@ from tiermem.swap.disk.queue import InFlight, Queues
 from tiermem.swap.disk.run_folder import remove_dead_runs
 from tiermem.swap.store.move import Move
 from tiermem.swap.store.store import TensorStore
+from tiermem.tools.measure.sustained import WriteSeries
 from tiermem.tools.record.run_record import IoCounts, kernel_counts
 from tiermem.tools.words import handling, message_of, numbered
 
@@ -72,7 +73,7 @@ class RankJob(NamedTuple):
     threads: int = 0  # of the threads engine; 0 lets it choose
     sync: bool = False
     seed: int = 0
-    seconds: float | None = None  # after which "sustained" ends
+    seconds: float = math.inf  # after which "sustained" ends
 
     @property
     def io(self) -> IoSettings:
@@ -374,8 +375,9 @@ def _measure(several: list[Passes], job: RankJob) -> RankOutcome:
     quota = Quota(job.num_bytes)
     mode = job.setting.mode
     if mode == "sustained":
-        ahead = len(several) * memory_bytes(job.io)
-        quota = _Metered(job.num_bytes, job.seconds, ahead)
+        ahead_bytes = len(several) * memory_bytes(job.io)
+        point_bytes = min(_POINT_BYTES, max(1, (job.num_bytes - ahead_bytes) // _LEAST_POINTS))
+        quota = WriteSeries(job.num_bytes, point_bytes, ahead_bytes, job.seconds)
         mode = "write"
 
     def run(number: int) -> Pass:
@@ -387,7 +389,9 @@ def _measure(several: list[Passes], job: RankJob) -> RankOutcome:
     outcome = gauge.outcome(
         IoCounts(sum(p.read_bytes for p in passes), sum(p.written_bytes for p in passes))
     )
-    return outcome._replace(series=tuple(quota.series)) if isinstance(quota, _Metered) else outcome
+    return (
+        outcome._replace(series=tuple(quota.points)) if isinstance(quota, WriteSeries) else outcome
+    )
 
 
 def _measure_tensors(tensors: TensorPass, pair: Passes | None, job: RankJob) -> RankOutcome:
@@ -408,37 +412,6 @@ def _measure_tensors(tensors: TensorPass, pair: Passes | None, job: RankJob) -> 
             ("change", tensors.change(), beside("mixed")),
         )
     )
-
-
-class _Metered(Quota):
-    """Bytes to write until they are written or the time is over; notes when how many had been asked
-    for.
-
-    What is asked for runs ahead of what is written by the memory of the passes: the series begins
-    when that is full.
-    """
-
-    def __init__(self, num_bytes: int, seconds: float | None, ahead_bytes: int) -> None:
-        super().__init__(num_bytes)
-        self._end_s = None if seconds is None else time.monotonic() + seconds
-        self._next_bytes = ahead_bytes  # at which the next point is due
-        self._point_bytes = min(_POINT_BYTES, max(1, (num_bytes - ahead_bytes) // _LEAST_POINTS))
-        self._taken_bytes = 0
-        self._noting = threading.Lock()
-        self.series: list[tuple[int, float]] = []
-
-    def take(self, most_bytes: int) -> int:
-        """As Quota's; 0 as well when the time is over."""
-        with self._noting:
-            now = time.monotonic()
-            if self._taken_bytes and self._end_s is not None and now > self._end_s:
-                return 0
-            if self._taken_bytes >= self._next_bytes:
-                self.series.append((self._taken_bytes, now))
-                self._next_bytes = self._taken_bytes + self._point_bytes
-            taken = super().take(most_bytes)
-            self._taken_bytes += taken
-            return taken
 
 
 class _Gauge:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -97,8 +98,7 @@ def check_room(paths: Sequence[Path], parts: Sequence[tuple[str, int]]) -> None:
     for path in paths:
         together.setdefault(path.stat().st_dev, []).append(path)
     for on_one in together.values():
-        stats = os.statvfs(on_one[0])
-        free = stats.f_bavail * stats.f_frsize
+        free = shutil.disk_usage(on_one[0]).free
         needed = len(on_one) * sum(size for _, size in parts)
         if needed <= free:
             continue
@@ -152,8 +152,7 @@ def why_unmeasured(folders: Sequence[Path], file_bytes: int = DISK_FILE_BYTES) -
                 f"{folder} lies in memory ({kind}), where what rests takes memory: name a "
                 "folder on a disk"
             )
-        stats = os.statvfs(folder)
-        if (free := stats.f_bavail * stats.f_frsize) < file_bytes:
+        if (free := shutil.disk_usage(folder).free) < file_bytes:
             return (
                 f"{folder} has {format_bytes(free)} free, and a file of "
                 f"{format_bytes(file_bytes)} is needed"
@@ -179,42 +178,6 @@ def measure_disk(folder: Path, seconds: float, file_bytes: int = DISK_FILE_BYTES
         write = _rate(passes, "write", seconds / 2)
         read = _rate(passes, "read", seconds / 2)
         return DiskRate(read, write, passes.queue.engine, passes.queue.why, files.is_direct([0]))
-
-
-def measure_disks(
-    folders: Sequence[Path], seconds: float, file_bytes: int = DISK_FILE_BYTES
-) -> DiskRate:
-    """The rates of several folders together: the sum of one folder of each file system, measured
-    one after the other.
-
-    Two folders of one file system share its disk, so that the second adds nothing. What file
-    systems share below (a disk, a bus) is not looked up. What measured is the first folder's; it is
-    direct where all are. Blocks for about `seconds` for each file system; raises OSError, and
-    ValueError without folders.
-    """
-    return rate_of_all(folders, lambda folder: measure_disk(folder, seconds, file_bytes))
-
-
-def rate_of_all(folders: Sequence[Path], measure: Callable[[Path], DiskRate]) -> DiskRate:
-    """The sum of the rates of the first folder of each file system; see `measure_disks`."""
-    if not folders:
-        raise ValueError("there is no folder to measure: give at least one")
-    first_of: dict[int, Path] = {}
-    for folder in folders:
-        first_of.setdefault(device_of(folder), folder)
-    rates = [measure(folder) for folder in first_of.values()]
-    said = [rate.sustained for rate in rates if rate.sustained is not None]
-    return rates[0]._replace(
-        read_bytes_s=sum(rate.read_bytes_s for rate in rates),
-        write_bytes_s=sum(rate.write_bytes_s for rate in rates),
-        is_direct=all(rate.is_direct for rate in rates),
-        sustained="; ".join(said) if said else None,
-    )
-
-
-def device_of(folder: Path) -> int:
-    """The number of the file system that a folder lies on. Raises OSError."""
-    return os.stat(folder).st_dev
 
 
 def _rate(passes: Passes, mode: str, seconds: float) -> float:

@@ -8,8 +8,11 @@ to its end, never twice in one place: a drive may drop from its cache what is ov
 from __future__ import annotations
 
 import errno
-import os
+import itertools
+import math
+import shutil
 import statistics
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +20,7 @@ from typing import NamedTuple
 
 from tiermem.swap.base.native import IoSettings
 from tiermem.swap.disk.passes import Passes, Quota
-from tiermem.tools.measure.files import BLOCK_BYTES, DEPTH, BenchFiles, DiskRate, rate_of_all
+from tiermem.tools.measure.files import BLOCK_BYTES, DEPTH, BenchFiles, DiskRate, measure_disk
 from tiermem.tools.words import format_bytes
 
 # ---- the knee: where a series of rates drops for good, as a drive does when its fast cache is full -------------------
@@ -72,30 +75,54 @@ def has_plateau(rates: Sequence[float]) -> bool:
     return statistics.pstdev(last) <= _MOST_SPREAD * statistics.fmean(last)
 
 
-class _Series(Quota):
-    """Bytes to write until they are written or a plateau is reached; keeps the rate of each
-    point."""
+class WriteSeries(Quota):
+    """Bytes to write until they are written, the time is over or a plateau is reached; notes how
+    many had been asked for, and when, at points `point_bytes` apart.
 
-    def __init__(self, num_bytes: int) -> None:
+    What is asked for runs ahead of what is written by the memory of the passes: the series begins
+    when `ahead_bytes` have filled that.
+    """
+
+    def __init__(
+        self,
+        num_bytes: int,
+        point_bytes: int,
+        ahead_bytes: int = 0,
+        seconds: float = math.inf,
+        ends_at_plateau: bool = False,
+    ) -> None:
         super().__init__(num_bytes)
-        self.rates: list[float] = []
-        self._point_bytes = num_bytes // _NUM_POINTS
+        self.points: list[tuple[int, float]] = []
+        self._point_bytes = point_bytes
+        self._next_bytes = ahead_bytes  # at which the next point is due
+        self._end_s = time.monotonic() + seconds
+        self._ends_at_plateau = ends_at_plateau
         self._taken_bytes = 0
-        self._since = 0, time.monotonic()  # bytes and seconds at the last point
+        self._noting = threading.Lock()
+
+    @property
+    def rates(self) -> list[float]:
+        """Bytes a second between two points."""
+        return [
+            (then[0] - before[0]) / (then[1] - before[1])
+            for before, then in itertools.pairwise(self.points)
+        ]
 
     def take(self, most_bytes: int) -> int:
-        """As Quota's; the next piece is asked for when one has ended, so that points are as far
-        apart as ends are."""
-        num_bytes, since_s = self._since
-        if self._taken_bytes - num_bytes >= self._point_bytes:
+        """As Quota's; 0 as well when the series is over. The next piece is asked for when one has
+        ended, so that points are as far apart as ends are."""
+        with self._noting:
             now_s = time.monotonic()
-            self.rates.append((self._taken_bytes - num_bytes) / (now_s - since_s))
-            self._since = self._taken_bytes, now_s
-            if has_plateau(self.rates):
+            if self._taken_bytes and now_s > self._end_s:
                 return 0
-        taken = super().take(most_bytes)
-        self._taken_bytes += taken
-        return taken
+            if self._taken_bytes >= self._next_bytes:
+                self.points.append((self._taken_bytes, now_s))
+                self._next_bytes = self._taken_bytes + self._point_bytes
+                if self._ends_at_plateau and has_plateau(self.rates):
+                    return 0
+            taken = super().take(most_bytes)
+            self._taken_bytes += taken
+            return taken
 
 
 def measure_sustained(folder: Path, share: float) -> DiskRate:
@@ -106,8 +133,7 @@ def measure_sustained(folder: Path, share: float) -> DiskRate:
     left in the folder. Raises OSError: ENOSPC, before anything is written, where the share of the
     free space is too small for a series.
     """
-    stats = os.statvfs(folder)
-    free_bytes = stats.f_bavail * stats.f_frsize
+    free_bytes = shutil.disk_usage(folder).free
     num_bytes = int(share * free_bytes) // BLOCK_BYTES * BLOCK_BYTES
     if num_bytes < LEAST_BYTES:
         reason = (
@@ -121,7 +147,7 @@ def measure_sustained(folder: Path, share: float) -> DiskRate:
         BenchFiles([folder], 1, num_bytes) as files,
         Passes(files.descriptor(0), num_bytes, io) as passes,
     ):
-        series = _Series(num_bytes)
+        series = WriteSeries(num_bytes, num_bytes // _NUM_POINTS, ends_at_plateau=True)
         written = passes.run("write", series)
         read = passes.run("read", min(written.written_bytes, _MOST_READ_BYTES))
         knee = find_knee(series.rates)
@@ -136,7 +162,31 @@ def measure_sustained(folder: Path, share: float) -> DiskRate:
         return DiskRate(read.read_bytes / read.seconds, rate, *engine, files.is_direct([0]), said)
 
 
-def measure_sustained_disks(folders: Sequence[Path], share: float) -> DiskRate:
-    """Several folders together, as `files.measure_disks`; `share` of what is free on each file
-    system. Blocks."""
-    return rate_of_all(folders, lambda folder: measure_sustained(folder, share))
+def measure_disks(folders: Sequence[Path], share: float | None, seconds: float = 1.0) -> DiskRate:
+    """The rates of several folders together: the sum of one folder of each file system, measured
+    one after the other.
+
+    Two folders of one file system share its disk, so that the second adds nothing. What file
+    systems share below (a disk, a bus) is not looked up. What measured is the first folder's; it is
+    direct where all are. Raises OSError, and ValueError without folders. Blocks.
+
+    Args:
+        share: of what is free on each file system, written to get past its fast cache; None: about
+            `seconds` of reads and writes.
+    """
+    if not folders:
+        raise ValueError("there is no folder to measure: give at least one")
+    first_of: dict[int, Path] = {}
+    for folder in folders:
+        first_of.setdefault(folder.stat().st_dev, folder)
+    rates = [
+        measure_disk(folder, seconds) if share is None else measure_sustained(folder, share)
+        for folder in first_of.values()
+    ]
+    said = [rate.sustained for rate in rates if rate.sustained is not None]
+    return rates[0]._replace(
+        read_bytes_s=sum(rate.read_bytes_s for rate in rates),
+        write_bytes_s=sum(rate.write_bytes_s for rate in rates),
+        is_direct=all(rate.is_direct for rate in rates),
+        sustained="; ".join(said) if said else None,
+    )

@@ -20,9 +20,9 @@ from tiermem.swap.memory.accelerator import find_device, is_accelerator
 from tiermem.swap.memory.free import free_host_bytes
 from tiermem.tools.job.launcher import compute_of
 from tiermem.tools.job.train_job import micro_batch_of, nvme_folders, precision_of
-from tiermem.tools.measure.files import measure_disks, why_unmeasured
+from tiermem.tools.measure.files import why_unmeasured
 from tiermem.tools.measure.gpu_link import kernel_passes, measure_link, measure_memory, step_passes
-from tiermem.tools.measure.sustained import measure_sustained_disks
+from tiermem.tools.measure.sustained import measure_disks
 from tiermem.tools.options import PlanOptions
 from tiermem.tools.plan.prediction import (
     Maths,
@@ -38,7 +38,6 @@ from tiermem.tools.plan.seen import pace_of
 from tiermem.tools.presets import ModelShape
 from tiermem.tools.words import numbered
 
-_PROBE_S = 1.0
 _LONGEST_COPY_S = 30.0
 # bytes a second, read and write, both at once: an NVMe drive of PCIe 4.0
 ASSUMED_DISK = (7.0e9, 5.0e9)
@@ -249,12 +248,7 @@ def _disk_speed(options: PlanOptions, config: Mapping[str, Any]) -> tuple[Rates,
         )
     why = why_unmeasured(folders)
     if folders and why is None:
-        share = options.sustained
-        measured = (
-            measure_disks(folders, _PROBE_S)
-            if share is None
-            else measure_sustained_disks(folders, share)
-        )
+        measured = measure_disks(folders, options.sustained)
         read = measured.read_bytes_s
         write = measured.write_bytes_s
         where = f"measured in {', '.join(map(str, folders))}"

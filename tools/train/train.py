@@ -55,9 +55,17 @@ from tiermem.tools.record.reports import (
     table,
 )
 from tiermem.tools.record.run_record import read_spans, stamp, write_trace
-from tiermem.tools.words import Mistake, numbered, save_json
+from tiermem.tools.words import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_USER,
+    Mistake,
+    numbered,
+    save_json,
+)
 
-EXIT_FAILED, EXIT_USER, EXIT_COUNTS, EXIT_INTERRUPTED, EXIT_KILLED = 1, 2, 3, 130, 137
+EXIT_COUNTS = 3
+EXIT_KILLED = 137
 
 
 class OtherTrainings(Protocol):

@@ -18,10 +18,7 @@ from pathlib import Path
 
 from tiermem.tools.job.launcher import Channel, Job
 from tiermem.tools.record.run_record import OutOfDeviceMemory
-from tiermem.tools.words import Mistake, Stop, handling
-
-EXIT_FAILED = 1
-EXIT_USER = 2
+from tiermem.tools.words import EXIT_FAILED, EXIT_USER, Mistake, Stop, handling
 
 
 def main(arguments: list[str] | None = None) -> int:

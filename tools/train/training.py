@@ -52,9 +52,9 @@ from tiermem.tools.job.launcher import (
     resident_of,
 )
 from tiermem.tools.job.train_job import CLIENT_KEY, Config
-from tiermem.tools.measure.files import measure_disks, memory_backed, why_unmeasured
+from tiermem.tools.measure.files import memory_backed, why_unmeasured
 from tiermem.tools.measure.phases import PHASES
-from tiermem.tools.measure.sustained import measure_sustained_disks
+from tiermem.tools.measure.sustained import measure_disks
 from tiermem.tools.plan.planned import (
     Budget,
     meta_model,
@@ -443,10 +443,8 @@ def measure_ceiling(job: Job, channel: Channel) -> dict[str, Any] | None:
         if (why := why_unmeasured(folders)) is not None:
             said = f"the disk is not measured, so nothing is predicted: {why}"
             channel.send("warning", text=said)
-        elif job.sustained is not None:
-            found = measure_sustained_disks(folders, job.sustained)._asdict()
         else:
-            found = measure_disks(folders, _CEILING_S)._asdict()
+            found = measure_disks(folders, job.sustained, _CEILING_S)._asdict()
     return of_every_rank(found)[0]
 
 
