@@ -8,6 +8,7 @@ gpu, gpu_*            a machine's accelerator: `make gpu`
 parity                docs/parity.md: `make report`
 measure               docs/measured.md from docs/measured/*.json: `make measure`
 peers/                the same training by other systems: `make bench RUN="peers --preset 151m"`
+phases                the parts of a step, timed
 small_training, gpu_trace   a small model in any place, and a training under torch's profiler
 """
 

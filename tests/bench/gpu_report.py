@@ -15,8 +15,8 @@ from bench.gpu_trace import LANES, MADE_BY, WAYS, Span, read_trace, split
 from bench.link import DIRECTIONS
 from bench.small_training import MOST_APART
 from tiermem.tools.measure.machine import caption
-from tiermem.tools.measure.phases import PHASES
 from tiermem.tools.record.plots import new_figure, save_figure
+from tiermem.tools.record.run_record import PHASES
 from tiermem.tools.words import format_bytes
 
 if TYPE_CHECKING:

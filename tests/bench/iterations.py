@@ -44,10 +44,9 @@ from tiermem.swap.store.checksum import Sums
 from tiermem.tools.corpus import Corpus
 from tiermem.tools.job.launcher import Job, large_blocks_mapped, resident_of
 from tiermem.tools.job.train_job import with_host_bytes
-from tiermem.tools.measure.phases import PHASES
 from tiermem.tools.plan.prediction import build_model
 from tiermem.tools.plan.settle import settle_by_room
-from tiermem.tools.record.run_record import IoCounts, kernel_counts, median_limits
+from tiermem.tools.record.run_record import PHASES, IoCounts, kernel_counts, median_limits
 from tiermem.tools.train.training import counts_at_rest, load_model_classes, store_counts
 from tiermem.tools.words import message_of
 from tiermem.units.unit import Unit
@@ -217,13 +216,7 @@ class Training(contextlib.AbstractContextManager["Training"]):
         job, budget = settle_by_room(job, resident_bytes)
         config = job.config if budget is None else with_host_bytes(job.config, budget.left_bytes)
         with large_blocks_mapped():
-            model = build_model(
-                job.shape,
-                job.seed,
-                bool(job.is_checkpointing),
-                job.batch * job.seq,
-                config_dict_or_path=config,
-            )
+            model = build_model(job, config_dict_or_path=config)
             self._engine: Engine = tiermem.initialize(model=model, config=config)[0]
         self._python = StepPython()
 

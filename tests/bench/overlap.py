@@ -195,9 +195,8 @@ class PlainMaths:
         with large_blocks_mapped():  # the heap is then as in the trainings
             torch.manual_seed(job.seed)
             model = transformers().AutoModelForCausalLM.from_config(hf_config(job.shape))
-            num_tokens = job.batch * job.seq
             model = model.to(DTYPES[job.compute])
-            self._model = made_ready(model, job.shape, bool(job.is_checkpointing), num_tokens)
+            self._model = made_ready(model, job)
 
     def run(self, count: int) -> float:
         """Seconds of one of so many passes. Blocks."""

@@ -23,12 +23,13 @@ from torch.multiprocessing.spawn import start_processes
 
 import tiermem
 from bench.options import RanksBenchOptions
+from bench.phases import timed
 from bench.small_training import Block, Tower
 from tiermem import OffloadPolicy
 from tiermem.ranks.joining import hold_no_group
 from tiermem.tools.measure.machine import caption, machine_facts
-from tiermem.tools.measure.phases import PHASES, timed
 from tiermem.tools.record.reports import table
+from tiermem.tools.record.run_record import PHASES
 
 # ---- what each rank runs -------------------------------------------------------------------------
 #

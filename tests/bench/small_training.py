@@ -33,9 +33,10 @@ from torch import nn
 
 import tiermem
 from bench.gpu_trace import profiled
+from bench.phases import clock_of, timed
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.swap.memory.accelerator import is_accelerator, reset_peak, usage
-from tiermem.tools.measure.phases import PHASES, clock_of, timed
+from tiermem.tools.record.run_record import PHASES
 from tiermem.tools.words import parse_list, save_json
 
 PLACES: dict[str, tuple[Tier, Tier]] = {

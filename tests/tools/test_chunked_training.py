@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 import tiermem
 from tiermem import OffloadPolicy, Tier
 from tiermem.layers import chunked_loss
+from tiermem.tools.job.launcher import Job
 from tiermem.tools.plan import planned
 from tiermem.tools.plan.planned import ActivationBytes, has_chunked_loss
 from tiermem.tools.plan.prediction import build_model
@@ -32,7 +33,9 @@ SHAPE: dict[str, Any] = {
 def train(folder: Path, tied: bool) -> tuple[list[float], list[torch.Tensor], int]:
     """Losses, weights, and the most elements of what the model calls logits."""
     policy = OffloadPolicy(params=Tier.NVME, optim=Tier.HOST, paths=[folder], persistence_numel=0)
-    model = build_model(SHAPE | {"tie_word_embeddings": tied}, 0, True, 2 * 40, policy=policy)
+    shape = SHAPE | {"tie_word_embeddings": tied}
+    job = Job("tied or not", shape, batch=2, seq=40, is_checkpointing=True)
+    model = build_model(job, policy=policy)
     losses, widest = [], 0
     with tiermem.shard(model, policy):
         optim = tiermem.AdamW(model.parameters(), lr=1e-3)

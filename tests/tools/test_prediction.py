@@ -44,7 +44,7 @@ def job(shape: dict[str, Any]) -> Job:
 
 
 def test_plain_copies_are_timed_wherever_the_maths_runs() -> None:
-    compute = time_plain_copies(TINY, "bf16", 2, 16, is_checkpointing=False)
+    compute = time_plain_copies(job(TINY))
     assert compute.forward_s > 0 and compute.backward_s > 0
 
 
@@ -54,8 +54,10 @@ def test_plain_copies_are_timed_wherever_the_maths_runs() -> None:
 def test_a_copy_is_timed_block_by_block_and_for_the_rest(
     is_on_disk: bool, is_checkpointing: bool, tmp_path: Path
 ) -> None:
-    folders = [tmp_path] if is_on_disk else []
-    maths = measure_maths(TINY, "bf16", 2, 16, is_checkpointing, folders)
+    folders = [str(tmp_path)] if is_on_disk else []
+    maths = measure_maths(
+        dataclasses.replace(job(TINY), is_checkpointing=is_checkpointing, nvme_paths=folders)
+    )
     compute = maths.compute
     assert compute.forward_s > 0 and compute.backward_s > 0 and maths.use_s > 0
     assert compute.rest_forward_s is not None and compute.rest_forward_s >= 0

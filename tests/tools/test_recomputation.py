@@ -11,6 +11,7 @@ import torch
 import tiermem
 from tiermem import OffloadPolicy, Tier
 from tiermem.forecast import Rates
+from tiermem.tools.job.launcher import Job
 from tiermem.tools.plan.planned import ActivationBytes, Cluster, Planned, Scenario, plan_scenario
 from tiermem.tools.plan.prediction import build_model
 from tiermem.tools.presets import ModelSizes
@@ -34,9 +35,8 @@ MIB = 1 << 20
 def trained(num_kept: int) -> tuple[list[int], list[torch.Tensor]]:
     """How often each block ran in a forward and a backward; the loss and the gradients."""
     policy = OffloadPolicy(params=Tier.HOST, optim=Tier.HOST)
-    model: Any = build_model(
-        SHAPE, 0, True, NUM_TOKENS, num_kept, policy=policy, dtype=torch.float32
-    )
+    job = Job("", SHAPE, seq=NUM_TOKENS, is_checkpointing=True, num_kept=num_kept)
+    model: Any = build_model(job, policy=policy, dtype=torch.float32)
     counts = [0] * NUM_LAYERS
     for index, block in enumerate(model.model.layers):
         block.mlp.register_forward_pre_hook(lambda *_, at=index: count(counts, at))

@@ -4,13 +4,11 @@ own model."""
 from __future__ import annotations
 
 import dataclasses
-import functools
 import gc
 import statistics
 import time
 import timeit
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -36,7 +34,7 @@ from tiermem.tools.measure.gpu_link import (
     measure_memory,
     step_passes,
 )
-from tiermem.tools.measure.phases import PHASES, clock_of, timed
+from tiermem.tools.measure.phases import timed
 from tiermem.tools.plan.planned import (
     ActivationBytes,
     has_chunked_loss,
@@ -44,8 +42,8 @@ from tiermem.tools.plan.planned import (
     meta_model,
     transformers,
 )
-from tiermem.tools.presets import ModelShape, ModelSizes, with_layers
-from tiermem.tools.record.run_record import Figures, Span, covered, within
+from tiermem.tools.presets import ModelSizes, with_layers
+from tiermem.tools.record.run_record import PHASES, Figures, Span, covered, within
 from tiermem.units.compute import (
     FAR_SLOWER,
     ComputeChoice,
@@ -62,39 +60,20 @@ from tiermem.weights.step_run import overlap_of
 #
 
 
-def build_model(
-    shape: ModelShape,
-    seed: int,
-    is_checkpointing: bool,
-    num_tokens: int,
-    num_kept: int = 0,
-    **placed: Any,
-) -> nn.Module:
-    """A model of a shape with weights from a seed, built under `zero.Init(**placed)`: each module
-    goes to its home at once.
-
-    num_tokens: of one forward; the loss of many is computed in chunks. num_kept: of the blocks, the
-        last ones, that keep their activations where the others are recomputed.
-    """
-    torch.manual_seed(seed)
+def build_model(job: Job, **placed: Any) -> nn.Module:
+    """A job's model with weights from its seed, built under `zero.Init(**placed)`: each module goes
+    to its home at once."""
+    torch.manual_seed(job.seed)
     with tiermem.zero.Init(**placed):
-        model = transformers().AutoModelForCausalLM.from_config(hf_config(shape))
-    made = made_ready(model, shape, is_checkpointing, num_tokens)
-    of_model = transformers().PreTrainedModel
-    blocks: list[Any] = [
-        each
-        for each in made.modules()
-        if getattr(each, "gradient_checkpointing", False) and not isinstance(each, of_model)
-    ]
-    for block in blocks[max(0, len(blocks) - num_kept) :]:
-        block.gradient_checkpointing = False
-    return made
+        model = transformers().AutoModelForCausalLM.from_config(hf_config(job.shape))
+    return made_ready(model, job)
 
 
-def made_ready(model: Any, shape: ModelShape, is_checkpointing: bool, num_tokens: int) -> nn.Module:
-    """The model in training mode, with checkpointing and the loss that it takes."""
-    _set_training(model, is_checkpointing)
-    if has_chunked_loss(ModelSizes.of(shape), num_tokens):
+def made_ready(model: Any, job: Job) -> nn.Module:
+    """The model in training mode, with checkpointing, and a loss in chunks where a forward has many
+    tokens."""
+    _set_training(model, job)
+    if has_chunked_loss(ModelSizes.of(job.shape), job.batch * job.seq):
         chunk_loss(model)
     return cast("nn.Module", model)
 
@@ -108,23 +87,27 @@ def chunk_loss(model: Any) -> None:
         targets = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]  # tokens before n predict n
         return tiermem.chunked_cross_entropy(logits, head.weight, targets, head.bias)
 
-    head.forward = _unchanged
+    head.forward = lambda hidden: hidden
     model.loss_function = loss_of
 
 
-def _unchanged(hidden: torch.Tensor) -> torch.Tensor:
-    return hidden
-
-
-def _set_training(model: Any, is_checkpointing: bool) -> None:
+def _set_training(model: Any, job: Job) -> None:
     """Training mode, with activation checkpointing by the name that the model's version of
-    transformers has for it."""
+    transformers has for it. Where its blocks have no flags of their own all are recomputed."""
     model.train()
-    if is_checkpointing:
+    if job.is_checkpointing:
         (
             getattr(model, "activation_checkpointing_enable", None)
             or model.gradient_checkpointing_enable
         )()
+    whole = transformers().PreTrainedModel
+    blocks: list[Any] = [
+        each
+        for each in model.modules()
+        if getattr(each, "gradient_checkpointing", False) and not isinstance(each, whole)
+    ]
+    for block in blocks[max(0, len(blocks) - job.num_kept) :]:
+        block.gradient_checkpointing = False
 
 
 # ---- on a GPU: two small copies of the model in plain PyTorch ------------------------------------
@@ -140,15 +123,13 @@ _MORE = 3
 _NUM_TIMED_COPIES = 3
 
 
-def time_plain_copies(
-    shape: ModelShape, precision: str, batch: int, seq: int, is_checkpointing: bool
-) -> Compute:
+def time_plain_copies(job: Job) -> Compute:
     """Seconds of a micro-batch's maths, per parameter of a block and of the rest. Blocks.
 
     Raises ValueError for a model whose number of layers cannot be changed.
     """
-    few = _time_copy(with_layers(shape, _FEW), precision, batch, seq, is_checkpointing)
-    more = _time_copy(with_layers(shape, _MORE), precision, batch, seq, is_checkpointing)
+    few = _time_copy(_with_layers(job, _FEW))
+    more = _time_copy(_with_layers(job, _MORE))
     forward_s = max(1e-12, (more[1] - few[1]) / (_MORE - _FEW))
     backward_s = max(1e-12, (more[2] - few[2]) / (_MORE - _FEW))
     block_numel = max(1, (more[0] - few[0]) // (_MORE - _FEW))
@@ -156,36 +137,44 @@ def time_plain_copies(
     return Compute(forward_s / block_numel, backward_s / block_numel, *rest)
 
 
-def _time_copy(
-    shape: ModelShape, precision: str, batch: int, seq: int, is_checkpointing: bool
-) -> tuple[int, float, float]:
+def _time_copy(job: Job) -> tuple[int, float, float]:
     """(elements of matrices in blocks and elsewhere, seconds of a forward, seconds of a backward)
     of a copy."""
     device = find_device()
-    model: Any = meta_model(shape, precision).to_empty(device=device)
+    model: Any = meta_model(job.shape, job.precision).to_empty(device=device)
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point():
             tensor.data.normal_(std=0.02)
-    _set_training(model, is_checkpointing)
+    _set_training(model, job)
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(_drop)
-    tokens = _tokens(shape, batch, seq).to(device)
-    forward = functools.partial(_loss_of, model, tokens)
-    seconds = [timed(clock_of(device), forward)[1] for _ in range(_NUM_TIMED_COPIES + 1)]
+    tokens = _tokens(job).to(device)
+    passes = []
+    for _ in range(_NUM_WARM_UP + _NUM_TIMED_COPIES):
+        seconds = dict.fromkeys(PHASES[:2], 0.0)
+        with timed(device, seconds, "forward"):
+            loss = _loss_of(model, tokens)
+        with timed(device, seconds, "backward"):
+            loss.backward()
+        passes.append(seconds)
     fused = fused_experts(model)
     numel = sum(used_numel(p, fused) for p in model.parameters() if p.dim() > 1)
-    del model, forward
+    del model, loss
     gc.collect()
     forward_s, backward_s = (
-        statistics.median(each[phase] for each in seconds[1:]) for phase in PHASES[:2]
+        statistics.median(each[phase] for each in passes[_NUM_WARM_UP:]) for phase in PHASES[:2]
     )
     return numel, forward_s, backward_s
 
 
-def _tokens(shape: ModelShape, batch: int, seq: int) -> torch.Tensor:
-    return torch.randint(
-        0, int(shape["vocab_size"]), (batch, seq), generator=torch.Generator().manual_seed(0)
-    )
+def _with_layers(job: Job, num_layers: int) -> Job:
+    return dataclasses.replace(job, shape=with_layers(job.shape, num_layers))
+
+
+def _tokens(job: Job) -> torch.Tensor:
+    size = (job.batch, job.seq)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, int(job.shape["vocab_size"]), size, generator=generator)
 
 
 def _loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
@@ -249,32 +238,19 @@ class Maths(NamedTuple):
         return Maths(self.compute.shared_by(num_ranks), self.use_s, gradients)
 
 
-def measure_maths(
-    shape: ModelShape,
-    precision: str,
-    batch: int,
-    seq: int,
-    is_checkpointing: bool = False,
-    folders: Sequence[Path] = (),
-    compute: str | None = None,
-) -> Maths:
-    """Times a small copy of a model; with `folders` its parameters and gradients rest there, else
-    in memory. Blocks.
+def measure_maths(job: Job) -> Maths:
+    """Times a small copy of a job's model; its parameters and gradients rest in the job's folders
+    on NVMe if it has any, else in memory. Blocks.
 
-    compute: the precision of products, where it is not that of weights. Raises ValueError for a
-        model whose number of layers
-    cannot be changed, OSError when a folder is missing or too full.
+    Raises ValueError for a model whose number of layers cannot be changed, OSError when a folder is
+    missing or too full.
     """
     if is_accelerator(find_device()):
-        return Maths(
-            time_plain_copies(shape, precision, batch, seq, is_checkpointing), _GPU_USE_S, None
-        )
-    policy = _policy(precision, folders, compute or precision)
-    few = with_layers(shape, _num_layers(shape))
-    model = build_model(
-        few, 0, is_checkpointing, batch * seq, policy=policy, dtype=DTYPES[precision]
-    )
-    tokens = _tokens(shape, batch, seq)
+        return Maths(time_plain_copies(job), _GPU_USE_S, None)
+    policy = _policy(job)
+    few = _with_layers(job, _num_layers(ModelSizes.of(job.shape)))
+    model = build_model(few, policy=policy, dtype=DTYPES[job.precision])
+    tokens = _tokens(job)
     passes: list[tuple[Phase, Phase]] = []
     with tiermem.shard(model, policy) as shards:
         first = time.monotonic()
@@ -292,32 +268,30 @@ def measure_maths(
     return maths_of(events, passes[_NUM_WARM_UP:], *_lists_of_blocks(model))
 
 
-def copy_bytes(
-    shape: ModelShape, precision: str, is_on_disk: bool, compute: str | None = None
-) -> int:
+def copy_bytes(job: Job) -> int:
     """Memory that the copy takes beside its activations and gradients in autograd. Raises
     ValueError for a shape without sizes."""
-    sizes = ModelSizes.of(shape)
-    rest = DTYPES[precision].itemsize
-    wide = DTYPES[compute or precision].itemsize
+    sizes = ModelSizes.of(job.shape)
+    rest = DTYPES[job.precision].itemsize
+    wide = DTYPES[job.compute].itemsize
     buffers = 2 * sizes.unit_numel * (rest + wide)  # two units, and gradients of two
-    layers = _num_layers(shape) * sizes.block_numel + 2 * sizes.vocabulary * sizes.hidden
-    return buffers + (0 if is_on_disk else 2 * layers * rest) + _USUAL_ROOM_BYTES
+    layers = _num_layers(sizes) * sizes.block_numel + 2 * sizes.vocabulary * sizes.hidden
+    return buffers + (0 if job.nvme_paths else 2 * layers * rest) + _USUAL_ROOM_BYTES
 
 
-def copy_s(shape: ModelShape, num_tokens: int, flops: float) -> float:
+def copy_s(job: Job, flops: float) -> float:
     """The least seconds to time the copy, at so many operations a second. Raises ValueError for a
     shape without sizes."""
-    sizes = ModelSizes.of(shape)
-    numel = _num_layers(shape) * sizes.block_numel + sizes.vocabulary * sizes.hidden
-    return (_NUM_WARM_UP + 1) * 6 * numel * num_tokens / flops
+    sizes = ModelSizes.of(job.shape)
+    numel = _num_layers(sizes) * sizes.block_numel + sizes.vocabulary * sizes.hidden
+    return (_NUM_WARM_UP + 1) * 6 * numel * job.batch * job.seq / flops
 
 
-def measure_flops(shape: ModelShape, compute: str) -> float:
+def measure_flops(job: Job) -> float:
     """Operations a second of products with matrices of a model's width on the CPU, all threads of
     this process. Blocks for less than a second."""
-    sizes = ModelSizes.of(shape)
-    products = measure_products([(sizes.intermediate, sizes.hidden)], DTYPES[compute])
+    sizes = ModelSizes.of(job.shape)
+    products = measure_products([(sizes.intermediate, sizes.hidden)], DTYPES[job.compute])
     return products.rest_flops * torch.get_num_threads()
 
 
@@ -447,24 +421,24 @@ class _Parts:
         )
 
 
-def _num_layers(shape: ModelShape) -> int:
-    sizes = ModelSizes.of(shape)
+def _num_layers(sizes: ModelSizes) -> int:
     return _LAYERS if sizes.block_numel < _MANY_BLOCK_NUMEL else _FEWEST_LAYERS
 
 
-def _policy(precision: str, folders: Sequence[Path], compute: str) -> OffloadPolicy:
+def _policy(job: Job) -> OffloadPolicy:
     """Everything streams through two buffers; the states that no step will make take as little room
     as can be."""
-    home = Tier.NVME if folders else Tier.HOST
-    masters = Precision() if precision == "fp32" else Precision(precision, precision)  # type: ignore[arg-type]
+    home = Tier.NVME if job.nvme_paths else Tier.HOST
+    precision: Any = job.precision
+    masters = Precision() if precision == "fp32" else Precision(precision, precision)
     return OffloadPolicy(
         params=home,
         optim=Tier.HOST,
         grads=home,
         precision=masters,
-        compute_dtype="storage" if compute == precision else "fp32",
+        compute_dtype="storage" if job.compute == precision else "fp32",
         num_moments=0,
-        paths=[str(folder) for folder in folders],
+        paths=job.nvme_paths,
         unit_buffers=2,
         tile_buffers=1,
         tile_numel=1 << 12,
@@ -556,10 +530,6 @@ class MeasuredRates(NamedTuple):
     compute: Compute
     rates: Rates
 
-    def recomputing(self, part: float) -> MeasuredRates:
-        """The same with a part more of the blocks computed again in backward."""
-        return self._replace(compute=self.compute.recomputing(part))
-
 
 def measure(job: Job, room_bytes: int | None, disk: Figures | None) -> MeasuredRates | str:
     """Times the maths within `room_bytes` of memory (None: no limit); returns why not, where it
@@ -568,22 +538,13 @@ def measure(job: Job, room_bytes: int | None, disk: Figures | None) -> MeasuredR
     `disk` holds the measured rates of the paths' disks in bytes per second; None: nothing rests
     there.
     """
-    folders = [Path(path) for path in job.nvme_paths]
-    if folders and disk is None:
+    if job.nvme_paths and disk is None:
         return "the disk was not measured"
     try:
-        copy = copy_bytes(job.shape, job.precision, bool(folders), job.compute)
+        copy = copy_bytes(job)
         if room_bytes is not None and copy > room_bytes:
             return f"a small copy of the model takes {copy} bytes and the cap leaves {room_bytes}"
-        maths = measure_maths(
-            job.shape,
-            job.precision,
-            job.batch,
-            job.seq,
-            bool(job.is_checkpointing),
-            folders,
-            job.compute,
-        )
+        maths = measure_maths(job)
         rates = Rates(
             disk_read_bytes_s=disk["read_bytes_s"] if disk else _NO_DISK,
             disk_write_bytes_s=disk["write_bytes_s"] if disk else _NO_DISK,

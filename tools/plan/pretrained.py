@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
-import tiermem
 from tiermem.engine.room import Room, compute_policy, find_room
 from tiermem.forecast.choose import HOMES
 from tiermem.integrations.arguments import config_beside, hidden_size_of
@@ -44,10 +43,6 @@ class PlannedModel(NamedTuple):
     """The arithmetic, under a cap."""
     settings: dict[str, Any]
     """For `from_pretrained`."""
-
-    def open(self, name: str) -> nn.Module:
-        """The model with its weights where the policy has them. Collective; blocks."""
-        return tiermem.from_pretrained(name, self.policy, **self.settings)
 
 
 def plan_pretrained(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from tiermem.config import load_config, resolve_auto
 from tiermem.forecast.rates import Compute, Rates
 from tiermem.swap.memory.accelerator import find_device, is_accelerator
 from tiermem.swap.memory.free import free_host_bytes
-from tiermem.tools.job.launcher import compute_of
+from tiermem.tools.job.launcher import Job
 from tiermem.tools.job.train_job import micro_batch_of, nvme_folders, precision_of
 from tiermem.tools.measure.files import why_unmeasured
 from tiermem.tools.measure.gpu_link import kernel_passes, measure_link, measure_memory, step_passes
@@ -52,8 +52,22 @@ def speed_of(
     maths runs on GPUs."""
     rates, source = _disk_speed(options, config)
     compute: Compute | float
-    link_bytes_s, link_source = _link_speed(options, is_gpu)
-    memory_bytes_s, memory_source = _memory_speed(options, is_gpu)
+    link_bytes_s, link_source = _of_gpu(
+        options,
+        "--link",
+        options.link_bytes_s,
+        measure_link,
+        "with pinned memory, both ways at once",
+        _ASSUMED_LINK,
+    )
+    memory_bytes_s, memory_source = _of_gpu(
+        options,
+        "--gpu-bandwidth",
+        options.gpu_memory_bytes_s,
+        measure_memory,
+        "in optimizer steps",
+        Rates.device_memory_bytes_s,
+    )
     rates = dataclasses.replace(
         rates,
         link_bytes_s=link_bytes_s,
@@ -179,52 +193,51 @@ def tuned_speed(file: Path) -> tuple[Rates, str]:
     return Rates(pace * read, pace * write, is_disk_duplex=is_duplex), source
 
 
-def _link_speed(options: PlanOptions, is_gpu: bool) -> tuple[float, str]:
-    """Bytes a second each way between memory and an accelerator, and where they are from: given,
-    measured here, or assumed."""
-    if options.link_bytes_s is not None:
-        return options.link_bytes_s, _named_by(options, "--link")
-    measured = measure_link(find_device()) if is_gpu else None
-    if measured is not None:
-        return measured, "measured here with pinned memory, both ways at once"
-    return _ASSUMED_LINK, "assumed: give --link"
-
-
-def _memory_speed(options: PlanOptions, is_gpu: bool) -> tuple[float, str]:
-    """Bytes a second of an accelerator's memory, and where they are from: given, measured here, or
+def _of_gpu(
+    options: PlanOptions,
+    name: str,
+    given: float | None,
+    measure: Callable[[torch.device], float | None],
+    how: str,
+    assumed: float,
+) -> tuple[float, str]:
+    """Bytes a second of an accelerator, and where they are from: given, measured here, or
     assumed."""
-    if options.gpu_memory_bytes_s is not None:
-        return options.gpu_memory_bytes_s, _named_by(options, "--gpu-bandwidth")
-    measured = measure_memory(find_device()) if is_gpu else None
-    if measured is not None:
-        return measured, "measured here in optimizer steps"
-    return Rates.device_memory_bytes_s, "assumed: give --gpu-bandwidth"
+    if given is not None:
+        return given, _named_by(options, name)
+    if (measured := measure(find_device())) is not None:
+        return measured, f"measured here {how}"
+    return assumed, f"assumed: give {name}"
 
 
 def _measured(options: PlanOptions, shape: ModelShape, config: Mapping[str, Any]) -> Maths | float:
     """The maths of a micro-batch here; of one that would take minutes, the operations a second.
     Raises ValueError when a small copy does not fit this machine's free memory."""
-    precision = precision_of(config)
+    assert options.seq is not None  # the scenario has a length
+    job = Job(
+        options.MADE_BY,
+        shape,
+        config=dict(config),
+        seq=options.seq,
+        batch=micro_batch_of(config, 1),
+        precision=precision_of(config),
+        is_checkpointing=options.is_checkpointing,
+        nvme_paths=list(map(str, _folders_here(config))),
+    )
     num_bytes = free_host_bytes()
-    folders = _folders_here(config)
-    compute = compute_of(config, precision)
-    copy = copy_bytes(shape, precision, bool(folders), compute)
+    copy = copy_bytes(job)
     if copy > num_bytes:
         raise ValueError(
             f"a small copy of the model, to measure how fast this machine computes, takes {copy} "
             f"bytes and {num_bytes} are "
             "free: give --flops, the operations a second that a rank reaches"
         )
-    micro, seq = micro_batch_of(config, 1), options.seq
-    assert seq is not None  # the scenario has a length
     if not is_accelerator(find_device()):
-        flops = measure_flops(shape, compute)
-        if copy_s(shape, micro * seq, flops) > _LONGEST_COPY_S:
+        flops = measure_flops(job)
+        if copy_s(job, flops) > _LONGEST_COPY_S:
             return flops
     try:
-        return measure_maths(
-            shape, precision, micro, seq, bool(options.is_checkpointing), folders, compute
-        )
+        return measure_maths(job)
     except torch.OutOfMemoryError:
         raise ValueError(
             "a small copy of the model, to measure how fast this GPU computes, does not fit it: "

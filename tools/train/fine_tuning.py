@@ -22,10 +22,12 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, set_seed
 
+import tiermem
 from tiermem.integrations.huggingface import TiermemTrainer
 from tiermem.swap.disk.queue import Meter
 from tiermem.swap.memory.accelerator import find_device, is_accelerator
 from tiermem.tools.job.launcher import Channel, Job, give_back_free_memory, resident_of
+from tiermem.tools.measure.phases import timed
 from tiermem.tools.plan.planned import of_every_rank
 from tiermem.tools.plan.prediction import measure, predict, without_frozen
 from tiermem.tools.plan.pretrained import plan_pretrained
@@ -82,7 +84,7 @@ class SftTrainer(TiermemTrainer.mixin, trl.SFTTrainer, TrainerCallback):  # type
         self._stop = stop
         channel.phase("reading the weights")
         args.model_init_kwargs = None
-        opened = planned.open(model)
+        opened = tiermem.from_pretrained(model, planned.policy, **planned.settings)
         channel.phase("preparing the data")
         super().__init__(opened, args=args, tiermem=planned.asked, **given)
         self.add_callback(self)
@@ -136,12 +138,12 @@ class SftTrainer(TiermemTrainer.mixin, trl.SFTTrainer, TrainerCallback):  # type
 
     def compute_loss(self, *given: Any, **more: Any) -> Any:
         """As TRL's, timed. Collective; blocks."""
-        with training.timed(self.args.device, self._seconds, "forward"):
+        with timed(self.args.device, self._seconds, "forward"):
             return super().compute_loss(*given, **more)
 
     def training_step(self, *given: Any, **more: Any) -> torch.Tensor:
         """As TRL's, timed. Collective; blocks."""
-        with training.timed(self.args.device, self._seconds, "batches"):
+        with timed(self.args.device, self._seconds, "batches"):
             self._losses_of_step.append(super().training_step(*given, **more))
         return self._losses_of_step[-1]
 

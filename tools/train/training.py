@@ -53,7 +53,7 @@ from tiermem.tools.job.launcher import (
 )
 from tiermem.tools.job.train_job import CLIENT_KEY, Config
 from tiermem.tools.measure.files import memory_backed, why_unmeasured
-from tiermem.tools.measure.phases import PHASES
+from tiermem.tools.measure.phases import timed
 from tiermem.tools.measure.sustained import measure_disks
 from tiermem.tools.plan.planned import (
     Budget,
@@ -79,6 +79,7 @@ from tiermem.tools.plan.settle import (
     settle_by_room,
 )
 from tiermem.tools.record.run_record import (
+    PHASES,
     Figures,
     IoCounts,
     OutOfDeviceMemory,
@@ -139,14 +140,7 @@ class Trainer:
         ceiling = ceiling if job.nvme_paths else None
         with self._explaining_out_of_memory(), large_blocks_mapped():
             self._channel.phase("building the model")
-            model = build_model(
-                job.shape,
-                job.seed,
-                bool(job.is_checkpointing),
-                job.batch * job.seq,
-                job.num_kept,
-                config_dict_or_path=config,
-            )
+            model = build_model(job, config_dict_or_path=config)
             self._channel.phase("initialize")
             engine = tiermem.initialize(model=model, config=config)[0]
         with closed_on_error(engine.close), self._explaining_out_of_memory(engine):
@@ -240,7 +234,8 @@ class Trainer:
         activations = planned.activations
         if is_open:
             more = activations.recomputed_part - float(bool(job.is_checkpointing))
-            measured = measured if speed is None else speed.recomputing(more)
+            if speed is not None:
+                measured = speed._replace(compute=speed.compute.recomputing(more))
             is_recomputing = activations.is_checkpointing
             job = dataclasses.replace(
                 job, is_checkpointing=is_recomputing, num_kept=activations.num_kept
@@ -345,9 +340,7 @@ class Trainer:
         engine.wait_checkpoint()
         moved = counts_at_rest(engine.shards.store).since(ours)
         by_kernel = kernel_counts().since(kernel)
-        self._beside = IoCounts(
-            *(a + b - c for a, b, c in zip(self._beside, by_kernel, moved, strict=True))
-        )
+        self._beside = IoCounts.total((self._beside, by_kernel.since(moved)))
         self._channel.send("saved", step=step, seconds=time.monotonic() - started, folder=folder)
 
     @contextlib.contextmanager
@@ -382,11 +375,6 @@ class Trainer:
         save_events(engine.shards, self._job.events_file)
 
 
-def is_first_rank() -> bool:
-    """Whether this process is rank 0, or the only one."""
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
 def load_model_classes(job: Job) -> int:
     """Imports the model's own modules, makes the accelerator's context and sets the threads.
 
@@ -412,17 +400,6 @@ def closed_on_error(close: Callable[[], object]) -> Iterator[None]:
         raise
 
 
-@contextlib.contextmanager
-def timed(device: torch.device, seconds: dict[str, float], name: str) -> Iterator[None]:
-    """Adds the seconds of a block to those of a name. Waits for the device."""
-    started = time.monotonic()
-    yield
-    # a phase's time is its own; a tool may wait for the device
-    if is_accelerator(device):
-        torch.accelerator.synchronize(device)
-    seconds[name] += time.monotonic() - started
-
-
 def _divide_by_phase(engine: Engine, started_ns: int, seconds: dict[str, float]) -> None:
     """Divides the seconds of a `train_batch` into phases: forward and backward as recorded, the
     rest is the step."""
@@ -438,7 +415,7 @@ def measure_ceiling(job: Job, channel: Channel) -> dict[str, Any] | None:
     measured. Collective; blocks."""
     found = None
     folders = [Path(path) for path in job.nvme_paths]
-    if folders and is_first_rank():
+    if folders and (not dist.is_initialized() or dist.get_rank() == 0):
         channel.phase("measuring the disk")
         if (why := why_unmeasured(folders)) is not None:
             said = f"the disk is not measured, so nothing is predicted: {why}"

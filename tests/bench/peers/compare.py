@@ -15,9 +15,8 @@ from bench.options import PeersOptions
 from bench.peers.runs import Peer, list_peers
 from tiermem.config import load_config
 from tiermem.tools.job.launcher import Job
-from tiermem.tools.measure.phases import PHASES
 from tiermem.tools.record.reports import table
-from tiermem.tools.record.run_record import median_after_warm_up
+from tiermem.tools.record.run_record import PHASES, median_after_warm_up
 from tiermem.tools.train.train import run_one, train
 from tiermem.tools.words import format_bytes, save_json
 
