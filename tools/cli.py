@@ -30,7 +30,6 @@ from tiermem.tools.words import (
     EXIT_USER,
     STDOUT,
     Mistake,
-    OneOf,
     message_of,
     options_of,
     stopped_by_sigterm,
@@ -149,7 +148,7 @@ def register(group: typer.Typer, kind: Any, work: str, stopped: str | None) -> N
     )
     run.__signature__ = inspect.Signature([ours, *_parameters_of(kind)])  # type: ignore[attr-defined]
     run.__doc__ = kind.__doc__
-    more = {"allow_extra_args": True, "ignore_unknown_options": True} if kind.TAKES_MORE else {}
+    more = {"allow_extra_args": kind.TAKES_MORE, "ignore_unknown_options": kind.TAKES_MORE}
     group.command(kind.MADE_BY.split()[-1], context_settings=more)(run)
 
 
@@ -177,14 +176,8 @@ def _parameters_of(kind: Any) -> Iterator[inspect.Parameter]:
             hint, default = (hint, default) if default is ... else (hint | None, None)
         shown: Any
         if said.name:
-            words = (
-                said.check.allowed
-                if isinstance(said.check, OneOf)
-                else tuple(PRESETS)
-                if field == "preset"
-                else None
-            )
-            complete = None if words is None else _completions(words)
+            words = PRESETS if field == "preset" else getattr(said.check, "allowed", None)
+            complete = None if words is None else _completions(tuple(words))
             shown = typer.Option(
                 said.name, help=said.help, show_default=said.shows_default, autocompletion=complete
             )

@@ -219,7 +219,9 @@ def _near(word: str, there: Iterable[str], alike: float = 0.6) -> Sequence[str]:
 
 def _takes(path: str, name: str, value: str) -> bool:
     """Whether a command's option may have a value: a hint advises no option of another kind."""
-    kind = next((each for each in Options.__subclasses__() if path == each.MADE_BY), None)
+    bases: list[Any] = [Options, *Options.__subclasses__()]
+    kinds = [each for base in bases for each in base.__subclasses__()]
+    kind = next((each for each in kinds if path == each.MADE_BY), None)
     for field, said in options_of(kind).items() if kind and value else ():
         if said.name == name:
             hint = str(typing.get_type_hints(kind)[field])

@@ -71,6 +71,20 @@ _LEAST_STEPPED = 4096
 _LEAST_ADAM = 1024
 _PAGE_BYTES = 4096
 
+DECIDED_BY_CONFIG = (
+    "offload",
+    "nvme",
+    "precision",
+    "compute",
+    "states",
+    "lr",
+    "batch",
+    "resident_bytes",
+    "durability",
+    "keep",
+    "overlap",
+)
+"""The options of `train` that a config has keys for."""
 MADE_OF = ("offload", "precision", "states", "batch", "overlap")
 """The options that `plan` makes a config of, where none is given."""
 _OF_A_MACHINE = memory_of(1 << 20)
@@ -80,6 +94,14 @@ def _card(name: str, value: str) -> None:
     if value.upper().rstrip("IB").endswith("G"):
         raise Mistake(f"{name} is {value!r}, a size", {name: f"--gpu-memory {value}"})
     OneOf(*CARDS)(name, value)
+
+
+def leave_to_config(options: Any, *fields: str) -> None:
+    """Raises Mistake where options are given beside --config, which decides them."""
+    given = options.given(*fields)
+    if options.config is not None and given:
+        said = f"{', '.join(given)}: --config decides this; change {options.config} instead"
+        raise Mistake(said, dict.fromkeys(given, ""))
 
 
 def check_one_model(options: Any, example: str) -> None:
@@ -147,28 +169,34 @@ _checkpointing = partial(
     "fastest]",
     "--checkpointing/--no-checkpointing",
 )
-_tensorboard = partial(
-    option, None, "also write every step's figures into this folder, for TensorBoard"
-)
 _bare_loop = partial(
     option, None, "build/yardsticks/bare_loop, from `make yardsticks`", check=program
 )
-_memory = partial(
-    option,
-    None,
-    "hard limit of host memory of each rank, such as 24GiB; auto: nine tenths of what is free",
-    "--memory",
-    parse_memory,
-    memory_of(LEAST_MEMORY_BYTES, ", which Python alone exceeds"),
-)
-_runs = partial(option, Path("runs"), "folder that keeps a folder per run")
-_verbose = partial(option, False, "show every phase and step, and all tables", "--verbose")
 
 # ---- the commands --------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunOptions(Options):
+    """The options of every command that trains."""
+
+    memory_bytes: int | None = option(
+        None,
+        "hard limit of host memory of each rank, such as 24GiB; auto: nine tenths of what is free",
+        "--memory",
+        parse_memory,
+        memory_of(LEAST_MEMORY_BYTES, ", which Python alone exceeds"),
+    )
+    tbw_bytes: int | None = _tbw()
+    runs: Path = option(Path("runs"), "folder that keeps a folder per run")
+    tensorboard: Path | None = option(
+        None, "also write every step's figures into this folder, for TensorBoard"
+    )
+    is_verbose: bool = option(False, "show every phase and step, and all tables", "--verbose")
+
+
 @dataclasses.dataclass(frozen=True)
-class TrainOptions(Options):
+class TrainOptions(RunOptions):
     """Train a model under a memory cap, with its states on any tier."""
 
     MADE_BY = "tiermem train"
@@ -183,11 +211,9 @@ class TrainOptions(Options):
     )
     offload: str | None = _offload()
     nvme: Sequence[Path] = option((), "folders on NVMe disks [default: the run's folder]")
-    memory_bytes: int | None = _memory()
     deepspeed_config: Path | None = option(None, "the old name of --config")
     tuned: Path | None = option(None, "what `tiermem tune` wrote: queue, engine, paths")
     sustained: float | None = _sustained()
-    tbw_bytes: int | None = _tbw()
     steps: int | None = option(
         None, "optimizer steps, with those before a resume [default: 10]", check=POSITIVE
     )
@@ -242,9 +268,6 @@ class TrainOptions(Options):
         "or auto [default: auto]",
         check=OneOf(*OVERLAPS),
     )
-    runs: Path = _runs()
-    tensorboard: Path | None = _tensorboard()
-    is_verbose: bool = _verbose()
 
     def check_together(self) -> None:
         if self.lr is not None and not 0 <= self.lr < math.inf:
@@ -256,10 +279,11 @@ class TrainOptions(Options):
                     "config", "model", f"{self.config} is a model's: name it with --model"
                 )
         self.take_old("deepspeed_config", "config", "it is --config now")
+        leave_to_config(self, *DECIDED_BY_CONFIG)
 
 
 @dataclasses.dataclass(frozen=True)
-class SftOptions(Options):
+class SftOptions(RunOptions):
     """Fine-tune a model on text or chats: TRL's script and arguments, with states on any tier.
 
     All other arguments are TRL's: `trl sft --help` lists them. In front are --model_name_or_path,
@@ -276,11 +300,6 @@ class SftOptions(Options):
     nvme: Sequence[Path] = option((), "folders on NVMe disks [default: --output_dir]")
     states: str | None = _states()
     frozen: str | None = _frozen()
-    memory_bytes: int | None = _memory()
-    tbw_bytes: int | None = _tbw()
-    runs: Path = _runs()
-    tensorboard: Path | None = _tensorboard()
-    is_verbose: bool = _verbose()
     arguments: Sequence[str] = ()
     """TRL's."""
 
@@ -311,10 +330,8 @@ class SftOptions(Options):
         if self.frozen is not None and "__use_peft" not in known and not has_file:
             said = "--frozen packs frozen weights, and without --use_peft none are"
             raise Mistake(said, {"--frozen": f"--frozen {self.frozen} --use_peft true"})
-        own = ("offload", "nvme", "states", "frozen")
-        decided = {f"--{each}": "" for each in own if getattr(self, each)}
-        if self.config is not None and not has_file and decided:
-            raise Mistake(f"{', '.join(decided)}: --config decides this", decided)
+        if not has_file:
+            leave_to_config(self, "offload", "nvme", "states", "frozen")
         if self.nvme and self.offload not in (None, "auto", "nvme"):
             said = f"--nvme names folders, but with --offload {self.offload} nothing rests there"
             raise Mistake(said, {"--offload": "--offload nvme"})
@@ -440,13 +457,7 @@ class PlanOptions(Options):
         if self.shows_paper:
             return
         check_one_model(self, "7b")
-        decided = {
-            f"--{name}": ""
-            for name in (*MADE_OF, "accumulation", "frozen")
-            if getattr(self, name) is not None
-        }
-        if self.config is not None and decided:
-            raise Mistake(f"{', '.join(decided)}: --config decides this", decided)
+        leave_to_config(self, *MADE_OF, "accumulation", "frozen")
         if self.nvme_rate is not None and self.rates is not None:
             raise ValueError(
                 "--nvme-rate and --rates both say how fast the disks are; give one of them"

@@ -411,6 +411,11 @@ class Options:
     def check_together(self) -> None:
         """Raises ValueError for values that contradict each other; a command overrides it."""
 
+    def given(self, *fields: str) -> list[str]:
+        """The names of those of some options that were given."""
+        said = options_of(self)
+        return [said[field].name for field in fields if getattr(self, field) not in (None, ())]
+
     def take_old(self, old: str, new: str, why: str) -> None:
         """Moves the value of an option's old use to another field, and says so on stderr. Nothing
         where the old one is not given, or the other is."""

@@ -21,7 +21,7 @@ from tiermem.tools.words import SCHEMA_VERSION, Options
 KINDS = [
     each
     for each in vars(options).values()
-    if isinstance(each, type) and issubclass(each, Options) and each is not Options
+    if isinstance(each, type) and issubclass(each, Options) and each.MADE_BY
 ]
 COMMANDS = {
     "check --config ds.json --json": {"config", "is_accepted", "keys", "deprecated"},

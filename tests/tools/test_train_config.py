@@ -139,16 +139,16 @@ def test_a_wrong_option_names_what_is_allowed(
 
 
 def test_two_sources_for_one_thing_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--lr, --offload: --config decides this"):
-        read_config(tmp_path / "ds.json", ["--lr", "--offload"], 1)
+    with pytest.raises(ValueError, match="--offload, --lr: --config decides this"):
+        TrainOptions(config=tmp_path / "ds.json", lr=1e-3, offload="cpu")
 
 
 def test_a_batch_is_added_only_where_the_file_names_none(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({"bf16": {"enabled": True}}))
-    assert read_config(file, [], 4)["train_micro_batch_size_per_gpu"] == 4
+    assert read_config(file, 4)["train_micro_batch_size_per_gpu"] == 4
     file.write_text(json.dumps({"train_batch_size": 8}))
-    assert read_config(file, [], 4) == {"train_batch_size": 8}
+    assert read_config(file, 4) == {"train_batch_size": 8}
 
 
 @pytest.mark.parametrize("text", ["{", "[1]"])
@@ -156,4 +156,4 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "ds.json"
     file.write_text(text)
     with pytest.raises(ValueError, match=str(file)):
-        read_config(file, [], 1)
+        read_config(file, 1)

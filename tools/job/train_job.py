@@ -14,7 +14,7 @@ from tiermem.swap.disk.direct import probe_path
 from tiermem.tools.corpus import Corpus, check_bytes_suit
 from tiermem.tools.job.launcher import Job
 from tiermem.tools.measure.machine import memory_bytes
-from tiermem.tools.options import TrainOptions, check_one_model
+from tiermem.tools.options import DECIDED_BY_CONFIG, TrainOptions, check_one_model
 from tiermem.tools.presets import (
     ModelShape,
     ModelSizes,
@@ -23,7 +23,7 @@ from tiermem.tools.presets import (
     shape_of,
     with_layers,
 )
-from tiermem.tools.words import Mistake, folders, format_bytes, numbered, options_of, read_json
+from tiermem.tools.words import Mistake, folders, format_bytes, numbered, read_json
 
 # ---- the config ----------------------------------------------------------------------------------
 #
@@ -87,14 +87,9 @@ def make_config(options: TrainOptions, nvme_paths: Sequence[Path] = ()) -> Confi
     return {**config, "tiermem": own} if own else config
 
 
-def read_config(file: Path, given_options: Sequence[str], batch: int) -> Config:
-    """A user's config file; `given_options` are those given that it decides.
-
-    Raises OSError, or ValueError: not JSON, or two sources for one thing.
-    """
-    if given_options:
-        said = f"{', '.join(given_options)}: --config decides this; change {file} instead"
-        raise Mistake(said, dict.fromkeys(given_options, ""))
+def read_config(file: Path, batch: int) -> Config:
+    """A user's config file, with a micro-batch where it names none. Raises OSError, or ValueError
+    for a file that is not JSON."""
     config = read_json(file)
     if not isinstance(config, dict):
         raise ValueError(f"{file} holds no JSON object")
@@ -186,22 +181,9 @@ LIST_OF_STEPS = "?"
 """What `--resume` without a value stands for: show what there is to go on from."""
 
 _PATHS = ("data", "nvme")
-_DECIDED_BY_CONFIG = (
-    "offload",
-    "nvme",
-    "precision",
-    "compute",
-    "states",
-    "lr",
-    "batch",
-    "resident_bytes",
-    "durability",
-    "keep",
-    "overlap",
-)
 _ADDED = ("compute", "overlap")  # older runs have no such options
 _CARRIED = (
-    *_DECIDED_BY_CONFIG,
+    *DECIDED_BY_CONFIG,
     "data",
     "steps",
     "seq",
@@ -285,7 +267,7 @@ def with_saved(options: TrainOptions, resumed: Resumed) -> TrainOptions:
     no step is left."""
     names = set(_CARRIED)
     if options.config is not None or resumed.config is not None:
-        names -= set(_DECIDED_BY_CONFIG)
+        names -= set(DECIDED_BY_CONFIG)
     if options.offload is not None:
         names -= {"offload", "nvme", "resident_bytes"}
     taken: dict[str, Any] = {}
@@ -416,16 +398,10 @@ def _config(
 ) -> tuple[Config, Config | None]:
     """The config, and the config again if it was given and not made here."""
     tuned = _with_tuned({}, options.tuned)
-    said = options_of(options)
-    decided = [
-        said[field].name
-        for field in _DECIDED_BY_CONFIG
-        if getattr(options, field) not in (None, ())
-    ]
     if options.config is not None:
-        given = read_config(options.config, decided, batch)
+        given = read_config(options.config, batch)
     elif resumed is not None and resumed.config is not None:
-        if decided:
+        if decided := options.given(*DECIDED_BY_CONFIG):
             raise ValueError(
                 f"{', '.join(decided)}: {resumed.place} was saved with a config, which decides this"
             )

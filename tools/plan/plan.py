@@ -189,7 +189,7 @@ def _config(options: PlanOptions) -> Config:
         config = make_config(TrainOptions(**given), folders)
         config = with_key(config, ("tiermem", "frozen_quant_type"), options.frozen)
         return config | {"gradient_accumulation_steps": options.accumulation or 1}
-    config = read_config(options.config, [], 1)
+    config = read_config(options.config, 1)
     if "model_type" in config:
         instead = {"--config": f"--model {options.config}", "--preset": ""}
         raise Mistake(
@@ -544,7 +544,7 @@ def _candidates(planned: Planned) -> Iterator[Candidate]:
     if scenario.moved:
         for field, words in (("gpu_bytes", "GPU's memory"), ("host_bytes", "host memory")):
             if (size := getattr(scenario.cluster, field)) is not None:
-                change = functools.partial(_with_memory, field=field, num_bytes=2 * size)
+                change = functools.partial(_with_cluster, **{field: 2 * size})
                 yield Candidate(f"twice the {words}, {format_bytes(2 * size)}", change)
         if not policy.paths:
             yield Candidate(_DRIVE, _with_a_drive, True)
@@ -598,8 +598,7 @@ def _with_batch(scenario: Scenario, micro: int, accumulation: int) -> Scenario:
     )
 
 
-def _with_memory(scenario: Scenario, field: str, num_bytes: int) -> Scenario:
-    changed: dict[str, Any] = {field: num_bytes}
+def _with_cluster(scenario: Scenario, **changed: Any) -> Scenario:
     return dataclasses.replace(scenario, cluster=dataclasses.replace(scenario.cluster, **changed))
 
 
@@ -613,26 +612,24 @@ def _with_a_drive(scenario: Scenario) -> Scenario:
     rates = dataclasses.replace(
         scenario.rates, disk_read_bytes_s=read, disk_write_bytes_s=write, is_disk_duplex=True
     )
-    cluster = dataclasses.replace(scenario.cluster, nvme_bytes=None)
-    changed = dataclasses.replace(scenario, rates=rates, cluster=cluster)
+    changed = dataclasses.replace(_with_cluster(scenario, nvme_bytes=None), rates=rates)
     return _on_nvme(_on_nvme(changed, "offload_param"), "offload_optimizer")
 
 
 def _twice_the_disks(scenario: Scenario) -> Scenario:
     rates = scenario.rates
-    cluster = scenario.cluster
+    size = scenario.cluster.nvme_bytes
     doubled = dataclasses.replace(
         rates,
         disk_read_bytes_s=2 * rates.disk_read_bytes_s,
         disk_write_bytes_s=2 * rates.disk_write_bytes_s,
     )
-    cluster = dataclasses.replace(cluster, nvme_bytes=cluster.nvme_bytes and 2 * cluster.nvme_bytes)
-    return dataclasses.replace(scenario, rates=doubled, cluster=cluster)
+    return dataclasses.replace(_with_cluster(scenario, nvme_bytes=size and 2 * size), rates=doubled)
 
 
 def _more_nodes(scenario: Scenario) -> Scenario:
-    cluster = dataclasses.replace(scenario.cluster, num_nodes=_NODES * scenario.cluster.num_nodes)
     config = dict(scenario.config)
     if "train_batch_size" in config and "train_micro_batch_size_per_gpu" not in config:
         config["train_batch_size"] = _NODES * int(config["train_batch_size"])
-    return dataclasses.replace(scenario, cluster=cluster, config=config)
+    more = _with_cluster(scenario, num_nodes=_NODES * scenario.cluster.num_nodes)
+    return dataclasses.replace(more, config=config)

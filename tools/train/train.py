@@ -43,7 +43,7 @@ from tiermem.tools.job.train_job import (
 )
 from tiermem.tools.measure.machine import lines_of_run
 from tiermem.tools.memory_limit import open_limit
-from tiermem.tools.options import SftOptions, TrainOptions
+from tiermem.tools.options import RunOptions, TrainOptions
 from tiermem.tools.plan.seen import keep_record
 from tiermem.tools.presets import ModelSizes
 from tiermem.tools.record.reports import (
@@ -121,7 +121,7 @@ def train(options: TrainOptions, console: Console, beside: OtherTrainings | None
 
 @contextlib.contextmanager
 def of_this_rank(
-    options: TrainOptions | SftOptions, name: str, console: Console
+    options: RunOptions, name: str, console: Console
 ) -> Iterator[tuple[Path, Any, Console, bool]]:
     """A run's folder, which is to be made, options and console, and whether this launcher is that
     of the first rank, which reports. Those of another rank say nothing and keep no file; their
@@ -142,7 +142,7 @@ def run_reported(
     job: Job,
     title: str,
     folder: Path,
-    options: TrainOptions | SftOptions,
+    options: RunOptions,
     console: Console,
     is_first: bool,
 ) -> dict[str, Any]:
@@ -247,7 +247,7 @@ def run_one(
     command: Sequence[str],
     title: str,
     folder: Path,
-    options: TrainOptions | SftOptions,
+    options: RunOptions,
     console: Console,
     patience_s: float | None = None,
 ) -> dict[str, Any]:
@@ -289,9 +289,7 @@ def run_one(
     return run
 
 
-def report(
-    run: dict[str, Any], folder: Path, options: TrainOptions | SftOptions, console: Console
-) -> None:
+def report(run: dict[str, Any], folder: Path, options: RunOptions, console: Console) -> None:
     """Prints what a run took, draws its pictures and writes its trace."""
     is_verbose = options.is_verbose or options.is_debug
     if is_verbose:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tiermem.tools.job.launcher import Channel, Job
 from tiermem.tools.record.run_record import OutOfDeviceMemory
-from tiermem.tools.words import EXIT_FAILED, EXIT_USER, Mistake, Stop, handling
+from tiermem.tools.words import EXIT_FAILED, EXIT_USER, Stop, handling
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -48,12 +48,11 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:
         return EXIT_FAILED  # the launcher is gone
     except Exception as error:
-        instead = error.instead if isinstance(error, Mistake) else {}
         channel.send(
             "error",
             type=type(error).__name__,
             message=str(error),
-            instead=instead,
+            instead=getattr(error, "instead", {}),
             trace=traceback.format_exc(),
         )
         return (
