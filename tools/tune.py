@@ -3,7 +3,6 @@ them as a config."""
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import json
@@ -11,7 +10,9 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -158,12 +159,11 @@ class Refused(OSError):
     that is forbidden."""
 
 
-@contextlib.contextmanager
-def step_mix(
-    paths: Sequence[Path], file_bytes: int, io: IoSettings, seconds: float
-) -> Iterator[StepMix]:
-    """Makes an unnamed file on each path; they are gone afterwards. Raises OSError: a path is not
-    writable or has no room.
+class StepMix(AbstractContextManager["StepMix"]):
+    """Turns on an unnamed file on each path; for one thread. A context manager: the files are gone
+    at its end.
+
+    Making it writes the files. Blocks; raises OSError: a path is not writable or has no room.
 
     Args:
         paths: existing folders.
@@ -171,40 +171,25 @@ def step_mix(
         io: settings to write the files with and to have the first turn.
         seconds: that writing them may take, about: on a slow path a part of the file is used.
     """
-    check_room(paths, [("a file to measure on (--size)", file_bytes)])
-    with (
-        BenchFiles(paths, 1, file_bytes) as files,
-        concurrent.futures.ThreadPoolExecutor(len(paths)) as pool,
-    ):
-        yield StepMix(
-            [files.descriptor(place) for place in range(len(paths))], pool, file_bytes, io, seconds
-        )
-
-
-class StepMix:
-    """Turns on files of `file_bytes` each, which others open and close; for one thread.
-
-    Making it writes the files, about so many seconds long, and gives `io` the first turn. Blocks;
-    raises OSError.
-    """
 
     def __init__(
-        self,
-        fds: Sequence[int],
-        pool: concurrent.futures.Executor,
-        file_bytes: int,
-        io: IoSettings,
-        seconds: float,
+        self, paths: Sequence[Path], file_bytes: int, io: IoSettings, seconds: float
     ) -> None:
-        self._fds = fds
-        self._pool = pool
-        # says how many bytes settings move in the time of a turn
-        self._latest: dict[IoSettings, Turn] = {}
-        self._file_bytes = self._on_all(
-            lambda i: _write_once(self._fds[i], file_bytes, io, seconds)
-        )
-        self._first = Turn((0.0,) * len(fds), (0.0,) * len(fds))
-        self._first = self.turn(io, 0.0)
+        check_room(paths, [("a file to measure on (--size)", file_bytes)])
+        with contextlib.ExitStack() as opened:
+            files = opened.enter_context(BenchFiles(paths, [file_bytes]))
+            self._fds = [files.descriptor(place) for place in range(len(paths))]
+            # says how many bytes settings move in the time of a turn
+            self._latest: dict[IoSettings, Turn] = {}
+            self._file_bytes = self._on_all(
+                lambda i: _write_once(self._fds[i], file_bytes, io, seconds)
+            )
+            self._first = Turn((0.0,) * len(paths), (0.0,) * len(paths))
+            self._first = self.turn(io, 0.0)
+            self._opened = opened.pop_all()
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
 
     @property
     def file_bytes(self) -> int:
@@ -245,13 +230,10 @@ class StepMix:
         )
 
     def _on_all(self, work: Callable[[int], R]) -> list[R]:
-        """On every path at once; waits for all before the first error is raised."""
-        futures = [self._pool.submit(work, i) for i in range(len(self._fds))]
-        try:
-            concurrent.futures.wait(futures)
-        finally:
-            concurrent.futures.wait(futures)  # an interrupt must not close what a worker still uses
-        return [future.result() for future in futures]
+        """On every path at once; waits for all, also after an error or an interrupt: none may close
+        what another still uses."""
+        with ThreadPoolExecutor(len(self._fds)) as pool:
+            return list(pool.map(work, range(len(self._fds))))
 
 
 def _write_once(fd: int, file_bytes: int, io: IoSettings, seconds: float) -> int:
@@ -510,9 +492,7 @@ def _find(options: TuneOptions, console: Console) -> TuneResult:
     default = default_of(engines)
     with (
         console.status("writing the files to measure on") as status,
-        step_mix(
-            options.paths, options.size_bytes, default, options.seconds * _PREPARE_PART
-        ) as mix,
+        StepMix(options.paths, options.size_bytes, default, options.seconds * _PREPARE_PART) as mix,
     ):
         for path in options.paths:
             if not probe_path(path).is_direct:

@@ -88,7 +88,7 @@ def quiet() -> Console:
 def test_a_row_counts_every_array_once_each_way(
     row: AdamRow, streams: str, num_bytes: float
 ) -> None:
-    assert " ".join(map(str, row.streams)) == streams
+    assert " ".join(f"{num_bytes}{how}" for num_bytes, how in row.streams) == streams
     assert row.bytes_per_param == num_bytes
 
 

@@ -18,20 +18,16 @@ PIB = 1 << 50
 
 
 def test_files_have_no_name_and_other_processes_can_write_them(tmp_path: Path) -> None:
-    with BenchFiles([tmp_path], 2, 1 << 16, sustained_bytes=1 << 17) as files:
+    with BenchFiles([tmp_path], [1 << 16, 1 << 16, 1 << 17]) as files:
         assert list(tmp_path.iterdir()) == []
-        name = files.name(0, 1, "read")
-        assert name != files.name(0, 0, "read")
+        name = files.name(0, 1)
+        assert name != files.name(0)
         write = f"import os; fd = os.open({name!r}, os.O_RDWR); os.pwrite(fd, b'there', 100)"
         subprocess.run([sys.executable, "-c", write], check=True)
         with open(name, "rb") as file:
             assert file.read()[100:105] == b"there"
-        assert os.stat(name).st_size == files.file_bytes("read") == 1 << 16
-        assert (
-            os.stat(files.name(0, 0, "sustained")).st_size
-            == files.file_bytes("sustained")
-            == 1 << 17
-        )
+        assert os.stat(name).st_size == files.sizes[1] == 1 << 16
+        assert os.stat(files.name(0, -1)).st_size == files.sizes[-1] == 1 << 17
         assert files.paths == (tmp_path,)
     assert not os.path.exists(name)
 
@@ -39,7 +35,7 @@ def test_files_have_no_name_and_other_processes_can_write_them(tmp_path: Path) -
 def test_a_file_that_does_not_fit_takes_the_others_with_it(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(OSError, match=r"a file of .* cannot be made"):
-        BenchFiles([tmp_path], 1, 1 << 16, sustained_bytes=PIB)
+        BenchFiles([tmp_path], [1 << 16, PIB])
     assert len(os.listdir("/proc/self/fd")) == before
 
 

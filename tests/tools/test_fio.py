@@ -48,7 +48,7 @@ def test_a_failure_has_the_words_of_the_program(tmp_path: Path) -> None:
     program.write_text("#!/bin/sh\necho 'fio: engine not loadable' >&2\nexit 1\n")
     program.chmod(0o755)
     with (
-        BenchFiles([tmp_path], 1, 4096) as files,
+        BenchFiles([tmp_path], [4096]) as files,
         pytest.raises(OSError, match=r"io_uring.* failed: fio: engine not loadable"),
     ):
         run_fio(str(program), "io_uring", files, setting(block_bytes=4096, depth=1), 4096)
@@ -60,7 +60,7 @@ def test_the_program_measures_a_file_without_a_name(tmp_path: Path, engine: str,
     program = shutil.which("fio")
     if program is None:
         pytest.skip("fio is not installed")
-    with BenchFiles([tmp_path], 1, 1 << 22) as files:
+    with BenchFiles([tmp_path], [1 << 22]) as files:
         try:
             rate = run_fio(
                 program,

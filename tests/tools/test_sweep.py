@@ -32,13 +32,12 @@ class FakeRanks(Ranks):
 class FakeFiles:
     """Files that are names."""
 
-    def name(self, place: int, rank: int, mode: str) -> str:
-        return f"file {place}.{rank} of {mode}"
+    def name(self, place: int, number: int = 0) -> str:
+        return f"file {place}.{number}"
 
     paths = (Path("/folder0"), Path("/folder1"), Path("/folder2"))
 
-    def file_bytes(self, mode: str) -> int:
-        return 64 * MIB
+    sizes = (64 * MIB,) * 4
 
     def is_direct(self, places: Sequence[int]) -> bool:
         return 1 not in places
@@ -110,7 +109,7 @@ def test_several_paths_are_measured_alone_and_all_at_once() -> None:
     ranks = FakeRanks()
     measured = sweep(settings, given, FakeFiles(), ranks)
     assert [each.is_direct for each in measured] == [True, False, False]
-    assert ranks.jobs[2][0].files == ("file 0.0 of read", "file 1.0 of read")
+    assert ranks.jobs[2][0].files == ("file 0.0", "file 1.0")
     assert [jobs[0].num_bytes for jobs in ranks.jobs] == [64 * MIB] * 3
 
 
@@ -154,7 +153,7 @@ def test_bytes_of_a_pass(mode: str, block: int, depth: int, expected: int) -> No
 
 def test_each_rank_has_a_file_and_a_seed_of_its_own() -> None:
     jobs = jobs_of(setting("random", ranks=3), options(threads=5), FakeFiles(), seed=2)
-    assert [job.files for job in jobs] == [(f"file 0.{rank} of random",) for rank in range(3)]
+    assert [job.files for job in jobs] == [(f"file 0.{rank}",) for rank in range(3)]
     assert len({job.seed for job in jobs}) == 3
     assert {job.threads for job in jobs} == {5}
 

@@ -18,7 +18,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def files(tmp_path: Path) -> Iterator[BenchFiles]:
-    with BenchFiles([tmp_path], 2, 8 * MIB, sustained_bytes=32 * MIB) as opened:
+    with BenchFiles([tmp_path], [8 * MIB, 8 * MIB, 32 * MIB]) as opened:
         yield opened
 
 
@@ -47,12 +47,13 @@ def job(
     **changed: object,
 ) -> RankJob:
     """A job that moves the rank's file once. `io`: engine, block_bytes, depth."""
+    number = -1 if mode == "sustained" else rank
     plain = RankJob(
         Setting(mode, *io, 1, str(files.paths[0]), (0,)),
-        files=(files.name(0, rank, mode),),
+        files=(files.name(0, number),),
         folders=(str(files.paths[0]),),
-        file_bytes=files.file_bytes(mode),
-        num_bytes=files.file_bytes(mode),
+        file_bytes=files.sizes[number],
+        num_bytes=files.sizes[number],
         is_direct=files.is_direct([0]),
     )
     return plain._replace(**changed)  # type: ignore[arg-type]
@@ -64,15 +65,13 @@ def test_ranks_measure_together_refuse_together_and_go_on(files: BenchFiles, ran
     assert first.moved.written_bytes == second.moved.written_bytes == 8 * MIB
     assert (first.moved.read_bytes, first.num_blocks, sum(first.latencies)) == (0, 8, 8)
     assert 0 <= first.idle_fraction <= 1
-    held = content(files.name(0, 0, "write"))
+    held = content(files.name(0))
     with pytest.raises(CannotRun, match="engine"):
         ranks.run([job(files, 0), job(files, 1, io=("floppy", MIB, 2))])
-    assert content(files.name(0, 0, "write")) == held, (
-        "one that cannot keeps the other from starting"
-    )
+    assert content(files.name(0)) == held, "one that cannot keeps the other from starting"
     mixed = ranks.run([job(files, 0, "mixed", num_bytes=4 * MIB)])
     assert [each.moved for each in mixed] == [(4 * MIB, 4 * MIB)]
-    both = (files.name(0, 0, "read"), files.name(0, 1, "read"))
+    both = (files.name(0, 0), files.name(0, 1))
     together = ranks.run([job(files, 0, "read", num_bytes=12 * MIB)._replace(files=both)])
     assert together[0].moved.read_bytes == 12 * MIB
 

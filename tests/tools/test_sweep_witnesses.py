@@ -19,7 +19,7 @@ Program = Callable[[str], Path]
 
 @pytest.fixture
 def files(tmp_path: Path) -> Iterator[BenchFiles]:
-    with BenchFiles([tmp_path], 1, 8 * MIB) as opened:
+    with BenchFiles([tmp_path], [8 * MIB]) as opened:
         if not opened.is_direct([0]):
             pytest.skip("no O_DIRECT below the temporary folder")
         yield opened

@@ -38,7 +38,6 @@ from tiermem.tools.tune import (
     default_of,
     engines_that_run,
     section_of,
-    step_mix,
     tune,
     verify,
     weighed,
@@ -208,7 +207,7 @@ def test_the_cost_is_a_step_s_bytes_at_these_rates() -> None:
 def test_a_turn_uses_every_path(tmp_path: Path) -> None:
     io = IoSettings("threads", 256 << 10, 4)
     (tmp_path / "b").mkdir()
-    with step_mix([tmp_path, tmp_path / "b"], 8 * MIB, io, 1.0) as mix:
+    with StepMix([tmp_path, tmp_path / "b"], 8 * MIB, io, 1.0) as mix:
         turn = mix.turn(io, 0.01)
         assert mix.file_bytes == 8 * MIB
         assert mix.turn_s(io, 0.04) > 0
@@ -220,7 +219,7 @@ def test_settings_that_the_queue_refuses_are_told_apart_from_a_broken_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     io = IoSettings("threads", 256 << 10, 4)
-    with step_mix([tmp_path], 8 * MIB, io, 1.0) as mix:
+    with StepMix([tmp_path], 8 * MIB, io, 1.0) as mix:
 
         def refuse(*_: object) -> None:
             raise OSError(errno.EAGAIN, "too many requests")

@@ -20,7 +20,7 @@ import statistics
 import time
 import timeit
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -47,17 +47,6 @@ from tiermem.tools.words import format_bytes
 # could save that.
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "split": torch.int16, "8bit": torch.uint8}
-
-
-class MemoryStream(NamedTuple):
-    """An array that a step passes over: bytes per element, and whether it is read, written or both
-    (r, w, rw)."""
-
-    num_bytes: int
-    how: str
-
-    def __str__(self) -> str:
-        return f"{self.num_bytes}{self.how}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,26 +87,23 @@ class AdamRow:
         return self.weight if self.weight == self.master == self.moments == self.grads else None
 
     @property
-    def streams(self) -> list[MemoryStream]:
-        """The arrays of a step."""
+    def streams(self) -> list[tuple[int, str]]:
+        """The arrays that a step passes over: bytes per element, and whether each is read, written
+        or both (r, w, rw)."""
         kinds = (self.weight, self.master, self.moments, self.grads)
         weight, master, moment, grad = (_DTYPES[kind].itemsize for kind in kinds)
-        masters = [] if self.master == self.weight else [MemoryStream(master, "rw")]
-        weights = [MemoryStream(weight, "w" if masters and self.master == "fp32" else "rw")]
-        norm = [MemoryStream(grad, "r")] if self.kind == "whole" else []
-        return [
-            *weights,
-            *masters,
-            MemoryStream(moment, "rw"),
-            MemoryStream(moment, "rw"),
-            MemoryStream(grad, "r"),
-            *norm,
-        ]
+        found = [(weight, "w" if self.master == "fp32" and self.weight != "fp32" else "rw")]
+        if self.master != self.weight:
+            found.append((master, "rw"))
+        found += [(moment, "rw"), (moment, "rw"), (grad, "r")]
+        if self.kind == "whole":
+            found.append((grad, "r"))  # once more, for the norm
+        return found
 
     @property
     def stream_bytes(self) -> int:
         """Bytes per parameter of the streams alone: what a yardstick of whole bytes moves."""
-        return sum(stream.num_bytes * len(stream.how) for stream in self.streams)
+        return sum(num_bytes * len(how) for num_bytes, how in self.streams)
 
     @property
     def bytes_per_param(self) -> float:
@@ -259,7 +245,8 @@ def _timers(
         )
         yield "deepspeed", functools.partial(_asked, programs["deepspeed"], "step")
     if "yardstick" in programs:
-        line = f"prepare {numel} {workers.num_threads} {' '.join(map(str, row.streams))}"
+        streams = " ".join(f"{num_bytes}{how}" for num_bytes, how in row.streams)
+        line = f"prepare {numel} {workers.num_threads} {streams}"
         programs["yardstick"].ask(line, 2, "seconds plain and streaming")
         factor = row.bytes_per_param / row.stream_bytes  # scales of 8-bit moments are no whole byte
         yield "yardstick", functools.partial(_asked, programs["yardstick"], "pass", factor)

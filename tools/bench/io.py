@@ -134,10 +134,10 @@ def measure(
     ends."""
     with contextlib.ExitStack() as closing:
         num_ranks = max(options.ranks)
-        sustained = _sustained_bytes(options)
-        files = closing.enter_context(
-            BenchFiles(options.paths, num_ranks, options.size_bytes, sustained)
-        )
+        sizes = [options.size_bytes] * num_ranks
+        if "sustained" in options.modes:
+            sizes.append(options.sustained_bytes)
+        files = closing.enter_context(BenchFiles(options.paths, sizes))
         ranks = closing.enter_context(Ranks(num_ranks, options.paths))
         program = shutil.which("fio") if options.has_fio else None
         notes = (
@@ -189,10 +189,6 @@ def _fill(options: IoBenchOptions, files: BenchFiles, ranks: Ranks) -> None:
         ranks.run(jobs_of(setting, options, files))
 
 
-def _sustained_bytes(options: IoBenchOptions) -> int:
-    return options.sustained_bytes if "sustained" in options.modes else 0
-
-
 def _room(options: IoBenchOptions) -> list[tuple[str, int]]:
     """What each path must have room for."""
     num_ranks = max(options.ranks)
@@ -200,12 +196,12 @@ def _room(options: IoBenchOptions) -> list[tuple[str, int]]:
         f"{numbered(num_ranks, 'file')} of {format_bytes(options.size_bytes)} (--size)",
         num_ranks * options.size_bytes,
     )
-    stores = num_ranks * options.size_bytes if "tensors" in options.modes else 0
-    return [
-        files,
-        ("the tensors' stores", stores),
-        ("sustained writes (--bytes)", _sustained_bytes(options)),
-    ]
+    parts = [files]
+    if "tensors" in options.modes:
+        parts.append(("the tensors' stores", num_ranks * options.size_bytes))
+    if "sustained" in options.modes:
+        parts.append(("sustained writes (--bytes)", options.sustained_bytes))
+    return parts
 
 
 def _buffer_bytes(setting: Setting) -> int:
@@ -328,13 +324,14 @@ def is_witnessed(setting: Setting) -> bool:
 def jobs_of(
     setting: Setting, options: IoBenchOptions, files: BenchFiles, seed: int = 0
 ) -> list[RankJob]:
-    """The job of each rank."""
+    """The job of each rank. A path's last file is that of "sustained", which has one rank."""
+    numbers = [-1] if setting.mode == "sustained" else range(setting.ranks)
     return [
         RankJob(
             setting,
-            files=tuple(files.name(place, rank, setting.mode) for place in setting.places),
+            files=tuple(files.name(place, number) for place in setting.places),
             folders=tuple(str(files.paths[place]) for place in setting.places),
-            file_bytes=files.file_bytes(setting.mode),
+            file_bytes=files.sizes[number],
             num_bytes=bytes_of(setting, options),
             is_direct=files.is_direct(setting.places),
             threads=options.threads,
@@ -342,7 +339,7 @@ def jobs_of(
             seed=seed * 1000 + rank,
             seconds=options.sustained_s or math.inf,
         )
-        for rank in range(setting.ranks)
+        for rank, number in enumerate(numbers)
     ]
 
 

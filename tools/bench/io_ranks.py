@@ -101,13 +101,6 @@ class RankOutcome(NamedTuple):
     shares: tuple[tuple[str, float, float], ...] = ()
 
 
-class Failed(NamedTuple):
-    """A job that could not be prepared (the engine cannot run, memory is missing), or broke."""
-
-    message: str
-    errno: int | None
-
-
 # ---- tensors of 4 MiB through the TensorStore, in random order -----------------------------------
 #
 #     put      each tensor is copied into the store's memory and written                   beside a sequential write
@@ -238,21 +231,17 @@ class Ranks(AbstractContextManager["Ranks"]):
             with contextlib.suppress(BrokenPipeError):  # it died: hearing from it says so
                 rank.connection.send(job)
         answers = [_hear(rank) for rank in taking_part]
-        refusals = [answer for answer in answers if isinstance(answer, Failed)]
+        refusals = [answer for answer in answers if isinstance(answer, OSError)]
         start_s = None if refusals else time.monotonic() + _START_IN_S
         for rank, answer in zip(taking_part, answers, strict=True):
-            if not isinstance(answer, Failed):
+            if not isinstance(answer, OSError):
                 rank.connection.send(start_s)
         if refusals:
-            raise CannotRun(refusals[0].message)
+            raise CannotRun(refusals[0].args[-1])
         outcomes = [_hear(rank) for rank in taking_part]
         for outcome in outcomes:
-            if isinstance(outcome, Failed):
-                raise (
-                    OSError(outcome.errno, outcome.message)
-                    if outcome.errno
-                    else OSError(outcome.message)
-                )
+            if isinstance(outcome, OSError):
+                raise outcome
         return outcomes
 
     def close(self) -> None:
@@ -335,7 +324,9 @@ def _obey(connection: Connection, job: RankJob) -> None:
     except ConnectionError:  # the benchmark has ended
         raise
     except (OSError, ValueError, MemoryError) as error:
-        connection.send(Failed(message_of(error), getattr(error, "errno", None)))
+        number = getattr(error, "errno", None)
+        said = message_of(error)
+        connection.send(OSError(number, said) if number else OSError(said))
     finally:
         # nothing is open: the process may end where it stands
         if signal.getsignal(signal.SIGTERM) is _unwind:

@@ -126,15 +126,13 @@ def _models_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Time and bytes beside each other: what is smaller, or rests in memory, is neither read nor
     written."""
     columns = (
-        *(
-            "states",
-            ">resident",
-            ">verified",
-            ">step, median (min to max)",
-            ">faster",
-            ">time saved",
-            ">bytes saved",
-        ),
+        "states",
+        ">resident",
+        ">verified",
+        ">step, median (min to max)",
+        ">faster",
+        ">time saved",
+        ">bytes saved",
         ">fraction of its roofline",
     )
     worth = " and ".join(

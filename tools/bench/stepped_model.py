@@ -321,12 +321,10 @@ class Roofline(AbstractContextManager["Roofline"]):
         self._file_bytes = round_up(max(largest, _FILE_UNIT), _FILE_UNIT)
         self._loops: list[BareLoop] = []
         with ExitStack() as opened:
-            self._files = opened.enter_context(BenchFiles(paths, 1, self._file_bytes))
+            self._files = opened.enter_context(BenchFiles(paths, [self._file_bytes]))
             for place in range(len(paths)):
                 if yardstick is not None:
-                    self._loops.append(
-                        BareLoop(yardstick, Path(self._files.name(place, 0, "mixed")))
-                    )
+                    self._loops.append(BareLoop(yardstick, Path(self._files.name(place))))
                     opened.callback(self._loops[-1].close)
                 with self._passes(place, IoSettings(engine)) as passes:
                     # first writes to preallocated blocks are slower: not what a step does

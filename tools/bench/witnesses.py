@@ -202,10 +202,10 @@ def run_fio(
     command = [
         program,
         "--name=tiermem",
-        f"--filename={files.name(setting.places[0], 0, setting.mode)}",
+        f"--filename={files.name(setting.places[0])}",
         "--allow_file_create=0",
         "--fallocate=none",
-        f"--size={files.file_bytes(setting.mode)}",
+        f"--size={files.sizes[0]}",
         f"--io_size={num_bytes * 2 if setting.mode == 'mixed' else num_bytes}",
         f"--rw={_PATTERNS[setting.mode]}",
         f"--bs={setting.block_bytes}",
@@ -359,7 +359,7 @@ class LoopWitness(Witness, AbstractContextManager["LoopWitness"]):
         if not self._files.is_direct(setting.places):
             raise ValueError("it opens its file with O_DIRECT, which this path refuses")
         if place not in self._programs:
-            file = Path(self._files.name(place, 0, setting.mode))
+            file = Path(self._files.name(place))
             self._programs[place] = BareLoop(self._command, file)
         return self._programs[place]
 

@@ -17,7 +17,7 @@ from tiermem.swap.disk.passes import Passes
 from tiermem.swap.memory.free import free_host_bytes
 from tiermem.tools.words import format_bytes
 
-# ---- files: one on each path for each rank, preallocated, without a name -------------------------
+# ---- files: as many on each path, preallocated, without a name ----------- -------------------------
 #
 # Nothing can be left behind, however the benchmark ends: a file lives as long as a process holds it
 # open. Other processes (ranks, fio, a bare loop) open it as /proc/<pid>/fd/<n>, with a position and
@@ -25,48 +25,40 @@ from tiermem.tools.words import format_bytes
 
 
 class BenchFiles(AbstractContextManager["BenchFiles"]):
-    """Open files of `file_bytes` each. A context manager: they are gone at its end.
+    """Open files, as many on each path. A context manager: they are gone at its end.
 
     Args:
         paths: existing, writable folders.
-        num_ranks: files on each of them.
-        file_bytes: of each file.
-        sustained_bytes: of one file more on each path, for writing past a drive's cache; 0: none.
+        sizes: of the files of a path, in bytes.
 
     Raises OSError naming the path, and then nothing stays taken.
     """
 
-    def __init__(
-        self, paths: Sequence[Path], num_ranks: int, file_bytes: int, sustained_bytes: int = 0
-    ) -> None:
+    def __init__(self, paths: Sequence[Path], sizes: Sequence[int]) -> None:
         self.paths = tuple(paths)
-        self._file_bytes = file_bytes
-        self._sustained_bytes = sustained_bytes
-        # of each path: a file for each rank, and last the sustained one
+        self.sizes = tuple(sizes)
+        # of each path, as in `sizes`
         self._descriptors: list[list[int]] = []
         self._is_direct: list[bool] = []
         with ExitStack() as opened:
             for path in paths:
                 self._descriptors.append([])
                 self._is_direct.append(True)
-                for size in (*[file_bytes] * num_ranks, *[sustained_bytes] * bool(sustained_bytes)):
+                for size in sizes:
                     self._make(path, size, opened)
             self._opened = opened.pop_all()
 
     def __exit__(self, *_: object) -> None:
         self._opened.close()
 
-    def name(self, place: int, rank: int, mode: str) -> str:
-        """A name by which any process of this user can open a file, while it is open here."""
-        return f"/proc/{os.getpid()}/fd/{self._descriptors[place][-1 if mode == 'sustained' else rank]}"
+    def name(self, place: int, number: int = 0) -> str:
+        """A name by which any process of this user can open a file of a path, while it is open
+        here."""
+        return f"/proc/{os.getpid()}/fd/{self._descriptors[place][number]}"
 
-    def descriptor(self, place: int, rank: int = 0) -> int:
-        """The open file of a rank on a path."""
-        return self._descriptors[place][rank]
-
-    def file_bytes(self, mode: str) -> int:
-        """The size of the file that a mode uses."""
-        return self._sustained_bytes if mode == "sustained" else self._file_bytes
+    def descriptor(self, place: int) -> int:
+        """The first open file on a path."""
+        return self._descriptors[place][0]
 
     def is_direct(self, places: Sequence[int]) -> bool:
         """Whether all of these paths take O_DIRECT."""
@@ -171,7 +163,7 @@ def measure_disk(folder: Path, seconds: float, file_bytes: int = DISK_FILE_BYTES
     OSError."""
     io = IoSettings(block_bytes=BLOCK_BYTES, depth=DEPTH)
     with (
-        BenchFiles([folder], 1, file_bytes) as files,
+        BenchFiles([folder], [file_bytes]) as files,
         Passes(files.descriptor(0), file_bytes, io) as passes,
     ):
         passes.run("write")

@@ -144,7 +144,7 @@ def measure_sustained(folder: Path, share: float) -> DiskRate:
         raise OSError(errno.ENOSPC, reason, str(folder))
     io = IoSettings(block_bytes=BLOCK_BYTES, depth=DEPTH)
     with (
-        BenchFiles([folder], 1, num_bytes) as files,
+        BenchFiles([folder], [num_bytes]) as files,
         Passes(files.descriptor(0), num_bytes, io) as passes,
     ):
         series = WriteSeries(num_bytes, num_bytes // _NUM_POINTS, ends_at_plateau=True)
