@@ -248,8 +248,7 @@ def totals(rows: Sequence[Figures]) -> dict[str, int]:
     """Bytes of each state over all rows."""
     found: Counter[str] = Counter()
     for row in rows:
-        for state, num_bytes in row["state_bytes"].items():
-            found[state] += num_bytes
+        found.update(row["state_bytes"])
     return dict(found)
 
 

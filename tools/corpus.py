@@ -47,14 +47,8 @@ _SKIPPED_FOLDERS = {
 }
 
 
-Example = dict[str, "torch.Tensor"]
-
-
 class Corpus:
     """Windows of `seq` tokens over text files.
-
-    Any loader of map-style datasets takes it: an item is {"input_ids", "labels"} of one window,
-    int64. A Hugging Face model shifts the labels itself.
 
     Args:
         paths: files and folders; empty: Python's documentation topics and standard library on this
@@ -97,17 +91,14 @@ class Corpus:
         start = self._order[index % len(self._order)] * self.seq
         return self._text[start : start + self.seq]
 
-    def __getitem__(self, index: int) -> Example:
+    def batch(self, index: int, size: int, device: torch.device) -> dict[str, torch.Tensor]:
+        """The index-th batch of `size` windows on `device`, int64. A Hugging Face model shifts the
+        labels itself."""
         import torch  # the launcher, which looks at the data first, does without
 
-        tokens = torch.frombuffer(bytearray(self.window(index)), dtype=torch.uint8).long()
-        return {"input_ids": tokens, "labels": tokens}
-
-    def batch(self, index: int, size: int, device: torch.device) -> Example:
-        """The index-th batch of `size` windows, stacked, on `device`."""
-        import torch
-
-        tokens = torch.stack([self[index * size + i]["input_ids"] for i in range(size)]).to(device)
+        text = b"".join(self.window(index * size + i) for i in range(size))
+        tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+        tokens = tokens.view(size, self.seq).to(device)
         return {"input_ids": tokens, "labels": tokens}
 
 

@@ -56,7 +56,6 @@ def test_python_itself_is_the_default() -> None:
 def test_a_dataset_gives_tokens_as_torch_wants_them(folder: Path) -> None:
     corpus = Corpus([folder], seq=4, seed=3)
     assert len(corpus) == 6
-    assert corpus[1]["input_ids"].tolist() == list(corpus.window(1))
     batch = corpus.batch(1, 2, torch.device("cpu"))
     assert batch["input_ids"].dtype == torch.int64
     assert batch["labels"].tolist() == [list(corpus.window(2)), list(corpus.window(3))]

@@ -30,7 +30,7 @@ from tiermem.swap.store.checksum import Verify
 from tiermem.tools.bench.witnesses import BareLoop
 from tiermem.tools.measure.files import BenchFiles
 from tiermem.tools.options import StepBenchOptions
-from tiermem.tools.record.plots import new_figure, save_figure, stack_bands
+from tiermem.tools.record.plots import draw_bands, new_figure, save_figure
 from tiermem.tools.record.run_record import (
     IoCounts,
     Span,
@@ -519,19 +519,13 @@ def _draw_lanes(
         rows = rows_of(members) or [[]]
         height = 2.0 if lane == "compute" else max(2.0, len(rows))
         bands.append((f"{lane}\n{busy_fraction(members, *stretch):.0%} busy", rows, height))
-    for top, (_, rows, height) in zip(
-        stack_bands(ax, bands, stretch, step.start_ns), bands, strict=True
-    ):
-        each = height / len(rows)
-        for number, row in enumerate(rows):
-            bars = [
-                ((s.start_ns - step.start_ns) / 1e6, (s.end_ns - s.start_ns) / 1e6) for s in row
-            ]
-            shades = scale.to_rgba(
-                np.array([order.get(s.name.removeprefix(_PREFIX), 0) for s in row], dtype=float)
-            )
-            place = (top + (number + 0.06) * each, 0.88 * each)
-            ax.broken_barh(bars, place, facecolors=shades, edgecolor="white", linewidth=0.2)
+    draw_bands(
+        ax,
+        bands,
+        stretch,
+        step.start_ns,
+        lambda span: scale.to_rgba(np.array(order.get(span.name.removeprefix(_PREFIX), 0))),
+    )
     bar = ax.figure.colorbar(scale, ax=ax, pad=0.01, aspect=18)
     bar.set_label("tile", fontsize=8)
     bar.ax.tick_params(labelsize=7)

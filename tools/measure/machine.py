@@ -221,12 +221,12 @@ def lines_of_run(run: Mapping[str, Any], tbw_bytes: int | None = None) -> list[s
     return lines
 
 
-def wear_a_day(num_bytes: float, tbw_bytes: int = USUAL_TBW_BYTES) -> str:
+def wear_a_day(num_bytes: float) -> str:
     """A sentence on the bytes that would be written in a day."""
-    lasts = _days(tbw_bytes / num_bytes)
+    lasts = _days(USUAL_TBW_BYTES / num_bytes)
     return (
-        f"NVMe: {_gigabytes(num_bytes)} written a day; a drive of {tbw_bytes / 1e12:,.6g} TBW "
-        f"would last {lasts}"
+        f"NVMe: {_gigabytes(num_bytes)} written a day; a drive of {USUAL_TBW_BYTES / 1e12:,.6g} "
+        f"TBW would last {lasts}"
     )
 
 

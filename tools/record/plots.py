@@ -14,7 +14,7 @@ import itertools
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,9 +54,10 @@ _COLOURS = {
     "wait": "#e45756",
 }
 _GREY = "#888888"
+_EDGED = ("read", "write", "wait")
+"""Lanes whose bars have white edges."""
 _MAX_ROWS = 6
 _BAND_GAP = 0.5
-_PHASES_LABEL = "phase"
 _LABELS = {
     "unit": "maths",
     "gather": "link",
@@ -90,7 +91,7 @@ def draw_run(folder: Path) -> list[Path]:
         ("timeline", draw_timeline(run, spans)),
     ):
         if figure is not None:
-            _save(figure, folder / f"{name}.png")
+            save_figure(figure, folder / f"{name}.png", "tiermem train")
             drawn.append(folder / f"{name}.png")
     return drawn
 
@@ -135,13 +136,13 @@ def draw_memory(run: dict[str, Any]) -> Figure | None:
     if not samples:
         return None
     origin = samples[0][0]
-    on_device = [
-        p for p in (*run["pictures"]["phases"], *run["pictures"]["steps"]) if "device_memory" in p
-    ]
+    told = [*run["pictures"]["phases"], *run["pictures"]["steps"]]
+    told.sort(key=lambda p: int(p["time_ns"]))
+    on_device = [p for p in told if "device_memory" in p]
     figure, axes = new_figure(10, 8.0, (3, 2, 1)) if on_device else new_figure(10, 6.2, (3, 1))
     top, *middle, bottom = axes
     for ax in middle:
-        _draw_device_memory(ax, sorted(on_device, key=lambda p: int(p["time_ns"])), origin)
+        _draw_device_memory(ax, on_device, origin)
     times = [(s[0] - origin) / 1e9 for s in samples]
     charged = [(t, s[2] / MIB) for t, s in zip(times, samples, strict=True) if s[2] is not None]
     if charged:
@@ -154,10 +155,7 @@ def draw_memory(run: dict[str, Any]) -> Figure | None:
         linewidth=1.6,
         label="resident (VmRSS)",
     )
-    marks = [
-        p for p in (*run["pictures"]["phases"], *run["pictures"]["steps"]) if "host_bytes" in p
-    ]
-    marks.sort(key=lambda p: int(p["time_ns"]))
+    marks = [p for p in told if "host_bytes" in p]
     at = [(p["time_ns"] - origin) / 1e9 for p in marks]
     if marks:
         host = [p["host_bytes"] / MIB for p in marks]
@@ -248,9 +246,8 @@ def draw_timeline(run: dict[str, Any], spans: Sequence[Span]) -> Figure | None:
         13, 1.4 + 0.36 * sum(heights) + 0.8 * len(parts), heights, is_shared=False
     )
     for ax, bands, stretch in zip(axes, parts, stretches, strict=True):
-        tops = stack_bands(ax, bands, stretch, start)
-        for (label, rows, height), top in zip(bands, tops, strict=True):
-            _draw_band(ax, rows, top, height, start, is_phase=label == _PHASES_LABEL)
+        draw_bands(ax, bands, stretch, start, lambda span: _COLOURS.get(span.lane, _GREY))
+        _name_phases(ax, bands[0], start)
     axes[0].set_title("the step", fontsize=9, loc="left")
     if len(axes) > 1:
         axes[1].set_title("a part of it, magnified", fontsize=9, loc="left")
@@ -282,7 +279,7 @@ def _bands_of(spans: Sequence[Span], start_ns: int, end_ns: int) -> list[Band]:
     each other lane."""
     lanes = lanes_of(spans)
     phases = rows_of([span for span in spans if span.lane in PHASES]) or [[]]
-    bands: list[Band] = [(_PHASES_LABEL, phases, 2.0 * len(phases))]
+    bands: list[Band] = [("phase", phases, 2.0 * len(phases))]
     for lane, members in lanes.items():
         if lane not in PHASES:
             rows = rows_of(members)[:_MAX_ROWS]
@@ -292,56 +289,47 @@ def _bands_of(spans: Sequence[Span], start_ns: int, end_ns: int) -> list[Band]:
     return bands
 
 
-def stack_bands(
-    ax: Axes, bands: Sequence[Band], stretch: tuple[int, int], origin: int
-) -> list[float]:
-    """Room for bands (label, rows of spans, height) below each other over a stretch of time;
-    returns the top of each."""
+def draw_bands(
+    ax: Axes,
+    bands: Sequence[Band],
+    stretch: tuple[int, int],
+    origin: int,
+    colour_of: Callable[[Span], Any],
+) -> None:
+    """Bands below each other over a stretch of time, a bar for each span; times are shown since
+    `origin`, in ms."""
     heights = [height + _BAND_GAP for _, _, height in bands]
     *tops, end = itertools.accumulate(heights, initial=0.0)
-    for top in (*tops[1:], end):
-        ax.axhline(top - _BAND_GAP / 2, color="#dddddd", linewidth=0.8)
+    for top, (_, rows, height) in zip(tops, bands, strict=True):
+        ax.axhline(top + height + _BAND_GAP / 2, color="#dddddd", linewidth=0.8)
+        row_height = height / len(rows)
+        for number, row in enumerate(rows):
+            bars = [((s.start_ns - origin) / 1e6, (s.end_ns - s.start_ns) / 1e6) for s in row]
+            colours = [colour_of(span) for span in row]
+            # thin bars must not drown in their edges
+            edges = ["white" if s.lane in _EDGED else c for s, c in zip(row, colours, strict=True)]
+            place = (top + (number + 0.04) * row_height, 0.92 * row_height)
+            ax.broken_barh(bars, place, facecolors=colours, edgecolors=edges, linewidth=0.3)
     ax.set_ylim(end - _BAND_GAP / 2, -_BAND_GAP / 2)
     middles = [top + height / 2 for top, (_, _, height) in zip(tops, bands, strict=True)]
     ax.set_yticks(middles, [label for label, _, _ in bands], fontsize=9)
     ax.set_xlim((stretch[0] - origin) / 1e6, (stretch[1] - origin) / 1e6)
     ax.grid(axis="x", alpha=0.25)
-    return tops
 
 
-def _draw_band(
-    ax: Axes, rows: list[list[Span]], top: float, height: float, origin: int, is_phase: bool
-) -> None:
-    row_height = height / max(len(rows), 1)
+def _name_phases(ax: Axes, band: Band, origin: int) -> None:
+    """The names of phases and their times, in the uppermost band, where there is room."""
+    _, rows, height = band
+    left, right = ax.get_xlim()
     for number, row in enumerate(rows):
-        y = top + number * row_height
-        for lane in {span.lane for span in row}:
-            bars = [
-                ((s.start_ns - origin) / 1e6, (s.end_ns - s.start_ns) / 1e6)
-                for s in row
-                if s.lane == lane
-            ]
-            colour = _COLOURS.get(lane, _GREY)
-            # thin bars must not drown in their edges
-            edge = "white" if lane in ("read", "write", "wait") else colour
-            ax.broken_barh(
-                bars,
-                (y + 0.04, row_height - 0.08),
-                facecolors=colour,
-                edgecolor=edge,
-                linewidth=0.3,
-            )
-        left, right = ax.get_xlim()
-        if is_phase:
-            for span in row:
-                if (span.end_ns - span.start_ns) / 1e6 < _LEAST_NAMED * (right - left):
-                    continue
-                x = ((span.start_ns + span.end_ns) / 2 - origin) / 1e6
-                text = f"{TAIL if span.name == TAIL else span.lane}\n{(span.end_ns - span.start_ns) / 1e6:.0f} ms"
+        for span in row:
+            duration_ms = (span.end_ns - span.start_ns) / 1e6
+            if duration_ms >= _LEAST_NAMED * (right - left):
+                name = TAIL if span.name == TAIL else span.lane
                 ax.text(
-                    x,
-                    y + row_height / 2,
-                    text,
+                    (span.start_ns - origin) / 1e6 + duration_ms / 2,
+                    (number + 0.5) * height / len(rows),
+                    f"{name}\n{duration_ms:.0f} ms",
                     ha="center",
                     va="center",
                     fontsize=8.5,
@@ -422,14 +410,10 @@ def save_figure(figure: Figure, file: Path, made_by: str) -> None:
     """Writes a PNG with a command's mark, and lets the figure go. Raises OSError."""
     from matplotlib import pyplot
 
-    _save(figure, file, {"Software": made_by})
-    pyplot.close(figure)
-
-
-def _save(figure: Figure, file: Path, metadata: dict[str, str] | None = None) -> None:
     picture = io.BytesIO()
-    figure.savefig(picture, dpi=130, format="png", metadata=metadata)
+    figure.savefig(picture, dpi=130, format="png", metadata={"Software": made_by})
     durable.write_file(file, picture.getvalue())
+    pyplot.close(figure)
 
 
 if __name__ == "__main__":

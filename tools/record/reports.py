@@ -97,7 +97,8 @@ class Progress(RunRecord):
             and self._live is None
             and (self._is_verbose or self._is_shown(message["step"]))
         ):
-            self._line(self._describe_step(message))
+            told = [f"{about} {words}" for about, words in self._describe_step(message).items()]
+            self._line(" · ".join([f"step {message['step']}/{self._num_steps}", *told]))
 
     def _show_ready(self, ready: Message) -> None:
         if self._is_verbose:
@@ -122,27 +123,20 @@ class Progress(RunRecord):
             self._drawn = time.monotonic()
             self._live.update(self._panel(), refresh=True)
 
-    def _describe_step(self, step: Message) -> str:
+    def _describe_step(self, step: Message) -> dict[str, str]:
+        """What a step took, in words, by what they are about."""
         seconds = seconds_of(step)
-        parts = [
-            f"step {step['step']}/{self._num_steps}",
-            f"loss {step['loss']:.4f}",
-            f"{step['tokens'] / seconds:.1f} tokens/s",
-            (
-                f"forward {step['forward_s']:.2f} backward {step['backward_s']:.2f} step "
-                f"{step['step_s']:.2f} s"
-            ),
-            f"memory {self._describe_memory()}",
-        ]
-        if "device_memory" in step:
-            parts.append(describe_device(step["device_memory"]))
-        if any(self._moved_last()):
-            parts.append(f"disk {self._describe_disk(seconds)}")
-        if waits := self._describe_waits(step):
-            parts.append(f"waited {waits}")
-        if "limited_by" in step:
-            parts.append(f"limited by {step['limited_by']}")
-        return " · ".join(parts)
+        phases = " ".join(f"{phase} {step[f'{phase}_s']:.2f}" for phase in PHASES)
+        told = {
+            "loss": f"{step['loss']:.4f}",
+            "speed": f"{step['tokens'] / seconds:.1f} tokens/s, {phases} s",
+            "disk": self._describe_disk(seconds),
+            "waited": self._describe_waits(step),
+            "limited by": step.get("limited_by"),
+            "device": describe_device(step["device_memory"]) if "device_memory" in step else "",
+            "memory": self._describe_memory(),
+        }
+        return {about: words for about, words in told.items() if words}
 
     def _describe_memory(self) -> str:
         now = format_bytes(self._sample.held_bytes) if self._sample else "?"
@@ -155,6 +149,8 @@ class Progress(RunRecord):
 
     def _describe_disk(self, seconds: float) -> str:
         moved = self._moved_last()
+        if not any(moved):
+            return ""
         ceiling = self.ready.get("ceiling")
         read, written = (num_bytes / seconds / 1e9 for num_bytes in moved)
         if not ceiling:
@@ -194,19 +190,9 @@ class Progress(RunRecord):
         done = step["step"] if step else 0
         rows.add_row(Text(self._title), ProgressBar(self._num_steps, done, width=_BAR_WIDTH))
         rows.add_row("", f"step {done}/{self._num_steps}, now {self._phase}")
-        if step:
-            seconds = seconds_of(step)
-            rows.add_row("loss", f"{step['loss']:.4f}")
-            rows.add_row(
-                "speed", f"{step['tokens'] / seconds:.1f} tokens/s, {seconds:.2f} s a step"
-            )
-            if any(self._moved_last()):
-                rows.add_row("disk", self._describe_disk(seconds))
-            limited = f", limited by {step['limited_by']}" if "limited_by" in step else ""
-            rows.add_row("waited", (self._describe_waits(step) or "no time worth naming") + limited)
-        rows.add_row("memory", self._describe_memory())
-        if step and "device_memory" in step:
-            rows.add_row("device", describe_device(step["device_memory"]))
+        told = self._describe_step(step) if step else {"memory": self._describe_memory()}
+        for about, words in told.items():
+            rows.add_row(about, words)
         if self._limit_bytes and self._sample:
             part = self._sample.held_bytes / self._limit_bytes
             style = "green" if part < 0.85 else "yellow" if part < 0.97 else "red"

@@ -307,6 +307,13 @@ def planned_bytes(plan: Sequence[Sequence[Any]]) -> int:
 _MAX_SAMPLES = 4096
 _MAX_PHASES = 20_000
 NUM_WARM_UP = 1
+_OF_DONE = (
+    "steps_early", "steps_redone", "redone_bytes", "copied_bytes", "kernel_read_bytes", "kernel_written_bytes",
+    "host_peak_bytes",
+)  # fmt: skip
+_OF_READY = (
+    "num_params", "state_bytes", "threads", "device", "choice", "placement", "compute", "is_checkpointing",
+)  # fmt: skip
 _OF_OUTCOME = (
     "peak_rss_bytes", "limit_kind", "is_killed_at_cap", "exit_code", "phase", "is_interrupted", "wall_s",
 )  # fmt: skip
@@ -434,35 +441,15 @@ class RunRecord(Observer):
                 if "end_ns" in step
             ],
             "limits_s": limits,
-            **{
-                key: done.get(key)
-                for key in ("steps_early", "steps_redone", "redone_bytes", "copied_bytes")
-            },
+            **{key: done.get(key) for key in _OF_DONE},
             "limited_by": max(limits, key=lambda name: limits[name]) if limits else None,
             "grad_norms": [step.get("grad_norm") for step in self.steps],
             "tokens_per_s": self.tokens_per_s(),
             "training_s": self._training_s(),
-            **{
-                key: ready.get(key)
-                for key in (
-                    "num_params",
-                    "state_bytes",
-                    "threads",
-                    "device",
-                    "choice",
-                    "placement",
-                    "compute",
-                    "is_checkpointing",
-                    "num_kept",
-                )
-            },
+            **{key: ready.get(key) for key in _OF_READY},
             "predicted": self._predicted(),
             "nvme_read_bytes": self._moved("read"),
             "nvme_written_bytes": self._moved("written"),
-            **{
-                key: done.get(key)
-                for key in ("kernel_read_bytes", "kernel_written_bytes", "host_peak_bytes")
-            },
             "paths": [WrittenOnPath(*each)._asdict() for each in done.get("paths", [])],
             "device_memory": self._device_memory(),
             **{key: last.get(key) for key in ("engine", "engine_why")},
