@@ -312,11 +312,25 @@ _OF_DONE = (
     "host_peak_bytes",
 )  # fmt: skip
 _OF_READY = (
-    "num_params", "state_bytes", "threads", "device", "choice", "placement", "compute", "is_checkpointing",
-)  # fmt: skip
+    "num_params",
+    "state_bytes",
+    "threads",
+    "device",
+    "choice",
+    "placement",
+    "compute",
+    "is_checkpointing",
+    "num_kept",
+)
 _OF_OUTCOME = (
-    "peak_rss_bytes", "limit_kind", "is_killed_at_cap", "exit_code", "phase", "is_interrupted", "wall_s",
-)  # fmt: skip
+    "peak_rss_bytes",
+    "limit_kind",
+    "is_killed_at_cap",
+    "exit_code",
+    "phase",
+    "is_interrupted",
+    "wall_s",
+)
 
 
 def median_limits(steps: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
