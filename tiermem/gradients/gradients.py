@@ -364,6 +364,11 @@ class GradientHomes:
                 shard.param.grad = self._stand_ins[shard]
                 self._shown.add(shard)
 
+    def show_all(self) -> None:
+        """`show` of every trainable unit."""
+        for unit in self._units:
+            self.show(unit)
+
     def forget_replaced(self) -> None:
         """Outside backward: drops the stored gradients whose `p.grad` the user has set to None or
         to another tensor."""

@@ -531,9 +531,7 @@ class Hooks(Uncopied):
             self.has_left_gradients = not self._may_receive()
             if not self.has_left_gradients:
                 self._homes.finish()
-            for live in self._units:
-                if live.unit.is_trainable:
-                    self._homes.show(live.unit)
+            self._homes.show_all()
         self._ending = None
 
     def _hold(self, use: UnitUse, grad: torch.Tensor | None = None) -> None:

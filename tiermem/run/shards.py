@@ -300,8 +300,7 @@ class Shards:
             self.homes.forget_replaced()
             if is_collective or self.topology.world == 1:
                 self.homes.receive_rest()
-            for unit in (live.unit for live in self.units if live.unit.is_trainable):
-                self.homes.show(unit)
+            self.homes.show_all()
 
     def find(self, param: nn.Parameter) -> tuple[LiveUnit, Shard]:
         """A parameter's unit and its shard. Raises ValueError for a parameter of another model,
@@ -364,8 +363,7 @@ class Shards:
             norm = None if meanwhile is None else self.homes.norm(meanwhile)
             if norm is None:
                 self.homes.receive_rest()
-            for unit in (live.unit for live in self.units if live.unit.is_trainable):
-                self.homes.show(unit)
+            self.homes.show_all()
         return norm
 
     def replace(self, param: nn.Parameter, value: torch.Tensor) -> None:
