@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,32 @@ def test_a_sharded_run_resumes_to_the_bit(preset: str, home: Tier, tmp_path: Pat
             resumed.load_state_dict(states)
             assert train_steps(other, resumed, range(3, 6)) == losses
             assert_same_tensors(wanted, dict(other.state_dict()))
+
+
+@pytest.mark.parametrize("is_sharded", [True, False])
+@pytest.mark.parametrize("home", [Tier.HOST, Tier.NVME])
+def test_a_refused_dict_changes_nothing(home: Tier, is_sharded: bool, tmp_path: Path) -> None:
+    """Its last entry cannot be restored."""
+    policy, model = policy_of(home, "exact", tmp_path), seeded(models.ShortTower).bfloat16()
+    with contextlib.ExitStack() as stack:
+        if is_sharded:
+            stack.enter_context(tiermem.shard(model, policy))
+            optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+        else:
+            policy = OffloadPolicy(optim=home, paths=[tmp_path])
+            optim = tiermem.AdamW(model.parameters(), lr=1e-2, policy=policy)
+            stack.callback(optim.close)
+        train_steps(model, optim, range(2))
+        before = copy.deepcopy(optim.state_dict())
+        wrong = copy.deepcopy(before)
+        for entry in wrong["state"].values():
+            entry["exp_avg"].zero_()
+        last = wrong["state"][max(wrong["state"])]
+        last["exp_avg_sq"] = torch.zeros(7)
+        with pytest.raises(ValueError, match=r"has shape \(7,\); the parameter has"):
+            optim.load_state_dict(wrong)
+        assert_same_tensors(flat(before), flat(optim.state_dict()))
+        train_steps(model, optim, range(2, 3))
 
 
 def test_torchs_dict_goes_into_a_sharded_model(tmp_path: Path) -> None:

@@ -276,8 +276,7 @@ class NativeOptimizer(OptimizerFace):
         """Restores a dict of this class, or of torch's optimizer of the same name. Collective for
         sharded models; blocks.
 
-        Raises ValueError for a dict of another optimizer. Groups and some states may then already
-        be changed.
+        Raises ValueError for a dict of another optimizer, before anything changes.
         """
         # Sealing runs after the user's pre-hooks and opening before the user's post-hooks: both see
         # plain dicts, as in torch.
@@ -351,6 +350,9 @@ class NativeOptimizer(OptimizerFace):
         no steps. Blocks."""
         self._note_groups()
         names = {param: name for name, param in self.named()}
+        for param, given in entries.items():
+            rule = self.rule_of(self._groups[id(param)], param)
+            ordinary.check_entry(given, rule, param, names[param])
         self._restore_all({param: (names[param], entry) for param, entry in entries.items()})
 
     def __getstate__(self) -> dict[str, Any]:
@@ -394,6 +396,15 @@ class NativeOptimizer(OptimizerFace):
         state_dict["state"] = found
 
     def _seal(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Raises ValueError, before torch changes anything, for an entry that cannot be
+        restored. Torch compares the sizes of groups itself."""
+        names = {param: name for name, param in self.named()}
+        for saved, own in zip(state_dict["param_groups"], self.param_groups, strict=False):
+            group = {**self.defaults, **saved}
+            for number, param in zip(saved["params"], own["params"], strict=False):
+                if given := state_dict["state"].get(number):
+                    rule = self.rule_of(group, param)
+                    ordinary.check_entry(given, rule, param, names[param])
         return seal(state_dict)
 
     def _open(self, _: torch.optim.Optimizer) -> None:

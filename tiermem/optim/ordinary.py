@@ -244,6 +244,19 @@ def value_of(given: Mapping[str, Any], key: str, param: torch.Tensor, name: str)
 
     Collective where the entry has a DTensor that is placed otherwise than the parameter.
     """
+    value = _found(given, key, param, name)
+    return part_of(value.detach(), param).to("cpu", torch.float32)
+
+
+def check_entry(given: Mapping[str, Any], rule: Rule, param: torch.Tensor, name: str) -> None:
+    """Raises ValueError for an entry that cannot be restored: a state is missing or has another
+    shape."""
+    moments = rule.moments if has_moments_of(given, rule) else ()
+    for key in (*moments, MASTER) if MASTER in given else moments:
+        _found(given, key, param, name)
+
+
+def _found(given: Mapping[str, Any], key: str, param: torch.Tensor, name: str) -> torch.Tensor:
     value = given.get(key)
     if not isinstance(value, torch.Tensor):
         raise ValueError(
@@ -255,7 +268,7 @@ def value_of(given: Mapping[str, Any], key: str, param: torch.Tensor, name: str)
             f"the state dict's {key!r} for parameter {name!r} has shape {tuple(value.shape)}; the "
             f"parameter has {tuple(param.shape)}"
         )
-    return part_of(value.detach(), param).to("cpu", torch.float32)
+    return value
 
 
 def _moment(state: State, moment: str) -> Moment:
