@@ -91,7 +91,7 @@ def draw_run(folder: Path) -> list[Path]:
         ("timeline", draw_timeline(run, spans)),
     ):
         if figure is not None:
-            save_figure(figure, folder / f"{name}.png", "tiermem train")
+            save_figure(figure, folder / f"{name}.png", "tiermem")
             drawn.append(folder / f"{name}.png")
     return drawn
 
