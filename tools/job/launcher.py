@@ -53,7 +53,6 @@ class Job:
     precision: str = "fp32"
     # whether blocks are recomputed in backward; None: the trainer chooses
     is_checkpointing: bool | None = None
-    num_kept: int = 0  # blocks, the last ones, that keep their activations where others do not
     memory_limit_bytes: int | None = None
     threads: int | None = None  # None: what torch takes by itself
     nvme_paths: list[str] = dataclasses.field(default_factory=list)
@@ -73,6 +72,8 @@ class Job:
     follows from these."""
     source: str = ""
     """What is read of `data`, on one line."""
+    num_kept: int = 0
+    """Blocks, the last ones, that keep their activations where the others are recomputed."""
 
     @property
     def compute(self) -> str:
