@@ -115,3 +115,28 @@ def test_what_is_asked_for_recomputes_all_or_none() -> None:
     for is_asked in (True, False):
         found = on_card(1 << 30, is_asked).activations
         assert found.num_recomputed == (NUM_LAYERS if is_asked else 0)
+
+
+def test_inputs_that_fit_on_a_disk_alone_are_planned_there_whatever_the_memory() -> None:
+    """On a CPU: inputs of all blocks are larger than the memory itself."""
+    wide = {"hidden_size": 1024, "intermediate_size": 4096}
+    shape = SHAPE | wide | {"num_hidden_layers": 200}
+    rates = Rates(1e9, 1e9, kernel_bytes_s=100e9)
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": "nvme", "nvme_path": "."},
+            "offload_optimizer": {"device": "nvme", "nvme_path": "."},
+        },
+    }
+
+    def within(num_mib: int) -> Planned:
+        cluster = Cluster(1, 1, None, num_mib * MIB)
+        return plan_scenario(Scenario(shape, config, cluster, rates, 1e11, 2048, None))
+
+    sizes = range(2000, 7000, 1000)
+    fits = [not within(size).problems for size in sizes]
+    assert fits == sorted(fits) and not fits[0] and fits[-1]
+    least = within(sizes[fits.index(True)])
+    assert least.policy.activations is Tier.NVME

@@ -343,9 +343,9 @@ class ActivationBytes(NamedTuple):
         one in use first.
 
         device_bytes: of an accelerator, for the plan and activations together; host_bytes: of a
-            node, for the plan beside the
-        activations as the policy has them; None: no limit, or not to be changed. compute: the
-            seconds of the maths.
+            node, for the plan beside the activations as the policy has them, less than 0 where
+            these alone are too large; None: no limit, or not to be changed. compute: the seconds
+            of the maths.
         """
         homes = [policy.activations]
         is_open = policy.activations is None and self.picture is None and not self.num_kept
@@ -363,10 +363,10 @@ class ActivationBytes(NamedTuple):
                 if self.is_gpu and device_bytes is not None
                 else None
             )
-            on_host = host_bytes
-            if not self.is_gpu and host_bytes is not None:
-                more_bytes = (here[policy.activations] - here[home]) * ranks_on_node
-                on_host = max(1, host_bytes + more_bytes)
+            on_host = None
+            if host_bytes is not None:
+                moved_bytes = 0 if self.is_gpu else here[policy.activations] - here[home]
+                on_host = max(1, host_bytes + moved_bytes * ranks_on_node)
             kept_bytes = at_home if self.moves_inputs(home) else None
             order = "batches" if self.at_once is None else "layers"
             found.append(
@@ -678,7 +678,7 @@ def plan_scenario(scenario: Scenario, chooses: bool = True, near: Planned | None
         if cluster.host_bytes is not None:  # the store has what a node leaves
             outside = [*cluster.host_others, *way.rows(given.activations)]
             outside_bytes = sum(row.num_bytes for row in outside if row.tier is Tier.HOST)
-            left = max(1, cluster.host_bytes - outside_bytes * per_node)
+            left = cluster.host_bytes - outside_bytes * per_node
         compute = scenario.compute_of(way.multiplied_tokens, way.recomputed_part)
         for each in way.placements(given, card_bytes, left, per_node, compute):
             if way.num_kept and 1 in (each.device_bytes, each.host_bytes):
