@@ -55,7 +55,8 @@ from tiermem.tools.measure.files import check_room
 from tiermem.tools.measure.machine import caption, machine_facts
 from tiermem.tools.memory_limit import MemoryLimit, open_limit
 from tiermem.tools.options import TrainOptions
-from tiermem.tools.plan.planned import hf_config, state_bytes, transformers
+from tiermem.tools.plan.budget import state_bytes
+from tiermem.tools.plan.planned import hf_config, transformers
 from tiermem.tools.plan.prediction import made_ready, settle_compute
 from tiermem.tools.record.reports import table
 from tiermem.tools.record.run_record import IoCounts, disagreements

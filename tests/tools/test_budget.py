@@ -14,7 +14,7 @@ from tiermem.precision import Precision
 from tiermem.tools.job.launcher import Job
 from tiermem.tools.job.train_job import make_config
 from tiermem.tools.options import TrainOptions
-from tiermem.tools.plan.planned import (
+from tiermem.tools.plan.budget import (
     ActivationBytes,
     plan_budget,
     saved_bytes_per_token,

@@ -15,8 +15,8 @@ import tiermem
 from tiermem import OffloadPolicy, Tier
 from tiermem.layers import chunked_loss
 from tiermem.tools.job.launcher import Job
-from tiermem.tools.plan import planned
-from tiermem.tools.plan.planned import ActivationBytes, has_chunked_loss
+from tiermem.tools.plan import budget
+from tiermem.tools.plan.budget import ActivationBytes, has_chunked_loss
 from tiermem.tools.plan.prediction import build_model
 from tiermem.tools.presets import ModelSizes
 
@@ -57,7 +57,7 @@ def test_a_llama_trains_with_a_loss_in_chunks(
 ) -> None:
     whole, weights, widest = train(tmp_path, tied)
     assert widest == 300
-    monkeypatch.setattr(planned, "_LOGITS_WHOLE_BYTES", 1000)
+    monkeypatch.setattr(budget, "_LOGITS_WHOLE_BYTES", 1000)
     monkeypatch.setattr(chunked_loss, "CHUNK_BYTES", 4 * 300 * 16)
     chunked, others, widest = train(tmp_path, tied)
     assert widest == 32  # hidden states: no logits of all tokens

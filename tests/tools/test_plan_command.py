@@ -39,13 +39,7 @@ from tiermem.tools.plan.plan import (
     scenario_of,
     tiling_hint,
 )
-from tiermem.tools.plan.planned import (
-    Cluster,
-    Planned,
-    Scenario,
-    meta_model,
-    plan_scenario,
-)
+from tiermem.tools.plan.planned import Cluster, Planned, Scenario, meta_model, plan_scenario
 from tiermem.tools.plan.speed import parse_rates, tuned_speed
 from tiermem.tools.presets import ModelSizes, preset
 from tiermem.units.unit import divide

@@ -21,8 +21,9 @@ from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from tiermem.policy import Tier  # noqa: E402
 from tiermem.tools.options import PlanOptions  # noqa: E402
+from tiermem.tools.plan.budget import saved_bytes_per_token  # noqa: E402
 from tiermem.tools.plan.plan import EXIT_FITS, plan, scenario_of  # noqa: E402
-from tiermem.tools.plan.planned import Planned, plan_scenario, saved_bytes_per_token  # noqa: E402
+from tiermem.tools.plan.planned import Planned, plan_scenario  # noqa: E402
 from tiermem.tools.presets import ModelSizes, check_shape, read_shape  # noqa: E402
 
 GIB = 1 << 30

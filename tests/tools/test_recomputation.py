@@ -12,7 +12,8 @@ import tiermem
 from tiermem import OffloadPolicy, Tier
 from tiermem.forecast import Rates
 from tiermem.tools.job.launcher import Job
-from tiermem.tools.plan.planned import ActivationBytes, Cluster, Planned, Scenario, plan_scenario
+from tiermem.tools.plan.budget import ActivationBytes
+from tiermem.tools.plan.planned import Cluster, Planned, Scenario, plan_scenario
 from tiermem.tools.plan.prediction import build_model
 from tiermem.tools.presets import ModelSizes
 

@@ -3,7 +3,8 @@
 Files in order: each imports only files before it.
 
     picture     the memory and the maths of a UNet on one picture
-    planned     the budget under a cap; the library's own plan of a scenario
+    budget      what a process and activations take of a memory, and what they leave to a plan
+    planned     the library's own plan of a scenario
     prediction  the predicted seconds and bytes of a training
     pretrained  the plan of a model of the hub or of a folder, for `tiermem sft`
     card        what an accelerator's memory leaves to a plan

@@ -12,11 +12,8 @@ import torch
 from tiermem.plans.plan import Row
 from tiermem.policy import Tier
 from tiermem.swap.memory.accelerator import free_and_total, is_accelerator
-from tiermem.tools.plan.planned import (
-    ActivationBytes,
-    Budget,
-    Planned,
-)
+from tiermem.tools.plan.budget import ActivationBytes, Budget
+from tiermem.tools.plan.planned import Planned
 from tiermem.tools.words import format_bytes
 
 _TORCHS_PART = 0.05

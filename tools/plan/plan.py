@@ -46,14 +46,7 @@ from tiermem.tools.memory_limit import FREE_PART
 from tiermem.tools.options import MADE_OF, PlanOptions, TrainOptions
 from tiermem.tools.plan.card import Card, say_placement
 from tiermem.tools.plan.paper import ESTIMATED, print_estimates, print_paper
-from tiermem.tools.plan.planned import (
-    PLACES,
-    WEAR,
-    Cluster,
-    Planned,
-    Scenario,
-    plan_scenario,
-)
+from tiermem.tools.plan.planned import PLACES, WEAR, Cluster, Planned, Scenario, plan_scenario
 from tiermem.tools.plan.prediction import settle_compute
 from tiermem.tools.plan.settle import settled, with_choice
 from tiermem.tools.plan.speed import ASSUMED_DISK, speed_of

@@ -35,13 +35,8 @@ from tiermem.tools.measure.gpu_link import (
     step_passes,
 )
 from tiermem.tools.measure.phases import timed
-from tiermem.tools.plan.planned import (
-    ActivationBytes,
-    has_chunked_loss,
-    hf_config,
-    meta_model,
-    transformers,
-)
+from tiermem.tools.plan.budget import ActivationBytes, has_chunked_loss
+from tiermem.tools.plan.planned import hf_config, meta_model, transformers
 from tiermem.tools.presets import ModelSizes, with_layers
 from tiermem.tools.record.run_record import PHASES, Figures, Span, covered, within
 from tiermem.units.compute import (

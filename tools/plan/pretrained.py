@@ -27,7 +27,7 @@ from tiermem.precision import DTYPES, Precision
 from tiermem.swap.memory.accelerator import is_accelerator
 from tiermem.tools.job.launcher import Job
 from tiermem.tools.job.train_job import nvme_folders, with_host_bytes
-from tiermem.tools.plan.planned import ActivationBytes, Budget, plan_budget
+from tiermem.tools.plan.budget import ActivationBytes, Budget, plan_budget
 from tiermem.tools.words import format_bytes
 
 

@@ -23,18 +23,15 @@ from tiermem.swap.memory.free import free_host_bytes
 from tiermem.tools.job.launcher import Job
 from tiermem.tools.job.train_job import Config, own_folders, with_key
 from tiermem.tools.memory_limit import FREE_PART
+from tiermem.tools.plan.budget import Budget, least_cap, plan_budget, rows_of_process
 from tiermem.tools.plan.card import Card, say_placement
 from tiermem.tools.plan.planned import (
     PLACES,
-    Budget,
     Cluster,
     Planned,
     Scenario,
-    least_cap,
     of_every_rank,
-    plan_budget,
     plan_scenario,
-    rows_of_process,
 )
 from tiermem.tools.words import Mistake, format_bytes
 

@@ -213,7 +213,7 @@ def _check_memory(job: Job, console: Console) -> None:
         return
     with console.status("looking for the smallest --memory that works"):
         # torch: the launcher does without
-        from tiermem.tools.plan.planned import INTERPRETER
+        from tiermem.tools.plan.budget import INTERPRETER
         from tiermem.tools.plan.prediction import settle_compute
         from tiermem.tools.plan.settle import settle_by_room
 

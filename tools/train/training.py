@@ -55,14 +55,8 @@ from tiermem.tools.job.train_job import CLIENT_KEY, Config
 from tiermem.tools.measure.files import memory_backed, why_unmeasured
 from tiermem.tools.measure.phases import timed
 from tiermem.tools.measure.sustained import measure_disks
-from tiermem.tools.plan.planned import (
-    Budget,
-    meta_model,
-    of_every_rank,
-    plan_budget,
-    state_bytes,
-    transformers,
-)
+from tiermem.tools.plan.budget import Budget, plan_budget, state_bytes
+from tiermem.tools.plan.planned import meta_model, of_every_rank, transformers
 from tiermem.tools.plan.prediction import (
     MeasuredRates,
     build_model,
