@@ -222,7 +222,8 @@ class OffloadPolicy:
     # ---- tiles and units: what moves as one, how much of it at once, what stays
 
     tile_numel: Annotated[Positive, Key("zero_optimization.sub_group_size", off=0)] | None = None
-    """Elements of optimizer state read, stepped and written as one; may cut a parameter."""
+    """Elements of optimizer state read, stepped and written as one; may cut a parameter. Not set:
+    1,048,576, or fewer where memory is short; a unit where a step finds all of it in memory."""
     tile_buffers: (
         Annotated[Positive, Key("zero_optimization.offload_optimizer.buffer_count", off=0)] | None
     ) = None

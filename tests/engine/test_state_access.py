@@ -611,3 +611,33 @@ def test_a_closed_model_has_no_states_left(tmp_path: Path) -> None:
         ValueError, match="once the engine or the shards are closed, its states are gone"
     ):
         safe_get_full_fp32_param(model.head.weight)
+
+
+@pytest.mark.parametrize("preset", ["exact", "tiny"])
+def test_states_of_a_large_tile_are_seen_and_put_in_pieces(preset: str) -> None:
+    """In memory a tile is as large as a unit. What shows it in fp32 takes room for a piece alone."""
+    torch.manual_seed(0)
+    model = nn.Linear(1100, 2000, bias=False).bfloat16()
+    fields = {"params": Tier.HOST, "optim": Tier.HOST, "precision": PRESETS[preset]}
+    with tiermem.shard(model, OffloadPolicy(**fields)) as shards:
+        optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+        model(torch.ones(1, 1100).bfloat16()).float().sum().backward()
+        optim.step()
+        assert len(optim.tiles_of(shards).tiles) == 1
+        before = states_of(shards, optim)
+        seen: list[int] = []
+
+        def add(states: dict[str, torch.Tensor], param: nn.Parameter, elements: slice) -> None:
+            seen.append(states["exp_avg"].numel())
+            states["exp_avg"] += torch.arange(elements.start, elements.stop) % 2
+
+        safe_update_local_states_vectorized([model.weight], add)
+        assert max(seen) == 1 << 20 and sum(seen) == model.weight.numel()
+        moved = safe_get_local_optimizer_state(model.weight, "exp_avg")
+        odd = torch.arange(moved.numel()) % 2
+        most = 0.1 if preset == "tiny" else 0.0
+        torch.testing.assert_close(moved, before["weight.exp_avg"] + odd, rtol=0.0, atol=most)
+        safe_set_full_optimizer_state(
+            model.weight, before["weight.exp_avg"].view_as(model.weight), "exp_avg"
+        )
+        assert_same_tensors(states_of(shards, optim), before)

@@ -42,14 +42,20 @@ class Llama(nn.Module):
         raise NotImplementedError
 
 
-def planned(model: nn.Module, num_shards: int = 1, context_bytes: int = 0, **fields: Any) -> Plan:
+def planned(
+    model: nn.Module,
+    num_shards: int = 1,
+    context_bytes: int = 0,
+    is_gpu: bool = True,
+    **fields: Any,
+) -> Plan:
     policy = OffloadPolicy(**fields)
     division = divide(model, policy, num_shards)
     return make_plan(
         division,
         policy,
         Topology(None, 0, num_shards, num_shards, 0),
-        True,
+        is_gpu,
         num_shards,
         context_bytes,
     )
@@ -282,3 +288,15 @@ def test_a_tile_is_as_large_as_a_unit_where_a_step_finds_everything_on_the_devic
         NVME,
     ):
         assert planned(model, **homes).tile_numel == 1 << 20
+
+
+def test_without_an_accelerator_it_is_so_where_a_step_finds_everything_on_host(
+    tmp_path: Path,
+) -> None:
+    model = Llama(2048, 5504, 4, 32000)
+    for homes in ({}, {"optim": Tier.HOST}, {"params": Tier.HOST, "optim": Tier.HOST}):
+        here = planned(model, is_gpu=False, **homes)
+        assert here.tile_numel == max(unit.shard_numel for unit in here.division.units)
+        assert here.tiles.num == 0
+    for homes in (NVME, {"optim": Tier.HOST, "grads": Tier.NVME, "paths": [tmp_path]}):
+        assert planned(model, is_gpu=False, **homes).tile_numel == 1 << 20

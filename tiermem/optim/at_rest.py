@@ -32,6 +32,9 @@ from tiermem.weights.values import Values
 
 T = TypeVar("T", bound=StateTile)
 
+_PIECE_NUMEL = 1 << 20
+"""Most elements of a state that are read or written at once."""
+
 FindRule = Callable[[nn.Parameter], tuple[Group, Rule] | None]
 """Returns a parameter's group and rule, or None if the optimizer does not hold the parameter."""
 
@@ -122,7 +125,7 @@ class RestingTiles(abc.ABC, Generic[T]):
 
     def pieces(self, shard: Shard) -> list[tuple[T, ShardRange]]:
         """The tiles that hold a parameter, with its elements in each, in the order of its
-        elements."""
+        elements. Elements of a large tile come in several pieces."""
         return list(self._pieces.get(shard, ()))
 
     def state(self, shard: Shard, name: str) -> torch.Tensor:
@@ -270,7 +273,8 @@ class RestingTiles(abc.ABC, Generic[T]):
         self._pieces.clear()
         for tile in self.tiles:
             for part in tile.ranges:
-                self._pieces.setdefault(part.shard, []).append((tile, part))
+                pieces = ((tile, piece) for piece in part.cut(_PIECE_NUMEL))
+                self._pieces.setdefault(part.shard, []).extend(pieces)
 
     def _reserve(self, tiles: Sequence[T], crosses_link: bool = False) -> None:
         """Takes room for the states of tiles; plain SGD of fp32 parameters has none. Raises

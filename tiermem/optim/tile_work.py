@@ -23,6 +23,7 @@ from tiermem.units.state_layout import StateViews, is_positive
 from tiermem.units.unit import Shard
 
 FP32_PARAM = "fp32_param"
+_VISITED_NUMEL = 1 << 20  # elements that a visit sees at once, in fp32
 
 RuleOf = Callable[[Shard], AnyStep | None]
 """Returns the rule and the scalars of a parameter's next step, or None if the parameter is not
@@ -185,29 +186,31 @@ def visiting(workers: Workers, chosen: Collection[Shard], visitor: Visitor) -> A
     """
 
     def visit(places: Places) -> None:
-        shard = places.shard
-        weight = places.weight
-        stored = places.master
-        moments = places.moments
-        if shard not in chosen:
-            return
-        is_split = stored is not None and stored.dtype == torch.int16
-        master = widen_part(
-            workers, weight if stored is None else stored, weight if is_split else None
-        )
-        values = {FP32_PARAM: master}
-        for name, moment in moments.items():
-            values[name] = widen_part(workers, moment, is_positive=is_positive(name))
-        visitor(values, shard, slice(places.first, places.first + places.numel))
-        for name, moment in moments.items():
-            narrow_part(workers, values[name], moment, is_positive=is_positive(name))
-            shard.note_loaded(moments=not shard.num_steps and bool(values[name].any()))
-        if is_split:
-            assert stored is not None
-            narrow_part(workers, values[FP32_PARAM], stored, weight)
-            return
-        weight.copy_(values[FP32_PARAM])
-        if stored is not None:
-            stored.copy_(values[FP32_PARAM])
+        for piece in places.cut(_VISITED_NUMEL) if places.shard in chosen else ():
+            _visit(workers, visitor, piece)
 
     return visit
+
+
+def _visit(workers: Workers, visitor: Visitor, places: Places) -> None:
+    """Shows the states of some elements of a parameter, and stores what has changed."""
+    shard = places.shard
+    weight = places.weight
+    stored = places.master
+    moments = places.moments
+    is_split = stored is not None and stored.dtype == torch.int16
+    master = widen_part(workers, weight if stored is None else stored, weight if is_split else None)
+    values = {FP32_PARAM: master}
+    for name, moment in moments.items():
+        values[name] = widen_part(workers, moment, is_positive=is_positive(name))
+    visitor(values, shard, slice(places.first, places.first + places.numel))
+    for name, moment in moments.items():
+        narrow_part(workers, values[name], moment, is_positive=is_positive(name))
+        shard.note_loaded(moments=not shard.num_steps and bool(values[name].any()))
+    if is_split:
+        assert stored is not None
+        narrow_part(workers, values[FP32_PARAM], stored, weight)
+        return
+    weight.copy_(values[FP32_PARAM])
+    if stored is not None:
+        stored.copy_(values[FP32_PARAM])

@@ -287,9 +287,10 @@ class Planner:
             self._grad_homes = [None]  # gradients are not kept
         elif policy.grads is not None or self._states is Tier.DEVICE:
             self._grad_homes = [policy.grads or Tier.DEVICE]
-        self._is_all_there = {self._states, *self._grad_homes, *homes.values()} == {Tier.DEVICE}
-        """Whether a step finds everything on an accelerator, so that a tile may be as large as a
-        unit."""
+        near = {Tier.DEVICE} if is_gpu else {Tier.DEVICE, Tier.HOST}
+        self._is_all_there = {self._states, *self._grad_homes, *homes.values()} <= near
+        """Whether a step finds everything in the memory where it computes, so that a tile may be as
+        large as a unit."""
         # of them, on the device
         self._kept_part = 0.0 if self._states is device else 1.0 - policy.optim_ratio
         self._steps_there = is_gpu and (self._states is device or self._kept_part > 0)

@@ -188,10 +188,9 @@ class Filling:
             if name is None:
                 continue
             states = self._states_of(name, tile)
-            first = part.first_element(shard_rank)
-            for start in range(0, part.numel, CHUNK_NUMEL):
-                numel = min(CHUNK_NUMEL, part.numel - start)
-                yield from (Elements(name, state, first + start, numel) for state in states)
+            for piece in part.cut(CHUNK_NUMEL):
+                first = piece.first_element(shard_rank)
+                yield from (Elements(name, state, first, piece.numel) for state in states)
 
     def fill(self, places: Places) -> None:
         """Fills elements of one parameter. Blocks; raises OSError."""

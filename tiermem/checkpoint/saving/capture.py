@@ -272,10 +272,7 @@ def _initial(shards: Shards, tile: Tile, elements: ShardRange) -> Stretch:
     first = elements.first_element(shards.topology.shard_rank)
 
     def chunks() -> Iterator[torch.Tensor]:
-        for start in range(elements.start, elements.stop, CHUNK_BYTES // 4):
-            chunk = elements._replace(
-                start=start, stop=min(start + CHUNK_BYTES // 4, elements.stop)
-            )
+        for chunk in elements.cut(CHUNK_BYTES // 4):
             yield tiles.piece(tile, chunk, MASTER).view(torch.uint8)
 
     return Stretch(elements.shard.name, MASTER, "fp32", first, elements.numel, first * 4, chunks)
