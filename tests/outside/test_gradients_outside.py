@@ -123,6 +123,36 @@ def test_clipping_by_value_and_by_norm_follow_torch(home: str, tmp_path: Path) -
         torch.testing.assert_close(mine, found[1][name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("home", HOMES)
+def test_a_gradient_given_to_another_parameter_is_its_gradient(home: str, tmp_path: Path) -> None:
+    found = []
+    for model, optim in after_backward(home, tmp_path):
+        one, other = (model.layers[i].up.weight for i in (0, 1))
+        one.grad, other.grad = other.grad, one.grad
+        loss_of(model, 2).backward()
+        model.layers[0].down.weight.grad = model.layers[1].down.weight.grad
+        optim.step()
+        found.append(dict(model.state_dict()))
+    assert_same_tensors(*found)
+
+
+def test_a_gradient_that_was_dropped_is_not_the_next_one(tmp_path: Path) -> None:
+    """Code that mixes the gradients of two losses keeps those of the first one."""
+    model = seeded(Tower)
+    with sharded(model, "nvme", tmp_path):
+        optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+        loss_of(model, 0).backward()
+        kept = [param.grad for param in model.parameters()]
+        optim.zero_grad()
+        loss_of(model, 1).backward()
+        with pytest.raises(RuntimeError, match=r"is gone: .* Keep a copy: p.grad.clone"):
+            kept[0].norm()
+        for param, grad in zip(model.parameters(), kept, strict=True):
+            param.grad = grad
+        with pytest.raises(RuntimeError, match="is gone"):
+            optim.step()
+
+
 def test_writing_into_a_view_is_refused(tmp_path: Path) -> None:
     model, _ = next(after_backward("host", tmp_path))
     grad = model.head.weight.grad

@@ -45,9 +45,9 @@ class Homes(Protocol):
     def has_whole(self) -> bool:
         """Whether this rank holds whole gradients."""
 
-    def check_kept(self, shard: Shard, is_zeroed: bool = False) -> None:
-        """Raises RuntimeError for a gradient that step_in_backward has used. is_zeroed: which the
-        caller zeroes."""
+    def check_kept(self, grad: ShardedGrad, is_zeroed: bool = False) -> None:
+        """Raises RuntimeError for a gradient that was dropped, or that step_in_backward has used.
+        is_zeroed: which the caller zeroes."""
 
     def read(self, shard: Shard) -> torch.Tensor:
         """A copy of a whole gradient, where the maths runs. Blocks; raises OSError."""
@@ -107,7 +107,7 @@ class ShardedGrad(RestingTensor):
 
     def read(self) -> torch.Tensor:
         """A copy of the values. Blocks; raises OSError, and RuntimeError where ranks hold parts."""
-        self.homes.check_kept(self.shard)
+        self.homes.check_kept(self)
         if not self.homes.has_whole:
             raise RuntimeError(
                 f"the gradient of {self.shard.name} rests in parts on several ranks: norms, "

@@ -341,12 +341,12 @@ class GradientHomes:
             self._reducer.reset()
         self._ends.clear()
         self.store.reset()
-        self.begin()
-        self.begin_step()
         for shard in self._of_shard:
             shard.param.grad = None
             shard.gradient.forget()
-        self._shown.clear()
+        self.begin()
+        self.begin_step()
+        self._stand_ins.clear()
         for param in self._added:
             param.grad = None
         self.is_torn = False
@@ -371,13 +371,19 @@ class GradientHomes:
 
     def forget_replaced(self) -> None:
         """Outside backward: drops the stored gradients whose `p.grad` the user has set to None or
-        to another tensor."""
+        to another tensor. The gradient of another parameter is copied. Blocks; raises OSError, and
+        RuntimeError for a gradient that was dropped before."""
+        for shard in self._of_shard:
+            grad = shard.param.grad
+            if isinstance(grad, ShardedGrad) and grad is not self._stand_ins.get(shard):
+                shard.param.grad = grad.clone()
         for shard in self._of_shard:
             if not shard.gradient.is_there or isinstance(shard.param.grad, ShardedGrad):
                 continue
             if shard.param.grad is None or shard in self._shown:
                 shard.gradient.forget()
                 self._shown.discard(shard)
+                self._stand_ins.pop(shard, None)
 
     def write_zeros(self) -> None:
         """Before a step: writes zeros at home for gradients that the user has zeroed. Blocks;
@@ -412,9 +418,15 @@ class GradientHomes:
                 "ignore_unused_parameters)"
             )
 
-    def check_kept(self, shard: Shard, is_zeroed: bool = False) -> None:
-        """Raises RuntimeError for a gradient that step_in_backward has used; after the step it may
-        be zeroed."""
+    def check_kept(self, grad: ShardedGrad, is_zeroed: bool = False) -> None:
+        """Raises RuntimeError for a gradient that was dropped, and for one that step_in_backward has
+        used; after the step it may be zeroed."""
+        shard = grad.shard
+        if self._stand_ins.get(shard) is not grad:
+            raise RuntimeError(
+                f"this is a gradient of {shard.name} that is gone: `p.grad` was set to None or to "
+                "another tensor, and a backward or a step has come since. Keep a copy: p.grad.clone()"
+            )
         if self.store.home is None and (self._of_shard[shard] in self._stepped or not is_zeroed):
             raise _used(shard, "cannot be read, scaled or zeroed any more")
 

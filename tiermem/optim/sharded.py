@@ -106,6 +106,8 @@ class ShardedModel:
                 shards.homes.begin_step()
                 self._regather(trainable)
                 return None
+            with torch._C.DisableTorchFunctionSubclass():
+                shards.homes.forget_replaced()
             with shards.homes.changing():  # from the norm on other ranks make the step
                 norm = shards.receive_gradients(shards.prefetcher.empty)
                 assert norm is not None
