@@ -124,6 +124,25 @@ def test_clipping_by_value_and_by_norm_follow_torch(home: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("home", HOMES)
+def test_clipping_takes_gradients_that_the_user_has_set(home: str, tmp_path: Path) -> None:
+    found = []
+    for model, optim in after_backward(home, tmp_path):
+        for number, param in enumerate(model.parameters()):
+            if number % 2 == 0:
+                param.grad = param.grad * 2.0
+        norms = [clip_grad_norm_(model.parameters(), 0.1, kind).item() for kind in (2.0, 1.0)]
+        clip_grad_value_(model.parameters(), 1e-3)
+        torch._foreach_add_([p.grad for p in model.parameters()], 1e-4)
+        optim.step()
+        optim.zero_grad(set_to_none=False)
+        found.append((norms, model.state_dict()))
+    (mine, weights), (theirs, expected) = found
+    assert mine == pytest.approx(theirs, rel=1e-5)
+    for name, value in expected.items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("home", HOMES)
 def test_a_gradient_given_to_another_parameter_is_its_gradient(home: str, tmp_path: Path) -> None:
     found = []
     for model, optim in after_backward(home, tmp_path):

@@ -127,8 +127,10 @@ class ShardedGrad(RestingTensor):
         name = func._schema.name
         if name in ("aten::detach", "aten::alias"):
             return args[0]
+        if isinstance(args[0], (list, tuple)) and 0 < len(resting_in(args[0])) < len(args[0]):
+            return _one_by_one(func, args, kwargs or {})  # the user has set a `p.grad`
         for grad in resting_in(args):
-            grad.homes.check_kept(grad.shard, is_zeroed=name in _ZEROING)
+            grad.homes.check_kept(grad, is_zeroed=name in _ZEROING)
         if name == "aten::linalg_vector_norm" and _is_two_norm(args[1:], kwargs):
             return _norms(args[:1])[0]
         if name == "aten::_foreach_norm" and _is_two_norm(args[1:], kwargs):
@@ -156,6 +158,22 @@ class ShardedGrad(RestingTensor):
 
 
 _ZEROING = ("aten::zero_", "aten::_foreach_zero_")
+
+
+def _one_by_one(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
+    """Calls an operator of lists once for each tensor of its first list."""
+    count = len(args[0])
+    found = [
+        func(
+            *(
+                each[i : i + 1] if isinstance(each, (list, tuple)) and len(each) == count else each
+                for each in args
+            ),
+            **kwargs,
+        )
+        for i in range(count)
+    ]
+    return None if found[0] is None else [each for one in found for each in one]
 
 
 def _bounds(
