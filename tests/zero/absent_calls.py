@@ -78,6 +78,7 @@ WRITES = {
     "p[3] = 1": "raises | raises | raises",
     "p += 1": "raises | raises | raises",
     "p.data = x": "raises | raises | raises",
+    "p.set_(x)": "raises | raises | raises",
     "torch.add(x, 1, out=p)": "raises | raises | raises",
     "torch._foreach_mul_([p], 2)": "raises | raises | raises",
     "torch.ops.aten.mul_.Scalar(p, 2)": "raises | raises | raises",

@@ -285,6 +285,10 @@ class RestingParameter(nn.Parameter):
     def ds_tensor(self, part: torch.Tensor) -> None:
         self.__dict__["ds_tensor"] = part
 
+    def set_(self, *_: Any, **__: Any) -> NoReturn:
+        """Torch hands it to no class, so it would be lost."""
+        _refuse_write("set_", self)
+
     def convert_to_zero_parameters(self, param_list: Iterable[nn.Parameter]) -> None:
         """Partitions ordinary parameters, such as adapters that were added after zero.Init, beside
         this one.
