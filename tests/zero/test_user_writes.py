@@ -138,6 +138,25 @@ def test_a_step_while_the_old_memory_is_held_is_refused(place: str, tmp_path: Pa
         assert (model[0].weight.detach().float() - 0.5).abs().max() < 0.02
 
 
+@pytest.mark.parametrize("way", ["zero_all", "load"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_write_after_the_states_were_reset_counts(way: str, place: str, tmp_path: Path) -> None:
+    """Masters outlive the states of a dict without steps."""
+    model = model_of()
+    with tiermem.shard(model, OffloadPolicy(paths=[str(tmp_path)], **PLACES[place])):
+        optim = tiermem.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+        begin = optim.state_dict()
+        loss_of(model, 0).backward()
+        optim.step()
+        optim.load_state_dict(begin)
+        WAYS[way](model)
+        expected = model[0].weight.detach().clone()
+        optim.param_groups[0]["lr"] = 0.0
+        loss_of(model, 1).backward()
+        optim.step()
+        assert torch.equal(model[0].weight, expected)
+
+
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("change", [nn.Module.half, nn.Module.double])
 def test_another_dtype_or_device_is_refused_at_the_write(

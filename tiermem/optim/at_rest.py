@@ -128,6 +128,10 @@ class RestingTiles(abc.ABC, Generic[T]):
         elements. Elements of a large tile come in several pieces."""
         return list(self._pieces.get(shard, ()))
 
+    def is_started(self, shard: Shard) -> bool:
+        """Whether a parameter has states, which a step or a load has made."""
+        return any(tile.is_started for tile, _ in self.pieces(shard))
+
     def state(self, shard: Shard, name: str) -> torch.Tensor:
         """A copy of this rank's part of one state of a parameter: fp32, flat, without padding.
         Blocks; raises OSError.

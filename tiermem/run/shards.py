@@ -104,6 +104,9 @@ class States(Protocol):
     def allocate(self, units: Sequence[Unit]) -> None:
         """Takes room for the states of units that have become trainable. Raises OSError."""
 
+    def is_started(self, shard: Shard) -> bool:
+        """Whether a parameter has states."""
+
     def read(self, shard: Shard, name: str) -> torch.Tensor:
         """A copy of this rank's part of one state of a parameter: flat, fp32, without padding.
         Blocks."""
@@ -456,9 +459,9 @@ class Shards:
         unit = live.unit
         mine = self.values.mine(shard, value).cpu()
         part = slice(shard.shard_offset, shard.shard_offset + mine.numel())
-        # a step has made the masters
-        stepped = any(other.num_steps for _, other in self.parameters())
-        states = self.states if unit.is_trainable and stepped else None
+        states = self.states
+        if states is not None and not states.is_started(shard):
+            states = None  # its master will be made from the weight
         is_there = live.is_home(value)
         initial = initial_master(unit)
         if states is None and initial not in self.store:
