@@ -138,6 +138,18 @@ def test_a_step_while_the_old_memory_is_held_is_refused(place: str, tmp_path: Pa
         assert (model[0].weight.detach().float() - 0.5).abs().max() < 0.02
 
 
+@pytest.mark.parametrize("place", PLACES)
+def test_parameters_may_exchange_their_memory(place: str, tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(67, 67) for _ in range(3)))
+    one, two, three = (layer.weight for layer in model)
+    old = [weight.detach().clone() for weight in (one, two, three)]
+    with tiermem.shard(model, OffloadPolicy(paths=[str(tmp_path)], **PLACES[place])) as shards:
+        one.data, two.data, three.data = two.data, three.data, one.data
+        shards.take_writes()
+        for weight, value in zip((one, two, three), (old[1], old[2], old[0]), strict=True):
+            assert torch.equal(shards.weight(weight), value)
+
+
 @pytest.mark.parametrize("way", ["zero_all", "load"])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_write_after_the_states_were_reset_counts(way: str, place: str, tmp_path: Path) -> None:

@@ -403,19 +403,21 @@ class Shards:
         """Takes over what the user has written to weights that are always present. Does nothing
         where nothing was written.
 
-        param: the one that is looked at; None: all. Each rank takes its own part of what its own
+        param: if it was not written, nothing is done. Each rank takes its own part of what its own
             parameters show. Not
         collective; blocks; raises OSError, and RuntimeError as `LiveUnit.written` and
         `check_may_change` do.
         """
         if param is not None:
             live, _ = self.find(param)
-            if live.unit.is_resident and live.is_written(param):
-                self._take_writes_of(live)
-            return
-        for live in self._residents:
-            if live.written():
-                self._take_writes_of(live)
+            if not (live.unit.is_resident and live.is_written(param)):
+                return
+        written = [live for live in self._residents if live.written()]
+        memories = {live.memory.address for live in written}
+        for live in written:
+            live.part_from(memories)
+        for live in written:
+            self._take_writes_of(live)
 
     def note_data(self, param: nn.Parameter, data: torch.Tensor) -> None:
         """Notes that the user has taken `data` of a parameter that is present, and may write it."""
@@ -433,6 +435,8 @@ class Shards:
         self.steps.finish()
         self.program.drop()
         live.outdate()
+        if live.is_streamed:
+            live.part_from({live.memory.address})
         for index in live.written():
             live.check_alone(index)
             shard = live.unit.shards[index]

@@ -416,6 +416,11 @@ class UnitMemory:
         self.free()
 
     @property
+    def address(self) -> int:
+        """Where it is now."""
+        return self._storage.data_ptr()
+
+    @property
     def has_streams(self) -> bool:
         """Whether it is on an accelerator, where several streams may use it."""
         return self._owner is not None

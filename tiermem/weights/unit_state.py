@@ -600,6 +600,16 @@ class LiveUnit:
             self._see()
             self._data_taken.clear()
 
+    def part_from(self, memories: Collection[int]) -> None:
+        """Gives parameters that were set to the memory of others copies of it, because memory at
+        these addresses is about to be written."""
+        for index in self.written():
+            param = self._params[index]
+            with torch._C.DisableTorchFunctionSubclass():
+                is_own = param.data_ptr() == self.memory.views[index].data_ptr()
+                if not is_own and param.untyped_storage().data_ptr() in memories:
+                    absent.set_data(param, param.detach().clone())
+
     def show_again(self, index: int) -> None:
         """Notes that a parameter's values have been taken over; the parameter shows the unit's
         memory again, with them."""
