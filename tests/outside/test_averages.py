@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
-from tiermem.zero import unwrap_model_for_generation
+from tiermem.zero import GatheredParameters, unwrap_model_for_generation
 
 WEIGHTS: dict[str, dict[str, Any] | None] = {
     "plain": None,
@@ -86,6 +86,20 @@ def test_averages_equal_torchs_and_the_model_comes_back(
         ema.close()
         with pytest.raises(RuntimeError, match="this store is closed"):
             ema.update()
+
+
+def test_averages_are_applied_after_weights_were_written_gathered(tmp_path: Path) -> None:
+    """What was written through `p.data` has been taken over, so that nothing is written inside."""
+    with model_of("weights on nvme", tmp_path) as model:
+        ema = tiermem.EMA(model, 0.9)
+        with GatheredParameters(list(model.parameters()), modifier_rank=0):
+            for param in model.parameters():
+                param.data.mul_(0.5)
+        ema.update()
+        with ema.applied(), torch.no_grad():
+            loss = loss_of(model, 0).item()
+        assert loss_of(model, 0).item() == loss
+        ema.close()
 
 
 def test_averages_in_the_parameters_own_dtype(tmp_path: Path) -> None:

@@ -668,6 +668,7 @@ class LiveUnit:
             return
         param = self._params[index]
         self._out.remove(index)  # first: after an interrupt `reset` does the rest
+        self._data_taken.discard(index)
         _point([param], [(self.memory.views if self._is_shown else self.memory.absent)[index]])
         self._see()
         self._mark([param])
