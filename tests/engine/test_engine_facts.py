@@ -123,6 +123,22 @@ def test_the_batch_size_changes_by_micro_batches(tmp_path: Path) -> None:
     engine.close()
 
 
+def test_a_step_after_a_change_of_batch_size_has_all_its_micro_batches(tmp_path: Path) -> None:
+    engine = started(tmp_path, gradient_accumulation_steps=1)
+    train_engine(engine, range(2))
+    engine.set_train_batch_size(6)
+    steps = []
+    for number in range(6):
+        train_engine(engine, [number])
+        steps.append(engine.global_steps)
+    assert steps == [2, 2, 3, 3, 3, 4]
+    engine.set_train_batch_size(4)
+    train_engine(engine, [6])
+    assert engine.global_steps == 4
+    assert engine.micro_steps == 9
+    engine.close()
+
+
 def test_training_mode_reaches_the_model(tmp_path: Path) -> None:
     engine = started(tmp_path)
     engine.eval()

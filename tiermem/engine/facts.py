@@ -60,6 +60,7 @@ class Accumulation:
         self._is_stepping = False
         self._block = ""  # "no_sync" or "coalesce_grad_reduction" inside such a block
         self.micro_steps = 0  # micro-batches that have ended
+        self._step_start = 0  # of those, the ones of steps that have ended
         self.is_under_way = False  # whether a micro-batch has ended since the last step
         self._num_backwards = shards.hooks.num_backwards  # the count at the end of the last step
         shards.hooks.receive_if(self._may_receive)
@@ -71,7 +72,7 @@ class Accumulation:
             return self._set_by_user
         if not self._is_managed:
             return self._is_stepping
-        return (self.micro_steps + 1) % self.num_micro_batches == 0
+        return self.micro_steps + 1 - self._step_start >= self.num_micro_batches
 
     def set_boundary(self, is_boundary: bool) -> None:
         """Sets whether this micro-batch and the next ones end a step, until the next call.
@@ -133,6 +134,7 @@ class Accumulation:
         self._num_backwards = self._shards.hooks.num_backwards
         ended = self.micro_steps if micro_steps is None else micro_steps
         self.micro_steps = -(-ended // self.num_micro_batches) * self.num_micro_batches
+        self._step_start = self.micro_steps
 
     @contextlib.contextmanager
     def hold_back(self, block: str) -> Iterator[None]:
@@ -173,6 +175,8 @@ class Accumulation:
         finally:
             self.is_under_way = not is_boundary
             self.micro_steps += 1
+            if is_boundary:
+                self._step_start = self.micro_steps
             self._is_stepping = False
 
     def _may_receive(self) -> bool:
