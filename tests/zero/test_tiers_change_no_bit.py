@@ -105,6 +105,14 @@ def test_every_mixture_of_homes_equals_everything_on_host(
     assert (result.read_bytes > 0) == (Tier.NVME in fields.values())
 
 
+def test_one_rank_sends_no_blocks_and_rounds_nothing(
+    on_host: tuple[torch.nn.Module, Result], tmp_path: Path
+) -> None:
+    model, expected = on_host
+    fields = ON_NVME | {"paths": [tmp_path], "tile_numel": 4096, "quantised_gather": True}
+    assert_same(train(model, dataclasses.replace(BASE, **fields), max_norm=0.7), expected)
+
+
 @pytest.mark.sampled(2)
 def test_two_paths_equal_one(on_host: tuple[torch.nn.Module, Result], tmp_path: Path) -> None:
     model, expected = on_host

@@ -357,7 +357,7 @@ def gathers(
     whole_bytes = numel * num_shards * unit.travels_as.itemsize
     if is_second and topology.within is not None:
         return [_send("within", whole_bytes, topology)]
-    if gathers_packed(unit, policy):
+    if gathers_packed(unit, policy, num_shards):
         return [_send("shard", unit.packed_bytes * num_shards, topology)]
     return _plain(whole_bytes, topology)
 

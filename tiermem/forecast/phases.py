@@ -221,13 +221,13 @@ class Course:
 
     def fetches(self) -> StepFetches:
         """What the prefetcher does in this step."""
-        is_sharded = self.topology.num_shards > 1
+        num_shards = self.topology.num_shards
         units = (
             FetchedUnit(
                 unit.index,
                 not unit.is_resident,
                 self.is_on_nvme(unit),
-                is_sharded or gathers_packed(unit, self.policy),
+                num_shards > 1 or gathers_packed(unit, self.policy, num_shards),
                 self._num_reductions(unit),
                 unit.takes_buffer,
                 unit.full_numel,

@@ -395,7 +395,8 @@ class Planner:
         wired = [
             u
             for u, _ in streamed
-            if gathers_packed(u, policy) and needs_wire(u, self._num_shards, self._is_gpu)
+            if gathers_packed(u, policy, self._num_shards)
+            and needs_wire(u, self._num_shards, self._is_gpu)
         ]
         wire_sizes = (wire_bytes(u, self._num_shards) for u in wired)
         wires = sheet.buffers(

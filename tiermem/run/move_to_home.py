@@ -324,7 +324,7 @@ class _Settler:
         """
         policy = self._policy
         topology = self._topology
-        if gathers_packed(unit, policy):
+        if gathers_packed(unit, policy, topology.num_shards):
             plain: Gather = PackedGather(
                 topology, unit, memory.travels, self._wires, self._values.workers
             )

@@ -150,10 +150,11 @@ class PackedGather(Gather):
         return Pending(topology, what, [works], [wire.rows])
 
 
-def gathers_packed(unit: Unit, policy: OffloadPolicy) -> bool:
-    """Whether a unit is gathered as blocks: it rests packed, or the policy packs its values for the
-    gather."""
-    return unit.is_packed or (policy.quantised_gather and unit.dtype.is_floating_point)
+def gathers_packed(unit: Unit, policy: OffloadPolicy, num_shards: int) -> bool:
+    """Whether a unit is gathered as blocks: it rests packed, or the policy packs its values to send
+    them. With one shard nothing is sent."""
+    is_sent = num_shards > 1 and unit.dtype.is_floating_point
+    return unit.is_packed or (policy.quantised_gather and is_sent)
 
 
 def needs_wire(unit: Unit, num_shards: int, is_gpu: bool) -> bool:
