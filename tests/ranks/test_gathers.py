@@ -283,11 +283,11 @@ def test_peak_is_shards_and_live_units_and_gradients_and_states(launched: Found)
         assert rank["base"]["peak_bytes"] == expected == sum(n for _, n in rank["base"]["rows"])
 
 
-def test_single_gathers_live_in_one_buffer_of_one_matrix(launched: Found) -> None:
-    """Gone: two buffers for what is fetched ahead, and the half of a block that is not in use."""
+def test_single_gathers_live_in_two_buffers_of_one_matrix(launched: Found) -> None:
+    """Gone: a buffer for what is fetched ahead, and the half of a block that is not in use."""
     rows = {case: dict(launched[0][case]["rows"]) for case in ("base", "single")}
     assert rows["base"]["3 unit buffers"] == 3 * layout_bytes([97 * 31, 31 * 97])
-    assert rows["single"]["1 unit buffers"] == layout_bytes([97 * 31])
+    assert rows["single"]["2 unit buffers"] == 2 * layout_bytes([97 * 31])
     assert launched[0]["single"]["peak_bytes"] == sum(rows["single"].values())
 
 

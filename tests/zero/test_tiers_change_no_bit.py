@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from programs.models import Tower
+from programs.models import ShortTower, Tower
 from programs.twins import Result, assert_same, seeded, train
 
 from tiermem import IoSettings, OffloadPolicy, Tier
@@ -103,6 +103,15 @@ def test_every_mixture_of_homes_equals_everything_on_host(
     result = train(model, policy, max_norm=0.7)
     assert_same(result, expected)
     assert (result.read_bytes > 0) == (Tier.NVME in fields.values())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_repeat_blocks_that_are_fetched_in_parts(
+    reentrant: bool, tmp_path: Path
+) -> None:
+    model = seeded(lambda: ShortTower(checkpoint=reentrant))
+    fields = ON_NVME | {"paths": [tmp_path], "gather_way": "single"}
+    assert_same(train(model, dataclasses.replace(BASE, **fields)), train(model, BASE))
 
 
 def test_one_rank_sends_no_blocks_and_rounds_nothing(

@@ -320,7 +320,8 @@ class Planner:
     def choices(self) -> list[PlanChoice]:
         """All choices, best first."""
         policy = self._policy
-        aheads = [0] if policy.gather_way == "single" else [USUAL_UNITS_AHEAD, 1]
+        # one more than a forward uses at once: a backward holds a unit while a checkpoint repeats others
+        aheads = [1, 0] if policy.gather_way == "single" else [USUAL_UNITS_AHEAD, 1]
         counts = sizes_from(
             policy, policy.unit_buffers, [self._most_at_once + ahead for ahead in aheads]
         )

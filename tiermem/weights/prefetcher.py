@@ -667,8 +667,8 @@ class Prefetcher(Generic[T]):
         raise RuntimeError(
             f"unit {live.unit.name!r} finds all {self._limits.num_full} buffers in use by {busy}: "
             "modules with parameters of "
-            "their own are nested deeper than that. Raise unit_buffers (buffer_count in a config) "
-            "to "
+            "their own are nested deeper than that, or a checkpoint repeats them in backward. Raise "
+            "unit_buffers (buffer_count in a config) to "
             f"{self._limits.num_full + 1} or more"
         )
 
