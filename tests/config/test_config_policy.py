@@ -249,6 +249,10 @@ def test_gradients_rest_elsewhere_from_stage_one_on() -> None:
             "gradient_accumulation_steps 2",
         ),
         ({"gradient_clipping": 0, "fp16": {"enabled": True}}, "dynamic loss scale"),
+        (
+            {"gradient_clipping": 0, "torch_autocast": {"enabled": True, "dtype": "fp16"}},
+            "dynamic loss scale",
+        ),
     ],
 )
 def test_step_in_backward_excludes_what_needs_all_gradients(top: dict[str, Any], what: str) -> None:

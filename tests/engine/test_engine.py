@@ -220,10 +220,12 @@ def test_a_scheduler_that_is_given_steps_with_the_engine(tmp_path: Path) -> None
     engine.close()
 
 
-def test_step_in_backward_trains_as_stepping_after_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_step_in_backward_trains_as_stepping_after_it(precision: str, tmp_path: Path) -> None:
     losses = []
+    keys = {"bf16": {"enabled": True}, "fp16": {"enabled": True, "loss_scale": 64.0}}
     for own in ({}, {"step_in_backward": True}):
-        cfg = config("nvme", tmp_path, tiermem=own, bf16={"enabled": True})
+        cfg = config("nvme", tmp_path, tiermem=own, **{precision: keys[precision]})
         engine, _, _, _ = tiermem.initialize(model=seeded(models.tied_tower), config=cfg)
         losses.append(run(engine))
         engine.close()

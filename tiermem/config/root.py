@@ -573,7 +573,7 @@ class TiermemConfig(ConfigModel):
                 'true with on_nonfinite "skip", but a unit already stepped cannot be skipped; '
                 'use "raise"',
             )
-        if self.fp16.enabled and self.fp16.is_dynamic:
+        if self.scales_loss and self.fp16.is_dynamic:
             yield (
                 key,
                 "true with a dynamic loss scale, which has to skip steps; set fp16.loss_scale "

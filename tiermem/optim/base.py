@@ -530,7 +530,7 @@ class NativeOptimizer(OptimizerFace):
                     f"{owner.policy.precision}; its states are planned when it is sharded: set "
                     "OffloadPolicy(precision=...) and leave this one out"
                 )
-            self._sharded[owner] = ShardedModel(owner, self._find_rule)
+            self._sharded[owner] = ShardedModel(owner, self._find_rule, lambda: self.loss_scale)
             self._sharded[owner].tiles.on_look = self.follow_state
         self._rest([(name, param) for name, param in self.named_ordinary() if param.requires_grad])
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Hashable
+from collections.abc import Callable, Collection, Hashable
 
 import torch
 from torch import nn
@@ -42,10 +42,16 @@ class NonFiniteGradients(RuntimeError):
 
 class ShardedModel:
     """A sharded model and its optimizer states, which rest in the model's store and live as long as
-    the store."""
+    the store.
 
-    def __init__(self, shards: Shards, find_rule: FindRule) -> None:
+    find_scale: the loss scale, of gradients that are stepped in backward.
+    """
+
+    def __init__(
+        self, shards: Shards, find_rule: FindRule, find_scale: Callable[[], float]
+    ) -> None:
         self._shards = shards
+        self._find_scale = find_scale
         self._find_rule = find_rule
         self.tiles = StateTiles(shards, find_rule)
         shards.homes.store.call_on_reuse(shards.program.forget)
@@ -95,7 +101,7 @@ class ShardedModel:
         with shards.store.recorder.span("step", "step"):
             shards.hooks.check_backward_ended()
             if shards.policy.step_in_backward:
-                if scale != 1.0 or max_norm:
+                if scale != self._find_scale() or max_norm:
                     raise ValueError(
                         "step_in_backward has used the gradients: they are neither scaled nor "
                         "clipped in step"
@@ -145,7 +151,8 @@ class ShardedModel:
         with shards.steps.changing_all():
             self._ruled.clear()
             self._count_steps(live)
-            self.tiles.step(self._next_steps(1.0 / shards.homes.divisor), live, grads)
+            factor = 1.0 / self._find_scale() / shards.homes.divisor
+            self.tiles.step(self._next_steps(factor), live, grads)
             shards.steps.is_partial = True  # until the backward ends
         for shard in live.unit.shards:
             shard.gradient.forget()
