@@ -22,7 +22,7 @@ from torch import nn
 from tiermem.optim.local import as_placed, local_of, part_of
 from tiermem.policy import NvmePath
 from tiermem.ranks.topology import paths_of_rank
-from tiermem.run.shards import Shards
+from tiermem.run.shards import Shards, loading
 from tiermem.swap.base.grad_mode import without_grad
 from tiermem.swap.base.ranges import round_up
 from tiermem.swap.base.tier import ALIGNMENT, Tier
@@ -115,6 +115,7 @@ class EMA:
         self._dtypes = {name: dtype or param.dtype for name, param in self._params.items()}
         self._home, own_paths = _home_of(self._params.values(), home, paths)
         self._is_applied = False
+        self._is_torn = False  # a change of the averages has not ended
         self._store, self._program = self._open(own_paths)
 
     def update(self) -> None:
@@ -124,7 +125,7 @@ class EMA:
         Raises RuntimeError inside `applied`, and for a parameter that is trained now and was frozen
         before; OSError.
         """
-        self._check_may_change()
+        self._check_whole()
         late = [
             name
             for name, p in self._model.named_parameters()
@@ -142,8 +143,10 @@ class EMA:
             weight = _read(piece.param, piece.elements).to(average.dtype)
             average.copy_(weight) if is_first else average.lerp_(weight, 1 - self.decay)
 
+        self._is_torn = not is_first  # a first update begins anew
         self._run(self._pieces("average"), act)
         self.num_updates += 1
+        self._is_torn = False
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -152,17 +155,19 @@ class EMA:
 
         Inside, stepping, replacing and saving weights of a sharded model raises RuntimeError.
         Collective; blocks. Raises OSError; after one while the block begins, the weights are put
-        back.
+        back. After an interrupt in that a sharded model is torn.
         """
-        self._check_may_change()
+        self._check_whole()
         if not self.num_updates:
             raise RuntimeError("there is no average before the first update")
+        for shards in self._owners():
+            shards.drop_head_start()
+        self._drop_aside()  # an interrupt has left it
         self._reserve("aside")
         with contextlib.ExitStack() as ending:
-            for entry in self._entries("aside"):
-                ending.callback(self._store.drop, entry)
             for shards in self._owners():
-                shards.drop_head_start()
+                ending.enter_context(shards.held_present())
+            ending.callback(self._drop_aside)
             self._run(
                 self._pieces("aside"),
                 lambda piece, kept: kept.copy_(_read(piece.param, piece.elements)),
@@ -170,8 +175,6 @@ class EMA:
             ending.callback(self._put_back)
             self._run(self._pieces("average"), _write, changes=False)
             self._refresh()
-            for shards in self._owners():
-                ending.enter_context(shards.held_present())
             self._is_applied = True
             yield
 
@@ -181,14 +184,15 @@ class EMA:
 
         Collective; blocks; raises OSError.
         """
-        self._check_may_change()
-        for name, param in self._params.items():
-            value = self._whole(name)
-            owner = registry.owner_of(param)
-            if isinstance(owner, Shards):
-                owner.replace(param, value)
-            else:
-                local_of(param).copy_(part_of(value, param))
+        self._check_whole()
+        with loading(self._params.values()):
+            for name, param in self._params.items():
+                value = self._whole(name)
+                owner = registry.owner_of(param)
+                if isinstance(owner, Shards):
+                    owner.replace(param, value)
+                else:
+                    local_of(param).copy_(part_of(value, param))
 
     def state_dict(self) -> dict[str, Any]:
         """The decay, the number of updates, and every average: whole, on the CPU; a DTensor for a
@@ -196,6 +200,7 @@ class EMA:
 
         All averages are in memory at once. Collective; blocks; raises OSError.
         """
+        self._check_untorn()
         averages = {name: self._whole(name) for name in self._params}
         return {"decay": self.decay, "num_updates": self.num_updates, "averages": averages}
 
@@ -215,10 +220,14 @@ class EMA:
                 f"these averages are of another model: {', '.join(sorted(wrong)[:5])} differ in "
                 "name or shape"
             )
+        decay = float(state_dict["decay"])
+        num_updates = int(state_dict["num_updates"])
+        self._is_torn = True
         for name, param in self._params.items():
             self._fill(name, _mine(param, averages[name]))
-        self.decay = float(state_dict["decay"])
-        self.num_updates = int(state_dict["num_updates"])
+        self.decay = decay
+        self.num_updates = num_updates
+        self._is_torn = False
 
     def close(self) -> None:
         """Frees the averages' memory and files. Blocks; raises the first error of a write."""
@@ -311,19 +320,41 @@ class EMA:
         return as_placed(local.view(local_of(param).shape), param)
 
     def _put_back(self) -> None:
-        self._is_applied = False
-        self._run(self._pieces("aside"), _write, changes=False)
-        self._refresh()
+        with contextlib.ExitStack() as marks:
+            for owner in self._owners():
+                marks.enter_context(owner.steps.loading(self._params_of(owner)))
+            self._is_applied = False
+            self._run(self._pieces("aside"), _write, changes=False)
+            self._refresh()
+
+    def _drop_aside(self) -> None:
+        for entry in self._entries("aside"):
+            if entry in self._store:
+                self._store.drop(entry)
 
     def _refresh(self) -> None:
         for owner in self._owners():
-            mine = (param for param in self._params.values() if registry.owner_of(param) is owner)
-            for live in dict.fromkeys(owner.find(param)[0] for param in mine):
+            for live in dict.fromkeys(owner.find(each)[0] for each in self._params_of(owner)):
                 owner.refresh(live.unit.shards[0].param)
+
+    def _params_of(self, owner: Shards) -> list[nn.Parameter]:
+        return [each for each in self._params.values() if registry.owner_of(each) is owner]
 
     def _owners(self) -> list[Shards]:
         owners = (registry.owner_of(param) for param in self._params.values())
         return list(dict.fromkeys(owner for owner in owners if isinstance(owner, Shards)))
+
+    def _check_whole(self) -> None:
+        """Raises RuntimeError where averages are torn, or weights may not change."""
+        self._check_untorn()
+        self._check_may_change()
+
+    def _check_untorn(self) -> None:
+        if self._is_torn:
+            raise RuntimeError(
+                "an update or a load of these averages ended half-way, so that they are torn: "
+                "load_state_dict, or make a new EMA"
+            )
 
     def _check_may_change(self) -> None:
         if self._is_applied:

@@ -18,7 +18,7 @@ from torch import nn
 
 from tiermem.optim.local import as_dtensor
 from tiermem.run.move_to_home import empty_buffers
-from tiermem.run.shards import Shards
+from tiermem.run.shards import Shards, loading
 from tiermem.swap.base.grad_mode import call_with_grad
 from tiermem.swap.disk import durable
 from tiermem.swap.disk.direct import check_room, take_room
@@ -194,11 +194,13 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], strict: boo
                     f"{tuple(target.shape)}"
                 )
     _check_names(model, found, targets, strict)
-    for file in files:
-        with FileReader(file) as reader:
-            for stored in read_header(file):
-                if (target := targets.get(stored.name)) is not None:
-                    call_with_grad(False, put_value, target, stored.read(reader))
+    due = [each for name, each in targets.items() if name in found]
+    with loading(each for each in due if isinstance(each, nn.Parameter)):
+        for file in files:
+            with FileReader(file) as reader:
+                for stored in read_header(file):
+                    if (target := targets.get(stored.name)) is not None:
+                        call_with_grad(False, put_value, target, stored.read(reader))
     if empty := empty_buffers(model):
         logger.warning(
             "%s: no file has values of these buffers, which stay on the meta device",

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import tiermem
-from tiermem import OffloadPolicy, Tier
+from tiermem import OffloadPolicy, Tier, averages
 from tiermem.zero import GatheredParameters, unwrap_model_for_generation
 
 WEIGHTS: dict[str, dict[str, Any] | None] = {
@@ -198,3 +199,44 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="of another model"):
         ema.load_state_dict({"decay": 0.9, "num_updates": 1, "averages": {}})
     ema.close()
+
+
+def test_averages_and_weights_that_an_interrupt_left_half_changed_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(name: str, act: Callable[[], object]) -> None:
+        """Calls a function, in which the second call of one of averages.py is interrupted."""
+        called, calls = getattr(averages, name), itertools.count()
+
+        def stop(*args: Any) -> Any:
+            if next(calls):
+                raise KeyboardInterrupt
+            return called(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(averages, name, stop)
+            with pytest.raises(KeyboardInterrupt):
+                act()
+
+    with model_of("weights on nvme", tmp_path) as model:
+        optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+        ema = tiermem.EMA(model, 0.9, paths=[tmp_path])
+        ema.update()
+        train_steps(model, optim, range(1))
+        kept, before = ema.state_dict(), copy.deepcopy(model.state_dict())
+        interrupted("_read", ema.update)
+        for act in (ema.update, ema.state_dict, ema.copy_to, ema.applied().__enter__):
+            with pytest.raises(RuntimeError, match="ended half-way, so that they are torn"):
+                act()
+        ema.load_state_dict(kept)
+        applied = ema.applied()
+        applied.__enter__()
+        interrupted("_write", lambda: applied.__exit__(None, None, None))
+        for act in (lambda: loss_of(model, 0), lambda: train_steps(model, optim, range(1))):
+            with pytest.raises(RuntimeError, match="ended half-way, so that this model is torn"):
+                act()
+        model.load_state_dict(before)
+        with ema.applied(), torch.no_grad():
+            assert_same_tensors(dict(model.state_dict()), kept["averages"])
+        assert_same_tensors(model.state_dict(), before)
+        ema.close()

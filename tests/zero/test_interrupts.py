@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import tiermem
@@ -20,6 +21,7 @@ from tiermem.gradients.gradient_store import GradientStore
 from tiermem.gradients.gradients import GradientHomes
 from tiermem.optim.tentative import TentativeStep
 from tiermem.optim.tiles import StateTiles
+from tiermem.run.shards import Shards
 from tiermem.swap.store.checksum import Sums
 from tiermem.weights.unit_memory import UnitMemory
 from tiermem.weights.unit_state import LiveUnit
@@ -271,11 +273,57 @@ def test_half_a_load_is_refused_until_it_is_made_again(
     run.train(2)
     kept = run.optim.state_dict()
     interrupt(monkeypatch, StateTiles, "load", lambda: run.optim.load_state_dict(kept))
-    with pytest.raises(RuntimeError, match=r"load_state_dict ended half-way.*load again"):
+    with pytest.raises(RuntimeError, match=r"load_state_dict.*ended half-way.*load again"):
         run.train()
     run.optim.load_state_dict(kept)
     run.train(2)
     assert is_equal(run.weights(), undisturbed(tmp_path, Tier.NVME, 4))
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("way", ["load_state_dict", "load_safetensors", "gather", "averages"])
+def test_several_weights_of_which_an_interrupt_left_some_are_refused_until_all_are_replaced(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace, left = Shards.replace, [0]
+
+    def stopping(shards: Shards, param: nn.Parameter, value: torch.Tensor) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        replace(shards, param, value)
+
+    monkeypatch.setattr(Shards, "replace", stopping)
+    run = Run(tmp_path, Tier.NVME)
+    run.train(1)
+    params = list(run.model.parameters())
+    kept = {name: torch.zeros_like(value) for name, value in run.model.state_dict().items()}
+    save_file(kept, tmp_path / "model.safetensors")
+    averages = tiermem.EMA(run.model, paths=[tmp_path])
+    averages.update()
+
+    def gather() -> None:
+        with tiermem.zero.GatheredParameters(params, modifier_rank=0):
+            for param in params:
+                param.zero_()
+
+    ways: dict[str, Callable[[], object]] = {
+        "load_state_dict": lambda: run.model.load_state_dict(kept),
+        "load_safetensors": lambda: tiermem.load_safetensors(run.model, tmp_path),
+        "gather": torch.no_grad()(gather),
+        "averages": averages.copy_to,
+    }
+    left[0] = 4
+    with pytest.raises(KeyboardInterrupt):
+        ways[way]()
+    for act in (run.train, run.shards.check_whole):
+        with pytest.raises(RuntimeError, match="ended half-way, so that this model is torn"):
+            act()
+    ways[way]()
+    assert way == "averages" or not any(weight.any() for weight in run.model.state_dict().values())
+    run.train(1)
+    averages.close()
+    run.shards.close()
 
 
 def test_a_forward_in_a_second_thread_is_refused_and_the_first_unharmed(tmp_path: Path) -> None:

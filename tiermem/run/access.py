@@ -14,7 +14,7 @@ from torch import nn
 from tiermem.ranks.collectives import exchange, share, total
 from tiermem.ranks.topology import Topology, ranks_per_node
 from tiermem.run.init_params import ParametersInInit
-from tiermem.run.shards import Shards
+from tiermem.run.shards import Shards, loading
 from tiermem.swap.memory.accelerator import free_and_total, is_accelerator
 from tiermem.units import registry
 from tiermem.weights.unit_state import LiveUnit
@@ -179,10 +179,11 @@ class GatheredParameters:
             p.detach().clone() if _is_regathered(p, owner) else p.detach()
             for p, owner, _ in self._taken
         ]
-        for (param, owner, _), value in zip(self._taken, values, strict=True):
-            value = value.contiguous()
-            share(owner.topology, value, "sharing what one rank wrote", rank)
-            owner.replace(param, value)
+        with loading(param for param, _, _ in self._taken):
+            for (param, owner, _), value in zip(self._taken, values, strict=True):
+                value = value.contiguous()
+                share(owner.topology, value, "sharing what one rank wrote", rank)
+                owner.replace(param, value)
 
     def _refuse_changes(self) -> None:
         for owner in {id(k): k for _, k, _ in self._taken}.values():

@@ -23,7 +23,7 @@ import dataclasses
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
@@ -398,6 +398,14 @@ class Shards:
             else:
                 live.memory.views[index].copy_(shown)
         self.steps.half_loaded.discard(param)
+
+    def _begin_load(self, params: Sequence[nn.Parameter]) -> None:
+        """Marks what a `load_state_dict` is about to replace."""
+        if not self.is_held:  # else `replace` refuses
+            self.steps.half_loaded.update(each for each in params if id(each) in self._by_param)
+
+    def _end_load(self, params: Sequence[nn.Parameter]) -> None:
+        self.steps.half_loaded.difference_update(params)
 
     def take_writes(self, param: nn.Parameter | None = None) -> None:
         """Takes over what the user has written to weights that are always present. Does nothing
@@ -863,7 +871,9 @@ class Shards:
         lowered = [s.param for u in units if u.full_dtype != u.dtype for s in u.shards]
         self._handles += serve_islands(self.model, lowered, self.policy, self.device, self.weight)
         self._handles += widen_inputs(self.model, {u.dtype for u in units if u.is_widened})
-        self._handles += StateDicts(self._saved, self.replace).watch(self.model)
+        self._handles += StateDicts(
+            self._saved, self.replace, self._begin_load, self._end_load
+        ).watch(self.model)
         self._end_experts = serve_experts(self.model)
         self._take_charge()
 
@@ -900,3 +910,21 @@ class Shards:
             *sizes,
             engine,
         )
+
+
+@contextlib.contextmanager
+def loading(params: Iterable[nn.Parameter]) -> Iterator[None]:
+    """A block that replaces the values of parameters, one after the other. If it fails, or an
+    interrupt ends it, their sharded models are torn until all are replaced.
+
+    Raises RuntimeError before the block where weights may not change.
+    """
+    owned: dict[Shards, list[nn.Parameter]] = {}
+    for param in params:
+        if isinstance(owner := registry.owner_of(param), Shards):
+            owned.setdefault(owner, []).append(param)
+    with contextlib.ExitStack() as marks:
+        for owner, own in owned.items():
+            owner.check_may_change()
+            marks.enter_context(owner.steps.loading(own))
+        yield

@@ -30,7 +30,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -93,7 +93,7 @@ class StepRun:
         self.is_torn = False
         self._is_changing = False  # it is under way now
         self.is_partial = False  # with step_in_backward: units were stepped since the last step
-        self.half_loaded: set[Hashable] = set()  # what `load_state_dict` has begun to replace
+        self.half_loaded: set[Hashable] = set()  # what a load has begun to replace
         self.has_slot = False  # the disk space of steps under backward is taken
         self.num_early = 0  # steps that took what backward had stepped
         self.num_redone = 0  # steps whose tiles were stepped in backward, dropped and stepped again
@@ -205,11 +205,13 @@ class StepRun:
             )
 
     def check_loaded(self) -> None:
-        """Raises RuntimeError if a `load_state_dict` was interrupted."""
+        """Raises RuntimeError if a load was interrupted."""
         if self.half_loaded:
             raise RuntimeError(
-                "a load_state_dict ended half-way, so that this model is torn between what it was "
-                "and what was loaded: load again, or open a checkpoint that is whole, or close it"
+                "a load (load_state_dict, load_safetensors, GatheredParameters with a "
+                "modifier_rank, EMA.copy_to) ended half-way, so that this model is torn between "
+                "what it was and what was loaded: load again, or open a checkpoint that is whole, "
+                "or close it"
             )
 
     def commit_later(self, act: Callable[[], None] | None) -> None:
@@ -249,6 +251,27 @@ class StepRun:
         """A block that changes many states. If it fails, or an interrupt ends it, the model is
         torn. Not to be nested."""
         return _Changing(self)
+
+    def loading(self, keys: Collection[Hashable]) -> contextlib.AbstractContextManager[None]:
+        """A block that replaces these parameters. Until all are replaced, steps and forwards raise
+        RuntimeError."""
+        return _Loading(self, keys)
+
+
+class _Loading(contextlib.AbstractContextManager[None]):
+    """Marks what the block replaces, one after the other. What it has not replaced keeps its mark
+    when it fails, or an interrupt ends it."""
+
+    def __init__(self, steps: StepRun, keys: Collection[Hashable]) -> None:
+        self._steps = steps
+        self._keys = keys
+
+    def __enter__(self) -> None:
+        self._steps.half_loaded.update(self._keys)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._steps.half_loaded.difference_update(self._keys)
 
 
 class _Changing(contextlib.AbstractContextManager[None]):

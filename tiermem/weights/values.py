@@ -260,15 +260,20 @@ class StateDicts:
     Buffers, extra state and the parameters of copied modules are left to torch.
 
     weight: returns a copy of a parameter's whole value. replace: stores a parameter's whole value.
+    begin, end: called with the parameters of a module before it is loaded, and when it is.
     """
 
     def __init__(
         self,
         weight: Callable[[nn.Parameter], torch.Tensor],
         replace: Callable[[nn.Parameter, torch.Tensor], None],
+        begin: Callable[[list[nn.Parameter]], None] = lambda _: None,
+        end: Callable[[list[nn.Parameter]], None] = lambda _: None,
     ) -> None:
         self._weight = weight
         self._replace = replace
+        self._begin = begin
+        self._end = end
         self._gathered: weakref.WeakValueDictionary[int, torch.Tensor] = (
             weakref.WeakValueDictionary()
         )
@@ -276,10 +281,20 @@ class StateDicts:
         self._gathered_by: Callable[[], object] = lambda: None
 
     def watch(self, model: nn.Module) -> list[RemovableHandle]:
-        """Installs hooks on every module with parameters. Returns their handles; the caller removes
+        """Installs hooks on every module. Returns their handles; the caller removes
         them."""
         handles: list[RemovableHandle] = []
         for module in model.modules():
+            handles.append(
+                module.register_load_state_dict_pre_hook(
+                    lambda module, *_: self._begin([*module.parameters()])
+                )
+            )
+            handles.append(
+                module.register_load_state_dict_post_hook(
+                    lambda module, _: self._end([*module.parameters()])
+                )
+            )
             if module._parameters:
                 # torch sets attributes on the function, so each module gets its own
                 fill = self._fill
