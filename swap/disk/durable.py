@@ -169,6 +169,13 @@ class Owned(list[int]):
     __del__ = close
 
 
+def new_name(path: Path) -> Path:
+    """A random name beside a path, for what gets its name when it is whole. No longer than a file
+    system takes: 255 bytes."""
+    short = os.fsencode(path.name)[:200].decode(errors="ignore")
+    return path.with_name(f"{secrets.token_hex(6)}.{short}{NEW_SUFFIX}")
+
+
 class NewFile:
     """A file in the making: `sync` makes its bytes durable, `place` gives it the name `path`,
     `close` removes it before that.
@@ -181,7 +188,7 @@ class NewFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.name = path.with_name(f"{secrets.token_hex(6)}.{path.name[:200]}{NEW_SUFFIX}")
+        self.name = new_name(path)
         self._is_placed = False
         self._own, self._own_folder = Owned(), Owned()
         with named(path):

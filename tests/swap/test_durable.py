@@ -142,6 +142,13 @@ def test_large_file_is_written_whole(tmp_path: Path) -> None:
     assert (tmp_path / "x").read_bytes() == b""
 
 
+@pytest.mark.parametrize("name", ["a" * 255, "\u6b65" * 85, "a" + "\u00e9" * 127])
+def test_a_name_may_have_all_bytes_that_a_file_system_takes(name: str, tmp_path: Path) -> None:
+    durable.write_file(tmp_path / name, b"new")
+    assert (tmp_path / name).read_bytes() == b"new"
+    assert os.listdir(tmp_path) == [name]
+
+
 def test_folders_are_made_and_synced_from_above(tmp_path: Path) -> None:
     seen: list[Step] = []
     with durable.watch(seen.append):

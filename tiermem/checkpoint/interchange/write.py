@@ -265,7 +265,7 @@ def new_folder(folder: Path, undoing: contextlib.ExitStack) -> Iterator[Path]:
 
     undoing: removes both names; a folder that cannot be removed is left.
     """
-    new = folder.with_name(f"{secrets.token_hex(6)}.{folder.name[:200]}{durable.NEW_SUFFIX}")
+    new = durable.new_name(folder)
     durable.make_folder(folder.parent)
     with durable.named(new):
         new.mkdir()
