@@ -127,18 +127,25 @@ def check_shape(shape: ModelShape) -> None:
             f"model_type is {kind!r}, an encoder; causal language models are trained, such as "
             "llama or gpt2"
         )
-    for key in _SIZES:
-        value = shape.get(key)
-        if value is not None and (type(value) is not int or value < 1):
-            raise ValueError(
-                f"{key} is {value!r} in the model's config; it must be a whole number of 1 or more"
-            )
+    check_sizes(shape)
     vocabulary = shape.get("vocab_size")
     if vocabulary is not None and vocabulary < _NUM_BYTE_VALUES:
         raise ValueError(
             f"vocab_size is {vocabulary}; bytes of text are the tokens, so at least "
             f"{_NUM_BYTE_VALUES} are due"
         )
+
+
+def check_sizes(shape: ModelShape) -> None:
+    """Raises ValueError for sizes that no model of transformers has."""
+    if OF_DIFFUSERS in shape:
+        return
+    for key in _SIZES:
+        value = shape.get(key)
+        if value is not None and (type(value) is not int or value < 1):
+            raise ValueError(
+                f"{key} is {value!r} in the model's config; it must be a whole number of 1 or more"
+            )
     hidden = None if shape.get("head_dim") else shape.get("hidden_size", shape.get("n_embd"))
     heads = shape.get("num_attention_heads", shape.get("n_head"))
     few = shape.get("num_key_value_heads")
@@ -196,7 +203,7 @@ class ModelSizes(NamedTuple):
         head_dim = shape.get("head_dim") or hidden // num_heads
         width = shape.get("intermediate_size") or shape.get("n_inner") or 4 * hidden
         counts = (shape.get(key) for key in _EXPERTS)
-        num_experts = next((each for each in counts if each), 1)
+        num_experts = next((each for each in counts if isinstance(each, int) and each), 1)
         num_chosen = shape.get("num_experts_per_tok") or 1 if num_experts > 1 else 0
         if num_chosen:
             width = shape.get("moe_intermediate_size") or width

@@ -511,6 +511,29 @@ def test_mistakes_say_what_is_allowed(files: Path, fields: dict[str, Any], reaso
         run(files, **fields)
 
 
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0 in the model's config"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads is 3, which does not divide"),
+        ({"pad_token_id": 5000}, "no llama can be built of the model's config: AssertionError: P"),
+        ({"hidden_act": "nope"}, "no llama can be built of the model's config: KeyError: 'nope'"),
+        ({"tie_word_embeddings": "yes"}, "expected bool, got str"),
+        ({"model_type": "llama2"}, "model_type is 'llama2', which this transformers does not know"),
+    ],
+)
+def test_a_config_of_which_no_model_can_be_built_is_refused_in_one_line(
+    fields: dict[str, Any], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(TINY | fields))
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--model", str(file), "--gpu", "4090", "--nvme-rate", "1,1"])
+    assert ended.value.code == EXIT_USER
+    *_, said = capsys.readouterr().err.splitlines()
+    assert said.startswith("tiermem plan: ") and reason in said and len(said) < 300
+
+
 def test_the_command_refuses_in_one_line(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(

@@ -50,7 +50,7 @@ from tiermem.tools.plan.planned import PLACES, WEAR, Cluster, Planned, Scenario,
 from tiermem.tools.plan.prediction import settle_compute
 from tiermem.tools.plan.settle import settled, with_choice
 from tiermem.tools.plan.speed import ASSUMED_DISK, speed_of
-from tiermem.tools.presets import OF_DIFFUSERS, ModelShape, preset, shape_of
+from tiermem.tools.presets import OF_DIFFUSERS, ModelShape, check_sizes, preset, shape_of
 from tiermem.tools.record.reports import table
 from tiermem.tools.words import Mistake, format_bytes, numbered
 from tiermem.units.experts import expected_share
@@ -169,7 +169,9 @@ def _shape(options: PlanOptions) -> ModelShape:
     model = options.model
     if model is not None and model.is_dir():
         model = component_folder(model) / "config.json"
-    return shape_of(options.preset, model, "--model")
+    shape = shape_of(options.preset, model, "--model")
+    check_sizes(shape)
+    return shape
 
 
 def _config(options: PlanOptions) -> Config:

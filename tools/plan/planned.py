@@ -10,6 +10,7 @@ is planned as if there were no limit, and `problems` says by how many bytes it i
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import itertools
@@ -42,6 +43,7 @@ from tiermem.tools.measure.machine import DAY_S
 from tiermem.tools.plan.budget import INTERPRETER, ActivationBytes
 from tiermem.tools.plan.picture import Picture
 from tiermem.tools.presets import OF_DIFFUSERS, ModelSizes
+from tiermem.tools.words import closest
 
 T = TypeVar("T")
 
@@ -397,18 +399,12 @@ def meta_model(shape: Mapping[str, Any], precision: str, lora_rank: int | None =
     lora_rank: of PEFT's adapters, which alone are trained, beside every nn.Linear but the head.
         Fused experts and their routers are none, and get no adapter.
 
-    Raises ValueError for a model type that transformers does not know, ImportError without peft or
-    diffusers.
+    Raises ValueError for a model type that transformers does not know and for a config of which it
+    cannot build a model, ImportError without peft or diffusers.
     """
     with torch.device("meta"):
         model: Any
-        if OF_DIFFUSERS in shape:
-            model = build_meta(shape)[0]
-        else:
-            config = hf_config(shape)
-            causal = transformers().AutoModelForCausalLM
-            is_causal = type(config) in causal._model_mapping
-            model = causal.from_config(config) if is_causal else class_of(config)(config)
+        model = build_meta(shape)[0] if OF_DIFFUSERS in shape else _of_transformers(shape)
         model = nn.Module.to(model, DTYPES[precision])  # diffusers' own warns
         if lora_rank is not None:
             peft = importlib.import_module("peft")
@@ -422,10 +418,40 @@ def meta_model(shape: Mapping[str, Any], precision: str, lora_rank: int | None =
     return cast("nn.Module", model)
 
 
+def _of_transformers(shape: Mapping[str, Any]) -> Any:
+    config = hf_config(shape)
+    causal = transformers().AutoModelForCausalLM
+    is_causal = type(config) in causal._model_mapping
+    with _told_of(shape):
+        return causal.from_config(config) if is_causal else class_of(config)(config)
+
+
 def hf_config(shape: Mapping[str, Any]) -> Any:
     """The transformers config of a shape. Raises ValueError for a model type that transformers does
-    not know."""
-    return transformers().AutoConfig.for_model(**shape)
+    not know, and for values that it refuses."""
+    kind = shape["model_type"]
+    known = transformers().CONFIG_MAPPING
+    if kind not in known:
+        raise ValueError(
+            f"model_type is {kind!r}, which this transformers does not know; the nearest that it "
+            f"does is {closest(str(kind), known)!r}"
+        )
+    with _told_of(shape):
+        return transformers().AutoConfig.for_model(**shape)
+
+
+@contextlib.contextmanager
+def _told_of(shape: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, what transformers or torch raise of a config becomes ValueError."""
+    try:
+        yield
+    except (ValueError, ImportError):
+        raise
+    except Exception as error:  # of any kind, from the model's own code
+        raise ValueError(
+            f"no {shape['model_type']} can be built of the model's config: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def of_every_rank(value: T) -> list[T]:
