@@ -112,6 +112,7 @@ MISTAKES = {
             "--memory is 10 bytes, which Python alone exceeds",
         ),
         (["--preset", "151m", "--save", "/proc/1/no"], "cannot write here"),
+        (["--preset", "151m", "--save", "/dev/null/ck"], "/dev/null: is a file: name a folder"),
     ],
     "tune": [
         (["--path", "nowhere"], "nowhere: no such folder"),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import errno
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -482,5 +483,9 @@ def _check_room(shape: ModelShape, nvme: list[Path]) -> None:
 
 
 def _existing(path: Path) -> Path:
-    """The folder itself, or the one above it that is there."""
-    return next(each for each in (path, *path.parents) if each.is_dir())
+    """The folder itself, or the one above it that is there. Raises NotADirectoryError where a file
+    is in its place."""
+    there = next(each for each in (path, *path.parents) if each.exists())
+    if not there.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "is a file: name a folder", str(there))
+    return there
