@@ -170,6 +170,18 @@ def test_optimizers_of_torch_are_taken_over(name: str, tmp_path: Path) -> None:
     assert_equal(found[1], found[0])
 
 
+def test_a_schedule_finds_what_it_keeps_in_the_groups(tmp_path: Path) -> None:
+    found = []
+    for trainer in (Trainer, TiermemTrainer):
+        model = build("gpt2")
+        optim = torch.optim.AdamW([{"params": model.parameters(), "name": "all"}], lr=1e-3)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optim, 1e-2, total_steps=8)
+        given = {"model": model, "optimizers": (optim, schedule), "max_steps": 4}
+        found.append(train(trainer, "gpt2", tmp_path, **given))
+        assert optim.param_groups[0]["name"] == "all"
+    assert_equal(found[1], found[0])
+
+
 @pytest.mark.slow
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", [tiermem.Lion, tiermem.Muon])

@@ -187,8 +187,9 @@ def take_over(given: torch.optim.Optimizer) -> OptimizerChoice:
     for name, kind in KINDS.items():
         theirs = getattr(torch.optim, name, kind)
         if isinstance(given, (kind, theirs)):
-            groups = given.param_groups
-            return OptimizerChoice(name, [_group_for(kind, group) for group in groups], {}, groups)
+            shown = given.param_groups
+            groups = [_group_for(kind, group, given.defaults) for group in shown]
+            return OptimizerChoice(name, groups, {}, shown)
     names = [name for name in KINDS if hasattr(torch.optim, name)]
     raise ValueError(
         f"{type(given).__name__} cannot step states that rest on tiers; allowed are "
@@ -197,9 +198,11 @@ def take_over(given: torch.optim.Optimizer) -> OptimizerChoice:
     )
 
 
-def _group_for(kind: type[NativeOptimizer], group: dict[str, Any]) -> dict[str, Any]:
-    """Keeps those values of a group that tiermem's optimizer takes; drops those about speed
-    (foreach, fused)."""
+def _group_for(
+    kind: type[NativeOptimizer], group: dict[str, Any], settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Keeps those of the optimizer's settings that tiermem's takes, without those about speed
+    (foreach, fused), and what a schedule or the user has put into the group beside them."""
     known = set(inspect.signature(kind.__init__).parameters) - {
         "foreach",
         "fused",
@@ -210,7 +213,7 @@ def _group_for(kind: type[NativeOptimizer], group: dict[str, Any]) -> dict[str, 
     kept = {
         key: value
         for key, value in group.items()
-        if key in known or key in ("params", "initial_lr")
+        if key in known or (key not in settings and key != "param_names")
     }
     if kind is Muon and not kept.get("use_muon", True):
         kept["eps"] = kept["adam_eps"]  # AdamW steps this group, and its eps is called adam_eps
