@@ -407,7 +407,7 @@ def _stairs(position: int, size: int, count: int) -> float:
 
 
 def _warmup_steps(value: int) -> int:
-    return max(2, _positive_int("warmup_num_steps", value))  # one step has no logarithm to rise by
+    return max(2, _whole("warmup_num_steps", value, 0))  # fewer have no logarithm to rise by
 
 
 def _warmup_type(value: str) -> str:

@@ -687,6 +687,13 @@ def test_optimizer_and_schedule_of_a_config_are_used(tmp_path: Path) -> None:
     assert found.rates == pytest.approx(rates)
 
 
+def test_auto_warmup_is_that_of_arguments_without_one(tmp_path: Path) -> None:
+    warmup = {key: "auto" for key in WARMUP if key != "total_num_steps"}
+    config = config_in(tmp_path, scheduler={"type": "WarmupLR", "params": warmup})
+    found = train(TiermemTrainer, "gpt2", tmp_path, tiermem=config, max_steps=3)
+    assert found.rates == [0.0, 0.0, 1e-3]
+
+
 def in_bf16(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     """The inputs of a twin, as a DeepSpeed config gives them."""
     floats = {
