@@ -568,7 +568,11 @@ def test_each_call_of_model_init_is_sharded_anew(tmp_path: Path) -> None:
         assert log_of(trainer) == first
 
 
-@pytest.mark.parametrize("given", [{"torch_compile": True}, {"optim": "adafactor"}], ids=str)
+@pytest.mark.parametrize(
+    "given",
+    [{"torch_compile": True}, {"bf16_full_eval": True}, {"optim": "adafactor"}],
+    ids=str,
+)
 def test_arguments_that_cannot_be_met_are_refused(
     given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -576,6 +580,12 @@ def test_arguments_that_cannot_be_met_are_refused(
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")
     with pytest.raises(ValueError, match=r"leave .* out|cannot step states"):
         train(TiermemTrainer, "gpt2", tmp_path, **given)
+
+
+@pytest.mark.parametrize("given", ["nvme", None, tiermem.Tier.NVME], ids=str)
+def test_a_tiermem_of_no_allowed_kind_is_refused(given: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r'tiermem is .*; allowed are "auto", an OffloadPolicy'):
+        train(TiermemTrainer, "gpt2", tmp_path, tiermem=given)
 
 
 def test_an_accelerate_that_would_wrap_the_model_is_refused_on_ranks(

@@ -30,7 +30,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -146,10 +146,11 @@ class TiermemMixin(_Base):  # type: ignore[misc]
     def create_accelerator_and_postprocess(self) -> None:
         """Creates the accelerator.
 
-        Raises ValueError for arguments that ask for another way of sharding, or for compiling; on
-        several ranks, for an Accelerate that would wrap the model in DDP.
+        Raises ValueError for arguments that ask for another way of sharding, for compiling or for
+        casting; for a `tiermem` of no allowed kind; on several ranks, for an Accelerate that would
+        wrap the model in DDP.
         """
-        for name in ("fsdp", "deepspeed", "torch_compile"):
+        for name in ("fsdp", "deepspeed", "torch_compile", "bf16_full_eval", "fp16_full_eval"):
             if getattr(self.args, name, None):
                 raise ValueError(
                     f"TrainingArguments({name}={getattr(self.args, name)!r}) with TiermemTrainer, "
@@ -165,10 +166,16 @@ class TiermemMixin(_Base):  # type: ignore[misc]
         if self.args.n_gpu > 1:
             # as transformers does for models on several devices: no DataParallel
             self.args._n_gpu = 1
-        if not isinstance(self._asked, OffloadPolicy) and self._asked != AUTO:
-            if isinstance(self._asked, (str, os.PathLike)) and not is_json(self._asked):
-                # it is read again when the schedule is made
-                self._asked = os.path.abspath(self._asked)
+        asked = self._asked
+        if not isinstance(asked, OffloadPolicy) and asked != AUTO:
+            is_path = isinstance(asked, (str, os.PathLike)) and not is_json(asked)
+            if not (os.path.isfile(asked) if is_path else isinstance(asked, (str, Mapping))):
+                raise ValueError(
+                    f'tiermem is {asked!r}; allowed are "auto", an OffloadPolicy, a DeepSpeed-style '
+                    "config as a dict or JSON text, and the path of a JSON file that exists"
+                )
+            # a file is read again when the schedule is made
+            self._asked = os.path.abspath(asked) if is_path else asked
             self._config = config_beside(self._asked, self.args, hidden_size_of(self.model))
         super().create_accelerator_and_postprocess()
 
