@@ -609,6 +609,20 @@ def test_materialized_weights_stay_with_the_model(tmp_path: Path) -> None:
     torch.testing.assert_close(dict(trainer.model.state_dict()), weights, rtol=0, atol=0)
 
 
+def test_a_trainer_that_gave_its_weights_up_uses_them_no_more(tmp_path: Path) -> None:
+    """Neither does another trainer of its model."""
+    nvme = on_nvme(tmp_path / "nvme")
+    trainer = trainer_of(TiermemTrainer, "llama", tmp_path, {"max_steps": 1}, tiermem=nvme)
+    trainer.train()
+    trainer.close()
+    again = trainer_of(
+        TiermemTrainer, "llama", tmp_path, {"max_steps": 1}, tiermem=nvme, model=trainer.model
+    )
+    for call in (trainer.evaluate, trainer.train, trainer.save_model, again.train):
+        with pytest.raises(ValueError, match=r"are gone: .* give it materialize=True"):
+            call()
+
+
 # ---- configs -------------------------------------------------------------------------------------
 
 ON_NVME = {"device": "nvme", "pin_memory": True}

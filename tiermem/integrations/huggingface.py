@@ -69,6 +69,7 @@ from tiermem.plans.activations import PredictedActivations, activations_of
 from tiermem.policy import OffloadPolicy
 from tiermem.precision import DTYPES
 from tiermem.run.layerwise import LayerwisePasses
+from tiermem.run.move_to_home import check_values
 from tiermem.run.shards import Shards
 from tiermem.schedule import build_scheduler
 from tiermem.swap.disk.queue import Meter
@@ -418,9 +419,11 @@ class TiermemMixin(_Base):  # type: ignore[misc]
         Trainer writes beside it.
 
         With adapters (PEFT) it writes what peft asks for: all adapters, and resized embeddings.
-        Collective; blocks; raises OSError on every rank when rank 0 cannot write the weights.
+        Collective; blocks; raises OSError on every rank when rank 0 cannot write the weights,
+        ValueError after a `close` without materialize.
         """
         if self._shards is None:
+            check_values(self.model)
             super().save_model(output_dir, _internal_call)
             return
         folder = self.args.output_dir if output_dir is None else output_dir

@@ -60,6 +60,7 @@ from tiermem.wires.packed import PackedGather, gathers_packed
 def check_model(model: nn.Module, is_trained: bool) -> None:
     """Raises ValueError for a model that cannot be partitioned; names the parameter or module and
     the change to make."""
+    check_values(model)
     tie_shared(model)
     for name, param in model.named_parameters():
         if is_lazy(param):
@@ -94,6 +95,18 @@ def check_model(model: nn.Module, is_trained: bool) -> None:
             and module.weight.requires_grad
         ):
             _check_embedding(name, module)
+
+
+def check_values(model: nn.Module) -> None:
+    """Raises ValueError for a model that was closed without its weights, which show NaN."""
+    for name, param in model.named_parameters():
+        is_placeholder = param.numel() > 1 and not param.is_meta and not any(param.stride())
+        if is_placeholder and registry.owner_of(param) is None and param[(0,) * param.ndim].isnan():
+            raise ValueError(
+                f"the values of parameter {name!r} are gone: it was sharded, and closed without "
+                "materialize=True. Train, evaluate and save before close(), or give it "
+                "materialize=True; else build or load the model again"
+            )
 
 
 def tie_shared(model: nn.Module) -> None:
