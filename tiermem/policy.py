@@ -551,3 +551,13 @@ def against_widening(policy: OffloadPolicy) -> Iterator[str]:
     if policy.stage != 3:
         yield "stage"  # parameters are always present, as they rest
     yield from (name for name in ("gather_dtype", "quantised_gather") if getattr(policy, name))
+
+
+def check_kind(policy: Any) -> None:
+    """Raises ValueError for what is neither a policy nor None."""
+    if policy is not None and not isinstance(policy, OffloadPolicy):
+        raise ValueError(
+            f"policy is a {type(policy).__name__}; give an OffloadPolicy: "
+            "tiermem.config.load_config(...).policy() makes one of a config, and "
+            "tiermem.initialize takes the config itself"
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,6 +53,12 @@ def test_two_ranks_equal_ddp(tmp_path: Path) -> None:
 def test_several_models_are_refused() -> None:
     with pytest.raises(ValueError, match="2 models; give one"):
         prepare(Accelerator(cpu=True), nn.Linear(2, 2), nn.Linear(2, 2))
+
+
+def test_a_config_in_place_of_a_policy_is_refused() -> None:
+    config: dict[str, Any] = {"zero_optimization": {"stage": 3}}
+    with pytest.raises(ValueError, match="policy is a dict; give an OffloadPolicy"):
+        prepare(Accelerator(cpu=True), nn.Linear(2, 2), policy=config)  # type: ignore[arg-type]
 
 
 def test_an_optimizer_that_cannot_be_taken_over_is_refused() -> None:

@@ -232,6 +232,10 @@ def test_what_cannot_be_opened_is_refused(tmp_path: Path) -> None:
     build("llama").save_pretrained(tmp_path / "saved")
     with pytest.raises(ValueError, match="does not have"):
         tiermem.from_pretrained(tmp_path / "saved", colour="blue")
+    with pytest.raises(ValueError, match="dtype is 'bf16'; allowed are"):
+        tiermem.from_pretrained(tmp_path / "saved", dtype="bf16")
+    with pytest.raises(ValueError, match="policy is a dict; give an OffloadPolicy"):
+        tiermem.from_pretrained(tmp_path / "saved", policy={})  # type: ignore[arg-type]
     config = json.loads((tmp_path / "saved" / "config.json").read_text("utf-8"))
     how = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (tmp_path / "saved" / "config.json").write_text(

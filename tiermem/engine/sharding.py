@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tiermem.checkpoint.saving.saver import Saver
 from tiermem.engine.room import choose_policy
-from tiermem.policy import OffloadPolicy
+from tiermem.policy import OffloadPolicy, check_kind
 from tiermem.run.init_params import built_with
 from tiermem.run.shards import Shards
 from tiermem.swap.memory.accelerator import find_device, is_accelerator
@@ -55,12 +55,7 @@ def shard(
         if isinstance(group, DeviceMesh):
             raise ValueError('policy "auto" is for ranks in one group: give an OffloadPolicy')
         policy = choose_policy(model, device=device, group=group or built_with(model).group)
-    if policy is not None and not isinstance(policy, OffloadPolicy):
-        raise ValueError(
-            f"policy is a {type(policy).__name__}; give an OffloadPolicy: "
-            "tiermem.config.load_config(...).policy() makes one "
-            "of a config, and tiermem.initialize takes the config itself"
-        )
+    check_kind(policy)
     if policy is not None and policy.accumulation == "layers":
         raise ValueError(
             "accumulation \"layers\" is the engine's and TiermemTrainer's, which see all "

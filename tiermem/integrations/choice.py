@@ -21,7 +21,7 @@ from torch import nn
 
 from tiermem.engine.room import choose_policy
 from tiermem.engine.sharding import shard
-from tiermem.policy import OffloadPolicy
+from tiermem.policy import OffloadPolicy, check_kind
 from tiermem.run.shards import Shards
 from tiermem.swap.memory.accelerator import is_accelerator
 from tiermem.units import registry
@@ -36,7 +36,8 @@ def policy_for(
     model: nn.Module, asked: OffloadPolicy | None, num_moments: int, device: torch.device
 ) -> OffloadPolicy:
     """Returns the policy that is asked for, else "auto" where a model is trained on an accelerator
-    (num_moments above 0). Collective; blocks."""
+    (num_moments above 0). Collective; blocks. Raises ValueError."""
+    check_kind(asked)
     policy = with_moments(asked or OffloadPolicy(), num_moments, None)
     if asked is None and num_moments and is_accelerator(device):
         return choose_policy(model, policy, device=device)

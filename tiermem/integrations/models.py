@@ -79,7 +79,7 @@ def from_pretrained(
     that cannot be dequantised while they are read; OSError for missing files; ImportError for an
     adapter without the peft library, or a model of diffusers without that.
     """
-    init = Init(policy=policy or OffloadPolicy())
+    init = Init(policy=policy)
     if Path(name_or_dir).is_file():
         chosen = _dtype_of(dtype, None, Path(name_or_dir))
         with init:
@@ -193,7 +193,10 @@ def _with_adapter(folder: Path, **given: Any) -> nn.Module:
 
 def _dtype_of(asked: torch.dtype | str, config: Any, folder: Path) -> torch.dtype:
     if isinstance(asked, str) and asked != "auto":
-        asked = getattr(torch, asked)
+        name = asked
+        asked = getattr(torch, name, None)
+        if not isinstance(asked, torch.dtype):
+            raise ValueError(f'dtype is {name!r}; allowed are "auto" and torch\'s, as "bfloat16"')
     if isinstance(asked, torch.dtype):
         return asked
     said = getattr(config, "dtype", None)
