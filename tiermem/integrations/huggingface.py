@@ -169,14 +169,19 @@ class TiermemMixin(_Base):  # type: ignore[misc]
             self.args._n_gpu = 1
         asked = self._asked
         if not isinstance(asked, OffloadPolicy) and asked != AUTO:
-            is_path = isinstance(asked, (str, os.PathLike)) and not is_json(asked)
-            if not (os.path.isfile(asked) if is_path else isinstance(asked, (str, Mapping))):
-                raise ValueError(
-                    f'tiermem is {asked!r}; allowed are "auto", an OffloadPolicy, a DeepSpeed-style '
-                    "config as a dict or JSON text, and the path of a JSON file that exists"
-                )
             # a file is read again when the schedule is made
-            self._asked = os.path.abspath(asked) if is_path else asked
+            if isinstance(asked, (str, os.PathLike)) and not is_json(asked):
+                asked = os.path.abspath(asked)
+                is_known = os.path.isfile(asked)
+            else:
+                is_known = isinstance(asked, (str, Mapping))
+            if not is_known:
+                raise ValueError(
+                    f'tiermem is {self._asked!r}; allowed are "auto", an OffloadPolicy, a '
+                    "DeepSpeed-style config as a dict or JSON text, and the path of a JSON file "
+                    "that exists"
+                )
+            self._asked = asked
             self._config = config_beside(self._asked, self.args, hidden_size_of(self.model))
         super().create_accelerator_and_postprocess()
 

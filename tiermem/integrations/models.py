@@ -192,13 +192,11 @@ def _with_adapter(folder: Path, **given: Any) -> nn.Module:
 
 
 def _dtype_of(asked: torch.dtype | str, config: Any, folder: Path) -> torch.dtype:
-    if isinstance(asked, str) and asked != "auto":
-        name = asked
-        asked = getattr(torch, name, None)
-        if not isinstance(asked, torch.dtype):
-            raise ValueError(f'dtype is {name!r}; allowed are "auto" and torch\'s, as "bfloat16"')
-    if isinstance(asked, torch.dtype):
-        return asked
+    found = getattr(torch, asked, None) if isinstance(asked, str) else asked
+    if isinstance(found, torch.dtype):
+        return found
+    if asked not in ("auto", None):
+        raise ValueError(f'dtype is {asked!r}; allowed are "auto" and torch\'s, as "bfloat16"')
     said = getattr(config, "dtype", None)
     said = getattr(torch, said) if isinstance(said, str) else said
     if isinstance(said, torch.dtype):
