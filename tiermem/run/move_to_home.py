@@ -100,7 +100,9 @@ def check_model(model: nn.Module, is_trained: bool) -> None:
 def check_values(model: nn.Module) -> None:
     """Raises ValueError for a model that was closed without its weights, which show NaN."""
     for name, param in model.named_parameters():
-        is_placeholder = param.numel() > 1 and not param.is_meta and not any(param.stride())
+        if is_lazy(param) or param.is_meta:
+            continue
+        is_placeholder = param.numel() > 1 and not any(param.stride())
         if is_placeholder and registry.owner_of(param) is None and param[(0,) * param.ndim].isnan():
             raise ValueError(
                 f"the values of parameter {name!r} are gone: it was sharded, and closed without "

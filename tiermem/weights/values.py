@@ -285,16 +285,11 @@ class StateDicts:
         them."""
         handles: list[RemovableHandle] = []
         for module in model.modules():
-            handles.append(
-                module.register_load_state_dict_pre_hook(
-                    lambda module, *_: self._begin([*module.parameters()])
-                )
-            )
-            handles.append(
-                module.register_load_state_dict_post_hook(
-                    lambda module, _: self._end([*module.parameters()])
-                )
-            )
+            if not isinstance(module, torch.jit.ScriptModule):  # which has no such hooks
+                before = module.register_load_state_dict_pre_hook
+                after = module.register_load_state_dict_post_hook
+                handles.append(before(lambda module, *_: self._begin([*module.parameters()])))
+                handles.append(after(lambda module, _: self._end([*module.parameters()])))
             if module._parameters:
                 # torch sets attributes on the function, so each module gets its own
                 fill = self._fill
