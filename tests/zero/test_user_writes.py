@@ -6,6 +6,8 @@ Each way to write (user_writes.py) is tried in each place between steps.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,8 @@ from user_writes import (
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
+from tiermem.run.shards import Shards
+from tiermem.units import registry
 
 
 def all_writes() -> list[Any]:
@@ -253,6 +257,118 @@ def test_a_write_in_forward_is_kept_on_every_tier(
         tile_numel=1024,
     )
     assert losses_with_writes(policy, way) == pytest.approx(losses_with_writes(None, way), rel=1e-5)
+
+
+# ---- changed between a forward and its backward --------------------------------------------------
+
+
+class Saves(nn.Module):
+    """Its backward reads the weights of `body`, but for those of the first Linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.body[1](self.body[0](x).tanh())
+        return result
+
+
+class SavesNothing(nn.Module):
+    """Its backward reads no weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.ModuleList([nn.Embedding(8, 8), nn.Linear(8, 8)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.body[0](x.abs().mul(8).long().clamp(0, 7)).sum(1)
+        result: torch.Tensor = rows.tanh() + self.body[1](x)
+        return result
+
+
+def step(model: nn.Module, optim: torch.optim.Optimizer) -> None:
+    optim.step()
+
+
+def load_half(model: nn.Module, optim: torch.optim.Optimizer) -> None:
+    model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
+
+
+def replace_one(model: nn.Module, optim: torch.optim.Optimizer) -> None:
+    param = model.get_parameter("body.1.weight")
+    owner = registry.owner_of(param)
+    with torch.no_grad():
+        value = torch.full((8, 8), 0.25)
+        owner.replace(param, value) if isinstance(owner, Shards) else param.copy_(value)
+
+
+def load_gathered(model: nn.Module, optim: torch.optim.Optimizer) -> None:
+    with tiermem.zero.GatheredParameters(list(model.parameters())):
+        load_half(model, optim)
+
+
+HOMES: dict[str, dict[str, Any]] = {
+    "stage 0": {"stage": 0},
+    "present": {"params": Tier.HOST, "persistence_numel": 1 << 20},
+    "host": {"params": Tier.HOST, "persistence_numel": 0},
+    "nvme": {"params": Tier.NVME, "optim": Tier.NVME, "persistence_numel": 0},
+}
+
+
+def changed_between(
+    model: nn.Module, act: Callable[[nn.Module, Any], object], policy: OffloadPolicy | None
+) -> tuple[bool, list[torch.Tensor]]:
+    """Whether torch refuses the backward of a forward before the change, and the weights after
+    another step."""
+    with tiermem.shard(model, policy) if policy else contextlib.nullcontext():
+        params = list(model.parameters())
+        optim = (tiermem.AdamW if policy else torch.optim.AdamW)(params, lr=1e-2)
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+        model(x).square().sum().backward()
+        loss = model(x).square().sum()
+        act(model, optim)
+        optim.zero_grad()
+        message = ""
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            message = str(error)
+            optim.zero_grad()
+            model(x).square().sum().backward()
+        optim.step()
+        is_refused = "modified by an inplace operation" in message
+        assert is_refused or not message
+        return is_refused, [value.clone() for value in model.state_dict().values()]
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("overlap", ["forward", "backward"])
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("act", [step, load_half, replace_one, load_gathered])
+@pytest.mark.parametrize("kind", [Saves, SavesNothing])
+def test_a_backward_after_a_change_is_refused_where_torch_refuses_it(
+    kind: Callable[[], nn.Module],
+    act: Callable[[nn.Module, Any], object],
+    home: str,
+    overlap: Any,
+    tmp_path: Path,
+) -> None:
+    policy = OffloadPolicy(paths=[str(tmp_path)], overlap=overlap, **HOMES[home])
+    torch.manual_seed(0)
+    model = kind()
+    theirs = changed_between(copy.deepcopy(model), act, None)
+    ours = changed_between(model, act, policy)
+    assert ours[0] == theirs[0] == (kind is Saves)
+    for value, expected in zip(ours[1], theirs[1], strict=True):
+        assert torch.allclose(value, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_refused_backward_has_named_the_unit(caplog: pytest.LogCaptureFixture) -> None:
+    policy = OffloadPolicy(params=Tier.HOST, persistence_numel=0)
+    with contextlib.suppress(RuntimeError):
+        changed_between(Saves(), step, policy)
+    assert "unit 'body.1' were stepped or replaced" in caplog.text
 
 
 # ---- memory that weights share -------------------------------------------------------------------

@@ -166,9 +166,14 @@ class ShardedModel:
 
     def _count_steps(self, live: LiveUnit) -> None:
         """Counts this step for every parameter that has a gradient and a rule."""
-        for shard in live.unit.shards:
-            if shard.gradient.is_there and self._rule_of(shard) is not None:
-                shard.count_step()
+        stepped = [
+            shard
+            for shard in live.unit.shards
+            if shard.gradient.is_there and self._rule_of(shard) is not None
+        ]
+        for shard in stepped:
+            shard.count_step()
+        live.note_change([shard.param for shard in stepped])
 
     def _next_steps(self, factor: float) -> RuleOf:
         """The next step of each parameter that has a gradient."""

@@ -41,6 +41,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import logging
 import sys
 import threading
 import time
@@ -64,6 +65,8 @@ from tiermem.weights.absent import RestingParameter, RestingView, without_loans
 from tiermem.weights.prefetcher import Frame, Prefetcher, UnitUse, Uses
 from tiermem.weights.step_run import StepRun
 from tiermem.weights.unit_state import LiveUnit, needed_by_module, reset_all
+
+logger = logging.getLogger("tiermem")
 
 
 class Hooks(Uncopied):
@@ -228,6 +231,7 @@ class Hooks(Uncopied):
             self.prefetcher.release(live, may_evict=not marks.in_backward())
         if frame.use is not None and frame.use.units:
             frame.use.left = next(self._clock)
+            frame.use.changes = {live: live.num_changes for live in frame.use.units}
             self._record("forward", frame.use)
             marks.mark(made, frame.use, self._hold)
 
@@ -547,10 +551,23 @@ class Hooks(Uncopied):
             marks.mark([grad], use, self._let_go)
         self._uses.add(use)
         self._held[use] = None
+        self._tell_changed(use)
         for live in use.needed_again:
             self.prefetcher.acquire(live)
             self._bring(live, use.rows.get(live))
         use.start_ns = time.monotonic_ns()
+
+    def _tell_changed(self, use: UnitUse) -> None:
+        """Names a unit that was changed since the use's forward. Torch raises where backward needs
+        the old weights, and cannot name it."""
+        for live in use.needed_again:
+            if use.changes.get(live, live.num_changes) != live.num_changes:
+                logger.warning(
+                    "weights of unit %r were stepped or replaced between this backward and its "
+                    "forward. Torch raises if backward needs the old ones: step and load before a "
+                    "forward, or after its backward",
+                    live.unit.name,
+                )
 
     def _computed(self, use: UnitUse, grad: torch.Tensor) -> None:
         """The gradient of an input of a forward has come, perhaps of another use of this input:

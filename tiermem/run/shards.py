@@ -244,6 +244,7 @@ class Shards:
         Collective; blocks.
         """
         live, _ = self.find(param)
+        live.note_change([shard.param for shard in live.unit.shards])
         self._refresh(live)
         for index in live.taken_out:
             live.take_out(index, self.weight(live.unit.shards[index].param).to(self.device))
@@ -384,6 +385,7 @@ class Shards:
         self._take_over(
             live, shard, value.detach(), is_master=value.dtype.itemsize > live.unit.dtype.itemsize
         )
+        live.note_change([param])
         self._refresh(live)
         index = live.unit.shards.index(shard)
         is_gathered = index in live.taken_out and value.data_ptr() != param.data_ptr()

@@ -139,6 +139,7 @@ class UnitUse:
         self.answered_in = 0  # number of the backward that answered it last
         self.entered = 0  # tick of the forward's begin
         self.left = 0  # tick of its end
+        self.changes: dict[LiveUnit, int] = {}  # of its units: `num_changes` at its end
         self.start_ns = time.monotonic_ns()  # of the forward, later of the backward
         # the rows of experts that it uses, of units that may come without; others come whole
         self.rows: dict[LiveUnit, set[int]] = {}

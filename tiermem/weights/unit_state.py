@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from tiermem.ranks.collectives import Pending
 from tiermem.swap.base.native import NORMAL, URGENT
@@ -132,6 +133,8 @@ class LiveUnit:
         # their class shows whether the unit has users
         self._changing = [] if unit.is_resident else self._params
         self._out: set[int] = set()  # parameters that hold their own copy (access.py)
+        self._uncounted: set[int] = set()  # gathered parameters that were changed meanwhile
+        self.num_changes = 0  # how often its values were changed, but by the user's writes
         # by parameter: weights before the user writes them (`remember`)
         self._before: dict[int, torch.Tensor] = {}
         # of each parameter, when it was shown: address and version
@@ -593,6 +596,27 @@ class LiveUnit:
         for index in self._before:
             self.remember(index)
 
+    def note_change(self, params: Collection[nn.Parameter]) -> None:
+        """Notes that other values than a user's write come into its parameters. Torch then refuses
+        the backward of an earlier forward, where that needs the old ones.
+
+        A gathered parameter counts it in `put_back`: before, GatheredParameters would take it for a
+        write.
+        """
+        self.num_changes += 1
+        due = {self._index[id(each)] for each in params if is_gathered(each)}
+        self._uncounted |= due
+        self._count({self._index[id(each)] for each in params} - due)
+
+    def _count(self, indices: Collection[int]) -> None:
+        """Counts one more version of parameters, which is no write of the user."""
+        with torch._C.DisableTorchFunctionSubclass():
+            increment_version([self._params[index] for index in indices])
+        if self._seen:
+            for index in indices:
+                address, version = self._seen[index]
+                self._seen[index] = address, version + 1
+
     def forget_writes(self) -> None:
         """What was written to the unit until now is not taken over: the call that wrote it
         raised."""
@@ -664,6 +688,9 @@ class LiveUnit:
 
     def put_back(self, index: int) -> None:
         """Ends a `take_out`; does nothing for a parameter that was not taken out."""
+        if index in self._uncounted:
+            self._uncounted.remove(index)
+            self._count([index])
         if index not in self._out:
             return
         param = self._params[index]
