@@ -432,3 +432,36 @@ def test_two_ranks_honour_a_write_as_a_plain_model_does(
     theirs = losses_of(case, is_sharded=False)
     for rank in on_two_ranks:
         assert rank[case] == pytest.approx(theirs, rel=1e-5 if case.endswith("float32") else 2e-3)
+
+
+# ---- gradients that a hook writes ----------------------------------------------------------------
+
+
+def halved_in_hooks(policy: OffloadPolicy | None) -> tuple[list[float], list[torch.Tensor]]:
+    """What hooks that halve the accumulated gradient see in three micro-batches, and the weights
+    after the step."""
+    model, seen = model_of(torch.float32), list[float]()
+
+    def halve(param: torch.Tensor) -> None:
+        assert param.grad is not None
+        seen.append(param.grad.abs().sum().item())
+        param.grad.mul_(0.5)
+
+    params = list(model.parameters())
+    with tiermem.shard(model, policy) if policy else contextlib.nullcontext():
+        optim = (tiermem.SGD if policy else torch.optim.SGD)(params, lr=0.5)
+        for param in params[:3]:
+            param.register_post_accumulate_grad_hook(halve)
+        for number in range(3):
+            loss_of(model, number).backward()
+        optim.step()
+        return sorted(seen), [value.clone() for value in model.state_dict().values()]
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_a_hook_sees_and_writes_the_sum_over_micro_batches(home: str, tmp_path: Path) -> None:
+    theirs = halved_in_hooks(None)
+    ours = halved_in_hooks(OffloadPolicy(paths=[str(tmp_path)], **HOMES[home]))
+    assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
+    for value, expected in zip(ours[1], theirs[1], strict=True):
+        assert torch.allclose(value, expected, rtol=1e-5, atol=1e-7)

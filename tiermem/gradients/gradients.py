@@ -61,6 +61,7 @@ from tiermem.swap.store.store import TensorStore
 from tiermem.units import registry
 from tiermem.units.gradient_state import Factor
 from tiermem.units.unit import Shard, Unit
+from tiermem.weights.backward_marks import WeakCall
 from tiermem.weights.step_run import StepRun
 from tiermem.wires.reduce import Bucket, Reducer, cut, predivided
 
@@ -235,7 +236,11 @@ class GradientHomes:
     # ---- in backward -----------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Begins a backward: clears `p.grad` for autograd's gradients."""
+        """Begins a backward: clears `p.grad` for autograd's gradients.
+
+        On one rank, a parameter with a user's hook on its `p.grad` gets there what earlier
+        micro-batches gave, since torch shows the sum to the hook.
+        """
         self._factor = self._coming = None
         self._waiting = dict.fromkeys(
             self._units if self._policy.stage == 3 else reversed(self._units), False
@@ -244,7 +249,17 @@ class GradientHomes:
         self.forget_replaced()
         for shard in self._shown:
             shard.param.grad = None
+            if self._reducer is None and shard.gradient.is_there and _is_hooked(shard.param):
+                self._take_back(shard)
         self._shown.clear()
+
+    def _take_back(self, shard: Shard) -> None:
+        """Moves a stored gradient to `p.grad`, as autograd has left it. Blocks; raises OSError."""
+        found: list[torch.Tensor] = []
+        self._visit(shard, lambda share: found.append(share.clone()), changes=False)
+        param = shard.param
+        shard.gradient.forget()
+        param.grad = found[0].to(param.device, param.grad_dtype or param.dtype).view(shard.shape)
 
     def receive(self, unit: Unit) -> None:
         """Takes the gradients that autograd left on a unit's parameters, and starts to reduce them.
@@ -754,6 +769,12 @@ def _fresh(shard: Shard) -> bool:
     """Whether autograd or the user has left a gradient on a parameter."""
     grad = shard.param.grad
     return grad is not None and not isinstance(grad, ShardedGrad)
+
+
+def _is_hooked(param: nn.Parameter) -> bool:
+    """Whether the user has a hook on the gradient that is accumulated."""
+    hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+    return any(not isinstance(each, WeakCall) for each in hooks.values())
 
 
 def _used(shard: Shard, what: str) -> RuntimeError:
