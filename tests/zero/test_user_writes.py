@@ -434,6 +434,29 @@ def test_two_ranks_honour_a_write_as_a_plain_model_does(
         assert rank[case] == pytest.approx(theirs, rel=1e-5 if case.endswith("float32") else 2e-3)
 
 
+@pytest.mark.parametrize("place", PLACES)
+def test_a_weight_made_in_inference_mode_trains_again_after_a_step(
+    place: str, tmp_path: Path
+) -> None:
+    model = model_of(torch.float32)
+    first, last = (model.get_parameter(f"{number}.weight") for number in (0, 2))
+    with tiermem.shard(model, OffloadPolicy(paths=[str(tmp_path)], **PLACES[place])):
+        optim = tiermem.SGD(model.parameters(), lr=0.1)
+        with torch.inference_mode():
+            given = torch.full_like(first, 0.25)
+        first.data = given
+        for number in range(2):
+            loss_of(model, number).backward()
+            assert (first.grad is None) == (number == 0)
+            optim.step()
+            assert torch.equal(first, given) == (number == 0)
+            optim.zero_grad()
+        with torch.inference_mode():
+            last.data = torch.full_like(last, 0.25)
+        with pytest.raises(RuntimeError, match="Inference tensors cannot be saved"):
+            loss_of(model, 2)
+
+
 # ---- gradients that a hook writes ----------------------------------------------------------------
 
 
