@@ -553,6 +553,20 @@ def test_evaluation_before_and_after_training_gives_the_plain_losses(tmp_path: P
     assert_equal(found[1], found[0])
 
 
+@pytest.mark.parametrize("name", ["bf16_full_eval", "fp16_full_eval"])
+def test_an_evaluation_that_would_cast_the_model_is_refused(name: str, tmp_path: Path) -> None:
+    given = {name: True, "max_steps": 2, **saves_of("gpt2", 1), "save_strategy": "no"}
+    expected = train(Trainer, "gpt2", tmp_path, **given)
+    with closing(trainer_of(TiermemTrainer, "gpt2", tmp_path, given)) as trainer:
+        trainer.train()
+        assert_equal(log_of(trainer), expected)
+        for evaluate in (trainer.evaluate, lambda: trainer.predict(samples("gpt2", 8))):
+            with pytest.raises(ValueError, match=rf"set trainer\.args\.{name} = False"):
+                evaluate()
+        setattr(trainer.args, name, False)
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(expected.eval_losses[-1])
+
+
 @pytest.mark.slow
 def test_each_call_of_model_init_is_sharded_anew(tmp_path: Path) -> None:
     trainer = TiermemTrainer(
@@ -568,11 +582,7 @@ def test_each_call_of_model_init_is_sharded_anew(tmp_path: Path) -> None:
         assert log_of(trainer) == first
 
 
-@pytest.mark.parametrize(
-    "given",
-    [{"torch_compile": True}, {"bf16_full_eval": True}, {"optim": "adafactor"}],
-    ids=str,
-)
+@pytest.mark.parametrize("given", [{"torch_compile": True}, {"optim": "adafactor"}], ids=str)
 def test_arguments_that_cannot_be_met_are_refused(
     given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

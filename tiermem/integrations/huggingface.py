@@ -147,11 +147,11 @@ class TiermemMixin(_Base):  # type: ignore[misc]
     def create_accelerator_and_postprocess(self) -> None:
         """Creates the accelerator.
 
-        Raises ValueError for arguments that ask for another way of sharding, for compiling or for
-        casting; for a `tiermem` of no allowed kind; on several ranks, for an Accelerate that would
-        wrap the model in DDP.
+        Raises ValueError for arguments that ask for another way of sharding, or for compiling; for
+        a `tiermem` of no allowed kind; on several ranks, for an Accelerate that would wrap the
+        model in DDP.
         """
-        for name in ("fsdp", "deepspeed", "torch_compile", "bf16_full_eval", "fp16_full_eval"):
+        for name in ("fsdp", "deepspeed", "torch_compile"):
             if getattr(self.args, name, None):
                 raise ValueError(
                     f"TrainingArguments({name}={getattr(self.args, name)!r}) with TiermemTrainer, "
@@ -245,6 +245,20 @@ class TiermemMixin(_Base):  # type: ignore[misc]
             model, device_placement=False, evaluation_mode=True
         )
         return prepared
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluates as the class after the mixin does. Collective; blocks.
+
+        Raises ValueError where the Trainer would cast the model: by these arguments, outside of
+        training.
+        """
+        for name in ("bf16_full_eval", "fp16_full_eval"):
+            if getattr(self.args, name) and not self.is_in_train:
+                raise ValueError(
+                    f"TrainingArguments({name}=True) casts the model in an evaluation outside of "
+                    f"training, and a sharded one cannot be cast: set trainer.args.{name} = False"
+                )
+        return super().evaluation_loop(*args, **kwargs)
 
     def _native(self) -> NativeOptimizer | None:
         """Tiermem's optimizer of the sharded model, without Accelerate's wrapper."""
