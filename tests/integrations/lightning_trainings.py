@@ -136,9 +136,10 @@ def fit(
     resume: Path | None = None,
     save: Path | None = None,
     module: LightningModule | None = None,
+    is_tested: bool = False,
 ) -> dict[str, Any]:
-    """Trains a demo and returns its losses and weights; `save`: where its checkpoint goes when it
-    ends."""
+    """Trains a demo, with `is_tested` after a test, and returns its losses and weights; `save`:
+    where its checkpoint goes when it ends."""
     warnings.filterwarnings("ignore", module="lightning")
     losses, module = Losses(), module or built(name, 2 // num_devices)
     trainer = Trainer(
@@ -146,6 +147,8 @@ def fit(
         gradient_clip_val=0.5, enable_checkpointing=False, logger=False, enable_progress_bar=False,
         enable_model_summary=False, use_distributed_sampler=False, limit_val_batches=0, default_root_dir=folder,
     )  # fmt: skip
+    if is_tested:
+        trainer.test(module, verbose=False)
     trainer.fit(module, ckpt_path=resume)
     if save is not None:
         trainer.save_checkpoint(save)

@@ -125,6 +125,13 @@ def test_a_trained_module_is_tested_saved_again_and_given_back(plain: Any, tmp_p
     alone.close()
 
 
+@pytest.mark.parametrize("name", ["boring", "tuned"])
+def test_a_module_is_tested_before_it_is_trained(name: str, plain: Any, tmp_path: Path) -> None:
+    strategy = strategy_of(tmp_path)
+    assert_like(fit(name, tmp_path, strategy, is_tested=True), plain[name]["whole"])
+    strategy.close()
+
+
 class Validated(Callback):
     """The losses of validation, and a number that ModelCheckpoint compares."""
 

@@ -125,7 +125,7 @@ class TiermemStrategy(_Base):  # type: ignore[misc]
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         elif self.shards is None:
-            self._shard(num_moments=0, is_trained=False)
+            self._shard_for_passes()
         self.setup_precision_plugin()
 
     def setup_optimizers(self, trainer: Any) -> None:
@@ -140,12 +140,15 @@ class TiermemStrategy(_Base):  # type: ignore[misc]
         choice = take_over(self.optimizers[0])
         before = None if self.shards is None else self.shards.states
         if self.shards is None:
-            self._shard(choice.num_moments)
+            module: nn.Module = self.lightning_module
+            shard_as_asked(module, self._policy, choice.num_moments, self.root_device, True)
         elif before is not None:
             raise ValueError(
                 "this module was trained already, and its optimizer's states rest beside it: call "
                 "strategy.close(materialize=True) before another fit"
             )
+        assert self.shards is not None
+        self.shards.enable_training()
         native = choice.build()
         for config in self.lr_scheduler_configs:
             for schedule in (config.scheduler, *getattr(config.scheduler, "_schedulers", ())):
@@ -156,9 +159,19 @@ class TiermemStrategy(_Base):  # type: ignore[misc]
         """Does nothing: the module goes to the device when it is sharded, as far as its policy
         says."""
 
-    def _shard(self, num_moments: int, is_trained: bool = True) -> None:
+    def _shard_for_passes(self) -> None:
+        """Shards the module as a frozen one: a `fit` that follows takes room for gradients and
+        states."""
         module: nn.Module = self.lightning_module
-        shard_as_asked(module, self._policy, num_moments, self.root_device, is_trained)
+        asked = self._policy or OffloadPolicy()
+        trained = [param for param in module.parameters() if param.requires_grad]
+        for param in trained:
+            param.requires_grad_(False)
+        try:
+            shard_as_asked(module, asked, asked.num_moments, self.root_device, True)
+        finally:
+            for param in trained:
+                param.requires_grad_(True)
 
     def teardown(self) -> None:
         """Ends what the Trainer began, and leaves the module sharded."""
