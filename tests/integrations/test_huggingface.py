@@ -567,6 +567,15 @@ def test_an_evaluation_that_would_cast_the_model_is_refused(name: str, tmp_path:
         assert trainer.evaluate()["eval_loss"] == pytest.approx(expected.eval_losses[-1])
 
 
+def test_another_optimizer_than_the_saved_one_is_told_of_the_weights_alone(tmp_path: Path) -> None:
+    saves = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    train(TiermemTrainer, "gpt2", tmp_path, **saves)
+    with pytest.raises(ValueError, match=r"saved by AdamW, .* SGD: .* so does from_pretrained of"):
+        train(TiermemTrainer, "gpt2", tmp_path, True, optim="sgd", **{**saves, "max_steps": 2})
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-1")
+    train(TiermemTrainer, "gpt2", tmp_path, model=opened, optim="sgd", max_steps=1)
+
+
 @pytest.mark.slow
 def test_each_call_of_model_init_is_sharded_anew(tmp_path: Path) -> None:
     trainer = TiermemTrainer(

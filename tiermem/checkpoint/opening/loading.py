@@ -134,7 +134,10 @@ def _entry(source: Source, name: str, param: nn.Parameter, topology: Topology) -
 # ---- parameter groups and random generators ------------------------------------------------------
 
 _ALIKE = ({"Adam", "AdamW"},)  # classes that can load each other's states
-_NO_STATES = "load_optimizer_states=False takes the weights alone"
+_NO_STATES = (
+    "load_optimizer_states=False takes the weights alone; so does from_pretrained of a Trainer's "
+    "checkpoint, without resume_from_checkpoint"
+)
 
 Group = dict[str, Any]
 
@@ -236,7 +239,7 @@ def _check_class(saved: Json, optimizer: NativeOptimizer, source: Source) -> Non
     own = type(optimizer).__name__
     if name != own and not any({name, own} <= alike for alike in _ALIKE):
         raise ValueError(
-            f"{source.file} was saved by {name}, and this optimizer is {own}: build a {name}; "
+            f"{source.file} was saved by {name}, and this optimizer is {own}: make it {name} again; "
             f"{_NO_STATES}"
         )
 
