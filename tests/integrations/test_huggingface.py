@@ -567,6 +567,19 @@ def test_an_evaluation_that_would_cast_the_model_is_refused(name: str, tmp_path:
         assert trainer.evaluate()["eval_loss"] == pytest.approx(expected.eval_losses[-1])
 
 
+def test_a_second_trainer_says_how_the_first_keeps_the_weights(tmp_path: Path) -> None:
+    def second() -> TiermemTrainer:
+        return trainer_of(TiermemTrainer, "gpt2", tmp_path, {"max_steps": 1}, model=first.model)
+
+    with closing(trainer_of(TiermemTrainer, "gpt2", tmp_path, {"max_steps": 1})) as first:
+        first.train()
+        with pytest.raises(ValueError, match=r"call close\(materialize=True\) of the trainer"):
+            second().train()
+        first.close(materialize=True)
+    with closing(second()) as trainer:
+        trainer.train()
+
+
 def test_another_optimizer_than_the_saved_one_is_told_of_the_weights_alone(tmp_path: Path) -> None:
     saves = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
     train(TiermemTrainer, "gpt2", tmp_path, **saves)
