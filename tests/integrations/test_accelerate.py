@@ -55,6 +55,13 @@ def test_several_models_are_refused() -> None:
         prepare(Accelerator(cpu=True), nn.Linear(2, 2), nn.Linear(2, 2))
 
 
+def test_several_optimizers_are_refused() -> None:
+    model = nn.Linear(2, 2)
+    two = [torch.optim.AdamW([param]) for param in model.parameters()]
+    with pytest.raises(ValueError, match="2 optimizers; a sharded model has one"):
+        prepare(Accelerator(cpu=True), model, *two)
+
+
 def test_a_config_in_place_of_a_policy_is_refused() -> None:
     config: dict[str, Any] = {"zero_optimization": {"stage": 3}}
     with pytest.raises(ValueError, match="policy is a dict; give an OffloadPolicy"):

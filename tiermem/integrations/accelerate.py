@@ -72,7 +72,8 @@ def prepare(accelerator: Accelerator, *objects: Any, policy: OffloadPolicy | Non
             free memory holds, else everything in memory.
 
     Returns the prepared objects in the same order; one alone, not in a tuple. Collective; blocks.
-    Raises ValueError unless there is one model, and for an optimizer that cannot be taken over.
+    Raises ValueError unless there is one model, for several optimizers of it, and for one that
+    cannot be taken over.
     """
     models = [each for each in objects if isinstance(each, nn.Module)]
     if len(models) != 1:
@@ -81,7 +82,17 @@ def prepare(accelerator: Accelerator, *objects: Any, policy: OffloadPolicy | Non
             "accelerator.prepare"
         )
     [model] = models
-    optimizer = next((each for each in objects if isinstance(each, torch.optim.Optimizer)), None)
+    optimizers = [each for each in objects if isinstance(each, torch.optim.Optimizer)]
+    own = set(model.parameters())
+    num = sum(
+        any(not own.isdisjoint(g["params"]) for g in each.param_groups) for each in optimizers
+    )
+    if num > 1:
+        raise ValueError(
+            f"prepare was given {num} optimizers; a sharded model has one: make one optimizer with "
+            "several parameter groups"
+        )
+    optimizer = optimizers[0] if optimizers else None
     shards, native = _sharded(model, optimizer, accelerator.device, policy)
     prepared = None if native is None else PreparedOptimizer(native)
     accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
