@@ -316,7 +316,7 @@ def test_several_weights_of_which_an_interrupt_left_some_are_refused_until_all_a
     left[0] = 4
     with pytest.raises(KeyboardInterrupt):
         ways[way]()
-    for act in (run.train, run.shards.check_whole):
+    for act in (run.train, run.shards.check_whole, run.model.state_dict):
         with pytest.raises(RuntimeError, match="ended half-way, so that this model is torn"):
             act()
     ways[way]()

@@ -226,6 +226,7 @@ class Shards:
         """Its `weight`. Raises RuntimeError if the model is torn."""
         value = self.weight(param)
         self.steps.check_whole()
+        self.steps.check_loaded()
         return value
 
     def local_weight(self, param: nn.Parameter) -> torch.Tensor:
