@@ -237,6 +237,7 @@ def export_weights(
     root = model
     if shards is not None:
         shards.check_whole()
+        shards.check_gathers()
         if shards.may_lend:
             raise RuntimeError(
                 "weights are exported inside a forward or a backward: wait until it has ended"

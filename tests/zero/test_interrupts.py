@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import tiermem
-from tiermem import OffloadPolicy, Tier
+from tiermem import OffloadPolicy, Tier, checkpoint, weights_io
 from tiermem.gradients.gradient_store import GradientStore
 from tiermem.gradients.gradients import GradientHomes
 from tiermem.optim.tentative import TentativeStep
@@ -205,6 +205,51 @@ def test_what_is_written_before_a_step_in_its_own_context_is_refused(tmp_path: P
         run.train()
     run.train()
     assert is_equal(run.weights(), undisturbed(tmp_path, Tier.NVME, 2))
+
+
+def test_what_is_written_to_weights_in_memory_stays_after_an_interrupt(tmp_path: Path) -> None:
+    found = []
+    for stops in (False, True):
+        run = Run(tmp_path, Tier.HOST)
+        run.train(2)
+        context = tiermem.zero.GatheredParameters(list(run.model.parameters()), modifier_rank=0)
+        context.__enter__()
+        for param in run.model.parameters():
+            with torch.no_grad():
+                param.mul_(0.5)
+        if not stops:  # else an interrupt comes before the first statement of its __exit__
+            context.__exit__(None, None, None)
+        run.train(2)
+        found.append(run.weights())
+    assert is_equal(*found)
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_what_was_written_before_an_interrupt_at_the_end_of_its_context_is_not_lost_silently(
+    in_backward: bool, tmp_path: Path
+) -> None:
+    run = Run(tmp_path, Tier.NVME, step_in_backward=in_backward)
+    run.train(2)
+    kept = {name: value.clone() for name, value in run.model.state_dict().items()}
+    left = tiermem.zero.GatheredParameters(list(run.model.parameters()), modifier_rank=0)
+    left.__enter__()  # an interrupt comes before the first statement of its __exit__
+    for param in run.model.parameters():
+        param.data.mul_(0.5)
+    acts: list[Callable[[], object]] = [
+        lambda: checkpoint.save(run.shards, run.optim, tmp_path / "saved"),
+        lambda: list(weights_io.export_weights(run.model)),
+        run.train,
+        run.train,
+    ]
+    for act in acts[2 * in_backward :]:
+        with pytest.raises(RuntimeError, match=r"half-way, so that this model is (torn|a mixture)"):
+            act()
+    if not in_backward:
+        run.optim.zero_grad()
+        run.model.load_state_dict(kept)
+        run.train(2)
+        assert is_equal(run.weights(), undisturbed(tmp_path, Tier.NVME, 4))
+    run.shards.close()
 
 
 @pytest.mark.parametrize("tier", [Tier.NVME, Tier.HOST])

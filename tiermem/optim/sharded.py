@@ -95,9 +95,9 @@ class ShardedModel:
         shards = self._shards
         self._ruled.clear()
         shards.check_may_change(is_step=True)
-        shards.steps.check_loaded()
         trainable = [live for live in shards.units if live.unit.is_trainable]
         shards.end_gathers(trainable)
+        shards.steps.check_loaded()
         with shards.store.recorder.span("step", "step"):
             shards.hooks.check_backward_ended()
             if shards.policy.step_in_backward:
@@ -147,6 +147,7 @@ class ShardedModel:
                 f"the gradients of unit {live.unit.name!r} hold NaN or infinity"
             )
         shards.end_gathers([live])
+        shards.steps.check_loaded()
         shards.prefetcher.outdate(live)
         with shards.steps.changing_all():
             self._ruled.clear()

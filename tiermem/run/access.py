@@ -117,7 +117,8 @@ class GatheredParameters:
 
     A parameter that an outer context has gathered stays gathered until the outer context ends. A
     step, and opening a checkpoint, end each gather: also one that an interrupt at the end of its
-    context has left. Raises RuntimeError on entering when this context has a modifier rank and an
+    context has left. A step, a save and an export raise RuntimeError where a gather was written and
+    has not ended. Raises RuntimeError on entering when this context has a modifier rank and an
     outer one holds a parameter; ValueError for a rank that does not exist.
     """
 

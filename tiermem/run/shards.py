@@ -594,12 +594,35 @@ class Shards:
         """Ends each `take_out` before weights change, since its copy would be an old one.
 
         An interrupt at the end of a GatheredParameters block has left it, or the block still lasts.
+        What was written to the copy is lost: the model is then torn.
         """
+        for live, shard in self._gathered(units):
+            self._mark_written(live, shard)
+            self.put_back(shard.param)
+            registry.set_gathered(shard.param, False)
+
+    def check_gathers(self) -> None:
+        """Raises RuntimeError where a copy that `take_out` gave was written: weights at rest lack
+        it. Blocks; raises OSError."""
+        for live, shard in self._gathered(self.units):
+            self._mark_written(live, shard)
+        self.steps.check_loaded()
+
+    def _gathered(self, units: Sequence[LiveUnit]) -> Iterator[tuple[LiveUnit, Shard]]:
         for live in units if registry.has_gathered() else ():
-            for param in (shard.param for shard in live.unit.shards):
-                if registry.is_gathered(param):
-                    self.put_back(param)
-                    registry.set_gathered(param, False)
+            yield from (
+                (live, each) for each in live.unit.shards if registry.is_gathered(each.param)
+            )
+
+    def _mark_written(self, live: LiveUnit, shard: Shard) -> None:
+        """Marks a parameter as half loaded if its copy differs from where it rests."""
+        if live.unit.shards.index(shard) not in live.taken_out:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            mine = self.values.mine(shard, shard.param.detach()).cpu()
+        resting = self.local_weight(shard.param)[: mine.numel()]
+        if not torch.equal(*(each.contiguous().view(torch.uint8) for each in (mine, resting))):
+            self.steps.half_loaded.add(shard.param)
 
     def drop_head_start(self, is_collective: bool = True) -> None:
         """Drops states read ahead for the next step, because they are about to change. Blocks until

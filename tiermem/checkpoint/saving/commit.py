@@ -229,6 +229,7 @@ class Commits:
         values for other ranks."""
         shards = self._shards
         shards.check_whole()
+        shards.check_gathers()
         freeze = shards.store.freeze()
         undo.callback(shards.store.thaw, freeze)
         # a reader may have another working directory
