@@ -368,6 +368,36 @@ class Looking(models.ShortTower):
         return x if x.mean() > 1e9 else super().through(layer, x)
 
 
+class Counting(models.ShortTower):
+    """Counts its forwards."""
+
+    counts = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.counts:
+            self.seen += 1
+        return super().forward(tokens)
+
+
+class Replacing(Counting):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.seen = self.seen.detach()
+        return models.ShortTower.forward(self, tokens)
+
+
+class Normed(models.Block):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.statistics = nn.InstanceNorm1d(sizes[0], track_running_stats=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.statistics(super().forward(x).transpose(1, 2)).transpose(1, 2)
+
+
 def tower_of(block: type[nn.Module]) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         model = models.ShortTower()
@@ -412,6 +442,12 @@ REFUSED = {
         "layers.2.extra is made by the block and would lose its gradient",
     ),
     "arguments changed in place": (tower_of(Changing), "layers.0 changes its arguments"),
+    "a buffer that is counted up": (
+        Counting,
+        "a forward changes the buffer seen, and parts of a forward run twice",
+    ),
+    "a buffer that is replaced": (Replacing, "a forward changes the buffer seen"),
+    "running statistics": (tower_of(Normed), "changes the buffer layers.0.statistics.running_mean"),
     "a cache": (
         models.llama,
         r"model.layers.0 changes its arguments.*give it no cache \(use_cache=False\)",
@@ -435,6 +471,17 @@ def test_what_is_no_chain_is_refused_with_the_reason(name: str, tmp_path: Path) 
         assert engine.global_steps == 0
         assert_same_tensors(engine.module_state_dict(), before)
         assert all(param.grad is None for param in engine.module.parameters())
+
+
+def test_a_buffer_that_changes_in_a_later_step_is_refused(tmp_path: Path) -> None:
+    model = seeded(Counting)
+    model.counts = False
+    with engine_of(model, "layers", 2, "cpu", tmp_path) as engine:
+        engine.train_batch(micro_batches(0, 2), cross_entropy)
+        model.counts = True
+        with pytest.raises(NoChainError, match="a forward changes the buffer seen"):
+            engine.train_batch(micro_batches(1, 2), cross_entropy)
+        assert engine.global_steps == 1
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ import contextlib
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -102,6 +102,44 @@ class _Random(NamedTuple):
             if self.there is not None
             else None,
         )
+
+
+class _Buffers:
+    """The buffers of a model, which a forward must not change, as parts of it run twice."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._before = {name: (each, each._version) for name, each in model.named_buffers()}
+
+    def check(self) -> None:
+        """Raises NoChainError for a buffer that was changed."""
+        now = dict(self._model.named_buffers())
+        for name, (buffer, version) in self._before.items():
+            if now.get(name) is not buffer or buffer._version != version:
+                raise no_chain(
+                    f"a forward changes the buffer {name}, and parts of a forward run twice"
+                )
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """A block in which a forward runs; then `check`, and buffers are as before."""
+        kept = {name: buffer.clone() for name, (buffer, _) in self._before.items()}
+        try:
+            yield
+            self._write(kept)  # some kernels change a buffer and not its version
+            self.check()
+        finally:
+            self._write(kept)
+            for name, (buffer, _) in self._before.items():
+                path, _, key = name.rpartition(".")
+                self._model.get_submodule(path)._buffers[key] = buffer
+
+    def _write(self, kept: Mapping[str, torch.Tensor]) -> None:
+        """Writes the values to buffers that hold others."""
+        for name, (buffer, _) in self._before.items():
+            both = (each.flatten().view(torch.uint8) for each in (buffer, kept[name]))
+            if not torch.equal(*both):
+                buffer.copy_(kept[name])
 
 
 class _MicroBatch:
@@ -190,8 +228,11 @@ class LayerwisePasses:
         """
         random = _Random.now(self._device)
         if self._chain is None:
-            self._chain = find_chain(self._model, losses[0])
+            with _Buffers(self._model).restored():
+                chain = find_chain(self._model, losses[0])
+            self._chain = chain
             random.apply(self._device)
+        buffers = _Buffers(self._model)
         self._owned = self._divide()
         begins = (random.of_micro_batch(number, self._device) for number in range(len(losses)))
         self._micros = [
@@ -200,6 +241,7 @@ class LayerwisePasses:
         try:
             with self._hooks.joined():
                 yield
+            buffers.check()
             self._micros[0].random.apply(self._device)
         finally:
             self._micros = []
