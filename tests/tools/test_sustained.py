@@ -4,6 +4,7 @@ and planned with?"""
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from tiermem.tools.measure.sustained import (
 from tiermem.tools.options import TrainOptions, TuneOptions
 from tiermem.tools.plan import seen
 from tiermem.tools.plan.speed import tuned_speed
+from tiermem.tools.train import train as train_command
 from tiermem.tools.train.training import measure_ceiling
 from tiermem.tools.tune import tune
 from tiermem.tools.words import parse_share
@@ -217,6 +219,32 @@ def test_runs_that_say_nothing_of_the_disk_are_not_kept(tuned: Path) -> None:
     users.write_text(json.dumps({"tiermem": {"paths": ["/x"]}}))
     assert not seen.keep_record(users, RUN)
     assert tuned.read_text() == before
+
+
+@pytest.mark.parametrize("damage", [b"{", b"[]", b'{"tiermem": 3}', b"\xff", None])
+def test_a_tuned_file_that_is_damaged_meanwhile_costs_a_run_no_result(
+    damage: bytes | None, tuned: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reported(*_: object) -> dict[str, Any]:
+        if damage is None:
+            tuned.unlink()
+        else:
+            tuned.write_bytes(damage)
+        return RUN | {"is_checkpointing": False}
+
+    monkeypatch.setattr(train_command, "run_reported", reported)
+    monkeypatch.setattr(train_command, "status_of", lambda *_: 0)
+    folder = tuned.parent
+    out = folder / "out.json"
+    (folder / "nvme").mkdir()
+    options = TrainOptions(
+        preset="151m", nvme=[folder / "nvme"], tuned=tuned, runs=folder / "runs", json_file=out
+    )
+    console = Console(record=True, width=300, file=io.StringIO())
+    assert train_command.train(options, console) == 0
+    assert json.loads(out.read_text())["date"] == RUN["date"]
+    said = console.export_text()
+    assert f"what this run has seen of its disks is not kept in {tuned}" in said
 
 
 def test_rates_past_the_fast_cache_are_planned_with(tuned: Path) -> None:

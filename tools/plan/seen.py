@@ -45,14 +45,18 @@ def keep_record(file: Path, run: Mapping[str, Any]) -> bool:
     """Adds a run's record to what `tiermem tune` wrote, and drops the oldest above twenty. Returns
     whether it did.
 
-    A file that holds other content is the user's and stays as it is. Raises OSError.
+    A file that holds other content is the user's and stays as it is. Raises OSError, and ValueError
+    for a file that was damaged since the run began.
     """
     record = record_of(run)
     content = json.loads(file.read_text(encoding="utf-8"))
-    measured = (content.get("tiermem") or {}).get("measured") or {}
-    if record is None or measured.get("made_by") != _MADE_BY:
-        return False
-    measured["runs"] = [*measured.get("runs", []), record][-_MOST_RECORDS:]
+    try:
+        measured = (content.get("tiermem") or {}).get("measured") or {}
+        if record is None or measured.get("made_by") != _MADE_BY:
+            return False
+        measured["runs"] = [*measured.get("runs", []), record][-_MOST_RECORDS:]
+    except (AttributeError, TypeError):
+        raise ValueError("it does not hold what `tiermem tune` writes") from None
     save_json(file, content)
     return True
 

@@ -18,7 +18,7 @@ import secrets
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -108,15 +108,28 @@ def train(options: TrainOptions, console: Console, beside: OtherTrainings | None
             console.print(f"going on from step {resumed.step} of {resumed.place}")
         run = run_reported(job, f"tiermem {name}", folder, options, console, is_first)
         if is_first:
-            if options.tuned is not None and keep_record(options.tuned, run):
-                console.print(
-                    f"{options.tuned} keeps what this run has seen of its disks: tiermem plan "
-                    f"--rates {options.tuned}"
-                )
+            if options.tuned is not None:
+                _keep_record(options.tuned, run, console)
             job = dataclasses.replace(job, is_checkpointing=run["is_checkpointing"])  # as chosen
             run |= {} if beside is None else beside.run(job, folder, run)
         options.save_json(run)
         return status_of(run, options.MADE_BY)
+
+
+def _keep_record(tuned: Path, run: Mapping[str, Any], console: Console) -> None:
+    """Keeps what a run has seen of its disks. The run has ended, so an error is told and no
+    more."""
+    try:
+        if keep_record(tuned, run):
+            console.print(
+                f"{tuned} keeps what this run has seen of its disks: tiermem plan --rates {tuned}"
+            )
+    except (OSError, ValueError) as error:
+        console.print(
+            f"what this run has seen of its disks is not kept in {tuned}: {error}",
+            markup=False,
+            soft_wrap=True,
+        )
 
 
 @contextlib.contextmanager
