@@ -273,8 +273,8 @@ class TiermemMixin(_Base):  # type: ignore[misc]
         """Shards the model for the trainer's optimizer, and replaces the optimizer by tiermem's of
         the same kind."""
         if self._native() is None:
-            found = owner_of(self.model)
-            if found is not None and self._shards is None and found.states is not None:
+            owner = owner_of(self.model)
+            if owner is not None and self._shards is None and owner.states is not None:
                 raise ValueError(
                     "this model was trained already, and its optimizer's states rest beside it: "
                     "call close(materialize=True) of the trainer before, which keeps the weights"
