@@ -107,7 +107,8 @@ def settle_by_room(job: Job, resident_bytes: int) -> tuple[Job, Budget | None]:
     for problem in planned.problems:
         if problem.where == PLACES[Tier.HOST]:
             needed_bytes = problem.needed_bytes // scenario.cluster.ranks_per_node
-            steps = -(-least_cap(cap_bytes, needed_bytes) // _CAP_STEP_BYTES)
+            least_bytes = least_cap(cap_bytes, needed_bytes + _IMPORTS_DIFFER_BYTES)
+            steps = -(-least_bytes // _CAP_STEP_BYTES)
             least = f"--memory {steps * _CAP_STEP_BYTES >> 20}MiB"
             smaller = f"{'' if job.is_checkpointing else '--checkpointing or '}a shorter --seq"
             raise Mistake(
@@ -119,6 +120,8 @@ def settle_by_room(job: Job, resident_bytes: int) -> tuple[Job, Budget | None]:
 
 
 _CAP_STEP_BYTES = 10 << 20
+_IMPORTS_DIFFER_BYTES = 1 << 20
+"""What is resident after the same imports, from one process to the next."""
 
 
 # ---- the choice of open settings -----------------------------------------------------------------

@@ -231,7 +231,26 @@ def _check_memory(job: Job, console: Console) -> None:
         from tiermem.tools.plan.settle import settle_by_room
 
         settled = dataclasses.replace(job, config=settle_compute(job.config, job.shape)[0])
-        settle_by_room(settled, INTERPRETER.num_bytes)
+        settle_by_room(settled, _resident_of_trainer(job) or INTERPRETER.num_bytes)
+
+
+_MEASURE = (
+    "import sys, pathlib; from tiermem.tools.job.launcher import Job; "
+    "from tiermem.tools.train.training import load_model_classes; "
+    "print(load_model_classes(Job.load(pathlib.Path(sys.argv[1]))))"
+)
+
+
+def _resident_of_trainer(job: Job) -> int | None:
+    """Bytes resident in the job's trainer when it plans, measured in a process that imports the
+    same; None: that failed. Blocks for seconds."""
+    with tempfile.TemporaryDirectory(prefix="tiermem-") as folder:
+        file = Path(folder) / "job.json"
+        job.save(file)
+        measure = [sys.executable, "-c", _MEASURE, str(file)]
+        env = {**os.environ, **CHILD_ENVIRONMENT}
+        done = subprocess.run(measure, env=env, capture_output=True, text=True, check=False)
+    return None if done.returncode else int(done.stdout.split()[-1])
 
 
 class _Log(Observer):
