@@ -62,6 +62,13 @@ def test_other_folders_are_refused_with_both(folder: Path) -> None:
         job_of(folder, nvme=(folder / "a",))
 
 
+@pytest.mark.parametrize("config", [{}, {"optimizer": None}, {"optimizer": "auto"}])
+def test_a_config_without_an_optimizer_is_refused(folder: Path, config: dict[str, Any]) -> None:
+    (folder / "ds.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"ds\.json names no optimizer, which train steps: add"):
+        job_of(folder, config=folder / "ds.json")
+
+
 def test_a_config_s_own_aio_gives_way(folder: Path) -> None:
     offload = {"device": "nvme", "nvme_path": [str(folder / "a"), str(folder / "b")]}
     config = {

@@ -401,6 +401,11 @@ def _config(
     tuned = _with_tuned({}, options.tuned)
     if options.config is not None:
         given = read_config(options.config, batch)
+        if given.get("optimizer") in (None, "auto"):
+            raise ValueError(
+                f"{options.config} names no optimizer, which train steps: add "
+                '"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}'
+            )
     elif resumed is not None and resumed.config is not None:
         if decided := options.given(*DECIDED_BY_CONFIG):
             raise ValueError(
