@@ -178,7 +178,7 @@ def corrected(given: Sequence[str], instead: Mapping[str, str]) -> list[str]:
             name.startswith("-")
             and not equals
             and position < len(given)
-            and not given[position].startswith("-")
+            and not re.match(r"-(?!\.?\d)", given[position])  # of a negative number it is a sign
         ):
             position += 1
         words += left.pop(name, "").split()

@@ -279,5 +279,5 @@ def _key(shape: Mapping[str, Any], *names: str) -> int:
         if isinstance(shape.get(name), int):
             return int(shape[name])
     raise ValueError(
-        f"the model's config has no {names[0]}: --memory needs it to tell activations by arithmetic"
+        f"the model's config has no {names[0]}, which the arithmetic of activations needs"
     )

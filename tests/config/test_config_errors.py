@@ -74,6 +74,13 @@ def test_a_comment_may_stand_in_every_object(tmp_path: Path) -> None:
     assert config.zero_optimization.stage == 3
 
 
+def test_a_file_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_bytes('{"train_batch_size": 1, "_": "é"}'.encode("latin-1"))
+    with pytest.raises(ConfigError, match=f"^{file}: not UTF-8 text: "):
+        load_config(file)
+
+
 def test_what_no_key_can_give_is_told_by_what_to_use_instead() -> None:
     assert 'use "bf16"' in problems({"fp8": {"enabled": True}})["fp8"]
     assert load_config({"fp8": {"enabled": False}}).precision == "fp32"

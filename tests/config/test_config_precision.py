@@ -82,3 +82,9 @@ def test_betas_are_two_rates_below_one(betas: Any) -> None:
 def test_optimizer_without_a_type_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"optimizer\.type: is missing"):
         load_config({"optimizer": {"params": {"lr": 1}}})
+
+
+def test_a_first_scale_that_no_float_holds_is_refused() -> None:
+    fp16 = {"enabled": True, "initial_scale_power": 1024}
+    with pytest.raises(ConfigError, match=r"initial_scale_power: 1024 given; .* equal to 1023"):
+        load_config({"train_batch_size": 1, "fp16": fp16})

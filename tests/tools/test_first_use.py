@@ -70,6 +70,8 @@ ANSWERS = {
     "train --preset 419m --lr fast": "train --preset 419m --lr 1e-4",
     "train --preset 419m --save": "train --preset 419m --save checkpoints",
     "train --preset 419m --batch 0": "train --preset 419m --batch 1",
+    "train --preset 419m --batch -1": "train --preset 419m --batch 1",
+    "train --batch -.5 --preset 419m": "train --batch 10 --preset 419m",
     "train --preset 419m --threads 0": "train --preset 419m --threads 1",
     "train --preset 419m --resident 1GiB --offload cpu": "train --preset 419m --offload cpu",
     "train --preset 419m --nvme . --offload cpu": "train --preset 419m --nvme . --offload nvme",

@@ -504,6 +504,7 @@ def test_the_link_is_given_measured_or_assumed(
         ({"rates": Path("tiermem.json")}, "--nvme-rate and --rates both say how fast"),
         ({"nvme_rate": "3.6"}, "--nvme-rate is '3.6'; write two rates in GB/s"),
         ({"nvme_rate": "3.6,-1"}, "--nvme-rate is '3.6,-1'; write two rates in GB/s"),
+        ({"nvme_rate": "inf,1"}, "--nvme-rate is 'inf,1'; write two rates in GB/s"),
     ],
 )
 def test_mistakes_say_what_is_allowed(files: Path, fields: dict[str, Any], reason: str) -> None:
@@ -516,6 +517,15 @@ def test_mistakes_say_what_is_allowed(files: Path, fields: dict[str, Any], reaso
     [
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0 in the model's config"),
         ({"num_key_value_heads": 3}, "num_key_value_heads is 3, which does not divide"),
+        (
+            {"model_type": "mixtral", "num_local_experts": 0},
+            "mlp.experts.gate_up_proj of this mixtral has no experts: give it some",
+        ),
+        ({"model_type": "t5"}, 'name the class of the model under "architectures" in its config'),
+        (
+            {"model_type": "t5", "architectures": ["T5EncoderModel"], "vocab_size": None},
+            "config has no vocab_size, which the arithmetic of activations needs",
+        ),
         ({"pad_token_id": 5000}, "no llama can be built of the model's config: AssertionError: P"),
         ({"hidden_act": "nope"}, "no llama can be built of the model's config: KeyError: 'nope'"),
         ({"tie_word_embeddings": "yes"}, "expected bool, got str"),

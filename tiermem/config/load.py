@@ -85,7 +85,11 @@ def read_raw(given: Given) -> tuple[dict[str, Any], str]:
     if is_json(given):
         return _parsed(str(given), "the config text"), "the config text"
     source = os.fspath(given)
-    return _parsed(Path(source).read_text(encoding="utf-8"), source), source
+    try:
+        text = Path(source).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError([Problem("", f"not UTF-8 text: {error}")], source) from None
+    return _parsed(text, source), source
 
 
 @contextlib.contextmanager

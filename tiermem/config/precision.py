@@ -67,7 +67,7 @@ class Fp16Config(ConfigModel):
     """Cast floating-point tensors among the model's inputs to float16."""
     loss_scale: Number = 0.0
     """Static scale; 0 is dynamic."""
-    initial_scale_power: Count = 16
+    initial_scale_power: Annotated[Count, Field(le=1023)] = 16
     """The dynamic scale starts at 2 to this power."""
     loss_scale_window: Whole = 1000
     """Steps without overflow after which the dynamic scale doubles."""

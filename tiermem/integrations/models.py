@@ -154,9 +154,14 @@ def class_of(config: Any, model_class: Any = None) -> Any:
         (getattr(transformers, name) for name in names if hasattr(transformers, name)), None
     )
     if found is None:
+        said = (
+            f"names {names} as its architecture, which transformers does not have"
+            if names
+            else "names no architecture"
+        )
         raise ValueError(
-            f"the config names {names} as its architecture, which transformers does not have: give "
-            "model_class"
+            f'the config {said}: name the class of the model under "architectures" in its '
+            "config.json, or give model_class in Python"
         )
     return found
 

@@ -423,7 +423,11 @@ def _of_transformers(shape: Mapping[str, Any]) -> Any:
     causal = transformers().AutoModelForCausalLM
     is_causal = type(config) in causal._model_mapping
     with _told_of(shape):
-        return causal.from_config(config) if is_causal else class_of(config)(config)
+        model = causal.from_config(config) if is_causal else class_of(config)(config)
+    for name, param in model.named_parameters():
+        if param.dim() > 2 and not len(param):
+            raise ValueError(f"{name} of this {shape['model_type']} has no experts: give it some")
+    return model
 
 
 def hf_config(shape: Mapping[str, Any]) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -155,7 +156,7 @@ def parse_rates(text: str) -> tuple[float, float]:
         numbers = [float(part) * 1e9 for part in parts]
     except ValueError:
         numbers = []
-    if len(numbers) != 2 or not all(number > 0 for number in numbers):
+    if len(numbers) != 2 or not all(0 < number < math.inf for number in numbers):
         raise ValueError(
             f"--nvme-rate is {text!r}; write two rates in GB/s, read and written, such as 3.6,7.0"
         )
