@@ -286,10 +286,7 @@ class StateDicts:
         handles: list[RemovableHandle] = []
         for module in model.modules():
             if not isinstance(module, torch.jit.ScriptModule):  # which has no such hooks
-                before = module.register_load_state_dict_pre_hook
-                after = module.register_load_state_dict_post_hook
-                handles.append(before(lambda module, *_: self._begin([*module.parameters()])))
-                handles.append(after(lambda module, _: self._end([*module.parameters()])))
+                handles += self._watch_ends(module)
             if module._parameters:
                 # torch sets attributes on the function, so each module gets its own
                 fill = self._fill
@@ -298,6 +295,17 @@ class StateDicts:
                 )
                 handles.append(self.watch_loads(module))
         return handles
+
+    def _watch_ends(self, module: nn.Module) -> list[RemovableHandle]:
+        """Installs the hooks that tell the begin and the end of a load of one module."""
+        return [
+            module.register_load_state_dict_pre_hook(
+                lambda module, *_: self._begin([*module.parameters()])
+            ),
+            module.register_load_state_dict_post_hook(
+                lambda module, _: self._end([*module.parameters()])
+            ),
+        ]
 
     def watch_loads(self, module: nn.Module) -> RemovableHandle:
         """Installs the hook of `load_state_dict` on one module."""
