@@ -21,7 +21,7 @@ from torch import nn
 
 from tiermem.optim.ordinary import STEP, State, has_moments_of, num_steps_of, value_of
 from tiermem.optim.rules import Group, Rule
-from tiermem.optim.tile import StateTile, tile_runs
+from tiermem.optim.tile import PIECE_NUMEL, StateTile, tile_runs
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.swap.base.native import Workers, narrow_part, widen_part
 from tiermem.swap.store.store import TensorStore
@@ -31,9 +31,6 @@ from tiermem.units.unit import Shard, ShardRange
 from tiermem.weights.values import Values
 
 T = TypeVar("T", bound=StateTile)
-
-_PIECE_NUMEL = 1 << 20
-"""Most elements of a state that are read or written at once."""
 
 FindRule = Callable[[nn.Parameter], tuple[Group, Rule] | None]
 """Returns a parameter's group and rule, or None if the optimizer does not hold the parameter."""
@@ -277,7 +274,7 @@ class RestingTiles(abc.ABC, Generic[T]):
         self._pieces.clear()
         for tile in self.tiles:
             for part in tile.ranges:
-                pieces = ((tile, piece) for piece in part.cut(_PIECE_NUMEL))
+                pieces = ((tile, piece) for piece in part.cut(PIECE_NUMEL))
                 self._pieces.setdefault(part.shard, []).extend(pieces)
 
     def _reserve(self, tiles: Sequence[T], crosses_link: bool = False) -> None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from tiermem.optim.rules import AnyStep, MatrixStep, step_parts
-from tiermem.optim.tile import StateTile
+from tiermem.optim.tile import PIECE_NUMEL, StateTile
 from tiermem.swap.base.native import StepNumbers, Workers, narrow_part, step_struct, widen_part
 from tiermem.swap.base.parts import Dither, Moment, StepParts, StepRule
 from tiermem.swap.program.table import NativeStep
@@ -23,7 +23,6 @@ from tiermem.units.state_layout import StateViews, is_positive
 from tiermem.units.unit import Shard
 
 FP32_PARAM = "fp32_param"
-_VISITED_NUMEL = 1 << 20  # elements that a visit sees at once, in fp32
 
 RuleOf = Callable[[Shard], AnyStep | None]
 """Returns the rule and the scalars of a parameter's next step, or None if the parameter is not
@@ -186,7 +185,7 @@ def visiting(workers: Workers, chosen: Collection[Shard], visitor: Visitor) -> A
     """
 
     def visit(places: Places) -> None:
-        for piece in places.cut(_VISITED_NUMEL) if places.shard in chosen else ():
+        for piece in places.cut(PIECE_NUMEL) if places.shard in chosen else ():
             _visit(workers, visitor, piece)
 
     return visit
