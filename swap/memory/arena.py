@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
 from itertools import repeat
 from typing import NamedTuple, Protocol
 
@@ -128,8 +129,10 @@ class Arena:
         self._given_up = FreeRanges()  # without pages, and not carved again
         self._add_part(_Part(0, self.limit_bytes), self._link_bytes)
         self._link_slots: dict[int, int] = {}  # bytes of each, by offset
+        # of them, those of pinned memory that a budget counts with everything else
+        self._crossed_back: dict[int, int] = {}
         self._locks: list[PageLock] = []
-        self._locked_bytes = 0  # of the link slab, from its start
+        self._locked = FreeRanges()  # what they have registered
         self._is_closed = False
         # guards everything above; an interrupt may leave it to this thread
         self._lock = threading.RLock()
@@ -165,9 +168,11 @@ class Arena:
         limit_bytes = round_up(limit_bytes, PAGE_BYTES)
         with self._lock:
             link_bytes = min(round_up(link_bytes, PAGE_BYTES), limit_bytes)
-            linked = sum(self._link_slots.values())
+            if not link_bytes and not self._locks:
+                self._link_slots.clear()
+            linked = sum(self._link_slots.values()) - sum(self._crossed_back.values())
             due_link = max(0, link_bytes - linked)
-            due = due_link + max(0, limit_bytes - link_bytes - (self.carved_bytes - linked))
+            due = max(due_link, limit_bytes - self.carved_bytes)
             # the page between keeps ranges apart
             part = _Part(self._parts[-1].stop + PAGE_BYTES, due) if due else None
             self._give_up(self._free)
@@ -216,11 +221,25 @@ class Arena:
         twice."""
         size = _size_of(slot.num_bytes)
         with self._lock:
+            self._crossed_back.pop(slot.offset, None)
             if self._link_slots.pop(slot.offset, None) is not None:
                 self._link.add(slot.offset, size)
             else:
                 self._free.add(slot.offset, size)
             self.carved_bytes -= size
+
+    def cross(self, slot: Slot, crosses_link: bool) -> None:
+        """Counts a slot in the link slab from now on, or with everything else, as the next budget
+        does: `pin` registers it where it lies, and what is registered stays so."""
+        size = _size_of(slot.num_bytes)
+        with self._lock:
+            if crosses_link:
+                self._crossed_back.pop(slot.offset, None)
+                self._link_slots[slot.offset] = size
+            elif slot.offset in self._link_slots and self._locks:
+                self._crossed_back[slot.offset] = size
+            else:
+                self._link_slots.pop(slot.offset, None)
 
     @property
     def is_pinned(self) -> bool:
@@ -233,9 +252,7 @@ class Arena:
     def pin(self, device: torch.device) -> None:
         """Registers new slots of the link slab with a device's driver. Blocks."""
         with self._lock:
-            slots = [
-                slot for slot in sorted(self._link_slots.items()) if slot[0] >= self._locked_bytes
-            ]
+            slots = [each for slot in sorted(self._link_slots.items()) for each in self._due(*slot)]
             if slots:
                 self._locks.append(
                     PageLock(
@@ -243,7 +260,19 @@ class Arena:
                         [ByteRange(self._part_of(at).address(at), size) for at, size in slots],
                     )
                 )
-                self._locked_bytes = sum(slots[-1])
+                for at, size in slots:
+                    self._locked.add(at, size)
+
+    def _due(self, start: int, num_bytes: int) -> Iterator[tuple[int, int]]:
+        """The parts of a slot that no driver has registered: (offset, bytes)."""
+        stop = start + num_bytes
+        for first, last in self._locked.ranges():
+            if first < stop and last > start:
+                if first > start:
+                    yield start, first - start
+                start = last
+        if start < stop:
+            yield start, stop - start
 
     def close(self) -> None:
         """Gives the memory back; tensors that still refer to it keep it alive until the last of
@@ -348,6 +377,11 @@ class Pool:
         """Takes every slot back, whoever has it: after an interrupt, when no transfer or thread
         uses any of them."""
         self._free = list(reversed(self._slots))
+
+    def cross(self, arena: Arena, crosses_link: bool) -> None:
+        """`Arena.cross` of every slot."""
+        for slot in self._slots:
+            arena.cross(slot, crosses_link)
 
     def close(self) -> None:
         """Returns every slot to the arena. All must have been given back."""

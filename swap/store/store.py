@@ -202,6 +202,10 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         """Returns a tensor's home tier."""
         return self._entries[name].home
 
+    def num_bytes(self, name: str) -> int:
+        """Returns the size of a tensor."""
+        return self._entries[name].num_bytes
+
     def drop(self, name: str) -> None:
         """Removes a tensor and frees its home. Cancels its fetch and write-back; waits for byte
         ranges in flight.
@@ -322,6 +326,11 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         self._check_usable()
         with self._lock:
             return self._entries[name].exchange(slot)
+
+    def cross(self, name: str, crosses_link: bool) -> None:
+        """Says whether a tensor on HOST is copied to the accelerator and back, from the next
+        `renew_host` on."""
+        self.arena.cross(self._slot_of(name), crosses_link)
 
     def is_present(self, name: str) -> bool:
         """Whether a tensor is PRESENT, so that it may be released."""

@@ -115,6 +115,9 @@ class Bounce:
             yield offset, self._pieces[number % len(self._pieces)][:length]
 
 
+_COPIED_BYTES = 4 << 20  # between an accelerator and NVMe at once
+
+
 class Parts:
     """Reads and writes elements of a store's entries, in memory or on NVMe.
 
@@ -144,6 +147,23 @@ class Parts:
             return
         assert self._bounce is not None
         self._bounce.write(entry, start * values.itemsize, values.contiguous().view(torch.uint8))
+
+    def copy(self, entry: str, to: str) -> None:
+        """Copies the bytes of a uint8 entry to another one of that size. Blocks; raises OSError."""
+        homes = self._store.home_of(entry), self._store.home_of(to)
+        num_bytes = self._store.num_bytes(entry)
+        if Tier.NVME not in homes:
+            self._store.view(to).copy_(self._store.view(entry))
+            return
+        assert self._bounce is not None
+        if homes[1] is Tier.HOST:
+            self._bounce.read(entry, 0, num_bytes, self._store.view(to))
+        elif homes[0] is Tier.HOST:
+            self._bounce.write(to, 0, self._store.view(entry))
+        else:
+            for start in range(0, num_bytes, _COPIED_BYTES):
+                part = slice(start, min(start + _COPIED_BYTES, num_bytes))
+                self.write_part(to, start, self.read_part(entry, torch.uint8, part))
 
 
 def _check_range(start: int, stop: int, data: torch.Tensor) -> None:

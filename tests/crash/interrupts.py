@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import dis
 import faulthandler
 import functools
@@ -56,7 +57,7 @@ from tiermem import OffloadPolicy, Tier
 from tiermem.ranks.failures import RankLost
 
 LONGEST_S = 60
-PARTS = ("train", "evaluate", "gather", "save", "load", "close", "build")
+PARTS = ("train", "evaluate", "gather", "save", "load", "rehome", "close", "build")
 KINDS = ("signal", "SystemExit", "CancelledError", "MemoryError")
 _COMMITTING = (
     "ShardedModel.step StateTiles.step StateTiles._accept StepRun.start StepRun.finish_tiles "
@@ -220,6 +221,18 @@ class Run:
         else:
             self.model.load_state_dict(self.weights)
             self.optim.load_state_dict(self.kept)
+
+    def rehome(self) -> None:
+        """Moves the states to another tier, and back."""
+        policy = self.shards.policy
+        moved = Tier.NVME if self.setting.states != "nvme" and policy.paths else Tier.HOST
+        self.shards.rehome(dataclasses.replace(policy, optim=moved))
+        self.settle()
+
+    def settle(self) -> None:
+        """Has the states where the setting has them."""
+        if (home := Tier[self.setting.states.upper()]) is not self.shards.policy.optim:
+            self.shards.rehome(dataclasses.replace(self.shards.policy, optim=home))
 
     def close(self) -> None:
         """Ends the run."""
@@ -477,6 +490,7 @@ def go(
                     end_step(run)
             for _ in range(num_steps):
                 losses.append(go_on(run))
+            run.settle()
             said(
                 losses=[loss.hex() for loss in losses],
                 digest=run.digest(),
@@ -488,11 +502,16 @@ def go(
             raise
         said(torn=str(error))
         said(torn_at=traceback.format_exc()[-2000:])
-        if setting.has_engine:
+        if part == "rehome" and "two plans" in str(error):
+            with contextlib.suppress(RuntimeError):
+                run.load()
+                raise AssertionError("a checkpoint was opened between two plans") from None
+        elif setting.has_engine:
             run.load()
             losses = losses[:2]
             for _ in range(num_steps):
                 losses.append(run.train())
+            run.settle()
             said(
                 losses=[loss.hex() for loss in losses],
                 digest=run.digest(),

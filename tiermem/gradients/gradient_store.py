@@ -365,6 +365,11 @@ class GradientStore:
                 crosses_link=crosses_link,
             )
 
+    def cross(self, unit: Unit, crosses_link: bool) -> None:
+        """Says whether steps on an accelerator read a unit's gradients from now on."""
+        if self.home is Tier.HOST:
+            self._store.cross(self.entry(unit), crosses_link)
+
     def view(self, unit: Unit) -> torch.Tensor | None:
         """A unit's gradients in the shard layout; None when they do not rest in memory."""
         return self._store.view(self.entry(unit)) if self.home in (Tier.HOST, Tier.DEVICE) else None

@@ -152,9 +152,11 @@ class GradientHomes:
         Blocks; raises OSError."""
         self.store.flush()
         self.store.stop()
-        if plan.grads is not self.store.home:
-            for unit in self._units:
+        for unit in self._units:
+            if plan.grads is not self.store.home:
                 self.store.drop_room(unit)
+            else:
+                self.store.cross(unit, plan.crosses_link)
 
     def allocate(self, units: Sequence[Unit], plan: Plan, pools: Pools) -> None:
         """After `make_room`: goes on with another plan and its buffers, and with these units, the

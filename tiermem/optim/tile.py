@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -183,7 +184,9 @@ class TileRoute(NamedTuple):
     engine: Tier  # HOST: the CPU; DEVICE: an accelerator, which has the states or is sent them
 
 
-def routes_of_tiles(sizes: Sequence[int], numels: Sequence[int], plan: Plan) -> list[TileRoute]:
+def routes_of_tiles(
+    sizes: Sequence[int], numels: Sequence[int], plan: Plan, homes: Sequence[Tier] = ()
+) -> list[TileRoute]:
     """The routes of tiles with states of these sizes.
 
     At most `plan.kept_bytes` of states stay on the accelerator (without one: on HOST). If the
@@ -191,25 +194,37 @@ def routes_of_tiles(sizes: Sequence[int], numels: Sequence[int], plan: Plan) -> 
     evenly over the tiles. The accelerator steps the tiles that rest there, and the plan's part of
     the elements of all others, evenly spread too.
 
-    numels: the elements of each; 0 for one that no buffer of an accelerator holds.
+    numels: the elements of each; 0 for one that no buffer of an accelerator holds. homes: where the
+        states rest now: those that may stay there do.
     """
     near = Tier.DEVICE if plan.steps_there else Tier.HOST
     far = Tier.HOST if plan.states is Tier.NVME else plan.states  # of those that are resident
-    kept = within(sizes, plan.kept_bytes)
+    now = homes or [plan.states] * len(sizes)
+    kept = _within(sizes, plan.kept_bytes, [home is near for home in now])
     rest = [0 if stays else size for size, stays in zip(sizes, kept, strict=True)]
-    resident = within(rest, plan.resident_bytes)
-    homes = [
+    resident = _within(rest, plan.resident_bytes, [home is far for home in now])
+    found = [
         near if stays else far if is_resident else plan.states
         for stays, is_resident in zip(kept, resident, strict=True)
     ]
     elsewhere = [
-        0 if home is Tier.DEVICE else numel for numel, home in zip(numels, homes, strict=True)
+        0 if home is Tier.DEVICE else numel for numel, home in zip(numels, found, strict=True)
     ]
     sent = within(elsewhere, int(sum(elsewhere) * plan.streamed_part))
     return [
         TileRoute(home, Tier.DEVICE if home is Tier.DEVICE or (is_sent and numel) else Tier.HOST)
-        for home, is_sent, numel in zip(homes, sent, elsewhere, strict=True)
+        for home, is_sent, numel in zip(found, sent, elsewhere, strict=True)
     ]
+
+
+def _within(sizes: Sequence[int], num_bytes: int, is_there: Sequence[bool]) -> list[bool]:
+    """As `within`, but of things that are there first."""
+    first = within([size * there for size, there in zip(sizes, is_there, strict=True)], num_bytes)
+    stays = [chosen and there for chosen, there in zip(first, is_there, strict=True)]
+    left = num_bytes - sum(itertools.compress(sizes, stays))
+    rest = [0 if stay else size for size, stay in zip(sizes, stays, strict=True)]
+    more = within(rest, left)
+    return [stay or chosen for stay, chosen in zip(stays, more, strict=True)]
 
 
 class LinkBytes(NamedTuple):

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import torch
 
 from tiermem.optim.at_rest import FindRule, RestingTiles
-from tiermem.optim.tile import Tile, routes_of_tiles, stepped_ranges
+from tiermem.optim.tile import Tile, TileRoute, routes_of_tiles, stepped_ranges
 from tiermem.optim.tile_step import SecondCopy, TilePass, Way
 from tiermem.optim.tile_stream import TileStream
 from tiermem.optim.tile_work import Act, RuleOf, Stepping, Visitor, visiting
@@ -44,6 +44,9 @@ from tiermem.weights.step_run import overlap_of
 from tiermem.weights.unit_memory import apart
 from tiermem.weights.unit_state import LiveUnit
 from tiermem.weights.values import initial_master
+
+_MOVED = "/moved"
+"""Ends the name of states in the store that have moved from another tier: two names, in turns."""
 
 
 class StateTiles(RestingTiles[Tile]):
@@ -74,8 +77,8 @@ class StateTiles(RestingTiles[Tile]):
             shards.steps.half_loaded,
         )
         self._shards = shards
-        is_brought = shards.plan.brings_gradients or shards.plan.brings_weights
-        self._link = new_stream(shards.device) if is_brought else None
+        # for what tiles that the CPU steps lack
+        self._link: torch.Stream | None = None
         # for what an accelerator lacks of tiles
         self._streams: dict[Way, TileStream] = {}
         self._num_moments = 0  # of a tile
@@ -94,13 +97,15 @@ class StateTiles(RestingTiles[Tile]):
         self._num_moments = max([self._num_moments, *held])
         plan = self._shards.plan
         tiles = [tile for live in lives for tile in self._cut(live, self._num_moments)]
-        tiles = self._at_home(tiles)
-        crosses = plan.streamed_part > 0
-        for tile in tiles:
-            if tile.home is Tier.DEVICE and tile.state_bytes:
-                self._store.on_device.reserve(tile.entry, tile.state_bytes)  # all in one slab
-        self._reserve(tiles, crosses)
+        tiles = [
+            dataclasses.replace(tile, home=route.states, engine=route.engine)
+            for tile, route in zip(tiles, self._routes(tiles, plan), strict=True)
+        ]
+        self._announce(tiles)
+        self._reserve(tiles, plan.streamed_part > 0)
         self._close_streams()
+        if self._link is None and (plan.brings_gradients or plan.brings_weights):
+            self._link = new_stream(self._shards.device)
         for way, buffers in ((Way.SENT, plan.streams), (Way.THERE, plan.exchanges)):
             if buffers.num:
                 memory = self._store.on_device
@@ -132,9 +137,46 @@ class StateTiles(RestingTiles[Tile]):
         moved: dict[Tile, Tile] = {}
         for tile in reversed(self.tiles):
             if excess > 0 and tile.home is Tier.HOST and tile.state_bytes:
-                moved[tile] = self._on_nvme(tile)
+                moved[tile] = self._moved(tile, TileRoute(Tier.NVME, tile.engine))
                 excess -= tile.state_bytes
         self._set([moved.get(tile, tile) for tile in self.tiles])
+
+    def check_move(self, plan: Plan) -> None:
+        """Raises ValueError where another engine would step whole matrices, whose bits would
+        differ."""
+        for tile, route in zip(self.tiles, self._routes(self.tiles, plan), strict=True):
+            found = [self._find_rule(part.shard.param) for part in tile.ranges]
+            if route.engine is not tile.engine and any(
+                each and each[1].is_matrix for each in found
+            ):
+                raise ValueError(
+                    f"{tile.ranges[0].shard.name} is stepped as a whole matrix, whose bits depend "
+                    'on what steps it: shard with the policy that it is to have, where "auto" chooses '
+                    "with tiermem.choose_policy(model, rehomes=False)"
+                )
+
+    def move_out(self, plan: Plan) -> None:
+        """Moves states to DEVICE and NVMe, those that another plan has there. Blocks; raises
+        OSError."""
+        for tile in self.tiles:
+            if tile.home is Tier.HOST and tile.state_bytes:
+                self._store.cross(tile.entry, plan.streamed_part > 0)
+        self._move(plan, (Tier.DEVICE, Tier.NVME))
+
+    def move_in(self, plan: Plan) -> None:
+        """Moves states to HOST, which the arena has room for now. Blocks; raises OSError."""
+        self._move(plan, (Tier.HOST,))
+
+    def _move(self, plan: Plan, homes: Collection[Tier]) -> None:
+        routes = dict(zip(self.tiles, self._routes(self.tiles, plan), strict=True))
+        due = {tile: route for tile, route in routes.items() if route.states in homes}
+        changed = [tile for tile, route in due.items() if route.states is not tile.home]
+        self._give_up_seconds({tile.live for tile in changed} & self._seconds.keys())
+        self._announce([self._elsewhere(tile, due[tile]) for tile in changed])
+        crosses = plan.streamed_part > 0
+        self._set(
+            [self._moved(tile, due[tile], crosses) if tile in due else tile for tile in self.tiles]
+        )
 
     def close(self) -> None:
         """Gives up the states, so that another optimizer has their room. Call it after
@@ -366,12 +408,13 @@ class StateTiles(RestingTiles[Tile]):
                 room_bytes=in_buffer,
             )  # fmt: skip
 
-    def _at_home(self, tiles: list[Tile]) -> list[Tile]:
-        """The same tiles on their routes: a share of them on another tier where the plan says so
-        and tiles that are there leave room."""
-        plan = self._shards.plan
-        on_host = self._bytes_on(Tier.HOST)
-        kept = self._bytes_on(Tier.DEVICE) if plan.steps_there else min(plan.kept_bytes, on_host)
+    def _routes(self, tiles: Sequence[Tile], plan: Plan) -> list[TileRoute]:
+        """The routes of tiles by a plan, with what other tiles leave of its memory."""
+        chosen = set(tiles)
+        others = [tile for tile in self.tiles if tile not in chosen]
+        on_host = self._bytes_on(Tier.HOST, others)
+        on_device = self._bytes_on(Tier.DEVICE, others)
+        kept = on_device if plan.steps_there else min(plan.kept_bytes, on_host)
         resident = on_host if plan.steps_there else on_host - kept
         left = dataclasses.replace(
             plan,
@@ -384,14 +427,19 @@ class StateTiles(RestingTiles[Tile]):
             else 0
             for tile in tiles
         ]
-        routes = routes_of_tiles([tile.state_bytes for tile in tiles], numels, left)
-        return [
-            dataclasses.replace(tile, home=route.states, engine=route.engine)
-            for tile, route in zip(tiles, routes, strict=True)
-        ]
+        sizes = [tile.state_bytes for tile in tiles]
+        return routes_of_tiles(sizes, numels, left, [tile.home for tile in tiles])
 
-    def _bytes_on(self, home: Tier) -> int:
-        return sum(tile.state_bytes for tile in self.tiles if tile.home is home)
+    def _announce(self, tiles: Sequence[Tile]) -> None:
+        """Lets the states of tiles on DEVICE share a slab."""
+        for tile in tiles:
+            if tile.home is Tier.DEVICE and tile.state_bytes:
+                self._store.on_device.reserve(tile.entry, tile.state_bytes)
+
+    def _bytes_on(self, home: Tier, tiles: Sequence[Tile] | None = None) -> int:
+        """The bytes of states on a tier: of these tiles; default: of all."""
+        found = self.tiles if tiles is None else tiles
+        return sum(tile.state_bytes for tile in found if tile.home is home)
 
     def _set(self, tiles: Sequence[Tile]) -> None:
         """Makes these the tiles, in the order of units and elements."""
@@ -400,17 +448,29 @@ class StateTiles(RestingTiles[Tile]):
         for tile in self.tiles:
             self._of_unit.setdefault(tile.live, []).append(tile)
 
-    def _on_nvme(self, tile: Tile) -> Tile:
-        """Moves a tile's states from HOST to NVMe; returns the tile there."""
-        there = dataclasses.replace(tile, home=Tier.NVME, entry=f"{tile.entry}/moved")
-        self._reserve([there])
+    def _moved(self, tile: Tile, route: TileRoute, crosses_link: bool = False) -> Tile:
+        """A tile on another route, whose states have moved if they rest elsewhere there. Blocks;
+        raises OSError."""
+        if route.states is tile.home:
+            return (
+                tile
+                if route.engine is tile.engine
+                else dataclasses.replace(tile, engine=route.engine)
+            )
+        there = self._elsewhere(tile, route)
+        self._reserve([there], crosses_link)
         self._protect([there])
-        if tile.is_started:
-            self._store.write(
-                [(there.entry, 0, self._store.view(tile.entry))], f"tile {tile.entry}"
-            ).wait()
-        self._store.drop(tile.entry)
+        if tile.state_bytes:
+            if tile.is_started:
+                self._shards.values.copy(tile.entry, there.entry)
+            self._store.drop(tile.entry)
         return there
+
+    def _elsewhere(self, tile: Tile, route: TileRoute) -> Tile:
+        """A tile on a route whose states rest elsewhere, under another name in the store."""
+        name = tile.entry.removesuffix(_MOVED)
+        entry = name if name != tile.entry else name + _MOVED
+        return dataclasses.replace(tile, home=route.states, engine=route.engine, entry=entry)
 
     def _protect(self, tiles: Sequence[Tile]) -> None:
         """Sets up checksums for bytes on NVMe: for states, and anew for weights, because tiles

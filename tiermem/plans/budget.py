@@ -102,26 +102,30 @@ def make_plan(
     return plan
 
 
-def plan_unfrozen(
+def plan_after(
     now: Plan,
-    indices: Collection[int],
     policy: OffloadPolicy,
     topology: Topology,
     is_gpu: bool,
     ranks_on_node: int,
     keeps_grads: bool,
+    unfrozen: Collection[int] = (),
 ) -> Plan:
-    """The plan of the same units with more of them trained (by index), within the same budgets.
+    """The plan of the same units with more of them trained (by index), or with states elsewhere.
 
     Existing units and tiles keep their sizes. When the budget is short, gradients go to NVME, then
     there are fewer tile buffers, and states that the first plan kept on HOST beyond their tier rest
     on NVME.
 
-    keeps_grads: gradients stay on their tier. Raises ValueError with the arithmetic, and for a
-        dtype without a master.
+    policy: of the plan now, but for budgets and for where states rest and are stepped.
+    keeps_grads: gradients stay on their tier.
+
+    Raises ValueError with the arithmetic, and for a dtype without a master.
     """
-    division = now.division.with_changed(indices, is_trainable=True, was_unfrozen=True)
-    for index in indices:
+    division = now.division
+    if unfrozen:
+        division = division.with_changed(unfrozen, is_trainable=True, was_unfrozen=True)
+    for index in unfrozen:
         unit = division.units[index]
         policy.precision.check_dtype(unit.dtype, unit.shards[0].name)
     context = sum(row.num_bytes for row in now.rows if row.what == CONTEXT)
@@ -361,10 +365,11 @@ class _Maker:
         if (now := self.now) is None:
             return planner.choices()
         grads, units, tiles, numel, _ = now.choice
+        every = dict.fromkeys(each._replace(tile_numel=numel) for each in planner.choices())
         return [
             each
-            for each in planner.choices()
-            if (each.unit_buffers, each.tile_numel) == (units, numel)
+            for each in every
+            if each.unit_buffers == units
             and now.may_attempt <= each.attempts <= now.choice.attempts  # what no step uses may go
             and (each.grads is grads or (each.grads is Tier.NVME and not self.keeps_grads))
             and each.tile_buffers <= tiles

@@ -54,12 +54,26 @@ class Pools(NamedTuple):
     activations: Pool | None
 
 
-def give_back(pools: Pools, now: Plan, plan: Plan) -> None:
-    """Gives the buffers back that have another size or number in another plan. All of them must be
-    free."""
+def keep_buffers(store: TensorStore, pools: Pools, now: Plan, plan: Plan) -> None:
+    """Before the store goes over to another plan: gives the buffers back that have another size or
+    number there. All of them must be free."""
+    crossing = _crossing(plan)
     for name, pool in pools._asdict().items():
-        if pool is not None and getattr(now, name) != getattr(plan, name):
+        if pool is None or not pool.count:
+            continue
+        if getattr(now, name) != getattr(plan, name):
             pool.close()
+        elif name not in plan.on_device:
+            pool.cross(store.arena, name in crossing)
+
+
+def _crossing(plan: Plan) -> list[str]:
+    """The names of the buffers that are copied to an accelerator and back."""
+    crosses = plan.crosses_link or plan.brings_gradients or plan.brings_weights  # what tiles hold
+    crossing = ["shards", "links", "activations"] + ["tiles"] * crosses
+    if plan.grads is None and plan.crosses_link:
+        crossing.append("gradients")
+    return crossing
 
 
 def carve(store: TensorStore, plan: Plan, kept: Pools | None = None) -> Pools:
@@ -69,13 +83,9 @@ def carve(store: TensorStore, plan: Plan, kept: Pools | None = None) -> Pools:
     Those on an accelerator have a slab for each purpose; full layouts have slots there instead
     (unit_memory.py).
 
-    kept: buffers of another plan; those that `give_back` has left are kept.
+    kept: buffers of another plan; those that `keep_buffers` has left are kept.
     """
-
-    crosses = plan.crosses_link or plan.brings_gradients or plan.brings_weights  # what tiles hold
-    crossing = ["shards", "links", "activations"] + ["tiles"] * crosses
-    if plan.grads is None and plan.crosses_link:
-        crossing.append("gradients")
+    crossing = _crossing(plan)
 
     def pool(name: str) -> Pool | None:
         size, count = getattr(plan, name)

@@ -8,7 +8,7 @@ Files in order: each imports only files before it.
     layerwise     a step's micro-batches, block by block
     init_params   parameters while a model is built
     move_to_home  moves weights to where they rest
-    unfreeze      plans for parameters that are unfrozen after sharding
+    next_plan     plans for parameters that are unfrozen, and for states that go elsewhere
     fill          units that stay where measured memory leaves room
     shards        a sharded model
     kv_cache      bytes of a generation's keys and values

@@ -36,7 +36,7 @@ from tiermem.gradients.gradients import GradientHomes
 from tiermem.plans.agreement import agree, facts_of, facts_of_plan
 from tiermem.plans.budget import check_card, make_plan, take_disk
 from tiermem.plans.plan import BOUNCE_BYTES, Plan
-from tiermem.plans.pools import Pools, carve, give_back, open_store
+from tiermem.plans.pools import Pools, carve, keep_buffers, open_store
 from tiermem.policy import OffloadPolicy
 from tiermem.ranks.failures import RankLost
 from tiermem.ranks.joining import join_ranks
@@ -53,7 +53,7 @@ from tiermem.run.fill import Fill
 from tiermem.run.hooks import Hooks
 from tiermem.run.init_params import built_with
 from tiermem.run.move_to_home import check_model, move_buffers, move_to_home, release, show_parts
-from tiermem.run.unfreeze import Frozen, plan_of, reserve_more
+from tiermem.run.next_plan import Frozen, plan_elsewhere, plan_of, reserve_more
 from tiermem.swap.base.native import trim_heap
 from tiermem.swap.base.tile_program import end_kernels
 from tiermem.swap.disk.run_folder import call_in_child
@@ -100,6 +100,16 @@ class States(Protocol):
     def make_room(self, plan: Plan) -> None:
         """Moves states to NVMe that another plan has no room for on HOST. Blocks; raises
         OSError."""
+
+    def check_move(self, plan: Plan) -> None:
+        """Raises ValueError where another plan has steps made that would have other bits."""
+
+    def move_out(self, plan: Plan) -> None:
+        """Moves states to DEVICE and NVMe, those that another plan has there. Blocks; raises
+        OSError."""
+
+    def move_in(self, plan: Plan) -> None:
+        """Moves states to HOST, those that another plan has there. Blocks; raises OSError."""
 
     def allocate(self, units: Sequence[Unit]) -> None:
         """Takes room for the states of units that have become trainable. Raises OSError."""
@@ -683,11 +693,11 @@ class Shards:
         finally:
             self.is_held = before
 
-    # ---- unfreezing ------------------------------------------------------------------------------
+    # ---- the next plan ---------------------------------------------------------------------------
 
     def enable_training(self, params: Collection[nn.Parameter] = ()) -> None:
         """Takes room for parameters that were frozen when the model was sharded and require
-        gradients now (unfreeze.py).
+        gradients now (next_plan.py).
 
         Args:
             params: frozen parameters that get room as well, because their states are about to be
@@ -701,41 +711,95 @@ class Shards:
         found = [] if self.is_held or self._is_closed else self._frozen.unfrozen(params)
         lives = list(dict.fromkeys(live for live, _ in found if not live.unit.is_trainable))
         if lives:
-            self.steps.commit()
-            self.steps.finish()
-            self.homes.forget_replaced()
-            keeps_grads = not self.homes.is_empty
+            keeps_grads = self._pause()
             plan = plan_of(
                 found, self.model, self.plan, self.policy, self.topology, self.device, keeps_grads
             )
-            plan = reserve_more(plan, self.policy, self.store, self.topology, self.steps.has_slot)
-            with self.steps.changing_all():
-                self._go_over(plan, lives)
+            self._go_over(plan, lives)
         for live in dict.fromkeys(live for live, _ in found):
             self.hooks.watch_gradients(live)
         if found:
             self._frozen.forget()
 
-    def _go_over(self, plan: Plan, lives: Sequence[LiveUnit]) -> None:
-        """Goes over to another plan, with which these units are trainable."""
-        self.program.drop()
-        self.prefetcher.empty()
-        self.homes.make_room(plan)
-        if self.states is not None:
-            self.states.make_room(plan)
-        give_back(self._pools, self.plan, plan)
-        self.store.renew_host(plan.arena_bytes, plan.link_bytes if self.policy.pin_memory else 0)
-        self._use(plan, carve(self.store, plan, self._pools))
-        self.program.use(self.tile_pool)
-        for live in lives:
-            live.unit.unfreeze()
-            live.enable_training()
-        self.homes.allocate(
-            [live.unit for live in self.units if live.unit.is_trainable], plan, self._pools
+    def rehome(self, policy: OffloadPolicy) -> None:
+        """Moves the optimizer's states to where another policy has them. Every result stays the
+        same, to the bit; weights and gradients stay where they rest.
+
+            shards.rehome(dataclasses.replace(shards.policy, optim=Tier.HOST, host_bytes=64 << 30))
+
+        Args:
+            policy: `policy` of these shards, but for optim, optim_ratio, streamed_ratio,
+                resident_bytes, host_bytes and device_bytes.
+
+        Call it between steps, also between two micro-batches, not inside a forward or backward.
+        Collective; blocks until the states have moved: their bytes are read and written once.
+        Checkpoints of before and after can be opened under either policy.
+
+        Raises ValueError for other fields that differ, with the arithmetic when there is no room,
+        and for whole matrices (Muon) that another engine would step; OSError for a full disk: then
+        the model is as it was. After an OSError of a move, or an interrupt amid it, the model says
+        that it is torn: close it, and open a checkpoint in a new one.
+        """
+        if self.hooks.may_lend:
+            raise RuntimeError("rehome inside a forward or backward: call it between steps")
+        self.hooks.check_backward_ended()
+        self.check_may_change()
+        keeps_grads = self._pause()
+        plan = plan_elsewhere(
+            policy,
+            self.policy,
+            self.plan,
+            self.topology,
+            self.device,
+            keeps_grads,
+            self.store.num_slots,
         )
         if self.states is not None:
-            self.states.allocate([live.unit for live in lives])
-        self.store.flush()
+            self.states.check_move(plan)
+        self._go_over(plan, policy=policy)
+
+    def _pause(self) -> bool:
+        """Ends the step under way, before the plan is made again. Returns whether gradients have
+        to stay where they are. Collective; blocks."""
+        self.steps.commit()
+        self.steps.finish()
+        self.homes.forget_replaced()
+        return not self.homes.is_empty
+
+    def _go_over(
+        self, plan: Plan, lives: Sequence[LiveUnit] = (), policy: OffloadPolicy | None = None
+    ) -> None:
+        """Goes over to another plan, with which these units are trainable, or whose policy has
+        states elsewhere. Collective; blocks."""
+        given = policy or self.policy
+        plan = reserve_more(plan, given, self.store, self.topology, self.steps.has_slot)
+        self.steps.is_between_plans = True
+        with self.steps.changing_all():
+            self.program.drop()
+            self.prefetcher.empty()
+            self.homes.make_room(plan)
+            if self.states is not None and policy is None:
+                self.states.make_room(plan)
+            elif self.states is not None:
+                self.states.move_out(plan)
+            keep_buffers(self.store, self._pools, self.plan, plan)
+            link_bytes = plan.link_bytes if given.pin_memory else 0
+            self.store.renew_host(plan.arena_bytes, link_bytes)
+            self._use(plan, carve(self.store, plan, self._pools))
+            self.policy = given
+            self.program.use(self.tile_pool)
+            for live in lives:
+                live.unit.unfreeze()
+                live.enable_training()
+            self.homes.allocate(
+                [live.unit for live in self.units if live.unit.is_trainable], plan, self._pools
+            )
+            if self.states is not None:
+                if policy is not None:
+                    self.states.move_in(plan)
+                self.states.allocate([live.unit for live in lives])
+            self.store.flush()
+        self.steps.is_between_plans = False
 
     def _use(self, plan: Plan, pools: Pools) -> None:
         """Sets the plan and its buffers."""

@@ -91,6 +91,7 @@ class StepRun:
     def __init__(self, program: Program[Any]) -> None:
         # a step or a restore has not ended; it failed or was interrupted, or it is under way now
         self.is_torn = False
+        self.is_between_plans = False  # it goes over to another plan, or that has failed
         self._is_changing = False  # it is under way now
         self.is_partial = False  # with step_in_backward: units were stepped since the last step
         self.half_loaded: set[Hashable] = set()  # what a load has begun to replace
@@ -199,9 +200,18 @@ class StepRun:
         if (self.is_torn and not self._is_changing) or (
             self.is_partial and not marks.in_backward()
         ):
+            self._check_plan()
             raise RuntimeError(
                 "a step, or opening a checkpoint, failed half-way, so that this model is a mixture "
                 "of two steps: open a checkpoint that is whole, or close it"
+            )
+
+    def _check_plan(self) -> None:
+        if self.is_between_plans:
+            raise RuntimeError(
+                "going over to another plan (rehome, or parameters that were unfrozen) ended "
+                "half-way, so that the memory of this model is torn between two plans: close it, "
+                "build and shard it again, and open a checkpoint"
             )
 
     def check_loaded(self) -> None:
@@ -241,7 +251,9 @@ class StepRun:
 
     def abandon(self) -> None:
         """Ends the step under way early, and forgets failures, because every state is about to be
-        replaced. Blocks."""
+        replaced. Blocks. Raises RuntimeError for a model between two plans, which no state
+        mends."""
+        self._check_plan()
         self._program.drop()
         self.is_torn = self._is_changing = self.is_partial = False
         self._due = None

@@ -134,6 +134,12 @@ class Values:
         self.steps.finish()
         self._parts.write_part(entry, start, values)
 
+    def copy(self, entry: str, to: str) -> None:
+        """Copies a uint8 entry to another one of that size, on any tiers. Blocks; raises
+        OSError."""
+        self.steps.finish()
+        self._parts.copy(entry, to)
+
     def put_initial_master(
         self, unit: Unit, part: Shard, values: torch.Tensor, start: int = 0
     ) -> None:

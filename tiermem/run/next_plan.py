@@ -1,19 +1,21 @@
-"""Unfreezing: parameters that were frozen when the model was sharded, and require gradients now.
+"""The next plan of a living model: parameters require gradients that were frozen when the model was
+sharded, or states are to rest elsewhere.
 
     p.requires_grad_(True)  ->  the next forward with gradients, step or load  ->  room for gradients and states  ->  trained
+    Shards.rehome(policy)   ->  between two passes                             ->  states on other tiers
 
 A unit has room for gradients and states, or for neither, so a unit is unfrozen as a whole; its
 parameters that still require no gradient get none and are not stepped. Weights stay where they
-rest. The plan is made again within the same budgets before anything is changed (budget.py). Then
-the model goes over to it between two passes:
+rest. The plan is made again before anything is changed (budget.py): within the same budgets, or
+within those of the policy that is given. Then the model goes over to it between two passes:
 
     refuse     blocks, sparse gradients and the like: RuntimeError or ValueError; no room: ValueError with the arithmetic
     reserve    space on disk: OSError. Where there is none for steps under backward alone, they run under the next forward
-    make room  what the new plan has no place for on HOST goes to NVMe; buffers of another size are given back
+    make room  what the new plan has no place for on HOST leaves it; buffers of another size are given back
     carve      the arena goes on with the new budget; new buffers, gradients and states are carved from it
 
 A parameter that is frozen again keeps its states and its room. With several ranks all must unfreeze
-the same parameters.
+the same parameters, and give the same policy.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import torch
 from torch import nn
 
 from tiermem.plans.agreement import agree
-from tiermem.plans.budget import plan_unfrozen, take_disk
+from tiermem.plans.budget import plan_after, take_disk
 from tiermem.plans.plan import Plan, format_mib
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.ranks.collectives import exchange
@@ -88,9 +90,85 @@ def plan_of(
             )
     check_model(model, is_trained=True)
     indices = [unit.index for unit in units]
+    return _agreed(
+        now,
+        policy,
+        topology,
+        device,
+        keeps_grads,
+        f"no room to train {names}, frozen until now",
+        indices,
+    )
+
+
+_MAY_CHANGE = (
+    "optim",
+    "optim_ratio",
+    "streamed_ratio",
+    "resident_bytes",
+    "host_bytes",
+    "device_bytes",
+)
+"""Fields of a policy that another policy may have, for a model that goes over to it."""
+
+
+def plan_elsewhere(
+    policy: OffloadPolicy,
+    before: OffloadPolicy,
+    now: Plan,
+    topology: Topology,
+    device: torch.device,
+    keeps_grads: bool,
+    num_slots: int,
+) -> Plan:
+    """The plan of a model whose states go to where another policy has them; changes nothing.
+    Collective; blocks.
+
+    num_slots: of the store.
+
+    Raises ValueError for fields that are settled when a model is sharded, where ranks differ, and
+    with the arithmetic when there is no room.
+    """
+    facts = {f"policy.{name}": value for name, value in vars(policy).items()}
+    agree(topology, facts, "Shards.rehome")
+    settled = [
+        name
+        for name, value in vars(before).items()
+        if name not in _MAY_CHANGE and getattr(policy, name) != value
+    ]
+    if settled:
+        raise ValueError(
+            f"rehome: {', '.join(settled)} is settled when a model is sharded; only "
+            f"{', '.join(_MAY_CHANGE)} may change. Begin with shards.policy, and replace these"
+        )
+    plan = _agreed(
+        now, policy, topology, device, keeps_grads, "states cannot rest as this policy has them"
+    )
+    if is_accelerator(device) and (plan.states is Tier.DEVICE) is not (now.states is Tier.DEVICE):
+        raise ValueError(
+            "rehome: units that are always present have a shard on HOST unless all states rest on "
+            "DEVICE. Move all states but a part: give optim_ratio more than 0, and optim HOST or "
+            "NVME; or shard with optim=DEVICE"
+        )
+    if plan.attempt_disk_bytes and num_slots <= policy.num_slots:
+        plan = plan.without_attempts("a slot on disk, which the store was opened without")
+    return plan
+
+
+def _agreed(
+    now: Plan,
+    policy: OffloadPolicy,
+    topology: Topology,
+    device: torch.device,
+    keeps_grads: bool,
+    refusal: str,
+    unfrozen: Sequence[int] = (),
+) -> Plan:
+    """The plan that follows, where every rank has room for it; ValueError on every rank where one
+    has none. Collective; blocks."""
     is_gpu = is_accelerator(device)
     try:
-        plan = plan_unfrozen(now, indices, policy, topology, is_gpu, ranks_per_node(), keeps_grads)
+        plan = plan_after(now, policy, topology, is_gpu, ranks_per_node(), keeps_grads, unfrozen)
         if is_gpu:
             _check_card(plan.device_bytes - now.device_bytes, *free_and_total(device), plan)
         error = ""
@@ -98,9 +176,7 @@ def plan_of(
         error = str(refused)
     said = next((each for each in exchange(topology, error) if each), None)
     if said is not None:
-        raise ValueError(
-            f"no room to train {names}, frozen until now: {said}. The model is as it was"
-        )
+        raise ValueError(f"{refusal}: {said}. The model is as it was")
     return plan
 
 

@@ -1,0 +1,151 @@
+"""Do the results of training stay the same, to the bit, when states move to other tiers amid it,
+and are moves refused that would change them?"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launch import launch
+from programs.models import Tower
+from programs.twins import assert_same_tensors, loss_of, seeded, train_steps
+
+import tiermem
+from tiermem import OffloadPolicy, Tier
+from tiermem.precision import Precision
+
+HOST = Tier.HOST
+NVME = Tier.NVME
+
+BASES: dict[str, dict[str, Any]] = {
+    "host": {"params": HOST, "optim": HOST},
+    "nvme": {"params": NVME, "optim": NVME, "grads": NVME, "tile_numel": 4096},
+    "attempts": {
+        "params": NVME,
+        "optim": NVME,
+        "tile_numel": 4096,
+        "overlap": "backward",
+        "resident_bytes": 0,
+    },
+    "stage 1": {"stage": 1, "params": Tier.DEVICE, "optim": NVME},
+}
+MOVES: list[dict[str, Any]] = [
+    {"optim": NVME, "optim_ratio": 1.0},
+    {"optim": HOST},
+    {"optim": NVME, "optim_ratio": 0.5},
+    {"optim_ratio": 0.25},
+    {"optim_ratio": 0.75},
+    {"optim": Tier.DEVICE},
+    {"optim": NVME, "optim_ratio": 1.0},
+]
+
+
+def train(
+    base: str, moves: list[dict[str, Any]], nvme: Path, **fields: Any
+) -> tuple[list[float], dict[str, torch.Tensor], dict[int, dict[str, torch.Tensor]], list[int]]:
+    """Losses, weights and states, and the tiles on NVMe after each move."""
+    model = seeded(Tower)
+    precision = Precision.preset(fields.pop("precision", "exact"))
+    if precision != Precision():
+        model = model.bfloat16()
+    given = {"persistence_numel": 50, "precision": precision, **BASES[base], **fields}
+    losses = []
+    counts = []
+    with tiermem.shard(model, OffloadPolicy(paths=[nvme], **given), device="cpu") as shards:
+        optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+        for number, move in enumerate(moves):
+            losses += train_steps(model, optim, range(3 * number, 3 * number + 1))
+            if number % 2:  # between two micro-batches
+                loss_of(model, 3 * number + 1).backward()
+            shards.rehome(dataclasses.replace(shards.policy, **move))
+            assert shards.store.arena.carved_bytes <= shards.plan.arena_bytes
+            homes = [tile.home for tile in optim.tiles_of(shards).tiles]
+            counts.append(homes.count(NVME))
+            losses += train_steps(model, optim, range(3 * number + 1, 3 * number + 3))
+        return losses, dict(model.state_dict()), optim.state_dict()["state"], counts
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("precision", ["exact", "compact", "tiny"])
+@pytest.mark.parametrize("base", BASES)
+def test_states_move_between_tiers(base: str, precision: str, tmp_path: Path) -> None:
+    stays = train(base, [{}] * len(MOVES), tmp_path, precision=precision)
+    moves = train(base, MOVES, tmp_path, precision=precision)
+    assert moves[0] == stays[0]
+    assert_same_tensors(moves[1], stays[1])
+    for number, states in stays[2].items():
+        assert_same_tensors(moves[2][number], states)
+    on_nvme = moves[3]
+    assert on_nvme[0] > on_nvme[4] > on_nvme[2] > on_nvme[3] > on_nvme[1] == on_nvme[5] == 0
+    assert on_nvme[6] == on_nvme[0]
+
+
+def test_checkpoints_of_before_and_after_a_move_open(tmp_path: Path) -> None:
+    """Steps are durable: the bytes of a checkpoint stay where they are while states move."""
+    policy = OffloadPolicy(
+        params=NVME, optim=NVME, paths=[tmp_path / "nvme"], persistence_numel=0, tile_numel=4096,
+        durability="checkpoint", keep=2, resident_bytes=0,
+    )  # fmt: skip
+    (tmp_path / "nvme").mkdir()
+    expected = {}
+    model = seeded(Tower)
+    with tiermem.shard(model, policy, device="cpu") as shards:
+        optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+        for tag, optim_home in (("before", HOST), ("after", NVME)):
+            train_steps(model, optim, range(2))
+            tiermem.checkpoint.save(shards, optim, tmp_path / "saved", tag=tag)
+            expected[tag] = {name: value.clone() for name, value in model.state_dict().items()}
+            shards.rehome(dataclasses.replace(shards.policy, optim=optim_home))
+        train_steps(model, optim, range(2, 5))
+    for tag in ("before", "after"):
+        opened = seeded(Tower, 1)
+        with tiermem.shard(opened, policy, device="cpu") as shards:
+            other = tiermem.AdamW(opened.parameters(), lr=1e-2)
+            tiermem.checkpoint.load(shards, other, tmp_path / "saved", tag=tag)
+            assert_same_tensors(dict(opened.state_dict()), expected[tag])
+
+
+def test_what_a_move_cannot_do_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    policy = OffloadPolicy(params=NVME, optim=NVME, paths=[tmp_path], tile_numel=4096)
+    model = seeded(Tower)
+    with tiermem.shard(model, policy, device="cpu") as shards:
+        optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+        train_steps(model, optim, range(2))
+        plan = shards.plan
+        with pytest.raises(ValueError, match="params, tile_numel is settled"):
+            shards.rehome(dataclasses.replace(policy, params=HOST, tile_numel=8192))
+        with pytest.raises(ValueError, match=r"states cannot rest.*host_bytes=100000 per node"):
+            shards.rehome(dataclasses.replace(policy, optim=HOST, host_bytes=100_000))
+        model.layers[0].register_forward_pre_hook(lambda *_: shards.rehome(shards.policy))
+        with pytest.raises(RuntimeError, match="inside a forward"):
+            loss_of(model, 2)
+        assert shards.plan is plan
+
+
+def test_a_disk_without_room_refuses_states_and_training_goes_on(tmp_path: Path) -> None:
+    found = []
+    for is_full in (False, True):
+        policy = OffloadPolicy(
+            params=NVME, optim=HOST, paths=[tmp_path], disk_bytes=100_000 if is_full else None
+        )
+        model = seeded(Tower)
+        with tiermem.shard(model, policy, device="cpu") as shards:
+            optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+            losses = train_steps(model, optim, range(2))
+            if is_full:
+                with pytest.raises(OSError, match="100000"):
+                    shards.rehome(dataclasses.replace(policy, optim=NVME))
+            found.append((losses + train_steps(model, optim, range(2, 4)), shards.policy.optim))
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
+def test_ranks_move_together(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    script = Path(__file__).with_name("rehomed_on_ranks.py")
+    for each in launch(script, 2, tmp_path / "out", str(tmp_path)):
+        assert_same_tensors(each["moves"], each["stays"])
+        assert "policy.optim is Tier.HOST on rank 0 and Tier.NVME on rank 1" in each["differing"]
