@@ -370,6 +370,11 @@ CLAIMS: dict[str, Claim] = {
         "tests/accelerator/test_fill.py::test_units_are_fetched_once_a_step_where_memory_has_room",
         {"fills_device": True},
     ),
+    "tiermem.rehomes_states": Claim(
+        True,
+        "tests/accelerator/test_second_plan.py::test_states_take_the_room_that_the_first_step_leaves",
+        {"rehomes_states": True},
+    ),
     "tiermem.grads": Claim("cpu", RUN + "test_grads_says_where_gradients_rest", {"grads": Tier.HOST}, STAGE_3),
     "tiermem.accumulation": Claim(
         "layers", "tests/engine/test_layerwise.py::test_weights_are_read_twice_and_gradients_written_once",

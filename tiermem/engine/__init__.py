@@ -11,6 +11,7 @@ Files in order: each imports only files before it.
 
     choice        the optimizer that an engine builds; what must be equal on all ranks
     room          free memory, and the fastest policy that it holds
+    second_plan   goes over to the fastest plan that measured memory has room for
     facts         micro-batches, losses, phase times; the answers that launchers and trainers need
     sharding      shard: the same without a config and without an engine
     adapters      what a model with PEFT adapters saves

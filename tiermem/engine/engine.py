@@ -44,6 +44,7 @@ from tiermem.engine.facts import (
     states_to_offload,
 )
 from tiermem.engine.room import choose_policy
+from tiermem.engine.second_plan import follow_memory
 from tiermem.optim.base import NativeOptimizer
 from tiermem.optim.rules import LossScaler
 from tiermem.precision import DTYPES
@@ -306,6 +307,7 @@ class Engine(EngineCheckpoints, nn.Module):
                 device=device,
                 num_micro=self._sizes.accumulation,
                 group=sharing,
+                rehomes=choice is None or choice.name != "Muon",
             )
         self.shards = Shards(model, policy, group, device, is_trained=choice is not None)
         self._times = PhaseTimes(config.wall_clock_breakdown, device)
@@ -322,6 +324,7 @@ class Engine(EngineCheckpoints, nn.Module):
             if self.optimizer is not None:
                 self.optimizer.scale_losses_with(self._scaler)
             self.lr_scheduler = self._build_scheduler(scheduler)
+            follow_memory(self.shards)
         except BaseException:
             self.shards.close()
             raise

@@ -20,14 +20,16 @@ from tiermem.forecast.cards import assumed_speed
 from tiermem.forecast.choose import HOMES, Placement, choose
 from tiermem.forecast.rates import Compute
 from tiermem.plans.activations import LossOf, PredictedActivations, activations_of
+from tiermem.plans.budget import make_plan
 from tiermem.policy import LEAST_STAGES, OffloadPolicy
 from tiermem.ranks.joining import join_ranks
-from tiermem.ranks.topology import ranks_per_node
+from tiermem.ranks.topology import plan_topology, ranks_per_node
 from tiermem.run.fill import MARGIN
 from tiermem.swap.base.tier import Tier
 from tiermem.swap.disk.paths import as_paths
 from tiermem.swap.memory.accelerator import find_device, free_and_total, is_accelerator
 from tiermem.swap.memory.free import free_host_bytes
+from tiermem.units.unit import divide
 
 logger = logging.getLogger("tiermem")
 
@@ -36,7 +38,10 @@ _SHARE = 0.7
 batches and the interpreter have the rest."""
 _SHARE_WITH_ACTIVATIONS = 1 - MARGIN
 """The part of the free memory that plan and activations may take together."""
-_USUAL_TOKENS = 4096
+USUAL_TOKENS = 4096
+BARELY = 1 - 2**-10
+"""The `optim_ratio` of a first plan: steps on the accelerator are prepared for, and next to no
+states rest there."""
 
 
 class Room(NamedTuple):
@@ -95,6 +100,7 @@ def choose_policy(
     device: torch.device | str | None = None,
     num_micro: int = 1,
     group: dist.ProcessGroup | None = None,
+    rehomes: bool = True,
 ) -> OffloadPolicy:
     """Returns the policy with the fastest plan that the free memory of this machine holds, by
     predicted time.
@@ -111,6 +117,8 @@ def choose_policy(
         device: as in `shard`.
         num_micro: micro-batches of a step.
         group: the ranks that share the model; default: the world.
+        rehomes: whether states may move after the first step, which measures the activations where
+            no batch is given (`rehomes_states`). False for Muon, whose matrices may not.
 
     Collective; blocks for seconds. Allocates no states; makes the folders of `paths` that are used.
     Raises ValueError, with the arithmetic, when no plan fits.
@@ -121,7 +129,7 @@ def choose_policy(
     predicted = None if loss_of is None else activations_of(model, loss_of, batch, on)
     room = find_room(model, on, predicted, group)
     world = dist.get_world_size(group) if dist.is_initialized() else 1
-    return compute_policy(model, base, on, world, room, num_micro, moved)
+    return compute_policy(model, base, on, world, room, num_micro, moved, rehomes)
 
 
 def compute_policy(
@@ -132,6 +140,7 @@ def compute_policy(
     room: Room,
     num_micro: int = 1,
     moved: Collection[str] = HOMES,
+    rehomes: bool = True,
 ) -> OffloadPolicy:
     """`choose_policy` in a room that the caller has found, or limited.
 
@@ -142,7 +151,7 @@ def compute_policy(
     flops, rates = assumed_speed(device)
     numel = sum(param.numel() for param in model.parameters())
     compute = Compute.of_peak(flops, 1)
-    num_tokens = room.forward_flops / (2 * numel) or _USUAL_TOKENS
+    num_tokens = room.forward_flops / (2 * numel) or USUAL_TOKENS
     compute = Compute(compute.forward_s * num_tokens, compute.backward_s * num_tokens)
     moved = [each for each in moved if policy.stage >= LEAST_STAGES[each]]
     start: dict[str, Any] = dict.fromkeys(moved, Tier.HOST)
@@ -170,6 +179,8 @@ def compute_policy(
     chosen = choice.policy
     if is_gpu and not room.forward_flops and policy.device_bytes is None:
         chosen = dataclasses.replace(chosen, fills_device=True)
+        if rehomes and "optim" in moved and chosen.optim is not Tier.DEVICE:
+            chosen = _measured(model, chosen, world)
     if chosen.uses_nvme:
         for each in as_paths(policy.paths):
             Path(each.path).mkdir(parents=True, exist_ok=True)
@@ -178,6 +189,21 @@ def compute_policy(
         chosen = dataclasses.replace(chosen, paths=(), host_bytes=budget)
     logger.info("auto: %s. %s", choice, " ".join(f"{reason}." for reason in choice.reasons))
     return chosen
+
+
+def _measured(model: nn.Module, chosen: OffloadPolicy, world: int) -> OffloadPolicy:
+    """A policy whose first step takes the least memory of an accelerator, and whose states go
+    there as far as that step leaves room; where HOST and NVMe cannot hold all of them, the policy
+    that was chosen."""
+    follows = dataclasses.replace(chosen, rehomes_states=True)
+    least = dataclasses.replace(follows, optim_ratio=max(BARELY, chosen.optim_ratio))
+    ranks_on_node = ranks_per_node()
+    topology = plan_topology(world, least, ranks_on_node)
+    try:
+        make_plan(divide(model, least, topology.num_shards), least, topology, True, ranks_on_node)
+    except ValueError:
+        return follows
+    return least
 
 
 def _is_virtual(param: nn.Parameter) -> bool:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tiermem.checkpoint.saving.saver import Saver
 from tiermem.engine.room import choose_policy
+from tiermem.engine.second_plan import follow_memory
 from tiermem.policy import OffloadPolicy, check_kind
 from tiermem.run.init_params import built_with
 from tiermem.run.shards import Shards
@@ -77,4 +78,5 @@ def shard_for_passes(
     shards = Shards(model, policy, group, device, is_trained)
     if shards.policy.durability == "step":
         shards.attach(Saver(shards, saves_each_step=True))
+    follow_memory(shards)
     return shards

@@ -12,7 +12,8 @@ on what is present.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -27,6 +28,49 @@ logger = logging.getLogger("tiermem")
 
 MARGIN = 0.08
 """Of an accelerator's memory: gaps between blocks of torch's allocator, workspaces of libraries."""
+
+
+class Inputs:
+    """Sees the inputs of a model: how many since the last step, and whether one is larger than any
+    before.
+
+    on_larger: called before the forward of a larger input, with the factor by which it is larger;
+        for the first one with infinity.
+    """
+
+    def __init__(self, model: nn.Module, on_larger: Callable[[float], None]) -> None:
+        self._on_larger = on_larger
+        self._largest = (0, 0)
+        self._num_calls = 0
+        self._num_tokens = 0
+        self._handle = model.register_forward_pre_hook(self._see, prepend=True, with_kwargs=True)
+
+    def take(self) -> tuple[int, int]:
+        """The inputs since the last call; the elements of the largest tensor of integers so far, as
+        of tokens."""
+        num_calls = self._num_calls
+        self._num_calls = 0
+        return num_calls, self._num_tokens
+
+    def close(self) -> None:
+        """Sees no more inputs."""
+        self._handle.remove()
+
+    @outside_graphs
+    def _see(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._num_calls += 1
+        tensors = tensors_in([*args, *kwargs.values()])
+        numel = sum(each.numel() for each in tensors)
+        length = max((size for each in tensors for size in each.shape), default=0)
+        tokens = [each.numel() for each in tensors if each.dtype == torch.long]
+        self._num_tokens = max([self._num_tokens, *tokens])
+        sizes = numel, length
+        growth = max(
+            new / old if old else math.inf for new, old in zip(sizes, self._largest, strict=True)
+        )
+        if growth > 1:
+            self._largest = max(numel, self._largest[0]), max(length, self._largest[1])
+            self._on_larger(growth)
 
 
 class Fill:
@@ -47,40 +91,29 @@ class Fill:
         """Units that may be present at once."""
         self._prefetcher = prefetcher
         self._device = device
-        self._largest = (0, 0)
-        self._has_seen = False  # the model's inputs since the last step
-        self._handle = model.register_forward_pre_hook(self._see, with_kwargs=True)
+        # a larger input may take memory that no step has measured
+        self._inputs = Inputs(model, lambda growth: self.allow(self._least))
 
-    def after_step(self, _: object) -> None:
+    def after_step(self, optimizer: object) -> None:
         """Takes what the steps so far have left, or gives back what others have taken. A step
         whose inputs were not seen, because other modules than the model were called, has the plan's
         buffers."""
-        if not self._has_seen:
-            self._allow(self._least)
+        num_calls, _ = self._inputs.take()
+        if not num_calls:
+            self.allow(self._least)
             return
-        self._has_seen = False
         free, total = free_and_total(self._device)
         now = usage(self._device)
         most = free + now.allocated_bytes - int(MARGIN * total)
         more = (most - now.peak_allocated_bytes) // self._unit_bytes
-        self._allow(min(max(self._least, self.num + more), self._most))
+        self.allow(min(max(self._least, self.num + more), self._most))
 
     def close(self) -> None:
         """Sees no more inputs."""
-        self._handle.remove()
+        self._inputs.close()
 
-    @outside_graphs
-    def _see(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Before a forward: a larger input may take memory that no step has measured."""
-        self._has_seen = True
-        tensors = tensors_in([*args, *kwargs.values()])
-        numel = sum(each.numel() for each in tensors)
-        length = max((size for each in tensors for size in each.shape), default=0)
-        if numel > self._largest[0] or length > self._largest[1]:
-            self._largest = max(numel, self._largest[0]), max(length, self._largest[1])
-            self._allow(self._least)
-
-    def _allow(self, num: int) -> None:
+    def allow(self, num: int) -> None:
+        """Sets how many units may be present at once until the next step."""
         if num != self.num:
             logger.info("%d units may be present on %s at once", num, self._device)
         self.num = num

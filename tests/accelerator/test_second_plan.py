@@ -1,0 +1,91 @@
+"""Do states go to an accelerator as far as the measured memory of the first step leaves room, and
+leave again before a larger input needs it?"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from programs.models import Tower
+from programs.twins import seeded
+from torch import nn
+
+import tiermem
+from tiermem import OffloadPolicy, Tier
+
+MIB = 1 << 20
+
+
+def build() -> nn.Module:
+    return seeded(lambda: Tower(512, 2048, 8, checkpoint=None)).bfloat16()
+
+
+def trained(policy: Any, tokens: Sequence[int]) -> tuple[list[float], list[float], int]:
+    """Losses; the part of the states on the accelerator before each step, by tiles; the peak."""
+    model = build()
+    losses, parts = [], []
+    generator = torch.Generator().manual_seed(0)
+    with tiermem.shard(model, policy, device="sim") as shards:
+        optim = tiermem.AdamW(model.parameters(), lr=1e-3)
+        for count in tokens:
+            homes = [tile.home for tile in optim.tiles_of(shards).tiles]
+            parts.append(homes.count(Tier.DEVICE) / len(homes))
+            both = torch.randint(0, 61, (2, 1, count), generator=generator).to("sim")
+            loss = nn.functional.cross_entropy(model(both[0]).flatten(0, 1), both[1].flatten())
+            loss.backward()
+            optim.step()
+            optim.zero_grad()
+            losses.append(float(loss.detach()))
+    peak = torch.accelerator.max_memory_allocated()
+    del model, optim, shards, loss
+    gc.collect()  # the next training measures what is left
+    torch.accelerator.reset_peak_memory_stats()
+    return losses, parts, peak
+
+
+def test_states_take_the_room_that_the_first_step_leaves(sim: ModuleType) -> None:
+    tokens = [8, 8, 8]
+    plain = trained(OffloadPolicy(params=Tier.HOST, optim=Tier.HOST), tokens)
+    sim.set_capacity(260 * MIB)
+    policy = tiermem.choose_policy(build(), device="sim")
+    assert policy.rehomes_states
+    found = trained(policy, tokens)
+    assert found[0] == plain[0]
+    assert found[1][0] == 0 < found[1][1] == found[1][2] < 1
+    assert plain[2] < found[2] < 0.93 * 260 * MIB
+
+
+def test_states_leave_before_a_larger_input(sim: ModuleType) -> None:
+    tokens = [8, 8, 2048, 8]
+    plain = trained(OffloadPolicy(params=Tier.HOST, optim=Tier.HOST), tokens)
+    capacity = int(plain[2] / 0.85)
+    sim.set_capacity(capacity)
+    policy = OffloadPolicy(params=Tier.HOST, optim=Tier.HOST, rehomes_states=True)
+    found = trained(policy, tokens)
+    assert found[0] == plain[0]
+    assert found[1][1] > 0.2
+    states_bytes = 12 * sum(param.numel() for param in build().parameters())
+    assert plain[2] + found[1][1] * states_bytes > capacity  # all would not have fitted
+    assert found[1][3] < 0.5 * found[1][1]
+    assert found[2] < capacity
+
+
+def test_whole_matrices_stay_where_the_first_plan_has_them(sim: ModuleType) -> None:
+    sim.set_capacity(260 * MIB)
+    assert not tiermem.choose_policy(build(), device="sim", rehomes=False).rehomes_states
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "Muon", "params": {"lr": 1e-3}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "auto"},
+            "offload_param": {"device": "auto"},
+        },
+        "bf16": {"enabled": True},
+    }
+    engine, *_ = tiermem.initialize(model=build(), config=config, device="sim")
+    assert not engine.shards.policy.rehomes_states
+    engine.close()

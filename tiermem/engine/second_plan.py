@@ -1,0 +1,148 @@
+"""SecondPlan: the part of the states on an accelerator follows the memory that steps have taken.
+
+    the first step           by a plan with next to no states on the accelerator: its peak is measured
+    the end of the step      of the parts that the measured memory has room for, the fastest by the forecast: Shards.rehome
+    a larger input           before its forward: as many states leave as its activations are expected to need, on one rank
+
+So nobody has to predict the activations of a batch. Ranks go over together, by the least room.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from tiermem.engine.room import USUAL_TOKENS
+from tiermem.forecast.cards import assumed_speed
+from tiermem.forecast.loads import uses_of
+from tiermem.forecast.phases import forecast_step
+from tiermem.forecast.rates import Compute
+from tiermem.plans.budget import plan_after
+from tiermem.plans.plan import Buffers, Plan
+from tiermem.policy import OffloadPolicy
+from tiermem.ranks.collectives import exchange
+from tiermem.ranks.topology import ranks_per_node
+from tiermem.run.fill import MARGIN, Fill, Inputs
+from tiermem.run.shards import Shards
+from tiermem.swap.memory.accelerator import free_and_total, is_accelerator, usage
+
+logger = logging.getLogger("tiermem")
+
+_PARTS = 32
+
+
+def follow_memory(shards: Shards) -> None:
+    """Attaches a SecondPlan where the policy of a model wants one (`rehomes_states`)."""
+    if shards.policy.rehomes_states and is_accelerator(shards.device):
+        shards.attach(SecondPlan(shards))
+
+
+class _Candidate(NamedTuple):
+    """A part of the states off the accelerator, and what it makes of a step."""
+
+    seconds: float
+    policy: OffloadPolicy
+    plan: Plan
+    num_units: int  # that may be present at once
+
+
+class SecondPlan:
+    """It is an attachment of a sharded model on an accelerator."""
+
+    keeps_files = False
+
+    def __init__(self, shards: Shards) -> None:
+        self._shards = shards
+        self._inputs = Inputs(shards.model, self._expect)
+        self._activation_bytes = 0  # of the largest inputs so far
+        self._is_due = True  # the next step has inputs that were not measured before
+
+    def after_step(self, _: object) -> None:
+        """After the first step, and one with larger inputs: goes over to the fastest plan that its
+        memory has room for. Collective then; blocks."""
+        shards = self._shards
+        num_micro, num_tokens = self._inputs.take()
+        if not self._is_due or not num_micro:
+            return
+        self._is_due = False
+        peak_bytes = usage(shards.device).peak_allocated_bytes
+        # at most: other plans may have had this peak
+        self._activation_bytes = max(0, peak_bytes - shards.plan.device_bytes)
+        room = self._most_bytes() - self._activation_bytes
+        said = exchange(shards.topology, json.dumps([room, num_micro, num_tokens]))
+        room = min(json.loads(each)[0] for each in said)
+        _, num_micro, num_tokens = json.loads(said[0])
+        self._go_over(room, num_micro, num_tokens)
+
+    def close(self) -> None:
+        """Sees no more inputs."""
+        self._inputs.close()
+
+    def _most_bytes(self) -> int:
+        """What this process may have of the accelerator."""
+        free, total = free_and_total(self._shards.device)
+        return free + usage(self._shards.device).allocated_bytes - int(MARGIN * total)
+
+    def _expect(self, growth: float) -> None:
+        """Before a forward whose input is so many times as large as any before."""
+        shards = self._shards
+        if not self._activation_bytes or shards.topology.num_shards > 1:
+            return
+        self._is_due = True
+        self._activation_bytes = int(self._activation_bytes * growth)
+        room = self._most_bytes() - self._activation_bytes
+        if shards.plan.device_bytes > room:
+            self._go_over(room, 1, USUAL_TOKENS)
+
+    def _go_over(self, room_bytes: int, num_micro: int, num_tokens: int) -> None:
+        """Goes over to the fastest plan within a room on the accelerator."""
+        shards = self._shards
+        found = self._candidates(room_bytes, num_micro, num_tokens)
+        best = min(found, key=lambda each: (each.seconds, each.plan.device_bytes), default=None)
+        if best is None or best.policy.optim_ratio == shards.policy.optim_ratio:
+            return
+        logger.info(
+            "a step's memory leaves %d MiB of %s to the plan: %.0f %% of the states rest there",
+            room_bytes >> 20,
+            shards.device,
+            100 * (1 - best.policy.optim_ratio),
+        )
+        try:
+            shards.rehome(best.policy)
+        except (ValueError, OSError) as error:
+            logger.warning("states stay where they rest: %s", error)
+            return
+        if (fill := shards.find_attached(Fill)) is not None:
+            fill.allow(best.num_units)
+
+    def _candidates(self, room_bytes: int, num_micro: int, num_tokens: int) -> Iterator[_Candidate]:
+        """The plans with some part of the states on the accelerator; those that its room does not
+        hold take infinitely long."""
+        shards = self._shards
+        flops, rates = assumed_speed(shards.device)
+        compute = Compute.of_peak(flops, num_tokens or USUAL_TOKENS)
+        now = shards.plan
+        uses = uses_of(shards.model, now.division, compute)
+        fills = shards.find_attached(Fill) is not None
+        streamed = sum(unit.takes_buffer for unit in now.division.units)
+        ratios = [1 - part / _PARTS for part in range(_PARTS)]
+        for ratio in dict.fromkeys([shards.policy.optim_ratio, *ratios]):
+            policy = dataclasses.replace(shards.policy, optim_ratio=ratio)
+            try:
+                plan = plan_after(
+                    now, policy, shards.topology, True, ranks_per_node(), not shards.homes.is_empty
+                )
+            except ValueError:
+                continue
+            left = room_bytes - plan.device_bytes
+            more = left // plan.units.slot_bytes if fills and plan.units.slot_bytes else 0
+            num_units = max(plan.units.num, min(plan.units.num + more, streamed))
+            filled = dataclasses.replace(plan, units=Buffers(plan.units.slot_bytes, num_units))
+            forecast = forecast_step(
+                filled, policy, shards.topology, uses, rates, True, ranks_per_node(), num_micro
+            )
+            seconds = forecast.total_s if left >= 0 else float("inf")
+            yield _Candidate(seconds, policy, plan, num_units)
