@@ -73,6 +73,12 @@ CASES: dict[str, dict[str, Any]] = {
         "precision": Precision.preset("compact"),
         "optim_ratio": 0.5,
     },
+    "stage 3, states move after the first step": {
+        **_HOST,
+        "precision": Precision.preset("compact"),
+        "optim_ratio": 0.75,
+        "rehomes_states": True,
+    },
     "stage 3, host, half sent": {
         **_HOST,
         "precision": Precision.preset("tiny"),
@@ -107,6 +113,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 CHANGE_NO_BIT = {
     *("stage", "params", "optim", "activations", "optim_ratio", "streamed_ratio"),
+    "rehomes_states",
     *("persistence_numel", "gather_way", "allgather_bucket_numel", "reduce_bucket_numel"),
     *("shard_group_size", "secondary_group_size", "two_stage_gather"),
 }
