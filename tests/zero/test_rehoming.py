@@ -35,11 +35,11 @@ BASES: dict[str, dict[str, Any]] = {
 MOVES: list[dict[str, Any]] = [
     {"optim": NVME, "optim_ratio": 1.0},
     {"optim": HOST},
-    {"optim": NVME, "optim_ratio": 0.5},
+    {"optim": NVME, "optim_ratio": 0.5, "grads": HOST},
     {"optim_ratio": 0.25},
     {"optim_ratio": 0.75},
     {"optim": Tier.DEVICE},
-    {"optim": NVME, "optim_ratio": 1.0},
+    {"optim": NVME, "optim_ratio": 1.0, "grads": NVME},
 ]
 
 
@@ -114,6 +114,11 @@ def test_what_a_move_cannot_do_is_refused_and_changes_nothing(tmp_path: Path) ->
     with tiermem.shard(model, policy, device="cpu") as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         train_steps(model, optim, range(2))
+        loss_of(model, 2).backward()
+        with pytest.raises(ValueError, match="gradients that are there stay"):
+            shards.rehome(dataclasses.replace(policy, grads=NVME))
+        optim.step()
+        optim.zero_grad()
         plan = shards.plan
         with pytest.raises(ValueError, match="params, tile_numel is settled"):
             shards.rehome(dataclasses.replace(policy, params=HOST, tile_numel=8192))

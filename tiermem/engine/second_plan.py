@@ -56,8 +56,8 @@ class SecondPlan:
 
     def __init__(self, shards: Shards) -> None:
         self._shards = shards
-        self._inputs = Inputs(shards.model, self._expect)
-        self._activation_bytes = 0  # of the largest inputs so far
+        self._inputs = Inputs(shards.model, self._expect, with_grad=True)
+        self._activation_bytes = 0  # of the largest inputs so far; 0: not measured yet
         self._is_due = True  # the next step has inputs that were not measured before
 
     def after_step(self, _: object) -> None:
@@ -68,9 +68,10 @@ class SecondPlan:
         if not self._is_due or not num_micro:
             return
         self._is_due = False
-        peak_bytes = usage(shards.device).peak_allocated_bytes
-        # at most: other plans may have had this peak
-        self._activation_bytes = max(0, peak_bytes - shards.plan.device_bytes)
+        now = usage(shards.device)
+        # at most: an earlier plan may have had this peak
+        of_plan = min(now.allocated_bytes, shards.plan.device_bytes)
+        self._activation_bytes = max(1, now.peak_allocated_bytes - of_plan)
         room = self._most_bytes() - self._activation_bytes
         said = exchange(shards.topology, json.dumps([room, num_micro, num_tokens]))
         room = min(json.loads(each)[0] for each in said)

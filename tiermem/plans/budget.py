@@ -366,12 +366,13 @@ class _Maker:
             return planner.choices()
         grads, units, tiles, numel, _ = now.choice
         every = dict.fromkeys(each._replace(tile_numel=numel) for each in planner.choices())
+        elsewhere = (Tier.NVME, self.policy.grads)
         return [
             each
             for each in every
             if each.unit_buffers == units
             and now.may_attempt <= each.attempts <= now.choice.attempts  # what no step uses may go
-            and (each.grads is grads or (each.grads is Tier.NVME and not self.keeps_grads))
+            and (each.grads is grads or (each.grads in elsewhere and not self.keeps_grads))
             and each.tile_buffers <= tiles
         ]
 
@@ -383,6 +384,8 @@ class _Maker:
         plans = [
             planner.plan(choice, policy.resident_bytes or 0) for choice in self._choices(planner)
         ]
+        if not plans:
+            return "gradients that are there stay where they rest: step, or drop them, before"
         smallest = min(plans, key=lambda plan: plan.device_bytes)
         if policy.device_bytes is not None and smallest.device_bytes > policy.device_bytes:
             return (

@@ -35,11 +35,14 @@ class Inputs:
     before.
 
     on_larger: called before the forward of a larger input, with the factor by which it is larger;
-        for the first one with infinity.
+        for the first one with infinity. with_grad: only forwards with gradients are seen.
     """
 
-    def __init__(self, model: nn.Module, on_larger: Callable[[float], None]) -> None:
+    def __init__(
+        self, model: nn.Module, on_larger: Callable[[float], None], with_grad: bool = False
+    ) -> None:
         self._on_larger = on_larger
+        self._with_grad = with_grad
         self._largest = (0, 0)
         self._num_calls = 0
         self._num_tokens = 0
@@ -58,6 +61,8 @@ class Inputs:
 
     @outside_graphs
     def _see(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if self._with_grad and not torch.is_grad_enabled():
+            return
         self._num_calls += 1
         tensors = tensors_in([*args, *kwargs.values()])
         numel = sum(each.numel() for each in tensors)

@@ -1,5 +1,5 @@
 """The next plan of a living model: parameters require gradients that were frozen when the model was
-sharded, or states are to rest elsewhere.
+sharded, or states or gradients are to rest elsewhere.
 
     p.requires_grad_(True)  ->  the next forward with gradients, step or load  ->  room for gradients and states  ->  trained
     Shards.rehome(policy)   ->  between two passes                             ->  states on other tiers
@@ -102,6 +102,7 @@ def plan_of(
 
 
 _MAY_CHANGE = (
+    "grads",
     "optim",
     "optim_ratio",
     "streamed_ratio",

@@ -722,16 +722,17 @@ class Shards:
             self._frozen.forget()
 
     def rehome(self, policy: OffloadPolicy) -> None:
-        """Moves the optimizer's states to where another policy has them. Every result stays the
-        same, to the bit; weights and gradients stay where they rest.
+        """Moves the optimizer's states, and the place of gradients, to where another policy has
+        them. Every result stays the same, to the bit; weights stay where they rest.
 
             shards.rehome(dataclasses.replace(shards.policy, optim=Tier.HOST, host_bytes=64 << 30))
 
         Args:
-            policy: `policy` of these shards, but for optim, optim_ratio, streamed_ratio,
+            policy: `policy` of these shards, but for optim, optim_ratio, streamed_ratio, grads,
                 resident_bytes, host_bytes and device_bytes.
 
-        Call it between steps, also between two micro-batches, not inside a forward or backward.
+        Call it between steps, also between two micro-batches, where gradients stay; not inside a
+        forward or backward.
         Collective; blocks until the states have moved: their bytes are read and written once.
         Checkpoints of before and after can be opened under either policy.
 
