@@ -60,6 +60,8 @@ WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
     "scaled, then clamped": lambda g: g.mul_(3.0).clamp_(-1e-3, 1e-3),
     "zeroed, then added to": lambda g: g.zero_().add_(1e-3),
     "out=": lambda g: torch.add(torch.ones_like(g), 1, out=g),
+    "g[0] = x": lambda g: g.__setitem__(0, 0.1),
+    "data = x": lambda g: setattr(g, "data", torch.full(g.shape, 1e-3)),
 }
 
 

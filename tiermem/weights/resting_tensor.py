@@ -34,6 +34,13 @@ class RestingTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func == _SET_DATA:  # torch would give the object itself other memory
+            if args[1].shape != args[0].shape:
+                raise RuntimeError(
+                    f"{args[0].what} of shape {tuple(args[0].shape)} is given values of shape "
+                    f"{tuple(args[1].shape)}"
+                )
+            return args[0].copy_(args[1])
         with torch._C.DisableTorchFunctionSubclass():
             if func not in _OF_VALUES:
                 try:
@@ -43,7 +50,11 @@ class RestingTensor(torch.Tensor):
             with torch._C._InferenceMode(
                 True
             ):  # torch then refuses to write into views of the copies
-                return func(*_copied(args, {}), **_copied(kwargs, {}))
+                copies = dict[RestingTensor, torch.Tensor]()
+                found = func(*_copied(args, copies), **_copied(kwargs, copies))
+                if func is torch.Tensor.__setitem__ and args[0] in copies:
+                    args[0].replace(copies[args[0]])
+                return found
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -53,6 +64,8 @@ class RestingTensor(torch.Tensor):
             return args[0]
         return on_copies(func, args, kwargs or {})
 
+
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 _OF_VALUES = (
     torch.Tensor.numpy,
