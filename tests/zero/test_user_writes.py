@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from launch import asked, launch
+from programs.twins import assert_same_tensors
 from torch import nn
 from user_writes import (
     CASES,
@@ -60,6 +61,28 @@ def test_a_write_is_honoured_as_by_fp32_masters(
         assert ours[0] == pytest.approx(theirs[0], rel=1e-5 if dtype is torch.float32 else 1e-3)
         for name, value in theirs[1].items():
             assert torch.allclose(ours[1][name].float(), value.float(), rtol=0.02, atol=1e-4), name
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_write_is_honoured_by_steps_in_backward(way: str, precision: str) -> None:
+    """Also at the step under the very next backward."""
+    found = [
+        trained(
+            OffloadPolicy(
+                stage=2,
+                optim=Tier.HOST,
+                precision=PRECISIONS[precision],
+                step_in_backward=is_early,
+            ),
+            WAYS[way],
+            "before forward",
+            torch.bfloat16,
+        )
+        for is_early in (True, False)
+    ]
+    assert found[0][0] == found[1][0]
+    assert_same_tensors(*(weights for _, weights in found))
 
 
 def test_a_loaded_state_dict_is_not_taken_for_writes_of_the_user(

@@ -64,7 +64,9 @@ class ShardedModel:
             self._tentative = TentativeStep(shards, self.tiles, self._attempted_step)
             shards.homes.call_on_arrival(self._tentative.receive)
         begin = self.tiles.begin if self._tentative is None else self._tentative.begin_backward
-        shards.attach_states(self.tiles, None if shards.policy.step_in_backward else begin)
+        shards.attach_states(
+            self.tiles, shards.take_writes if shards.policy.step_in_backward else begin
+        )
         if shards.policy.step_in_backward:
             shards.homes.store.step_with(
                 lambda unit, grads: self._step_unit(shards.units[unit.index], grads)

@@ -658,7 +658,7 @@ class Shards:
         self.store.check_process()
         return next((each for each in self._attached if isinstance(each, kind)), None)
 
-    def attach_states(self, states: States, on_last_read: Callable[[], None] | None) -> None:
+    def attach_states(self, states: States, on_last_read: Callable[[], None]) -> None:
         """Registers the states of the optimizer that steps this model.
 
         on_last_read: called when a backward begins, whose reads go before those that it starts
