@@ -64,3 +64,20 @@ def test_states_that_are_set_count_in_the_next_step(
     found = trained(tmp_path / "nvme", Tier.NVME, overlap, resident_bytes=0, durability=durability)
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_a_moment_without_room_is_refused_also_after_a_reset(is_sharded: bool) -> None:
+    """As OneCycleLR does to SGD: it gives groups a momentum."""
+    model = block()
+    policy = OffloadPolicy(optim=Tier.HOST, num_moments=0 if is_sharded else 2)
+    if is_sharded:
+        tiermem.shard(model, policy)
+    optim = tiermem.SGD(model.parameters(), lr=0.1, policy=None if is_sharded else policy)
+    for _ in range(2):
+        model(torch.ones(1, WIDTH)).sum().backward()
+        optim.step()
+    optim.param_groups[0]["momentum"] = 0.9
+    optim.state.clear()
+    with pytest.raises(ValueError, match="room for 0 moments and now keeps momentum_buffer"):
+        optim.step()

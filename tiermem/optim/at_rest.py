@@ -211,7 +211,7 @@ class RestingTiles(abc.ABC, Generic[T]):
 
     def _part_of(self, tile: T, shard: Shard, name: str) -> StatePart | None:
         """The part of a tile that holds a state; None: the parameter itself. Raises ValueError for
-        an unknown state."""
+        an unknown state, and for one without room."""
         if name == MASTER:
             return tile.layout.master
         names = self.names(shard)
@@ -219,7 +219,13 @@ class RestingTiles(abc.ABC, Generic[T]):
             raise ValueError(
                 f"{shard.name} has no state {name!r}; it has {', '.join([MASTER, *names])}"
             )
-        return tile.layout.moment(names.index(name))
+        number = names.index(name)
+        if number >= tile.layout.num_moments:
+            raise ValueError(
+                f"{shard.name} has room for {tile.layout.num_moments} moments and now keeps "
+                f"{', '.join(names)}: build the optimizer with the options that its groups have now"
+            )
+        return tile.layout.moment(number)
 
     # ---- as `optimizer.state` and state dicts have them ------------------------------------------
 
