@@ -80,3 +80,16 @@ def test_states_move_between_all_tiers(
     assert NVME in moves[2][1] and Tier.DEVICE in moves[2][1]
     assert Tier.DEVICE not in moves[2][-1]
     assert NVME in moves[2][-1]
+
+
+@pytest.mark.parametrize("schedule", ["late", "side_first"])
+def test_gradients_move_between_all_tiers(schedule: str, sim: ModuleType, tmp_path: Path) -> None:
+    sim.set_schedule(schedule)
+    fields = {"params": HOST, "optim": HOST, "grads": Tier.DEVICE}
+    moves: list[dict[str, Any]] = []
+    for tier in (HOST, Tier.DEVICE, NVME, Tier.DEVICE):
+        moves += [{"grads": tier}, {}]
+    stays = train(tmp_path, fields, [{}] * len(moves))
+    moved = train(tmp_path, fields, moves)
+    assert moved[0] == stays[0]
+    assert_same_tensors(moved[1], stays[1])

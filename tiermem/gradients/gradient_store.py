@@ -294,19 +294,14 @@ class GradientStore:
         links: Pool | None,
         precision: Precision,
     ) -> None:
-        self.home = home
         self._precision = precision
         self.recorder = store.recorder
         self._store = store
         self._shard_rank = shard_rank
         self._workers = workers
-        self._pool = pool
-        self._stream = (
-            new_stream(store.device)
-            if home is Tier.DEVICE and is_accelerator(store.device)
-            else None
-        )
-        self._link = GradientLink(store.device, links) if links is not None else None
+        self._stream: torch.Stream | None = None
+        self._link: GradientLink | None = None
+        self.use(home, pool, links)
         # of units between `add` and `end`; the link's thread has it
         self._open: dict[Unit, OpenHome] = {}
         self._leaving: list[tuple[Unit, Slot, Move]] = []  # buffers, also of writes that have ended
@@ -614,6 +609,10 @@ class GradientStore:
         self.home = home
         self._pool = pool
         self._link = GradientLink(self._store.device, links) if links is not None else None
+        if home is not Tier.DEVICE or not is_accelerator(self._store.device):
+            self._stream = None
+        elif self._stream is None:
+            self._stream = new_stream(self._store.device)
 
     def drop_room(self, unit: Unit) -> None:
         """Gives the room of a unit's gradients back."""
