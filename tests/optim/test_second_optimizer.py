@@ -22,6 +22,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "NVMe, under backward": {"params": Tier.NVME, "optim": Tier.NVME, "overlap": "backward"},
     "NVMe, under forward": {"params": Tier.NVME, "optim": Tier.NVME, "overlap": "forward"},
     "HOST, under backward": {"params": Tier.HOST, "optim": Tier.HOST, "overlap": "backward"},
+    "second copies": {"params": Tier.HOST, "optim": Tier.NVME, "overlap": "backward"},
     "in backward": {
         "params": Tier.NVME,
         "optim": Tier.NVME,

@@ -31,6 +31,7 @@ BASES: dict[str, dict[str, Any]] = {
         "resident_bytes": 0,
     },
     "stage 1": {"stage": 1, "params": Tier.DEVICE, "optim": NVME},
+    "second copies": {"params": HOST, "optim": NVME, "overlap": "backward", "resident_bytes": 0},
 }
 MOVES: list[dict[str, Any]] = [
     {"optim": NVME, "optim_ratio": 1.0},
@@ -128,6 +129,27 @@ def test_what_a_move_cannot_do_is_refused_and_changes_nothing(tmp_path: Path) ->
         with pytest.raises(RuntimeError, match="inside a forward"):
             loss_of(model, 2)
         assert shards.plan is plan
+
+
+def test_second_copies_leave_with_their_room(tmp_path: Path) -> None:
+    """Also when a step has made the copy of a unit the place where it rests."""
+    policy = OffloadPolicy(
+        params=HOST, optim=NVME, paths=[tmp_path], tile_numel=4096, persistence_numel=0,
+        early_steps=True, resident_bytes=0, host_bytes=16 << 20,
+    )  # fmt: skip
+    found = []
+    for host_bytes in (16 << 20, None):
+        model = seeded(Tower)
+        with tiermem.shard(model, policy, device="cpu") as shards:
+            assert shards.plan.drafted
+            optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+            losses = train_steps(model, optim, range(3))
+            shards.rehome(dataclasses.replace(policy, host_bytes=host_bytes))
+            assert bool(shards.plan.drafted) is (host_bytes is not None)
+            assert shards.store.arena.carved_bytes <= shards.plan.arena_bytes
+            found.append((losses + train_steps(model, optim, range(3, 6)), model.state_dict()))
+    assert found[0][0] == found[1][0]
+    assert_same_tensors(found[0][1], found[1][1])
 
 
 def test_a_disk_without_room_refuses_states_and_training_goes_on(tmp_path: Path) -> None:

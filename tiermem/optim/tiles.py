@@ -124,9 +124,7 @@ class StateTiles(RestingTiles[Tile]):
 
         The states are written before their memory is given up. Blocks; raises OSError.
         """
-        self._give_up_seconds(
-            [each for each in self._seconds if each.unit.index not in plan.drafted]
-        )
+        self._give_up_seconds_without(plan)
         if plan.states is not Tier.NVME:
             return
         excess = (
@@ -156,8 +154,9 @@ class StateTiles(RestingTiles[Tile]):
                 )
 
     def move_out(self, plan: Plan) -> None:
-        """Moves states to DEVICE and NVMe, those that another plan has there. Blocks; raises
-        OSError."""
+        """Moves states to DEVICE and NVMe, those that another plan has there, and gives up second
+        copies that it has no room for. Blocks; raises OSError."""
+        self._give_up_seconds_without(plan)
         for tile in self.tiles:
             if tile.home is Tier.HOST and tile.state_bytes:
                 self._store.cross(tile.entry, plan.streamed_part > 0)
@@ -193,9 +192,21 @@ class StateTiles(RestingTiles[Tile]):
         while self._streams:
             self._streams.popitem()[1].close()
 
+    def _give_up_seconds_without(self, plan: Plan) -> None:
+        self._give_up_seconds(
+            [each for each in self._seconds if each.unit.index not in plan.drafted]
+        )
+
     def _give_up_seconds(self, lives: Collection[LiveUnit]) -> None:
         for live in lives:
-            for slot in self._seconds.pop(live).slots.values():
+            weights, slots, own = self._seconds.pop(live)
+            if own is not None:
+                assert live.shard is not None
+                if weights.data_ptr() != own.tensor.data_ptr():  # the unit rests there now
+                    weights.copy_(live.shard)
+                    live.exchange(weights)
+                self._store.arena.give_back(own)
+            for slot in slots.values():
                 self._store.arena.give_back(slot)
 
     def begin(self) -> None:
@@ -370,7 +381,8 @@ class StateTiles(RestingTiles[Tile]):
                 slots[tile.entry] = arena.take(tile.state_bytes, what)
         for each in (slot, *slots.values()):
             each.tensor.zero_()
-        return SecondCopy(apart(slot.tensor).view(live.unit.dtype), slots)
+        own = None if is_there else slot
+        return SecondCopy(apart(slot.tensor).view(live.unit.dtype), slots, own)
 
     def _run(self, tiles: Sequence[Tile], work: TilePass) -> None:
         policy = self._shards.policy
