@@ -84,6 +84,27 @@ def test_states_move_between_tiers(base: str, precision: str, tmp_path: Path) ->
     assert on_nvme[6] == on_nvme[0]
 
 
+@pytest.mark.parametrize("base", ["host", "nvme"])
+def test_initial_values_move_before_masters_begin_with_them(base: str, tmp_path: Path) -> None:
+    fields = {"params": HOST, "optim": HOST, **BASES[base]}
+    policy = OffloadPolicy(
+        paths=[tmp_path], precision=Precision.preset("compact"), master_from="init", **fields
+    )
+    found = []
+    for moves in ([], [NVME, HOST], [HOST, NVME]):
+        with tiermem.zero.Init(policy=policy, dtype=torch.bfloat16):
+            model = seeded(Tower)
+        with tiermem.shard(model, policy, device="cpu") as shards:
+            for optim_home in moves:
+                shards.rehome(dataclasses.replace(policy, optim=optim_home))
+                assert shards.store.arena.carved_bytes <= shards.plan.arena_bytes
+            optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+            found.append((train_steps(model, optim, range(3)), dict(model.state_dict())))
+    for losses, weights in found[1:]:
+        assert losses == found[0][0]
+        assert_same_tensors(weights, found[0][1])
+
+
 def test_checkpoints_of_before_and_after_a_move_open(tmp_path: Path) -> None:
     """Steps are durable: the bytes of a checkpoint stay where they are while states move."""
     policy = OffloadPolicy(

@@ -178,6 +178,11 @@ class Plan:
         return self.steps_there or self.streamed_part > 0
 
     @property
+    def initial_masters(self) -> Tier:
+        """Where fp32 values that masters begin with rest until the first step."""
+        return Tier.NVME if self.states is Tier.NVME else Tier.HOST
+
+    @property
     def may_attempt(self) -> bool:
         """Whether there is room for steps under backward."""
         return bool(self.attempt_disk_bytes or self.drafted)

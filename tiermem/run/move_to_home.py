@@ -381,9 +381,12 @@ class _Settler:
         shard layout."""
         shard.zero_()
         if keeps_initial_master(unit, self._policy):
-            home = Tier.NVME if self._plan.states is Tier.NVME else Tier.HOST
             self._store.reserve(
-                initial_master(unit), (unit.shard_numel,), torch.float32, home, is_durable=False
+                initial_master(unit),
+                (unit.shard_numel,),
+                torch.float32,
+                self._plan.initial_masters,
+                is_durable=False,
             )
         for part in unit.shards:
             piece = shard[part.shard_offset : part.shard_offset + part.shard_numel]

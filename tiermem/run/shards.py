@@ -37,7 +37,7 @@ from tiermem.plans.agreement import agree, facts_of, facts_of_plan
 from tiermem.plans.budget import check_card, make_plan, take_disk
 from tiermem.plans.plan import BOUNCE_BYTES, Plan
 from tiermem.plans.pools import Pools, carve, keep_buffers, open_store
-from tiermem.policy import OffloadPolicy
+from tiermem.policy import OffloadPolicy, Tier
 from tiermem.ranks.failures import RankLost
 from tiermem.ranks.joining import join_ranks
 from tiermem.ranks.topology import (
@@ -783,6 +783,7 @@ class Shards:
                 self.states.make_room(plan)
             elif self.states is not None:
                 self.states.move_out(plan)
+            self._move_initial_masters(plan, Tier.NVME)
             keep_buffers(self.store, self._pools, self.plan, plan)
             link_bytes = plan.link_bytes if given.pin_memory else 0
             self.store.renew_host(plan.arena_bytes, link_bytes)
@@ -795,12 +796,20 @@ class Shards:
             self.homes.allocate(
                 [live.unit for live in self.units if live.unit.is_trainable], plan, self._pools
             )
+            self._move_initial_masters(plan, Tier.HOST)
             if self.states is not None:
                 if policy is not None:
                     self.states.move_in(plan)
                 self.states.allocate([live.unit for live in lives])
             self.store.flush()
         self.steps.is_between_plans = False
+
+    def _move_initial_masters(self, plan: Plan, home: Tier) -> None:
+        """Moves what masters begin with to a tier, if another plan has it there. Blocks; raises
+        OSError."""
+        if plan.initial_masters is home:
+            for live in self.units:
+                self.values.move_initial_master(live.unit, home)
 
     def _use(self, plan: Plan, pools: Pools) -> None:
         """Sets the plan and its buffers."""

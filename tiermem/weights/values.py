@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tiermem.ranks.topology import Topology
 from tiermem.swap.base.native import Workers
+from tiermem.swap.base.tier import Tier
 from tiermem.swap.memory.accelerator import current_stream, record
 from tiermem.swap.store.store import TensorStore
 from tiermem.swap.store.stream import Bounce, Parts
@@ -149,6 +150,17 @@ class Values:
         Raises OSError.
         """
         self.write_part(initial_master(unit), part.shard_offset + start, values.float())
+
+    def move_initial_master(self, unit: Unit, home: Tier) -> None:
+        """Moves the values that `put_initial_master` has stored, if there are any, through memory
+        beside the plan's. Blocks; raises OSError."""
+        name = initial_master(unit)
+        if name not in self.store or self.store.home_of(name) is home:
+            return
+        values = self.read_part(name, torch.float32, slice(0, unit.shard_numel))
+        self.store.drop(name)
+        self.store.reserve(name, values.shape, values.dtype, home, is_durable=False)
+        self.write_part(name, 0, values)
 
     def _read(self, live: LiveUnit, dtype: torch.dtype, part: slice) -> torch.Tensor:
         self.store.on_device.check_there("param/")
