@@ -171,6 +171,11 @@ class DeviceMemory:
                 f"{name!r} has left the device (offload_states): call reload_states first"
             )
 
+    def check_all_there(self) -> None:
+        """Raises RuntimeError while memory of any names has left."""
+        for kind in self._kinds_away:
+            self.check_there(kind)
+
     def _there(self, kinds: Collection[str]) -> list[_Slab]:
         away = [slab for slab, _ in self._away]
         return [slab for slab in self._slabs if slab.kind in kinds and slab not in away]

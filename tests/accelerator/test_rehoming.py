@@ -93,3 +93,14 @@ def test_gradients_move_between_all_tiers(schedule: str, sim: ModuleType, tmp_pa
     moved = train(tmp_path, fields, moves)
     assert moved[0] == stays[0]
     assert_same_tensors(moved[1], stays[1])
+
+
+def test_states_that_have_left_the_device_do_not_move(sim: ModuleType, tmp_path: Path) -> None:
+    model = seeded(Tower).bfloat16()
+    policy = OffloadPolicy(params=HOST, optim=NVME, paths=[tmp_path])
+    with tiermem.shard(model, policy, device="sim") as shards:
+        shards.store.on_device.leave({"grad", "state"})
+        with pytest.raises(RuntimeError, match="call reload_states first"):
+            shards.rehome(dataclasses.replace(policy, optim=HOST))
+        shards.store.on_device.come_back()
+        shards.rehome(dataclasses.replace(policy, optim=HOST))

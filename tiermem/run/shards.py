@@ -762,6 +762,7 @@ class Shards:
     def _pause(self) -> bool:
         """Ends the step under way, before the plan is made again. Returns whether gradients have
         to stay where they are. Collective; blocks."""
+        self.store.on_device.check_all_there()
         self.steps.commit()
         self.steps.finish()
         self.homes.forget_replaced()
