@@ -182,6 +182,21 @@ def test_a_schedule_finds_what_it_keeps_in_the_groups(tmp_path: Path) -> None:
     assert_equal(found[1], found[0])
 
 
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("cosine_with_min_lr", {"min_lr": 1e-3}), ("polynomial", {"lr_end": 2e-3})],
+)
+def test_a_schedule_finds_the_optimizers_defaults(
+    name: str, settings: dict[str, float], tmp_path: Path
+) -> None:
+    given = {"lr_scheduler_type": name, "lr_scheduler_kwargs": settings, "learning_rate": 1e-2}
+    found = [
+        train(trainer, "gpt2", tmp_path, max_steps=4, **given)
+        for trainer in (Trainer, TiermemTrainer)
+    ]
+    assert_equal(found[1], found[0])
+
+
 @pytest.mark.slow
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", [tiermem.Lion, tiermem.Muon])

@@ -189,7 +189,9 @@ def take_over(given: torch.optim.Optimizer) -> OptimizerChoice:
         if isinstance(given, (kind, theirs)):
             shown = given.param_groups
             groups = [_group_for(kind, group, given.defaults) for group in shown]
-            return OptimizerChoice(name, groups, {}, shown)
+            # schedules of transformers read the rate that they end at from the defaults
+            defaults = _group_for(kind, given.defaults, given.defaults)
+            return OptimizerChoice(name, groups, defaults, shown)
     names = [name for name in KINDS if hasattr(torch.optim, name)]
     raise ValueError(
         f"{type(given).__name__} cannot step states that rest on tiers; allowed are "
