@@ -179,6 +179,21 @@ def test_a_quantised_model_has_the_values_that_transformers_gives_it(
         torch.testing.assert_close(found, dict(plain.state_dict()), rtol=0.07, atol=1e-3)
 
 
+def test_prompts_of_peft_are_opened_with_their_base_model(tmp_path: Path) -> None:
+    peft = pytest.importorskip(
+        "peft", reason="peft is not installed (pip install peft): CI installs it"
+    )
+    build("llama").save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    config = peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    plain = peft.get_peft_model(base, config).eval()
+    plain.save_pretrained(tmp_path / "adapter")
+    ids, policy = samples("llama")[0]["input_ids"][None], on_nvme(tmp_path / "nvme")
+    model = tiermem.from_pretrained(tmp_path / "adapter", policy=policy)
+    with tiermem.shard(model, policy, is_trained=False):
+        torch.testing.assert_close(model(input_ids=ids).logits, plain(input_ids=ids).logits)
+
+
 def test_an_adapter_is_opened_with_its_base_model(tmp_path: Path) -> None:
     peft = pytest.importorskip(
         "peft", reason="peft is not installed (pip install peft): CI installs it"

@@ -192,7 +192,8 @@ def _with_adapter(folder: Path, **given: Any) -> nn.Module:
     # of the base model; a given one is the adapter's
     given["revision"] = getattr(config, "revision", None)
     base = from_pretrained(config.base_model_name_or_path, **given)
-    found: nn.Module = peft.PeftModel.from_pretrained(base, folder, is_trainable=True)
+    is_trainable = not config.is_prompt_learning  # peft trains no prompts that it has loaded
+    found: nn.Module = peft.PeftModel.from_pretrained(base, folder, is_trainable=is_trainable)
     return found.eval()
 
 
