@@ -41,7 +41,7 @@ LATENT = {
     "qk_nope_head_dim": 4,
     "v_head_dim": 8,
 }
-RWKV = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
+RWKV = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "rescale_every": 0}
 T5 = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
 ERNIE = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 0}
 

@@ -62,3 +62,20 @@ def test_a_lazy_module_that_was_never_called_is_refused(policy: OffloadPolicy) -
     model = nn.Sequential(nn.LazyLinear(31), nn.Linear(31, 3))
     with pytest.raises(ValueError, match=r"'0\.weight' has no shape yet.*call the model once"):
         tiermem.shard(model, policy)
+
+
+def test_rwkv_that_rescales_its_weights_is_refused(policy: OffloadPolicy) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.RwkvConfig(vocab_size=61, hidden_size=32, num_hidden_layers=4)
+    config.rescale_every = 2
+    model, x = transformers.RwkvForCausalLM(config).eval(), torch.arange(12)[None]
+    with torch.no_grad():
+        expected = model(x).logits
+    model.train()(x)  # which restores the weights
+    with pytest.raises(ValueError, match=r"'rwkv' writes its weights.*rescale_every = 0"):
+        tiermem.shard(model, policy)
+    config.rescale_every = 0
+    with tiermem.shard(model, policy):
+        model(x, labels=x).loss.backward()
+        with torch.no_grad():
+            torch.testing.assert_close(model.eval()(x).logits, expected, rtol=0, atol=1e-3)
