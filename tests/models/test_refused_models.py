@@ -72,9 +72,10 @@ def test_rwkv_that_rescales_its_weights_is_refused(policy: OffloadPolicy) -> Non
     with torch.no_grad():
         expected = model(x).logits
     model.train()(x)  # which restores the weights
-    with pytest.raises(ValueError, match=r"'rwkv' writes its weights.*rescale_every = 0"):
-        tiermem.shard(model, policy)
-    config.rescale_every = 0
+    if policy.params is not Tier.DEVICE:  # where weights are always present
+        with pytest.raises(ValueError, match=r"'rwkv' writes its weights.*rescale_every = 0"):
+            tiermem.shard(model, policy)
+        config.rescale_every = 0
     with tiermem.shard(model, policy):
         model(x, labels=x).loss.backward()
         with torch.no_grad():

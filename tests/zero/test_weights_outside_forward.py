@@ -274,3 +274,18 @@ def test_views_that_a_hook_has_kept_read_nan_after_their_unit(
             assert not any(param.isnan().any() for param in model.parameters())
     assert [view.numel() for view in kept] == [65 * 65 - 1] * 10
     assert all(view.isnan().all() or not view.any() for view in kept if is_streamed)
+
+
+def test_a_model_that_is_closed_keeps_the_gradients_that_no_step_has_used(tmp_path: Path) -> None:
+    found = []
+    for is_sharded in (False, True):
+        model = seeded(models.Tower)
+        policy = OffloadPolicy(params=Tier.NVME, optim=Tier.NVME, grads=Tier.NVME, paths=[tmp_path])
+        shards = tiermem.shard(model, policy, device="cpu") if is_sharded else None
+        for step in range(3):
+            if step == 2 and shards is not None:
+                shards.close(materialize=True)
+            loss_of(model, step).backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        found.append(dict(model.state_dict()))
+    assert_same_tensors(found[1], found[0])

@@ -48,7 +48,7 @@ from tiermem.wires.packed import PackedGather, gathers_packed
 #     lazy parameters      have no shape yet, so nothing can be planned
 #     sparse embeddings    have gradients that are lists of rows, which cannot be reduced or stepped here (frozen: allowed)
 #     max_norm embeddings  write weights in forward, where these may be a copy; the master is not written (frozen: allowed)
-#     RWKV's rescaling     writes weights when train() or eval() has changed
+#     RWKV's rescaling     writes weights when train() or eval() has changed (weights that are always present: allowed)
 #     shared memory        two parameters over the same memory, or a buffer over a parameter's. Torch steps such memory once for
 #                          each parameter. Frozen ones that are equal in place, shape and strides
 #                          become one parameter
@@ -90,18 +90,24 @@ def check_model(model: nn.Module, is_trained: bool) -> None:
                 "that fetch its weights: keep the module itself and compile it by engine.compile() "
                 "or torch.compile, or trace it (torch.jit.trace)"
             )
-        if hasattr(module, "_rescale_layers") and module.config.rescale_every:
-            raise ValueError(
-                f"module {name or 'model'!r} writes its weights when train() or eval() has changed "
-                "(transformers' RWKV), where they may rest elsewhere: set config.rescale_every = 0 "
-                "once it is built or loaded. Outputs differ by its norms' eps; fp16 may overflow"
-            )
         if (
             is_trained
             and isinstance(module, (nn.Embedding, nn.EmbeddingBag))
             and module.weight.requires_grad
         ):
             _check_embedding(name, module)
+
+
+def check_rescaling(model: nn.Module, plan: Plan) -> None:
+    """Raises ValueError for transformers' RWKV that rescales its weights, where any are absent."""
+    comes_and_goes = any(unit.takes_buffer for unit in plan.division.units)
+    for name, module in model.named_modules() if comes_and_goes else ():
+        if hasattr(module, "_rescale_layers") and module.config.rescale_every:
+            raise ValueError(
+                f"module {name or 'model'!r} writes its weights when train() or eval() has changed "
+                "(transformers' RWKV), where they may rest elsewhere: set config.rescale_every = 0 "
+                "once it is built or loaded. Outputs differ by its norms' eps; fp16 may overflow"
+            )
 
 
 def check_values(model: nn.Module) -> None:

@@ -52,7 +52,14 @@ from tiermem.run.activations import make_activations
 from tiermem.run.fill import Fill
 from tiermem.run.hooks import Hooks
 from tiermem.run.init_params import built_with
-from tiermem.run.move_to_home import check_model, move_buffers, move_to_home, release, show_parts
+from tiermem.run.move_to_home import (
+    check_model,
+    check_rescaling,
+    move_buffers,
+    move_to_home,
+    release,
+    show_parts,
+)
 from tiermem.run.next_plan import Frozen, plan_elsewhere, plan_of, reserve_more
 from tiermem.swap.base.native import trim_heap
 from tiermem.swap.base.tile_program import end_kernels
@@ -173,6 +180,7 @@ class Shards:
         self.plan = make_plan(
             division, policy, self.topology, is_accelerator(self.device), ranks_per_node(), context
         )
+        check_rescaling(model, self.plan)
         agree(self.topology, facts_of_plan(self.plan), "the plan of tiermem.shard")
         check_card(self.plan, policy, self.device)
         self.store = open_store(self.plan, policy, self.topology, self.device)
@@ -888,10 +896,10 @@ class Shards:
         """Removes the hooks and closes the store; files on paths are deleted, unless they hold a
         checkpoint.
 
-        With materialize the parameters become ordinary tensors with their weights (collective;
-        takes the whole model's memory). Without it, parameters that are not resident show NaN.
-        Blocks. Raises the first error of a write-back. Does nothing in a forked child, where
-        parameters show NaN.
+        With materialize the parameters become ordinary tensors with their weights, and with the
+        gradients that no step has used (collective; takes the whole model's memory). Without it,
+        parameters that are not resident show NaN. Blocks. Raises the first error of a write-back.
+        Does nothing in a forked child, where parameters show NaN.
 
         With durability="step" the last step is made durable (collective), but not on several ranks
         while an exception is being handled, because the other ranks may be elsewhere.
@@ -907,11 +915,8 @@ class Shards:
                     each.close()
             self.hooks.recover()
             self.prefetcher.empty()
-            weights = (
-                [(s.param, self.weight(s.param)) for _, s in self.parameters()]
-                if materialize
-                else []
-            )
+            kept = [shard.param for _, shard in self.parameters()] if materialize else []
+            values = [(param, self.weight(param), self.gradient(param)) for param in kept]
             self.homes.store.flush()
         finally:
             self.hooks.remove()
@@ -924,8 +929,10 @@ class Shards:
             self.program.close()
             self.workers.close()
             self.store.close(keep=any(each.keeps_files for each in self._attached))
-        for param, value in weights:
+        for param, value, gradient in values:
             param.data = value.to(self.device)
+            if gradient is not None:
+                param.grad = gradient.to(self.device, param.dtype)
 
     def _leave_to_parent(self) -> None:
         """In a forked child, which has no arena: parameters show NaN, calls on them are refused,
