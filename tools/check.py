@@ -19,7 +19,7 @@ from rich.text import Text
 from tiermem.config import ConfigError, load_config
 from tiermem.swap.base.native import choose_isa
 from tiermem.swap.base.proc import read_word
-from tiermem.swap.disk.direct import open_unnamed, preallocate, probe_path
+from tiermem.swap.disk.direct import open_unnamed, probe_path, take_room
 from tiermem.swap.memory.accelerator import facts_of, find_device, free_and_total, is_accelerator
 from tiermem.tools.measure.files import (
     BLOCK_BYTES,
@@ -264,7 +264,7 @@ def direct_alignment(path: Path) -> int:
     if none."""
     own, why_buffered = open_unnamed(path)
     with own as fd:
-        preallocate(fd, 0, 1 << 16)
+        take_room(fd, 0, 1 << 16, path)
         with mmap.mmap(-1, 1 << 13) as memory, memoryview(memory) as buffer:
             for size in () if why_buffered else (512, 1024, 2048, 4096):
                 try:

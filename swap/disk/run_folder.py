@@ -397,7 +397,7 @@ class RunFolder:
         is removed."""
         folder = path / run.folder_name
         try:
-            with durable.step("folder", folder):
+            with durable.step("folder", folder), durable.named(folder):
                 folder.mkdir(mode=0o700)
             return cls(folder, durable.Owned([_lock(folder)]))
         except FileExistsError:

@@ -41,6 +41,7 @@ from tiermem.checkpoint.interchange.write import write_checkpoint
 from tiermem.checkpoint.opening.source import weights_of
 from tiermem.checkpoint.survey import survey
 from tiermem.swap.disk import durable
+from tiermem.tools.check import direct_alignment
 
 Mount = Callable[..., Path]
 Run = tuple[Small, tiermem.Shards, Any]
@@ -230,6 +231,16 @@ def test_a_store_that_does_not_fit_is_refused_with_the_arithmetic(
         tiermem.shard(model(), policy("nvme", point))
     assert (refusal.value.errno, refusal.value.filename) == (errno.ENOSPC, str(point))
     assert files_of(point) == before
+    full = point / "full"
+    leave_free(fill(point), 1)
+    full.mkdir()  # takes the last block
+    for act in (
+        lambda: tiermem.shard(model(), policy("nvme", full)),
+        lambda: direct_alignment(full),
+    ):
+        with pytest.raises(OSError, match="free some space") as refusal:
+            act()
+        assert str(refusal.value.filename).startswith(str(full))
 
 
 @pytest.mark.sampled(12)

@@ -204,6 +204,43 @@ def test_a_copy_that_fails_is_told_and_leaves_nothing(tmp_path: Path, is_behind:
     assert set(states_in(out, "third")) == set(saved)
 
 
+@pytest.mark.parametrize("tag", [None, 7])
+def test_a_load_waits_for_the_copy_under_way(tmp_path: Path, tag: Any) -> None:
+    made, out = model(), tmp_path / "out"
+    with tiermem.shard(made, policy("nvme", tmp_path, keep=2)) as shards:
+        optimizer = tiermem.AdamW(made.parameters(), lr=0.01)
+        train(made, optimizer, 1)
+        checkpoint.save(shards, optimizer, out, "first")
+        train(made, optimizer, 1)
+        checkpoint.save(shards, optimizer, out, tag or "7", copy=True)
+        loaded = checkpoint.load(shards, optimizer, out, tag)
+        assert loaded is not None and (loaded.tag, loaded.step) == ("7", 2)
+
+
+def test_a_load_after_a_copy_that_failed_opens_what_is_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made, out = model(), tmp_path / "out"
+    with tiermem.shard(made, policy("nvme", tmp_path, keep=2)) as shards:
+        optimizer = tiermem.AdamW(made.parameters(), lr=0.01)
+        checkpoint.save(shards, optimizer, out, "first")
+        with failing("rename", "tiermem.json", 1):
+            checkpoint.save(shards, optimizer, out, "second", copy=True)
+            loaded = checkpoint.load(shards, optimizer, out)
+        assert loaded is not None and loaded.tag == "first"
+    assert "the last save did not end well: [Errno 28] it fails" in caplog.text
+
+
+@pytest.mark.parametrize("tag", ["latest", "latest/1", "\udcff", "a/../b", "\0"])
+def test_a_tag_that_names_no_folder_of_its_own_is_refused(tmp_path: Path, tag: str) -> None:
+    with (
+        tiermem.shard(model(), policy("cpu", tmp_path)) as shards,
+        pytest.raises(ValueError, match="tag is "),
+    ):
+        checkpoint.save(shards, None, tmp_path / "out", tag, copy=True)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_copy_without_a_free_slot_is_whole_on_return(tmp_path: Path) -> None:
     made = model()
     with tiermem.shard(made, policy("nvme", tmp_path)) as shards:

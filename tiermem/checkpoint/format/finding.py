@@ -470,11 +470,13 @@ def find(where: Path, tag: str | None = None) -> list[Found]:
 
 
 def is_tag(tag: str) -> bool:
-    """Whether a tag is a relative path of 1 to 255 characters that stays below its folder."""
+    """Whether a tag is a relative path of 1 to 255 characters that stays below its folder. A
+    manifest holds it as UTF-8."""
     parts = Path(tag).parts
     return (
         0 < len(tag) <= 255
         and "\0" not in tag
+        and tag == tag.encode(errors="ignore").decode()
         and bool(parts)
         and ".." not in parts
         and not Path(tag).is_absolute()

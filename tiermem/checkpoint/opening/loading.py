@@ -34,7 +34,7 @@ from tiermem.checkpoint.format.manifest import MASTER, WEIGHT
 from tiermem.checkpoint.opening.restore import Fitted, Wants, fit, restore, shown_names
 from tiermem.checkpoint.opening.source import Source, state_of_rank, weights_of
 from tiermem.checkpoint.saving.capture import ordinary_of
-from tiermem.checkpoint.saving.saver import saver_of
+from tiermem.checkpoint.saving.saver import saver_of, wait
 from tiermem.checkpoint.together import DAMAGE, everywhere
 from tiermem.optim.base import NativeOptimizer
 from tiermem.optim.ordinary import STEP
@@ -344,7 +344,8 @@ def load(
     as saved, random generators and the loader's position are restored too, and training continues
     bit by bit.
 
-    Collective; blocks. Every byte is verified. Raises NothingSaved (a FileNotFoundError) that lists
+    Collective; blocks, also until a copy of this model that is being written is whole. Every byte
+    is verified. Raises NothingSaved (a FileNotFoundError) that lists
     the tags, when the tag does not exist, or when there are tags, no `latest`, and `newest` is
     False; ValueError for an empty load_dir; ManifestError and ValueError for a mismatch, before
     anything is changed; DamagedState and OSError when reading fails. After a failed read the model
@@ -356,10 +357,10 @@ def load(
     )
     where = named_folder("load_dir", load_dir)
     try:
-        shards.steps.commit()  # of durability="step": before the newest step is looked for
-    except (OSError, RuntimeError) as error:
-        logger.warning("the last step is not made durable: %s", error)
-    candidates = _candidates(shards, where, tag, newest)
+        wait(shards)  # before the newest step, or a copy's tag, is looked for
+    except (OSError, RuntimeError, ValueError) as error:
+        logger.warning("the last save did not end well: %s", error)
+    candidates = _candidates(shards, where, None if tag is None else str(tag), newest)
     own = frozenset(
         RunOwner(*json.loads(each))
         for each in exchange(shards.topology, json.dumps(this_process()))

@@ -34,7 +34,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from tiermem.checkpoint.format.fields import Json, encode, no_collection
-from tiermem.checkpoint.format.finding import named_folder, tag_folder
+from tiermem.checkpoint.format.finding import LATEST_FILE, named_folder, tag_folder
 from tiermem.checkpoint.format.kinds import OF_RANK
 from tiermem.checkpoint.format.manifest import Manifest, Part, check_parameters, choices_of
 from tiermem.checkpoint.saving import capture
@@ -339,6 +339,11 @@ def _draft(
     if save_dir is not None:
         tag = f"global_step{steps}" if tag is None else str(tag)
         tag_folder(save_dir, tag)
+        if save_latest and Path(tag).parts[0] == LATEST_FILE:
+            raise ValueError(
+                f"tag is {tag!r}, and {LATEST_FILE} is the file that names the newest tag: choose "
+                "another, or save_latest=False"
+            )
         copies = copies or shards.policy.copies or not _may_stay(shards, save_dir)
     if optimizer is not None:
         optimizer.follow_state()
