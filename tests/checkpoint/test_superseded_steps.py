@@ -72,6 +72,36 @@ def test_folders_that_may_not_be_read_are_left_and_the_save_goes_on(
         assert source.manifest.tag == "t0"
 
 
+@pytest.mark.parametrize("copy", [False, True])
+def test_an_earlier_runs_states_go_when_their_tag_is_saved_again(
+    copy: bool, tmp_path: Path
+) -> None:
+    for number in range(3):
+        made = model()
+        with tiermem.shard(made, policy("nvme", tmp_path)) as shards:
+            optimizer = tiermem.AdamW(made.parameters(), lr=0.01)
+            train(made, optimizer, 1)
+            checkpoint.save(shards, optimizer, tmp_path / "out", "last", copy=copy and number == 2)
+        assert len(list(tmp_path.glob("tiermem-*"))) == (0 if copy and number == 2 else 1)
+    with checkpoint.Source.open(tmp_path / "out") as source:
+        assert source.manifest.tag == "last"
+
+
+def test_a_run_drops_no_tag_that_another_has_saved_meanwhile(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    made = model()
+    with tiermem.shard(made, policy("nvme", tmp_path)) as shards:
+        optimizer = tiermem.AdamW(made.parameters(), lr=0.01)
+        checkpoint.save(shards, optimizer, out, "shared")
+        other = model()
+        with tiermem.shard(other, policy("nvme", tmp_path)) as others:
+            checkpoint.save(others, tiermem.AdamW(other.parameters()), out, "shared", copy=True)
+        checkpoint.save(shards, optimizer, out, "own")  # keep=1: its "shared" goes
+    for tag in ("shared", "own"):
+        with checkpoint.Source.open(out, tag) as source:
+            assert source.manifest.tag == tag
+
+
 @pytest.mark.parametrize("tag", ["t1", "of/t1"])
 def test_an_earlier_runs_tag_goes_also_for_a_tag_in_a_folder_of_its_own(
     tag: str, tmp_path: Path

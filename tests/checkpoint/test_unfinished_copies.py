@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from tiermem.checkpoint.format.manifest import Pointer
 from tiermem.checkpoint.saving import publish
+from tiermem.checkpoint.saving.copies import remove_other_copies
 from tiermem.checkpoint.saving.publish import SavingInto, remove_unfinished
+from tiermem.ranks.topology import Topology
 from tiermem.swap.disk.durable import NewFile
 
 DATA, PART, MANIFEST = "data-0a1b2c-3-0.bin", "part-0a1b2c-3-1.json", "manifest-0a1b2c-3.json"
@@ -68,6 +71,27 @@ def test_folder_that_is_saved_into_stays_until_that_ends(tmp_path: Path) -> None
         saving.close()
         remove_unfinished(tmp_path)
         assert not (tmp_path / "step3").exists()
+
+
+def test_a_copy_leaves_what_another_run_saves_under_its_tag(tmp_path: Path) -> None:
+    own = ["data-77-1-0.bin", "manifest-77-1.json", "data-77-2-0.bin", "manifest-77-2.json"]
+    tag = _make(tmp_path / "t", *own, DATA, PART, MANIFEST)
+    topology = Topology(None, 0, 1, 1, 0)
+    pointer = Pointer("77", 2, ".", own[3], 1, 0, "t", 3, "s", 1)
+    (tag / "tiermem.json").write_bytes(pointer.dump())
+    with contextlib.ExitStack() as undo:
+        other = SavingInto(tag, undo)
+        remove_other_copies(tag, "77", 2, topology)
+        due = sorted([*own[2:], DATA, PART, MANIFEST, "tiermem.json"])
+        assert sorted(file.name for file in tag.iterdir()) == due
+        other.close()
+    # the other run has published meanwhile: the pointer names its copy
+    (tag / "tiermem.json").write_bytes(
+        dataclasses.replace(pointer, run_id="0a1b2c", commit=3, file=MANIFEST).dump()
+    )
+    remove_other_copies(tag, "77", 2, topology)
+    due = sorted([DATA, PART, MANIFEST, "tiermem.json"])
+    assert sorted(file.name for file in tag.iterdir()) == due
 
 
 def test_nothing_is_removed_where_another_host_may_be_saving(

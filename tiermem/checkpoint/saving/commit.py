@@ -181,13 +181,16 @@ class Commits:
         undo: forgotten when the manifest names the files that it would remove, or may name them.
         """
         topology = self._shards.topology
+        replaced: Path | None = None
 
         def save_all() -> list[int]:
+            nonlocal replaced
             if topology.rank:
                 return []
             if is_copy:
                 check_seen(told)
-            publish(content, manifest_of(content, commit, told, path.parent), path, told, undo)
+            manifest = manifest_of(content, commit, told, path.parent)
+            replaced = publish(content, manifest, path, told, undo)
             return _removed(doomed)
 
         def unheard(went_well: bool) -> None:
@@ -198,6 +201,9 @@ class Commits:
 
         _, (gone, *_) = together(talk, COPYING if is_copy else SAVING, save_all, unheard=unheard)
         undo.pop_all()
+        if replaced is not None:
+            tag = content.manifest.tag
+            drop_step(replaced, f"checkpoint {tag!r} of an earlier run is dropped: saved again")
         return [each for each in doomed if each.commit in gone]
 
     @contextlib.contextmanager
@@ -313,7 +319,7 @@ class Commits:
 
     def _drop_pointer(self, old: HeldStep, new: HeldStep, save_dir: Path | None) -> None:
         assert old.pointer is not None
-        remove_pointer(old.pointer)
+        remove_pointer(old.pointer, self.run_id)
         latest = None if save_dir is None else known_latest(save_dir)
         logger.warning(
             "checkpoint %r (step %d) is dropped for %r (step %d): keep=%d. Keep more with "

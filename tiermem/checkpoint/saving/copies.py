@@ -40,6 +40,7 @@ from tiermem.checkpoint.saving.publish import (
     Content,
     SavingInto,
     frozen,
+    tidy,
     write_part,
 )
 from tiermem.checkpoint.together import Talk, talk_over, together
@@ -340,14 +341,15 @@ class Copies:
         path = work.folder / copy_name(commits.run_id, work.commit, None, "json")
         with contextlib.closing(work.held), work.undo:
             _, told = together(talk, COPYING, lambda: self._copy_own(work))
+            if self._shards.topology.rank:
+                work.held.close()  # rank 0's lock stays: it removes what it finds alone
             gone = commits.publish_together(
                 talk, work.content, work.commit, path, told, replaced, work.undo, is_copy=True
             )
         commits.forget(gone)
         if work.freeze is not None:
             self._shards.store.thaw(work.freeze)
-        kept = f"{commits.run_id}-{work.commit}"
-        remove_other_copies(work.folder, kept, self._shards.topology)
+        remove_other_copies(work.folder, commits.run_id, work.commit, self._shards.topology)
 
     def _copy_own(self, work: _Work) -> Any:
         if work.extents:
@@ -360,14 +362,16 @@ class Copies:
         return write_part(path, work.commit, work.content, [work.data.name], work.placed)
 
 
-def remove_other_copies(folder: Path, kept: str, topology: Topology) -> None:
-    """Removes this rank's files of other copies from a tag's folder. Rank 0 also removes manifests,
-    and files of ranks that this run does not have. `kept` is "<run id>-<commit>" of the copy that
-    stays, or empty."""
+def remove_other_copies(folder: Path, run_id: str, commit: int, topology: Topology) -> None:
+    """Removes this rank's files of the run's other copies from a tag's folder; 0 as `commit`: of
+    all. Rank 0 also removes manifests, files of ranks that this run does not have, and those of
+    other runs that the pointer does not name, unless a process saves into the folder."""
     for file in sorted(folder.iterdir()):
         match = OURS.fullmatch(file.name)
-        if match is None or match[1] == kept:
+        if match is None or match[1].split("-")[0] != run_id or match[1] == f"{run_id}-{commit}":
             continue
         owner = 0 if match[2] is None or int(match[2]) >= topology.world else int(match[2])
         if owner == topology.rank:
             remove(file)
+    if topology.rank == 0:
+        tidy(folder)

@@ -200,9 +200,9 @@ def publish(
     path: Path,
     told: Sequence[Any],
     undo: contextlib.ExitStack,
-) -> None:
+) -> Path | None:
     """Writes a manifest to its path and, for a tag, a README, the pointer and `latest`. Blocks;
-    raises OSError.
+    raises OSError. Returns the manifest in the store of another run that the tag named before.
 
     told: of every rank, by `write_part`.
 
@@ -213,8 +213,13 @@ def publish(
     undo.callback(remove, path)
     durable.write_file(path, data)
     if manifest.tag is None or content.save_dir is None:
-        return
+        return None
     pointer = pointer_path(content.save_dir, manifest.tag)
+    replaced = None
+    with contextlib.suppress(ManifestError, OSError):
+        old, file = read_pointer(pointer)
+        if old.run_id != manifest.run_id and RunName.of(real(file).parent) is not None:
+            replaced = file
     latest = known_latest(content.save_dir)
     with contextlib.closing(SavingInto(pointer.parent, undo)):
         said = pointer_to(path, data, manifest, content.save_dir, manifest.tag, latest).dump()
@@ -222,6 +227,7 @@ def publish(
         replace(pointer, said, undo)
     if content.save_latest or (latest is not None and latest.tag == manifest.tag):
         replace(content.save_dir / LATEST_FILE, said, undo)
+    return replaced
 
 
 def pointer_to(
@@ -321,8 +327,14 @@ def make_folder(folder: Path, undo: contextlib.ExitStack) -> None:
     durable.make_folder(folder)
 
 
-def remove_pointer(pointer: Path) -> None:
-    """Removes a tag's pointer and its README, and the tag's folder if it is then empty."""
+def remove_pointer(pointer: Path, run_id: str | None = None) -> None:
+    """Removes a tag's pointer and its README, and the tag's folder if it is then empty.
+
+    run_id: a pointer that names another run's step by now stays.
+    """
+    with contextlib.suppress(ManifestError, OSError):
+        if run_id not in (None, read_pointer(pointer)[0].run_id):
+            return
     remove(pointer)
     if _is_readme(pointer.parent / README_FILE):
         remove(pointer.parent / README_FILE)
@@ -381,19 +393,21 @@ def remove_unfinished(save_dir: Path) -> None:
             remove(file)
     for folder in below:
         with contextlib.suppress(OSError):  # another process may change it meanwhile
-            if RunName.of(folder) is None and _unfinished(folder):
-                _tidy(folder)
+            if RunName.of(folder) is None and _unfinished(folder) and (files := tidy(folder)):
+                names = ", ".join(file.name for file in files)
+                logger.warning("%s: a save that was killed left %s: removed", folder, names)
 
 
-def _tidy(folder: Path) -> None:
+def tidy(folder: Path) -> list[Path]:
+    """Removes the files in a tag's folder that no pointer names, unless a process saves into it.
+    Returns them. Raises OSError."""
     with alone(folder) as is_alone:
         files = _unfinished(folder) if is_alone else []
+        for file in files:
+            remove(file)
         if files:
-            names = ", ".join(file.name for file in files)
-            logger.warning("%s: a save that was killed left %s: removed", folder, names)
-            for file in files:
-                remove(file)
             remove_empty(folder)
+    return files
 
 
 def _unfinished(folder: Path) -> list[Path]:
@@ -434,6 +448,7 @@ def alone(folder: Path) -> Iterator[bool]:
 # until this run has saved:
 #
 #     the step that was loaded             dropped after this run's first durable step, unless it has a tag
+#     the tag that this run saves again    dropped with a warning when the new one is durable
 #     tags in one folder of checkpoints    the newest `keep` of all runs stay; each older one is dropped with a warning
 #
 # A dropped step takes with it the untagged steps that the same run made before it and did not live

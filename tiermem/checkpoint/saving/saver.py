@@ -34,9 +34,15 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from tiermem.checkpoint.format.fields import Json, encode, no_collection
-from tiermem.checkpoint.format.finding import LATEST_FILE, named_folder, tag_folder
+from tiermem.checkpoint.format.finding import named_folder, tag_folder
 from tiermem.checkpoint.format.kinds import OF_RANK
-from tiermem.checkpoint.format.manifest import Manifest, Part, check_parameters, choices_of
+from tiermem.checkpoint.format.manifest import (
+    LATEST_FILE,
+    Manifest,
+    Part,
+    check_parameters,
+    choices_of,
+)
 from tiermem.checkpoint.saving import capture
 from tiermem.checkpoint.saving.capture import Captures
 from tiermem.checkpoint.saving.commit import (
@@ -155,7 +161,8 @@ class Saver:
         if not copies:
             self.commits.make(content)
             if content.pointer is not None:
-                remove_other_copies(content.pointer.parent, "", self._shards.topology)
+                run_id, topology = self.commits.run_id, self._shards.topology
+                remove_other_copies(content.pointer.parent, run_id, 0, topology)
             return
         self.commits.number += 1
         # Optimizer steps need a slot to write to while a copy holds one.
