@@ -254,9 +254,13 @@ class Move:
             self._queue.recorder.add(
                 lane, self.name, answer.started_ns, answer.finished_ns, answer.num_bytes
             )
-        self._end(
-            self._queue.error_of(answer) or (self._check() if self._check is not None else None)
-        )
+        failure: OSError | None = self._queue.error_of(answer)
+        if failure is None and self._check is not None:
+            try:
+                failure = self._check()
+            except OSError as error:  # no memory to sum in: told to whoever waits
+                failure = error
+        self._end(failure)
 
     def _end(self, failure: OSError | None = None) -> None:
         """Ends the move. After an interrupt the queue is asked again, and this is done again."""

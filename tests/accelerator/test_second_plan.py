@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from programs.models import Tower
 from programs.twins import seeded
@@ -58,6 +59,7 @@ def test_states_take_the_room_that_the_first_step_leaves(sim: ModuleType) -> Non
     assert plain[2] < found[2] < 0.93 * 260 * MIB
 
 
+@pytest.mark.slow
 def test_states_leave_before_a_larger_input(sim: ModuleType) -> None:
     tokens = [8, 8, 2048, 8]
     plain = trained(OffloadPolicy(params=Tier.HOST, optim=Tier.HOST), tokens)

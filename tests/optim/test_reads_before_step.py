@@ -4,9 +4,11 @@ what rests on disk?"""
 from __future__ import annotations
 
 import copy
+import errno
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from tiermem import OffloadPolicy, Shards, Tier
 from tiermem.optim.tile import Tile
 from tiermem.optim.tile_step import TilePass
 from tiermem.units.registry import owner_of
+from tiermem.weights.unit_state import LiveUnit
 
 NUM_BUFFERS = 3
 
@@ -378,3 +381,30 @@ def test_a_step_without_read_ahead_does_not_use_what_came_early(tmp_path: Path) 
         optim.step()
         assert begun(shards) == []
         assert num_free_buffers(shards) == NUM_BUFFERS
+
+
+def test_a_fetch_ahead_that_fails_is_no_error_of_the_step_that_was_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was: the step counted in the states and not in the engine, whose next save was wrong."""
+    found = []
+    for fails in (False, True):
+        model = seeded(Tower)
+        policy = OffloadPolicy(
+            params=Tier.NVME, optim=Tier.NVME, paths=[tmp_path], persistence_numel=0
+        )
+        with tiermem.shard(model, policy, device="cpu") as shards:
+            optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+            losses = train_steps(model, optim, range(1))
+            loss = loss_of(model, 1)
+            loss.backward()
+            with monkeypatch.context() as patch:
+                if fails:
+                    read = Mock(side_effect=OSError(errno.ENOMEM, "no memory"))
+                    patch.setattr(LiveUnit, "read", read)
+                optim.step()
+                assert not fails or read.call_count
+            optim.zero_grad()
+            found.append([*losses, float(loss.detach()), *train_steps(model, optim, range(2, 4))])
+            assert shards.steps.check_whole() is None
+    assert found[0] == found[1]

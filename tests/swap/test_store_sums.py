@@ -325,3 +325,23 @@ def test_pieces_and_words_that_make_no_sense_are_refused(store: TensorStore) -> 
             store.sums.protect("x", _pieces(cuts))
     with pytest.raises(ValueError, match="'always', 'sample', 'resume'"):
         store.sums.use(None, "never")  # type: ignore[arg-type]
+
+
+def test_a_read_without_memory_to_sum_in_fails_alone(
+    store: TensorStore, pattern: Pattern, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The move that another one's start looks at says that it is done; its own `wait` raises."""
+    data = pattern(NUM_BYTES)
+    _protected(store, data)
+
+    def refused(*_: object) -> None:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tiermem.swap.store.checksum.crc32c_of", refused)
+        move = store.fetch("x")
+        while not move.is_done():
+            pass
+        with pytest.raises(OSError, match="no memory"):
+            move.wait()
+    assert torch.equal(store.fetch("x").wait(), data)

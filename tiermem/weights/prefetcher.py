@@ -384,7 +384,7 @@ class Prefetcher(Generic[T]):
         next. None: only the latter.
 
         may_gather: whether gathers of units that are expected next may begin. Blocks; raises
-            OSError when a read failed.
+            OSError when a read failed, but with None: the use that needs the unit tells.
         """
         self._begin()
         if live is not None:
@@ -397,9 +397,11 @@ class Prefetcher(Generic[T]):
         for each, transition in self._due(live, may_gather):
             try:
                 transition()
-            except (OSError, RuntimeError):
+            except (OSError, RuntimeError) as error:
                 self._evict(each)
                 self.is_torn = False
+                if live is None and isinstance(error, OSError):
+                    return  # whoever needs the unit fetches it again
                 raise
         self._last = live or self._last
         self.is_torn = False
