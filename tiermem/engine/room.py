@@ -39,7 +39,7 @@ batches and the interpreter have the rest."""
 _SHARE_WITH_ACTIVATIONS = 1 - MARGIN
 """The part of the free memory that plan and activations may take together."""
 USUAL_TOKENS = 4096
-BARELY = 1 - 2**-10
+_BARELY = 1 - 2**-10
 """The `optim_ratio` of a first plan: steps on the accelerator are prepared for, and next to no
 states rest there."""
 
@@ -196,7 +196,7 @@ def _measured(model: nn.Module, chosen: OffloadPolicy, world: int) -> OffloadPol
     there as far as that step leaves room; where HOST and NVMe cannot hold all of them, the policy
     that was chosen."""
     follows = dataclasses.replace(chosen, rehomes_states=True)
-    least = dataclasses.replace(follows, optim_ratio=max(BARELY, chosen.optim_ratio))
+    least = dataclasses.replace(follows, optim_ratio=max(_BARELY, chosen.optim_ratio))
     ranks_on_node = ranks_per_node()
     topology = plan_topology(world, least, ranks_on_node)
     try:

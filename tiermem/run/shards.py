@@ -740,9 +740,8 @@ class Shards:
                 resident_bytes, host_bytes and device_bytes.
 
         Call it between steps, also between two micro-batches, where gradients stay; not inside a
-        forward or backward.
-        Collective; blocks until the states have moved: their bytes are read and written once.
-        Checkpoints of before and after can be opened under either policy.
+        forward or backward. Collective; blocks until the states have moved: their bytes are read
+        and written once. Checkpoints of before and after can be opened under either policy.
 
         Raises ValueError for other fields that differ, with the arithmetic when there is no room,
         and for whole matrices (Muon) that another engine would step; OSError for a full disk: then

@@ -171,8 +171,8 @@ def _lowered_modules(model: nn.Module, policy: OffloadPolicy) -> Iterator[nn.Mod
 # form *resident* units, which stay present. Parameters of one unit share a dtype (and a lowered
 # dtype), and are all trainable or all frozen when the model is sharded; all or none of the frozen
 # ones rest in blocks. A unit becomes trainable as a whole when one of its parameters is unfrozen
-# (run/next_plan.py). A parameter owned by two modules (tied weights) belongs to the first module's unit,
-# and both modules then trigger that unit.
+# (run/next_plan.py). A parameter owned by two modules (tied weights) belongs to the first module's
+# unit, and both modules then trigger that unit.
 #
 # There are two layouts, in elements. Every parameter begins at a multiple of ALIGN (64 bytes or
 # more in every dtype):

@@ -345,11 +345,11 @@ def load(
     bit by bit.
 
     Collective; blocks, also until a copy of this model that is being written is whole. Every byte
-    is verified. Raises NothingSaved (a FileNotFoundError) that lists
-    the tags, when the tag does not exist, or when there are tags, no `latest`, and `newest` is
-    False; ValueError for an empty load_dir; ManifestError and ValueError for a mismatch, before
-    anything is changed; DamagedState and OSError when reading fails. After a failed read the model
-    holds a mixture of values, and steps refuse to run until another load succeeds.
+    is verified. Raises NothingSaved (a FileNotFoundError) that lists the tags, when the tag does
+    not exist, or when there are tags, no `latest`, and `newest` is False; ValueError for an empty
+    load_dir; ManifestError and ValueError for a mismatch, before anything is changed; DamagedState
+    and OSError when reading fails. After a failed read the model holds a mixture of values, and
+    steps refuse to run until another load succeeds.
     """
     beside = (("scheduler", scheduler), ("loss_scaler", loss_scaler), ("data", loader))
     asked = Asked(
