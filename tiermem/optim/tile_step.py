@@ -260,7 +260,7 @@ class TilePass:
         if live.shard is not None:
             live.await_home()
         weights = None if live.shard is None else (live.shard.data_ptr(), live.shard.device)
-        kinds = tuple([act.kind(shard) for shard in live.unit.shards])
+        kinds = act.kinds(live.unit)
         ways = self.is_step, self._link is not None, self._gradient_home, self._reads_weights
         return ways, live.entry, weights, grads, kinds
 

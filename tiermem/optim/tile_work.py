@@ -20,7 +20,7 @@ from tiermem.swap.base.native import StepNumbers, Workers, narrow_part, step_str
 from tiermem.swap.base.parts import Dither, Moment, StepParts, StepRule
 from tiermem.swap.program.table import NativeStep
 from tiermem.units.state_layout import StateViews, is_positive
-from tiermem.units.unit import Shard
+from tiermem.units.unit import Shard, Unit
 
 FP32_PARAM = "fp32_param"
 
@@ -76,6 +76,18 @@ Act = Callable[[Places], None]
 """Works on a parameter's elements in a tile, in place."""
 
 
+class LastSteps(NamedTuple):
+    """What steps leave to the next ones."""
+
+    numbers: dict[Shard, StepNumbers]  # of native steps, which point at them from step to step
+    kinds: dict[Unit, Hashable]  # of each unit's parameters: see `Stepping.kinds`
+
+    @staticmethod
+    def none() -> LastSteps:
+        """Of no step."""
+        return LastSteps({}, {})
+
+
 class Stepping:
     """The work of one optimizer step.
 
@@ -83,7 +95,7 @@ class Stepping:
     index in the whole parameter, so the bits do not depend on the tiles or on the number of ranks.
 
     is_counted: whether parameters have counted this step already.
-    numbers: of the parameters' native steps, which point at them from step to step.
+    last: kept from step to step; None: there is no next one.
     """
 
     def __init__(
@@ -91,12 +103,12 @@ class Stepping:
         workers: Workers,
         rule_of: RuleOf,
         is_counted: bool = True,
-        numbers: dict[Shard, StepNumbers] | None = None,
+        last: LastSteps | None = None,
     ) -> None:
         self._workers = workers
         self._rule_of = functools.cache(rule_of)  # a parameter has several tiles
         self._ahead = 1 - is_counted
-        self.numbers = {} if numbers is None else numbers
+        self._last = LastSteps.none() if last is None else last
 
     def __call__(self, places: Places) -> None:
         """Steps the elements of a parameter."""
@@ -140,11 +152,11 @@ class Stepping:
         return PlannedStep(rule, parts, dither, self._starts(shard))
 
     def native(self, shard: Shard, planned: PlannedStep) -> NativeStep:
-        """A parameter's step by a native rule, which points at `numbers`."""
+        """A parameter's step by a native rule, which points at its numbers."""
         rule, parts, dither, starts = planned
         assert isinstance(rule, StepRule)
-        self.kind(shard)
-        numbers = self.numbers[shard]
+        self._kind(shard)
+        numbers = self._last.numbers[shard]
         return NativeStep(step_struct(rule, parts, numbers, dither, starts), numbers, parts)
 
     def _starts(self, shard: Shard) -> bool:
@@ -152,17 +164,26 @@ class Stepping:
         stepped before."""
         return shard.num_steps + self._ahead == 1 and not shard.has_moments
 
-    def kind(self, shard: Shard) -> Hashable:
-        """What a parameter's step depends on beside places and `numbers`, which this sets; None:
-        the parameter is not stepped."""
+    def kinds(self, unit: Unit) -> Hashable:
+        """What the steps of a unit's parameters depend on beside places and numbers, which this
+        sets. Where it is as in the last step it is the same object, so that each tile of the unit
+        compares it at once."""
+        found = tuple([self._kind(shard) for shard in unit.shards])
+        if self._last.kinds.get(unit) != found:
+            self._last.kinds[unit] = found
+        return self._last.kinds[unit]
+
+    def _kind(self, shard: Shard) -> Hashable:
+        """Of one parameter; None: it is not stepped."""
         rule: AnyStep | None = self._rule_of(shard)
         if not isinstance(rule, StepRule):
             return None if rule is None else MatrixStep
         number = shard.num_steps + self._ahead
-        if shard in self.numbers:
-            self.numbers[shard].set(rule, number)
+        numbers = self._last.numbers
+        if shard in numbers:
+            numbers[shard].set(rule, number)
         else:
-            self.numbers[shard] = StepNumbers(rule, number)
+            numbers[shard] = StepNumbers(rule, number)
         return rule.name, rule.maximize, rule.nesterov, rule.moments, self._starts(shard)
 
 

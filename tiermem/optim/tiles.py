@@ -24,12 +24,11 @@ from tiermem.optim.at_rest import FindRule, RestingTiles
 from tiermem.optim.tile import Tile, TileRoute, routes_of_tiles, stepped_ranges
 from tiermem.optim.tile_step import SecondCopy, TilePass, Way
 from tiermem.optim.tile_stream import TileStream
-from tiermem.optim.tile_work import Act, RuleOf, Stepping, Visitor, visiting
+from tiermem.optim.tile_work import Act, LastSteps, RuleOf, Stepping, Visitor, visiting
 from tiermem.plans.plan import Plan
 from tiermem.policy import Tier
 from tiermem.ranks.collectives import total
 from tiermem.run.shards import Shards
-from tiermem.swap.base.native import StepNumbers
 from tiermem.swap.memory.accelerator import current_stream, is_accelerator, new_stream
 from tiermem.units.state_layout import (
     MASTER,
@@ -84,7 +83,7 @@ class StateTiles(RestingTiles[Tile]):
         self._num_moments = 0  # of a tile
         self._of_unit: dict[LiveUnit, list[Tile]] = {}
         self._seconds: dict[LiveUnit, SecondCopy] = {}  # of units in memory; `attempt` changes them
-        self._numbers: dict[Shard, StepNumbers] = {}  # of native steps
+        self._last = LastSteps.none()
         # called before states are shown to a caller
         self.on_look: Callable[[], None] = lambda: None
         self.allocate([live.unit for live in shards.units if live.unit.is_trainable])
@@ -234,7 +233,7 @@ class StateTiles(RestingTiles[Tile]):
         if not live.is_streamed:
             return True
         second = self._seconds.get(live)
-        act = Stepping(self._shards.workers, rule_of, is_counted=False, numbers=self._numbers)
+        act = Stepping(self._shards.workers, rule_of, is_counted=False, last=self._last)
         has_room = {Tier.NVME: second is not None or live.entry is not None}
         tiles = self._of_unit.get(live, [])
         due = [
@@ -267,7 +266,7 @@ class StateTiles(RestingTiles[Tile]):
         fails; tiles then hold old and new states.
         """
         shards = self._shards
-        act = Stepping(self._shards.workers, rule_of, numbers=self._numbers)
+        act = Stepping(self._shards.workers, rule_of, last=self._last)
         tiles = self._in_order() if live is None else self._of_unit.get(live, ())
         if self._link is not None:
             self._link.wait_stream(current_stream(shards.device))
