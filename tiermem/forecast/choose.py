@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch.distributed as dist
 from torch import nn
 
-from tiermem.forecast.loads import Use, uses_of
+from tiermem.forecast.loads import CountedUses, Use, uses_of
 from tiermem.forecast.phases import HOST_TO_NVME, Forecast, forecast_step
 from tiermem.forecast.rates import Compute, Rates
 from tiermem.plans.budget import make_plan
@@ -267,7 +267,11 @@ def choose(
     if policy.most_disk_bytes is not None:
         most = policy.most_disk_bytes // ranks_on_node
         limits = limits._replace(disk_bytes=min(most, limits.disk_bytes or most))
-    uses: dict[Compute, list[Use]] = {}
+    counted = functools.cache(functools.partial(CountedUses, model, division))
+
+    @functools.cache
+    def uses(maths: Compute) -> list[Use]:
+        return counted(maths.rest_forward_s is not None).timed(maths)
 
     @functools.cache
     def planned(changed: OffloadPolicy, keeps_units: bool = True) -> Plan:
@@ -302,14 +306,11 @@ def choose(
             )
         if limits.disk_bytes is not None and plan.disk_bytes > limits.disk_bytes:
             plan = plan.without_attempts("the disk has no room")
-        maths = placement.compute or compute
-        if maths not in uses:
-            uses[maths] = uses_of(model, division, maths)
         forecast = forecast_step(
             plan,
             changed,
             topology,
-            uses[maths],
+            uses(placement.compute or compute),
             rates,
             is_gpu,
             ranks_on_node,
@@ -463,8 +464,12 @@ class _Search:
             raise ValueError("no plan fits")
         found = [self._descended(start) for start in starts]
         best = self._paired(min(found, key=self._seconds))
+        num_alike = self._sizes[0]
         self._sizes[0] = len(self._placements)
-        more = self._descended(best)
+        # what blocks keep takes the room of states
+        some = self._along(best, 0)[num_alike:] if self._axes else []
+        together = (each for one in some for each in self._coarse(one, 1))
+        more = self._descended(self._faster(best, together))
         if more != best:
             others = [self._descended(each) for each in starts]
             best = self._paired(min(more, *others, key=self._seconds))
@@ -504,8 +509,7 @@ class _Search:
         while before != best:
             before = best
             for axis in range(len(best)):
-                every = self._along(best, axis)
-                best = self._faster(best, every[:: 2 if len(every) > _MANY else 1])
+                best = self._faster(best, self._coarse(best, axis))
                 best = self._faster(best, self._near(best, axis))
         return best
 
@@ -545,6 +549,10 @@ class _Search:
 
     def _along(self, point: Point, axis: int) -> list[Point]:
         return [(*point[:axis], value, *point[axis + 1 :]) for value in range(self._sizes[axis])]
+
+    def _coarse(self, point: Point, axis: int) -> list[Point]:
+        every = self._along(point, axis)
+        return every[:: 2 if len(every) > _MANY else 1]
 
     def _near(self, point: Point, axis: int) -> list[Point]:
         return [each for each in self._along(point, axis) if abs(each[axis] - point[axis]) == 1]

@@ -57,65 +57,86 @@ class Use(NamedTuple):
     """The part of a unit that is fetched where its experts come by rows, by index."""
 
 
-def uses_of(model: nn.Module, division: Division, compute: Compute) -> list[Use]:
-    """Returns the uses of one forward, in the order in which modules are defined. The model may be
-    on the meta device.
+class _Counted(NamedTuple):
+    """A use, with the elements of its matrices instead of seconds."""
+
+    use: Use
+    numel: int
+    units: list[Unit]
+
+
+class CountedUses:
+    """The uses of one forward, in the order in which modules are defined. The model may be on the
+    meta device.
 
     `weights/prefetcher.py` also takes that order as its first guess. A module's maths is computed
     from the elements of its parameters of two dimensions or more; embeddings do not count, because
     they only look up. Of fused experts those count that a token chooses; of others all, so their
     time is an upper bound.
+
+    only_blocks: nothing counts outside of lists of blocks.
     """
-    fused = fused_experts(model)
-    names = {module: name for name, module in model.named_modules()}
-    in_list = {
-        m
-        for each in model.modules()
-        if isinstance(each, nn.ModuleList)
-        for m in each.modules()
-        if m is not each
-    }
-    has_rest = compute.rest_forward_s is not None
-    blocks = _blocks_of(model)
-    uses: list[Use] = []
-    counted: set[nn.Parameter] = set()
-    for module, needed in division.triggers.items():
-        units = [division.units[index] for index in needed]
-        matrices = _matrices(module) & {shard.param for unit in units for shard in unit.shards}
-        counted |= matrices
-        numel = (
-            0
-            if has_rest and module not in in_list
-            else sum(used_numel(param, fused) for param in matrices)
-        )
-        forward_s = numel * compute.forward_s
-        backward_s = numel * compute.backward_s
-        again = reads_weights_again(module)
-        uses.append(
-            Use(
+
+    def __init__(self, model: nn.Module, division: Division, only_blocks: bool = False) -> None:
+        self._fused = fused = fused_experts(model)
+        names = {module: name for name, module in model.named_modules()}
+        in_list = {
+            m
+            for each in model.modules()
+            if isinstance(each, nn.ModuleList)
+            for m in each.modules()
+            if m is not each
+        }
+        blocks = _blocks_of(model)
+        self._uses: list[_Counted] = []
+        counted: set[nn.Parameter] = set()
+        for module, needed in division.triggers.items():
+            units = [division.units[index] for index in needed]
+            matrices = _matrices(module) & {shard.param for unit in units for shard in unit.shards}
+            counted |= matrices
+            counts = not only_blocks or module in in_list
+            numel = sum(used_numel(param, fused) for param in matrices) if counts else 0
+            use = Use(
                 names[module],
                 tuple(needed),
-                forward_s,
-                backward_s,
-                again,
+                0.0,
+                0.0,
+                reads_weights_again(module),
                 blocks.get(module, ""),
-                {unit.index: _fetched_part(unit, fused, compute.num_tokens) for unit in units},
             )
+            self._uses.append(_Counted(use, numel, units))
+        self._left = sum(
+            used_numel(param, fused)
+            for param in _left(in_list if only_blocks else set(model.modules())) - counted
         )
-    left = sum(
-        used_numel(param, fused)
-        for param in _left(in_list if has_rest else set(model.modules())) - counted
-    )
-    if left or not uses:
-        uses.append(
-            Use("what is always present", (), left * compute.forward_s, left * compute.backward_s)
+
+    def timed(self, compute: Compute) -> list[Use]:
+        """With the seconds of their maths."""
+        uses = [
+            use._replace(
+                forward_s=numel * compute.forward_s,
+                backward_s=numel * compute.backward_s,
+                parts={
+                    unit.index: _fetched_part(unit, self._fused, compute.num_tokens)
+                    for unit in units
+                },
+            )
+            for use, numel, units in self._uses
+        ]
+        if (left := self._left) or not uses:
+            seconds = left * compute.forward_s, left * compute.backward_s
+            uses.append(Use("what is always present", (), *seconds))
+        last = uses[-1]
+        uses[-1] = last._replace(
+            forward_s=last.forward_s + (compute.rest_forward_s or 0.0),
+            backward_s=last.backward_s + (compute.rest_backward_s or 0.0),
         )
-    last = uses[-1]
-    rest = (compute.rest_forward_s or 0.0, compute.rest_backward_s or 0.0)
-    uses[-1] = last._replace(
-        forward_s=last.forward_s + rest[0], backward_s=last.backward_s + rest[1]
-    )
-    return uses
+        return uses
+
+
+def uses_of(model: nn.Module, division: Division, compute: Compute) -> list[Use]:
+    """Returns the uses of one forward; see CountedUses."""
+    return CountedUses(model, division, compute.rest_forward_s is not None).timed(compute)
 
 
 def _fetched_part(unit: Unit, fused: Mapping[nn.Parameter, Fused], num_tokens: int | None) -> float:
@@ -159,7 +180,7 @@ def _left(modules: set[nn.Module]) -> set[nn.Parameter]:
 
 # ---- tiles of optimizer states -------------------------------------------------------------------
 
-_MOST_TILES = 1_000
+_MOST_TILES = 500
 """Cut one by one; of more, larger ones are counted: the same bytes, dealt out in larger pieces."""
 
 
