@@ -219,8 +219,9 @@ class OffloadPolicy:
     buffers again. On one rank; device_bytes is no limit of it. "auto" sets it where it knows no
     batch."""
     rehomes_states: bool = False
-    """After the first step the part of the states on the accelerator (1 - optim_ratio) becomes the
-    one that its measured memory has room for and that is the fastest by the forecast. Before an
+    """After the first step the part of the states on the accelerator (1 - optim_ratio), and of the
+    other tiles that it steps (streamed_ratio), become those that its measured memory has room for
+    and that are the fastest by the forecast. Before an
     input that is larger than any before, states leave again as far as its activations are expected
     to need their room, on one rank. Not for Muon. "auto" sets it where it knows no batch."""
 

@@ -6,8 +6,8 @@ therefore share a slab, so that the device holds their bytes and one rounding. A
 bytes are copied to HOST memory and its device memory is freed, for another program. When it comes
 back, its tensors are views of the same storage, at another address.
 
-    reserve, for each slot of a kind --first take--> one slab for all --take--> Slot --give_back-->
-    free a slab without slots goes back to torch
+    reserve, for each slot of a kind --first take--> one slab for all, or several where free memory
+    is in pieces --take--> Slot --give_back--> free a slab without slots goes back to torch
 
     a kind:  THERE --leave--> AWAY --come_back--> THERE
 
@@ -30,12 +30,31 @@ from tiermem.swap.memory.arena import Arena, Pool, Slot
 class _Slab:
     """One allocation of torch."""
 
-    def __init__(self, kind: str, num_bytes: int, device: torch.device) -> None:
+    def __init__(self, kind: str, memory: torch.Tensor) -> None:
         self.kind = kind
-        self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self.memory = memory
         self.free = FreeRanges()
-        self.free.add(0, num_bytes)
+        self.free.add(0, memory.numel())
         self.num_slots = 0  # in use
+
+
+def take_pieces(num_bytes: int, least_bytes: int, device: torch.device) -> list[torch.Tensor]:
+    """So many bytes of a device in as few pieces as its free memory allows, each of `least_bytes`
+    or more. Raises torch's OutOfMemoryError."""
+    pieces: list[torch.Tensor] = []
+    left = num_bytes
+    size = max(num_bytes, least_bytes)
+    while left > 0:
+        try:
+            pieces.append(torch.empty(size, dtype=torch.uint8, device=device))
+        except torch.OutOfMemoryError:
+            if size == least_bytes:
+                raise
+            size = max(least_bytes, round_up(size // 2, ALIGNMENT))
+            continue
+        left -= size
+        size = max(least_bytes, min(size, left))
+    return pieces
 
 
 class DeviceMemory:
@@ -80,10 +99,12 @@ class DeviceMemory:
                 if start is not None:
                     break
             else:
-                slab = _Slab(kind, max(size, self._due.pop(kind, 0)), self._device)
+                due = max(size, self._due.pop(kind, 0))
+                made = [_Slab(kind, each) for each in take_pieces(due, size, self._device)]
+                self._slabs += made
+                slab = made[0]
                 start = 0
                 slab.free.take(size)
-                self._slabs.append(slab)
             slab.num_slots += 1
             return Slot(start, slab.memory[start : start + num_bytes])
 

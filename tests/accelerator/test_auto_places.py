@@ -30,7 +30,7 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits, tokens.flatten())
 
 
-ROOMS = [(12, 512), (24, 4096), (64, 512)]
+ROOMS = [(12, 512), (24, 512), (40, 1024), (64, 4096)]
 """MiB of the device, and tokens."""
 
 

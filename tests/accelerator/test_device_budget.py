@@ -169,3 +169,28 @@ def test_a_plan_that_the_card_cannot_hold_is_refused_before_anything_is_allocate
     with pytest.raises(ValueError, match="and the accelerator has"):
         tiermem.shard(seeded(Tower), too_much, device="sim")
     del others
+
+
+# ---- the end -------------------------------------------------------------------------------------
+
+
+def test_what_fills_a_device_stays_there_when_its_shards_close(sim: ModuleType) -> None:
+    model = seeded(lambda: Tower(256, 1024, 6, checkpoint=None))
+    values = {name: param.detach().clone() for name, param in model.named_parameters()}
+    weights_bytes = sum(value.nbytes for value in values.values())
+    sim.set_capacity(int(1.5 * weights_bytes))
+    with tiermem.shard(model, OffloadPolicy(params=Tier.DEVICE, optim=Tier.HOST), device="sim"):
+        assert torch.accelerator.memory_allocated() > 0.9 * weights_bytes
+    for name, param in model.named_parameters():
+        assert torch.equal(param.detach().cpu(), values[name])
+
+
+def test_a_model_larger_than_its_device_comes_to_host_memory(sim: ModuleType) -> None:
+    model = seeded(lambda: Tower(256, 1024, 6, checkpoint=None))
+    values = {name: param.detach().clone() for name, param in model.named_parameters()}
+    sim.set_capacity(int(0.8 * sum(value.nbytes for value in values.values())))
+    shards = tiermem.shard(model, OffloadPolicy(params=Tier.HOST, optim=Tier.HOST), device="sim")
+    with pytest.raises(torch.OutOfMemoryError, match="in host memory"):
+        shards.close(materialize=True)
+    for name, param in model.named_parameters():
+        assert param.device.type == "cpu" and torch.equal(param.detach(), values[name])

@@ -4,6 +4,7 @@ leave again before a larger input needs it?"""
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -18,10 +19,15 @@ import tiermem
 from tiermem import OffloadPolicy, Tier
 
 MIB = 1 << 20
+NUM_BLOCKS = 8
 
 
 def build() -> nn.Module:
-    return seeded(lambda: Tower(512, 2048, 8, checkpoint=None)).bfloat16()
+    return seeded(lambda: Tower(512, 2048, NUM_BLOCKS, checkpoint=None)).bfloat16()
+
+
+def loss_of(model: nn.Module, both: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(both[0]).flatten(0, 1), both[1].flatten())
 
 
 def trained(policy: Any, tokens: Sequence[int]) -> tuple[list[float], list[float], int]:
@@ -35,7 +41,7 @@ def trained(policy: Any, tokens: Sequence[int]) -> tuple[list[float], list[float
             homes = [tile.home for tile in optim.tiles_of(shards).tiles]
             parts.append(homes.count(Tier.DEVICE) / len(homes))
             both = torch.randint(0, 61, (2, 1, count), generator=generator).to("sim")
-            loss = nn.functional.cross_entropy(model(both[0]).flatten(0, 1), both[1].flatten())
+            loss = loss_of(model, both)
             loss.backward()
             optim.step()
             optim.zero_grad()
@@ -65,7 +71,9 @@ def test_states_leave_before_a_larger_input(sim: ModuleType) -> None:
     plain = trained(OffloadPolicy(params=Tier.HOST, optim=Tier.HOST), tokens)
     capacity = int(plain[2] / 0.85)
     sim.set_capacity(capacity)
-    policy = OffloadPolicy(params=Tier.HOST, optim=Tier.HOST, rehomes_states=True)
+    policy = OffloadPolicy(
+        params=Tier.HOST, optim=Tier.HOST, tile_numel=1 << 16, rehomes_states=True
+    )
     found = trained(policy, tokens)
     assert found[0] == plain[0]
     assert found[1][1] > 0.2
@@ -73,6 +81,30 @@ def test_states_leave_before_a_larger_input(sim: ModuleType) -> None:
     assert plain[2] + found[1][1] * states_bytes > capacity  # all would not have fitted
     assert found[1][3] < 0.5 * found[1][1]
     assert found[2] < capacity
+
+
+@pytest.mark.parametrize(
+    ("capacity_mib", "count"),
+    [
+        pytest.param(
+            capacity, count, marks=[] if (capacity, count) == (180, 8) else pytest.mark.slow
+        )
+        for capacity, count in itertools.product((120, 180, 260), (8, 512))
+    ],
+)
+def test_as_many_states_go_there_as_where_the_batch_is_known(
+    capacity_mib: int, count: int, sim: ModuleType
+) -> None:
+    """To one block."""
+    sim.set_capacity(capacity_mib * MIB)
+    base = OffloadPolicy(tile_numel=1 << 16)  # as small beside the model as in large ones
+    batch = torch.zeros(2, 1, count, dtype=torch.long)
+    known = tiermem.choose_policy(build(), base, loss_of=loss_of, batch=batch, device="sim")
+    unknown = tiermem.choose_policy(build(), base, device="sim")
+    assert unknown.rehomes_states and not known.rehomes_states
+    parts = [trained(policy, [count] * 3)[1][-1] for policy in (known, unknown)]
+    assert parts[0] > 0.2
+    assert abs(parts[0] - parts[1]) <= 1 / NUM_BLOCKS
 
 
 def test_whole_matrices_stay_where_the_first_plan_has_them(sim: ModuleType) -> None:

@@ -179,7 +179,8 @@ def compute_policy(
     chosen = choice.policy
     if is_gpu and not room.forward_flops and policy.device_bytes is None:
         chosen = dataclasses.replace(chosen, fills_device=True)
-        if rehomes and "optim" in moved and chosen.optim is not Tier.DEVICE:
+        is_open = "optim" in moved and policy.streamed_ratio is None
+        if rehomes and is_open and chosen.optim is not Tier.DEVICE:
             chosen = _measured(model, chosen, world)
     if chosen.uses_nvme:
         for each in as_paths(policy.paths):

@@ -1,4 +1,5 @@
-"""SecondPlan: the part of the states on an accelerator follows the memory that steps have taken.
+"""SecondPlan: the states on an accelerator, and the tiles that it steps, follow the memory that
+steps have taken.
 
     the first step           by a plan with next to no states on the accelerator: its peak is measured
     the end of the step      of the parts that the measured memory has room for, the fastest by the forecast: Shards.rehome
@@ -10,9 +11,10 @@ So nobody has to predict the activations of a batch. Ranks go over together, by 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from tiermem.engine.room import USUAL_TOKENS
@@ -32,6 +34,9 @@ from tiermem.swap.memory.accelerator import free_and_total, is_accelerator, usag
 logger = logging.getLogger("tiermem")
 
 _PARTS = 32
+_COARSE = 4  # of them
+_LEAST_BYTES = 1 << 20
+_STREAMED = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 def follow_memory(shards: Shards) -> None:
@@ -41,7 +46,7 @@ def follow_memory(shards: Shards) -> None:
 
 
 class _Candidate(NamedTuple):
-    """A part of the states off the accelerator, and what it makes of a step."""
+    """A part of the states on the accelerator, and what it makes of a step."""
 
     seconds: float
     policy: OffloadPolicy
@@ -101,9 +106,8 @@ class SecondPlan:
     def _go_over(self, room_bytes: int, num_micro: int, num_tokens: int) -> None:
         """Goes over to the fastest plan within a room on the accelerator."""
         shards = self._shards
-        found = self._candidates(room_bytes, num_micro, num_tokens)
-        best = min(found, key=lambda each: (each.seconds, each.plan.device_bytes), default=None)
-        if best is None or best.policy.optim_ratio == shards.policy.optim_ratio:
+        best = self._best(room_bytes, num_micro, num_tokens)
+        if best is None or _parts_of(best.policy) == _parts_of(shards.policy):
             return
         logger.info(
             "a step's memory leaves %d MiB of %s to the plan: %.0f %% of the states rest there",
@@ -113,25 +117,59 @@ class SecondPlan:
         )
         try:
             shards.rehome(best.policy)
-        except (ValueError, OSError) as error:
+        except ValueError as error:  # memory is in pieces
+            more = (best.plan.device_bytes - shards.plan.device_bytes) // 2
+            if more > _LEAST_BYTES:
+                self._go_over(shards.plan.device_bytes + more, num_micro, num_tokens)
+            else:
+                logger.warning("states stay where they rest: %s", error)
+            return
+        except OSError as error:
             logger.warning("states stay where they rest: %s", error)
             return
         if (fill := shards.find_attached(Fill)) is not None:
             fill.allow(best.num_units)
 
-    def _candidates(self, room_bytes: int, num_micro: int, num_tokens: int) -> Iterator[_Candidate]:
-        """The plans with some part of the states on the accelerator; those that its room does not
-        hold take infinitely long."""
+    def _best(self, room_bytes: int, num_micro: int, num_tokens: int) -> _Candidate | None:
+        """The fastest plan within a room: coarse parts of the states there with each part of the
+        other tiles that it steps, then fine ones with the best of these."""
+        room = room_bytes, num_micro, num_tokens
+        own, streamed = _parts_of(self._shards.policy)
+        coarse = itertools.product(range(0, _PARTS, _COARSE), _STREAMED)
+        best = self._fastest([(own, streamed), *((part / _PARTS, of) for part, of in coarse)], room)
+        if best is None:
+            return None
+        _, streamed = _parts_of(best.policy)
+        fine = [(part / _PARTS, streamed) for part in range(_PARTS)]
+        return self._fastest([_parts_of(best.policy), *fine], room)
+
+    def _fastest(
+        self, parts: Iterable[tuple[float, float]], room: tuple[int, int, int]
+    ) -> _Candidate | None:
+        found = self._candidates(dict.fromkeys(parts), *room)
+        return min(found, key=lambda each: (each.seconds, each.plan.device_bytes), default=None)
+
+    def _candidates(
+        self,
+        parts: Iterable[tuple[float, float]],
+        room_bytes: int,
+        num_micro: int,
+        num_tokens: int,
+    ) -> Iterator[_Candidate]:
+        """The plans with these parts (see `_parts_of`); those that the room does not hold take
+        infinitely long."""
         shards = self._shards
         flops, rates = assumed_speed(shards.device)
         compute = Compute.of_peak(flops, num_tokens or USUAL_TOKENS)
         now = shards.plan
         uses = uses_of(shards.model, now.division, compute)
         fills = shards.find_attached(Fill) is not None
-        streamed = sum(unit.takes_buffer for unit in now.division.units)
-        ratios = [1 - part / _PARTS for part in range(_PARTS)]
-        for ratio in dict.fromkeys([shards.policy.optim_ratio, *ratios]):
-            policy = dataclasses.replace(shards.policy, optim_ratio=ratio)
+        most_units = sum(unit.takes_buffer for unit in now.division.units)
+        for part, streamed in parts:
+            # the first plan's budget was a guess
+            policy = dataclasses.replace(
+                shards.policy, optim_ratio=1 - part, streamed_ratio=streamed, device_bytes=None
+            )
             try:
                 plan = plan_after(
                     now, policy, shards.topology, True, ranks_per_node(), not shards.homes.is_empty
@@ -140,10 +178,15 @@ class SecondPlan:
                 continue
             left = room_bytes - plan.device_bytes
             more = left // plan.units.slot_bytes if fills and plan.units.slot_bytes else 0
-            num_units = max(plan.units.num, min(plan.units.num + more, streamed))
+            num_units = max(plan.units.num, min(plan.units.num + more, most_units))
             filled = dataclasses.replace(plan, units=Buffers(plan.units.slot_bytes, num_units))
             forecast = forecast_step(
                 filled, policy, shards.topology, uses, rates, True, ranks_per_node(), num_micro
             )
             seconds = forecast.total_s if left >= 0 else float("inf")
             yield _Candidate(seconds, policy, plan, num_units)
+
+
+def _parts_of(policy: OffloadPolicy) -> tuple[float, float]:
+    """The part of the states on the accelerator, and the part of the other tiles that it steps."""
+    return 1 - policy.optim_ratio, policy.streamed_ratio or 0.0

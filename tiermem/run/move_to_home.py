@@ -268,8 +268,9 @@ def release(units: Iterable[LiveUnit], passage: Passage, keeps_residents: bool) 
     """The opposite of `move_to_home`: parameters become ordinary ones without gradients, and leave the
     registry.
 
-    keeps_residents: parameters of resident units get copies of their values, since their storage is
-        the store's.
+    keeps_residents: parameters of resident units keep their values: on an accelerator in the memory
+        where they are, which may have no room for another; elsewhere as copies, since the store's
+        memory ends.
     """
     units = list(units)
     for live in units:
@@ -278,7 +279,8 @@ def release(units: Iterable[LiveUnit], passage: Passage, keeps_residents: bool) 
     for live in units:
         for shard in live.unit.shards:
             shard.param.grad = None
-            if keeps_residents and live.unit.is_resident:
+            stays = is_accelerator(shard.param.device)
+            if keeps_residents and live.unit.is_resident and not stays:
                 shard.param.data = shard.param.data.clone()
             registry.unregister(shard.param)
             undescribe(shard.param)

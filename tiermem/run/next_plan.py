@@ -34,6 +34,7 @@ from tiermem.ranks.collectives import exchange
 from tiermem.ranks.topology import Topology, ranks_per_node
 from tiermem.run.move_to_home import check_model
 from tiermem.swap.memory.accelerator import free_and_total, is_accelerator
+from tiermem.swap.memory.device_memory import take_pieces
 from tiermem.swap.store.store import TensorStore
 from tiermem.units.unit import Shard
 from tiermem.weights.unit_state import LiveUnit
@@ -111,6 +112,8 @@ _MAY_CHANGE = (
     "device_bytes",
 )
 """Fields of a policy that another policy may have, for a model that goes over to it."""
+_PIECE_BYTES = 16 << 20
+"""Of an accelerator's memory: smaller pieces are of no use to most tiles."""
 
 
 def plan_elsewhere(
@@ -171,7 +174,7 @@ def _agreed(
     try:
         plan = plan_after(now, policy, topology, is_gpu, ranks_per_node(), keeps_grads, unfrozen)
         if is_gpu:
-            _check_card(plan.device_bytes - now.device_bytes, *free_and_total(device), plan)
+            _check_card(plan, now, device)
         error = ""
     except ValueError as refused:
         error = str(refused)
@@ -203,9 +206,24 @@ def reserve_more(
     return plan
 
 
-def _check_card(due_bytes: int, free_bytes: int, total_bytes: int, plan: Plan) -> None:
+def _check_card(plan: Plan, now: Plan, device: torch.device) -> None:
+    """Raises ValueError where an accelerator has no room for what a plan takes beyond the one now.
+    Torch keeps what is taken here for the plan."""
+    free_bytes, total_bytes = free_and_total(device)
+    due_bytes = plan.device_bytes - now.device_bytes
+    there = {row.what: row.num_bytes for row in now.rows if row.tier is Tier.DEVICE}
+    rows = [row for row in plan.rows if row.tier is Tier.DEVICE]
+    more = [max(0, row.num_bytes - there.get(row.what, 0)) for row in rows]
+    why = ""
     if due_bytes > free_bytes:
+        why = f"{free_bytes} of its {total_bytes} are free"
+    else:
+        try:
+            [take_pieces(size, min(size, _PIECE_BYTES), device) for size in more]
+        except torch.OutOfMemoryError as error:
+            why = f"what is free is in smaller pieces ({error})"
+    if why:
         raise ValueError(
             f"the plan needs {due_bytes} bytes more of the accelerator ({format_mib(due_bytes)}), "
-            f"and {free_bytes} of its {total_bytes} are free: {plan.listed(Tier.DEVICE)}"
+            f"and {why}: {plan.listed(Tier.DEVICE)}"
         )

@@ -897,8 +897,9 @@ class Shards:
 
         With materialize the parameters become ordinary tensors with their weights, and with the
         gradients that no step has used (collective; takes the whole model's memory). Without it,
-        parameters that are not resident show NaN. Blocks. Raises the first error of a write-back.
-        Does nothing in a forked child, where parameters show NaN.
+        parameters that are not resident show NaN. Blocks. Raises the first error of a write-back,
+        and torch's OutOfMemoryError where an accelerator cannot hold the model, whose weights are
+        then in host memory. Does nothing in a forked child, where parameters show NaN.
 
         With durability="step" the last step is made durable (collective), but not on several ranks
         while an exception is being handled, because the other ranks may be elsewhere.
@@ -928,10 +929,13 @@ class Shards:
             self.program.close()
             self.workers.close()
             self.store.close(keep=any(each.keeps_files for each in self._attached))
-        for param, value, gradient in values:
-            param.data = value.to(self.device)
-            if gradient is not None:
-                param.grad = gradient.to(self.device, param.dtype)
+        try:
+            _set_all(values, self.device)
+        except torch.OutOfMemoryError as error:
+            _set_all(values, torch.device("cpu"))
+            raise torch.OutOfMemoryError(
+                f"{error} The weights and gradients of this closed model are in host memory"
+            ) from error
 
     def _leave_to_parent(self) -> None:
         """In a forked child, which has no arena: parameters show NaN, calls on them are refused,
@@ -1035,3 +1039,14 @@ def loading(params: Iterable[nn.Parameter]) -> Iterator[None]:
             owner.check_may_change()
             marks.enter_context(owner.steps.loading(own))
         yield
+
+
+def _set_all(
+    values: Iterable[tuple[nn.Parameter, torch.Tensor, torch.Tensor | None]], device: torch.device
+) -> None:
+    """Makes parameters ordinary ones on a device, with these values and gradients."""
+    for param, value, gradient in values:
+        param.grad = None
+        absent.become(param, value.to(device))
+        if gradient is not None:
+            param.grad = gradient.to(device, param.dtype)
