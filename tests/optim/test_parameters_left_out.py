@@ -93,3 +93,31 @@ def test_a_master_follows_values_that_are_put_behind_a_step(
             shards.replace(param, value)
             assert torch.equal(shards.weight(param), value)
             assert torch.equal(safe_get_full_fp32_param(param), value.float())
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_their_gradients_decide_nothing(in_backward: bool) -> None:
+    """A gradient of them that is not finite skips no step, and clipping does not count them."""
+    model = seeded(Tower)
+    plain = copy.deepcopy(model)
+    policy = OffloadPolicy(optim=Tier.HOST, step_in_backward=in_backward)
+    with tiermem.shard(model, policy):
+        for each in (model, plain):
+            first, *others = [p for p in each.layers[1].parameters() if p.ndim > 1]
+            optim = tiermem.AdamW(others, lr=1e-2)
+            handle = first.register_hook(lambda grad: grad.fill_(float("nan")))
+            for step in range(2):
+                loss_of(each, step).backward()
+                if in_backward:
+                    optim.step()
+                elif each is plain:
+                    torch.nn.utils.clip_grad_norm_(others, 0.01)
+                    optim.step()
+                else:
+                    optim.step(max_norm=0.01)
+                    assert not optim.was_skipped and optim.grad_norm > 0.01
+                each.zero_grad()
+            handle.remove()
+        found, expected = dict(model.state_dict()), dict(plain.state_dict())
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)

@@ -575,11 +575,11 @@ class GradientHomes:
         with self.changing():
             self.store.visit(unit, shard, visitor, changes)
 
-    def norm(self, meanwhile: Callable[[], object]) -> float:
+    def norm(self, meanwhile: Callable[[], object], counts: Callable[[Shard], bool]) -> float:
         """Before a step: receives every `p.grad` that any rank still has, and returns the global
-        2-norm of the gradients.
+        2-norm of the gradients of those parameters that count.
 
-        The norm is that after the mean over ranks; NaN or infinity if any gradient is. Afterwards
+        The norm is that after the mean over ranks; NaN or infinity if such a gradient is. Afterwards
         every gradient is on its tier, and those that the user has zeroed are zero there.
         Collective: one exchange where no rank has a `p.grad` left. Blocks; raises OSError.
 
@@ -600,7 +600,8 @@ class GradientHomes:
                     if self._reducer is None
                     else self._squares_or_more(shards, meanwhile)
                 )
-        return math.sqrt(math.fsum(squares)) / self.divisor
+        counted = (of for shard, of in zip(shards, squares, strict=True) if counts(shard))
+        return math.sqrt(math.fsum(counted)) / self.divisor
 
     def _squares_or_more(
         self, shards: Sequence[Shard], meanwhile: Callable[[], object]

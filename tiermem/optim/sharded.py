@@ -84,8 +84,8 @@ class ShardedModel:
         """Steps every parameter that has a gradient, unless `is_refused(norm)`. Collective; blocks;
         raises OSError.
 
-        Returns the norm of all gradients together, before clipping; None with `step_in_backward`,
-        which used the gradients.
+        Returns the norm of the gradients of all parameters that the optimizer has, together, before
+        clipping; None with `step_in_backward`, which used the gradients.
 
         Args:
             scale: the loss scale; gradients are divided by it.
@@ -117,7 +117,7 @@ class ShardedModel:
             with torch._C.DisableTorchFunctionSubclass():
                 shards.homes.forget_replaced()
             with shards.homes.changing():  # from the norm on other ranks make the step
-                norm = shards.receive_gradients(shards.prefetcher.empty)
+                norm = shards.receive_gradients(shards.prefetcher.empty, self._is_held)
                 assert norm is not None
                 norm /= scale
                 shards.homes.check_all_used()
@@ -144,7 +144,8 @@ class ShardedModel:
         """Inside backward: steps a unit with gradients that are not stored. Returns the end of an
         accelerator's reads."""
         shards = self._shards
-        if any(self.is_refused(each) for each in shards.homes.sums_of_squares(live.unit.shards)):
+        held = [shard for shard in live.unit.shards if self._find_rule(shard.param) is not None]
+        if any(self.is_refused(each) for each in shards.homes.sums_of_squares(held)):
             raise NonFiniteGradients(
                 f"the gradients of unit {live.unit.name!r} hold NaN or infinity"
             )
@@ -167,12 +168,14 @@ class ShardedModel:
             self._ruled[shard] = self._find_rule(shard.param)
         return self._ruled[shard]
 
+    def _is_held(self, shard: Shard) -> bool:
+        """Whether the optimizer has a parameter."""
+        return self._rule_of(shard) is not None
+
     def _count_steps(self, live: LiveUnit) -> None:
         """Counts this step for every parameter that has a gradient and a rule."""
         stepped = [
-            shard
-            for shard in live.unit.shards
-            if shard.gradient.is_there and self._rule_of(shard) is not None
+            shard for shard in live.unit.shards if shard.gradient.is_there and self._is_held(shard)
         ]
         for shard in stepped:
             shard.count_step()

@@ -369,21 +369,25 @@ class Shards:
         finally:
             self.hooks.receive_if(before)
 
-    def receive_gradients(self, meanwhile: Callable[[], object] | None = None) -> float | None:
+    def receive_gradients(
+        self,
+        meanwhile: Callable[[], object] | None = None,
+        counts: Callable[[Shard], bool] = lambda shard: True,
+    ) -> float | None:
         """Reduces the gradients that backwards have left in `p.grad`, and stores them. Collective;
         blocks; raises OSError.
 
         Call it after `Hooks.check_backward_ended`.
 
-        meanwhile: of `GradientHomes.norm`, whose norm is returned; None: no step follows, which
-            needs it.
+        meanwhile, counts: of `GradientHomes.norm`, whose norm is returned; without meanwhile no
+            step follows, which needs it.
         """
         self.store.check_process()
         self.hooks.has_left_gradients = False
         # reading the `grad` of resting parameters takes less time so
         with torch._C.DisableTorchFunctionSubclass():
             self.homes.forget_replaced()
-            norm = None if meanwhile is None else self.homes.norm(meanwhile)
+            norm = None if meanwhile is None else self.homes.norm(meanwhile, counts)
             if norm is None:
                 self.homes.receive_rest()
             self.homes.show_all()
