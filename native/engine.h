@@ -5,6 +5,9 @@
 //
 // An engine moves the bytes of one block and says what the kernel said. It splits nothing, orders
 // nothing, retries nothing: that is the queue's work, done once for all engines.
+//
+// A new engine takes its own file (in CMakeLists.txt), the line below of extern names, enum tm_engine in tiermem.h,
+// `engines` in queue_open.cpp, and its name in ENGINES of swap/base/native.py and tools/options.py.
 #ifndef TIERMEM_ENGINE_H
 #define TIERMEM_ENGINE_H
 

@@ -30,11 +30,8 @@ struct Opening {
 
 } // namespace
 
-static const tm_engine_functions *engine_of(int engine) {
-    if (engine == TM_ENGINE_URING)
-        return &tm_engine_uring;
-    return engine == TM_ENGINE_AIO ? &tm_engine_aio : &tm_engine_threads;
-}
+// By enum tm_engine.
+static const tm_engine_functions *const engines[] = {nullptr, &tm_engine_uring, &tm_engine_aio, &tm_engine_threads};
 
 // Appends one remark to the line that says why.
 static void add_why(Opening *opening, const char *engine, const char *between, const char *remark) {
@@ -44,7 +41,7 @@ static void add_why(Opening *opening, const char *engine, const char *between, c
 }
 
 static int try_engine(tm_queue *q, Opening *opening, int engine) {
-    const tm_engine_functions *functions = engine_of(engine);
+    const tm_engine_functions *functions = engines[engine];
     char remark[WHY_BYTES] = "";
     const int answer = functions->open(opening->options, &q->engine_state, remark, sizeof remark);
     if (answer < 0) {

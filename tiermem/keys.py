@@ -7,8 +7,8 @@
 Every other key of the models is honoured. Keys are dotted paths from the top of the config. A
 top-level key in REFUSED for which no model has a field is a section or switch that tiermem only
 recognises: `is_off` says whether its value asks for nothing. Some of these do not change the
-    training (monitors, profilers): those in INERT are dropped with a warning, and
-refused only with tiermem.strict.
+training (monitors, profilers): those in INERT are dropped with a warning, and refused only with
+tiermem.strict.
 """
 
 from __future__ import annotations

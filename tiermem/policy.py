@@ -221,9 +221,9 @@ class OffloadPolicy:
     rehomes_states: bool = False
     """After the first step the part of the states on the accelerator (1 - optim_ratio), and of the
     other tiles that it steps (streamed_ratio), become those that its measured memory has room for
-    and that are the fastest by the forecast. Before an
-    input that is larger than any before, states leave again as far as its activations are expected
-    to need their room, on one rank. Not for Muon. "auto" sets it where it knows no batch."""
+    and that are the fastest by the forecast. Before an input that is larger than any before, states
+    leave again as far as its activations are expected to need their room, on one rank. Not for
+    Muon. "auto" sets it where it knows no batch."""
 
     # ---- tiles and units: what moves as one, how much of it at once, what stays
 

@@ -140,8 +140,7 @@ def safe_set_full_optimizer_state(
     """Sets one of a parameter's optimizer states. Blocks.
 
     value: in the parameter's shape, equal on every rank. Raises as `safe_get_full_optimizer_state`,
-        and ValueError for
-    another shape and for frozen parameters.
+        and ValueError for another shape and for frozen parameters.
     """
     place = _find(param)
     _states_of(place, optim_state_key).load(place.shard, optim_state_key, _whole_part(place, value))

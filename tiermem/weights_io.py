@@ -229,8 +229,7 @@ def export_weights(
         dtype: of floating-point parameters; None: that in which they rest. Buffers keep theirs.
 
     Collective: every rank takes every item. Blocks. Raises RuntimeError inside a forward or a
-        backward, OSError when a read
-    fails.
+    backward, OSError when a read fails.
     """
     owners = [registry.owner_of(param) for param in model.parameters()]
     shards = next((owner for owner in owners if isinstance(owner, Shards)), None)

@@ -21,6 +21,5 @@ Packages and files in order: each imports only what comes before it.
 
 cli imports the module of a command when the command is given. What `train` imports does not import
 torch: the launcher stays small, and measurements of memory cover the trainer only. Instruments that
-    judge tiermem itself are no part of the product: they
-lie in tests/bench.
+judge tiermem itself are no part of the product: they lie in tests/bench.
 """

@@ -220,8 +220,7 @@ class Map:
     fork does not inherit it.
 
     is_nan: it holds NaN in each format of floating-point numbers instead, takes no memory until it
-        is written, and a fork
-    inherits it.
+        is written, and a fork inherits it.
     """
 
     def __init__(self, num_bytes: int, is_nan: bool = False) -> None:

@@ -49,8 +49,8 @@ class StepParts(NamedTuple):
     missing.
 
     source: what the step reads in their place, in the same dtypes; its gradient is not looked at. A
-        tensor that is also one of
-    the parts is stepped in place. None: all are. Native code alone steps parts with a source.
+        tensor that is also one of the parts is stepped in place. None: all are. Native code alone
+        steps parts with a source.
     """
 
     weight: torch.Tensor | None

@@ -91,8 +91,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, follows: bool = False) ->
     """Opens a regular file and returns its descriptor; never waits, as opening a FIFO does.
 
     follows: a link in the place of the file may lead to it. The files of runs and checkpoints are
-        no links; folders above them
-    may be, and what a user names or another system wrote.
+        no links; folders above them may be, and what a user names or another system wrote.
 
     Raises OSError that names the path: ELOOP for a link, EINVAL for a FIFO, a device or a socket,
     EISDIR for a folder.

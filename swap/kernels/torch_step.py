@@ -344,11 +344,10 @@ def block_sums_in_torch(grad: torch.Tensor, first: int) -> torch.Tensor:
     flat gradient touches.
 
     first: the index of grad[0] in its whole parameter. The blocks are those of `store_gradient` in
-        swap/base/native.py, and
-    a sum is finite if and only if every element is. Squares are added as a binary tree over their
-    places in the block, the kernel's in 16 lanes. So a sum may differ from the kernel's by a few
-    units in its last place, but has the same bits on every device and however the parameter is cut
-    at blocks. Does not wait for the device.
+        swap/base/native.py, and a sum is finite if and only if every element is. Squares are added
+        as a binary tree over their places in the block, the kernel's in 16 lanes. So a sum may
+        differ from the kernel's by a few units in its last place, but has the same bits on every
+        device and however the parameter is cut at blocks. Does not wait for the device.
     """
     if grad.numel() == 0:
         return torch.empty(0, dtype=torch.float64, device=grad.device)

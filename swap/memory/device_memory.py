@@ -130,10 +130,9 @@ class DeviceMemory:
         their memory. Blocks.
 
         without_bytes: kinds that leave, too, and whose content is undefined when they have come
-            back. Work on other streams
-        must be waited for by the current stream. Raises RuntimeError for a second call, OSError
-        when there is no HOST memory; then nothing has left. Until `come_back` tensors of these
-        kinds have no memory: `check_there` says so.
+            back. Work on other streams must be waited for by the current stream. Raises
+            RuntimeError for a second call, OSError when there is no HOST memory; then nothing has
+            left. Until `come_back` tensors of these kinds have no memory: `check_there` says so.
         """
         if self._kinds_away:
             raise RuntimeError("device memory has left already: let it come back first")

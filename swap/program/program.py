@@ -261,8 +261,8 @@ class Program(Generic[T]):
         that `commit` adds run before all others.
 
         total: the number of tiles of the run that it may become. Raises what `work` raises,
-            NoSlotError and OSError as a write
-        does; then nothing is given. False: the run has failed, or another one is under way.
+            NoSlotError and OSError as a write does; then nothing is given. False: the run has
+            failed, or another one is under way.
         """
         self._end_attempt()
         if self._running is not None:

@@ -37,8 +37,8 @@ def shard(
             "auto" where a model is trained on an accelerator, else all states in memory.
         group: data-parallel ranks, or a mesh of them (one dimension, or replicas and shards: MiCS).
             Default: the group of the zero.Init that built the model, else the world. Ranks that a
-                launcher (torchrun) started make the process group
-            here if there is none yet. All ranks take rank 0's weights.
+            launcher (torchrun) started make the process group here if there is none yet. All ranks
+            take rank 0's weights.
         device: the device that computes and holds the model's parameters and buffers from now on;
             default: this rank's accelerator, else the CPU.
         is_trained: False for inference: the plan leaves no memory for gradients and optimizer

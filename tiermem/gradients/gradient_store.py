@@ -374,8 +374,7 @@ class GradientStore:
         for buffers.
 
         is_known: whether some rank had these gradients; else `Gradient.confirm` tells later. Raises
-            OSError, also of an
-        earlier call.
+            OSError, also of an earlier call.
         """
         if self._link is None:
             self._add(unit, parts, is_known)

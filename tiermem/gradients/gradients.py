@@ -575,9 +575,11 @@ class GradientHomes:
         with self.changing():
             self.store.visit(unit, shard, visitor, changes)
 
-    def norm(self, meanwhile: Callable[[], object], counts: Callable[[Shard], bool]) -> float:
+    def norm(
+        self, meanwhile: Callable[[], object], counts: Callable[[Shard], bool] | None
+    ) -> float:
         """Before a step: receives every `p.grad` that any rank still has, and returns the global
-        2-norm of the gradients of those parameters that count.
+        2-norm of the gradients of those parameters that count (None: of all).
 
         The norm is that after the mean over ranks; NaN or infinity if such a gradient is. Afterwards
         every gradient is on its tier, and those that the user has zeroed are zero there.
@@ -600,7 +602,8 @@ class GradientHomes:
                     if self._reducer is None
                     else self._squares_or_more(shards, meanwhile)
                 )
-        counted = (of for shard, of in zip(shards, squares, strict=True) if counts(shard))
+        pairs = zip(shards, squares, strict=True)
+        counted = (of for shard, of in pairs if counts is None or counts(shard))
         return math.sqrt(math.fsum(counted)) / self.divisor
 
     def _squares_or_more(

@@ -87,8 +87,8 @@ class RestingStates(RestingTiles[StateTile]):
         workers: threads of the kernels; the caller closes them.
         taken_bytes: what other states of the same policy take of this rank's part of `host_bytes`.
 
-    Raises BudgetError when `host_bytes` does not suffice, OSError (ENOSPC). All room
-    is taken here.
+    Raises BudgetError when `host_bytes` does not suffice, OSError (ENOSPC). All room is
+    taken here.
     """
 
     def __init__(

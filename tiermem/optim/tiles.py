@@ -331,10 +331,9 @@ class StateTiles(RestingTiles[Tile]):
         parameter in each tile.
 
         keeps: whether states and weights that the function does not write keep their values; else
-            they become zero. Not
-        collective. Afterwards every rank calls `Shards.refresh` for every unit, and
-        `Shard.set_steps` of every parameter. Blocks. Raises OSError, and the filler's error; then
-        tiles hold old and new values.
+            they become zero. Not collective. Afterwards every rank calls `Shards.refresh` for every
+            unit, and `Shard.set_steps` of every parameter. Blocks. Raises OSError, and the filler's
+            error; then tiles hold old and new values.
         """
         self._shards.drop_head_start()
         work = TilePass(self._shards, self.names, filler, reads_weights=True, is_blank=not keeps)

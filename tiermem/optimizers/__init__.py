@@ -6,6 +6,11 @@ torch's arguments and checks.
     class LionFace        what is Lion's own of the class `tiermem.Lion` (optim/__init__.py), whose steps are every
                           optimizer's
 
+A new optimizer takes its file here, its line in PARAMS and RULES, and its class in
+optim/__init__.py. Its rule, if it is new, takes enum tm_rule with its formula in native/tiermem.h,
+a loop (loops.h, loops_rules.h, optimizer.cpp), MOMENTS in swap/base/parts.py, and the same formula
+in swap/kernels/torch_step.py and triton_step.py.
+
 They stand below config/ and optim/, since both read them. Files in order; each imports only files
 before it:
 

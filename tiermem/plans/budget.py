@@ -52,8 +52,7 @@ def make_plan(
 
     keeps_units: whether streamed units stay on the accelerator where its budget has room.
     context_bytes: HOST memory that this process has taken for the accelerator's context; part of
-        the budget. Ranks plan for the
-    rank that took most, so the call is collective.
+        the budget. Ranks plan for the rank that took most, so the call is collective.
 
     With one shard, a unit that rests where the maths runs is used there. In `Plan.division` such
     units are resident; or, where a step of states on NVMe can go on under the next forward, in

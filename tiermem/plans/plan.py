@@ -91,9 +91,9 @@ class Plan:
     HOST memory is a sum of rows, each with its reason: storage (states that rest on HOST) and
     buffers (states that pass through). When the budget leaves a choice, the plan prefers, in this
     order: gradients on HOST; tiles and unit buffers of their usual size and number; then smaller
-        tiles. The rest of the budget keeps a part of the optimizer states on HOST. When
-    even the smallest plan does not fit, ValueError gives the arithmetic and the smallest budget
-    that works. Bytes are per rank; the budget is per node.
+    tiles. The rest of the budget keeps a part of the optimizer states on HOST. When even the
+    smallest plan does not fit, ValueError gives the arithmetic and the smallest budget that works.
+    Bytes are per rank; the budget is per node.
 
     DEVICE memory is a sum of rows, too, without activations. With a budget for it (`device_bytes`),
     units stay there that would be streamed without it: those whose fetch costs most, as many as
@@ -713,9 +713,8 @@ class Planner:
         Returns the bytes of both on NVMe.
 
         resting: units on NVMe. Units that training never writes are stored once for all
-            checkpoints; writing a checkpoint
-        makes the files grow by them. attempts: whether steps under backward get room, if the policy
-        wants them.
+            checkpoints; writing a checkpoint makes the files grow by them. attempts: whether steps
+            under backward get room, if the policy wants them.
         """
         policy = self._policy
         written = _pages((unit.shard_bytes, num) for unit, num in resting if unit.is_trainable)

@@ -277,9 +277,9 @@ def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
 
     Without it every unit is fetched once per token. Inside the block the streamed units count as
     resident: hooks find them present and fetch nothing. Their memory is torch's own, beside the
-        arena, and counts against the part of the budget that
-    the plan leaves free (on an accelerator: its free memory less `kv_bytes`). Where that is too
-    small on some rank, a warning states the arithmetic and units are streamed as usual.
+    arena, and counts against the part of the budget that the plan leaves free (on an accelerator:
+    its free memory less `kv_bytes`). Where that is too small on some rank, a warning states the
+    arithmetic and units are streamed as usual.
 
     Collective; blocks for the gathers. A model that is not sharded is yielded as it is. Raises
     RuntimeError inside the block when weights are stepped or replaced, OSError when a read fails.

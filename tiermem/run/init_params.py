@@ -127,9 +127,9 @@ class ParametersInInit:
 
     Each rank keeps its part of every parameter, in ordinary memory or on NVMe. The parameter itself
     sleeps: it shows NaN and takes no memory. Code that uses it wakes it (init.py sees the use).
-        Before the awake parameters take more than 16 MiB, the
-    oldest go back to sleep. Then, and when a parameter is admitted, rank 0's values are kept on
-    every rank; other ranks' writes are dropped. This holds for parameters of every size.
+    Before the awake parameters take more than 16 MiB, the oldest go back to sleep. Then, and when a
+    parameter is admitted, rank 0's values are kept on every rank; other ranks' writes are dropped.
+    This holds for parameters of every size.
 
     Peak memory: the parts, and the larger of 16 MiB and the parameters that one call of torch uses.
 

@@ -372,7 +372,7 @@ class Shards:
     def receive_gradients(
         self,
         meanwhile: Callable[[], object] | None = None,
-        counts: Callable[[Shard], bool] = lambda shard: True,
+        counts: Callable[[Shard], bool] | None = None,
     ) -> float | None:
         """Reduces the gradients that backwards have left in `p.grad`, and stores them. Collective;
         blocks; raises OSError.
@@ -437,9 +437,8 @@ class Shards:
         where nothing was written.
 
         param: if it was not written, nothing is done. Each rank takes its own part of what its own
-            parameters show. Not
-        collective; blocks; raises OSError, and RuntimeError as `LiveUnit.written` and
-        `check_may_change` do.
+            parameters show. Not collective; blocks; raises OSError, and RuntimeError as
+            `LiveUnit.written` and `check_may_change` do.
         """
         if param is not None:
             live, _ = self.find(param)

@@ -325,8 +325,7 @@ class Limits(NamedTuple):
 
 def limits_of(plan: Plan, policy: OffloadPolicy) -> Limits:
     """Limits of a plan's buffers and of the policy's prefetch_numel, max_live_numel and
-    max_reuse_numel. Resident units and those in
-    place do not count."""
+    max_reuse_numel. Resident units and those in place do not count."""
     ahead = math.inf if policy.prefetch_numel is None else policy.prefetch_numel
     return Limits(
         num_full=plan.units.num,
@@ -507,8 +506,7 @@ class Prefetcher(Generic[T]):
         micro-batch without a step.
 
         may_gather: whether gathers may begin. After a step on CPUs they begin with the next pass:
-            they take the time of the
-        thread that begins them.
+            they take the time of the thread that begins them.
         """
         self.order.rewind()
         self.acquire(may_gather=may_gather)

@@ -120,9 +120,8 @@ class StepRun:
         until its end.
 
         at_once: the numbers of these units. accept: given if the tentative run has stepped its
-            tiles as this step would; they
-        are then not stepped again, unless it has failed. Called before its results count. Raises
-        what a run raises.
+            tiles as this step would; they are then not stepped again, unless it has failed. Called
+            before its results count. Raises what a run raises.
         """
         is_attempted = bool(self._program.attempted)
         if accept is not None and is_attempted and not self._program.has_failed:

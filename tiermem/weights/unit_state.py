@@ -77,11 +77,11 @@ class LiveUnit:
         one shard on HOST, accelerator             HOME --copy--> COPYING --land--> PRESENT
         from any state                             --drop--> HOME
 
-    A shard that rests in memory needs no `read`. Ranks may call `read` at different
-    times. `gather` is collective: every rank calls it for the same units in the same order, so it
-    waits for the read if need be. It copies the shard into the full layout (in the dtype that the
-    maths sees). On a CPU the shard's buffer is free before the exchange begins. After an error the
-    caller has to drop the unit. The prefetcher decides which units are fetched.
+    A shard that rests in memory needs no `read`. Ranks may call `read` at different times. `gather`
+    is collective: every rank calls it for the same units in the same order, so it waits for the
+    read if need be. It copies the shard into the full layout (in the dtype that the maths sees). On
+    a CPU the shard's buffer is free before the exchange begins. After an error the caller has to
+    drop the unit. The prefetcher decides which units are fetched.
 
     Outside PRESENT a parameter's data is a zero-stride NaN expanded to the true shape: shape and
     numel stay right, and writes raise (absent.py).
@@ -173,7 +173,8 @@ class LiveUnit:
 
     @property
     def reads(self) -> bool:
-        """Whether fetching it begins with a read from NVMe."""
+        """Whether fetching it begins with a read from NVMe: its shard rests there (the plan's
+        `unit_homes`), and its gather needs the shard."""
         return self.entry is not None and (self._gather is None or self._gather.needs_shard)
 
     @property

@@ -480,8 +480,7 @@ def spread(
     (UnitGather).
 
     Collective: every rank calls it for the same units in the same order. Blocks, on a GPU in stream
-        order: there the shard must
-    not change until the current stream has copied it. Raises RankLost.
+    order: there the shard must not change until the current stream has copied it. Raises RankLost.
     """
     if topology.num_shards == 1:
         full.copy_(shard, non_blocking=True)

@@ -45,15 +45,14 @@ piece     elements [start, start + numel) of the whole parameter, row-major, fro
           without pieces has its value from before the first step: a moment is zero, and a master
           equals the weight
 checksums of each 1 MiB of a state's bytes, in the order of its elements as if they lay in one
-piece. They do not depend on
-          tiles, ranks or files. The last checksum covers the remaining bytes. Codes and scales have
-          separate checksums. The manifest holds them, not the blocks: a block that was written
+          piece. They do not depend on tiles, ranks or files. The last checksum covers the remaining
+          bytes. Codes and scales have separate checksums. The manifest holds them, not the blocks: a block that was written
           elsewhere, or not at all, differs from its checksum
 choices   {name: value}, strings: choices that can affect bits, that all ranks share, and that are not as by default.
           "compute_dtype" "fp32": weights of 16 bits are multiplied in fp32. "overlap" "none",
           "forward", "backward": what runs beside steps, if the policy said it. "streamed_ratio"
-              "0.5": the part of the tiles that an accelerator steps and that
-          rest on HOST or NVMe. A reader refuses what it does not know
+          "0.5": the part of the tiles that an accelerator steps and that rest on HOST or NVMe. A
+          reader refuses what it does not know
 at_rest   the form of a frozen parameter that rests in blocks: "int8" or "nf4"; its weight has the kind "packed" or "nf4", and
           its dtype is that of the values which the blocks stand for. null: it rests in its dtype;
           before forms were named, also "int8". A reader refuses a form that it does not know

@@ -175,9 +175,8 @@ def export_dcp(
     The layout is that of get_state_dict and set_state_dict. One tensor is in memory at a time.
 
     dtype: of the model's floating-point values; None: fp32 masters, as FSDP2 keeps them. Raises
-        FileExistsError when `out`
-    exists and is not an empty folder, OSError when the disk is full or a state is damaged; then
-    nothing is left.
+        FileExistsError when `out` exists and is not an empty folder, OSError when the disk is full
+        or a state is damaged; then nothing is left.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(17, "is there and not empty; choose another folder", str(out))

@@ -34,8 +34,8 @@ def export_whole(
     name when it is whole.
 
     tag: which of the folder's; default: its latest. Raises FileExistsError when OUT has the tag,
-        ManifestError, DamagedState
-    and OSError for a step that is not whole or a full disk; then nothing is left.
+        ManifestError, DamagedState and OSError for a step that is not whole or a full disk; then
+        nothing is left.
     """
     opened = read_manifest(find(where, tag)[0])
     manifest = opened.manifest

@@ -65,9 +65,8 @@ def fit(shards: Shards, source: Source, is_strict: bool) -> Fitted:
     reverse. Nothing is changed.
 
     is_strict: names that only the model or only the source has raise ValueError, with both lists;
-        else they are logged and
-    the rest is matched. Frozen parameters that the save left out are not missing. Raises ValueError
-    for different shapes.
+        else they are logged and the rest is matched. Frozen parameters that the save left out are
+        not missing. Raises ValueError for different shapes.
     """
     aliases = names_of(shards.model)
     own = [

@@ -443,8 +443,7 @@ def write_data(
     Blocks.
 
     progress: called with the number of bytes just written. Raises OSError, and ValueError as
-        `Stretch.chunks`; then the file
-    does not exist.
+        `Stretch.chunks`; then the file does not exist.
     """
     rest = Resting(stretches)
     with FileWriter(path, rest.data_bytes) as out:
