@@ -429,8 +429,7 @@ int tm_crc32c_join(uint64_t n, const uint64_t *first, const uint32_t *crcs, cons
  *
  *     waiting -> reading -> checked -> stepped -> summed -> writing -> ended
  *                              |          ^
- *                              +- called -+        the work of this tile is not native: a caller of tm_program_next
- * does it; or it brings bytes from elsewhere, and the step follows
+ *                              +- called -+        a caller of tm_program_next does the work, or brings what it needs
  *
  *     read     as many tiles ahead as buffers are free, by their turns; tiles of an urgent unit first
  *     check    compares CRC-32Cs of what was read, but for bytes from kept memory; a difference ends the run
