@@ -15,8 +15,9 @@ OffloadPolicy's (policy.py), whose annotations name the keys. Three start otherw
 
 A new key of "tiermem" is a field of OffloadPolicy with its docstring, and the code that reads it. A
 key with a name of DeepSpeed's is also a field of its section here, named by `Key` at the field of
-the policy; a key that ranks may give differently is also in `translate._OF_A_RANK`. Then
-`python docs/config_keys.py > docs/keys.md`.
+the policy; a key that ranks may give differently is also in `translate._OF_A_RANK`. Its claim in
+tests/config/key_claims.py names a test that sees what it changes. Then `python docs/config_keys.py
+> docs/keys.md` and `python tests/test_public_names.py`.
 
 Every documented key is honoured, or computed and reported, or refused with the reason. No key is
 parsed and ignored. DeepSpeed's class names are aliases of tiermem's classes.
