@@ -23,7 +23,7 @@ from tiermem.plans.budget import make_plan
 from tiermem.plans.plan import Plan, Planner
 from tiermem.ranks.topology import Topology
 from tiermem.tools.plan.budget import ActivationBytes
-from tiermem.tools.plan.card import Card
+from tiermem.tools.plan.planned import Card
 from tiermem.tools.presets import ModelSizes, llama
 from tiermem.units.unit import divide
 from tiermem.weights import unit_state

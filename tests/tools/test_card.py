@@ -24,9 +24,8 @@ from tiermem.tools.job.train_job import make_config
 from tiermem.tools.measure.gpu_link import measure_memory
 from tiermem.tools.options import PlanOptions, TrainOptions
 from tiermem.tools.plan.budget import ActivationBytes
-from tiermem.tools.plan.card import Card
 from tiermem.tools.plan.plan import EXIT_FITS, plan
-from tiermem.tools.plan.planned import Cluster, Scenario
+from tiermem.tools.plan.planned import Card, Cluster, Scenario
 from tiermem.tools.plan.settle import choose_config
 from tiermem.tools.presets import ModelSizes, preset
 

@@ -2,13 +2,11 @@
 
 Files in order: each imports only files before it.
 
-    picture     the memory and the maths of a UNet on one picture
-    budget      what a process and activations take of a memory, and what they leave to a plan
-    planned     the library's own plan of a scenario
+    budget      what a process and activations, those of a UNet on a picture too, take of a memory
+    planned     a card's memory, and the library's own plan of a scenario
     prediction  the predicted seconds and bytes of a training
     pretrained  the plan of a model of the hub or of a folder, for `tiermem sft`
-    card        what an accelerator's memory leaves to a plan
-    settle      what a run leaves open, chosen for this machine
+    settle      what a run leaves open, chosen for this machine, and said
     seen        what runs took from their disks
     speed       the rates that a plan is made with
     paper       the ZeRO-Infinity paper's table

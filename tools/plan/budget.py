@@ -4,16 +4,19 @@ the library's plan."""
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+import functools
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from tiermem.forecast import Placement
 from tiermem.forecast.rates import Compute
+from tiermem.integrations.diffusion import build_meta, is_unet, unet_activations
 from tiermem.layers.chunked_loss import CHUNK_BYTES
 from tiermem.plans.plan import ACTIVATION_CHUNK_BYTES, Row
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.precision import DTYPES, Precision
 from tiermem.tools.job.launcher import Job
-from tiermem.tools.plan.picture import Picture
 from tiermem.tools.presets import ModelSizes
 from tiermem.tools.words import format_bytes, numbered
 from tiermem.units.state_layout import StateLayout
@@ -111,6 +114,46 @@ def least_cap(cap_bytes: int, needed_bytes: int) -> int:
 def has_chunked_loss(sizes: ModelSizes, num_tokens: int) -> bool:
     """Whether training computes the loss of so many tokens chunk by chunk."""
     return sizes.is_llama and 4 * num_tokens * sizes.vocabulary > _LOGITS_WHOLE_BYTES
+
+
+# ---- a UNet on one picture: its widths no formula tells, so they are found by a run on tensors without values ----
+
+
+class Picture(NamedTuple):
+    """What one picture takes of a UNet."""
+
+    num_places: int
+    """Of its latents."""
+    kept_bytes: int
+    """At the end of the forward, in 16 bits."""
+    working_bytes: int
+    """At most, beside those."""
+    mean_tokens: int
+    """By how many tokens a weight is multiplied, on average."""
+
+    @staticmethod
+    def of(shape: Mapping[str, Any], is_checkpointing: bool) -> Picture | None:
+        """Takes seconds, once for a shape; None: the model is no UNet that could be run so."""
+        return _picture(json.dumps(dict(shape)), is_checkpointing) if is_unet(shape) else None
+
+
+@functools.cache
+def _picture(shape: str, is_checkpointing: bool) -> Picture | None:
+    config = json.loads(shape)
+    model = build_meta(config)[0]
+    found = unet_activations(model, is_checkpointing)
+    if found is None:
+        return None
+    numel = sum(param.numel() for param in model.parameters() if param.dim() > 1)
+    return Picture(
+        num_places=config["sample_size"] ** 2,
+        kept_bytes=found.kept_bytes,
+        working_bytes=found.peak_bytes - found.kept_bytes,
+        mean_tokens=found.forward_flops // (2 * numel),
+    )
+
+
+# ---- activations -------------------------------------------------------------------------------------------------
 
 
 class ActivationBytes(NamedTuple):

@@ -44,11 +44,10 @@ from tiermem.tools.job.train_job import (
 from tiermem.tools.measure.machine import wear_a_day
 from tiermem.tools.memory_limit import FREE_PART
 from tiermem.tools.options import MADE_OF, PlanOptions, TrainOptions
-from tiermem.tools.plan.card import Card, say_placement
 from tiermem.tools.plan.paper import ESTIMATED, print_estimates, print_paper
-from tiermem.tools.plan.planned import PLACES, WEAR, Cluster, Planned, Scenario, plan_scenario
+from tiermem.tools.plan.planned import PLACES, WEAR, Card, Cluster, Planned, Scenario, plan_scenario
 from tiermem.tools.plan.prediction import settle_compute
-from tiermem.tools.plan.settle import settled, with_choice
+from tiermem.tools.plan.settle import say_placement, settled, with_choice
 from tiermem.tools.plan.speed import ASSUMED_DISK, speed_of
 from tiermem.tools.presets import OF_DIFFUSERS, ModelShape, check_sizes, preset, shape_of
 from tiermem.tools.record.reports import table

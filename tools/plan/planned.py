@@ -38,10 +38,10 @@ from tiermem.integrations.models import class_of
 from tiermem.plans.plan import Plan, Row
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.precision import DTYPES
+from tiermem.swap.memory.accelerator import free_and_total, is_accelerator
 from tiermem.tools.job.launcher import compute_of
 from tiermem.tools.measure.machine import DAY_S
-from tiermem.tools.plan.budget import INTERPRETER, ActivationBytes
-from tiermem.tools.plan.picture import Picture
+from tiermem.tools.plan.budget import INTERPRETER, ActivationBytes, Budget, Picture
 from tiermem.tools.presets import OF_DIFFUSERS, ModelSizes
 from tiermem.tools.words import closest
 
@@ -54,6 +54,64 @@ PLACES = {
 }
 """What a limit of a tier is a limit of."""
 WEAR = "what a node's disks may be written in a day"
+
+
+# ---- an accelerator's memory ----------------------------------------------------------------------
+#
+#     card - in use - torch's part - activations, by the home of block inputs  =  room for the plan
+
+_TORCHS_PART = 0.05
+_CONTEXT_BYTES = 512 << 20  # of a driver's context and its kernels, where it cannot be measured
+
+
+class Card(NamedTuple):
+    """An accelerator's memory."""
+
+    total_bytes: int
+    others: tuple[Row, ...]
+    """What neither a plan nor activations may take."""
+
+    @staticmethod
+    def here(device: torch.device) -> Card | None:
+        """The device as it is now; None: the CPU."""
+        if not is_accelerator(device):
+            return None
+        free, total = free_and_total(device)
+        return Card(
+            total,
+            (
+                Row("in use", Tier.DEVICE, total - free, "by the context and others, now"),
+                _gaps(total),
+            ),
+        )
+
+    @staticmethod
+    def elsewhere(total_bytes: int) -> Card:
+        """A card that is not in this machine."""
+        context = Row(
+            "context", Tier.DEVICE, min(_CONTEXT_BYTES, total_bytes), "of the driver, assumed"
+        )
+        return Card(total_bytes, (context, _gaps(total_bytes)))
+
+    @property
+    def room_bytes(self) -> int:
+        """What a plan and activations may take together."""
+        return max(1, self.total_bytes - sum(row.num_bytes for row in self.others))
+
+    def budget(self, activations: ActivationBytes, home: Tier | None) -> Budget:
+        """The arithmetic: what is left for a plan with the inputs of checkpointed blocks in a
+        home."""
+        return Budget(self.total_bytes, (*self.others, *activations.rows(home)), "the plan")
+
+
+def _gaps(total_bytes: int) -> Row:
+    part = int(_TORCHS_PART * total_bytes)
+    return Row(
+        "torch",
+        Tier.DEVICE,
+        part,
+        f"{_TORCHS_PART:.0%}: libraries' workspaces, gaps between torch's blocks",
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +137,11 @@ class Cluster:
     def limits(self) -> dict[Tier, int | None]:
         """Bytes of each tier that may be used, of one GPU or of one node; None: no limit."""
         return {Tier.DEVICE: self.gpu_bytes, Tier.HOST: self.host_bytes, Tier.NVME: self.nvme_bytes}
+
+    @property
+    def card(self) -> Card | None:
+        """Each rank's; None: the maths runs on the CPU."""
+        return None if self.gpu_bytes is None else Card(self.gpu_bytes, self.gpu_others)
 
     @property
     def caps(self) -> Caps:
@@ -278,9 +341,7 @@ def plan_scenario(scenario: Scenario, chooses: bool = True, near: Planned | None
     given = at_farthest(loaded.policy(), scenario.moved)
     per_node = cluster.ranks_per_node
     is_gpu = cluster.gpu_bytes is not None
-    card_bytes = cluster.gpu_bytes
-    if card_bytes is not None:
-        card_bytes = max(1, card_bytes - sum(row.num_bytes for row in cluster.gpu_others))
+    card_bytes = None if cluster.card is None else cluster.card.room_bytes
     placements: dict[Placement, ActivationBytes] = {}
     for way in scenario.ways(given, batch, chooses):
         left = None

@@ -24,9 +24,9 @@ from tiermem.tools.job.launcher import Job
 from tiermem.tools.job.train_job import Config, own_folders, with_key
 from tiermem.tools.memory_limit import FREE_PART
 from tiermem.tools.plan.budget import Budget, least_cap, plan_budget, rows_of_process
-from tiermem.tools.plan.card import Card, say_placement
 from tiermem.tools.plan.planned import (
     PLACES,
+    Card,
     Cluster,
     Planned,
     Scenario,
@@ -203,7 +203,7 @@ def choose_config(scenario: Scenario, searches: bool = True) -> Chosen:
 
 
 def _check_room(planned: Planned) -> None:
-    card = Card.of(planned)
+    card = planned.scenario.cluster.card
     for problem in planned.problems:
         if card is not None and problem.where == PLACES[Tier.DEVICE]:
             budget = card.budget(planned.activations, planned.policy.activations)
@@ -212,6 +212,51 @@ def _check_room(planned: Planned) -> None:
                 f"needs {format_bytes(planned.plan.device_bytes)}: "
                 f"{planned.plan.listed(Tier.DEVICE)}"
             )
+
+
+def say_placement(planned: Planned) -> list[str]:
+    """A sentence on `device_bytes` and one on `activations`, with the arithmetic; none without an
+    accelerator."""
+    if (card := planned.scenario.cluster.card) is None:
+        return []
+    given, policy, plan = planned.given, planned.policy, planned.plan
+    activations = planned.activations
+    units = plan.division.units
+    budget = card.budget(activations, policy.activations)
+    stay = f"{sum(unit.is_resident for unit in units)} of {len(units)} units stay on the GPU"
+    takes = f"the plan takes {format_bytes(plan.device_bytes)}: {stay}"
+    if given.device_bytes is not None:
+        first = (
+            f"device_bytes: {format_bytes(given.device_bytes)}, as the config says; {takes}; "
+            f"{budget.explain()}"
+        )
+    elif policy.device_bytes is None:
+        why = (
+            "no more units stay, which is faster"
+            if plan.device_bytes <= budget.left_bytes
+            else "no plan fits"
+        )
+        first = f"device_bytes: not set, since {why}: {budget.explain()}; {takes}"
+    else:
+        first = f"device_bytes: {budget.explain()}; {takes}"
+    if not activations.is_checkpointing:
+        return [first, "activations: they stay on the GPU, since no block is recomputed"]
+    inputs = (
+        f"inputs of {activations.num_recomputed} checkpointed blocks take "
+        f"{format_bytes(activations.inputs_bytes)}"
+    )
+    if not activations.moves_inputs(policy.activations):
+        rest = f", and so does all that the last {activations.num_kept} keep"
+        kept = rest if activations.num_kept else ""
+        return [first, f"activations: {inputs} and stay on the GPU{kept}"]
+    assert policy.activations is not None
+    left_bytes = card.budget(activations, None).left_bytes
+    there = f"there they would leave {format_bytes(left_bytes)} for the plan"
+    there = (
+        there if left_bytes > 0 else f"they are {format_bytes(-left_bytes)} too large to stay there"
+    )
+    why = "as the config says" if given.activations is not None else there
+    return [first, f"activations: {inputs} and go from the GPU to {policy.activations.name}: {why}"]
 
 
 def settled(planned: Planned) -> dict[str, Any]:
