@@ -6,5 +6,4 @@ Files in order: each imports only files before it.
     files           files that measurements of a disk read and write
     sustained       a disk's rate past its fast cache; the rates of several disks
     gpu_link        copies between host memory and an accelerator
-    phases          the parts of a step, timed
 """

@@ -3,12 +3,13 @@ own model."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import statistics
 import time
 import timeit
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -34,7 +35,6 @@ from tiermem.tools.measure.gpu_link import (
     measure_memory,
     step_passes,
 )
-from tiermem.tools.measure.phases import timed
 from tiermem.tools.plan.budget import ActivationBytes, has_chunked_loss
 from tiermem.tools.plan.planned import hf_config, meta_model, transformers
 from tiermem.tools.presets import ModelSizes, with_layers
@@ -103,6 +103,17 @@ def _set_training(model: Any, job: Job) -> None:
     ]
     for block in blocks[max(0, len(blocks) - job.num_kept) :]:
         block.gradient_checkpointing = False
+
+
+@contextlib.contextmanager
+def timed(device: torch.device, seconds: dict[str, float], name: str) -> Iterator[None]:
+    """Adds the seconds of a block to those of a name. Waits for the device."""
+    started = time.monotonic()
+    yield
+    # a phase's time is its own; a tool may wait for the device
+    if is_accelerator(device):
+        torch.accelerator.synchronize(device)
+    seconds[name] += time.monotonic() - started
 
 
 # ---- on a GPU: two small copies of the model in plain PyTorch ------------------------------------

@@ -27,9 +27,8 @@ from tiermem.integrations.huggingface import TiermemTrainer
 from tiermem.swap.disk.queue import Meter
 from tiermem.swap.memory.accelerator import find_device, is_accelerator
 from tiermem.tools.job.launcher import Channel, Job, give_back_free_memory, resident_of
-from tiermem.tools.measure.phases import timed
 from tiermem.tools.plan.planned import of_every_rank
-from tiermem.tools.plan.prediction import measure, predict, without_frozen
+from tiermem.tools.plan.prediction import measure, predict, timed, without_frozen
 from tiermem.tools.plan.pretrained import plan_pretrained
 from tiermem.tools.record.reports import summary_lines
 from tiermem.tools.train import training

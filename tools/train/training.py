@@ -53,7 +53,6 @@ from tiermem.tools.job.launcher import (
 )
 from tiermem.tools.job.train_job import CLIENT_KEY, Config
 from tiermem.tools.measure.files import memory_backed, why_unmeasured
-from tiermem.tools.measure.phases import timed
 from tiermem.tools.measure.sustained import measure_disks
 from tiermem.tools.plan.budget import Budget, plan_budget, state_bytes
 from tiermem.tools.plan.planned import meta_model, of_every_rank, transformers
@@ -63,6 +62,7 @@ from tiermem.tools.plan.prediction import (
     measure,
     predict,
     settle_compute,
+    timed,
     warn_of_compute,
     warn_of_disk,
 )
