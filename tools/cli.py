@@ -239,7 +239,7 @@ _STOPPED = "stopped; nothing is left on the paths"
 _UNWRITTEN = "stopped; nothing was written"
 
 register(app, options.TrainOptions, "tiermem.tools.train.train.train", None)
-register(app, options.SftOptions, "tiermem.tools.train.sft.sft", None)
+register(app, options.SftOptions, "tiermem.tools.train.train.sft", None)
 register(app, options.PlanOptions, "tiermem.tools.plan.plan.plan", _UNWRITTEN)
 register(app, options.CheckOptions, "tiermem.tools.check.check", _UNWRITTEN)
 register(app, options.TuneOptions, "tiermem.tools.tune.tune", _UNWRITTEN)

@@ -1,4 +1,4 @@
-"""`tiermem train`, from options to pictures.
+"""`tiermem train` and `tiermem sft`: the launcher's side, from options to pictures.
 
     options -> Job -> launcher (cap) -> trainer process -> RunRecord -> run.json, table, --json,
     trace.json, PNGs
@@ -43,7 +43,7 @@ from tiermem.tools.job.train_job import (
 )
 from tiermem.tools.measure.machine import lines_of_run
 from tiermem.tools.memory_limit import open_limit
-from tiermem.tools.options import RunOptions, TrainOptions
+from tiermem.tools.options import YAML, RunOptions, SftOptions, TrainOptions
 from tiermem.tools.plan.seen import keep_record
 from tiermem.tools.presets import ModelSizes
 from tiermem.tools.record.reports import (
@@ -61,6 +61,7 @@ from tiermem.tools.words import (
     EXIT_USER,
     Mistake,
     numbered,
+    read_json,
     save_json,
 )
 
@@ -112,6 +113,37 @@ def train(options: TrainOptions, console: Console, beside: OtherTrainings | None
                 _keep_record(options.tuned, run, console)
             job = dataclasses.replace(job, is_checkpointing=run["is_checkpointing"])  # as chosen
             run |= {} if beside is None else beside.run(job, folder, run)
+        options.save_json(run)
+        return status_of(run, options.MADE_BY)
+
+
+def sft(options: SftOptions, console: Console) -> int:
+    """Runs the fine-tuning, reports, and returns the exit status, as `train` does.
+
+    Raises ValueError and OSError for options that cannot be met, and for arguments that TRL does
+    not take.
+    """
+    if importlib.util.find_spec("trl") is None:
+        raise ValueError("trl is not installed: pip install 'tiermem[sft]'")
+    config = options.config
+    is_yaml = config is not None and config.suffix in YAML
+    words = ["--config", str(config)] if is_yaml else []
+    with of_this_rank(options, "sft", console) as (folder, options, console, is_first):
+        job = Job(
+            options.MADE_BY,
+            config=read_json(config) if config is not None and not is_yaml else {},
+            memory_limit_bytes=options.memory_bytes,
+            nvme_paths=[str(path.absolute()) for path in options.nvme],
+            events_file=str(folder / "events.jsonl") if is_first else None,
+            sft={
+                "arguments": [*options.arguments, *words],
+                **{
+                    name: getattr(options, name)
+                    for name in ("offload", "states", "frozen", "tbw_bytes")
+                },
+            },
+        )
+        run = run_reported(job, options.MADE_BY, folder, options, console, is_first)
         options.save_json(run)
         return status_of(run, options.MADE_BY)
 
