@@ -56,10 +56,7 @@ def measure_link(
     """
     if not is_accelerator(device):
         return None
-    with pinned_slots(device, num_bytes) as (here, _):
-        there = [torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
-        torch.accelerator.synchronize(device)
-        copies = [(new_stream(device), there[0], here[0]), (new_stream(device), here[1], there[1])]
+    with _both_ways(device, num_bytes) as copies:
         return copy_rate(copies, num_bytes, least_s) / 2
 
 
@@ -132,32 +129,32 @@ def measure_beside_copies(
         work: blocks; called again and again. `work_bytes` is what it reads and writes.
     """
     num_bytes = min(num_bytes, free_and_total(device)[0] // 4)
-    down = new_stream(device)
-    up = new_stream(device)
     under_way = deque[torch.Event]()
-    with pinned_slots(device, num_bytes) as (here, _):
-        there = [torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
-        torch.accelerator.synchronize(device)
-
-        def copy() -> None:
-            for stream, to, source in ((down, there[0], here[0]), (up, here[1], there[1])):
-                with on(stream):
-                    to.copy_(source, non_blocking=True)
-            up.wait_stream(down)
-            under_way.append(record(up))
-
+    with _both_ways(device, num_bytes) as copies:
+        (down, *_), (up, *_) = copies
         start = time.monotonic()
         moved = 0
         while (elapsed := time.monotonic() - start) < least_s or not moved:
             while len(under_way) < _COPIES_AHEAD:
-                copy()
+                _issue(copies)
+                up.wait_stream(down)
+                under_way.append(record(up))
             work()
             moved += work_bytes
             while under_way and under_way[0].query():
                 under_way.popleft()
                 moved += 2 * num_bytes
-        torch.accelerator.synchronize(device)
     return moved / elapsed
+
+
+@contextlib.contextmanager
+def _both_ways(device: torch.device, num_bytes: int) -> Iterator[Sequence[Copy]]:
+    """A copy of pinned memory to the accelerator and one from it, each with a stream of its own.
+    Waits for the device at the end."""
+    with pinned_slots(device, num_bytes) as (here, _):
+        there = [torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+        torch.accelerator.synchronize(device)
+        yield (new_stream(device), there[0], here[0]), (new_stream(device), here[1], there[1])
 
 
 @contextlib.contextmanager
@@ -196,9 +193,13 @@ def _time_copies(copies: Sequence[Copy], count: int) -> float:
                 to.copy_(source, non_blocking=True)
     else:
         for _ in range(count):
-            for stream, to, source in copies:
-                with on(stream):
-                    to.copy_(source, non_blocking=True)
+            _issue(copies)
     for stream, _, _ in copies:
         stream.synchronize()
     return time.monotonic() - start
+
+
+def _issue(copies: Sequence[Copy]) -> None:
+    for stream, to, source in copies:
+        with on(stream):
+            to.copy_(source, non_blocking=True)
