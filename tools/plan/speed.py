@@ -82,17 +82,10 @@ def speed_of(
         compute = options.flops or _ASSUMED_FLOPS
         source = _named_by(options, "--flops") if options.flops else "assumed: give --flops"
         sources.append(f"computing: {compute:.3g} operations a second a rank, {source}")
-        sources.append(
-            f"CPU kernels: {rates.kernel_bytes_s / 1e9:.0f} GB/s of memory traffic, assumed"
-        )
-        if is_gpu:
-            beside = f"{rates.host_memory_bytes_s / 1e9:.0f} GB/s of memory traffic"
-            sources.append(f"CPU kernels beside copies: {beside}, assumed")
+        how = "assumed"
     else:
         sharing = 1 if is_gpu else options.ranks  # ranks that share a processor
         measured = _measured(options, shape, config)
-        kernels = measure_kernels() / options.ranks
-        sums = measure_sums() / options.ranks
         shared = f", shared by {options.ranks} ranks" if options.ranks > 1 else ""
         if isinstance(measured, Maths):
             compute, use_s, gradient_bytes_s = measured.shared_by(sharing)
@@ -105,20 +98,19 @@ def speed_of(
                 "train a few of the model's blocks would take minutes"
             )
         sources.append(f"computing: {said}{shared}")
-        sources.append(f"CPU kernels: {kernels / 1e9:.0f} GB/s of memory traffic, measured{shared}")
-        memory = measure_host_memory() if is_gpu else None
-        if memory is not None:
-            memory /= options.ranks
-            sources.append(
-                f"CPU kernels beside copies: {memory / 1e9:.0f} GB/s of memory traffic, "
-                f"measured{shared}"
-            )
+        how = f"measured{shared}"
+        memory = measure_host_memory()
         rates = dataclasses.replace(
             rates,
-            kernel_bytes_s=kernels,
-            host_memory_bytes_s=memory or rates.host_memory_bytes_s,
-            sum_bytes_s=sums,
+            kernel_bytes_s=measure_kernels() / options.ranks,
+            host_memory_bytes_s=memory / options.ranks if memory else rates.host_memory_bytes_s,
+            sum_bytes_s=measure_sums() / options.ranks,
         )
+    traffic = "GB/s of memory traffic"
+    sources.append(f"CPU kernels: {rates.kernel_bytes_s / 1e9:.0f} {traffic}, {how}")
+    if is_gpu:
+        beside = f"{rates.host_memory_bytes_s / 1e9:.0f} {traffic}"
+        sources.append(f"CPU kernels beside copies: {beside}, {how}")
     if options.ranks * options.nodes > 1:
         is_usual = options.network_bytes_s == PlanOptions.network_bytes_s
         said = "assumed: give --network" if is_usual else "by --network"
