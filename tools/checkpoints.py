@@ -68,7 +68,15 @@ from tiermem.tools.words import format_bytes, numbered, read_json
 EXIT_DEAD = 1
 EXIT_UNREAD = 2
 EXIT_DAMAGED = 3
-_SPACE = (">on the disk", ">durable", ">live", ">free", ">unclear", ">records")
+_SPACE = {
+    ">on the disk": "file_bytes",
+    ">durable": "durable_bytes",
+    ">live": "live_bytes",
+    ">free": "free_bytes",
+    ">unclear": "unclear_bytes",
+    ">records": "record_bytes",
+}
+"""Columns of the space of runs and paths: the field of a report that each shows."""
 _STYLES = {"whole": "green", "live": "cyan", "kept": "green", "dead": "yellow", "unseen": "yellow"}
 _STYLES |= {"removed": "yellow", "unread": "yellow"}
 
@@ -176,14 +184,7 @@ def _advise(found: Survey, console: Console, removed: list[str]) -> None:
 
 def _sizes(report: RunReport | PathReport) -> Iterable[str]:
     """The cells below _SPACE."""
-    found = (
-        report.file_bytes,
-        report.durable_bytes,
-        report.live_bytes,
-        report.free_bytes,
-        report.unclear_bytes,
-    )
-    return map(format_bytes, (*found, report.record_bytes))
+    return (format_bytes(getattr(report, field)) for field in _SPACE.values())
 
 
 def _state(state: str) -> Text:

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import numpy as np
 from rich.console import Console
 
 from tiermem.swap.base.native import IoSettings, Queue
@@ -549,9 +550,7 @@ def _facts_of(turn: Turn) -> dict[str, Any]:
 
 
 def _median(turns: Sequence[Turn]) -> Turn:
-    mixed = zip(*(turn.mixed_gbps for turn in turns), strict=True)
-    read = zip(*(turn.read_gbps for turn in turns), strict=True)
-    return Turn(tuple(map(statistics.median, mixed)), tuple(map(statistics.median, read)))
+    return Turn(*map(tuple, np.median(turns, axis=0).tolist()))
 
 
 def _print(found: TuneResult, out: Path, paths: Sequence[dict[str, Any]], console: Console) -> None:

@@ -196,11 +196,7 @@ def handling(handlers: Mapping[int, Handler]) -> Iterator[None]:
 
 def stopped_by_sigterm() -> contextlib.AbstractContextManager[None]:
     """Within: SIGTERM raises KeyboardInterrupt."""
-
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    return handling({signal.SIGTERM: stop})
+    return handling({signal.SIGTERM: signal.default_int_handler})
 
 
 class Stop:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tiermem.swap.base.proc import read_table
 from tiermem.swap.disk import durable
 from tiermem.tools.job.launcher import Message, Observer, Outcome, Sample
 from tiermem.tools.measure.machine import WrittenOnPath, cpu_model, memory_bytes, num_cores
@@ -50,8 +51,7 @@ SLACK = IoCounts(32 << 20, 1 << 20)
 
 def kernel_counts() -> IoCounts:
     """Block I/O of this process so far, all threads."""
-    with open("/proc/self/io", encoding="ascii") as table:
-        counts = dict(line.split(": ") for line in table.read().splitlines())
+    counts = read_table("/proc/self/io")
     return IoCounts(int(counts["read_bytes"]), int(counts["write_bytes"]))
 
 
