@@ -26,9 +26,9 @@ import torch
 from rich.console import Console
 
 from tiermem.ranks.topology import fair_cores, fair_threads
-from tiermem.swap.base.native import Map, Workers, choose_isa, optimizer_step, store_gradient
+from tiermem.swap.base.native import Workers, choose_isa, optimizer_step, store_gradient
 from tiermem.swap.base.parts import Dither, Quantised, StepParts, StepRule, num_scales
-from tiermem.tools.bench.peer_operators import MAX_NORM, SCALE, padded, whole_step
+from tiermem.tools.bench.peer_operators import MAX_NORM, SCALE, new_arrays, whole_step
 from tiermem.tools.bench.witnesses import LineProgram, peer_program
 from tiermem.tools.measure.files import check_memory
 from tiermem.tools.measure.machine import caption, machine_facts
@@ -147,21 +147,12 @@ _BETAS = (0.9, 0.999)
 _EPS = 1e-8
 
 
-def _arrays(*wanted: tuple[int, torch.dtype]) -> list[torch.Tensor]:
-    """Zeros of (numel, dtype) in huge pages, resident. The memory goes with the last array."""
-    sizes = [padded(numel * dtype.itemsize) for numel, dtype in wanted]
-    memory = Map(sum(sizes))
-    memory.commit(0, memory.num_bytes)
-    pieces = zip(memory.tensor().split(sizes), wanted, strict=True)
-    return [piece[: numel * dtype.itemsize].view(dtype) for piece, (numel, dtype) in pieces]
-
-
 def _parts_of(row: AdamRow, numel: int) -> StepParts:
     """The arrays that our step and torch's work on."""
     scales = [(num_scales(numel), torch.uint8)] if row.moments == "8bit" else []
     moment = [(numel, _DTYPES[row.moments]), *scales]
     master = [] if row.master == row.weight else [(numel, _DTYPES[row.master])]
-    weight, grad, *others = _arrays(
+    weight, grad, *others = new_arrays(
         (numel, _DTYPES[row.weight]), (numel, _DTYPES[row.grads]), *master, *moment, *moment
     )
     weight.fill_(0.5)
@@ -200,7 +191,7 @@ def _torch_step(row: AdamRow, parts: StepParts) -> Callable[[], object]:
     grad = parts.grad
     assert low is not None
     param = torch.nn.Parameter(low if parts.master is None else parts.master)
-    param.grad = _arrays((grad.numel(), torch.float32))[0] if row.kind == "whole" else grad
+    param.grad = new_arrays((grad.numel(), torch.float32))[0] if row.kind == "whole" else grad
     adam = torch.optim.AdamW(
         [param], lr=_LR, betas=_BETAS, eps=_EPS, weight_decay=_DECAY, fused=True
     )

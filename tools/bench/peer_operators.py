@@ -138,7 +138,8 @@ class PeerAdam:
         torch.set_num_threads(threads)
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "whole": torch.float32}[kind]
         dtypes = [*[dtype] * 4, *[torch.bfloat16] * (2 if kind == "whole" else 0)]
-        param, grad, exp_avg, exp_avg_sq, *low = arrays = _arrays(numel, dtypes)
+        made = new_arrays(*((numel, dtype) for dtype in dtypes))
+        param, grad, exp_avg, exp_avg_sq, *low = made
         with torch.no_grad():
             grad.fill_(1e-3)
             param.fill_(0.5)
@@ -155,7 +156,7 @@ class PeerAdam:
         else:
             self._step = adam.step
         self._step()
-        return sum(padded(array.nbytes) for array in arrays)
+        return sum(_padded(array.nbytes) for array in made)
 
 
 def whole_step(adam: Any, param: Any, low: torch.Tensor, low_grad: torch.Tensor) -> None:
@@ -169,21 +170,21 @@ def whole_step(adam: Any, param: Any, low: torch.Tensor, low_grad: torch.Tensor)
         low.copy_(param)
 
 
-def _arrays(numel: int, dtypes: list[torch.dtype]) -> list[torch.Tensor]:
-    """Zeros in one map of huge pages, which goes with the last of them."""
-    sizes = [padded(numel * dtype.itemsize) for dtype in dtypes]
+def new_arrays(*wanted: tuple[int, torch.dtype]) -> list[torch.Tensor]:
+    """Zeros of (numel, dtype) in one map of huge pages, resident. It goes with the last of them."""
+    sizes = [_padded(numel * dtype.itemsize) for numel, dtype in wanted]
     memory = mmap.mmap(-1, sum(sizes))
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     starts = [sum(sizes[:number]) for number in range(len(sizes))]
     arrays = [
         torch.frombuffer(memory, dtype=dtype, count=numel, offset=start)
-        for dtype, start in zip(dtypes, starts, strict=True)
+        for (numel, dtype), start in zip(wanted, starts, strict=True)
     ]
     return [array.zero_() for array in arrays]
 
 
-def padded(num_bytes: int) -> int:
+def _padded(num_bytes: int) -> int:
     """An odd number of pages: arrays a power of two apart would evict each other from the
     first-level cache."""
     return ((-(-num_bytes // _PAGE_BYTES) + 3) | 1) * _PAGE_BYTES
