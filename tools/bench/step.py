@@ -254,12 +254,8 @@ def _figures_of(
     """The figures of one model with the pipeline as asked."""
     steps = next(iter(model.steps.values()))
     step_s = statistics.median(step.seconds for step in steps)
-    moved = IoCounts(
-        *(sum(part) // len(steps) for part in zip(*(step.total for step in steps), strict=True))
-    )
-    kernel = IoCounts(
-        *(sum(part) // len(steps) for part in zip(*(step.kernel for step in steps), strict=True))
-    )
+    moved = IoCounts.mean([step.total for step in steps])
+    kernel = IoCounts.mean([step.kernel for step in steps])
     memory_s = model.memory_bytes / memory_bytes_s
     roofline_s, roofline_by = ceiling(options.yardstick, list(model.rooflines.items()), memory_s)
     figures: dict[str, Any] = {

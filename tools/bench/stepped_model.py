@@ -194,7 +194,7 @@ class SteppedModel(AbstractContextManager["SteppedModel"]):
         self._shards.switch_pipeline(*pipelining)
         recorder.forget()
         before = self._counts()
-        flown = [self._latencies(kind) for kind in (READ, WRITE)]
+        flown = self._latencies()
         kernel_before = kernel_counts()
         start_cpu_s = time.process_time()
         start_ns = time.monotonic_ns()
@@ -203,17 +203,14 @@ class SteppedModel(AbstractContextManager["SteppedModel"]):
         cpu_s = time.process_time() - start_cpu_s
         kernel = kernel_counts().since(kernel_before)
         moved = tuple(now.since(then) for now, then in zip(self._counts(), before, strict=True))
-        counts = [
-            self._latencies(kind) - then for kind, then in zip((READ, WRITE), flown, strict=True)
-        ]
-        in_flight = [
+        read, written = (
             mean_in_flight(each, num_bytes, (end_ns - start_ns) * 1e-9)
-            for each, num_bytes in zip(counts, IoCounts.total(moved), strict=True)
-        ]
-        spans = [Span(*event) for event in recorder.events]
-        return TimedStep(
-            start_ns, end_ns, moved, kernel, spans, cpu_s, (in_flight[0], in_flight[1])
+            for each, num_bytes in zip(
+                self._latencies() - flown, IoCounts.total(moved), strict=True
+            )
         )
+        spans = [Span(*event) for event in recorder.events]
+        return TimedStep(start_ns, end_ns, moved, kernel, spans, cpu_s, (read, written))
 
     def _give_gradients(self) -> None:
         for live in self._shards.units:
@@ -223,8 +220,10 @@ class SteppedModel(AbstractContextManager["SteppedModel"]):
             self._shards.homes.show(live.unit)
         self._shards.homes.store.flush()
 
-    def _latencies(self, kind: int) -> npt.NDArray[np.int64]:
-        return self._shards.store.queues.latencies(kind).astype(np.int64)
+    def _latencies(self) -> npt.NDArray[np.int64]:
+        """Blocks by bucket of latency: those that were read, then those that were written."""
+        queues = self._shards.store.queues
+        return np.array([queues.latencies(kind) for kind in (READ, WRITE)], dtype=np.int64)
 
     def _counts(self) -> list[IoCounts]:
         return [IoCounts(p.read_bytes, p.written_bytes) for p in self._shards.store.stats().paths]

@@ -39,6 +39,11 @@ class IoCounts(NamedTuple):
         """The sum; zeros for none."""
         return IoCounts(*map(sum, zip((0, 0), *counts, strict=True)))
 
+    @staticmethod
+    def mean(counts: Sequence[IoCounts]) -> IoCounts:
+        """In whole bytes."""
+        return IoCounts(*(each // len(counts) for each in IoCounts.total(counts)))
+
     def since(self, before: IoCounts) -> IoCounts:
         """What was added after `before`."""
         return IoCounts(
