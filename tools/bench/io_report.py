@@ -22,7 +22,7 @@ from tiermem.swap.base.native import latency_edges
 from tiermem.swap.disk import durable
 from tiermem.tools.bench.io_ranks import RankOutcome, Setting
 from tiermem.tools.measure.sustained import find_knee
-from tiermem.tools.record.plots import save_figure
+from tiermem.tools.record.plots import open_pyplot, save_figure
 from tiermem.tools.record.reports import table
 from tiermem.tools.record.run_record import IoCounts, disagreements
 from tiermem.tools.words import csv_mark, numbered
@@ -223,11 +223,6 @@ _COLOURS = "viridis"
 
 def draw_heatmap(rows: Sequence[Row], caption: str, file: Path, made_by: str) -> None:
     """Draws and saves the picture. Raises OSError; needs matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     panels = panels_of(rows)
     lines = _lines(panels)
     num_columns = max(map(len, lines))
@@ -237,18 +232,15 @@ def draw_heatmap(rows: Sequence[Row], caption: str, file: Path, made_by: str) ->
     columns = int(150 * max(2, num_columns) / _MOST_COLUMNS)  # characters of the caption
     folded = [part for line in caption.splitlines() for part in textwrap.wrap(line, columns)]
     size = width * max(2, num_columns), height * len(lines) + 0.5 + 0.16 * len(folded)
-    figure = pyplot.figure(figsize=size, layout="constrained")
-    grid = figure.add_gridspec(len(lines), num_columns)
-    for title, place in (
-        (title, grid[y, x]) for y, line in enumerate(lines) for x, title in enumerate(line)
-    ):
-        ax = figure.add_subplot(place, title=title)
+    mosaic = [line + ["."] * (num_columns - len(line)) for line in lines]
+    figure, axes = open_pyplot().subplot_mosaic(mosaic, figsize=size, layout="constrained")
+    for title, ax in axes.items():
+        ax.set_title(title, fontsize=9)
         mode = panels[title][0]["mode"]
         if mode == "sustained":
             _draw_series(ax, panels[title])
         else:
             _draw_map(ax, panels[title], _scale(rows, mode))
-        ax.title.set_fontsize(9)
     figure.suptitle("GB/s by block size and blocks in flight", fontsize=11)
     figure.supxlabel("\n".join(folded), fontsize=7, color="#555555")
     save_figure(figure, file, made_by)

@@ -384,17 +384,22 @@ def _name_stretches(ax: Axes, run: dict[str, Any], origin: int) -> None:
             )
 
 
-def new_figure(
-    width: float, height: float, heights: Sequence[float] = (1,), is_shared: bool = True
-) -> tuple[Figure, list[Axes]]:
-    """A figure of axes below each other, drawn without a display; they share their x where
-    `is_shared`."""
+def open_pyplot() -> Any:
+    """matplotlib's pyplot, which draws without a display."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(
+    return pyplot
+
+
+def new_figure(
+    width: float, height: float, heights: Sequence[float] = (1,), is_shared: bool = True
+) -> tuple[Figure, list[Axes]]:
+    """A figure of axes below each other, drawn without a display; they share their x where
+    `is_shared`."""
+    figure, axes = open_pyplot().subplots(
         len(heights),
         1,
         figsize=(width, height),
@@ -408,12 +413,10 @@ def new_figure(
 
 def save_figure(figure: Figure, file: Path, made_by: str) -> None:
     """Writes a PNG with a command's mark, and lets the figure go. Raises OSError."""
-    from matplotlib import pyplot
-
     picture = io.BytesIO()
     figure.savefig(picture, dpi=130, format="png", metadata={"Software": made_by})
     durable.write_file(file, picture.getvalue())
-    pyplot.close(figure)
+    open_pyplot().close(figure)
 
 
 if __name__ == "__main__":
