@@ -106,13 +106,13 @@ def scenario_of(options: PlanOptions) -> tuple[Scenario, list[str]]:
         raise Mistake(said, {"--seq": "--seq 4608"})
     seq = options.seq or _SEQ
     options = dataclasses.replace(options, seq=seq)
-    if OF_DIFFUSERS in shape and options.flops is None and options.gpu_bytes is None:
+    is_timed_here = options.flops is None and options.gpu_bytes is None
+    if OF_DIFFUSERS in shape and is_timed_here:
         said = "a diffusion model is not timed here"
         raise Mistake(
             f"{said}: name the card that it is for", {"--gpu-memory": "--gpu-memory 24GiB"}
         )
-    # measured here, in the dtype that is best here
-    if options.flops is None and options.gpu_bytes is None:
+    if is_timed_here:  # in the dtype that is best here
         config, _ = settle_compute(config, shape)
     card = (
         Card.here(find_device()) if options.gpu_bytes is None else Card.elsewhere(options.gpu_bytes)

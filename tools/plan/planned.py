@@ -298,16 +298,15 @@ class Planned:
     def problems(self) -> list[PlanProblem]:
         """The tiers that are too small; empty when it fits."""
         cluster = self.scenario.cluster
-        found = []
-        for tier, limit_bytes in cluster.limits.items():
-            needed_bytes = self.tier_bytes(tier) * (
-                1 if tier is Tier.DEVICE else cluster.ranks_per_node
-            )
-            if limit_bytes and needed_bytes > limit_bytes:
-                found.append(PlanProblem(PLACES[tier], needed_bytes, limit_bytes))
-        pinned = self.pinned_bytes * cluster.ranks_per_node
         plan, given, per_node = self.plan, self.given, cluster.ranks_per_node
-        for where, needed, limit in (
+        pinned = self.pinned_bytes * per_node
+        tiers = (
+            (PLACES[tier], self.tier_bytes(tier) * (1 if tier is Tier.DEVICE else per_node), limit)
+            for tier, limit in cluster.limits.items()
+            if limit
+        )
+        needs = (
+            *tiers,
             ("host_bytes of the config", plan.host_bytes * per_node, given.host_bytes),
             ("device_bytes of the config", plan.device_bytes, given.device_bytes),
             ("the config's room on disks", plan.disk_bytes * per_node, given.most_disk_bytes),
@@ -317,10 +316,12 @@ class Planned:
                 self.written_bytes_day,
                 cluster.written_bytes_day,
             ),
-        ):
-            if limit is not None and needed > limit:
-                found.append(PlanProblem(where, int(needed), int(limit)))
-        return found
+        )
+        return [
+            PlanProblem(where, int(needed), int(limit))
+            for where, needed, limit in needs
+            if limit is not None and needed > limit
+        ]
 
 
 def plan_scenario(scenario: Scenario, chooses: bool = True, near: Planned | None = None) -> Planned:

@@ -585,10 +585,7 @@ def predict(
 ) -> Figures:
     """The figures of a step of `num_micro` micro-batches and of memory, as JSON takes them; `disk`
     holds rates in bytes per second. Where nothing was measured: bytes alone, and why."""
-    why = {"not_made": measured} if isinstance(measured, str) else {}
-    if isinstance(measured, str):  # bytes do not depend on rates
-        measured = MeasuredRates(Compute.of_peak(_NOMINAL, 1), Rates(_NOMINAL, _NOMINAL))
-    compute, rates = measured
+    compute, rates = _NOMINAL if isinstance(measured, str) else measured
     is_gpu = is_accelerator(shards.device)
     plan = shards.plan
     of_job = ActivationBytes.of(job, is_gpu)
@@ -616,10 +613,13 @@ def predict(
         "device_bytes": on_device if is_gpu else None,
         "rates": {"compute": compute._asdict(), **dataclasses.asdict(rates), "disk": disk},
     }
-    return {**why, **{key: figures[key] for key in _WITHOUT_TIME}} if why else figures
+    if isinstance(measured, str):
+        return {"not_made": measured, **{key: figures[key] for key in _WITHOUT_TIME}}
+    return figures
 
 
-_NOMINAL = 1e9
+_NOMINAL = MeasuredRates(Compute.of_peak(1e9, 1), Rates(1e9, 1e9))
+"""Where nothing was measured: bytes do not depend on rates."""
 _WITHOUT_TIME = (
     "nvme_read_bytes",
     "nvme_written_bytes",
