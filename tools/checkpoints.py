@@ -226,10 +226,10 @@ def inspect_checkpoint(options: InspectOptions, console: Console) -> int:
                 for p in named
                 if any(fnmatch.fnmatchcase(p.name, each) for each in options.patterns)
             ]
-        if not named and options.patterns:
-            raise ValueError(
-                f"--match: no tensor of {place} is named {' or '.join(options.patterns)}"
-            )
+            if not named:
+                raise ValueError(
+                    f"--match: no tensor of {place} is named {' or '.join(options.patterns)}"
+                )
         rows = [_figures(source, each) for each in named]
     names = "step", "tag", "run_id", "commit", "world", "num_shards"
     options.save_json(
@@ -417,9 +417,14 @@ def export_checkpoint(options: ExportOptions, console: Console) -> int:
     given = "fp32" if options.is_fp32 else options.dtype
     dtype = None if given is None else dtype_of(given)
     with Source.open(options.where, options.tag) as source:
-        files, num_bytes = (_export_dcp if options.is_dcp else _export_weights)(
-            options, source, dtype, console
-        )
+        if options.is_dcp:
+            from tiermem.checkpoint.interchange.export import export_dcp  # takes a second
+
+            with transfer_bar(console, "writing", source.num_bytes) as advance:
+                num_bytes = export_dcp(source, options.out, dtype, advance)
+            files = sorted(file.name for file in options.out.iterdir())
+        else:
+            files, num_bytes = _export_weights(options, source, dtype, console)
         step = source.manifest.step
         excluded = source.manifest.excluded
     figures = {"step": step, "files": files, "num_bytes": num_bytes, "folder": options.out}
@@ -462,16 +467,6 @@ def _export_weights(
             weights, options.out, options.max_shard_bytes, not options.is_pytorch, config, advance
         )
     return [shard.name for shard in shards], sum(shard.num_bytes for shard in shards)
-
-
-def _export_dcp(
-    options: ExportOptions, source: Source, dtype: Any, console: Console
-) -> tuple[list[str], int]:
-    from tiermem.checkpoint.interchange.export import export_dcp
-
-    with transfer_bar(console, "writing", source.num_bytes) as advance:
-        num_bytes = export_dcp(source, options.out, dtype, advance)
-    return sorted(file.name for file in options.out.iterdir()), num_bytes
 
 
 def _config_text(given: Path | None, source: Source) -> str | None:

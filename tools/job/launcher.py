@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
-from tiermem.swap.base.proc import bytes_in, read_table
+from tiermem.swap.base.proc import bytes_in, read_table, read_word
 from tiermem.tools.memory_limit import Charge, MemoryLimit
 from tiermem.tools.words import format_bytes, handling, read_json, save_json
 
@@ -266,10 +266,7 @@ def _descendants(root: int) -> list[int]:
     found = [root]
     for pid in found:  # grows while it is walked
         for children in Path(f"/proc/{pid}/task").glob("*/children"):
-            try:
-                found += [int(child) for child in children.read_text().split()]
-            except OSError:
-                continue
+            found += map(int, read_word(children).split())
     return found
 
 

@@ -243,10 +243,8 @@ def find_resumed(where: Path) -> Resumed:
             "engine.load_checkpoint"
         )
     try:
-        options = {
-            field: saved[field] for field in (*_CARRIED, "is_checkpointing") if field not in _ADDED
-        }
-        options |= {field: saved.get(field) for field in _ADDED}
+        told = dict.fromkeys(_ADDED) | saved
+        options = {field: told[field] for field in (*_CARRIED, "is_checkpointing")}
         kept = manifest.compute_dtype, manifest.streamed_part
         return Resumed(
             place,

@@ -476,11 +476,9 @@ def predicted_table(run: Mapping[str, Any]) -> Table | None:
         "predicted before the first step, and real", "", ">predicted", ">real", ">predicted / real"
     )
     real = _medians(run)
-    times = {phase: (said[f"{phase}_s"], seconds) for phase, seconds in real.items()}
-    times["together"] = (
-        sum(each for each, _ in times.values()),
-        sum(seconds or 0.0 for seconds in real.values()),
-    )
+    times = {phase: (said[f"{phase}_s"], seconds or 0.0) for phase, seconds in real.items()}
+    said_s, real_s = map(sum, zip(*times.values(), strict=True))
+    times["together"] = said_s, real_s
     for phase, both in times.items():
         shown.add_row(phase, *map(_seconds, both), _ratio(*both))
     for what, predicted, measured in (

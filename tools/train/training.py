@@ -607,23 +607,20 @@ def explain_out_of_memory(
     reserved, allocated, total, free = (
         format_bytes(figures[f"{key}_bytes"]) for key in ("reserved", "allocated", "total", "free")
     )
-    rests = (
-        ""
-        if plan is None
-        else f"; the plan keeps {format_bytes(planned_bytes(plan))} on DEVICE{_rows(plan)}"
-    )
+    rows = [
+        f"{what} {format_bytes(num_bytes)}"
+        for what, tier, num_bytes, _ in plan or ()
+        if tier == "DEVICE"
+    ]
+    rests = ""
+    if plan is not None:
+        rests = f"; the plan keeps {format_bytes(planned_bytes(plan))} on DEVICE"
+        rests += f" ({', '.join(rows)})" if rows else ""
     return (
         f"{figures['device']} has no memory left in {phase}: {wanted}, torch has reserved "
         f"{reserved} of {total} ({allocated} "
         f"in tensors) and {free} are free{rests}: {_remedy(job, is_made=plan is not None)}"
     )
-
-
-def _rows(plan: Sequence[Sequence[Any]]) -> str:
-    rows = [
-        f"{what} {format_bytes(num_bytes)}" for what, tier, num_bytes, _ in plan if tier == "DEVICE"
-    ]
-    return f" ({', '.join(rows)})" if rows else ""
 
 
 def _remedy(job: Job, is_made: bool) -> str:
