@@ -18,9 +18,9 @@ import secrets
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 
@@ -68,23 +68,24 @@ from tiermem.tools.words import (
 EXIT_COUNTS = 3
 EXIT_KILLED = 137
 
-
-class OtherTrainings(Protocol):
-    """Other trainings of the same job, which an instrument runs after ours."""
-
-    def prepare(self, job: Job) -> None:
-        """Before anything is started. Raises ValueError and OSError for a job that they cannot be
-        given."""
-
-    def run(self, job: Job, folder: Path, ours: dict[str, Any]) -> dict[str, Any]:
-        """Runs them. Returns what the JSON has of them beside the record of ours."""
+Run = dict[str, Any]
+"""The record of a run, as --json has it."""
 
 
-def train(options: TrainOptions, console: Console, beside: OtherTrainings | None = None) -> int:
+def train(
+    options: TrainOptions,
+    console: Console,
+    others_of: Callable[[Job], Callable[[Job, Path, Run], Run]] = lambda job: lambda *_: {},
+) -> int:
     """Runs the training, reports, and returns the exit status.
 
     0 finished · 1 failed · 3 our counts and the kernel's differ · 130 stopped by Ctrl-C · 137
     killed at the cap.
+
+    Args:
+        others_of: an instrument's, called before anything is started; raises ValueError or OSError
+            for a job that other trainings cannot be given. What it returns runs them, and is given
+            the job, the run's folder and our record; it returns what --json has beside that.
 
     Raises:
         ValueError, OSError: options that cannot be met.
@@ -98,8 +99,7 @@ def train(options: TrainOptions, console: Console, beside: OtherTrainings | None
     with of_this_rank(options, name, console) as (folder, options, console, is_first):
         job = make_job(options, name, folder, resumed)
         _check_memory(job, console)
-        if beside is not None:
-            beside.prepare(job)
+        run_others = others_of(job)
         if not is_first:
             job = dataclasses.replace(job, events_file=None)
         if not (job.checkpoint or job.resume):
@@ -112,7 +112,7 @@ def train(options: TrainOptions, console: Console, beside: OtherTrainings | None
             if options.tuned is not None:
                 _keep_record(options.tuned, run, console)
             job = dataclasses.replace(job, is_checkpointing=run["is_checkpointing"])  # as chosen
-            run |= {} if beside is None else beside.run(job, folder, run)
+            run |= run_others(job, folder, run)
         options.save_json(run)
         return status_of(run, options.MADE_BY)
 

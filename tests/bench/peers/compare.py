@@ -4,7 +4,8 @@ own, side by side."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tiermem.config import load_config
 from tiermem.tools.job.launcher import Job
 from tiermem.tools.record.reports import table
 from tiermem.tools.record.run_record import PHASES, median_after_warm_up
-from tiermem.tools.train.train import run_one, train
+from tiermem.tools.train.train import Run, run_one, train
 from tiermem.tools.words import format_bytes, save_json
 
 _PATIENCE_S = 300.0  # a peer that hangs, or thrashes below its cap, is a result too
@@ -26,34 +27,33 @@ _PATIENCE_S = 300.0  # a peer that hangs, or thrashes below its cap, is a result
 def bench_peers(options: PeersOptions, console: Console) -> int:
     """Trains as `tiermem train` does, then with each peer. Returns the exit status of ours. Raises
     as `train`."""
-    return train(options, console, Peers(options, console))
 
-
-class Peers:
-    """The peers of one training."""
-
-    def __init__(self, options: PeersOptions, console: Console) -> None:
-        self._options = options
-        self._console = console
-        self._peers: Sequence[Peer] = ()
-
-    def prepare(self, job: Job) -> None:
-        """Lists the peers. Raises ValueError for a job that a peer cannot be given, OSError for a
-        missing interpreter."""
+    def peers_of(job: Job) -> Callable[[Job, Path, Run], Run]:
+        """Trains with each peer of the job, and prints and saves all runs side by side. Raises
+        ValueError for a job that a peer cannot be given, OSError for a missing interpreter."""
         if job.num_ranks > 1:
             raise ValueError(f"peers train on one rank, and {job.num_ranks} were started")
         if load_config(job.config).moved:
             raise ValueError("peers need homes that are named: give --offload none, cpu or nvme")
-        self._peers = list_peers(job, self._options.peer_python)
+        return functools.partial(_run_peers, list_peers(job, options.peer_python), options, console)
 
-    def run(self, job: Job, folder: Path, ours: dict[str, Any]) -> dict[str, Any]:
-        """Trains with each peer, and prints and saves all runs side by side."""
-        runs = [ours]
-        for peer in self._peers:
-            runs += _run_peer(peer, job, folder, self._options, self._console)
-        self._console.print(peers_table(runs))
-        save_json(folder / "peers.json", {"runs": runs})
-        return {"peers": runs[1:]}
+    return train(options, console, peers_of)
+
+
+def _run_peers(
+    peers: Sequence[Peer],
+    options: PeersOptions,
+    console: Console,
+    job: Job,
+    folder: Path,
+    ours: Run,
+) -> Run:
+    runs = [ours]
+    for peer in peers:
+        runs += _run_peer(peer, job, folder, options, console)
+    console.print(peers_table(runs))
+    save_json(folder / "peers.json", {"runs": runs})
+    return {"peers": runs[1:]}
 
 
 def peers_table(runs: Sequence[Mapping[str, Any]]) -> Table:
