@@ -495,20 +495,18 @@ def optimizer_step(
     parts: StepParts,
     dither: Dither | None = None,
     start_moments: bool = False,
-    start_master: bool = False,
 ) -> None:
     """Steps master and moments in place in one pass, and writes the weight the model sees. Blocks;
     GIL free.
 
     With `dither` every part of the state below fp32 is rounded stochastically, else to nearest
-    even. start_moments: moments start at zero (adagrad: at rule.initial) without being read;
-    start_master: the master starts from the weight. Raises ValueError for parts that do not fit
-        together. Formulas and sources: tm_optimizer_step in native/tiermem.h.
+    even. start_moments: moments start at zero (adagrad: at rule.initial) without being read. Raises
+    ValueError for parts that do not fit together. Formulas and sources: tm_optimizer_step in native/tiermem.h.
     """
     numbers = StepNumbers(rule, 0 if dither is None else dither.step)
     run_steps(
         workers,
-        [step_struct(rule, parts, numbers, dither, start_moments, start_master)],
+        [step_struct(rule, parts, numbers, dither, start_moments)],
         f"{rule.name} step",
     )
 
@@ -542,11 +540,10 @@ def step_struct(
     numbers: StepNumbers,
     dither: Dither | None,
     start_moments: bool = False,
-    start_master: bool = False,
 ) -> Any:
     """The tm_step of `optimizer_step`; it points at the numbers and into the parts, which the
     caller keeps alive. Raises ValueError."""
-    check_parts(rule, parts, start_master)
+    check_parts(rule, parts)
     step = ffi.new("tm_step *")
     step.n = parts.grad.numel()
     step.rule = _RULES[rule.name]
@@ -566,7 +563,6 @@ def step_struct(
         step.first_element = dither.first_element
     step.flags = (
         start_moments * lib.TM_STEP_START_MOMENTS
-        | start_master * lib.TM_STEP_START_MASTER
         | rule.maximize * lib.TM_STEP_MAXIMIZE
         | rule.nesterov * lib.TM_STEP_NESTEROV
     )

@@ -118,9 +118,7 @@ def num_scales(num_elements: int) -> int:
     return -(-num_elements // Q8_BLOCK)
 
 
-def check_parts(
-    rule: StepRule, parts: StepParts, start_master: bool, device: torch.device = CPU
-) -> None:
+def check_parts(rule: StepRule, parts: StepParts, device: torch.device = CPU) -> None:
     """Raises ValueError, naming the part, when these parts cannot be stepped by this rule on this
     device."""
     if rule.name not in MOMENTS:
@@ -131,8 +129,6 @@ def check_parts(
         _check_tensor("weight", parts.weight, numel, STORED, device)
     elif parts.master is None:
         raise ValueError("neither weight nor master was given; one of them holds the parameter")
-    elif start_master:
-        raise ValueError("start_master makes the master from the weight, and no weight was given")
     if parts.master is not None and parts.master.dtype in SPLIT:
         check_split(parts.master, parts.weight, numel, device)
     elif parts.master is not None:
@@ -144,7 +140,7 @@ def check_parts(
             f"{len(parts.moments)} moments"
         )
     if parts.source is not None:
-        check_parts(rule, parts.source._replace(grad=parts.grad), start_master, device)
+        check_parts(rule, parts.source._replace(grad=parts.grad), device)
         written, read = (
             [getattr(p, "dtype", None) for p in each.stepped] for each in (parts, parts.source)
         )

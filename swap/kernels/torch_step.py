@@ -300,9 +300,7 @@ def step_in_torch(
     rule: StepRule,
     parts: StepParts,
     dither: Dither | None = None,
-    *,
     start_moments: bool = False,
-    start_master: bool = False,
 ) -> None:
     """Steps master and moments in place, and writes the weight, on their device; as
     `optimizer_step` in swap/base/native.py.
@@ -311,7 +309,7 @@ def step_in_torch(
     several devices.
     """
     numel = parts.grad.numel()
-    check_parts(rule, parts, start_master, parts.grad.device)
+    check_parts(rule, parts, parts.grad.device)
     rule, one_minus = rounded_scalars(rule, start_moments)
     for begin in range(0, numel, CHUNK):
         end = min(begin + CHUNK, numel)
@@ -319,7 +317,7 @@ def step_in_torch(
         own = (
             None if dither is None else dither._replace(first_element=dither.first_element + begin)
         )
-        _step_chunk(rule, one_minus, chunk, own, start_moments, start_master)
+        _step_chunk(rule, one_minus, chunk, own, start_moments)
 
 
 def parts_between(parts: StepParts, begin: int, end: int) -> StepParts:
@@ -427,13 +425,12 @@ def _step_chunk(
     parts: StepParts,
     dither: Dither | None,
     start_moments: bool,
-    start_master: bool,
 ) -> None:
     weight = parts.weight
     master = parts.master
     kinds = MOMENTS[rule.name]
     is_split = master is not None and master.dtype in SPLIT
-    held = weight if master is None or start_master else master
+    held = weight if master is None else master
     assert held is not None
     p = widen_in_torch(held, weight if held.dtype in SPLIT else None)
     g = parts.grad.to(torch.float32) * rule.grad_scale

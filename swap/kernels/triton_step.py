@@ -71,9 +71,7 @@ def step_in_triton(
     rule: StepRule,
     parts: StepParts,
     dither: Dither | None = None,
-    *,
     start_moments: bool = False,
-    start_master: bool = False,
 ) -> None:
     """Steps the parts in place, on their device, as `step_in_torch` in swap/kernels/torch_step.py,
     in one kernel on the current stream.
@@ -81,35 +79,32 @@ def step_in_triton(
     Waits for the device when a variant is first used there, then no more. Raises ValueError for
     parts that do not fit together.
     """
-    check_parts(rule, parts, start_master, parts.grad.device)
+    check_parts(rule, parts, parts.grad.device)
     dtypes = tuple(
         None if part is None else _stored(part).dtype for part in (*parts[:3], *parts.moments)
     )
-    variant = (rule.name, rule.nesterov, dtypes, dither is not None, start_moments, start_master)
+    variant = (rule.name, rule.nesterov, dtypes, dither is not None, start_moments)
     step = launch if _is_exact(parts.grad.device, *variant) else step_in_torch
-    step(rule, parts, dither, start_moments=start_moments, start_master=start_master)
+    step(rule, parts, dither, start_moments)
 
 
 def launch(
     rule: StepRule,
     parts: StepParts,
     dither: Dither | None = None,
-    *,
     start_moments: bool = False,
-    start_master: bool = False,
 ) -> None:
     """Queues the kernel on parts that were checked. Raises what Triton raises where it cannot
     compile or start it."""
     numel = parts.grad.numel()
-    flags = {"start_moments": start_moments, "start_master": start_master}
     left = numel if dither is None else (1 << 32) - dither.first_element % (1 << 32)
     # the upper half of an element's number is mixed into the salts
     if dither is not None and left < numel:
         rest = dither._replace(first_element=dither.first_element + left)
         if left % Q8_BLOCK and any(isinstance(moment, Quantised) for moment in parts.moments):
-            return step_in_torch(rule, parts, dither, **flags)
-        launch(rule, parts_between(parts, 0, left), dither, **flags)
-        return launch(rule, parts_between(parts, left, numel), rest, **flags)
+            return step_in_torch(rule, parts, dither, start_moments)
+        launch(rule, parts_between(parts, 0, left), dither, start_moments)
+        return launch(rule, parts_between(parts, left, numel), rest, start_moments)
     if numel == 0:
         return None
     rule, one_minus = rounded_scalars(rule, start_moments)
@@ -130,7 +125,7 @@ def launch(
             num_moments=len(parts.moments),
             nesterov=rule.nesterov,
             dithered=dither is not None,
-            **flags,
+            start_moments=start_moments,
             enable_fp_fusion=False,
         )
     return None
@@ -183,23 +178,21 @@ def _is_exact(
     dtypes: tuple[torch.dtype | None, ...],
     is_dithered: bool,
     start_moments: bool,
-    start_master: bool,
 ) -> bool:
     """Whether this variant of the kernel runs on the device and gives the bits of torch operations.
     Waits for the device."""
     rule = StepRule(name, 0.03, 0.97, 0.37, 0.9, 0.95, 1e-8, 4.5, 0.8, 0.3, 0.1, nesterov=nesterov)
-    flags = {"start_moments": start_moments, "start_master": start_master}
     dither = Dither(0xFEDCBA9876543210, 1234567, (1 << 32) - 2048) if is_dithered else None
     try:
         seen, wanted = (_parts_to_try(name, dtypes, device) for _ in "12")
-        step_in_torch(rule, wanted, dither, **flags)
+        step_in_torch(rule, wanted, dither, start_moments)
         for begin, end in _TRIED:
             own = (
                 None
                 if dither is None
                 else dither._replace(first_element=dither.first_element + begin)
             )
-            launch(rule, parts_between(seen, begin, end), own, **flags)
+            launch(rule, parts_between(seen, begin, end), own, start_moments)
         fault = "its bits differ from those of torch operations"
         if all(map(torch.equal, _bytes_of(seen), _bytes_of(wanted))):
             return True
@@ -287,14 +280,9 @@ def _step(
     nesterov: tl.constexpr,
     dithered: tl.constexpr,
     start_moments: tl.constexpr,
-    start_master: tl.constexpr,
 ) -> None:
     rows = tl.program_id(0).to(tl.int64) * _ROWS + tl.arange(0, _ROWS)
-    p = (
-        _read(weight, None, rows, numel, False)
-        if start_master
-        else _read_master(weight, master, rows, numel)
-    )
+    p = _read_master(weight, master, rows, numel)
     g = _read(grad, None, rows, numel, False) * scalars.grad_scale
     m = None
     v = None

@@ -31,7 +31,6 @@ from test_torch_step import (
     parts_of,
     patterns,
     tensors_of,
-    workers,
 )
 
 from tiermem.swap.base.native import NORM_BLOCK, Workers

@@ -182,7 +182,7 @@ def test_split_reproduces_the_fp32_trajectory_to_the_bit_over_a_thousand_steps(
     weight = torch.randn(numel).bfloat16()
     weight[:2] = torch.tensor([1.0, -1.0])
     master = weight.float()
-    low = torch.empty(numel, dtype=torch.int16)
+    low = torch.zeros(numel, dtype=torch.int16)
     full = (torch.zeros(numel), torch.zeros(numel))
     split = (torch.zeros(numel), torch.zeros(numel))
     num_ties = 0
@@ -194,7 +194,7 @@ def test_split_reproduces_the_fp32_trajectory_to_the_bit_over_a_thousand_steps(
         is_first = step == 1
         optimizer_step(workers, rule, StepParts(None, master, g, full), start_moments=is_first)
         parts = StepParts(weight, low, g, split)
-        optimizer_step(workers, rule, parts, start_moments=is_first, start_master=is_first)
+        optimizer_step(workers, rule, parts, start_moments=is_first)
         num_ties += int((low == -(2**15)).sum())
         rounded = (
             ((master.view(torch.int32).long() + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
@@ -457,13 +457,6 @@ def test_what_does_not_fit_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         optimizer_step(workers, rule, given)
-
-
-def test_start_of_a_master_without_weight_is_refused(workers: Workers) -> None:
-    with pytest.raises(ValueError, match="no weight was given"):
-        optimizer_step(
-            workers, ADAMW, parts(weight=None, master=torch.zeros(100)), start_master=True
-        )
 
 
 def test_nothing_to_step_is_no_error(workers: Workers) -> None:

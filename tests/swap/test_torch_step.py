@@ -217,14 +217,12 @@ def assert_same_steps(
     num_steps: int = 3,
     step_ours: Callable[..., None] = step_in_torch,
 ) -> None:
-    """Steps by both from the same parts; the second starts the moments, and the master where it
-    may."""
+    """Steps by both from the same parts; the second starts the moments."""
     native, ours = copy_of(parts), copy_of(parts)
     for step in range(num_steps):
-        flags = {"start_moments": step == 1, "start_master": step == 1 and parts.weight is not None}
         own = None if dither is None else dither._replace(step=dither.step + step)
-        optimizer_step(workers, rule, native, own, **flags)
-        step_ours(rule, ours, own, **flags)
+        optimizer_step(workers, rule, native, own, start_moments=step == 1)
+        step_ours(rule, ours, own, start_moments=step == 1)
         for k, (seen, wanted) in enumerate(zip(tensors_of(ours), tensors_of(native), strict=True)):
             assert is_same(seen, wanted), (
                 f"step {step}, tensor {k} {note}: {seen[seen != wanted]}, {wanted[seen != wanted]}"

@@ -26,7 +26,6 @@ def step_parts(
     parts: StepParts,
     dither: Dither | None = None,
     start_moments: bool = False,
-    start_master: bool = False,
 ) -> None:
     """Steps the parts in place, as `optimizer_step` in swap/base/native.py.
 
@@ -34,15 +33,11 @@ def step_parts(
     the step on the current stream and returns, and does not use `workers`.
     """
     if isinstance(step, MatrixStep):
-        _step_matrix(workers, step, parts, dither, start_moments, start_master)
+        _step_matrix(workers, step, parts, dither, start_moments)
     elif parts.grad.device.type == "cpu":
-        optimizer_step(
-            workers, step, parts, dither, start_moments=start_moments, start_master=start_master
-        )
+        optimizer_step(workers, step, parts, dither, start_moments)
     else:
-        kernels_of(parts.grad.device).step(
-            step, parts, dither, start_moments=start_moments, start_master=start_master
-        )
+        kernels_of(parts.grad.device).step(step, parts, dither, start_moments)
 
 
 def orthogonalise(
@@ -74,14 +69,13 @@ def _step_matrix(
     parts: StepParts,
     dither: Dither | None,
     start_moments: bool,
-    start_master: bool,
 ) -> None:
     moment = parts.moments[0]
     if start_moments:
         for stored in moment if isinstance(moment, Quantised) else (moment,):
             stored.zero_()
     own = parts._replace(moments=(moment,))
-    step_parts(workers, step.momentum, own, dither, start_master=start_master)
+    step_parts(workers, step.momentum, own, dither)
     update = (
         widen_part(workers, moment) if parts.grad.device.type == "cpu" else widen_in_torch(moment)
     )
