@@ -82,14 +82,14 @@ def _is_exact(device: torch.device, dtype: torch.dtype) -> bool:
 # ---- the kernel ----------------------------------------------------------------------------------
 #
 # A program adds up one norm block, a matrix of ROWS x COLUMNS elements. Halves are added first, as
-# in `block_sums_in_torch`: row r and row r + 32, then what these give for r and r + 16. `_rows_64`
+# in `block_sums_in_torch`: row r and row r + 32, then what these give for r and r + 16. `_halved`
 # asks for that from its end, so that few rows are held.
 
 
 @triton.jit
 def _sum(grad: tl.tensor, sums: tl.tensor, numel: tl.tensor, before: tl.tensor) -> None:
     block = tl.program_id(0).to(tl.int64)
-    total = _rows_64(grad, block * (_ROWS * _COLUMNS) - before, numel)
+    total = _halved(grad, block * (_ROWS * _COLUMNS) - before, numel, 0, 1)
     for _ in tl.static_range(10):
         lower, upper = tl.split(tl.permute(tl.reshape(total, [2, total.shape[0] // 2]), [1, 0]))
         total = lower + upper
@@ -97,33 +97,20 @@ def _sum(grad: tl.tensor, sums: tl.tensor, numel: tl.tensor, before: tl.tensor) 
 
 
 @triton.jit
-def _rows_64(grad: tl.tensor, start: tl.tensor, numel: tl.tensor) -> tl.tensor:
-    return _rows_32(grad, start, numel, 0) + _rows_32(grad, start, numel, 1)
-
-
-@triton.jit
-def _rows_32(grad: tl.tensor, start: tl.tensor, numel: tl.tensor, row: tl.constexpr) -> tl.tensor:
-    return _rows_16(grad, start, numel, row) + _rows_16(grad, start, numel, row + 2)
-
-
-@triton.jit
-def _rows_16(grad: tl.tensor, start: tl.tensor, numel: tl.tensor, row: tl.constexpr) -> tl.tensor:
-    return _rows_8(grad, start, numel, row) + _rows_8(grad, start, numel, row + 4)
-
-
-@triton.jit
-def _rows_8(grad: tl.tensor, start: tl.tensor, numel: tl.tensor, row: tl.constexpr) -> tl.tensor:
-    return _rows_4(grad, start, numel, row) + _rows_4(grad, start, numel, row + 8)
-
-
-@triton.jit
-def _rows_4(grad: tl.tensor, start: tl.tensor, numel: tl.tensor, row: tl.constexpr) -> tl.tensor:
-    return _rows_2(grad, start, numel, row) + _rows_2(grad, start, numel, row + 16)
-
-
-@triton.jit
-def _rows_2(grad: tl.tensor, start: tl.tensor, numel: tl.tensor, row: tl.constexpr) -> tl.tensor:
-    return _squares(grad, start, numel, row) + _squares(grad, start, numel, row + 32)
+def _halved(
+    grad: tl.tensor,
+    start: tl.tensor,
+    numel: tl.tensor,
+    row: tl.constexpr,
+    step: tl.constexpr,
+) -> tl.tensor:
+    """The sum of every `step`-th row from `row` on. A compiler makes one function of each step."""
+    if step == _ROWS:
+        total = _squares(grad, start, numel, row)
+    else:
+        near = _halved(grad, start, numel, row, 2 * step)
+        total = near + _halved(grad, start, numel, row + step, 2 * step)
+    return total
 
 
 @triton.jit

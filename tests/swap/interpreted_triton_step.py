@@ -39,7 +39,6 @@ from tiermem.swap.kernels import triton_step, triton_sums
 from tiermem.swap.kernels.torch_step import block_sums_in_torch, step_in_torch
 from tiermem.swap.kernels.triton_step import launch, step_in_triton
 
-__all__ = ["workers"]
 assert_same_steps = functools.partial(torch_tests.assert_same_steps, step_ours=launch)
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of infinities
 
