@@ -47,38 +47,34 @@ class Peers(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Topology:
-    """This rank's place. `group` is None in a world of one. Topologies are equal when they divide
-    parameters alike."""
+class _Division:
+    """How parameters are divided, and the part that this rank holds."""
 
     group: dist.ProcessGroup | None  # all data-parallel ranks
     rank: int
     world: int
     num_shards: int
     shard_rank: int
-    # longest wait for the other ranks
-    timeout_s: float = dataclasses.field(default=1800.0, compare=False)
-    traffic: Traffic = dataclasses.field(default_factory=Traffic, compare=False)
-    # watches waits; None in a world of one
-    watch: Watch | None = dataclasses.field(default=None, compare=False)
-    # None: one shard
-    shard_group: dist.ProcessGroup | None = dataclasses.field(default=None, compare=False)
-    # None: no copies
-    replica_group: dist.ProcessGroup | None = dataclasses.field(default=None, compare=False)
-    # ranks at this place on each node
-    across: Peers | None = dataclasses.field(default=None, compare=False)
-    # the shard group's ranks on this node
-    within: Peers | None = dataclasses.field(default=None, compare=False)
-    # gathers across nodes first, then within
-    gathers_in_stages: bool = dataclasses.field(default=False, compare=False)
-    # gradients cross ranks as 8-bit blocks
-    packs_reductions: bool = dataclasses.field(default=False, compare=False)
-    # which copy of its part this rank holds
-    replica: int = dataclasses.field(default=0, compare=False)
-    # None: no dimension has its own group
-    mesh: DeviceMesh | None = dataclasses.field(default=None, compare=False)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Topology(_Division):
+    """This rank's place. `group` is None in a world of one. Topologies are equal when they divide
+    parameters alike."""
+
+    timeout_s: float = 1800.0  # longest wait for the other ranks
+    traffic: Traffic = dataclasses.field(default_factory=Traffic)
+    watch: Watch | None = None  # watches waits; None in a world of one
+    shard_group: dist.ProcessGroup | None = None  # None: one shard
+    replica_group: dist.ProcessGroup | None = None  # None: no copies
+    across: Peers | None = None  # ranks at this place on each node
+    within: Peers | None = None  # the shard group's ranks on this node
+    gathers_in_stages: bool = False  # gathers across nodes first, then within
+    packs_reductions: bool = False  # gradients cross ranks as 8-bit blocks
+    replica: int = 0  # which copy of its part this rank holds
+    mesh: DeviceMesh | None = None  # None: no dimension has its own group
     # The device on which the group takes small tensors, and values of CPU tensors.
-    control_device: torch.device = dataclasses.field(default=torch.device("cpu"), compare=False)
+    control_device: torch.device = dataclasses.field(default=torch.device("cpu"))
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
