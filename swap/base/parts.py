@@ -118,6 +118,19 @@ def num_scales(num_elements: int) -> int:
     return -(-num_elements // Q8_BLOCK)
 
 
+def moment_between(moment: Moment, begin: int, end: int) -> Moment:
+    """A view of the elements [begin, end). begin: a multiple of Q8_BLOCK where it is in 8 bits."""
+    if isinstance(moment, Quantised):
+        scales = moment.scales[num_scales(begin) : num_scales(end)]
+        return Quantised(moment.codes[begin:end], scales)
+    return moment[begin:end]
+
+
+def stored_of(part: Moment) -> torch.Tensor:
+    """The tensor that has an entry for each element."""
+    return part.codes if isinstance(part, Quantised) else part
+
+
 def check_parts(rule: StepRule, parts: StepParts, device: torch.device = CPU) -> None:
     """Raises ValueError, naming the part, when these parts cannot be stepped by this rule on this
     device."""
@@ -179,7 +192,7 @@ def check_part(part: Moment, weight: torch.Tensor | None, device: torch.device |
 
     device: where it must lie; None: where it does.
     """
-    stored = part.codes if isinstance(part, Quantised) else part
+    stored = stored_of(part)
     numel = stored.numel()
     device = device or stored.device
     if stored.dtype in SPLIT:

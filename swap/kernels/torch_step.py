@@ -51,7 +51,8 @@ from tiermem.swap.base.parts import (
     check_moment,
     check_part,
     check_parts,
-    num_scales,
+    moment_between,
+    stored_of,
 )
 
 # patterns of fp32
@@ -104,9 +105,7 @@ def narrow_in_torch(
     """
     numel = check_part(stored, weight, device=None)
     values = values.to(torch.float32)
-    check_moment(
-        "values", values, numel, (stored.codes if isinstance(stored, Quantised) else stored).device
-    )
+    check_moment("values", values, numel, stored_of(stored).device)
     if isinstance(stored, Quantised):
         _encode(values, stored, is_positive, words)
     elif stored.dtype in SPLIT:
@@ -326,13 +325,7 @@ def parts_between(parts: StepParts, begin: int, end: int) -> StepParts:
     weight, master = (
         None if part is None else part[begin:end] for part in (parts.weight, parts.master)
     )
-    moments: list[Moment] = []
-    for moment in parts.moments:
-        if isinstance(moment, Quantised):
-            scales = moment.scales[begin // Q8_BLOCK : num_scales(end)]
-            moments.append(Quantised(moment.codes[begin:end], scales))
-        else:
-            moments.append(moment[begin:end])
+    moments = [moment_between(moment, begin, end) for moment in parts.moments]
     return StepParts(weight, master, parts.grad[begin:end], moments)
 
 
@@ -459,7 +452,7 @@ def _step_chunk(
 
 def _words_for(part: Moment, number: int, dither: Dither | None) -> torch.Tensor | None:
     """The random words of a part that is rounded stochastically; None: it is not."""
-    stored = part.codes if isinstance(part, Quantised) else part
+    stored = stored_of(part)
     if dither is None or stored.dtype is torch.float32:
         return None
     return random_words(dither, number, stored.numel(), stored.device)

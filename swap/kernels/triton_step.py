@@ -48,6 +48,7 @@ from tiermem.swap.base.parts import (
     StepRule,
     check_parts,
     num_scales,
+    stored_of,
 )
 from tiermem.swap.kernels.torch_step import (
     narrow_in_torch,
@@ -81,7 +82,7 @@ def step_in_triton(
     """
     check_parts(rule, parts, parts.grad.device)
     dtypes = tuple(
-        None if part is None else _stored(part).dtype for part in (*parts[:3], *parts.moments)
+        None if part is None else stored_of(part).dtype for part in (*parts[:3], *parts.moments)
     )
     variant = (rule.name, rule.nesterov, dtypes, dither is not None, start_moments)
     step = launch if _is_exact(parts.grad.device, *variant) else step_in_torch
@@ -155,15 +156,11 @@ def _words_of(dither: Dither | None) -> list[int]:
     return [*parts[0][:2], *parts[2][:2], *(offset for _, _, offset in parts)]
 
 
-def _stored(part: Moment) -> torch.Tensor:
-    return part.codes if isinstance(part, Quantised) else part
-
-
 def pointer_to(part: Moment | None) -> torch.Tensor | None:
     """A part as kernels take it: bf16 numbers and split masters as int16."""
     if part is None:
         return None
-    stored = _stored(part)
+    stored = stored_of(part)
     return stored.view(torch.int16) if stored.dtype in (torch.bfloat16, torch.uint16) else stored
 
 

@@ -17,6 +17,7 @@ matter where a layer is larger than a unit's buffer, on one rank, and outside ev
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -60,7 +61,7 @@ def set_z3_leaf_modules_by_name(
 
     Raises ValueError for names not found when `raise_if_not_found` is True.
     """
-    return _mark_names(model, module_names, lambda name, given: name == given, raise_if_not_found)
+    return _mark_names(model, module_names, operator.eq, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_suffix(
@@ -68,9 +69,7 @@ def set_z3_leaf_modules_by_suffix(
 ) -> tuple[list[nn.Module], list[str]]:
     """Marks modules whose names end with one of the suffixes; otherwise like
     `set_z3_leaf_modules_by_name`."""
-    return _mark_names(
-        model, module_name_suffixes, lambda name, given: name.endswith(given), raise_if_not_found
-    )
+    return _mark_names(model, module_name_suffixes, str.endswith, raise_if_not_found)
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:

@@ -16,7 +16,7 @@ import torch
 from tiermem.optimizers import NEVER_NEGATIVE
 from tiermem.policy import OffloadPolicy
 from tiermem.precision import DTYPES, Precision
-from tiermem.swap.base.parts import Q8_BLOCK, Moment, Quantised, num_scales
+from tiermem.swap.base.parts import Q8_BLOCK, Moment, Quantised, moment_between, num_scales
 from tiermem.swap.base.ranges import ByteRange, Column, Numbers, round_up
 from tiermem.swap.base.tier import ALIGNMENT
 from tiermem.swap.store.checksum import Pieces
@@ -83,7 +83,8 @@ class StateViews(NamedTuple):
         """Elements [start, start + numel) of every part, as views; with 8-bit moments `start` is a
         multiple of 64."""
         master = None if self.master is None else self.master[start : start + numel]
-        return StateViews(master, tuple(_piece(moment, start, numel) for moment in self.moments))
+        stop = start + numel
+        return StateViews(master, tuple(moment_between(each, start, stop) for each in self.moments))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,15 +170,12 @@ class StateLayout:
 
     def columns(self, numel: int) -> Iterator[Column]:
         """Each part in a tile's states; 8-bit: its codes, then its scales."""
-        place = 0
         strip = self.strip_numel
         for part in self.parts:
-            sizes = [(part.num_bytes(numel), part.num_bytes(strip))]
-            if part.kind == "8bit":
-                sizes = [(numel, strip), (num_scales(numel), num_scales(strip))]
-            for num_bytes, strip_bytes in sizes:
-                yield Column(ByteRange(place, num_bytes), strip_bytes)
-                place += num_bytes
+            places = self.ranges(part, numel, 0, numel)
+            of_strip = self.ranges(part, strip, 0, strip)
+            for place, own in zip(places, of_strip, strict=True):
+                yield Column(place, own.num_bytes)
 
     def views(self, states: torch.Tensor, numel: int) -> StateViews:
         """The parts of a tile's states as views of `states`: a uint8 tensor of
@@ -204,13 +202,6 @@ class StateLayout:
         return [ByteRange(offset + start, numel), ByteRange(scales, num_scales(numel))]
 
 
-def _piece(moment: Moment, start: int, numel: int) -> Moment:
-    if isinstance(moment, Quantised):
-        scales = moment.scales[num_scales(start) : num_scales(start + numel)]
-        return Quantised(moment.codes[start : start + numel], scales)
-    return moment[start : start + numel]
-
-
 # ---- the tiles of a unit, as a plan counts them --------------------------------------------------
 
 
@@ -220,9 +211,7 @@ def planned_layout(unit: Unit, policy: OffloadPolicy) -> StateLayout:
     return _layout(unit.dtype, policy.precision, policy.num_moments)
 
 
-@functools.cache
-def _layout(dtype: torch.dtype, precision: Precision, num_moments: int) -> StateLayout:
-    return StateLayout(dtype, precision, num_moments)
+_layout = functools.cache(StateLayout)
 
 
 def keeps_initial_master(unit: Unit, policy: OffloadPolicy) -> bool:
@@ -387,14 +376,11 @@ def _packed_runs(unit: Unit, form: BlockFormat, shard_rank: int) -> Iterator[Sta
         byte_ranges(unit.packed_numel, s.shard_offset, s.shard_offset + s.shard_numel, form)
         for s in unit.shards
     ]
-    for shard, (codes, _) in zip(unit.shards, places, strict=True):
-        first = shard_rank * shard.shard_numel // grain
-        own = -(-own_numel(shard, shard_rank) // grain)
-        yield StateRange(shard, _weight, codes.start, first, own, 1, grain)
-    for shard, (_, scales) in zip(unit.shards, places, strict=True):
-        first = shard_rank * -(-shard.shard_numel // BLOCK)
-        own = -(-own_numel(shard, shard_rank) // BLOCK)
-        yield StateRange(shard, _weight_scales, scales.start, first * 4, own * 4, 4, BLOCK)
+    for kind, (name, size, numel) in enumerate(((_weight, 1, grain), (_weight_scales, 4, BLOCK))):
+        for shard, place in zip(unit.shards, places, strict=True):
+            first = shard_rank * -(-shard.shard_numel // numel)
+            own = -(-own_numel(shard, shard_rank) // numel)
+            yield StateRange(shard, name, place[kind].start, first * size, own * size, size, numel)
 
 
 def _weight() -> str:
