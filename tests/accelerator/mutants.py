@@ -109,7 +109,7 @@ MUTANTS = {
         LiveUnit, "_end_staged", "self._end_filling(reading.copied)", "pass", "plain", "nvme"
     ),
     "the copy's event is recorded on another stream": Mutant(
-        LiveUnit, "_copy", "return record(copies)", "return record(self.passage.owner)", "plain", "host"
+        LiveUnit, "_fill", "return record(copies)", "return record(self.passage.owner)", "plain", "host"
     ),
     "a gradient is read before it has come": Mutant(
         GradientLink, "_take", "copied.synchronize()", "pass", "plain", "host"
@@ -320,10 +320,10 @@ ON_RANKS = {
     ),
     "the end of a gather's reads is recorded before them": Mutant(
         LiveUnit, "gather",
-        """self._gather.put(self.shard if self.shard is not None else self._staged())
+        """self._gather.put(self._at_home())
         read = record(copies) if copies is not None else None""",
         """read = record(copies) if copies is not None else None
-        self._gather.put(self.shard if self.shard is not None else self._staged())""",
+        self._gather.put(self._at_home())""",
         "", "",
     ),
     "device memory that a model leaves is lent before its streams have ended": Mutant(

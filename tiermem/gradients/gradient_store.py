@@ -71,21 +71,18 @@ class ShardedGrad(RestingTensor):
     used (step_in_backward)  every call raises RuntimeError, but zeroing after the step
     """
 
-    # weak: `p.grad` belongs to the parameter, where the garbage collector does not look
-    _shard: weakref.ref[Shard]
-    _homes: weakref.ref[Homes]
-
     @staticmethod
     def __new__(cls, shard: Shard, homes: Homes) -> ShardedGrad:
         param = shard.param
         grad: ShardedGrad = torch.Tensor._make_wrapper_subclass(
             cls, shard.shape, dtype=param.grad_dtype or param.dtype, device=param.device
         )
-        grad._shard, grad._homes = weakref.ref(shard), weakref.ref(homes)
         return grad
 
     def __init__(self, shard: Shard, homes: Homes) -> None:
-        super().__init__()
+        # weak: `p.grad` belongs to the parameter, where the garbage collector does not look
+        self._shard = weakref.ref(shard)
+        self._homes = weakref.ref(homes)
 
     @property
     def shard(self) -> Shard:

@@ -257,11 +257,9 @@ class GradientHomes:
 
     def _take_back(self, shard: Shard) -> None:
         """Moves a stored gradient to `p.grad`, as autograd has left it. Blocks; raises OSError."""
-        found: list[torch.Tensor] = []
-        self._visit(shard, lambda share: found.append(share.clone()), changes=False)
-        param = shard.param
+        grad = self._copy_of(shard, torch.clone)
         shard.gradient.forget()
-        param.grad = found[0].to(param.device, param.grad_dtype or param.dtype).view(shard.shape)
+        shard.param.grad = grad
 
     def receive(self, unit: Unit) -> None:
         """Takes the gradients that autograd left on a unit's parameters, and starts to reduce them.
@@ -471,9 +469,11 @@ class GradientHomes:
     def sums_of_squares(self, shards: Sequence[Shard]) -> list[float]:
         """The sum of squares of each parameter's gradient over all ranks, in float64, with the
         user's scaling. Collective."""
-        values: list[float] = total(
-            self._topology, self._on_wire(self._squares(shards), torch.float64)
-        ).tolist()
+        return self._total(self._squares(shards))
+
+    def _total(self, sums: Sequence[float]) -> list[float]:
+        """The sums of all ranks that hold parts. Collective."""
+        values: list[float] = total(self._topology, self._on_wire(sums, torch.float64)).tolist()
         return values
 
     def _squares(self, shards: Sequence[Shard]) -> list[float]:
@@ -482,12 +482,20 @@ class GradientHomes:
         self.store.join()
         # computed after the sums: one wait for both
         factors = [shard.gradient.factor for shard in shards]
+        return [own * by**2 for own, by in zip(self._unscaled(shards), factors, strict=True)]
+
+    def _unscaled(self, shards: Sequence[Shard]) -> list[float]:
+        """`_squares` without the user's scaling, which is 1 where there is no gradient."""
         self._sums.bring(self._of_shard)
-        grads = zip((shard.gradient for shard in shards), factors, strict=True)
         return [
-            math.fsum(cast(Sequence[float], g.block_sums)) * by**2 if g.is_there else 0.0
-            for g, by in grads
+            math.fsum(cast(Sequence[float], s.gradient.block_sums)) if s.gradient.is_there else 0.0
+            for s in shards
         ]
+
+    def _squares_there(self, shards: Sequence[Shard]) -> torch.Tensor | None:
+        """`_unscaled` on the accelerator where the sums rest; None: they rest elsewhere."""
+        self.store.join()
+        return self._sums.squares_there(shards, self._of_shard) if self.has_whole else None
 
     def norms(self, shards: Sequence[Shard], device: torch.device) -> torch.Tensor:
         """The 2-norm of each parameter's gradient, after the mean over ranks, fp32, on a device.
@@ -495,9 +503,8 @@ class GradientHomes:
 
         Scale factors and sums of squares on an accelerator stay there, so no thread waits for them.
         """
-        self.store.join()
+        squares = self._squares_there(shards)
         known = [abs(s.gradient.known_factor) for s in shards]
-        squares = self._sums.squares_there(shards, self._of_shard) if self.has_whole else None
         if squares is not None:
             found = (
                 squares.sqrt()
@@ -505,15 +512,8 @@ class GradientHomes:
                 / self.divisor
             )
             return with_factors(found, shards).float()
-        self._sums.bring(self._of_shard)
-        sums = [
-            math.fsum(cast(Sequence[float], s.gradient.block_sums)) if s.gradient.is_there else 0.0
-            for s in shards
-        ]
-        total_sums = total(self._topology, self._on_wire(sums, torch.float64)).tolist()
-        norms = [
-            math.sqrt(of) * by / self.divisor for of, by in zip(total_sums, known, strict=True)
-        ]
+        sums = self._total(self._unscaled(shards))
+        norms = [math.sqrt(of) * by / self.divisor for of, by in zip(sums, known, strict=True)]
         return with_factors(
             to_device(torch.tensor(norms, dtype=torch.float64), device), shards
         ).float()
@@ -524,8 +524,7 @@ class GradientHomes:
 
         Blocks, but not for sums of squares that rest on an accelerator, where this is found out.
         """
-        self.store.join()
-        squares = self._sums.squares_there(shards, self._of_shard) if self.has_whole else None
+        squares = self._squares_there(shards)
         if squares is not None:
             found_inf.masked_fill_(~with_factors(squares, shards).isfinite().all(), 1.0)
         elif not all(map(math.isfinite, self.sums_of_squares(shards))):
@@ -551,8 +550,14 @@ class GradientHomes:
 
     def read(self, shard: Shard) -> torch.Tensor:
         """A copy of a whole gradient, on the device of its parameter. Blocks; raises OSError."""
+        return self._copy_of(shard, lambda share: share.float() / self.divisor)
+
+    def _copy_of(
+        self, shard: Shard, copied: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """What `copied` makes of a whole gradient, as its parameter has gradients."""
         found: list[torch.Tensor] = []
-        self._visit(shard, lambda share: found.append(share.float() / self.divisor), changes=False)
+        self._visit(shard, lambda share: found.append(copied(share)), changes=False)
         param = shard.param
         return found[0].to(param.device, param.grad_dtype or param.dtype).view(shard.shape)
 
@@ -639,7 +644,7 @@ class GradientHomes:
         if unit in self._stepped:
             raise _stepped_already(unit)
         self._waiting.pop(unit, None)
-        self._note_given(unit)
+        self._given.update(shard for shard in unit.shards if _fresh(shard))
         buckets = self._cut.get(unit.index)
         if buckets is None:
             buckets = cut(unit, self._topology.num_shards, self._policy.reduce_bucket_numel)
@@ -697,9 +702,6 @@ class GradientHomes:
             param.grad = (
                 grad.div_(self._topology.world) if self._policy.reduce_op == "mean" else grad
             )
-
-    def _note_given(self, unit: Unit) -> None:
-        self._given.update(shard for shard in unit.shards if _fresh(shard))
 
     def _tell_given(self, unit: Unit) -> None:
         """Before a unit is stepped in backward: confirms the gradients of parameters that any rank

@@ -34,20 +34,15 @@ AtRest = tuple[Shard, RestingTiles[Any]]
 class ShownState(RestingTensor):
     """A moment that rests elsewhere: fp32, on the CPU."""
 
-    _home: weakref.ref[RestingTiles[Any]]
-
     @staticmethod
     def __new__(cls, home: RestingTiles[Any], shard: Shard, name: str) -> ShownState:
         shown: ShownState = torch.Tensor._make_wrapper_subclass(
             cls, shard.shape, dtype=torch.float32
         )
-        shown._home = weakref.ref(home)
-        shown._shard = shard
-        shown._name = name
         return shown
 
     def __init__(self, home: RestingTiles[Any], shard: Shard, name: str) -> None:
-        super().__init__()
+        self._home = weakref.ref(home)
         self._shard = shard
         self._name = name
 

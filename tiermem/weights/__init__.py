@@ -2,6 +2,7 @@
 
 Files in order: each imports only files before it.
 
+    resting_tensor  a tensor of the user's whose values rest elsewhere
     absent          what a parameter shows while its values are not in memory
     backward_marks  hooks on tensors that tell how far backward is
     step_run        the step under way, perhaps under the next forward; whether states are whole
@@ -10,5 +11,4 @@ Files in order: each imports only files before it.
     unit_state      a unit's state machine and transfers
     values          reads and writes weights where they rest; state dicts
     prefetcher      learns the order of uses; decides which units to fetch and to evict
-    resting_tensor  a tensor of the user's whose values rest elsewhere
 """

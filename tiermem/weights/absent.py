@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from tiermem.units import registry
 from tiermem.units.unit import InPlaceOf
+from tiermem.weights.resting_tensor import written_by
 
 # ---- the attributes of a partitioned parameter ---------------------------------------------------
 #
@@ -144,10 +145,7 @@ def writes_in_place(
     An operator of torch.ops has a schema, which says it.
     """
     if isinstance(func, torch._ops.OpOverload):
-        by_name = dict(
-            zip((each.name for each in func._schema.arguments), args, strict=False)
-        ) | dict(kwargs)
-        written = [by_name.get(each.name) for each in func._schema.arguments if each.is_write]
+        written = written_by(func, args, kwargs)
         return [each for each in _flat(written) if isinstance(each, torch.Tensor)]
     name = getattr(func, "__name__", "")
     is_operator = name.startswith("__i") and name.endswith("__") and name not in _NOT_IN_PLACE

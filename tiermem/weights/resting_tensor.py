@@ -7,7 +7,7 @@ does adding the values to another tensor in place, as the steps of torch's optim
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -80,24 +80,15 @@ def on_copies(func: Any, args: Any, kwargs: Any) -> Any:
     """Calls an operator on copies of the values, and stores those that it writes."""
     schema = func._schema
     copies = dict[RestingTensor, torch.Tensor]()
+    what = resting_in((args, kwargs))[0].what
     if any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns):
-        what = resting_in((args, kwargs))[0].what
         raise NotImplementedError(
             f"{schema.name} gives a view of {what}, whose values rest elsewhere: clone() it first"
         )
-    given = zip(schema.arguments, args, strict=False)
-    written = [
-        value for arg, value in given if arg.alias_info is not None and arg.alias_info.is_write
-    ]
-    written += [
-        kwargs[arg.name]
-        for arg in schema.arguments
-        if arg.kwarg_only and arg.alias_info and arg.name in kwargs
-    ]
+    written = written_by(func, args, kwargs)
     if schema.name != "aten::copy_" and any(
         not isinstance(each, RestingTensor) for each in tree_leaves(written)
     ):
-        what = resting_in((args, kwargs))[0].what
         raise RuntimeError(
             f"{schema.name} writes into another tensor from {what}, as optimizers do that cannot "
             "step such parameters: take "
@@ -108,6 +99,13 @@ def on_copies(func: Any, args: Any, kwargs: Any) -> Any:
     for each in resting_in(written):
         each.replace(copies[each])
     return tree_map(lambda each: of_copies.get(id(each), each), found)
+
+
+def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that an operator of torch.ops writes, as its schema says."""
+    arguments = func._schema.arguments
+    by_name = dict(zip((each.name for each in arguments), args, strict=False)) | dict(kwargs)
+    return [by_name[each.name] for each in arguments if each.is_write and each.name in by_name]
 
 
 def resting_in(values: Any) -> Sequence[Any]:

@@ -263,26 +263,13 @@ class StepRun:
         torn. Not to be nested."""
         return _Changing(self)
 
-    def loading(self, keys: Collection[Hashable]) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def loading(self, keys: Collection[Hashable]) -> Iterator[None]:
         """A block that replaces these parameters. Until all are replaced, steps and forwards raise
-        RuntimeError."""
-        return _Loading(self, keys)
-
-
-class _Loading(contextlib.AbstractContextManager[None]):
-    """Marks what the block replaces, one after the other. What it has not replaced keeps its mark
-    when it fails, or an interrupt ends it."""
-
-    def __init__(self, steps: StepRun, keys: Collection[Hashable]) -> None:
-        self._steps = steps
-        self._keys = keys
-
-    def __enter__(self) -> None:
-        self._steps.half_loaded.update(self._keys)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self._steps.half_loaded.difference_update(self._keys)
+        RuntimeError: all keep their marks when the block fails, or an interrupt ends it."""
+        self.half_loaded.update(keys)
+        yield
+        self.half_loaded.difference_update(keys)
 
 
 class _Changing(contextlib.AbstractContextManager[None]):

@@ -279,7 +279,7 @@ class LiveUnit:
             self.passage.await_written(self.shard)
         with self.passage.filling():
             self.memory.allocate_slot()
-            self._gather.put(self.shard if self.shard is not None else self._staged())
+            self._gather.put(self._at_home())
             read = record(copies) if copies is not None else None
             pending = self._gather.start()
         if read is not None and self.shard is not None:
@@ -805,42 +805,43 @@ class LiveUnit:
         ranges: of its elements. Each is copied before the next one is asked for, and the rest at
             the end.
         """
-        shard = self.shard if self.shard is not None else self._staged()
-        copies = self.passage.copies
-        assert copies is not None and shard is not None
-        with on(copies):
-            self.memory.begin_filling()
+        return self._fill(self._with_rest(ranges))
+
+    def _with_rest(self, parts: Iterable[slice]) -> Iterator[slice]:
+        """Ranges of the shard's elements as they are asked for, then what lies between them."""
+        shard = self._at_home()
+        assert shard is not None
         taken = []
-        for part in ranges:
-            self._fill(shard, part, copies)
+        for part in parts:
+            yield part
             taken.append(part)
         done = 0
         for part in [*sorted(taken, key=lambda part: part.start), slice(shard.numel(), None)]:
-            self._fill(shard, slice(done, part.start), copies)
+            yield slice(done, part.start)
             done = part.stop
-        with on(copies):
-            widen(self.memory.full, self.memory.travels)
-            return record(copies)
 
     def _copy_pages(self, parts: Sequence[slice]) -> torch.Event:
         """Starts the copy of bytes of the shard to the accelerator; returns its end. Also called on a
         helper thread."""
-        shard = self.shard if self.shard is not None else self._staged()
+        size = self.unit.dtype.itemsize
+        return self._fill(slice(part.start // size, part.stop // size) for part in parts)
+
+    def _fill(self, parts: Iterable[slice]) -> torch.Event:
+        """Starts the copies of elements of the shard, each range before the next one is asked for;
+        returns their end."""
+        shard = self._at_home()
         copies = self.passage.copies
         assert copies is not None and shard is not None
         with on(copies):
             self.memory.begin_filling()
-        size = self.unit.dtype.itemsize
         for part in parts:
-            self._fill(shard, slice(part.start // size, part.stop // size), copies)
+            with on(copies):
+                for start in range(part.start, part.stop, _COPIED_NUMEL):
+                    piece = slice(start, min(start + _COPIED_NUMEL, part.stop))
+                    self.memory.travels[piece].copy_(shard[piece], non_blocking=True)
         with on(copies):
+            widen(self.memory.full, self.memory.travels)
             return record(copies)
-
-    def _fill(self, shard: torch.Tensor, part: slice, copies: torch.Stream) -> None:
-        with on(copies):
-            for start in range(part.start, part.stop, _COPIED_NUMEL):
-                piece = slice(start, min(start + _COPIED_NUMEL, part.stop))
-                self.memory.travels[piece].copy_(shard[piece], non_blocking=True)
 
     def _end_staged(self) -> None:
         """Waits until the helper thread has started the copy out of the stage, and gives the stage
@@ -870,12 +871,11 @@ class LiveUnit:
             self._stage = None
             self.passage.stages.give_back(stage, read)
 
-    def _staged(self) -> torch.Tensor | None:
-        return (
-            None
-            if self._stage is None
-            else self._stage.slot.tensor[: self.unit.shard_bytes].view(self.unit.rests_as)
-        )
+    def _at_home(self) -> torch.Tensor | None:
+        """The shard: where it rests in memory, or in the stage that it is read into."""
+        if self._stage is None:
+            return self.shard
+        return self._stage.slot.tensor[: self.unit.shard_bytes].view(self.unit.rests_as)
 
 
 def _start_nothing() -> None:
