@@ -296,26 +296,28 @@ class Queue:
             "tm_fault[]", [(f.serial, f.value, FAULTS[f.kind], f.repeat) for f in faults]
         )
         descriptors = ffi.new("int32_t[]", list(files))
-        options = ffi.new("tm_queue_options *")
-        options.engine = ENGINES[io.engine]
-        options.depth = io.depth
-        options.threads = io.threads
-        options.block_bytes = io.block_bytes
-        options.num_regions = len(regions)
-        options.regions = starts
-        options.region_bytes = sizes
-        options.num_faults = len(faults)
-        options.faults = rules
-        options.num_files = len(files)
-        options.files = descriptors
-        options.flags = lib.TM_QUEUE_SINGLE_SUBMIT * io.single_submit | lib.TM_QUEUE_NO_OVERLAP * (
-            not io.overlap_events
-        )
+        in_order = lib.TM_QUEUE_NO_OVERLAP * (not io.overlap_events)
+        options = {
+            "engine": ENGINES[io.engine],
+            "depth": io.depth,
+            "threads": io.threads,
+            "block_bytes": io.block_bytes,
+            "num_regions": len(regions),
+            "regions": starts,
+            "region_bytes": sizes,
+            "num_faults": len(faults),
+            "faults": rules,
+            "num_files": len(files),
+            "files": descriptors,
+            "flags": lib.TM_QUEUE_SINGLE_SUBMIT * io.single_submit | in_order,
+        }
         queue = ffi.new("tm_queue **")
         chosen = ffi.new("int32_t *")
         why = ffi.new("char[]", 2048)
         try:
-            code = lib.tm_queue_open(options, queue, chosen, why, 2048)
+            code = lib.tm_queue_open(
+                ffi.new("tm_queue_options *", options), queue, chosen, why, 2048
+            )
             self.why = ffi.string(why).decode(errors="replace")
             if code < 0:
                 raise OSError(

@@ -43,12 +43,17 @@ _UNIT_OF_DATA = np.array([column == "data" for column in _COLUMNS], np.uint64)
 
 def columns_of(columns: Sequence[Column], base: int) -> Any:
     """The columns of a tile whose first buffer begins at `base`, as tm_column[]."""
-    rows = ffi.new("tm_column[]", len(columns))
-    for row, (place, strip_bytes) in zip(rows, columns, strict=True):
-        row.data = ffi.cast("void *", base + place.offset)
-        row.bytes = place.num_bytes
-        row.strip_bytes = strip_bytes
-    return rows
+    return ffi.new(
+        "tm_column[]",
+        [
+            {
+                "data": ffi.cast("void *", base + place.offset),
+                "bytes": place.num_bytes,
+                "strip_bytes": strip_bytes,
+            }
+            for place, strip_bytes in columns
+        ],
+    )
 
 
 class Failure(NamedTuple):

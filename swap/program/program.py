@@ -34,6 +34,7 @@ The program knows no optimizer: the caller defines the tiles.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import functools
@@ -57,7 +58,7 @@ from tiermem.swap.base.tile_program import (
     TileProgram,
 )
 from tiermem.swap.memory.arena import Pool, Slot
-from tiermem.swap.program.run_read import SLICE_S, Running, RunRead, serve
+from tiermem.swap.program.run_read import SLICE_S, Running, RunRead
 from tiermem.swap.program.table import StepTable, TileRow, TileWork, tell
 from tiermem.swap.store.checksum import Range
 from tiermem.swap.store.move import Move
@@ -582,7 +583,7 @@ class Program(Generic[T]):
         them."""
         if self._brought is None and running.is_brought:
             of_this = self._program(), weakref.ref(self), weakref.ref(running)
-            self._brought = Task(functools.partial(serve, *of_this))
+            self._brought = Task(functools.partial(_serve, *of_this))
             self._help().give(self._brought)
 
     def serve(self, running: Running[T]) -> bool:
@@ -704,3 +705,22 @@ class Program(Generic[T]):
     def _give_slots_back(self) -> None:
         if self._pool is not None:
             self._pool.give_back_all(self._slots)
+
+
+def _serve(
+    native: TileProgram,
+    program_of: Callable[[], Program[T] | None],
+    running_of: Callable[[], Running[T] | None],
+) -> None:
+    """Serves a run until it ends, in a thread. A run that is never committed is stopped with its
+    program, or the process."""
+    while threading.main_thread().is_alive():
+        program = program_of()
+        running = running_of()
+        if program is None or running is None:
+            break
+        if program.serve(running):
+            return
+        del program, running
+    with contextlib.suppress(RuntimeError):  # it is closed
+        native.stop()

@@ -10,14 +10,12 @@ The read is given to its caller at once; `wait` blocks until all bytes are there
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 import functools
-import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from tiermem.swap.base.tile_program import TileProgram
 from tiermem.swap.program.table import TileRow, TileWork
@@ -230,29 +228,3 @@ class RunRead:
             self._program.take(tile, 0)
         if self._move is not None:
             self._move.cancel()
-
-
-class Server(Protocol):
-    """Does what the tiles of a run need beside native work. Program is one."""
-
-    def serve(self, running: Running[Any]) -> bool:
-        """Does it for the next tile. Blocks up to SLICE_S. True: the run has ended."""
-
-
-def serve(
-    native: TileProgram,
-    server_of: Callable[[], Server | None],
-    running_of: Callable[[], Running[Any] | None],
-) -> None:
-    """Serves a run until it ends, in a thread. A run that is never committed is stopped with its
-    program, or the process."""
-    while threading.main_thread().is_alive():
-        server = server_of()
-        running = running_of()
-        if server is None or running is None:
-            break
-        if server.serve(running):
-            return
-        del server, running
-    with contextlib.suppress(RuntimeError):  # it is closed
-        native.stop()

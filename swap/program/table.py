@@ -196,7 +196,7 @@ class TileRow(Generic[T]):
     def _place(self, reads: Sequence[Range], writes: Sequence[Range]) -> None:
         """Finds the ranges in their entries, and the pieces of them."""
         plans = self._plans
-        plans.check_usable()
+        plans.held.check_usable()
         with plans.lock:
             self._names = list(dict.fromkeys(name for name, _, _ in (*reads, *writes)))
             self._version = plans.sums.version
@@ -271,7 +271,7 @@ class TileRow(Generic[T]):
         plans = self._plans
         if (
             self._choice is None
-            or self._choice.queues is not (plans.open_queues if self._homes else None)
+            or self._choice.queues is not (plans.held.open_queues if self._homes else None)
             or self._versions != [home.slots.version for home in self._homes]
         ):
             with plans.lock:
@@ -291,7 +291,7 @@ class TileRow(Generic[T]):
     def _choose(self) -> None:
         """Finds or makes the transfers of the slots of now. An interrupt leaves none chosen."""
         self._choice = None
-        queues = self._plans.queues() if self._homes else None
+        queues = self._plans.held.queues() if self._homes else None
         versions = [home.slots.version for home in self._homes]
         self.write = write = WritePlan(self._writes, self._made_for.is_apart)
         current = [part for place in self._reads for part in place.current]

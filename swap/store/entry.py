@@ -133,8 +133,8 @@ class Slots:
         """Holds the current slots of all bytes for the freeze of that number, and returns them."""
         self._merge(
             [
-                _EntryPiece(start, stop, current, holds | {(freeze, current)}, lost)
-                for start, stop, current, holds, lost in self._pieces
+                piece._replace(holds=piece.holds | {(freeze, piece.current)})
+                for piece in self._pieces
             ]
         )
         return _joined([SlotPart(*piece[:3]) for piece in self._pieces])
@@ -143,14 +143,8 @@ class Slots:
         """Ends the holds of a freeze, if it has any here."""
         self._merge(
             [
-                _EntryPiece(
-                    start,
-                    stop,
-                    current,
-                    frozenset([hold for hold in holds if hold[0] != freeze]),
-                    lost,
-                )
-                for start, stop, current, holds, lost in self._pieces
+                piece._replace(holds=frozenset(hold for hold in piece.holds if hold[0] != freeze))
+                for piece in self._pieces
             ]
         )
 

@@ -13,7 +13,6 @@ import torch
 
 from tiermem.swap.base.native import READ, WRITE, Op
 from tiermem.swap.disk import durable
-from tiermem.swap.disk.queue import Queues
 from tiermem.swap.store.checksum import Sums, WrittenBytes
 from tiermem.swap.store.entry import Entry, NvmeHome, SlotPart
 from tiermem.swap.store.resources import Resources
@@ -119,27 +118,13 @@ class Plans:
         self.entries = entries
         self.sums = sums
         self.lock = lock
-        self._held = held
-
-    def check_usable(self) -> None:
-        """Raises RuntimeError after the store's `close`, and in a forked child."""
-        self._held.check_usable()
+        self.held = held
 
     def check_writable(self) -> None:
-        """Before plans of writes: raises as `check_usable`, and OSError (ENODATA) when a file has
-        been truncated."""
-        self.check_usable()
-        self._held.files.check_whole()
-
-    @property
-    def open_queues(self) -> Queues | None:
-        """The store's queues, if they are open."""
-        return self._held.open_queues
-
-    def queues(self) -> Queues:
-        """The store's queues; opens them first if need be. The caller holds the lock. Raises
-        OSError."""
-        return self._held.queues()
+        """Before plans of writes: raises as `Resources.check_usable`, and OSError (ENODATA) when a
+        file has been truncated."""
+        self.held.check_usable()
+        self.held.files.check_whole()
 
     def note(
         self, plan: WritePlan, name: str, has_failed: bool, written: Sequence[WrittenBytes] = ()
