@@ -277,27 +277,21 @@ def _load(
     is_there = route.engine is Tier.DEVICE
     moved = size if route.states is Tier.NVME else 0
     weights = numel * unit.dtype.itemsize
-    grads = numel * policy.precision.grad_dtype(unit.dtype).itemsize
-    is_on_nvme = plan.unit_homes.get(unit.index) is Tier.NVME and not unit.is_resident
-    reads_weight = is_on_nvme and planned_layout(unit, policy).reads_weight
-    lasting = moved + (weights if reads_weight else 0)
-    stepped = (
-        2 * size + weights + (weights if planned_layout(unit, policy).reads_weight else 0) + grads
-    )
-    rests_there = Tier.DEVICE in (
-        plan.unit_homes.get(unit.index),
-        plan.states if unit.is_resident else None,
-    )
-    is_far = plan.brings_weights and plan.unit_homes.get(unit.index) is Tier.DEVICE and not is_there
+    home = plan.unit_homes.get(unit.index)
+    layout = planned_layout(unit, policy)
+    grad_dtype = policy.precision.grad_dtype(unit.dtype)
+    grads = numel * grad_dtype.itemsize
+    is_on_nvme = home is Tier.NVME and not unit.is_resident
+    read_weights = weights if layout.reads_weight else 0
+    lasting = moved + (read_weights if is_on_nvme else 0)
+    stepped = 2 * size + weights + read_weights + grads
+    rests_there = Tier.DEVICE in (home, plan.states if unit.is_resident else None)
+    is_far = plan.brings_weights and home is Tier.DEVICE and not is_there
     up = weights if is_there and not rests_there else 0
     down = up + (grads if is_there and plan.grads is not Tier.DEVICE else 0) + weights * is_far
     if is_there and route.states is not Tier.DEVICE:
         down, up = sent_bytes(unit, numel, plan, policy)
-    torch_bytes = (
-        torch_traffic(planned_layout(unit, policy), policy.precision.grad_dtype(unit.dtype))
-        if is_there
-        else 0
-    )
+    torch_bytes = torch_traffic(layout, grad_dtype) if is_there else 0
     return TileLoad(
         unit.index,
         lasting + (grads if plan.grads is Tier.NVME else 0),

@@ -90,8 +90,9 @@ def build_component(config: Mapping[str, Any], dtype: torch.dtype) -> Any:
         model = kind.from_config(dict(config))
     for module in model.modules():
         for name in module._buffers.keys() - module._non_persistent_buffers_set:
-            if module._buffers[name] is not None and module._buffers[name].is_floating_point():
-                module._buffers[name] = module._buffers[name].to(dtype)
+            buffer = module._buffers[name]
+            if buffer is not None and buffer.is_floating_point():
+                module._buffers[name] = buffer.to(dtype)
     return model
 
 

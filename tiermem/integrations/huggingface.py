@@ -371,8 +371,7 @@ class TiermemMixin(_Base):  # type: ignore[misc]
             set_generators(device, states)
 
     def _loss_of(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        with self.accelerator.autocast():
-            loss: torch.Tensor = model(**batch).loss
+        loss: torch.Tensor = self._call_forward(model, **batch).loss
         return loss
 
     # ---- accumulation "layers" -------------------------------------------------------------------

@@ -19,7 +19,7 @@ from tiermem.plans.plan import Buffers
 from tiermem.swap.base.ranges import round_up
 from tiermem.swap.base.tier import ALIGNMENT
 from tiermem.swap.memory.accelerator import current_stream, new_event, new_stream, on, record
-from tiermem.swap.memory.device_memory import DeviceMemory
+from tiermem.swap.memory.device_memory import DeviceMemory, DevicePool
 
 
 class TileStream:
@@ -34,14 +34,11 @@ class TileStream:
     """
 
     def __init__(self, memory: DeviceMemory, device: torch.device, buffers: Buffers) -> None:
-        self._memory = memory
         self.slot_bytes = buffers.slot_bytes
         self._device = device
         self._down, self._up = new_stream(device), new_stream(device)
-        memory.reserve("stream/", buffers.num * round_up(buffers.slot_bytes, ALIGNMENT))
-        self._slots = [
-            memory.take(f"stream/{number}", buffers.slot_bytes) for number in range(buffers.num)
-        ]
+        self._pool = DevicePool(memory, *buffers, "stream")
+        self._slots = list(iter(self._pool.take, None))
         # the end of the copies of each buffer's last tile
         self._left: list[torch.Event | None] = [None] * buffers.num
         # the buffer of the tile under way, and its bytes in use
@@ -102,5 +99,5 @@ class TileStream:
 
     def close(self) -> None:
         """Gives the buffers back. No copy may be under way."""
-        while self._slots:
-            self._memory.give_back(self._slots.pop())
+        self._pool.reset()
+        self._pool.close()

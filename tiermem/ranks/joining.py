@@ -302,9 +302,9 @@ def _read_all(attempt: Store, world: int, deadline: float, timeout_s: float) -> 
     return _AGREED if len(found) == world else _missing(world, set(found), timeout_s)
 
 
-def _wait_until_read(attempt: Store, most_s: float = 5.0) -> None:
+def _wait_until_read(attempt: Store) -> None:
     """Rank 0 may keep the store: it waits until the ranks that have come have read the answer, at
-    most `most_s`."""
-    deadline = time.monotonic() + most_s
+    most `_GRACE_S`."""
+    deadline = time.monotonic() + _GRACE_S
     while attempt.add("read", 0) < attempt.add("arrived", 0) - 1 and time.monotonic() < deadline:
         time.sleep(_LOOK_S)
