@@ -176,7 +176,7 @@ MUTANTS = {
         GradientHomes, "write_zeros", "self._steps.finish()", "pass", "zeroed", "host, half of the states"
     ),
     "a tile is stepped before its gradients are there": Mutant(
-        TilePass, "bring", "copied.synchronize()", "pass", "plain", "host, gradients on device"
+        TilePass, "bring", "record(self._link).synchronize()", "pass", "plain", "host, gradients on device"
     ),
     "gradients come to a tile before they are zeros": Mutant(
         StateTiles, "step", "self._link.wait_stream(current_stream(shards.device))", "pass", "zeroed",
@@ -196,10 +196,10 @@ MUTANTS = {
         LiveUnit, "exchange", "self.await_home()", "pass", "evaluated_aside", "host, stepped early"
     ),
     "weights are stepped by the CPU before they have come from the device": Mutant(
-        TilePass, "bring", "copied.synchronize()", "pass", "widened", "states on host"
+        TilePass, "bring", "record(self._link).synchronize()", "pass", "widened", "states on host"
     ),
     "a forward reads weights that the CPU has stepped before they are back": Mutant(
-        TilePass, "_step_far", "left.synchronize()", "pass", "widened", "states on host"
+        TilePass, "_step_far", "record(self._link).synchronize()", "pass", "widened", "states on host"
     ),
     "weights that the CPU has stepped go back while the old ones are read": Mutant(
         TilePass, "_step_far", "tile.live.await_home()", "pass", "evaluated_aside", "states on host"

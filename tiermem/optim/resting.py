@@ -35,8 +35,7 @@ from tiermem.policy import USUAL_TILE_NUMELS, OffloadPolicy, Tier, usual_tile_bu
 from tiermem.ranks.topology import paths_of_rank, ranks_per_node
 from tiermem.swap.base.grad_mode import call_with_grad
 from tiermem.swap.base.native import Workers
-from tiermem.swap.base.ranges import round_up, within
-from tiermem.swap.base.tier import ALIGNMENT
+from tiermem.swap.base.ranges import ALIGNMENT, round_up, within
 from tiermem.swap.memory.accelerator import activate, current_stream, is_accelerator, on, record
 from tiermem.swap.memory.arena import BudgetError, Pool, Slot
 from tiermem.swap.program.program import Program

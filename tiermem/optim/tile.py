@@ -21,8 +21,7 @@ import torch
 from tiermem.plans.plan import Plan
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.swap.base.parts import Q8_BLOCK, num_scales
-from tiermem.swap.base.ranges import ByteRange, Column, round_up, within
-from tiermem.swap.base.tier import ALIGNMENT
+from tiermem.swap.base.ranges import ALIGNMENT, ByteRange, Column, round_up, within
 from tiermem.swap.memory.accelerator import is_accelerator
 from tiermem.swap.memory.arena import Slot
 from tiermem.swap.store.store import TensorStore
@@ -165,6 +164,12 @@ class Tile(StateTile):
     def elements(self) -> slice:
         """Its range of elements in the unit's shard layout."""
         return slice(self.start, self.start + self.numel)
+
+    @property
+    def own_weights(self) -> torch.Tensor:
+        """Its weights where they rest; not for those on NVMe."""
+        assert self.live.shard is not None
+        return self.live.shard[self.elements]
 
 
 def stepped_ranges(

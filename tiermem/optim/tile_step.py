@@ -224,12 +224,8 @@ class TilePass:
                 self._shards.homes.store.await_end(tile.live.unit)
                 self._gradient_buffer(tile, slot).copy_(grads[tile.elements], non_blocking=True)
             if tile.weights is Tier.DEVICE:
-                assert tile.live.shard is not None
-                self._weight_buffer(tile, slot).copy_(
-                    tile.live.shard[tile.elements], non_blocking=True
-                )
-            copied = record(self._link)
-        copied.synchronize()
+                self._weight_buffer(tile, slot).copy_(tile.own_weights, non_blocking=True)
+        record(self._link).synchronize()
 
     def writes(self, tile: Tile, slot: Slot | None) -> list[Range]:
         """The states and parameters that are written back to NVMe."""
@@ -296,8 +292,7 @@ class TilePass:
         """Copies a tile to the second copy, if there is one, because some or all of its elements
         are not stepped there."""
         if self._second is not None:
-            assert tile.live.shard is not None
-            self._second.weights[tile.elements].copy_(tile.live.shard[tile.elements])
+            self._second.weights[tile.elements].copy_(tile.own_weights)
             if (states := self._second.slots.get(tile.entry)) is not None:
                 states.tensor.copy_(self._store.view(tile.entry))
 
@@ -310,12 +305,11 @@ class TilePass:
         start_ns = time.monotonic_ns()
         self._compute(tile, slot)
         self._record(tile, start_ns)
-        assert self._link is not None and tile.live.shard is not None
+        assert self._link is not None
         tile.live.await_home()
         with on(self._link):
-            tile.live.shard[tile.elements].copy_(self._weight_buffer(tile, slot), non_blocking=True)
-            left = record(self._link)
-        left.synchronize()
+            tile.own_weights.copy_(self._weight_buffer(tile, slot), non_blocking=True)
+        record(self._link).synchronize()
 
     def _record(self, tile: Tile, start_ns: int) -> None:
         self._store.recorder.add(
@@ -382,10 +376,9 @@ class TilePass:
         """The weights and the states that a step of a second copy reads."""
         if self._second is None:
             return None
-        assert tile.live.shard is not None
         if tile.entry in self._second.slots:
             states = tile.layout.views(self._store.view(tile.entry), tile.numel)
-        return tile.live.shard[tile.elements], states
+        return tile.own_weights, states
 
     def _start(
         self, tile: Tile, slot: Slot | None, views: StateViews, params: torch.Tensor
@@ -534,7 +527,7 @@ class TilePass:
             return self._weight_buffer(tile, slot)
         if tile.live.shard is not None:
             tile.live.await_home()
-            return self._near(tile, tile.live.shard[tile.elements])
+            return self._near(tile, tile.own_weights)
         return self._near(tile, self._weight_buffer(tile, slot), self._reads_weight(tile))
 
     def _weight_buffer(self, tile: Tile, slot: Slot | None) -> torch.Tensor:

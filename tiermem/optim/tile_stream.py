@@ -16,8 +16,7 @@ from collections.abc import Collection
 import torch
 
 from tiermem.plans.plan import Buffers
-from tiermem.swap.base.ranges import round_up
-from tiermem.swap.base.tier import ALIGNMENT
+from tiermem.swap.base.ranges import ALIGNMENT, round_up
 from tiermem.swap.memory.accelerator import current_stream, new_event, new_stream, on, record
 from tiermem.swap.memory.device_memory import DeviceMemory, DevicePool
 
