@@ -280,7 +280,7 @@ def _step(
 ) -> None:
     rows = tl.program_id(0).to(tl.int64) * _ROWS + tl.arange(0, _ROWS)
     p = _read_master(weight, master, rows, numel)
-    g = _read(grad, None, rows, numel, False) * scalars.grad_scale
+    g = _read((grad, None), rows, numel, False) * scalars.grad_scale
     m = None
     v = None
     w = None
@@ -290,11 +290,11 @@ def _step(
         w = m
     else:
         if num_moments > 0:
-            m = _read(moments[0][0], moments[0][1], rows, numel, rule == "adagrad")
+            m = _read(moments[0], rows, numel, rule == "adagrad")
         if num_moments > 1:
-            v = _read(moments[1][0], moments[1][1], rows, numel, True)
+            v = _read(moments[1], rows, numel, True)
         if num_moments > 2:
-            w = _read(moments[2][0], moments[2][1], rows, numel, True)
+            w = _read(moments[2], rows, numel, True)
     if rule == "adamw" or rule == "adam":
         p, m, v, w = _adam(p, g, m, v, w, scalars, rule == "adamw", num_moments > 2)
     elif rule == "adagrad":
@@ -309,11 +309,11 @@ def _step(
         else None
     )
     if num_moments > 0:
-        _write(m, moments[0][0], moments[0][1], rows, numel, words, 0, rule == "adagrad")
+        _write(m, moments[0], rows, numel, words, 0, rule == "adagrad")
     if num_moments > 1:
-        _write(v, moments[1][0], moments[1][1], rows, numel, words, 1, True)
+        _write(v, moments[1], rows, numel, words, 1, True)
     if num_moments > 2:
-        _write(w, moments[2][0], moments[2][1], rows, numel, words, 3, True)
+        _write(w, moments[2], rows, numel, words, 3, True)
     _write_master(p, weight, master, rows, numel, words)
 
 
@@ -327,15 +327,15 @@ def _read_master(
     weight: tl.tensor, master: tl.tensor, rows: tl.tensor, numel: tl.tensor
 ) -> tl.tensor:
     if master is None:
-        p = _read(weight, None, rows, numel, False)
+        p = _read((weight, None), rows, numel, False)
     elif master.dtype.element_ty == tl.int16:
         low = tl.load(master + _at(rows), _at(rows) < numel, 0)
-        upper = _bits(_read(weight, None, rows, numel, False))
+        upper = _bits(_read((weight, None), rows, numel, False))
         # from a weight that the user has overwritten by zero
         is_left = ((upper & 0x7FFFFFFF) == 0) & (low < 0)
         p = float_of(upper + tl.where(is_left, 0, low.to(tl.int32)))
     else:
-        p = _read(master, None, rows, numel, False)
+        p = _read((master, None), rows, numel, False)
     return p
 
 
@@ -350,7 +350,7 @@ def _write_master(
 ) -> None:
     at = _at(rows)
     if master is None:
-        _write(p, weight, None, rows, numel, words, 2, False)
+        _write(p, (weight, None), rows, numel, words, 2, False)
     elif master.dtype.element_ty == tl.int16:
         bits = tl.where(p != p, 0x7FC00000, _bits(p))  # a NaN that the weight shows
         tl.store(weight + at, ((bits + 0x8000) >> 16).to(tl.int16), at < numel)
@@ -358,7 +358,7 @@ def _write_master(
     else:
         tl.store(master + at, p, at < numel)
         if weight is not None:
-            _write(p, weight, None, rows, numel, None, 2, False)
+            _write(p, (weight, None), rows, numel, None, 2, False)
 
 
 # ---- the rules -----------------------------------------------------------------------------------
@@ -440,8 +440,9 @@ def _shifted(bits: tl.tensor, count: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _read(
-    part: tl.tensor, scales: tl.tensor, rows: tl.tensor, numel: tl.tensor, is_positive: tl.constexpr
+    pair: tl.tuple, rows: tl.tensor, numel: tl.tensor, is_positive: tl.constexpr
 ) -> tl.tensor:
+    part, scales = pair
     stored = tl.load(part + _at(rows), _at(rows) < numel, 0)
     if part.dtype.element_ty == tl.int16:
         values = float_of(stored.to(tl.int32) << 16)
@@ -456,14 +457,14 @@ def _read(
 @triton.jit
 def _write(
     values: tl.tensor,
-    part: tl.tensor,
-    scales: tl.tensor,
+    pair: tl.tuple,
     rows: tl.tensor,
     numel: tl.tensor,
     words: tl.tuple,
     number: tl.constexpr,
     is_positive: tl.constexpr,
 ) -> None:
+    part, scales = pair
     at = _at(rows)
     word = None
     if words is not None and part.dtype.element_ty != tl.float32:
