@@ -24,8 +24,8 @@ from tiermem.policy import NvmePath
 from tiermem.ranks.topology import paths_of_rank
 from tiermem.run.shards import Shards, loading
 from tiermem.swap.base.grad_mode import without_grad
-from tiermem.swap.base.ranges import round_up
-from tiermem.swap.base.tier import ALIGNMENT, Tier
+from tiermem.swap.base.ranges import ALIGNMENT, round_up
+from tiermem.swap.base.tier import Tier
 from tiermem.swap.disk.paths import AnyPath
 from tiermem.swap.memory.arena import Pool, Slot
 from tiermem.swap.program.program import Program

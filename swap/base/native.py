@@ -37,8 +37,7 @@ from tiermem.swap.base.parts import (
     check_part,
     check_parts,
 )
-from tiermem.swap.base.ranges import ByteRange
-from tiermem.swap.base.tier import ALIGNMENT
+from tiermem.swap.base.ranges import ALIGNMENT, ByteRange
 
 _MAX_BLOCK_BYTES = 1 << 30  # below what one system call transfers
 ENGINES = {

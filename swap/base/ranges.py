@@ -17,6 +17,9 @@ thousands of ranges, so one numpy operation handles all of them."""
 
 N = TypeVar("N", int, Numbers)
 
+ALIGNMENT = 4096
+"""Bytes; offsets, lengths and addresses of transfers to and from NVME are multiples of it."""
+
 
 def spread(first: Numbers, counts: Numbers) -> tuple[Numbers, Numbers]:
     """Repeats each row number i counts[i] times; returns these numbers and, beside them, first[i],

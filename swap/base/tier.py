@@ -12,9 +12,6 @@ from __future__ import annotations
 
 import enum
 
-ALIGNMENT = 4096
-"""Bytes; offsets, lengths and addresses of transfers to and from NVME are multiples of it."""
-
 
 class Tier(enum.Enum):
     """A kind of memory that bytes rest in; the value is its name in configs and reports.

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tiermem.swap.base.errors import remedy
-from tiermem.swap.base.tier import ALIGNMENT
+from tiermem.swap.base.ranges import ALIGNMENT
 from tiermem.swap.disk.durable import Owned, create, opened
 
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "hugetlbfs", "devtmpfs")

@@ -9,8 +9,7 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tiermem.swap.base.ranges import FreeRanges, round_up
-from tiermem.swap.base.tier import ALIGNMENT
+from tiermem.swap.base.ranges import ALIGNMENT, FreeRanges, round_up
 from tiermem.swap.disk import durable
 from tiermem.swap.disk.direct import MEMORY_FILE_SYSTEMS, give_back, probe_path, take_room
 from tiermem.swap.disk.paths import AnyPath, NvmePath, as_paths, deal_shares

@@ -18,8 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tiermem.swap.base.native import READ, SYNC, WRITE, Blocks, IoSettings, Map, Op, Queue
-from tiermem.swap.base.ranges import ByteRange, round_up
-from tiermem.swap.base.tier import ALIGNMENT
+from tiermem.swap.base.ranges import ALIGNMENT, ByteRange, round_up
 from tiermem.swap.disk.direct import open_unnamed, preallocate
 from tiermem.swap.disk.paths import NvmePath
 from tiermem.swap.disk.queue import InFlight

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 
-from tiermem.swap.base.ranges import round_up
-from tiermem.swap.base.tier import ALIGNMENT
+from tiermem.swap.base.ranges import ALIGNMENT, round_up
 
 
 @dataclasses.dataclass(frozen=True)

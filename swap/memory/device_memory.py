@@ -21,8 +21,7 @@ from collections.abc import Collection
 
 import torch
 
-from tiermem.swap.base.ranges import FreeRanges, round_up
-from tiermem.swap.base.tier import ALIGNMENT
+from tiermem.swap.base.ranges import ALIGNMENT, FreeRanges, round_up
 from tiermem.swap.memory.accelerator import current_stream, is_accelerator, record
 from tiermem.swap.memory.arena import Arena, Pool, Slot
 

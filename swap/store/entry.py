@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from tiermem.swap.base.native import READ, Blocks, Op
-from tiermem.swap.base.ranges import Numbers, round_up, spread
-from tiermem.swap.base.tier import ALIGNMENT, Tier
+from tiermem.swap.base.ranges import ALIGNMENT, Numbers, round_up, spread
+from tiermem.swap.base.tier import Tier
 from tiermem.swap.disk.files import Extent, Files
 from tiermem.swap.memory.arena import Slot
 from tiermem.swap.store.device_copy import DeviceCopy

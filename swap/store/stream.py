@@ -29,8 +29,8 @@ import numpy.typing as npt
 import torch
 
 from tiermem.swap.base.native import READ, WRITE, Op, Queue
-from tiermem.swap.base.ranges import FileRange, FreeRanges, round_up
-from tiermem.swap.base.tier import ALIGNMENT, Tier
+from tiermem.swap.base.ranges import ALIGNMENT, FileRange, FreeRanges, round_up
+from tiermem.swap.base.tier import Tier
 from tiermem.swap.disk import durable
 from tiermem.swap.disk.direct import open_direct, take_room
 from tiermem.swap.disk.queue import InFlight

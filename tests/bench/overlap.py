@@ -43,7 +43,7 @@ from bench import python_path
 from bench.iterations import Least, Turn
 from bench.options import OverlapBenchOptions
 from tiermem.precision import DTYPES
-from tiermem.swap.base.tier import ALIGNMENT
+from tiermem.swap.base.ranges import ALIGNMENT
 from tiermem.swap.disk.queue import busiest
 from tiermem.swap.disk.run_folder import remove_dead_runs
 from tiermem.tools.bench.stepped_model import SETTINGS, BareSetting, Roofline

@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tiermem.swap.base.native import IoSettings
-from tiermem.swap.base.tier import ALIGNMENT
+from tiermem.swap.base.ranges import ALIGNMENT
 from tiermem.swap.disk import run_folder
 from tiermem.swap.disk.direct import file_system_of, probe_path
 from tiermem.swap.disk.files import Extent, Files

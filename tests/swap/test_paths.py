@@ -16,7 +16,8 @@ from drawn import drawn
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tiermem.swap.base.tier import ALIGNMENT, Tier
+from tiermem.swap.base.ranges import ALIGNMENT
+from tiermem.swap.base.tier import Tier
 from tiermem.swap.disk.files import Extent, Files
 from tiermem.swap.disk.paths import NvmePath, as_paths, deal_shares
 from tiermem.swap.store.store import TensorStore

@@ -83,7 +83,9 @@ class Played(NamedTuple):
 def fetches_of(played: Played) -> StepFetches:
     """Plays a step after another one. Raises ValueError when a module needs more units at once than
     there are buffers for."""
-    return _Play(played).second_step()
+    play = _Play(played)
+    play.step()
+    return play.step()
 
 
 class _Play:
@@ -98,11 +100,7 @@ class _Play:
         order = Order(self._streamed([use.units for use in played.uses]), self._streamed(again))
         self._prefetcher = Prefetcher(self._units, order, played.limits)
 
-    def second_step(self) -> StepFetches:
-        self._step()
-        return self._step()
-
-    def _step(self) -> StepFetches:
+    def step(self) -> StepFetches:
         forwards = []
         backwards = []
         for _ in range(min(self._played.num_passes, MOST_PASSES)):

@@ -17,8 +17,7 @@ from tiermem.optimizers import NEVER_NEGATIVE
 from tiermem.policy import OffloadPolicy
 from tiermem.precision import DTYPES, Precision
 from tiermem.swap.base.parts import Q8_BLOCK, Moment, Quantised, moment_between, num_scales
-from tiermem.swap.base.ranges import ByteRange, Column, Numbers, round_up
-from tiermem.swap.base.tier import ALIGNMENT
+from tiermem.swap.base.ranges import ALIGNMENT, ByteRange, Column, Numbers, round_up
 from tiermem.swap.store.checksum import Pieces
 from tiermem.units.quantised import BLOCK, BlockFormat, byte_ranges
 from tiermem.units.unit import UNIT_ALIGN, Shard, Unit, own_numel, ranges_in

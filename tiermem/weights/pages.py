@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tiermem.swap.base.tier import ALIGNMENT
+from tiermem.swap.base.ranges import ALIGNMENT
 from tiermem.units.unit import Unit
 
 

@@ -18,8 +18,7 @@ from torch.autograd.graph import increment_version
 
 from tiermem.ranks.collectives import Pending
 from tiermem.swap.base.native import NORMAL, URGENT
-from tiermem.swap.base.ranges import round_up
-from tiermem.swap.base.tier import ALIGNMENT
+from tiermem.swap.base.ranges import ALIGNMENT, round_up
 from tiermem.swap.memory.accelerator import is_accelerator, on, record
 from tiermem.swap.program.run_read import RunRead
 from tiermem.swap.store.move import Move

@@ -47,9 +47,8 @@ from tiermem.checkpoint.together import Talk, talk_over, together
 from tiermem.ranks.failures import Traffic
 from tiermem.ranks.topology import Topology, group_aside
 from tiermem.run.shards import Shards
-from tiermem.swap.base.ranges import round_up
+from tiermem.swap.base.ranges import ALIGNMENT, round_up
 from tiermem.swap.base.side_threads import Flag, start_thread
-from tiermem.swap.base.tier import ALIGNMENT
 from tiermem.swap.disk import direct, durable
 from tiermem.swap.disk.direct import open_direct
 from tiermem.swap.disk.run_folder import SEGMENT, is_of_one_host, remove
