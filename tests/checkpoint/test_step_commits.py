@@ -222,6 +222,24 @@ def test_a_commit_that_fails_is_raised_by_the_backward_and_training_goes_on(
     loop.shards.close()
 
 
+@pytest.mark.parametrize("way", ["wait", "save", "close"])
+def test_a_copy_that_fails_takes_no_commit_with_it(way: str, tmp_path: Path) -> None:
+    """The step is durable when the copy's error is raised."""
+    loop = Loop(tmp_path, keep=2)
+    with failing("rename", "tiermem.json"):
+        checkpoint.save(loop.shards, loop.optim, loop.path / "out", "t", copy=True)
+        loop.go()
+        due = live_states(loop.shards)
+        with pytest.raises(OSError, match="it fails"):
+            COMMITS[way](loop)
+    assert loop.durable() == [(1, None)]
+    loop.shards.close()
+    saved = states_at(loop.folder / "manifest-2.json")
+    for (name, state), value in due.items():
+        if value.numel() and (name, state) in saved:
+            assert saved[name, state] == value.contiguous().view(-1).numpy().tobytes()
+
+
 def test_an_interrupt_leaves_the_commit_due(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

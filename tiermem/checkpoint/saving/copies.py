@@ -10,7 +10,8 @@ training. It is used only while optimizer steps have another slot to write to. O
 state rests on NVMe, the caller does all the work at once.
 
 A copy that fails removes the files that it wrote; earlier files are unchanged. Its error is raised
-by the next save, by `wait` or by the end of the run. File names contain the run and the commit: a
+by the next save, by `wait`, by the next durable step when that is on the disk, or by the end of the
+run. File names contain the run and the commit: a
 tag that is saved again changes only with its pointer.
 """
 
@@ -289,13 +290,16 @@ class Copies:
         start_thread(thread)
         self._thread = thread
 
-    def wait(self) -> None:
-        """Blocks until no copy is running; the copy pauses no more. Raises the error of a failed
-        copy, once."""
+    def end(self) -> None:
+        """Blocks until no copy is running; the copy pauses no more. `wait` raises its error."""
         self._pace.hurry()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+    def wait(self) -> None:
+        """`end`, then raises the error of a failed copy, once."""
+        self.end()
         error = self._error
         self._error = None
         if error is not None:

@@ -171,9 +171,10 @@ class Saver:
 
     def commit(self, content: Content) -> None:
         """Makes a captured step durable. Collective; blocks for a running copy, and raises its
-        error."""
-        self._copies.wait()
+        error when the step is durable."""
+        self._copies.end()
         self.commits.make(content)
+        self._copies.wait()
 
     def wait(self) -> None:
         """Blocks until the last step is durable, if that is due, and no copy is running. Raises the
