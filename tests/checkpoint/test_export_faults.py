@@ -14,6 +14,7 @@ import tiermem
 from tiermem import checkpoint
 from tiermem.checkpoint.interchange.export import export_dcp, export_weights
 from tiermem.checkpoint.interchange.from_torch import read_torch
+from tiermem.checkpoint.interchange.whole import export_whole
 from tiermem.checkpoint.interchange.write import write_checkpoint
 from tiermem.checkpoint.opening.source import weights_of
 from tiermem.checkpoint.opening.verified import DamagedState
@@ -24,6 +25,12 @@ WAYS: dict[str, Export] = {
     "safetensors": lambda source, out: export_weights(weights_of(source), out, 3000, config="{}"),
     "bin": lambda source, out: export_weights(weights_of(source), out, 3000, is_safetensors=False),
     "dcp": lambda source, out: export_dcp(source, out),
+}
+COPIES: dict[str, Export] = {
+    "whole": lambda source, out: export_whole(source.place.parent, out),
+    "import": lambda source, out: write_checkpoint(
+        read_torch(source.place.parents[1] / "plain"), out, "t"
+    ),
 }
 
 
@@ -50,17 +57,23 @@ def test_a_damaged_state_ends_the_export_and_is_what_is_raised(
     assert not list(files_below(tmp_path / "out"))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", WAYS | COPIES)
 @pytest.mark.parametrize("kind", ["rename", "sync"])
 def test_an_export_that_fails_at_any_step_leaves_nothing(
     tmp_path: Path, saved: Path, way: str, kind: str
 ) -> None:
-    out = tmp_path / "out" / "x"
+    """No file, no folder; beside an older checkpoint, that one and its `latest`."""
+    act = (WAYS | COPIES)[way]
+    out = tmp_path / "out" / "x" / "y"
     (tmp_path / "out").mkdir()
     with checkpoint.Source.open(saved) as source:
+        export_weights(weights_of(source), tmp_path / "plain", None)
+        if way in COPIES:
+            write_checkpoint(read_torch(tmp_path / "plain"), out, "older")
+        before = content_of(tmp_path / "out")
         for number in range(1, 40):
             with failing(kind, "", number, errno.EIO):
-                error = error_of(lambda: WAYS[way](source, out))
+                error = error_of(lambda: act(source, out))
             if error is None:
                 break
             assert (error.errno, str(error.filename).startswith(str(tmp_path / "out"))) == (
@@ -68,8 +81,16 @@ def test_an_export_that_fails_at_any_step_leaves_nothing(
                 True,
             )
             assert "it fails" in str(error)
-            assert not list(files_below(tmp_path / "out")), number
-    assert number > 1 and list(files_below(out))
+            assert content_of(tmp_path / "out") == before, number
+    assert number > 1 and len(content_of(out)) > len(before)
+
+
+def content_of(folder: Path) -> dict[str, bytes]:
+    """Every folder, and every file with its bytes."""
+    return {
+        str(each.relative_to(folder)): each.read_bytes() if each.is_file() else b""
+        for each in folder.rglob("*")
+    }
 
 
 def test_an_import_that_cannot_be_named_latest_leaves_nothing(tmp_path: Path, saved: Path) -> None:
@@ -84,5 +105,5 @@ def test_an_import_that_cannot_be_named_latest_leaves_nothing(tmp_path: Path, sa
     ]:
         with failing(kind, name, code=errno.EIO), pytest.raises(OSError, match="it fails"):
             write_checkpoint(foreign, tmp_path / "out", "tag")
-        assert not list((tmp_path / "out").iterdir())
+        assert not (tmp_path / "out").exists()
     write_checkpoint(foreign, tmp_path / "out", "tag")

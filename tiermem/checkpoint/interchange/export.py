@@ -24,6 +24,7 @@ from tiermem.checkpoint.format.manifest import MASTER, WEIGHT, Parameter
 from tiermem.checkpoint.interchange.foreign import STEP, torch_groups
 from tiermem.checkpoint.interchange.write import new_folder
 from tiermem.checkpoint.opening.source import Progress, Source, Weight, filled, weights_of
+from tiermem.checkpoint.saving.publish import make_folder
 from tiermem.swap.disk import durable
 from tiermem.swap.disk.direct import check_room
 from tiermem.weights_io import MOST_AROUND_BYTES, SafetensorsFile, TorchFile, WeightEntry
@@ -67,7 +68,7 @@ def export_weights(
         config: the text of config.json.
 
     Raises FileExistsError when one of the files exists; nothing is changed then. Raises OSError
-    when the disk is full or a state is damaged; then no new file is left.
+    when the disk is full or a state is damaged; then no new file and no new folder is left.
     """
     shards = deal(weights, max_shard_bytes, is_safetensors)
     texts = {} if config is None else {"config.json": config}
@@ -81,8 +82,8 @@ def export_weights(
         raise FileExistsError(
             17, f"{', '.join(there)} there already; choose another folder", str(out)
         )
-    durable.make_folder(out)
     with contextlib.ExitStack() as undoing, contextlib.ExitStack() as placing:
+        make_folder(out, undoing)  # `undoing` removes it if it is empty
         files = {name: undoing.enter_context(durable.NewFile(out / name)) for name in names}
         for shard in shards:
             _write_shard(files[shard.name], shard, is_safetensors, progress or (lambda _: None))

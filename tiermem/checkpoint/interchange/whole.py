@@ -12,15 +12,16 @@ from tiermem.checkpoint.format.finding import (
     copy_name,
     find,
     is_tag,
+    pointer_path,
     read_manifest,
     read_parts,
     rows_of_part,
 )
-from tiermem.checkpoint.format.manifest import PartFile
+from tiermem.checkpoint.format.manifest import LATEST_FILE, PartFile
 from tiermem.checkpoint.interchange.write import Imported, new_folder
 from tiermem.checkpoint.opening.source import Progress, Source, verify_all
 from tiermem.checkpoint.saving.copies import Pace, copy, lay_out, take_room
-from tiermem.checkpoint.saving.publish import write_pointer
+from tiermem.checkpoint.saving.publish import replace, said_of
 from tiermem.swap.disk import durable
 
 
@@ -35,7 +36,7 @@ def export_whole(
 
     tag: which of the folder's; default: its latest. Raises FileExistsError when OUT has the tag,
         ManifestError, DamagedState and OSError for a step that is not whole or a full disk; then
-        nothing is left.
+        nothing is left, and `latest` is as it was.
     """
     opened = read_manifest(find(where, tag)[0])
     manifest = opened.manifest
@@ -66,6 +67,8 @@ def export_whole(
             with Source(read_manifest(Found(new / file))) as source:
                 verify_all(source, progress)
                 num_bytes = source.num_bytes
-        write_pointer(out / name / file, out, name)
+        said = said_of(out / name / file, out, name)
+        replace(pointer_path(out, name), said, undoing)
+        replace(out / LATEST_FILE, said, undoing)
         undoing.pop_all()
     return Imported(out / name, name, manifest.step, len(manifest.parameters), num_bytes, ())

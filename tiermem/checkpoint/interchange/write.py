@@ -25,7 +25,13 @@ from tiermem.checkpoint.format.finding import (
     is_tag,
     read_manifest,
 )
-from tiermem.checkpoint.format.manifest import Manifest, Parameter, Part, check_parameters
+from tiermem.checkpoint.format.manifest import (
+    LATEST_FILE,
+    Manifest,
+    Parameter,
+    Part,
+    check_parameters,
+)
 from tiermem.checkpoint.interchange.foreign import (
     Foreign,
     ForeignParameter,
@@ -42,8 +48,10 @@ from tiermem.checkpoint.saving.publish import (
     Content,
     SavingInto,
     alone,
+    make_folder,
     manifest_of,
-    write_latest,
+    replace,
+    said_of,
     write_part,
 )
 from tiermem.ranks.collectives import exchange
@@ -237,7 +245,7 @@ def write_checkpoint(
 
     Raises FileExistsError when the tag exists, OSError when the disk is full or a file cannot be
     read, ValueError when values do not match their description or the checkpoint would not open;
-    then nothing is left.
+    then nothing is left, and `latest` is as it was.
     """
     step = foreign.global_steps or max((p.num_steps for p in foreign.parameters), default=0)
     tag = f"global_step{step}" if tag is None else tag
@@ -253,7 +261,7 @@ def write_checkpoint(
             file, left_behind, num_bytes = _write_folder(
                 foreign, parameters, new, tag, step, progress
             )
-        write_latest(folder / file, out, tag)
+        replace(out / LATEST_FILE, said_of(folder / file, out, tag), undoing)
         undoing.pop_all()
     return Imported(folder, tag, step, len(foreign.parameters), num_bytes, tuple(left_behind))
 
@@ -263,19 +271,18 @@ def new_folder(folder: Path, undoing: contextlib.ExitStack) -> Iterator[Path]:
     """Makes a folder under a temporary name. When the block ends, the folder gets its name; an
     empty folder of that name is replaced. Raises OSError.
 
-    undoing: removes both names; a folder that cannot be removed is left.
+    undoing: removes both names, and the parents that it made; a folder that cannot be removed is
+        left.
     """
     new = durable.new_name(folder)
-    durable.make_folder(folder.parent)
+    make_folder(folder.parent, undoing)
     with durable.named(new):
         new.mkdir()
     undoing.callback(shutil.rmtree, new, ignore_errors=True)
     yield new
     durable.sync_folder(new)
-    with contextlib.suppress(FileNotFoundError):
-        folder.rmdir()
-    undoing.callback(shutil.rmtree, folder, ignore_errors=True)
     durable.rename(new, folder)
+    undoing.callback(shutil.rmtree, folder, ignore_errors=True)
     durable.sync_folder(folder.parent)
 
 

@@ -293,21 +293,17 @@ def _is_readme(file: Path) -> bool:
     return False
 
 
-def write_pointer(path: Path, save_dir: Path, tag: str) -> None:
-    """Writes the pointer of a tag whose manifest is `path`, and `latest`. Blocks; raises
-    ManifestError, OSError."""
-    write_latest(path, save_dir, tag)
-    durable.write_file(
-        pointer_path(save_dir, tag), durable.read_file(save_dir / LATEST_FILE, MOST_POINTER_BYTES)
-    )
-
-
 def write_latest(path: Path, save_dir: Path, tag: str) -> None:
     """Writes `latest` for a tag whose manifest is `path`. Blocks; raises ManifestError, OSError."""
+    durable.write_file(save_dir / LATEST_FILE, said_of(path, save_dir, tag))
+
+
+def said_of(path: Path, save_dir: Path, tag: str) -> bytes:
+    """The bytes of a tag's pointer to the manifest `path`, and of `latest`. Blocks; raises
+    ManifestError, OSError."""
     data = durable.read_file(path, MOST_BYTES)
     manifest = read_manifest(Found(path)).manifest
-    said = pointer_to(path, data, manifest, save_dir, tag, known_latest(save_dir))
-    durable.write_file(save_dir / LATEST_FILE, said.dump())
+    return pointer_to(path, data, manifest, save_dir, tag, known_latest(save_dir)).dump()
 
 
 def replace(path: Path, data: bytes, undo: contextlib.ExitStack) -> None:
