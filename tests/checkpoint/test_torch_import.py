@@ -10,6 +10,7 @@ import signal
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -114,6 +115,41 @@ def test_an_optimizers_file_of_its_own_is_read(tmp_path: Path) -> None:
     torch.save(net.state_dict(), tmp_path / "model.pth")
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
     check(read_torch(tmp_path / "model.pth", tmp_path / "optimizer.pt"), net, optimizer)
+
+
+def without_a_moment(optimizer: dict[str, Any]) -> None:
+    del optimizer["state"][1]["exp_avg_sq"]
+
+
+def without_a_group(optimizer: dict[str, Any]) -> None:
+    optimizer["param_groups"].pop()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (without_a_moment, "has no exp_avg_sq, which .* of the same group has"),
+        (without_a_group, "the optimizer has states of .*, which no param_groups list"),
+    ],
+)
+def test_an_optimizer_that_lacks_something_is_refused(
+    tmp_path: Path, change: Callable[[dict[str, Any]], None], said: str
+) -> None:
+    net = Net()
+    optimizer = by_name(net)
+    train(net, optimizer)
+    kept = optimizer.state_dict()
+    change(kept)
+    torch.save({"model": net.state_dict(), "optimizer": kept}, tmp_path / "a.pt")
+    with pytest.raises(ValueError, match=said) as caught:
+        read_foreign(tmp_path / "a.pt")
+    assert str(tmp_path / "a.pt") in str(caught.value)
+
+
+def test_a_file_without_weights_is_refused(tmp_path: Path) -> None:
+    torch.save({"model": {}}, tmp_path / "a.pt")
+    with pytest.raises(ValueError, match=r"a\.pt: there are no weights in it"):
+        read_foreign(tmp_path / "a.pt")
 
 
 def test_a_bare_state_dict_is_weights_alone(tmp_path: Path) -> None:

@@ -66,6 +66,11 @@ class ForeignParameter:
         """The weight's dtype."""
         return self.states[WEIGHT].dtype
 
+    @property
+    def moments(self) -> frozenset[str]:
+        """The names of its states beside weight and master."""
+        return frozenset(self.states) - {WEIGHT, MASTER}
+
 
 @dataclasses.dataclass(frozen=True)
 class LossScale:
@@ -154,6 +159,23 @@ def check_state(name: str, state: str, value: Any, numel: int) -> torch.Tensor:
             f"{name}: {state} is {found} where {numel} elements are due; allowed are {allowed}"
         )
     return value
+
+
+def check_moments(foreign: Foreign, what: str) -> None:
+    """Raises ValueError where a parameter has some of the moments of its group and lacks others: a
+    missing moment would be taken as zeros."""
+    fullest: dict[int | None, ForeignParameter] = {}
+    for p in foreign.parameters:
+        if len(p.moments) > len(fullest.setdefault(p.group, p).moments):
+            fullest[p.group] = p
+    for p in foreign.parameters:
+        missing = fullest[p.group].moments - p.moments
+        if p.moments and missing:
+            raise ValueError(
+                f"{what}: {p.name} has no {', '.join(sorted(missing))}, which "
+                f"{fullest[p.group].name} of the same group has: the optimizer's states are "
+                "damaged, or of two saves"
+            )
 
 
 def tie(parameters: Iterable[ForeignParameter], ties: Mapping[str, str]) -> list[ForeignParameter]:

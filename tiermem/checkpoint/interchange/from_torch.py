@@ -412,6 +412,11 @@ def _names_of(parameters: Sequence[ForeignParameter], kept: State, what: str) ->
                 places, len(own), [_shape_of(kept["state"].get(key)) for key in keys], what
             )
             names |= {key: own[place].name for key, place in zip(keys, found, strict=True)}
+    lost = [str(key) for key in kept["state"] if key not in names]
+    if lost:
+        raise ValueError(
+            f"{what}: the optimizer has states of {', '.join(lost[:5])}, which no param_groups list"
+        )
     unknown = [name for name in names.values() if name not in known]
     if unknown:
         raise ValueError(

@@ -37,6 +37,7 @@ from tiermem.checkpoint.interchange.foreign import (
     ForeignParameter,
     ForeignState,
     LossScale,
+    check_moments,
     optimizer_of,
 )
 from tiermem.checkpoint.interchange.from_dcp import is_dcp, read_dcp
@@ -88,18 +89,26 @@ def read_foreign(path: Path, tag: str | None = None, optimizer: Path | None = No
             f"{path} has optimizer states of its own; --optimizer goes with a file of weights"
         )
     try:
-        if is_dcp(path):
-            return read_dcp(path)
-        if path.is_dir() and is_deepspeed(path if tag is None else path / tag):
-            return read_deepspeed(path, tag)
-        if tag is not None:
-            raise ValueError(f"{path}: no DeepSpeed checkpoint with a tag {tag!r}")
-        return read_torch(path, optimizer)
+        found = _read_any(path, tag, optimizer)
     except _OF_OTHER_TYPES as error:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
             f"{path}: something in it is not what is due there ({type(error).__name__}: {reason})"
         ) from error
+    if not found.parameters:
+        raise ValueError(f"{path}: there are no weights in it")
+    check_moments(found, str(path))
+    return found
+
+
+def _read_any(path: Path, tag: str | None, optimizer: Path | None) -> Foreign:
+    if is_dcp(path):
+        return read_dcp(path)
+    if path.is_dir() and is_deepspeed(path if tag is None else path / tag):
+        return read_deepspeed(path, tag)
+    if tag is not None:
+        raise ValueError(f"{path}: no DeepSpeed checkpoint with a tag {tag!r}")
+    return read_torch(path, optimizer)
 
 
 _OF_OTHER_TYPES = (AttributeError, KeyError, IndexError, TypeError, OverflowError, RuntimeError)
