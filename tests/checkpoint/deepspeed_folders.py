@@ -88,7 +88,7 @@ def write_deepspeed(
             folder / TAG / f"{base}_model_states.pt",
         )
         prefix = "" if dtype == torch.float32 else "bf16_"
-        with _their_classes() as classes:
+        with their_classes() as classes:
             optim = _optim_states(states, rank, num_ranks, classes, is_dynamic, stage)
             torch.save(optim, folder / TAG / f"{prefix}{base}_optim_states.pt")
     return Written(folder, states, buffers)
@@ -164,7 +164,7 @@ def _part(value: torch.Tensor, rank: int, num_ranks: int) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _their_classes() -> Iterator[Any]:
+def their_classes() -> Iterator[Any]:
     """Classes that pickle under DeepSpeed's names, gone afterwards."""
     config, scaler = "deepspeed.runtime.zero.config", "deepspeed.runtime.fp16.loss_scaler"
     names = {".".join(full.split(".")[: i + 1]) for full in (config, scaler) for i in range(4)}

@@ -6,14 +6,17 @@ from __future__ import annotations
 import enum
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from checkpoint.deepspeed_folders import FROZEN, TAG, write_deepspeed
+from checkpoint.deepspeed_folders import FROZEN, TAG, their_classes, write_deepspeed
 
 from tiermem.checkpoint.interchange.foreign import ForeignParameter, LossScale
 from tiermem.checkpoint.interchange.from_deepspeed import is_deepspeed, read_deepspeed
+from tiermem.checkpoint.interchange.write import read_foreign
 
 
 def values_of(parameter: ForeignParameter) -> dict[str, torch.Tensor]:
@@ -131,6 +134,70 @@ def test_ranks_that_are_missing_are_named(tmp_path: Path) -> None:
     ).touch()  # the ranks before it are not counted
     with pytest.raises(ValueError, match=r"no model states of rank 1$"):
         read_deepspeed(tmp_path)
+
+
+def shorter(kept: dict[str, Any]) -> None:
+    kept["optimizer_state_dict"]["param_groups"].pop()
+
+
+def without_states(kept: dict[str, Any]) -> None:
+    del kept["optimizer_state_dict"]["state"][1]
+
+
+def without_a_moment(kept: dict[str, Any]) -> None:
+    del kept["optimizer_state_dict"]["state"][1]["exp_avg_sq"]
+
+
+def another_step(kept: dict[str, Any]) -> None:
+    kept["optimizer_state_dict"]["state"][1]["step"] = torch.tensor(9.0)
+
+
+def a_sub_group_more(kept: dict[str, Any]) -> None:
+    kept["fp32_flat_groups"].append(torch.ones(2))
+
+
+def other_shapes(found: dict[str, Any]) -> None:
+    found["param_shapes"][0]["embed.weight"] = torch.Size((7, 13))
+
+
+def other_steps(found: dict[str, Any]) -> None:
+    found["global_steps"] = 77
+
+
+def without_a_buffer(found: dict[str, Any]) -> None:
+    del found["module"]["mean"]
+
+
+@pytest.mark.parametrize(
+    ("change", "ranks", "said"),
+    [
+        (shorter, (1,), "rank_1.*: the params of the groups differ from those in .*rank_0"),
+        (shorter, (0, 1), "sub-group 2 is in no parameter group"),
+        (without_states, (0,), "rank_1.*: the steps differ"),
+        (without_states, (0, 1), "no states of sub-group 1, and has those of others"),
+        (without_a_moment, (0, 1), "back.weight has no exp_avg_sq, which embed.weight of the same"),
+        (another_step, (1,), "rank_1.*: the steps differ"),
+        (a_sub_group_more, (0, 1), "has a sub-group 3, and the model's files name"),
+        (other_shapes, (1,), "rank_1.*: param_shapes differ"),
+        (other_steps, (1,), "rank_1.*: global_steps differ"),
+        (without_a_buffer, (0,), "buffer mean has no value"),
+    ],
+)
+def test_files_of_two_saves_and_files_that_lack_something_are_refused(
+    tmp_path: Path, change: Callable[[dict[str, Any]], None], ranks: tuple[int, ...], said: str
+) -> None:
+    write_deepspeed(tmp_path, 2, torch.float32)
+    of_model = change in (other_shapes, other_steps, without_a_buffer)
+    for rank in ranks:
+        kind = "model" if of_model else "optim"
+        file = tmp_path / TAG / f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt"
+        with their_classes():
+            found = torch.load(file, weights_only=False)
+            change(found if of_model else found["optimizer_state_dict"])
+            torch.save(found, file)
+    with pytest.raises(ValueError, match=said) as caught:
+        read_foreign(tmp_path)
+    assert str(tmp_path) in str(caught.value)
 
 
 def test_another_stage_is_refused_with_what_to_do(tmp_path: Path) -> None:

@@ -91,6 +91,8 @@ def read_deepspeed(path: Path, tag: str | None = None) -> Foreign:
         )
     with_models = [_model_file(file) for file in models]
     with_optims = [_optim_file(file, len(optims)) for file in optims]
+    _check_alike(models, [_facts_of_model(each) for each in with_models])
+    _check_alike(optims, list(map(_facts_of_optim, optims, with_optims)))
     return _DeepSpeedReader(folder, with_models, with_optims).foreign()
 
 
@@ -101,6 +103,39 @@ class _Optim(NamedTuple):
     states: Mapping[int, Mapping[str, Any]]
     groups: Sequence[Mapping[str, Any]]
     scaler: Any
+
+
+def _facts_of_optim(file: Path, optim: _Optim) -> Mapping[str, object]:
+    """Values that are equal on all ranks of one save."""
+    return {
+        "the number of sub-groups": len(optim.flat_groups),
+        "the steps": {
+            i: steps_in(entry.get(STEP, 0), f"{file}: sub-group {i}")
+            for i, entry in optim.states.items()
+        },
+        "the names of the states": {i: {*entry} for i, entry in optim.states.items()},
+        "the params of the groups": [group.get("params") for group in optim.groups],
+    }
+
+
+def _facts_of_model(found: Mapping[str, Any]) -> Mapping[str, object]:
+    """Values that are equal on all ranks of one save."""
+    return {
+        "global_steps": _count(found, "global_steps"),
+        "param_shapes": [list(shapes.items()) for shapes in found["param_shapes"]],
+        "frozen_param_shapes": found.get("frozen_param_shapes") or {},
+    }
+
+
+def _check_alike(files: Sequence[Path], facts: Sequence[Mapping[str, object]]) -> None:
+    """Raises ValueError where the file of a rank says something else than that of rank 0."""
+    for file, own in zip(files, facts, strict=True):
+        for name, value in own.items():
+            if value != facts[0][name]:
+                raise ValueError(
+                    f"{file}: {name} differ from those in {files[0].name}: the files are of two "
+                    "saves; take the files of all ranks from one save"
+                )
 
 
 class _DeepSpeedReader:
@@ -149,9 +184,12 @@ class _DeepSpeedReader:
         group_of = {
             i: g for g, group in enumerate(self._optims[0].groups) for i in group.get("params", ())
         }
+        self._check_states()
         for sub_group, shapes in enumerate(self._first["param_shapes"]):
             self._check_sub_group(sub_group, shapes)
             what = f"{self._folder}: sub-group {sub_group}"
+            if group_of and sub_group not in group_of:
+                raise ValueError(f"{what} is in no parameter group of the optimizer's files")
             masters = [optim.flat_groups[sub_group] for optim in self._optims]
             flats = {MASTER: masters, **self._moments(sub_group, what)}
             num_steps = steps_in(self._optims[0].states.get(sub_group, {}).get(STEP, 0), what)
@@ -165,6 +203,27 @@ class _DeepSpeedReader:
                     name, tuple(shape), states, num_steps=num_steps, group=group_of.get(sub_group)
                 )
                 start += -(-numel // len(self._models))
+
+    def _check_states(self) -> None:
+        """Raises ValueError unless the files of the model and of the optimizer have the same
+        sub-groups, and all or none of them have states."""
+        num = len(self._first["param_shapes"])
+        optim = self._optims[0]
+        extra = [
+            *range(num, len(optim.flat_groups)),
+            *(i for i in optim.states if i not in range(num)),
+        ]
+        if extra:
+            raise ValueError(
+                f"{self._folder}: the optimizer has a sub-group {extra[0]}, and the model's files "
+                f"name the parameters of {num}: take the files of one save"
+            )
+        bare = [i for i in range(num) if not states_in(optim.states.get(i, {}), set())]
+        if len(bare) not in (0, num):
+            raise ValueError(
+                f"{self._folder}: the optimizer has no states of sub-group {bare[0]}, and has those "
+                "of others: its files are damaged"
+            )
 
     def _check_sub_group(self, sub_group: int, shapes: Mapping[str, Any]) -> None:
         due = sum(-(-math.prod(shape) // len(self._models)) for shape in shapes.values())
@@ -232,10 +291,11 @@ class _DeepSpeedReader:
     def _buffers(self) -> Iterator[ForeignParameter]:
         for name in self._first["buffer_names"]:
             value = self._first["module"].get(name)
-            if isinstance(value, torch.Tensor):
-                yield ForeignParameter(
-                    name, tuple(value.shape), {WEIGHT: of_tensor(value)}, is_buffer=True
-                )
+            if not isinstance(value, torch.Tensor):
+                raise ValueError(f"{self._folder}: buffer {name} has no value in the model's files")
+            yield ForeignParameter(
+                name, tuple(value.shape), {WEIGHT: of_tensor(value)}, is_buffer=True
+            )
 
 
 def _joined(flats: Sequence[torch.Tensor], start: int, numel: int) -> ForeignState:
