@@ -279,10 +279,7 @@ def csv_mark(made_by: str) -> str:
 
 
 def _check_folder(path: Path) -> None:
-    if not path.parent.is_dir():
-        raise FileNotFoundError(
-            errno.ENOENT, f"no such folder: make it first, or correct {path.name}", str(path.parent)
-        )
+    durable.check_folder(path.parent, f": make it first, or correct {path.name}")
     if not os.access(path.parent, os.W_OK | os.X_OK):
         raise PermissionError(errno.EACCES, f"{path.name} cannot be written here", str(path.parent))
 
@@ -524,10 +521,7 @@ def program(name: str, value: Path) -> None:
 
 def folders(name: str, value: Sequence[Path]) -> None:
     for path in each_of(name, value):
-        if not path.is_dir():
-            raise FileNotFoundError(
-                errno.ENOENT, f"no such folder: make it first, or correct {name}", str(path)
-            )
+        durable.check_folder(path, f": make it first, or correct {name}")
     if len({path.resolve() for path in value}) < len(value):
         raise ValueError(f"{name} names a folder twice: {', '.join(map(str, value))}")
 

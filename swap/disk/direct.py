@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from tiermem.swap.base.errors import remedy
 from tiermem.swap.base.ranges import ALIGNMENT
-from tiermem.swap.disk.durable import Owned, create, opened
+from tiermem.swap.disk.durable import Owned, check_folder, create, opened
 
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "hugetlbfs", "devtmpfs")
 _CHUNK_BYTES = 1 << 20
@@ -178,10 +178,7 @@ def probe_path(path: Path) -> PathFacts:
     Raises OSError that names the folder and says what to do, when it does not exist or is not
     writable.
     """
-    if not path.is_dir():
-        raise FileNotFoundError(
-            errno.ENOENT, "no such folder: make it first, or correct nvme_path", str(path)
-        )
+    check_folder(path, ": make it first, or correct nvme_path")
     try:
         own, why = open_unnamed(path)
     except OSError as error:

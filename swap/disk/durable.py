@@ -327,6 +327,16 @@ def remove(path: Path, syncs: bool = True) -> None:
         sync_folder(path.parent)
 
 
+def check_folder(path: Path, advice: str = "") -> None:
+    """Raises OSError that names the path, unless it is a folder: ENOTDIR for a file in its place,
+    ENOENT, with the advice, for nothing there."""
+    if path.is_dir():
+        return
+    if exists(path):
+        raise OSError(errno.ENOTDIR, "is a file or a lost link where a folder is due", str(path))
+    raise OSError(errno.ENOENT, f"no such folder{advice}", str(path))
+
+
 def make_folder(folder: Path) -> None:
     """Makes a folder and those above it that are missing, and syncs each one's parent. One that
     exists already is fine.
@@ -335,6 +345,8 @@ def make_folder(folder: Path) -> None:
     """
     if folder.is_dir():
         return
+    if exists(folder):
+        check_folder(folder)
     if folder.parent != folder:
         make_folder(folder.parent)
     with named(folder), step("folder", folder):

@@ -158,6 +158,14 @@ def test_folders_are_made_and_synced_from_above(tmp_path: Path) -> None:
     assert told == [("folder", "a"), ("sync", tmp_path.name), ("folder", "b"), ("sync", "a")]
 
 
+@pytest.mark.parametrize("below", [".", "a/b"])
+def test_a_folder_is_not_made_where_a_file_is(tmp_path: Path, below: str) -> None:
+    (tmp_path / "x").touch()
+    with pytest.raises(NotADirectoryError, match=r"is a file .* where a folder is due") as refusal:
+        durable.make_folder(tmp_path / "x" / below)
+    assert refusal.value.filename == str(tmp_path / "x")
+
+
 def test_remove_syncs_the_folder_and_says_what_is_missing(tmp_path: Path) -> None:
     (tmp_path / "x").touch()
     seen: list[Step] = []

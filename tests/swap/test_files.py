@@ -267,7 +267,7 @@ def test_missing_path_is_named_with_what_to_do(tmp_path: Path) -> None:
 
 def test_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(FileNotFoundError, match="no such folder"):
+    with pytest.raises(NotADirectoryError, match=r"is a file .* where a folder is due"):
         Files([tmp_path / "file"])
 
 

@@ -307,7 +307,7 @@ def test_an_empty_folder_is_clean_and_no_folder_is_an_error(
     status, text = look(tmp_path, capsys)
     assert status == 0
     assert "no run and no durable step" in text
-    with pytest.raises(NotADirectoryError, match="no such folder"):
+    with pytest.raises(FileNotFoundError, match="no such folder"):
         look(tmp_path / "nowhere", capsys)
 
 

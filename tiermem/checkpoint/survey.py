@@ -314,8 +314,7 @@ def survey(where: Path, verifies: bool = False, progress: Progress = lambda _: N
     verifies: reads every byte of every whole step. Blocks. Raises OSError if the folder does not
         exist.
     """
-    if not where.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, "no such folder", str(where))
+    durable.check_folder(where)
     # the user's own; links in it are not followed
     where = real(where) if where.is_symlink() else where
     named = Named()

@@ -435,8 +435,7 @@ def _tag_folder(path: Path, tag: str | None) -> Path:
         return path
     if Path(tag).name != tag or tag in ("", ".", ".."):
         raise ValueError(f"{path}: the tag is {tag!r}; a tag names one folder")
-    if not (path / tag).is_dir():
-        raise FileNotFoundError(2, "no such folder", str(path / tag))
+    durable.check_folder(path / tag)
     return path / tag
 
 
