@@ -8,8 +8,9 @@ import logging
 import math
 import mmap
 import os
+import re
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -142,6 +143,7 @@ _DTYPES = {
 }  # fmt: skip
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _MAX_HEADER_BYTES = 100 << 20
+_SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})\.safetensors", re.DOTALL)
 INDEX_NAME = "model.safetensors.index.json"
 _INDEX_NAMES = (INDEX_NAME, "diffusion_pytorch_model.safetensors.index.json")
 
@@ -322,18 +324,35 @@ def find_files(path: Path) -> list[Path]:
     Raises FileNotFoundError that names missing files."""
     if path.is_file():
         return [path]
-    index = next((path / name for name in _INDEX_NAMES if (path / name).is_file()), None)
+    index = find_index(path)
     if index is not None:
-        files = [path / name for name in names_in(index)]
+        files = files_in(index)
     else:
         found = sorted(path.glob("*.safetensors"))
         files = [file for file in found if "." not in file.stem] or found
+        files += _lost_shards(files)
     missing = [str(file) for file in files if not file.is_file()]
     if missing or not files:
         raise FileNotFoundError(
             2, f"no such file: {', '.join(missing) or 'no *.safetensors'}", str(path)
         )
     return files
+
+
+def find_index(path: Path) -> Path | None:
+    """The index of a folder of safetensors; None without one."""
+    return next((path / name for name in _INDEX_NAMES if (path / name).is_file()), None)
+
+
+def _lost_shards(files: Sequence[Path]) -> list[Path]:
+    """The first file that is missing beside each `model-00001-of-00003.safetensors`."""
+    lost = []
+    for shard in filter(None, map(_SHARD.fullmatch, map(str, files))):
+        names = (
+            f"{shard[1]}-{i:05d}-of-{shard[2]}.safetensors" for i in range(1, int(shard[2]) + 1)
+        )
+        lost += [Path(name) for name in names if not Path(name).is_file()][:1]
+    return sorted({*lost})
 
 
 def read_header(file: Path) -> list[StoredTensor]:
@@ -374,7 +393,7 @@ def _header_of(file: Path) -> tuple[dict[str, Any], int]:
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
             raise ValueError(f"{file}: not a safetensors file: {size} bytes, header of {length}")
-        return _parse(file, stream.read(length)), 8 + length
+        return _parse(file, stream.read(length), "the header"), 8 + length
 
 
 def _entries(file: Path, header: dict[str, Any], base: int, size: int) -> Iterator[StoredTensor]:
@@ -403,13 +422,18 @@ def _entries(file: Path, header: dict[str, Any], base: int, size: int) -> Iterat
         yield StoredTensor(name, dtype, shape, base + first, last - first)
 
 
-def names_in(index: Path) -> list[str]:
-    """The file names in an index. Raises ValueError if it is not an index, or names files in other
-    folders."""
+def files_in(index: Path) -> list[Path]:
+    """The files that an index names. Raises ValueError as read_index."""
+    return [index.with_name(name) for name in sorted(set(read_index(index).values()))]
+
+
+def read_index(index: Path) -> dict[str, str]:
+    """An index: the file's name for each tensor. Raises ValueError if it is not an index, or names
+    files in other folders."""
     data = durable.read_file(index, _MAX_HEADER_BYTES, follows=True)
     if len(data) > _MAX_HEADER_BYTES:
         raise ValueError(f"{index}: more than {_MAX_HEADER_BYTES} bytes are too many for an index")
-    names = _parse(index, data).get("weight_map")
+    names = _parse(index, data, "the index").get("weight_map")
     if not isinstance(names, dict) or not all(
         isinstance(n, str) and n.isprintable() and n == os.path.basename(n) != ""
         for n in names.values()
@@ -418,16 +442,26 @@ def names_in(index: Path) -> list[str]:
             f"{index}: weight_map must be a map from tensor names to names of files in the same "
             "folder"
         )
-    return sorted(set(names.values()))
+    return names
 
 
-def _parse(file: Path, text: bytes) -> dict[str, Any]:
+def check_listed(index: Path, names: Collection[str]) -> None:
+    """Raises ValueError where an index lists a tensor that none of its files holds."""
+    lost = [(name, file) for name, file in read_index(index).items() if name not in names]
+    if lost:
+        raise ValueError(
+            f"{index} says that {lost[0][0]!r:.80} is in {lost[0][1]}; no file of the index holds "
+            f"it ({len(lost)} in all): a file is damaged or of another model, fetch the files anew"
+        )
+
+
+def _parse(file: Path, text: bytes, what: str) -> dict[str, Any]:
     try:
         found = json.loads(text, object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file}: the header is no JSON: {error}") from None
+        raise ValueError(f"{file}: {what} is no JSON: {error}; fetch the file anew") from None
     if not isinstance(found, dict):
-        raise ValueError(f"{file}: the header is no JSON object but {reprlib.repr(found)}")
+        raise ValueError(f"{file}: {what} is no JSON object but {reprlib.repr(found)}")
     return found
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 import zipfile
 from collections.abc import Callable
@@ -18,8 +19,9 @@ from checkpoint.test_deepspeed_import import values_of
 from torch import nn
 
 from tiermem.checkpoint.interchange.foreign import Foreign
-from tiermem.checkpoint.interchange.from_torch import load_torch, read_torch
+from tiermem.checkpoint.interchange.from_torch import BIN_INDEX_NAME, load_torch, read_torch
 from tiermem.checkpoint.interchange.write import read_foreign
+from tiermem.weights_io import INDEX_NAME
 
 
 class Net(nn.Module):
@@ -223,6 +225,56 @@ def test_safetensors_are_read(tmp_path: Path, dtype: torch.dtype) -> None:
         tmp_path / "b.safetensors",
     )
     check(read_torch(tmp_path), net, plain(net))
+
+
+def list_more(folder: Path, index: Path, shards: list[str]) -> None:
+    found = json.loads(index.read_text())
+    found["weight_map"]["ghost"] = shards[1]
+    index.write_text(json.dumps(found))
+
+
+def exchange_a_shard(folder: Path, index: Path, shards: list[str]) -> None:
+    shutil.copy(folder / shards[0], folder / shards[1])
+
+
+def lose_index_and_shard(folder: Path, index: Path, shards: list[str]) -> None:
+    index.unlink()
+    (folder / shards[1]).unlink()
+
+
+def cut_the_index(folder: Path, index: Path, shards: list[str]) -> None:
+    index.write_bytes(index.read_bytes()[:-9])
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "said"),
+    [
+        ("safetensors", list_more, r"index.json says that 'ghost' is in model-00002-of-00002"),
+        ("bin", list_more, r"index.json says that 'ghost' is in model-00002-of-00002"),
+        ("safetensors", exchange_a_shard, r"00002.safetensors: b is in .*00001-of.* too"),
+        ("bin", exchange_a_shard, r"index.json says that 'w' is in model-00002-of-00002.bin; no"),
+        ("safetensors", lose_index_and_shard, "no such file: .*model-00002-of-00002.safetensors"),
+        ("safetensors", cut_the_index, "index.json: the index is no JSON: .*; fetch the file anew"),
+        ("bin", cut_the_index, "index.json: the index is no JSON: .*; fetch the file anew"),
+    ],
+)
+def test_shards_that_are_not_those_of_the_index_are_refused(
+    tmp_path: Path, kind: str, change: Callable[[Path, Path, list[str]], None], said: str
+) -> None:
+    from safetensors.torch import save_file
+
+    shards = [f"model-0000{i}-of-00002.{kind}" for i in (1, 2)]
+    for shard, tensors in zip(shards, ({"b": torch.ones(2)}, {"w": torch.ones(3)}), strict=True):
+        if kind == "bin":
+            torch.save(tensors, tmp_path / shard)
+        else:
+            save_file(tensors, tmp_path / shard)
+    index = tmp_path / (INDEX_NAME if kind == "safetensors" else BIN_INDEX_NAME)
+    index.write_text(json.dumps({"weight_map": dict(zip("bw", shards, strict=True))}))
+    assert [p.name for p in read_torch(tmp_path).parameters] == ["b", "w"]
+    change(tmp_path, index, shards)
+    with pytest.raises((ValueError, FileNotFoundError), match=said):
+        read_torch(tmp_path)
 
 
 def test_shards_of_pickles_are_read(tmp_path: Path) -> None:

@@ -36,7 +36,15 @@ from tiermem.checkpoint.interchange.foreign import (
 )
 from tiermem.swap.disk import durable
 from tiermem.swap.store.stream import FileReader
-from tiermem.weights_io import INDEX_NAME, find_files, names_in, read_header, read_ties
+from tiermem.weights_io import (
+    INDEX_NAME,
+    check_listed,
+    files_in,
+    find_files,
+    find_index,
+    read_header,
+    read_ties,
+)
 
 # ---- files of torch.save -------------------------------------------------------------------------
 #
@@ -253,6 +261,8 @@ def read_torch(path: Path, optimizer: Path | None = None) -> Foreign:
         weights, rest = _split(files[0], load_torch(files[0]))
         for file in files[1:]:
             weights.update(_split(file, load_torch(file))[0])
+        if (path / BIN_INDEX_NAME).is_file():
+            check_listed(path / BIN_INDEX_NAME, weights)
         parameters = _tensors(path, weights)
     kept = _optimizer_in(rest) if optimizer is None else _optimizer_file(optimizer)
     groups = []
@@ -272,7 +282,8 @@ def read_torch(path: Path, optimizer: Path | None = None) -> Foreign:
 
 
 def _safetensors(path: Path) -> list[ForeignParameter]:
-    found = []
+    found: list[ForeignParameter] = []
+    of_name: dict[str, Path] = {}
     for file in find_files(path):
         own = []
         for stored in read_header(file):
@@ -283,7 +294,15 @@ def _safetensors(path: Path) -> list[ForeignParameter]:
             own.append(
                 ForeignParameter(stored.name, stored.shape, {WEIGHT: state}, is_buffer=is_buffer)
             )
-        found += tie(own, read_ties(file))
+        tied = tie(own, read_ties(file))
+        found += tied
+        for name in (name for p in tied for name in (p.name, *p.aliases)):
+            if name in of_name:
+                raise ValueError(f"{file}: {name} is in {of_name[name]} too: a model has it once")
+            of_name[name] = file
+    index = find_index(path)
+    if index is not None:
+        check_listed(index, of_name)
     return found
 
 
@@ -301,7 +320,7 @@ def _bin_files(path: Path) -> list[Path]:
         return [path]
     index = path / BIN_INDEX_NAME
     if index.is_file():
-        return [path / name for name in names_in(index)]
+        return files_in(index)
     if (path / BIN_NAME).is_file():
         return [path / BIN_NAME]
     raise FileNotFoundError(
