@@ -26,7 +26,7 @@ from tiermem.checkpoint.opening.source import Source
 from tiermem.checkpoint.survey import PathReport, RunReport, StepReport, Survey, repair, survey
 from tiermem.checkpoint.zero_to_fp32 import dtype_of
 from tiermem.swap.base.errors import printable
-from tiermem.swap.disk.run_folder import RunFolder
+from tiermem.swap.disk.run_folder import RunFolder, has_saved
 from tiermem.tools.job.train_job import CLIENT_KEY, options_to_save
 from tiermem.tools.options import (
     ExportOptions,
@@ -60,10 +60,10 @@ from tiermem.tools.words import format_bytes, numbered, read_json
 #
 # --verify reads every byte of every step and compares it with its checksum. --remove removes the
 # folders of killed runs, after naming them, and in them only files that runs make; one that holds a
-# durable step goes only when its own folder is named. --repair ends what was cut short before it
-# looks: pointers of removed steps go, what killed saves left goes, and a `latest` that is lost,
-# damaged, stale or names no tag names the newest whole one. It says what it does, and refuses while
-# a run lives here.
+# part of a durable step, be it broken or on another path, goes only when its own folder is named.
+# --repair ends what was cut short before it looks: pointers of removed steps go, what killed saves
+# left goes, and a `latest` that is lost, damaged, stale or names no tag names the newest whole one.
+# It says what it does, and refuses while a run lives here.
 
 EXIT_DEAD = 1
 EXIT_UNREAD = 2
@@ -103,10 +103,12 @@ def fsck(options: FsckOptions, console: Console) -> int:
 
 
 def removable(found: Survey) -> list[RunReport]:
-    """Killed runs whose folders may go: those without a durable step, or the very folder that was
-    named."""
+    """Killed runs whose folders may go: those without a part of a durable step, be it broken or on
+    another path, or the very folder that was named."""
     return [
-        run for run in found.dead if run.folder == found.where or not found.steps_of(run.run_id)
+        run
+        for run in found.dead
+        if run.folder == found.where or not (found.steps_of(run.run_id) or has_saved(run.folder))
     ]
 
 
@@ -176,7 +178,10 @@ def _advise(found: Survey, console: Console, removed: list[str]) -> None:
                 f"{run.folder} --remove"
             )
         else:
-            what = "its durable steps are not whole"
+            what = (
+                "it holds a part of durable steps that are not whole, or lie on another path of "
+                f"the run: mount its disks, or lose them with tiermem fsck {run.folder} --remove"
+            )
         console.print(
             f"{run.folder}: {run.owner or 'a process'} was killed; {what}", style="yellow"
         )

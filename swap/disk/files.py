@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from tiermem.swap.base.ranges import ALIGNMENT, FreeRanges, round_up
@@ -40,11 +41,12 @@ class Segment:
     Args:
         path: an existing, writable folder; its cap bounds the file.
         run: names the run's folder below it.
+        first: the first path of the process, if this is a further one.
 
     Raises OSError when the path cannot be used.
     """
 
-    def __init__(self, path: NvmePath, run: RunName) -> None:
+    def __init__(self, path: NvmePath, run: RunName, first: Path | None = None) -> None:
         self.facts = probe_path(path.path)
         self.max_bytes = None if path.max_bytes is None else path.max_bytes // ALIGNMENT * ALIGNMENT
         self.used_bytes = 0
@@ -55,7 +57,7 @@ class Segment:
         self._has_dropped_pages = False  # a sync of a file that is used buffered has failed
         self._folder: RunFolder | None = None
         try:
-            self._folder = RunFolder.new(path.path, run)
+            self._folder = RunFolder.new(path.path, run, first)
             self.folder = self._folder.folder
             self.file = self.folder / SEGMENT
             self._own.append(self._folder.make(SEGMENT, os.O_DIRECT if self.facts.is_direct else 0))
@@ -256,7 +258,8 @@ class Files:
         try:
             for each in known:
                 report_dead_runs(each.path)
-                self.segments.append(Segment(each, self.run))
+                first = self.segments[0].facts.path if self.segments else None
+                self.segments.append(Segment(each, self.run, first))
             self._warn_once()
         except BaseException:
             self.close(keep=False)

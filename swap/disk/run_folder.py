@@ -7,7 +7,8 @@ runs.
         segment.bin                  states on NVMe                                        files.py
         manifest-*.json, part-*-*.json, data-*.bin    files of checkpoints; this file only knows their names
 
-The lock file contains {"pid", "host", "started"}. Its process holds it by flock:
+The lock file contains {"pid", "host", "started"}, and on a further path of the process "first": its
+folder on the first path, which holds the files of its checkpoints. Its process holds it by flock:
 
     held        the run lives: other processes get an error with pid and host
     not held    the run was killed, and the kernel released its locks: another process takes it over, with a warning
@@ -45,7 +46,7 @@ import secrets
 import socket
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,7 +73,7 @@ _ONE_HOST = frozenset(  # file systems that only one kernel mounts, so that it s
         "overlay",
     }
 )
-_MOST_LOCK_BYTES = 4096
+_MOST_LOCK_BYTES = 1 << 16
 _LOOK_S = 0.01
 _MOST_LOOKS = 10
 _BIRTH_S = 5.0
@@ -124,7 +125,7 @@ def owner_of(folder: Path) -> RunOwner | None:
     """Returns the process that a folder's lock file names; UNKNOWN if the file is unreadable, None
     if there is none."""
     try:
-        told = json.loads(durable.read_file(folder / LOCK, _MOST_LOCK_BYTES) or b"{}")
+        told = _told(folder)
         return RunOwner(
             int(told["pid"]), printable(str(told["host"])), printable(str(told.get("started", "")))
         )
@@ -132,6 +133,19 @@ def owner_of(folder: Path) -> RunOwner | None:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return UNKNOWN
+
+
+def _told(folder: Path) -> Any:
+    return json.loads(durable.read_file(folder / LOCK, _MOST_LOCK_BYTES) or b"{}")
+
+
+def _first_of(folder: Path) -> str:
+    """The folder that holds the checkpoints of a folder's process, if that is another one; else
+    empty."""
+    try:
+        return str(_told(folder).get("first", ""))
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return ""
 
 
 def is_live(folder: Path) -> bool:
@@ -183,7 +197,7 @@ def this_process() -> RunOwner:
     return RunOwner(os.getpid(), socket.gethostname(), _started(os.getpid()))
 
 
-def _lock(folder: Path) -> int:
+def _lock(folder: Path, first: str = "") -> int:
     """Puts a lock file that this process holds in place of any other one; returns its descriptor.
 
     Only the maker of the folder or the holder of its lock file may call this. Raises OSError; then
@@ -197,7 +211,8 @@ def _lock(folder: Path) -> int:
         with durable.named(new):
             # at most `is_live` of another process holds it, for a moment
             fcntl.flock(fd, fcntl.LOCK_EX)
-            durable.write_all(fd, json.dumps(this_process()._asdict()).encode(), new)
+            told = this_process()._asdict() | ({"first": first} if first else {})
+            durable.write_all(fd, json.dumps(told).encode(), new)
         durable.rename(new, folder / LOCK)
     except BaseException:
         new.unlink(missing_ok=True)
@@ -230,7 +245,7 @@ def _take_over(folder: Path) -> durable.Owned:
                     [os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)]
                 )
                 _flock_folder(own[0], folder, fcntl.LOCK_EX)
-                own.insert(0, _lock(folder))
+                own.insert(0, _lock(folder, _first_of(folder)))
             undo.pop_all()
         if owner is not None:
             logger.warning(
@@ -392,14 +407,18 @@ class RunFolder:
         call_in_child(self, RunFolder._unlock)
 
     @classmethod
-    def new(cls, path: Path, run: RunName) -> RunFolder:
+    def new(cls, path: Path, run: RunName, first: Path | None = None) -> RunFolder:
         """Makes a run's folder in an existing, writable folder. Raises OSError; then the new folder
-        is removed."""
+        is removed.
+
+        first: the first path of the process, if this is a further one.
+        """
         folder = path / run.folder_name
         try:
             with durable.step("folder", folder), durable.named(folder):
                 folder.mkdir(mode=0o700)
-            return cls(folder, durable.Owned([_lock(folder)]))
+            told = "" if first is None else str(first / run.folder_name)
+            return cls(folder, durable.Owned([_lock(folder, told)]))
         except FileExistsError:
             raise
         except BaseException:  # an interrupt may come when the lock file is there
@@ -456,26 +475,24 @@ class RunFolder:
                 self._own.close()
 
 
-def remove_dead_runs(path: Path, pid: int) -> list[str]:
-    """Removes the folders that a killed process left on a path, except folders with checkpoints;
-    returns their names.
+def remove_dead_runs(paths: Iterable[Path], pid: int) -> list[Path]:
+    """Removes the folders that a killed process left on its paths, except folders with
+    checkpoints; returns them.
 
     The process that started the killed one calls it. A warning names a folder that cannot be taken
     over.
     """
-    removed = []
-    for folder in run_folders(path):
+    left = []
+    for folder in (folder for path in paths for folder in run_folders(path)):
         owner = owner_of(folder)
-        if (
-            owner is None
-            or (owner.pid, owner.host) != (pid, socket.gethostname())
-            or not is_dead(folder)
-        ):
-            continue
+        is_its = owner is not None and (owner.pid, owner.host) == (pid, socket.gethostname())
+        if is_its and is_dead(folder) and not has_saved(folder):
+            left.append(folder)
+    removed = []
+    for folder in left:
         try:
-            if not has_saved(folder):
-                RunFolder.claim(folder).close(keep=False)
-                removed.append(folder.name)
+            RunFolder.claim(folder).close(keep=False)
+            removed.append(folder)
         except OSError as error:  # another user's, which only claims to be of that process
             logger.warning("%s is left: %s", folder, error.strerror)
     return removed
@@ -515,11 +532,17 @@ def is_of_commit(name: str) -> bool:
 
 
 def has_saved(folder: Path) -> bool:
-    """Whether a folder holds part of a checkpoint: a manifest (only in rank 0's folder) or a rank's
-    part."""
-    return any(
-        _MANIFEST.fullmatch(file.name) or _PART.fullmatch(file.name) for file in folder.iterdir()
-    )
+    """Whether a folder, or its process's folder on the first path, holds part of a checkpoint: a
+    manifest (only in rank 0's folder) or a rank's part. True where that cannot be seen: the disk of
+    the first path may not be mounted."""
+    try:
+        return any(
+            _MANIFEST.fullmatch(file.name) or _PART.fullmatch(file.name)
+            for each in filter(None, (str(folder), _first_of(folder)))
+            for file in Path(each).iterdir()
+        )
+    except OSError:
+        return True
 
 
 def _remove_made(folder: Path, expected: list[str]) -> None:

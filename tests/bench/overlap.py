@@ -162,8 +162,7 @@ class Trained(contextlib.AbstractContextManager["Trained"]):
 
     def _end(self) -> None:
         self._program.close()
-        for path in self._paths:
-            remove_dead_runs(Path(path), self._program.pid)
+        remove_dead_runs(map(Path, self._paths), self._program.pid)
 
 
 # ---- the yardstick -------------------------------------------------------------------------------

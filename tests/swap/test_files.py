@@ -402,7 +402,7 @@ def test_lock_appears_already_held(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_segment_that_cannot_be_made_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(folder: Path) -> int:
+    def fail(folder: Path, first: str) -> int:
         raise OSError(errno.ENOLCK, "no locks here")
 
     with monkeypatch.context() as patch:
@@ -468,9 +468,9 @@ def test_what_a_dead_process_left_is_removed_and_nothing_else(tmp_path: Path) ->
         live.run.folder_name,
     }
     assert len(left) == 1
-    assert remove_dead_runs(tmp_path, pid + 1) == []
-    assert set(remove_dead_runs(tmp_path, pid)) == left
-    assert remove_dead_runs(tmp_path, os.getpid()) == []  # it lives
+    assert remove_dead_runs([tmp_path], pid + 1) == []
+    assert {folder.name for folder in remove_dead_runs([tmp_path], pid)} == left
+    assert remove_dead_runs([tmp_path], os.getpid()) == []  # it lives
     live.close(keep=False)
     assert [folder.name for folder in tmp_path.iterdir()] == ["tiermem-notes"]
     (tmp_path / "tiermem-notes").rmdir()

@@ -357,9 +357,9 @@ def test_dead_run_that_has_saved_is_spared_by_who_started_it(dead: Path) -> None
     assert owner is not None
     (dead / "part-1-0.json").touch()
     assert has_saved(dead)
-    assert remove_dead_runs(dead.parent, owner.pid) == []
+    assert remove_dead_runs([dead.parent], owner.pid) == []
     (dead / "part-1-0.json").unlink()
-    assert remove_dead_runs(dead.parent, owner.pid) == [dead.name]
+    assert remove_dead_runs([dead.parent], owner.pid) == [dead]
 
 
 # ---- what a store leaves -------------------------------------------------------------------------
@@ -431,7 +431,7 @@ def test_an_interrupt_while_a_folder_is_made_leaves_none(
 ) -> None:
     lock = run_folder._lock
 
-    def interrupted(folder: Path) -> int:
+    def interrupted(folder: Path, first: str = "") -> int:
         if is_renamed:
             os.close(lock(folder))
         else:

@@ -264,6 +264,50 @@ def test_a_killed_run_without_a_step_is_removed(
     assert (left.unsaved / "other.bin").exists()
 
 
+def killed_on_two_paths(folder: Path, saves: bool) -> list[Path]:
+    """The folders of a killed run, which may have saved: copies of a run that lives."""
+    paths = [folder / "a", folder / "b"]
+    for path in paths:
+        path.mkdir(parents=True)
+    with TensorStore(paths) as store:
+        folders = list(store.folders())
+        for each in folders:
+            shutil.copytree(each, folder / "copy" / each.parent.name / each.name)
+    for path in paths:
+        shutil.rmtree(path)
+        (folder / "copy" / path.name).rename(path)
+    if saves:
+        (folders[0] / "manifest-1.json").write_text("its parts lie on both paths")
+    return folders
+
+
+def test_each_path_of_a_killed_run_that_saved_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its manifest lies on the first path alone."""
+    first, further = killed_on_two_paths(tmp_path, saves=True)
+    status, text = look(further.parent, capsys, removes=True)
+    assert (status, further.is_dir()) == (EXIT_DEAD, True)
+    assert (
+        f"lie on another path of the run: mount its disks, or lose them with tiermem fsck {further} --remove"
+        in text
+    )
+    further.parent.rename(tmp_path / "not mounted")
+    look(first.parent, capsys, removes=True)
+    assert first.is_dir()
+    (tmp_path / "not mounted").rename(further.parent)
+    assert remove_dead_runs([first.parent, further.parent], os.getpid()) == []
+    first.rename(tmp_path / "elsewhere")
+    assert remove_dead_runs([further.parent], os.getpid()) == []
+    look(further, capsys, removes=True)
+    assert not further.exists()
+
+
+def test_each_path_of_a_killed_run_that_saved_nothing_goes(tmp_path: Path) -> None:
+    folders = killed_on_two_paths(tmp_path, saves=False)
+    assert remove_dead_runs([each.parent for each in folders], os.getpid()) == folders
+
+
 @pytest.mark.parametrize("names", [(), ("lock.new",)])
 def test_a_run_killed_before_it_had_a_lock_is_removed(
     names: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -472,7 +516,7 @@ def test_what_others_leave_on_a_path_stops_neither_a_run_nor_check(
     try:
         with TensorStore(path):
             pass
-        assert remove_dead_runs(path, 1) == []
+        assert remove_dead_runs([path], 1) == []
         assert next(iter(find_path(path))).what == "path"
         assert list_steps(TrainOptions(runs=path), Console(file=io.StringIO())) == 0
     finally:

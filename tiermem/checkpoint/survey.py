@@ -42,6 +42,7 @@ from tiermem.swap.base.ranges import Numbers
 from tiermem.swap.disk import durable
 from tiermem.swap.disk.run_folder import (
     RunName,
+    has_saved,
     holds_states,
     is_live,
     is_made,
@@ -342,6 +343,9 @@ def survey(where: Path, verifies: bool = False, progress: Progress = lambda _: N
     # a tag's report replaces that of its manifest
     unique = {real(step.manifest): step for step in reversed(steps)}
     unknown = {_run_id_of(step) for step in unique.values() if not named.knows(step.manifest)}
+    known = {_run_id_of(step) for step in unique.values()}
+    names = [RunName.of(real(folder)) for folder in runs if has_saved(folder)]
+    unknown |= {name.run_id for name in names if name is not None} - known
     reports = tuple(_run(folder, named, unknown) for folder in runs)
     placed = [
         dataclasses.replace(step, places=named.by_folder(step.manifest))

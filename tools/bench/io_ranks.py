@@ -256,8 +256,7 @@ class Ranks(AbstractContextManager["Ranks"]):
                 rank.process.kill()
                 rank.process.join()
             assert rank.process.pid is not None
-            for folder in self._folders:
-                remove_dead_runs(folder, rank.process.pid)
+            remove_dead_runs(self._folders, rank.process.pid)
             rank.process.close()
         self._ranks.clear()
 

@@ -337,9 +337,9 @@ def run_one(
                 observers.append(closing.enter_context(contextlib.closing(board)))
             record.outcome = launch(command, limit, observers, CHILD_ENVIRONMENT, patience_s)
     # a trainer that was killed left a folder there; one that closed left nothing
-    for path in {*job.nvme_paths, *record.ready.get("paths", ())}:
-        for name in remove_dead_runs(Path(path), record.outcome.pid):
-            console.print(f"removed {name}, which the killed trainer left in {path}")
+    paths = {*map(Path, job.nvme_paths), *map(Path, record.ready.get("paths", ()))}
+    for left in remove_dead_runs(paths, record.outcome.pid):
+        console.print(f"removed {left.name}, which the killed trainer left in {left.parent}")
     if record.error and record.outcome.exit_code == EXIT_USER and not record.steps:
         # the run never began: nothing else is in its folder
         for file in ("job.json", "output.log"):
