@@ -93,6 +93,19 @@ def content_of(folder: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.parametrize("leads", [True, False])
+def test_a_folder_of_dcp_takes_no_link_s_place(tmp_path: Path, saved: Path, leads: bool) -> None:
+    """It is refused before anything is written; the folder would replace the link by a rename."""
+    (tmp_path / "far").mkdir()
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "far" if leads else tmp_path / "nowhere")
+    with checkpoint.Source.open(saved) as source:
+        with pytest.raises(FileExistsError, match="is a link or a mount point; name a new folder"):
+            export_dcp(source, link)
+        export_dcp(source, tmp_path / "far" / "new")
+    assert not (tmp_path / "nowhere").exists()
+
+
 def test_an_import_that_cannot_be_named_latest_leaves_nothing(tmp_path: Path, saved: Path) -> None:
     with checkpoint.Source.open(saved) as source:
         export_weights(weights_of(source), tmp_path / "plain", None)

@@ -176,11 +176,17 @@ def export_dcp(
     The layout is that of get_state_dict and set_state_dict. One tensor is in memory at a time.
 
     dtype: of the model's floating-point values; None: fp32 masters, as FSDP2 keeps them. Raises
-        FileExistsError when `out` exists and is not an empty folder, OSError when the disk is full
-        or a state is damaged; then nothing is left.
+        FileExistsError when `out` exists and is not an empty folder, or is a link or a mount point,
+        which no new folder replaces. OSError when the disk is full or a state is damaged; then
+        nothing is left.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise FileExistsError(17, "is there and not empty; choose another folder", str(out))
+    if out.is_symlink() or out.is_mount():
+        what = "is a link or a mount point; name a new folder, below it for example"
+        raise FileExistsError(17, what, str(out))
+    if out.exists():
+        durable.check_folder(out)
+        if any(out.iterdir()):
+            raise FileExistsError(17, "is there and not empty; choose another folder", str(out))
     planner = _ExportPlanner(progress)
     state: dict[str, Any] = {"model": _model(source, planner, dtype or torch.float32)}
     if any(_states(source, each) for each in source.manifest.parameters):
