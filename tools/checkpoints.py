@@ -93,7 +93,9 @@ def fsck(options: FsckOptions, console: Console) -> int:
     for each in repaired:
         console.print(f"repaired {each}", style="yellow")
     _print_survey(found, console)
-    _advise(found, console, removed)
+    _advise(found, console, going)
+    if options.removes and not found.dead:
+        console.print(f"{found.where}: no killed run lies here, and nothing is removed")
     if found.is_damaged:
         return EXIT_DAMAGED
     if found.is_unread:
@@ -119,6 +121,13 @@ def _remove(run: RunReport, console: Console) -> bool:
         RunFolder.claim(run.folder).close(keep=False)
     except OSError as error:  # another user's, or its lock is no file
         console.print(f"{run.folder} is left: {error.strerror}", style="yellow")
+        return False
+    if run.folder.exists():
+        names = printable(", ".join(each.name for each in run.folder.iterdir()))
+        console.print(
+            f"{run.folder} stays: {names} in it was made by no run; remove it yourself",
+            style="yellow",
+        )
     return not run.folder.exists()
 
 
@@ -164,12 +173,13 @@ def _cells(step: StepReport, where: Path) -> Iterable[str | Text]:
     return (_name(step.place, where), tag, *shown, *sizes, _state(state), step.why)
 
 
-def _advise(found: Survey, console: Console, removed: list[str]) -> None:
+def _advise(found: Survey, console: Console, told: Sequence[RunReport]) -> None:
+    """Says what to do about the killed runs that `--remove` has said nothing of."""
     for run in found.dead:
-        if str(run.folder) in removed:
+        if run in told:
             continue
         steps = found.steps_of(run.run_id)
-        if run.folder in [each.folder for each in removable(found)]:
+        if run in removable(found):
             what = "no durable step: nothing can be resumed. --remove removes it"
         elif steps:
             newest = max(step.step or 0 for step in steps)

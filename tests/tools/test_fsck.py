@@ -259,7 +259,10 @@ def test_a_killed_run_without_a_step_is_removed(
     status, text = look(left.unsaved, capsys)
     assert status == EXIT_DEAD
     assert "no durable step: nothing can be resumed. --remove removes it" in text
-    look(left.unsaved, capsys, removes=True)
+    _, text = look(left.unsaved, capsys, removes=True)
+    assert f"{run} stays: notes.txt in it was made by no run" in text
+    assert "--remove removes it" not in text
+    assert "no killed run lies here" in look(left.unsaved, capsys, removes=True).text
     assert [file.name for file in run.iterdir()] == ["notes.txt"]  # only what runs make goes
     assert (left.unsaved / "other.bin").exists()
 
