@@ -18,6 +18,7 @@ from tiermem.checkpoint.interchange.whole import export_whole
 from tiermem.checkpoint.interchange.write import write_checkpoint
 from tiermem.checkpoint.opening.source import weights_of
 from tiermem.checkpoint.opening.verified import DamagedState
+from tiermem.swap.disk.durable import NewFile
 
 Export = Callable[[checkpoint.Source, Path], object]
 
@@ -104,6 +105,19 @@ def test_a_folder_of_dcp_takes_no_link_s_place(tmp_path: Path, saved: Path, lead
             export_dcp(source, link)
         export_dcp(source, tmp_path / "far" / "new")
     assert not (tmp_path / "nowhere").exists()
+
+
+def test_what_a_killed_export_left_goes_with_the_next_one(tmp_path: Path, saved: Path) -> None:
+    """Unless a process writes it, or it is another's."""
+    out = tmp_path / "out"
+    out.mkdir()
+    left, other = out / "0123456789ab.model.safetensors.new", out / "mine.model.safetensors.new"
+    for file in (left, other):
+        file.touch()
+    with checkpoint.Source.open(saved) as source, NewFile(out / "model.safetensors") as held:
+        export_weights(weights_of(source), out, None)
+        assert not left.exists()
+        assert {held.name, other, out / "model.safetensors"} == {*out.iterdir()}
 
 
 def test_an_import_that_cannot_be_named_latest_leaves_nothing(tmp_path: Path, saved: Path) -> None:

@@ -24,7 +24,7 @@ from tiermem.checkpoint.format.manifest import MASTER, WEIGHT, Parameter
 from tiermem.checkpoint.interchange.foreign import STEP, torch_groups
 from tiermem.checkpoint.interchange.write import new_folder
 from tiermem.checkpoint.opening.source import Progress, Source, Weight, filled, weights_of
-from tiermem.checkpoint.saving.publish import make_folder
+from tiermem.checkpoint.saving.publish import make_folder, remove_new
 from tiermem.swap.disk import durable
 from tiermem.swap.disk.direct import check_room
 from tiermem.weights_io import MOST_AROUND_BYTES, SafetensorsFile, TorchFile, WeightEntry
@@ -61,7 +61,7 @@ def export_weights(
 
     A shard is created in its full size and filled 16 MiB at a time, so memory use does not depend
     on its size. Files have random names until all are synced (swap/disk/durable.py); the index is
-    renamed after the shards.
+    renamed after the shards. What an export of the same names left that was killed is removed.
 
     Args:
         max_shard_bytes: a larger tensor gets a shard of its own. None: one file.
@@ -84,6 +84,7 @@ def export_weights(
         )
     with contextlib.ExitStack() as undoing, contextlib.ExitStack() as placing:
         make_folder(out, undoing)  # `undoing` removes it if it is empty
+        remove_new(out, names)
         files = {name: undoing.enter_context(durable.NewFile(out / name)) for name in names}
         for shard in shards:
             _write_shard(files[shard.name], shard, is_safetensors, progress or (lambda _: None))

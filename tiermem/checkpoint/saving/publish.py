@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -384,14 +384,24 @@ def remove_unfinished(save_dir: Path) -> None:
         ]
     except OSError:  # missing or not readable: the save itself raises the error
         return
-    for file in save_dir.glob(f"*.{LATEST_FILE}{NEW_SUFFIX}"):
-        if _NEW.fullmatch(file.name) and not is_held(file):
-            remove(file)
+    remove_new(save_dir, [LATEST_FILE])
     for folder in below:
         with contextlib.suppress(OSError):  # another process may change it meanwhile
             if RunName.of(folder) is None and _unfinished(folder) and (files := tidy(folder)):
                 names = ", ".join(file.name for file in files)
                 logger.warning("%s: a save that was killed left %s: removed", folder, names)
+
+
+def remove_new(folder: Path, names: Iterable[str]) -> None:
+    """Removes the files in the making of these names that killed processes left in a folder. Never
+    raises OSError. Does nothing where another host's locks may be invisible."""
+    with contextlib.suppress(OSError):
+        if not is_of_one_host(folder):
+            return
+        made = {re.compile(f"{NEW_PREFIX}{re.escape(name + NEW_SUFFIX)}") for name in names}
+        for file in sorted(folder.glob(f"*{NEW_SUFFIX}")):
+            if any(each.fullmatch(file.name) for each in made) and not is_held(file):
+                remove(file)
 
 
 def tidy(folder: Path) -> list[Path]:
