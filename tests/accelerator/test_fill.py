@@ -4,6 +4,7 @@ further?"""
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from programs.twins import seeded
 from torch import nn
 
 import tiermem
-from tiermem.run.fill import Fill
+from tiermem.run.fill import Fill, Inputs
 from tiermem.weights.unit_state import LiveUnit
 
 MIB = 1 << 20
@@ -127,6 +128,18 @@ def test_a_step_whose_inputs_are_not_seen_has_the_plans_buffers(sim: ModuleType)
             optim.step()
             num.append(fill.num)
         assert num[0] > num[1] == 2
+
+
+def test_an_input_with_gradients_is_compared_with_such_inputs() -> None:
+    """Also one without tensors, after which every other one is larger."""
+    growths: list[float] = []
+    model = nn.Identity()
+    inputs = Inputs(model, growths.append)
+    for has_grad, size in ((True, 0), (True, 4), (True, 0), (False, 12), (True, 8), (False, 10)):
+        with torch.set_grad_enabled(has_grad):
+            model(torch.zeros(size) if size else "no tensor")
+    assert growths == [math.inf, 3, 2]
+    assert inputs.take() == (4, 0)
 
 
 def test_auto_fills_where_it_knows_no_batch(sim: ModuleType) -> None:

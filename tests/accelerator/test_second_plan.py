@@ -17,6 +17,7 @@ from torch import nn
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
+from tiermem.engine.second_plan import SecondPlan
 
 MIB = 1 << 20
 NUM_BLOCKS = 8
@@ -81,6 +82,37 @@ def test_states_leave_before_a_larger_input(sim: ModuleType) -> None:
     assert plain[2] + found[1][1] * states_bytes > capacity  # all would not have fitted
     assert found[1][3] < 0.5 * found[1][1]
     assert found[2] < capacity
+
+
+def begun(sim: ModuleType) -> tuple[nn.Module, tiermem.Shards, torch.optim.Optimizer]:
+    """A model whose states have gone to the accelerator after a step with 8 tokens."""
+    sim.set_capacity(42 * MIB)
+    model = seeded(lambda: Tower(256, 1024, NUM_BLOCKS, checkpoint=None)).bfloat16()
+    fields: Any = {"params": Tier.HOST, "optim": Tier.HOST, "tile_numel": 1 << 16}
+    policy = OffloadPolicy(**fields, rehomes_states=True)
+    shards = tiermem.shard(model, policy, device="sim")
+    optim = tiermem.AdamW(model.parameters(), lr=1e-3)
+    loss_of(model, tokens_of(8)).backward()
+    optim.step()
+    assert shards.policy.optim_ratio < 0.7
+    return model, shards, optim
+
+
+def tokens_of(count: int) -> torch.Tensor:
+    return torch.zeros(2, 1, count, dtype=torch.long, device="sim")
+
+
+def test_states_leave_before_a_larger_evaluation(
+    sim: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, also where each input is a token longer, as in generation."""
+    model, shards, _ = begun(sim)
+    with shards, torch.no_grad():
+        loss_of(model, tokens_of(3000))
+        assert shards.policy.optim_ratio == 1
+        monkeypatch.setattr(SecondPlan, "_go_over", None)
+        for count in (3001, 3002):
+            model(tokens_of(count)[0])
 
 
 @pytest.mark.parametrize(

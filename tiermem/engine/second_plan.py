@@ -61,8 +61,9 @@ class SecondPlan:
 
     def __init__(self, shards: Shards) -> None:
         self._shards = shards
-        self._inputs = Inputs(shards.model, self._expect, with_grad=True)
+        self._inputs = Inputs(shards.model, self._expect)
         self._activation_bytes = 0  # of the largest inputs so far; 0: not measured yet
+        self._least_bytes = 0  # of a plan here, where no plan is smaller; 0: not found
         self._is_due = True  # the next step has inputs that were not measured before
 
     def after_step(self, _: object) -> None:
@@ -98,10 +99,12 @@ class SecondPlan:
         if not self._activation_bytes or shards.topology.num_shards > 1:
             return
         self._is_due = True
-        self._activation_bytes = int(self._activation_bytes * growth)
-        room = self._most_bytes() - self._activation_bytes
-        if shards.plan.device_bytes > room:
+        most_bytes = self._most_bytes()
+        self._activation_bytes = int(min(self._activation_bytes * growth, most_bytes))
+        room = most_bytes - self._activation_bytes
+        if shards.plan.device_bytes > max(room, self._least_bytes):
             self._go_over(room, 1, USUAL_TOKENS)
+            self._least_bytes = shards.plan.device_bytes if shards.plan.device_bytes > room else 0
 
     def _go_over(self, room_bytes: int, num_micro: int, num_tokens: int) -> None:
         """Goes over to the fastest plan within a room on the accelerator."""

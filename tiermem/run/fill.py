@@ -31,26 +31,24 @@ MARGIN = 0.08
 
 
 class Inputs:
-    """Sees the inputs of a model: how many since the last step, and whether one is larger than any
-    before.
+    """Sees the inputs of a model: how many with gradients since the last step, and whether one is
+    larger than any before; one with gradients, than any with gradients.
 
     on_larger: called before the forward of a larger input, with the factor by which it is larger;
-        for the first one with infinity. with_grad: only forwards with gradients are seen.
+        for the first one with infinity.
     """
 
-    def __init__(
-        self, model: nn.Module, on_larger: Callable[[float], None], with_grad: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, on_larger: Callable[[float], None]) -> None:
         self._on_larger = on_larger
-        self._with_grad = with_grad
-        self._largest = (0, 0)
+        # elements and length of all inputs, and of those with gradients
+        self._largest = {False: (0, 0), True: (0, 0)}
         self._num_calls = 0
         self._num_tokens = 0
         self._handle = model.register_forward_pre_hook(self._see, prepend=True, with_kwargs=True)
 
     def take(self) -> tuple[int, int]:
-        """The inputs since the last call; the elements of the largest tensor of integers so far, as
-        of tokens."""
+        """The inputs with gradients since the last call; the elements of the largest tensor of
+        integers among them so far, as of tokens."""
         num_calls = self._num_calls
         self._num_calls = 0
         return num_calls, self._num_tokens
@@ -61,20 +59,21 @@ class Inputs:
 
     @outside_graphs
     def _see(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if self._with_grad and not torch.is_grad_enabled():
-            return
-        self._num_calls += 1
+        has_grad = torch.is_grad_enabled()
         tensors = tensors_in([*args, *kwargs.values()])
         numel = sum(each.numel() for each in tensors)
         length = max((size for each in tensors for size in each.shape), default=0)
-        tokens = [each.numel() for each in tensors if each.dtype == torch.long]
-        self._num_tokens = max([self._num_tokens, *tokens])
+        if has_grad:
+            self._num_calls += 1
+            tokens = [each.numel() for each in tensors if each.dtype == torch.long]
+            self._num_tokens = max([self._num_tokens, *tokens])
         sizes = numel, length
-        growth = max(
-            new / old if old else math.inf for new, old in zip(sizes, self._largest, strict=True)
-        )
+        pairs = list(zip(sizes, self._largest[has_grad], strict=True))
+        growth = max((new / old if old else math.inf for new, old in pairs if new > old), default=1)
+        for kind in {has_grad, False}:
+            most_numel, most_length = self._largest[kind]
+            self._largest[kind] = max(numel, most_numel), max(length, most_length)
         if growth > 1:
-            self._largest = max(numel, self._largest[0]), max(length, self._largest[1])
             self._on_larger(growth)
 
 
