@@ -14,6 +14,7 @@ import torch
 from programs.models import Tower
 from programs.twins import seeded
 from torch import nn
+from torch.utils.checkpoint import checkpoint as recompute
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
@@ -113,6 +114,27 @@ def test_states_leave_before_a_larger_evaluation(
         monkeypatch.setattr(SecondPlan, "_go_over", None)
         for count in (3001, 3002):
             model(tokens_of(count)[0])
+
+
+def test_states_leave_after_a_backward_that_failed(sim: ModuleType) -> None:
+    model, shards, optim = begun(sim)
+    with shards:
+        output = model(tokens_of(8)[0])
+        output.register_hook(lambda grad: torch.empty(1 << 40, device="sim"))
+        with pytest.raises(torch.OutOfMemoryError):
+            output.float().sum().backward()
+        optim.zero_grad()
+        loss_of(model, tokens_of(40)).backward()
+        assert shards.policy.optim_ratio > 0.6
+        optim.step()
+
+
+def test_states_stay_where_a_larger_input_is_computed_again(sim: ModuleType) -> None:
+    model, shards, optim = begun(sim)
+    with shards:
+        start = torch.zeros(1, device="sim", requires_grad=True)
+        recompute(lambda _: loss_of(model, tokens_of(40)), start, use_reentrant=True).backward()
+        optim.step()
 
 
 @pytest.mark.parametrize(

@@ -96,13 +96,15 @@ class SecondPlan:
     def _expect(self, growth: float) -> None:
         """Before a forward whose input is so many times as large as any before."""
         shards = self._shards
-        if not self._activation_bytes or shards.topology.num_shards > 1:
+        may_move = not (shards.may_lend or shards.is_held)
+        if not self._activation_bytes or shards.topology.num_shards > 1 or not may_move:
             return
         self._is_due = True
         most_bytes = self._most_bytes()
         self._activation_bytes = int(min(self._activation_bytes * growth, most_bytes))
         room = most_bytes - self._activation_bytes
         if shards.plan.device_bytes > max(room, self._least_bytes):
+            shards.hooks.abandon_backward()  # as the forward does
             self._go_over(room, 1, USUAL_TOKENS)
             self._least_bytes = shards.plan.device_bytes if shards.plan.device_bytes > room else 0
 

@@ -287,7 +287,7 @@ class Hooks(Uncopied):
         that began it, or the model, is called again, or when a module is called in another mode.
         """
         self.thread = threading.get_ident()
-        self._abandon_backward()
+        self.abandon_backward()
         self._drop_frames()
         self.recover()
         self._steps.check_whole()
@@ -353,7 +353,7 @@ class Hooks(Uncopied):
         try:
             yield
         except BaseException:
-            self._abandon_backward()
+            self.abandon_backward()
             raise
         finally:
             self._is_joined = False
@@ -519,7 +519,7 @@ class Hooks(Uncopied):
         gradients."""
         self._drop_frames()
         if self._ending is not None:
-            self._abandon_backward()
+            self.abandon_backward()
             raise lost_gradients("the last backward")
         self._homes.check_whole()
 
@@ -617,7 +617,7 @@ class Hooks(Uncopied):
         if self._ending is not None and self._ending() is not None:
             return
         if self._ending is not None or self._homes.is_torn:
-            self._abandon_backward()  # the earlier backward ended in an exception
+            self.abandon_backward()  # the earlier backward ended in an exception
         if not self._frames:
             self._recover_units()
         self._steps.end()
@@ -647,7 +647,7 @@ class Hooks(Uncopied):
             self._homes.begin()
         self._on_backward()
 
-    def _abandon_backward(self) -> None:
+    def abandon_backward(self) -> None:
         """After a backward that ended in an exception: releases its units and drops its
         gradients."""
         if self._ending is not None or self._homes.is_torn:
