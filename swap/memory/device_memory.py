@@ -36,6 +36,11 @@ class _Slab:
         self.free.add(0, memory.numel())
         self.num_slots = 0  # in use
 
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in it."""
+        mine, its = (each.untyped_storage()._cdata for each in (self.memory, tensor))
+        return bool(mine == its)
+
 
 def take_pieces(num_bytes: int, least_bytes: int, device: torch.device) -> list[torch.Tensor]:
     """So many bytes of a device in as few pieces as its free memory allows, each of `least_bytes`
@@ -109,14 +114,19 @@ class DeviceMemory:
 
     def give_back(self, slot: Slot) -> None:
         """Frees a slot. Raises RuntimeError when it is given back twice."""
-        storage = slot.tensor.untyped_storage()._cdata
         with self._lock:
-            slab = next(
-                each for each in self._slabs if each.memory.untyped_storage()._cdata == storage
-            )
+            slab = next(each for each in self._slabs if each.has(slot.tensor))
             slab.free.add(slot.offset, round_up(slot.num_bytes, ALIGNMENT))
             slab.num_slots -= 1
             if not slab.num_slots:
+                self._slabs.remove(slab)
+                self._end(slab)
+
+    def leave_to(self, tensor: torch.Tensor) -> None:
+        """Makes the slab of a tensor that of its users: it lasts as long as they do, also when this
+        memory is closed."""
+        with self._lock:
+            for slab in [each for each in self._slabs if each.has(tensor)]:
                 self._slabs.remove(slab)
                 self._end(slab)
 
@@ -210,11 +220,12 @@ class DeviceMemory:
             slab.memory.record_stream(current_stream(self._device))
 
     def close(self) -> None:
-        """Frees all memory, also what has left, in the order of the current stream, which has
-        waited for its users."""
+        """Frees all memory, also what has left and what others still refer to, in the order of the
+        current stream, which has waited for its users."""
         with self._lock:
             for slab in self._there({each.kind for each in self._slabs}):
                 self._end(slab)
+                slab.memory.untyped_storage().resize_(0)
             self._slabs.clear()
             self._away.clear()
         arena = self._arena

@@ -174,15 +174,43 @@ def test_a_plan_that_the_card_cannot_hold_is_refused_before_anything_is_allocate
 # ---- the end -------------------------------------------------------------------------------------
 
 
-def test_what_fills_a_device_stays_there_when_its_shards_close(sim: ModuleType) -> None:
+@pytest.mark.parametrize("materialize", [False, True])
+def test_what_fills_a_device_stays_there_when_its_shards_close(
+    materialize: bool, sim: ModuleType
+) -> None:
     model = seeded(lambda: Tower(256, 1024, 6, checkpoint=None))
     values = {name: param.detach().clone() for name, param in model.named_parameters()}
     weights_bytes = sum(value.nbytes for value in values.values())
     sim.set_capacity(int(1.5 * weights_bytes))
-    with tiermem.shard(model, OffloadPolicy(params=Tier.DEVICE, optim=Tier.HOST), device="sim"):
-        assert torch.accelerator.memory_allocated() > 0.9 * weights_bytes
+    policy = OffloadPolicy(params=Tier.DEVICE, optim=Tier.HOST)
+    shards = tiermem.shard(model, policy, device="sim")
+    assert torch.accelerator.memory_allocated() > 0.9 * weights_bytes
+    shards.close(materialize)
     for name, param in model.named_parameters():
-        assert torch.equal(param.detach().cpu(), values[name])
+        assert param.device.type == "sim" and torch.equal(param.detach().cpu(), values[name])
+
+
+@pytest.mark.parametrize("materialize", [False, True])
+def test_buffers_and_states_go_back_when_shards_close(materialize: bool, sim: ModuleType) -> None:
+    """Also while the user still has the optimizer."""
+    model = wide()
+    weights_bytes = sum(param.nbytes for param in model.parameters())
+    policy = OffloadPolicy(
+        params=Tier.HOST,
+        optim=Tier.HOST,
+        optim_ratio=0.5,
+        streamed_ratio=0.5,
+        persistence_numel=0,
+    )
+    shards = tiermem.shard(model, policy, device="sim")
+    optim = tiermem.AdamW(model.parameters())
+    model(torch.zeros(1, 2, dtype=torch.int64, device="sim")).square().mean().backward()
+    optim.step()
+    optim.zero_grad()
+    sim.set_capacity(int(1.2 * weights_bytes))
+    shards.close(materialize)
+    kept_bytes = torch.accelerator.memory_allocated()
+    assert kept_bytes < (weights_bytes if materialize else 0) + 0.02 * weights_bytes
 
 
 def test_a_model_larger_than_its_device_comes_to_host_memory(sim: ModuleType) -> None:

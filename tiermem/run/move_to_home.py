@@ -264,13 +264,12 @@ def show_parts(units: Iterable[LiveUnit]) -> None:
             describe(shard.param, shard.index, shard.shape, part, status)
 
 
-def release(units: Iterable[LiveUnit], passage: Passage, keeps_residents: bool) -> None:
+def release(units: Iterable[LiveUnit], passage: Passage) -> None:
     """The opposite of `move_to_home`: parameters become ordinary ones without gradients, and leave the
     registry.
 
-    keeps_residents: parameters of resident units keep their values: on an accelerator in the memory
-        where they are, which may have no room for another; elsewhere as copies, since the store's
-        memory ends.
+    Those of resident units keep their values: on an accelerator in the memory where they are, which
+    may have no room for another; elsewhere as copies, since the store's memory ends.
     """
     units = list(units)
     for live in units:
@@ -279,8 +278,9 @@ def release(units: Iterable[LiveUnit], passage: Passage, keeps_residents: bool) 
     for live in units:
         for shard in live.unit.shards:
             shard.param.grad = None
-            stays = is_accelerator(shard.param.device)
-            if keeps_residents and live.unit.is_resident and not stays:
+            if live.unit.is_resident and is_accelerator(shard.param.device):
+                passage.store.on_device.leave_to(shard.param)
+            elif live.unit.is_resident:
                 shard.param.data = shard.param.data.clone()
             registry.unregister(shard.param)
             undescribe(shard.param)

@@ -918,8 +918,16 @@ class Shards:
                     each.close()
             self.hooks.recover()
             self.prefetcher.empty()
-            kept = [shard.param for _, shard in self.parameters()] if materialize else []
-            values = [(param, self.weight(param), self.gradient(param)) for param in kept]
+            kept = list(self.parameters()) if materialize else []
+            values = [
+                (
+                    shard.param,
+                    live.unit.dtype,
+                    None if live.unit.is_resident else self.weight(shard.param),
+                    self.gradient(shard.param),
+                )
+                for live, shard in kept
+            ]
             self.homes.store.flush()
         finally:
             self.hooks.remove()
@@ -927,7 +935,7 @@ class Shards:
                 handle.remove()
             self._end_experts()
             self._end_watch()
-            release(self.units, self._passage, keeps_residents=not materialize)
+            release(self.units, self._passage)
             self.homes.store.stop()
             self.program.close()
             self.workers.close()
@@ -1045,11 +1053,13 @@ def loading(params: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def _set_all(
-    values: Iterable[tuple[nn.Parameter, torch.Tensor, torch.Tensor | None]], device: torch.device
+    values: Iterable[tuple[nn.Parameter, torch.dtype, torch.Tensor | None, torch.Tensor | None]],
+    device: torch.device,
 ) -> None:
-    """Makes parameters ordinary ones on a device, with these values and gradients."""
-    for param, value, gradient in values:
+    """Makes parameters ordinary ones on a device, of these dtypes, with these values, or their own,
+    and gradients."""
+    for param, dtype, value, gradient in values:
         param.grad = None
-        absent.become(param, value.to(device))
+        absent.become(param, (param.detach() if value is None else value).to(device, dtype))
         if gradient is not None:
-            param.grad = gradient.to(device, param.dtype)
+            param.grad = gradient.to(device, dtype)
