@@ -182,3 +182,15 @@ def test_a_budget_without_room_for_what_leaves_is_refused_before_anything_moves(
     assert sim.memory_reserved("sim") == before
     train_engine(engine, [1])
     engine.close()
+
+
+def test_weights_that_have_left_are_not_lost_by_a_close(sim: ModuleType) -> None:
+    engine = started(CONFIGS["all on the device"])
+    values = engine.module.state_dict()
+    engine.offload_states()
+    with pytest.raises(RuntimeError, match="call reload_states first"):
+        engine.shards.close(materialize=True)
+    engine.reload_states()
+    engine.shards.close(materialize=True)
+    for name, param in engine.module.named_parameters():
+        assert torch.equal(param.detach().cpu(), values[name].cpu())

@@ -902,13 +902,16 @@ class Shards:
         gradients that no step has used (collective; takes the whole model's memory). Without it,
         parameters that are not resident show NaN. Blocks. Raises the first error of a write-back,
         and torch's OutOfMemoryError where an accelerator cannot hold the model, whose weights are
-        then in host memory. Does nothing in a forked child, where parameters show NaN.
+        then in host memory. Does nothing in a forked child, where parameters show NaN. Before
+        `reload_states` raises RuntimeError with materialize, and closes nothing.
 
         With durability="step" the last step is made durable (collective), but not on several ranks
         while an exception is being handled, because the other ranks may be elsewhere.
         """
         if self._is_closed:
             return
+        for kind in ("param/", "grad/") if materialize else ():
+            self.store.on_device.check_there(kind)
         self._is_closed = True
         try:
             with contextlib.ExitStack() as ending:  # also where a commit fails
