@@ -137,8 +137,8 @@ class PeerAdam:
         """Makes the arrays and steps them once; returns their bytes."""
         torch.set_num_threads(threads)
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "whole": torch.float32}[kind]
-        dtypes = [*[dtype] * 4, *[torch.bfloat16] * (2 if kind == "whole" else 0)]
-        made = new_arrays(*((numel, dtype) for dtype in dtypes))
+        whole = [(numel, torch.bfloat16)] * 2 if kind == "whole" else []
+        made = new_arrays(*[(numel, dtype)] * 4, *whole)
         param, grad, exp_avg, exp_avg_sq, *low = made
         with torch.no_grad():
             grad.fill_(1e-3)

@@ -389,8 +389,7 @@ def maths_of(
     return Maths(compute, use_s, statistics.median(rates) if rates else None)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Parts:
+class _Parts(NamedTuple):
     """What the time of one forward or backward was spent on."""
 
     block_ns: float  # inside blocks

@@ -387,17 +387,15 @@ def describe_ready(ready: Message) -> str:
         f"{format_bytes(num_bytes)} on {tier}" for tier, num_bytes in by_tier.items() if num_bytes
     )
     said = ready.get("predicted") or {}
-    seconds = [said[f"{phase}_s"] for phase in PHASES if f"{phase}_s" in said]
     parts = [
         f"{ready['num_params']:,} parameters",
         f"{format_bytes(ready['state_bytes'])} of states",
         places,
     ]
-    if seconds:
-        parts.append(f"predicted {sum(seconds):.2f} s a step")
+    if "forward_s" in said:  # not where nothing was measured
+        parts.append(f"predicted {seconds_of(said):.2f} s a step")
     if late := said.get("late"):
-        clipped_s = sum(late[f"{phase}_s"] for phase in PHASES)
-        parts[-1] += f", {clipped_s:.2f} s where gradients are clipped"
+        parts[-1] += f", {seconds_of(late):.2f} s where gradients are clipped"
     return "; ".join(parts)
 
 

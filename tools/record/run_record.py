@@ -378,7 +378,7 @@ class Series:
 
 
 def seconds_of(step: Message) -> float:
-    """How long a step took, from its message."""
+    """How long a step took, or is predicted to take, from its message."""
     return max(1e-9, float(sum(step[f"{phase}_s"] for phase in PHASES)))
 
 
