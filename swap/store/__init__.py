@@ -4,7 +4,6 @@ Files in order: each imports only files before it.
 
     checksum     CRC-32C of entries: computed at each write, compared at each read
     move         a transfer in flight, as a value
-    device_copy  a fetched tensor's copy in an accelerator's memory
     entry        one named tensor, its state machine, its extents, its frozen parts
     resources    a store's memory, files, queues and moves in flight
     places       byte ranges of an entry at rest and in memory, and their transfers

@@ -20,8 +20,7 @@ from tiermem.swap.base.ranges import ALIGNMENT, Numbers, round_up, spread
 from tiermem.swap.base.tier import Tier
 from tiermem.swap.disk.files import Extent, Files
 from tiermem.swap.memory.arena import Slot
-from tiermem.swap.store.device_copy import DeviceCopy
-from tiermem.swap.store.move import Move
+from tiermem.swap.store.move import DeviceCopy, Move
 
 
 class SlotPart(NamedTuple):

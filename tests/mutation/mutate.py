@@ -81,7 +81,11 @@ TESTS = {
         *_PARITY,
         "tests/accelerator/test_offload_states.py",
     ],
-    "tiermem/swap/store/device_copy.py": ["tests/swap/test_device_copy.py", *_PARITY],
+    "tiermem/swap/store/move.py": [
+        "tests/swap/test_device_copy.py",
+        "tests/swap/test_move.py",
+        *_PARITY,
+    ],
     "tiermem/swap/program/program.py": ["tests/swap/test_program.py", *_PARITY],
 }
 """The quick tests that concern a file, in the order in which they are run until one fails."""

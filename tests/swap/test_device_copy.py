@@ -12,7 +12,7 @@ from accelerator.fixture import sim
 from accelerator.mutants import Mutant, applied
 
 from tiermem import Tier
-from tiermem.swap.store.device_copy import DeviceCopy
+from tiermem.swap.store.move import DeviceCopy
 from tiermem.swap.store.store import TensorStore
 
 __all__ = ["sim"]

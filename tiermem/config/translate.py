@@ -90,7 +90,7 @@ def fields_of(config: ConfigModel, sizes_are_least: bool = True) -> dict[str, An
     where no size is a least one."""
     fields = {}
     only_on_nvme = {*_ONLY_ON_NVME} - ({"buffer_count"} if not sizes_are_least else set())
-    for section, name, key, value in _leaves(config, ""):
+    for section, name, key, value in _leaves(config):
         if key not in SET_BY or not section.is_set(name):
             continue
         field, (_, off, on) = SET_BY[key]
@@ -113,7 +113,7 @@ def named_by_keys(
 ) -> Iterator[tuple[str, str]]:
     """What is wrong with fields of the policy, with the keys that set fields instead of their
     names."""
-    keys = {SET_BY[key].field: key for _, _, key, _ in _leaves(config, "") if key in SET_BY}
+    keys = {SET_BY[key].field: key for _, _, key, _ in _leaves(config) if key in SET_BY}
     for field, sentence in found:
         yield (
             keys[field],
@@ -227,7 +227,7 @@ def least_keys(config: ConfigModel, aio: AioConfig, own: OwnConfig) -> list[str]
         "block_size": io.block_bytes,
         "queue_depth": io.depth // (aio.threads or 1),
     }
-    for section, name, key, value in _leaves(config, ""):
+    for section, name, key, value in _leaves(config):
         what, given = name, value
         if key in SET_BY:
             what = SET_BY[key].field
@@ -247,7 +247,7 @@ HOME_KEYS = {
 def report_of(config: ConfigModel, auto_keys: frozenset[str], uses_nvme: bool) -> list[ReportRow]:
     """Lists every key of every section, in the order of the models."""
     rows = []
-    for model, name, key, value in _leaves(config, ""):
+    for model, name, key, value in _leaves(config):
         is_set = model.is_set(name)
         note = (
             COMPUTED.get(key)
@@ -276,13 +276,13 @@ def shared_by_ranks(config: ConfigModel) -> dict[str, Any]:
     queues and printing."""
     return {
         key: value
-        for _, _, key, value in _leaves(config, "")
+        for _, _, key, value in _leaves(config)
         if key.rpartition(".")[2] not in _OF_A_RANK
         and key.partition(".")[0] not in _OF_A_RANK_AT_TOP
     }
 
 
-def _leaves(model: ConfigModel, prefix: str) -> Iterator[tuple[ConfigModel, str, str, Any]]:
+def _leaves(model: ConfigModel, prefix: str = "") -> Iterator[tuple[ConfigModel, str, str, Any]]:
     for name in type(model).model_fields:
         value = getattr(model, name)
         key = prefix + canonical_key(type(model), name)

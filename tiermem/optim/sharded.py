@@ -186,9 +186,8 @@ class ShardedModel:
         made: dict[Hashable, AnyStep] = {}
 
         def next_step(shard: Shard) -> AnyStep | None:
-            if not shard.gradient.is_there or (found := self._rule_of(shard)) is None:
-                return None
-            return _step_of(shard, *found, factor, shard.num_steps, made)
+            found = self._rule_of(shard) if shard.gradient.is_there else None
+            return _step_of(shard, found, factor, shard.num_steps, made)
 
         return next_step
 
@@ -197,8 +196,7 @@ class ShardedModel:
     ) -> AnyStep | None:
         """The step of a parameter that has a gradient, of that number; before its step. made:
         earlier ones."""
-        found = self._find_rule(shard.param)
-        return None if found is None else _step_of(shard, *found, factor, num_steps, made)
+        return _step_of(shard, self._find_rule(shard.param), factor, num_steps, made)
 
     def _regather(self, trainable: list[LiveUnit]) -> None:
         for live in trainable:
@@ -213,14 +211,16 @@ class ShardedModel:
 
 def _step_of(
     shard: Shard,
-    group: Group,
-    rule: Rule,
+    found: tuple[Group, Rule] | None,
     factor: float,
     num_steps: int,
     made: dict[Hashable, AnyStep],
-) -> AnyStep:
-    """The step of a parameter that has a gradient, of that number. made: earlier ones, shared in a
-    group."""
+) -> AnyStep | None:
+    """The step of a parameter that has a gradient, of that number; None: no rule was found. made:
+    earlier ones, shared in a group."""
+    if found is None:
+        return None
+    group, rule = found
     factor *= shard.gradient.factor
     like = id(group), rule, num_steps, factor, rule.is_matrix and shard.shape
     if (step := made.get(like)) is None:

@@ -372,7 +372,6 @@ class Prefetcher(Generic[T]):
         self.order = order
         self._limits = limits
         self._full: dict[int, T] = {}  # units that have a full layout, or a buffer for it
-        self._full_numel = 0
         self._staged: dict[int, T] = {}  # units in READING whose gather has not begun
         self._last: T | None = None  # the unit that was used last
         self._has_reads = any(live.reads for live in units)
@@ -455,7 +454,6 @@ class Prefetcher(Generic[T]):
         reset()
         self._staged.clear()
         self._full.clear()
-        self._full_numel = 0
         self.is_torn = False
 
     def empty(self) -> None:
@@ -593,8 +591,7 @@ class Prefetcher(Generic[T]):
 
     def _evict(self, live: T) -> None:
         self._staged.pop(live.unit.index, None)
-        if self._full.pop(live.unit.index, None) is not None:
-            self._full_numel -= live.unit.full_numel
+        self._full.pop(live.unit.index, None)
         live.drop()
 
     def _make_room(self, live: T, is_urgent: bool) -> bool:
@@ -610,7 +607,8 @@ class Prefetcher(Generic[T]):
         mine = -1.0 if is_urgent else self.order.distance(live.unit.index)
         while (
             len(self._full) >= limits.num_full
-            or self._full_numel + live.unit.full_numel > limits.live_numel
+            or sum(each.unit.full_numel for each in (live, *self._full.values()))
+            > limits.live_numel
         ):
             farthest, distance = self._farthest(self._full)
             if farthest is None or distance <= mine:
@@ -622,7 +620,6 @@ class Prefetcher(Generic[T]):
             else:
                 self._evict(farthest)
         self._full[live.unit.index] = live
-        self._full_numel += live.unit.full_numel
         return True
 
     def _make_stage(self, live: T, is_urgent: bool) -> bool:
