@@ -356,7 +356,13 @@ class TensorStore(AbstractContextManager["TensorStore"]):
                 self.sums.check_of(ranges, ops, self._files.by_descriptor) if is_checked else None
             )
             buffers = [buffer for _, _, buffer in ranges]
-            return self._start(entries, ops, priority, buffers, name, check=check)
+            if not ops:
+                return self._nothing_to_move(buffers, name)
+            queues = self._before_start()
+            move = Move(queues, queues.submit(ops, priority), buffers, name, check=check)
+            self._under_way.add(move, entries)
+            self._is_starting = False
+            return move
 
     def write(self, ranges: Sequence[Range], name: str, priority: int = BACKGROUND) -> Move:
         """Starts writing buffers into entries on NVME, with ranges as in `read`. Blocks while it
