@@ -19,7 +19,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tiermem.optim.rules import MatrixStep, step_parts
+from tiermem.optim.rules import step_parts
+from tiermem.optimizers.base import MatrixStep
 from tiermem.swap.base.native import (
     NORM_BLOCK,
     Workers,

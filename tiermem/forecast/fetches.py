@@ -235,8 +235,8 @@ class _PlayedUnit:
     def promote(self) -> None:
         """Does nothing: seconds are counted apart."""
 
-    def use(self) -> None:
-        """Does nothing: the maths is counted apart."""
+    use = promote  # the maths is counted apart
+    let_all_go = promote  # between uses a unit has no users
 
     def hold(self) -> None:
         """Adds a user."""
@@ -245,9 +245,6 @@ class _PlayedUnit:
     def let_go(self) -> None:
         """Removes a user."""
         self.num_users -= 1
-
-    def let_all_go(self) -> None:
-        """Does nothing: between uses a unit has no users."""
 
     def _add(self, kind: str) -> None:
         self._play.fetches.append(Fetch(kind, self.unit.index, False, self._has_second))

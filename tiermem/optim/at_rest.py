@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from tiermem.optim.ordinary import STEP, State, has_moments_of, num_steps_of, value_of
-from tiermem.optim.rules import Group, Rule
 from tiermem.optim.tile import PIECE_NUMEL, StateTile, tile_runs
+from tiermem.optimizers.base import Group, Rule
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.swap.base.native import Workers, narrow_part, widen_part
 from tiermem.swap.store.store import TensorStore

@@ -21,7 +21,8 @@ import torch
 from torch import nn
 
 from tiermem.optim.local import as_dtensor, as_placed, check_kind, first_element, local_of, part_of
-from tiermem.optim.rules import AnyStep, Rule, step_parts
+from tiermem.optim.rules import step_parts
+from tiermem.optimizers.base import AnyStep, Rule
 from tiermem.precision import DTYPES, Precision
 from tiermem.swap.base.native import Workers, narrow_part, widen_part
 from tiermem.swap.base.parts import STORED, Dither, Moment, Quantised, StepParts, num_scales

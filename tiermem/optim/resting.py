@@ -27,9 +27,9 @@ from torch import nn
 from tiermem.optim.at_rest import FindRule, RestingTiles
 from tiermem.optim.local import as_placed, first_element, local_of
 from tiermem.optim.ordinary import check_gradient
-from tiermem.optim.rules import AnyStep, Group, Rule
 from tiermem.optim.tile import MomentsOf, StateTile, stepped_ranges
 from tiermem.optim.tile_work import Places, Stepping
+from tiermem.optimizers.base import AnyStep, Group, Rule
 from tiermem.plans.plan import sizes_from
 from tiermem.policy import USUAL_TILE_NUMELS, OffloadPolicy, Tier, usual_tile_buffers
 from tiermem.ranks.topology import paths_of_rank, ranks_per_node
@@ -337,7 +337,9 @@ def _plan_of(
     is_on_disk = policy.optim is Tier.NVME
     sizes = [tile.state_bytes for tile in tiles]
     state_bytes = max(sizes, default=0) if is_on_disk else 0
-    link_bytes = max((link_bytes_of(tile) for tile in tiles), default=0) if is_moved else 0
+    # weights and gradients in a buffer; gradients may be fp32
+    sent = (tile.numel * (tile.dtype.itemsize + torch.float32.itemsize) for tile in tiles)
+    link_bytes = max(sent, default=0) if is_moved else 0
     buffer_bytes = round_up(state_bytes + link_bytes, ALIGNMENT)
     piece_bytes = min(_PIECE_BYTES, state_bytes)
     buffers = count * buffer_bytes + _NUM_PIECES * piece_bytes
@@ -377,11 +379,6 @@ def _cut(
             home=policy.optim,
             ranges=ranges,
         )
-
-
-def link_bytes_of(tile: StateTile) -> int:
-    """Bytes of a tile's weights and gradients in a buffer; gradients may be fp32."""
-    return tile.numel * (tile.dtype.itemsize + torch.float32.itemsize)
 
 
 def _lay_out(names: Mapping[nn.Parameter, str]) -> list[Unit]:

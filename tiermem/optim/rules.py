@@ -8,10 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from tiermem.config.precision import Fp16Config
-from tiermem.optimizers.base import AnyStep as AnyStep
-from tiermem.optimizers.base import Group as Group
-from tiermem.optimizers.base import MatrixStep as MatrixStep
-from tiermem.optimizers.base import Rule as Rule
+from tiermem.optimizers.base import AnyStep, MatrixStep
 from tiermem.swap.base.native import Workers, optimizer_step, widen_part
 from tiermem.swap.base.parts import Dither, Quantised, StepParts
 from tiermem.swap.kernels.device_kernels import kernels_of

@@ -23,10 +23,10 @@ import torch
 from torch import nn
 
 from tiermem.optim.at_rest import FindRule
-from tiermem.optim.rules import AnyStep, Group, Rule
 from tiermem.optim.tentative import TentativeStep
 from tiermem.optim.tile_work import RuleOf
 from tiermem.optim.tiles import StateTiles
+from tiermem.optimizers.base import AnyStep, Group, Rule
 from tiermem.run.shards import Shards
 from tiermem.swap.memory.accelerator import is_accelerator
 from tiermem.units.unit import Shard

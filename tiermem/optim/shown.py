@@ -23,7 +23,7 @@ import torch
 
 from tiermem.optim.at_rest import RestingTiles
 from tiermem.optim.ordinary import STEP, num_steps_of, value_of
-from tiermem.optim.rules import Rule
+from tiermem.optimizers.base import Rule
 from tiermem.units.unit import Shard
 from tiermem.weights.resting_tensor import RestingTensor, resting_in
 

@@ -24,8 +24,8 @@ import logging
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
-from tiermem.optim.rules import AnyStep
 from tiermem.optim.tiles import StateTiles
+from tiermem.optimizers.base import AnyStep
 from tiermem.plans.budget import take_slot
 from tiermem.plans.plan import Plan
 from tiermem.run.shards import Shards

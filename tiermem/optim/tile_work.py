@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 import torch
 
-from tiermem.optim.rules import AnyStep, MatrixStep, step_parts
+from tiermem.optim.rules import step_parts
 from tiermem.optim.tile import PIECE_NUMEL, StateTile
+from tiermem.optimizers.base import AnyStep, MatrixStep
 from tiermem.swap.base.native import StepNumbers, Workers, narrow_part, step_struct, widen_part
 from tiermem.swap.base.parts import Dither, Moment, StepParts, StepRule
 from tiermem.swap.program.table import NativeStep

@@ -118,14 +118,15 @@ def find_topology(
     Does not wait for other ranks; the first agreement (agreement.py) does. Raises ValueError for a
     group that takes no tensors of the device.
     """
+    alone = Topology(None, 0, 1, 1, 0)
     if not (dist.is_available() and dist.is_initialized()):
-        return Topology(None, 0, 1, 1, 0)
+        return alone
     group = group or dist.group.WORLD
     assert group is not None
     rank = dist.get_rank(group)
     world = dist.get_world_size(group)
     if world == 1:
-        return Topology(None, 0, 1, 1, 0)
+        return alone
     bound_waits(group, timeout_s)
     control = control_device(group, device or torch.device("cpu"))
     ranks = dist.get_process_group_ranks(group)

@@ -138,10 +138,6 @@ class StateLayout:
         master."""
         return self.master is None or self.master.kind == "split"
 
-    def offset_bytes(self, part: StatePart, numel: int) -> int:
-        """The byte at which a part begins in the states of `numel` elements."""
-        return sum(other.num_bytes(numel) for other in self.parts[: part.place])
-
     def total_bytes(self, numel: int) -> int:
         """Bytes of a tile's states, with padding."""
         return round_up(sum(part.num_bytes(numel) for part in self.parts), ALIGNMENT)
@@ -194,7 +190,7 @@ class StateLayout:
 
         The ranges one after the other are the bytes that `StatePart.view` takes.
         """
-        offset = self.offset_bytes(part, tile_numel)
+        offset = sum(before.num_bytes(tile_numel) for before in self.parts[: part.place])
         if part.kind != "8bit":
             return [ByteRange(offset + part.num_bytes(start), part.num_bytes(numel))]
         scales = offset + tile_numel + num_scales(start)

@@ -99,11 +99,6 @@ class UnitSlots(DevicePool):
         super().__init__(memory, *buffers, LAYOUTS)
         owner.wait_stream(current_stream(owner.device))  # in whose order the memory was freed
 
-    @property
-    def has_free(self) -> bool:
-        """Whether a slot is free."""
-        return bool(self._free)
-
     def check_free(self) -> None:
         """Raises RuntimeError while a slot is in use: the memory cannot leave the device."""
         if (num_used := self.count - len(self._free)) > 0:
@@ -461,8 +456,11 @@ class UnitMemory:
                 self._storage._swap_data_ptr_(self._nan)  # type: ignore[attr-defined]
             self._storage.resize_(self.unit.full_bytes)
             return
-        if self.slab is not None and self.slab.has_free and not outside:
-            self._take_place()
+        self._place = None if self.slab is None or outside else self.slab.take()
+        if self._place is not None:
+            place = self._place.tensor
+            self._lender = _storage_at(place.data_ptr(), place.device, self.unit.full_bytes)
+            self._storage._swap_data_ptr_(self._lender)  # type: ignore[attr-defined]
         else:
             with on(self._owner):
                 self._storage.resize_(self.unit.full_bytes)
@@ -591,15 +589,6 @@ class UnitMemory:
         self._lender = self._slot = self._place = self._filled = self._allocated = None
         self._users.clear()
         self._ends.clear()
-
-    def _take_place(self) -> None:
-        assert self.slab is not None and self._place is None
-        self._place = self.slab.take()
-        assert self._place is not None  # the prefetcher has made room
-        self._lender = _storage_at(
-            self._place.tensor.data_ptr(), self._place.tensor.device, self.unit.full_bytes
-        )
-        self._storage._swap_data_ptr_(self._lender)  # type: ignore[attr-defined]
 
     def _give_place_back(self) -> bool:
         """Gives the slot of the slab back; False if the unit has none."""
