@@ -109,7 +109,7 @@ MUTANTS = {
         LiveUnit, "_end_staged", "self._end_filling(reading.copied)", "pass", "plain", "nvme"
     ),
     "the copy's event is recorded on another stream": Mutant(
-        LiveUnit, "_fill", "return record(copies)", "return record(self.passage.owner)", "plain", "host"
+        LiveUnit, "_start_copies", "return record(copies)", "return record(self.passage.owner)", "plain", "host"
     ),
     "a gradient is read before it has come": Mutant(
         GradientLink, "_take", "copied.synchronize()", "pass", "plain", "host"

@@ -804,7 +804,7 @@ class LiveUnit:
         ranges: of its elements. Each is copied before the next one is asked for, and the rest at
             the end.
         """
-        return self._fill(self._with_rest(ranges))
+        return self._start_copies(self._with_rest(ranges))
 
     def _with_rest(self, parts: Iterable[slice]) -> Iterator[slice]:
         """Ranges of the shard's elements as they are asked for, then what lies between them."""
@@ -823,9 +823,9 @@ class LiveUnit:
         """Starts the copy of bytes of the shard to the accelerator; returns its end. Also called on a
         helper thread."""
         size = self.unit.dtype.itemsize
-        return self._fill(slice(part.start // size, part.stop // size) for part in parts)
+        return self._start_copies(slice(p.start // size, p.stop // size) for p in parts)
 
-    def _fill(self, parts: Iterable[slice]) -> torch.Event:
+    def _start_copies(self, parts: Iterable[slice]) -> torch.Event:
         """Starts the copies of elements of the shard, each range before the next one is asked for;
         returns their end."""
         shard = self._at_home()
@@ -834,13 +834,16 @@ class LiveUnit:
         with on(copies):
             self.memory.begin_filling()
         for part in parts:
-            with on(copies):
-                for start in range(part.start, part.stop, _COPIED_NUMEL):
-                    piece = slice(start, min(start + _COPIED_NUMEL, part.stop))
-                    self.memory.travels[piece].copy_(shard[piece], non_blocking=True)
+            self._fill(shard, part, copies)
         with on(copies):
             widen(self.memory.full, self.memory.travels)
             return record(copies)
+
+    def _fill(self, shard: torch.Tensor, part: slice, copies: torch.Stream) -> None:
+        with on(copies):
+            for start in range(part.start, part.stop, _COPIED_NUMEL):
+                piece = slice(start, min(start + _COPIED_NUMEL, part.stop))
+                self.memory.travels[piece].copy_(shard[piece], non_blocking=True)
 
     def _end_staged(self) -> None:
         """Waits until the helper thread has started the copy out of the stage, and gives the stage
