@@ -199,17 +199,17 @@ def routes_of_tiles(
     evenly over the tiles. The accelerator steps the tiles that rest there, and the plan's part of
     the elements of all others, evenly spread too.
 
-    numels: the elements of each; 0 for one that no buffer of an accelerator holds. homes: where the
-        states rest now: those that may stay there do.
+    numels: the elements of each; 0 for one that is never sent there, since no buffer holds it.
+    homes: where the states rest now: those that may stay there do.
     """
-    near = Tier.DEVICE if plan.steps_there else Tier.HOST
-    far = Tier.HOST if plan.states is Tier.NVME else plan.states  # of those that are resident
+    home_of_kept = Tier.DEVICE if plan.steps_there else Tier.HOST
+    home_of_resident = Tier.HOST if plan.states is Tier.NVME else plan.states
     now = homes or [plan.states] * len(sizes)
-    kept = _within(sizes, plan.kept_bytes, [home is near for home in now])
+    kept = _within(sizes, plan.kept_bytes, [home is home_of_kept for home in now])
     rest = [0 if stays else size for size, stays in zip(sizes, kept, strict=True)]
-    resident = _within(rest, plan.resident_bytes, [home is far for home in now])
+    resident = _within(rest, plan.resident_bytes, [home is home_of_resident for home in now])
     found = [
-        near if stays else far if is_resident else plan.states
+        home_of_kept if stays else home_of_resident if is_resident else plan.states
         for stays, is_resident in zip(kept, resident, strict=True)
     ]
     elsewhere = [
