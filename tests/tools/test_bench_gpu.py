@@ -225,7 +225,7 @@ def test_passes_traces_and_a_large_model_run_on_the_simulated_device(tmp_path: P
 SMALL_7B = """
 import json, sys
 from pathlib import Path
-from tiermem.tools.bench import gpu_models
+from bench import gpu_models
 gpu_models.HOMES = {"host": "cpu"}
 shape = json.loads(sys.argv.pop())
 gpu_models.MANY_TOKENS.update(shape=shape, seq=64)
@@ -238,7 +238,9 @@ print(json.dumps(gpu_models.train_models(run, Path(sys.argv.pop()), False)))
 @pytest.mark.slow
 def test_a_row_of_many_tokens_is_trained_on_the_simulated_device(tmp_path: Path) -> None:
     """Of 148 x 64 tokens by a small model, whose loss is computed in chunks."""
-    found = json.loads(python("-c", SMALL_7B, str(tmp_path), json.dumps(SHAPE)).splitlines()[-1])
+    folders = os.pathsep.join([environment()["PYTHONPATH"], str(Path(__file__).parents[1])])
+    words = ["-c", SMALL_7B, str(tmp_path), json.dumps(SHAPE)]
+    found = json.loads(python(*words, PYTHONPATH=folders).splitlines()[-1])
     (_, many), failures = found["rows"], found["failures"]
     assert failures == {} and (many["who"], many["layers"]) == (
         "tiermem, 7B of 148 x 1024 tokens",
