@@ -35,7 +35,7 @@ logger = logging.getLogger("tiermem")
 
 _PARTS = 32
 _COARSE = 4  # of them
-_LEAST_BYTES = 1 << 20
+_LEAST_MORE_BYTES = 1 << 20
 _STREAMED = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
@@ -122,15 +122,12 @@ class SecondPlan:
         )
         try:
             shards.rehome(best.policy)
-        except ValueError as error:  # memory is in pieces
+        except (ValueError, OSError) as error:
             more = (best.plan.device_bytes - shards.plan.device_bytes) // 2
-            if more > _LEAST_BYTES:
+            if isinstance(error, ValueError) and more > _LEAST_MORE_BYTES:  # memory is in pieces
                 self._go_over(shards.plan.device_bytes + more, num_micro, num_tokens)
             else:
                 logger.warning("states stay where they rest: %s", error)
-            return
-        except OSError as error:
-            logger.warning("states stay where they rest: %s", error)
             return
         if (fill := shards.find_attached(Fill)) is not None:
             fill.allow(best.num_units)

@@ -16,7 +16,8 @@ What a policy names is no axis. It always names homes of states and weights: the
 the caller says so. Each candidate is planned and forecast. The search begins with every combination
 of homes, goes on from the fastest ones along one axis at a time, then along two at a time, and ends
 where no such change is faster. Of plans that are as fast it takes one that writes less to disks. It
-takes no random numbers and no time, so equal rates give equal choices on all ranks."""
+takes no random numbers and no time, so equal rates give equal choices on all ranks.
+"""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Peers(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Division:
+class _PlaceOfRank:
     """How parameters are divided, and the part that this rank holds."""
 
     group: dist.ProcessGroup | None  # all data-parallel ranks
@@ -58,7 +58,7 @@ class _Division:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Topology(_Division):
+class Topology(_PlaceOfRank):
     """This rank's place. `group` is None in a world of one. Topologies are equal when they divide
     parameters alike."""
 

@@ -219,7 +219,8 @@ def _check_card(plan: Plan, now: Plan, device: torch.device) -> None:
         why = f"{free_bytes} of its {total_bytes} are free"
     else:
         try:
-            [take_pieces(size, min(size, _PIECE_BYTES), device) for size in more]
+            taken = [take_pieces(size, min(size, _PIECE_BYTES), device) for size in more]
+            del taken
         except torch.OutOfMemoryError as error:
             why = f"what is free is in smaller pieces ({error})"
     if why:

@@ -116,7 +116,7 @@ def has_chunked_loss(sizes: ModelSizes, num_tokens: int) -> bool:
     return sizes.is_llama and 4 * num_tokens * sizes.vocabulary > _LOGITS_WHOLE_BYTES
 
 
-# ---- a UNet on one picture: its widths no formula tells, so they are found by a run on tensors without values ----
+# ---- a UNet on one picture: found by a run on tensors without values, as no formula tells it -------
 
 
 class Picture(NamedTuple):
@@ -153,7 +153,7 @@ def _picture(shape: str, is_checkpointing: bool) -> Picture | None:
     )
 
 
-# ---- activations -------------------------------------------------------------------------------------------------
+# ---- activations ---------------------------------------------------------------------------------
 
 
 class ActivationBytes(NamedTuple):
