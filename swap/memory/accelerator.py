@@ -5,7 +5,7 @@
     order      new_stream, current_stream, new_event, record    streams and events, which order work on the device
                is_capturing
     copies     to_device, ToHost                                small tensors, without a wait of the host
-    memory     free_and_total, usage, give_back_cached, reset_peak    bytes of the device, as torch counts them
+    memory     free_and_total, usage, num_out_of_memory, give_back_cached, reset_peak    bytes, as torch counts them
     pinning    PageLock                                         pinned host memory, for asynchronous copies
     random     rng_state, set_rng_state; generators, set_generators    the device's; all of this process
     the rest   facts_of, backends_of, control_device
@@ -268,6 +268,11 @@ def usage(device: torch.device) -> Usage:
         for what in ("allocated", "reserved")
     )
     return Usage(*(int(stats.get(kind, 0)) for kind in kinds))
+
+
+def num_out_of_memory(device: torch.device) -> int:
+    """How often this device had no memory for what this process asked for."""
+    return int(torch.accelerator.memory_stats(device).get("num_ooms", 0))
 
 
 def give_back_cached(device: torch.device) -> None:

@@ -749,7 +749,8 @@ class Engine(EngineCheckpoints, nn.Module):
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[None]:
         span = self.shards.store.recorder.span(name, f"micro-batch {self.micro_steps}")
-        with self._times.phase(name), span:
+        explained = self.shards.hooks.memory_errors.explained(name)
+        with self._times.phase(name), span, explained:
             yield
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -56,6 +56,7 @@ from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from tiermem.gradients.gradients import GradientHomes, lost_gradients
 from tiermem.run.activations import Activations
+from tiermem.run.memory_errors import MemoryErrors
 from tiermem.swap.store.store import TensorStore
 from tiermem.units.experts import MOST_SHARE, expected_share
 from tiermem.units.registry import Uncopied
@@ -83,6 +84,7 @@ class Hooks(Uncopied):
             where that is due.
         store: its recorder gets an event for every forward and backward of a unit.
         activations: moves what checkpoints save; None: it stays.
+        memory_errors: explains that the device has no memory left.
     """
 
     def __init__(
@@ -94,9 +96,11 @@ class Hooks(Uncopied):
         homes: GradientHomes,
         steps: StepRun,
         store: TensorStore,
-        activations: Activations | None = None,
+        activations: Activations | None,
+        memory_errors: MemoryErrors,
     ) -> None:
         self._root = root
+        self.memory_errors = memory_errors
         self._steps = steps
         self.activations = activations
         self._units = units
@@ -629,7 +633,8 @@ class Hooks(Uncopied):
         """Returns the function that ends a backward. When nothing holds it any more, an exception
         has ended the backward."""
         ending = functools.partial(self.finish_backward)
-        self._ending = weakref.ref(ending)
+        memory_errors = self.memory_errors
+        self._ending = weakref.ref(ending, lambda _: memory_errors.end_failed_backward())
         return ending
 
     @marks.outside_transforms
@@ -643,6 +648,7 @@ class Hooks(Uncopied):
         self._homes.store.check_consumer()
         self._steps.end()
         self.num_backwards += 1
+        self.memory_errors.begin_backward()
         with torch._C.DisableTorchFunctionSubclass():
             self._homes.begin()
         self._on_backward()
@@ -777,6 +783,9 @@ class _ModuleHooks:
 
     @marks.outside_graphs
     def after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if output is None:  # perhaps because of an exception
+            phase = "backward" if marks.in_backward() else "forward"
+            self._hooks.memory_errors.explain(sys.exc_info()[1], phase)
         ended = module is self.module and self._frames and not self._hooks.is_foreign
         frame, is_outermost = (self._frames.pop() if ended else None) or (None, False)
         if frame is None:

@@ -52,6 +52,7 @@ from tiermem.run.activations import make_activations
 from tiermem.run.fill import Fill
 from tiermem.run.hooks import Hooks
 from tiermem.run.init_params import built_with
+from tiermem.run.memory_errors import MemoryErrors
 from tiermem.run.move_to_home import (
     check_model,
     check_rescaling,
@@ -992,7 +993,8 @@ class Shards:
             self.model, self.units, self.plan, policy, self.store, pools.activations
         )
         served = self.prefetcher, self.homes, self.steps, self.store
-        self.hooks = Hooks(self.model, live, self.units, *served, activations)
+        errors = MemoryErrors(self.model, self.device, lambda: (self.policy, self.plan))
+        self.hooks = Hooks(self.model, live, self.units, *served, activations, errors)
         lowered = [s.param for u in units if u.full_dtype != u.dtype for s in u.shards]
         self._handles += serve_islands(self.model, lowered, self.policy, self.device, self.weight)
         self._handles += widen_inputs(self.model, {u.dtype for u in units if u.is_widened})

@@ -18,9 +18,8 @@ import itertools
 import json
 import os
 import platform
-import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +30,7 @@ import tiermem
 import tiermem.run.init
 from tiermem.engine import Engine
 from tiermem.precision import DTYPES
+from tiermem.run.memory_errors import one_of, words_of
 from tiermem.run.shards import Shards
 from tiermem.swap.disk import durable
 from tiermem.swap.disk.queue import Meter
@@ -78,9 +78,8 @@ from tiermem.tools.record.run_record import (
     IoCounts,
     OutOfDeviceMemory,
     kernel_counts,
-    planned_bytes,
 )
-from tiermem.tools.words import Stop, format_bytes
+from tiermem.tools.words import Stop
 
 _CEILING_S = 0.4
 _ARRIVAL_S = 0.2
@@ -183,11 +182,12 @@ class Trainer:
             refusal = out_of_memory_in(error)
             if refusal is None:
                 raise
-            figures = device_fields(None if engine is None else engine.device)["device_memory"]
-            plan = None if engine is None else rows_of(engine.shards)
-            raise OutOfDeviceMemory(
-                explain_out_of_memory(refusal, figures, plan, self._channel.phase_name, self._job)
-            ) from error
+            device, rows = find_device(), []
+            if engine is not None:
+                device, rows = engine.device, engine.shards.plan.rows
+            remedy = remedy_of(self._job, is_made=engine is not None)
+            phase = self._channel.phase_name
+            raise OutOfDeviceMemory(words_of(str(refusal), device, phase, rows, remedy)) from error
 
     # ---- before training -------------------------------------------------------------------------
 
@@ -218,7 +218,7 @@ class Trainer:
             chosen = choose_config(scenario, speed is not None)
         except ValueError as error:
             raise ValueError(
-                f"{error}: {_remedy(job, is_made=True)}, or name tiermem.device_bytes in a config "
+                f"{error}: {remedy_of(job, is_made=True)}, or name tiermem.device_bytes in a config "
                 "to try it"
             ) from error
         self._choice = chosen.how
@@ -556,10 +556,8 @@ def counts_at_rest(store: TensorStore) -> IoCounts:
     return counts
 
 
-def device_fields(device: torch.device | None = None) -> dict[str, Figures]:
-    """`device_memory` and its figures, for a message; empty on the CPU. None: the device that this
-    process computes on."""
-    device = device or find_device()
+def device_fields(device: torch.device) -> dict[str, Figures]:
+    """`device_memory` and its figures, for a message; empty on the CPU."""
     if not is_accelerator(device):
         return {}
     free, total = free_and_total(device)
@@ -593,37 +591,7 @@ def out_of_memory_in(error: BaseException | None) -> torch.OutOfMemoryError | No
     return None
 
 
-def explain_out_of_memory(
-    refusal: BaseException,
-    figures: Mapping[str, Any],
-    plan: Sequence[Sequence[Any]] | None,
-    phase: str,
-    job: Job,
-) -> str:
-    """One sentence: what was asked for and when, what is reserved, what the plan has on DEVICE,
-    what to change."""
-    asked = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(refusal))
-    wanted = f"{asked[1]} more were wanted" if asked else "more was wanted"
-    reserved, allocated, total, free = (
-        format_bytes(figures[f"{key}_bytes"]) for key in ("reserved", "allocated", "total", "free")
-    )
-    rows = [
-        f"{what} {format_bytes(num_bytes)}"
-        for what, tier, num_bytes, _ in plan or ()
-        if tier == "DEVICE"
-    ]
-    rests = ""
-    if plan is not None:
-        rests = f"; the plan keeps {format_bytes(planned_bytes(plan))} on DEVICE"
-        rests += f" ({', '.join(rows)})" if rows else ""
-    return (
-        f"{figures['device']} has no memory left in {phase}: {wanted}, torch has reserved "
-        f"{reserved} of {total} ({allocated} "
-        f"in tensors) and {free} are free{rests}: {_remedy(job, is_made=plan is not None)}"
-    )
-
-
-def _remedy(job: Job, is_made: bool) -> str:
+def remedy_of(job: Job, is_made: bool) -> str:
     """What would take less: of activations too, once the model is made."""
     smaller = [f"a --batch below {job.batch}"] if is_made and job.batch > 1 else []
     smaller += [f"a --seq below {job.seq}"] if is_made else ["a smaller model"]
@@ -632,4 +600,4 @@ def _remedy(job: Job, is_made: bool) -> str:
     offloads = [zero.get(f"offload_{what}") or {} for what in ("param", "optimizer")]
     if not all(section.get("device") in ("cpu", "nvme") for section in offloads):
         smaller += ["--offload cpu"]
-    return f"give {', '.join(smaller[:-1])}{' or ' * (len(smaller) > 1)}{smaller[-1]}"
+    return one_of(smaller)
