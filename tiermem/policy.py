@@ -201,8 +201,8 @@ class OffloadPolicy:
     disk_bytes: Positive | None = None
     """Most bytes to take on all NVMe paths together. Not set: what the plan needs."""
     resident_bytes: Count | None = None
-    """Optimizer state kept in host memory although `optim` is NVME, in tiles that are evenly spread
-    among those on NVMe. Not set: what the rest of the plan leaves of host_bytes."""
+    """Optimizer state kept in host memory although `optim` is NVME: that of the first units, which
+    the next forward needs first. Not set: what the rest of the plan leaves of host_bytes."""
     activation_bytes: Positive | None = None
     """Most bytes of activations at their home at once, of each rank, counted in the plan; what does
     not fit stays where the maths runs, with a warning. Not set: as many as a forward has, within

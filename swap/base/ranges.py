@@ -4,6 +4,7 @@ sizes."""
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -130,3 +131,10 @@ def within(sizes: Sequence[int], num_bytes: int) -> list[bool]:
         chosen.append(due >= size * total)
         due -= size * total * chosen[-1]
     return chosen
+
+
+def first_within(sizes: Sequence[int], num_bytes: int) -> list[bool]:
+    """Chooses the first things of these sizes that take at most `num_bytes` together, and those of
+    no size."""
+    ends = itertools.accumulate(sizes)
+    return [end <= num_bytes or not size for size, end in zip(sizes, ends, strict=True)]

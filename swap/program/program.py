@@ -258,8 +258,8 @@ class Program(Generic[T]):
         Its tiles are read, computed and written as those of a run, beside the bytes that they
         replace. Until `commit` no read finds the results. `drop`, `start` and `run` discard them.
         Tiles that need their caller are left out. Later tiles run first, in the order of the next
-        forward. Tiles whose gradients are copied from an accelerator run in the order given. Tiles
-        that `commit` adds run before all others.
+        forward. Tiles whose gradients are copied from an accelerator run in the order given, behind
+        all others.
 
         total: the number of tiles of the run that it may become. Raises what `work` raises,
             NoSlotError and OSError as a write does; then nothing is given. False: the run has
@@ -291,8 +291,8 @@ class Program(Generic[T]):
         )
 
     def commit(self, tiles: Sequence[T], work: TileWork[T]) -> None:
-        """Makes the tentative run the run of these tiles: adds those that it does not have.
-        `finish` ends it, in any case.
+        """Makes the tentative run the run of these tiles: adds those that it does not have, each
+        behind those of the units before it in this order. `finish` ends it, in any case.
 
         work: does with its tiles what they were given for, to the bit. Raises as `start`.
         """
@@ -301,9 +301,22 @@ class Program(Generic[T]):
         self._tentative = None
         assert running is not None
         running.take_on(work)
-        self._running, given = running, {id(each.tile) for each in self._given(running)}
+        self._running = running
+        planned = self._given(running)
+        given = {id(each.tile) for each in planned}
+        first_of: dict[int, int] = {}  # by unit
+        for number, row in enumerate(planned):
+            if not row.is_brought:
+                first_of.setdefault(row.unit, number)
+        added, turns = [], []
+        turn = len(tiles) - len(planned)  # before all that `attempt` has given
+        for tile in tiles:
+            turn = max(turn, len(tiles) - first_of.get(work.unit(tile), len(planned)))
+            if id(tile) not in given:
+                added.append(tile)
+                turns.append(turn)
         try:
-            self._add(running, self._plan([tile for tile in tiles if id(tile) not in given], work))
+            self._add(running, self._plan(added, work), turns)
             self._serve_aside(running)
         except BaseException:
             self.drop()
@@ -489,10 +502,14 @@ class Program(Generic[T]):
         self._serve_aside(self._tentative)
         return is_given and not self.has_failed
 
-    def _add(self, running: Running[T], plans: Iterator[TileRow[T]]) -> None:
+    def _add(
+        self, running: Running[T], plans: Iterator[TileRow[T]], turns: Sequence[int] = ()
+    ) -> None:
         """Gives a run its other tiles, while it is under way."""
-        while chunk := list(itertools.islice(plans, _CHUNK)):
-            if not self._give(running, chunk):
+        for start in itertools.count(0, _CHUNK):
+            if not (chunk := list(itertools.islice(plans, _CHUNK))):
+                break
+            if not self._give(running, chunk, turns[start : start + _CHUNK]):
                 running.cut()
                 break  # it has failed: `finish` raises the error
         running.show()

@@ -189,3 +189,17 @@ def test_a_step_whose_plan_fails_half_way_leaves_the_model_torn(
         with pytest.raises(RuntimeError, match="mixture of two steps"):
             optim.step()
         assert shards.program.begun == []
+
+
+def test_states_that_stay_in_memory_are_those_of_the_first_units(tmp_path: Path) -> None:
+    """A step changes their weights at once, and the next forward needs these first."""
+    model = seeded(Tower)
+    with tiermem.shard(model, policy(tmp_path, Tier.NVME, resident_bytes=99_000)) as shards:
+        optim = tiermem.AdamW(model.parameters())
+        tiles = optim.tiles_of(shards).tiles
+        homes = [tile.home for tile in tiles]
+        num_resident = homes.count(Tier.HOST)
+        assert 0 < num_resident < len(homes)
+        assert homes[:num_resident] == [Tier.HOST] * num_resident
+        kept = sum(tile.state_bytes for tile in tiles[:num_resident])
+        assert kept <= 99_000 < kept + tiles[num_resident].state_bytes

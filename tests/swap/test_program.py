@@ -1055,6 +1055,32 @@ def test_a_tentative_run_is_seen_when_it_is_committed(
     program.close()
 
 
+def test_what_a_commit_adds_runs_behind_the_units_before_it(
+    make_store: Callable[..., TensorStore], workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two tiles are a unit; of units 1 and 2 one tile each was attempted, of unit 3 both."""
+    turns: list[Sequence[int]] = []
+    add = TileProgram.add
+
+    def noting(self: TileProgram, tiles: Sequence[Any], own: Sequence[int] = ()) -> bool:
+        turns.append(own)
+        return add(self, tiles, own)
+
+    monkeypatch.setattr(TileProgram, "add", noting)
+    store = make_store(num_slots=2)
+    names = put(store, 9)
+    program: Program[str] = Program(store, Pool(store.arena, TILE_BYTES, 1, "tiles"), workers)
+    for unit in (names[6:8], names[5:6], names[2:3]):
+        assert program.attempt(unit, Momentum(store, workers), 9)
+    program.commit(names, Momentum(store, workers))
+    program.finish()
+    unit_3, unit_2, unit_1, added = turns
+    assert [*unit_3, *unit_2, *unit_1] == [9, 9, 7, 6]
+    assert list(added) == [5, 5, 6, 7, 9]  # of tiles 0, 1, 3, 4 and 8
+    check(store, names, [1] * 9, workers)
+    program.close()
+
+
 def test_a_tentative_run_that_is_not_committed_leaves_no_trace(
     make_store: Callable[..., TensorStore], workers: Workers
 ) -> None:

@@ -21,7 +21,14 @@ import torch
 from tiermem.plans.plan import Plan
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.swap.base.parts import Q8_BLOCK, num_scales
-from tiermem.swap.base.ranges import ALIGNMENT, ByteRange, Column, round_up, within
+from tiermem.swap.base.ranges import (
+    ALIGNMENT,
+    ByteRange,
+    Column,
+    first_within,
+    round_up,
+    within,
+)
 from tiermem.swap.memory.accelerator import is_accelerator
 from tiermem.swap.memory.arena import Slot
 from tiermem.swap.store.store import TensorStore
@@ -194,10 +201,11 @@ def routes_of_tiles(
 ) -> list[TileRoute]:
     """The routes of tiles with states of these sizes.
 
-    At most `plan.kept_bytes` of states stay on the accelerator (without one: on HOST). If the
-    others go to NVMe, at most `plan.resident_bytes` of them stay on HOST. Both sets are spread
-    evenly over the tiles. The accelerator steps the tiles that rest there, and the plan's part of
-    the elements of all others, evenly spread too.
+    At most `plan.kept_bytes` of states stay on the accelerator (without one: on HOST), evenly
+    spread over the tiles. If the others go to NVMe, at most `plan.resident_bytes` of them stay on
+    HOST: the first, since backward brings their gradients last and the next forward needs their
+    weights first. The accelerator steps the tiles that rest there, and the plan's part of the
+    elements of all others, evenly spread too.
 
     numels: the elements of each; 0 for one that is never sent there, since no buffer holds it.
     homes: where the states rest now: those that may stay there do.
@@ -205,9 +213,10 @@ def routes_of_tiles(
     home_of_kept = Tier.DEVICE if plan.steps_there else Tier.HOST
     home_of_resident = Tier.HOST if plan.states is Tier.NVME else plan.states
     now = homes or [plan.states] * len(sizes)
-    kept = _within(sizes, plan.kept_bytes, [home is home_of_kept for home in now])
+    kept = _within(sizes, plan.kept_bytes, [home is home_of_kept for home in now], within)
     rest = [0 if stays else size for size, stays in zip(sizes, kept, strict=True)]
-    resident = _within(rest, plan.resident_bytes, [home is home_of_resident for home in now])
+    stay = [home is home_of_resident for home in now]
+    resident = _within(rest, plan.resident_bytes, stay, first_within)
     found = [
         home_of_kept if stays else home_of_resident if is_resident else plan.states
         for stays, is_resident in zip(kept, resident, strict=True)
@@ -222,13 +231,18 @@ def routes_of_tiles(
     ]
 
 
-def _within(sizes: Sequence[int], num_bytes: int, is_there: Sequence[bool]) -> list[bool]:
-    """As `within`, but of things that are there first."""
-    first = within([size * there for size, there in zip(sizes, is_there, strict=True)], num_bytes)
+def _within(
+    sizes: Sequence[int],
+    num_bytes: int,
+    is_there: Sequence[bool],
+    choose: Callable[[Sequence[int], int], list[bool]],
+) -> list[bool]:
+    """As `choose`, but of things that are there first."""
+    first = choose([size * there for size, there in zip(sizes, is_there, strict=True)], num_bytes)
     stays = [chosen and there for chosen, there in zip(first, is_there, strict=True)]
     left = num_bytes - sum(itertools.compress(sizes, stays))
     rest = [0 if stay else size for size, stay in zip(sizes, stays, strict=True)]
-    more = within(rest, left)
+    more = choose(rest, left)
     return [stay or chosen for stay, chosen in zip(stays, more, strict=True)]
 
 
