@@ -86,7 +86,7 @@ struct tm_loops {
     void (*add)(uint64_t n, const float *a, const float *b, float *sum);
     // lanes[i % 16] += x[i]^2 in float64, in the order of i, for n a multiple of 16.
     void (*add_squares)(uint64_t n, const float *x, double *lanes);
-    tm_rule_loop *rules[TM_NUM_RULE_LOOPS];
+    tm_rule_loop *const *rules; // by enum tm_rule_loops
     const tm_fused *fused;
     unsigned num_fused;
 };

@@ -123,8 +123,7 @@ const tm_loops TM_LOOPS = {
     pack_nf4,
     add,
     add_squares,
-    {adam<true>, adam<false>, adam_largest<true>, adam_largest<false>, adagrad, lion, sgd, sgd_momentum<false>,
-     sgd_momentum<true>},
+    RULES,
     FUSED,
     sizeof FUSED / sizeof FUSED[0],
 };

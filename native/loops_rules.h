@@ -103,4 +103,9 @@ void sgd_momentum(uint64_t n, float *p, float *const *moments, const float *g, c
     }
 }
 
+tm_rule_loop *const RULES[TM_NUM_RULE_LOOPS] = {
+    adam<true>, adam<false>, adam_largest<true>,  adam_largest<false>, adagrad,
+    lion,       sgd,         sgd_momentum<false>, sgd_momentum<true>,
+};
+
 } // namespace

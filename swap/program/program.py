@@ -690,8 +690,8 @@ class Program(Generic[T]):
         if is_dropped:
             self.dropped_bytes += int(times["written_bytes"][is_writing].sum())
         else:
-            moves = np.array([each.moves for each in planned], np.bool_)
-            for index in np.flatnonzero(is_writing & (moves | ~is_ended)).tolist():
+            changes = np.array([each.changes_slots for each in planned], np.bool_)
+            for index in np.flatnonzero(is_writing & (changes | ~is_ended)).tolist():
                 self._note(running, index, not is_ended[index])
         is_native = np.array([each.is_native for each in planned], np.bool_)
         self.num_native += int(np.count_nonzero(is_native & is_ended))

@@ -2,7 +2,7 @@
 
     made      when a tile is first given: its places in entries, its checksummed pieces, its native steps
     kept      until what its caller makes it from, its buffer, an entry or the pieces of one change
-    aimed     at each run: at the slots that hold its bytes now. Transfers are kept for each choice of slots
+    updated   at each run, with the slots that hold its bytes now. Transfers are kept for each choice of slots
     noted     after a run: if it has moved slots, or if a write has failed
 
 Of a step, a kept row needs nothing but the numbers of its parameters, at which its steps point, and
@@ -85,8 +85,8 @@ class TileWork(Protocol[T_contra]):
         """What is written back."""
 
     def basis(self, tile: T_contra) -> Hashable:
-        """What the tile's row is made from beside its buffer: a row serves as long as it is equal.
-        Called before each run, for each tile. None: the row serves once."""
+        """What the tile's row is made from beside its buffer: a row is valid as long as it is
+        equal. Called before each run, for each tile. None: the row is of use once."""
         return None
 
     def is_shown(self, tile: T_contra) -> bool:
@@ -136,7 +136,7 @@ class SlotChoice(NamedTuple):
 
 
 class RowBasis(NamedTuple):
-    """What a row is made for."""
+    """What a row depends on: it is valid while this is equal."""
 
     basis: Hashable  # of its tile
     address: int  # of its buffer; 0: none
@@ -144,13 +144,13 @@ class RowBasis(NamedTuple):
 
 
 class TileRow(Generic[T]):
-    """A tile of a step program. `aim` begins another run; what it sets belongs to that run.
+    """A tile of a step program. `update` begins another run; what it sets belongs to that run.
 
     Args:
         plans: of the store. Before rows that write, the caller calls `Plans.check_writable`.
         tile, work, slot: the tile and its buffer.
-        made_for: what it serves for. Without a basis it serves once, and keeps what its steps point
-            at alive.
+        valid_for: what it depends on. Without a basis it is of use once, and keeps what its steps
+            point at alive.
         begun: the row whose reads were made before the run.
         is_early: it is only read, before its run.
 
@@ -163,7 +163,7 @@ class TileRow(Generic[T]):
         tile: T,
         work: TileWork[T],
         slot: Slot | None,
-        made_for: RowBasis,
+        valid_for: RowBasis,
         begun: TileRow[T] | None,
         is_early: bool,
     ) -> None:
@@ -180,18 +180,18 @@ class TileRow(Generic[T]):
         """The bytes of an entry that `Program.read` finds while the run is under way."""
         self.is_native = steps is not None
         self.steps = [step.struct for step in steps or ()]  # tm_step *
-        self._keep = [step if made_for.basis is None else step.numbers for step in steps or ()]
+        self._keep = [step if valid_for.basis is None else step.numbers for step in steps or ()]
         self.is_brought = not is_early and work.is_brought(tile)
         """Whether a function of the caller completes its buffer before its native steps."""
         self._plans = plans
-        self._made_for = made_for
+        self._valid_for = valid_for
         self._num_early = len(early)
         self._choices: dict[Hashable, SlotChoice] = {}  # by the slots
         self._choice: SlotChoice | None = None
         self._versions: list[int] = []  # of the slots, when that was chosen
         self._place([*early, *late], writes)
         columns = work.columns(tile) if has_rest and self.is_native else ()
-        self._describe(columns, made_for.address)
+        self._describe(columns, valid_for.address)
 
     def _place(self, reads: Sequence[Range], writes: Sequence[Range]) -> None:
         """Finds the ranges in their entries, and the pieces of them."""
@@ -206,11 +206,11 @@ class TileRow(Generic[T]):
             self._homes = list(dict.fromkeys(place.home for place in self._reads + self._writes))
             self._read = plans.sums.pieces_of(reads)
             written = plans.sums.pieces_of(writes)
-            is_apart = self._made_for.is_apart
+            is_apart = self._valid_for.is_apart
             self._cut = [each for each in written if not is_apart and each.inside != each.touching]
             self.checks = plans.sums.checked(self._read, bool(self._cut))
         self.write = WritePlan([], is_apart)
-        self.moves = False
+        self.changes_slots = False
         """Whether the run's writes change which slots are current."""
         self.written = [WrittenBytes(each, each.new_crcs()) for each in written if is_apart]
         """The checksums of writes apart."""
@@ -249,11 +249,11 @@ class TileRow(Generic[T]):
         assert self._choice is not None
         return self._choice
 
-    def serves(self, made_for: RowBasis) -> bool:
-        """Whether it is the row of its tile for another run: what it was made for is as it was, and
+    def is_valid_for(self, basis: RowBasis) -> bool:
+        """Whether it is the row of its tile for another run: what it depends on is as it was, and
         so are its entries, and which of their bytes have checksums."""
         version = self._plans.sums.version
-        if self._made_for != made_for:
+        if self._valid_for != basis:
             return False
         if self._version != version and self._found != self._find():
             return False
@@ -266,8 +266,9 @@ class TileRow(Generic[T]):
         tables = [plans.sums.of(name) for name in self._names]
         return [*map(plans.entries.get, self._names), *tables, plans.sums.verify]
 
-    def aim(self, work: TileWork[T]) -> None:
-        """Aims it at where its bytes are now. Raises NoSlotError and OSError as a write does."""
+    def update(self, work: TileWork[T]) -> None:
+        """Makes it transfer its bytes where they are now. Raises NoSlotError and OSError as a write
+        does."""
         plans = self._plans
         if (
             self._choice is None
@@ -293,7 +294,7 @@ class TileRow(Generic[T]):
         self._choice = None
         queues = self._plans.held.queues() if self._homes else None
         versions = [home.slots.version for home in self._homes]
-        self.write = write = WritePlan(self._writes, self._made_for.is_apart)
+        self.write = write = WritePlan(self._writes, self._valid_for.is_apart)
         current = [part for place in self._reads for part in place.current]
         like = (*current, *(part for _, part in write.targets))
         found = self._choices.get(like)
@@ -308,7 +309,9 @@ class TileRow(Generic[T]):
         self.struct.num_reads = len(found.native_reads)
         self.struct.writes = found.native_writes
         self.struct.num_writes = len(found.native_writes)
-        self.moves = any(not place.home.slots.is_written(part) for place, part in write.targets)
+        self.changes_slots = any(
+            not place.home.slots.is_written(part) for place, part in write.targets
+        )
         self._versions = versions
         self._choice = found
 
@@ -376,23 +379,23 @@ class StepTable(Generic[T]):
         begun: what was read before, by the tile's id. is_apart, is_early: see RowBasis and TileRow.
         """
         plans = self._store.plans
-        made_for = RowBasis(None, 0 if slot is None else slot.tensor.data_ptr(), is_apart)
+        valid_for = RowBasis(None, 0 if slot is None else slot.tensor.data_ptr(), is_apart)
         for tile in tiles:
             read = begun.get(id(tile)) if begun else None
             basis = None if is_early or read is not None else work.basis(tile)
-            if basis is not made_for.basis:
-                made_for = made_for._replace(basis=basis)
+            if basis is not valid_for.basis:
+                valid_for = valid_for._replace(basis=basis)
             row = None if basis is None else self._rows.get(tile)
-            if row is None or not row.serves(made_for):
-                row = TileRow(plans, tile, work, slot, made_for, read, is_early)
+            if row is None or not row.is_valid_for(valid_for):
+                row = TileRow(plans, tile, work, slot, valid_for, read, is_early)
                 if basis is not None:
                     self._rows[tile] = row
-            row.aim(work)
+            row.update(work)
             yield row
 
     def note(self, row: TileRow[T], has_failed: bool) -> None:
         """Tells the store that the writes of a row have been made, or that they failed."""
-        if row.moves or has_failed:
+        if row.changes_slots or has_failed:
             self._store.plans.note(row.write, row.name, has_failed, row.written)
 
 

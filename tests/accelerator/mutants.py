@@ -199,10 +199,10 @@ MUTANTS = {
         TilePass, "bring", "record(self._link).synchronize()", "pass", "widened", "states on host"
     ),
     "a forward reads weights that the CPU has stepped before they are back": Mutant(
-        TilePass, "_step_far", "record(self._link).synchronize()", "pass", "widened", "states on host"
+        TilePass, "_step_fetched_weights", "record(self._link).synchronize()", "pass", "widened", "states on host"
     ),
     "weights that the CPU has stepped go back while the old ones are read": Mutant(
-        TilePass, "_step_far", "tile.live.await_home()", "pass", "evaluated_aside", "states on host"
+        TilePass, "_step_fetched_weights", "tile.live.await_home()", "pass", "evaluated_aside", "states on host"
     ),
     "a buffer of gradients is filled again while a step in backward reads it": Mutant(
         GradientStore, "open", "self._read.synchronize()", "pass", "branches_stepped_in_backward", "host, states on device"

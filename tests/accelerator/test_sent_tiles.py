@@ -161,7 +161,7 @@ def test_the_bytes_that_cross_the_link_are_those_that_are_said(
             for tile in states.tiles
             if is_sent(tile)
         ]
-        buffers = states._streams[Way.SENT]
+        buffers = states._streams[Way.DEVICE_STREAMS]
         for stream, due in (
             (buffers._down, sum(each.down for each in sent)),
             (buffers._up, sum(each.up for each in sent)),
@@ -221,7 +221,7 @@ def test_weights_go_to_the_device_when_the_last_step_has_brought_them(
             optim.zero_grad()
             loss_of(model, 1, "sim")
             sim.record(False)
-        up = optim.tiles_of(shards)._streams[Way.THERE]._up
+        up = optim.tiles_of(shards)._streams[Way.DEVICE]._up
         copies = shards._passage.copies
         assert copies is not None
     entries = list(sim.recording())

@@ -554,18 +554,18 @@ def test_damaged_states_are_named_by_the_fetch_of_their_unit(
 def fail(monkeypatch: pytest.MonkeyPatch, fd: int, kind: int, num_left: int) -> None:
     """Of the next step's transfers of a kind the last of so many is of a file that refuses it, as
     are all that follow."""
-    aim = TileRow.aim
+    update = TileRow.update
 
-    def aimed(self: TileRow[Any], work: TileWork[Any]) -> None:
+    def updated(self: TileRow[Any], work: TileWork[Any]) -> None:
         nonlocal num_left
-        aim(self, work)
+        update(self, work)
         choice = self.choice
         rows = choice.native_writes if kind == WRITE else choice.native_reads
         num_left -= len(rows) > 0
         for row in rows if num_left <= 0 else ():
             row.fd = fd
 
-    monkeypatch.setattr(TileRow, "aim", aimed)
+    monkeypatch.setattr(TileRow, "update", updated)
 
 
 LOOKS: dict[str, Callable[[nn.Module, Shards, Optim, Path], object]] = {

@@ -295,11 +295,11 @@ def test_steps_and_yardstick_take_turns(bench: Bench, monkeypatch: pytest.Monkey
     bench(compares=True, loops=2)
     turn = [
         "step, both on",
-        "0.5 MiB x 8 each way",
+        "0.25 MiB x 8 each way",
         "step, only reads ahead",
-        "1 MiB x 16 each way",
+        "0.5 MiB x 8 each way",
         "step, only writes behind",
-        "1 MiB x 32 each way",
+        "1 MiB x 16 each way",
         "step, both off",
         "4 MiB x 8 each way",
     ]
@@ -308,7 +308,7 @@ def test_steps_and_yardstick_take_turns(bench: Bench, monkeypatch: pytest.Monkey
 
 def test_the_ceiling_is_the_best_median_or_memory_if_that_takes_longer() -> None:
     series = [(SETTINGS[0], [3.0, 1.0, 9.0]), (SETTINGS[1], [2.0, 2.5, 2.6])]
-    assert ceiling(Path("bare_loop"), series, 0.5) == (2.5, "bare loop, 1 MiB x 16 each way")
+    assert ceiling(Path("bare_loop"), series, 0.5) == (2.5, "bare loop, 0.5 MiB x 8 each way")
     assert ceiling(None, series, 2.6) == (2.6, "memory traffic of Adam")
 
 

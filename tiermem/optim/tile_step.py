@@ -54,12 +54,14 @@ class Way(enum.Enum):
     """How the work on a tile is done: by whom, and what an accelerator and the CPU exchange for
     it."""
 
-    HERE = enum.auto()  # the CPU; all is in host memory, or in the tile's buffer
-    BROUGHT = enum.auto()  # the CPU; gradients come from an accelerator to the buffer before
-    FAR = enum.auto()  # the CPU; weights come from an accelerator, too, and go back
-    COPIED = enum.auto()  # the CPU; what an accelerator has is copied, which blocks
-    THERE = enum.auto()  # an accelerator, where the states rest
-    SENT = enum.auto()  # an accelerator; all comes to a buffer of its own, and goes back
+    CPU = enum.auto()  # all is in host memory, or in the tile's buffer
+    # gradients come from an accelerator to the buffer before
+    CPU_FETCHES_GRADIENTS = enum.auto()
+    # weights come from an accelerator, too, and go back
+    CPU_FETCHES_WEIGHTS = enum.auto()
+    CPU_COPIES = enum.auto()  # what an accelerator has is copied, which blocks
+    DEVICE = enum.auto()  # the states rest there
+    DEVICE_STREAMS = enum.auto()  # all comes to a buffer there, and goes back
 
 
 class SecondCopy(NamedTuple):
@@ -133,12 +135,12 @@ class TilePass:
         used; None: the buffer is ready, or there is none.
         """
         way = self._way(tile)
-        if way is Way.FAR:
+        if way is Way.CPU_FETCHES_WEIGHTS:
             assert slot is not None
-            return functools.partial(self._step_far, tile, slot)
+            return functools.partial(self._step_fetched_weights, tile, slot)
         start_ns = time.monotonic_ns()
         try:
-            if way is Way.BROUGHT:
+            if way is Way.CPU_FETCHES_GRADIENTS:
                 assert slot is not None
                 self.bring(tile, slot)
             if (stream := self._stream_of(tile)) is not None:
@@ -164,7 +166,7 @@ class TilePass:
         for stream in self._streams.values():
             stream.join()
         copied = record(current_stream(self._store.device))
-        if Way.SENT in self._streams and self._grads is None:
+        if Way.DEVICE_STREAMS in self._streams and self._grads is None:
             copied.synchronize()
         else:
             self._shards.steps.note_copied(copied)
@@ -210,7 +212,7 @@ class TilePass:
 
     def is_brought(self, tile: Tile) -> bool:
         """Whether its gradients or weights come from an accelerator to its buffer."""
-        return self._way(tile) in (Way.BROUGHT, Way.FAR)
+        return self._way(tile) in (Way.CPU_FETCHES_GRADIENTS, Way.CPU_FETCHES_WEIGHTS)
 
     def bring(self, tile: Tile, slot: Slot) -> None:
         """Copies a tile's gradients and weights from an accelerator to its buffer. Blocks; may be
@@ -275,7 +277,7 @@ class TilePass:
         act = self._act
         if not isinstance(act, Stepping) or not tile.is_started:
             return None
-        if self._way(tile) not in (Way.HERE, Way.BROUGHT):
+        if self._way(tile) not in (Way.CPU, Way.CPU_FETCHES_GRADIENTS):
             return None
         steps = []
         is_native = True
@@ -298,7 +300,7 @@ class TilePass:
 
     # ---- the work on a tile ----------------------------------------------------------------------
 
-    def _step_far(self, tile: Tile, slot: Slot) -> None:
+    def _step_fetched_weights(self, tile: Tile, slot: Slot) -> None:
         """All the work on a tile whose weights rest on an accelerator. Blocks; in a thread of the
         program."""
         self.bring(tile, slot)
@@ -430,14 +432,14 @@ class TilePass:
 
     def _way(self, tile: Tile) -> Way:
         if not self.is_step:
-            return Way.COPIED
+            return Way.CPU_COPIES
         if tile.engine is Tier.DEVICE:
-            return Way.THERE if tile.home is Tier.DEVICE else Way.SENT
+            return Way.DEVICE if tile.home is Tier.DEVICE else Way.DEVICE_STREAMS
         if Tier.DEVICE not in (tile.weights, self._gradient_home):
-            return Way.HERE
+            return Way.CPU
         if self._link is None:
-            return Way.COPIED
-        return Way.FAR if tile.weights is Tier.DEVICE else Way.BROUGHT
+            return Way.CPU_COPIES
+        return Way.CPU_FETCHES_WEIGHTS if tile.weights is Tier.DEVICE else Way.CPU_FETCHES_GRADIENTS
 
     def _stream_of(self, tile: Tile) -> TileStream | None:
         """The buffers for what an accelerator lacks of a tile. A whole matrix may be larger than
@@ -449,7 +451,7 @@ class TilePass:
 
     def _device(self, tile: Tile) -> torch.device:
         """The device that computes the work on a tile."""
-        is_there = self._way(tile) in (Way.THERE, Way.SENT)
+        is_there = self._way(tile) in (Way.DEVICE, Way.DEVICE_STREAMS)
         return self._store.device if is_there else torch.device("cpu")
 
     def _near(self, tile: Tile, data: torch.Tensor, is_read: bool = True) -> torch.Tensor:
@@ -523,7 +525,7 @@ class TilePass:
     def _params(self, tile: Tile, slot: Slot | None) -> torch.Tensor:
         if self._second is not None:
             return self._second.weights[tile.elements]
-        if self._way(tile) is Way.FAR:
+        if self._way(tile) is Way.CPU_FETCHES_WEIGHTS:
             return self._weight_buffer(tile, slot)
         if tile.live.shard is not None:
             tile.live.await_home()

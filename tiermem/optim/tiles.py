@@ -105,7 +105,7 @@ class StateTiles(RestingTiles[Tile]):
         self._close_streams()
         if self._link is None and (plan.brings_gradients or plan.brings_weights):
             self._link = new_stream(self._shards.device)
-        for way, buffers in ((Way.SENT, plan.streams), (Way.THERE, plan.exchanges)):
+        for way, buffers in ((Way.DEVICE_STREAMS, plan.streams), (Way.DEVICE, plan.exchanges)):
             if buffers.num:
                 memory = self._store.on_device
                 self._streams[way] = TileStream(memory, self._shards.device, buffers)

@@ -288,9 +288,9 @@ class BareSetting(NamedTuple):
 
 SETTINGS = (
     # few bytes, which a processor's cache keeps: the fastest on some machines
+    BareSetting(1 << 18, 8),
     BareSetting(1 << 19, 8),
     BareSetting(1 << 20, 16),
-    BareSetting(1 << 20, 32),
     BareSetting(4 << 20, 8),
 )
 
