@@ -633,8 +633,7 @@ class Hooks(Uncopied):
         """Returns the function that ends a backward. When nothing holds it any more, an exception
         has ended the backward."""
         ending = functools.partial(self.finish_backward)
-        memory_errors = self.memory_errors
-        self._ending = weakref.ref(ending, lambda _: memory_errors.end_failed_backward())
+        self._ending = weakref.ref(ending, self.memory_errors.of_backward())
         return ending
 
     @marks.outside_transforms
@@ -648,7 +647,6 @@ class Hooks(Uncopied):
         self._homes.store.check_consumer()
         self._steps.end()
         self.num_backwards += 1
-        self.memory_errors.begin_backward()
         with torch._C.DisableTorchFunctionSubclass():
             self._homes.begin()
         self._on_backward()

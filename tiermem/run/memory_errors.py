@@ -1,8 +1,10 @@
 """MemoryErrors: what the error says when an accelerator has no memory left amid a forward or backward.
 
-in a forward, also one that a backward computes again    the words are added to the error
-in a backward that the engine calls                      the words are added to the error
-in any other backward                                    the words are logged: torch shows no hook this error
+    in a forward, also one that a backward computes again    the words are added to the error
+    in a backward that the engine calls                      the words are added to the error
+    in any other backward                                    the words are logged: torch shows no hook this error
+
+`tiermem train` says the same, with its own options in place of a policy's fields.
 """
 
 from __future__ import annotations
@@ -46,8 +48,7 @@ class MemoryErrors:
         self._model = model
         self._device = device
         self._of_now = of_now
-        self._num_before = 0  # errors before the backward under way
-        self._is_explained = False  # who called the backward adds the words
+        self._is_explained = False  # inside `explained`
 
     @contextlib.contextmanager
     def explained(self, phase: str) -> Iterator[None]:
@@ -66,18 +67,19 @@ class MemoryErrors:
         if isinstance(error, torch.OutOfMemoryError) and _SAYS not in str(error):
             error.args = (f"{error}\n{self._words(phase, str(error))}",)
 
-    def begin_backward(self) -> None:
-        """A backward begins."""
-        if is_accelerator(self._device):
-            self._num_before = num_out_of_memory(self._device)
-
-    def end_failed_backward(self) -> None:
-        """An exception has ended the backward. Logs the words if the device's memory is why, and
-        nobody adds them to the error."""
+    def of_backward(self) -> Callable[[object], None]:
+        """What to call if an exception ends the backward that begins: it logs the words if the
+        device's memory is why, and its caller does not add them to the error. Torch may call it
+        after it has raised the error, and in another thread."""
         if self._is_explained or not is_accelerator(self._device):
-            return
-        if num_out_of_memory(self._device) > self._num_before:
-            logger.error(self._words("backward", ""))
+            return lambda _: None
+        num_before = num_out_of_memory(self._device)
+
+        def log(_: object) -> None:
+            if num_out_of_memory(self._device) > num_before:
+                logger.error(self._words("backward", ""))
+
+        return log
 
     def _words(self, phase: str, refusal: str) -> str:
         policy, plan = self._of_now()
