@@ -302,19 +302,7 @@ class Program(Generic[T]):
         assert running is not None
         running.take_on(work)
         self._running = running
-        planned = self._given(running)
-        given = {id(each.tile) for each in planned}
-        first_of: dict[int, int] = {}  # by unit
-        for number, row in enumerate(planned):
-            if not row.is_brought:
-                first_of.setdefault(row.unit, number)
-        added, turns = [], []
-        turn = len(tiles) - len(planned)  # before all that `attempt` has given
-        for tile in tiles:
-            turn = max(turn, len(tiles) - first_of.get(work.unit(tile), len(planned)))
-            if id(tile) not in given:
-                added.append(tile)
-                turns.append(turn)
+        added, turns = self._left_by(running, tiles, work)
         try:
             self._add(running, self._plan(added, work), turns)
             self._serve_aside(running)
@@ -501,6 +489,26 @@ class Program(Generic[T]):
         )
         self._serve_aside(self._tentative)
         return is_given and not self.has_failed
+
+    def _left_by(
+        self, running: Running[T], tiles: Sequence[T], work: TileWork[T]
+    ) -> tuple[list[T], list[int]]:
+        """The tiles that `attempt` has not given to a run, and their turns: behind those of the
+        units before them."""
+        planned = self._given(running)
+        given = {id(each.tile) for each in planned}
+        first_of: dict[int, int] = {}  # by unit
+        for number, row in enumerate(planned):
+            if not row.is_brought:
+                first_of.setdefault(row.unit, number)
+        left, turns = [], []
+        turn = len(tiles) - len(planned)  # before all that `attempt` has given
+        for tile in tiles:
+            turn = max(turn, len(tiles) - first_of.get(work.unit(tile), len(planned)))
+            if id(tile) not in given:
+                left.append(tile)
+                turns.append(turn)
+        return left, turns
 
     def _add(
         self, running: Running[T], plans: Iterator[TileRow[T]], turns: Sequence[int] = ()
