@@ -5,6 +5,7 @@
 //
 // Which of them a machine wants shows only when it is tried. A program tries three settings in turns of equal bytes,
 // keeps the fastest, and tries again later: each time after twice as many turns, because disks that others use drift.
+// A turn that mostly writes is none of these: states that are written for the first time tell nothing of later steps.
 #ifndef TIERMEM_PACE_H
 #define TIERMEM_PACE_H
 
@@ -22,7 +23,7 @@ class tm_pace {
     uint32_t strips_at_once() const { return 1u << now; }
 
     // Bytes have been moved while more wait for room.
-    void moved(uint64_t bytes, int64_t now_ns);
+    void moved(uint64_t read_bytes, uint64_t written_bytes, int64_t now_ns);
 
     // Nothing waits for room: the time until `moved` tells nothing of the disk.
     void pause() { last_ns = 0; }
@@ -32,18 +33,23 @@ class tm_pace {
     uint64_t fill_bytes() const { return limits[NUM_SETTINGS - 1]; }
 
   private:
-    enum { NUM_SETTINGS = 3, NUM_TRIES = 8, FIRST_KEPT = 64, MOST_KEPT = 1024 };
+    enum { NUM_SETTINGS = 3, FEW_TRIES = 3, NUM_TRIES = 8, FIRST_KEPT = 64, MOST_KEPT = 1024 };
 
     void end_turn();
+    void begin_trying();
+    void try_next();
+    bool is_ever_faster(int setting) const;
     int fastest();
 
     uint64_t limits[NUM_SETTINGS];
     int now = 0;
     int64_t times_ns[NUM_SETTINGS][NUM_TRIES];
-    int num_turns = 0;         // since trying began, or since a setting was kept
-    int num_kept = FIRST_KEPT; // turns with the setting that is kept
+    bool is_tried[NUM_SETTINGS] = {true, true, true};
+    int num_tries = 0;         // of each setting that is tried
+    int num_turns = 0;         // with the setting that is kept
+    int num_kept = FIRST_KEPT; // turns, until settings are tried again
     bool is_trying = true;
-    uint64_t bytes = 0; // of this turn
+    uint64_t read_bytes = 0, written_bytes = 0; // of this turn
     int64_t turn_ns = 0;
     int64_t last_ns = 0; // 0: paused
 };

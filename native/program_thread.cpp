@@ -110,8 +110,12 @@ static void end_strip(tm_program *p, tm_strip *strip) {
     p->changed.notify_all();
 }
 
+struct Moved {
+    uint64_t read_bytes = 0, written_bytes = 0;
+};
+
 // Takes the answers that are there, and adds the bytes that they have moved. True: a strip went on.
-static bool look(tm_program *p, uint64_t *moved_bytes) {
+static bool look(tm_program *p, Moved *moved) {
     bool has_news = false;
     tm_answer answer;
     for (tm_strip *strip : p->active) {
@@ -124,7 +128,7 @@ static bool look(tm_program *p, uint64_t *moved_bytes) {
                 continue;
             if (code == 0) {
                 note_answer(p, strip, flight.span, answer);
-                *moved_bytes += answer.bytes;
+                (flight.span == TM_SPAN_WRITE ? moved->written_bytes : moved->read_bytes) += answer.bytes;
             } else {
                 fail(p, failure_of(strip->tile, -code, TM_STAGE_READ)); // never seen: the queue has forgotten it
             }
@@ -202,12 +206,12 @@ static tm_program_tile *next_tile(tm_program *p) {
     return p->num_admitted < p->order.size() ? &p->tiles[p->order[p->num_admitted]] : nullptr;
 }
 
-static void note_pace(tm_program *p, uint64_t moved_bytes) {
+static void note_pace(tm_program *p, const Moved &moved) {
     const bool is_piped = !(p->flags & (TM_RUN_ONE_READ | TM_RUN_ONE_WRITE));
     if (p->phase != TM_PHASE_RUN || p->is_stopping || !is_piped || !next_tile(p))
         p->pace.pause();
-    else if (moved_bytes > 0)
-        p->pace.moved(moved_bytes, tm_now_ns());
+    else if (moved.read_bytes + moved.written_bytes > 0)
+        p->pace.moved(moved.read_bytes, moved.written_bytes, tm_now_ns());
 }
 
 bool tm_program_admit(tm_program *p) {
@@ -466,9 +470,9 @@ static bool end_if_over(tm_program *p) {
 static bool turn(tm_program *p, Lock *lock) {
     if (p->phase == TM_PHASE_IDLE)
         return false;
-    uint64_t moved_bytes = 0;
-    bool has_news = look(p, &moved_bytes);
-    note_pace(p, moved_bytes);
+    Moved moved;
+    bool has_news = look(p, &moved);
+    note_pace(p, moved);
     if (p->is_stopping)
         cut_short(p);
     forget_ended(p);

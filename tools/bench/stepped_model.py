@@ -267,9 +267,10 @@ def _blocks(num_params: int, dtype: torch.dtype) -> nn.Module:
 #              bytes (swap/disk/passes.py), which is said.
 #     memory   what Adam reads and writes in memory, at the rate of a vector loop over memory of its own
 #
-# No step can be faster, so a fraction above `MOST_FRACTION` says that the yardstick is wrong.
+# No step can be faster, but a disk varies by some hundredths between the two: a fraction above `MOST_FRACTION`
+# says that the yardstick is wrong.
 
-MOST_FRACTION = 1.02
+MOST_FRACTION = 1.05
 _FILE_UNIT = 4 << 20
 _STREAM_NUMEL = 1 << 24
 
