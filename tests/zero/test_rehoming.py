@@ -130,6 +130,34 @@ def test_checkpoints_of_before_and_after_a_move_open(tmp_path: Path) -> None:
             assert_same_tensors(dict(opened.state_dict()), expected[tag])
 
 
+def test_a_checkpoint_has_what_changed_places_since_the_last(tmp_path: Path) -> None:
+    """As many tiles are on NVMe as before, and others."""
+    policy = OffloadPolicy(
+        params=NVME, optim=NVME, paths=[tmp_path], persistence_numel=0, tile_numel=4096,
+        optim_ratio=0.5, resident_bytes=0,
+    )  # fmt: skip
+    model = seeded(Tower)
+    with tiermem.shard(model, policy, device="cpu") as shards:
+        optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+        places = []
+        for resident_bytes in (None, shards.plan.kept_bytes):
+            for size in () if resident_bytes is None else (0, resident_bytes):
+                shards.rehome(
+                    dataclasses.replace(shards.policy, optim_ratio=1.0, resident_bytes=size)
+                )
+            train_steps(model, optim, range(2))
+            tiermem.checkpoint.save(shards, optim, tmp_path / "saved")
+            places.append([tile.home for tile in optim.tiles_of(shards).tiles])
+        assert places[0] != places[1] and places[0].count(NVME) == places[1].count(NVME)
+        expected = optim.state_dict()["state"]
+    opened = seeded(Tower, 1)
+    with tiermem.shard(opened, policy, device="cpu") as shards:
+        other = tiermem.AdamW(opened.parameters(), lr=1e-2)
+        tiermem.checkpoint.load(shards, other, tmp_path / "saved")
+        for number, states in other.state_dict()["state"].items():
+            assert_same_tensors(states, expected[number])
+
+
 def test_what_a_move_cannot_do_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     policy = OffloadPolicy(params=NVME, optim=NVME, paths=[tmp_path], tile_numel=4096)
     model = seeded(Tower)

@@ -159,9 +159,8 @@ def _what_decides(shards: Shards, names: Sequence[str]) -> tuple[object, ...]:
     moments = tuple(
         tiles.names(shard) for live, shard in shards.parameters() if live.unit.is_trainable
     )
-    num_started = sum(tile.is_started for tile in tiles.tiles)
-    num_on_nvme = sum(tile.home is Tier.NVME for tile in tiles.tiles)  # a tile moves only to NVMe
-    return tuple(names), units, tiles, num_started, num_on_nvme, moments
+    on_nvme = tuple((tile.entry, tile.is_started) for tile in tiles.tiles if tile.home is Tier.NVME)
+    return tuple(names), units, tiles, on_nvme, moments
 
 
 def stretches(shards: Shards, names: frozenset[str], is_on_nvme: bool) -> Iterator[Stretch]:
