@@ -86,6 +86,14 @@ def test_a_tags_folder_is_opened_as_well(tmp_path: Path) -> None:
     assert not is_deepspeed(tmp_path / "nowhere")
 
 
+def test_tags_are_listed_where_latest_names_none(tmp_path: Path) -> None:
+    write_deepspeed(tmp_path, 1, torch.float32)
+    (tmp_path / "latest").unlink()
+    with pytest.raises(FileNotFoundError, match=rf"no file `latest` .*\({TAG}\): name one"):
+        read_foreign(tmp_path)
+    assert len(read_foreign(tmp_path, TAG).parameters) == 10
+
+
 class Runs:
     """An object whose pickle makes a folder when it is loaded."""
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from checkpoint.test_deepspeed_import import values_of
 from torch import nn
+from torch.serialization import get_crc32_options, set_crc32_options
 
 from tiermem.checkpoint.interchange.foreign import Foreign
 from tiermem.checkpoint.interchange.from_torch import BIN_INDEX_NAME, load_torch, read_torch
@@ -375,6 +376,24 @@ def test_what_is_no_checkpoint_is_one_line(tmp_path: Path, content: bytes, reaso
     with pytest.raises(ValueError, match=reason) as caught:
         read_torch(tmp_path / "a.pt")
     assert str(tmp_path / "a.pt") in str(caught.value)
+
+
+@pytest.mark.parametrize("has_sums", [True, False])
+def test_a_flipped_bit_of_a_weight_is_seen(tmp_path: Path, has_sums: bool) -> None:
+    file = tmp_path / "a.pt"
+    before = get_crc32_options()
+    set_crc32_options(has_sums)
+    torch.save({"weight": torch.full((1000,), 1.5)}, file)
+    set_crc32_options(before)
+    data = file.read_bytes()
+    read_torch(file)
+    place = data.index(torch.full((9,), 1.5).numpy().tobytes())
+    file.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+    if has_sums:
+        with pytest.raises(ValueError, match=r"a\.pt: .*damaged.*CRC-32 for file 'a/data/0'"):
+            read_torch(file)
+    else:
+        read_torch(file)
 
 
 def test_values_that_are_no_tensors_are_named(tmp_path: Path) -> None:

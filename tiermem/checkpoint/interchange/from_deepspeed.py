@@ -75,6 +75,11 @@ def is_deepspeed(path: Path) -> bool:
     return any(folder.glob("*_optim_states.pt"))
 
 
+def deepspeed_tags(path: Path) -> list[str]:
+    """The tags of a folder that hold files of a ZeRO checkpoint."""
+    return sorted({file.parent.name for file in path.glob("*/*_optim_states.pt")})
+
+
 def read_deepspeed(path: Path, tag: str | None = None) -> Foreign:
     """Opens a checkpoint folder, or the folder of one tag. Reads shapes and scalars; values are
     read later.
@@ -423,8 +428,9 @@ def _tag_folder(path: Path, tag: str | None) -> Path:
     if tag is None and not any(path.glob("*_model_states.pt")):
         latest = path / "latest"
         if not latest.exists():
+            tags = ", ".join(deepspeed_tags(path))
             raise FileNotFoundError(
-                2, "no *_model_states.pt and no file `latest` that names a tag", str(path)
+                2, f"no file `latest` names one of its tags ({tags}): name one", str(path)
             )
         tag = (
             durable.read_file(latest, _MAX_LATEST_BYTES, follows=True)

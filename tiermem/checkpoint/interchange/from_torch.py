@@ -179,25 +179,34 @@ def _reason(error: Exception) -> str:
 
 def _check_structure(path: Path, size: int) -> bool:
     """Whether the file is a zip, as torch.save writes since 1.6. Raises ValueError when its entries
-    claim too many bytes."""
+    claim too many bytes, or differ from their checksums."""
     try:
         with open(path, "rb") as file:
             head = file.read(4)
-            is_zip = zipfile.is_zipfile(file)
-            entries = zipfile.ZipFile(file).infolist() if is_zip else []
+            if not zipfile.is_zipfile(file):
+                if head == b"PK\x03\x04":
+                    raise ValueError("the end is missing")
+                return False
+            opened = zipfile.ZipFile(file)
+            for entry in opened.infolist():
+                is_data = "/data/" in entry.filename
+                if entry.file_size > size or (not is_data and entry.file_size > _MAX_PICKLE_BYTES):
+                    raise ValueError(f"{entry.filename} claims {entry.file_size} bytes")
+                _check_bytes(opened, entry)
     except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
         raise ValueError(
-            f"{path}: not a file that torch.save wrote, or a damaged one ({error})"
+            f"{path}: not a file that torch.save wrote, or a damaged one of {size} bytes ({error})"
         ) from None
-    if not is_zip and head == b"PK\x03\x04":
-        raise ValueError(f"{path}: the end is missing: {size} bytes are not the whole file")
-    for entry in entries:
-        is_data = "/data/" in entry.filename
-        if entry.file_size > size or (not is_data and entry.file_size > _MAX_PICKLE_BYTES):
-            raise ValueError(
-                f"{path}: {entry.filename} claims {entry.file_size} bytes in a file of {size}"
-            )
-    return is_zip
+    return True
+
+
+def _check_bytes(opened: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:
+    """Raises BadZipFile for bytes that differ from their CRC-32, if it was taken
+    (`torch.serialization.set_crc32_options`)."""
+    if entry.CRC:
+        with opened.open(entry) as data:
+            while data.read(_READ_BYTES):
+                continue
 
 
 def _check_tensor(what: str, tensor: torch.Tensor) -> None:

@@ -41,7 +41,11 @@ from tiermem.checkpoint.interchange.foreign import (
     optimizer_of,
 )
 from tiermem.checkpoint.interchange.from_dcp import is_dcp, read_dcp
-from tiermem.checkpoint.interchange.from_deepspeed import is_deepspeed, read_deepspeed
+from tiermem.checkpoint.interchange.from_deepspeed import (
+    deepspeed_tags,
+    is_deepspeed,
+    read_deepspeed,
+)
 from tiermem.checkpoint.interchange.from_torch import read_torch
 from tiermem.checkpoint.opening.source import Progress, Source
 from tiermem.checkpoint.saving.pieces import CHUNK_BYTES, Resting, Stretch, in_memory, write_data
@@ -106,6 +110,8 @@ def _read_any(path: Path, tag: str | None, optimizer: Path | None) -> Foreign:
         return read_dcp(path)
     if path.is_dir() and is_deepspeed(path if tag is None else path / tag):
         return read_deepspeed(path, tag)
+    if tag is None and deepspeed_tags(path):
+        return read_deepspeed(path)  # says why not
     if tag is not None:
         raise ValueError(f"{path}: no DeepSpeed checkpoint with a tag {tag!r}")
     return read_torch(path, optimizer)
