@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from tiermem.swap.base.native import (
 
 BLOCK = 4096
 NUM_BLOCKS = 400
+_PATIENCE_S = 20.0
 Memory = tuple[Map, torch.Tensor]
 
 
@@ -141,11 +143,18 @@ def test_blocks_beyond_the_depth_go_on_while_python_holds_the_gil(
     queue = Queue(IoSettings(engine, BLOCK, 4))
     offsets = offsets_of(NUM_BLOCKS)
     tag = queue.submit_blocks(Blocks(READ, fd, memory[0].address + offsets, offsets, BLOCK))
-    # PyDLL, other than CDLL, keeps the GIL: no Python thread runs meanwhile
-    ctypes.PyDLL(None).usleep(500_000)
-    answer = queue.wait(tag, timeout_s=0)
-    assert answer is not None, f"only {queue.counters().blocks} of {NUM_BLOCKS} blocks ended"
-    assert torch.equal(memory[1], held)
+    # PyDLL, other than CDLL, keeps the GIL, and so does the loop: no Python thread runs meanwhile
+    libc = ctypes.PyDLL(None)
+    places = ctypes.c_void_p(memory[0].address), ctypes.c_void_p(held.data_ptr())
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_PATIENCE_S)
+    for _ in range(int(_PATIENCE_S / 0.01)):
+        if has_arrived := libc.memcmp(*places, ctypes.c_size_t(held.nbytes)) == 0:
+            break
+        libc.usleep(10_000)
+    sys.setswitchinterval(before)
+    assert has_arrived, f"only {queue.counters().blocks} of {NUM_BLOCKS} blocks ended"
+    assert queue.wait(tag) is not None
     queue.close()
 
 
