@@ -1,4 +1,4 @@
-// pace: tries settings in turns, and keeps the fastest.
+// pace: tries settings one after the other, and keeps the fastest.
 
 #include "pace.h"
 
@@ -12,23 +12,23 @@ void tm_pace::moved(uint64_t more_read, uint64_t more_written, int64_t now_ns) {
     if (begin_ns == 0)
         return;
     if (read_bytes + written_bytes >= fill_bytes())
-        turn_ns += now_ns - begin_ns;
+        trial_ns += now_ns - begin_ns;
     read_bytes += more_read;
     written_bytes += more_written;
-    if (read_bytes + written_bytes >= fill_bytes() + turn_bytes())
-        end_turn();
+    if (read_bytes + written_bytes >= fill_bytes() + trial_bytes())
+        end_trial();
 }
 
-void tm_pace::end_turn() {
+void tm_pace::end_trial() {
     const bool is_like_others = 2 * read_bytes > written_bytes;
     if (is_trying && is_like_others) {
-        times_ns[now][num_tries] = turn_ns;
+        times_ns[now][num_tries] = trial_ns;
         try_next();
-    } else if (!is_trying && ++num_turns == num_kept) {
+    } else if (!is_trying && ++num_trials == num_kept) {
         begin_trying();
     }
     read_bytes = written_bytes = 0;
-    turn_ns = 0;
+    trial_ns = 0;
 }
 
 void tm_pace::begin_trying() {
@@ -53,7 +53,7 @@ void tm_pace::try_next() {
     if (!is_one_left && num_tries < NUM_TRIES)
         return;
     now = fastest();
-    num_turns = 0;
+    num_trials = 0;
     is_trying = false;
 }
 
@@ -64,7 +64,7 @@ bool tm_pace::is_ever_faster(int setting) const {
     return false;
 }
 
-// The lowest setting whose median is as short as any, within what disks vary from turn to turn.
+// The lowest setting whose median is as short as any, within what disks vary from trial to trial.
 int tm_pace::fastest() {
     int64_t medians_ns[NUM_SETTINGS];
     for (int i = 0; i < NUM_SETTINGS; ++i) {

@@ -3,9 +3,10 @@
 //     few, small    stay in a processor's cache, with which some disks exchange bytes faster than with memory
 //     many, large   keep a disk busy that is the faster the more it has to do, or that takes its time for each transfer
 //
-// Which of them a machine wants shows only when it is tried. A program tries three settings in turns of equal bytes,
-// keeps the fastest, and tries again later: each time after twice as many turns, because disks that others use drift.
-// A turn that mostly writes is none of these: states that are written for the first time tell nothing of later steps.
+// Which of them a machine wants shows only when it is tried. A program tries three settings in trials of equal bytes,
+// one after the other, keeps the fastest, and tries again later: each time after twice as many trials, because disks
+// that others use drift. A trial that mostly writes is none of these: states that are written for the first time tell
+// nothing of later steps.
 #ifndef TIERMEM_PACE_H
 #define TIERMEM_PACE_H
 
@@ -28,14 +29,14 @@ class tm_pace {
     // Nothing waits for room: the time until `moved` tells nothing of the disk.
     void pause() { last_ns = 0; }
 
-    // Bytes of a turn, and those before them that the setting of the turn before has let in.
-    uint64_t turn_bytes() const { return 3 * fill_bytes(); }
+    // Bytes of a trial, and those before them that the setting of the trial before has let in.
+    uint64_t trial_bytes() const { return 3 * fill_bytes(); }
     uint64_t fill_bytes() const { return limits[NUM_SETTINGS - 1]; }
 
   private:
     enum { NUM_SETTINGS = 3, FEW_TRIES = 3, NUM_TRIES = 8, FIRST_KEPT = 64, MOST_KEPT = 1024 };
 
-    void end_turn();
+    void end_trial();
     void begin_trying();
     void try_next();
     bool is_ever_faster(int setting) const;
@@ -46,11 +47,11 @@ class tm_pace {
     int64_t times_ns[NUM_SETTINGS][NUM_TRIES];
     bool is_tried[NUM_SETTINGS] = {true, true, true};
     int num_tries = 0;         // of each setting that is tried
-    int num_turns = 0;         // with the setting that is kept
-    int num_kept = FIRST_KEPT; // turns, until settings are tried again
+    int num_trials = 0;        // with the setting that is kept
+    int num_kept = FIRST_KEPT; // trials, until settings are tried again
     bool is_trying = true;
-    uint64_t read_bytes = 0, written_bytes = 0; // of this turn
-    int64_t turn_ns = 0;
+    uint64_t read_bytes = 0, written_bytes = 0; // of this trial
+    int64_t trial_ns = 0;
     int64_t last_ns = 0; // 0: paused
 };
 

@@ -389,7 +389,7 @@ int tm_program_done(tm_program *program, uint64_t tile, int32_t error) {
         strip->state = TM_COMPUTED;
         if (error != 0 && program->failure.error == 0) {
             program->failure.error = error;
-            program->failure.stage = TM_STAGE_STEP;
+            program->failure.during = TM_DURING_STEP;
             program->failure.tile = tile;
         }
         if (error != 0)
@@ -488,7 +488,7 @@ int tm_program_forget(tm_program *program, uint32_t unit) {
     for (tm_program_tile &tile : program->tiles)
         if (tile.unit == unit)
             for (tm_transfer &read : tile.reads)
-                read.kept = nullptr;
+                read.cached = nullptr;
     return 0;
 }
 

@@ -151,7 +151,7 @@ static void add_transfers(const tm_program *p, const tm_strip *strip, const std:
             part.buffer = window.to + (begin - window.begin);
             part.length = (uint64_t)(end - begin);
             part.offset += (uint64_t)(begin - data);
-            part.kept = each.kept ? (const char *)each.kept + (begin - data) : nullptr;
+            part.cached = each.cached ? (const char *)each.cached + (begin - data) : nullptr;
             own->push_back(part);
         }
     }

@@ -21,10 +21,10 @@ static void fail(tm_program *p, const tm_failure &failure) {
     p->is_stopping |= p->phase == TM_PHASE_RUN; // the run of begun tiles says so
 }
 
-static tm_failure failure_of(const tm_program_tile *tile, int error, int stage) {
+static tm_failure failure_of(const tm_program_tile *tile, int error, int during) {
     tm_failure failure = {};
     failure.error = error;
-    failure.stage = stage;
+    failure.during = during;
     failure.tile = tile->index;
     return failure;
 }
@@ -63,7 +63,7 @@ static void submit(tm_program *p, tm_strip *strip, const std::vector<tm_transfer
         const tm_op &op = strip->ops[0];
         const int code = tm_queue_submit_ringing(queue, strip->ops.data(), (uint32_t)strip->ops.size(), &p->bell);
         if (code < 0) {
-            tm_failure failure = failure_of(strip->tile, -code, kind == TM_READ ? TM_STAGE_READ : TM_STAGE_WRITE);
+            tm_failure failure = failure_of(strip->tile, -code, kind == TM_READ ? TM_DURING_READ : TM_DURING_WRITE);
             failure.fd = op.fd;
             failure.kind = kind;
             failure.offset = op.offset;
@@ -87,7 +87,7 @@ static void note_answer(tm_program *p, tm_strip *strip, tm_span span, const tm_a
         times[1] = answer.finished_ns;
     if (answer.error == 0)
         return;
-    tm_failure failure = failure_of(tile, answer.error, is_write ? TM_STAGE_WRITE : TM_STAGE_READ);
+    tm_failure failure = failure_of(tile, answer.error, is_write ? TM_DURING_WRITE : TM_DURING_READ);
     failure.fd = answer.fd;
     failure.kind = answer.kind;
     failure.offset = answer.offset;
@@ -130,7 +130,7 @@ static bool look(tm_program *p, Moved *moved) {
                 note_answer(p, strip, flight.span, answer);
                 (flight.span == TM_SPAN_WRITE ? moved->written_bytes : moved->read_bytes) += answer.bytes;
             } else {
-                fail(p, failure_of(strip->tile, -code, TM_STAGE_READ)); // never seen: the queue has forgotten it
+                fail(p, failure_of(strip->tile, -code, TM_DURING_READ)); // never seen: the queue has forgotten it
             }
             strip->flights.erase(strip->flights.begin() + (ptrdiff_t)i);
         }
@@ -167,16 +167,16 @@ static bool is_any(const tm_program *p, tm_strip_state low, tm_strip_state high)
 }
 
 // Copies what memory has of the strip's reads to its room; the rest is to be read from files.
-static void copy_kept(tm_strip *strip) {
-    const auto is_kept = [](const tm_transfer &read) { return read.kept != nullptr; };
+static void copy_cached(tm_strip *strip) {
+    const auto is_cached = [](const tm_transfer &read) { return read.cached != nullptr; };
     const auto is_copied = [&](const tm_piece &piece) {
         return std::any_of(strip->reads.begin(), strip->reads.end(), [&](const tm_transfer &read) {
-            return read.kept && piece.data >= read.buffer && (char *)piece.data < (char *)read.buffer + read.length;
+            return read.cached && piece.data >= read.buffer && (char *)piece.data < (char *)read.buffer + read.length;
         });
     };
     for (const tm_transfer &read : strip->reads)
-        if (read.kept)
-            memcpy(read.buffer, read.kept, read.length);
+        if (read.cached)
+            memcpy(read.buffer, read.cached, read.length);
     size_t num = 0;
     for (size_t i = 0; i < strip->checks.size(); ++i)
         if (!is_copied(strip->checks[i])) {
@@ -185,14 +185,14 @@ static void copy_kept(tm_strip *strip) {
         }
     strip->checks.resize(num);
     strip->check_numbers.resize(num);
-    strip->reads.erase(std::remove_if(strip->reads.begin(), strip->reads.end(), is_kept), strip->reads.end());
+    strip->reads.erase(std::remove_if(strip->reads.begin(), strip->reads.end(), is_cached), strip->reads.end());
 }
 
 static void start_reads(tm_program *p, tm_strip *strip) {
     strip->is_due = false;
     if (!strip->reads.empty())
         strip->state = TM_READING;
-    copy_kept(strip);
+    copy_cached(strip);
     const int priority = strip->tile->is_urgent ? (int)TM_URGENT : p->priority;
     submit(p, strip, strip->reads, TM_READ, priority, p->phase == TM_PHASE_BEGUN ? TM_SPAN_BEGUN : TM_SPAN_READ);
     if (strip->flights.empty() && strip->state == TM_READING)
@@ -229,7 +229,7 @@ bool tm_program_admit(tm_program *p) {
         int error;
         tm_strip *strip = tm_strip_make(p, tile, &error);
         if (error < 0)
-            fail(p, failure_of(tile, -error, TM_STAGE_READ));
+            fail(p, failure_of(tile, -error, TM_DURING_READ));
         if (!strip)
             break;
         p->num_admitted += !p->cut;
@@ -258,7 +258,7 @@ static tm_failure compare(const tm_strip *strip) {
         if (strip->crcs[i] == *strip->checks[i].crc)
             continue;
         if (failure.num_wrong == 0) {
-            failure = failure_of(strip->tile, EBADMSG, TM_STAGE_CHECK);
+            failure = failure_of(strip->tile, EBADMSG, TM_DURING_CHECK);
             failure.piece = strip->check_numbers[i];
             failure.seen = strip->crcs[i];
         }
@@ -275,7 +275,7 @@ static tm_failure check(tm_program *p, tm_strip *strip) {
     const tm_sums sums = sums_of(strip, strip->checks, 0);
     const int code = tm_crc32c(p->workers, sums.n, sums.pieces, sums.bytes, sums.crcs);
     if (code < 0)
-        return failure_of(strip->tile, -code, TM_STAGE_CHECK);
+        return failure_of(strip->tile, -code, TM_DURING_CHECK);
     const tm_failure failure = compare(strip);
     add_to(strip->tile->times.check_ns, begin_ns, tm_now_ns());
     strip->checks.clear();
@@ -311,7 +311,7 @@ static tm_failure step(tm_program *p, tm_strip *strip) {
     const int64_t begin_ns = tm_now_ns();
     const tm_sums before = sums_of(strip, strip->checks, 0), after = sums_of(strip, strip->sums, before.n);
     const int code = tm_pass_run(p->workers, strip->steps.size(), strip->steps.data(), &before, &after);
-    const tm_failure failure = code < 0 ? failure_of(strip->tile, -code, TM_STAGE_STEP) : compare(strip);
+    const tm_failure failure = code < 0 ? failure_of(strip->tile, -code, TM_DURING_STEP) : compare(strip);
     if (failure.error != 0)
         return failure;
     keep_sums(strip, after.crcs);
@@ -340,7 +340,7 @@ static tm_failure sum(tm_program *p, tm_strip *strip) {
     const tm_sums sums = sums_of(strip, strip->sums, 0);
     const int code = tm_crc32c(p->workers, sums.n, sums.pieces, sums.bytes, sums.crcs);
     if (code < 0)
-        return failure_of(strip->tile, -code, TM_STAGE_WRITE);
+        return failure_of(strip->tile, -code, TM_DURING_WRITE);
     keep_sums(strip, sums.crcs);
     add_to(strip->tile->times.sum_ns, begin_ns, tm_now_ns());
     return {};

@@ -432,7 +432,7 @@ int tm_crc32c_join(uint64_t n, const uint64_t *first, const uint32_t *crcs, cons
  *                              +- called -+        a caller of tm_program_next does the work, or brings what it needs
  *
  *     read     as many tiles ahead as buffers are free, by their turns; tiles of an urgent unit first
- *     check    compares CRC-32Cs of what was read, but for bytes from kept memory; a difference ends the run
+ *     check    compares CRC-32Cs of what was read, but for bytes from cached memory; a difference ends the run
  *     step     one tile at a time, the first in order that has been read, urgent ones first: tm_optimizer_step for
  *              each of its parts; then its weights are copied to where tm_program_take asked for them
  *     sum      stores the CRC-32Cs of what is about to be written
@@ -461,7 +461,7 @@ typedef struct tm_transfer {
     void *buffer;
     uint64_t length;
     uint64_t offset;
-    const void *kept; /* of a read: memory that has the same bytes until tm_program_forget; NULL: there is none */
+    const void *cached; /* of a read: memory that has the same bytes until tm_program_forget; NULL: there is none */
     int32_t fd;
     int32_t reserved;
 } tm_transfer;
@@ -516,12 +516,12 @@ enum tm_run_flag {
     TM_RUN_AWAITED = 4    /* a caller does nothing but wait: what the run waits for is urgent in its queue */
 };
 
-enum tm_stage { TM_STAGE_READ = 0, TM_STAGE_CHECK = 1, TM_STAGE_STEP = 2, TM_STAGE_WRITE = 3 };
+enum tm_during { TM_DURING_READ = 0, TM_DURING_CHECK = 1, TM_DURING_STEP = 2, TM_DURING_WRITE = 3 };
 
 typedef struct tm_failure {
-    int32_t error; /* 0: none; else a positive errno. EBADMSG: bytes that were read differ from their checksum */
-    int32_t stage; /* enum tm_stage */
-    int32_t fd;    /* of a failed transfer: its first block that failed */
+    int32_t error;  /* 0: none; else a positive errno. EBADMSG: bytes that were read differ from their checksum */
+    int32_t during; /* enum tm_during */
+    int32_t fd;     /* of a failed transfer: its first block that failed */
     int32_t kind;
     uint64_t offset;
     uint64_t length;
@@ -591,8 +591,8 @@ int tm_program_await(tm_program *program, uint64_t tile, int64_t timeout_ns);
  * takes the request back; on return nothing is copied to it any more. */
 int tm_program_take(tm_program *program, uint64_t tile, void *to);
 
-/* The memory behind `kept` is about to change, for all tiles of a unit. On return nothing reads it any more: tiles that
- * have no buffer yet read the file. */
+/* The memory behind `cached` is about to change, for all tiles of a unit. On return nothing reads it any more: tiles
+ * that have no buffer yet read the file. */
 int tm_program_forget(tm_program *program, uint32_t unit);
 
 /* Waits until no transfer of the program is in a queue: of a run until it has ended, or until the tiles that it has

@@ -24,8 +24,8 @@ AWAITED = int(lib.TM_RUN_AWAITED)
 CALLED = int(lib.TM_TILE_CALLED)
 BEGUN = int(lib.TM_TILE_BEGUN)
 BROUGHT = int(lib.TM_TILE_BROUGHT)
-CHECK_STAGE = int(lib.TM_STAGE_CHECK)
-STEP_STAGE = int(lib.TM_STAGE_STEP)
+DURING_CHECK = int(lib.TM_DURING_CHECK)
+DURING_STEP = int(lib.TM_DURING_STEP)
 
 _COLUMNS = list(mirror("tm_piece").names or ())  # each of 8 bytes
 _DATA, _BYTES, _CRC, _IS_KNOWN = map(_COLUMNS.index, ("data", "bytes", "crc", "is_known"))
@@ -60,7 +60,7 @@ class Failure(NamedTuple):
     """The first failure of a run: the record of native/tiermem.h."""
 
     error: int
-    stage: int
+    during: int
     fd: int
     kind: int
     offset: int
@@ -261,7 +261,7 @@ class TileProgram:
         return check(lib.tm_program_take(self.handle, tile, to), "taking a tile's weights") == 1
 
     def forget(self, unit: int) -> None:
-        """Before memory that is `kept` for a unit's tiles changes: on return nothing reads it any
+        """Before memory that is `cached` for a unit's tiles changes: on return nothing reads it any
         more."""
         check(
             lib.tm_program_forget(self.handle, unit), f"forgetting what memory has for unit {unit}"

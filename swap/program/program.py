@@ -311,7 +311,7 @@ class Program(Generic[T]):
             raise
 
     def forget(self, unit: int) -> None:
-        """Before memory changes that `TileWork.kept` has named for a unit: on return no run reads
+        """Before memory changes that `TileWork.cached` has named for a unit: on return no run reads
         it. Does not block."""
         if self._native is not None:
             self._native.forget(unit)

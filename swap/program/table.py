@@ -27,8 +27,8 @@ from tiermem.swap.base.tile_program import (
     BEGUN,
     BROUGHT,
     CALLED,
-    CHECK_STAGE,
-    STEP_STAGE,
+    DURING_CHECK,
+    DURING_STEP,
     Failure,
     PieceRows,
     TileTimes,
@@ -76,7 +76,7 @@ class TileWork(Protocol[T_contra]):
         """What is final only when the run begins."""
         return ()
 
-    def kept(self, tile: T_contra) -> int:
+    def cached(self, tile: T_contra) -> int:
         """The address of memory that has the bytes of `late_reads`, one behind the other, until
         `Program.forget`; 0: none."""
         return 0
@@ -283,10 +283,10 @@ class TileRow(Generic[T]):
                 for pieces in self._cut:
                     pieces.begin()
         if len(self._reads) > self._num_early:
-            address = work.kept(self.tile)
+            address = work.cached(self.tile)
             native, first = self.choice.native_reads, self.choice.num_early
             for row in native[first : len(native)]:
-                row.kept = ffi.cast("void *", address)
+                row.cached = ffi.cast("void *", address)
                 address += row.length if address else 0
 
     def _choose(self) -> None:
@@ -320,13 +320,13 @@ class TileRow(Generic[T]):
     ) -> OSError:
         """The error of a run that failed at this tile. causes: of work that is not native."""
         files = store.queues.files
-        if failure.stage == CHECK_STAGE and failure.num_wrong:
+        if failure.during == DURING_CHECK and failure.num_wrong:
             rows = self._with_begun()
             pieces = [each for row in rows for each in row._read]
             ops = [op for row in rows for op in row.choice.reads]
             piece = failure.piece, failure.seen, failure.num_wrong
             return store.sums.damage_in(pieces, *piece, ops, files)
-        if failure.stage in (CHECK_STAGE, STEP_STAGE):
+        if failure.during in (DURING_CHECK, DURING_STEP):
             error = OSError(failure.error, f"stepping {self.name!r}: {os.strerror(failure.error)}")
             error.__cause__ = next(iter(causes), None)
             return error

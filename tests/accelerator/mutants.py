@@ -33,7 +33,7 @@ from tiermem.swap.memory.arena import Arena
 from tiermem.swap.memory.device_memory import DeviceMemory
 from tiermem.swap.program.program import Program
 from tiermem.weights.step_run import StepRun
-from tiermem.weights.unit_memory import Passage, StagedRead, Stages, UnitMemory, UnitSlots
+from tiermem.weights.unit_memory import Passage, StagedRead, StagingBuffers, UnitMemory, UnitSlots
 from tiermem.weights.unit_state import LiveUnit
 from tiermem.weights.values import Values
 from tiermem.wires.gather import UnitGather
@@ -100,7 +100,7 @@ MUTANTS = {
         StagedRead, "_begin", "self._after.synchronize()", "pass", "plain", "nvme"
     ),
     "the event of a copy out of a buffer is forgotten": Mutant(
-        Stages, "give_back", "read = read or stage.read", "read = None", "plain", "nvme"
+        StagingBuffers, "give_back", "read = read or buffer.read", "read = None", "plain", "nvme"
     ),
     "a copy begins before its read has ended": Mutant(
         StagedRead, "_finish", "if move.outcome() is None and not move.was_cancelled:", "if True:", "plain", "nvme"
@@ -244,7 +244,7 @@ MUTANTS = {
         DeviceMemory, "leave", "self._await_copies()", "pass", "left_and_closed", "host"
     ),
     "buffers are let go while they are copied": Mutant(
-        Stages, "wait", ".synchronize()", "", "inference", "nvme"
+        StagingBuffers, "wait", ".synchronize()", "", "inference", "nvme"
     ),
     "a buffer is let go with a unit that is dropped while it is copied": Mutant(
         LiveUnit, "drop", "read = coming.copied if isinstance(coming, StagedRead) else None", "read = None",

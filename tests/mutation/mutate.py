@@ -99,7 +99,7 @@ _WAITS = {
     "await_unit",
     "begin_filling",
 }
-_RETURNS = {"give_back", "_give_stage_back", "_give_back", "free", "release", "put"}
+_RETURNS = {"give_back", "_give_staging_back", "_give_back", "free", "release", "put"}
 _COLLECTIVES = {
     "call",
     "start",

@@ -27,7 +27,7 @@ struct Disk {
     }
 };
 
-// Blocks in which each limit has had its turns, and one is kept.
+// Blocks in which each limit has had its trials, and one is kept.
 static const uint64_t TRIED = 24 * 32 * LEAST / BLOCK + 1;
 
 static uint64_t found(double few, double some, double many, uint64_t run = 1 << 30) {
@@ -54,7 +54,7 @@ static void test_settings_that_are_never_faster_are_tried_no_more() {
         disk.move(&pace, 1);
         num_higher += pace.limit() > LEAST;
     }
-    CHECK_EQUAL(num_higher, 2 * TRIED / 8); // three turns of each of two, where all have 24
+    CHECK_EQUAL(num_higher, 2 * TRIED / 8); // three trials of each of two, where all have 24
 }
 
 static void test_first_writes_tell_nothing() {
@@ -93,7 +93,7 @@ static void test_more_bytes_are_under_way_in_larger_pieces() {
     CHECK_EQUAL(pace.strips_at_once(), 1u);
     disk.move(&pace, TRIED);
     CHECK_EQUAL(pace.strips_at_once(), 4u);
-    CHECK(pace.fill_bytes() >= pace.limit()); // what the turn before has let in
+    CHECK(pace.fill_bytes() >= pace.limit()); // what the trial before has let in
 }
 
 int main() {

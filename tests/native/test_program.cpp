@@ -288,19 +288,19 @@ static void test_begun_tiles_go_on_in_the_run(uint32_t num_begun, bool is_quiet)
 // ---- reads that memory answers --------------------------------------------------------------------------------------
 
 // The file and the checksums have other bytes than memory, so that the results tell which were stepped.
-static void test_kept_bytes_are_not_read(uint32_t num_buffers) {
+static void test_cached_bytes_are_not_read(uint32_t num_buffers) {
     World world(6);
     Run run(&world, num_buffers);
-    std::vector<std::vector<char>> kept;
+    std::vector<std::vector<char>> cached;
     for (uint32_t i = 0; i < 6; ++i)
-        kept.push_back(world.first(i + 50));
+        cached.push_back(world.first(i + 50));
     for (uint32_t i = 0; i < 6; i += 2)
-        run.transfers[i].kept = kept[i].data();
+        run.transfers[i].cached = cached[i].data();
     CHECK_EQUAL(run.start(), 0);
     CHECK_EQUAL(run.wait(), 0);
     CHECK_EQUAL(run.report().error, 0);
     for (uint32_t i = 0; i < 6; ++i) {
-        std::vector<char> expected = i % 2 ? world.first(i) : kept[i];
+        std::vector<char> expected = i % 2 ? world.first(i) : cached[i];
         const tm_step step = world.step_of(i, expected.data());
         CHECK_EQUAL(tm_optimizer_step(nullptr, &step), 0);
         CHECK(world.get(i) == expected);
@@ -312,11 +312,11 @@ static void test_kept_bytes_are_not_read(uint32_t num_buffers) {
 static void test_forgotten_bytes_are_read() {
     World world(6);
     Run run(&world, 1);
-    std::vector<std::vector<char>> kept;
+    std::vector<std::vector<char>> cached;
     for (uint32_t i = 0; i < 6; ++i)
-        kept.push_back(world.first(i));
+        cached.push_back(world.first(i));
     for (uint32_t i = 0; i < 6; ++i)
-        run.transfers[i].kept = kept[i].data();
+        run.transfers[i].cached = cached[i].data();
     run.tiles[0].flags = TM_TILE_BROUGHT;
     CHECK_EQUAL(run.start(), 0);
     uint64_t tile;
@@ -326,7 +326,7 @@ static void test_forgotten_bytes_are_read() {
     CHECK_EQUAL(tm_program_forget(world.program, 2), 0); // tiles 4 and 5
     CHECK_EQUAL(tm_program_forget(world.program, 9), 0);
     for (uint32_t i : {0u, 1u, 4u, 5u})
-        memset(kept[i].data(), 0x55, TILE);
+        memset(cached[i].data(), 0x55, TILE);
     CHECK_EQUAL(tm_program_done(world.program, tile, 0), 0);
     CHECK_EQUAL(run.wait(), 0);
     for (uint32_t i = 0; i < 6; ++i)
@@ -355,7 +355,7 @@ static void test_a_begun_read_that_fails_ends_the_run() {
     CHECK_EQUAL(run.wait(), 1);
     const tm_failure failure = run.report();
     CHECK_EQUAL(failure.error, EIO);
-    CHECK_EQUAL(failure.stage, TM_STAGE_READ);
+    CHECK_EQUAL(failure.during, TM_DURING_READ);
     CHECK_EQUAL(failure.tile, 1);
     for (uint32_t i = 0; i < 4; ++i)
         world.check_tile(i, false);
@@ -456,7 +456,7 @@ static void test_a_tile_that_is_not_brought_is_not_stepped() {
     CHECK_EQUAL(tm_program_next(world.program, -1, &tile, &buffer), 0);
     CHECK_EQUAL(tm_program_done(world.program, tile, EIO), 0);
     CHECK_EQUAL(tm_program_next(world.program, -1, &tile, &buffer), 1);
-    CHECK_EQUAL(run.report().stage, TM_STAGE_STEP);
+    CHECK_EQUAL(run.report().during, TM_DURING_STEP);
     for (uint32_t i = 0; i < 4; ++i)
         world.check_tile(i, i == 0);
 }
@@ -464,7 +464,7 @@ static void test_a_tile_that_is_not_brought_is_not_stepped() {
 // ---- failures -------------------------------------------------------------------------------------------------------
 
 // With one buffer the blocks are read and written in turn: 4 read, 4 written, 4 read, ...
-static void test_a_transfer_that_fails_ends_the_run(uint64_t block, uint32_t num_stepped, int stage,
+static void test_a_transfer_that_fails_ends_the_run(uint64_t block, uint32_t num_stepped, int during,
                                                     uint32_t num_known) {
     World world(4, {{block, EIO, TM_FAULT_ERROR, 1}});
     Run run(&world, 1);
@@ -473,7 +473,7 @@ static void test_a_transfer_that_fails_ends_the_run(uint64_t block, uint32_t num
     std::vector<tm_tile_times> times;
     const tm_failure failure = run.report(&times);
     CHECK_EQUAL(failure.error, EIO);
-    CHECK_EQUAL(failure.stage, stage);
+    CHECK_EQUAL(failure.during, during);
     CHECK_EQUAL(failure.tile, num_stepped);
     CHECK_EQUAL(failure.fd, world.file.fd);
     CHECK(failure.offset >= num_stepped * TILE && failure.offset + failure.length <= (num_stepped + 1) * TILE);
@@ -532,7 +532,7 @@ static void test_damaged_bytes_are_never_stepped() {
     CHECK_EQUAL(run.wait(), 1);
     const tm_failure failure = run.report();
     CHECK_EQUAL(failure.error, EBADMSG);
-    CHECK_EQUAL(failure.stage, TM_STAGE_CHECK);
+    CHECK_EQUAL(failure.during, TM_DURING_CHECK);
     CHECK_EQUAL(failure.tile, 2);
     CHECK_EQUAL(failure.piece, 0);
     CHECK_EQUAL(failure.seen, before);
@@ -591,7 +591,7 @@ static void test_a_flipped_bit_ends_the_run(bool has_weights_outside) {
             const std::vector<char> bytes = run_with({byte, byte ^ 1, byte < piece_bytes ? states - 1 : 2});
             const uint64_t place = byte < piece_bytes ? byte : 2, begin = place / piece_bytes * piece_bytes;
             CHECK_EQUAL(failure.error, EBADMSG);
-            CHECK_EQUAL(failure.stage, TM_STAGE_CHECK);
+            CHECK_EQUAL(failure.during, TM_DURING_CHECK);
             CHECK_EQUAL(failure.piece, place / piece_bytes);
             CHECK_EQUAL(failure.seen, crc_of(std::vector<char>(&bytes[begin], &bytes[begin] + piece_bytes)));
             CHECK_EQUAL(failure.num_wrong, 2);
@@ -627,7 +627,7 @@ static void test_a_step_that_is_refused_ends_the_run() {
     CHECK_EQUAL(run.start(), 0);
     CHECK_EQUAL(run.wait(), 1);
     CHECK_EQUAL(run.report().error, EINVAL);
-    CHECK_EQUAL(run.report().stage, TM_STAGE_STEP);
+    CHECK_EQUAL(run.report().during, TM_DURING_STEP);
     for (uint32_t i = 0; i < 3; ++i)
         world.check_tile(i, i == 0);
 }
@@ -841,8 +841,8 @@ int main() {
     RUN(test_tiles_are_read_by_their_turns);
     RUN(test_a_run_that_never_gets_its_rest_is_stopped);
     RUN(test_begun_tiles_are_dropped);
-    RUN(test_kept_bytes_are_not_read, 1);
-    RUN(test_kept_bytes_are_not_read, 4);
+    RUN(test_cached_bytes_are_not_read, 1);
+    RUN(test_cached_bytes_are_not_read, 4);
     RUN(test_forgotten_bytes_are_read);
     RUN(test_a_begun_read_that_fails_ends_the_run);
     RUN(test_called_tiles_are_computed_by_callers);
@@ -850,10 +850,10 @@ int main() {
     RUN(test_brought_tiles_are_stepped_when_all_is_there, true);
     RUN(test_brought_tiles_are_stepped_when_all_is_there, false);
     RUN(test_a_tile_that_is_not_brought_is_not_stepped);
-    RUN(test_a_transfer_that_fails_ends_the_run, 2, 0, TM_STAGE_READ, 0);
-    RUN(test_a_transfer_that_fails_ends_the_run, 5, 0, TM_STAGE_WRITE, 1);
-    RUN(test_a_transfer_that_fails_ends_the_run, 10, 1, TM_STAGE_READ, 1);
-    RUN(test_a_transfer_that_fails_ends_the_run, 29, 3, TM_STAGE_WRITE, 4);
+    RUN(test_a_transfer_that_fails_ends_the_run, 2, 0, TM_DURING_READ, 0);
+    RUN(test_a_transfer_that_fails_ends_the_run, 5, 0, TM_DURING_WRITE, 1);
+    RUN(test_a_transfer_that_fails_ends_the_run, 10, 1, TM_DURING_READ, 1);
+    RUN(test_a_transfer_that_fails_ends_the_run, 29, 3, TM_DURING_WRITE, 4);
     RUN(test_unknown_checksums_are_not_compared_and_are_known_afterwards);
     RUN(test_numbers_are_those_of_the_time_when_the_run_was_given);
     RUN(test_damaged_bytes_are_never_stepped);

@@ -228,10 +228,10 @@ static void test_strips_have_the_bits_of_whole_tiles(int engine, uint32_t num_bu
     CHECK_EQUAL(world.queue.counters().written_bytes, 6 * WRITTEN);
 }
 
-static void test_kept_bytes_are_cut_too() {
+static void test_cached_bytes_are_cut_too() {
     World world(3, 2);
-    std::vector<char> kept = first(1);
-    world.given[1].reads[1].kept = &kept[place_of(FIRST, 3000)];
+    std::vector<char> cached = first(1);
+    world.given[1].reads[1].cached = &cached[place_of(FIRST, 3000)];
     std::vector<char> nothing(TILE, 3);
     const uint64_t begin = place_of(GRAD);
     CHECK_EQUAL(pwrite(world.file.fd, nothing.data(), TILE - begin, (off_t)(TILE + begin)), TILE - begin);
@@ -331,7 +331,7 @@ static void test_a_flipped_bit_leaves_its_strip(uint64_t strip, int column, uint
     std::vector<tm_tile_times> times;
     const tm_failure failure = world.report(&times);
     CHECK_EQUAL(failure.error, EBADMSG);
-    CHECK_EQUAL(failure.stage, TM_STAGE_CHECK);
+    CHECK_EQUAL(failure.during, TM_DURING_CHECK);
     CHECK_EQUAL(failure.tile, 1);
     CHECK_EQUAL(failure.num_wrong, 1);
     const tm_piece &piece = world.given[1].pieces[failure.piece];
@@ -455,7 +455,7 @@ int main() {
             for (uint32_t flags : {0u, (uint32_t)TM_RUN_ONE_READ, (uint32_t)TM_RUN_ONE_WRITE, (uint32_t)TM_RUN_AWAITED})
                 RUN(test_strips_have_the_bits_of_whole_tiles, engine, num_buffers, flags);
     RUN(test_strips_that_are_moved_together_have_the_same_bits);
-    RUN(test_kept_bytes_are_cut_too);
+    RUN(test_cached_bytes_are_cut_too);
     RUN(test_memory_beside_is_cut_too);
     for (uint32_t num_buffers : {1u, 2u, 3u})
         RUN(test_called_tiles_between_strips, num_buffers);

@@ -24,14 +24,14 @@ from tiermem.swap.store.store import TensorStore
 class Late(Momentum):
     """Gradients rest on NVMe, and memory has them."""
 
-    kept_at = 0
+    cached_at = 0
 
     def late_reads(self, tile: str, slot: Slot | None) -> list[Any]:
         assert slot is not None
         return [("grad", 0, slot.tensor[TILE_BYTES : TILE_BYTES + 4 * NUMEL])]
 
-    def kept(self, tile: str) -> int:
-        return self.kept_at
+    def cached(self, tile: str) -> int:
+        return self.cached_at
 
     def _parts(self, tile: str, slot: Slot | None) -> StepParts:
         assert slot is not None
@@ -39,10 +39,10 @@ class Late(Momentum):
         return StepParts(values[:NUMEL], None, self._grad(slot), [values[NUMEL:]])
 
 
-@pytest.mark.parametrize("is_kept", [False, True])
+@pytest.mark.parametrize("is_cached", [False, True])
 @pytest.mark.parametrize("is_partial", [False, True])
-def test_kept_gradients_go_to_late_reads(
-    make_store: Callable[..., TensorStore], workers: Workers, is_kept: bool, is_partial: bool
+def test_cached_gradients_go_to_late_reads(
+    make_store: Callable[..., TensorStore], workers: Workers, is_cached: bool, is_partial: bool
 ) -> None:
     """Also where an early range lies in two slots, so that it takes two transfers."""
     store = make_store(num_slots=2)
@@ -57,8 +57,8 @@ def test_kept_gradients_go_to_late_reads(
         half.tensor.copy_(first_half())
         store.write([(names[0], 0, half.tensor)], "half").wait()
     work = Late(store, workers)
-    if is_kept:
-        work.kept_at = memory.tensor.data_ptr()
+    if is_cached:
+        work.cached_at = memory.tensor.data_ptr()
     program: Program[str] = Program(store, Pool(store.arena, 2 * TILE_BYTES, 1, "tiles"), workers)
     program.run(names, work)
     got = value(store, names[0])

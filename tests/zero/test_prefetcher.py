@@ -14,8 +14,8 @@ from tiermem.weights.unit_state import UnitState
 
 
 class PlayedUnit:
-    """A unit on NVMe that is gathered from several ranks, which gives its stage back when the
-    gather has begun."""
+    """A unit on NVMe that is gathered from several ranks, which gives its staging buffer back when
+    the gather has begun."""
 
     is_streamed = is_gathered = reads = is_staged = True
 
@@ -23,18 +23,18 @@ class PlayedUnit:
         self.unit = cast(Any, SimpleNamespace(index=index, full_numel=1, takes_buffer=True))
         self.state = UnitState.HOME
         self.num_users = 0
-        self.holds_stage = False
+        self.holds_staging = False
         self._log = log
 
-    def _become(self, state: UnitState, holds_stage: bool, what: str) -> None:
-        self.state, self.holds_stage = state, holds_stage
+    def _become(self, state: UnitState, holds_staging: bool, what: str) -> None:
+        self.state, self.holds_staging = state, holds_staging
         self._log.append(f"{what} {self.unit.index}")
 
     def read(self, is_urgent: bool) -> None:
         self._become(UnitState.READING, True, "read")
 
     def gather(self) -> None:
-        assert self.holds_stage, "a gather needs the shard in a stage"
+        assert self.holds_staging, "a gather needs the shard in a staging buffer"
         self._become(UnitState.GATHERING, False, "gather")
 
     def land(self) -> None:
@@ -58,10 +58,10 @@ class PlayedUnit:
     promote = outdate = let_all_go = use
 
 
-def play(num_units: int, num_full: int, num_stages: int, uses: list[int]) -> list[str]:
+def play(num_units: int, num_full: int, num_staging: int, uses: list[int]) -> list[str]:
     log: list[str] = []
     units = [PlayedUnit(index, log) for index in range(num_units)]
-    limits = Limits(num_full, False, num_stages, math.inf, math.inf, math.inf)
+    limits = Limits(num_full, False, num_staging, math.inf, math.inf, math.inf)
     prefetcher = Prefetcher(units, Order(range(num_units)), limits)
     prefetcher.order.begin("training", has_backward=False)
     prefetcher.acquire()
@@ -82,7 +82,7 @@ def test_units_that_are_used_where_they_rest_need_no_room() -> None:
 
 
 def test_units_are_read_and_gathered_ahead_in_the_expected_order() -> None:
-    assert play(3, num_full=3, num_stages=2, uses=[0, 1, 2])[:8] == [
+    assert play(3, num_full=3, num_staging=2, uses=[0, 1, 2])[:8] == [
         *("read 0", "read 1"),  # the pass begins: no gather waits for a read yet
         *("gather 0", "land 0", "gather 1"),
         *("read 2", "land 1", "gather 2"),
@@ -112,9 +112,9 @@ def test_an_accelerator_keeps_the_unit_whose_maths_may_still_run(is_late: bool) 
 
 
 def test_a_unit_that_is_needed_at_once_gets_the_stage_of_a_read_that_can_wait() -> None:
-    """The order changes: unit 2 is read ahead and holds the only stage when unit 3 is needed
-    instead."""
-    assert play(4, num_full=4, num_stages=1, uses=[0, 3])[:9] == [
+    """The order changes: unit 2 is read ahead and holds the only staging buffer when unit 3 is
+    needed instead."""
+    assert play(4, num_full=4, num_staging=1, uses=[0, 3])[:9] == [
         *("read 0", "gather 0", "land 0"),
         *("read 1", "gather 1", "read 2"),
         *("drop 2", "read 3", "gather 3"),

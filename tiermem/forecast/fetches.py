@@ -189,7 +189,7 @@ class _PlayedUnit:
         return self._is_on_nvme and not self._has_second
 
     @property
-    def holds_stage(self) -> bool:
+    def holds_staging(self) -> bool:
         """Whether it occupies a shard buffer."""
         return self._is_reading and self.is_staged
 

@@ -243,7 +243,7 @@ def _scale(grads: Sequence[ShardedGrad], factor: Any, is_division: bool) -> None
 #     HOST, DEVICE    the memory is on the tier itself
 #     NVME            the memory is a buffer: read first if need be, written in the background afterwards. A unit is read
 #                     only after its write has ended. Until its buffer is wanted for another unit,
-#                     steps copy the gradients from there (`kept`)
+#                     steps copy the gradients from there (`cached`)
 #     None            (step_in_backward) the memory is a buffer, and the unit is stepped from it at once
 #
 # The sums of squares are of fixed blocks of each parameter, in float64, in the order of elements.
@@ -310,7 +310,7 @@ class GradientStore:
         self._read: torch.Event | None = None
 
     def call_on_reuse(self, function: Callable[[int], None]) -> None:
-        """Sets the function to call, with a unit's index, before what `kept` has returned for the
+        """Sets the function to call, with a unit's index, before what `cached` has returned for the
         unit changes."""
         self._on_reuse = function
 
@@ -541,9 +541,9 @@ class GradientStore:
         """Whether a step can read a unit's gradients: no write is under way, or memory has them.
         Does not block."""
         done = all(each is not unit or move.is_done() for each, _, move in list(self._leaving))
-        return done or self.kept(unit) is not None
+        return done or self.cached(unit) is not None
 
-    def kept(self, unit: Unit) -> torch.Tensor | None:
+    def cached(self, unit: Unit) -> torch.Tensor | None:
         """The bytes of a unit's gradients that rest on NVMe, if memory still has them; see
         `call_on_reuse`.
 
@@ -586,7 +586,7 @@ class GradientStore:
             self._reap()
 
     def await_writes(self) -> None:
-        """Blocks until every gradient is on its tier; what is `kept` stays. Raises OSError."""
+        """Blocks until every gradient is on its tier; what is `cached` stays. Raises OSError."""
         self.join()
         for each in list(self._leaving):
             if each[2].outcome() is not None:

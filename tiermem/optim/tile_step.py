@@ -194,13 +194,13 @@ class TilePass:
         grads = _bytes_in(slot, tile.grad_place, tile.grad_bytes)
         return [(entry, tile.start * tile.grad_dtype.itemsize, grads)]
 
-    def kept(self, tile: Tile) -> int:
+    def cached(self, tile: Tile) -> int:
         """The address of its gradients in memory from which they are, or were, written to NVMe; 0:
         only NVMe has them."""
         if self._gradient_home is not Tier.NVME:
             return 0
-        kept = self._shards.homes.store.kept(tile.live.unit)
-        return 0 if kept is None else kept.data_ptr() + tile.start * tile.grad_dtype.itemsize
+        cached = self._shards.homes.store.cached(tile.live.unit)
+        return 0 if cached is None else cached.data_ptr() + tile.start * tile.grad_dtype.itemsize
 
     def has_lasting(self, tile: Tile) -> bool:
         """Whether `early_reads` has any bytes of a tile."""

@@ -389,12 +389,14 @@ class Planner:
         streamed = [each for each in self._counted if each[0].takes_buffer]
         num_units = min(num_units, sum(num for _, num in streamed))
         place = Tier.DEVICE if self._is_gpu else Tier.HOST
-        needs_stage = self._num_shards > 1 or self._is_gpu or any(u.is_packed for u, _ in streamed)
+        needs_staging = (
+            self._num_shards > 1 or self._is_gpu or any(u.is_packed for u, _ in streamed)
+        )
         sizes = (unit.full_bytes for unit, _ in streamed)
         units = sheet.buffers("unit", num_units, sizes, "in use and fetched ahead", tier=place)
         shard_sizes = (unit.shard_bytes for unit, _ in at_home[Tier.NVME])
         # one more, which the accelerator still reads
-        num_shards = (3 if self._is_gpu else 2) * needs_stage
+        num_shards = (3 if self._is_gpu else 2) * needs_staging
         shards = sheet.buffers(
             "shard", num_shards, shard_sizes, "read ahead of a gather", crosses_link=self._is_gpu
         )

@@ -263,11 +263,11 @@ class Streamed(Protocol):
 
     @property
     def is_staged(self) -> bool:
-        """Whether its read goes into a stage, a buffer for one shard."""
+        """Whether its read goes into a staging buffer, which one shard fits."""
 
     @property
-    def holds_stage(self) -> bool:
-        """Whether it occupies a stage now."""
+    def holds_staging(self) -> bool:
+        """Whether it occupies a staging buffer now."""
 
     def read(self, is_urgent: bool) -> None:
         """HOME -> READING."""
@@ -310,8 +310,8 @@ class Limits(NamedTuple):
     """Units that may have a full layout at once."""
     is_fixed: bool
     """Whether these are a fixed number of buffers (CPU) rather than memory of torch's allocator."""
-    num_stages: int
-    """Stages: buffers for shards on their way."""
+    num_staging: int
+    """Staging buffers: those for shards on their way."""
     ahead_numel: float
     """Fetched ahead of use: prefetch_numel."""
     live_numel: float
@@ -330,7 +330,7 @@ def limits_of(plan: Plan, policy: OffloadPolicy) -> Limits:
     return Limits(
         num_full=plan.units.num,
         is_fixed=plan.units.num > 0,
-        num_stages=plan.shards.num,
+        num_staging=plan.shards.num,
         # single: only units in use are in memory
         ahead_numel=0 if policy.gather_way == "single" else ahead,
         live_numel=policy.max_live_numel or math.inf,
@@ -406,12 +406,12 @@ class Prefetcher(Generic[T]):
 
     @outside_transforms
     def fetch_more(self, live: T, fetch: Callable[[], None]) -> None:
-        """Calls a function that fetches more of a unit that is present, through a stage where its
-        reads need one. Blocks; raises OSError, and then the unit stays as it is."""
+        """Calls a function that fetches more of a unit that is present, through a staging buffer
+        where its reads need one. Blocks; raises OSError, and then the unit stays as it is."""
         self._begin()
         try:
             if live.reads and live.is_staged:
-                self._make_stage(live, is_urgent=True)
+                self._free_staging(live, is_urgent=True)
             fetch()
         except (OSError, RuntimeError):
             self.is_torn = False
@@ -535,7 +535,7 @@ class Prefetcher(Generic[T]):
         # shards that will be gathered later
         for live in self._ahead(current) if self._has_reads else ():
             if live.state is UnitState.HOME and live.is_gathered and live.reads:
-                if not self._make_stage(live, is_urgent=False):
+                if not self._free_staging(live, is_urgent=False):
                     break
                 yield live, partial(live.read, False)
                 self._staged[live.unit.index] = live
@@ -560,14 +560,14 @@ class Prefetcher(Generic[T]):
             if (
                 live.state is UnitState.HOME
                 and live.reads
-                and self._make_stage(live, is_urgent=True)
+                and self._free_staging(live, is_urgent=True)
             ):
                 yield live, partial(live.read, True)
             self._staged.pop(live.unit.index, None)
             yield live, live.gather
         elif not live.reads:
             yield live, live.copy
-        elif not live.is_staged or self._make_stage(live, is_urgent):
+        elif not live.is_staged or self._free_staging(live, is_urgent):
             yield live, partial(live.read, is_urgent)
         else:
             self._evict(live)
@@ -622,13 +622,13 @@ class Prefetcher(Generic[T]):
         self._full[live.unit.index] = live
         return True
 
-    def _make_stage(self, live: T, is_urgent: bool) -> bool:
-        """Whether a stage is free for a unit's shard.
+    def _free_staging(self, live: T, is_urgent: bool) -> bool:
+        """Whether a staging buffer is free for a unit's shard.
 
         If need be, evicts a unit that is being read and whose next use is farther ahead.
         """
-        holders = {i: u for i, u in (self._staged | self._full).items() if u.holds_stage}
-        if len(holders) < self._limits.num_stages:
+        holders = {i: u for i, u in (self._staged | self._full).items() if u.holds_staging}
+        if len(holders) < self._limits.num_staging:
             return True
         mine = -1.0 if is_urgent else self.order.distance(live.unit.index)
         farthest, distance = self._farthest(

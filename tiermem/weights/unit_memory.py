@@ -36,7 +36,7 @@ from tiermem.weights.step_run import StepRun
 # ---- buffers for shards on their way -------------------------------------------------------------
 
 
-class Stage(NamedTuple):
+class StagingBuffer(NamedTuple):
     """A buffer for a shard on its way to a gather or to the accelerator."""
 
     slot: Slot
@@ -44,30 +44,30 @@ class Stage(NamedTuple):
     """The end of the accelerator's last copy out of it, which the next read into it waits for."""
 
 
-class Stages:
+class StagingBuffers:
     """The buffers for shards on their way. Giving one back waits for nothing: each keeps the event
     of the last copy out of it.
 
-    pool: the buffers; must outlive the stages.
+    pool: the buffers; must outlive these.
     """
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._reads: dict[int, torch.Event] = {}  # by the buffer's offset
 
-    def take(self) -> Stage:
+    def take(self) -> StagingBuffer:
         """A free buffer. The caller ensures that there is one."""
         slot = self._pool.take()
         assert slot is not None
-        return Stage(slot, self._reads.pop(slot.offset, None))
+        return StagingBuffer(slot, self._reads.pop(slot.offset, None))
 
-    def give_back(self, stage: Stage, read: torch.Event | None) -> None:
+    def give_back(self, buffer: StagingBuffer, read: torch.Event | None) -> None:
         """Takes a buffer back, out of which the accelerator copies until `read`; None: since its
         last event it did not."""
-        read = read or stage.read
+        read = read or buffer.read
         if read is not None:
-            self._reads[stage.slot.offset] = read
-        self._pool.give_back(stage.slot)
+            self._reads[buffer.slot.offset] = read
+        self._pool.give_back(buffer.slot)
 
     def reset(self) -> None:
         """Takes every buffer back after an interrupt, when no read fills any of them. Blocks for
@@ -116,7 +116,7 @@ class Passage:
         steps: the optimizer step that may be under way; shards are read through it.
         device: runs the maths.
         slots: buffers for full layouts (CPU); None: torch's allocator.
-        stages: buffers for shards on their way to a gather or to the accelerator.
+        staging: buffers for shards on their way to a gather or to the accelerator.
         wires: buffers of packed gathers.
         on_device: the plan's buffers for full layouts; used on an accelerator.
         nan_bytes: of the largest full layout whose memory comes and goes.
@@ -128,7 +128,7 @@ class Passage:
         steps: StepRun,
         device: torch.device,
         slots: Pool | None,
-        stages: Pool | None,
+        staging: Pool | None,
         wires: Pool | None,
         on_device: Buffers,
         nan_bytes: int,
@@ -138,7 +138,7 @@ class Passage:
         self.steps = steps
         self.device = device
         self.slots = None if is_accelerated else slots
-        self.stages = Stages(stages) if stages is not None else None
+        self.staging = StagingBuffers(staging) if staging is not None else None
         self._wires = wires
         # the memory of shards that rest in the CPU's
         self.may_exchange = can_swap_pointers(torch.device("cpu"))
@@ -155,7 +155,7 @@ class Passage:
         # One thread each, so that reads and copies keep their order.
         self.starter: SideThreads | None = None  # starts reads
         self.reader: SideThreads | None = None  # waits for reads
-        if is_accelerated and stages is not None:
+        if is_accelerated and staging is not None:
             self.starter, self.reader = (
                 SideThreads(1, "tiermem-reads", functools.partial(activate, device))
                 for _ in range(2)
@@ -204,7 +204,7 @@ class Passage:
             for stream in (current_stream(self.device), self.copies):
                 assert stream is not None
                 self.owner.wait_stream(stream)
-        for each in (self.slots, self.stages, self._wires, self.slab):
+        for each in (self.slots, self.staging, self._wires, self.slab):
             if each is not None:
                 each.reset()
 
@@ -214,17 +214,18 @@ class Passage:
         for thread in (self.starter, self.reader):
             if thread is not None:
                 thread.close()
-        if self.stages is not None:
-            self.stages.wait()
+        if self.staging is not None:
+            self.staging.wait()
         if self.copies is not None:
             # before memory that it uses is freed
             current_stream(self.device).wait_stream(self.copies)
 
 
 class StagedRead:
-    """A shard's read from NVMe into a stage, for an accelerator. It has the methods of a Move.
+    """A shard's read from NVMe into a staging buffer, for an accelerator. It has the methods of a
+    Move.
 
-        starter    waits for the last copy out of the stage -> starts the read
+        starter    waits for the last copy out of the staging buffer -> starts the read
         reader     waits for the read -> starts the copy
 
     So no other thread waits for the accelerator before a read begins, and the copy begins when the
@@ -232,7 +233,7 @@ class StagedRead:
 
     Args:
         unit: whose shard it is, and `entry` the shard's name in the store.
-        parts: bytes of the shard, which are read to the same places of the stage.
+        parts: bytes of the shard, which are read to the same places of the staging buffer.
         then: called on the reader's thread when the bytes have arrived; returns the end of the copy
             that it started, or None.
     """
@@ -242,7 +243,7 @@ class StagedRead:
         passage: Passage,
         unit: int,
         entry: str,
-        stage: Stage,
+        buffer: StagingBuffer,
         parts: Sequence[slice],
         is_urgent: bool,
         then: Callable[[], torch.Event | None],
@@ -252,8 +253,8 @@ class StagedRead:
         self._steps = passage.steps
         self._unit = unit
         self._entry = entry
-        self._after = stage.read
-        self._ranges = [(entry, part.start, stage.slot.tensor[part]) for part in parts]
+        self._after = buffer.read
+        self._ranges = [(entry, part.start, buffer.slot.tensor[part]) for part in parts]
         self._then = then
         self._priority = URGENT if is_urgent else NORMAL
         self._is_cancelled = False

@@ -28,7 +28,7 @@ from tiermem.units.unit import Unit
 from tiermem.weights import absent
 from tiermem.weights.absent import ZeroParamStatus, mark
 from tiermem.weights.pages import UnitPages
-from tiermem.weights.unit_memory import Passage, Stage, StagedRead, UnitMemory
+from tiermem.weights.unit_memory import Passage, StagedRead, StagingBuffer, UnitMemory
 from tiermem.wires.gather import Gather
 
 # ---- the state machine ---------------------------------------------------------------------------
@@ -116,7 +116,7 @@ class LiveUnit:
         self.num_users = 0  # modules in forward, and uses in backward, that need it now
         self._is_kept = False  # present outside the prefetcher's buffers
         # holds the shard on its way to a gather or to the accelerator
-        self._stage: Stage | None = None
+        self._staging: StagingBuffer | None = None
         self._coming: _Read | _Gathering | None = None  # the transfer of READING or GATHERING
         is_near = shard is not None and passage.copies is None
         is_there = shard is not None and is_accelerator(shard.device)
@@ -178,13 +178,13 @@ class LiveUnit:
 
     @property
     def is_staged(self) -> bool:
-        """Whether its read goes into a stage rather than straight into the full layout."""
+        """Whether its read goes into a staging buffer rather than straight into the full layout."""
         return self._gather is not None or self.passage.slots is None
 
     @property
-    def holds_stage(self) -> bool:
-        """Whether it occupies a stage now."""
-        return self._stage is not None
+    def holds_staging(self) -> bool:
+        """Whether it occupies a staging buffer now."""
+        return self._staging is not None
 
     @property
     def move(self) -> _Read | None:
@@ -206,7 +206,7 @@ class LiveUnit:
         assert self.entry is not None
         num_bytes = round_up(self.unit.shard_bytes, ALIGNMENT)
         passage = self.passage
-        slot = self._take_stage().slot if self.is_staged else self.memory.take_slot()
+        slot = self._take_staging().slot if self.is_staged else self.memory.take_slot()
         if passage.copies is None:
             first = (
                 0
@@ -222,7 +222,7 @@ class LiveUnit:
             else:
                 self._coming = passage.store.read(ranges, self.entry, priority)
         else:
-            assert self._stage is not None
+            assert self._staging is not None
             if self._gather is None:
                 self.memory.allocate()
             if self.pages is None:
@@ -247,9 +247,9 @@ class LiveUnit:
     def _stage_read(
         self, parts: Sequence[slice], is_urgent: bool, then: Callable[[], torch.Event | None]
     ) -> None:
-        assert self._stage is not None and self.entry is not None
+        assert self._staging is not None and self.entry is not None
         self._coming = StagedRead(
-            self.passage, self.unit.index, self.entry, self._stage, parts, is_urgent, then
+            self.passage, self.unit.index, self.entry, self._staging, parts, is_urgent, then
         )
 
     def use(self) -> None:
@@ -283,7 +283,7 @@ class LiveUnit:
             pending = self._gather.start()
         if read is not None and self.shard is not None:
             self.memory.note_home_read(read)
-        self._give_stage_back(read)
+        self._give_staging_back(read)
         self._coming = _Gathering(pending, start_ns)
         self._become(UnitState.GATHERING)
 
@@ -357,10 +357,10 @@ class LiveUnit:
             absent.wake(self._changing)
 
     def _bring_across(self, found: Sequence[slice]) -> None:
-        """Copies bytes to an accelerator, from HOST or through a stage; the current stream waits for
-        them."""
+        """Copies bytes to an accelerator, from HOST or through a staging buffer; the current stream
+        waits for them."""
         if self.shard is None:
-            self._take_stage()
+            self._take_staging()
             self._stage_read(found, True, functools.partial(self._copy_pages, found))
             self._end_staged()
         else:
@@ -405,7 +405,7 @@ class LiveUnit:
                 self.pages.clear()
             if before is UnitState.PRESENT:
                 self._point()
-            self._give_stage_back(read)
+            self._give_staging_back(read)
             self.memory.free()
 
     def reset(self) -> None:
@@ -421,7 +421,7 @@ class LiveUnit:
             self._coming.pending.end()
         elif self._coming is not None:
             self._coming.cancel()
-        self._coming = self._stage = None
+        self._coming = self._staging = None
         if self.pages is not None:
             self.pages.clear()
         self.recalled.clear()
@@ -846,38 +846,38 @@ class LiveUnit:
                 self.memory.travels[piece].copy_(shard[piece], non_blocking=True)
 
     def _end_staged(self) -> None:
-        """Waits until the helper thread has started the copy out of the stage, and gives the stage
-        back."""
+        """Waits until the helper thread has started the copy out of the staging buffer, and gives
+        the buffer back."""
         assert isinstance(self._coming, StagedRead)
         reading = self._coming
         reading.wait()
         assert reading.copied is not None
         self._end_filling(reading.copied)
-        self._give_stage_back(reading.copied)
+        self._give_staging_back(reading.copied)
         self._coming = None
 
     def _end_filling(self, filled: torch.Event) -> None:
         assert self.passage.copies is not None
         self.memory.end_filling(filled, self.passage.copies)
 
-    def _take_stage(self) -> Stage:
-        assert self.passage.stages is not None and self._stage is None
-        self._stage = self.passage.stages.take()
-        return self._stage
+    def _take_staging(self) -> StagingBuffer:
+        assert self.passage.staging is not None and self._staging is None
+        self._staging = self.passage.staging.take()
+        return self._staging
 
-    def _give_stage_back(self, read: torch.Event | None) -> None:
+    def _give_staging_back(self, read: torch.Event | None) -> None:
         """Gives the buffer of the shard back, out of which the accelerator copies until `read`."""
-        if self._stage is not None:
-            assert self.passage.stages is not None
-            stage = self._stage
-            self._stage = None
-            self.passage.stages.give_back(stage, read)
+        if self._staging is not None:
+            assert self.passage.staging is not None
+            buffer = self._staging
+            self._staging = None
+            self.passage.staging.give_back(buffer, read)
 
     def _at_home(self) -> torch.Tensor | None:
-        """The shard: where it rests in memory, or in the stage that it is read into."""
-        if self._stage is None:
+        """The shard: where it rests in memory, or in the staging buffer that it is read into."""
+        if self._staging is None:
             return self.shard
-        return self._stage.slot.tensor[: self.unit.shard_bytes].view(self.unit.rests_as)
+        return self._staging.slot.tensor[: self.unit.shard_bytes].view(self.unit.rests_as)
 
 
 def _start_nothing() -> None:
