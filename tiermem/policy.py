@@ -238,12 +238,12 @@ class OffloadPolicy:
     unit_buffers: (
         Annotated[Positive, Key("zero_optimization.offload_param.buffer_count", off=0)] | None
     ) = None
-    """Units of parameters present at once (the one in use and those fetched ahead). None: 3 where
-    memory allows."""
+    """Units of parameters present at once (the one in use and those fetched ahead). Not set: 3
+    where memory allows."""
     unit_numel: (
         Annotated[Positive, Key("zero_optimization.offload_param.buffer_size", off=0)] | None
     ) = None
-    """Most elements of one unit's buffer; a larger unit is refused. None: the largest unit."""
+    """Most elements of one unit's buffer; a larger unit is refused. Not set: the largest unit."""
     sizes_are_least: bool = False
     """Tile and buffer sizes (buffer_count, sub_group_size, block_size and queue_depth of a config)
     are least numbers: a plan takes the usual ones where these are larger and memory allows, which
@@ -252,7 +252,7 @@ class OffloadPolicy:
     host_param_numel: Annotated[int, Key("zero_optimization.offload_param.max_in_cpu")] | None = (
         None
     )
-    """Parameters homed on NVME that may stay on HOST all the time. None: 0."""
+    """Most elements of parameters on NVMe that stay in host memory all the time. Not set: 0."""
     prefetch_numel: Annotated[int, Key("zero_optimization.stage3_prefetch_bucket_size")] | None = (
         None
     )
@@ -290,8 +290,8 @@ class OffloadPolicy:
     does."""
     gather_dtype: Annotated[Literal["bf16", "fp16"], Key("torch_autocast")] | None = None
     """The dtype of the torch.autocast that forward runs under: wider weights of `lowered_modules`
-    are cast to it before they are gathered, not after (units/unit.py). None: everything is gathered
-    as it rests."""
+    are cast to it before they are gathered, not after (units/unit.py). Not set: everything is
+    gathered as it rests."""
     lowered_modules: Annotated[tuple[type[nn.Module], ...], Key("torch_autocast")] = (
         nn.Linear,
         nn.Conv1d,
@@ -326,12 +326,12 @@ class OffloadPolicy:
         ]
         | None
     ) = None
-    """What gradients are reduced in over the ranks. None: their own dtype."""
+    """What gradients are reduced in over the ranks. Not set: their own dtype."""
     shard_group_size: (
         Annotated[Ranks, _SHARDED_PARAMS, Key("zero_optimization.mics_shard_size", off=-1)] | None
     ) = None
     """Ranks that share one copy of the states (MiCS); the other groups of as many hold copies.
-    None: all."""
+    Not set: all."""
     two_stage_gather: Annotated[
         bool, _SHARDED_PARAMS, Key("zero_optimization.mics_hierarchical_params_gather")
     ] = False
@@ -391,9 +391,9 @@ class OffloadPolicy:
     config goes on to backward where the plan has room. A run that clips every step begins none
     under backward, and takes no disk for that."""
     early_steps: Annotated[bool, Key("")] = False
-    """With overlap "auto": whether such steps may also begin under backward, of states on NVMe that
-    a CPU computes with, or of states on HOST beside an accelerator, where the plan has room: in
-    memory only if host_bytes says how much. The policy of a config sets it, whatever gradients are
+    """With overlap "auto": whether steps may also begin under backward, as with overlap "backward":
+    of states on NVMe where the maths runs on the CPU, or of states on HOST beside an accelerator,
+    where the plan has room; in memory only if host_bytes says how much. The policy of a config sets it, whatever gradients are
     clipped to: a step that clips is made again, and steps before which some were clipped are not
     begun early (optim/tentative.py)."""
     pipeline_read: Annotated[bool, Key("zero_optimization.offload_optimizer.pipeline_read")] = True

@@ -134,7 +134,7 @@ class Precision:
     """The formats of master, moments and gradients, and how a step rounds to them.
 
     master: of the value that is stepped; "split" is the 16 bits that a bf16 weight lacks. moments:
-        "q8" is blocks of 8 bits.
+        "8bit" is codes of 8 bits, 64 of which share a scale.
     grads: what gradients are kept in between backward and step; None: the parameter's dtype.
     rounding: to formats below fp32, "stochastic" or "nearest".
 

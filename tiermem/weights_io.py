@@ -19,7 +19,7 @@ from torch import nn
 
 from tiermem.optim.local import as_dtensor
 from tiermem.run.move_to_home import empty_buffers
-from tiermem.run.shards import Shards, loading
+from tiermem.run.shards import Shards, loading, owner_of
 from tiermem.swap.base.grad_mode import call_with_grad
 from tiermem.swap.disk import durable
 from tiermem.swap.disk.direct import check_room, take_room
@@ -182,9 +182,7 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], strict: boo
     values are read. A warning names buffers on the meta device that no file fills.
     """
     files = find_files(Path(path))
-    targets = dict(model.named_parameters(remove_duplicate=False)) | dict(
-        model.named_buffers(remove_duplicate=False)
-    )
+    targets = tensors_of(model)
     found: dict[str, Path] = {}
     for file in files:
         for stored in read_header(file):
@@ -233,8 +231,7 @@ def export_weights(
     Collective: every rank takes every item. Blocks. Raises RuntimeError inside a forward or a
     backward, OSError when a read fails.
     """
-    owners = [registry.owner_of(param) for param in model.parameters()]
-    shards = next((owner for owner in owners if isinstance(owner, Shards)), None)
+    shards = owner_of(model)
     root = model
     if shards is not None:
         shards.check_whole()
@@ -248,7 +245,7 @@ def export_weights(
     for param, value in _current_weights(shards, names):
         is_cast = dtype is not None and value.is_floating_point()
         yield names[param], value.to(dtype) if is_cast else value
-    saved = saved_buffers(root)
+    saved = dict(saved_buffers(root))
     for name, buffer in root.named_buffers():
         if name in saved:
             yield name, buffer.detach().clone()
@@ -285,14 +282,26 @@ def _current_weights(
     shards.prefetcher.end_pass()
 
 
-def saved_buffers(root: nn.Module) -> set[str]:
-    """The names of the buffers that a state dict has."""
-    return {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, module in root.named_modules(remove_duplicate=False)
-        for name in module._buffers
-        if name not in module._non_persistent_buffers_set
-    }
+def names_of(model: nn.Module) -> dict[int, list[str]]:
+    """All names of every parameter, by the parameter's id."""
+    found: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(param), []).append(name)
+    return found
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers under all their names."""
+    params = dict[str, torch.Tensor](model.named_parameters(remove_duplicate=False))
+    return params | dict(model.named_buffers(remove_duplicate=False))
+
+
+def saved_buffers(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers that a state dict has, each under all its names."""
+    for prefix, module in root.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
 
 
 def put_value(target: torch.Tensor, value: torch.Tensor) -> None:
@@ -485,10 +494,8 @@ def _size(value: object) -> int:
 def _check_names(
     model: nn.Module, found: dict[str, Path], targets: dict[str, Any], strict: bool
 ) -> None:
-    tied: dict[int, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        tied.setdefault(id(param), []).append(name)
-    missing = [names[0] for names in tied.values() if not any(name in found for name in names)]
+    tied = names_of(model).values()
+    missing = [names[0] for names in tied if not any(name in found for name in names)]
     # nothing of it is sharded
     if not any(registry.owner_of(p) is not None for p in model.parameters()):
         saved = model.state_dict(keep_vars=True)

@@ -292,7 +292,7 @@ def _print_tensors(
     rows: Sequence[Figures], manifest: Manifest, place: str, console: Console
 ) -> None:
     tag = f", tag {manifest.tag}" if manifest.tag else ""
-    ranks = f"{manifest.world} rank{'s' if manifest.world > 1 else ''}"
+    ranks = numbered(manifest.world, "rank")
     console.print(f"{place}: step {manifest.step}{tag}, saved by {ranks}, run {manifest.run_id}")
     roots = {
         file: f"[{number}]"

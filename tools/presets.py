@@ -100,16 +100,16 @@ def read_shape(file: Path) -> ModelShape:
     return {**shape, "use_cache": False}
 
 
-def shape_of(name: str | None, file: Path | None, option: str) -> ModelShape:
-    """A preset, or the config.json that `option` named. Raises ValueError, FileNotFoundError."""
+def shape_of(name: str | None, file: Path | None) -> ModelShape:
+    """A preset, or the config.json that --model named. Raises ValueError, FileNotFoundError."""
     if name is not None:
         return preset(name)
     assert file is not None
     if not file.is_file():
-        raise FileNotFoundError(f"{option}: there is no file {file}")
+        raise FileNotFoundError(f"--model: there is no file {file}")
     if file.suffix == ".safetensors":
         raise ValueError(
-            f"{option}: {file} holds weights, not the model's shape: give the config.json of the "
+            f"--model: {file} holds weights, not the model's shape: give the config.json of the "
             "same model, or its folder"
         )
     return read_shape(file)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 import random
 import statistics
@@ -28,7 +27,7 @@ from tiermem.tools.measure.machine import machine_facts, try_engines
 from tiermem.tools.measure.sustained import measure_disks
 from tiermem.tools.options import TuneOptions
 from tiermem.tools.record.reports import table
-from tiermem.tools.words import check_outputs, format_bytes, save_json
+from tiermem.tools.words import check_outputs, format_bytes, read_json, save_json
 
 # ---- successive halving: each round drops the worse half of the candidates -----------------------
 #
@@ -363,7 +362,7 @@ def _is_ours(file: Path) -> bool:
     """Whether a file is there, was made by this command and holds nothing that it does not
     write."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = read_json(file)
         own = content["tiermem"]
         is_marked = own["measured"]["made_by"] == MADE_BY
     except (OSError, ValueError, KeyError, TypeError):  # not there, not readable, or something else

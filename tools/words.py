@@ -289,7 +289,7 @@ def _is_made_by(path: Path, made_by: str) -> bool:
         return False
     try:
         if path.suffix == ".json":
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = read_json(path)
             return isinstance(content, dict) and content.get("made_by") == made_by
         with path.open("rb") as file:
             header = file.read(_HEADER_BYTES)

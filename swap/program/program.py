@@ -300,7 +300,7 @@ class Program(Generic[T]):
         running = self._tentative
         self._tentative = None
         assert running is not None
-        running.take_on(work)
+        running.work = work
         self._running = running
         added, turns = self._left_by(running, tiles, work)
         try:
@@ -518,9 +518,9 @@ class Program(Generic[T]):
             if not (chunk := list(itertools.islice(plans, _CHUNK))):
                 break
             if not self._give(running, chunk, turns[start : start + _CHUNK]):
-                running.cut()
+                running.is_cut = True
                 break  # it has failed: `finish` raises the error
-        running.show()
+        running.is_shown = True
 
     def _give(
         self, running: Running[T], plans: Sequence[TileRow[T]], turns: Sequence[int] = ()
@@ -536,7 +536,7 @@ class Program(Generic[T]):
     def _given(self, running: Running[T]) -> Sequence[TileRow[T]]:
         """The tiles of a run that native code was given. An interrupt may have left others behind
         them, which are removed."""
-        running.trim(self._program().num_tiles)
+        del running.planned[self._program().num_tiles :]
         return running.planned
 
     def _help(self) -> SideThreads:
@@ -675,7 +675,7 @@ class Program(Generic[T]):
         """The error of a run that ended early; if it is raised, `finish` does not raise it
         again."""
         if is_raised:
-            running.state.tell()
+            running.state.is_told = True
         if running.state.error is not None:
             error = copy.copy(running.state.error)
             error.__cause__ = running.state.error.__cause__

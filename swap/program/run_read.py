@@ -36,10 +36,6 @@ class RunState:
     is_over: bool = False
     error: OSError | None = None  # why it ended before all tiles were stepped and written
 
-    def tell(self) -> None:
-        """Notes that its failure is raised."""
-        self.is_told = True
-
     def end(self, error: OSError | None) -> None:
         """Notes its end."""
         self.is_over = True
@@ -62,17 +58,13 @@ class Running(Generic[T]):
     work: TileWork[T]
     lane: str
     is_awaited: bool  # its caller does nothing but wait
-    is_shown: bool = False  # whether it has all of its tiles
+    is_shown: bool = False  # it has all of its tiles, so that reads find their bytes
     # tiles whose writes the store knows of
     noted: set[int] = dataclasses.field(default_factory=set)
     # of tiles that were not brought
     causes: list[Exception] = dataclasses.field(default_factory=list)
     is_cut: bool = False  # it failed before it was given all tiles
     state: RunState = dataclasses.field(default_factory=RunState)
-
-    def cut(self) -> None:
-        """Notes that the other tiles are not given to it."""
-        self.is_cut = True
 
     def __post_init__(self) -> None:
         self._has_called = self._has_brought = False
@@ -82,11 +74,6 @@ class Running(Generic[T]):
         """Adds tiles behind the others."""
         self._look_at(plans)
         self.planned.extend(plans)
-
-    def trim(self, num_given: int) -> None:
-        """Removes the tiles behind those that the native program was given: it refused them, or an
-        interrupt came before."""
-        del self.planned[num_given:]
 
     def _look_at(self, plans: Sequence[TileRow[T]]) -> None:
         self._has_called |= any(not plan.is_native for plan in plans)
@@ -101,15 +88,6 @@ class Running(Generic[T]):
     def is_brought(self) -> bool:
         """Whether tiles need bytes from elsewhere than disk, and nothing else of the caller."""
         return self._has_brought and not self._has_called
-
-    def take_on(self, work: TileWork[T]) -> None:
-        """Turns the speculative run into the committed run of `work`, which describes the same
-        tiles."""
-        self.work = work
-
-    def show(self) -> None:
-        """Notes that it has all of its tiles, so that reads find their bytes."""
-        self.is_shown = True
 
     @functools.cached_property
     def _by_unit(self) -> dict[int, list[int]]:
@@ -130,14 +108,15 @@ class Running(Generic[T]):
         return found
 
     def of_unit(self, unit: int) -> list[int]:
-        """The indexes of a unit's tiles; none before `show`."""
+        """The indexes of a unit's tiles; none before it has all."""
         return self._by_unit.get(unit, []) if self.is_shown else []
 
     def shown(self, entry: str) -> list[ShownBy]:
-        """The bytes of an entry that its tiles change, in order; none before `show`."""
+        """The bytes of an entry that its tiles change, in order; none before it has all."""
         return self._by_entry.get(entry, []) if self.is_shown else []
 
 
+@dataclasses.dataclass(eq=False)
 class RunRead:
     """A read with the methods of a Move. Thread-safe.
 
@@ -153,24 +132,14 @@ class RunRead:
         waited: told the times of a wait.
     """
 
-    def __init__(
-        self,
-        program: TileProgram,
-        run: RunState,
-        unit: int,
-        tiles: Sequence[int] | None,
-        move: Move | None,
-        failure: Callable[[bool], OSError],
-        waited: Callable[[int, int], None],
-    ) -> None:
-        self.was_cancelled = False
-        self._program = program
-        self._run = run
-        self._unit = unit
-        self._tiles = tiles
-        self._move = move
-        self._failure = failure
-        self._waited = waited
+    _program: TileProgram
+    _run: RunState
+    _unit: int
+    _tiles: Sequence[int] | None
+    _move: Move | None
+    _failure: Callable[[bool], OSError]
+    _waited: Callable[[int, int], None]
+    was_cancelled: bool = dataclasses.field(default=False, init=False)
 
     def wait(self) -> None:
         """Blocks until the bytes have arrived. Raises OSError: the error of the run, if it ended

@@ -322,10 +322,10 @@ class TileRow(Generic[T]):
         files = store.queues.files
         if failure.during == DURING_CHECK and failure.num_wrong:
             rows = self._with_begun()
-            pieces = [each for row in rows for each in row._read]
+            expected = [each.expected for row in rows for each in row._read]
             ops = [op for row in rows for op in row.choice.reads]
             piece = failure.piece, failure.seen, failure.num_wrong
-            return store.sums.damage_in(pieces, *piece, ops, files)
+            return store.sums.damage(expected, *piece, ops, files)
         if failure.during in (DURING_CHECK, DURING_STEP):
             error = OSError(failure.error, f"stepping {self.name!r}: {os.strerror(failure.error)}")
             error.__cause__ = next(iter(causes), None)

@@ -181,19 +181,6 @@ class PieceTable:
         at which the entry would begin."""
         return moved_rows(self._rows[which], base)
 
-    @contextlib.contextmanager
-    def patching(self, offset: int, num_bytes: int) -> Iterator[None]:
-        """Around writes that change nothing outside a range: pieces outside keep their checksums,
-        those that it touches have none afterwards."""
-        crcs = self.crcs.copy()
-        is_known = self.is_known.copy()
-        touched = self.touching(offset, num_bytes)
-        try:
-            yield
-        finally:
-            crcs[touched], is_known[touched] = self.crcs[touched], False
-            self.crcs[:], self.is_known[:] = crcs, is_known
-
     def unknown(self) -> Numbers:
         """The numbers of the pieces whose checksum is not known."""
         return np.flatnonzero(~self.is_known)
@@ -311,8 +298,14 @@ class Sums:
         if table is None:
             yield
             return
-        with table.patching(offset, data.numel()):
+        crcs = table.crcs.copy()
+        is_known = table.is_known.copy()
+        touched = table.touching(offset, data.numel())
+        try:
             yield
+        finally:
+            crcs[touched], is_known[touched] = table.crcs[touched], False
+            table.crcs[:], table.is_known[:] = crcs, is_known
         self.keep(self.of_write([(entry, offset, data)]))
 
     def check_of(
@@ -367,22 +360,6 @@ class Sums:
         is_sample = self.verify == "sample"
         for each in pieces if is_sample or (is_cut and self.verify == "always") else ():
             each.table.turn(each.inside, is_sample)
-
-    def damage_in(
-        self,
-        pieces: Iterable[PiecesIn],
-        number: int,
-        seen: int,
-        num_wrong: int,
-        ops: Sequence[Op],
-        files: Mapping[int, str],
-    ) -> DamagedEntry:
-        """`damage` of pieces that `checked` has given a program."""
-        expected = [
-            _Expected(table, np.arange(inside.start, inside.stop), table.crcs[inside], base)
-            for table, base, inside, _ in pieces
-        ]
-        return self.damage(expected, number, seen, num_wrong, ops, files)
 
     def damage(
         self,
@@ -445,6 +422,12 @@ class PiecesIn(NamedTuple):
     base: int  # address at which the entry would begin
     inside: slice  # those that lie in it completely
     touching: slice  # those that share a byte with it
+
+    @property
+    def expected(self) -> _Expected:
+        """Those inside, as a read must find them."""
+        numbers = np.arange(self.inside.start, self.inside.stop)
+        return _Expected(self.table, numbers, self.table.crcs[self.inside], self.base)
 
     def new_crcs(self) -> Crcs:
         """Room for the checksums of those inside."""

@@ -31,10 +31,6 @@ class EntryPlace(NamedTuple):
         """The slots that a read uses."""
         return self.home.slots.current(self.start, self.stop)
 
-    def targets(self, is_apart: bool) -> list[SlotPart]:
-        """The slots that a write uses. Raises as `NvmeHome.targets`."""
-        return self.home.targets(self.start, self.stop, is_apart)
-
 
 def places_of(
     entries: Mapping[str, Entry], ranges: Iterable[tuple[str, int, torch.Tensor]]
@@ -67,7 +63,11 @@ class WritePlan:
     """
 
     def __init__(self, places: Iterable[EntryPlace], is_apart: bool = False) -> None:
-        self.targets = [(place, part) for place in places for part in place.targets(is_apart)]
+        self.targets = [
+            (place, part)
+            for place in places
+            for part in place.home.targets(place.start, place.stop, is_apart)
+        ]
 
     def ops(self) -> list[Op]:
         """Its transfers."""

@@ -118,15 +118,15 @@ class Bounce:
 _COPIED_BYTES = 4 << 20  # between an accelerator and NVMe at once
 
 
+@dataclasses.dataclass(eq=False)
 class Parts:
     """Reads and writes elements of a store's entries, in memory or on NVMe.
 
     bounce: moves those of entries on NVME; None: there are none.
     """
 
-    def __init__(self, store: TensorStore, bounce: Bounce | None) -> None:
-        self._store = store
-        self._bounce = bounce
+    _store: TensorStore
+    _bounce: Bounce | None
 
     def read_part(self, entry: str, dtype: torch.dtype, part: slice) -> torch.Tensor:
         """A copy of elements of an entry, on the CPU. Blocks; raises OSError."""

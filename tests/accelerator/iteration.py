@@ -205,8 +205,7 @@ class Training:
         self._tokens = torch.arange(sizes.rows, device="sim") % sizes.vocabulary
         policy = policy_of(overlap, sizes.tile_numel, by_layer, **fields)
         self.shards = shard_for_passes(self._model, policy, None, "sim", True)
-        served = self.shards.units, self.shards.hooks, self.shards.homes, torch.device("sim")
-        self._passes = LayerwisePasses(self._model, *served, call) if by_layer else None
+        self._passes = LayerwisePasses(self.shards, call) if by_layer else None
         self._optim = tiermem.AdamW(self._model.parameters(), lr=1e-3)
 
     def __enter__(self) -> Training:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from programs.models import Tower
 from programs.twins import loss_of, seeded
+from sent_bytes import sent_bytes
 
 import tiermem
 from accelerator import clock
@@ -21,7 +22,7 @@ from accelerator.test_parity import differences
 from tiermem import OffloadPolicy, Tier
 from tiermem.forecast import Rates, choose
 from tiermem.forecast.rates import Compute
-from tiermem.optim.tile import Tile, sent_bytes
+from tiermem.optim.tile import Tile
 from tiermem.optim.tile_step import Way
 from tiermem.optim.tile_stream import TileStream
 from tiermem.optim.tiles import StateTiles

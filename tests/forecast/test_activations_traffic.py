@@ -11,6 +11,7 @@ import pytest
 import torch
 from programs import models
 from programs.twins import batch, seeded
+from sent_bytes import sent_bytes
 from test_choice import FAST_MATHS, SLOW_MATHS, policy, tall
 from torch.nn import functional as F
 
@@ -29,7 +30,6 @@ from tiermem.forecast import (
 from tiermem.forecast.loads import gradient_traffic, torch_traffic
 from tiermem.forecast.phases import DEVICE_TO_HOST, HOST_TO_DEVICE, HOST_TO_NVME, NVME_TO_HOST
 from tiermem.forecast.rates import Compute
-from tiermem.optim.tile import sent_bytes
 from tiermem.plans.budget import make_plan
 from tiermem.plans.plan import Plan
 from tiermem.precision import Precision

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 import tiermem
 from tiermem import OffloadPolicy, Tier
 from tiermem.integrations.accelerate import prepare
-from tiermem.integrations.choice import owner_of
+from tiermem.run.shards import owner_of
 
 
 def loop(

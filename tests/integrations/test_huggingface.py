@@ -47,7 +47,7 @@ from transformers import (
 import tiermem
 from tiermem import OffloadPolicy
 from tiermem.engine import room
-from tiermem.integrations import choice
+from tiermem.run.shards import owner_of
 
 HERE = Path(__file__).parent
 
@@ -109,7 +109,7 @@ def test_a_trainer_that_clips_begins_steps_under_backward(
             trainer_of(TiermemTrainer, "llama", tmp_path, given, tiermem=config)
         ) as trainer:
             trainer.train()
-            steps = choice.owner_of(trainer.model).steps
+            steps = owner_of(trainer.model).steps
             counts.append((steps.num_early, steps.num_redone))
             logs.append(log_of(trainer))
     assert logs[0] == logs[1]

@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from trainings import TiermemTrainer, Trainer, on_nvme
 
 from tiermem.integrations.accelerate import prepare
-from tiermem.integrations.choice import owner_of
+from tiermem.run.shards import owner_of
 
 TARGETS = ["q_proj", "v_proj"]
 FIELDS: dict[str, dict[str, Any]] = {

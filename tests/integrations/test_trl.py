@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from trl_trainings import KINDS, rows, saved, tokenizer, train
 
 import tiermem
-from tiermem.integrations.choice import owner_of
+from tiermem.run.shards import owner_of
 
 HERE = Path(__file__).parent
 

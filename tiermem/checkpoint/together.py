@@ -12,7 +12,6 @@ No rank continues after another rank failed, and no rank waits for a rank that r
 from __future__ import annotations
 
 import errno
-import json
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,10 +20,6 @@ from tiermem.ranks.collectives import exchange
 from tiermem.ranks.topology import Topology
 
 T = TypeVar("T")
-
-Talk = Callable[[Any], list[Any]]
-"""Hands a JSON value to every rank and returns the values of all ranks, in the order of ranks.
-Collective."""
 
 DAMAGE = (ManifestError, OSError)
 """Errors that mean the saved step is damaged or incomplete."""
@@ -35,16 +30,8 @@ class DamageElsewhere(OSError):
     rank's error."""
 
 
-def talk_over(topology: Topology) -> Talk:
-    """A Talk that uses the collectives of a topology. A rank that is alone hears its own value,
-    without JSON."""
-    if topology.group is None:
-        return lambda value: [value]
-    return lambda value: [json.loads(each) for each in exchange(topology, json.dumps(value))]
-
-
 def together(
-    talk: Talk,
+    topology: Topology,
     what: str,
     stage: Callable[[], T],
     tell: Callable[[T], Any] = lambda own: own,
@@ -53,7 +40,7 @@ def together(
     """Runs a stage; returns its result here, and what all ranks tell of theirs, in the order of
     ranks. Collective; blocks.
 
-    tell: makes a JSON value from the stage's result, for the other ranks.
+    tell: makes a plain value from the stage's result, for the other ranks.
     unheard: called when the exchange itself fails because another rank is lost. Its argument says
         whether this rank's own stage succeeded. The effect of the stage on other ranks is then
         unknown: a rank takes its work back only if it knows that no other rank relies on it.
@@ -63,7 +50,7 @@ def together(
     """
     done, told, own = _attempt(stage, tell)
     try:
-        values, failed = _heard(talk, told, own)
+        values, failed = _heard(topology, told, own)
     except BaseException:
         if unheard is not None:
             unheard(own is None)
@@ -90,7 +77,7 @@ def everywhere(topology: Topology, what: str, act: Callable[[], T]) -> T:
     succeeded or found damage raise RuntimeError.
     """
     done, told, own = _attempt(act, lambda _: None)
-    _, failed = _heard(talk_over(topology), told, own)
+    _, failed = _heard(topology, told, own)
     if not failed:
         return done[0]
     is_all_damage = all(each.is_damage for each in failed)
@@ -122,13 +109,15 @@ class _Failed(NamedTuple):
     is_damage: bool
 
 
-def _heard(talk: Talk, value: Any, own: Exception | None) -> tuple[list[Any], list[_Failed]]:
+def _heard(
+    topology: Topology, value: Any, own: Exception | None
+) -> tuple[list[Any], list[_Failed]]:
     """The values of all ranks, and which ranks failed."""
     number = own.errno if isinstance(own, OSError) else None
     told = (
-        None if own is None else [f"{type(own).__name__}: {own}", number, isinstance(own, DAMAGE)]
+        None if own is None else (f"{type(own).__name__}: {own}", number, isinstance(own, DAMAGE))
     )
-    said = talk([value, told])
+    said = exchange(topology, (value, told))
     return [each for each, _ in said], [
         _Failed(rank, *told) for rank, (_, told) in enumerate(said) if told is not None
     ]

@@ -13,11 +13,14 @@ A key that sets a field of the policy acts only when it is given: the default th
 OffloadPolicy's (policy.py), whose annotations name the keys. Three start otherwise, in
 `TiermemConfig.policy`: stage is 0, early_steps true, sizes_are_least false where `strict` is set.
 
-A new key of "tiermem" is a field of OffloadPolicy with its docstring, and the code that reads it. A
-key with a name of DeepSpeed's is also a field of its section here, named by `Key` at the field of
-the policy; a key that ranks may give differently is also in `translate._OF_A_RANK`. Its claim in
-tests/config/key_claims.py names a test that sees what it changes. Then `python docs/config_keys.py
-> docs/keys.md` and `python tests/test_public_names.py`.
+A new key of "tiermem" is a field of OffloadPolicy with its docstring, and the code that reads it.
+Its type is a Literal, bool, int or float, or one of these and None; a value with another form in
+JSON is also in `own._WRITTEN_OTHERWISE`, and a line of OwnConfig. A field that `Shards.rehome` may
+change is in `run.next_plan._MAY_CHANGE`; one that ordinary parameters follow, in
+`optim.resting._APPLIED`. A key with a name of DeepSpeed's is also a field of its section here,
+named by `Key` at the field of the policy; a key that ranks may give differently is also in
+`translate._OF_A_RANK`. Its claim in tests/config/key_claims.py names a test that sees what it
+changes. Then `python docs/config_keys.py > docs/keys.md` and `python tests/test_public_names.py`.
 
 Every documented key is honoured, or computed and reported, or refused with the reason. No key is
 parsed and ignored. DeepSpeed's class names are aliases of tiermem's classes.

@@ -1,8 +1,8 @@
 """The section `tiermem`: settings that DeepSpeed's keys do not cover.
 
 Its keys are fields of OffloadPolicy, with their names, defaults, allowed words, ranges and
-docstrings: a field without an annotation Key is set by the key of its name. Beside them stand
-engine, strict and measured. Sizes are bytes, or strings such as "2GiB".
+docstrings: a field without an annotation Key is set by the key of its name (config/__init__.py says
+how to add one). Beside them stand engine, strict and measured. Sizes are bytes, or strings such as "2GiB".
 
     "tiermem": {"host_bytes": "2GiB", "paths": ["/mnt/nvme0", "/mnt/nvme1"], "precision": "compact"}
 """

@@ -4,7 +4,6 @@ for the adapters alone."""
 from __future__ import annotations
 
 import importlib
-import json
 import warnings
 from typing import Any
 
@@ -33,16 +32,13 @@ def adapters_state(shards: Shards, model: nn.Module) -> dict[str, torch.Tensor]:
     Collective; blocks. Raises what peft raises, on rank 0.
     """
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    saved = saved_buffers(model)
-    tensors |= {
-        name: each for name, each in model.named_buffers(remove_duplicate=False) if name in saved
-    }
+    tensors |= dict(saved_buffers(model))
     empty = {
         name: torch.empty(each.shape, dtype=each.dtype, device="meta")
         for name, each in tensors.items()
     }
-    asked = "" if shards.topology.rank else json.dumps(_asked(model, empty))
-    chosen = set(json.loads(exchange(shards.topology, asked)[0]))
+    asked = [] if shards.topology.rank else _asked(model, empty)
+    chosen = set(exchange(shards.topology, asked)[0])
     values: dict[int, torch.Tensor] = {}
     for name, each in tensors.items():
         if id(each) in values:

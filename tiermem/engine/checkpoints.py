@@ -3,9 +3,11 @@ names."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,12 +66,16 @@ def save_weights(
     changed.
     """
     batches = batched(_entries(shards, exclude_frozen))
-    writer = _Attempt(path, batches) if shards.topology.rank == 0 else None
-    for batch in batches:
-        values = [_value(shards, tensor) for tensor in batch.tensors]
-        if writer is not None:
-            writer.put(batch, values)
-    error = writer.end() if writer is not None else None
+    writing = _writing(path, batches) if shards.topology.rank == 0 else None
+    error: Exception | None = None
+    gathered = ([_value(shards, tensor) for tensor in batch.tensors] for batch in batches)
+    for values in itertools.chain([None], gathered):  # with the first the file is opened
+        if writing is not None and error is None:
+            try:
+                with contextlib.suppress(StopIteration):  # the file is in its place
+                    writing.send(values)
+            except Exception as failed:  # raised when the other ranks know; no gather hangs
+                error = failed
     said = exchange(shards.topology, "" if error is None else str(error))[0]
     if error is not None:
         raise error
@@ -86,12 +92,9 @@ def consolidated(shards: Shards, exclude_frozen: bool = False) -> dict[str, torc
     """
     if exclude_frozen and has_adapters(shards.model):
         state = adapters_state(shards, shards.model)
-        return (
-            {name: each for name, each in state.items() if not each.is_meta}
-            if shards.topology.rank == 0
-            else None
-        )
-    found: dict[str, torch.Tensor] = {}
+        found = {name: each for name, each in state.items() if not each.is_meta}
+        return found if shards.topology.rank == 0 else None
+    found = {}
     for tensor, entry in _entries(shards, exclude_frozen).items():
         value = _value(shards, tensor)
         if shards.topology.rank == 0:
@@ -127,55 +130,25 @@ def _value(shards: Shards, tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
-class _Attempt:
-    """Rank 0's part of saving. It writes until an error; then it keeps the error and goes on, so
-    that no gather hangs."""
-
-    def __init__(self, path: Path, batches: Sequence[Batch]) -> None:
-        self._path = path
-        self._new: durable.NewFile | None = None
-        self._file: WeightFile | None = None
-        self._error: Exception | None = None
-        kind = SafetensorsFile if path.suffix == ".safetensors" else TorchFile
-        self._try(lambda: self._open(kind, [entry for batch in batches for entry in batch.in_file]))
-
-    def put(self, batch: Batch, values: list[torch.Tensor]) -> None:
-        """Writes the next batch."""
-        self._try(lambda: self._write(batch, values))
-
-    def end(self) -> Exception | None:
-        """Renames the finished file over the old one, or removes it after an error. Returns the
-        error, if any."""
-        if self._file is not None:
-            self._try(self._file.close)
-        if self._error is None:
-            self._try(self._put_in_place)
-        if self._new is not None:
-            self._new.close()
-        return self._error
-
-    def _open(self, kind: type[WeightFile], entries: Sequence[WeightEntry]) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._new = durable.NewFile(self._path)
-        self._file = kind(self._new, entries)
-
-    def _write(self, batch: Batch, values: list[torch.Tensor]) -> None:
-        assert self._file is not None
-        for entry, value in zip(batch.in_file, batch.convert(values), strict=True):
-            self._file.put(entry, 0, value.contiguous().view(-1))
-
-    def _put_in_place(self) -> None:
-        assert self._new is not None
-        self._new.sync()
-        self._new.place()
-        self._new.sync_names()
-
-    def _try(self, act: Callable[[], None]) -> None:
-        if self._error is None:
-            try:
-                act()
-            except Exception as error:  # `save_weights` raises it after it has told the other ranks
-                self._error = error
+def _writing(
+    path: Path, batches: Sequence[Batch]
+) -> Generator[None, list[torch.Tensor] | None, None]:
+    """Rank 0's part of saving: is sent the values of one batch after the other. The file is in its
+    place at the end, and is removed after an error."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kind: type[WeightFile] = SafetensorsFile if path.suffix == ".safetensors" else TorchFile
+    with durable.NewFile(path) as new:
+        file = kind(new, [entry for batch in batches for entry in batch.in_file])
+        for batch in batches:
+            values = yield
+            assert values is not None
+            for entry, value in zip(batch.in_file, batch.convert(values), strict=True):
+                file.put(entry, 0, value.contiguous().view(-1))
+            del values
+        file.close()
+        new.sync()
+        new.place()
+        new.sync_names()
 
 
 # ---- checkpoints of an engine --------------------------------------------------------------------

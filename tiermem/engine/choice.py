@@ -68,12 +68,11 @@ class OptimizerChoice(NamedTuple):
         names = {id(param): name for name, param in model.named_parameters()}
         facts: dict[str, Any] = {"optimizer": self.name}
         for number, group in enumerate(self.groups):
-            settings = {
-                **self.defaults,
-                **{key: value for key, value in group.items() if key != "params"},
-            }
+            settings = {**self.defaults, **group}
             facts |= {
-                f"{key} of parameter group {number}": value for key, value in settings.items()
+                f"{key} of parameter group {number}": value
+                for key, value in settings.items()
+                if key != "params"
             }
             members = group["params"] if isinstance(group["params"], (list, tuple)) else ()
             facts |= {
@@ -97,7 +96,8 @@ class OptimizerChoice(NamedTuple):
             precision.rounding,
         ) != ("bf16", "nearest"):
             return
-        change = min(1.0 - betas[1] for betas in self._values("betas", (0.9, 0.999)))
+        groups = ({"betas": (0.9, 0.999), **self.defaults, **group} for group in self.groups)
+        change = min(1.0 - group["betas"][1] for group in groups)
         if change >= _HALF_A_BIT:
             return
         warnings.warn(
@@ -110,9 +110,6 @@ class OptimizerChoice(NamedTuple):
             "lower beta2",
             stacklevel=4,  # the caller of initialize
         )
-
-    def _values(self, key: str, default: Any) -> list[Any]:
-        return [group.get(key, self.defaults.get(key, default)) for group in self.groups]
 
 
 def choose_optimizer(

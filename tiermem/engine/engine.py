@@ -29,6 +29,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_map
 
 from tiermem.checkpoint.format.finding import named_folder
+from tiermem.checkpoint.format.kinds import name_of
 from tiermem.config import OffloadDevice, OffloadState, TiermemConfig
 from tiermem.config.optimizer import solve_batch
 from tiermem.engine.checkpoints import EngineCheckpoints, consolidated, save_weights
@@ -145,8 +146,7 @@ class Autocast(NamedTuple):
         """Returns the policy's fields that make lowered modules be gathered in autocast's dtype."""
         if self.dtype is None:
             return {}
-        name = next(name for name, each in DTYPES.items() if each is self.dtype)
-        return {"gather_dtype": name, "lowered_modules": self.classes}
+        return {"gather_dtype": name_of(self.dtype), "lowered_modules": self.classes}
 
     def set_reduced_dtypes(self, model: nn.Module, shards: Shards) -> None:
         """Makes gradients of lowered modules be reduced in autocast's dtype."""
@@ -331,11 +331,9 @@ class Engine(EngineCheckpoints, nn.Module):
         # a checkpoint saves its position; `initialize` sets the loader it builds
         self.training_dataloader: Any = None
         self.step_client_state = {}
-        by_layer = policy.accumulation == "layers" and choice is not None
         self._by_layer = None
-        if by_layer:
-            served = self.shards.units, self.shards.hooks, self.shards.homes, device
-            self._by_layer = LayerwisePasses(model, *served, self._autocast.call)
+        if policy.accumulation == "layers" and choice is not None:
+            self._by_layer = LayerwisePasses(self.shards, self._autocast.call)
         self._accumulation = Accumulation(
             self.shards, self._sizes.accumulation, config.managed_gradient_accumulation
         )

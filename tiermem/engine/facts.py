@@ -523,16 +523,15 @@ class EngineFacts:
 
     def get_lr(self) -> list[float]:
         """The learning rate of every parameter group."""
-        return [float(value) for value in self._of_groups("lr")]
+        return [float(group["lr"]) for group in self._groups]
 
     def get_mom(self) -> list[Any]:
         """The momentum of every parameter group: `betas` of Adam and its kin, else `momentum`."""
-        groups = self.optimizer.param_groups if self.optimizer is not None else []
-        return [group.get("betas", group.get("momentum")) for group in groups]
+        return [group.get("betas", group.get("momentum")) for group in self._groups]
 
     def get_type(self) -> list[Any]:
         """The value "type" of each parameter group; None where a group has none."""
-        return self._of_groups("type")
+        return [group.get("type") for group in self._groups]
 
     def loss_scale(self) -> float:
         """The factor that the loss is multiplied by."""
@@ -644,9 +643,6 @@ class EngineFacts:
         """This rank among those that share the model's states."""
         return self.shards.topology.rank
 
-    def _of_groups(self, key: str) -> list[Any]:
-        return (
-            [group.get(key) for group in self.optimizer.param_groups]
-            if self.optimizer is not None
-            else []
-        )
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups if self.optimizer is not None else []

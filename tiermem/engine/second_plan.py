@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import logging
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -27,9 +26,9 @@ from tiermem.plans.plan import Buffers, Plan
 from tiermem.policy import OffloadPolicy
 from tiermem.ranks.collectives import exchange
 from tiermem.ranks.topology import ranks_per_node
-from tiermem.run.fill import MARGIN, Fill, Inputs
+from tiermem.run.fill import Fill, Inputs, most_bytes
 from tiermem.run.shards import Shards
-from tiermem.swap.memory.accelerator import free_and_total, is_accelerator, usage
+from tiermem.swap.memory.accelerator import is_accelerator, usage
 
 logger = logging.getLogger("tiermem")
 
@@ -78,20 +77,15 @@ class SecondPlan:
         # at most: an earlier plan may have had this peak
         of_plan = min(now.allocated_bytes, shards.plan.device_bytes)
         self._activation_bytes = max(1, now.peak_allocated_bytes - of_plan)
-        room = self._most_bytes() - self._activation_bytes
-        said = exchange(shards.topology, json.dumps([room, num_micro, num_tokens]))
-        room = min(json.loads(each)[0] for each in said)
-        _, num_micro, num_tokens = json.loads(said[0])
+        room = most_bytes(shards.device) - self._activation_bytes
+        said = exchange(shards.topology, (room, num_micro, num_tokens))
+        room = min(room for room, _, _ in said)
+        _, num_micro, num_tokens = said[0]
         self._go_over(room, num_micro, num_tokens)
 
     def close(self) -> None:
         """Sees no more inputs."""
         self._inputs.close()
-
-    def _most_bytes(self) -> int:
-        """What this process may have of the accelerator."""
-        free, total = free_and_total(self._shards.device)
-        return free + usage(self._shards.device).allocated_bytes - int(MARGIN * total)
 
     def _expect(self, growth: float) -> None:
         """Before a forward whose input is so many times as large as any before."""
@@ -100,9 +94,9 @@ class SecondPlan:
         if not self._activation_bytes or shards.topology.num_shards > 1 or not may_move:
             return
         self._is_due = True
-        most_bytes = self._most_bytes()
-        self._activation_bytes = int(min(self._activation_bytes * growth, most_bytes))
-        room = most_bytes - self._activation_bytes
+        most = most_bytes(shards.device)
+        self._activation_bytes = int(min(self._activation_bytes * growth, most))
+        room = most - self._activation_bytes
         if shards.plan.device_bytes > max(room, self._least_bytes):
             shards.hooks.abandon_backward()  # as the forward does
             self._go_over(room, 1, USUAL_TOKENS)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import collections
 import functools
 import types
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from tiermem.forecast.rates import Compute
-from tiermem.optim.tile import TileRoute, routes_of_tiles, sent_bytes, stepped_ranges
+from tiermem.optim.tile import TileRoute, routes_of_tiles, stepped_ranges
 from tiermem.plans.plan import Plan
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.ranks.topology import Topology
@@ -80,13 +80,6 @@ class CountedUses:
     def __init__(self, model: nn.Module, division: Division, only_blocks: bool = False) -> None:
         self._fused = fused = fused_experts(model)
         names = {module: name for name, module in model.named_modules()}
-        in_list = {
-            m
-            for each in model.modules()
-            if isinstance(each, nn.ModuleList)
-            for m in each.modules()
-            if m is not each
-        }
         blocks = _blocks_of(model)
         self._uses: list[_Counted] = []
         counted: set[nn.Parameter] = set()
@@ -94,7 +87,7 @@ class CountedUses:
             units = [division.units[index] for index in needed]
             matrices = _matrices(module) & {shard.param for unit in units for shard in unit.shards}
             counted |= matrices
-            counts = not only_blocks or module in in_list
+            counts = not only_blocks or module in blocks
             numel = sum(used_numel(param, fused) for param in matrices) if counts else 0
             use = Use(
                 names[module],
@@ -107,7 +100,7 @@ class CountedUses:
             self._uses.append(_Counted(use, numel, units))
         self._left = sum(
             used_numel(param, fused)
-            for param in _left(in_list if only_blocks else set(model.modules())) - counted
+            for param in _left(blocks if only_blocks else model.modules()) - counted
         )
 
     def timed(self, compute: Compute) -> list[Use]:
@@ -168,7 +161,7 @@ def _matrices(module: nn.Module) -> set[nn.Parameter]:
     return {param for param in module.parameters() if param.dim() > 1} - looked_up
 
 
-def _left(modules: set[nn.Module]) -> set[nn.Parameter]:
+def _left(modules: Iterable[nn.Module]) -> set[nn.Parameter]:
     """Returns the matrices that these modules own directly, without embeddings."""
     owned = (
         module.parameters(recurse=False)
@@ -290,7 +283,8 @@ def _load(
     up = weights if is_there and not rests_there else 0
     down = up + (grads if is_there and plan.grads is not Tier.DEVICE else 0) + weights * is_far
     if is_there and route.states is not Tier.DEVICE:
-        down, up = sent_bytes(unit, numel, plan, policy)
+        up += size
+        down += size - (weights - read_weights) * is_on_nvme
     torch_bytes = torch_traffic(layout, grad_dtype) if is_there else 0
     return TileLoad(
         unit.index,

@@ -26,7 +26,7 @@ must reduce the same units in the same sequence:
 
 Afterwards `p.grad` holds a ShardedGrad (gradient_store.py). When a backward ends in an exception,
 all gradients of its step are dropped (`abandon`): it is not known which of them were already
-reduced. Each change of gradients is marked while it lasts (`is_torn`). A mark that is left tells of
+reduced. Each change of gradients is marked while it lasts (`is_changing`). A mark that is left tells of
 an interrupt: then they are dropped before the next forward, backward, look or step.
 """
 
@@ -134,7 +134,8 @@ class GradientHomes:
             nn.Parameter, None
         ] = {}  # ordinary parameters that were added to the model: a set with an order
         self._on_arrival: Callable[[Unit], None] = lambda unit: None
-        self.is_torn = False  # a change of gradients has not ended
+        # outside a change: an interrupt has ended one half-way
+        self.is_changing = False
         self._reserve(units, plan)
 
     def call_on_arrival(self, function: Callable[[Unit], None]) -> None:
@@ -215,14 +216,14 @@ class GradientHomes:
     def changing(self) -> Iterator[None]:
         """A block that changes gradients, or uses them with other ranks. If an interrupt ends it,
         the mark stays."""
-        was_torn = self.is_torn
-        self.is_torn = True
+        was_changing = self.is_changing
+        self.is_changing = True
         try:
             yield
         except Exception as error:
-            self.is_torn = was_torn or isinstance(error, MemoryError)
+            self.is_changing = was_changing or isinstance(error, MemoryError)
             raise
-        self.is_torn = was_torn
+        self.is_changing = was_changing
 
     def check_alone(self) -> None:
         """After an interrupt: `Topology.check_alone`."""
@@ -231,7 +232,7 @@ class GradientHomes:
     def check_whole(self) -> None:
         """Drops every gradient and raises RuntimeError, if an interrupt has ended a change of
         gradients."""
-        if self.is_torn:
+        if self.is_changing:
             self.abandon()
             raise lost_gradients("a change of gradients")
 
@@ -348,9 +349,9 @@ class GradientHomes:
         A second call completes the first.
         """
         logger.warning("a backward ended in an exception: the gradients of its step are forgotten")
-        if self.is_torn:
+        if self.is_changing:
             self.check_alone()
-        self.is_torn = True
+        self.is_changing = True
         self._steps.is_torn |= self._steps.is_partial
         if self._reducer is not None:
             self._reducer.reset()
@@ -364,7 +365,7 @@ class GradientHomes:
         self._stand_ins.clear()
         for param in self._added:
             param.grad = None
-        self.is_torn = False
+        self.is_changing = False
 
     # ---- between backward and step ---------------------------------------------------------------
 

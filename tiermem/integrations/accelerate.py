@@ -26,11 +26,11 @@ from torch import nn
 from tiermem.checkpoint.opening.loading import load
 from tiermem.checkpoint.saving.saver import save, wait
 from tiermem.engine.choice import take_over
-from tiermem.integrations.choice import owner_of, shard_as_asked
+from tiermem.integrations.choice import shard_as_asked
 from tiermem.integrations.pretrained import WEIGHTS_FILE, load_pretrained_weights
 from tiermem.optim.base import NativeOptimizer
 from tiermem.policy import OffloadPolicy
-from tiermem.run.shards import Shards
+from tiermem.run.shards import Shards, owner_of
 
 TAG = "tiermem"
 

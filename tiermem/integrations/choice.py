@@ -24,7 +24,6 @@ from tiermem.engine.sharding import shard
 from tiermem.policy import OffloadPolicy, check_kind
 from tiermem.run.shards import Shards
 from tiermem.swap.memory.accelerator import is_accelerator
-from tiermem.units import registry
 
 Asked = OffloadPolicy | Mapping[str, Any] | str | os.PathLike[str]
 """A policy, a DeepSpeed-style config (a dict, or the path of a JSON file), or "auto"."""
@@ -62,12 +61,6 @@ def with_moments(policy: OffloadPolicy, num_moments: int, keep: int | None) -> O
     """Returns a policy that makes room for these moments and keeps at least `keep` durable steps in
     the store's files."""
     return dataclasses.replace(policy, num_moments=num_moments, keep=max(policy.keep, keep or 1))
-
-
-def owner_of(model: nn.Module) -> Shards | None:
-    """The Shards of a sharded model, else None."""
-    owners = (registry.owner_of(param) for param in model.parameters())
-    return next((owner for owner in owners if isinstance(owner, Shards)), None)
 
 
 def set_called_together(model: nn.Module, is_so: bool) -> None:

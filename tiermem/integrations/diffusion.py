@@ -23,7 +23,7 @@ from torch import nn
 
 from tiermem.plans.activations import PredictedActivations, activations_of
 from tiermem.units.unit import is_stage
-from tiermem.weights_io import read_header
+from tiermem.weights_io import read_header, saved_buffers
 
 PIPELINE_FILE = "model_index.json"
 _TRAINED = ("transformer", "unet")
@@ -86,13 +86,13 @@ def build_component(config: Mapping[str, Any], dtype: torch.dtype) -> Any:
             f"the files of this {kind.__name__} are quantised: give a model in bf16, fp16 or fp32; "
             "OffloadPolicy(frozen_quant_type=...) keeps its frozen weights small"
         )
-    with _default_dtype(dtype):
+    with contextlib.ExitStack() as undoing:
+        undoing.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(dtype)
         model = kind.from_config(dict(config))
-    for module in model.modules():
-        for name in module._buffers.keys() - module._non_persistent_buffers_set:
-            buffer = module._buffers[name]
-            if buffer is not None and buffer.is_floating_point():
-                module._buffers[name] = buffer.to(dtype)
+    for _, buffer in saved_buffers(model):
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.to(dtype)
     return model
 
 
@@ -171,14 +171,3 @@ def open_single_file(
         )
     found: nn.Module = model_class.from_single_file(str(file), torch_dtype=dtype, **kwargs)
     return found
-
-
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """A block in which new floating-point tensors have a dtype."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

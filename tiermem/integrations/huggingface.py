@@ -59,7 +59,6 @@ from tiermem.integrations.arguments import config_beside, hidden_size_of
 from tiermem.integrations.choice import (
     AUTO,
     Asked,
-    owner_of,
     set_called_together,
     with_moments,
 )
@@ -70,7 +69,7 @@ from tiermem.policy import OffloadPolicy
 from tiermem.precision import DTYPES
 from tiermem.run.layerwise import LayerwisePasses
 from tiermem.run.move_to_home import check_values
-from tiermem.run.shards import Shards
+from tiermem.run.shards import Shards, owner_of
 from tiermem.schedule import build_scheduler
 from tiermem.swap.disk.queue import Meter
 from tiermem.swap.memory.accelerator import generators, set_generators
@@ -318,8 +317,7 @@ class TiermemMixin(_Base):  # type: ignore[misc]
             self._is_owner = True
             set_called_together(self.model, found.topology.world > 1)
             if policy.accumulation == "layers" and is_trained:
-                served = found.units, found.hooks, found.homes, found.device
-                self._passes = LayerwisePasses(self.model, *served, self._call_forward)
+                self._passes = LayerwisePasses(found, self._call_forward)
         self._shards = found
 
     def _policy(self, num_moments: int) -> OffloadPolicy:

@@ -33,11 +33,11 @@ from torch import nn
 from tiermem.checkpoint.opening.loading import load
 from tiermem.checkpoint.saving.saver import save, wait
 from tiermem.engine.choice import take_over
-from tiermem.integrations.choice import owner_of, set_called_together, shard_as_asked
+from tiermem.integrations.choice import set_called_together, shard_as_asked
 from tiermem.optim.base import NativeOptimizer
 from tiermem.policy import OffloadPolicy
 from tiermem.run.init import Init
-from tiermem.run.shards import Shards
+from tiermem.run.shards import Shards, owner_of
 
 TAG = "tiermem"
 OWN_FILE = "lightning.ckpt"

@@ -33,8 +33,10 @@ from tiermem.weights_io import (
     WeightEntry,
     find_files,
     load_safetensors,
+    names_of,
     put_value,
     read_header,
+    tensors_of,
 )
 
 
@@ -178,9 +180,7 @@ def load_pretrained_weights(
     """
     files = find_files(path)
     stored = {each.name: (file, each) for file in files for each in read_header(file)}
-    targets = dict(model.named_parameters(remove_duplicate=False)) | dict(
-        model.named_buffers(remove_duplicate=False)
-    )
+    targets = tensors_of(model)
     if quantizer is None and (stored.keys() <= targets.keys() or not _has_conversions(model)):
         load_safetensors(model, path, strict=not may_lack)
         return _lacking(model, stored.keys())
@@ -253,24 +253,16 @@ def _on_meta(model: nn.Module) -> nn.Module:
     """The same kind of model without values; each tensor has the dtype of the model's."""
     with torch.device("meta"):
         receiver = type(model)(model.config)
-    for name, param in model.named_parameters(remove_duplicate=False):
-        receiver.get_parameter(name).data = torch.empty(
-            param.shape, dtype=param.dtype, device="meta"
-        )
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        receiver.get_buffer(name).data = torch.empty(
-            buffer.shape, dtype=buffer.dtype, device="meta"
-        )
+    shown = tensors_of(receiver)
+    for name, each in tensors_of(model).items():
+        shown[name].data = torch.empty(each.shape, dtype=each.dtype, device="meta")
     return receiver
 
 
 def _lacking(model: nn.Module, found: Iterable[str]) -> set[str]:
     """The first names of the parameters that none of these names means."""
     names = set(found)
-    tied = dict[int, list[str]]()
-    for name, param in model.named_parameters(remove_duplicate=False):
-        tied.setdefault(id(param), []).append(name)
-    return {each[0] for each in tied.values() if not names.intersection(each)}
+    return {each[0] for each in names_of(model).values() if not names.intersection(each)}
 
 
 @contextlib.contextmanager

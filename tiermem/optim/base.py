@@ -71,14 +71,6 @@ class Sealed:
     entry: Mapping[str, Any]
 
 
-def seal(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The same dict, with each entry wrapped in Sealed."""
-    return {
-        **state_dict,
-        "state": {number: Sealed(entry) for number, entry in state_dict["state"].items()},
-    }
-
-
 # ---- the optimizer -------------------------------------------------------------------------------
 
 _VALUES = "safe_get_full_fp32_param and the like of tiermem.utils give a parameter's values"
@@ -396,8 +388,9 @@ class NativeOptimizer(OptimizerFace):
         state_dict["state"] = found
 
     def _seal(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Raises ValueError, before torch changes anything, for an entry that cannot be
-        restored. Torch compares the sizes of groups itself."""
+        """The same dict, with each entry wrapped in Sealed. Raises ValueError, before torch changes
+        anything, for an entry that cannot be restored. Torch compares the sizes of groups
+        itself."""
         names = {param: name for name, param in self.named()}
         for saved, own in zip(state_dict["param_groups"], self.param_groups, strict=False):
             group = {**self.defaults, **saved}
@@ -405,7 +398,8 @@ class NativeOptimizer(OptimizerFace):
                 if given := state_dict["state"].get(number):
                     rule = self.rule_of(group, param)
                     ordinary.check_entry(given, rule, param, names[param])
-        return seal(state_dict)
+        sealed = {number: Sealed(entry) for number, entry in state_dict["state"].items()}
+        return {**state_dict, "state": sealed}
 
     def _open(self, _: torch.optim.Optimizer) -> None:
         self._restore()

@@ -209,7 +209,7 @@ class RestingStates(RestingTiles[StateTile]):
             self._program.run(tiles, work, self._policy.pipeline_read, self._policy.pipeline_write)
             work.end()
             for tile in tiles:
-                tile.mark_started()
+                tile.is_started = True
             self._marks.update((shard, mark_of(local_of(shard.param))) for shard in steps)
 
     @contextlib.contextmanager
@@ -410,6 +410,7 @@ class _Values(NamedTuple):
     grad: torch.Tensor | None  # None: they are not stepped
 
 
+@dataclasses.dataclass(eq=False)
 class _Pass(TileWork[StateTile]):
     """One pass over tiles, which swap/program/program.py runs. A buffer holds [ states, if they rest on NVMe | weights |
     gradients ], the last two of parameters on an accelerator.
@@ -424,21 +425,13 @@ class _Pass(TileWork[StateTile]):
             weights before the step.
     """
 
-    def __init__(
-        self,
-        store: TensorStore,
-        steps: Mapping[Shard, AnyStep | None],
-        act: Stepping,
-        names: MomentsOf,
-        written: Collection[Shard],
-    ) -> None:
-        self._store = store
-        self._steps = steps
-        self._act = act
-        self._names = names
-        self._written = written
-        # flat weight and gradient
-        self._straight: dict[Shard, _Values] = {}
+    _store: TensorStore
+    _steps: Mapping[Shard, AnyStep | None]
+    _act: Stepping
+    _names: MomentsOf
+    _written: Collection[Shard]
+    _straight: dict[Shard, _Values] = dataclasses.field(default_factory=dict, init=False)
+    """The flat weight and gradient of each."""
 
     def name(self, tile: StateTile) -> str:
         """The entry of its states."""

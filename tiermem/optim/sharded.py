@@ -61,7 +61,11 @@ class ShardedModel:
             shards.policy.wanted_overlap(shards.plan.states, is_accelerator(shards.device))
             == "backward"
         ):
-            self._tentative = TentativeStep(shards, self.tiles, self._attempted_step)
+            self._tentative = TentativeStep(
+                shards,
+                self.tiles,
+                lambda shard, *rest: _step_of(shard, find_rule(shard.param), *rest),
+            )
             shards.homes.call_on_arrival(self._tentative.receive)
         begin = self.tiles.begin if self._tentative is None else self._tentative.begin_backward
         shards.attach_states(
@@ -190,13 +194,6 @@ class ShardedModel:
             return _step_of(shard, found, factor, shard.num_steps, made)
 
         return next_step
-
-    def _attempted_step(
-        self, shard: Shard, factor: float, num_steps: int, made: dict[Hashable, AnyStep]
-    ) -> AnyStep | None:
-        """The step of a parameter that has a gradient, of that number; before its step. made:
-        earlier ones."""
-        return _step_of(shard, self._find_rule(shard.param), factor, num_steps, made)
 
     def _regather(self, trainable: list[LiveUnit]) -> None:
         for live in trainable:

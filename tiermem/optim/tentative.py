@@ -141,7 +141,7 @@ class TentativeStep:
         if any(shard in self._assumed for shard in unit.shards):
             self._has_changed = True
             self._is_attempted = False
-        factor = self._factor
+        factor = 1.0 / self._scale / self._shards.homes.divisor  # if nothing is clipped
         for shard in unit.shards:
             number = shard.num_steps + 1
             self._steps[shard] = step = self._step(shard, factor, number, shard.gradient.takes_more)
@@ -189,11 +189,6 @@ class TentativeStep:
         if not shards.steps.has_slot and self._slot_of is not shards.plan:
             self._slot_of, shards.steps.has_slot = shards.plan, take_slot(shards.plan, shards.store)
         return shards.steps.has_slot
-
-    @property
-    def _factor(self) -> float:
-        """The factor of a step that does not clip."""
-        return 1.0 / self._scale / self._shards.homes.divisor
 
     def _attempt(self) -> None:
         """Steps the units whose gradients are at home."""

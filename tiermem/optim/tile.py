@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from tiermem.plans.plan import Plan
-from tiermem.policy import OffloadPolicy, Tier
+from tiermem.policy import Tier
 from tiermem.swap.base.parts import Q8_BLOCK, num_scales
 from tiermem.swap.base.ranges import (
     ALIGNMENT,
@@ -39,7 +39,6 @@ from tiermem.units.state_layout import (
     StatePart,
     StateRange,
     moved_at_once,
-    planned_layout,
 )
 from tiermem.units.unit import UNIT_ALIGN, Shard, ShardRange, Unit, ranges_in
 from tiermem.weights.unit_state import LiveUnit
@@ -62,10 +61,6 @@ class StateTile:
     home: Tier
     ranges: Sequence[ShardRange]  # without padding, in their order
     is_started: bool = False  # whether its states have been written
-
-    def mark_started(self) -> None:
-        """Notes that its states have been written."""
-        self.is_started = True
 
     @property
     def dtype(self) -> torch.dtype:
@@ -244,33 +239,6 @@ def _within(
     rest = [0 if stay else size for size, stay in zip(sizes, stays, strict=True)]
     more = choose(rest, left)
     return [stay or chosen for stay, chosen in zip(stays, more, strict=True)]
-
-
-class LinkBytes(NamedTuple):
-    """Bytes of one tile that cross the link to an accelerator, each way."""
-
-    down: int
-    up: int
-
-
-def sent_bytes(unit: Unit, numel: int, plan: Plan, policy: OffloadPolicy) -> LinkBytes:
-    """What a tile of so many elements moves over the link in a step, after its first, if it is
-    stepped where it does not rest.
-
-    States go both ways; weights too, unless they rest there, and down only if the step reads them
-    or they rest in memory; gradients go down, unless they rest there.
-    """
-    layout = planned_layout(unit, policy)
-    home = plan.unit_homes.get(unit.index)
-    states = layout.total_bytes(numel)
-    weights = numel * unit.dtype.itemsize
-    rests_there = home is Tier.DEVICE and not unit.is_resident
-    is_read = layout.reads_weight or home is not Tier.NVME or unit.is_resident
-    grads = (
-        0 if plan.grads is Tier.DEVICE else numel * policy.precision.grad_dtype(unit.dtype).itemsize
-    )
-    up = states + (0 if rests_there else weights)
-    return LinkBytes(up - (0 if is_read or rests_there else weights) + grads, up)
 
 
 def _ranges(total: int, step: int, whole: Sequence[Shard]) -> Iterator[tuple[int, int]]:

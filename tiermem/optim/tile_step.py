@@ -8,14 +8,13 @@ It reads, depending on what was written before and what the work needs (units/st
     parameters         if they are the master or its upper half, or if the master is made from them
     gradients          for a step, if they rest on NVMe; they are final only at the end of backward
 
-It writes back the states and the tile's slice of the parameters. It computes on the CPU, except for
-two kinds of steps on an accelerator: of states that rest there, and of tiles that are sent there
-whole. What rests elsewhere comes to buffers there, and goes back (tile_stream.py). The CPU steps
-other tiles meanwhile; `finish` waits for copies back to host memory. A thread of the program waits
-for what is copied to a tile's buffer, before the buffer is written or used again. Gradients and
-weights that rest on an accelerator come to the pinned buffer of a tile that the CPU steps, on a
-stream of their own; a thread of the program steps a tile whose weights do, and they go back from
-there.
+It writes back the states and the tile's slice of the parameters. An accelerator steps tiles whose
+states rest on it, and tiles that are sent to it. Weights and gradients that rest elsewhere are
+copied to its buffers first, and so are the states of a sent tile (tile_stream.py). The CPU steps
+all other tiles meanwhile. If the gradients or weights of such a tile rest on the accelerator, they
+are copied to the tile's pinned buffer first, on a stream of their own: a thread of the program
+makes these copies, steps a tile whose weights they are, and copies the new weights back. `finish`
+waits for copies to host memory.
 
 With a second copy (`SecondCopy`) a step reads the weights and the states that rest in memory, and
 writes the copy.
@@ -131,8 +130,9 @@ class TilePass:
         """Does the work on a tile, in its buffer or where it rests. Blocks, but not for an
         accelerator.
 
-        Returns what waits for the end of an accelerator's work on the buffer, before the buffer is
-        used; None: the buffer is ready, or there is none.
+        Returns what a thread of the program still has to do before the buffer is written or used
+        again: wait for an accelerator, or, if the weights rest on one, the whole step. None:
+        nothing.
         """
         way = self._way(tile)
         if way is Way.CPU_FETCHES_WEIGHTS:
@@ -169,7 +169,7 @@ class TilePass:
         if Way.DEVICE_STREAMS in self._streams and self._grads is None:
             copied.synchronize()
         else:
-            self._shards.steps.note_copied(copied)
+            self._shards.steps.copied = copied
 
     def name(self, tile: Tile) -> str:
         """Its name in events and errors."""
@@ -263,8 +263,8 @@ class TilePass:
         return ways, live.entry, weights, grads, kinds
 
     def is_shown(self, tile: Tile) -> bool:
-        """Whether parameters, which the next forward reads while the step is under way, are the
-        last of them."""
+        """Whether the last of `writes` are weights, which the next forward may read while the step
+        is under way: those that rest on NVMe."""
         return tile.weights is Tier.NVME
 
     def steps(self, tile: Tile, slot: Slot | None) -> list[NativeStep] | None:

@@ -390,7 +390,7 @@ class StateTiles(RestingTiles[Tile]):
         finally:
             work.finish()
         for tile in tiles:
-            tile.mark_started()
+            tile.is_started = True
         for live in {tile.live for tile in tiles}:
             initial = initial_master(live.unit)
             if initial in self._store and all(tile.is_started for tile in self._of_unit[live]):

@@ -90,7 +90,7 @@ def make_plan(
             absent, is_in_place=True
         )
     if is_gpu:
-        context_bytes = max(map(int, exchange(topology, str(context_bytes))))
+        context_bytes = max(exchange(topology, context_bytes))
     maker = _Maker(division, policy, topology, is_gpu, homes, ranks_on_node, context_bytes)
     plan = maker.make(set())
     if keeps_units and plan is not None and is_gpu and policy.device_bytes is not None:
@@ -228,7 +228,7 @@ def _missing(plan: Plan, store: TensorStore, topology: Topology) -> str:
             taken.enter_context(store.reserve_disk(_due(store, plan.disk_bytes)))
         except OSError as found:
             error = str(found)
-        return next((each for each in exchange(topology, error) if each), "")
+        return next(filter(None, exchange(topology, error)), "")
 
 
 def check_card(plan: Plan, policy: OffloadPolicy, device: torch.device) -> None:

@@ -4,12 +4,13 @@ each other directly."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,6 +19,8 @@ import torch.distributed as dist
 from tiermem.ranks.failures import OtherGroups, RankLost, meet
 from tiermem.ranks.topology import Topology
 from tiermem.swap.memory.accelerator import to_device
+
+T = TypeVar("T")
 
 # ---- messages between CPU ranks ------------------------------------------------------------------
 #
@@ -298,6 +301,7 @@ def _nothing() -> None:
     """Follows collectives that need no further work."""
 
 
+@dataclasses.dataclass(eq=False)
 class Then(Pending):
     """Several collectives under way, and the work that follows them in the first wait.
 
@@ -305,15 +309,9 @@ class Then(Pending):
     release: called last, also after an error; perhaps more than once.
     """
 
-    def __init__(
-        self,
-        pending: Sequence[Pending],
-        on_end: Callable[[], None] = _nothing,
-        release: Callable[[], None] = _nothing,
-    ) -> None:
-        self._pending = pending
-        self._on_end = on_end
-        self._release = release
+    _pending: Sequence[Pending]
+    _on_end: Callable[[], None] = _nothing
+    _release: Callable[[], None] = _nothing
 
     def wait(self) -> None:
         """Blocks until all have ended (on a GPU: orders the current stream after them). Raises
@@ -433,8 +431,8 @@ def exchange_digests(topology: Topology, digest: bytes) -> list[bytes]:
     return [bytes(row) for row in whole.view(topology.world, -1).tolist()]
 
 
-def exchange(topology: Topology, value: str) -> list[str]:
-    """Every rank's string, in the order of ranks. Blocks. Raises RankLost."""
+def exchange(topology: Topology, value: T) -> list[T]:
+    """Every rank's value, which pickle takes, in the order of ranks. Blocks. Raises RankLost."""
     values: list[Any] = [None] * topology.world
     if topology.group is None:
         return [value]
@@ -443,11 +441,12 @@ def exchange(topology: Topology, value: str) -> list[str]:
         dist.all_gather_object(values, value, group=topology.group)
         yield []
 
-    topology.traffic.add("all_gather_object", _COMPARING, len(value))
+    topology.traffic.add("all_gather_object", _COMPARING, len(repr(value)))
     Pending(topology, _COMPARING, gathered(), []).wait()
     return values
 
 
+@dataclasses.dataclass(eq=False)
 class explaining:  # noqa: N801 (named as a function, which it stands for)
     """Makes an error of a collective say where ranks differ, or which rank is gone. Finding that
     takes a few seconds.
@@ -456,9 +455,8 @@ class explaining:  # noqa: N801 (named as a function, which it stands for)
     RankLost.
     """
 
-    def __init__(self, topology: Topology, what: str) -> None:
-        self._topology = topology
-        self._what = what
+    _topology: Topology
+    _what: str
 
     def __enter__(self) -> None:
         if self._topology.watch is not None:

@@ -360,21 +360,16 @@ class Watch:
         lost = {rank for rank, place in list(self._known.items()) if _has_died(*place)}
         if self._beat is not None:
             self._beat.tell_dead(lost)
-            lost |= self._beat.dead | self._silent()
+            lost |= self._beat.dead | self._silent(self._beat)
         for rank in self._others:
             lost.update(self._board.read(f"rank/{rank}/lost") or ())
         if not lost and self._me != 0 and self._board.is_gone and self._board.is_kept_by_rank_0:
             return {0}
         return lost
 
-    def _silent(self) -> set[int]:
+    def _silent(self, beat: Heartbeat) -> set[int]:
         """Ranks that were heard, and have not been for so long that they are gone."""
-        beat = self._beat
-        return (
-            set()
-            if beat is None
-            else {rank for rank in self._others if beat.silence_s(rank) > self._most_silent_s}
-        )
+        return {rank for rank in self._others if beat.silence_s(rank) > self._most_silent_s}
 
     def _absent(self) -> set[int]:
         """Ranks that never posted their host and process: they stopped before, or run another
@@ -465,7 +460,7 @@ class Watch:
         if self._beat is not None:
             dead -= self._beat.ended
             self._beat.tell_dead(dead)
-            dead |= (self._beat.dead & set(self._others)) | self._silent()
+            dead |= (self._beat.dead & set(self._others)) | self._silent(self._beat)
         return bool(dead)
 
     def _meet_beats(self) -> None:

@@ -429,7 +429,7 @@ def _in_order_of_parts(topology: Topology, parts: Sequence[int]) -> list[int]:
     """The topology's ranks, sorted by the parts that they keep."""
     assert topology.group is not None
     ranks = dist.get_process_group_ranks(topology.group)
-    return [ranks[index] for index in sorted(range(len(ranks)), key=lambda index: parts[index])]
+    return [rank for _, rank in sorted(zip(parts, ranks, strict=True))]
 
 
 def _group_of(

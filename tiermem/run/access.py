@@ -14,7 +14,7 @@ from torch import nn
 from tiermem.ranks.collectives import exchange, share, total
 from tiermem.ranks.topology import Topology, ranks_per_node
 from tiermem.run.init_params import ParametersInInit
-from tiermem.run.shards import Shards, loading
+from tiermem.run.shards import Shards, loading, owner_of
 from tiermem.swap.memory.accelerator import free_and_total, is_accelerator
 from tiermem.units import registry
 from tiermem.weights.unit_state import LiveUnit
@@ -285,8 +285,7 @@ def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
     RuntimeError inside the block when weights are stepped or replaced, OSError when a read fails.
     After the block, also after an error, units are streamed.
     """
-    owners = (registry.owner_of(param) for param in model.parameters())
-    shards = next((owner for owner in owners if isinstance(owner, Shards)), None)
+    shards = owner_of(model)
     units = [] if shards is None else shards.units
     streamed = [live for live in units if live.is_streamed and live.unit.takes_buffer]
     if shards is None or not streamed or not _has_room(shards, streamed):

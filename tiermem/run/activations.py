@@ -30,7 +30,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -106,25 +106,6 @@ class _Passing:
         # dropped with its graph: nothing waits for the copies
         if self.ended is not None and self.stream is not None:
             self.tensor.record_stream(self.stream)
-
-
-class _Room(Protocol):
-    """Where inputs rest. `give_back` may be called in any thread, and by the garbage collector."""
-
-    def take(self, num_bytes: int) -> Any:
-        """A home for so many bytes. Raises BudgetError or OSError (ENOSPC)."""
-
-    def give_back(self, home: Any) -> None:
-        """Frees a home. Transfers of it may be under way."""
-
-    def send(self, passing: _Passing, home: Any) -> None:
-        """Starts to copy a tensor to its home."""
-
-    def bring(self, passing: _Passing, home: Any) -> None:
-        """Starts to copy the bytes of a home into a tensor."""
-
-    def close(self) -> None:
-        """Ends transfers. Blocks."""
 
 
 class _HostRoom:
@@ -350,6 +331,10 @@ class _DiskRoom:
             write.wait()
 
 
+_Room = _HostRoom | _DiskRoom
+"""Where inputs rest. `give_back` may be called in any thread, and by the garbage collector."""
+
+
 # ---- inputs --------------------------------------------------------------------------------------
 
 
@@ -449,11 +434,8 @@ class _Input:
         return self._passing
 
 
-class Kept(Protocol):
-    """A tensor that is needed again."""
-
-    def take(self) -> torch.Tensor:
-        """The tensor. Blocks for its bytes; raises OSError."""
+Kept = Saved | _Input
+"""A tensor that is needed again."""
 
 
 def _moving(kept: Kept | None) -> _Input | None:

@@ -21,6 +21,7 @@ block before a later one gets it, or takes a gradient of it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -213,7 +214,7 @@ class _ChainWatch:
         handles = []
         for container in self._containers:
             for place, block in container.named_children():
-                before = self._begin(container, place)
+                before = functools.partial(self._begin, container, place)
                 handles.append(block.register_forward_pre_hook(before, with_kwargs=True))
                 handles.append(block.register_forward_hook(self._end, with_kwargs=True))
         try:
@@ -278,15 +279,14 @@ class _ChainWatch:
         block = _block_of(call)
         return Link(names[block], call.container, call.place, block, leaves, spec, like)
 
-    def _begin(self, container: nn.Module, place: str) -> Callable[[nn.Module, Any, Any], None]:
-        def begin(block: nn.Module, args: Any, kwargs: Any) -> None:
-            given = tensors_by_parameter(block, args, kwargs)
-            shapes = {name: each.shape for name, each in given.items()}
-            out = {id(leaf): i for i, leaf in enumerate(self._last)}
-            same = {out[id(each)]: name for name, each in given.items() if id(each) in out}
-            self._calls.append(_ChainCall(container, place, shapes, same))
-
-        return begin
+    def _begin(
+        self, container: nn.Module, place: str, block: nn.Module, args: Any, kwargs: Any
+    ) -> None:
+        given = tensors_by_parameter(block, args, kwargs)
+        shapes = {name: each.shape for name, each in given.items()}
+        out = {id(leaf): i for i, leaf in enumerate(self._last)}
+        same = {out[id(each)]: name for name, each in given.items() if id(each) in out}
+        self._calls.append(_ChainCall(container, place, shapes, same))
 
     def _end(self, block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._last, spec = tree_flatten(output)
@@ -420,25 +420,23 @@ class Walk:
         link = self._chain.links[number]
         device = next(each.device for each in given.values())
         found = {}
+
+        def refuse(_: torch.Tensor) -> None:
+            raise no_chain(
+                f"the loss depends on the output of {link.name} in another way than through the "
+                "next block"
+            )
+
         for i in link.tensors:
             like = given.get(link.like.get(i, ""))
             leaf = link.leaves[i]._replace(**({"shape": like.shape} if like is not None else {}))
-            found[i] = _nan(leaf, device, self._refuse(link))
+            found[i] = _nan(leaf, device, refuse)
             self._seen[id(found[i])] = found[i]
             self._sources[id(found[i])] = number, i
             source = self._sources.get(id(like))
             if like is not None and (source in self.shapes or source is None or source[0] == HEAD):
                 self.shapes[number, i] = like.shape
         return found
-
-    def _refuse(self, link: Link) -> Callable[[torch.Tensor], None]:
-        def refuse(grad: torch.Tensor) -> None:
-            raise no_chain(
-                f"the loss depends on the output of {link.name} in another way than through the "
-                "next block"
-            )
-
-        return refuse
 
 
 class _Unknown(torch.Tensor):

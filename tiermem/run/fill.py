@@ -30,6 +30,12 @@ MARGIN = 0.08
 """Of an accelerator's memory: gaps between blocks of torch's allocator, workspaces of libraries."""
 
 
+def most_bytes(device: torch.device) -> int:
+    """What this process may have of an accelerator."""
+    free, total = free_and_total(device)
+    return free + usage(device).allocated_bytes - int(MARGIN * total)
+
+
 class Inputs:
     """Sees the inputs of a model: how many with gradients since the last step, and whether one is
     larger than any before; one with gradients, than any with gradients.
@@ -106,11 +112,8 @@ class Fill:
         if not num_calls:
             self.allow(self._least)
             return
-        free, total = free_and_total(self._device)
-        now = usage(self._device)
-        most = free + now.allocated_bytes - int(MARGIN * total)
-        more = (most - now.peak_allocated_bytes) // self._unit_bytes
-        self.allow(min(max(self._least, self.num + more), self._most))
+        left = most_bytes(self._device) - usage(self._device).peak_allocated_bytes
+        self.allow(min(max(self._least, self.num + left // self._unit_bytes), self._most))
 
     def close(self) -> None:
         """Sees no more inputs."""

@@ -48,7 +48,7 @@ import time
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -249,7 +249,8 @@ class Hooks(Uncopied):
         is_in_backward = self._ending is not None and self._ending() is not None
         if self._is_joined and is_in_backward:
             return False
-        if is_in_backward and self.is_foreign and _is_alive(self.thread):
+        is_alive = any(each.ident == self.thread for each in threading.enumerate())
+        if is_in_backward and self.is_foreign and is_alive:
             raise _in_another_thread("backward")
         own = _Call.of_now()
         found = self._call.setdefault("outermost", own)
@@ -272,13 +273,17 @@ class Hooks(Uncopied):
 
         Does nothing inside a forward or a backward, nor if all is well.
         """
-        if marks.in_backward() or not (self._frames or self.prefetcher.is_torn) or self.may_lend:
+        if (
+            marks.in_backward()
+            or not (self._frames or self.prefetcher.is_changing)
+            or self.may_lend
+        ):
             return
         self._drop_frames()
         self._recover_units()
 
     def _recover_units(self) -> None:
-        if self.prefetcher.is_torn:
+        if self.prefetcher.is_changing:
             self._homes.check_alone()
             self._steps.finish_tiles()  # it may write to a buffer of a unit
             self.prefetcher.recover(functools.partial(reset_all, self._units))
@@ -333,7 +338,7 @@ class Hooks(Uncopied):
                 self._returned.append(live)
         if frame.use is not None and not frame.use.units:
             marks.mark(made, self, Hooks.watch_backward)
-        if module is self._root and not torch.is_grad_enabled() and not self.prefetcher.is_torn:
+        if module is self._root and not torch.is_grad_enabled() and not self.prefetcher.is_changing:
             # of an evaluation: weights do not change before the next pass
             self._expect_rows(True)  # a token may follow a prompt
             self.prefetcher.end_pass()
@@ -398,9 +403,7 @@ class Hooks(Uncopied):
     def lend(self, params: Sequence[nn.Parameter], func: Any, args: Any, kwargs: Any) -> Any:
         """Calls a torch function with resting parameters gathered (access.py). Collective;
         blocks."""
-        needed = list(
-            {self._by_param[id(p)].unit.index: self._by_param[id(p)] for p in params}.values()
-        )
+        needed = list(dict.fromkeys(self._by_param[id(p)] for p in params))
         for live in needed:
             self.acquire_whole(live)
         frame = self.enter(needed, args, kwargs)
@@ -620,7 +623,7 @@ class Hooks(Uncopied):
         self._store.check_process()
         if self._ending is not None and self._ending() is not None:
             return
-        if self._ending is not None or self._homes.is_torn:
+        if self._ending is not None or self._homes.is_changing:
             self.abandon_backward()  # the earlier backward ended in an exception
         if not self._frames:
             self._recover_units()
@@ -654,7 +657,7 @@ class Hooks(Uncopied):
     def abandon_backward(self) -> None:
         """After a backward that ended in an exception: releases its units and drops its
         gradients."""
-        if self._ending is not None or self._homes.is_torn:
+        if self._ending is not None or self._homes.is_changing:
             self._homes.abandon()
         while self._held:
             self._let_go(next(reversed(self._held)))
@@ -662,12 +665,11 @@ class Hooks(Uncopied):
         self._ending = None
 
 
-class _Call:
+class _Call(NamedTuple):
     """An outermost forward: its thread, and torch's Python frame of it."""
 
-    def __init__(self, thread: int, frame: types.FrameType | None) -> None:
-        self.thread = thread
-        self._frame = frame
+    thread: int
+    frame: types.FrameType | None
 
     @classmethod
     def of_now(cls) -> _Call:
@@ -682,16 +684,12 @@ class _Call:
         """Whether the call has not ended. An exception may have ended it without a hook."""
         is_here = self.thread == threading.get_ident()
         frame = sys._getframe(1) if is_here else sys._current_frames().get(self.thread)
-        while frame is not None and frame is not self._frame:
+        while frame is not None and frame is not self.frame:
             frame = frame.f_back
         return frame is not None
 
 
 _OF_MODULES = nn.Module.__call__.__code__.co_filename
-
-
-def _is_alive(thread: int) -> bool:
-    return any(each.ident == thread for each in threading.enumerate())
 
 
 def _in_another_thread(phase: str) -> RuntimeError:

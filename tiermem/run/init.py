@@ -241,7 +241,7 @@ class Init:
         Collective."""
         if type(self).get_partition_rank is Init.get_partition_rank or topology.group is None:
             return None
-        numbers = [int(each) for each in exchange(topology, str(self.get_partition_rank()))]
+        numbers = [int(each) for each in exchange(topology, self.get_partition_rank())]
         if sorted(numbers) != list(range(topology.num_shards)):
             raise ValueError(
                 f"get_partition_rank gave {numbers}, in the order of ranks; together they must be "

@@ -279,7 +279,7 @@ class ParametersInInit:
     def _places(self) -> list[int]:
         """The part that each rank keeps, in the order of ranks. Collective the first time;
         blocks."""
-        return [int(place) for place in exchange(self.topology, str(self.topology.shard_rank))]
+        return exchange(self.topology, self.topology.shard_rank)
 
     def finish(self, dtype: torch.dtype | None, modules: Iterable[nn.Module]) -> None:
         """Ends building: all parameters sleep and show the dtype that they will have.
@@ -463,18 +463,18 @@ def _mapped(values: torch.Tensor) -> torch.Tensor:
     return torch.frombuffer(held, dtype=values.dtype).copy_(values)  # keeps the mapping
 
 
+@dataclasses.dataclass(eq=False)
 class _Kept:
     """One parameter: its dtype and shape as built, and this rank's part (in memory, or in the
     store)."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.dtype: torch.dtype | None = None
-        self.shape = torch.Size()
-        self.num_values = 0
-        self.part: torch.Tensor | None = None
-        self.is_filled = False
-        self.is_gone = False
+    name: str
+    dtype: torch.dtype | None = None
+    shape: torch.Size = dataclasses.field(default_factory=torch.Size)
+    num_values: int = 0
+    part: torch.Tensor | None = None
+    is_filled: bool = False
+    is_gone: bool = False
 
     @property
     def whole_bytes(self) -> int:

@@ -43,7 +43,6 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from tiermem.gradients.gradients import GradientHomes
 from tiermem.run.activations import Kept, Saved
 from tiermem.run.chain import (
     HEAD,
@@ -55,7 +54,7 @@ from tiermem.run.chain import (
     find_chain,
     no_chain,
 )
-from tiermem.run.hooks import Hooks
+from tiermem.run.shards import Shards
 from tiermem.swap.base.grad_mode import call_with_grad
 from tiermem.swap.memory.accelerator import is_accelerator, rng_state, set_rng_state
 from tiermem.weights.backward_marks import tensors_in
@@ -185,26 +184,16 @@ class LayerwisePasses:
             means = passes.backward(lambda loss: loss.backward())
 
     Args:
-        units: all units of the model.
-        hooks: of the model; with its prefetcher and, where kept inputs move, its activations.
-        device: where the maths runs.
+        shards: the model.
         call: calls a function as forwards are called, such as under autocast.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        units: Sequence[LiveUnit],
-        hooks: Hooks,
-        homes: GradientHomes,
-        device: torch.device,
-        call: Callable[..., Any],
-    ) -> None:
-        self._model = model
-        self._units = units
-        self._hooks = hooks
-        self._homes = homes
-        self._device = device
+    def __init__(self, shards: Shards, call: Callable[..., Any]) -> None:
+        self._model = shards.model
+        self._units = shards.units
+        self._hooks = shards.hooks
+        self._homes = shards.homes
+        self._device = shards.device
         self._call = call
         self._chain: Chain | None = None
         self._micros: list[_MicroBatch] = []  # of the step under way
@@ -463,10 +452,8 @@ class LayerwisePasses:
     def _held(self, block: nn.Module) -> Iterator[None]:
         """Inside, a block's units stay present, if there are buffers for all of them."""
         needs = self._hooks.needs()
-        units = {
-            live.unit.index: live for module in block.modules() for live in needs.get(module, ())
-        }
-        held = [live for live in units.values() if live.is_streamed]
+        needed = (live for module in block.modules() for live in needs.get(module, ()))
+        held = [live for live in dict.fromkeys(needed) if live.is_streamed]
         if not self._hooks.prefetcher.has_room_for(held):
             held = []
         taken: list[LiveUnit] = []

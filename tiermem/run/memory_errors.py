@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,7 @@ logger = logging.getLogger("tiermem")
 _SAYS = "has no memory left in"
 
 
+@dataclasses.dataclass(eq=False)
 class MemoryErrors:
     """Those of a sharded model.
 
@@ -39,16 +41,10 @@ class MemoryErrors:
         of_now: gives its policy and its plan.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        device: torch.device,
-        of_now: Callable[[], tuple[OffloadPolicy, Plan]],
-    ) -> None:
-        self._model = model
-        self._device = device
-        self._of_now = of_now
-        self._is_explained = False  # inside `explained`
+    _model: nn.Module
+    _device: torch.device
+    _of_now: Callable[[], tuple[OffloadPolicy, Plan]]
+    _is_explained: bool = dataclasses.field(default=False, init=False)  # inside `explained`
 
     @contextlib.contextmanager
     def explained(self, phase: str) -> Iterator[None]:

@@ -178,7 +178,7 @@ def _agreed(
         error = ""
     except ValueError as refused:
         error = str(refused)
-    said = next((each for each in exchange(topology, error) if each), None)
+    said = next(filter(None, exchange(topology, error)), None)
     if said is not None:
         raise ValueError(f"{refusal}: {said}. The model is as it was")
     return plan
@@ -198,7 +198,7 @@ def reserve_more(
         plan = take_disk(plan, policy, store, topology, is_slot_taken)
     except OSError as error:
         failed = error
-    said = next((each for each in exchange(topology, str(failed or "")) if each), None)
+    said = next(filter(None, exchange(topology, str(failed or ""))), None)
     if said is not None:
         raise failed or OSError(
             errno.ENOSPC, f"another rank has no space for the states of unfrozen parameters: {said}"

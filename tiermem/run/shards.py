@@ -23,7 +23,7 @@ import dataclasses
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
@@ -79,7 +79,7 @@ from tiermem.weights.backward_marks import check_thread, in_backward, made_by, t
 from tiermem.weights.prefetcher import Prefetcher, first_order, limits_of
 from tiermem.weights.step_run import StepRun, kept_overlap
 from tiermem.weights.unit_state import LiveUnit
-from tiermem.weights.values import StateDicts, Values, initial_master, kept
+from tiermem.weights.values import StateDicts, Values, initial_master
 
 logger = logging.getLogger("tiermem")
 
@@ -146,7 +146,7 @@ class Shards:
         device: torch.device | str | None,
         is_trained: bool = True,
     ) -> None:
-        if any(isinstance(registry.owner_of(p), Shards) for p in model.parameters()):
+        if owner_of(model) is not None:
             raise ValueError(
                 "this model is sharded already: close its shards before sharding it again"
             )
@@ -598,19 +598,19 @@ class Shards:
             self.hooks.borrow(live)
         else:
             value = self.weight(param).to(self.device)
-            self.prefetcher.is_torn = True
+            self.prefetcher.is_changing = True
             live.take_out(live.unit.shards.index(shard), value)
-            self.prefetcher.is_torn = False
+            self.prefetcher.is_changing = False
 
     def put_back(self, param: nn.Parameter) -> None:
         """Ends a `take_out`: the parameter shows its unit again. Changes are dropped, unless
         `replace` was called."""
         live, shard = self.find(param)
-        was_torn = self.prefetcher.is_torn
-        self.prefetcher.is_torn = True
+        was_changing = self.prefetcher.is_changing
+        self.prefetcher.is_changing = True
         live.forget(live.unit.shards.index(shard))
         live.put_back(live.unit.shards.index(shard))
-        self.prefetcher.is_torn = was_torn
+        self.prefetcher.is_changing = was_changing
 
     def end_gathers(self, units: Sequence[LiveUnit]) -> None:
         """Ends each `take_out` before weights change, since its copy would be an old one.
@@ -677,8 +677,7 @@ class Shards:
             (hooks.py).
         """
         self.states = states
-        if on_last_read is not None:
-            self.hooks.call_on_backward(on_last_read)
+        self.hooks.call_on_backward(on_last_read)
 
     def detach_states(self) -> None:
         """Undoes `attach_states`: the model has no optimizer, and no parameter has been stepped."""
@@ -858,7 +857,7 @@ class Shards:
             output = None
             try:
                 with torch.autograd.graph.saved_tensors_hooks(
-                    lambda t: kept(self, t, copied), lambda read: read()
+                    lambda t: _kept(self, t, copied), lambda read: read()
                 ):
                     output = make()
             finally:
@@ -1039,6 +1038,12 @@ class Shards:
         )
 
 
+def owner_of(model: nn.Module) -> Shards | None:
+    """The Shards of a sharded model, else None."""
+    owners = (registry.owner_of(param) for param in model.parameters())
+    return next((owner for owner in owners if isinstance(owner, Shards)), None)
+
+
 @contextlib.contextmanager
 def loading(params: Iterable[nn.Parameter]) -> Iterator[None]:
     """A block that replaces the values of parameters, one after the other. If it fails, or an
@@ -1055,6 +1060,33 @@ def loading(params: Iterable[nn.Parameter]) -> Iterator[None]:
             owner.check_may_change()
             marks.enter_context(owner.steps.loading(own))
         yield
+
+
+def _kept(
+    shards: Shards, saved: torch.Tensor, copied: Mapping[int, nn.Parameter]
+) -> Callable[[], torch.Tensor]:
+    """What a graph keeps of a tensor: a function that gives it; of a parameter's copy one that
+    reads the weight again.
+
+    copied: the parameter of each copy, by the copy's storage. The function raises RuntimeError
+        after a step of the parameter.
+    """
+    param = copied.get(saved.untyped_storage()._cdata) if saved.layout is torch.strided else None
+    if param is None or saved.is_conj() or saved.is_neg():
+        return lambda: saved
+    shape = (saved.shape, saved.stride(), saved.storage_offset())
+    dtype = saved.dtype
+    num_steps = shards.find(param)[1].num_steps
+
+    def read() -> torch.Tensor:
+        if shards.find(param)[1].num_steps != num_steps:
+            raise RuntimeError(
+                f"a graph that reads a parameter of shape {tuple(param.shape)} was made before the "
+                "optimizer stepped it: run backward before the step"
+            )
+        return shards.weight(param).to(shards.device).flatten().view(dtype).as_strided(*shape)
+
+    return read
 
 
 def _set_all(

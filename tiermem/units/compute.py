@@ -174,8 +174,8 @@ def agree_on_compute(
     if policy.compute_dtype == "storage":
         _warn_of_slow_products(model, policy, device)
     if policy.compute_dtype == "measured":
-        said = [each.partition(" ") for each in exchange(topology, f"{choice.dtype} {choice.why}")]
-        fp32 = next((why for dtype, _, why in said if dtype == "fp32"), None)
+        said = exchange(topology, (choice.dtype, choice.why))
+        fp32 = next((why for dtype, why in said if dtype == "fp32"), None)
         if fp32 is not None:
             choice = ComputeChoice("fp32", fp32, True)
         logger.info("%s", choice.why)

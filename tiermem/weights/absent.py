@@ -205,28 +205,6 @@ class Owner(Protocol):
         """Ends a `take_out`."""
 
 
-class Finishes(Protocol):
-    """An optimizer step that may be under way. StepRun is one."""
-
-    def finish(self) -> None:
-        """Blocks until its last write has ended. Raises its error."""
-
-
-@runtime_checkable
-class OwnerWithSteps(Protocol):
-    """Keeps the parameters of a sharded model. Shards is one."""
-
-    steps: Finishes
-
-
-@runtime_checkable
-class OwnerWithWrites(Protocol):
-    """Takes over what the user writes to parameters in memory. Shards is one."""
-
-    def note_data(self, param: nn.Parameter, data: torch.Tensor) -> None:
-        """Notes that the user has taken `data` of a parameter, and may write it."""
-
-
 @runtime_checkable
 class OwnerInInit(Owner, Protocol):
     """Keeps the parameters of a model that is not sharded yet, and takes more of them.
@@ -271,9 +249,9 @@ class RestingParameter(nn.Parameter):
     def ds_tensor(self) -> torch.Tensor:
         """This rank's part, as `describe` says. A step under way, which changes it, is finished
         first."""
-        owner = registry.owner_of(self)
-        if isinstance(owner, OwnerWithSteps):
-            owner.steps.finish()
+        steps = getattr(registry.owner_of(self), "steps", None)  # of a sharded model
+        if steps is not None:
+            steps.finish()
         if "ds_tensor" not in self.__dict__:
             raise AttributeError("ds_tensor: this parameter is not partitioned")
         part: torch.Tensor = self.__dict__["ds_tensor"]
@@ -334,10 +312,10 @@ class PresentParameter(nn.Parameter):
     @property
     def data(self) -> torch.Tensor:
         """The values, as a tensor without a graph."""
-        owner = registry.owner_of(self)
+        note_data = getattr(registry.owner_of(self), "note_data", None)  # of a sharded model
         values = cast(torch.Tensor, _DATA.__get__(self))
-        if isinstance(owner, OwnerWithWrites):
-            owner.note_data(self, values)
+        if note_data is not None:
+            note_data(self, values)
         return values
 
     @data.setter

@@ -348,17 +348,17 @@ class Prefetcher(Generic[T]):
     access to their memory.
 
     `acquire` makes a unit present and starts to fetch the units that the order expects next, as far
-    as buffers allow. A pass begins with `order.begin` and `acquire()`. With one shard it starts
-    reads into place. With several it starts the gathers of the next units, and reads of the units
-    after those. A released unit stays until its buffer is needed. Then the unit whose next use is
-    farthest ahead is evicted. Weights do not change in forward and backward, so an eviction writes
-    nothing.
+    as buffers allow. A pass begins with `order.begin` and `acquire()`. On one rank `acquire`
+    starts reads into the units' buffers. On several ranks it starts the gathers of the next units,
+    and the reads of the shards of the units after those. A released unit stays until its buffer is
+    needed. Then the unit whose next use is farthest ahead is evicted. Weights do not change in
+    forward and backward, so an eviction writes nothing.
 
     Gathers are collective. Their sequence, and the evictions for them, depend only on the order of
     uses, never on time, memory or the disk. A unit on NVMe is gathered ahead when it is the next
     one, whether its read has ended or not. Reads further ahead may differ between ranks.
 
-    Each change is marked while it lasts (`is_torn`). A mark that is left tells of an interrupt:
+    Each change is marked while it lasts (`is_changing`). A mark that is left tells of an interrupt:
     then nothing is fetched or released until `recover`, which the next pass, step or close calls.
 
     Args:
@@ -367,7 +367,8 @@ class Prefetcher(Generic[T]):
     """
 
     def __init__(self, units: Sequence[T], order: Order, limits: Limits) -> None:
-        self.is_torn = False  # a change has not ended
+        # outside a change: an interrupt has ended one half-way
+        self.is_changing = False
         self._units = units
         self.order = order
         self._limits = limits
@@ -382,14 +383,15 @@ class Prefetcher(Generic[T]):
         next. None: only the latter.
 
         may_gather: whether gathers of units that are expected next may begin. Blocks; raises
-            OSError when a read failed, but with None: the use that needs the unit tells.
+            OSError when a read failed. With None it never does: the forward that needs the unit
+            reads it again.
         """
         self._begin()
         if live is not None:
             live.hold()
             if not live.is_streamed:
                 live.use()
-                self.is_torn = False
+                self.is_changing = False
                 return
             self.order.use(live.unit.index)
         for each, transition in self._due(live, may_gather):
@@ -397,12 +399,12 @@ class Prefetcher(Generic[T]):
                 transition()
             except (OSError, RuntimeError) as error:
                 self._evict(each)
-                self.is_torn = False
+                self.is_changing = False
                 if live is None and isinstance(error, OSError):
                     return  # whoever needs the unit fetches it again
                 raise
         self._last = live or self._last
-        self.is_torn = False
+        self.is_changing = False
 
     @outside_transforms
     def fetch_more(self, live: T, fetch: Callable[[], None]) -> None:
@@ -414,28 +416,28 @@ class Prefetcher(Generic[T]):
                 self._free_staging(live, is_urgent=True)
             fetch()
         except (OSError, RuntimeError):
-            self.is_torn = False
+            self.is_changing = False
             raise
-        self.is_torn = False
+        self.is_changing = False
 
     def _begin(self) -> None:
         """Marks a change. Raises RuntimeError where an interrupt has left the mark of another
         one."""
-        if self.is_torn:
+        if self.is_changing:
             raise RuntimeError(
                 "an exception has ended this forward or backward in the midst of a fetch, so that "
                 "it cannot go on: call the "
                 "model again"
             )
-        self.is_torn = True
+        self.is_changing = True
 
     @outside_transforms
     def release(self, live: T, may_evict: bool = True) -> None:
         """Removes a user of a unit. Without users it may be evicted: now if its next use is beyond
         reuse_numel."""
-        if self.is_torn:
+        if self.is_changing:
             return
-        self.is_torn = True
+        self.is_changing = True
         live.let_go()
         is_idle = (
             may_evict
@@ -446,7 +448,7 @@ class Prefetcher(Generic[T]):
         is_bounded = self._limits.reuse_numel < math.inf and live.unit.takes_buffer
         if is_idle and is_bounded and self._distance_numel(live) > self._limits.reuse_numel:
             self._evict(live)
-        self.is_torn = False
+        self.is_changing = False
 
     def recover(self, reset: Callable[[], None]) -> None:
         """After an interrupt that has left the mark. reset: makes every unit absent and all buffers
@@ -454,29 +456,29 @@ class Prefetcher(Generic[T]):
         reset()
         self._staged.clear()
         self._full.clear()
-        self.is_torn = False
+        self.is_changing = False
 
     def empty(self) -> None:
         """Evicts every streamed unit: before weights change, and at the end. Blocks for gathers
         under way."""
-        self.is_torn = True
+        self.is_changing = True
         for live in self._units:
             live.outdate()
         for live in self._units:
             if live.is_streamed and live.state is not UnitState.HOME:
                 live.let_all_go()
                 self._evict(live)
-        self.is_torn = False
+        self.is_changing = False
 
     def outdate(self, live: T) -> None:
         """Evicts a unit without users whose weights are about to change where they rest."""
-        if self.is_torn:
+        if self.is_changing:
             return
-        self.is_torn = True
+        self.is_changing = True
         live.outdate()
         if live.state is not UnitState.HOME and live.is_streamed:
             self._evict(live)
-        self.is_torn = False
+        self.is_changing = False
 
     def has_room_for(self, units: Iterable[T]) -> bool:
         """Whether these units can be in use at once."""
@@ -488,13 +490,13 @@ class Prefetcher(Generic[T]):
     def allow(self, num_full: int) -> None:
         """Sets how many units may have a full layout at once. Of more, those without users are
         evicted whose next use is farthest ahead."""
-        if self.is_torn:
+        if self.is_changing:
             return
-        self.is_torn = True
+        self.is_changing = True
         self._limits = self._limits._replace(num_full=num_full)
         while len(self._full) > num_full and (farthest := self._farthest(self._full)[0]):
             self._evict(farthest)
-        self.is_torn = False
+        self.is_changing = False
 
     def end_pass(self, may_gather: bool = True) -> None:
         """Ends a pass and starts to fetch the first units of the next pass, which is expected to be

@@ -2,7 +2,7 @@
 forward; whether states are whole.
 
     step       `start` starts the run and returns. Units that can be read without a fetch have been stepped by then. What an
-               accelerator has stepped may still be on its way to host memory (`note_copied`)
+               accelerator has stepped may still be on its way to host memory (`copied`)
     forward    `read` and `await_unit`: the fetch of a unit waits for the unit's own tiles, and takes new weights from memory
     backward   with overlap "backward", tiles are stepped beside what they replace (optim/tentative.py). Nothing reads the
                results before `start` has committed them, so that no step is under way until then
@@ -102,11 +102,6 @@ class StepRun:
         self._due: Callable[[], None] | None = None  # what `commit` calls, once
         # the end of an accelerator's copies to weights in host memory
         self.copied: torch.Event | None = None
-
-    def note_copied(self, copied: torch.Event) -> None:
-        """Notes the event after which an accelerator has read the gradients and written the weights
-        in host memory."""
-        self.copied = copied
 
     def start(
         self,

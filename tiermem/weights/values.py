@@ -4,8 +4,8 @@ model's state dict."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -222,48 +222,6 @@ class Values:
         live.keep(lambda memory: self.regather(unit, shard, memory))
 
 
-# ---- values in a graph ---------------------------------------------------------------------------
-
-
-class Weights(Protocol):
-    """Finds parameters and reads whole weights. Shards is one."""
-
-    device: torch.device
-
-    def find(self, param: nn.Parameter) -> tuple[LiveUnit, Shard]:
-        """A parameter's unit and its shard."""
-
-    def weight(self, param: nn.Parameter) -> torch.Tensor:
-        """A copy of a parameter's whole value, on the CPU. Collective; blocks."""
-
-
-def kept(
-    weights: Weights, saved: torch.Tensor, copied: Mapping[int, nn.Parameter]
-) -> Callable[[], torch.Tensor]:
-    """What a graph keeps of a tensor: a function that gives it; of a parameter's copy one that
-    reads the weight again.
-
-    copied: the parameter of each copy, by the copy's storage. The function raises RuntimeError
-        after a step of the parameter.
-    """
-    param = copied.get(saved.untyped_storage()._cdata) if saved.layout is torch.strided else None
-    if param is None or saved.is_conj() or saved.is_neg():
-        return lambda: saved
-    shape = (saved.shape, saved.stride(), saved.storage_offset())
-    dtype = saved.dtype
-    num_steps = weights.find(param)[1].num_steps
-
-    def read() -> torch.Tensor:
-        if weights.find(param)[1].num_steps != num_steps:
-            raise RuntimeError(
-                f"a graph that reads a parameter of shape {tuple(param.shape)} was made before the "
-                "optimizer stepped it: run backward before the step"
-            )
-        return weights.weight(param).to(weights.device).flatten().view(dtype).as_strided(*shape)
-
-    return read
-
-
 # ---- state dicts ---------------------------------------------------------------------------------
 
 
@@ -304,7 +262,14 @@ class StateDicts:
         handles: list[RemovableHandle] = []
         for module in model.modules():
             if not isinstance(module, torch.jit.ScriptModule):  # which has no such hooks
-                handles += self._watch_ends(module)
+                handles += [
+                    module.register_load_state_dict_pre_hook(
+                        lambda module, *_: self._begin([*module.parameters()])
+                    ),
+                    module.register_load_state_dict_post_hook(
+                        lambda module, _: self._end([*module.parameters()])
+                    ),
+                ]
             if module._parameters:
                 # torch sets attributes on the function, so each module gets its own
                 fill = self._fill
@@ -313,17 +278,6 @@ class StateDicts:
                 )
                 handles.append(self.watch_loads(module))
         return handles
-
-    def _watch_ends(self, module: nn.Module) -> list[RemovableHandle]:
-        """Installs the hooks that tell the begin and the end of a load of one module."""
-        return [
-            module.register_load_state_dict_pre_hook(
-                lambda module, *_: self._begin([*module.parameters()])
-            ),
-            module.register_load_state_dict_post_hook(
-                lambda module, _: self._end([*module.parameters()])
-            ),
-        ]
 
     def watch_loads(self, module: nn.Module) -> RemovableHandle:
         """Installs the hook of `load_state_dict` on one module."""

@@ -4,6 +4,7 @@ of resident units."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -256,17 +257,15 @@ def _gather_flat(group: dist.ProcessGroup, me: int, places: list[list[torch.Tens
     return [_Flat(work, come, places, mine)]
 
 
+@dataclasses.dataclass(eq=False)
 class _Flat:
     """A gather into a buffer, under way. Its wait copies the pieces of the other ranks to their
     places."""
 
-    def __init__(
-        self, work: Any, come: torch.Tensor, places: list[list[torch.Tensor]], mine: torch.Tensor
-    ) -> None:
-        self._work = work
-        self._come = come
-        self._places = places
-        self._mine = mine  # read until the work has ended
+    _work: Any
+    _come: torch.Tensor
+    _places: list[list[torch.Tensor]]
+    _mine: torch.Tensor  # read until the work has ended
 
     def wait(self, *limit: timedelta) -> None:
         """Waits as the work does, then copies: on an accelerator both on the current stream. Raises

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -343,10 +344,7 @@ class Reducer:
 def _added_up(parts: torch.Tensor) -> torch.Tensor:
     """The sum of the columns that every rank sent, in the order of ranks; overwrites the first
     column."""
-    first, *others = parts.unbind()
-    for part in others:
-        first.add_(part)
-    return first
+    return functools.reduce(torch.Tensor.add_, parts.unbind())
 
 
 def predivided(world: int, policy: OffloadPolicy) -> float:

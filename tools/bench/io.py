@@ -27,7 +27,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import json
 import math
 import shutil
 import subprocess
@@ -59,7 +58,7 @@ from tiermem.tools.measure.files import (
 )
 from tiermem.tools.measure.machine import caption, machine_facts, try_engines
 from tiermem.tools.options import RANDOM, IoBenchOptions
-from tiermem.tools.words import EXIT_FAILED, format_bytes, numbered
+from tiermem.tools.words import EXIT_FAILED, format_bytes, numbered, read_json
 
 
 def run(path: str | Path, **options: Any) -> dict[str, Any]:
@@ -83,7 +82,7 @@ def run(path: str | Path, **options: Any) -> dict[str, Any]:
         done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
         if done.returncode:
             raise (ValueError if done.returncode == 2 else OSError)(done.stderr + done.stdout)
-        return dict(json.loads(Path(file).read_bytes()))
+        return dict(read_json(Path(file)))
 
 
 def bench_io(options: IoBenchOptions, console: Console) -> int:

@@ -181,10 +181,9 @@ def _shares(outcomes: Sequence[RankOutcome]) -> dict[str, Any]:
     kind."""
     found: dict[str, Any] = {}
     for kind in zip(*(outcome.shares for outcome in outcomes), strict=True):
-        what, rate, beside = (
-            kind[0][0],
-            *(statistics.median(each[column] for each in kind) for column in (1, 2)),
-        )
+        (what, *_), rates, besides = zip(*kind, strict=True)
+        rate = statistics.median(rates)
+        beside = statistics.median(besides)
         found[f"{what}_gbps"] = rate
         if beside:
             found[f"{what}_share"] = rate / beside
@@ -471,7 +470,7 @@ def _is_shown(column: tuple[str, Any, str], rows: Sequence[Row]) -> bool:
 
 def _name(row: Row) -> str:
     words = f"{row['mode']} {row['engine']} {block_label(row['block_bytes'])} x {row['depth']}"
-    return f"{words}, {row['ranks']} {'rank' if row['ranks'] == 1 else 'ranks'}, {row['path']}"
+    return f"{words}, {numbered(row['ranks'], 'rank')}, {row['path']}"
 
 
 def _figure(key: str, digits: int, scale: float = 1.0) -> Any:

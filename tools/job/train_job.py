@@ -450,7 +450,7 @@ def _shape(options: TrainOptions, resumed: Resumed | None) -> tuple[ModelShape, 
         return resumed.shape, None
     check_one_model(options, "419m")
     if model is None or model.suffix == ".json":
-        shape = shape_of(options.preset, model, "--model")
+        shape = shape_of(options.preset, model)
         return (with_layers(shape, options.layers) if options.layers is not None else shape), None
     check_bytes_suit(model)
     for needed in ("config.json", "*.safetensors"):

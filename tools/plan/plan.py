@@ -168,7 +168,7 @@ def _shape(options: PlanOptions) -> ModelShape:
     model = options.model
     if model is not None and model.is_dir():
         model = component_folder(model) / "config.json"
-    shape = shape_of(options.preset, model, "--model")
+    shape = shape_of(options.preset, model)
     check_sizes(shape)
     return shape
 

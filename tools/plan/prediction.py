@@ -638,9 +638,7 @@ def without_frozen(measured: MeasuredRates | str, model: nn.Module) -> MeasuredR
         return measured
     numel = sum(each.numel() for each in model.parameters())
     frozen = sum(each.numel() for each in model.parameters() if not each.requires_grad) / numel
-    compute = measured.compute
-    backward_s = compute.backward_s - frozen * compute.forward_s
-    return measured._replace(compute=compute._replace(backward_s=backward_s))
+    return measured._replace(compute=measured.compute.recomputing(-frozen))
 
 
 def _figures_of(forecast: Forecast) -> Figures:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
+from tiermem.checkpoint.format.kinds import name_of
 from tiermem.engine.room import Room, compute_policy, find_room
 from tiermem.forecast.choose import HOMES
 from tiermem.integrations.arguments import config_beside, hidden_size_of
@@ -23,7 +24,7 @@ from tiermem.integrations.choice import Asked
 from tiermem.integrations.models import class_of
 from tiermem.plans.activations import PredictedActivations, activations_of
 from tiermem.policy import OffloadPolicy, Tier
-from tiermem.precision import DTYPES, Precision
+from tiermem.precision import Precision
 from tiermem.swap.memory.accelerator import is_accelerator
 from tiermem.tools.job.launcher import Job
 from tiermem.tools.job.train_job import nvme_folders, with_host_bytes
@@ -72,7 +73,7 @@ def plan_pretrained(
         shape={**text.to_dict(), "use_cache": False},
         batch=args.per_device_train_batch_size,
         seq=args.max_length or text.max_position_embeddings,
-        precision=next(each for each, kind in DTYPES.items() if kind is computed),
+        precision=name_of(computed),
         is_checkpointing=bool(
             getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing
         ),

@@ -7,7 +7,6 @@ Each comes with a line that says where it is from.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -37,7 +36,7 @@ from tiermem.tools.plan.prediction import (
 )
 from tiermem.tools.plan.seen import pace_of
 from tiermem.tools.presets import ModelShape
-from tiermem.tools.words import numbered
+from tiermem.tools.words import numbered, read_json
 
 _LONGEST_COPY_S = 30.0
 # bytes a second, read and write, both at once: an NVMe drive of PCIe 4.0
@@ -160,7 +159,7 @@ def tuned_speed(file: Path) -> tuple[Rates, str]:
     the pace of the runs that have used its result; and where they are from. Raises OSError, or
     ValueError for a file that holds none."""
     try:
-        measured = json.loads(file.read_text(encoding="utf-8"))["tiermem"]["measured"]
+        measured = read_json(file)["tiermem"]["measured"]
         facts = measured["default" if measured["is_default_kept"] else "winner"]
         mixed = sum(facts["mixed_gbps"]) * 1e9
         read = sum(facts["read_gbps"]) * 1e9

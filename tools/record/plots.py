@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import io
 import itertools
-import json
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -32,7 +31,7 @@ from tiermem.tools.record.run_record import (
     within,
     without_waits,
 )
-from tiermem.tools.words import numbered
+from tiermem.tools.words import numbered, read_json
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -82,7 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
 def draw_run(folder: Path) -> list[Path]:
     """Draws what the run's files allow; returns the PNGs. Raises OSError when run.json is
     missing."""
-    run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    run = read_json(folder / "run.json")
     spans = read_spans(folder / "events.jsonl")
     drawn = []
     for name, figure in (

@@ -120,11 +120,8 @@ def lanes_of(spans: Iterable[Span]) -> dict[str, list[Span]]:
     lanes: dict[str, list[Span]] = {}
     for span in spans:
         lanes.setdefault(span.lane, []).append(span)
-    known = {lane: i for i, lane in enumerate(LANES)}
-    return {
-        lane: lanes[lane]
-        for lane in sorted(lanes, key=lambda lane: (known.get(lane, len(known)), lane))
-    }
+    order = [*LANES, *sorted(lanes.keys() - set(LANES))]
+    return {lane: lanes[lane] for lane in order if lane in lanes}
 
 
 def rows_of(spans: Sequence[Span]) -> list[list[Span]]:

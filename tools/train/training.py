@@ -28,8 +28,8 @@ import torch.distributed as dist
 
 import tiermem
 import tiermem.run.init
+from tiermem.checkpoint.format.kinds import name_of
 from tiermem.engine import Engine
-from tiermem.precision import DTYPES
 from tiermem.run.memory_errors import one_of, words_of
 from tiermem.run.shards import Shards
 from tiermem.swap.disk import durable
@@ -431,7 +431,7 @@ def ready_fields(
 ) -> dict[str, Any]:
     """What is known before the first step."""
     params = [*shards.model.parameters()]
-    precision = next(name for name, dtype in DTYPES.items() if dtype is params[0].dtype)
+    precision = name_of(params[0].dtype)
     trained = sum(each.numel() for each in params if each.requires_grad)
     return {
         "num_params": sum(each.numel() for each in params),

@@ -8,7 +8,7 @@ import functools
 import json
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +28,8 @@ from tiermem.checkpoint.saving.publish import make_folder, remove_new
 from tiermem.swap.disk import durable
 from tiermem.swap.disk.direct import check_room
 from tiermem.weights_io import MOST_AROUND_BYTES, SafetensorsFile, TorchFile, WeightEntry
+
+_TORCHS = logging.getLogger("torch.distributed.checkpoint")
 
 # ---- safetensors and torch files -----------------------------------------------------------------
 
@@ -207,7 +209,9 @@ def export_dcp(
 def _save(state: dict[str, Any], folder: Path, planner: DefaultSavePlanner) -> None:
     """Calls torch's `save`. torch wraps errors in a BaseException; this raises the error itself."""
     try:
-        with warnings.catch_warnings(), _quiet():
+        with warnings.catch_warnings(), contextlib.ExitStack() as undoing:
+            undoing.callback(_TORCHS.setLevel, _TORCHS.level)
+            _TORCHS.setLevel(logging.ERROR)  # its message that it saves in one process
             warnings.simplefilter("ignore")  # the warning that only one process saves
             save(state, storage_writer=FileSystemWriter(folder), planner=planner, no_dist=True)
     except CheckpointException as wrapper:
@@ -276,15 +280,3 @@ def _states(source: Source, parameter: Parameter) -> list[str]:
         for name in names
         if name not in (WEIGHT, MASTER) and kinds.SCALES not in name and ".rank" not in name
     ]
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silences torch's message that it saves in one process."""
-    logger = logging.getLogger("torch.distributed.checkpoint")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

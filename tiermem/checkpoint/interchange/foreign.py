@@ -116,7 +116,7 @@ def is_buffer_like(name: str, dtype: torch.dtype) -> bool:
 def steps_in(value: Any, what: str) -> int:
     """A step count from a number, or from a tensor of one number. Raises ValueError for anything
     else."""
-    number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+    number = _plain(value)
     is_number = isinstance(number, int | float) and not isinstance(number, bool)
     if not is_number or not number >= 0 or number != int(number) or number >= 1 << 53:
         raise ValueError(f"{what}: the step is {number!r:.80}, which counts no steps")

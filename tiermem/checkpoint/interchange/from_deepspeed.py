@@ -162,8 +162,7 @@ class _DeepSpeedReader:
         parameters = tie(
             [found.pop(name) for name in order if name in found], first.get("shared_params") or {}
         )
-        moments = sum(len(p.states) > 1 + (MASTER in p.states) for p in parameters)
-        if not moments:
+        if not any(p.moments for p in parameters):
             self._left_behind.add("no moments are in it: the optimizer begins anew")
         return Foreign(
             kind=f"DeepSpeed {first.get('ds_version') or ''} ZeRO-3, {len(self._models)} ranks".replace(

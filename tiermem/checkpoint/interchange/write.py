@@ -153,12 +153,12 @@ def in_own_format(
                 write_checkpoint(read_foreign(load_dir, tag), Path(made))
             except (ValueError, OSError) as found:
                 error = found
-        said = exchange(topology, "" if error is None else str(error))[0]
+        said, made = exchange(topology, ("" if error is None else str(error), made))[0]
         if error is not None or said:
             raise error or ValueError(
                 f"rank 0 could not read the DeepSpeed checkpoint {load_dir}: {said}"
             )
-        yield Path(exchange(topology, made)[0]), None
+        yield Path(made), None
         exchange(topology, "")  # every rank has read
 
 

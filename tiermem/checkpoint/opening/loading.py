@@ -11,7 +11,6 @@ Without, the error names an older whole step.
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -105,10 +104,8 @@ def check_ordinary(source: Source, optimizer: NativeOptimizer) -> None:
 
 def put_ordinary(source: Source, optimizer: NativeOptimizer, topology: Topology) -> None:
     """Restores weights and states of ordinary parameters. Blocks; raises OSError."""
-    entries: dict[nn.Parameter, dict[str, Any]] = {}
-    for name, param in ordinary_of(optimizer).items():
-        entries[param] = _entry(source, name, param, topology)
-    optimizer.restore_ordinary(entries)
+    own = ordinary_of(optimizer).items()
+    optimizer.restore_ordinary({p: _entry(source, name, p, topology) for name, p in own})
 
 
 def _entry(source: Source, name: str, param: nn.Parameter, topology: Topology) -> dict[str, Any]:
@@ -361,10 +358,7 @@ def load(
     except (OSError, RuntimeError, ValueError) as error:
         logger.warning("the last save did not end well: %s", error)
     candidates = _candidates(shards, where, None if tag is None else str(tag), newest)
-    own = frozenset(
-        RunOwner(*json.loads(each))
-        for each in exchange(shards.topology, json.dumps(this_process()))
-    )
+    own = frozenset(exchange(shards.topology, this_process()))
     for number, each in enumerate(candidates):
         older = candidates[number + 1 :]
         try:

@@ -29,7 +29,7 @@ from tiermem.checkpoint.format import kinds
 from tiermem.checkpoint.format.manifest import MASTER, WEIGHT, Parameter
 from tiermem.checkpoint.opening.source import CHUNK_NUMEL, Elements, Source, state_of_rank
 from tiermem.checkpoint.opening.verified import LEAST_AREA_BYTES
-from tiermem.checkpoint.saving.capture import buffers, names_of
+from tiermem.checkpoint.saving.capture import buffers
 from tiermem.checkpoint.together import everywhere
 from tiermem.optim.tile import Tile
 from tiermem.optim.tile_work import Places
@@ -44,6 +44,7 @@ from tiermem.units.state_layout import is_positive
 from tiermem.units.unit import Shard
 from tiermem.weights.unit_state import LiveUnit
 from tiermem.weights.values import initial_master
+from tiermem.weights_io import names_of
 
 # ---- matching saved tensors with parameters and buffers ------------------------------------------
 

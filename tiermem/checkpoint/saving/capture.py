@@ -31,6 +31,7 @@ from tiermem.units import registry
 from tiermem.units.unit import Shard, ShardRange
 from tiermem.weights.unit_state import LiveUnit
 from tiermem.weights.values import initial_master
+from tiermem.weights_io import names_of, saved_buffers
 
 if TYPE_CHECKING:
     from tiermem.optim.base import NativeOptimizer
@@ -95,11 +96,8 @@ def parameters(
 def buffers(model: nn.Module) -> list[tuple[list[str], torch.Tensor]]:
     """Persistent buffers, each with all its names, in the order of the model."""
     found: dict[int, tuple[list[str], torch.Tensor]] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                full = f"{prefix}.{name}" if prefix else name
-                found.setdefault(id(buffer), ([], buffer))[0].append(full)
+    for name, buffer in saved_buffers(model):
+        found.setdefault(id(buffer), ([], buffer))[0].append(name)
     return list(found.values())
 
 
@@ -278,14 +276,6 @@ def _initial(shards: Shards, tile: Tile, elements: ShardRange) -> Stretch:
 
 
 # ---- states that every rank holds whole ----------------------------------------------------------
-
-
-def names_of(model: nn.Module) -> dict[int, list[str]]:
-    """All names of every parameter, by the parameter's id."""
-    found: dict[int, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        found.setdefault(id(param), []).append(name)
-    return found
 
 
 def ordinary_of(optimizer: NativeOptimizer) -> dict[str, nn.Parameter]:

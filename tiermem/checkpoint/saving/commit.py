@@ -52,7 +52,8 @@ from tiermem.checkpoint.saving.publish import (
     remove_pointer,
     write_part,
 )
-from tiermem.checkpoint.together import Talk, talk_over, together
+from tiermem.checkpoint.together import together
+from tiermem.ranks.topology import Topology
 from tiermem.run.shards import Shards
 from tiermem.swap.disk.run_folder import is_of_commit, remove
 from tiermem.swap.store.entry import Freeze
@@ -152,20 +153,25 @@ class Commits:
         those of the step."""
         self.number += 1
         commit = self.number
-        talk = talk_over(self._shards.topology)
+        topology = self._shards.topology
         with contextlib.ExitStack() as undo:
             (kept, _), told = together(
-                talk, SAVING, lambda: self._save_own(content, commit, undo), tell=lambda own: own[1]
+                topology,
+                SAVING,
+                lambda: self._save_own(content, commit, undo),
+                tell=lambda own: own[1],
             )
             doomed = self._doomed(kept, content.is_whole)
-            gone = self.publish_together(talk, content, commit, kept.manifest, told, doomed, undo)
+            gone = self.publish_together(
+                topology, content, commit, kept.manifest, told, doomed, undo
+            )
         self.steps.append(kept)
         self._drop(kept, gone)
         self._sweep()
 
     def publish_together(
         self,
-        talk: Talk,
+        topology: Topology,
         content: Content,
         commit: int,
         path: Path,
@@ -180,7 +186,6 @@ class Commits:
         told: of every rank, by `write_part`.
         undo: forgotten when the manifest names the files that it would remove, or may name them.
         """
-        topology = self._shards.topology
         replaced: Path | None = None
 
         def save_all() -> list[int]:
@@ -199,7 +204,9 @@ class Commits:
                 if not is_copy:
                     self._shards.store.keep_files()
 
-        _, (gone, *_) = together(talk, COPYING if is_copy else SAVING, save_all, unheard=unheard)
+        _, (gone, *_) = together(
+            topology, COPYING if is_copy else SAVING, save_all, unheard=unheard
+        )
         undo.pop_all()
         if replaced is not None:
             tag = content.manifest.tag
@@ -222,7 +229,7 @@ class Commits:
         doomed = self._beyond_keep(tags)
         topology = self._shards.topology
         _, (gone, *_) = together(
-            talk_over(topology), SAVING, lambda: [] if topology.rank else _removed(doomed)
+            topology, SAVING, lambda: [] if topology.rank else _removed(doomed)
         )
         self._drop(tags[-1], [each for each in doomed if each.commit in gone])
 

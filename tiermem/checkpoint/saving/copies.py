@@ -44,7 +44,7 @@ from tiermem.checkpoint.saving.publish import (
     tidy,
     write_part,
 )
-from tiermem.checkpoint.together import Talk, talk_over, together
+from tiermem.checkpoint.together import together
 from tiermem.ranks.failures import Traffic
 from tiermem.ranks.topology import Topology, group_aside
 from tiermem.run.shards import Shards
@@ -269,23 +269,22 @@ class Copies:
         topology = self._shards.topology
         self._pace = Pace(_BUSY_SHARE if is_behind else 1.0)
         with contextlib.ExitStack() as undo:
-            talk = talk_over(topology)
             work, has_rest = together(
-                talk,
+                topology,
                 COPYING,
                 lambda: self._begin(content, commit, undo),
                 tell=lambda work: bool(work.extents),
             )
             work = work._replace(undo=undo.pop_all())
         if not (any(has_rest) and is_behind):
-            self._end(work, talk)
+            self._end(work, topology)
             return
         # The thread's collectives use a group of their own; the watch explains, and ranks compare,
         # those of the main group.
         group = None if topology.group is None else group_aside(topology)
-        talk = talk_over(dataclasses.replace(topology, group=group, watch=None, traffic=Traffic()))
+        aside = dataclasses.replace(topology, group=group, watch=None, traffic=Traffic())
         thread = threading.Thread(
-            target=self._run, args=(work, talk), name="tiermem-copy", daemon=True
+            target=self._run, args=(work, aside), name="tiermem-copy", daemon=True
         )
         start_thread(thread)
         self._thread = thread
@@ -329,25 +328,25 @@ class Copies:
         take_room(data, extents)
         return _Work(content, commit, folder, held, data, freeze, extents, placed, undo)
 
-    def _run(self, work: _Work, talk: Talk) -> None:
+    def _run(self, work: _Work, topology: Topology) -> None:
         """The thread's function."""
         try:
-            self._end(work, talk)
+            self._end(work, topology)
         except BaseException as error:  # raised by `wait`
             self._error = error
 
-    def _end(self, work: _Work, talk: Talk) -> None:
+    def _end(self, work: _Work, topology: Topology) -> None:
         """Copies the frozen ranges and publishes the copy. Thaws on success and on error.
-        Collective over `talk`; blocks."""
+        Collective in the group of `topology`; blocks."""
         commits = self._commits
         replaced = [each for each in commits.steps if each.pointer == work.content.pointer]
         path = work.folder / copy_name(commits.run_id, work.commit, None, "json")
         with contextlib.closing(work.held), work.undo:
-            _, told = together(talk, COPYING, lambda: self._copy_own(work))
+            _, told = together(topology, COPYING, lambda: self._copy_own(work))
             if self._shards.topology.rank:
                 work.held.close()  # rank 0's lock stays: it removes what it finds alone
             gone = commits.publish_together(
-                talk, work.content, work.commit, path, told, replaced, work.undo, is_copy=True
+                topology, work.content, work.commit, path, told, replaced, work.undo, is_copy=True
             )
         commits.forget(gone)
         if work.freeze is not None:

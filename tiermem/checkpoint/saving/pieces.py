@@ -307,11 +307,12 @@ class Resting:
     @functools.cached_property
     def _bytes(self) -> list[npt.NDArray[np.uint8]]:
         """The bytes of each holder in the CPU's memory: none of those that lie elsewhere."""
-        here = [
-            each if isinstance(each, torch.Tensor) and each.device.type == "cpu" else None
+        return [
+            each.numpy()
+            if isinstance(each, torch.Tensor) and each.device.type == "cpu"
+            else np.zeros(0, np.uint8)
             for each in self.held
         ]
-        return [np.zeros(0, np.uint8) if each is None else each.numpy() for each in here]
 
     @functools.cached_property
     def _is_there(self) -> npt.NDArray[np.bool_]:

@@ -106,14 +106,14 @@ def write_part(
     durable.write_file(file, data)
     sums = [(*key, found) for each in placed for key, found in each.sums.items()]
     places = sorted({str(real(file.parent / each).parent) for each in files})
-    told = {
+    return {
         "folder": str(file.parent),
         "file": file.name,
         "bytes": len(data),
         "crc32c": crc32c(data),
         "sums": sums,
+        "places": places,
     }
-    return {**told, "places": places}
 
 
 def manifest_of(content: Content, commit: int, told: Sequence[Any], folder: Path) -> Manifest:

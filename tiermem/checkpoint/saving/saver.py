@@ -55,7 +55,7 @@ from tiermem.checkpoint.saving.commit import (
 from tiermem.checkpoint.saving.copies import Copies, remove_other_copies
 from tiermem.checkpoint.saving.pieces import Stretch
 from tiermem.checkpoint.saving.publish import Content, remove_unfinished
-from tiermem.checkpoint.together import talk_over, together
+from tiermem.checkpoint.together import together
 from tiermem.optim.base import NativeOptimizer
 from tiermem.policy import Tier
 from tiermem.run.shards import Shards
@@ -411,7 +411,7 @@ def _agree(
             "own": sums,
         }
 
-    draft, told = together(talk_over(shards.topology), SAVING, make, tell)
+    draft, told = together(shards.topology, SAVING, make, tell)
     rank = shards.topology.rank
     for other, each in enumerate(told):
         for name, value in told[0]["facts"].items():
