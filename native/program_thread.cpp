@@ -110,9 +110,13 @@ static void end_strip(tm_program *p, tm_strip *strip) {
     p->changed.notify_all();
 }
 
+namespace {
+
 struct Moved {
     uint64_t read_bytes = 0, written_bytes = 0;
 };
+
+} // namespace
 
 // Takes the answers that are there, and adds the bytes that they have moved. True: a strip went on.
 static bool look(tm_program *p, Moved *moved) {

@@ -249,8 +249,8 @@ class Hooks(Uncopied):
         is_in_backward = self._ending is not None and self._ending() is not None
         if self._is_joined and is_in_backward:
             return False
-        is_alive = any(each.ident == self.thread for each in threading.enumerate())
-        if is_in_backward and self.is_foreign and is_alive:
+        threads = threading.enumerate() if is_in_backward and self.is_foreign else ()
+        if any(each.ident == self.thread for each in threads):
             raise _in_another_thread("backward")
         own = _Call.of_now()
         found = self._call.setdefault("outermost", own)

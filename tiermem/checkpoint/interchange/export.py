@@ -29,7 +29,7 @@ from tiermem.swap.disk import durable
 from tiermem.swap.disk.direct import check_room
 from tiermem.weights_io import MOST_AROUND_BYTES, SafetensorsFile, TorchFile, WeightEntry
 
-_TORCHS = logging.getLogger("torch.distributed.checkpoint")
+_TORCH_LOG = logging.getLogger("torch.distributed.checkpoint")
 
 # ---- safetensors and torch files -----------------------------------------------------------------
 
@@ -210,8 +210,8 @@ def _save(state: dict[str, Any], folder: Path, planner: DefaultSavePlanner) -> N
     """Calls torch's `save`. torch wraps errors in a BaseException; this raises the error itself."""
     try:
         with warnings.catch_warnings(), contextlib.ExitStack() as undoing:
-            undoing.callback(_TORCHS.setLevel, _TORCHS.level)
-            _TORCHS.setLevel(logging.ERROR)  # its message that it saves in one process
+            undoing.callback(_TORCH_LOG.setLevel, _TORCH_LOG.level)
+            _TORCH_LOG.setLevel(logging.ERROR)  # its message that it saves in one process
             warnings.simplefilter("ignore")  # the warning that only one process saves
             save(state, storage_writer=FileSystemWriter(folder), planner=planner, no_dist=True)
     except CheckpointException as wrapper:

@@ -85,7 +85,7 @@ def load_torch(path: Path, foreign: Sequence[str] = ()) -> Any:
     """
     os.close(durable.open_regular(path, follows=True))
     size = os.stat(path).st_size
-    return _load(path, size, str(path), foreign, _check_structure(path, size))
+    return _load(path, size, str(path), foreign, _check_zip(path, size))
 
 
 def load_bytes(data: bytes, what: str) -> Any:
@@ -177,7 +177,7 @@ def _reason(error: Exception) -> str:
     )
 
 
-def _check_structure(path: Path, size: int) -> bool:
+def _check_zip(path: Path, size: int) -> bool:
     """Whether the file is a zip, as torch.save writes since 1.6. Raises ValueError when its entries
     claim too many bytes, or differ from their checksums."""
     try:
@@ -193,7 +193,9 @@ def _check_structure(path: Path, size: int) -> bool:
                 if entry.file_size > size or (not is_data and entry.file_size > _MAX_PICKLE_BYTES):
                     raise ValueError(f"{entry.filename} claims {entry.file_size} bytes")
                 _check_bytes(opened, entry)
-    except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # a damaged or hostile file may cause any error inside zipfile
         raise ValueError(
             f"{path}: not a file that torch.save wrote, or a damaged one of {size} bytes ({error})"
         ) from None
