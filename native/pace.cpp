@@ -6,28 +6,26 @@
 
 tm_pace::tm_pace(uint64_t least) : limits{least, 4 * least, 8 * least} {}
 
-void tm_pace::moved(uint64_t more_read, uint64_t more_written, int64_t now_ns) {
+void tm_pace::moved(uint64_t more_bytes, int64_t now_ns) {
     const int64_t begin_ns = last_ns;
     last_ns = now_ns;
     if (begin_ns == 0)
         return;
-    if (read_bytes + written_bytes >= fill_bytes())
+    if (bytes >= fill_bytes())
         trial_ns += now_ns - begin_ns;
-    read_bytes += more_read;
-    written_bytes += more_written;
-    if (read_bytes + written_bytes >= fill_bytes() + trial_bytes())
+    bytes += more_bytes;
+    if (bytes >= fill_bytes() + trial_bytes())
         end_trial();
 }
 
 void tm_pace::end_trial() {
-    const bool is_like_others = 2 * read_bytes > written_bytes;
-    if (is_trying && is_like_others) {
+    if (is_trying) {
         times_ns[now][num_tries] = trial_ns;
         try_next();
-    } else if (!is_trying && ++num_trials == num_kept) {
+    } else if (++num_trials == num_kept) {
         begin_trying();
     }
-    read_bytes = written_bytes = 0;
+    bytes = 0;
     trial_ns = 0;
 }
 
@@ -72,6 +70,6 @@ int tm_pace::fastest() {
         medians_ns[i] = is_tried[i] ? times_ns[i][num_tries / 2] : INT64_MAX;
     }
     const int64_t best_ns = *std::min_element(medians_ns, medians_ns + NUM_SETTINGS);
-    const auto is_as_fast = [&](int64_t median_ns) { return median_ns <= best_ns + best_ns / 50; };
+    const auto is_as_fast = [&](int64_t median_ns) { return median_ns <= best_ns + best_ns / 16; };
     return (int)(std::find_if(medians_ns, medians_ns + NUM_SETTINGS, is_as_fast) - medians_ns);
 }

@@ -4,9 +4,9 @@
 //     many, large   keep a disk busy that is the faster the more it has to do, or that takes its time for each transfer
 //
 // Which of them a machine wants shows only when it is tried. A program tries three settings in trials of equal bytes,
-// one after the other, keeps the fastest, and tries again later: each time after twice as many trials, because disks
-// that others use drift. A trial that mostly writes is none of these: states that are written for the first time tell
-// nothing of later steps.
+// one after the other, keeps the lowest that is about as fast as any, and tries again later: each time after twice as
+// many trials, because disks that others use drift. Tiles whose states begin are left out: they are not read, so they
+// tell nothing of later steps.
 #ifndef TIERMEM_PACE_H
 #define TIERMEM_PACE_H
 
@@ -24,9 +24,9 @@ class tm_pace {
     uint32_t strips_at_once() const { return 1u << now; }
 
     // Bytes have been moved while more wait for room.
-    void moved(uint64_t read_bytes, uint64_t written_bytes, int64_t now_ns);
+    void moved(uint64_t more_bytes, int64_t now_ns);
 
-    // Nothing waits for room: the time until `moved` tells nothing of the disk.
+    // The time until `moved` tells nothing of the disk: nothing waits for room, or states begin.
     void pause() { last_ns = 0; }
 
     // Bytes of a trial, and those before them that the setting of the trial before has let in.
@@ -50,7 +50,7 @@ class tm_pace {
     int num_trials = 0;        // with the setting that is kept
     int num_kept = FIRST_KEPT; // trials, until settings are tried again
     bool is_trying = true;
-    uint64_t read_bytes = 0, written_bytes = 0; // of this trial
+    uint64_t bytes = 0; // of this trial
     int64_t trial_ns = 0;
     int64_t last_ns = 0; // 0: paused
 };

@@ -113,12 +113,18 @@ static void end_strip(tm_program *p, tm_strip *strip) {
 namespace {
 
 struct Moved {
-    uint64_t read_bytes = 0, written_bytes = 0;
+    uint64_t bytes = 0;
+    bool has_new_states = false; // of a strip whose states begin
 };
 
 } // namespace
 
-// Takes the answers that are there, and adds the bytes that they have moved. True: a strip went on.
+static bool has_new_states(const tm_strip *strip) {
+    const auto begins = [](const tm_step &step) { return (step.flags & TM_STEP_START) != 0; };
+    return std::any_of(strip->steps.begin(), strip->steps.end(), begins);
+}
+
+// Takes the answers that are there, and notes what they have moved. True: a strip went on.
 static bool look(tm_program *p, Moved *moved) {
     bool has_news = false;
     tm_answer answer;
@@ -132,7 +138,8 @@ static bool look(tm_program *p, Moved *moved) {
                 continue;
             if (code == 0) {
                 note_answer(p, strip, flight.span, answer);
-                (flight.span == TM_SPAN_WRITE ? moved->written_bytes : moved->read_bytes) += answer.bytes;
+                moved->bytes += answer.bytes;
+                moved->has_new_states |= has_new_states(strip);
             } else {
                 fail(p, failure_of(strip->tile, -code, TM_DURING_READ)); // never seen: the queue has forgotten it
             }
@@ -212,10 +219,11 @@ static tm_program_tile *next_tile(tm_program *p) {
 
 static void note_pace(tm_program *p, const Moved &moved) {
     const bool is_piped = !(p->flags & (TM_RUN_ONE_READ | TM_RUN_ONE_WRITE));
-    if (p->phase != TM_PHASE_RUN || p->is_stopping || !is_piped || !next_tile(p))
+    const bool is_full = p->phase == TM_PHASE_RUN && !p->is_stopping && is_piped && next_tile(p);
+    if (!is_full || moved.has_new_states)
         p->pace.pause();
-    else if (moved.read_bytes + moved.written_bytes > 0)
-        p->pace.moved(moved.read_bytes, moved.written_bytes, tm_now_ns());
+    else if (moved.bytes > 0)
+        p->pace.moved(moved.bytes, tm_now_ns());
 }
 
 bool tm_program_admit(tm_program *p) {
