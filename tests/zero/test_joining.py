@@ -65,6 +65,7 @@ except ValueError as error:
 
 
 TWICE = """
+import time
 import torch
 import torch.distributed as dist
 import tiermem
@@ -72,6 +73,8 @@ for times in (1, 2):
     tiermem.init_distributed()
     found = torch.tensor([dist.get_rank() + 1.0])
     dist.all_reduce(found)
+    if dist.get_rank() == 0:
+        time.sleep(0.3)  # rank 1 finds the store of the first group
     dist.destroy_process_group()
 print(found.item())
 """

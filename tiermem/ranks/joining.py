@@ -191,10 +191,17 @@ def _meet(rank: int, world: int, timeout_s: float) -> Store:
     """The store to which all ranks have come. Raises ValueError when ranks are missing or their
     numbers differ. Blocks."""
     deadline = time.monotonic() + timeout_s
-    store = _open_store(rank, world, deadline, timeout_s)
-    attempt = (store.add(f"{_KEY}/arrived", 1) - 1) // world
-    _agree(PrefixStore(f"{_KEY}/{attempt}", store), rank, world, timeout_s, deadline)
-    return PrefixStore(f"group/{attempt}", store)
+    while True:
+        store = _open_store(rank, world, deadline, timeout_s)
+        try:
+            attempt = (store.add(f"{_KEY}/arrived", 1) - 1) // world
+            _agree(PrefixStore(f"{_KEY}/{attempt}", store), rank, world, timeout_s, deadline)
+        except dist.DistNetworkError:
+            # It was that of a group before, which rank 0 had not ended yet: rank 0 opens another.
+            if rank == 0 or time.monotonic() > deadline:
+                raise
+        else:
+            return PrefixStore(f"group/{attempt}", store)
 
 
 def _agree(attempt: Store, rank: int, world: int, timeout_s: float, deadline: float) -> None:
@@ -258,7 +265,7 @@ def _answer(attempt: Store, world: int, deadline: float, timeout_s: float) -> st
     try:
         attempt.wait(["answer"], timedelta(seconds=left_s))
         return attempt.get("answer").decode()
-    except dist.DistError:
+    except dist.DistStoreError:
         return _missing(world, _arrived(attempt), timeout_s)
 
 
