@@ -53,6 +53,9 @@ Verify = Literal["always", "sample", "resume"]
 """The reads that are verified: "always" all; "sample" one in 16 of each piece, another sixteenth of
 the entries each time; "resume" none."""
 
+Check = Callable[[], DamagedEntry | None]
+"""Compares the checksums of a read that has come; returns the error of damaged bytes."""
+
 Range = tuple[str, int, torch.Tensor]
 """An entry, a byte offset in it, and the uint8 buffer that is read into or written from."""
 
@@ -252,6 +255,19 @@ class Sums:
         """An entry's table; None when it has no checksums."""
         return self._tables.get(entry)
 
+    def cuts(self, entry: str, num_bytes: int, most_bytes: int) -> Iterator[slice]:
+        """Cuts an entry into ranges of at most so many bytes, between pieces where these are no
+        longer."""
+        table = self._tables.get(entry)
+        start = 0
+        while start < num_bytes:
+            stop = min(start + most_bytes, num_bytes)
+            if table is not None and stop < num_bytes:
+                whole = table.inside(start, stop - start)
+                stop = int(table.pieces.stops[whole][-1]) if whole.stop > whole.start else stop
+            yield slice(start, stop)
+            start = stop
+
     def complete(self, entry: str, read: Callable[[int, int], torch.Tensor]) -> PieceTable | None:
         """Makes every checksum of an entry known, by reading what was written in parts. Blocks;
         raises what `read` raises.
@@ -310,7 +326,7 @@ class Sums:
 
     def check_of(
         self, ranges: Iterable[Range], ops: Sequence[Op], files: Callable[[], Mapping[int, str]]
-    ) -> Callable[[], DamagedEntry | None] | None:
+    ) -> Check | None:
         """What is to be compared when a read that starts now has come; None when nothing is.
 
         ops, files: the transfers, and what tells the files behind their descriptors, for the error.

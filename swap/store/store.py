@@ -48,6 +48,7 @@ import numpy.typing as npt
 import torch
 
 from tiermem.swap.base.native import BACKGROUND, NORMAL, Fault, IoSettings, check_process
+from tiermem.swap.base.ranges import ALIGNMENT, round_up
 from tiermem.swap.base.tier import Tier
 from tiermem.swap.disk import durable
 from tiermem.swap.disk.paths import AnyPath
@@ -56,10 +57,10 @@ from tiermem.swap.disk.run_folder import RunName, call_in_child
 from tiermem.swap.memory.accelerator import is_accelerator
 from tiermem.swap.memory.arena import BudgetError, Slot
 from tiermem.swap.memory.device_memory import DeviceMemory
-from tiermem.swap.store.checksum import Range, Sums, WrittenBytes
+from tiermem.swap.store.checksum import Check, Range, Sums, WrittenBytes
 from tiermem.swap.store.entry import Entry, EntryState, Freeze, NvmeHome
 from tiermem.swap.store.move import Later, Move, wait_for_any
-from tiermem.swap.store.places import Plans, WritePlan, changing, places_of, reads_of
+from tiermem.swap.store.places import EntryPlace, Plans, WritePlan, changing, places_of, reads_of
 from tiermem.swap.store.resources import Resources, UnderWay
 
 __all__ = ["PathStats", "StoreStats", "TensorStore"]
@@ -363,6 +364,16 @@ class TensorStore(AbstractContextManager["TensorStore"]):
             self._under_way.add(move, entries)
             self._is_starting = False
             return move
+
+    def check_of(self, name: str, start: int, data: torch.Tensor) -> Check | None:
+        """What tells whether the bytes from `start` on of an entry on NVME are right, once several
+        unchecked reads have brought them to `data` on the CPU; None: no checksum is due."""
+        with self._lock:
+            home = self._entries[name].nvme_home()
+            stop = round_up(start + data.numel(), ALIGNMENT)
+            blocks = EntryPlace(home, start // ALIGNMENT * ALIGNMENT, stop, data.data_ptr() - start)
+            ops = reads_of([blocks])
+            return self.sums.check_of([(name, start, data)], ops, self._files.by_descriptor)
 
     def write(self, ranges: Sequence[Range], name: str, priority: int = BACKGROUND) -> Move:
         """Starts writing buffers into entries on NVME, with ranges as in `read`. Blocks while it

@@ -70,10 +70,13 @@ class Bounce:
         """Copies bytes [start, stop) of an entry on NVME into a uint8 tensor of that length.
         Blocks; raises OSError."""
         _check_range(start, stop, into)
+        check = self._store.check_of(entry, start, into)  # of pieces that no buffer holds whole
         with self._in_use() as in_flight:
             for offset, piece in self._cut(start, stop):
-                move = self._store.read([(entry, offset, piece)], entry)
+                move = self._store.read([(entry, offset, piece)], entry, is_checked=False)
                 in_flight.add(functools.partial(_copy_out, move, offset - start, piece, into))
+        if check is not None and (damage := check()) is not None:
+            raise damage
 
     def write(self, entry: str, start: int, data: torch.Tensor) -> None:
         """Copies a uint8 tensor into an entry on NVME from byte `start` on. Blocks; raises OSError.
@@ -161,9 +164,9 @@ class Parts:
         elif homes[0] is Tier.HOST:
             self._bounce.write(to, 0, self._store.view(entry))
         else:
-            for start in range(0, num_bytes, _COPIED_BYTES):
-                part = slice(start, min(start + _COPIED_BYTES, num_bytes))
-                self.write_part(to, start, self.read_part(entry, torch.uint8, part))
+            on_nvme = to if homes[1] is Tier.NVME else entry
+            for part in self._store.sums.cuts(on_nvme, num_bytes, _COPIED_BYTES):
+                self.write_part(to, part.start, self.read_part(entry, torch.uint8, part))
 
 
 def _check_range(start: int, stop: int, data: torch.Tensor) -> None:

@@ -132,8 +132,8 @@ def test_failed_piece_is_named_and_no_other_is_under_way_in_the_buffers(
     moves: list[Move] = []
     read = store.read
 
-    def watch(ranges: list[tuple[str, int, torch.Tensor]], name: str) -> Move:
-        moves.append(read(ranges, name))
+    def watch(ranges: list[tuple[str, int, torch.Tensor]], name: str, is_checked: bool) -> Move:
+        moves.append(read(ranges, name, is_checked=is_checked))
         return moves[-1]
 
     with pytest.MonkeyPatch.context() as patch:

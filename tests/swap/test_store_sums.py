@@ -204,6 +204,35 @@ def test_what_shares_a_block_with_odd_bytes_keeps_its_sum_and_not_that_of_what_w
         store.fetch("x").wait()
 
 
+@pytest.mark.parametrize(
+    ("start", "at", "number"), [(0, 10, 0), (700, PAGE + 10, 2), (PAGE, 5 * PAGE - 101, 3)]
+)
+def test_a_piece_that_no_buffer_holds_whole_is_verified(
+    make_store: MakeStore, pattern: Pattern, tmp_path: Path, start: int, at: int, number: int
+) -> None:
+    store, data = make_store(), pattern(NUM_BYTES)
+    _protected(store, data)
+    place = _flip(tmp_path, data, at)
+    into = torch.empty(NUM_BYTES - start, dtype=torch.uint8)
+    with pytest.raises(CorruptionError, match=f"part {number} of x") as caught:
+        Bounce(store, PAGE, 2).read("x", start, NUM_BYTES, into)
+    assert caught.value.offset == place - (at - caught.value.entry_offset)
+
+
+def test_an_entry_is_cut_between_its_pieces(store: TensorStore, pattern: Pattern) -> None:
+    _protected(store, pattern(NUM_BYTES))
+    store.reserve("y", (NUM_BYTES,), torch.uint8, Tier.NVME)
+
+    def cuts(entry: str, most_bytes: int) -> list[tuple[int, int]]:
+        return [(c.start, c.stop) for c in store.sums.cuts(entry, NUM_BYTES, most_bytes)]
+
+    assert cuts("x", 2 * PAGE) == [
+        (0, PAGE), (PAGE, 2 * PAGE + 5), (2 * PAGE + 5, 4 * PAGE + 5), (4 * PAGE + 5, NUM_BYTES),
+    ]  # fmt: skip
+    assert cuts("x", NUM_BYTES) == [(0, NUM_BYTES)]
+    assert cuts("y", 4 * PAGE) == [(0, 4 * PAGE), (4 * PAGE, NUM_BYTES)]
+
+
 def test_the_file_that_is_named_is_the_one_of_its_path(
     make_store: MakeStore, pattern: Pattern, two_paths: list[NvmePath]
 ) -> None:
