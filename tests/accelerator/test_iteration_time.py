@@ -173,9 +173,9 @@ def test_8b_that_never_clips_steps_under_backward_where_memory_has_room_to_undo(
     plan, none = full_plan("backward", tokens), full_plan("forward", tokens)
     check_memory(plan, tokens)
     room = [row for row in plan.rows if "second copies" in row.what]
-    numel = sum(plan.division.units[index].shard_numel for index in plan.drafted)
+    numel = sum(plan.division.units[index].shard_numel for index in plan.copied)
     assert sum(row.num_bytes for row in room) == plan.host_bytes - none.host_bytes
     assert 6.03 * numel <= plan.host_bytes - none.host_bytes <= 6.04 * numel
-    monkeypatch.setattr(Planner, "drafted_within", lambda *_: plan.drafted)
+    monkeypatch.setattr(Planner, "copied_within", lambda *_: plan.copied)
     assert tokens_per_s(marks, sim, "backward", tokens, 0.0) >= least
     assert marks.num_attempted > 0

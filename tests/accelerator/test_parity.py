@@ -234,7 +234,7 @@ def test_units_in_memory_are_stepped_under_backward_as_far_as_there_is_room(
     # the first step with blocks that were frozen makes their states
     seventh = first if room == "a part" else 0
     assert list(map(len, early)) == [0, 0, *[first] * 4, seventh, *[later] * 3]
-    assert early[-1] == set(shards.plan.drafted)
+    assert early[-1] == set(shards.plan.copied)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

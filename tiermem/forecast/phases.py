@@ -280,7 +280,7 @@ def _stepped_early(
         is_begun = busy_s > end_s
         busy_s = max(busy_s, end_s)
         for unit in of_use:
-            may_step = course.is_on_nvme(unit) or unit.index in plan.drafted
+            may_step = course.is_on_nvme(unit) or unit.index in plan.copied
             if may_step and unit.index in loads:
                 of_unit = [_early_load(course, load) for load in loads[unit.index]]
                 waiting.append((unit.index, sum(_early_s(course, load) for load in of_unit)))

@@ -26,15 +26,8 @@ class Compute(NamedTuple):
     def shared_by(self, num_ranks: int) -> Compute:
         """Returns the seconds of each of num_ranks ranks that share the processor on which these
         were measured."""
-        rest = (self.rest_forward_s, self.rest_backward_s)
-        rest_forward_s, rest_backward_s = (s and s * num_ranks for s in rest)
-        return Compute(
-            self.forward_s * num_ranks,
-            self.backward_s * num_ranks,
-            rest_forward_s,
-            rest_backward_s,
-            self.num_tokens,
-        )
+        *measured, num_tokens = self
+        return Compute._make([*(s and s * num_ranks for s in measured), num_tokens])
 
     def recomputing(self, part: float = 1.0) -> Compute:
         """Returns the seconds of the same maths with the forward of a part of the blocks made again

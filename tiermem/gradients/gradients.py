@@ -157,7 +157,7 @@ class GradientHomes:
             if plan.grads is not self.store.home:
                 self.store.drop_room(unit)
             else:
-                self.store.cross(unit, plan.crosses_link)
+                self.store.cross(unit, plan.steps_on_device)
 
     def allocate(self, units: Sequence[Unit], plan: Plan, pools: Pools) -> None:
         """After `make_room`: goes on with another plan and its buffers, and with these units, the
@@ -175,7 +175,7 @@ class GradientHomes:
         for unit in units:
             self.store.announce(unit)
         for unit in units:
-            self.store.reserve(unit, plan.crosses_link)
+            self.store.reserve(unit, plan.steps_on_device)
 
     @property
     def divisor(self) -> float:

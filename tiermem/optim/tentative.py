@@ -13,7 +13,7 @@ save finds old weights, states and counts. Another backward drops the results; e
 state drops them, too.
 
 Of weights that rest in memory a second copy is stepped, and of states that rest there beside an
-accelerator, where the plan has room for it (`Plan.drafted`); other tiles in memory wait for the
+accelerator, where the plan has room for it (`Plan.copied`); other tiles in memory wait for the
 step. Gradients on an accelerator are copied to tiles, and stay there until the step. What a rank
 attempts is its own affair: results are the same bits in any case, so ranks need not agree.
 """

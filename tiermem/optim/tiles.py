@@ -112,9 +112,9 @@ class StateTiles(RestingTiles[Tile]):
                 self._store.flush()  # pins the states
         self._set([*self.tiles, *tiles])
         self._protect(tiles)
-        drafted = [live for live in lives if live.unit.index in plan.drafted and live.may_exchange]
-        self._seconds.update((live, self._second_of(live)) for live in drafted)
-        if drafted:
+        copied = [live for live in lives if live.unit.index in plan.copied and live.may_exchange]
+        self._seconds.update((live, self._second_of(live)) for live in copied)
+        if copied:
             self._store.flush()
 
     def make_room(self, plan: Plan) -> None:
@@ -193,7 +193,7 @@ class StateTiles(RestingTiles[Tile]):
 
     def _give_up_seconds_without(self, plan: Plan) -> None:
         self._give_up_seconds(
-            [each for each in self._seconds if each.unit.index not in plan.drafted]
+            [each for each in self._seconds if each.unit.index not in plan.copied]
         )
 
     def _give_up_seconds(self, lives: Collection[LiveUnit]) -> None:

@@ -291,24 +291,24 @@ class _Maker:
         budget = self.budget
         planner = self._planner(stays)
         now = self.now
-        room, kept = (0, ()) if now is None else (now.activation_bytes, now.drafted)
+        room, kept = (0, ()) if now is None else (now.activation_bytes, now.copied)
         choices = self._choices(planner)
         fitting: set[Tier | None] | None = None
-        for choice, drafted in itertools.product(choices, (kept, ()) if kept else ((),)):
+        for choice, copied in itertools.product(choices, (kept, ()) if kept else ((),)):
             if fitting is not None and choice.grads not in fitting:
                 continue
-            plan = planner.plan(choice, policy.resident_bytes or 0, room, drafted)
+            plan = planner.plan(choice, policy.resident_bytes or 0, room, copied)
             if self._fits(plan):
                 left = 0 if budget is None else max(0, budget - plan.host_bytes - PAGE_BYTES)
                 if left > 0 and planner.wants_rest and now is None:
                     plan = planner.plan(choice, policy.resident_bytes or 0, room_bytes=left)
                 else:
                     if now is None:
-                        drafted = planner.drafted_within(
+                        copied = planner.copied_within(
                             None if budget is None else left, choice.tile_numel
                         )
                     resident = left if policy.resident_bytes is None else policy.resident_bytes
-                    plan = planner.plan(choice, resident, room, drafted)
+                    plan = planner.plan(choice, resident, room, copied)
                 return dataclasses.replace(
                     plan, lacks="" if plan.may_attempt else self._lacks(planner, choice)
                 )

@@ -52,8 +52,8 @@ CONTEXT = "context"
 PACKING = "packing"
 _STATES = "optimizer states"
 _ATTEMPTS = "slot of steps under backward"
-_DRAFTS = "second copies of weights, for steps under backward"
-_UNDO = "second copies of states, for steps under backward"
+_WEIGHT_COPIES = "second copies of weights, for steps under backward"
+_STATE_COPIES = "second copies of states, for steps under backward"
 _FACTORS = (8, 8)
 
 
@@ -112,7 +112,7 @@ class Plan:
     # the part for steps under backward, beside what they replace; 0: none is on disk
     attempt_disk_bytes: int
     # units in memory, by index, that have a second copy for steps under backward
-    drafted: tuple[int, ...]
+    copied: tuple[int, ...]
     grads: Tier | None  # None: gradients are not kept
     states: Tier  # of the optimizer
     on_device: tuple[str, ...]  # names of the buffers below that lie on an accelerator
@@ -120,6 +120,9 @@ class Plan:
     # as planned: more units may be resident
     division: Division = dataclasses.field(compare=False, repr=False)
     unit_homes: dict[int, Tier]  # the tiers of streamed units, by unit index
+    # whether those that rest on an accelerator come to buffers of tiles that the CPU steps
+    brings_gradients: bool
+    brings_weights: bool  # and go back
     units: Buffers  # full layouts of streamed units, on HOST or, with an accelerator, on DEVICE
     shards: Buffers  # shards on their way to a gather or to the accelerator
     wires: Buffers  # blocks that packed gathers send and receive
@@ -157,23 +160,7 @@ class Plan:
         )
 
     @property
-    def brings_gradients(self) -> bool:
-        """Whether gradients that rest on an accelerator come to buffers of tiles that the CPU
-        steps."""
-        return self.grads is Tier.DEVICE and bool(self.on_device) and self.states is not Tier.DEVICE
-
-    @property
-    def brings_weights(self) -> bool:
-        """Whether weights that rest on an accelerator come to buffers of tiles that the CPU steps,
-        and go back."""
-        return (
-            bool(self.on_device)
-            and Tier.DEVICE in self.unit_homes.values()
-            and self.states is not Tier.DEVICE
-        )
-
-    @property
-    def crosses_link(self) -> bool:
+    def steps_on_device(self) -> bool:
         """Whether an accelerator steps tiles, so that data of steps crosses the link."""
         return self.steps_there or self.streamed_part > 0
 
@@ -185,13 +172,13 @@ class Plan:
     @property
     def may_attempt(self) -> bool:
         """Whether there is room for steps under backward."""
-        return bool(self.attempt_disk_bytes or self.drafted)
+        return bool(self.attempt_disk_bytes or self.copied)
 
     def without_attempts(self, lacks: str) -> Plan:
         """The same plan of states on NVMe without room for steps under backward. lacks: what is
         missing, in words."""
-        rows = [row for row in self.rows if row.what not in (_ATTEMPTS, _DRAFTS)]
-        on_host = sum(row.num_bytes for row in self.rows if row.what == _DRAFTS)
+        rows = [row for row in self.rows if row.what not in (_ATTEMPTS, _WEIGHT_COPIES)]
+        on_host = sum(row.num_bytes for row in self.rows if row.what == _WEIGHT_COPIES)
         return dataclasses.replace(
             self,
             rows=rows,
@@ -199,7 +186,7 @@ class Plan:
             arena_bytes=self.arena_bytes - on_host,
             disk_bytes=self.disk_bytes - self.attempt_disk_bytes,
             attempt_disk_bytes=0,
-            drafted=(),
+            copied=(),
             lacks=lacks,
         )
 
@@ -302,9 +289,9 @@ class Planner:
         self._streamed_part = (policy.streamed_ratio or 0.0) * (
             is_gpu and self._states is not device
         )
-        self._crosses = self._steps_there or self._streamed_part > 0
+        self._steps_on_device = self._steps_there or self._streamed_part > 0
         self.wants_attempts = policy.wanted_overlap(self._states, is_gpu) == "backward"
-        may_attempt = self.wants_attempts and not (is_gpu and self._crosses)
+        may_attempt = self.wants_attempts and not (is_gpu and self._steps_on_device)
         self._may_attempt = may_attempt and self._states is Tier.NVME
         may_copy = self._may_attempt if not is_gpu else may_attempt and self._states is Tier.HOST
         self.copied = [
@@ -314,9 +301,9 @@ class Planner:
         ]
         """Units in memory that such steps need second copies of."""
         is_bounded = policy.overlap == "backward" or policy.host_bytes is not None
-        self._drafted = self.copied if is_bounded and not is_gpu else []  # of their weights
+        self._weights_copied = self.copied if is_bounded and not is_gpu else []  # of their weights
         # and, where there is room, of their states as well
-        self._undone = self.copied if is_gpu else []
+        self._all_copied = self.copied if is_gpu else []
         rests_on_host = is_gpu and policy.activations is Tier.HOST
         # activations get what the budget leaves
         self.wants_rest = rests_on_host and policy.activation_bytes is None
@@ -338,7 +325,7 @@ class Planner:
             policy.tile_buffers,
             usual_tile_buffers(policy.pipeline_read, policy.pipeline_write),
         )
-        attempts = [True, False] if self._drafted else [True]
+        attempts = [True, False] if self._weights_copied else [True]
         found = [
             PlanChoice(*fields)
             for fields in itertools.product(self._grad_homes, counts, buffers, tiles, attempts)
@@ -346,13 +333,13 @@ class Planner:
         is_asked = policy.overlap == "backward"  # other things make room for it then
         return sorted(found, key=lambda choice: is_asked and not choice.attempts)
 
-    def drafted_within(self, num_bytes: int | None, tile_numel: int) -> tuple[int, ...]:
+    def copied_within(self, num_bytes: int | None, tile_numel: int) -> tuple[int, ...]:
         """Units on HOST, by index, whose second copies take so many bytes at most; evenly spread.
         None: by the policy alone.
 
         Spreading them lets the next forward start on stepped units while the CPU steps the rest.
         """
-        sizes = [sum(self.copy_bytes(unit, tile_numel)) for unit in self._undone]
+        sizes = [sum(self.copy_bytes(unit, tile_numel)) for unit in self._all_copied]
         if num_bytes is None:  # nobody has said how much memory there is
             num_bytes = sum(sizes) if self._policy.overlap == "backward" else 0
         taken = within(sizes, min(num_bytes, sum(sizes)))
@@ -361,7 +348,7 @@ class Planner:
         for place in reversed(range(len(sizes))):
             if not taken[place] and sizes[place] <= left:
                 taken[place], left = True, left - sizes[place]
-        return tuple(unit.index for unit in itertools.compress(self._undone, taken))
+        return tuple(unit.index for unit in itertools.compress(self._all_copied, taken))
 
     def copy_bytes(self, unit: Unit, tile_numel: int) -> tuple[int, int]:
         """Bytes of the second copies of a unit's weights and of its states."""
@@ -373,12 +360,12 @@ class Planner:
         choice: PlanChoice,
         resident_bytes: int,
         room_bytes: int = 0,
-        drafted: Collection[int] = (),
+        copied: Collection[int] = (),
     ) -> Plan:
         """The plan of one choice, also when it exceeds the budget.
 
-        room_bytes: HOST memory for activations, where the policy does not say how much. drafted:
-            see `drafted_within`.
+        room_bytes: HOST memory for activations, where the policy does not say how much. copied:
+            see `copied_within`.
         """
         grads, num_units, num_tiles, tile_numel, attempts = choice
         policy = self._policy
@@ -435,24 +422,25 @@ class Planner:
         activations, room_bytes = self._add_activations(sheet, room_bytes)
         kept_bytes, resident_bytes = self._add_states(sheet, resident_bytes, tile_numel)
         frozen, attempt = self._add_slots(sheet, at_home[Tier.NVME], attempts)
-        drafts = [
-            self.copy_bytes(unit, tile_numel) for unit in self._undone if unit.index in drafted
+        copies = [
+            self.copy_bytes(unit, tile_numel) for unit in self._all_copied if unit.index in copied
         ]
         why = (
-            f"of {len(drafts)} of {len(self._undone)} units, evenly spread: what the budget "
+            f"of {len(copies)} of {len(self._all_copied)} units, evenly spread: what the budget "
             "leaves room for"
         )
-        sheet.add(_DRAFTS, Tier.HOST, sum(weights for weights, _ in drafts), why, crosses_link=True)
-        sheet.add(_UNDO, Tier.HOST, sum(states for _, states in drafts), why)
+        sheet.add(
+            _WEIGHT_COPIES, Tier.HOST, sum(weights for weights, _ in copies), why, crosses_link=True
+        )
+        sheet.add(_STATE_COPIES, Tier.HOST, sum(states for _, states in copies), why)
         second = [
-            *(self._drafted if attempt else ()),
-            *(unit for unit in self._undone if unit.index in drafted),
+            *(self._weights_copied if attempt else ()),
+            *(unit for unit in self._all_copied if unit.index in copied),
         ]
         has_whole = Tier.NVME in (self._states, grads, *self._homes.values())
-        brings_grads = self._is_gpu and grads is Tier.DEVICE and self._states is not Tier.DEVICE
-        brings_weights = (
-            self._is_gpu and bool(at_home[Tier.DEVICE]) and self._states is not Tier.DEVICE
-        )
+        is_brought = self._is_gpu and self._states is not Tier.DEVICE
+        brings_grads = is_brought and grads is Tier.DEVICE
+        brings_weights = is_brought and bool(at_home[Tier.DEVICE])
         tile_numel = min(round_up(tile_numel, UNIT_ALIGN), self._largest)
         size_of = (
             tile_bytes
@@ -461,7 +449,7 @@ class Planner:
         )
         tile_sizes = (size_of(u, tile_numel, policy) for u, _ in self._trainable)
         why = f"of {tile_numel} elements"
-        crosses = self._crosses or brings_grads or brings_weights
+        crosses = self._steps_on_device or brings_grads or brings_weights
         tiles = sheet.buffers("tile", num_tiles, tile_sizes, why, crosses_link=crosses)
         streams, exchanges = self._add_steps_there(sheet, tile_numel, grads)
         sheet.add(
@@ -480,13 +468,15 @@ class Planner:
             disk_bytes=sheet.total(Tier.NVME),
             frozen_disk_bytes=frozen,
             attempt_disk_bytes=attempt,
-            drafted=tuple(unit.index for unit in second),
+            copied=tuple(unit.index for unit in second),
             grads=grads,
             states=self._states,
             on_device=("units", "wires", "sums") if self._is_gpu else (),
             link_bytes=sheet.link_bytes,
             division=self._division,
             unit_homes=self._homes,
+            brings_gradients=brings_grads,
+            brings_weights=brings_weights,
             units=units,
             shards=shards,
             wires=wires,
@@ -553,9 +543,9 @@ class Planner:
         sizes = [(u.shard_numel * dtype_of(u.dtype).itemsize, num) for u, num in self._trainable]
         if home is not None:
             why = f"rest on {home.name} until the step"
-            sheet.add("gradients", home, _pages(sizes), why, crosses_link=self._crosses)
+            sheet.add("gradients", home, _pages(sizes), why, crosses_link=self._steps_on_device)
         passes = home in (None, Tier.NVME)
-        crosses = self._crosses and home is None  # to the accelerator that steps them
+        crosses = self._steps_on_device and home is None  # to the accelerator that steps them
         return sheet.buffers(
             "gradient",
             _USUAL_GRAD_BUFFERS * passes,
@@ -583,7 +573,7 @@ class Planner:
     ) -> tuple[Buffers, Buffers]:
         """Adds the rows of an accelerator's memory for steps; returns the buffers of tiles that
         rest elsewhere, and those of what rests elsewhere of other tiles."""
-        if self._crosses and self._trainable:
+        if self._steps_on_device and self._trainable:
             sheet.add("step", Tier.DEVICE, step_scratch_bytes(tile_numel), "fp32 values")
         elif grads is Tier.DEVICE and self._trainable:
             sheet.add(
@@ -728,15 +718,15 @@ class Planner:
             frozen,
             f"durability={policy.durability!r}, keep={policy.keep}",
         )
-        is_attempted = attempts and self._may_attempt and bool(resting or self._drafted)
+        is_attempted = attempts and self._may_attempt and bool(resting or self._weights_copied)
         attempt = written if is_attempted else 0
         why = f"overlap={policy.overlap!r}"
         later = "; taken before the first such step, of which a run that always clips has none"
         sheet.add(_ATTEMPTS, Tier.NVME, attempt, why + later)
         sheet.add(
-            _DRAFTS,
+            _WEIGHT_COPIES,
             Tier.HOST,
-            _pages((u.shard_bytes, 1) for u in self._drafted) * is_attempted,
+            _pages((u.shard_bytes, 1) for u in self._weights_copied) * is_attempted,
             why,
         )
         return frozen, attempt

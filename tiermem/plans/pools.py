@@ -69,9 +69,11 @@ def keep_buffers(store: TensorStore, pools: Pools, now: Plan, plan: Plan) -> Non
 
 def _crossing(plan: Plan) -> list[str]:
     """The names of the buffers that are copied to an accelerator and back."""
-    crosses = plan.crosses_link or plan.brings_gradients or plan.brings_weights  # what tiles hold
+    crosses = (
+        plan.steps_on_device or plan.brings_gradients or plan.brings_weights
+    )  # what tiles hold
     crossing = ["shards", "links", "activations"] + ["tiles"] * crosses
-    if plan.grads is None and plan.crosses_link:
+    if plan.grads is None and plan.steps_on_device:
         crossing.append("gradients")
     return crossing
 

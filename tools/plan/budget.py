@@ -85,21 +85,21 @@ class Budget:
 
 
 def plan_budget(
-    cap_bytes: int, resident_bytes: int, activations: ActivationBytes, home: Tier | None = None
+    cap_bytes: int, process_bytes: int, activations: ActivationBytes, home: Tier | None = None
 ) -> Budget:
-    """The budget of a run: `resident_bytes` measured after imports; home: of the inputs of
+    """The budget of a run: `process_bytes` measured after imports; home: of the inputs of
     checkpointed blocks."""
-    before, after = rows_of_process(cap_bytes, resident_bytes)
+    before, after = rows_of_process(cap_bytes, process_bytes)
     rows = (row for row in activations.rows(home) if row.tier is Tier.HOST)
     return Budget(cap_bytes, (before, *rows, after))
 
 
-def rows_of_process(cap_bytes: int, resident_bytes: int) -> tuple[Row, Row]:
+def rows_of_process(cap_bytes: int, process_bytes: int) -> tuple[Row, Row]:
     """What a rank's process takes under a cap beside the plan and activations."""
     why = "resident after the imports, measured"
     margin = max(MARGIN_BYTES, int(MARGIN_PART * cap_bytes))
     return (
-        Row("interpreter and libraries", Tier.HOST, resident_bytes, why),
+        Row("interpreter and libraries", Tier.HOST, process_bytes, why),
         Row("margin", Tier.HOST, margin, "stacks, page tables, Python objects"),
     )
 

@@ -580,7 +580,7 @@ def predict(
     job: Job,
     measured: MeasuredRates | str,
     disk: Figures | None,
-    resident_bytes: int,
+    process_bytes: int,
 ) -> Figures:
     """The figures of a step of `num_micro` micro-batches and of memory, as JSON takes them; `disk`
     holds rates in bytes per second. Where nothing was measured: bytes alone, and why."""
@@ -604,11 +604,11 @@ def predict(
     figures = {
         **_figures_of(forecast),
         "late": late,  # where most steps are not begun under backward: what they are then
-        "resident_bytes": resident_bytes,
+        "resident_bytes": process_bytes,
         "host_bytes": plan.host_bytes,
         "activation_bytes": activations,
         "disk_bytes": disk_bytes,
-        "peak_bytes": None if is_gpu else resident_bytes + plan.host_bytes + activations,
+        "peak_bytes": None if is_gpu else process_bytes + plan.host_bytes + activations,
         "device_bytes": on_device if is_gpu else None,
         "rates": {"compute": compute._asdict(), **dataclasses.asdict(rates), "disk": disk},
     }

@@ -47,7 +47,7 @@ class PlannedModel(NamedTuple):
 
 
 def plan_pretrained(
-    job: Job, name: str, args: Any, peft_config: Any, resident_bytes: int
+    job: Job, name: str, args: Any, peft_config: Any, process_bytes: int
 ) -> PlannedModel:
     """Plans the training of a model by TRL's arguments. Allocates nothing. Collective; blocks.
 
@@ -82,7 +82,7 @@ def plan_pretrained(
     budget = None
     if job.memory_limit_bytes is not None:
         activations = ActivationBytes.of(job, is_accelerator(args.device))
-        budget = plan_budget(job.memory_limit_bytes, resident_bytes, activations)
+        budget = plan_budget(job.memory_limit_bytes, process_bytes, activations)
         room = room._replace(host_bytes=max(1, budget.left_bytes) * job.ranks_on_node)
     if asked:
         asked = asked if budget is None else with_host_bytes(asked, room.host_bytes)

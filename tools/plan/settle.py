@@ -43,14 +43,14 @@ NO_OTHER_WAY = (
 
 def scenario_of_job(
     job: Job,
-    resident_bytes: int,
+    process_bytes: int,
     measured: tuple[Compute, Rates] | None = None,
     is_open: bool = False,
 ) -> Scenario:
     """A job on this machine: under its cap, or in the memory that is free where homes are to be
     chosen. Collective; blocks.
 
-    resident_bytes: of a rank's process with everything imported. measured: the maths, as the job
+    process_bytes: of a rank's process with everything imported. measured: the maths, as the job
         says, and the rates; None: assumed ones. is_open: which blocks are recomputed may be chosen,
         whatever the job says.
     """
@@ -64,7 +64,7 @@ def scenario_of_job(
     )
     moved = load_config(job.config).moved
     if (cap_bytes := cap_of(job)) is not None:
-        others = rows_of_process(cap_bytes, resident_bytes)
+        others = rows_of_process(cap_bytes, process_bytes)
         cluster = dataclasses.replace(cluster, host_bytes=cap_bytes * per_node, host_others=others)
     elif moved:  # the imports are not in what is free
         free_bytes = int(FREE_PART * min(of_every_rank(free_host_bytes())))
@@ -89,21 +89,21 @@ def cap_of(job: Job) -> int | None:
     return None if "host_bytes" in job.config.get("tiermem", {}) else job.memory_limit_bytes
 
 
-def settle_by_room(job: Job, resident_bytes: int) -> tuple[Job, Budget | None]:
+def settle_by_room(job: Job, process_bytes: int) -> tuple[Job, Budget | None]:
     """The job, recomputing blocks where it leaves that open and memory has no room otherwise, and
     the arithmetic under its cap. Collective; blocks.
 
     Raises Mistake when the cap is too small for the job's plan, with the arithmetic and the
     smallest cap that is not.
     """
-    scenario = scenario_of_job(job, resident_bytes)
+    scenario = scenario_of_job(job, process_bytes)
     planned = plan_scenario(scenario, chooses=False)
     activations = planned.activations
     if activations.is_checkpointing > bool(job.is_checkpointing):
         job = dataclasses.replace(job, is_checkpointing=True)
     if (cap_bytes := cap_of(job)) is None:
         return job, None
-    budget = plan_budget(cap_bytes, resident_bytes, activations, planned.policy.activations)
+    budget = plan_budget(cap_bytes, process_bytes, activations, planned.policy.activations)
     for problem in planned.problems:
         if problem.where == PLACES[Tier.HOST]:
             needed_bytes = problem.needed_bytes // scenario.cluster.ranks_per_node
