@@ -216,6 +216,27 @@ def test_homes_are_used_again_after_backward_after_an_exception_and_without_a_gr
     assert len(sizes) == 1  # no more than the first forward took
 
 
+@pytest.mark.parametrize("activations", [None, Tier.NVME])
+def test_a_graph_that_is_dropped_leaves_no_use(activations: Tier | None, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(31, 31), nn.Tanh(), nn.Linear(31, 31), nn.Softmax(-1))
+    policy = policy_of(tmp_path, params=Tier.NVME, persistence_numel=0, activations=activations)
+    with tiermem.shard(model, policy) as shards:
+        model(torch.randn(3, 31))
+        for param in model.parameters():
+            param.norm()
+        gc.collect()
+        assert not any(shards.hooks.is_open(live) for live in shards.units)
+
+
+def test_a_checkpoint_around_the_whole_forward_computes_it_again(tmp_path: Path) -> None:
+    calls = []
+    model = nn.Sequential(nn.Linear(31, 31), nn.Tanh(), nn.Linear(31, 31))
+    model[0].register_forward_pre_hook(lambda *_: calls.append("forward"))
+    with tiermem.shard(model, policy_of(tmp_path, activations=Tier.NVME)):
+        recompute(model, torch.randn(3, 31), use_reentrant=False).sum().backward()
+    assert len(calls) == 2
+
+
 def _raise(*_: Any) -> None:
     raise ZeroDivisionError
 

@@ -465,8 +465,14 @@ class Activations:
         self._has_warned = False
 
     def begin(self) -> None:
-        """Begins an outermost forward. Ends one that an interrupt has ended."""
+        """Begins an outermost forward. Ends one that an interrupt has ended.
+
+        Inside hooks of another, such as those of a checkpoint around this forward, nothing moves:
+        torch would call these hooks in place of the others.
+        """
         self.end()
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            return
         self._kept = self._find_kept()
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
         self._hooks.__enter__()
@@ -498,7 +504,8 @@ class Activations:
         if type(tensor) is RestingParameter:
             return tensor
         if not (_is_checkpoints_input() and self._may_move(tensor)):
-            return Saved.of(tensor)
+            # not the tensor itself: an operation that saves its output would never be let go
+            return Saved.of(tensor.detach())
         storage = tensor.untyped_storage()
         key = storage._cdata, tensor.size(), tensor.stride(), tensor.dtype, tensor._version
         known = self._known.get(key)

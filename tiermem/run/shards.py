@@ -1073,7 +1073,10 @@ def _kept(
     """
     param = copied.get(saved.untyped_storage()._cdata) if saved.layout is torch.strided else None
     if param is None or saved.is_conj() or saved.is_neg():
-        return lambda: saved
+        held = (
+            saved.detach()
+        )  # not `saved`: an operation that saves its output would never be let go
+        return lambda: held
     shape = (saved.shape, saved.stride(), saved.storage_offset())
     dtype = saved.dtype
     num_steps = shards.find(param)[1].num_steps
