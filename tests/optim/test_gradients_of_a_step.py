@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from programs import models
 from programs.twins import assert_same_tensors, loss_of, seeded, train_steps
 from torch import nn
@@ -106,6 +107,27 @@ def test_a_unit_that_was_stepped_in_backward_takes_no_more_gradients(policy: Off
         ):
             loss_of(model, 2).backward()
         assert all(shard.num_steps <= 2 for _, shard in shards.parameters())
+
+
+def test_a_unit_whose_input_is_a_leaf_is_stepped_with_all_its_gradients() -> None:
+    def train(model: nn.Module, optim: torch.optim.Optimizer) -> list[torch.Tensor]:
+        x = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
+        model(x).square().mean().backward()
+        optim.step()
+        return [param.detach().clone() for param in model.parameters()]
+
+    def build() -> nn.Module:
+        return seeded(lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)))
+
+    plain = build()
+    expected = train(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    model = build()
+    policy = OffloadPolicy(persistence_numel=0, step_in_backward=True)
+    with tiermem.shard(model, policy):
+        train(model, tiermem.SGD(model.parameters(), lr=0.1))
+        found = list(model.state_dict().values())
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
 
 
 # ---- without gradients ---------------------------------------------------------------------------

@@ -587,12 +587,14 @@ class Hooks(Uncopied):
 
     def _computed_to_a_leaf(self, use: UnitUse, grad: torch.Tensor) -> None:
         """The gradient of a leaf input has come; the order relative to gradients of parameters used
-        beside it is not known.
+        beside it is not known. At the end of its backward all have come.
 
-        Reentrant checkpointing makes its inputs leaves of an inner backward. At the end of that
-        backward all have come.
+        Reentrant checkpointing makes its inputs leaves of an inner backward.
         """
-        if torch._C._current_graph_task_id() == self._watched:
+        is_outer = torch._C._current_graph_task_id() == self._watched
+        if is_outer and use in self._held and not grad.requires_grad:
+            return  # `finish_backward` answers it
+        if is_outer:
             self._computed(use, grad)
         else:
             torch.autograd.Variable._execution_engine.queue_callback(
