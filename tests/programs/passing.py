@@ -89,13 +89,20 @@ class State:
     depth: int = 0
 
 
+@dataclasses.dataclass(slots=True)
+class InSlots:
+    hidden: torch.Tensor
+    depth: int = 0
+
+
 def dataclasses_in_and_out(face: Face) -> Found:
     class Block(Inner):
-        def forward(self, state: State) -> State:
-            return State(state.hidden + self.compute(state.hidden), state.depth + 1)
+        def forward(self, state: State | InSlots) -> State | InSlots:
+            kind = State if state.depth % 2 else InSlots
+            return kind(state.hidden + self.compute(state.hidden), state.depth + 1)
 
     def through(layers: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
-        state = State(x)
+        state: State | InSlots = State(x)
         for layer in layers:
             state = layer(state)
         assert state.depth == 5

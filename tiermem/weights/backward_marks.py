@@ -3,11 +3,12 @@ outside graphs, transforms."""
 
 from __future__ import annotations
 
+import collections
 import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -174,14 +175,23 @@ def _collect(value: Any, found: list[torch.Tensor], seen: set[int]) -> None:
     if isinstance(value, _PLAIN) or callable(value) or id(value) in seen:
         return
     seen.add(id(value))
-    if isinstance(value, (tuple, list, set, frozenset)):
+    if isinstance(value, (tuple, list, set, frozenset, collections.deque)):
         inside: Any = value
     elif isinstance(value, (dict, Mapping)):  # dict first: asking an abstract class takes longer
         inside = value.values()
     else:
-        inside = vars(value).values() if hasattr(value, "__dict__") else ()
+        inside = [*getattr(value, "__dict__", {}).values(), *_in_slots(value)]
     for each in list(inside):
         _collect(each, found, seen)
+
+
+def _in_slots(value: Any) -> Iterator[Any]:
+    """The values of an object's slots that are set."""
+    for each in type(value).__mro__:
+        slots = vars(each).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name != "__dict__" and hasattr(value, name):
+                yield getattr(value, name)
 
 
 class NoHooks:
