@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import array
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -82,7 +82,7 @@ def main() -> None:
                 twins[about] = train_twin(*about)
             found[name] = train(case, Path(nvme)) | {"twin": twins[about]}
         found["together"] = {"weights": train_together(Path(nvme))}
-        found["added"] = gradients_of_added(rank)
+        found["added"] = [gradients_of_added(rank, reduce_op) for reduce_op in ("mean", "sum")]
         torch.save(found, out, pickle_protocol=4)  # 2, the default, takes an array number by number
 
 
@@ -151,15 +151,17 @@ def train(case: dict[str, Any], nvme: Path) -> dict[str, Any]:
         return found | {"losses": losses, "weights": weights_of(model)}
 
 
-def gradients_of_added(rank: int) -> list[list[float]]:
+def gradients_of_added(rank: int, reduce_op: Literal["mean", "sum"]) -> list[list[float]]:
     """Of two parameters of other sizes that are added after sharding, whose gradients differ by
-    rank."""
+    rank, after two micro-batches."""
     model = seeded(MODELS["tower"])
-    with tiermem.shard(model, OffloadPolicy(persistence_numel=50)) as shards:
+    policy = OffloadPolicy(persistence_numel=50, reduce_op=reduce_op)
+    with tiermem.shard(model, policy) as shards:
         model.first, model.second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(5))
         optim = tiermem.AdamW(model.parameters(), lr=LR)
-        loss = loss_of(model, 0, rank) + (rank + 1) * (model.first.sum() + 2 * model.second.sum())
-        loss.backward()
+        for micro in range(2):
+            own = (rank + 1) * (model.first.sum() + 2 * model.second.sum())
+            (loss_of(model, micro, rank) + own).backward()
         optim.step()
         del optim, shards
         return [param.grad.tolist() for param in (model.first, model.second)]

@@ -90,9 +90,12 @@ def test_a_step_takes_one_exchange_and_gathers_nothing_ahead(case: str, found: F
         assert calls.count("adding up norms") == num_sums
 
 
-def test_gradients_of_parameters_that_are_added_later_are_means(found: Found) -> None:
-    mean = sum(range(1, len(found) + 1)) / len(found)
-    assert [rank["added"] for rank in found] == [[[mean] * 3, [2 * mean] * 5]] * len(found)
+def test_gradients_of_parameters_that_are_added_later_are_means_or_sums(found: Found) -> None:
+    total = 2 * sum(range(1, len(found) + 1))  # of two micro-batches
+    for rank in found:
+        assert rank["added"] == [
+            [[value] * 3, [2 * value] * 5] for value in (total / len(found), total)
+        ]
 
 
 # ---- payloads ------------------------------------------------------------------------------------

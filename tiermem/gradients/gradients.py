@@ -130,9 +130,9 @@ class GradientHomes:
         self._given: set[Shard] = set()  # shards of which this rank had a gradient in this backward
         # units stepped in backward; their shards with a gradient
         self._stepped: dict[Unit, list[Shard]] = {}
-        self._added: dict[
-            nn.Parameter, None
-        ] = {}  # ordinary parameters that were added to the model: a set with an order
+        # ordinary parameters that were added to the model, in order, with the `p.grad` of each that
+        # is a sum over ranks
+        self._added: dict[nn.Parameter, torch.Tensor | None] = {}
         self._on_arrival: Callable[[Unit], None] = lambda unit: None
         # outside a change: an interrupt has ended one half-way
         self.is_changing = False
@@ -198,7 +198,9 @@ class GradientHomes:
         if self._reducer is None:
             return
         found = {
-            p: None for p in model.parameters() if p.requires_grad and registry.owner_of(p) is None
+            param: self._added.get(param)
+            for param in model.parameters()
+            if param.requires_grad and registry.owner_of(param) is None
         }
         fresh = [param for param in found if param not in self._added]
         self._added = found
@@ -255,6 +257,9 @@ class GradientHomes:
             if self._reducer is None and shard.gradient.is_there and _is_hooked(shard.param):
                 self._take_back(shard)
         self._shown.clear()
+        for param, summed in self._added.items():
+            if summed is not None and param.grad is summed:
+                summed.div_(self._topology.world)  # added up once more with what comes now
 
     def _take_back(self, shard: Shard) -> None:
         """Moves a stored gradient to `p.grad`, as autograd has left it. Blocks; raises OSError."""
@@ -700,9 +705,11 @@ class GradientHomes:
         for param in itertools.compress(added, given):
             grad = torch.zeros_like(param) if param.grad is None else param.grad.contiguous()
             call(self._topology, "adding up gradients of added parameters", dist.all_reduce, grad)
-            param.grad = (
-                grad.div_(self._topology.world) if self._policy.reduce_op == "mean" else grad
-            )
+            if self._policy.reduce_op == "mean":
+                grad.div_(self._topology.world)
+            else:
+                self._added[param] = grad
+            param.grad = grad
 
     def _tell_given(self, unit: Unit) -> None:
         """Before a unit is stepped in backward: confirms the gradients of parameters that any rank
