@@ -181,6 +181,12 @@ def train(
             if policy.compute_dtype == "fp32" or policy.precision != Precision()
             else torch.float32
         )
+    if by_init:
+        with tiermem.zero.GatheredParameters(list(model.parameters())):
+            pass
+        with tiermem.zero.GatheredParameters(model.head.weight, modifier_rank=0):
+            if rank == 0:
+                model.head.weight.data.add_(0.125)
     with tiermem.shard(model, policy, device=where) as shards:
         # Where a gradient's terms cancel, what is left is rounding, of which AdamW with its usual
         # eps makes a whole step.

@@ -183,6 +183,8 @@ class GatheredParameters:
         with loading(param for param, _, _ in self._taken):
             for (param, owner, _), value in zip(self._taken, values, strict=True):
                 value = value.contiguous()
+                if not is_accelerator(value.device):
+                    value = value.to(owner.topology.control_device)
                 share(owner.topology, value, "sharing what one rank wrote", rank)
                 owner.replace(param, value)
 
@@ -194,8 +196,8 @@ class GatheredParameters:
                 if k is owner and registry.is_gathered(p)
             ]
             changed = [p for p, version in mine if p._version != version]
-            device = owner.device if isinstance(owner, Shards) else "cpu"
-            sums = torch.tensor([float(len(changed))], dtype=torch.float64, device=device)
+            sums = torch.tensor([float(len(changed))], dtype=torch.float64)
+            sums = sums.to(owner.topology.control_device)
             num_changed = int(total(owner.topology, sums, "world").item())
             if num_changed:
                 shapes = ", ".join(str(tuple(p.shape)) for p in changed[:3]) or "none on this rank"
