@@ -256,6 +256,24 @@ def run_disagreements(rank: int, folder: Path) -> list[str]:
     return [*said, *sorted(path.name for path in out.iterdir())]
 
 
+def run_beside(rank: int, folder: Path) -> dict[str, bool]:
+    """States of an ordinary parameter that stay: its moments have other codes on each rank, and the
+    same scales."""
+    made, out = model(dtype=torch.bfloat16), folder / "out" / "beside"
+    beside = torch.nn.Parameter(torch.zeros(64))
+    tiny = tiermem.Precision.preset("tiny")
+    with tiermem.shard(made, policy("cpu", folder, precision=tiny)) as shards:
+        optimizer = tiermem.AdamW([*made.parameters(), beside], lr=0.01, precision=tiny)
+        grad = torch.linspace(0.5, 1.0, 64)
+        beside.grad = grad.flip(0) if rank else grad
+        optimizer.step()
+        *_, before = optimizer.state_dict()["state"].values()
+        checkpoint.save(shards, optimizer, out, "t")
+        checkpoint.load(shards, optimizer, out, "t")
+        *_, after = optimizer.state_dict()["state"].values()
+    return {name: torch.equal(value, after[name]) for name, value in before.items()}
+
+
 def run_engine(rank: int, folder: Path) -> list[str]:
     """An engine whose config says what becomes of tags that differ."""
     said = []
@@ -280,6 +298,7 @@ if __name__ == "__main__":
         found["faults"] = run_faults(rank, nvme)
         found["steps"] = run_steps(rank, nvme)
         found["apart"] = run_disagreements(rank, nvme)
+        found["beside"] = run_beside(rank, nvme)
         found["engine"] = run_engine(rank, nvme)
         torch.save(found, out_file)
 

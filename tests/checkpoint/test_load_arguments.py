@@ -194,6 +194,31 @@ def test_the_plain_face_opens_what_it_saved(tmp_path: Path) -> None:
         assert {shard.num_steps for _, shard in shards.parameters()} == {2}
 
 
+def test_masters_of_ordinary_parameters_that_rest_are_saved(tmp_path: Path) -> None:
+    def opened(seed: int) -> tuple[tiermem.Shards, tiermem.AdamW, nn.Parameter]:
+        torch.manual_seed(seed)
+        model, beside = models.ShortTower(), nn.Parameter(torch.randn(64).bfloat16())
+        policy = tiermem.OffloadPolicy(optim=tiermem.Tier.HOST)
+        shards = tiermem.shard(model, policy)
+        return shards, tiermem.AdamW([*model.parameters(), beside], lr=1e-3, policy=policy), beside
+
+    def states_of(optim: tiermem.AdamW) -> dict[str, torch.Tensor]:
+        *_, found = optim.state_dict()["state"].values()
+        return found
+
+    shards, optim, beside = opened(0)
+    for _ in range(3):
+        beside.grad = torch.rand_like(beside)
+        optim.step()
+    checkpoint.save(shards, optim, tmp_path / "ck")
+    other_shards, other, _ = opened(1)
+    checkpoint.load(other_shards, other, tmp_path / "ck")
+    assert "master" in states_of(optim)
+    assert_same_tensors(states_of(other), states_of(optim))
+    for each in (shards, other_shards):
+        each.close()
+
+
 def test_frozen_parameters_that_were_left_out_stay_as_they_are(tmp_path: Path) -> None:
     first, other = (started(tmp_path, build=models.frozen_tower, seed=seed) for seed in (0, 3))
     train(first, range(2))

@@ -114,6 +114,11 @@ def test_ranks_that_ask_for_different_things_are_told(found: list[dict[str, Any]
     )
 
 
+def test_codes_that_differ_between_ranks_keep_their_scales(found: list[dict[str, Any]]) -> None:
+    for each in found:
+        assert {"exp_avg", "exp_avg_sq"} <= each["beside"].keys() and all(each["beside"].values())
+
+
 def test_an_engine_validates_tags_as_its_config_says(found: list[dict[str, Any]]) -> None:
     for each in found:
         failed, saved = each["engine"]

@@ -136,7 +136,7 @@ def own(shards: Shards, optimizer: NativeOptimizer | None) -> Iterator[Stretch]:
         yield Stretch(
             name, WEIGHT, kinds.name_of(tensor.dtype), 0, tensor.numel(), 0, (in_memory(tensor), 0)
         )
-        states = optimizer.state.get(tensor, {}) if optimizer is not None else {}
+        states = optimizer.whole_state(tensor) if optimizer is not None else {}
         for key, value in states.items():
             if key != ordinary.STEP:
                 state, kind = _ordinary_kind(key, value, states)

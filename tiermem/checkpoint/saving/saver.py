@@ -422,9 +422,11 @@ def _agree(
                 )
     tag = _agreed_tag([each["tag"] for each in told], tag_validation, rank)
     first = _agreed_own([each["own"] for each in told])
-    own = [
-        each for each in draft.own if rank == 0 or first.get((each.param, each.state)) != _sum(each)
-    ]
+    # all states of a parameter together: codes need their scales, a split master its weight
+    differing = {
+        each.param for each in draft.own if first.get((each.param, each.state)) != _sum(each)
+    }
+    own = [each for each in draft.own if rank == 0 or each.param in differing]
     variant = f"{OF_RANK}{rank}" if rank else ""
     own = [each._replace(state=each.state + variant) for each in own]
     content = dataclasses.replace(
