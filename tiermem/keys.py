@@ -13,7 +13,8 @@ tiermem.strict.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -158,6 +159,17 @@ PLANNED: Mapping[str, str] = MappingProxyType(
         "tiermem.engine": "the first of uring, aio and threads that works",
     }
 )
+
+
+def is_comment(key: object) -> bool:
+    """Whether a key of an object is a comment, which nothing reads."""
+    return isinstance(key, str) and key.startswith(("_", "//"))
+
+
+def given_twice(pairs: Sequence[tuple[str, Any]]) -> list[str]:
+    """The keys that an object has twice, but comments."""
+    counted = Counter(key for key, _ in pairs)
+    return [key for key, count in counted.items() if count > 1 and not is_comment(key)]
 
 
 def is_auto(value: object) -> bool:

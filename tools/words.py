@@ -22,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar, NamedTuple
 
+from tiermem.keys import given_twice
 from tiermem.swap.base.errors import printable
 from tiermem.swap.disk import durable
 
@@ -266,11 +267,23 @@ def save_json(file: Path, content: Any, allows_nan: bool = True) -> None:
 
 
 def read_json(file: Path) -> Any:
-    """What a JSON file holds. Raises OSError, and ValueError that names the file."""
+    """What a JSON file holds. Raises OSError, and ValueError that names the file, also for a key
+    that an object has twice."""
+    repeated: list[str] = []
+
+    def noted(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        repeated.extend(given_twice(pairs))
+        return dict(pairs)
+
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=noted)
     except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
         raise ValueError(f"{file} is not JSON: {error}") from None
+    if repeated:
+        raise ValueError(
+            f"{file}: {', '.join(repeated)} appears twice in one object; keep one of them"
+        )
+    return content
 
 
 def csv_mark(made_by: str) -> str:

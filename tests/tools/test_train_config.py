@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tiermem.config import load_config
 from tiermem.tools.job.train_job import (
     make_config,
+    micro_batch_of,
     nvme_folders,
     own_folders,
     precision_of,
@@ -149,6 +152,45 @@ def test_a_batch_is_added_only_where_the_file_names_none(tmp_path: Path) -> None
     assert read_config(file, 4)["train_micro_batch_size_per_gpu"] == 4
     file.write_text(json.dumps({"train_batch_size": 8}))
     assert read_config(file, 4) == {"train_batch_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_ranks", "micro"),
+    [
+        ({"train_micro_batch_size_per_gpu": 3, "train_batch_size": 6}, 1, 3),
+        ({"train_batch_size": 8}, 1, 8),
+        ({"train_batch_size": 8, "gradient_accumulation_steps": 2}, 2, 2),
+        ({"train_batch_size": 8, "gradient_accumulation_steps": "auto"}, 2, 4),
+        ({"train_micro_batch_size_per_gpu": "auto"}, 1, 5),
+        ({}, 1, 5),
+    ],
+)
+def test_the_micro_batch_is_that_of_the_engine(
+    sizes: dict[str, Any], num_ranks: int, micro: int
+) -> None:
+    assert micro_batch_of(sizes, 5, num_ranks) == micro
+    if "auto" not in sizes.values() and sizes:
+        assert load_config(sizes).batch(num_ranks).micro == micro
+
+
+@pytest.mark.parametrize("section", [True, None, "bf16", []])
+def test_a_section_that_the_engine_refuses_is_no_precision(section: Any) -> None:
+    assert precision_of({"bf16": section}) == "fp32"
+
+
+@pytest.mark.parametrize("value", ["auto", True, False, 1, 0, "on", "True", "no"])
+def test_the_precision_is_that_of_the_engine(value: Any) -> None:
+    config = {"bf16": {"enabled": value}, "train_batch_size": 1}
+    assert (precision_of(config) == "bf16") is load_config(config).bf16.enabled
+
+
+def test_a_key_that_is_there_twice_is_refused_but_for_comments(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text('{"//": "a", "//": "b", "train_batch_size": 8}')
+    assert read_config(file, 1)["train_batch_size"] == 8
+    file.write_text('{"bf16": {"enabled": true, "enabled": false}}')
+    with pytest.raises(ValueError, match=r"enabled appears twice in one object"):
+        read_config(file, 1)
 
 
 @pytest.mark.parametrize("text", ["{", "[1]"])

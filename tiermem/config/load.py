@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import pydantic
 
 from tiermem.config.root import TiermemConfig
-from tiermem.keys import is_auto
+from tiermem.keys import given_twice, is_auto, is_comment
 from tiermem.section import ConfigError, Problem, problems_of
 
 # ---- load_config and resolve_auto ----------------------------------------------------------------
@@ -110,13 +109,9 @@ def is_json(given: str | os.PathLike[str]) -> bool:
 def _without_comments(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {
-            key: _without_comments(inner) for key, inner in value.items() if not _is_comment(key)
+            key: _without_comments(inner) for key, inner in value.items() if not is_comment(key)
         }
     return [_without_comments(each) for each in value] if isinstance(value, list) else value
-
-
-def _is_comment(key: object) -> bool:
-    return isinstance(key, str) and key.startswith(("_", "//"))
 
 
 def _auto_paths(raw: Mapping[str, Any], prefix: str) -> Iterator[str]:
@@ -166,11 +161,7 @@ def _parsed_as_hjson(
 
 
 def _unique(pairs: list[tuple[str, Any]], repeated: list[str]) -> dict[str, Any]:
-    repeated += [
-        key
-        for key, count in Counter(key for key, _ in pairs).items()
-        if count > 1 and not _is_comment(key)
-    ]
+    repeated += given_twice(pairs)
     return dict(pairs)
 
 

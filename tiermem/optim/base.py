@@ -350,11 +350,13 @@ class NativeOptimizer(OptimizerFace):
     def whole_state(self, param: torch.Tensor) -> ordinary.State:
         """What `state` shows of an ordinary parameter, and the master that rests elsewhere, fp32.
         Blocks; raises OSError."""
-        shown = self.state.get(param, {})
-        tiles = self._home_of(param) if isinstance(param, nn.Parameter) else None
-        if not shown or tiles is None or not tiles.keeps_master(shard := tiles.shards[param]):
+        shown: ordinary.State = self.state.get(param, {})
+        if not shown or not isinstance(param, nn.Parameter):
             return shown
-        return {**shown, ordinary.MASTER: tiles.state(shard, ordinary.MASTER).view(param.shape)}
+        tiles = self._home_of(param)
+        if tiles is None or not tiles.keeps_master(shard := tiles.shards[param]):
+            return shown
+        return {**shown, MASTER: tiles.state(shard, MASTER).view(param.shape)}
 
     def __getstate__(self) -> dict[str, Any]:
         if self._sharded:

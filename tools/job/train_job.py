@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from tiermem.swap.disk.direct import probe_path
 from tiermem.tools.corpus import Corpus, check_bytes_suit
-from tiermem.tools.job.launcher import Job
+from tiermem.tools.job.launcher import Job, num_ranks
 from tiermem.tools.measure.machine import memory_bytes
 from tiermem.tools.options import DECIDED_BY_CONFIG, TrainOptions, check_one_model
 from tiermem.tools.presets import (
@@ -131,10 +131,16 @@ def with_host_bytes(config: Config, host_bytes: int) -> Config:
     return {**config, "tiermem": own}
 
 
-def micro_batch_of(config: Mapping[str, Any], default: int) -> int:
-    """The sequences of a micro-batch; `default` where the config names none, or "auto"."""
-    found = config.get("train_micro_batch_size_per_gpu", default)
-    return found if isinstance(found, int) else default
+def micro_batch_of(config: Mapping[str, Any], default: int, num_ranks: int) -> int:
+    """The sequences of a micro-batch, also where a config not yet checked has those of a whole step
+    alone; `default` where the config names none, or "auto"."""
+    whole, micro, accumulation = map(config.get, _BATCH_KEYS)
+    if isinstance(micro, int):
+        return micro
+    if not isinstance(whole, int):
+        return default
+    num_micro = accumulation if isinstance(accumulation, int) else 1
+    return max(whole // max(num_micro * num_ranks, 1), 1)
 
 
 def with_key(config: Mapping[str, Any], path: Sequence[str], value: Any) -> Config:
@@ -152,10 +158,16 @@ def with_key(config: Mapping[str, Any], path: Sequence[str], value: Any) -> Conf
     return dict(changed)
 
 
+_YES = ("true", "t", "1", "1.0", "yes", "y", "on")
+"""What a config's switches take for true, as text."""
+
+
 def precision_of(config: Mapping[str, Any]) -> str:
-    """What the model computes in."""
+    """What the model computes in, of a config not yet checked."""
     for name, aliases in (("bf16", ("bf16", "bfloat16")), ("fp16", ("fp16",))):
-        if any(config.get(alias, {}).get("enabled") for alias in aliases):
+        sections = map(config.get, aliases)
+        said = [each.get("enabled") for each in sections if isinstance(each, Mapping)]
+        if any(str(each).lower() in _YES for each in said):
             return name
     return "fp32"
 
@@ -348,7 +360,7 @@ def make_job(options: TrainOptions, name: str, folder: Path, resumed: Resumed | 
         data=[str(path) for path in options.data],
         steps=options.steps or DEFAULT_STEPS,
         seq=seq,
-        batch=micro_batch_of(config, batch),
+        batch=micro_batch_of(config, batch, num_ranks()),
         seed=seed,
         precision=precision_of(config),
         is_checkpointing=recomputes_blocks(options.is_checkpointing, config),

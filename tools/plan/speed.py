@@ -211,7 +211,7 @@ def _measured(options: PlanOptions, shape: ModelShape, config: Mapping[str, Any]
         shape,
         config=dict(config),
         seq=options.seq,
-        batch=micro_batch_of(config, 1),
+        batch=micro_batch_of(config, 1, options.ranks * options.nodes),
         precision=precision_of(config),
         is_checkpointing=options.is_checkpointing,
         nvme_paths=list(map(str, _folders_here(config))),
