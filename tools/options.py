@@ -457,6 +457,9 @@ class PlanOptions(Options):
         if self.shows_paper:
             return
         check_one_model(self, "7b")
+        if self.frozen is not None and self.lora is None:
+            said = "--frozen packs frozen weights, and without --lora none are"
+            raise Mistake(said, {"--frozen": f"--frozen {self.frozen} --lora 16"})
         leave_to_config(self, *MADE_OF, "accumulation", "frozen")
         if self.nvme_rate is not None and self.rates is not None:
             raise ValueError(
@@ -743,6 +746,10 @@ class ExportOptions(Options):
             raise ValueError(
                 "--whole copies every byte as it is: leave --fp32, --dtype, --exclude-frozen and "
                 "--model out"
+            )
+        if self.is_dcp and (self.exclude_frozen or self.model):
+            raise ValueError(
+                "--dcp writes all parameters and no config: leave --exclude-frozen and --model out"
             )
         if self.max_shard_bytes is not None and self.max_shard_bytes < 1:
             raise ValueError(

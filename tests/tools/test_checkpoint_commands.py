@@ -165,6 +165,10 @@ def nothing(folder: Path) -> list[Any]:
     return ["export", folder, folder / "out"]
 
 
+def no_part_of_dcp(folder: Path) -> list[Any]:
+    return ["export", folder, folder / "out", "--dcp", "--exclude-frozen"]
+
+
 def both_formats(folder: Path) -> list[Any]:
     write(folder, {"w": {"weight": torch.ones(3)}})
     return ["export", folder, folder / "out", "--dcp", "--pytorch"]
@@ -200,6 +204,7 @@ def no_folder(folder: Path) -> list[Any]:
     [
         (nothing, "holds no file named latest"),
         (both_formats, "two of --pytorch, --dcp and --whole are given"),
+        (no_part_of_dcp, "--dcp writes all parameters and no config"),
         (bad_dtype, "the dtype is 'int8'; allowed are fp32"),
         (bad_size, "'huge' is not a size"),
         (no_tag, "there is no tag 't9' here; those there are: step1"),

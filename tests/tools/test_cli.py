@@ -30,6 +30,13 @@ def tiermem(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 MISTAKES = {
+    "plan": [
+        (
+            ["--preset", "151m", "--frozen", "nf4"],
+            "--frozen packs frozen weights, and without --lora none are; write: tiermem plan "
+            "--preset 151m --frozen nf4 --lora 16",
+        ),
+    ],
     "sft": [
         ([], "--model_name_or_path is missing; write: tiermem sft --model_name_or_path FOLDER"),
         (["--model_name_or_path", "m"], "--dataset_name is missing"),
