@@ -228,6 +228,28 @@ def test_safetensors_are_read(tmp_path: Path, dtype: torch.dtype) -> None:
     check(read_torch(tmp_path), net, plain(net))
 
 
+@pytest.mark.parametrize("num_layers", [1, 11])
+def test_states_without_names_find_a_shape_that_safetensors_hold_once(
+    tmp_path: Path, num_layers: int
+) -> None:
+    """The file has 0.bias before 0.weight, and 10.weight before 2.weight."""
+    from safetensors.torch import save_file
+
+    net = nn.Sequential(*(nn.Linear(7, 7, bias=num_layers == 1) for _ in range(num_layers)))
+    optimizer = plain(net)
+    for param in net.parameters():
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    files = tmp_path / "model.safetensors", tmp_path / "optimizer.pt"
+    save_file(net.state_dict(), files[0])
+    torch.save(optimizer.state_dict(), files[1])
+    if num_layers == 1:
+        check(read_torch(*files), net, optimizer)
+    else:
+        with pytest.raises(ValueError, match=r"in more than one way; make .*named_parameters"):
+            read_torch(*files)
+
+
 def list_more(folder: Path, index: Path, shards: list[str]) -> None:
     found = json.loads(index.read_text())
     found["weight_map"]["ghost"] = shards[1]

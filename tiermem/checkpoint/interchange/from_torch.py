@@ -240,6 +240,8 @@ def _check_tensor(what: str, tensor: torch.Tensor) -> None:
 #     optimizer   0: [13, 7]   1: [7]           2: [11, 7]
 #     model       embed.weight norm.weight      hidden.weight       every group in the order of the model
 #
+# The safetensors library writes by dtype and name: there a shape must occur once.
+#
 # A match that is impossible or not unique raises ValueError with advice.
 
 MODEL_KEYS = ("model", "module", "state_dict", "model_state_dict")
@@ -281,7 +283,7 @@ def read_torch(path: Path, optimizer: Path | None = None) -> Foreign:
         f"{str(key)!r} of the file" for key in rest if key not in (*OPTIMIZER_KEYS, *STEP_KEYS)
     ]
     if kept is not None:
-        names = _names_of(parameters, kept, str(optimizer or path))
+        names = _names_of(parameters, kept, str(optimizer or path), kind != "safetensors")
         parameters, more = _with_states(parameters, kept, names)
         groups = [
             {**group, "params": [names[key] for key in group["params"]]}
@@ -420,8 +422,13 @@ def _checked(kept: Any, what: str) -> State:
     return kept
 
 
-def _names_of(parameters: Sequence[ForeignParameter], kept: State, what: str) -> dict[Any, str]:
-    """The parameter's name for each key in the groups' `params`. Raises ValueError."""
+def _names_of(
+    parameters: Sequence[ForeignParameter], kept: State, what: str, is_ordered: bool
+) -> dict[Any, str]:
+    """The parameter's name for each key in the groups' `params`. Raises ValueError.
+
+    is_ordered: the parameters are in the order of the model.
+    """
     known = {name for p in parameters for name in (p.name, *p.aliases)}
     own = [p for p in parameters if not p.is_buffer]
     places = _places(own), _places(own[::-1])
@@ -438,9 +445,8 @@ def _names_of(parameters: Sequence[ForeignParameter], kept: State, what: str) ->
         ):
             names |= dict(zip(keys, said, strict=True))
         else:
-            found = _match(
-                places, len(own), [_shape_of(kept["state"].get(key)) for key in keys], what
-            )
+            shapes = [_shape_of(kept["state"].get(key)) for key in keys]
+            found = _match(places, len(own), shapes, what, is_ordered)
             names |= {key: own[place].name for key, place in zip(keys, found, strict=True)}
     lost = [str(key) for key in kept["state"] if key not in names]
     if lost:
@@ -476,15 +482,19 @@ def _places(parameters: Sequence[ForeignParameter]) -> _Places:
 
 
 def _match(
-    places: tuple[_Places, _Places], num: int, wanted: Sequence[tuple[int, ...] | None], what: str
+    places: tuple[_Places, _Places],
+    num: int,
+    wanted: Sequence[tuple[int, ...] | None],
+    what: str,
+    is_ordered: bool,
 ) -> list[int]:
     """The index of the parameter for each shape of a group. Raises ValueError unless there is
     exactly one match.
 
     places: of the `num` parameters in order, and in reverse order.
     """
-    early = _earliest(wanted, places[0], num)
-    late = _earliest(wanted[::-1], places[1], num)
+    early = _earliest(wanted, places[0], num, is_ordered)
+    late = _earliest(wanted[::-1], places[1], num, is_ordered)
     if early is None or late is None or early != [num - 1 - place for place in reversed(late)]:
         how = "go with the model's parameters in more than one way"
         if early is None or late is None:
@@ -504,10 +514,10 @@ def _shape_of(entry: State | None) -> tuple[int, ...] | None:
 
 
 def _earliest(
-    wanted: Sequence[tuple[int, ...] | None], places: _Places, num: int
+    wanted: Sequence[tuple[int, ...] | None], places: _Places, num: int, is_ordered: bool
 ) -> list[int] | None:
-    """For every shape its first place after the place of the previous one; None if there is
-    none."""
+    """For every shape its first place, if ordered after the place of the previous one; None if
+    there is none."""
     found = []
     place = 0
     for shape in wanted:
@@ -516,7 +526,7 @@ def _earliest(
         if number == len(options):
             return None
         found.append(options[number])
-        place = options[number] + 1
+        place = options[number] + 1 if is_ordered else 0
     return found
 
 
