@@ -141,6 +141,14 @@ def test_a_full_disk_is_met_before_anything_is_read(
     assert not (tmp_path / "out").exists()
 
 
+def test_moments_without_groups_have_the_optimizer_that_keeps_them(tmp_path: Path) -> None:
+    one = of_tensor(torch.ones(3))
+    moved = ForeignParameter("w", (3,), {"weight": one, "exp_avg": one})
+    write_checkpoint(Foreign("test", [moved]), tmp_path)
+    with Source.open(tmp_path) as source:
+        assert source.manifest.optimizer == {"name": "Lion", "groups": []}
+
+
 def test_what_is_no_plain_value_is_named(tmp_path: Path) -> None:
     foreign = Foreign("test", [], client_state={"epoch": 3, "args": object()})
     done = write_checkpoint(dataclasses.replace(foreign, left_behind=["x"]), tmp_path, "a")

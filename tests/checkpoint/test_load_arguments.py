@@ -18,7 +18,8 @@ import pytest
 import torch
 from programs import models
 from programs.twins import assert_same_tensors, loss_of, weights_of
-from saved_by_hand import pieces_of
+from runs import live_states
+from saved_by_hand import pieces_of, write
 from test_resume import check_same, counters, started, states, train
 from torch import nn
 
@@ -217,6 +218,25 @@ def test_masters_of_ordinary_parameters_that_rest_are_saved(tmp_path: Path) -> N
     assert_same_tensors(states_of(other), states_of(optim))
     for each in (shards, other_shards):
         each.close()
+
+
+def test_states_that_were_saved_without_an_optimizer_are_not_opened(tmp_path: Path) -> None:
+    """Earlier saves had them: whose moments they are, they did not say."""
+    made = nn.Linear(13, 7)
+    saved = {
+        name: {state: torch.ones_like(param) for state in ("weight", "exp_avg", "exp_avg_sq")}
+        for name, param in made.named_parameters()
+    }
+    write(tmp_path, saved)
+    with tiermem.shard(made, tiermem.OffloadPolicy()) as shards:
+        optim = tiermem.AdamW(made.parameters())
+        made(torch.ones(2, 13)).sum().backward()
+        optim.step()
+        loaded = checkpoint.load(shards, optim, tmp_path)
+        assert loaded is not None and not loaded.has_states
+        found = live_states(shards)
+        assert {shard.num_steps for _, shard in shards.parameters()} == {0}
+    assert all(bool(value.all()) != ("exp" in state) for (_, state), value in found.items())
 
 
 def test_frozen_parameters_that_were_left_out_stay_as_they_are(tmp_path: Path) -> None:

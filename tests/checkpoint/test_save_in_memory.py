@@ -97,8 +97,20 @@ def test_what_was_never_stepped_has_weights_alone(tmp_path: Path) -> None:
     with tiermem.shard(made, policy("cpu", tmp_path)) as shards:
         checkpoint.save(shards, tiermem.AdamW(made.parameters()), tmp_path, "t")
         assert {state for _, state in states_in(tmp_path, "t")} == {"weight"}
-        checkpoint.save(shards, None, tmp_path, "weights")
-        assert {state for _, state in states_in(tmp_path, "weights")} == {"weight"}
+
+
+@pytest.mark.parametrize("where", ["cpu", "nvme"])
+def test_weights_alone_are_saved_without_an_optimizer(tmp_path: Path, where: str) -> None:
+    made = model(dtype=torch.bfloat16)
+    precision = Precision.preset("compact")
+    with tiermem.shard(made, policy(where, tmp_path, precision=precision)) as shards:
+        optimizer = tiermem.AdamW(made.parameters())
+        train(made, optimizer, 2)
+        for stepped, states in ((optimizer, 4), (None, 1)):
+            checkpoint.save(shards, stepped, tmp_path, "t")
+            assert len({state for _, state in states_in(tmp_path, "t")}) == states
+        _, manifest, _ = opened(tmp_path, "t")
+    assert {each.num_steps for each in manifest.parameters} == {0}
 
 
 def test_frozen_parameters_are_left_out_when_asked(tmp_path: Path) -> None:

@@ -223,9 +223,9 @@ def class_of(foreign: Foreign) -> str:
 
 
 def optimizer_of(foreign: Foreign, lost: list[str]) -> Json:
-    """The field `optimizer` of a manifest; None without groups. Adds the names of settings that
-    cannot be kept to `lost`."""
-    if not foreign.groups:
+    """The field `optimizer` of a manifest; None without groups and moments. Adds the names of
+    settings that cannot be kept to `lost`."""
+    if not foreign.groups and not any(p.moments for p in foreign.parameters):
         return None
     names: list[dict[str, None]] = [{} for _ in foreign.groups]
     for p in foreign.parameters:

@@ -176,6 +176,8 @@ class Filling:
         self._names = names
         self._workers = workers
         self._wants = wants
+        # an earlier save without an optimizer has moments, and does not say whose
+        self.opens_states = wants.states and source.manifest.optimizer is not None
         # (state, saved as, kept as), for one log line
         self.conversions: set[tuple[str, str, str]] = set()
         # parameters without steps that have a moment other than zero
@@ -222,7 +224,7 @@ class Filling:
             found.append(WEIGHT if saved == kinds.name_of(tile.dtype) else MASTER)
         if self._wants.weights and self._wants.masters and master is not None:
             found.append(MASTER)
-        if self._wants.states:
+        if self.opens_states:
             moments = (each for each in self._source.states(name) if each not in (WEIGHT, MASTER))
             found += [each for each in moments if not each.endswith(kinds.SCALES)]
         return found
@@ -258,7 +260,7 @@ class Filling:
 
     def _put_moment(self, name: str, moment: str, places: Places, place: Moment) -> None:
         stored = place if isinstance(place, Quantised) else (place,)
-        if self._source.kind(name, moment) is None:
+        if not self.opens_states or self._source.kind(name, moment) is None:
             for each in stored:
                 each.zero_()
             return
@@ -430,7 +432,7 @@ def _show(shards: Shards, source: Source, fitted: Fitted, wants: Wants, filling:
             num_steps = shard.num_steps
             has_moments = shard.has_moments
             if wants.states:
-                num_steps = source.parameters[name].num_steps
+                num_steps = source.parameters[name].num_steps if filling.opens_states else 0
                 has_moments = shard in filling.has_moments
             keeps_master = shards.policy.precision.master_of(live.unit.dtype) is not None
             # "Wider" than the weight in this model.

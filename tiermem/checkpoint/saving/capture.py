@@ -4,6 +4,7 @@
     states     master and moments, tile by tile                                 only ranks of replica 0
     own        buffers, and ordinary parameters with their states               rank 0; other ranks if their values differ
 
+Without an optimizer only weights and buffers are saved: a master begins anew as the weight.
 Ordinary parameters are those that the optimizer steps beside the sharded model. A master is saved
 if it is kept beside the weight. Before the first step it is saved only if it was made from the fp32
 values that zero.Init saw. A parameter that was neither stepped nor loaded has no states; the reader
@@ -68,7 +69,7 @@ def parameters(
                 tuple(shard.shape),
                 dtype,
                 trains,
-                shard.num_steps,
+                shard.num_steps if optimizer else 0,
                 group,
                 at_rest,
             )
@@ -111,14 +112,17 @@ class Captures:
         self._seen: tuple[object, ...] = ()
         self._resting = Resting([])
 
-    def take(self, names: Sequence[str]) -> tuple[Resting, list[Stretch]]:
+    def take(self, names: Sequence[str], has_states: bool) -> tuple[Resting, list[Stretch]]:
         """The stretches of the named parameters on NVMe, and those in memory. Reads no bytes; does
         not block."""
-        seen = _what_decides(self._shards, names)
+        seen = has_states, *_what_decides(self._shards, names)
+        on_nvme, in_memory = (
+            stretches(self._shards, frozenset(names), each, has_states) for each in (True, False)
+        )
         if seen != self._seen:
-            self._resting = Resting(stretches(self._shards, frozenset(names), is_on_nvme=True))
+            self._resting = Resting(on_nvme)
             self._seen = seen
-        return self._resting, list(stretches(self._shards, frozenset(names), is_on_nvme=False))
+        return self._resting, list(in_memory)
 
 
 def own(shards: Shards, optimizer: NativeOptimizer | None) -> Iterator[Stretch]:
@@ -161,9 +165,14 @@ def _what_decides(shards: Shards, names: Sequence[str]) -> tuple[object, ...]:
     return tuple(names), units, tiles, on_nvme, moments
 
 
-def stretches(shards: Shards, names: frozenset[str], is_on_nvme: bool) -> Iterator[Stretch]:
+def stretches(
+    shards: Shards, names: frozenset[str], is_on_nvme: bool, has_states: bool = True
+) -> Iterator[Stretch]:
     """The stretches of the named parameters on NVMe, or those in memory. Reads no bytes; does not
-    block."""
+    block.
+
+    has_states: masters and moments too.
+    """
     if shards.topology.replica:  # a rank of replica 0 saves the same elements
         return
     states_of = functools.cache(functools.partial(_states_of, shards))
@@ -173,7 +182,7 @@ def stretches(shards: Shards, names: frozenset[str], is_on_nvme: bool) -> Iterat
             if (live.entry is not None) == is_on_nvme:
                 whole = ShardRange(shard, 0, numel)
                 yield from _cut(shards, whole, weights_of(live), shard.shard_offset)
-            if shards.states is not None and live.unit.is_trainable:
+            if has_states and shards.states is not None and live.unit.is_trainable:
                 yield from _states(shards, live, shard, states_of, is_on_nvme)
 
 

@@ -229,7 +229,8 @@ def save(
     Returns True.
 
     Args:
-        optimizer: the optimizer that steps the model; None: only weights and buffers are saved.
+        optimizer: the optimizer that steps the model; None: only weights and buffers are saved, in
+            the dtypes in which they rest. A run from there makes its masters from the weights.
         save_dir: the folder of checkpoints; made if it is missing.
         tag: the name of a folder below save_dir; default: `global_step<steps>`. Rank 0's tag is
             used, see `tag_validation`.
@@ -383,7 +384,8 @@ def _draft(
     rng = encode(generators(shards.device), "rng")
     data = state_json(beside.loader, "loader")
     part = Part(manifest.run_id, 0, topology.rank, rng, data, (), ())
-    resting, in_memory = saver.captures.take([each.name for each in parameters])
+    names = [each.name for each in parameters]
+    resting, in_memory = saver.captures.take(names, optimizer is not None)
     content = Content(manifest, part, save_dir, save_latest, resting, in_memory)
     facts = {
         "save_latest": save_latest,
