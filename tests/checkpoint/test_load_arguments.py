@@ -220,6 +220,40 @@ def test_masters_of_ordinary_parameters_that_rest_are_saved(tmp_path: Path) -> N
         each.close()
 
 
+class Scaled(nn.Linear):
+    """Has a state beside its tensors."""
+
+    scale: Any = (2, torch.ones(1))
+
+    def get_extra_state(self) -> Any:
+        return {"scale": self.scale}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.scale = state["scale"]
+
+
+def test_the_extra_states_of_modules_come_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = nn.Sequential(*(Scaled(3, 3) for _ in range(3)))
+    made[1].scale, made[2].scale = (5, torch.zeros(2)), object()
+    with tiermem.shard(made, tiermem.OffloadPolicy()) as shards:
+        checkpoint.save(shards, None, tmp_path)
+        assert "2._extra_state['scale'] is a builtins.object" in caplog.text
+        for module in made:
+            module.scale = None
+        checkpoint.load(shards, None, tmp_path)
+    assert [made[0].scale, made[2].scale] == [Scaled.scale, None]
+    assert made[1].scale[0] == 5 and torch.equal(made[1].scale[1], torch.zeros(2))
+    assert "has no 2._extra_state" in caplog.text
+    other = nn.Sequential(Scaled(3, 3), *(nn.Linear(3, 3) for _ in range(2)))
+    with (
+        tiermem.shard(other, tiermem.OffloadPolicy()) as shards,
+        pytest.raises(ValueError, match=r"Not in the model: 1\._extra_state"),
+    ):
+        checkpoint.load(shards, None, tmp_path)
+
+
 def test_states_that_were_saved_without_an_optimizer_are_not_opened(tmp_path: Path) -> None:
     """Earlier saves had them: whose moments they are, they did not say."""
     made = nn.Linear(13, 7)

@@ -58,6 +58,9 @@ def test_what_is_written_is_read_back() -> None:
     assert parse_manifest(manifest().dump(), "m") == manifest()
     assert [parse_part(part.dump(), "p") for part in parts()] == parts()
     assert parse_pointer(pointer().dump(), "t") == pointer()
+    more = dataclasses.replace(parts()[0], extra_state={"m._extra_state": [1]})
+    assert parse_part(more.dump(), "p") == more
+    assert b"extra_state" not in parts()[0].dump()  # readers from before the field open it
     found = cover(manifest(), parts(), "m")
     assert [found.files[piece.file][0] for piece in found.pieces("w", "weight")] == [0, 1]
 

@@ -31,7 +31,8 @@ manifest  format, version, run_id, commit · tag (null: a durable step without a
           the caller left out) · checksums {parameter: {state: [CRC-32C of each MiB]}} · choices
 part      format, version, run_id, commit · rank · rng, data (values) · files [path] ·
           states [{param, state, kind, pieces [[start, numel, file, offset]]}], each (param, state)
-          once
+          once · extra_state {name in a state dict: value of a module's get_extra_state}, left out if
+          no module has one
 
 role      "parameter": of the sharded model; "buffer": of the model; "ordinary": stepped by the optimizer, not sharded
 group     index of the optimizer's parameter group; null: in no group. num_steps: optimizer steps that the states have seen
@@ -71,11 +72,12 @@ checkpoint that opening would refuse is not saved.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Literal, NamedTuple, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 from pydantic import AfterValidator, FailFast, Field
@@ -213,6 +215,9 @@ class Part:
     data: Plain
     files: Names
     states: Records[PartState]
+    extra_state: Annotated[Mapping[str, Plain], FailFast(), Field(exclude=True)] = (
+        dataclasses.field(default_factory=dict)
+    )
 
     def dump(self) -> bytes:
         """The file's bytes. Raises ManifestError for what `parse_part` refuses."""
@@ -410,7 +415,10 @@ class _Head:
 
 def _sealed(value: _Record, parse: Callable[[bytes, str], _Record], what: str) -> bytes:
     """The bytes of a file, checked by its own parser. Raises ManifestError."""
-    data = seal({"format": FORMAT, "version": VERSION}, value)
+    head: dict[str, Any] = {"format": FORMAT, "version": VERSION}
+    if isinstance(value, Part) and value.extra_state:  # else readers before it open the part
+        head["extra_state"] = value.extra_state
+    data = seal(head, value)
     parse(data, f"{_NOT_SAVED}: {what}")
     return data
 

@@ -21,15 +21,17 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from tiermem.checkpoint.format import kinds
+from tiermem.checkpoint.format.fields import decode
 from tiermem.checkpoint.format.manifest import MASTER, WEIGHT, Parameter
 from tiermem.checkpoint.opening.source import CHUNK_NUMEL, Elements, Source, state_of_rank
 from tiermem.checkpoint.opening.verified import LEAST_AREA_BYTES
-from tiermem.checkpoint.saving.capture import buffers
+from tiermem.checkpoint.saving.capture import buffers, modules_with_extra
 from tiermem.checkpoint.together import everywhere
 from tiermem.optim.tile import Tile
 from tiermem.optim.tile_work import Places
@@ -52,10 +54,11 @@ logger = logging.getLogger("tiermem")
 
 
 class Fitted(NamedTuple):
-    """The saved name of each parameter, and of each buffer, that was found."""
+    """What was found: the saved name of each parameter and of each buffer, and extra states."""
 
     params: Mapping[Shard, str]
     buffers: Sequence[tuple[torch.Tensor, str]]
+    extra: Sequence[tuple[nn.Module, Any]]  # modules, and their saved extra state
     is_complete: bool  # every parameter of the model was found
 
 
@@ -95,6 +98,13 @@ def fit(shards: Shards, source: Source, is_strict: bool) -> Fitted:
         for each in source.manifest.parameters
         if each.name not in used and each.role != "ordinary"
     ]
+    modules = modules_with_extra(shards.model)
+    world = shards.topology.world
+    own_part = source.parts[shards.topology.rank if source.manifest.world == world else 0]
+    saved = own_part.extra_state
+    extra += [name for name in saved if name not in modules]
+    if lacking := [name for name in modules if name not in saved]:
+        logger.warning("%s has no %s", source.file, shown_names(lacking))
     _check_shapes(source, [(shard.shape, name) for shard, name in params.items()])
     _check_shapes(source, [(tensor.shape, name) for tensor, name in placed])
     if missing or extra:
@@ -108,7 +118,12 @@ def fit(shards: Shards, source: Source, is_strict: bool) -> Fitted:
                 "what fits and leaves the rest as it is"
             )
         logger.warning("%s fits the model in part. %s", source.file, lists)
-    return Fitted(params, placed, len(params) == len(own))
+    decoded = [
+        (module, decode(saved[name], f"{source.file}: {name}"))
+        for name, module in modules.items()
+        if name in saved
+    ]
+    return Fitted(params, placed, decoded, len(params) == len(own))
 
 
 def shown_names(names: Sequence[str]) -> str:
@@ -346,6 +361,8 @@ def _put(shards: Shards, source: Source, fitted: Fitted, wants: Wants, filling: 
             _put_weight(shards, live, shard, fitted.params[shard], source, filling)
         for tensor, name in fitted.buffers if wants.weights else ():
             _put_buffer(tensor, name, source, shards.topology)
+        for module, state in fitted.extra if wants.weights else ():
+            module.set_extra_state(state)
 
 
 @contextlib.contextmanager

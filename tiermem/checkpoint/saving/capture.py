@@ -14,6 +14,7 @@ takes them as zeros. Gradients are not saved.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 
 from tiermem.checkpoint.format import kinds
+from tiermem.checkpoint.format.fields import Json, encode
 from tiermem.checkpoint.format.manifest import MASTER, WEIGHT, Parameter
 from tiermem.checkpoint.saving.pieces import CHUNK_BYTES, Resting, Stretch, in_memory
 from tiermem.optim import ordinary
@@ -36,6 +38,9 @@ from tiermem.weights_io import names_of, saved_buffers
 
 if TYPE_CHECKING:
     from tiermem.optim.base import NativeOptimizer
+
+
+logger = logging.getLogger("tiermem")
 
 
 def parameters(
@@ -100,6 +105,30 @@ def buffers(model: nn.Module) -> list[tuple[list[str], torch.Tensor]]:
     for name, buffer in saved_buffers(model):
         found.setdefault(id(buffer), ([], buffer))[0].append(name)
     return list(found.values())
+
+
+def extra_states(model: nn.Module) -> dict[str, Json]:
+    """The extra state of every module that has one, by its name in a state dict.
+
+    A warning names one that a part cannot hold, and the save lacks it.
+    """
+    found = {}
+    for name, module in modules_with_extra(model).items():
+        state = module.get_extra_state()
+        try:
+            found[name] = encode(state, name)
+        except TypeError as error:
+            logger.warning("%s. The save lacks it", error)
+    return found
+
+
+def modules_with_extra(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that have an extra state, by its name in a state dict."""
+    return {
+        f"{name}._extra_state".removeprefix("."): module
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
 
 
 class Captures:

@@ -226,7 +226,7 @@ def save(
     tag_validation: TagValidation = "Warn",
 ) -> bool:
     """Saves every state as it is now under a tag, so that a run can continue from it bit by bit.
-    Returns True.
+    Returns True. A warning names a module whose extra state JSON cannot hold; the save lacks it.
 
     Args:
         optimizer: the optimizer that steps the model; None: only weights and buffers are saved, in
@@ -383,7 +383,8 @@ def _draft(
     )
     rng = encode(generators(shards.device), "rng")
     data = state_json(beside.loader, "loader")
-    part = Part(manifest.run_id, 0, topology.rank, rng, data, (), ())
+    extra = capture.extra_states(shards.model)
+    part = Part(manifest.run_id, 0, topology.rank, rng, data, (), (), extra)
     names = [each.name for each in parameters]
     resting, in_memory = saver.captures.take(names, optimizer is not None)
     content = Content(manifest, part, save_dir, save_latest, resting, in_memory)
