@@ -61,6 +61,15 @@ def test_scalars_come_along(tmp_path: Path) -> None:
     assert found.left_behind == []
 
 
+def test_an_extra_state_of_a_module_is_left_behind_by_name(tmp_path: Path) -> None:
+    write_deepspeed(tmp_path, 1, torch.float32)
+    file = tmp_path / TAG / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    found = torch.load(file, weights_only=False)
+    found["module"]["hidden._extra_state"] = torch.ones(2)
+    torch.save(found, file)
+    assert read_deepspeed(tmp_path).left_behind == ["'hidden._extra_state' of the model"]
+
+
 def test_members_of_enumerations_are_read_as_early_pythons_3_11_pickle_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -158,10 +158,11 @@ class _DeepSpeedReader:
     def foreign(self) -> Foreign:
         first = self._first
         found = {p.name: p for p in (*self._trainable(), *self._frozen(), *self._buffers())}
+        ties = first.get("shared_params") or {}
+        others = first["module"].keys() - found.keys() - ties.keys()
+        self._left_behind.update(f"{name!r} of the model" for name in others)
         order = [*first["module"], *found]
-        parameters = tie(
-            [found.pop(name) for name in order if name in found], first.get("shared_params") or {}
-        )
+        parameters = tie([found.pop(name) for name in order if name in found], ties)
         if not any(p.moments for p in parameters):
             self._left_behind.add("no moments are in it: the optimizer begins anew")
         return Foreign(
