@@ -65,6 +65,19 @@ def test_a_plain_models_checkpoint_is_read(
     assert (found.global_steps, found.client_state, found.left_behind) == (7, {"epoch": [1, 2]}, [])
 
 
+def test_tensors_beside_the_model_are_numbers_or_left_behind(tmp_path: Path) -> None:
+    one, two = torch.tensor(7), torch.ones(2)
+    state = {"model": Net().state_dict(), "step": one, "epoch": one, "seen": two}
+    save(state | {"sched": {"last": one, "rates": two}, "deep": {"x": {"y": one}}}, tmp_path)
+    found = read_dcp(tmp_path)
+    assert (found.global_steps, found.client_state, found.scheduler) == (
+        7, {"epoch": 7}, {"last": 7},
+    )  # fmt: skip
+    assert found.left_behind == [
+        "'deep' of the checkpoint", "'sched.rates' of the checkpoint", "'seen' of the checkpoint",
+    ]  # fmt: skip
+
+
 def test_a_common_first_key_and_none_at_all_are_understood(tmp_path: Path) -> None:
     net = Net()
     optimizer = plain(net)

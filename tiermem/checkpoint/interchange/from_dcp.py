@@ -384,19 +384,18 @@ class _DcpReader:
             self._parameter(name, weight, group_of.get(name))
             for name, weight in self._weights.items()
         ]
-        client = {
-            keys[0]: value.load()
-            for keys, value in self._rest.items()
-            if len(keys) == 1 and isinstance(value, Plain)
-        }
-        scheduler = {
-            str(keys[1]): value.load()
-            for keys, value in self._rest.items()
-            if len(keys) == 2 and keys[0] in _SCHEDULER_KEYS and isinstance(value, Plain)
-        }
-        deeper = {
-            str(keys[0]) for keys in self._rest if len(keys) > 1 and keys[0] not in _SCHEDULER_KEYS
-        }
+        client = {}
+        scheduler = {}
+        for keys, value in self._rest.items():
+            is_scheduler = len(keys) > 1 and keys[0] in _SCHEDULER_KEYS
+            is_kept = isinstance(value, Plain) or math.prod(value.shape) == 1
+            if is_kept and len(keys) == 1:
+                client[keys[0]] = _number(value)
+            elif is_kept and len(keys) == 2 and is_scheduler:
+                scheduler[str(keys[1])] = _number(value)
+            else:
+                name = ".".join(map(str, keys[: 1 + is_scheduler]))
+                self._left_behind.add(f"{name!r} of the checkpoint")
         return Foreign(
             kind="torch.distributed.checkpoint",
             parameters=parameters,
@@ -404,10 +403,7 @@ class _DcpReader:
             global_steps=global_steps_of(client, parameters, str(self._path)),
             scheduler=scheduler or None,
             client_state={key: value for key, value in client.items() if key not in STEP_KEYS},
-            left_behind=[
-                *sorted(self._left_behind),
-                *(f"{key!r} of the checkpoint" for key in sorted(deeper)),
-            ],
+            left_behind=sorted(self._left_behind),
         )
 
     def _take_weight(self, keys: Path_, value: Tensor | Plain) -> None:
