@@ -14,6 +14,7 @@ from runs import model, policy, train
 
 import tiermem
 from tiermem import checkpoint
+from tiermem.checkpoint.opening.source import verify_all
 
 
 def _killed_after_its_tag(tmp_path: Path) -> Path:
@@ -44,6 +45,62 @@ def test_superseded_step_goes_with_the_tag_that_stands_in_for_it(tmp_path: Path)
         train(made, optimizer, 1, seed=2)
         checkpoint.save(shards, optimizer, tmp_path / "out", "second")  # keep=1: the first goes
     assert not left.exists()
+
+
+def _save(place: Path, tag: str, **how: Any) -> None:
+    """A run that saves one tag in place."""
+    made = model()
+    with tiermem.shard(made, policy("nvme", place, keep=how.pop("keep", 1))) as shards:
+        optimizer = tiermem.AdamW(made.parameters(), lr=0.01)
+        train(made, optimizer, 1)
+        checkpoint.save(shards, optimizer, place / "out", tag, **how)
+
+
+def _check_whole(out: Path, *tags: str) -> None:
+    for tag in tags:
+        with checkpoint.Source.open(out, tag) as source:
+            verify_all(source, lambda _: None)
+
+
+@pytest.mark.parametrize("name", ["a", "z"])
+@pytest.mark.parametrize("how", [{"keep": 2}, {"save_latest": False}])
+def test_a_link_to_a_tag_counts_for_nothing(how: dict[str, Any], name: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    _save(tmp_path, "g1")
+    (out / name).symlink_to("g1")
+    _save(tmp_path, "g2", **how)
+    _check_whole(out, "g1", name, "g2")
+    _save(tmp_path, "g3")
+    _check_whole(out, "g3")
+    assert len(list(tmp_path.glob("tiermem-*"))) == 1  # the link keeps nothing either
+
+
+def test_a_tag_that_latest_names_by_a_link_stays(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    _save(tmp_path, "g1")
+    (out / "z").symlink_to("g1")
+    (out / "latest").write_text("z")
+    _save(tmp_path, "g2", save_latest=False)
+    _check_whole(out, "g1", "g2")
+
+
+def test_a_link_to_a_tag_of_another_folder_drops_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    _save(tmp_path, "g1")
+    out.rename(tmp_path / "other")
+    out.mkdir()
+    (out / "g1").symlink_to(tmp_path / "other" / "g1")
+    _save(tmp_path, "g2")
+    _check_whole(tmp_path / "other", "g1")
+
+
+@pytest.mark.parametrize("tag", ["b", "c"])
+def test_a_copied_pointer_takes_no_other_tag_with_it(tag: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    _save(tmp_path, "a")
+    shutil.copytree(out / "a", out / "b")
+    _save(tmp_path, tag, keep=2)
+    _check_whole(out, "a", tag)
 
 
 def test_folders_that_may_not_be_read_are_left_and_the_save_goes_on(

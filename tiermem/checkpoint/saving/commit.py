@@ -210,7 +210,9 @@ class Commits:
         undo.pop_all()
         if replaced is not None:
             tag = content.manifest.tag
-            drop_step(replaced, f"checkpoint {tag!r} of an earlier run is dropped: saved again")
+            drop_step(
+                replaced, tag, f"checkpoint {tag!r} of an earlier run is dropped: saved again"
+            )
         return [each for each in doomed if each.commit in gone]
 
     @contextlib.contextmanager
@@ -293,6 +295,7 @@ class Commits:
         if opened is not None:
             drop_step(
                 opened,
+                None,
                 f"{opened} is removed: this run has gone on from it, and has a durable step of "
                 "its own",
             )

@@ -469,28 +469,31 @@ def drop_tags(save_dir: Path, run_id: str, num_more: int) -> None:
     OSError.
 
     A pointer whose manifest was removed is removed too, and does not count. Complete copies are
-    neither dropped nor counted.
+    neither dropped nor counted. Nor are second names of a tag: links, and copied pointers.
     """
+    save_dir = real(save_dir)
     try:
         latest = read_latest(save_dir)
         pointers = pointers_of(save_dir)
     except (ManifestError, OSError) as error:
         logger.warning("%s: checkpoints of earlier runs are left: %s", save_dir, error)
         return
+    named = None if latest is None else real(save_dir / latest.tag / POINTER_FILE)
     others = [
-        each
-        for each in pointers
-        if each[1].run_id != run_id and (latest is None or each[0].parent.name != latest.tag)
+        (file, pointer, manifest)
+        for file, pointer, manifest in pointers
+        if pointer.run_id != run_id
+        and file != named
+        and file == real(file) == save_dir / (pointer.tag or file.parent.name) / POINTER_FILE
     ]
     stores = [each for each in others if RunName.of(real(each[2]).parent) is not None]  # no copies
     gone = [file for file, pointer, manifest in stores if is_removed(pointer, manifest)]
     for file in gone:  # a process died after it removed the manifest and before the pointer
         remove_pointer(file)
-    for file, _, manifest in [each for each in stores if each[0] not in gone][num_more:]:
-        if drop_step(
-            manifest,
-            f"checkpoint {file.parent.name!r} of an earlier run is dropped: newer ones are kept",
-        ):
+    for file, pointer, manifest in [each for each in stores if each[0] not in gone][num_more:]:
+        tag = pointer.tag or file.parent.name
+        why = f"checkpoint {tag!r} of an earlier run is dropped: newer ones are kept"
+        if drop_step(manifest, tag, why):
             remove_pointer(file)
 
 
@@ -511,11 +514,16 @@ def is_removed(pointer: Pointer, manifest: Path) -> bool:
     return False
 
 
-def drop_step(manifest: Path, why: str) -> bool:
+def drop_step(manifest: Path, tag: str | None, why: str) -> bool:
     """Removes a durable step of a run that has ended; its folders too if it is the last. Returns
-    whether it did. Blocks."""
+    whether it did. Blocks.
+
+    tag: the step's. A step of another tag stays: a copied pointer has led to it.
+    """
     try:
         opened = read_manifest(Found(manifest))
+        if opened.manifest.tag != tag:
+            return False
         folders = _folders(opened)
         superseded = _superseded(opened)
     except (ManifestError, OSError) as error:
