@@ -103,6 +103,29 @@ def test_a_copied_pointer_takes_no_other_tag_with_it(tag: str, tmp_path: Path) -
     _check_whole(out, "a", tag)
 
 
+@pytest.mark.parametrize("how", ["no optimizer", "frozen parameters left out"])
+def test_the_step_that_was_opened_stays_until_a_save_can_stand_in_for_it(
+    how: str, tmp_path: Path
+) -> None:
+    made = model()
+    with tiermem.shard(made, policy("nvme", tmp_path, durability="step")) as shards:
+        train(made, tiermem.AdamW(made.parameters(), lr=0.01), 1)
+        checkpoint.wait(shards)
+        left = shards.store.folders()[0]
+    made = model()
+    with tiermem.shard(made, policy("nvme", tmp_path)) as shards:
+        optimizer = tiermem.AdamW(made.parameters(), lr=0.01)
+        checkpoint.load(shards, optimizer, left)
+        given = None if how == "no optimizer" else optimizer
+        checkpoint.save(
+            shards, given, tmp_path / "out", "part", exclude_frozen_parameters=given is not None
+        )
+        with checkpoint.Source.open(left) as source:
+            verify_all(source, lambda _: None)
+        checkpoint.save(shards, optimizer, tmp_path / "out", "whole")
+        assert not left.exists()
+
+
 def test_folders_that_may_not_be_read_are_left_and_the_save_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -166,6 +166,8 @@ class Commits:
                 topology, content, commit, kept.manifest, told, doomed, undo
             )
         self.steps.append(kept)
+        if content.is_whole:
+            self._drop_opened()
         self._drop(kept, gone)
         self._sweep()
 
@@ -286,26 +288,22 @@ class Commits:
             for each in doomed:
                 if each.pointer is not None and each.pointer != kept.pointer:
                     self._drop_pointer(each, kept, save_dir)
-            self._drop_predecessors(save_dir)
+            if save_dir is not None:
+                num_own = sum(each.save_dir == save_dir for each in self.steps)
+                drop_tags(save_dir, self.run_id, max(0, self._keep - num_own))
 
-    def _drop_predecessors(self, save_dir: Path | None) -> None:
-        """Drops durable steps of earlier runs that this commit replaces. Rank 0 only."""
+    def _drop_opened(self) -> None:
+        """Drops the step that the model was loaded from. Call it when this run has a durable step
+        that a run can continue from."""
         opened = self._opened
         self._opened = None
-        if opened is not None:
-            drop_step(
-                opened,
-                None,
-                f"{opened} is removed: this run has gone on from it, and has a durable step of "
-                "its own",
-            )
-        if save_dir is not None:
-            num_own = sum(each.save_dir == save_dir for each in self.steps)
-            drop_tags(save_dir, self.run_id, max(0, self._keep - num_own))
+        if opened is not None and self._shards.topology.rank == 0:
+            why = "this run has gone on from it, and has a durable step of its own"
+            drop_step(opened, None, f"{opened} is removed: {why}")
 
     def went_on_from(self, manifest: Path, opened: Manifest) -> None:
-        """Records the manifest that the model was loaded from. The next commit drops an earlier
-        run's untagged step."""
+        """Records the manifest that the model was loaded from. The next commit from which a run can
+        continue drops an earlier run's untagged step."""
         self._opened = manifest if opened.tag is None and opened.run_id != self.run_id else None
 
     def forget(self, gone: Sequence[HeldStep]) -> None:

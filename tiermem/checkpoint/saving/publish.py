@@ -453,7 +453,7 @@ def alone(folder: Path) -> Iterator[bool]:
 # A run that loads the state of an earlier run has its own store. The earlier run's store stays
 # until this run has saved:
 #
-#     the step that was loaded             dropped after this run's first durable step, unless it has a tag
+#     the step that was loaded             dropped after this run's first durable step that is whole, unless it has a tag
 #     the tag that this run saves again    dropped with a warning when the new one is durable
 #     tags in one folder of checkpoints    the newest `keep` of all runs stay; each older one is dropped with a warning
 #
