@@ -129,6 +129,39 @@ def test_a_folder_that_was_moved_may_have_any_name_and_a_link_too(
     assert (step_of(tmp_path / "linked"), step_of(tmp_path / "linked" / "t2")) == (3, 2)
 
 
+# ---- a folder below a folder ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", PLACES.values())
+def test_a_tag_in_a_folder_of_its_own_is_whole_and_stays_latest(tmp_path: Path, where: str) -> None:
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    tags = ["t0", "of/t1", "of/t2"]
+    training(where, folder, lambda save: [save(tag) for tag in tags] and None)
+    for place, due in (
+        (folder, tags),
+        (folder / "of", tags[1:]),
+        (folder / "of" / "t1", tags[1:2]),
+    ):
+        found = survey(place)
+        assert {(step.tag, step.state) for step in found.steps} == {(tag, "whole") for tag in due}
+        assert (found.is_damaged, repair(found)) == (False, [])
+    assert [step_of(folder, tag) for tag in tags] == [1, 2, 3]
+    (folder / "latest").unlink()
+    assert repair(survey(folder)) == [f"{folder / 'latest'}: names 'of/t2' again"]
+    assert (latest_of(folder), step_of(folder), survey(folder).is_damaged) == ("of/t2", 3, False)
+
+
+@pytest.mark.parametrize("tag", ["t/", "./t", "t/."])
+@pytest.mark.parametrize("where", PLACES.values())
+def test_a_tag_opens_under_its_plain_name(tmp_path: Path, where: str, tag: str) -> None:
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    training(where, folder, lambda save: save(tag))
+    assert [step_of(folder, each) for each in (None, "t", tag)] == [1, 1, 1]
+    assert (latest_of(folder), survey(folder).is_damaged) == ("t", False)
+
+
 # ---- another time --------------------------------------------------------------------------------
 
 

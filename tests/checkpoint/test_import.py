@@ -24,6 +24,7 @@ from tiermem.checkpoint.interchange.foreign import (
 from tiermem.checkpoint.interchange.from_deepspeed import read_deepspeed
 from tiermem.checkpoint.interchange.write import write_checkpoint
 from tiermem.checkpoint.opening.source import Source
+from tiermem.checkpoint.survey import repair, survey
 
 
 def check(out: Path, foreign: Foreign) -> None:
@@ -106,7 +107,7 @@ def test_a_tag_that_is_there_is_not_touched(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tag", ["", "..", "a/../b", "/a"])
 def test_a_tag_is_the_name_of_a_folder(tmp_path: Path, tag: str) -> None:
-    with pytest.raises(ValueError, match="a tag names a folder below OUT"):
+    with pytest.raises(ValueError, match="tag is "):
         write_checkpoint(Foreign("test", []), tmp_path, tag)
 
 
@@ -115,6 +116,10 @@ def test_a_tag_may_name_a_folder_below_a_folder(tmp_path: Path) -> None:
     done = write_checkpoint(foreign, tmp_path, "a/b")
     assert done.folder == tmp_path / "a" / "b"
     check(tmp_path, foreign)
+    write_checkpoint(foreign, tmp_path, "c")
+    found = survey(tmp_path)
+    assert [(step.tag, step.state) for step in found.steps] == [("c", "whole"), ("a/b", "whole")]
+    assert repair(found) == repair(survey(tmp_path / "a")) == []
 
 
 @pytest.mark.parametrize("numel", [2, 4])

@@ -182,19 +182,13 @@ def test_a_run_drops_no_tag_that_another_has_saved_meanwhile(tmp_path: Path) -> 
             assert source.manifest.tag == tag
 
 
-@pytest.mark.parametrize("tag", ["t1", "of/t1"])
+@pytest.mark.parametrize("tags", [("t0", "t1"), ("t0", "of/t1"), ("of/t0", "t1")])
 def test_an_earlier_runs_tag_goes_also_for_a_tag_in_a_folder_of_its_own(
-    tag: str, tmp_path: Path
+    tags: tuple[str, str], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    for each in ("t0", tag):
-        made = model()
-        with tiermem.shard(made, policy("nvme", tmp_path)) as shards:
-            optimizer = tiermem.AdamW(made.parameters(), lr=0.01)
-            train(made, optimizer, 1)
-            checkpoint.save(shards, optimizer, out, each)
-    assert sorted(path.name for path in out.iterdir()) == ["latest", tag.partition("/")[0]]
-    made = model()
-    with tiermem.shard(made, policy("nvme", tmp_path)) as shards:
-        optimizer = tiermem.AdamW(made.parameters(), lr=0.01)
-        checkpoint.load(shards, optimizer, out)
+    for tag in tags:
+        _save(tmp_path, tag)
+    assert [str(file.parent.relative_to(out)) for file in out.rglob("tiermem.json")] == [tags[1]]
+    assert len(list(tmp_path.glob("tiermem-*"))) == 1
+    _check_whole(out, tags[1])

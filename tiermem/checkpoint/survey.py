@@ -18,7 +18,9 @@ from tiermem.checkpoint.format.fields import ManifestError, no_collection
 from tiermem.checkpoint.format.finding import (
     Found,
     NothingSaved,
+    dir_of,
     find,
+    is_named,
     known_latest,
     read_manifest,
     read_parts,
@@ -250,6 +252,11 @@ class StepReport:
     places: tuple[StepSpace, ...] = ()  # its disk space by folder
 
     @property
+    def save_dir(self) -> Path:
+        """The folder of checkpoints that its tag's folder lies in."""
+        return dir_of(self.place, self.tag or self.place.name)
+
+    @property
     def durable_bytes(self) -> int:
         """Disk space in bytes of the blocks that it names."""
         return sum(place.durable_bytes for place in self.places)
@@ -331,7 +338,9 @@ def survey(where: Path, verifies: bool = False, progress: Progress = lambda _: N
             unread.append(_said(error))
             continue
         faults += wrong
-        steps += [_step(each, verifies, progress, named) for each in found]
+        places = {step.place for step in steps}  # a tag of two parts is found in two folders
+        new = [each for each in found if each.file.parent not in places]
+        steps += [_step(each, verifies, progress, named) for each in new]
     for folder in tuple(runs):
         try:
             if folder != where:
@@ -382,8 +391,12 @@ def repair(found: Survey) -> list[str]:
     done: list[str] = []
     of_folder: dict[Path, list[StepReport]] = {}
     for step in found.steps:
-        if step.place.is_dir() and RunName.of(step.place) is None and step.place != found.where:
-            of_folder.setdefault(step.place.parent, []).append(step)
+        if (
+            step.place.is_dir()
+            and RunName.of(step.place) is None
+            and step.save_dir.is_relative_to(found.where.absolute())
+        ):
+            of_folder.setdefault(step.save_dir, []).append(step)
     for folder, steps in of_folder.items():
         if is_deepspeed(folder) or any(step.state == "unread" for step in steps):
             continue
@@ -392,12 +405,13 @@ def repair(found: Survey) -> list[str]:
                 if is_alone and step.state == "removed":
                     remove_pointer(step.place / POINTER_FILE)
                     done.append(f"{step.place}: the pointer of a removed step is removed")
-        whole = {step.place.name: step.manifest for step in steps if step.state == "whole"}
-        if whole and not any(step.is_latest for step in steps):
-            newest = next(tag for tag in tags_of(folder) if tag in whole)
+        whole = {step.tag: step.manifest for step in steps if step.state == "whole"}
+        newest = next((tag for tag in tags_of(folder) if tag in whole), None)
+        if newest is not None and not any(step.is_latest for step in steps):
             write_latest(whole[newest], folder, newest)
             done.append(f"{folder / LATEST_FILE}: names {newest!r} again")
-        remove_unfinished(folder)
+        for each in {folder, *(step.place.parent for step in steps)}:
+            remove_unfinished(each)
     return done
 
 
@@ -405,12 +419,12 @@ def _is_cut_short(step: StepReport, steps: Iterable[StepReport]) -> bool:
     """Whether a removal ended after it removed the manifest and before it removed the pointer
     (saving/publish.py)."""
     of_latest = (
-        each.place.parent for each in steps if each.is_latest and each.state in ("whole", "live")
+        each.save_dir for each in steps if each.is_latest and each.state in ("whole", "live")
     )
     is_pointer = (
         step.state == "broken" and not step.is_latest and step.manifest.name == POINTER_FILE
     )
-    if is_pointer and step.place.parent in of_latest:
+    if is_pointer and step.save_dir in of_latest:
         with contextlib.suppress(ManifestError, OSError):
             pointer, manifest = read_pointer(step.manifest)
             return pointer.tag in ("", step.tag) and is_removed(pointer, manifest)
@@ -453,7 +467,7 @@ def _step(found: Found, verifies: bool, progress: Progress, named: Named) -> Ste
         report = dataclasses.replace(
             report,
             manifest=real(opened.file),
-            tag=manifest.tag if found.tag is None else found.tag,
+            tag=manifest.tag if found.tag is None or is_named(place, manifest.tag) else found.tag,
             step=manifest.step,
             run_id=manifest.run_id,
             world=manifest.world,

@@ -350,20 +350,31 @@ def named_folder(argument: str, folder: str | os.PathLike[str]) -> Path:
     return Path(folder)
 
 
-def tag_folder(save_dir: Path, tag: str) -> Path:
-    """The folder of a tag. Raises ValueError for a tag that does not name a folder below
-    `save_dir`."""
+def plain_tag(tag: str) -> str:
+    """A tag without "./" and without a "/" at its end. Raises ValueError for a tag that does not
+    name a folder below the checkpoint's."""
     if not is_tag(tag):
         raise ValueError(
             f"tag is {tag!r}; allowed are names of a folder below the checkpoint's, such as "
             "'global_step10'"
         )
-    return save_dir / tag
+    return str(Path(tag))
 
 
 def pointer_path(save_dir: Path, tag: str) -> Path:
     """The pointer of a tag: the file that names the tag's manifest."""
-    return tag_folder(save_dir, tag) / POINTER_FILE
+    return save_dir / plain_tag(tag) / POINTER_FILE
+
+
+def dir_of(folder: Path, tag: str) -> Path:
+    """The folder of checkpoints that a tag's folder lies in; a tag may have several parts."""
+    return folder.absolute().parents[len(Path(tag).parts) - 1]
+
+
+def is_named(folder: Path, tag: str | None) -> bool:
+    """Whether the path of a folder ends with a tag."""
+    parts = Path(tag or "").parts
+    return folder.absolute().parts[-len(parts) :] == parts
 
 
 def copy_name(run_id: str, commit: int, rank: int | None, suffix: str) -> str:
@@ -437,8 +448,7 @@ def find(where: Path, tag: str | None = None) -> list[Found]:
     Raises NothingSaved (a FileNotFoundError) when there is no step, or not that tag; the text lists
     the tags. Without `tag` raises ManifestError as `read_latest`.
     """
-    if tag is not None and not is_tag(tag):
-        raise ValueError(f"tag is {tag!r}; a tag is the name of a folder below the checkpoint's")
+    tag = None if tag is None else plain_tag(tag)
     if where.is_file():
         return [Found(real(where))]
     if not where.is_dir():
@@ -605,7 +615,8 @@ def _check_place(found: Found, step: Pointer | Manifest, is_version_1: bool) -> 
     if (
         found.tag is not None
         and not is_version_1
-        and step.tag not in (found.tag, real(folder).name)
+        and step.tag != found.tag
+        and not is_named(real(folder), step.tag)
     ):
         raise ManifestError(
             f"{found.file}: is of {_name(step)}, in the folder of tag {found.tag!r}: give files "
@@ -647,8 +658,14 @@ def read_parts(opened: Opened) -> list[tuple[Path, Part]]:
 
 
 def tags_of(where: Path) -> list[str]:
-    """The names of tags below a folder, newest first. Raises OSError."""
+    """The names of tags below a folder, newest first; of two parts those whose pointer says so.
+    Raises OSError."""
     found = [(_age(each), each.name) for each in where.iterdir() if _is_of_tag(each)]
+    for file in where.glob(f"*/*/{POINTER_FILE}"):
+        with contextlib.suppress(ManifestError, OSError):
+            tag = str(file.parent.relative_to(where))
+            if read_pointer(file)[0].tag == tag:
+                found.append((_age(file.parent), tag))
     return [name for _, name in sorted(found, reverse=True)]
 
 

@@ -22,7 +22,7 @@ from tiermem.checkpoint.format.finding import (
     NothingSaved,
     copy_name,
     find,
-    is_tag,
+    plain_tag,
     read_manifest,
 )
 from tiermem.checkpoint.format.manifest import (
@@ -263,9 +263,7 @@ def write_checkpoint(
     then nothing is left, and `latest` is as it was.
     """
     step = foreign.global_steps or max((p.num_steps for p in foreign.parameters), default=0)
-    tag = f"global_step{step}" if tag is None else tag
-    if not is_tag(tag):
-        raise ValueError(f"the tag is {tag!r}; a tag names a folder below OUT")
+    tag = plain_tag(f"global_step{step}" if tag is None else tag)
     parameters = tuple(_parameter(p) for p in foreign.parameters)
     check_parameters(parameters, ())
     folder = out / tag

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiermem.checkpoint.format.fields import Json, encode
-from tiermem.checkpoint.format.finding import known_latest, written
+from tiermem.checkpoint.format.finding import dir_of, known_latest, written
 from tiermem.checkpoint.format.manifest import (
     LATEST_FILE,
     Manifest,
@@ -122,10 +122,10 @@ class HeldStep:
 
     @property
     def save_dir(self) -> Path | None:
-        """The folder that its tag lies in; a tag may have several parts."""
+        """The folder that its tag lies in."""
         if self.pointer is None or self.tag is None:
             return None
-        return self.pointer.parents[len(Path(self.tag).parts)]
+        return dir_of(self.pointer.parent, self.tag)
 
 
 class Commits:

@@ -34,7 +34,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from tiermem.checkpoint.format.fields import Json, encode, no_collection
-from tiermem.checkpoint.format.finding import named_folder, tag_folder
+from tiermem.checkpoint.format.finding import named_folder, plain_tag
 from tiermem.checkpoint.format.kinds import OF_RANK
 from tiermem.checkpoint.format.manifest import (
     LATEST_FILE,
@@ -346,8 +346,7 @@ def _draft(
         )
     )
     if save_dir is not None:
-        tag = f"global_step{steps}" if tag is None else str(tag)
-        tag_folder(save_dir, tag)
+        tag = plain_tag(f"global_step{steps}" if tag is None else str(tag))
         if save_latest and Path(tag).parts[0] == LATEST_FILE:
             raise ValueError(
                 f"tag is {tag!r}, and {LATEST_FILE} is the file that names the newest tag: choose "
