@@ -698,6 +698,7 @@ class Program(Generic[T]):
         if is_dropped:
             self.dropped_bytes += int(times["written_bytes"][is_writing].sum())
         else:
+            self._table.settle(planned)
             changes = np.array([each.changes_slots for each in planned], np.bool_)
             for index in np.flatnonzero(is_writing & (changes | ~is_ended)).tolist():
                 self._note(running, index, not is_ended[index])

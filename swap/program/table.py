@@ -38,7 +38,7 @@ from tiermem.swap.base.tile_program import (
 )
 from tiermem.swap.disk.queue import Queues, Recorder
 from tiermem.swap.memory.arena import Slot
-from tiermem.swap.store.checksum import Range, WrittenBytes
+from tiermem.swap.store.checksum import PiecesIn, Range, WrittenBytes
 from tiermem.swap.store.places import Plans, WritePlan, places_of, reads_of
 from tiermem.swap.store.store import TensorStore
 
@@ -322,7 +322,7 @@ class TileRow(Generic[T]):
         files = store.queues.files
         if failure.during == DURING_CHECK and failure.num_wrong:
             rows = self._with_begun()
-            expected = [each.expected for row in rows for each in row._read]
+            expected = [each.expected for each in self.all_reads()]
             ops = [op for row in rows for op in row.choice.reads]
             piece = failure.piece, failure.seen, failure.num_wrong
             return store.sums.damage(expected, *piece, ops, files)
@@ -332,6 +332,10 @@ class TileRow(Generic[T]):
             return error
         path = files.get(failure.fd, f"descriptor {failure.fd}")
         return TransferError(failure.error, failure.kind, path, failure.offset, failure.length)
+
+    def all_reads(self) -> list[PiecesIn]:
+        """The pieces in all of its reads, those of the begin included."""
+        return [each for row in self._with_begun() for each in row._read]
 
     def all_checks(self) -> PieceRows:
         """The pieces of all of its reads, those of the begin included."""
@@ -392,6 +396,11 @@ class StepTable(Generic[T]):
                     self._rows[tile] = row
             row.update(work)
             yield row
+
+    def settle(self, rows: Iterable[TileRow[T]]) -> None:
+        """Notes that a run of rows counts, so that what it had to verify is no longer due."""
+        with self._store.plans.lock:
+            self._store.sums.settle(each for row in rows for each in row.all_reads())
 
     def note(self, row: TileRow[T], has_failed: bool) -> None:
         """Tells the store that the writes of a row have been made, or that they failed."""

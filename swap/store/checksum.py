@@ -165,19 +165,22 @@ class PieceTable:
     def due(self, inside: slice, rotates: bool) -> Numbers:
         """Returns the numbers of those pieces that a read now must verify.
 
-        rotates: verifies one in ROTATION reads of a piece only.
+        rotates: verifies one in ROTATION reads of a piece only, and what is due still.
         """
         chosen = self.is_known[inside].copy()
         if rotates:
             self._num_reads[inside] += 1
-            chosen &= (self._num_reads[inside] + self._serial) % ROTATION == 0
+            is_turn = (self._num_reads[inside] + self._serial) % ROTATION == 0
+            chosen &= is_turn | self.is_due[inside]
         numbers: Numbers = inside.start + np.flatnonzero(chosen)
         return numbers
 
     def turn(self, inside: slice, rotates: bool) -> None:
-        """Notes the pieces that a read now must verify, as `due`, in `is_due`."""
+        """Notes the pieces that a read now must verify, as `due`, in `is_due`, until the read
+        counts."""
+        due = self.due(inside, rotates)
         self.is_due[inside] = False
-        self.is_due[self.due(inside, rotates)] = True
+        self.is_due[due] = True
 
     def rows(self, which: slice, base: int) -> PieceRows:
         """These pieces for a program, with the checksums and flags of the table. base: the address
@@ -376,6 +379,12 @@ class Sums:
         is_sample = self.verify == "sample"
         for each in pieces if is_sample or (is_cut and self.verify == "always") else ():
             each.table.turn(each.inside, is_sample)
+
+    def settle(self, pieces: Iterable[PiecesIn]) -> None:
+        """Notes that reads of `turn` count. Those of a program that is dropped do not: it tells
+        nobody of damage."""
+        for each in pieces if self.verify == "sample" else ():
+            each.table.is_due[each.inside] = False
 
     def damage(
         self,

@@ -681,15 +681,19 @@ def opened(folder: Path, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> Run:
     return run
 
 
+@pytest.mark.parametrize("verify", ["always", "sample"])
 def test_damage_that_backward_finds_is_raised_by_the_step_or_the_fetch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    verify: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = opened(tmp_path, monkeypatch)
-    table = run.shards.store.sums.of(run.optim.tiles_of(run.shards).tiles[-1].entry)
+    run = opened(tmp_path, monkeypatch, verify=verify)
+    table = run.shards.store.sums.of("state/5/head/0")  # the first that backward steps
     assert table is not None
     table.crcs[0] ^= 1
+    table._num_reads[:] = -table._serial - 1  # the attempt is the next read
     run.micro(5)
     assert run.shards.program.attempted
+    run.shards.program._program().quiet()
+    assert run.shards.program.has_failed
 
     def step_and_fetch() -> None:
         run.step()
