@@ -19,6 +19,7 @@ import tiermem
 from tiermem import Shards
 from tiermem.checkpoint.format.manifest import CHECKSUM_BYTES
 from tiermem.checkpoint.saving.pieces import checksums
+from tiermem.optim import at_rest
 from tiermem.optim.tile_step import TilePass
 from tiermem.precision import PRESETS
 from tiermem.swap.base.errors import CorruptionError
@@ -300,6 +301,39 @@ def test_what_is_put_in_place_is_summed_as_what_is_stepped(
     fresh.prefetcher.empty()
     train(fresh.model, other, 1)
     assert_sums_are_those_of_the_bytes(summed(fresh))
+
+
+class Odd(torch.nn.Module):
+    """Its second parameter begins inside a strip."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.few = torch.nn.Parameter(torch.ones(801))
+        self.many = torch.nn.Parameter(torch.ones(300_000))
+
+    def forward(self) -> torch.Tensor:
+        return self.few.sum() + self.many.sum()
+
+
+def test_states_that_come_and_go_bit_by_bit_are_verified_and_summed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(at_rest, "PIECE_NUMEL", 1 << 18)  # a strip of 8-bit moments
+    odd = Odd().bfloat16()
+    with tiermem.shard(odd, policy(tmp_path, "tiny", tile_numel=1 << 20)) as shards:
+        optim = tiermem.AdamW(odd.parameters(), lr=1e-2)
+        odd().backward()
+        optim.step()
+        states = optim.state_dict()
+        optim.load_state_dict(states)
+        assert shards.states is not None
+        table = shards.store.sums.of(shards.states.tiles[0].entry)
+        assert table is not None and table.is_known.all()
+        for number in range(len(table.crcs)):
+            table.crcs[number] ^= 1
+            with pytest.raises(CorruptionError):
+                optim.state_dict()
+            table.crcs[number] ^= 1
 
 
 # ---- which reads are checked ---------------------------------------------------------------------

@@ -280,8 +280,9 @@ class RestingTiles(abc.ABC, Generic[T]):
         self._pieces.clear()
         for tile in self.tiles:
             for part in tile.ranges:
-                pieces = ((tile, piece) for piece in part.cut(PIECE_NUMEL))
-                self._pieces.setdefault(part.shard, []).extend(pieces)
+                # where strips end, so that no piece with a checksum is cut
+                cut = part.cut(PIECE_NUMEL, tile.place_of(part).start)
+                self._pieces.setdefault(part.shard, []).extend((tile, piece) for piece in cut)
 
     def _reserve(self, tiles: Sequence[T], crosses_link: bool = False) -> None:
         """Takes room for the states of tiles; plain SGD of fp32 parameters has none. Raises

@@ -44,7 +44,8 @@ from tiermem.units.unit import UNIT_ALIGN, Shard, ShardRange, Unit, ranges_in
 from tiermem.weights.unit_state import LiveUnit
 
 PIECE_NUMEL = 1 << 20
-"""Most elements of a state that are shown, read or written in fp32 at once: tiles may be larger."""
+"""Most elements of a state that are shown, read or written in fp32 at once: tiles may be larger. A
+number of whole strips."""
 
 MomentsOf = Callable[[Shard], Sequence[str]]
 """Returns the names of a parameter's moments, as in torch, in the order of swap.parts.MOMENTS."""

@@ -275,10 +275,13 @@ class ShardRange(NamedTuple):
         """The index in the whole parameter of a rank's first element."""
         return self.shard.shard_numel * rank + self.start
 
-    def cut(self, most_numel: int) -> Iterator[ShardRange]:
-        """The same elements in ranges of at most `most_numel`."""
-        for start in range(self.start, self.stop, most_numel):
-            yield self._replace(start=start, stop=min(start + most_numel, self.stop))
+    def cut(self, most_numel: int, num_before: int = 0) -> Iterator[ShardRange]:
+        """The same elements in ranges of at most `most_numel`, cut at its multiples; `num_before`
+        more are counted."""
+        for start in range(self.start - num_before % most_numel, self.stop, most_numel):
+            yield self._replace(
+                start=max(start, self.start), stop=min(start + most_numel, self.stop)
+            )
 
 
 @dataclasses.dataclass(eq=False)
