@@ -114,7 +114,7 @@ class PieceTable:
         entry     [ piece 0 | piece 1 |  gap  | piece 2 | ... ]       ranges in order, that do not overlap; gaps have none
 
         a write of the whole piece    makes its checksum known
-        a write of a part of it       makes it unknown, until the whole piece is written or `put`
+        a write of a part of it       makes it unknown, until the whole piece is written or `put`, at once or part after part
         a write that fails            leaves the intended checksum, so that a later read of those bytes fails verification
 
     A piece is a range with one checksum; the table knows it by its number. numpy handles all pieces
@@ -141,6 +141,8 @@ class PieceTable:
         self.crcs: Crcs = np.zeros(len(starts), np.uint32)
         self.is_known: npt.NDArray[np.bool_] = np.zeros(len(starts), np.bool_)
         self.is_due: npt.NDArray[np.bool_] = np.zeros(len(starts), np.bool_)
+        self.begun: dict[int, tuple[int, int]] = {}
+        """Pieces whose first bytes the last writes have set: where these end, their checksum."""
         self._rows = piece_rows(starts, stops - starts, self.crcs, self.is_known)
         self._serial = serial
         self._num_reads = np.zeros(len(starts), np.int64)
@@ -310,8 +312,9 @@ class Sums:
         """Encloses writes of whole blocks that change `data` at `offset` of an entry; their other
         bytes were read before.
 
-        Pieces fully inside `data` get new checksums. Pieces partly inside lose theirs. Others keep
-        theirs: the bytes that were read around `data` are not summed.
+        Pieces fully inside `data` get new checksums, and so do those that are written part after
+        part. Other pieces partly inside lose theirs. Others keep theirs: the bytes that were read
+        around `data` are not summed.
         """
         table = self._tables.get(entry)
         if table is None:
@@ -320,12 +323,26 @@ class Sums:
         crcs = table.crcs.copy()
         is_known = table.is_known.copy()
         touched = table.touching(offset, data.numel())
+        begun = {each: end for each, end in table.begun.items() if not is_known[each]}
         try:
             yield
         finally:
             crcs[touched], is_known[touched] = table.crcs[touched], False
             table.crcs[:], table.is_known[:] = crcs, is_known
+            table.begun.clear()
         self.keep(self.of_write([(entry, offset, data)]))
+        cut = touched.start + np.flatnonzero(~table.is_known[touched])
+        for number in cut.tolist():
+            start, stop = int(table.pieces.starts[number]), int(table.pieces.stops[number])
+            first = max(start, offset)
+            end, crc = begun.pop(number, (start, 0)) if first > start else (start, 0)
+            if first == end:  # the write begins the piece, or goes on with it
+                part = data[first - offset : stop - offset]
+                end += part.numel()
+                crc = crc32c_combine(crc, crc32c([part], self._workers)[0], part.numel())
+                begun[number] = end, crc
+                table.crcs[number], table.is_known[number] = crc, end == stop
+        table.begun.update(begun)
 
     def check_of(
         self, ranges: Iterable[Range], ops: Sequence[Op], files: Callable[[], Mapping[int, str]]
@@ -468,6 +485,7 @@ class PiecesIn(NamedTuple):
         """Before a write that changes the table: pieces that the range cuts become unknown."""
         if self.inside != self.touching:
             self.table.is_known[self.touching] = False
+            self.table.begun.clear()
 
     def overwrite(self, crcs: Crcs) -> None:
         """Records a write: sets the checksums of those inside; those that the range cuts become

@@ -16,6 +16,7 @@ import tiermem
 from tiermem import OffloadPolicy, Shards, Tier, checkpoint
 from tiermem.checkpoint.format import kinds
 from tiermem.checkpoint.interchange.export import export_weights
+from tiermem.checkpoint.opening import restore
 from tiermem.checkpoint.opening.source import Source, weights_of
 from tiermem.units.quantised import BLOCK, FORMATS
 
@@ -82,7 +83,10 @@ def test_it_holds_the_blocks_and_opens_under_every_form(
             ].abs().max() * 0.16
 
 
-def test_weights_that_were_saved_as_they_are_are_packed_when_opened(tmp_path: Path) -> None:
+def test_weights_that_were_saved_as_they_are_are_packed_when_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restore, "CHUNK_NUMEL", BLOCK)  # pieces with a checksum are longer
     shards, optim = sharded(tmp_path, None, Tier.NVME)
     with shards:
         checkpoint.save(shards, optim, tmp_path / "saved")
@@ -93,6 +97,8 @@ def test_weights_that_were_saved_as_they_are_are_packed_when_opened(tmp_path: Pa
     with shards:
         checkpoint.load(shards, optim, tmp_path / "saved")
         assert all(torch.equal(value, due[name]) for name, value in weights(shards).items())
+        tables = [shards.store.sums.of(live.entry) for live in shards.units if live.entry]
+        assert any(tables) and all(table.is_known.all() for table in filter(None, tables))
 
 
 def test_an_exported_model_has_the_values_of_the_blocks(tmp_path: Path) -> None:

@@ -4,9 +4,11 @@ kept?"""
 from __future__ import annotations
 
 import errno
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from drawn import drawn
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 
 from tiermem.swap.base.native import Fault, IoSettings, TransferError
 from tiermem.swap.base.tier import Tier
+from tiermem.swap.store.checksum import Pieces, crc32c
 from tiermem.swap.store.move import Move
 from tiermem.swap.store.resources import UnderWay
 from tiermem.swap.store.store import TensorStore
@@ -87,6 +90,33 @@ def test_aligned_write_reads_nothing(
     store, bounce = make_bounce()
     bounce.write("x", 4096, pattern(40960, seed=1))
     assert store.stats().nvme_read_bytes == 0
+
+
+def test_a_piece_that_is_written_part_after_part_has_a_checksum(
+    make_bounce: Callable[..., tuple[TensorStore, Bounce]], pattern: Pattern
+) -> None:
+    store, bounce = make_bounce()
+    data = pattern(65536, seed=1)
+
+    def write(*ends: int) -> None:
+        for start, stop in itertools.pairwise(ends):
+            bounce.write("x", start, data[start:stop])
+
+    store.sums.protect("x", Pieces(np.array([5, 30_000]), np.array([30_000, 65_536])))
+    table = store.sums.of("x")
+    assert table is not None
+    write(0, 9_000, 20_000)
+    write(30_000, 40_000)
+    write(20_000, 29_000)
+    assert not table.is_known.any()
+    write(29_000, 30_000)
+    write(40_000, 65_536)
+    assert table.is_known.all()
+    assert table.crcs.tolist() == crc32c([data[5:30_000], data[30_000:]])
+    write(5, 9_000)
+    write(8_000, 8_100)
+    write(9_000, 30_000)
+    assert table.is_known.tolist() == [False, True]
 
 
 @pytest.mark.parametrize(
