@@ -6,9 +6,12 @@ from __future__ import annotations
 import errno
 import math
 import os
+import random
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from launch import launch
@@ -25,7 +28,8 @@ from tiermem.precision import PRESETS
 from tiermem.swap.base.errors import CorruptionError
 from tiermem.swap.store.checksum import ROTATION, crc32c
 from tiermem.units import state_layout
-from tiermem.units.state_layout import BLOCK_BYTES, StatePiece
+from tiermem.units.state_layout import BLOCK_BYTES, StatePiece, StatePieces, StateRange
+from tiermem.weights.pages import UnitPages
 
 HERE = Path(__file__).parent
 
@@ -170,6 +174,25 @@ def test_a_write_that_was_lost_or_went_elsewhere_is_named(
     # with the one under way
     assert isinstance(error.piece, StatePiece) and error.piece.num_steps in (3, 4)
     assert Path(error.filename) == file and place <= error.offset < place + num_bytes
+
+
+def test_rows_that_come_singly_bring_every_piece_whole() -> None:
+    """Wherever rows begin in their pages, and in whatever order they come."""
+    numbers = random.Random(0)
+    for row_bytes in (4096, 6000, 1000, 20_000):
+        shard = types.SimpleNamespace(num_rows=9, shard_offset=350, numel=9 * row_bytes // 2)
+        shares = {"shards": [shard], "dtype": torch.bfloat16, "shard_bytes": 50 * 4096}
+        pages = UnitPages(types.SimpleNamespace(**shares))  # type: ignore[arg-type]
+        place = 700, 0, 9 * row_bytes
+        run = StateRange(shard, lambda: "", *place, 2, row_bytes=row_bytes)  # type: ignore[arg-type]
+        pieces = StatePieces([run]).pieces
+        come = np.zeros(len(pieces.starts), np.bool_)
+        for rows in [(), *((row,) for row in numbers.sample(range(9), 7)), None]:
+            found = pages.missing(rows)
+            pages.note(found)
+            for part in found:
+                come |= (part.start <= pieces.starts) & (pieces.stops <= part.stop)
+        assert come.all()
 
 
 # ---- nothing is trained on it --------------------------------------------------------------------

@@ -270,7 +270,8 @@ class StateRange(NamedTuple):
     grain_bytes: int  # bytes of one grain ...
     grain_numel: int = 1  # ... and its elements
     column: Column | None = None  # of the entry, whose strips no piece crosses
-    row_bytes: int = 0  # of rows that may be read singly, whose ends no piece crosses; 0: none
+    # of rows that may be read singly: no piece crosses their ends and those of the pages there
+    row_bytes: int = 0  # 0: none
 
 
 class StatePiece(NamedTuple):
@@ -398,8 +399,13 @@ def _cut(run: StateRange) -> Numbers:
         step = run.column.strip_bytes
         cuts.append(np.arange(first + round_up(run.first_byte + 1 - first, step), end, step))
     if run.row_bytes:
-        cuts.append(np.arange(round_up(run.first_byte + 1, run.row_bytes), end, run.row_bytes))
-    return np.unique(np.concatenate(cuts)).astype(np.int64)
+        ends = np.arange(run.first_byte // run.row_bytes, end // run.row_bytes + 1) * run.row_bytes
+        # Rows are read in pages, of which the first or the last may be there already.
+        shift = run.offset - run.first_byte
+        before, after = ((ends + shift + more) // ALIGNMENT for more in (0, ALIGNMENT - 1))
+        cuts += [ends, before * ALIGNMENT - shift, after * ALIGNMENT - shift]
+    found = np.unique(np.concatenate(cuts)).astype(np.int64)
+    return found[(found >= run.first_byte) & (found < end)]
 
 
 def _element(run: StateRange, byte: int) -> int:
