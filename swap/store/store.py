@@ -600,12 +600,13 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         slot = entry.slot
         owns = entry.owns_slot
         assert slot is not None
-        owned = [slot] if owns else []
+        owned = list[Slot]()
+        move: Move | None = None
 
         def left(arrived: bool) -> None:
             with self._lock:
-                # else a second call, after an interrupt
-                if entry.state in (EntryState.LEAVING, EntryState.COMING):
+                # else a second call after an interrupt, or one came before `leave`
+                if entry.leaving is move and entry.state in (EntryState.LEAVING, EntryState.COMING):
                     entry.end_leaving(arrived)
                 while owned:
                     self.arena.give_back(owned.pop())
@@ -613,6 +614,7 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         ranges = [(entry.name, 0, slot.tensor[: entry.padded_bytes])]
         move = self._write(ranges, slot, entry.name, BACKGROUND, self.sums.of_write(ranges), left)
         entry.leave(move)
+        owned += [slot] * owns  # before, the entry shows it
         return move
 
     def _write(

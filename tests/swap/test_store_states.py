@@ -14,6 +14,7 @@ import torch
 from tiermem.swap.base.native import Fault
 from tiermem.swap.base.tier import Tier
 from tiermem.swap.memory.arena import BudgetError
+from tiermem.swap.store.entry import Entry
 from tiermem.swap.store.store import TensorStore
 
 MakeStore = Callable[..., TensorStore]
@@ -368,5 +369,31 @@ def test_an_interrupt_at_the_end_of_a_move_is_completed_by_the_next_wait(
     move.wait()
     assert torch.equal(store.fetch("a").wait(), torch.arange(4096.0))
     store.release("a")
+    store.flush()
+    assert store.arena.carved_bytes == carved
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_tensor_whose_release_was_interrupted_keeps_its_memory(
+    make_store: MakeStore, has_ended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    store = make_store()
+    store.put("a", torch.arange(4096.0), Tier.NVME)
+    store.flush()
+    carved = store.arena.carved_bytes
+    shown = store.fetch("a").wait()
+    with monkeypatch.context() as patched:
+        patched.setattr(Entry, "leave", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            store.release("a", dirty=True)
+    if has_ended:
+        store.flush()
+    other = store.arena.take(4096 * 4, "another")
+    assert store.is_present("a") and other.tensor.data_ptr() != shown.data_ptr()
+    store.arena.give_back(other)
+    store.release("a", dirty=True)
     store.flush()
     assert store.arena.carved_bytes == carved
