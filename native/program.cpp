@@ -489,6 +489,10 @@ int tm_program_forget(tm_program *program, uint32_t unit) {
         if (tile.unit == unit)
             for (tm_transfer &read : tile.reads)
                 read.cached = nullptr;
+    for (tm_strip *strip : program->active) // begun ones, whose run has come
+        if (strip->tile->unit == unit)
+            for (tm_transfer &read : strip->reads)
+                read.cached = nullptr;
     return 0;
 }
 

@@ -591,8 +591,8 @@ int tm_program_await(tm_program *program, uint64_t tile, int64_t timeout_ns);
  * takes the request back; on return nothing is copied to it any more. */
 int tm_program_take(tm_program *program, uint64_t tile, void *to);
 
-/* The memory behind `cached` is about to change, for all tiles of a unit. On return nothing reads it any more: tiles
- * that have no buffer yet read the file. */
+/* The memory behind `cached` is about to change, for all tiles of a unit. On return nothing reads it any more: what
+ * has not been copied by then is read from the file. */
 int tm_program_forget(tm_program *program, uint32_t unit);
 
 /* Waits until no transfer of the program is in a queue: of a run until it has ended, or until the tiles that it has

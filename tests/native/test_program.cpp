@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "fixture.h"
+#include "program.h"
 
 static const tm_step_numbers NUMBERS = {0, {1e-2, 0.99, 1.0, 0.9, 0.99, 1e-8, 1.5, 0, 0, 0}};
 static const uint64_t NUMEL = 4096, STATES = 3 * 4 * NUMEL, WEIGHTS = 2 * NUMEL, TILE = STATES + WEIGHTS;
@@ -332,6 +333,36 @@ static void test_forgotten_bytes_are_read() {
     for (uint32_t i = 0; i < 6; ++i)
         world.check_tile(i, true);
     CHECK_EQUAL(world.queue.counters().read_bytes, 3 * TILE);
+}
+
+// The thread starts behind the call, so that what the run reads of begun tiles is due still.
+static void test_forgotten_bytes_of_begun_tiles_are_read() {
+    World world(2);
+    CHECK_EQUAL(tm_program_close(world.program), 0);
+    world.program = new tm_program(16 << 20);
+    world.program->owner = getpid();
+    Run run(&world, 2);
+    std::vector<tm_transfer> early = run.transfers, late = run.transfers;
+    std::vector<char> cached(WEIGHTS, 0x55);
+    for (uint32_t i = 0; i < 2; ++i) {
+        early[i].length = STATES;
+        late[i] = {
+            world.queue.q, run.memory.data + STATES, WEIGHTS, i * TILE + STATES, cached.data(), world.file.fd, 0};
+        run.tiles[i].reads = &early[i];
+        run.tiles[i].num_checks = 0;
+    }
+    CHECK_EQUAL(run.begin(2), 0);
+    for (uint32_t i = 0; i < 2; ++i) {
+        run.tiles[i].flags = TM_TILE_BEGUN;
+        run.tiles[i].reads = &late[i];
+        run.tiles[i].num_checks = 1;
+    }
+    CHECK_EQUAL(run.start(), 0);
+    CHECK_EQUAL(tm_program_forget(world.program, 0), 0);
+    world.program->thread = std::thread(tm_program_serve, world.program);
+    CHECK_EQUAL(run.wait(), 0);
+    for (uint32_t i = 0; i < 2; ++i)
+        world.check_tile(i, true);
 }
 
 static void test_begun_tiles_are_dropped() {
@@ -844,6 +875,7 @@ int main() {
     RUN(test_cached_bytes_are_not_read, 1);
     RUN(test_cached_bytes_are_not_read, 4);
     RUN(test_forgotten_bytes_are_read);
+    RUN(test_forgotten_bytes_of_begun_tiles_are_read);
     RUN(test_a_begun_read_that_fails_ends_the_run);
     RUN(test_called_tiles_are_computed_by_callers);
     RUN(test_a_caller_that_fails_ends_the_run);
