@@ -373,8 +373,10 @@ class Sums:
     def due_of(self, pieces: Iterable[PiecesIn]) -> Expected:
         """The pieces that a read which starts now must bring, with their checksums."""
         expected = []
+        is_sample = self.verify == "sample"
         for table, base, inside, _ in pieces if self.verify != "resume" else ():
-            due = table.due(inside, rotates=self.verify == "sample")
+            due = table.due(inside, is_sample)
+            table.is_due[due] |= is_sample  # until it is verified: the read may be cancelled
             if len(due):
                 expected.append(_Expected(table, due, table.crcs[due], base))
         return expected
@@ -443,6 +445,8 @@ class Sums:
         )
         wrong = np.flatnonzero(seen != np.concatenate([each.crcs for each in expected]))
         if not len(wrong):
+            for each in expected if self.verify == "sample" else ():
+                each.table.is_due[each.numbers] = False
             return None
         return self.damage(expected, int(wrong[0]), int(seen[wrong[0]]), len(wrong), ops, files())
 

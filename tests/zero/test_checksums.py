@@ -26,7 +26,9 @@ from tiermem.optim import at_rest
 from tiermem.optim.tile_step import TilePass
 from tiermem.precision import PRESETS
 from tiermem.swap.base.errors import CorruptionError
-from tiermem.swap.store.checksum import ROTATION, crc32c
+from tiermem.swap.base.tier import Tier
+from tiermem.swap.store.checksum import ROTATION, Pieces, crc32c
+from tiermem.swap.store.store import TensorStore
 from tiermem.units import state_layout
 from tiermem.units.state_layout import BLOCK_BYTES, StatePiece, StatePieces, StateRange
 from tiermem.weights.pages import UnitPages
@@ -391,6 +393,26 @@ def test_sampling_sees_a_corrupt_tile_within_sixteen_steps(
             seen.append(number)
             shards.steps.is_torn = False  # as if it had been restored
     assert len(seen) == 1
+
+
+def test_a_read_that_is_cancelled_leaves_its_turn_to_the_next(tmp_path: Path) -> None:
+    with TensorStore([tmp_path], 1 << 20) as store:
+        store.reserve("x", (4096,), torch.uint8, Tier.NVME)
+        store.sums.use(None, "sample")
+        store.sums.protect("x", Pieces(np.array([0]), np.array([4096])))
+        memory = [("x", 0, store.arena.take(4096, "a test").tensor)]
+        store.write(memory, "x").wait()
+        table = store.sums.of("x")
+        assert table is not None
+        table.crcs[0] ^= 1
+        table._num_reads[:] = -table._serial - 1
+        store.read(memory, "x").cancel()
+        with pytest.raises(CorruptionError):
+            store.read(memory, "x").wait()
+        table.crcs[0] ^= 1
+        store.read(memory, "x").wait()
+        table.crcs[0] ^= 1
+        store.read(memory, "x").wait()  # not due: the last one was verified
 
 
 def test_blocks_are_those_of_the_manifest() -> None:
