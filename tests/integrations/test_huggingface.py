@@ -47,6 +47,7 @@ from transformers import (
 import tiermem
 from tiermem import OffloadPolicy
 from tiermem.engine import room
+from tiermem.integrations.arguments import config_beside
 from tiermem.run.shards import owner_of
 
 HERE = Path(__file__).parent
@@ -806,6 +807,25 @@ def test_bf16_of_a_config_equals_a_bf16_model_with_fp32_masters(name: str, tmp_p
     del optimizers
     assert found.losses == expected.losses
     assert resumed == found
+
+
+@pytest.mark.parametrize("section", [{}, {"bf16": {}}, {"bfloat16": {"enabled": "auto"}}], ids=str)
+def test_a_config_without_a_precision_has_that_of_the_arguments(
+    section: dict[str, Any], tmp_path: Path
+) -> None:
+    """As Accelerate fills DeepSpeed's config."""
+    assert config_beside(section, arguments(tmp_path)).precision == "fp32"
+    assert config_beside(section, arguments(tmp_path, bf16=True)).precision == "bf16"
+    with pytest.raises(tiermem.config.ConfigError, match=r"fp16\.enabled: true, which"):
+        config_beside(section, arguments(tmp_path, fp16=True))
+
+
+@pytest.mark.parametrize("name", ["bf16", "bfloat16"])
+def test_a_precision_that_contradicts_the_arguments_is_named(name: str, tmp_path: Path) -> None:
+    with pytest.raises(tiermem.config.ConfigError, match=rf"{name}\.enabled: True, but"):
+        config_beside({name: {"enabled": True}}, arguments(tmp_path))
+    with pytest.raises(tiermem.config.ConfigError, match=r"fp16\.enabled: True, but"):
+        config_beside({"fp16": {"enabled": True}}, arguments(tmp_path, bf16=True))
 
 
 def test_values_that_contradict_the_training_arguments_are_listed(tmp_path: Path) -> None:

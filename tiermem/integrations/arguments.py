@@ -33,6 +33,7 @@ def values_of(args: Any, num_steps: int | None) -> dict[str, Any]:
         "train_batch_size": args.world_size * micro * accumulation,
         "gradient_clipping": args.max_grad_norm,
         "bf16.enabled": args.bf16,
+        "bfloat16.enabled": args.bf16,
         "fp16.enabled": args.fp16,
         "optimizer.params.lr": args.learning_rate,
         "optimizer.params.betas": [args.adam_beta1, args.adam_beta2],
@@ -64,10 +65,14 @@ def config_beside(
     raw = copy.deepcopy(raw)
     values = values_of(args, num_steps) | {"scheduler.params.warmup_min_lr": 0.0}
     problems = [*_fill(raw, values)]
+    # a section that is left out, too: so does Accelerate in DeepSpeed's config
+    section = raw.setdefault("bfloat16" if "bfloat16" in raw else "bf16", {})
+    if args.bf16 and not problems and isinstance(section, dict):
+        section.setdefault("enabled", True)
     with named_in_errors(source):
         config = load_config(raw)
     for key, is_on, instead in (
-        ("fp16.enabled", config.fp16.enabled, 'use "bf16", or tiermem.initialize'),
+        ("fp16.enabled", config.fp16.enabled or args.fp16, 'use "bf16", or tiermem.initialize'),
         (
             "torch_autocast.enabled",
             config.torch_autocast.enabled,
