@@ -26,6 +26,8 @@ from lightning_trainings import (
 )
 from programs.twins import assert_same_tensors
 
+from tiermem.integrations.lightning import TiermemStrategy
+
 HERE = Path(__file__).parent
 
 
@@ -197,3 +199,25 @@ def test_several_optimizers_are_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match="gives 2 optimizers"):
         trainer.fit(module)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tiermem": None},
+        {"stage": 3, "offload_optimizer": True, "nvme_path": "/nvme"},
+        {"ddp_comm_hook": print},
+        {"find_unused_parameters": True},
+    ],
+    ids=str,
+)
+def test_what_the_strategy_would_not_read_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=f"^{', '.join(sorted(options))} given; allowed are policy"):
+        TiermemStrategy(**options)
+
+
+def test_batch_norms_over_the_ranks_are_refused(tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"sync_batchnorm": True, "max_steps": 1, "barebones": True}
+    trainer = Trainer(accelerator="cpu", strategy=strategy_of(tmp_path), **asked)
+    with pytest.raises(ValueError, match="sync_batchnorm=True"):
+        trainer.fit(Boring())

@@ -45,6 +45,12 @@ OWN_FILE = "lightning.ckpt"
 # without types, because Lightning may not be installed where types are checked
 _Base: Any = DDPStrategy
 
+_OPTIONS = (
+    *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io"),
+    *("precision_plugin", "process_group_backend", "timeout", "start_method"),
+)
+"""Arguments of DDPStrategy that act here: DDP wraps nothing."""
+
 
 class TiermemStrategy(_Base):  # type: ignore[misc]
     """Shards a LightningModule for Lightning's Trainer, and saves and opens its checkpoints.
@@ -54,7 +60,7 @@ class TiermemStrategy(_Base):  # type: ignore[misc]
             that the free memory holds, else everything in memory.
         options: those of DDPStrategy about processes: accelerator, parallel_devices,
             cluster_environment, checkpoint_io, precision_plugin, process_group_backend, timeout,
-            start_method.
+            start_method. Others raise TypeError.
 
     `configure_optimizers` gives one optimizer, tiermem's or torch's of the same name (AdamW, Adam,
     Adagrad, SGD, Lion, Muon); others, and several, raise ValueError. Its groups and schedules are
@@ -68,6 +74,12 @@ class TiermemStrategy(_Base):  # type: ignore[misc]
     """As DDPStrategy has them: the module, and the list of optimizers."""
 
     def __init__(self, policy: OffloadPolicy | None = None, **options: Any) -> None:
+        unread = sorted({*options}.difference(_OPTIONS))
+        if unread:
+            raise TypeError(
+                f"{', '.join(unread)} given; allowed are policy, an OffloadPolicy that says what is "
+                f"sharded and where it rests, and {', '.join(_OPTIONS)}"
+            )
         super().__init__(**options)
         self._policy = policy
         # the folder of this strategy that `load_checkpoint` has opened last
@@ -118,7 +130,12 @@ class TiermemStrategy(_Base):  # type: ignore[misc]
 
     def setup(self, trainer: Any) -> None:
         """Shards the module, unless it is sharded, and sets up its optimizer. Collective;
-        blocks."""
+        blocks. Raises ValueError for a Trainer with sync_batchnorm."""
+        if self._layer_sync is not None:
+            raise ValueError(
+                "Trainer(sync_batchnorm=True), but TiermemStrategy replaces no modules: leave it "
+                "out, and each rank's batch norms see its own samples"
+            )
         self.accelerator.setup(trainer)
         if self.shards is None:
             self.model = self.precision_plugin.convert_module(self.model)
