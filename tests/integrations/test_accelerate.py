@@ -3,6 +3,7 @@ saved and loaded?"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from accelerated import run
 from launch import launch
 from torch import nn
 
+from tiermem import OffloadPolicy
 from tiermem.integrations.accelerate import prepare
+from tiermem.run.shards import owner_of
 
 HERE = Path(__file__).parent
 
@@ -72,3 +75,25 @@ def test_an_optimizer_that_cannot_be_taken_over_is_refused() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="cannot step states"):
         prepare(Accelerator(cpu=True), model, torch.optim.RMSprop(model.parameters()))
+
+
+def test_a_scaled_loss_steps_as_one_that_is_not() -> None:
+    weights = []
+    for scaler in (None, torch.amp.GradScaler("cpu", init_scale=1024.0)):
+        accelerator = Accelerator(cpu=True)
+        accelerator.scaler = scaler  # as mixed_precision="fp16" does where there is a GPU
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        # Adam's steps would be those of any scale
+        given = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = prepare(accelerator, model, given, policy=OffloadPolicy())
+        skipped = []
+        for value in (1.0, math.inf, 2.0):
+            accelerator.backward(model(torch.full((2, 4), value)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            skipped.append(optimizer.step_was_skipped)
+        assert skipped == [False, scaler is not None, False]
+        owner_of(model).close(materialize=True)
+        weights.append(dict(model.state_dict()))
+    torch.testing.assert_close(*weights)

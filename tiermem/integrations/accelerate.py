@@ -40,8 +40,8 @@ _SAVED: dict[str, Any] = {"state": {}, "param_groups": [], "saved in": TAG}
 class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     """Accelerate's wrapper of an optimizer whose states `save_state` leaves to a durable step."""
 
-    def __init__(self, optimizer: NativeOptimizer) -> None:
-        super().__init__(optimizer, device_placement=False)
+    def __init__(self, optimizer: NativeOptimizer, scaler: Any) -> None:
+        super().__init__(optimizer, device_placement=False, scaler=scaler)
         self._is_accelerate_prepared = True
         self._is_saved = False
 
@@ -94,7 +94,7 @@ def prepare(accelerator: Accelerator, *objects: Any, policy: OffloadPolicy | Non
         )
     optimizer = optimizers[0] if optimizers else None
     shards, native = _sharded(model, optimizer, accelerator.device, policy)
-    prepared = None if native is None else PreparedOptimizer(native)
+    prepared = None if native is None else PreparedOptimizer(native, accelerator.scaler)
     accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
     accelerator._models.remove(model)  # `save_state` would gather all of its weights
     _save_with(accelerator, shards, prepared)
