@@ -41,7 +41,7 @@ from tiermem.units.compute import measure_products
 # in the file are counted, and listed with --all. The command starts no process and reads no folder.
 
 EXIT_REFUSED = 2
-_STYLES = {"honoured": "green", "computed": "yellow", "default": "dim"}
+_STYLES = {"honoured": "green", "computed": "yellow", "inert": "yellow", "default": "dim"}
 
 
 def check(options: CheckOptions, console: Console) -> int:
@@ -56,7 +56,7 @@ def check_config(options: CheckOptions, file: Path, console: Console) -> int:
     """Prints the report and returns 0, or the problems and returns 2. Raises OSError when the file
     cannot be read."""
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", DeprecationWarning)
+        warnings.simplefilter("always")
         try:
             config = load_config(file)
         except ConfigError as error:
@@ -74,8 +74,11 @@ def check_config(options: CheckOptions, file: Path, console: Console) -> int:
     keys = [
         {"key": row.key, "value": str(row.value), "here": row.how, "note": row.note} for row in told
     ]
-    said = [str(warning.message) for warning in caught]
-    options.save_json({"config": file, "is_accepted": True, "keys": keys, "deprecated": said})
+    said: dict[str, list[str]] = {"deprecated": [], "notes": []}
+    for warning in caught:
+        is_deprecated = issubclass(warning.category, DeprecationWarning)
+        said["deprecated" if is_deprecated else "notes"].append(str(warning.message))
+    options.save_json({"config": file, "is_accepted": True, "keys": keys, **said})
     for row in told:
         shown.add_row(row.key, str(row.value), Text(row.how, style=_STYLES[row.how]), row.note)
     console.print(shown)
@@ -84,8 +87,9 @@ def check_config(options: CheckOptions, file: Path, console: Console) -> int:
         console.print(
             f"{numbered(left_out, 'key')} not set: at defaults or planned (--all lists them)"
         )
-    for warning in caught:
-        console.print(f"deprecated: {warning.message}", style="yellow")
+    for kind, texts in said.items():
+        for text in texts:
+            console.print(f"{kind.removesuffix('s')}: {text}", style="yellow")
     return 0
 
 

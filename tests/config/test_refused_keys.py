@@ -46,7 +46,10 @@ def test_refused_key_says_its_reason(path: str) -> None:
 def test_what_does_nothing_is_dropped_with_one_warning_unless_strict() -> None:
     asked = {path: NOT_DEFAULT.get(path, {"enabled": True}) for path in INERT}
     with pytest.warns(UserWarning, match="does nothing here") as caught:
-        assert load_config(asked) == load_config({})
+        config = load_config(asked)
+    assert config.model_dump() == load_config({}).model_dump()
+    inert = {row.key: row.note for row in config.report() if row.how == "inert"}
+    assert inert == INERT
     assert len(caught) == 1
     assert all(f"{path} ({INERT[path]})" in str(caught[0].message) for path in INERT)
     with pytest.raises(ConfigError) as refused:

@@ -15,11 +15,13 @@ from tiermem.tools.check import check_config
 from tiermem.tools.options import CheckOptions
 
 
-def checked(config: Any, folder: Path, shows_all: bool = False) -> tuple[int, str]:
+def checked(
+    config: Any, folder: Path, shows_all: bool = False, saves: Path | None = None
+) -> tuple[int, str]:
     file = folder / "ds.json"
     file.write_text(json.dumps(config))
     console = Console(width=200, record=True, file=io.StringIO())
-    status = check_config(CheckOptions(shows_all=shows_all), file, console)
+    status = check_config(CheckOptions(shows_all=shows_all, json_file=saves), file, console)
     return status, console.export_text()
 
 
@@ -72,6 +74,29 @@ def test_deprecated_keys_are_named(tmp_path: Path) -> None:
     assert status == 0
     assert "deprecated: zero_optimization.cpu_offload is deprecated; use offload_optimizer" in text
     assert row_of(text, "zero_optimization.offload_optimizer.device").endswith("honoured")
+
+
+def test_what_is_not_deprecated_is_a_note(tmp_path: Path) -> None:
+    zero = {"stage": True, "sub_group_size": 9}
+    for _ in range(2):  # Python shows a warning once
+        status, text = checked({"zero_optimization": zero}, tmp_path, saves=tmp_path / "out.json")
+        assert status == 0
+        assert "deprecated: zero_optimization.stage: True is deprecated" in text
+        assert "note: more than these small numbers is taken where memory allows" in text
+        found = json.loads((tmp_path / "out.json").read_text())
+        assert [each[:9] for each in found["deprecated"]] == ["zero_opti"]
+        assert [each[:9] for each in found["notes"]] == ["more than"]
+
+
+def test_inert_keys_have_a_row(tmp_path: Path) -> None:
+    profiled = {"flops_profiler": {"enabled": True}, "wandb": {"enabled": False}}
+    status, text = checked(profiled, tmp_path)
+    assert status == 0
+    assert row_of(text, "flops_profiler") == (
+        "flops_profiler {'enabled': True} inert there is no FLOPS profiler; use torch.profiler and "
+        "remove the section"
+    )
+    assert "wandb" not in text
 
 
 def test_a_file_that_is_not_there_is_an_os_error(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ KINDS = [
     if isinstance(each, type) and issubclass(each, Options) and each.MADE_BY
 ]
 COMMANDS = {
-    "check --config ds.json --json": {"config", "is_accepted", "keys", "deprecated"},
+    "check --config ds.json --json": {"config", "is_accepted", "keys", "deprecated", "notes"},
     "check --json --config bad.json": {"config", "is_accepted", "problems"},
     "plan --preset 151m --offload cpu --flops 1T --json": {"node_bytes", "seconds", "fits"},
     "check --seconds 0.1 --json": {"findings"},

@@ -13,7 +13,7 @@ from typing import Any
 import pydantic
 
 from tiermem.config.root import TiermemConfig
-from tiermem.keys import given_twice, is_auto, is_comment
+from tiermem.keys import INERT, given_twice, is_auto, is_comment, is_off
 from tiermem.section import ConfigError, Problem, problems_of
 
 # ---- load_config and resolve_auto ----------------------------------------------------------------
@@ -43,6 +43,7 @@ def load_config(
     except pydantic.ValidationError as error:
         raise ConfigError([*problems_of(error, TiermemConfig)], source) from None
     read._auto_keys = frozenset(_auto_paths(raw, ""))
+    read._inert = {key: raw[key] for key in INERT if not is_off(raw.get(key), None)}
     return read
 
 

@@ -308,6 +308,7 @@ class TiermemConfig(ConfigModel):
     """With offload, refuse optimizers that cannot step on the CPU; always so here."""
 
     _auto_keys: frozenset[str] = PrivateAttr(default=frozenset())
+    _inert: dict[str, Any] = PrivateAttr(default_factory=dict)
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -425,8 +426,11 @@ class TiermemConfig(ConfigModel):
         return OffloadPolicy(**(fields | overrides))
 
     def report(self) -> list[translate.ReportRow]:
-        """Lists every key: its value, whether it is honoured, computed or default, and a note."""
-        return translate.report_of(self, self._auto_keys, self.policy().uses_nvme)
+        """Lists every key: its value, whether it is honoured, computed, inert or default, and a
+        note."""
+        rows = translate.report_of(self, self._auto_keys, self.policy().uses_nvme)
+        inert = self._inert.items()
+        return [*rows, *(translate.ReportRow(k, v, "inert", INERT[k]) for k, v in inert)]
 
     def shared_by_ranks(self) -> dict[str, Any]:
         """Keys that have to be the same on every rank, with their values."""
