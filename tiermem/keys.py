@@ -117,7 +117,6 @@ COMPUTED: Mapping[str, str] = MappingProxyType(
         f"{_ZERO}.compute_grad_norm": "the norm is computed with the check for NaN and infinity",
         f"{_ZERO}.parameter_alignment": "every parameter starts on a 64-byte boundary",
         f"{_OPTIM}.fast_init": "states on NVMe are always made in place, tile by tile",
-        "optimizer.params.torch_adam": "states are stepped by tiermem's own Adam: the same mathematics as torch's",
         "zero_allow_untested_optimizer": "whatever is accepted is tested; another optimizer cannot step sharded states",
         "bf16.immediate_grad_update": "a gradient is reduced as soon as it is final",
         "activation_checkpointing.partition_activations": "every rank has activations of samples of its own, none twice: "

@@ -317,6 +317,9 @@ CLAIMS: dict[str, Claim] = {
             ("adam_lr", 0.1, {}, {"type": "Muon"}),
         )
     },
+    "optimizer.params.torch_adam": Claim(
+        True, OPTIMIZER + "test_what_is_not_set_is_deepspeeds_default", {}, ADAM
+    ),
     # scheduler
     "scheduler.type": Claim("OneCycle", RUN + "test_a_scheduler_by_name_changes_the_rate_of_each_step"),
     "scheduler.params": Claim(

@@ -110,6 +110,28 @@ def test_what_changes_the_step_reaches_the_optimizer(key: str) -> None:
     assert section.params.settings()[key] is True
 
 
+@pytest.mark.parametrize(
+    ("kind", "params", "meant"),
+    [
+        ("Lion", {}, {"lr": 1e-3, "betas": (0.9, 0.999)}),
+        ("Muon", {}, {"lr": 0.02, "muon_lr": None, "adam_lr": 3e-4, "eps": 1e-10}),
+        ("Muon", {"muon_lr": 0.1}, {"adam_lr": 3e-4}),
+        ("Muon", {"lr": 0.1}, {"lr": 0.1, "adam_lr": None}),
+        ("Muon", {"adam_lr": 0.1}, {"lr": 0.02, "adam_lr": 0.1}),
+        ("AdamW", {"torch_adam": False}, {"weight_decay": 0.0}),
+        ("AdamW", {"torch_adam": True}, {"weight_decay": 0.01}),
+        ("Adam", {"torch_adam": True, "weight_decay": "auto"}, {"weight_decay": 0.01}),
+        ("Adam", {"torch_adam": True, "adam_w_mode": False}, {"weight_decay": 0.0}),
+        ("AdamW", {"torch_adam": True, "weight_decay": 0}, {"weight_decay": 0.0}),
+    ],
+)
+def test_what_is_not_set_is_deepspeeds_default(
+    kind: str, params: dict[str, Any], meant: dict[str, Any]
+) -> None:
+    settings = OptimizerConfig.model_validate({"type": kind, "params": params}).params.settings()
+    assert {key: settings[key] for key in meant} == meant
+
+
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "Adagrad", "Lion", "SGD"])
 def test_every_setting_is_an_argument_of_the_optimizer(name: str) -> None:
     section = OptimizerConfig.model_validate({"type": name})

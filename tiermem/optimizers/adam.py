@@ -6,6 +6,7 @@ import functools
 import math
 from typing import ClassVar
 
+import pydantic
 import torch
 from torch import nn
 
@@ -48,7 +49,14 @@ class AdamParams(OptimizerParams):
     bias_correction: bool = True
     """Divide the moments by 1 - beta**step; always so here."""
     torch_adam: bool = False
-    """Use torch's own Adam; sharded states need ours."""
+    """Decay by 0.01 where weight_decay is decoupled and not set, as torch's AdamW does; the step is
+    tiermem's own, of the same mathematics."""
+
+    @pydantic.model_validator(mode="after")
+    def _decay_as_torch(self) -> AdamParams:
+        if self.torch_adam and self.adam_w_mode and not self.is_set("weight_decay"):
+            object.__setattr__(self, "weight_decay", 1e-2)
+        return self
 
     @classmethod
     def most_moments(cls, group: Group) -> int:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
+import pydantic
 import torch
 from torch import nn
 
@@ -34,6 +35,8 @@ class MuonParams(OptimizerParams):
 
     no_arguments: ClassVar[tuple[str, ...]] = ("ns_method",)
 
+    lr: Number = 0.02
+    """Learning rate; of matrices alone where it is not set."""
     momentum: Beta = 0.95
     """Decay rate of a matrix's momentum."""
     nesterov: bool = True
@@ -44,12 +47,18 @@ class MuonParams(OptimizerParams):
     """How they are computed."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay rates of AdamW, for what is no matrix of a hidden layer."""
-    eps: Number = 1e-8
+    eps: Number = 1e-10
     """Added to the root of AdamW's second moment."""
     muon_lr: Number | None = None
     """Learning rate of matrices. Not set: lr."""
     adam_lr: Number | None = None
-    """Learning rate of the rest. Not set: lr."""
+    """Learning rate of the rest. Not set: lr, or 3e-4 where lr is not set."""
+
+    @pydantic.model_validator(mode="after")
+    def _have_a_rate_of_the_rest(self) -> MuonParams:
+        if self.adam_lr is None and not self.is_set("lr"):
+            object.__setattr__(self, "adam_lr", 3e-4)
+        return self
 
     @classmethod
     def most_moments(cls, group: Group) -> int:
