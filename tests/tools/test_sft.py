@@ -160,12 +160,13 @@ def test_in_memory_losses_are_those_of_trl(home: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-def test_a_config_that_says_bf16_makes_weights_of_it(
-    home: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("section", [{"bf16": {"enabled": True}}, {}], ids=["said", "left out"])
+def test_a_config_in_bf16_makes_weights_of_it(
+    section: dict[str, Any], home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though TRL's own `--dtype` is float32 where it is left out. The data is a file beside it."""
     monkeypatch.setenv("CI", "true")
-    monkeypatch.chdir(place(home, "bf16"))
+    monkeypatch.chdir(place(home, f"bf16 {len(section)}"))
     monkeypatch.setattr(trl, "SFTTrainer", trl.SFTTrainer)
     from tiermem.tools.train.fine_tuning import fine_tune
 
@@ -173,7 +174,7 @@ def test_a_config_that_says_bf16_makes_weights_of_it(
     shutil.copy(next(Path("../chats").glob("train*")), "chats.jsonl")
     words = f"{ARGUMENTS} {more}".replace("../chats", "chats.jsonl").split()
     asked = {"arguments": words, "tbw_bytes": None}
-    config = STREAMED | {"bf16": {"enabled": True}}
+    config = STREAMED | section
     fine_tune(Job("tiermem sft", config=config, sft=asked), Channel(None), Stop())
     saved = safetensors.torch.load_file("out/model.safetensors")
     assert {each.dtype for each in saved.values()} == {torch.bfloat16}

@@ -30,9 +30,9 @@ def test_a_micro_batch_waits_for_the_write_of_the_one_before(
             monkeypatch.setattr(move, "wait", lambda: (log.append(f"{name} written"), wait())[1])
             return move
 
-        def logged_read(ranges: Any, name: str) -> Any:
+        def logged_read(ranges: Any, name: str, **given: Any) -> Any:
             log.append(f"{name} read")
-            return read(ranges, name)
+            return read(ranges, name, **given)
 
         monkeypatch.setattr(shards.store, "write", logged_write)
         monkeypatch.setattr(shards.store, "read", logged_read)
