@@ -14,9 +14,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from launch import as_rank
+from runs import live_states, model, policy, states_at, states_in, train
 
 import tiermem
-from runs import live_states, model, policy, states_at, states_in, train
 from tiermem import checkpoint
 from tiermem.swap.disk import durable
 

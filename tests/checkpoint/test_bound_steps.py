@@ -14,10 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from runs import model, policy, train
 from saved_by_hand import latest_of, rewrite
 
 import tiermem
-from runs import model, policy, train
 from tiermem import checkpoint
 from tiermem.checkpoint.format import finding
 from tiermem.checkpoint.format.fields import ManifestError, crc32c

@@ -18,12 +18,12 @@ import pytest
 import torch
 from programs import models
 from programs.twins import assert_same_tensors, loss_of, weights_of
+from runs import live_states
 from saved_by_hand import pieces_of, write
 from test_resume import check_same, counters, started, states, train
 from torch import nn
 
 import tiermem
-from runs import live_states
 from tiermem import checkpoint
 from tiermem.checkpoint.format.fields import seal
 from tiermem.checkpoint.format.finding import NothingSaved

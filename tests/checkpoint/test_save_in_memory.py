@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from runs import files_below, live_states, model, opened, policy, states_in, train
 from saved_by_hand import latest_of, pieces_of
 
 import tiermem
-from runs import files_below, live_states, model, opened, policy, states_in, train
 from tiermem import checkpoint
 from tiermem.precision import Precision
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from runs import model, policy, train
 
 import tiermem
-from runs import model, policy, train
 from tiermem import checkpoint
 from tiermem.checkpoint.opening.source import verify_all
 
