@@ -114,7 +114,7 @@ class PieceTable:
         entry     [ piece 0 | piece 1 |  gap  | piece 2 | ... ]       ranges in order, that do not overlap; gaps have none
 
         a write of the whole piece    makes its checksum known
-        a write of a part of it       makes it unknown, until the whole piece is written or `put`, at once or part after part
+        a write of a part of it       makes it unknown, until it is `put`, or written whole or in parts from its first byte on
         a write that fails            leaves the intended checksum, so that a later read of those bytes fails verification
 
     A piece is a range with one checksum; the table knows it by its number. numpy handles all pieces
@@ -312,9 +312,9 @@ class Sums:
         """Encloses writes of whole blocks that change `data` at `offset` of an entry; their other
         bytes were read before.
 
-        Pieces fully inside `data` get new checksums, and so do those that are written part after
-        part. Other pieces partly inside lose theirs. Others keep theirs: the bytes that were read
-        around `data` are not summed.
+        Pieces fully inside `data` get new checksums, and so do those that are written in parts from
+        their first byte on, with no other write between. Other pieces partly inside lose theirs.
+        Others keep theirs: the bytes that were read around `data` are not summed.
         """
         table = self._tables.get(entry)
         if table is None:

@@ -74,8 +74,8 @@ class ReportRow(NamedTuple):
     value: Any
     """The value that was set, or the documented default."""
     how: Literal["honoured", "computed", "inert", "default"]
-    """honoured: the value acts. computed: the plan or the design decides, see the note. inert: does
-    nothing. default: not set, and acts."""
+    """honoured: the value acts. computed: the plan or the design decides, see the note. inert: the
+    key does nothing. default: not set, and acts."""
     note: str
     """What happens instead, or an empty string."""
     is_set: bool = True

@@ -198,7 +198,7 @@ class GradientHomes:
         if self._reducer is None:
             return
         found = {
-            param: self._added.get(param)
+            param: summed if param.grad is (summed := self._added.get(param)) else None
             for param in model.parameters()
             if param.requires_grad and registry.owner_of(param) is None
         }
@@ -260,6 +260,7 @@ class GradientHomes:
         for param, summed in self._added.items():
             if summed is not None and param.grad is summed:
                 summed.div_(self._topology.world)  # added up once more with what comes now
+            self._added[param] = None
 
     def _take_back(self, shard: Shard) -> None:
         """Moves a stored gradient to `p.grad`, as autograd has left it. Blocks; raises OSError."""

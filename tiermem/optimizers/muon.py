@@ -36,7 +36,7 @@ class MuonParams(OptimizerParams):
     no_arguments: ClassVar[tuple[str, ...]] = ("ns_method",)
 
     lr: Number = 0.02
-    """Learning rate; of matrices alone where it is not set."""
+    """Learning rate. The default is that of matrices alone."""
     momentum: Beta = 0.95
     """Decay rate of a matrix's momentum."""
     nesterov: bool = True

@@ -196,10 +196,14 @@ def _meet(rank: int, world: int, timeout_s: float) -> Store:
         try:
             attempt = (store.add(f"{_KEY}/arrived", 1) - 1) // world
             _agree(PrefixStore(f"{_KEY}/{attempt}", store), rank, world, timeout_s, deadline)
-        except dist.DistNetworkError:
+        except dist.DistNetworkError as error:
             # It was that of a group before, which rank 0 had not ended yet: rank 0 opens another.
-            if rank == 0 or time.monotonic() > deadline:
-                raise
+            is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            if rank == 0 or is_agents or time.monotonic() > deadline:
+                raise ValueError(
+                    f"WORLD_SIZE is {world}, and what keeps the store of the ranks has ended while "
+                    f"they met: see the log of rank 0, or of the launcher ({error})"
+                ) from error
         else:
             return PrefixStore(f"group/{attempt}", store)
 

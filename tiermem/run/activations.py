@@ -504,7 +504,7 @@ class Activations:
         if type(tensor) is RestingParameter:
             return tensor
         if not (_is_checkpoints_input() and self._may_move(tensor)):
-            # not the tensor itself: an operation that saves its output would never be let go
+            # not the tensor itself: an operation that saves its output would never be freed
             return Saved.of(tensor.detach())
         storage = tensor.untyped_storage()
         key = storage._cdata, tensor.size(), tensor.stride(), tensor.dtype, tensor._version

@@ -587,7 +587,7 @@ class Hooks(Uncopied):
 
     def _computed_to_a_leaf(self, use: UnitUse, grad: torch.Tensor) -> None:
         """The gradient of a leaf input has come; the order relative to gradients of parameters used
-        beside it is not known. At the end of its backward all have come.
+        beside it is not known. At the end of the leaf's backward all have come.
 
         Reentrant checkpointing makes its inputs leaves of an inner backward.
         """

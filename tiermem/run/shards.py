@@ -1075,7 +1075,7 @@ def _kept(
     if param is None or saved.is_conj() or saved.is_neg():
         held = (
             saved.detach()
-        )  # not `saved`: an operation that saves its output would never be let go
+        )  # not `saved`: an operation that saves its output would never be freed
         return lambda: held
     shape = (saved.shape, saved.stride(), saved.storage_offset())
     dtype = saved.dtype

@@ -270,7 +270,7 @@ class StateRange(NamedTuple):
     grain_bytes: int  # bytes of one grain ...
     grain_numel: int = 1  # ... and its elements
     column: Column | None = None  # of the entry, whose strips no piece crosses
-    # of rows that may be read singly: no piece crosses their ends and those of the pages there
+    # of rows that may be read singly: no piece crosses their ends, nor those of the pages around them
     row_bytes: int = 0  # 0: none
 
 

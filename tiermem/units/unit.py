@@ -276,8 +276,8 @@ class ShardRange(NamedTuple):
         return self.shard.shard_numel * rank + self.start
 
     def cut(self, most_numel: int, num_before: int = 0) -> Iterator[ShardRange]:
-        """The same elements in ranges of at most `most_numel`, cut at its multiples; `num_before`
-        more are counted."""
+        """The same elements in ranges of at most `most_numel`, cut at its multiples, where
+        `num_before` elements lie before the first one."""
         for start in range(self.start - num_before % most_numel, self.stop, most_numel):
             yield self._replace(
                 start=max(start, self.start), stop=min(start + most_numel, self.stop)

@@ -4,9 +4,11 @@ outside graphs, transforms."""
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -188,10 +190,10 @@ def _collect(value: Any, found: list[torch.Tensor], seen: set[int]) -> None:
 def _in_slots(value: Any) -> Iterator[Any]:
     """The values of an object's slots that are set."""
     for each in type(value).__mro__:
-        slots = vars(each).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name != "__dict__" and hasattr(value, name):
-                yield getattr(value, name)
+        for slot in vars(each).values() if "__slots__" in vars(each) else ():
+            if isinstance(slot, types.MemberDescriptorType):
+                with contextlib.suppress(AttributeError):
+                    yield slot.__get__(value)
 
 
 class NoHooks:

@@ -516,8 +516,8 @@ def _shape_of(entry: State | None) -> tuple[int, ...] | None:
 def _earliest(
     wanted: Sequence[tuple[int, ...] | None], places: _Places, num: int, is_ordered: bool
 ) -> list[int] | None:
-    """For every shape its first place, if ordered after the place of the previous one; None if
-    there is none."""
+    """For every shape its first place; if ordered, the first one after the previous shape's.
+    None if there is none."""
     found = []
     place = 0
     for shape in wanted:

@@ -191,7 +191,8 @@ class Filling:
         self._names = names
         self._workers = workers
         self._wants = wants
-        # an earlier save without an optimizer has moments, and does not say whose
+        # an earlier save without an optimizer, or import without groups, does not say whose its
+        # moments are
         self.opens_states = wants.states and source.manifest.optimizer is not None
         # (state, saved as, kept as), for one log line
         self.conversions: set[tuple[str, str, str]] = set()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -107,10 +108,14 @@ def buffers(model: nn.Module) -> list[tuple[list[str], torch.Tensor]]:
     return list(found.values())
 
 
+_told = weakref.WeakSet[nn.Module]()
+"""Modules whose extra state a warning has named."""
+
+
 def extra_states(model: nn.Module) -> dict[str, Json]:
     """The extra state of every module that has one, by its name in a state dict.
 
-    A warning names one that a part cannot hold, and the save lacks it.
+    A warning, one for a module, names one that a part cannot hold; the save lacks it.
     """
     found = {}
     for name, module in modules_with_extra(model).items():
@@ -118,7 +123,9 @@ def extra_states(model: nn.Module) -> dict[str, Json]:
         try:
             found[name] = encode(state, name)
         except TypeError as error:
-            logger.warning("%s. The save lacks it", error)
+            if module not in _told:
+                logger.warning("%s. The save lacks it", error)
+            _told.add(module)
     return found
 
 

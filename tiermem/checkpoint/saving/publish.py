@@ -469,7 +469,7 @@ def drop_tags(save_dir: Path, run_id: str, num_more: int) -> None:
     OSError.
 
     A pointer whose manifest was removed is removed too, and does not count. Complete copies are
-    neither dropped nor counted. Nor are second names of a tag: links, and copied pointers.
+    neither dropped nor counted, nor are second names of a tag (links, copied pointers).
     """
     save_dir = real(save_dir)
     try:
@@ -522,7 +522,7 @@ def drop_step(manifest: Path, tag: str | None, why: str) -> bool:
     """
     try:
         opened = read_manifest(Found(manifest))
-        if opened.manifest.tag != tag:
+        if Path(opened.manifest.tag or "") != Path(tag or ""):
             return False
         folders = _folders(opened)
         superseded = _superseded(opened)
