@@ -338,7 +338,7 @@ class TileRow(Generic[T]):
         return [each for row in self._with_begun() for each in row._read]
 
     def all_checks(self) -> PieceRows:
-        """The pieces of all of its reads, those of the begin included."""
+        """`all_reads`, as rows."""
         return join_rows([row.checks for row in self._with_begun()])
 
     def _with_begun(self) -> list[TileRow[T]]:

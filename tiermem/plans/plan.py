@@ -120,9 +120,9 @@ class Plan:
     # as planned: more units may be resident
     division: Division = dataclasses.field(compare=False, repr=False)
     unit_homes: dict[int, Tier]  # the tiers of streamed units, by unit index
-    # whether what rests on an accelerator comes to buffers of tiles that the CPU steps: gradients,
+    # whether gradients, or weights, that rest on an accelerator come to tiles that the CPU steps
     brings_gradients: bool
-    brings_weights: bool  # and weights, which go back
+    brings_weights: bool
     units: Buffers  # full layouts of streamed units, on HOST or, with an accelerator, on DEVICE
     shards: Buffers  # shards on their way to a gather or to the accelerator
     wires: Buffers  # blocks that packed gathers send and receive

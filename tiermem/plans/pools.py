@@ -69,10 +69,8 @@ def keep_buffers(store: TensorStore, pools: Pools, now: Plan, plan: Plan) -> Non
 
 def _crossing(plan: Plan) -> list[str]:
     """The names of the buffers that are copied to an accelerator and back."""
-    crosses = (
-        plan.steps_on_device or plan.brings_gradients or plan.brings_weights
-    )  # what tiles hold
-    crossing = ["shards", "links", "activations"] + ["tiles"] * crosses
+    holds_brought = plan.steps_on_device or plan.brings_gradients or plan.brings_weights
+    crossing = ["shards", "links", "activations"] + ["tiles"] * holds_brought
     if plan.grads is None and plan.steps_on_device:
         crossing.append("gradients")
     return crossing

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from tiermem.ranks.failures import OtherGroups, RankLost, meet
 from tiermem.ranks.topology import Topology
-from tiermem.swap.memory.accelerator import to_device
+from tiermem.swap.memory.accelerator import is_accelerator, to_device
 
 T = TypeVar("T")
 
@@ -372,6 +372,11 @@ def total(topology: Topology, sums: torch.Tensor, among: str = "shard") -> torch
     if (topology.num_shards if among == "shard" else topology.world) > 1:
         call(topology, "adding up norms", dist.all_reduce, sums, among=among)
     return sums
+
+
+def sendable(topology: Topology, value: torch.Tensor) -> torch.Tensor:
+    """A tensor that the group takes: itself, or a copy where accelerators alone exchange tensors."""
+    return value if is_accelerator(value.device) else value.to(topology.control_device)
 
 
 def share(topology: Topology, value: torch.Tensor, what: str, rank: int = 0) -> None:

@@ -198,14 +198,18 @@ def _meet(rank: int, world: int, timeout_s: float) -> Store:
             _agree(PrefixStore(f"{_KEY}/{attempt}", store), rank, world, timeout_s, deadline)
         except dist.DistNetworkError as error:
             # It was that of a group before, which rank 0 had not ended yet: rank 0 opens another.
-            is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-            if rank == 0 or is_agents or time.monotonic() > deadline:
+            if rank == 0 or _is_agents() or time.monotonic() > deadline:
                 raise ValueError(
                     f"WORLD_SIZE is {world}, and what keeps the store of the ranks has ended while "
                     f"they met: see the log of rank 0, or of the launcher ({error})"
                 ) from error
         else:
             return PrefixStore(f"group/{attempt}", store)
+
+
+def _is_agents() -> bool:
+    """Whether torchrun's agent keeps the store."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _agree(attempt: Store, rank: int, world: int, timeout_s: float, deadline: float) -> None:
@@ -230,7 +234,7 @@ def _open_store(rank: int, world: int, deadline: float, timeout_s: float) -> Sto
     ranks."""
     address = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
-    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_agents = _is_agents()
     is_mine = rank == 0 and not is_agents
     store = None
     while store is None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tiermem.ranks.collectives import exchange, share, total
+from tiermem.ranks.collectives import exchange, sendable, share, total
 from tiermem.ranks.topology import Topology, ranks_per_node
 from tiermem.run.init_params import ParametersInInit
 from tiermem.run.shards import Shards, loading, owner_of
@@ -182,9 +182,7 @@ class GatheredParameters:
         ]
         with loading(param for param, _, _ in self._taken):
             for (param, owner, _), value in zip(self._taken, values, strict=True):
-                value = value.contiguous()
-                if not is_accelerator(value.device):
-                    value = value.to(owner.topology.control_device)
+                value = sendable(owner.topology, value.contiguous())
                 share(owner.topology, value, "sharing what one rank wrote", rank)
                 owner.replace(param, value)
 
@@ -196,8 +194,9 @@ class GatheredParameters:
                 if k is owner and registry.is_gathered(p)
             ]
             changed = [p for p, version in mine if p._version != version]
-            sums = torch.tensor([float(len(changed))], dtype=torch.float64)
-            sums = sums.to(owner.topology.control_device)
+            sums = sendable(
+                owner.topology, torch.tensor([float(len(changed))], dtype=torch.float64)
+            )
             num_changed = int(total(owner.topology, sums, "world").item())
             if num_changed:
                 shapes = ", ".join(str(tuple(p.shape)) for p in changed[:3]) or "none on this rank"

@@ -19,11 +19,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from tiermem.plans.agreement import agree
 from tiermem.policy import OffloadPolicy, Tier
-from tiermem.ranks.collectives import exchange, share_parts
+from tiermem.ranks.collectives import exchange, sendable, share_parts
 from tiermem.ranks.topology import Topology, paths_of_rank
 from tiermem.swap.base.grad_mode import call_with_grad
 from tiermem.swap.base.native import trim_heap
-from tiermem.swap.memory.accelerator import is_accelerator
 from tiermem.swap.store.store import TensorStore
 from tiermem.swap.store.stream import Bounce
 from tiermem.units import registry
@@ -271,7 +270,7 @@ class ParametersInInit:
         if self.topology.group is None or value.is_meta or value.numel() == 0:
             return value
         value = value.contiguous()
-        value = value if is_accelerator(value.device) else value.to(self.topology.control_device)
+        value = sendable(self.topology, value)
         share_parts(self.topology, value, self._places, "sharing initial values")
         return value
 

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from tiermem.plans.plan import Plan, keeps_secondary
 from tiermem.plans.pools import Pools
 from tiermem.policy import OffloadPolicy, Tier
-from tiermem.ranks.collectives import share
+from tiermem.ranks.collectives import sendable, share
 from tiermem.ranks.topology import Topology
 from tiermem.run.init_params import ParametersInInit, Put, into
 from tiermem.swap.base.ranges import round_up
@@ -445,8 +445,7 @@ class _Settler:
         else:
             value = part.param.detach().contiguous()
             if self._topology.group is not None and part.numel:
-                if not is_accelerator(value.device):
-                    value = value.to(self._topology.control_device)
+                value = sendable(self._topology, value)
                 share(self._topology, value, f"sharing {part.name}")
         mine = self._values.mine(part, value)
         if mine.numel():

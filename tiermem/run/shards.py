@@ -1073,9 +1073,8 @@ def _kept(
     """
     param = copied.get(saved.untyped_storage()._cdata) if saved.layout is torch.strided else None
     if param is None or saved.is_conj() or saved.is_neg():
-        held = (
-            saved.detach()
-        )  # not `saved`: an operation that saves its output would never be freed
+        # not `saved`: an operation that saves its output would never be freed
+        held = saved.detach()
         return lambda: held
     shape = (saved.shape, saved.stride(), saved.storage_offset())
     dtype = saved.dtype
