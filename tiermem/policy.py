@@ -393,9 +393,10 @@ class OffloadPolicy:
     early_steps: Annotated[bool, Key("")] = False
     """With overlap "auto": whether steps may also begin under backward, as with overlap "backward":
     of states on NVMe where the maths runs on the CPU, or of states on HOST beside an accelerator,
-    where the plan has room; in memory only if host_bytes says how much. The policy of a config sets it, whatever gradients are
-    clipped to: a step that clips is made again, and steps before which some were clipped are not
-    begun early (optim/tentative.py)."""
+    where the plan has room: in host_bytes; without it, weights in memory have second copies where
+    the plan takes at most half of the memory that is free, but states have none. The policy of a
+    config sets it, whatever gradients are clipped to: a step that clips is made again, and steps
+    before which some were clipped are not begun early (optim/tentative.py)."""
     pipeline_read: Annotated[bool, Key("zero_optimization.offload_optimizer.pipeline_read")] = True
     """Read the next tile while this one is stepped."""
     pipeline_write: Annotated[bool, Key("zero_optimization.offload_optimizer.pipeline_write")] = (

@@ -920,28 +920,36 @@ def test_a_disk_that_fills_up_before_the_first_step_under_backward_stops_none(
     assert (ended.losses, ended.num_early, ended.num_redone) == (plain.losses, 0, 0)
 
 
-@pytest.mark.parametrize("host_bytes", [None, "too little", "enough"])
-def test_weights_in_memory_have_second_copies_by_themselves_only_within_host_bytes(
-    host_bytes: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("named", ["host_bytes", "free memory"])
+@pytest.mark.parametrize("is_enough", [False, True])
+def test_weights_in_memory_have_second_copies_where_there_is_room(
+    named: str,
+    is_enough: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nobody has said how much memory they may take; and where it is short, nothing else makes room
+    """In host_bytes, or else in half of what is free; where room is short, nothing else makes room
     for them."""
     own: dict[str, Any] = {"resident_bytes": 0}
     with opened_engine(tmp_path, 1.0, own | {"overlap": "forward"}, "cpu") as engine:
         less = engine.shards.plan
     with opened_engine(tmp_path, 1.0, own | {"overlap": "backward"}, "cpu") as engine:
         more = engine.shards.plan.host_bytes
-    if host_bytes is not None:
-        own["host_bytes"] = more - 4096 * (host_bytes == "too little")
+    room = more - 4096 * (not is_enough)
+    if named == "host_bytes":
+        own["host_bytes"] = room
+    else:
+        monkeypatch.setattr("tiermem.run.shards.free_host_bytes", lambda: 2 * room)
     with (
         caplog.at_level(logging.INFO, "tiermem"),
         opened_engine(tmp_path, 1.0, own, "cpu") as engine,
     ):
-        assert overlap_in(engine) == ("backward" if host_bytes == "enough" else "forward")
-        if host_bytes != "enough":
+        assert overlap_in(engine) == ("backward" if is_enough else "forward")
+        if not is_enough:
             assert room_of(engine.shards.plan) == room_of(less)
     said = [each for each in caplog.records if "host_bytes, which is" in each.message]
-    assert [f" and {more} (" in each.message for each in said] == [True] * (host_bytes != "enough")
+    assert [f" and {more} (" in each.message for each in said] == [True] * (not is_enough)
     assert all(each.levelno == logging.INFO for each in said)
 
 

@@ -187,14 +187,14 @@ def test_second_copies_leave_with_their_room(tmp_path: Path) -> None:
         early_steps=True, resident_bytes=0, host_bytes=16 << 20,
     )  # fmt: skip
     found = []
-    for host_bytes in (16 << 20, None):
+    for states in (NVME, HOST):
         model = seeded(Tower)
         with tiermem.shard(model, policy, device="cpu") as shards:
             assert shards.plan.copied
             optim = tiermem.AdamW(model.parameters(), lr=1e-2)
             losses = train_steps(model, optim, range(3))
-            shards.rehome(dataclasses.replace(policy, host_bytes=host_bytes))
-            assert bool(shards.plan.copied) is (host_bytes is not None)
+            shards.rehome(dataclasses.replace(policy, optim=states))
+            assert bool(shards.plan.copied) is (states is NVME)
             assert shards.store.arena.carved_bytes <= shards.plan.arena_bytes
             found.append((losses + train_steps(model, optim, range(3, 6)), model.state_dict()))
     assert found[0][0] == found[1][0]

@@ -240,6 +240,7 @@ def choose(
     moved: Collection[str] = (),
     searches: bool = True,
     near: Choice | None = None,
+    free_bytes: int | None = None,
 ) -> Choice:
     """Chooses values for the open fields (None) of a policy by predicted time.
 
@@ -256,6 +257,7 @@ def choose(
         searches: False: the policy with the first placement that fits.
         near: the choice for a machine that differs little: the search goes on from it, one axis at
             a time.
+        free_bytes: as in `make_plan`.
 
     Not collective; allocates no states. Raises ValueError when no plan fits.
     """
@@ -275,7 +277,13 @@ def choose(
     @functools.cache
     def planned(changed: OffloadPolicy, keeps_units: bool = True) -> Plan:
         return make_plan(
-            division, changed, topology, is_gpu, ranks_on_node, keeps_units=keeps_units
+            division,
+            changed,
+            topology,
+            is_gpu,
+            ranks_on_node,
+            keeps_units=keeps_units,
+            free_bytes=free_bytes,
         )
 
     def attempt(fields: Fields, placement: Placement) -> Tried:

@@ -47,10 +47,13 @@ def make_plan(
     ranks_on_node: int,
     context_bytes: int = 0,
     keeps_units: bool = True,
+    free_bytes: int | None = None,
 ) -> Plan:
     """Plans a division under a policy.
 
     keeps_units: whether streamed units stay on the accelerator where its budget has room.
+    free_bytes: HOST memory of this node that is free; None: unknown. Without host_bytes, weights
+        that rest in memory have second copies where every node's plan takes at most half of it.
     context_bytes: HOST memory that this process has taken for the accelerator's context; part of
         the budget. Ranks plan for the rank that took most, so the call is collective.
 
@@ -93,6 +96,11 @@ def make_plan(
         context_bytes = max(exchange(topology, context_bytes))
     maker = _Maker(division, policy, topology, is_gpu, homes, ranks_on_node, context_bytes)
     plan = maker.make(set())
+    if policy.early_steps and policy.host_bytes is None and free_bytes is not None:
+        more = dataclasses.replace(maker, copies_weights=True).make(set())
+        if more is not None and more.copied:
+            is_small = 2 * more.host_bytes * ranks_on_node <= free_bytes
+            plan = more if all(exchange(topology, is_small)) else plan
     if keeps_units and plan is not None and is_gpu and policy.device_bytes is not None:
         stays = _staying(maker, division, homes, policy.device_bytes - plan.device_bytes)
         plan = maker.make(stays) or plan
@@ -129,8 +137,9 @@ def plan_after(
         policy.precision.check_dtype(unit.dtype, unit.shards[0].name)
     context = sum(row.num_bytes for row in now.rows if row.what == CONTEXT)
     homes = now.unit_homes
+    copies = bool(now.copied)
     maker = _Maker(
-        division, policy, topology, is_gpu, homes, ranks_on_node, context, now, keeps_grads
+        division, policy, topology, is_gpu, homes, ranks_on_node, context, now, keeps_grads, copies
     )
     plan = maker.make(())
     if plan is None:
@@ -271,6 +280,8 @@ class _Maker:
     now: Plan | None = None  # the plan that the new one follows
     keeps_grads: bool = False
     """Gradients stay on their tier where a plan follows another one."""
+    copies_weights: bool = False
+    """Weights in memory may have second copies without a budget."""
 
     @property
     def budget(self) -> int | None:
@@ -407,7 +418,15 @@ class _Maker:
     def _planner(self, stays: Collection[int]) -> Planner:
         homes = {index: home for index, home in self.homes.items() if index not in stays}
         division = self.division.with_units({index: self._resident[index] for index in stays})
-        return Planner(division, self.policy, self.topology, self.is_gpu, homes, self.context_bytes)
+        return Planner(
+            division,
+            self.policy,
+            self.topology,
+            self.is_gpu,
+            homes,
+            self.context_bytes,
+            self.copies_weights,
+        )
 
     def _fits(self, plan: Plan) -> bool:
         return (self.budget is None or plan.host_bytes <= self.budget) and self._fits_device(plan)

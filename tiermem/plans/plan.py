@@ -254,6 +254,7 @@ class Planner:
         is_gpu: bool,
         homes: dict[int, Tier],
         context_bytes: int,
+        copies_weights: bool,
     ) -> None:
         self._policy = policy
         self._context_bytes = context_bytes
@@ -300,8 +301,9 @@ class Planner:
             if may_copy and unit.is_trainable and homes.get(unit.index) is Tier.HOST
         ]
         """Units in memory that such steps need second copies of."""
-        is_bounded = policy.overlap == "backward" or policy.host_bytes is not None
-        self._weights_copied = self.copied if is_bounded and not is_gpu else []  # of their weights
+        copies_weights |= policy.overlap == "backward" or policy.host_bytes is not None
+        # of their weights
+        self._weights_copied = self.copied if copies_weights and not is_gpu else []
         # and, where there is room, of their states as well
         self._all_copied = self.copied if is_gpu else []
         rests_on_host = is_gpu and policy.activations is Tier.HOST

@@ -66,6 +66,7 @@ from tiermem.swap.base.native import trim_heap
 from tiermem.swap.base.tile_program import end_kernels
 from tiermem.swap.disk.run_folder import call_in_child
 from tiermem.swap.memory.accelerator import find_device, is_accelerator, open_context
+from tiermem.swap.memory.free import free_host_bytes
 from tiermem.swap.program.program import Program
 from tiermem.swap.store.stream import Bounce
 from tiermem.units import registry
@@ -179,7 +180,13 @@ class Shards:
         self._handles: list[RemovableHandle] = []
         division = divide(model, policy, self.topology.num_shards, is_trained)
         self.plan = make_plan(
-            division, policy, self.topology, is_accelerator(self.device), ranks_per_node(), context
+            division,
+            policy,
+            self.topology,
+            is_accelerator(self.device),
+            ranks_per_node(),
+            context,
+            free_bytes=free_host_bytes(),
         )
         check_rescaling(model, self.plan)
         agree(self.topology, facts_of_plan(self.plan), "the plan of tiermem.shard")

@@ -127,6 +127,7 @@ class Cluster:
     pinned_bytes: int | None = None  # of each node, that drivers may register
     written_bytes_day: float | None = None  # of each node, to its disks
     host_others: tuple[Row, ...] = (INTERPRETER,)  # as gpu_others, of each rank's host memory
+    free_bytes: int | None = None  # of each node's host memory, where host_bytes is not known
 
     @property
     def num_ranks(self) -> int:
@@ -371,6 +372,7 @@ def plan_scenario(scenario: Scenario, chooses: bool = True, near: Planned | None
             is_gpu,
             batch.accumulation,
             among,
+            free_bytes=cluster.free_bytes,
             **more,
         )
 

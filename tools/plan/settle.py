@@ -66,9 +66,12 @@ def scenario_of_job(
     if (cap_bytes := cap_of(job)) is not None:
         others = rows_of_process(cap_bytes, process_bytes)
         cluster = dataclasses.replace(cluster, host_bytes=cap_bytes * per_node, host_others=others)
-    elif moved:  # the imports are not in what is free
-        free_bytes = int(FREE_PART * min(of_every_rank(free_host_bytes())))
-        cluster = dataclasses.replace(cluster, host_bytes=free_bytes, host_others=())
+    else:  # the imports are not in what is free
+        free_bytes = min(of_every_rank(free_host_bytes()))
+        cluster = dataclasses.replace(cluster, free_bytes=free_bytes)
+        if moved:
+            planned_bytes = int(FREE_PART * free_bytes)
+            cluster = dataclasses.replace(cluster, host_bytes=planned_bytes, host_others=())
     compute, rates = measured or assumed_speed(device)
     return Scenario(
         job.shape,
