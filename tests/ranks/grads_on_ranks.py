@@ -207,6 +207,9 @@ def run_step(
 ) -> list[float]:
     if case.get("breaks") and step == 1:
         break_backward(model, step)
+    kept = model(batch(step)[0]) if case.get("keeps") else None
+    if dist.get_rank() > 0 or step == 1:
+        del kept
     losses = []
     for micro in range(case.get("micro", 1)):
         is_last = micro == case.get("micro", 1) - 1

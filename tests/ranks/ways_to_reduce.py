@@ -64,6 +64,10 @@ CASES: dict[str, dict[str, Any]] = {
     "unused is an error": {"fields": {"stage": 2, "ignore_unused": False}, "model": "branches"},
     "unused is an error, stage 3": {"fields": {"ignore_unused": False}, "model": "ways"},
     "used is no error": {"fields": {"ignore_unused": False}},
+    **{
+        f"graphs kept by one rank, stage {stage}": {"fields": {"stage": stage}, "keeps": True}
+        for stage in (2, 3)
+    },
 }
 
 ALWAYS = (
@@ -71,5 +75,6 @@ ALWAYS = (
     "buckets of 64, stage 2",
     "unused is an error",
     "unused is an error, stage 3",
+    "graphs kept by one rank, stage 3",
 )
 """What tests of single cases look at, and what others are compared with."""

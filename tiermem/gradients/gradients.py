@@ -53,7 +53,7 @@ from tiermem.plans.agreement import agree
 from tiermem.plans.plan import Plan
 from tiermem.plans.pools import Pools
 from tiermem.policy import OffloadPolicy
-from tiermem.ranks.collectives import RowSums, call, share, total
+from tiermem.ranks.collectives import RowSums, call, exchange, share, total
 from tiermem.ranks.topology import Topology
 from tiermem.swap.base.native import Workers
 from tiermem.swap.memory.accelerator import ToHost, is_accelerator, to_device
@@ -178,6 +178,15 @@ class GradientHomes:
             self.store.reserve(unit, plan.steps_on_device)
 
     @property
+    def is_in_order(self) -> bool:
+        """Whether ranks reduce each unit's gradients once they are final."""
+        return self._reducer is not None and self._policy.stage == 3
+
+    def any_of(self, flags: list[bool]) -> list[bool]:
+        """Whether each of these flags is set on any rank. Collective; blocks. Raises RankLost."""
+        return [any(each) for each in zip(*exchange(self._topology, flags), strict=True)]
+
+    @property
     def divisor(self) -> float:
         """The number by which stored gradients and their norms are divided.
 
@@ -277,8 +286,10 @@ class GradientHomes:
         with self.changing():
             if self._reducer is None:
                 self._take(unit)
-            elif unit in self._waiting and self._policy.stage == 3:
-                self._reduce(unit)
+            elif self.is_in_order:
+                # a rank may use what is always present without the others
+                if unit in self._waiting and not unit.is_resident:
+                    self._reduce(unit)
             elif unit in self._waiting:
                 self._waiting[unit] = True
                 while self._waiting and self._waiting[first := next(iter(self._waiting))]:

@@ -107,7 +107,7 @@ class Hooks(Uncopied):
         self.prefetcher = prefetcher
         self._store = store
         self._homes = homes
-        self._uses = Uses(units)
+        self._uses = Uses(units, homes.any_of if homes.is_in_order else None)
         # in their order: uses whose units the backward under way holds
         self._held: dict[UnitUse, None] = {}
         self._frames: list[Frame] = []  # forwards under way, the innermost last
@@ -215,6 +215,8 @@ class Hooks(Uncopied):
             return frame
         use.entered = next(self._clock)
         self._uses.add(use)
+        if not marks.in_backward():
+            self._uses.count(use)
         given = marks.handed_over(args, kwargs)
         marks.mark([tensor for tensor in given if tensor.grad_fn is not None], use, self._computed)
         marks.mark(
@@ -651,6 +653,7 @@ class Hooks(Uncopied):
         """
         self._homes.store.check_consumer()
         self._steps.end()
+        self._uses.settle()
         self.num_backwards += 1
         with torch._C.DisableTorchFunctionSubclass():
             self._homes.begin()

@@ -120,6 +120,8 @@ class Order:
 
 # ---- unanswered uses -----------------------------------------------------------------------------
 
+_MOST_COUNTED = 64  # forwards of a unit, before those whose graphs are gone are forgotten
+
 
 class UnitUse:
     """One forward of a module with gradients: its units, and whether backward has asked for them.
@@ -182,18 +184,58 @@ class Uses:
     evaluation without backward) takes its uses with it. Reentrant checkpointing first runs forward
     without gradients: this *promises* a use, which is made when backward computes forward again. A
     unit's gradients are final when it has no unanswered and no promised use.
+
+    Ranks that reduce final gradients together have to call the same units final, although one rank
+    may keep a graph that another one has thrown away. Each rank counts the forwards that no
+    backward has answered. Where a unit has more than one, the ranks ask one another before a
+    backward whose graphs are left (`settle`).
+
+    Args:
+        any_of: flags of this rank -> whether any rank's is set, in order; collective. None: no
+            other rank takes part.
     """
 
-    def __init__(self, units: Sequence[LiveUnit]) -> None:
+    def __init__(
+        self,
+        units: Sequence[LiveUnit],
+        any_of: Callable[[list[bool]], list[bool]] | None = None,
+    ) -> None:
         self._open: dict[int, weakref.WeakSet[UnitUse]] = {
             live.unit.index: weakref.WeakSet() for live in units
         }
         self._promised: dict[int, int] = dict.fromkeys(self._open, 0)
+        self._any_of = any_of
+        # of units that ranks reduce: forwards that no backward has answered, by their ticks
+        self._counted: dict[int, dict[int, weakref.ref[UnitUse]]] = {
+            index: {} for index in self._open
+        }
 
     def add(self, use: UnitUse) -> None:
         """Registers a use that backward has to answer; may be repeated for the same use."""
         for live in use.units:
             self._open[live.unit.index].add(use)
+
+    def count(self, use: UnitUse) -> None:
+        """Counts a forward outside backward; what backward computes again is answered there."""
+        if self._any_of is None:
+            return
+        for live in use.units:
+            if live.is_streamed and live.unit.is_trainable:
+                counted = self._counted[live.unit.index]
+                counted[use.entered] = weakref.ref(use)
+                if len(counted) > _MOST_COUNTED:
+                    self.settle()
+
+    def settle(self) -> None:
+        """Before a backward: forgets the forwards whose graphs no rank has kept. Collective, where
+        a unit has more than one."""
+        if self._any_of is None or all(len(counted) < 2 for counted in self._counted.values()):
+            return
+        places = [(counted, tick) for counted in self._counted.values() for tick in counted]
+        are_kept = self._any_of([counted[tick]() is not None for counted, tick in places])
+        for (counted, tick), is_kept in zip(places, are_kept, strict=True):
+            if not is_kept:
+                del counted[tick]
 
     def extend(self, use: UnitUse, live: LiveUnit) -> None:
         """Adds a unit to a use, for a function whose backward may read the unit."""
@@ -207,6 +249,7 @@ class Uses:
         """Notes that backward has answered a use."""
         for live in use.units:
             self._open[live.unit.index].discard(use)
+            self._counted[live.unit.index].pop(use.entered, None)
 
     def promise(self, needed: Sequence[LiveUnit], change: int) -> None:
         """Notes that a use of each of these units will be made (change 1), or has been made (change
@@ -221,7 +264,8 @@ class Uses:
     def is_final(self, live: LiveUnit) -> bool:
         """Whether a unit's gradients are complete."""
         index = live.unit.index
-        return not self._open[index] and not self._promised[index]
+        is_answered = not self._open[index] and not self._counted[index]
+        return is_answered and not self._promised[index]
 
 
 def first_order(division: Division) -> Order:
