@@ -488,9 +488,16 @@ def control_device(group: dist.ProcessGroup, device: torch.device) -> torch.devi
     return torch.device("cpu") if "cpu" in takes else device
 
 
+def on(stream: torch.Stream | None) -> contextlib.AbstractContextManager[None]:
+    """Inside, this thread's work on the stream's device goes to it; None: nothing changes."""
+    return _HERE if stream is None else _on(stream)
+
+
+_HERE = contextlib.nullcontext()
+
+
 @contextlib.contextmanager
-def on(stream: torch.Stream) -> Iterator[None]:
-    """Inside, this thread's work on the stream's device goes to it."""
+def _on(stream: torch.Stream) -> Iterator[None]:
     before = torch.accelerator.current_stream(stream.device)
     torch.accelerator.set_stream(stream)
     try:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -257,9 +257,6 @@ def _scale(grads: Sequence[ShardedGrad], factor: Any, is_division: bool) -> None
 Consume = Callable[[Unit, torch.Tensor], torch.Event | None]
 """Steps a unit with gradients that are not kept: flat, in the unit's shard layout. They stay valid
 until the event that it returns, after which an accelerator has read them; None: during the call."""
-
-
-_HERE = nullcontext()
 
 
 class OpenHome(NamedTuple):
@@ -637,10 +634,9 @@ class GradientStore:
     def _at_home(self, data: torch.Tensor) -> AbstractContextManager[object]:
         """Inside the block, accelerator work runs on the stream of DEVICE gradients, after the
         current stream's `data`."""
-        if self._stream is None:
-            return _HERE
-        self._stream.wait_stream(current_stream(self._stream.device))
-        data.record_stream(self._stream)
+        if self._stream is not None:
+            self._stream.wait_stream(current_stream(self._stream.device))
+            data.record_stream(self._stream)
         return on(self._stream)
 
     def _take(self) -> Slot:

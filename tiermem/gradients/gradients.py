@@ -33,14 +33,13 @@ an interrupt: then they are dropped before the next forward, backward, look or s
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
 import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import cast
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -133,6 +132,11 @@ class GradientHomes:
         # ordinary parameters that were added to the model, in order, with the `p.grad` of each that
         # is a sum over ranks
         self._added: dict[nn.Parameter, torch.Tensor | None] = {}
+        # the modules and parameters that each module of the model holds, all of these, and the
+        # parameters among them that no unit holds
+        self._places: list[dict[str, Any]] = []
+        self._held: list[Any] = []
+        self._ordinary: list[nn.Parameter] = []
         self._on_arrival: Callable[[Unit], None] = lambda unit: None
         # outside a change: an interrupt has ended one half-way
         self.is_changing = False
@@ -208,8 +212,8 @@ class GradientHomes:
             return
         found = {
             param: summed if param.grad is (summed := self._added.get(param)) else None
-            for param in model.parameters()
-            if param.requires_grad and registry.owner_of(param) is None
+            for param in self._ordinary_of(model)
+            if param.requires_grad
         }
         fresh = [param for param in found if param not in self._added]
         self._added = found
@@ -223,18 +227,23 @@ class GradientHomes:
         for param in fresh:
             share(self._topology, param.detach(), "sharing added parameters")
 
-    @contextlib.contextmanager
-    def changing(self) -> Iterator[None]:
+    def _ordinary_of(self, model: nn.Module) -> list[nn.Parameter]:
+        """A model's parameters that no unit holds. The model is only searched where a module holds
+        another parameter or module than before."""
+        held = [*itertools.chain.from_iterable(map(dict.values, self._places))]
+        if not self._places or [*map(id, held)] != [*map(id, self._held)]:
+            modules = [*model.modules()]
+            self._places = [
+                place for each in modules for place in (each._modules, each._parameters)
+            ]
+            self._held = [*itertools.chain.from_iterable(map(dict.values, self._places))]
+            self._ordinary = [p for p in model.parameters() if registry.owner_of(p) is None]
+        return self._ordinary
+
+    def changing(self) -> _Change:
         """A block that changes gradients, or uses them with other ranks. If an interrupt ends it,
         the mark stays."""
-        was_changing = self.is_changing
-        self.is_changing = True
-        try:
-            yield
-        except Exception as error:
-            self.is_changing = was_changing or isinstance(error, MemoryError)
-            raise
-        self.is_changing = was_changing
+        return _Change(self)
 
     def check_alone(self) -> None:
         """After an interrupt: `Topology.check_alone`."""
@@ -662,7 +671,8 @@ class GradientHomes:
         if unit in self._stepped:
             raise _stepped_already(unit)
         self._waiting.pop(unit, None)
-        self._given.update(shard for shard in unit.shards if _fresh(shard))
+        fresh = {shard for shard in unit.shards if _fresh(shard)}
+        self._given |= fresh
         buckets = self._cut.get(unit.index)
         if buckets is None:
             buckets = cut(unit, self._topology.num_shards, self._policy.reduce_bucket_numel)
@@ -672,7 +682,7 @@ class GradientHomes:
                 self._arrive()
             name = unit.name if len(buckets) == 1 else f"{unit.name} {number + 1}/{len(buckets)}"
             grads = [
-                part.shard.param.grad if _fresh(part.shard) else None for part in bucket.ranges
+                part.shard.param.grad if part.shard in fresh else None for part in bucket.ranges
             ]
             self._ends.append(ends and bucket is buckets[-1])
             self._reducer.start(name, bucket, grads)
@@ -782,6 +792,23 @@ class GradientHomes:
         self.store.end(unit)
         for arrived in self.store.arrived():
             self._on_arrival(arrived)
+
+
+class _Change:
+    """The block of `GradientHomes.changing`."""
+
+    def __init__(self, homes: GradientHomes) -> None:
+        self._homes = homes
+
+    def __enter__(self) -> None:
+        self._was_changing = self._homes.is_changing
+        self._homes.is_changing = True
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self._homes.is_changing = self._was_changing
+        elif isinstance(error, Exception):
+            self._homes.is_changing = self._was_changing or isinstance(error, MemoryError)
 
 
 def lost_gradients(where: str) -> RuntimeError:

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -54,9 +55,14 @@ _EXPECTED: WeakKeyDictionary[dist.ProcessGroup, list[tuple[torch.Tensor, dict[in
 
 def sends_directly(group: dist.ProcessGroup | None, device: torch.device) -> bool:
     """Whether tensors on a device travel as messages in a group: on CPUs with gloo."""
-    return (
-        group is not None and device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(group)
-    )
+    if group is None or device.type != "cpu":
+        return False
+    if group not in _on_gloo:
+        _on_gloo[group] = "cpu:gloo" in dist.get_backend_config(group)
+    return _on_gloo[group]
+
+
+_on_gloo: weakref.WeakKeyDictionary[dist.ProcessGroup, bool] = weakref.WeakKeyDictionary()
 
 
 def send_to_all(
@@ -152,7 +158,7 @@ class Pending:
         self._what = what
         self._rounds = rounds
         self._owns = owns
-        self._is_bounded = all(tensor.device.type == "cpu" for tensor in owns)
+        self._is_bounded = not owns or owns[0].device.type == "cpu"
 
     def wait(self) -> None:
         """Blocks until all have ended (on a GPU: orders the current stream after them). Raises
@@ -464,8 +470,9 @@ class explaining:  # noqa: N801 (named as a function, which it stands for)
     _what: str
 
     def __enter__(self) -> None:
-        if self._topology.watch is not None:
-            self._topology.watch.check_whole()
+        watch = self._topology.watch
+        if watch is not None and watch.is_torn:
+            watch.check_whole()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         watch = self._topology.watch

@@ -208,14 +208,15 @@ class Hooks(Uncopied):
             if self._is_training_pass:
                 self._uses.promise(frame.needed, 1)
             return frame
-        if marks.in_backward():
+        in_backward = marks.in_backward()
+        if in_backward:
             self._uses.promise(frame.needed, -1)
         use = frame.use = UnitUse(frame.needed, reads_again)
         if not frame.needed:
             return frame
         use.entered = next(self._clock)
         self._uses.add(use)
-        if not marks.in_backward():
+        if not in_backward:
             self._uses.count(use)
         given = marks.handed_over(args, kwargs)
         marks.mark([tensor for tensor in given if tensor.grad_fn is not None], use, self._computed)
@@ -251,12 +252,11 @@ class Hooks(Uncopied):
         is_in_backward = self._ending is not None and self._ending() is not None
         if self._is_joined and is_in_backward:
             return False
-        threads = threading.enumerate() if is_in_backward and self.is_foreign else ()
-        if any(each.ident == self.thread for each in threads):
+        if is_in_backward and self.is_foreign and _is_alive(self.thread):
             raise _in_another_thread("backward")
         own = _Call.of_now()
         found = self._call.setdefault("outermost", own)
-        if found is not own and found.is_under_way:
+        if found is not own and found.is_under_way(own.frame):
             if found.thread != own.thread:
                 raise _in_another_thread("forward")
             return False
@@ -400,7 +400,7 @@ class Hooks(Uncopied):
         if marks.in_backward():
             return True
         found = self._call.get("outermost")
-        return bool(self._frames) and (found is None or found.is_under_way)
+        return bool(self._frames) and (found is None or found.is_under_way(sys._getframe()))
 
     def lend(self, params: Sequence[nn.Parameter], func: Any, args: Any, kwargs: Any) -> Any:
         """Calls a torch function with resting parameters gathered (access.py). Collective;
@@ -684,14 +684,21 @@ class _Call(NamedTuple):
             frame = frame.f_back
         return cls(threading.get_ident(), frame)
 
-    @property
-    def is_under_way(self) -> bool:
-        """Whether the call has not ended. An exception may have ended it without a hook."""
-        is_here = self.thread == threading.get_ident()
-        frame = sys._getframe(1) if is_here else sys._current_frames().get(self.thread)
-        while frame is not None and frame is not self.frame:
+    def is_under_way(self, inside: types.FrameType | None) -> bool:
+        """Whether the call has not ended. An exception may have ended it without a hook. inside: a
+        frame of this thread."""
+        frame = inside
+        if self.thread != threading.get_ident():
+            frame = sys._current_frames().get(self.thread)
+        own = self.frame
+        while frame is not None and frame is not own:
             frame = frame.f_back
         return frame is not None
+
+
+def _is_alive(thread: int) -> bool:
+    """Whether a thread, named by its ident, has not ended."""
+    return any(each.ident == thread for each in threading.enumerate())
 
 
 _OF_MODULES = nn.Module.__call__.__code__.co_filename

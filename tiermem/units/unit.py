@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
+import functools
 import logging
 import math
 import weakref
@@ -310,7 +310,7 @@ class Unit:
         """Makes it trainable; it has room for gradients and states now."""
         self.is_trainable = self.was_unfrozen = True
 
-    @property
+    @functools.cached_property
     def takes_buffer(self) -> bool:
         """Whether a fetch fills a buffer with it. Not if it is always present, or used where it
         rests."""
@@ -321,7 +321,7 @@ class Unit:
         """Bytes of the full layout."""
         return self.full_numel * self.full_dtype.itemsize
 
-    @property
+    @functools.cached_property
     def is_widened(self) -> bool:
         """Whether the maths sees a wider dtype than rests and travels (compute.py)."""
         return self.full_dtype.itemsize > self.dtype.itemsize
@@ -410,10 +410,9 @@ class Division:
 
     def with_changed(self, indices: Collection[int], **fields: Any) -> Division:
         """The same division, with these fields of some units changed."""
-        changed = {index: copy.copy(self.units[index]) for index in indices}
-        for unit in changed.values():
-            vars(unit).update(fields)
-        return self.with_units(changed)
+        return self.with_units(
+            {index: dataclasses.replace(self.units[index], **fields) for index in indices}
+        )
 
     def with_units(self, changed: Mapping[int, Unit]) -> Division:
         """The same division, with other units at these indices."""

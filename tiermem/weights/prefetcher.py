@@ -148,7 +148,9 @@ class UnitUse:
 
     def by_rows(self) -> None:
         """Notes that it uses no row of experts until more is said."""
-        self.rows = {live: set() for live in self.units if live.pages is not None}
+        for live in self.units:
+            if live.pages is not None:
+                self.rows[live] = set()
 
     def note_rows(self, live: LiveUnit, rows: Collection[int] | None) -> None:
         """Notes that it uses rows of a unit's experts; None: perhaps all."""
@@ -159,7 +161,8 @@ class UnitUse:
 
     def keep_whole(self) -> None:
         """At the end of a forward: what is there as a whole may have been used as a whole."""
-        self.rows = {live: rows for live, rows in self.rows.items() if live.is_partial}
+        if self.rows:
+            self.rows = {live: rows for live, rows in self.rows.items() if live.is_partial}
 
     @property
     def needed_again(self) -> Sequence[LiveUnit]:
@@ -651,9 +654,10 @@ class Prefetcher(Generic[T]):
             return True
         limits = self._limits
         mine = -1.0 if is_urgent else self.order.distance(live.unit.index)
-        while (
-            len(self._full) >= limits.num_full
-            or sum(each.unit.full_numel for each in (live, *self._full.values()))
+        is_bounded = limits.live_numel < math.inf
+        while len(self._full) >= limits.num_full or (
+            is_bounded
+            and sum(each.unit.full_numel for each in (live, *self._full.values()))
             > limits.live_numel
         ):
             farthest, distance = self._farthest(self._full)

@@ -167,7 +167,7 @@ class Passage:
 
     def filling(self) -> contextlib.AbstractContextManager[None]:
         """Inside, work on an accelerator goes to the stream that fills full layouts."""
-        return contextlib.nullcontext() if self.copies is None else on(self.copies)
+        return on(self.copies)
 
     def nan_storage(self, num_bytes: int) -> torch.UntypedStorage | None:
         """Bytes of NaN, which take no memory, for views of weights that are not there (CPU). None:

@@ -34,7 +34,7 @@ from tiermem.wires.gather import Gather
 # ---- the state machine ---------------------------------------------------------------------------
 
 
-class UnitState(enum.Enum):
+class UnitState(enum.IntEnum):
     """The memory that a unit occupies beside its place at rest (its home); see the diagram of
     LiveUnit."""
 
@@ -111,6 +111,8 @@ class LiveUnit:
         self.entry = entry
         self.shard = shard
         self._gather = gather
+        # from the shards of all ranks, or from blocks
+        self.is_gathered = gather is not None
         self.passage = passage
         self.state = UnitState.PRESENT if unit.is_resident else UnitState.HOME
         self.num_users = 0  # modules in forward, and uses in backward, that need it now
@@ -164,11 +166,6 @@ class LiveUnit:
     def is_present(self) -> bool:
         """Whether the parameters show the full layout."""
         return self.state is UnitState.PRESENT
-
-    @property
-    def is_gathered(self) -> bool:
-        """Whether it is gathered: from the shards of all ranks, or from blocks."""
-        return self._gather is not None
 
     @property
     def reads(self) -> bool:
@@ -516,7 +513,7 @@ class LiveUnit:
         """Removes all users: the parameters rest (absent.py). Values that a module has written are
         taken over first."""
         if self.num_users:
-            if self.is_streamed and self.is_present and self.written():
+            if self.is_streamed and self.written():
                 self._take_writes(self)
             self.memory.end_use()
         self.num_users = 0
@@ -541,6 +538,8 @@ class LiveUnit:
         if not self._is_shown or len(self._seen) != len(self._params):
             return []
         with torch._C.DisableTorchFunctionSubclass():
+            if not self._data_taken and self._marks() == self._seen:
+                return []
             return [index for index in range(len(self._params)) if self._is_written(index)]
 
     def is_written(self, param: nn.Parameter) -> bool:
@@ -621,7 +620,8 @@ class LiveUnit:
         """What was written to the unit until now is not taken over: the call that wrote it
         raised."""
         if self.num_users == 1:
-            self._see()
+            if self._is_shown:
+                self._see()
             self._data_taken.clear()
 
     def part_from(self, memories: Collection[int]) -> None:
@@ -696,8 +696,10 @@ class LiveUnit:
         param = self._params[index]
         self._out.remove(index)  # first: after an interrupt `reset` does the rest
         self._data_taken.discard(index)
-        _point([param], [(self.memory.views if self._is_shown else self.memory.absent)[index]])
-        self._see()
+        is_shown = self._is_shown
+        _point([param], [(self.memory.views if is_shown else self.memory.absent)[index]])
+        if is_shown:
+            self._see()
         self._mark([param])
         self._changing = [*(each for each in self._changing if each is not param), param]
         if not self.num_users:
@@ -765,19 +767,24 @@ class LiveUnit:
         """Points the parameters at the full layout, or at NaN; skips parameters that hold their own
         copy."""
         params = self._params
-        tensors = self.memory.views if self._is_shown else self.memory.absent
+        is_shown = self._is_shown
+        tensors = self.memory.views if is_shown else self.memory.absent
         if self._out:
             inside = [i for i in range(len(params)) if i not in self._out]
             params = [params[i] for i in inside]
             tensors = [tensors[i] for i in inside]
         _point(params, tensors)
-        self._see()
+        if is_shown:
+            self._see()
 
     def _see(self) -> None:
-        """Notes what the parameters show."""
-        if self._is_shown:
-            with torch._C.DisableTorchFunctionSubclass():
-                self._seen = [(param.data_ptr(), param._version) for param in self._params]
+        """Notes what the parameters show: the full layout, or their own copies."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self._seen = self._marks()
+
+    def _marks(self) -> list[tuple[int, int]]:
+        """Address and version of each parameter."""
+        return [(param.data_ptr(), param._version) for param in self._params]
 
     def _await_read(self) -> None:
         if (read := self.move) is not None:

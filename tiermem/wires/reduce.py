@@ -229,7 +229,7 @@ class Reducer:
 
     def aside(self) -> contextlib.AbstractContextManager[None]:
         """Inside, work on an accelerator goes to the stream of reductions: what follows a sum."""
-        return contextlib.nullcontext() if self._stream is None else on(self._stream)
+        return on(self._stream)
 
     @property
     def is_full(self) -> bool:
