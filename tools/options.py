@@ -1,7 +1,7 @@
 """The options of every command: a dataclass for each, whose docstring is its help and whose fields
 the command works with.
 
-    preset: str | None = option(None, "a Llama of that size")                    --preset TEXT
+    preset: str | None = optional("a Llama of that size")                        --preset TEXT
     size_bytes: int = size("2GiB", "of the file", "--size")                      --size TEXT [default: 2GiB], 2147483648 for us
 
 cli.py makes typer's parameters and `--help` from the fields. The dataclass checks its values when
@@ -130,48 +130,43 @@ ENGINE = OneOf(*ENGINES)
 
 # ---- options of several commands -----------------------------------------------------------------
 
+optional = partial(option, None)
+"""A field that is None where its option is not given."""
 _preset = partial(
-    option, None, "151m, 419m, 1b, 1.3b, 3b, 7b, 8b, 14b, 32b or 70b: a Llama of that size"
+    optional, "151m, 419m, 1b, 1.3b, 3b, 7b, 8b, 14b, 32b or 70b: a Llama of that size"
 )
 _states = partial(
-    option,
-    None,
+    optional,
     "precision of masters and moments: exact, compact, bf16 or tiny [default: exact]",
     check=OneOf(*STATES),
 )
 _offload = partial(
-    option,
-    None,
+    optional,
     "slowest home of weights and states: none, cpu or nvme, where memory that is left over is filled "
     "first; auto: the fastest mix that fits [default: auto]",
     check=OneOf(*OFFLOADS),
 )
 _frozen = partial(
-    option,
-    None,
+    optional,
     "blocks in which frozen weights rest: nf4 (QLoRA) or int8",
     check=OneOf("nf4", "int8"),
 )
 _tbw = partial(
-    option, None, "what the drive may be written in its life, such as 600TB", "--tbw", parse_tbw
+    optional, "what the drive may be written in its life, such as 600TB", "--tbw", parse_tbw
 )
 _sustained = partial(
-    option,
-    None,
+    optional,
     "measure the disks past their fast caches: write until the rate has fallen, or this part of "
     "what is free, such as 20%",
     parse=parse_share,
 )
 _checkpointing = partial(
-    option,
-    None,
+    optional,
     "recompute blocks in backward [default: none, some or all, as a step is predicted to be "
     "fastest]",
     "--checkpointing/--no-checkpointing",
 )
-_bare_loop = partial(
-    option, None, "build/yardsticks/bare_loop, from `make yardsticks`", check=program
-)
+_bare_loop = partial(optional, "build/yardsticks/bare_loop, from `make yardsticks`", check=program)
 
 # ---- the commands --------------------------------------------------------------------------------
 
@@ -180,8 +175,7 @@ _bare_loop = partial(
 class RunOptions(Options):
     """The options of every command that trains."""
 
-    memory_bytes: int | None = option(
-        None,
+    memory_bytes: int | None = optional(
         "hard limit of host memory of each rank, such as 24GiB; auto: nine tenths of what is free",
         "--memory",
         parse_memory,
@@ -189,8 +183,8 @@ class RunOptions(Options):
     )
     tbw_bytes: int | None = _tbw()
     runs: Path = option(Path("runs"), "folder that keeps a folder per run")
-    tensorboard: Path | None = option(
-        None, "also write every step's figures into this folder, for TensorBoard"
+    tensorboard: Path | None = optional(
+        "also write every step's figures into this folder, for TensorBoard"
     )
     is_verbose: bool = option(False, "show every phase and step, and all tables", "--verbose")
 
@@ -202,68 +196,63 @@ class TrainOptions(RunOptions):
     MADE_BY = "tiermem train"
 
     preset: str | None = _preset()
-    model: Path | None = option(
-        None, "a Hugging Face config.json, or a local checkpoint: config.json and safetensors"
+    model: Path | None = optional(
+        "a Hugging Face config.json, or a local checkpoint: config.json and safetensors"
     )
-    config: Path | None = option(None, "a DeepSpeed-style JSON config")
+    config: Path | None = optional("a DeepSpeed-style JSON config")
     data: Sequence[Path] = option(
         (), "text files or folders [default: Python's own sources and documentation]"
     )
     offload: str | None = _offload()
     nvme: Sequence[Path] = option((), "folders on NVMe disks [default: the run's folder]")
-    deepspeed_config: Path | None = option(None, "the old name of --config")
-    tuned: Path | None = option(None, "what `tiermem tune` wrote: queue, engine, paths")
+    deepspeed_config: Path | None = optional("the old name of --config")
+    tuned: Path | None = optional("what `tiermem tune` wrote: queue, engine, paths")
     sustained: float | None = _sustained()
-    steps: int | None = option(
-        None, "optimizer steps, with those before a resume [default: 10]", check=POSITIVE
+    steps: int | None = optional(
+        "optimizer steps, with those before a resume [default: 10]", check=POSITIVE
     )
-    seq: int | None = option(None, "tokens of a sequence [default: 128]", check=POSITIVE)
-    batch: int | None = option(None, "sequences of a micro-batch [default: 1]", check=POSITIVE)
-    seed: int | None = option(
-        None, "of weights and of the order of data [default: 0]", check=from_to(0, (1 << 63) - 1)
+    seq: int | None = optional("tokens of a sequence [default: 128]", check=POSITIVE)
+    batch: int | None = optional("sequences of a micro-batch [default: 1]", check=POSITIVE)
+    seed: int | None = optional(
+        "of weights and of the order of data [default: 0]", check=from_to(0, (1 << 63) - 1)
     )
-    lr: float | None = option(None, "learning rate of AdamW [default: 0.0001]")
-    precision: str | None = option(
-        None,
+    lr: float | None = optional("learning rate of AdamW [default: 0.0001]")
+    precision: str | None = optional(
         "of weights: bf16, fp32 or fp16; auto: bf16, with --compute auto [default: auto]",
         check=OneOf(*PRECISIONS),
     )
-    compute: str | None = option(
-        None,
+    compute: str | None = optional(
         "what 16-bit weights are multiplied in: storage (as they rest), fp32, or auto (fp32 where "
         "16-bit products are slow) [default: storage]",
         check=OneOf(*COMPUTES),
     )
     states: str | None = _states()
     is_checkpointing: bool | None = _checkpointing()
-    layers: int | None = option(None, "another number of layers", check=POSITIVE)
+    layers: int | None = optional("another number of layers", check=POSITIVE)
     resident_bytes: int | None = size(
         None,
         "optimizer states kept in memory, such as 200MiB [default: what the cap leaves]",
         "--resident",
     )
-    threads: int | None = option(None, "of the maths [default: what torch takes]", check=CORES)
-    resume: Path | None = option(
-        None,
+    threads: int | None = optional("of the maths [default: what torch takes]", check=CORES)
+    resume: Path | None = optional(
         "go on from what --save wrote, or from a run; what is not given is as it was; without a "
         "value: list them",
     )
-    save: Path | None = option(
-        None, "folder of checkpoints [default, with --save-every: in the run's folder]"
+    save: Path | None = optional(
+        "folder of checkpoints [default, with --save-every: in the run's folder]"
     )
-    save_every: int | None = option(
-        None, "steps between two checkpoints [default: one at the end]", check=POSITIVE
+    save_every: int | None = optional(
+        "steps between two checkpoints [default: one at the end]", check=POSITIVE
     )
-    durability: str | None = option(
-        None,
+    durability: str | None = optional(
         "checkpoint, step (each is durable) or none (half the disk) [default: checkpoint]",
         check=OneOf(*DURABILITIES),
     )
-    keep: int | None = option(
-        None, "checkpoints that stay where states rest [default: 1]", check=POSITIVE
+    keep: int | None = optional(
+        "checkpoints that stay where states rest [default: 1]", check=POSITIVE
     )
-    overlap: str | None = option(
-        None,
+    overlap: str | None = optional(
         "what runs beside the tiles of an optimizer step: none, forward (the next one), backward, "
         "or auto [default: auto]",
         check=OneOf(*OVERLAPS),
@@ -293,8 +282,8 @@ class SftOptions(RunOptions):
     MADE_BY = "tiermem sft"
     TAKES_MORE = True
 
-    config: Path | None = option(
-        None, "a DeepSpeed-style JSON config; a .yaml file is one of TRL's arguments"
+    config: Path | None = optional(
+        "a DeepSpeed-style JSON config; a .yaml file is one of TRL's arguments"
     )
     offload: str | None = _offload()
     nvme: Sequence[Path] = option((), "folders on NVMe disks [default: --output_dir]")
@@ -346,12 +335,9 @@ class PlanOptions(Options):
 
     MADE_BY = "tiermem plan"
 
-    config: Path | None = option(
-        None, "a DeepSpeed-style JSON config [default: made of the options]"
-    )
+    config: Path | None = optional("a DeepSpeed-style JSON config [default: made of the options]")
     preset: str | None = _preset()
-    model: Path | None = option(
-        None,
+    model: Path | None = optional(
         "a config.json of transformers or diffusers, or the folder it lies in; a pipeline's folder: "
         "its transformer or unet",
     )
@@ -361,23 +347,21 @@ class PlanOptions(Options):
         "--paper",
     )
     offload: str | None = _offload()
-    precision: str | None = option(
-        None, "of weights: as in `train` [default: auto]", check=OneOf(*PRECISIONS)
+    precision: str | None = optional(
+        "of weights: as in `train` [default: auto]", check=OneOf(*PRECISIONS)
     )
     states: str | None = _states()
-    lora: int | None = option(
-        None,
+    lora: int | None = optional(
         "rank of adapters (PEFT) beside every Linear but a language model's head, which alone are trained",
         check=POSITIVE,
     )
     frozen: str | None = _frozen()
-    batch: int | None = option(None, "sequences of a micro-batch [default: 1]", check=POSITIVE)
-    accumulation: int | None = option(None, "micro-batches of a step [default: 1]", check=POSITIVE)
-    overlap: str | None = option(None, "as in `train` [default: auto]", check=OneOf(*OVERLAPS))
+    batch: int | None = optional("sequences of a micro-batch [default: 1]", check=POSITIVE)
+    accumulation: int | None = optional("micro-batches of a step [default: 1]", check=POSITIVE)
+    overlap: str | None = optional("as in `train` [default: auto]", check=OneOf(*OVERLAPS))
     ranks: int = option(1, "ranks (GPUs) on each node", check=POSITIVE)
     nodes: int = option(1, "nodes", check=POSITIVE)
-    gpu: str | None = option(
-        None,
+    gpu: str | None = optional(
         f"a card by its name: its memory, link and speed ({', '.join(CARDS)})",
         check=_card,
     )
@@ -409,16 +393,15 @@ class PlanOptions(Options):
         "--wear",
         above_zero,
     )
-    nvme_rate: str | None = option(
-        None, "GB/s read and written by a node's disks, such as 3.6,7.0 [default: measured]"
+    nvme_rate: str | None = optional(
+        "GB/s read and written by a node's disks, such as 3.6,7.0 [default: measured]"
     )
     is_duplex: bool = option(False, "the disks read and write at full speed at once", "--duplex")
-    rates: Path | None = option(
-        None, "what `tiermem tune` wrote: its measured rates, and those seen in runs"
+    rates: Path | None = optional(
+        "what `tiermem tune` wrote: its measured rates, and those seen in runs"
     )
     sustained: float | None = _sustained()
-    flops: float | None = option(
-        None,
+    flops: float | None = optional(
         "operations a second that a rank reaches, such as 150T [default: measured here; 150T is "
         "assumed of a GPU]",
         parse=parse_flops,
@@ -446,8 +429,8 @@ class PlanOptions(Options):
         "--near-network",
         above_zero,
     )
-    seq: int | None = option(
-        None, "tokens of a sequence [default: 2048], picture or clip", check=POSITIVE
+    seq: int | None = optional(
+        "tokens of a sequence [default: 2048], picture or clip", check=POSITIVE
     )
     is_checkpointing: bool | None = _checkpointing()
 
@@ -481,7 +464,7 @@ class CheckOptions(Options):
 
     paths: Sequence[Path] = option((), "folders whose disks are measured [default: this]", "--path")
     seconds: float = option(5.0, "of each disk measurement", check=above_zero)
-    config: Path | None = option(None, "a DeepSpeed-style JSON config: look at its keys instead")
+    config: Path | None = optional("a DeepSpeed-style JSON config: look at its keys instead")
     shows_all: bool = option(False, "with --config: keys that are not set, too", "--all")
 
 
@@ -550,17 +533,15 @@ class IoBenchOptions(Options):
         shows_default=False,
     )
     sustained_bytes: int = size("64GiB", "that sustained writes", "--bytes")
-    sustained_s: float | None = option(
-        None, "after which sustained stops", "--seconds", check=above_zero
+    sustained_s: float | None = optional(
+        "after which sustained stops", "--seconds", check=above_zero
     )
-    csv_file: Path | None = option(None, "write the rows here", "--csv", check=ends_in(".csv"))
-    plot_file: Path | None = option(
-        None, "draw heat maps, as a PNG", "--plot", check=ends_in(".png")
-    )
+    csv_file: Path | None = optional("write the rows here", "--csv", check=ends_in(".csv"))
+    plot_file: Path | None = optional("draw heat maps, as a PNG", "--plot", check=ends_in(".png"))
     has_fio: bool = option(False, "fio on the same file, when it is installed", "--fio")
     yardstick: Path | None = _bare_loop()
-    peer_python: Path | None = option(
-        None, "an interpreter that has DeepSpeed: its aio_handle", check=program
+    peer_python: Path | None = optional(
+        "an interpreter that has DeepSpeed: its aio_handle", check=program
     )
 
     def check_together(self) -> None:
@@ -593,18 +574,17 @@ class AdamBenchOptions(Options):
         "128M", "parameters to step, such as 128M", "--params", parse_count, at_least(_LEAST_ADAM)
     )
     loops: int = option(9, "of each row, everybody in turn", check=POSITIVE)
-    threads: int | None = option(None, "of everybody's maths [default: the cores]", check=CORES)
+    threads: int | None = optional("of everybody's maths [default: the cores]", check=CORES)
     rows: Sequence[str] = option((), "part of the names of rows to measure [default: all]", "--row")
-    isa: str | None = option(
-        None,
+    isa: str | None = optional(
         "hold our kernels down to plain, avx2 or avx512 [default: the best]",
         check=OneOf(*ISAS),
     )
-    yardstick: Path | None = option(
-        None, "build/yardsticks/bare_stream, from `make yardsticks`", check=program
+    yardstick: Path | None = optional(
+        "build/yardsticks/bare_stream, from `make yardsticks`", check=program
     )
-    peer_python: Path | None = option(
-        None, "an interpreter that has DeepSpeed: its CPU Adam", check=program
+    peer_python: Path | None = optional(
+        "an interpreter that has DeepSpeed: its CPU Adam", check=program
     )
 
 
@@ -643,7 +623,7 @@ class StepBenchOptions(Options):
     yardstick: Path | None = _bare_loop()
     engine: str = option("auto", "auto, uring, aio or threads", check=ENGINE)
     tbw_bytes: int | None = _tbw()
-    plot_file: Path | None = option(None, "draw a step tile by tile, as a PNG", "--plot")
+    plot_file: Path | None = optional("draw a step tile by tile, as a PNG", "--plot")
 
     def check_together(self) -> None:
         if self.compares and not self.pipelines:
@@ -683,7 +663,7 @@ class InspectOptions(Options):
     where: Path = option(
         ..., "a folder of checkpoints, a tag's, or a run's folder", "", metavar="DIR"
     )
-    tag: str | None = option(None, "which of the folder's [default: its latest]")
+    tag: str | None = optional("which of the folder's [default: its latest]")
     patterns: Sequence[str] = option(
         (), "only names that a pattern matches, such as '*.weight'", "--match"
     )
@@ -698,13 +678,13 @@ class ImportOptions(Options):
 
     source: Path = option(..., "a DeepSpeed ZeRO-3 or DCP folder, a torch file, safetensors", "")
     out: Path = option(..., "the folder of checkpoints to write into", "")
-    tag: str | None = option(None, "which of a DeepSpeed folder's [default: its latest]")
-    new_tag: str | None = option(None, "of what is written [default: global_step<N>]")
-    optimizer: Path | None = option(None, "a file with a torch optimizer's state dict")
-    model: Path | None = option(
-        None, "the model's config.json, for train --resume [default: beside the weights]"
+    tag: str | None = optional("which of a DeepSpeed folder's [default: its latest]")
+    new_tag: str | None = optional("of what is written [default: global_step<N>]")
+    optimizer: Path | None = optional("a file with a torch optimizer's state dict")
+    model: Path | None = optional(
+        "the model's config.json, for train --resume [default: beside the weights]"
     )
-    config: Path | None = option(None, "the old name of --model")
+    config: Path | None = optional("the old name of --model")
 
     def check_together(self) -> None:
         self.take_old("config", "model", "it is --model now")
@@ -721,8 +701,8 @@ class ExportOptions(Options):
         ..., "a folder of checkpoints, a tag's, or a run's folder", "", metavar="DIR"
     )
     out: Path = option(..., "the folder to write into", "")
-    tag: str | None = option(None, "which of the folder's [default: its latest]")
-    dtype: str | None = option(None, "of floats: fp32, bf16 or fp16 [default: as stored]")
+    tag: str | None = optional("which of the folder's [default: its latest]")
+    dtype: str | None = optional("of floats: fp32, bf16 or fp16 [default: as stored]")
     is_fp32: bool = option(False, "the fp32 masters", "--fp32")
     is_pytorch: bool = option(False, "pytorch_model.bin instead of safetensors", "--pytorch")
     is_dcp: bool = option(
@@ -733,8 +713,8 @@ class ExportOptions(Options):
     )
     max_shard_bytes: int | None = size("5GB", "of a file", "--max-shard-size")
     exclude_frozen: bool = option(False, "leave frozen parameters out", "--exclude-frozen")
-    model: Path | None = option(None, "the model's config.json, to lie beside the weights")
-    config: Path | None = option(None, "the old name of --model")
+    model: Path | None = optional("the model's config.json, to lie beside the weights")
+    config: Path | None = optional("the old name of --model")
 
     def check_together(self) -> None:
         self.take_old("config", "model", "it is --model now")
