@@ -12,6 +12,7 @@ import collections.abc
 import contextlib
 import importlib
 import inspect
+import itertools
 import sys
 import traceback
 import typing
@@ -79,7 +80,7 @@ def _with_values(arguments: Sequence[str]) -> list[str]:
     """What options without a value stand for: `--resume`, for the list of what there is; `--json`
     without a .json file, for stdout."""
     words = list[str]()
-    for word, after in zip(arguments, [*arguments[1:], "-"], strict=False):
+    for word, after in itertools.pairwise([*arguments, "-"]):
         words.append(word)
         if word == "--resume" and after.startswith("-"):
             words.append(LIST_OF_STEPS)
@@ -113,7 +114,12 @@ def spread_lists(arguments: Sequence[str]) -> list[str]:
     return spread
 
 
-def register(group: typer.Typer, kind: Any, work: str, stopped: str | None) -> None:
+def register(
+    group: typer.Typer,
+    kind: Any,
+    work: str,
+    stopped: str | None = "stopped; nothing was written",
+) -> None:
     """Makes a command of a dataclass of options.
 
     Args:
@@ -173,7 +179,9 @@ def _parameters_of(kind: Any) -> Iterator[inspect.Parameter]:
             hint = str | None if default is None else type(default)
         elif typing.get_origin(hint) is collections.abc.Sequence:
             hint = list[typing.get_args(hint)]  # type: ignore[misc]
-            hint, default = (hint, default) if default is ... else (hint | None, None)
+            if default is not ...:
+                hint |= None
+                default = None
         shown: Any
         if said.name:
             words = PRESETS if field == "preset" else getattr(said.check, "allowed", None)
@@ -236,24 +244,23 @@ def _root(
 
 
 _STOPPED = "stopped; nothing is left on the paths"
-_UNWRITTEN = "stopped; nothing was written"
 
 register(app, options.TrainOptions, "tiermem.tools.train.train.train", None)
 register(app, options.SftOptions, "tiermem.tools.train.train.sft", None)
-register(app, options.PlanOptions, "tiermem.tools.plan.plan.plan", _UNWRITTEN)
-register(app, options.CheckOptions, "tiermem.tools.check.check", _UNWRITTEN)
-register(app, options.TuneOptions, "tiermem.tools.tune.tune", _UNWRITTEN)
+register(app, options.PlanOptions, "tiermem.tools.plan.plan.plan")
+register(app, options.CheckOptions, "tiermem.tools.check.check")
+register(app, options.TuneOptions, "tiermem.tools.tune.tune")
 register(
     app,
     options.FsckOptions,
     "tiermem.tools.checkpoints.fsck",
     "stopped; nothing was changed",
 )
-register(app, options.InspectOptions, "tiermem.tools.checkpoints.inspect_checkpoint", _UNWRITTEN)
-register(app, options.ImportOptions, "tiermem.tools.checkpoints.import_checkpoint", _UNWRITTEN)
-register(app, options.ExportOptions, "tiermem.tools.checkpoints.export_checkpoint", _UNWRITTEN)
+register(app, options.InspectOptions, "tiermem.tools.checkpoints.inspect_checkpoint")
+register(app, options.ImportOptions, "tiermem.tools.checkpoints.import_checkpoint")
+register(app, options.ExportOptions, "tiermem.tools.checkpoints.export_checkpoint")
 register(bench, options.IoBenchOptions, "tiermem.tools.bench.io.bench_io", _STOPPED)
-register(bench, options.AdamBenchOptions, "tiermem.tools.bench.adam.bench_adam", _UNWRITTEN)
+register(bench, options.AdamBenchOptions, "tiermem.tools.bench.adam.bench_adam")
 register(bench, options.StepBenchOptions, "tiermem.tools.bench.step.bench_step", _STOPPED)
 
 app.add_typer(bench, name="bench")

@@ -140,13 +140,11 @@ def _without(
     path: str, name: str, given: Sequence[str], num_words: int, command: Any
 ) -> tuple[str, list[str]]:
     """What is wrong with an option that a command does not have, and the command line to write."""
-    said = f"there is no option {name}"
     words = list(given)
     options = _options_of(command)
     if len(name) == 2 and name not in given:  # -p of -preset
-        typed = next((word for word in given if word.startswith(name)), name)
-        name = typed
-        said = f"there is no option {typed}"
+        name = next((word for word in given if word.startswith(name)), name)
+    said = f"there is no option {name}"
     there = {each: _options_of(known) for each, known in getattr(command, "commands", {}).items()}
     value = value_of(name, words)
     written = {word.partition("=")[0] for word in words}

@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import errno
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -76,12 +77,9 @@ def _read(text: str, units: Mapping[str, int], wrong: str) -> int:
 def parse_flops(text: str) -> float:
     """Reads operations a second: "150T", "2.5P", "300G", "1e14"; G, T and P are powers of 1000.
     Raises ValueError."""
-    powers = {"g": 1e9, "t": 1e12, "p": 1e15}
-    number, factor = (
-        (text[:-1], powers[text[-1].lower()]) if text[-1:].lower() in powers else (text, 1.0)
-    )
+    power = {"g": 1e9, "t": 1e12, "p": 1e15}.get(text[-1:].lower())
     try:
-        return float(number) * factor
+        return float(text) if power is None else float(text[:-1]) * power
     except ValueError:
         raise ValueError(
             f"{text!r} is no number of operations a second; write for example 150T, 2.5P or 1e14"
@@ -157,7 +155,7 @@ def closest(word: str, allowed: Iterable[str]) -> str:
 
 def value_of(name: str, words: Sequence[str]) -> str:
     """The value that was written behind an option; empty: none was."""
-    for word, after in zip(words, [*words[1:], "-"], strict=False):
+    for word, after in itertools.pairwise([*words, "-"]):
         option, equals, value = word.partition("=")
         if option == name:
             return value if equals or after.startswith("-") else after
