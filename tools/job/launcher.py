@@ -149,7 +149,8 @@ class LineReader:
         self._rest = b""
 
     def lines(self) -> list[str]:
-        """Complete lines that have arrived; at the end of the pipe, what is left as well."""
+        """Complete lines that have arrived; at the end of the pipe, what is left as well, and nothing
+        after that."""
         try:
             while chunk := os.read(self.fd, 65536):
                 self._rest += chunk
@@ -497,7 +498,7 @@ class _Watch(Outcome):
         self.wall_s = time.monotonic() - self._started
 
     def _read(self, selector: selectors.BaseSelector | None) -> None:
-        for line in self._channel.lines() if self._channel.is_open else ():
+        for line in self._channel.lines():
             try:
                 message = json.loads(line)
             except json.JSONDecodeError:
@@ -511,7 +512,7 @@ class _Watch(Outcome):
                 self._tree.raise_peak(peak)
             for observer in self._observers:
                 observer.on_message(message)
-        for line in self._output.lines() if self._output.is_open else ():
+        for line in self._output.lines():
             for observer in self._observers:
                 observer.on_output(line)
         if selector is not None:
