@@ -46,7 +46,7 @@ from tiermem.tools.memory_limit import FREE_PART
 from tiermem.tools.options import MADE_OF, PlanOptions, TrainOptions
 from tiermem.tools.plan.paper import ESTIMATED, print_estimates, print_paper
 from tiermem.tools.plan.planned import PLACES, WEAR, Card, Cluster, Planned, Scenario, plan_scenario
-from tiermem.tools.plan.prediction import settle_compute
+from tiermem.tools.plan.prediction import limits_of, settle_compute
 from tiermem.tools.plan.settle import say_placement, settled, with_choice
 from tiermem.tools.plan.speed import ASSUMED_DISK, speed_of
 from tiermem.tools.presets import OF_DIFFUSERS, ModelShape, check_sizes, preset, shape_of
@@ -263,6 +263,9 @@ def plan_figures(
 ) -> dict[str, Any]:
     """What `--json` writes."""
     cluster = planned.scenario.cluster
+    forecast = planned.forecast
+    policy = planned.policy
+    home = policy.activations
     return {
         "num_params": planned.num_params,
         "num_nodes": cluster.num_nodes,
@@ -272,18 +275,14 @@ def plan_figures(
         "node_bytes": {
             tier.name: planned.tier_bytes(tier) * cluster.ranks_per_node for tier in Tier
         },
-        "moved_bytes": {edge: dict(by) for edge, by in planned.forecast.moved_bytes.items()},
-        "seconds": dict(planned.forecast.seconds),
-        "busy_s": {lane: dict(by) for lane, by in planned.forecast.busy_s.items()},
-        "limits_s": dict(planned.forecast.limits_s),
-        "limited_by": planned.forecast.limited_by,
+        "moved_bytes": {edge: dict(by) for edge, by in forecast.moved_bytes.items()},
+        "seconds": dict(forecast.seconds),
+        **limits_of(forecast),
         "tokens_per_s": planned.tokens_per_s,
         "choice": str(planned.choice) if planned.choice is not None else None,
-        "activations": planned.policy.activations.name
-        if planned.policy.activations is not None
-        else None,
-        "device_budget_bytes": planned.policy.device_bytes,
-        "streamed_ratio": planned.policy.streamed_ratio,
+        "activations": home.name if home is not None else None,
+        "device_budget_bytes": policy.device_bytes,
+        "streamed_ratio": policy.streamed_ratio,
         "placement": _said(planned),
         "is_checkpointing": planned.activations.is_checkpointing,
         "num_kept": planned.activations.num_kept,

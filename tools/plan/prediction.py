@@ -601,34 +601,26 @@ def predict(
             shards, compute, rates, num_micro, of_job.input_bytes, is_early=False
         )
         late = {**_figures_of(later), "disk_bytes": disk_bytes - plan.attempt_disk_bytes}
-    figures = {
-        **_figures_of(forecast),
-        "late": late,  # where most steps are not begun under backward: what they are then
+    held = {
         "resident_bytes": process_bytes,
         "host_bytes": plan.host_bytes,
         "activation_bytes": activations,
         "disk_bytes": disk_bytes,
         "peak_bytes": None if is_gpu else process_bytes + plan.host_bytes + activations,
         "device_bytes": on_device if is_gpu else None,
-        "rates": {"compute": compute._asdict(), **dataclasses.asdict(rates), "disk": disk},
     }
     if isinstance(measured, str):
-        return {"not_made": measured, **{key: figures[key] for key in _WITHOUT_TIME}}
-    return figures
+        return {"not_made": measured, **_moved_of(forecast), **held}
+    return {
+        **_figures_of(forecast),
+        "late": late,  # where most steps are not begun under backward: what they are then
+        **held,
+        "rates": {"compute": compute._asdict(), **dataclasses.asdict(rates), "disk": disk},
+    }
 
 
 _NOMINAL = MeasuredRates(Compute.of_peak(1e9, 1), Rates(1e9, 1e9))
 """Where nothing was measured: bytes do not depend on rates."""
-_WITHOUT_TIME = (
-    "nvme_read_bytes",
-    "nvme_written_bytes",
-    "resident_bytes",
-    "host_bytes",
-    "activation_bytes",
-    "disk_bytes",
-    "peak_bytes",
-    "device_bytes",
-)
 
 
 def without_frozen(measured: MeasuredRates | str, model: nn.Module) -> MeasuredRates | str:
@@ -644,8 +636,22 @@ def without_frozen(measured: MeasuredRates | str, model: nn.Module) -> MeasuredR
 def _figures_of(forecast: Forecast) -> Figures:
     return {
         **{f"{phase}_s": seconds for phase, seconds in forecast.seconds.items()},
+        **_moved_of(forecast),
+        **limits_of(forecast),
+    }
+
+
+def _moved_of(forecast: Forecast) -> Figures:
+    return {
         "nvme_read_bytes": forecast.edge_bytes("NVME -> HOST"),
         "nvme_written_bytes": forecast.edge_bytes("HOST -> NVME"),
+    }
+
+
+def limits_of(forecast: Forecast) -> Figures:
+    """The seconds for which each lane and each resource is busy, and the resource that limits, as
+    JSON takes them."""
+    return {
         "busy_s": {lane: dict(by) for lane, by in forecast.busy_s.items()},
         "limits_s": dict(forecast.limits_s),
         "limited_by": forecast.limited_by,
