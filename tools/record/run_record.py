@@ -444,6 +444,7 @@ class RunRecord(Observer):
         done = self.done
         ready = self.ready
         limits = median_limits(self.steps)
+        first = self.steps[0] if self.steps else {}
         last = self.steps[-1] if self.steps else {}
         figures: dict[str, Any] = {
             "losses": self.losses,
@@ -461,7 +462,8 @@ class RunRecord(Observer):
             "limited_by": max(limits, key=lambda name: limits[name]) if limits else None,
             "grad_norms": [step.get("grad_norm") for step in self.steps],
             "tokens_per_s": self.tokens_per_s(),
-            "training_s": self._training_s(),
+            # from the start of the first step to the end of the last
+            "training_s": (last.get("end_ns", 0) - first.get("start_ns", 0)) * 1e-9,
             **{key: ready.get(key) for key in _OF_READY},
             "predicted": self._predicted(),
             "nvme_read_bytes": self._moved("read"),
@@ -504,14 +506,6 @@ class RunRecord(Observer):
             **told[-1]["device_memory"],
             "plan_bytes": planned_bytes(self.ready.get("plan", [])),
         }
-
-    def _training_s(self) -> float:
-        """Seconds from the start of the first step to the end of the last."""
-        return (
-            (self.steps[-1].get("end_ns", 0) - self.steps[0].get("start_ns", 0)) * 1e-9
-            if self.steps
-            else 0.0
-        )
 
     def _moved(self, what: str) -> int | None:
         """NVMe bytes of the training part: at its end, else, for a run that did not get there, at
