@@ -19,6 +19,7 @@ import json
 import os
 import platform
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -297,9 +298,7 @@ class Trainer:
                 del loss
                 with self._timed(engine, seconds, "step", step):
                     engine.step()
-            mean = (
-                float(torch.stack(losses).float().mean()) if len(losses) > 1 else float(losses[0])
-            )
+            mean = float(torch.stack(losses).float().mean())
             # ranks stop together
             told: list[tuple[float, bool]] = of_every_rank((mean, self._stop.is_asked))
             mean = sum(each[0] for each in told) / len(told)
@@ -482,16 +481,17 @@ def done_fields(shards: Shards, before: Counts, copied: Mapping[str, int]) -> di
     shards.check_whole()  # the last step may be under way
     moved = counts_at_rest(shards.store).since(before.moved)
     since_made = written_by_path(shards.store)
-    here = {path: total - before.written.get(path, 0) for path, total in since_made.items()}
+    here = since_made.copy()
+    here.subtract(before.written)
     for path, num_bytes in copied.items():
         if num_bytes:
-            for counts in (here, since_made):
-                counts[path] = counts.get(path, 0) + num_bytes
+            here[path] += num_bytes
+            since_made[path] += num_bytes
     told = of_every_rank((here, since_made))
     return {
         **{f"nvme_{key}": each for key, each in moved._asdict().items()},
         "paths": [
-            [path, *(sum(each[which].get(path, 0) for each in told) for which in (0, 1))]
+            [path, *(sum(each[which][path] for each in told) for which in (0, 1))]
             for path in since_made
             if not memory_backed(Path(path))  # no drive wears
         ],
@@ -524,7 +524,7 @@ class Counts(NamedTuple):
     """What a store had moved when a training began."""
 
     moved: IoCounts
-    written: dict[str, int]  # by path
+    written: Counter[str]  # by path
 
 
 def counts_of(shards: Shards) -> Counts:
@@ -538,9 +538,9 @@ def store_counts(store: TensorStore) -> IoCounts:
     return IoCounts(stats.nvme_read_bytes, stats.nvme_written_bytes)
 
 
-def written_by_path(store: TensorStore) -> dict[str, int]:
+def written_by_path(store: TensorStore) -> Counter[str]:
     """Bytes written to each path since the store was made."""
-    return {str(each.path): each.written_bytes for each in store.stats().paths}
+    return Counter({str(each.path): each.written_bytes for each in store.stats().paths})
 
 
 def counts_at_rest(store: TensorStore) -> IoCounts:
