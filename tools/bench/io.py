@@ -128,7 +128,7 @@ def _without_small_disks(options: IoBenchOptions, console: Console) -> IoBenchOp
 
 def measure(
     options: IoBenchOptions, settings: Sequence[Setting], console: Console
-) -> tuple[list[dict[str, Any]], list[str]]:
+) -> tuple[list[io_report.Row], list[str]]:
     """Every setting in every loop; rows and notes. Nothing is left on the paths, however it
     ends."""
     with contextlib.ExitStack() as closing:

@@ -150,7 +150,7 @@ def _paired(ours: Sequence[float], theirs: Sequence[float]) -> float | None:
     return _median([mine / other for mine, other in zip(ours, theirs, strict=False)])
 
 
-def best_of(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def best_of(rows: Sequence[Row]) -> dict[str, Row]:
     """The row with the highest median of each mode."""
     measured = [row for row in rows if row["gbps_median"] is not None]
     modes = dict.fromkeys(row["mode"] for row in measured)
@@ -176,10 +176,10 @@ def _spread_of(rates: Sequence[float]) -> dict[str, float]:
     return {"gbps_median": statistics.median(rates), "gbps_min": min(rates), "gbps_max": max(rates)}
 
 
-def _shares(outcomes: Sequence[RankOutcome]) -> dict[str, Any]:
+def _shares(outcomes: Sequence[RankOutcome]) -> Row:
     """What tensors through the store reach of the sequential pass beside them: medians of each
     kind."""
-    found: dict[str, Any] = {}
+    found: Row = {}
     for kind in zip(*(outcome.shares for outcome in outcomes), strict=True):
         (what, *_), rates, besides = zip(*kind, strict=True)
         rate = statistics.median(rates)
@@ -190,7 +190,7 @@ def _shares(outcomes: Sequence[RankOutcome]) -> dict[str, Any]:
     return found
 
 
-def _sustained(outcome: RankOutcome, row: dict[str, Any]) -> dict[str, Any]:
+def _sustained(outcome: RankOutcome, row: Row) -> Row:
     """The series of a sustained write, its spread as the row's, and where it drops."""
     if len(outcome.series) < 2:
         return {}

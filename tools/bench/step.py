@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast, get_args
+from collections.abc import Iterator, Sequence
+from typing import cast, get_args
 
 from rich.console import Console
 from rich.table import Table
@@ -36,7 +36,7 @@ from tiermem.tools.measure.machine import (
 )
 from tiermem.tools.options import StepBenchOptions
 from tiermem.tools.record.reports import table
-from tiermem.tools.record.run_record import IoCounts, disagreements
+from tiermem.tools.record.run_record import Figures, IoCounts, disagreements
 from tiermem.tools.words import OneOf, format_bytes, parse_bytes
 
 # ---- tables --------------------------------------------------------------------------------------
@@ -49,7 +49,7 @@ _DIFFERENCES = {
 }
 
 
-def print_figures(figures: Mapping[str, Any], console: Console) -> None:
+def print_figures(figures: Figures, console: Console) -> None:
     """Shows everything; what is wrong with the figures comes last."""
     console.print(_main_table(figures))
     if figures["compare"]:
@@ -64,7 +64,7 @@ def print_figures(figures: Mapping[str, Any], console: Console) -> None:
             console.print(f"! {whose}{note}", style="bold red")
 
 
-def _main_table(figures: Mapping[str, Any]) -> Table:
+def _main_table(figures: Figures) -> Table:
     resident = (
         f", {figures['resident_fraction']:.0%} of the states resident"
         if figures["resident_bytes"]
@@ -114,7 +114,7 @@ def _main_table(figures: Mapping[str, Any]) -> Table:
     return shown
 
 
-def _compare_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+def _compare_table(rows: Sequence[Figures]) -> Table:
     columns = ("pipeline", ">step, median (min to max)", ">against both on")
     shown = table("what the pipeline is worth, steps in turn", *columns)
     for row in rows:
@@ -122,7 +122,7 @@ def _compare_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     return shown
 
 
-def _models_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+def _models_table(rows: Sequence[Figures]) -> Table:
     """Time and bytes beside each other: what is smaller, or rests in memory, is neither read nor
     written."""
     columns = (
@@ -154,7 +154,7 @@ def _models_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     return shown
 
 
-def _moved(row: Mapping[str, Any]) -> int:
+def _moved(row: Figures) -> int:
     return int(row["read_bytes"] + row["written_bytes"])
 
 
@@ -248,9 +248,7 @@ def _measure(options: StepBenchOptions, models: Sequence[SteppedModel], console:
                             model.rooflines[setting].append(roofline.measure(model.load, setting))
 
 
-def _figures_of(
-    model: SteppedModel, options: StepBenchOptions, memory_bytes_s: float
-) -> dict[str, Any]:
+def _figures_of(model: SteppedModel, options: StepBenchOptions, memory_bytes_s: float) -> Figures:
     """The figures of one model with the pipeline as asked."""
     steps = next(iter(model.steps.values()))
     step_s = statistics.median(step.seconds for step in steps)
@@ -258,7 +256,7 @@ def _figures_of(
     kernel = IoCounts.mean([step.kernel for step in steps])
     memory_s = model.memory_bytes / memory_bytes_s
     roofline_s, roofline_by = ceiling(options.yardstick, list(model.rooflines.items()), memory_s)
-    figures: dict[str, Any] = {
+    figures: Figures = {
         **model.facts,
         "bytes_under_way": model.bytes_under_way,
         "step_s": [step.seconds for step in steps],
@@ -293,7 +291,7 @@ def _figures_of(
 
 
 def _notes(
-    figures: dict[str, Any], moved: IoCounts, kernel: IoCounts, expected: IoCounts
+    figures: Figures, moved: IoCounts, kernel: IoCounts, expected: IoCounts
 ) -> Iterator[str]:
     """What is wrong with the figures."""
     if figures["roofline_fraction"] > MOST_FRACTION:
@@ -311,7 +309,7 @@ def _notes(
     yield from disagreements(moved, kernel, "in a step the queue", 0.01, IoCounts(0, 0))
 
 
-def _comparison(model: SteppedModel) -> list[dict[str, Any]]:
+def _comparison(model: SteppedModel) -> list[Figures]:
     """What each half of the pipeline is worth: seconds with it switched so, and how much longer
     that is."""
     seconds = {way: [step.seconds for step in steps] for way, steps in model.steps.items()}

@@ -213,15 +213,15 @@ class Resumed(NamedTuple):
     place: Path  # what load_checkpoint is given
     step: int
     name: str  # of the run
-    shape: dict[str, Any]
-    config: dict[str, Any] | None  # of a run that was given one
+    shape: ModelShape
+    config: Config | None  # of a run that was given one
     options: dict[str, Any]
     compute_dtype: str = "storage"  # in which its products were made
     streamed_part: float = 0.0  # of its tiles elsewhere: those that an accelerator stepped
 
 
 def options_to_save(
-    options: TrainOptions, name: str, shape: dict[str, Any], config: dict[str, Any] | None
+    options: TrainOptions, name: str, shape: ModelShape, config: Config | None
 ) -> dict[str, Any]:
     """What a run saves of itself, as JSON."""
     kept = {field: getattr(options, field) for field in _CARRIED}

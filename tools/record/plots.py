@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiermem.swap.disk import durable
+from tiermem.tools.job.launcher import Message
 from tiermem.tools.record.run_record import (
     PHASES,
     TAIL,
+    Figures,
     Span,
     covered,
     lanes_of,
@@ -95,7 +97,7 @@ def draw_run(folder: Path) -> list[Path]:
     return drawn
 
 
-def draw_loss(run: dict[str, Any]) -> Figure | None:
+def draw_loss(run: Figures) -> Figure | None:
     """Loss over steps."""
     from matplotlib.ticker import MaxNLocator
 
@@ -128,7 +130,7 @@ def draw_loss(run: dict[str, Any]) -> Figure | None:
     return figure
 
 
-def draw_memory(run: dict[str, Any]) -> Figure | None:
+def draw_memory(run: Figures) -> Figure | None:
     """Memory over time: resident, charged to the cgroup and carved by the store, under the cap;
     below it the accelerator's, if there is one, and NVMe in use."""
     samples = run["pictures"]["samples"]
@@ -187,7 +189,7 @@ def draw_memory(run: dict[str, Any]) -> Figure | None:
     return figure
 
 
-def _draw_device_memory(ax: Axes, marks: Sequence[dict[str, Any]], origin: int) -> None:
+def _draw_device_memory(ax: Axes, marks: Sequence[Message], origin: int) -> None:
     """The accelerator's memory as each phase began: tensors, what torch has reserved, and the peak
     so far."""
     at = [(mark["time_ns"] - origin) / 1e9 for mark in marks]
@@ -222,7 +224,7 @@ def _draw_device_memory(ax: Axes, marks: Sequence[dict[str, Any]], origin: int) 
     ax.legend(loc="upper left", ncols=3, fontsize=9, frameon=False)
 
 
-def draw_timeline(run: dict[str, Any], spans: Sequence[Span]) -> Figure | None:
+def draw_timeline(run: Figures, spans: Sequence[Span]) -> Figure | None:
     """One step, the one of median length after the warm-up: what ran, moved and waited when; a
     dense one magnified too."""
     step = _typical_step(run["pictures"]["steps"], spans)
@@ -346,7 +348,7 @@ def _lane_label(lane: str, spans: Sequence[Span], seconds: float) -> str:
     return label
 
 
-def _typical_step(steps: list[dict[str, Any]], spans: Sequence[Span]) -> dict[str, Any] | None:
+def _typical_step(steps: list[Message], spans: Sequence[Span]) -> Message | None:
     if not steps or not spans:
         return None
     first = spans[0].start_ns
@@ -356,7 +358,7 @@ def _typical_step(steps: list[dict[str, Any]], spans: Sequence[Span]) -> dict[st
     return next(s for s in later if s["end_ns"] - s["start_ns"] == middle)
 
 
-def _name_stretches(ax: Axes, run: dict[str, Any], origin: int) -> None:
+def _name_stretches(ax: Axes, run: Figures, origin: int) -> None:
     """Thin lines where a new stretch begins: imports, build, initialize, each step when there are
     few."""
     steps = run["pictures"]["steps"]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from tiermem.tools.job.launcher import Message, Observer, Sample
 from tiermem.tools.measure.machine import WrittenOnPath, endurance_lines
 from tiermem.tools.record.run_record import (
     PHASES,
+    Figures,
     IoCounts,
     RunRecord,
     describe_device,
@@ -325,7 +326,7 @@ def plan_table(ready: Message) -> Table:
     return shown
 
 
-def result_table(run: Mapping[str, Any]) -> Table:
+def result_table(run: Figures) -> Table:
     """What a run took: our figures beside the kernel's."""
     shown = table(f"{run['name']}: {run['outcome']}", "", ">measured", ">kernel", "")
     losses = run["losses"]
@@ -428,7 +429,7 @@ def summary_lines(
     return lines
 
 
-def result_lines(run: Mapping[str, Any]) -> list[str]:
+def result_lines(run: Figures) -> list[str]:
     """What a run took, on two lines: time beside its prediction, and memory and disk beside the
     kernel's counts."""
     medians = _medians(run)
@@ -464,7 +465,7 @@ def result_lines(run: Mapping[str, Any]) -> list[str]:
     return [", ".join(times), ", ".join(memory)]
 
 
-def predicted_table(run: Mapping[str, Any]) -> Table | None:
+def predicted_table(run: Figures) -> Table | None:
     """What was predicted before the first step beside what it was; None for a run without a
     prediction or an end."""
     said = run.get("predicted")
@@ -492,12 +493,12 @@ def predicted_table(run: Mapping[str, Any]) -> Table | None:
     return shown
 
 
-def _medians(run: Mapping[str, Any]) -> dict[str, float | None]:
+def _medians(run: Figures) -> dict[str, float | None]:
     """Seconds of each phase of the median step."""
     return {phase: median_after_warm_up(run[f"{phase}_s"]) for phase in PHASES}
 
 
-def _device_peak(run: Mapping[str, Any]) -> int | None:
+def _device_peak(run: Figures) -> int | None:
     card = run.get("device_memory")
     return card["peak_allocated_bytes"] if card is not None else None
 

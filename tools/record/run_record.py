@@ -19,6 +19,9 @@ from tiermem.tools.job.launcher import Message, Observer, Outcome, Sample
 from tiermem.tools.measure.machine import WrittenOnPath, cpu_model, memory_bytes, num_cores
 from tiermem.tools.words import format_bytes
 
+Figures = dict[str, Any]
+"""The figures of a run, or a part of them, as JSON has them."""
+
 # ---- counts of bytes: the store's compared with the kernel's (/proc/self/io) ---------------------
 #
 # The kernel counts all block I/O of the process. That includes pages of program code that are read
@@ -276,15 +279,13 @@ def _about(kind: str, thread: int, **arguments: Any) -> dict[str, Any]:
 # Messages and run.json have the figures under `device_memory`. A run on the CPU has no such key and
 # prints no such line.
 
-Figures = dict[str, Any]
-
 
 class OutOfDeviceMemory(RuntimeError):
     """The accelerator's memory does not hold what the run needs; the message says what to
     change."""
 
 
-def describe_device(figures: Mapping[str, Any]) -> str:
+def describe_device(figures: Figures) -> str:
     """Now, at the peak, and the card: on one line."""
     now, reserved, peak, peak_reserved, total = (
         format_bytes(figures[f"{key}_bytes"])
@@ -431,14 +432,14 @@ class RunRecord(Observer):
             kernel = kernel._replace(written_bytes=ours.written_bytes)
         return disagreements(ours, kernel)
 
-    def _predicted(self) -> dict[str, Any] | None:
+    def _predicted(self) -> Figures | None:
         """What was predicted, of steps as most of them were: begun under backward, or not, which
         shows in the run alone."""
-        said: dict[str, Any] | None = self.ready.get("predicted")
+        said: Figures | None = self.ready.get("predicted")
         is_late = 2 * self.done.get("steps_early", len(self.steps)) < len(self.steps)
         return {**said, **said["late"]} if said and said.get("late") and is_late else said
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Figures:
         """The figures of the run, as `--json` writes them."""
         outcome = self.outcome
         done = self.done
@@ -446,7 +447,7 @@ class RunRecord(Observer):
         limits = median_limits(self.steps)
         first = self.steps[0] if self.steps else {}
         last = self.steps[-1] if self.steps else {}
-        figures: dict[str, Any] = {
+        figures: Figures = {
             "losses": self.losses,
             **{
                 key: [step[key] for step in self.steps]
@@ -492,7 +493,7 @@ class RunRecord(Observer):
             }
         return figures
 
-    def _device_memory(self) -> dict[str, Any] | None:
+    def _device_memory(self) -> Figures | None:
         """The last figures of the accelerator's memory, beside what the plan has there; None for a
         run on the CPU."""
         told = [
@@ -521,7 +522,7 @@ class RunRecord(Observer):
         moved = [after - before for before, after in itertools.pairwise(totals)]
         return statistics.median(moved) if moved else None
 
-    def pictures(self) -> dict[str, Any]:
+    def pictures(self) -> Figures:
         """What the pictures need beside the figures: memory over time, phases and steps."""
         return {
             "samples": [list(sample) for sample in self.series.samples],
@@ -538,7 +539,7 @@ def median_after_warm_up(values: Sequence[float]) -> float | None:
     return statistics.median(values[NUM_WARM_UP:] or values) if values else None
 
 
-def stamp() -> dict[str, Any]:
+def stamp() -> Figures:
     """What identifies a run: when, where, how."""
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     facts = {"processor": cpu_model(), "cores": num_cores(), "memory_bytes": memory_bytes()}

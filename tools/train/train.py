@@ -190,7 +190,7 @@ def run_reported(
     options: RunOptions,
     console: Console,
     is_first: bool,
-) -> dict[str, Any]:
+) -> Run:
     """Makes the folder, runs the job's trainer and reports what it took. Returns the run, as
     `run_one` does."""
     folder.mkdir(parents=True)
@@ -314,7 +314,7 @@ def run_one(
     options: RunOptions,
     console: Console,
     patience_s: float | None = None,
-) -> dict[str, Any]:
+) -> Run:
     """One capped process from job to run.json; returns the run as saved, without what only pictures
     need."""
     job.save(folder / "job.json")
@@ -353,7 +353,7 @@ def run_one(
     return run
 
 
-def report(run: dict[str, Any], folder: Path, options: RunOptions, console: Console) -> None:
+def report(run: Run, folder: Path, options: RunOptions, console: Console) -> None:
     """Prints what a run took, draws its pictures and writes its trace."""
     is_verbose = options.is_verbose or options.is_debug
     if is_verbose:
@@ -401,7 +401,7 @@ def _draw(folder: Path, is_debug: bool, console: Console) -> list[str]:
     return [line for line in drawn.stdout.splitlines() if line]
 
 
-def status_of(run: dict[str, Any], command: str) -> int:
+def status_of(run: Run, command: str) -> int:
     """The exit status of our own run, with the reason when it is not 0."""
     reasons: list[str] = []
     if run["is_killed_at_cap"]:

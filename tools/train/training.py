@@ -22,7 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -256,9 +256,7 @@ class Trainer:
         engine.load_checkpoint(place)
         self._channel.send("resumed", step=engine.global_steps, seconds=time.monotonic() - started)
 
-    def _announce(
-        self, engine: Engine, ceiling: dict[str, Any] | None, predicted: dict[str, Any]
-    ) -> None:
+    def _announce(self, engine: Engine, ceiling: Figures | None, predicted: Figures) -> None:
         self._channel.send(
             "ready",
             **ready_fields(engine.shards, self._job, self._budget, ceiling, predicted),
@@ -402,7 +400,7 @@ def _divide_by_phase(engine: Engine, started_ns: int, seconds: dict[str, float])
     seconds["step"] = max(0.0, seconds.pop("whole") - seconds["forward"] - seconds["backward"])
 
 
-def measure_ceiling(job: Job, channel: Channel) -> dict[str, Any] | None:
+def measure_ceiling(job: Job, channel: Channel) -> Figures | None:
     """The rates of the disks that a job's states rest on, as rank 0 measures them, in their own
     short-lived memory: far below what training takes. None: no disk, or one that cannot be
     measured. Collective; blocks."""
@@ -425,9 +423,9 @@ def ready_fields(
     shards: Shards,
     job: Job,
     budget: Budget | None,
-    ceiling: dict[str, Any] | None,
-    predicted: dict[str, Any],
-) -> dict[str, Any]:
+    ceiling: Figures | None,
+    predicted: Figures,
+) -> Figures:
     """What is known before the first step."""
     params = [*shards.model.parameters()]
     precision = name_of(params[0].dtype)
@@ -454,14 +452,14 @@ def ready_fields(
     }
 
 
-def held_fields(shards: Shards) -> dict[str, Any]:
+def held_fields(shards: Shards) -> Figures:
     """What is held now on every tier, for the message of a phase."""
     stats = shards.store.stats()
     held = {"host_bytes": stats.host_bytes, "nvme_bytes": stats.nvme_bytes}
     return {**held, **device_fields(shards.device)}
 
 
-def step_fields(shards: Shards, meter: Meter, started_ns: int) -> dict[str, Any]:
+def step_fields(shards: Shards, meter: Meter, started_ns: int) -> Figures:
     """When a step began and ends, and what the store has done since a meter began or looked, for
     the message of the step."""
     seen = meter.look()
@@ -473,7 +471,7 @@ def step_fields(shards: Shards, meter: Meter, started_ns: int) -> dict[str, Any]
     return {**figures, **device_fields(shards.device)}
 
 
-def done_fields(shards: Shards, before: Counts, copied: Mapping[str, int]) -> dict[str, Any]:
+def done_fields(shards: Shards, before: Counts, copied: Mapping[str, int]) -> Figures:
     """What a training took since `before`, once what is under way has arrived. Collective; blocks.
 
     copied: bytes that this rank wrote beside the store, by path.
