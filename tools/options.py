@@ -100,8 +100,10 @@ def leave_to_config(options: Any, *fields: str) -> None:
     """Raises Mistake where options are given beside --config, which decides them."""
     given = options.given(*fields)
     if options.config is not None and given:
-        said = f"{', '.join(given)}: --config decides this; change {options.config} instead"
-        raise Mistake(said, dict.fromkeys(given, ""))
+        raise Mistake(
+            f"{', '.join(given)}: --config decides this; change {options.config} instead",
+            dict.fromkeys(given, ""),
+        )
 
 
 def check_one_model(options: Any, example: str) -> None:
@@ -309,21 +311,27 @@ class SftOptions(RunOptions):
             raise FileNotFoundError(errno.ENOENT, "--config: no such file", str(self.config))
         if "--deepspeed" in words:
             file = value_of("--deepspeed", self.arguments) or "ds.json"
-            said = "--deepspeed is DeepSpeed's engine; here --config takes its file"
-            raise Mistake(said, {"--deepspeed": f"--config {file}"})
+            raise Mistake(
+                "--deepspeed is DeepSpeed's engine; here --config takes its file",
+                {"--deepspeed": f"--config {file}"},
+            )
         for typed in sorted(words):
             if typed.replace("-", "_") in _OF_OTHERS:
                 said, instead = _OF_OTHERS[typed.replace("-", "_")]
                 value = value_of(typed, self.arguments)
                 raise Mistake(f"{typed} {said}", {typed: instead.format(value)})
         if self.frozen is not None and "__use_peft" not in known and not has_file:
-            said = "--frozen packs frozen weights, and without --use_peft none are"
-            raise Mistake(said, {"--frozen": f"--frozen {self.frozen} --use_peft true"})
+            raise Mistake(
+                "--frozen packs frozen weights, and without --use_peft none are",
+                {"--frozen": f"--frozen {self.frozen} --use_peft true"},
+            )
         if not has_file:
             leave_to_config(self, "offload", "nvme", "states", "frozen")
         if self.nvme and self.offload not in (None, "auto", "nvme"):
-            said = f"--nvme names folders, but with --offload {self.offload} nothing rests there"
-            raise Mistake(said, {"--offload": "--offload nvme"})
+            raise Mistake(
+                f"--nvme names folders, but with --offload {self.offload} nothing rests there",
+                {"--offload": "--offload nvme"},
+            )
         if self.nvme:
             folders("--nvme", self.nvme)
 
@@ -441,8 +449,10 @@ class PlanOptions(Options):
             return
         check_one_model(self, "7b")
         if self.frozen is not None and self.lora is None:
-            said = "--frozen packs frozen weights, and without --lora none are"
-            raise Mistake(said, {"--frozen": f"--frozen {self.frozen} --lora 16"})
+            raise Mistake(
+                "--frozen packs frozen weights, and without --lora none are",
+                {"--frozen": f"--frozen {self.frozen} --lora 16"},
+            )
         leave_to_config(self, *MADE_OF, "accumulation", "frozen")
         if self.nvme_rate is not None and self.rates is not None:
             raise ValueError(

@@ -78,8 +78,10 @@ PRESETS: dict[str, ModelShape] = {
 def preset(name: str) -> ModelShape:
     """A copy of a preset. Raises ValueError that names those there are."""
     if name not in PRESETS:
-        said = f"the preset is {name!r}; allowed are {', '.join(PRESETS)}"
-        raise Mistake(said, {"--preset": f"--preset {closest(name, PRESETS)}"})
+        raise Mistake(
+            f"the preset is {name!r}; allowed are {', '.join(PRESETS)}",
+            {"--preset": f"--preset {closest(name, PRESETS)}"},
+        )
     return dict(PRESETS[name])
 
 
@@ -89,8 +91,10 @@ def read_shape(file: Path) -> ModelShape:
     read = read_json(file)
     shape = read if isinstance(read, dict) else {}
     if not _OF_DEEPSPEED.isdisjoint(shape):
-        instead = {"--model": f"--preset 419m --config {file}"}
-        raise Mistake(f"{file} is no Hugging Face config, but one for DeepSpeed", instead)
+        raise Mistake(
+            f"{file} is no Hugging Face config, but one for DeepSpeed",
+            {"--model": f"--preset 419m --config {file}"},
+        )
     if OF_DIFFUSERS in shape:
         return shape
     if "model_type" not in shape:

@@ -404,8 +404,10 @@ class Options:
         for field, package in (("plot_file", "matplotlib"), ("tensorboard", "tensorboard")):
             if getattr(self, field, None) is not None and importlib.util.find_spec(package) is None:
                 needing = options_of(self)[field].name
-                why = f"{needing} needs {package}, which is not installed: pip install {package}"
-                raise Mistake(why, {needing: ""})
+                raise Mistake(
+                    f"{needing} needs {package}, which is not installed: pip install {package}",
+                    {needing: ""},
+                )
         if self.MADE_BY:
             outputs = [getattr(self, name, None) for name in ("json_file", "csv_file", "plot_file")]
             check_outputs([each for each in outputs if each != STDOUT], self.MADE_BY)
@@ -460,8 +462,10 @@ class Options:
 def at_least(least: float, shown: Callable[[float], str] = str) -> Check:
     def check(name: str, value: Any) -> None:
         if value < least:
-            said = f"{name} is {shown(value)}; it must be at least {shown(least)}"
-            raise Mistake(said, {name: f"{name} {shown(least).replace(' ', '')}"})
+            raise Mistake(
+                f"{name} is {shown(value)}; it must be at least {shown(least)}",
+                {name: f"{name} {shown(least).replace(' ', '')}"},
+            )
 
     return check
 
@@ -478,8 +482,10 @@ def from_to(least: int, most: int | Callable[[], int], what: str = "") -> Check:
         top = most() if callable(most) else most
         for each in each_of(name, value):
             if not least <= each <= top:
-                said = f"{name} is {each}; allowed are {least} to {top}{what}"
-                raise Mistake(said, {name: f"{name} {min(max(each, least), top)}"})
+                raise Mistake(
+                    f"{name} is {each}; allowed are {least} to {top}{what}",
+                    {name: f"{name} {min(max(each, least), top)}"},
+                )
 
     return check
 
@@ -493,8 +499,10 @@ class OneOf:
     def __call__(self, name: str, value: Any) -> None:
         for each in each_of(name, value):
             if each not in self.allowed:
-                said = f"{name} is {each!r}; allowed are {', '.join(self.allowed)}"
-                raise Mistake(said, {name: f"{name} {closest(each, self.allowed)}"})
+                raise Mistake(
+                    f"{name} is {each!r}; allowed are {', '.join(self.allowed)}",
+                    {name: f"{name} {closest(each, self.allowed)}"},
+                )
 
 
 def memory_of(least_bytes: int, why: str = "") -> Check:
@@ -507,11 +515,11 @@ def memory_of(least_bytes: int, why: str = "") -> Check:
             meant = (
                 f"{value}GiB" if value < _FEW_GIB else f"{value}MiB" if value < 1 << 20 else "1GiB"
             )
-            said = (
+            raise Mistake(
                 f"{name} is {value} bytes{why}: give {format_bytes(least_bytes)} or more, with "
-                "the unit"
+                "the unit",
+                {name: f"{name} {meant}"},
             )
-            raise Mistake(said, {name: f"{name} {meant}"})
 
     return check
 

@@ -268,8 +268,11 @@ def bench_adam(options: AdamBenchOptions, console: Console) -> int:
         + _HELD_BY_YARDSTICK * bool(options.yardstick)
         + _HELD_BY_PEER * bool(options.peer_python)
     )
-    said = f"--params {options.num_params} takes up to {format_bytes(numel * held)} at once"
-    check_memory(numel * held, said, "ask for fewer")
+    check_memory(
+        numel * held,
+        f"--params {options.num_params} takes up to {format_bytes(numel * held)} at once",
+        "ask for fewer",
+    )
     start = time.monotonic()
     isa = choose_isa(-1 if options.isa is None else ISAS.index(options.isa))
     try:
@@ -277,11 +280,13 @@ def bench_adam(options: AdamBenchOptions, console: Console) -> int:
     finally:
         choose_isa()
     facts = machine_facts()
-    title = (
+    _print_rows(
+        rows,
         f"AdamW over {numel:,} parameters, {rows[0]['threads']} threads, {isa}, medians of "
-        f"{options.loops} loops"
+        f"{options.loops} loops",
+        caption(facts),
+        console,
     )
-    _print_rows(rows, title, caption(facts), console)
     options.save_json(options.report(facts, start, rows=rows))
     return 0
 

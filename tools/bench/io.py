@@ -91,8 +91,11 @@ def bench_io(options: IoBenchOptions, console: Console) -> int:
     options = _without_small_disks(options, console)
     settings = settings_of(options)
     largest = max(settings, key=_buffer_bytes)
-    said = f"{format_bytes(_buffer_bytes(largest))} of buffers are needed for {largest.describe()}"
-    check_memory(_buffer_bytes(largest), said, "ask for smaller blocks, less depth or fewer ranks")
+    check_memory(
+        _buffer_bytes(largest),
+        f"{format_bytes(_buffer_bytes(largest))} of buffers are needed for {largest.describe()}",
+        "ask for smaller blocks, less depth or fewer ranks",
+    )
     check_room(options.paths, _room(options))
     start = time.monotonic()
     rows, notes = measure(options, settings, console)

@@ -88,11 +88,11 @@ def _main_table(figures: Figures) -> Table:
     )
     if len(figures["paths"]) > 1:
         for part in figures["paths"]:
-            said = (
+            shown.add_row(
+                f"  {part['path']}",
                 f"{part['read_bytes'] / 1e9:.3f} GB read, {part['written_bytes'] / 1e9:.3f} GB "
-                "written"
+                "written",
             )
-            shown.add_row(f"  {part['path']}", said)
     shown.add_row(
         "computing / waiting", f"{figures['compute_s']:.3f} s / {figures['wait_s']:.3f} s"
     )
@@ -355,11 +355,12 @@ def _check_room(options: StepBenchOptions, cases: Sequence[Case]) -> None:
     needed = size * itemsize + sum(
         min(resident, states) + others * options.only_states for states, resident in sizes
     )
-    said = (
+    check_memory(
+        needed,
         f"{format_bytes(needed)} of memory are needed (parameters while they are made, and what "
-        "rests in memory)"
+        "rests in memory)",
+        "ask for fewer parameters or less --resident",
     )
-    check_memory(needed, said, "ask for fewer parameters or less --resident")
     stores = sum(
         max(0, states - resident) + others * (not options.only_states) for states, resident in sizes
     )

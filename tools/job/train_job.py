@@ -53,11 +53,11 @@ def make_config(options: TrainOptions, nvme_paths: Sequence[Path] = ()) -> Confi
         precision = "bf16"
         compute = compute or "auto"
     if options.resident_bytes and offload != "nvme":
-        said = (
+        raise Mistake(
             f"--resident keeps a part of what rests on NVMe in memory; with --offload {offload} "
-            "all is"
+            "all is",
+            {"--resident": ""},
         )
-        raise Mistake(said, {"--resident": ""})
     target: Config = {"device": offload}
     if offload in MAY_USE_NVME and nvme_paths:
         target["nvme_path"] = [str(path) for path in nvme_paths]
@@ -386,10 +386,10 @@ def recomputes_blocks(is_asked: bool | None, config: Config) -> bool | None:
     if (config.get("tiermem") or {}).get("accumulation") != "layers":
         return is_asked
     if is_asked is False:
-        said = (
-            '--no-checkpointing with accumulation "layers", which computes blocks again in backward'
+        raise Mistake(
+            '--no-checkpointing with accumulation "layers", which computes blocks again in backward',
+            {"--no-checkpointing": ""},
         )
-        raise Mistake(said, {"--no-checkpointing": ""})
     return True
 
 
@@ -441,8 +441,10 @@ def _nvme_of(options: TrainOptions, tuned: Config, folder: Path) -> list[Path]:
     are the same."""
     if options.offload not in (None, *MAY_USE_NVME):
         if options.nvme:
-            said = f"--nvme names folders, but with --offload {options.offload} nothing rests there"
-            raise Mistake(said, {"--offload": "--offload nvme"})
+            raise Mistake(
+                f"--nvme names folders, but with --offload {options.offload} nothing rests there",
+                {"--offload": "--offload nvme"},
+            )
         return []
     found = [Path(folder) for folder in own_folders(tuned)]
     if not options.nvme:

@@ -73,11 +73,12 @@ class BenchFiles(AbstractContextManager["BenchFiles"]):
         try:
             preallocate(fd, 0, num_bytes)
         except OSError as error:
-            reason = (
+            raise OSError(
+                error.errno,
                 f"a file of {format_bytes(num_bytes)} cannot be made: "
-                f"{os.strerror(error.errno or 0)}"
-            )
-            raise OSError(error.errno, reason, str(path)) from None
+                f"{os.strerror(error.errno or 0)}",
+                str(path),
+            ) from None
 
 
 def check_room(paths: Sequence[Path], parts: Sequence[tuple[str, int]]) -> None:
@@ -96,11 +97,12 @@ def check_room(paths: Sequence[Path], parts: Sequence[tuple[str, int]]) -> None:
             continue
         said = " + ".join(f"{format_bytes(size)} for {what}" for what, size in parts if size)
         said = f"({said}) x {len(on_one)} paths on this file system" if len(on_one) > 1 else said
-        reason = (
+        raise OSError(
+            errno.ENOSPC,
             f"{format_bytes(needed)} are needed, {format_bytes(free)} are free: {said}. Free "
-            "space, or ask for less"
+            "space, or ask for less",
+            ", ".join(map(str, on_one)),
         )
-        raise OSError(errno.ENOSPC, reason, ", ".join(map(str, on_one)))
 
 
 def check_memory(num_bytes: int, needed: str, advice: str) -> None:

@@ -136,12 +136,13 @@ def measure_sustained(folder: Path, share: float) -> DiskRate:
     free_bytes = shutil.disk_usage(folder).free
     num_bytes = int(share * free_bytes) // BLOCK_BYTES * BLOCK_BYTES
     if num_bytes < LEAST_BYTES:
-        reason = (
+        raise OSError(
+            errno.ENOSPC,
             f"--sustained writes {format_bytes(LEAST_BYTES)} at least, and {share:.0%} of the "
             f"{format_bytes(free_bytes)} that "
-            f"are free are {format_bytes(num_bytes)}: free some space, or give a larger share"
+            f"are free are {format_bytes(num_bytes)}: free some space, or give a larger share",
+            str(folder),
         )
-        raise OSError(errno.ENOSPC, reason, str(folder))
     io = IoSettings(block_bytes=BLOCK_BYTES, depth=DEPTH)
     with (
         BenchFiles([folder], [num_bytes]) as files,

@@ -102,8 +102,10 @@ def scenario_of(options: PlanOptions) -> tuple[Scenario, list[str]]:
     if is_unet(shape):
         options, shape = _with_latents(options, shape)
     if OF_DIFFUSERS in shape and options.seq is None:
-        said = "--seq is missing: the tokens of a picture or clip, 4608 of Flux at 1024 px"
-        raise Mistake(said, {"--seq": "--seq 4608"})
+        raise Mistake(
+            "--seq is missing: the tokens of a picture or clip, 4608 of Flux at 1024 px",
+            {"--seq": "--seq 4608"},
+        )
     seq = options.seq or _SEQ
     options = dataclasses.replace(options, seq=seq)
     is_timed_here = options.flops is None and options.gpu_bytes is None
@@ -185,10 +187,9 @@ def _config(options: PlanOptions) -> Config:
         return config | {"gradient_accumulation_steps": options.accumulation or 1}
     config = read_config(options.config, 1)
     if "model_type" in config:
-        instead = {"--config": f"--model {options.config}", "--preset": ""}
         raise Mistake(
             f"{options.config} is a model's config, and --config takes a DeepSpeed-style one",
-            instead,
+            {"--config": f"--model {options.config}", "--preset": ""},
         )
     return config
 
@@ -499,8 +500,11 @@ def _candidates(planned: Planned) -> Iterator[Candidate]:
         how = '"device": "auto"' if is_configured else "--offload auto"
         yield Candidate(f"{words} ({how})", _with_open_homes)
         if not policy.paths:
-            changed = f"{words}, with {_DRIVE} ({how})"
-            yield Candidate(changed, lambda s: _with_open_homes(_with_a_drive(s)), True)
+            yield Candidate(
+                f"{words}, with {_DRIVE} ({how})",
+                lambda s: _with_open_homes(_with_a_drive(s)),
+                True,
+            )
     if policy.stage in (1, 2):
         yield _key("stage 3, which partitions parameters too", 3, "zero_optimization", "stage")
     if "precision" not in own:
@@ -530,8 +534,10 @@ def _candidates(planned: Planned) -> Iterator[Candidate]:
     for problem in planned.problems:
         if problem.where == WEAR:
             more = accumulation << math.ceil(math.log2(problem.needed_bytes / problem.limit_bytes))
-            words = f"accumulation {more}, a larger batch for as many writes"
-            yield Candidate(words, functools.partial(_with_batch, micro=micro, accumulation=more))
+            yield Candidate(
+                f"accumulation {more}, a larger batch for as many writes",
+                functools.partial(_with_batch, micro=micro, accumulation=more),
+            )
     if policy.uses_nvme:
         yield Candidate("twice the NVMe paths", _twice_the_disks)
     if scenario.moved:

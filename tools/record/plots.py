@@ -147,8 +147,12 @@ def draw_memory(run: Figures) -> Figure | None:
     times = [(s[0] - origin) / 1e9 for s in samples]
     charged = [(t, s[2] / MIB) for t, s in zip(times, samples, strict=True) if s[2] is not None]
     if charged:
-        label = "charged to the cgroup (with page cache)"
-        top.plot(*zip(*charged, strict=True), color=_GREY, linewidth=1.2, label=label)
+        top.plot(
+            *zip(*charged, strict=True),
+            color=_GREY,
+            linewidth=1.2,
+            label="charged to the cgroup (with page cache)",
+        )
     top.plot(
         times,
         [s[1] / MIB for s in samples],
@@ -168,9 +172,14 @@ def draw_memory(run: Figures) -> Figure | None:
     cap = run.get("memory_limit_bytes")
     if cap:
         top.axhline(cap / MIB, color=_COLOURS["wait"], linestyle="--", linewidth=1.4)
-        text = f"cap {cap / MIB:.0f} MiB ({run['limit_kind']})"
         top.text(
-            times[-1], cap / MIB, text, color=_COLOURS["wait"], ha="right", va="bottom", fontsize=9
+            times[-1],
+            cap / MIB,
+            f"cap {cap / MIB:.0f} MiB ({run['limit_kind']})",
+            color=_COLOURS["wait"],
+            ha="right",
+            va="bottom",
+            fontsize=9,
         )
     highest = max([s[1] for s in samples] + [s[2] or 0 for s in samples] + [cap or 0])
     top.set(ylim=(0, highest / MIB * 1.32), ylabel="memory (MiB)")
@@ -209,7 +218,6 @@ def _draw_device_memory(ax: Axes, marks: Sequence[Message], origin: int) -> None
     ax.step(
         at, held["reserved"], where="post", color=_GREY, linewidth=1.2, label="reserved by torch"
     )
-    label = "most in tensors so far"
     ax.step(
         at,
         held["peak_allocated"],
@@ -217,7 +225,7 @@ def _draw_device_memory(ax: Axes, marks: Sequence[Message], origin: int) -> None
         color=_COLOURS["wait"],
         linestyle=":",
         linewidth=1.4,
-        label=label,
+        label="most in tensors so far",
     )
     ax.set_ylim(0, max(*held["reserved"], *held["peak_allocated"]) * 1.3 or 1)
     ax.set_ylabel(f"{told[0]['device']} (MiB\nof {told[0]['total_bytes'] / MIB:,.0f})")

@@ -174,8 +174,9 @@ class SftTrainer(TiermemTrainer.mixin, trl.SFTTrainer, TrainerCallback):  # type
         shards = self.shards
         if self._stop.is_asked and self.args.save_strategy != "no":
             saved = f"step {self.state.global_step} is saved in {self.args.output_dir}"
-            said = f"{saved}: --resume_from_checkpoint true goes on from there"
-            self._channel.send("warning", text=said)
+            self._channel.send(
+                "warning", text=f"{saved}: --resume_from_checkpoint true goes on from there"
+            )
         self._channel.phase("close")
         done = training.done_fields(shards, self._counts, {})
         self.close()

@@ -409,8 +409,9 @@ def measure_ceiling(job: Job, channel: Channel) -> Figures | None:
     if folders and (not dist.is_initialized() or dist.get_rank() == 0):
         channel.phase("measuring the disk")
         if (why := why_unmeasured(folders)) is not None:
-            said = f"the disk is not measured, so nothing is predicted: {why}"
-            channel.send("warning", text=said)
+            channel.send(
+                "warning", text=f"the disk is not measured, so nothing is predicted: {why}"
+            )
         else:
             found = measure_disks(folders, job.sustained, _CEILING_S)._asdict()
     return of_every_rank(found)[0]
