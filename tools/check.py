@@ -223,11 +223,8 @@ def find_gpu() -> Iterator[Finding]:
     if not is_accelerator(device):
         yield Finding(
             "GPU",
-            (
-                f"none that torch {torch.__version__} can use: the maths runs on the CPU, nothing "
-                "is "
-                "pinned"
-            ),
+            f"none that torch {torch.__version__} can use: the maths runs on the CPU, nothing is "
+            "pinned",
         )
         return
     for index in range(torch.accelerator.device_count()):

@@ -149,8 +149,19 @@ def _print_survey(found: Survey, console: Console) -> None:
             shown.add_row(str(path.path), *_sizes(path))
         console.print(shown)
     if found.steps:
-        numbers = (">step", ">ranks", ">tensors", ">states", ">durable", ">own")
-        shown = table(f"{found.where}: durable steps", "where", "tag", *numbers, "state", "")
+        shown = table(
+            f"{found.where}: durable steps",
+            "where",
+            "tag",
+            ">step",
+            ">ranks",
+            ">tensors",
+            ">states",
+            ">durable",
+            ">own",
+            "state",
+            "",
+        )
         for step in found.steps:
             shown.add_row(*_cells(step, found.where))
         console.print(shown)
@@ -309,12 +320,11 @@ def _print_tensors(
             + ("t" if row["is_trainable"] else "-")
             + ("s" if row["num_steps"] else "-")
         )
-        sizes = (
-            f"{row['num_bytes']:,}",
-            str(row["num_steps"]),
-            " ".join(roots[f] for f in row["files"]),
+        files = " ".join(roots[f] for f in row["files"])
+        num_steps = str(row["num_steps"])
+        lines.append(
+            (mode, shape, row["dtype"], states, f"{row['num_bytes']:,}", num_steps, files, name)
         )
-        lines.append((mode, shape, row["dtype"], states, *sizes, name))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     cells = [
         f"{{:{'>' if place in (4, 5) else ''}{width}}}" for place, width in enumerate(widths[:-1])

@@ -197,14 +197,16 @@ class SystemdScopeLimit(MemoryLimit):
 
     def wrap(self, command: Sequence[str]) -> list[str]:
         self._unit = f"{_PREFIX}{os.getpid()}-{next(_serial)}.scope"
-        limits = ["-p", f"MemoryMax={self.limit_bytes}", "-p", "MemorySwapMax=0"]
         return [
             "systemd-run",
             "--user",
             "--scope",
             "--quiet",
             f"--unit={self._unit}",
-            *limits,
+            "-p",
+            f"MemoryMax={self.limit_bytes}",
+            "-p",
+            "MemorySwapMax=0",
             "--",
             *command,
         ]

@@ -553,8 +553,13 @@ def _median(turns: Sequence[Turn]) -> Turn:
 
 
 def _print(found: TuneResult, out: Path, paths: Sequence[dict[str, Any]], console: Console) -> None:
-    columns = ("settings", ">disk ns per parameter", ">read+write GB/s", ">read GB/s")
-    shown = table(f"{len(found.standings)} settings tried", *columns)
+    shown = table(
+        f"{len(found.standings)} settings tried",
+        "settings",
+        ">disk ns per parameter",
+        ">read+write GB/s",
+        ">read GB/s",
+    )
     for standing in found.standings[:_NUM_SHOWN]:
         shown.add_row(describe(standing.candidate), f"{standing.cost:.3f}", "", "")
     shown.add_section()

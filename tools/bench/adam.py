@@ -396,14 +396,17 @@ def _print_rows(rows: Sequence[dict[str, Any]], title: str, facts: str, console:
         "of its maths": "arithmetic_fraction",
         "of the slower": "limit_fraction",
     }
-    columns = (
+    shown = table(
+        title,
         "weight + master / moments",
         ">bytes",
         ">ns",
         ">GB/s",
         *(f">{share}" for share in shares),
+        ">torch ns",
+        ">DeepSpeed ns",
+        caption=facts,
     )
-    shown = table(title, *columns, ">torch ns", ">DeepSpeed ns", caption=facts)
     for row in rows:
         told = ["-" if row[key] is None else f"{row[key]:.1%}" for key in shares.values()]
         peers = [row["peers"].get(name) for name in ("torch", "deepspeed")]
@@ -411,11 +414,11 @@ def _print_rows(rows: Sequence[dict[str, Any]], title: str, facts: str, console:
             "-" if each is None else f"{each['ns_per_param']:.4f} ({each['speedup']:.2f}x)"
             for each in peers
         ]
-        figures = (
+        shown.add_row(
+            row["name"],
             f"{row['bytes_per_param']:.4g}",
             f"{row['ns_per_param']:.4f}",
             f"{row['gbps']:.1f}",
             *told,
         )
-        shown.add_row(row["name"], *figures)
     console.print(shown)

@@ -194,11 +194,12 @@ def _fill(options: IoBenchOptions, files: BenchFiles, ranks: Ranks) -> None:
 def _room(options: IoBenchOptions) -> list[tuple[str, int]]:
     """What each path must have room for."""
     num_ranks = max(options.ranks)
-    files = (
-        f"{numbered(num_ranks, 'file')} of {format_bytes(options.size_bytes)} (--size)",
-        num_ranks * options.size_bytes,
-    )
-    parts = [files]
+    parts = [
+        (
+            f"{numbered(num_ranks, 'file')} of {format_bytes(options.size_bytes)} (--size)",
+            num_ranks * options.size_bytes,
+        )
+    ]
     if "tensors" in options.modes:
         parts.append(("the tensors' stores", num_ranks * options.size_bytes))
     if "sustained" in options.modes:

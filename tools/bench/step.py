@@ -115,8 +115,12 @@ def _main_table(figures: Figures) -> Table:
 
 
 def _compare_table(rows: Sequence[Figures]) -> Table:
-    columns = ("pipeline", ">step, median (min to max)", ">against both on")
-    shown = table("what the pipeline is worth, steps in turn", *columns)
+    shown = table(
+        "what the pipeline is worth, steps in turn",
+        "pipeline",
+        ">step, median (min to max)",
+        ">against both on",
+    )
     for row in rows:
         shown.add_row(row["name"], _spread(row["step_s"]), f"{row['slower']:.2f} x")
     return shown
@@ -125,7 +129,11 @@ def _compare_table(rows: Sequence[Figures]) -> Table:
 def _models_table(rows: Sequence[Figures]) -> Table:
     """Time and bytes beside each other: what is smaller, or rests in memory, is neither read nor
     written."""
-    columns = (
+    worth = " and ".join(
+        name for key, name in _DIFFERENCES.items() if len({row[key] for row in rows}) > 1
+    )
+    shown = table(
+        f"what {worth or 'nothing'} are worth, steps in turn",
         "states",
         ">resident",
         ">verified",
@@ -135,10 +143,6 @@ def _models_table(rows: Sequence[Figures]) -> Table:
         ">bytes saved",
         ">fraction of its roofline",
     )
-    worth = " and ".join(
-        name for key, name in _DIFFERENCES.items() if len({row[key] for row in rows}) > 1
-    )
-    shown = table(f"what {worth or 'nothing'} are worth, steps in turn", *columns)
     first = rows[0]
     for row in rows:
         shown.add_row(

@@ -478,10 +478,9 @@ def _draw_rates(ax: Axes, spans: Sequence[Span], stretch: tuple[int, int], step:
     times = ((edges[:-1] + edges[1:]) / 2 - step.start_ns) / 1e6
     for lane, colour in (("read", _READ_COLOUR), ("write", _WRITE_COLOUR)):
         moved = np.zeros(len(edges))  # bytes until each edge
-        for span in (
-            span for span in step.spans if span.lane == lane and span.end_ns > span.start_ns
-        ):
-            moved += np.interp(edges, (span.start_ns, span.end_ns), (0, span.num_bytes))
+        for span in step.spans:
+            if span.lane == lane and span.end_ns > span.start_ns:
+                moved += np.interp(edges, (span.start_ns, span.end_ns), (0, span.num_bytes))
         rates = np.diff(moved) / np.diff(edges)
         carried = sum(span.num_bytes for span in spans if span.lane == lane) / 1e9
         ax.plot(times, rates, color=colour, linewidth=1.2, label=f"{lane}, {carried:.2f} GB")

@@ -257,7 +257,6 @@ def find_resumed(where: Path) -> Resumed:
     try:
         told = dict.fromkeys(_ADDED) | saved
         options = {field: told[field] for field in (*_CARRIED, "is_checkpointing")}
-        kept = manifest.compute_dtype, manifest.streamed_part
         return Resumed(
             place,
             manifest.step,
@@ -265,7 +264,8 @@ def find_resumed(where: Path) -> Resumed:
             dict(saved["shape"]),
             saved["config"],
             options,
-            *kept,
+            manifest.compute_dtype,
+            manifest.streamed_part,
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(

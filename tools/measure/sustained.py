@@ -159,8 +159,14 @@ def measure_sustained(folder: Path, share: float) -> DiskRate:
             if knee is None
             else f"{knee.before / 1e9:.2f} GB/s fell to {knee.after / 1e9:.2f}"
         )
-        engine = passes.queue.engine, passes.queue.why
-        return DiskRate(read.read_bytes / read.seconds, rate, *engine, files.is_direct([0]), said)
+        return DiskRate(
+            read.read_bytes / read.seconds,
+            rate,
+            passes.queue.engine,
+            passes.queue.why,
+            files.is_direct([0]),
+            said,
+        )
 
 
 def measure_disks(folders: Sequence[Path], share: float | None, seconds: float = 1.0) -> DiskRate:

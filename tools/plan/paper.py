@@ -23,19 +23,19 @@ ESTIMATED = "7b"
 def print_paper(console: Console) -> None:
     """Prints the table of memory of the ZeRO-Infinity paper, by its own formulas
     (tiermem.forecast.rates)."""
-    title = (
+    shown = table(
         f"memory that large models need, as arXiv 2104.07857 counts it ({PAPER_BATCH} sequences of "
-        f"{PAPER_SEQ} tokens on a "
-        f"node of {PAPER_GPUS} GPUs; TB and GB are powers of 2)"
-    )
-    sizes = (
+        f"{PAPER_SEQ} tokens on a node of {PAPER_GPUS} GPUs; TB and GB are powers of 2)",
+        "parameters",
+        ">layers",
+        ">hidden",
+        ">heads",
         ">states TB",
         ">activations TB/node",
         ">checkpoints TB/node",
         ">state work GB/GPU",
         ">activation work GB/GPU",
     )
-    shown = table(title, "parameters", ">layers", ">hidden", ">heads", *sizes)
     for model in PAPER_MODELS:
         of_a_node = (
             model.activation_bytes(PAPER_BATCH, PAPER_SEQ),

@@ -139,8 +139,12 @@ def time_plain_copies(job: Job) -> Compute:
     forward_s = max(1e-12, (more[1] - few[1]) / (_MORE - _FEW))
     backward_s = max(1e-12, (more[2] - few[2]) / (_MORE - _FEW))
     block_numel = max(1, (more[0] - few[0]) // (_MORE - _FEW))
-    rest = max(0.0, few[1] - forward_s), max(0.0, few[2] - backward_s)
-    return Compute(forward_s / block_numel, backward_s / block_numel, *rest)
+    return Compute(
+        forward_s / block_numel,
+        backward_s / block_numel,
+        max(0.0, few[1] - forward_s),
+        max(0.0, few[2] - backward_s),
+    )
 
 
 def _time_copy(job: Job) -> tuple[int, float, float]:

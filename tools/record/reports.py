@@ -128,11 +128,16 @@ class Progress(RunRecord):
         """What a step took, in words, by what they are about."""
         seconds = seconds_of(step)
         phases = " ".join(f"{phase} {step[f'{phase}_s']:.2f}" for phase in PHASES)
+        waits = [
+            f"{s:.2f} s for {name}"
+            for name, s in list(step.get("waits", {}).items())[:3]
+            if s >= 0.005
+        ]
         told = {
             "loss": f"{step['loss']:.4f}",
             "speed": f"{step['tokens'] / seconds:.1f} tokens/s, {phases} s",
             "disk": self._describe_disk(seconds),
-            "waited": self._describe_waits(step),
+            "waited": ", ".join(waits),
             "limited by": step.get("limited_by"),
             "device": describe_device(step["device_memory"]) if "device_memory" in step else "",
             "memory": self._describe_memory(),
@@ -175,13 +180,6 @@ class Progress(RunRecord):
         )
         before, now = [start, *ends][-2:]
         return now.since(before)
-
-    def _describe_waits(self, step: Message) -> str:
-        return ", ".join(
-            f"{s:.2f} s for {name}"
-            for name, s in list(step.get("waits", {}).items())[:3]
-            if s >= 0.005
-        )
 
     def _panel(self) -> Table:
         rows = Table.grid(padding=(0, 2))

@@ -113,15 +113,18 @@ class SftTrainer(TiermemTrainer.mixin, trl.SFTTrainer, TrainerCallback):  # type
         rest_bytes = resident.now_bytes - self.shards.store.stats().host_bytes
         most = of_every_rank((max(rest_bytes, self._resident_bytes), resident.peak_bytes))
         rest_bytes, before_bytes = map(max, zip(*most, strict=True))
-        told = self.shards, num_micro, job, self._measured, self._disk, rest_bytes
-        predicted = predict(*told)
+        predicted = predict(self.shards, num_micro, job, self._measured, self._disk, rest_bytes)
         if predicted["peak_bytes"] is not None:  # reading weights and data may have taken more
             predicted["peak_bytes"] = max(predicted["peak_bytes"], before_bytes)
         ready = training.ready_fields(self.shards, job, budget, self._disk, predicted)
         ready |= {"num_steps": state.max_steps, "num_ranks": job.num_ranks, "paths": job.nvme_paths}
-        sizes = args.train_batch_size * num_micro * job.num_ranks, job.seq
-        to_come = state.max_steps - state.global_step
-        ready["placement"] = summary_lines(ready, to_come, *sizes, job.sft["tbw_bytes"])
+        ready["placement"] = summary_lines(
+            ready,
+            num_steps=state.max_steps - state.global_step,
+            num_rows=args.train_batch_size * num_micro * job.num_ranks,
+            num_tokens=job.seq,
+            tbw_bytes=job.sft["tbw_bytes"],
+        )
         self._channel.send("ready", **ready)
         self._counts = training.counts_of(self.shards)
         self._stop.may_unwind = False
