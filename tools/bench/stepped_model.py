@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,7 @@ from tiermem.tools.measure.files import BenchFiles
 from tiermem.tools.options import StepBenchOptions
 from tiermem.tools.record.plots import draw_bands, new_figure, save_figure
 from tiermem.tools.record.run_record import (
+    Figures,
     IoCounts,
     Span,
     busy_fraction,
@@ -413,7 +414,7 @@ _GREY = "#666666"
 def draw_tiles(
     step: TimedStep,
     tile_names: Sequence[str],
-    figures: Mapping[str, Any],
+    figures: Figures,
     caption: str,
     file: Path,
     made_by: str,
@@ -445,7 +446,7 @@ def draw_tiles(
     save_figure(figure, file, made_by)
 
 
-def _title(step: TimedStep, figures: Mapping[str, Any]) -> str:
+def _title(step: TimedStep, figures: Figures) -> str:
     resident = (
         f", {figures['resident_fraction']:.0%} of states resident"
         if figures["resident_bytes"]

@@ -99,7 +99,7 @@ def read_config(file: Path, batch: int) -> Config:
     return config
 
 
-def nvme_folders(config: Mapping[str, Any]) -> list[str]:
+def nvme_folders(config: Config) -> list[str]:
     """Folders that states may rest in, in every form that a config has for them; each once. For a
     config not yet checked."""
     zero = config.get("zero_optimization")
@@ -119,7 +119,7 @@ def nvme_folders(config: Mapping[str, Any]) -> list[str]:
     )
 
 
-def own_folders(config: Mapping[str, Any]) -> list[str]:
+def own_folders(config: Config) -> list[str]:
     """The folders of `tiermem.paths`."""
     own = config.get("tiermem")
     return _folders(own.get("paths")) if isinstance(own, dict) else []
@@ -131,7 +131,7 @@ def with_host_bytes(config: Config, host_bytes: int) -> Config:
     return {**config, "tiermem": own}
 
 
-def micro_batch_of(config: Mapping[str, Any], default: int, num_ranks: int) -> int:
+def micro_batch_of(config: Config, default: int, num_ranks: int) -> int:
     """The sequences of a micro-batch, also where a config not yet checked has those of a whole step
     alone; `default` where the config names none, or "auto"."""
     whole, micro, accumulation = map(config.get, _BATCH_KEYS)
@@ -162,7 +162,7 @@ _YES = ("true", "t", "1", "1.0", "yes", "y", "on")
 """What a config's switches take for true, as text."""
 
 
-def precision_of(config: Mapping[str, Any]) -> str:
+def precision_of(config: Config) -> str:
     """What the model computes in, of a config not yet checked."""
     for name, aliases in (("bf16", ("bf16", "bfloat16")), ("fp16", ("fp16",))):
         sections = map(config.get, aliases)

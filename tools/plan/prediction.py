@@ -9,7 +9,7 @@ import gc
 import statistics
 import time
 import timeit
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -37,7 +37,7 @@ from tiermem.tools.measure.gpu_link import (
 )
 from tiermem.tools.plan.budget import ActivationBytes, has_chunked_loss
 from tiermem.tools.plan.planned import hf_config, meta_model, transformers
-from tiermem.tools.presets import ModelSizes, with_layers
+from tiermem.tools.presets import ModelShape, ModelSizes, with_layers
 from tiermem.tools.record.run_record import PHASES, Figures, Span, covered, within
 from tiermem.units.compute import (
     FAR_SLOWER,
@@ -472,7 +472,7 @@ def _lists_of_blocks(model: nn.Module) -> tuple[tuple[str, ...], int]:
 # ---- the dtype of products, and warnings ---------------------------------------------------------
 
 
-def settle_compute(config: Config, shape: Mapping[str, Any]) -> tuple[Config, ComputeChoice]:
+def settle_compute(config: Config, shape: ModelShape) -> tuple[Config, ComputeChoice]:
     """The config with the dtype of products chosen here, where it asks for a measurement; and the
     choice. Blocks for that."""
     loaded = resolve_auto(load_config(config), ModelSizes.of(shape).hidden)
@@ -483,7 +483,7 @@ def settle_compute(config: Config, shape: Mapping[str, Any]) -> tuple[Config, Co
     return config, choice
 
 
-def warn_of_compute(config: Config, shape: Mapping[str, Any]) -> str | None:
+def warn_of_compute(config: Config, shape: ModelShape) -> str | None:
     """One sentence where products as the config asks for them are far slower here than in fp32,
     with the way out."""
     if compute_of(config, precision := precision_of(config)) == "fp32" or is_accelerator(

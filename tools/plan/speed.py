@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,7 +18,7 @@ from tiermem.forecast.rates import Compute, Rates
 from tiermem.swap.memory.accelerator import find_device, is_accelerator
 from tiermem.swap.memory.free import free_host_bytes
 from tiermem.tools.job.launcher import Job
-from tiermem.tools.job.train_job import micro_batch_of, nvme_folders, precision_of
+from tiermem.tools.job.train_job import Config, micro_batch_of, nvme_folders, precision_of
 from tiermem.tools.measure.files import why_unmeasured
 from tiermem.tools.measure.gpu_link import kernel_passes, measure_link, measure_memory, step_passes
 from tiermem.tools.measure.sustained import measure_disks
@@ -46,7 +45,7 @@ _ASSUMED_FLOPS = 150e12  # operations a second that a GPU of 24 GB reaches in 16
 
 
 def speed_of(
-    options: PlanOptions, shape: ModelShape, config: Mapping[str, Any], is_gpu: bool
+    options: PlanOptions, shape: ModelShape, config: Config, is_gpu: bool
 ) -> tuple[Rates, Compute | float, list[str]]:
     """Every rate, the compute of a scenario, and a line for each on where it is from. is_gpu: the
     maths runs on GPUs."""
@@ -132,7 +131,7 @@ def _named_by(options: PlanOptions, option: str) -> str:
     return f"by {option}" if options.gpu is None else f"by {option} or --gpu {options.gpu}"
 
 
-def _step_passes(options: PlanOptions, config: Mapping[str, Any]) -> float | None:
+def _step_passes(options: PlanOptions, config: Config) -> float | None:
     """Those of this machine's card; of a card that is not here, those of the Triton kernel."""
     states = resolve_auto(load_config(config), 1).policy().precision
     return (
@@ -202,7 +201,7 @@ def _of_gpu(
     return assumed, f"assumed: give {name}"
 
 
-def _measured(options: PlanOptions, shape: ModelShape, config: Mapping[str, Any]) -> Maths | float:
+def _measured(options: PlanOptions, shape: ModelShape, config: Config) -> Maths | float:
     """The maths of a micro-batch here; of one that would take minutes, the operations a second.
     Raises ValueError when a small copy does not fit this machine's free memory."""
     assert options.seq is not None  # the scenario has a length
@@ -237,7 +236,7 @@ def _measured(options: PlanOptions, shape: ModelShape, config: Mapping[str, Any]
         ) from None
 
 
-def _disk_speed(options: PlanOptions, config: Mapping[str, Any]) -> tuple[Rates, str]:
+def _disk_speed(options: PlanOptions, config: Config) -> tuple[Rates, str]:
     """The disk's rates, and where they are from: given, tuned, measured in the config's own folders
     when all are here, or assumed."""
     if options.nvme_rate is not None:
@@ -270,7 +269,7 @@ def _disk_speed(options: PlanOptions, config: Mapping[str, Any]) -> tuple[Rates,
     ), source
 
 
-def _folders_here(config: Mapping[str, Any]) -> list[Path]:
+def _folders_here(config: Config) -> list[Path]:
     """The folders that states may rest in; empty unless all of them are on this machine."""
     folders = [Path(folder) for folder in nvme_folders(config)]
     return folders if all(folder.is_dir() for folder in folders) else []

@@ -9,7 +9,7 @@ import json
 import platform
 import statistics
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -336,7 +336,7 @@ _OF_OUTCOME = (
 )
 
 
-def median_limits(steps: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
+def median_limits(steps: Sequence[Message]) -> dict[str, float] | None:
     """Seconds for which each resource was busy in an iteration (swap/disk/queue.py), the median
     after the warm-up."""
     told = [step["limits_s"] for step in steps if "limits_s" in step]

@@ -18,7 +18,7 @@ import secrets
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -148,7 +148,7 @@ def sft(options: SftOptions, console: Console) -> int:
         return status_of(run, options.MADE_BY)
 
 
-def _keep_record(tuned: Path, run: Mapping[str, Any], console: Console) -> None:
+def _keep_record(tuned: Path, run: Run, console: Console) -> None:
     """Keeps what a run has seen of its disks. The run has ended, so an error is told and no
     more."""
     try:
