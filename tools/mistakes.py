@@ -110,7 +110,9 @@ def answer(error: Any, given: Sequence[str]) -> str:
     instead = dict[str, str]()
     if unknown:
         said = f"there is no command {unknown[1]!r}"
-        meant = _COMMANDS.get(unknown[1]) or "".join(_near(unknown[1], known))
+        meant = _COMMANDS.get(unknown[1]) or "".join(
+            difflib.get_close_matches(unknown[1], known, 1)
+        )
         if not meant:
             return _sentence(path, said, [*given[:num_words], "--help"])
         instead = {unknown[1]: meant}
@@ -208,11 +210,8 @@ def _meant(name: str, options: Iterable[str]) -> Sequence[str]:
     if alike is not None:
         return [each for each in alike if each in options]
     names = [each.strip("-") for each in options]
-    return [f"--{each}" for each in _near(full.strip("-"), names, _ALIKE_ENOUGH)]
-
-
-def _near(word: str, there: Iterable[str], alike: float = 0.6) -> Sequence[str]:
-    return difflib.get_close_matches(word, list(there), 1, alike)
+    near = difflib.get_close_matches(full.strip("-"), names, 1, _ALIKE_ENOUGH)
+    return [f"--{each}" for each in near]
 
 
 def _takes(path: str, name: str, value: str) -> bool:

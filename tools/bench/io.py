@@ -160,7 +160,8 @@ def measure(
             judges["fio"] = FioWitness(program, files, options.sync)
         witnesses = list(judges.values())
         absent = Witness("none")
-        with _progress(count_passes(settings, options.loops, witnesses), console) as told:
+        num_passes = sum(1 for _ in _turns(settings, options.loops, witnesses))
+        with _progress(num_passes, console) as told:
             told("writing the files once")
             _fill(options, files, ranks)
             measured = sweep(settings, options, files, ranks, witnesses, told)
@@ -218,13 +219,15 @@ def _buffer_bytes(setting: Setting) -> int:
 def _progress(total: int, console: Console) -> Iterator[Callable[[str], None]]:
     """A bar; what it yields is called with what is being measured, before each pass. Drawn seldom:
     it costs CPU time."""
-    columns = (
+    with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console, transient=True, refresh_per_second=2) as bar:
+        console=console,
+        transient=True,
+        refresh_per_second=2,
+    ) as bar:
         task = bar.add_task("starting", total=total + 1)
         yield lambda what: bar.update(task, description=what, advance=1)
 
@@ -291,11 +294,6 @@ def sweep(
             except CannotRun as refusal:
                 found.error = str(refusal)
     return list(measured.values())
-
-
-def count_passes(settings: Sequence[Setting], loops: int, witnesses: Sequence[Witness]) -> int:
-    """How often `progress` will be called."""
-    return sum(1 for _ in _turns(settings, loops, witnesses))
 
 
 def _turns(

@@ -151,12 +151,11 @@ def _paired(ours: Sequence[float], theirs: Sequence[float]) -> float | None:
 
 
 def best_of(rows: Sequence[Row]) -> dict[str, Row]:
-    """The row with the highest median of each mode."""
-    measured = [row for row in rows if row["gbps_median"] is not None]
-    modes = dict.fromkeys(row["mode"] for row in measured)
+    """The row with the highest median of each mode, whose rows follow each other."""
+    measured = (row for row in rows if row["gbps_median"] is not None)
     return {
-        mode: max((r for r in measured if r["mode"] == mode), key=itemgetter("gbps_median"))
-        for mode in modes
+        mode: max(of_mode, key=itemgetter("gbps_median"))
+        for mode, of_mode in itertools.groupby(measured, key=itemgetter("mode"))
     }
 
 

@@ -436,7 +436,7 @@ def ready_fields(
         "state_bytes": state_bytes(trained, precision, shards.policy.precision),
         "threads": torch.get_num_threads(),
         "device": str(shards.device),
-        "plan": rows_of(shards),
+        "plan": [(row.what, row.tier.name, row.num_bytes, row.why) for row in shards.plan.rows],
         "budget": [[row.what, row.num_bytes, row.why] for row in budget.rows()] if budget else [],
         "ceiling": ceiling,
         "predicted": predicted,
@@ -509,11 +509,6 @@ def save_events(shards: Shards, file: str | None) -> None:
         with open(durable.create_anew(Path(file)), "w", encoding="utf-8") as lines:
             for event in shards.store.recorder.events:
                 lines.write(json.dumps(list(event)) + "\n")
-
-
-def rows_of(shards: Shards) -> list[tuple[str, str, int, str]]:
-    """A plan's rows, as a message has them."""
-    return [(row.what, row.tier.name, row.num_bytes, row.why) for row in shards.plan.rows]
 
 
 # ---- counts of bytes, and the accelerator's memory -----------------------------------------------
