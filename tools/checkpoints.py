@@ -398,14 +398,14 @@ def transfer_bar(
 
     num_bytes: None where the total is not known.
     """
-    columns = (
+    with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),
-    )
-    with Progress(
-        *columns, console=console, transient=True, disable=not (is_shown and console.is_terminal)
+        console=console,
+        transient=True,
+        disable=not (is_shown and console.is_terminal),
     ) as bar:
         yield functools.partial(bar.advance, bar.add_task(what, total=num_bytes))
 

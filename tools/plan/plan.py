@@ -97,7 +97,6 @@ def scenario_of(options: PlanOptions) -> tuple[Scenario, list[str]]:
         options = dataclasses.replace(options, host_bytes=free)
         sources.append(f"host memory: {format_bytes(free)}, nine tenths of what is free here")
     is_checkpointing = recomputes_blocks(options.is_checkpointing, config)
-    options = dataclasses.replace(options, is_checkpointing=is_checkpointing)
     shape = _shape(options)
     if is_unet(shape):
         options, shape = _with_latents(options, shape)
@@ -107,7 +106,7 @@ def scenario_of(options: PlanOptions) -> tuple[Scenario, list[str]]:
             {"--seq": "--seq 4608"},
         )
     seq = options.seq or _SEQ
-    options = dataclasses.replace(options, seq=seq)
+    options = dataclasses.replace(options, seq=seq, is_checkpointing=is_checkpointing)
     is_timed_here = options.flops is None and options.gpu_bytes is None
     if OF_DIFFUSERS in shape and is_timed_here:
         said = "a diffusion model is not timed here"

@@ -26,12 +26,7 @@ def record_of(run: Mapping[str, Any]) -> dict[str, Any] | None:
     """What a run, as saved, has seen of its disks; None where they did not limit it, or it was too
     short to tell."""
     moved = run.get("nvme_read_bytes_a_step"), run.get("nvme_written_bytes_a_step")
-    if (
-        run.get("limited_by") != "disk"
-        or None in moved
-        or run.get("error")
-        or not sum(map(int, filter(None, moved)))
-    ):
+    if run.get("limited_by") != "disk" or None in moved or run.get("error") or not any(moved):
         return None
     return {
         "date": run["date"],

@@ -104,8 +104,7 @@ def draw_loss(run: Figures) -> Figure | None:
     steps = run["pictures"]["steps"]
     if not steps:
         return None
-    figure, axes = new_figure(7.5, 4.2)
-    ax = axes[0]
+    figure, (ax,) = new_figure(7.5, 4.2)
     numbers = [s["step"] for s in steps]
     losses = [s["loss"] for s in steps]
     ax.plot(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -389,9 +390,9 @@ def result_table(run: Figures) -> Table:
 def describe_ready(ready: Message) -> str:
     """One line before the first step: the model, its states, where the bytes rest, and the
     prediction."""
-    by_tier: dict[str, int] = {}
+    by_tier = Counter[str]()
     for _, tier, num_bytes, _ in ready["plan"]:
-        by_tier[tier] = by_tier.get(tier, 0) + num_bytes
+        by_tier[tier] += num_bytes
     places = ", ".join(
         f"{format_bytes(num_bytes)} on {tier}" for tier, num_bytes in by_tier.items() if num_bytes
     )
