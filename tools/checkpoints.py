@@ -452,8 +452,7 @@ def export_checkpoint(options: ExportOptions, console: Console) -> int:
             files, num_bytes = _export_weights(options, source, dtype, console)
         step = source.manifest.step
         excluded = source.manifest.excluded
-    figures = {"step": step, "files": files, "num_bytes": num_bytes, "folder": options.out}
-    options.save_json(figures)
+    options.save_json({"step": step, "files": files, "num_bytes": num_bytes, "folder": options.out})
     console.print(
         f"step {step}: {format_bytes(num_bytes)} in {numbered(len(files), 'file')}  ->  {options.out}"
     )

@@ -109,8 +109,7 @@ def check_bytes_suit(model: Path) -> None:
     if found is not None:
         raise ValueError(
             f"--model: {model} has a tokenizer ({found}), and `tiermem train` gives bytes of text "
-            "to a model as its tokens, "
-            f"which would spoil this one: {_INSTEAD}"
+            f"to a model as its tokens, which would spoil this one: {_INSTEAD}"
         )
 
 

@@ -96,8 +96,10 @@ class CgroupLimit(MemoryLimit):
         OSError: it cannot be made, limited or joined here.
     """
 
-    # name, value ("{}": the cap), whether it must be there
-    _limit_files: tuple[tuple[str, str, bool], ...] = ()
+    _limit_file = ""
+    """Of the cap."""
+    _other_files: tuple[tuple[str, str], ...] = ()
+    """Name and value, "{}" for the cap; kernels may lack them."""
 
     def __init__(self, parent: Path, limit_bytes: int, why: str) -> None:
         super().__init__(limit_bytes, why)
@@ -105,8 +107,10 @@ class CgroupLimit(MemoryLimit):
         self.folder = parent / f"{_PREFIX}{os.getpid()}-{next(_serial)}"
         self.folder.mkdir()
         try:
-            for name, value, is_needed in self._limit_files:
-                self._set(name, value.format(limit_bytes), is_needed)
+            self._set(self._limit_file, str(limit_bytes))
+            for name, value in self._other_files:
+                with contextlib.suppress(OSError):
+                    self._set(name, value.format(limit_bytes))
             subprocess.run(self.wrap(["true"]), check=True, capture_output=True, timeout=30)
         except (OSError, subprocess.SubprocessError) as error:
             self.close()
@@ -127,23 +131,19 @@ class CgroupLimit(MemoryLimit):
                     raise
                 time.sleep(0.01)
 
-    def _set(self, name: str, value: str, is_needed: bool) -> None:
-        with contextlib.nullcontext() if is_needed else contextlib.suppress(OSError):
-            file = self.folder / name
-            if not file.exists():
-                raise OSError(f"{file} does not exist")
-            file.write_text(value)
+    def _set(self, name: str, value: str) -> None:
+        file = self.folder / name
+        if not file.exists():
+            raise OSError(f"{file} does not exist")
+        file.write_text(value)
 
 
 class CgroupV1Limit(CgroupLimit):
     """A cgroup of the version 1 memory hierarchy."""
 
     kind = "cgroup-v1"
-    _limit_files = (
-        ("memory.limit_in_bytes", "{}", True),
-        ("memory.memsw.limit_in_bytes", "{}", False),
-        ("memory.swappiness", "0", False),
-    )
+    _limit_file = "memory.limit_in_bytes"
+    _other_files = (("memory.memsw.limit_in_bytes", "{}"), ("memory.swappiness", "0"))
 
     def charge(self, in_full: bool) -> Charge:
         charge = Charge(
@@ -167,11 +167,8 @@ class CgroupV2Limit(CgroupLimit):
     """A cgroup of the unified hierarchy, where a memory controller is delegated to this user."""
 
     kind = "cgroup-v2"
-    _limit_files = (
-        ("memory.max", "{}", True),
-        ("memory.swap.max", "0", False),
-        ("memory.oom.group", "1", False),
-    )
+    _limit_file = "memory.max"
+    _other_files = (("memory.swap.max", "0"), ("memory.oom.group", "1"))
 
     def charge(self, in_full: bool) -> Charge:
         return _charge_v2(self.folder, in_full)

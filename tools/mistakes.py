@@ -147,14 +147,14 @@ def _without(
     if len(name) == 2 and name not in given:  # -p of -preset
         name = next((word for word in given if word.startswith(name)), name)
     said = f"there is no option {name}"
-    there = {each: _options_of(known) for each, known in getattr(command, "commands", {}).items()}
+    known = getattr(command, "commands", {})
     value = value_of(name, words)
     written = {word.partition("=")[0] for word in words}
     for meant in _meant(name, options):
         if meant not in written and _takes(path, meant, value):
             return said, _renamed(words, name, meant)
-    for each in ("train", "plan", *there):  # an option of a command, without the command
-        if name in there.get(each, ()):
+    for each in ("train", "plan", *known):  # an option of a command, without the command
+        if name in _options_of(known.get(each)):
             return f"{said} without a command", [*words[:num_words], each, *words[num_words:]]
     if name in _ALIKE[0] and _arguments_of(command):
         return said, [word.removeprefix(f"{name}=") for word in words if word != name]

@@ -394,8 +394,7 @@ def notes_of(rows: Sequence[Row], ours: IoCounts, kernel: IoCounts) -> list[str]
         if row["first_gbps"] is not None and row["first_gbps"] < 0.8 * later:
             notes.append(
                 f"{_name(row)}: the first pass reached {row['first_gbps']:.2f} GB/s, later ones "
-                f"{later:.2f}: "
-                "the host's or the device's cache warms"
+                f"{later:.2f}: the host's or the device's cache warms"
             )
     for row in best_of(rows).values():
         if "series" not in row and row["gbps_max"] > _UNSTEADY * row["gbps_min"]:

@@ -492,10 +492,8 @@ def _check_room(shape: ModelShape, nvme: list[Path]) -> None:
     if num_bytes > there:
         raise ValueError(
             f"the model's weights alone are {format_bytes(num_bytes)} ({sizes.num_layers} layers "
-            f"of {sizes.hidden}, vocabulary "
-            f"{sizes.vocabulary}); memory and free disk are {format_bytes(there)}: take a smaller "
-            "model, or name a larger disk "
-            "with --nvme"
+            f"of {sizes.hidden}, vocabulary {sizes.vocabulary}); memory and free disk are "
+            f"{format_bytes(there)}: take a smaller model, or name a larger disk with --nvme"
         )
 
 

@@ -224,9 +224,8 @@ def _print_plan(planned: Planned, sources: Sequence[str], console: Console) -> N
     num_micro = planned.batch.accumulation
     console.print(
         f"{planned.num_params:,} parameters on {ranks}: {cluster.num_nodes} x "
-        f"{cluster.ranks_per_node}, maths on {where}; "
-        f"{planned.batch.micro} x {planned.scenario.seq} tokens, {numbered(num_micro, 'micro-batch')} "
-        "a step"
+        f"{cluster.ranks_per_node}, maths on {where}; {planned.batch.micro} x "
+        f"{planned.scenario.seq} tokens, {numbered(num_micro, 'micro-batch')} a step"
     )
     console.print(_tier_table(planned))
     console.print(_edge_table(planned))
@@ -559,12 +558,11 @@ def tiling_hint(planned: Planned) -> str | None:
         return None
     names = {problem.where for problem in planned.problems}
     for tier in (Tier.DEVICE, Tier.HOST):
-        passing = [
-            row
+        num_bytes = sum(
+            row.num_bytes
             for row in planned.lines
             if row.tier is tier and "unit" in row.what and "resident" not in row.what
-        ]
-        num_bytes = sum(row.num_bytes for row in passing)
+        )
         if PLACES[tier] in names and num_bytes > planned.tier_bytes(tier) / 3:
             return (
                 f"units take {format_bytes(num_bytes)} of a rank's {tier.name}; the largest is "

@@ -134,16 +134,16 @@ def time_plain_copies(job: Job) -> Compute:
 
     Raises ValueError for a model whose number of layers cannot be changed.
     """
-    few = _time_copy(_with_layers(job, _FEW))
-    more = _time_copy(_with_layers(job, _MORE))
-    forward_s = max(1e-12, (more[1] - few[1]) / (_MORE - _FEW))
-    backward_s = max(1e-12, (more[2] - few[2]) / (_MORE - _FEW))
-    block_numel = max(1, (more[0] - few[0]) // (_MORE - _FEW))
+    few_numel, few_forward_s, few_backward_s = _time_copy(_with_layers(job, _FEW))
+    numel, more_forward_s, more_backward_s = _time_copy(_with_layers(job, _MORE))
+    forward_s = max(1e-12, (more_forward_s - few_forward_s) / (_MORE - _FEW))
+    backward_s = max(1e-12, (more_backward_s - few_backward_s) / (_MORE - _FEW))
+    block_numel = max(1, (numel - few_numel) // (_MORE - _FEW))
     return Compute(
         forward_s / block_numel,
         backward_s / block_numel,
-        max(0.0, few[1] - forward_s),
-        max(0.0, few[2] - backward_s),
+        max(0.0, few_forward_s - forward_s),
+        max(0.0, few_backward_s - backward_s),
     )
 
 
@@ -496,10 +496,8 @@ def warn_of_compute(config: Config, shape: ModelShape) -> str | None:
         return None
     return (
         f"{precision} products are {choice.products.ratio:.0f} times slower here than fp32 "
-        "products, and so is this run: stop "
-        "it with Ctrl-C and give --precision auto, which multiplies the same weights in fp32 (in a "
-        "config "
-        '"tiermem": {"compute_dtype": "measured"})'
+        "products, and so is this run: stop it with Ctrl-C and give --precision auto, which "
+        'multiplies the same weights in fp32 (in a config "tiermem": {"compute_dtype": "measured"})'
     )
 
 

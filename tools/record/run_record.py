@@ -542,9 +542,16 @@ def median_after_warm_up(values: Sequence[float]) -> float | None:
 def stamp() -> Figures:
     """What identifies a run: when, where, how."""
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    facts = {"processor": cpu_model(), "cores": num_cores(), "memory_bytes": memory_bytes()}
-    machine = {**facts, "kernel": platform.release()}
-    return {"date": now, "machine": machine, "command": ["tiermem", *sys.argv[1:]]}
+    return {
+        "date": now,
+        "machine": {
+            "processor": cpu_model(),
+            "cores": num_cores(),
+            "memory_bytes": memory_bytes(),
+            "kernel": platform.release(),
+        },
+        "command": ["tiermem", *sys.argv[1:]],
+    }
 
 
 def _larger(a: Sample, b: Sample) -> Sample:
