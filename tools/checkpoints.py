@@ -273,7 +273,7 @@ def inspect_checkpoint(options: InspectOptions, console: Console) -> int:
 
 def totals(rows: Sequence[Figures]) -> dict[str, int]:
     """Bytes of each state over all rows."""
-    found: Counter[str] = Counter()
+    found = Counter[str]()
     for row in rows:
         found.update(row["state_bytes"])
     return dict(found)

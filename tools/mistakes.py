@@ -101,7 +101,7 @@ def answer(error: Any, given: Sequence[str]) -> str:
     num_words = len(path.split()) - 1  # of the command
     unknown = _UNKNOWN.search(error.message)
     extra = _EXTRA.search(error.message)
-    name: str | None = getattr(error, "option_name", None)
+    name = getattr(error, "option_name", None)
     parameter: Any = getattr(error, "param", None)
     first = "".join(given[num_words : num_words + 1])
     if name is not None and "--preset" in options and first and not first.startswith("-"):

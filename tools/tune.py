@@ -567,9 +567,12 @@ def _print(found: TuneResult, out: Path, paths: Sequence[dict[str, Any]], consol
     if found.winner == found.default:
         names = ("the defaults, verified", "the same, verified again")
     for name, turn in zip(names, (found.verdict.tuned, found.verdict.default), strict=True):
-        mixed = f"{sum(turn.mixed_gbps):.2f}"
-        read = f"{sum(turn.read_gbps):.2f}"
-        shown.add_row(name, f"{turn.cost_ns:.3f}", mixed, read)
+        shown.add_row(
+            name,
+            f"{turn.cost_ns:.3f}",
+            f"{sum(turn.mixed_gbps):.2f}",
+            f"{sum(turn.read_gbps):.2f}",
+        )
     console.print(shown)
     console.print(_sentence(found))
     if len(paths) > 1:

@@ -232,7 +232,7 @@ def read_rate(report: str) -> float:
     """GB per second out of fio's JSON report. Raises OSError when it is none, or says that nothing
     was moved."""
     try:
-        job: dict[str, Any] = json.loads(report[report.index("{") :])["jobs"][0]
+        job = json.loads(report[report.index("{") :])["jobs"][0]
         num_bytes = sum(int(job[way]["io_bytes"]) for way in ("read", "write"))
         milliseconds = max(int(job[way]["runtime"]) for way in ("read", "write"))
     except (ValueError, KeyError, IndexError, TypeError) as error:

@@ -287,7 +287,7 @@ def _bands_of(spans: Sequence[Span], start_ns: int, end_ns: int) -> list[Band]:
     each other lane."""
     lanes = lanes_of(spans)
     phases = rows_of([span for span in spans if span.lane in PHASES]) or [[]]
-    bands: list[Band] = [("phase", phases, 2.0 * len(phases))]
+    bands = [("phase", phases, 2.0 * len(phases))]
     for lane, members in lanes.items():
         if lane not in PHASES:
             rows = rows_of(members)[:_MAX_ROWS]

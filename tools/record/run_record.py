@@ -252,9 +252,7 @@ def write_trace(file: Path, spans: Sequence[Span]) -> None:
 
 def _complete(span: Span, thread: int, origin: int) -> dict[str, Any]:
     duration = span.end_ns - span.start_ns
-    arguments: dict[str, Any] = {}
-    if span.num_bytes:
-        arguments = {"bytes": span.num_bytes, "GB/s": round(span.num_bytes / max(duration, 1), 3)}
+    moved = {"bytes": span.num_bytes, "GB/s": round(span.num_bytes / max(duration, 1), 3)}
     return {
         "ph": "X",
         "cat": span.lane,
@@ -263,7 +261,7 @@ def _complete(span: Span, thread: int, origin: int) -> dict[str, Any]:
         "tid": thread,
         "ts": (span.start_ns - origin) / 1e3,
         "dur": duration / 1e3,
-        "args": arguments,
+        "args": moved if span.num_bytes else {},
     }
 
 
@@ -435,7 +433,7 @@ class RunRecord(Observer):
     def _predicted(self) -> Figures | None:
         """What was predicted, of steps as most of them were: begun under backward, or not, which
         shows in the run alone."""
-        said: Figures | None = self.ready.get("predicted")
+        said = self.ready.get("predicted")
         is_late = 2 * self.done.get("steps_early", len(self.steps)) < len(self.steps)
         return {**said, **said["late"]} if said and said.get("late") and is_late else said
 

@@ -44,7 +44,7 @@ def fine_tune(job: Job, channel: Channel, stop: Stop) -> None:
     def refuse(said: str) -> None:
         raise ValueError(f"{said}; `trl sft --help` lists TRL's arguments")
 
-    sft: Any = importlib.import_module("trl.scripts.sft")
+    sft = importlib.import_module("trl.scripts.sft")
     parser = sft.make_parser(prog="tiermem sft")
     parser.error = refuse
     parser.set_defaults(use_cpu=not is_accelerator(find_device()))

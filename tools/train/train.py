@@ -195,8 +195,14 @@ def run_reported(
     `run_one` does."""
     folder.mkdir(parents=True)
     console.print(f"run {folder}")
-    module = "tiermem.tools.train.trainer"
-    trainer = [sys.executable, "-m", module, str(folder / "job.json"), "--channel", CHANNEL_FD]
+    trainer = [
+        sys.executable,
+        "-m",
+        "tiermem.tools.train.trainer",
+        str(folder / "job.json"),
+        "--channel",
+        CHANNEL_FD,
+    ]
     run = run_one(job, trainer, title, folder, options, console)
     if is_first:
         report(run, folder, options, console)

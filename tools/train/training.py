@@ -106,7 +106,7 @@ class Trainer:
         self._compute: str | None = None  # how the dtype of products was chosen
         self._choice: str | None = None  # how what the budget leaves open was settled
         self._placement: list[str] = []  # what was chosen for an accelerator, with the arithmetic
-        self._recomputation: str | None = None  # whether blocks are recomputed, and why
+        self._recomputation: list[str] = []  # whether blocks are recomputed, and why
         # bytes of checkpoints that the kernel counts and the store does not
         self._beside = IoCounts(0, 0)
 
@@ -122,7 +122,7 @@ class Trainer:
         self._job = job
         is_open = asked.is_checkpointing is None
         if job.is_checkpointing and is_open:
-            self._recomputation = NO_OTHER_WAY
+            self._recomputation = [NO_OTHER_WAY]
         ceiling = measure_ceiling(job, self._channel)
         self._channel.phase("measuring the maths")
         room_bytes = self._budget.left_bytes if self._budget is not None else None
@@ -145,9 +145,22 @@ class Trainer:
                 self._resume(engine, job.resume)
             engine.step_client_state = {CLIENT_KEY: job.to_save}
             give_back_free_memory()
-            num_micro = engine.gradient_accumulation_steps()
-            predicted = predict(engine.shards, num_micro, job, measured, ceiling, resident_bytes)
-            self._announce(engine, ceiling, predicted)
+            predicted = predict(
+                engine.shards,
+                engine.gradient_accumulation_steps(),
+                job,
+                measured,
+                ceiling,
+                resident_bytes,
+            )
+            self._channel.send(
+                "ready",
+                **ready_fields(engine.shards, job, self._budget, ceiling, predicted),
+                batch_size=engine.train_batch_size(),
+                choice=self._choice,
+                placement=[*self._placement, *self._recomputation],
+                compute=self._compute,
+            )
             self._warn(warn_of_disk(predicted))
             before = counts_of(engine.shards)
             kernel = kernel_counts()
@@ -231,16 +244,17 @@ class Trainer:
             more = activations.recomputed_part - float(bool(job.is_checkpointing))
             if speed is not None:
                 measured = speed._replace(compute=speed.compute.recomputing(more))
-            is_recomputing = activations.is_checkpointing
             job = dataclasses.replace(
-                job, is_checkpointing=is_recomputing, num_kept=activations.num_kept
+                job,
+                is_checkpointing=activations.is_checkpointing,
+                num_kept=activations.num_kept,
             )
             if activations.num_kept:
-                self._recomputation = (
+                self._recomputation = [
                     f"checkpointing: {activations.num_recomputed} of "
                     f"{activations.sizes.num_layers} blocks are recomputed in backward; memory has "
                     "room for what the others keep"
-                )
+                ]
         if not planned.policy.uses_nvme:
             job = dataclasses.replace(job, nvme_paths=[])
         self._job = job
@@ -255,16 +269,6 @@ class Trainer:
         started = time.monotonic()
         engine.load_checkpoint(place)
         self._channel.send("resumed", step=engine.global_steps, seconds=time.monotonic() - started)
-
-    def _announce(self, engine: Engine, ceiling: Figures | None, predicted: Figures) -> None:
-        self._channel.send(
-            "ready",
-            **ready_fields(engine.shards, self._job, self._budget, ceiling, predicted),
-            batch_size=engine.train_batch_size(),
-            choice=self._choice,
-            placement=[*self._placement, *([self._recomputation] if self._recomputation else [])],
-            compute=self._compute,
-        )
 
     # ---- training --------------------------------------------------------------------------------
 
@@ -298,7 +302,7 @@ class Trainer:
                     engine.step()
             mean = float(torch.stack(losses).float().mean())
             # ranks stop together
-            told: list[tuple[float, bool]] = of_every_rank((mean, self._stop.is_asked))
+            told = of_every_rank((mean, self._stop.is_asked))
             mean = sum(each[0] for each in told) / len(told)
             is_stopped = any(each[1] for each in told)
             self._channel.send(
