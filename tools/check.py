@@ -116,15 +116,14 @@ def check_machine(options: CheckOptions, console: Console) -> int:
     """Prints the report and returns 0. Blocks for the measurements; raises OSError when a folder is
     not usable."""
     paths = options.paths or [Path()]
-    seconds = options.seconds
     shown = table("tiermem check", "", "found", "to mend")
     shown.columns[0].style = "bold"
     shown.columns[2].style = "yellow"
     findings = [finding for path in paths for finding in find_path(path)]
     findings += [*find_system(), *find_gpu()]
     for path in paths:
-        with console.status(f"measuring the disk of {path} for {seconds:.0f} s"):
-            findings.append(find_rate(path, seconds))
+        with console.status(f"measuring the disk of {path} for {options.seconds:.0f} s"):
+            findings.append(find_rate(path, options.seconds))
     for finding in findings:
         shown.add_row(*finding)
     console.print(shown)

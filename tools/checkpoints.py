@@ -314,7 +314,7 @@ def _print_tensors(
     for row in rows:
         shape = " x ".join(map(str, row["shape"])) or "scalar"
         states = " ".join(f"{state}:{kind}" for state, kind in row["states"].items())
-        name = " = ".join([row["name"], *([", ".join(row["aliases"])] if row["aliases"] else [])])
+        name = " = ".join(filter(None, (row["name"], ", ".join(row["aliases"]))))
         mode = (
             row["role"][0]
             + ("t" if row["is_trainable"] else "-")

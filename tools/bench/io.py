@@ -179,7 +179,7 @@ def measure(
         in_memory = [path for path in options.paths if memory_backed(path)]
         notes += [f"{path} lies in memory: no disk was measured" for path in in_memory]
         return rows, io_report.notes_of(
-            rows, *(io_report.byte_counts([] if in_memory else measured))
+            rows, *io_report.byte_counts([] if in_memory else measured)
         ) + notes
 
 

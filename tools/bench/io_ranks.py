@@ -127,8 +127,9 @@ class TensorPass(AbstractContextManager["TensorPass"]):
         self.store = TensorStore(folders, host_bytes=2 * self._window * TENSOR_BYTES, io=io)
         try:
             self.store.reserve_disk(self.num_bytes)
-            values = self._generator.integers(0, 256, TENSOR_BYTES, dtype=np.uint8)
-            self._tensor = torch.from_numpy(values)
+            self._tensor = torch.from_numpy(
+                self._generator.integers(0, 256, TENSOR_BYTES, dtype=np.uint8)
+            )
             # first writes to preallocated blocks are slower, and memory is registered when it is
             # known
             self._put_all()

@@ -11,10 +11,9 @@ from typing import cast, get_args
 from rich.console import Console
 from rich.table import Table
 
-from tiermem.precision import Precision
+from tiermem.precision import DTYPES, Precision
 from tiermem.swap.store.checksum import Verify
 from tiermem.tools.bench.stepped_model import (
-    DTYPES,
     MOST_FRACTION,
     SETTINGS,
     Case,

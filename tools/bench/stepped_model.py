@@ -22,7 +22,7 @@ from torch import nn
 from tiermem.engine.sharding import shard
 from tiermem.optim import AdamW
 from tiermem.policy import IoSettings, OffloadPolicy, Tier
-from tiermem.precision import Precision
+from tiermem.precision import DTYPES, Precision
 from tiermem.swap.base.native import READ, WRITE, latency_edges
 from tiermem.swap.base.ranges import round_up
 from tiermem.swap.disk.passes import Passes
@@ -59,7 +59,6 @@ if TYPE_CHECKING:
 #                         4       4        4      2       2        2      2      written, the same
 #     gradients           4       4        4      2       2        2      2      read, the same
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _BLOCK_PARAMS = 4  # tensors in a block
 _NUM_MOMENTS = 2  # AdamW's
 

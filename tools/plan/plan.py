@@ -65,7 +65,7 @@ def plan(options: PlanOptions, console: Console) -> int:
     something is measured."""
     if options.shows_paper:
         print_paper(console)
-        name = options.preset or (str(options.model) if options.model is not None else ESTIMATED)
+        name = options.preset or str(options.model or ESTIMATED)
         shape = preset(ESTIMATED) if name == ESTIMATED else _shape(options)
         print_estimates(name, shape, (options.ranks, options.nodes), console)
         return EXIT_FITS

@@ -136,8 +136,9 @@ def draw_memory(run: Figures) -> Figure | None:
     if not samples:
         return None
     origin = samples[0][0]
-    told = [*run["pictures"]["phases"], *run["pictures"]["steps"]]
-    told.sort(key=lambda p: int(p["time_ns"]))
+    told = sorted(
+        [*run["pictures"]["phases"], *run["pictures"]["steps"]], key=lambda p: int(p["time_ns"])
+    )
     on_device = [p for p in told if "device_memory" in p]
     figure, axes = new_figure(10, 8.0, (3, 2, 1)) if on_device else new_figure(10, 6.2, (3, 1))
     top, *middle, bottom = axes
@@ -180,7 +181,7 @@ def draw_memory(run: Figures) -> Figure | None:
             va="bottom",
             fontsize=9,
         )
-    highest = max([s[1] for s in samples] + [s[2] or 0 for s in samples] + [cap or 0])
+    highest = max(cap or 0, *(max(s[1], s[2] or 0) for s in samples))
     top.set(ylim=(0, highest / MIB * 1.32), ylabel="memory (MiB)")
     top.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, fontsize=9, frameon=False)
     bottom.set(ylabel="NVMe tier\n(GiB in use)", ylim=(0, None), xlabel="time (s)")

@@ -196,10 +196,15 @@ class Progress(RunRecord):
         if self._limit_bytes and self._sample:
             part = self._sample.held_bytes / self._limit_bytes
             style = "green" if part < 0.85 else "yellow" if part < 0.97 else "red"
-            bar = ProgressBar(
-                self._limit_bytes, self._sample.held_bytes, width=_BAR_WIDTH, complete_style=style
+            rows.add_row(
+                "",
+                ProgressBar(
+                    self._limit_bytes,
+                    self._sample.held_bytes,
+                    width=_BAR_WIDTH,
+                    complete_style=style,
+                ),
             )
-            rows.add_row("", bar)
         return rows
 
     def _line(self, text: str) -> None:
@@ -333,8 +338,12 @@ def result_table(run: Figures) -> Table:
         shown.add_row(
             "loss", f"{losses[0]:.4f} → {losses[-1]:.4f}", "", numbered(len(losses), "step")
         )
-        times = " / ".join(map(_seconds, _medians(run).values()))
-        shown.add_row("forward / backward / step", times, "", "medians, the first step left out")
+        shown.add_row(
+            "forward / backward / step",
+            " / ".join(map(_seconds, _medians(run).values())),
+            "",
+            "medians, the first step left out",
+        )
         shown.add_row("tokens per second", f"{run['tokens_per_s']:.1f}", "", "")
     if run["num_params"]:
         shown.add_row(

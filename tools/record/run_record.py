@@ -539,9 +539,8 @@ def median_after_warm_up(values: Sequence[float]) -> float | None:
 
 def stamp() -> Figures:
     """What identifies a run: when, where, how."""
-    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     return {
-        "date": now,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "machine": {
             "processor": cpu_model(),
             "cores": num_cores(),

@@ -131,7 +131,8 @@ class Trainer:
         forget_peak()
         config, measured = self._choose(measured, resident_bytes, is_open)
         job = self._job
-        ceiling = ceiling if job.nvme_paths else None
+        if not job.nvme_paths:
+            ceiling = None
         with self._explaining_out_of_memory(), large_blocks_mapped():
             self._channel.phase("building the model")
             model = build_model(job, config_dict_or_path=config)
@@ -460,8 +461,11 @@ def ready_fields(
 def held_fields(shards: Shards) -> Figures:
     """What is held now on every tier, for the message of a phase."""
     stats = shards.store.stats()
-    held = {"host_bytes": stats.host_bytes, "nvme_bytes": stats.nvme_bytes}
-    return {**held, **device_fields(shards.device)}
+    return {
+        "host_bytes": stats.host_bytes,
+        "nvme_bytes": stats.nvme_bytes,
+        **device_fields(shards.device),
+    }
 
 
 def step_fields(shards: Shards, meter: Meter, started_ns: int) -> Figures:
@@ -469,11 +473,15 @@ def step_fields(shards: Shards, meter: Meter, started_ns: int) -> Figures:
     the message of the step."""
     seen = meter.look()
     stats = shards.store.stats()
-    waits = dict(itertools.islice(seen.waits_s.items(), 5))
-    figures = {**seen.as_logged(), "limits_s": seen.limits_s, "waits": waits}
-    figures |= {"start_ns": started_ns, "end_ns": time.monotonic_ns()}
-    figures |= {key: getattr(stats, key) for key in _STATS}
-    return {**figures, **device_fields(shards.device)}
+    return {
+        **seen.as_logged(),
+        "limits_s": seen.limits_s,
+        "waits": dict(itertools.islice(seen.waits_s.items(), 5)),
+        "start_ns": started_ns,
+        "end_ns": time.monotonic_ns(),
+        **{key: getattr(stats, key) for key in _STATS},
+        **device_fields(shards.device),
+    }
 
 
 def done_fields(shards: Shards, before: Counts, copied: Mapping[str, int]) -> Figures:
