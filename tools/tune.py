@@ -592,9 +592,11 @@ def _sentence(found: TuneResult) -> str:
             f"({spread})"
         )
     if found.winner == found.default:
-        said = f"the defaults ({describe(found.default)}) are the fastest, and are written"
-        return f"{said}; measured twice they differ by {spread}"
-    why = f"not faster beyond noise: {found.verdict.gain:.3f} times ({spread})"
+        return (
+            f"the defaults ({describe(found.default)}) are the fastest, and are written; measured "
+            f"twice they differ by {spread}"
+        )
     return (
-        f"{describe(found.winner)} is {why}; the defaults ({describe(found.default)}) are written"
+        f"{describe(found.winner)} is not faster beyond noise: {found.verdict.gain:.3f} times "
+        f"({spread}); the defaults ({describe(found.default)}) are written"
     )

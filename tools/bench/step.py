@@ -227,9 +227,13 @@ def bench_step(options: StepBenchOptions, console: Console) -> int:
     print_figures(figures, console)
     options.save_json(figures)
     if options.plot_file is not None:
-        last = models[0].steps[ways[0]][-1]
         draw_tiles(
-            last, models[0].tile_names, figures, caption(facts), options.plot_file, options.MADE_BY
+            models[0].steps[ways[0]][-1],
+            models[0].tile_names,
+            figures,
+            caption(facts),
+            options.plot_file,
+            options.MADE_BY,
         )
     return 0
 
@@ -304,10 +308,9 @@ def _notes(
             "faster than the roofline. Measure again"
         )
     if moved != expected:
-        due = f"{expected.read_bytes} and {expected.written_bytes} are due"
         yield (
             f"the queue counts {moved.read_bytes} bytes read and {moved.written_bytes} written; "
-            f"{due}"
+            f"{expected.read_bytes} and {expected.written_bytes} are due"
         )
     yield from disagreements(moved, kernel, "in a step the queue", 0.01, IoCounts(0, 0))
 
@@ -368,11 +371,13 @@ def _check_room(options: StepBenchOptions, cases: Sequence[Case]) -> None:
         max(0, states - resident) + others * (not options.only_states) for states, resident in sizes
     )
     largest = max(states for states, _ in sizes)
-    parts = [
-        ("the states (--params)", stores // len(options.paths)),
-        ("the yardstick", (largest + others) // len(options.paths)),
-    ]
-    check_room(options.paths, parts)
+    check_room(
+        options.paths,
+        [
+            ("the states (--params)", stores // len(options.paths)),
+            ("the yardstick", (largest + others) // len(options.paths)),
+        ],
+    )
 
 
 def _words(option: str, text: str, wanted: str) -> list[str]:

@@ -214,9 +214,9 @@ def lines_of_run(run: Mapping[str, Any], tbw_bytes: int | None = None) -> list[s
         lines.append(f"of this {_gigabytes(copied)} are copies that saves made")
     if redone := run.get("redone_bytes"):
         done = numbered(len(run["losses"]), "step")
-        times = f"{run.get('steps_redone')} of {done} made again"
         lines.append(
-            f"of this {_gigabytes(redone)} were written under backward and dropped: {times}"
+            f"of this {_gigabytes(redone)} were written under backward and dropped: "
+            f"{run.get('steps_redone')} of {done} made again"
         )
     return lines
 

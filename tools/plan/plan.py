@@ -109,9 +109,9 @@ def scenario_of(options: PlanOptions) -> tuple[Scenario, list[str]]:
     options = dataclasses.replace(options, seq=seq, is_checkpointing=is_checkpointing)
     is_timed_here = options.flops is None and options.gpu_bytes is None
     if OF_DIFFUSERS in shape and is_timed_here:
-        said = "a diffusion model is not timed here"
         raise Mistake(
-            f"{said}: name the card that it is for", {"--gpu-memory": "--gpu-memory 24GiB"}
+            "a diffusion model is not timed here: name the card that it is for",
+            {"--gpu-memory": "--gpu-memory 24GiB"},
         )
     if is_timed_here:  # in the dtype that is best here
         config, _ = settle_compute(config, shape)
@@ -398,8 +398,9 @@ def _print_verdict(planned: Planned, console: Console) -> None:
         )
     said = "no disk is written"
     if planned.written_bytes:
-        a_step = f"{planned.written_bytes / 1e9:,.4g} GB a step"
-        said = f"{wear_a_day(planned.written_bytes_day)}; {a_step}"
+        said = (
+            f"{wear_a_day(planned.written_bytes_day)}; {planned.written_bytes / 1e9:,.4g} GB a step"
+        )
     console.print(f"  {said}")
 
 

@@ -81,8 +81,11 @@ def plan_pretrained(
     room = find_room(model, args.device, _activations(model, job, args))
     budget = None
     if job.memory_limit_bytes is not None:
-        activations = ActivationBytes.of(job, is_accelerator(args.device))
-        budget = plan_budget(job.memory_limit_bytes, process_bytes, activations)
+        budget = plan_budget(
+            job.memory_limit_bytes,
+            process_bytes,
+            ActivationBytes.of(job, is_accelerator(args.device)),
+        )
         room = room._replace(host_bytes=max(1, budget.left_bytes) * job.ranks_on_node)
     if asked:
         asked = asked if budget is None else with_host_bytes(asked, room.host_bytes)

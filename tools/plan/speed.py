@@ -255,8 +255,10 @@ def _disk_speed(options: PlanOptions, config: Config) -> tuple[Rates, str]:
         measured = measure_disks(folders, options.sustained)
         read = measured.read_bytes_s
         write = measured.write_bytes_s
-        where = f"measured in {', '.join(map(str, folders))}"
-        source = f"disk: {read / 1e9:.1f} GB/s read, {write / 1e9:.1f} written, {where}"
+        source = (
+            f"disk: {read / 1e9:.1f} GB/s read, {write / 1e9:.1f} written, measured in "
+            f"{', '.join(map(str, folders))}"
+        )
         source += f"; {measured.sustained}" if measured.sustained else ""
     else:
         read, write = ASSUMED_DISK

@@ -364,30 +364,30 @@ def result_table(run: Figures) -> Table:
     )
     card = run.get("device_memory")
     if card is not None:
-        planned = f"{_size(card['plan_bytes'])} of them planned to rest there"
         shown.add_row(
             f"memory of {card['device']}",
             _size(card["peak_allocated_bytes"]),
             "",
-            f"peak; {_size(card['allocated_bytes'])} at the end, {planned}",
+            f"peak; {_size(card['allocated_bytes'])} at the end, {_size(card['plan_bytes'])} of them "
+            "planned to rest there",
         )
-        of_card = f"of {_size(card['total_bytes'])}, {_size(card['free_bytes'])} free"
         shown.add_row(
             "reserved there by torch",
             _size(card["peak_reserved_bytes"]),
             "",
-            f"peak; {_size(card['reserved_bytes'])} at the end, {of_card}",
+            f"peak; {_size(card['reserved_bytes'])} at the end, of {_size(card['total_bytes'])}, "
+            f"{_size(card['free_bytes'])} free",
         )
     shown.add_row(
         "resident", "", _size(run["peak_rss_bytes"]), "peak over the process tree (VmHWM)"
     )
     if run["cgroup_peak_bytes"] is not None:
-        anonymous = run["cgroup_anonymous_peak_bytes"]
         shown.add_row(
             "cgroup",
             "",
             _size(run["cgroup_peak_bytes"]),
-            f"with page cache; without {_size(anonymous)} at the largest sample",
+            f"with page cache; without {_size(run['cgroup_anonymous_peak_bytes'])} at the largest "
+            "sample",
         )
     if run["memory_limit_bytes"]:
         shown.add_row("cap", _size(run["memory_limit_bytes"]), "", run["limit_kind"])

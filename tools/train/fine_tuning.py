@@ -72,8 +72,10 @@ class SftTrainer(TiermemTrainer.mixin, trl.SFTTrainer, TrainerCallback):  # type
         columns = given["train_dataset"].column_names or ()
         taken = {"messages", "conversations", "prompt", "input_ids", args.dataset_text_field}
         if columns and taken.isdisjoint(columns):
-            said = f"the data's lines have {', '.join(map(repr, columns))}"
-            raise ValueError(f"{said}: give 'messages', 'text', or 'prompt' and 'completion'")
+            raise ValueError(
+                f"the data's lines have {', '.join(map(repr, columns))}: give 'messages', 'text', or "
+                "'prompt' and 'completion'"
+            )
         channel.phase("planning")
         self._resident_bytes = max(of_every_rank(resident_of().now_bytes))
         planned = plan_pretrained(job, model, args, given.get("peft_config"), self._resident_bytes)
@@ -176,9 +178,10 @@ class SftTrainer(TiermemTrainer.mixin, trl.SFTTrainer, TrainerCallback):  # type
         """Counts and closes while there are ranks to ask. Collective; blocks."""
         shards = self.shards
         if self._stop.is_asked and self.args.save_strategy != "no":
-            saved = f"step {self.state.global_step} is saved in {self.args.output_dir}"
             self._channel.send(
-                "warning", text=f"{saved}: --resume_from_checkpoint true goes on from there"
+                "warning",
+                text=f"step {self.state.global_step} is saved in {self.args.output_dir}: "
+                "--resume_from_checkpoint true goes on from there",
             )
         self._channel.phase("close")
         done = training.done_fields(shards, self._counts, {})
