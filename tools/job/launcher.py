@@ -149,8 +149,8 @@ class LineReader:
         self._rest = b""
 
     def lines(self) -> list[str]:
-        """Complete lines that have arrived; at the end of the pipe, what is left as well, and nothing
-        after that."""
+        """Complete lines that have arrived; at the end of the pipe, what is left as well, and
+        nothing after that."""
         try:
             while chunk := os.read(self.fd, 65536):
                 self._rest += chunk

@@ -387,7 +387,8 @@ def recomputes_blocks(is_asked: bool | None, config: Config) -> bool | None:
         return is_asked
     if is_asked is False:
         raise Mistake(
-            '--no-checkpointing with accumulation "layers", which computes blocks again in backward',
+            '--no-checkpointing with accumulation "layers", which computes blocks again in '
+            "backward",
             {"--no-checkpointing": ""},
         )
     return True

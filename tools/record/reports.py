@@ -368,8 +368,8 @@ def result_table(run: Figures) -> Table:
             f"memory of {card['device']}",
             _size(card["peak_allocated_bytes"]),
             "",
-            f"peak; {_size(card['allocated_bytes'])} at the end, {_size(card['plan_bytes'])} of them "
-            "planned to rest there",
+            f"peak; {_size(card['allocated_bytes'])} at the end, {_size(card['plan_bytes'])} of "
+            "them planned to rest there",
         )
         shown.add_row(
             "reserved there by torch",

@@ -73,8 +73,8 @@ class SftTrainer(TiermemTrainer.mixin, trl.SFTTrainer, TrainerCallback):  # type
         taken = {"messages", "conversations", "prompt", "input_ids", args.dataset_text_field}
         if columns and taken.isdisjoint(columns):
             raise ValueError(
-                f"the data's lines have {', '.join(map(repr, columns))}: give 'messages', 'text', or "
-                "'prompt' and 'completion'"
+                f"the data's lines have {', '.join(map(repr, columns))}: give 'messages', 'text', "
+                "or 'prompt' and 'completion'"
             )
         channel.phase("planning")
         self._resident_bytes = max(of_every_rank(resident_of().now_bytes))
