@@ -147,7 +147,7 @@ def test_every_list_that_hands_its_outputs_on_is_a_part_of_the_chain(
     build, num_blocks = MODELS[name]
     with engine_of(seeded(build), "layers", 2, "cpu", tmp_path) as engine:
         engine.train_batch(micro_batches(0, 2), cross_entropy)
-        assert len(engine._by_layer._chain.links) == num_blocks  # type: ignore[union-attr]
+        assert len(engine._by_layer._links) == num_blocks  # type: ignore[union-attr]
 
 
 @pytest.mark.slow

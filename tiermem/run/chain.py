@@ -122,54 +122,16 @@ class _ChainCall(NamedTuple):
 
     container: nn.Module
     place: str
+    block: nn.Module
     shapes: Mapping[str, torch.Size]  # of the tensors among its arguments, by parameter
     # leaf of the output of the block before -> the parameter that takes the same tensor
     from_before: Mapping[int, str]
 
 
-class Chain:
-    """The blocks of a model in the order of their calls."""
-
-    def __init__(self, links: Sequence[Link]) -> None:
-        self.links = links
-
-    @contextlib.contextmanager
-    def standing_in(self, visit: Callable[[int, Any, Any], Any]) -> Iterator[None]:
-        """A block in which a call of the chain's block k calls `visit(k, args, kwargs)` instead,
-        and returns its result."""
-        try:
-            for number, link in enumerate(self.links):
-                link.container.register_module(link.place, _StandIn(link.block, number, visit))
-            yield
-        finally:
-            for link in self.links:
-                link.container.register_module(link.place, link.block)
-
-
-class _StandIn(nn.Module):
-    """Takes a block's place in its container. Attributes that it does not have are the block's."""
-
-    def __init__(
-        self, block: nn.Module, number: int, visit: Callable[[int, Any, Any], Any]
-    ) -> None:
-        super().__init__()
-        # not as a child: modules() and parameters() do not enter the block
-        self.__dict__["_stood_for"] = block
-        self._number = number
-        self._visit = visit
-        self.training = block.training
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_stood_for"], name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls `visit`."""
-        return self._visit(self._number, args, kwargs)
-
-
-def find_chain(model: nn.Module, run: Callable[[], Any]) -> Chain:
+def find_chain(model: nn.Module, run: Callable[[], Any]) -> list[Link]:
     """Finds the chain of a model: the blocks of the ModuleList or Sequential with most parameters,
-    and of ModuleLists that hand their outputs to it, or take its outputs, as they are.
+    and of ModuleLists that hand their outputs to it, or take its outputs, as they are. Returns the
+    blocks in the order of their calls.
 
     run: computes one forward of the model; called once, without gradients. Raises NoChainError.
     """
@@ -182,7 +144,7 @@ def find_chain(model: nn.Module, run: Callable[[], Any]) -> Chain:
     with watch.watching():
         call_with_grad(False, run)
     names = {module: name for name, module in model.named_modules()}
-    return Chain(watch.links(names))
+    return watch.links(names)
 
 
 def _containers(module: nn.Module) -> Iterator[nn.Module]:
@@ -248,8 +210,8 @@ class _ChainWatch:
     def _check(self, first: int, last: int, names: Mapping[nn.Module, str]) -> None:
         calls = self._calls[first : last + 1]
         for number, call in enumerate(calls):
-            name = names[_block_of(call)]
-            times = sum(_block_of(each) is _block_of(call) for each in calls)
+            name = names[call.block]
+            times = sum(each.block is call.block for each in calls)
             if times > 1:
                 raise no_chain(f"{name} is called {times} times in one forward")
             if number and not call.from_before:
@@ -276,8 +238,8 @@ class _ChainWatch:
             taken = None if is_last else self._calls[number + 1].from_before.get(i)
             if same:
                 like[i] = taken if taken in same else same[0]
-        block = _block_of(call)
-        return Link(names[block], call.container, call.place, block, leaves, spec, like)
+        name = names[call.block]
+        return Link(name, call.container, call.place, call.block, leaves, spec, like)
 
     def _begin(
         self, container: nn.Module, place: str, block: nn.Module, args: Any, kwargs: Any
@@ -286,15 +248,11 @@ class _ChainWatch:
         shapes = {name: each.shape for name, each in given.items()}
         out = {id(leaf): i for i, leaf in enumerate(self._last)}
         same = {out[id(each)]: name for name, each in given.items() if id(each) in out}
-        self._calls.append(_ChainCall(container, place, shapes, same))
+        self._calls.append(_ChainCall(container, place, block, shapes, same))
 
     def _end(self, block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._last, spec = tree_flatten(output)
         self._outputs.append(([_shown(leaf) for leaf in self._last], spec))
-
-
-def _block_of(call: _ChainCall) -> nn.Module:
-    return call.container.get_submodule(call.place)
 
 
 def tensors_by_parameter(block: nn.Module, args: Any, kwargs: Any) -> dict[str, torch.Tensor]:
@@ -319,6 +277,27 @@ def _shown(leaf: Any) -> Any:
 # ---- walks ---------------------------------------------------------------------------------------
 
 
+class _StandIn(nn.Module):
+    """Takes a block's place in its container. Attributes that it does not have are the block's."""
+
+    def __init__(
+        self, block: nn.Module, number: int, visit: Callable[[int, Any, Any], Any]
+    ) -> None:
+        super().__init__()
+        # not as a child: modules() and parameters() do not enter the block
+        self.__dict__["_stood_for"] = block
+        self._number = number
+        self._visit = visit
+        self.training = block.training
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_stood_for"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls `visit`."""
+        return self._visit(self._number, args, kwargs)
+
+
 class ForwardEnded(Exception):
     """Ends a forward at the last block, whose output is not known yet. A Walk raises and catches
     it."""
@@ -328,11 +307,12 @@ class Walk:
     """One forward of the model with stand-ins for its blocks.
 
     Args:
+        links: the blocks of the model's chain.
         run: computes the forward.
     """
 
-    def __init__(self, chain: Chain, run: Callable[[], Any]) -> None:
-        self._chain = chain
+    def __init__(self, links: Sequence[Link], run: Callable[[], Any]) -> None:
+        self._links = links
         self._run = run
         self._visited = 0
         # gives the tensors of the last block's output
@@ -349,32 +329,41 @@ class Walk:
     def to_the_end(self) -> None:
         """Runs the head, and the code between blocks. Afterwards `made` and `arguments` are those
         of all blocks."""
-        with self._chain.standing_in(self._visit):
+        with self._standing_in():
             try:
                 self._run()
             except ForwardEnded:
                 return
             finally:
                 self._seen.clear()
-        raise no_chain(
-            f"a forward ended before it called {self._chain.links[self._visited - 1].name}"
-        )
+        raise no_chain(f"a forward ended before it called {self._links[self._visited - 1].name}")
 
     def through(self, then: Callable[[], Mapping[int, torch.Tensor]]) -> Any:
         """Runs the whole forward; returns its result. `then` is called for the output of the last
         block: its tensors, by leaf."""
         self._then = then
-        with self._chain.standing_in(self._visit):
+        with self._standing_in():
             result = self._run()
         self._seen.clear()
-        if self._visited != len(self._chain.links):
-            raise no_chain(
-                f"a forward called {self._visited} of the {len(self._chain.links)} blocks"
-            )
+        if self._visited != len(self._links):
+            raise no_chain(f"a forward called {self._visited} of the {len(self._links)} blocks")
         return result
 
+    @contextlib.contextmanager
+    def _standing_in(self) -> Iterator[None]:
+        """A block in which a call of the chain's block k calls `_visit(k, args, kwargs)` instead,
+        and returns its result."""
+        try:
+            for number, link in enumerate(self._links):
+                stand_in = _StandIn(link.block, number, self._visit)
+                link.container.register_module(link.place, stand_in)
+            yield
+        finally:
+            for link in self._links:
+                link.container.register_module(link.place, link.block)
+
     def _visit(self, number: int, args: Any, kwargs: Any) -> Any:
-        links = self._chain.links
+        links = self._links
         link = links[number]
         if number != self._visited:
             expected = links[self._visited].name if self._visited < len(links) else "none"
@@ -417,7 +406,7 @@ class Walk:
 
     def _made_up(self, number: int, given: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Stand-ins for the tensors of a block's output."""
-        link = self._chain.links[number]
+        link = self._links[number]
         device = next(each.device for each in given.values())
         found = {}
 

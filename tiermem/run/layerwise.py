@@ -36,7 +36,7 @@ import contextlib
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -47,7 +47,6 @@ from tiermem.run.activations import Kept, Saved
 from tiermem.run.chain import (
     HEAD,
     Arguments,
-    Chain,
     Link,
     Source,
     Walk,
@@ -195,17 +194,12 @@ class LayerwisePasses:
         self._homes = shards.homes
         self._device = shards.device
         self._call = call
-        self._chain: Chain | None = None
+        self._links: Sequence[Link] = ()  # the chain of blocks; empty until the first step
         self._micros: list[_MicroBatch] = []  # of the step under way
         self._owned: list[_Owned] = []  # of every block, and at the end of head and tail
         self._checked: set[str] = set()  # blocks that were seen to change nothing but their output
         self._shared: set[LiveUnit] = set()  # that a block needs, and something else
         self._captured: tuple[Any, Any] | None = None  # what reaches the block that runs
-
-    @property
-    def _links(self) -> Sequence[Link]:
-        assert self._chain is not None
-        return self._chain.links
 
     @contextlib.contextmanager
     def step(self, losses: Sequence[Loss]) -> Iterator[None]:
@@ -216,10 +210,10 @@ class LayerwisePasses:
         raises, the gradients are forgotten.
         """
         random = _Random.now(self._device)
-        if self._chain is None:
+        if not self._links:
             with _Buffers(self._model).restored():
-                chain = find_chain(self._model, losses[0])
-            self._chain = chain
+                links = find_chain(self._model, losses[0])
+            self._links = links
             random.apply(self._device)
         buffers = _Buffers(self._model)
         self._owned = self._divide()
@@ -280,8 +274,7 @@ class LayerwisePasses:
     # ---- the parts of a pass ---------------------------------------------------------------------
 
     def _run_head(self, micro: _MicroBatch) -> None:
-        assert self._chain is not None
-        walk = Walk(self._chain, micro.compute)
+        walk = Walk(self._links, micro.compute)
         walk.to_the_end()
         micro.made = walk.made
         micro.arguments = walk.arguments
@@ -330,7 +323,12 @@ class LayerwisePasses:
         )
         leaves = tree_leaves(output)
         for i in link.tensors:
-            self._check_shape(link, leaves[i], micro.shapes.get((number, i)))
+            shape = micro.shapes.get((number, i))
+            if shape is not None and leaves[i].shape != shape:
+                raise no_chain(
+                    f"{link.name} gives a tensor of shape {tuple(leaves[i].shape)} where "
+                    f"{tuple(shape)}, that of an argument, was expected"
+                )
             micro.outputs[number, i] = leaves[i]
         is_last = number + 1 == len(self._links)
         micro.outputs = {
@@ -347,7 +345,6 @@ class LayerwisePasses:
         self, micro: _MicroBatch, differentiate: Callable[[torch.Tensor], object]
     ) -> torch.Tensor:
         """Runs the forward again without blocks, to the loss, and differentiates it."""
-        assert self._chain is not None
         # of the last block alone
         outputs = {
             i: tensor.detach().requires_grad_(tensor.is_floating_point())
@@ -360,7 +357,7 @@ class LayerwisePasses:
             return outputs
 
         micro.at_start.apply(self._device)
-        loss: torch.Tensor = Walk(self._chain, micro.compute).through(arrive)
+        loss: torch.Tensor = Walk(self._links, micro.compute).through(arrive)
         micro.random = _Random.now(self._device)
         if micro.number == 0:
             # not sooner: the last step may go on under the first tail's forward
@@ -400,14 +397,6 @@ class LayerwisePasses:
             self._hooks.answer_held()
             for source, tensor in taken.items():
                 micro.add_grad(source, tensor.grad)
-
-    def _check_shape(self, link: Link, tensor: torch.Tensor, shape: torch.Size | None) -> None:
-        """Raises NoChainError for an output of another shape than its stand-in had."""
-        if shape is not None and tensor.shape != shape:
-            raise no_chain(
-                f"{link.name} gives a tensor of shape {tuple(tensor.shape)} where "
-                f"{tuple(shape)}, that of an argument, was expected"
-            )
 
     def _check_leaves_nothing(self, link: Link) -> None:
         """Raises NoChainError for a block that keeps a tensor with a gradient on itself, such as a
@@ -485,24 +474,19 @@ class LayerwisePasses:
                 for live, places in needed_in.items()
                 if places == {number} and live.unit.is_trainable
             ]
-            own = {id(shard.param) for live in units for shard in live.unit.shards}
-            others = [p for p in link.block.parameters() if p.requires_grad and id(p) not in own]
-            found.append(_Owned(units, others))
+            found.append(_Owned(units, _others_in(link.block, units)))
         of_blocks = {live for owned in found for live in owned.units}
         rest = [live for live in self._units if live.unit.is_trainable and live not in of_blocks]
-        own = {id(shard.param) for live in of_blocks for shard in live.unit.shards}
-        others = [p for p in self._model.parameters() if p.requires_grad and id(p) not in own]
-        return [*found, _Owned(rest, others)]
+        return [*found, _Owned(rest, _others_in(self._model, of_blocks))]
 
     def _ended_with_tail(self) -> set[LiveUnit]:
         """The units of the head and the tail that no backward needs any more: those of the tail
         alone."""
-        rest = [
+        return {
             live
             for live in self._owned[-1].units
-            if not (live.unit.is_resident or live in self._shared)
-        ]
-        return {live for live in rest if not self._hooks.is_open(live)}
+            if not (live.unit.is_resident or live in self._shared or self._hooks.is_open(live))
+        }
 
     def _restore(self, micro: _MicroBatch, params: Sequence[nn.Parameter]) -> None:
         """Gives parameters the part of a micro-batch's gradient that there is, to which autograd
@@ -522,3 +506,9 @@ class LayerwisePasses:
             for param in others:
                 if param.grad is not None:
                     micro.parts[param], param.grad = param.grad, None
+
+
+def _others_in(module: nn.Module, units: Collection[LiveUnit]) -> list[nn.Parameter]:
+    """The trainable parameters of a module that are not in these units."""
+    own = {id(shard.param) for live in units for shard in live.unit.shards}
+    return [p for p in module.parameters() if p.requires_grad and id(p) not in own]
