@@ -148,7 +148,7 @@ def zero_wrapper_for_fp_tensor_constructor(constructor: Any, *args: Any, **kwarg
     return constructor
 
 
-class Init(ZeroInit):
+class InitInGroup(ZeroInit):
     """tiermem.zero.Init in a process group, which transformers expects inside. Collective;
     blocks."""
 
@@ -166,6 +166,9 @@ class Init(ZeroInit):
             for module in list(self._seen):
                 _draw_parametrised(module)
         super().__exit__(kind, *more)
+
+
+Init = InitInGroup
 
 
 def _draw_parametrised(module: nn.Module) -> None:
