@@ -8,30 +8,56 @@ zero_to_fp32.*                           tiermem.checkpoint.zero_to_fp32
 
 from __future__ import annotations
 
-from tiermem.engine.start import RepeatingLoader as RepeatingLoader
-from tiermem.state_access import safe_get_full_fp32_param as safe_get_full_fp32_param
-from tiermem.state_access import safe_get_full_grad as safe_get_full_grad
-from tiermem.state_access import safe_get_full_optimizer_state as safe_get_full_optimizer_state
-from tiermem.state_access import safe_get_local_fp32_param as safe_get_local_fp32_param
-from tiermem.state_access import safe_get_local_grad as safe_get_local_grad
-from tiermem.state_access import safe_get_local_optimizer_state as safe_get_local_optimizer_state
-from tiermem.state_access import safe_set_full_fp32_param as safe_set_full_fp32_param
-from tiermem.state_access import safe_set_full_grad as safe_set_full_grad
-from tiermem.state_access import safe_set_full_optimizer_state as safe_set_full_optimizer_state
-from tiermem.state_access import safe_set_local_fp32_param as safe_set_local_fp32_param
-from tiermem.state_access import safe_set_local_grad as safe_set_local_grad
-from tiermem.state_access import safe_set_local_optimizer_state as safe_set_local_optimizer_state
+from tiermem.engine.start import RepeatingLoader
 from tiermem.state_access import (
-    safe_update_full_grad_vectorized as safe_update_full_grad_vectorized,
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_grad,
+    safe_set_local_optimizer_state,
+    safe_update_full_grad_vectorized,
+    safe_update_local_states_vectorized,
 )
-from tiermem.state_access import (
-    safe_update_local_states_vectorized as safe_update_local_states_vectorized,
+from tiermem.units.leaf import (
+    get_z3_leaf_modules,
+    set_z3_leaf_module,
+    set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
+    unset_z3_leaf_modules,
+    z3_leaf_module,
+    z3_leaf_parameter,
 )
-from tiermem.units.leaf import get_z3_leaf_modules as get_z3_leaf_modules
-from tiermem.units.leaf import set_z3_leaf_module as set_z3_leaf_module
-from tiermem.units.leaf import set_z3_leaf_modules as set_z3_leaf_modules
-from tiermem.units.leaf import set_z3_leaf_modules_by_name as set_z3_leaf_modules_by_name
-from tiermem.units.leaf import set_z3_leaf_modules_by_suffix as set_z3_leaf_modules_by_suffix
-from tiermem.units.leaf import unset_z3_leaf_modules as unset_z3_leaf_modules
-from tiermem.units.leaf import z3_leaf_module as z3_leaf_module
-from tiermem.units.leaf import z3_leaf_parameter as z3_leaf_parameter
+
+__all__ = [
+    "RepeatingLoader",
+    "get_z3_leaf_modules",
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized",
+    "safe_update_local_states_vectorized",
+    "set_z3_leaf_module",
+    "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
+    "unset_z3_leaf_modules",
+    "z3_leaf_module",
+    "z3_leaf_parameter",
+]
