@@ -131,13 +131,10 @@ def estimate_zero3_model_states_mem_needs_all_cold(
                 total_params, largest_layer_params, num_gpus_per_node, num_nodes, cpu_offload, cpu_offload_params,
                 zero_init, additional_buffer_factor,
             )  # fmt: skip
-            options = [
-                f"offload_param={_device(cpu_offload_params)}",
-                f"offload_optimizer={_device(cpu_offload)}",
-            ]
             lines.append(
-                f" {_column(host, 7)} | {_column(device, 6)} | {', '.join(options)}, "
-                f"zero_init={int(zero_init)}"
+                f" {_column(host, 7)} | {_column(device, 6)} | "
+                f"offload_param={_device(cpu_offload_params)}, "
+                f"offload_optimizer={_device(cpu_offload)}, zero_init={int(zero_init)}"
             )
     lines += _own_rows(3, total_params, largest_layer_params, num_gpus_per_node, num_nodes)
     _print(lines)
@@ -151,8 +148,7 @@ def estimate_zero2_model_states_mem_needs_all_live(
 ) -> None:
     """Prints both tables for ZeRO-2 and a model; each parameter counts once, and the model is not
     changed."""
-    total, largest = _counted(model)
-    _print(_zero2_rows(total, largest, num_gpus_per_node, num_nodes, additional_buffer_factor))
+    _print_zero2(*_counted(model), num_gpus_per_node, num_nodes, additional_buffer_factor)
 
 
 def estimate_zero2_model_states_mem_needs_all_cold(
@@ -162,11 +158,7 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     additional_buffer_factor: float = 1.5,
 ) -> None:
     """Prints both tables for ZeRO-2 and a model of which only the size is known."""
-    _print(
-        _zero2_rows(
-            total_params, total_params, num_gpus_per_node, num_nodes, additional_buffer_factor
-        )
-    )
+    _print_zero2(total_params, total_params, num_gpus_per_node, num_nodes, additional_buffer_factor)
 
 
 def estimate_mem_needs(
@@ -201,9 +193,9 @@ def estimate_mem_needs(
     )
 
 
-def _zero2_rows(
+def _print_zero2(
     total: int, largest: int, num_gpus_per_node: int, num_nodes: int, factor: float
-) -> list[str]:
+) -> None:
     lines = _heading(f"{int(total / 1e6)}M total params", num_gpus_per_node, num_nodes)
     for cpu_offload in (True, False):
         host, device = estimate_zero2_model_states_mem_needs(
@@ -212,7 +204,7 @@ def _zero2_rows(
         lines.append(
             f" {_column(host, 7)} | {_column(device, 6)} | offload_optimizer={_device(cpu_offload)}"
         )
-    return [*lines, *_own_rows(2, total, largest, num_gpus_per_node, num_nodes)]
+    _print([*lines, *_own_rows(2, total, largest, num_gpus_per_node, num_nodes)])
 
 
 def _own_rows(
@@ -230,21 +222,11 @@ def _own_rows(
             continue  # parameters, the smaller part, would rest on the slower tier
         policy = _policy(stage, params, optim)
         needs = estimate_mem_needs(total, largest, num_gpus_per_node, num_nodes, policy)
-        names = [
-            "none" if tier is Tier.DEVICE else "cpu " if tier is Tier.HOST else "nvme"
-            for tier in (params, optim)
-        ]
-        options = (
-            f"offload_param={names[0]}, offload_optimizer={names[1]}"
-            if stage == 3
-            else f"offload_optimizer={names[1]}"
+        first = f"offload_param={_NAMES[params]}, " if stage == 3 else ""
+        yield (
+            f" {_column(needs.host_bytes, 7)} | {_column(needs.device_bytes, 6)} | "
+            f"{_column(needs.nvme_bytes, 7)} | {first}offload_optimizer={_NAMES[optim]}"
         )
-        sizes = [
-            _column(needs.host_bytes, 7),
-            _column(needs.device_bytes, 6),
-            _column(needs.nvme_bytes, 7),
-        ]
-        yield f" {' | '.join(sizes)} | {options}"
 
 
 def _policy(stage: int, params: Tier, optim: Tier) -> OffloadPolicy:
@@ -291,6 +273,9 @@ def _heading(size: str, num_gpus_per_node: int, num_nodes: int) -> list[str]:
         f"SW: Model with {size}.",
         "  per CPU  |  per GPU |   Options",
     ]
+
+
+_NAMES = {Tier.DEVICE: "none", Tier.HOST: "cpu ", Tier.NVME: "nvme"}
 
 
 def _device(is_offloaded: bool) -> str:
