@@ -45,7 +45,7 @@ from tiermem.weights.unit_state import LiveUnit
 # ---- setting a gradient --------------------------------------------------------------------------
 
 
-def put_gradient(shards: Shards, live: LiveUnit, shard: Shard, mine: torch.Tensor) -> None:
+def _replace_gradient(place: _Place, mine: torch.Tensor) -> None:
     """Replaces this rank's part of a reduced gradient at its home, between backward and step.
     Blocks; raises OSError.
 
@@ -57,16 +57,19 @@ def put_gradient(shards: Shards, live: LiveUnit, shard: Shard, mine: torch.Tenso
     squares replace those of the old gradient in the step's norm. On this rank, a parameter without
     gradient has one afterwards.
     """
+    shards = place.shards
+    shard = place.shard
+    unit = place.live.unit
     homes = shards.homes
     homes.store.flush()
-    values = mine.detach().to("cpu", homes.store.dtype(live.unit)).contiguous()
-    shards.values.write_part(homes.store.entry(live.unit), shard.shard_offset, values)
+    values = mine.detach().to("cpu", homes.store.dtype(unit)).contiguous()
+    shards.values.write_part(homes.store.entry(unit), shard.shard_offset, values)
     sums = store_gradient(
         shards.workers, None, values, shard.shard_numel * shards.topology.shard_rank
     )
     shard.gradient.arrive(sums, homes.divisor)
     shard.gradient.confirm()
-    homes.show(live.unit)
+    homes.show(unit)
 
 
 _NOT_NOW = (
@@ -211,7 +214,7 @@ def safe_update_full_grad_vectorized(
         gradient = _whole(place, _gradient_part)
         if gradient is not None:
             value = update_func(gradient, place.shard.param)
-            put_gradient(place.shards, place.live, place.shard, _whole_part(place, value))
+            _replace_gradient(place, _whole_part(place, value))
 
 
 def safe_update_local_states_vectorized(
@@ -341,7 +344,7 @@ def _put_gradient(
     place: _Place, part_of: Callable[[_Place, torch.Tensor], torch.Tensor], value: torch.Tensor
 ) -> None:
     _check_phase(place)
-    put_gradient(place.shards, place.live, place.shard, part_of(place, value))
+    _replace_gradient(place, part_of(place, value))
 
 
 def _check_phase(place: _Place) -> None:
