@@ -31,18 +31,6 @@ Asked = OffloadPolicy | Mapping[str, Any] | str | os.PathLike[str]
 AUTO = "auto"
 
 
-def policy_for(
-    model: nn.Module, asked: OffloadPolicy | None, num_moments: int, device: torch.device
-) -> OffloadPolicy:
-    """Returns the policy that is asked for, else "auto" where a model is trained on an accelerator
-    (num_moments above 0). Collective; blocks. Raises ValueError."""
-    check_kind(asked)
-    policy = with_moments(asked or OffloadPolicy(), num_moments, None)
-    if asked is None and num_moments and is_accelerator(device):
-        return choose_policy(model, policy, device=device)
-    return policy
-
-
 def shard_as_asked(
     model: nn.Module,
     asked: OffloadPolicy | None,
@@ -50,8 +38,12 @@ def shard_as_asked(
     device: torch.device,
     is_trained: bool,
 ) -> Shards:
-    """Shards a model with the policy of `policy_for`. Collective; blocks."""
-    policy = policy_for(model, asked, num_moments, device)
+    """Shards a model with the policy that is asked for, else with "auto" where it is trained on an
+    accelerator (num_moments above 0). Collective; blocks. Raises ValueError."""
+    check_kind(asked)
+    policy = with_moments(asked or OffloadPolicy(), num_moments, None)
+    if asked is None and num_moments and is_accelerator(device):
+        policy = choose_policy(model, policy, device=device)
     found = shard(model, policy, device=device, is_trained=is_trained)
     set_called_together(model, found.topology.world > 1)
     return found
