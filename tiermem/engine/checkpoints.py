@@ -90,16 +90,17 @@ def consolidated(shards: Shards, exclude_frozen: bool = False) -> dict[str, torc
     exclude_frozen: leaves out frozen parameters, but for those that peft writes of a model with
         adapters.
     """
+    is_first = shards.topology.rank == 0
+    found = {}
     if exclude_frozen and has_adapters(shards.model):
         state = adapters_state(shards, shards.model)
         found = {name: each for name, each in state.items() if not each.is_meta}
-        return found if shards.topology.rank == 0 else None
-    found = {}
-    for tensor, entry in _entries(shards, exclude_frozen).items():
-        value = _value(shards, tensor)
-        if shards.topology.rank == 0:
-            found.update(dict.fromkeys(entry.names, value))
-    return found if shards.topology.rank == 0 else None
+    else:
+        for tensor, entry in _entries(shards, exclude_frozen).items():
+            value = _value(shards, tensor)
+            if is_first:
+                found.update(dict.fromkeys(entry.names, value))
+    return found if is_first else None
 
 
 def _entries(shards: Shards, exclude_frozen: bool) -> dict[torch.Tensor, WeightEntry]:
@@ -152,6 +153,8 @@ def _writing(
 
 
 # ---- checkpoints of an engine --------------------------------------------------------------------
+
+_COUNTERS = ("global_steps", "skipped_steps", "global_samples")
 
 
 class EngineCheckpoints(EngineFacts):
@@ -302,12 +305,11 @@ class EngineCheckpoints(EngineFacts):
 
     def _beside(self, client_state: Mapping[str, Any] | None) -> Beside:
         """Returns what a checkpoint saves beside weights and optimizer states."""
-        names = ("global_steps", "skipped_steps", "global_samples")
         return Beside(
             self.lr_scheduler,
             self._scaler,
             self.training_dataloader,
-            {name: getattr(self, name) for name in names}
+            {name: getattr(self, name) for name in _COUNTERS}
             | {"micro_steps": self._accumulation.micro_steps},
             self.config.model_dump(mode="json", exclude_unset=True),
             dict(client_state or {}),
@@ -327,7 +329,7 @@ class EngineCheckpoints(EngineFacts):
             )
 
     def _count_from(self, loaded: Loaded) -> None:
-        for name in ("global_steps", "global_samples", "skipped_steps"):
+        for name in _COUNTERS:
             setattr(self, name, int(loaded.engine.get(name, 0)))
         self._accumulation.begin_anew(int(loaded.engine.get("micro_steps", 0)))
         self._was_step_applied = False

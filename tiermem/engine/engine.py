@@ -580,7 +580,7 @@ class Engine(EngineCheckpoints, nn.Module):
             raise ValueError(
                 "parameters are not partitioned below stage 3: use module_state_dict()"
             )
-        return consolidated(self.shards, exclude_frozen_parameters)
+        return self._consolidated_16bit_state_dict(exclude_frozen_parameters)
 
     # ---- compiling -------------------------------------------------------------------------------
 
@@ -794,10 +794,10 @@ class Engine(EngineCheckpoints, nn.Module):
     def _report_progress(self) -> None:
         every = self.config.steps_per_print
         if every and self.global_steps % every == 0 and self.shards.topology.rank == 0:
-            figures = (
+            logger.info(
+                "step %d, lr %s, gradient norm %.4g%s",
                 self.global_steps,
                 self.get_lr(),
                 self.get_global_grad_norm(),
                 self._times.line(every),
             )
-            logger.info("step %d, lr %s, gradient norm %.4g%s", *figures)

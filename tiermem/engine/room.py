@@ -75,14 +75,12 @@ def find_room(
             "auto: the activations of a batch are not known: %.0f %% is planned", 100 * _SHARE
         )
         room = Room(int(_SHARE * on_host), int(_SHARE * on_device))
+    elif is_gpu:
+        left = int(_SHARE_WITH_ACTIVATIONS * on_device) - activations.peak_bytes
+        room = Room(int(_SHARE * on_host), left, activations.forward_flops)
     else:
-        part = _SHARE_WITH_ACTIVATIONS
-        peak = activations.peak_bytes
-        room = Room(
-            int((_SHARE if is_gpu else part) * on_host) - (0 if is_gpu else peak * ranks),
-            int(part * on_device) - (peak if is_gpu else 0),
-            activations.forward_flops,
-        )
+        left = int(_SHARE_WITH_ACTIVATIONS * on_host) - activations.peak_bytes * ranks
+        room = Room(left, 0, activations.forward_flops)
     if dist.is_initialized():
         least = torch.tensor(room, dtype=torch.int64, device=device if is_gpu else None)
         dist.all_reduce(least, dist.ReduceOp.MIN, group)

@@ -35,7 +35,6 @@ def build_loader(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     seed: int = 0,
     drop_last: bool = True,
-    num_workers: int = 0,
 ) -> TrainingLoader:
     """Builds the loader of this rank's micro-batches of `micro_batch` samples. Raises ValueError
     for impossible numbers.
@@ -63,7 +62,6 @@ def build_loader(
         dataset,
         batch_size=micro_batch,
         sampler=sampler,
-        num_workers=num_workers,
         collate_fn=collate_fn,
         drop_last=drop_last,
         generator=generator,
