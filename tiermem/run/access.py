@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tiermem.ranks.collectives import exchange, sendable, share, total
-from tiermem.ranks.topology import Topology, ranks_per_node
+from tiermem.ranks.topology import ranks_per_node
 from tiermem.run.init_params import ParametersInInit
 from tiermem.run.shards import Shards, loading, owner_of
 from tiermem.swap.memory.accelerator import free_and_total, is_accelerator
@@ -55,7 +55,7 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
     """Removes a registration. Raises RuntimeError when `parameter` is no Parameter or is not
     registered with this module."""
     _check(module, parameter)
-    known: list[nn.Parameter] = module.__dict__.get(registry.EXTERNAL, [])
+    known = registry.externals_of(module)
     if all(each is not parameter for each in known):
         raise RuntimeError("this parameter is not registered with this module")
     known[:] = [each for each in known if each is not parameter]
@@ -135,7 +135,12 @@ class GatheredParameters:
         self._taken: list[tuple[nn.Parameter, _Owner, int]] = []
         if modifier_rank is not None:
             for _, owner in self._kept:
-                _check_rank(modifier_rank, owner.topology)
+                world = owner.topology.world
+                if type(modifier_rank) is not int or not 0 <= modifier_rank < world:
+                    raise ValueError(
+                        f"modifier_rank is {modifier_rank!r}; allowed are 0 to {world - 1}, and "
+                        "None for nobody"
+                    )
         if fwd_module is not None:
             for param, _ in self._kept:
                 register_external_parameter(fwd_module, param)
@@ -256,13 +261,6 @@ def _is_regathered(param: nn.Parameter, owner: _Owner) -> bool:
     )
 
 
-def _check_rank(rank: int, topology: Topology) -> None:
-    if type(rank) is not int or not 0 <= rank < topology.world:
-        raise ValueError(
-            f"modifier_rank is {rank!r}; allowed are 0 to {topology.world - 1}, and None for nobody"
-        )
-
-
 # ---- all units in memory, for generation ---------------------------------------------------------
 
 logger = logging.getLogger("tiermem")
@@ -326,9 +324,8 @@ def _room(shards: Shards) -> tuple[int | None, str]:
     if is_accelerator(shards.device):
         cache = shards.policy.kv_bytes or 0
         left = f", {cache} of them left to the KV cache" if cache else ""
-        return free_and_total(shards.device)[
-            0
-        ] - cache, f"bytes: what is free on {shards.device}{left}"
+        free, _ = free_and_total(shards.device)
+        return free - cache, f"bytes: what is free on {shards.device}{left}"
     budget = shards.policy.host_bytes
     ranks = ranks_per_node()
     if budget is None:
