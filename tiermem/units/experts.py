@@ -17,8 +17,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -41,17 +40,6 @@ class Fused(NamedTuple):
     module: nn.Module
     num_rows: int
     num_chosen: int  # by each token
-
-
-@runtime_checkable
-class OwnerOfExperts(Protocol):
-    """Brings experts by rows. Shards is one."""
-
-    def with_experts(
-        self, param: nn.Parameter, chosen: torch.Tensor
-    ) -> AbstractContextManager[None]:
-        """A block in which the rows of a module's parameters that tokens have chosen hold their
-        values. Blocks; raises OSError."""
 
 
 def fused_experts(model: nn.Module) -> dict[nn.Parameter, Fused]:
@@ -138,9 +126,9 @@ def _forward(
     forward = functions.get_interface(base, eager.__wrapped__)
     given = module, hidden_states, top_k_index, top_k_weights
     param = next((each for each in module.parameters() if each.dim() > 2), None)
-    owner = None if param is None else registry.owner_of(param)
+    owner: Any = None if param is None else registry.owner_of(param)
     with contextlib.ExitStack() as block:
-        if param is not None and isinstance(owner, OwnerOfExperts):
+        if param is not None and hasattr(owner, "with_experts"):  # Shards; zero.Init keeps no rows
             block.enter_context(owner.with_experts(param, top_k_index))
         output: torch.Tensor = forward(*given)
         return output
