@@ -192,20 +192,16 @@ def _mark_names(
     return found, missing
 
 
-def _fine_modules(model: nn.Module, granularity_numel: int) -> Iterable[nn.Module]:
-    """The outermost modules below the root with at most `granularity_numel` parameters per inner
+def _fine_modules(module: nn.Module, granularity_numel: int) -> Iterable[nn.Module]:
+    """The outermost modules below a module with at most `granularity_numel` parameters per inner
     module, on average."""
-
-    def visit(module: nn.Module) -> Iterable[nn.Module]:
-        for child in module.children():
-            numel = sum(p.numel() for p in child.parameters())
-            layers = sum(
-                1 for m in child.modules() if has_forward(m) and any(True for _ in m.parameters())
-            )
-            is_split = any(True for _ in child.children()) and has_forward(child)
-            if is_split and numel <= LARGEST_BY_GRANULARITY and numel <= granularity_numel * layers:
-                yield child
-            else:
-                yield from visit(child)
-
-    return visit(model)
+    for child in module.children():
+        numel = sum(p.numel() for p in child.parameters())
+        layers = sum(
+            1 for m in child.modules() if has_forward(m) and any(True for _ in m.parameters())
+        )
+        is_split = any(True for _ in child.children()) and has_forward(child)
+        if is_split and numel <= LARGEST_BY_GRANULARITY and numel <= granularity_numel * layers:
+            yield child
+        else:
+            yield from _fine_modules(child, granularity_numel)
