@@ -10,8 +10,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,13 +52,6 @@ class DeepSpeedTensorOverride(enum.Enum):
 
     dtype = 1
     device = 2
-
-
-class HasDataParallelGroup(Protocol):
-    """A model-parallel unit, as far as Init uses it."""
-
-    def get_data_parallel_group(self) -> dist.ProcessGroup:
-        """The ranks that share this rank's parameters."""
 
 
 class Init:
@@ -135,7 +127,7 @@ class Init:
         config: AnyConfig | None = None,
         enabled: bool = True,
         dtype: torch.dtype | None = None,
-        mpu: HasDataParallelGroup | None = None,
+        mpu: Any = None,
         zero_param_parallel_group: dist.ProcessGroup | None = None,
         zero_quantized_weights: bool = False,
         zero_quantized_nontrainable_weights: bool = False,
@@ -150,13 +142,20 @@ class Init:
                 f"zero.Init was given param_swapper={param_swapper!r}; allowed is leaving it out: "
                 "tiers move parameters here"
             )
-        given = _one_config(config_dict_or_path, config)
+        given = _newer(config_dict_or_path, config, "config_dict_or_path", "config")
         self._policy, self._dtype, self._serves_apply, self._fp32_names = _read(
             given, policy, dtype
         )
         if remote_device is not None:
             self._policy = _rest_on(self._policy, remote_device)
-        self._group = _one_group(data_parallel_group, sequence_data_parallel_group, mpu)
+        self._group: dist.ProcessGroup | None = _newer(
+            data_parallel_group,
+            sequence_data_parallel_group,
+            "data_parallel_group",
+            "sequence_data_parallel_group",
+        )
+        if self._group is None and mpu is not None:
+            self._group = mpu.get_data_parallel_group()
         self._near = zero_param_parallel_group
         quantised = {
             "quantised_gather": zero_quantized_weights,
@@ -350,14 +349,14 @@ class _Touch(TorchFunctionMode):
         if func in _CREATORS and self._overrides and not self.is_suspended:
             return self._create(func, args, kwargs)
         touched = parameters_in(args, kwargs) if needs_values(func) else ()
-        if touched and not self._serves_apply and _is_in_apply():
+        if touched:
             with torch._C.DisableTorchFunction():
-                self._refuse_writes(func, writes_in_place(func, args, kwargs))
-        elif touched:
-            with torch._C.DisableTorchFunction():
-                self._built.make_room(touched)
-                for param in touched:
-                    self._built.wake(param, replaces_data(func) and param is args[0])
+                if not self._serves_apply and _is_in_apply():
+                    self._refuse_writes(func, writes_in_place(func, args, kwargs))
+                else:
+                    self._built.make_room(touched)
+                    for param in touched:
+                        self._built.wake(param, replaces_data(func) and param is args[0])
         return func(*args, **kwargs)
 
     def _create(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
@@ -404,39 +403,17 @@ def _is_in_apply() -> bool:
     return False
 
 
-def _one_config(
-    config_dict_or_path: AnyConfig | None, config: AnyConfig | None
-) -> AnyConfig | None:
-    if config is None:
-        return config_dict_or_path
-    if config_dict_or_path is not None:
-        raise ValueError("config and config_dict_or_path are the same thing: give one of them")
+def _newer(given: Any, older: Any, name: str, older_name: str) -> Any:
+    """An argument of Init that has an older name as well. Warns where the older name is used.
+    Raises ValueError where both are given."""
+    if older is None:
+        return given
+    if given is not None:
+        raise ValueError(f"{older_name} is an older name of {name}: give one of them")
     warnings.warn(
-        "zero.Init(config=...) is deprecated; use config_dict_or_path",
-        DeprecationWarning,
-        stacklevel=3,
+        f"zero.Init({older_name}=...) is deprecated; use {name}", DeprecationWarning, stacklevel=3
     )
-    return config
-
-
-def _one_group(
-    group: dist.ProcessGroup | None,
-    older: dist.ProcessGroup | None,
-    mpu: HasDataParallelGroup | None,
-) -> dist.ProcessGroup | None:
-    if older is not None:
-        if group is not None:
-            raise ValueError(
-                "sequence_data_parallel_group is an older name of data_parallel_group: give one of "
-                "them"
-            )
-        warnings.warn(
-            "zero.Init(sequence_data_parallel_group=...) is deprecated; use data_parallel_group",
-            DeprecationWarning,
-            stacklevel=3,
-        )
-        return older
-    return mpu.get_data_parallel_group() if group is None and mpu is not None else group
+    return older
 
 
 def _read(
@@ -469,7 +446,7 @@ def _rest_on(policy: OffloadPolicy, remote_device: str) -> OffloadPolicy:
             "remote_device is 'nvme', but no path is given: set offload_param.nvme_path in the "
             "config (in a policy: paths)"
         )
-    return replace(policy, params=homes[remote_device])
+    return dataclasses.replace(policy, params=homes[remote_device])
 
 
 # ---- MiCS_Init -----------------------------------------------------------------------------------

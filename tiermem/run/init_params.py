@@ -149,11 +149,11 @@ class ParametersInInit:
         self,
         policy: OffloadPolicy,
         topology: Topology,
-        as_built: AsBuilt | None = None,
-        pin_memory: bool = False,
+        as_built: AsBuilt,
+        pin_memory: bool,
     ) -> None:
         self.topology = topology
-        self.as_built = as_built or AsBuilt()
+        self.as_built = as_built
         self._pins = pin_memory and torch.accelerator.is_available()
         self._small_numel = policy.persistence_numel
         self._store: TensorStore | None = None
@@ -394,7 +394,6 @@ class ParametersInInit:
             self._forget(kept)
         kept.dtype = value.dtype
         kept.shape = value.shape
-        kept.is_gone = False
         kept.num_values = max(0, min(part_numel, value.numel() - first))
         if value.is_meta:
             return
@@ -444,9 +443,8 @@ class ParametersInInit:
 
     def _forget(self, kept: _Kept) -> None:
         kept.part = None
-        if self._store is not None and not kept.is_gone and kept.name in self._store:
+        if self._store is not None and kept.name in self._store:
             self._store.drop(kept.name)
-        kept.is_gone = True
         kept.is_filled = False
 
 
@@ -473,7 +471,6 @@ class _Kept:
     num_values: int = 0
     part: torch.Tensor | None = None
     is_filled: bool = False
-    is_gone: bool = False
 
     @property
     def whole_bytes(self) -> int:
