@@ -317,23 +317,23 @@ class _Settler:
             home = Tier.HOST
         self._store.reserve(entry, (numel,), unit.rests_as, home, crosses_link=self._is_accelerated)
         memory = UnitMemory(unit, self._passage)
-        if home is not Tier.NVME:
+        if home is Tier.NVME:
+            self._protect(unit, entry)
+            assert self._pool is not None
+            slot = self._pool.take()
+            assert slot is not None
+            data = slot.tensor[: unit.shard_bytes]
+            self._fill(unit, data.view(unit.rests_as))
+            self._store.write([(entry, 0, data)], entry).wait()
+            self._pool.give_back(slot)
+            shard = None
+        else:
             shard = self._store.view(entry)
             shard = shard if is_accelerator(shard.device) else apart(shard)
             self._fill(unit, shard)
-            return LiveUnit(
-                unit, memory, self._passage, None, shard, self._gather_of(unit, memory, home)
-            )
-        self._protect(unit, entry)
-        assert self._pool is not None
-        slot = self._pool.take()
-        assert slot is not None
-        self._fill(unit, slot.tensor[: unit.shard_bytes].view(unit.rests_as))
-        self._store.write([(entry, 0, slot.tensor[: unit.shard_bytes])], entry).wait()
-        self._pool.give_back(slot)
-        return LiveUnit(
-            unit, memory, self._passage, entry, None, self._gather_of(unit, memory, home)
-        )
+        name = entry if shard is None else None
+        gather = self._gather_of(unit, memory, home)
+        return LiveUnit(unit, memory, self._passage, name, shard, gather)
 
     def _protect(self, unit: Unit, entry: str) -> None:
         """Gives a unit's weights on NVMe checksums, cut at the usual tile boundaries."""
