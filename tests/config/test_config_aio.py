@@ -7,6 +7,7 @@ import types
 from typing import Any
 
 import pytest
+import torch
 
 from tiermem.config import AioConfig, ConfigError, io, load_config
 from tiermem.policy import IoSettings
@@ -112,7 +113,7 @@ def test_key_that_is_set_is_reported_as_honoured(key: str, value: Any) -> None:
 
 @pytest.fixture
 def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiermem.config.io._has_gpu", lambda: True)
+    monkeypatch.setattr("tiermem.config.io.find_device", lambda: torch.device("cuda"))
 
 
 def kvikio(monkeypatch: pytest.MonkeyPatch, is_compat: bool, is_direct: bool) -> None:
@@ -135,7 +136,7 @@ def refusal() -> str:
 
 
 def test_gds_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiermem.config.io._has_gpu", lambda: False)
+    monkeypatch.setattr("tiermem.config.io.find_device", lambda: torch.device("cpu"))
     assert "there is no GPU here" in refusal()
 
 

@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from tiermem.policy import IoSettings, NvmePath
 from tiermem.section import Bytes, ConfigModel, Count, Number, PositiveCount
+from tiermem.swap.memory.accelerator import find_device
 
 # ---- paths ---------------------------------------------------------------------------------------
 #
@@ -117,7 +118,7 @@ def why_not() -> str:
 
     The first missing step is the reason. kvikio is imported only when a config has the key.
     """
-    if not _has_gpu():
+    if find_device().type != "cuda":
         return (
             "there is no GPU here that torch can use, and GPUDirect Storage reads straight into "
             "one; remove the key"
@@ -137,12 +138,6 @@ def why_not() -> str:
         "GPUDirect is not used yet, although it works here: NVMe is read into pinned host "
         "memory; remove the key"
     )
-
-
-def _has_gpu() -> bool:
-    from tiermem.swap.memory.accelerator import find_device
-
-    return find_device().type == "cuda"
 
 
 def _detour() -> str:

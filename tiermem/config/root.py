@@ -116,8 +116,9 @@ def _asks(config: TiermemConfig) -> Iterator[_Ask]:
 def _fp32_states(config: TiermemConfig) -> bool | None:
     """optimizer.params.fp32_optimizer_states; None when it is not set."""
     params = config.optimizer.params if config.optimizer is not None else None
-    is_set = isinstance(params, AdamParams) and params.is_set("fp32_optimizer_states")
-    return params.fp32_optimizer_states if isinstance(params, AdamParams) and is_set else None
+    if isinstance(params, AdamParams) and params.is_set("fp32_optimizer_states"):
+        return params.fp32_optimizer_states
+    return None
 
 
 def _bf16_problems(config: TiermemConfig) -> Problems:
@@ -398,15 +399,19 @@ class TiermemConfig(ConfigModel):
         that win over them."""
         zero = self.zero_optimization
         own = self.tiermem
-        leaf = self.zero_optimization.leaf_module
-        named = tuple(leaf.classes), tuple(leaf.names), tuple(leaf.name_suffixes)
+        leaf = zero.leaf_module
         fields: dict[str, Any] = {
             "stage": 0,
             **translate.fields_of(self, not own.is_set("sizes_are_least") or own.sizes_are_least),
             "paths": translate.paths_of(zero, own, bool(self.moved)),
             "io": translate.io_of(self.aio, own),
             "precision": precision_of(self),
-            "leaves": LeafRules(*named, zero.module_granularity_threshold),
+            "leaves": LeafRules(
+                tuple(leaf.classes),
+                tuple(leaf.names),
+                tuple(leaf.name_suffixes),
+                zero.module_granularity_threshold,
+            ),
             "early_steps": True,
             "sizes_are_least": own.takes_more,
         }
