@@ -115,7 +115,7 @@ class WarmupDecayLR(WarmupLR):
         warmup_type: str = "log",
         last_epoch: int = -1,
     ) -> None:
-        self.total_num_steps = _positive_int("total_num_steps", total_num_steps)
+        self.total_num_steps = _whole("total_num_steps", total_num_steps)
         super().__init__(
             optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_epoch
         )
@@ -145,7 +145,7 @@ class WarmupCosineLR(_Documented):
         warmup_type: str = "log",
         last_epoch: int = -1,
     ) -> None:
-        self.total_num_steps = _positive_int("total_num_steps", total_num_steps)
+        self.total_num_steps = _whole("total_num_steps", total_num_steps)
         self.warmup_num_steps = _warmup_steps(warmup_num_steps)
         self.warmup_type = _warmup_type(warmup_type)
         self.warmup_min_ratio = _number("warmup_min_ratio", warmup_min_ratio)
@@ -200,7 +200,7 @@ class OneCycle(_Documented):
         last_epoch: int = -1,
     ) -> None:
         second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
-        self.rising = _positive_int("cycle_first_step_size", cycle_first_step_size)
+        self.rising = _whole("cycle_first_step_size", cycle_first_step_size)
         self.falling = _whole("cycle_second_step_size", second, 0)
         falling_stairs = (
             cycle_first_stair_count
@@ -287,7 +287,7 @@ class LRRangeTest(_Documented):
         last_epoch: int = -1,
     ) -> None:
         self.min_lrs = _per_group("lr_range_test_min_lr", lr_range_test_min_lr, optimizer)
-        self.step_size = _positive_int("lr_range_test_step_size", lr_range_test_step_size)
+        self.step_size = _whole("lr_range_test_step_size", lr_range_test_step_size)
         self.step_rate = _number("lr_range_test_step_rate", lr_range_test_step_rate)
         self.is_staircase = lr_range_test_staircase
         super().__init__(optimizer, last_epoch)
@@ -416,11 +416,7 @@ def _warmup_type(value: str) -> str:
     return value
 
 
-def _positive_int(name: str, value: float) -> int:
-    return _whole(name, value, 1)
-
-
-def _whole(name: str, value: float, least: int) -> int:
+def _whole(name: str, value: float, least: int = 1) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value < least or value % 1:
         allowed = "a positive whole number" if least else "a whole number, 0 or more"
         raise ValueError(f"{name} is {value!r}; it must be {allowed}")
