@@ -45,14 +45,10 @@ class Payload(NamedTuple):
 
 class Traffic:
     """The newest payloads of this rank. Tests and reports count bytes with it; older payloads are
-    dropped to bound memory.
+    dropped to bound memory."""
 
-    Args:
-        max_calls: how many payloads are kept.
-    """
-
-    def __init__(self, max_calls: int = 50_000) -> None:
-        self.payloads: collections.deque[Payload] = collections.deque(maxlen=max_calls)
+    def __init__(self) -> None:
+        self.payloads: collections.deque[Payload] = collections.deque(maxlen=50_000)
         self._num_calls = 0  # since the beginning
         self.digest = 0  # of all calls and their order
         self._newest: collections.deque[tuple[int, str, str]] = collections.deque(
@@ -201,7 +197,7 @@ class Watch:
         timeout_s: longest wait for another rank.
     """
 
-    def __init__(self, ranks: Sequence[int], traffic: Traffic, timeout_s: float = 1800.0) -> None:
+    def __init__(self, ranks: Sequence[int], traffic: Traffic, timeout_s: float) -> None:
         self._ranks = ranks
         self._me = dist.get_rank()
         self._others = [rank for rank in ranks if rank != self._me]
@@ -389,14 +385,11 @@ class Watch:
             for rank, other in waits.items()
             if other not in (None, what)
         ]
-        missing = (
-            [f"{', '.join(absent)} did not come to it, nor to anything else that failed"]
-            if absent
-            else []
-        )
-        return "".join(
-            f"{sentence[0].upper()}{sentence[1:]}. " for sentence in (*missing, *elsewhere)
-        )
+        if absent:
+            elsewhere.insert(
+                0, f"{', '.join(absent)} did not come to it, nor to anything else that failed"
+            )
+        return "".join(f"{sentence[0].upper()}{sentence[1:]}. " for sentence in elsewhere)
 
     def _place(self, rank: int) -> str:
         known = self._known.get(rank)
