@@ -254,7 +254,7 @@ class RowSums:
             made.append((self._in_turn, self._expected))
 
     def add_up(
-        self, what: str, mine: Sequence[float], meanwhile: Callable[[], object] = lambda: None
+        self, what: str, mine: Sequence[float], meanwhile: Callable[[], object]
     ) -> list[float]:
         """The sums, added in the order of ranks: the same bits on every rank. Collective; blocks.
         Raises RankLost.

@@ -35,9 +35,7 @@ _LEAST_S = 10.0  # for making the group
 _AGREED = "agreed"
 
 
-def join_ranks(
-    timeout_s: float, device: torch.device, join_timeout_s: float = JOIN_TIMEOUT_S
-) -> None:
+def join_ranks(timeout_s: float, device: torch.device, join_timeout_s: float) -> None:
     """Creates the process group of the launcher's ranks, also of one, unless a group exists.
     Collective; blocks.
 

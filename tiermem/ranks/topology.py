@@ -193,7 +193,7 @@ def fair_threads(device: torch.device | None = None) -> int:
     return max(1, len(fair_cores(device)))
 
 
-def give_fair_threads(device: torch.device | None = None) -> int:
+def give_fair_threads(device: torch.device) -> int:
     """Sets torch's threads to the fair share (torchrun sets OMP_NUM_THREADS=1) and returns the
     share."""
     threads = fair_threads(device)

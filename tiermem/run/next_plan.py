@@ -47,7 +47,7 @@ class Frozen:
         self._parameters = list(parameters)
         self.forget()
 
-    def unfrozen(self, also: Collection[nn.Parameter] = ()) -> list[tuple[LiveUnit, Shard]]:
+    def unfrozen(self, also: Collection[nn.Parameter]) -> list[tuple[LiveUnit, Shard]]:
         """Those that require gradients now, and these."""
         chosen = {id(param) for param in also}
         # reading it of resting parameters takes less time so

@@ -342,7 +342,7 @@ class StatePieces:
 
 
 def weight_runs(
-    unit: Unit, shard_rank: int, strip: int, cuts: Sequence[int] = ()
+    unit: Unit, shard_rank: int, strip: int, cuts: Sequence[int]
 ) -> Iterator[StateRange]:
     """The runs of a unit's entry on NVMe that hold this rank's weights.
 

@@ -228,7 +228,7 @@ class Shard:
         self.has_moments = has_moments and not num_steps
         self.has_master = has_master and not num_steps
 
-    def note_loaded(self, moments: bool = False, master: bool = False) -> None:
+    def note_loaded(self, moments: bool, master: bool = False) -> None:
         """Notes that moments or a master were set; this matters before the first step."""
         self.set_steps(self.num_steps, self.has_moments or moments, self.has_master or master)
 
@@ -367,9 +367,7 @@ class Unit:
         return self.shard_numel * self.dtype.itemsize
 
 
-def ranges_in(
-    unit: Unit, span: slice | None = None, shard_rank: int | None = None
-) -> list[ShardRange]:
+def ranges_in(unit: Unit, span: slice | None, shard_rank: int | None = None) -> list[ShardRange]:
     """The elements of a unit's parameters that a span of its shard layout holds, in its order;
     None: the whole layout.
 
