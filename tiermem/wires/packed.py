@@ -177,14 +177,14 @@ class _Wire:
         self, topology: Topology, unit: Unit, pool: Pool | None, device: torch.device
     ) -> None:
         num_bytes = unit.packed_bytes
+        in_all = wire_bytes(unit, topology.num_shards)
         self._pool = pool
         self._slot = pool.take() if pool is not None else None
-        if self._slot is not None:
-            memory = self._slot.tensor[: wire_bytes(unit, topology.num_shards)]
-        else:
-            memory = torch.empty(
-                wire_bytes(unit, topology.num_shards), dtype=torch.uint8, device=device
-            )
+        memory = (
+            torch.empty(in_all, dtype=torch.uint8, device=device)
+            if self._slot is None
+            else self._slot.tensor[:in_all]
+        )
         self.mine = memory[:num_bytes]
         self.rows = memory[-num_bytes * topology.num_shards :].view(topology.num_shards, num_bytes)
 
