@@ -24,7 +24,7 @@ import inspect
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim import Optimizer, lr_scheduler
@@ -34,15 +34,6 @@ _log = logging.getLogger("tiermem")
 
 WARMUP_TYPES = ("log", "linear")
 _LAST = "last_batch_iteration"  # the documented name of torch's last_epoch
-
-
-class SchedulerSection(Protocol):
-    """The config section that names a schedule and its arguments (`config/optimizer.py`)."""
-
-    @property
-    def type(self) -> str: ...
-    @property
-    def params(self) -> dict[str, Any]: ...
 
 
 class _Documented(LRScheduler):
@@ -306,26 +297,21 @@ DOCUMENTED: Mapping[str, type[LRScheduler]] = {each.__name__: each for each in _
 """The five documented schedules by name."""
 
 
-def build_scheduler(section: SchedulerSection, optimizer: Optimizer) -> LRScheduler:
-    """Builds the schedule that a config section names; raises ValueError for arguments it cannot
-    take."""
-    cls = schedule_class(section.type)
-    params = section.params
+def build_scheduler(name: str, params: Mapping[str, Any], optimizer: Optimizer) -> LRScheduler:
+    """Builds the schedule of a name, as a config section has it and its arguments; raises
+    ValueError for arguments it cannot take."""
+    cls = schedule_class(name)
     missing = [
-        name
-        for name, given in arguments_of(cls).items()
-        if given.default is given.empty and name not in params
+        each
+        for each, argument in arguments_of(cls).items()
+        if argument.default is argument.empty and each not in params
     ]
     if missing:
-        raise ValueError(
-            f"scheduler {section.type} needs {', '.join(missing)}: set it in scheduler.params"
-        )
+        raise ValueError(f"scheduler {name} needs {', '.join(missing)}: set it in scheduler.params")
     try:
         return _build(cls, params, optimizer)
     except TypeError as error:
-        raise ValueError(
-            f"scheduler {section.type} cannot be built from {params}: {error}"
-        ) from error
+        raise ValueError(f"scheduler {name} cannot be built from {params}: {error}") from error
 
 
 def _build(cls: type[LRScheduler], given: Mapping[str, Any], optimizer: Optimizer) -> LRScheduler:

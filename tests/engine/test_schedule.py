@@ -44,6 +44,11 @@ def adam(lr: float = 0.5, num_groups: int = 1) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=lr, betas=(0.5, 0.95))
 
 
+def built(section: SchedulerConfig, optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """The schedule of a section of a config."""
+    return build_scheduler(section.type, section.params, optimizer)
+
+
 def rates(schedule: LRScheduler, num_steps: int) -> list[float]:
     """The rate that each optimizer step runs with."""
     found = []
@@ -88,7 +93,7 @@ def test_warmup_without_a_highest_rate_rises_to_each_group_s_own(
     optimizer = adam(num_groups=2)
     optimizer.param_groups[0]["lr"] = 3e-5
     section = SchedulerConfig(type=name, params={**params, "warmup_num_steps": 3})
-    schedule = build_scheduler(section, optimizer)
+    schedule = built(section, optimizer)
     highest = [0.0, 0.0]
     for _ in range(6):
         highest = [
@@ -279,11 +284,11 @@ def test_rates_may_differ_by_group() -> None:
 @pytest.mark.parametrize(("name", "params"), CASES)
 def test_schedule_continues_after_a_save_and_a_load(name: str, params: dict[str, Any]) -> None:
     section = SchedulerConfig(type=name, params=params)
-    unbroken = rates(build_scheduler(section, adam()), 12)
-    first = build_scheduler(section, adam())
+    unbroken = rates(built(section, adam()), 12)
+    first = built(section, adam())
     head = rates(first, 5)
     optimizer = adam()
-    second = build_scheduler(section, optimizer)
+    second = built(section, optimizer)
     second.load_state_dict(first.state_dict())
     optimizer.load_state_dict(first.optimizer.state_dict())
     assert head + rates(second, 7) == unbroken
@@ -364,7 +369,7 @@ def test_every_argument_changes_what_steps_run_with(name: str, key: str, value: 
     runs = []
     for params in (FLIPS[name][0], FLIPS[name][0] | {key: value}):
         optimizer, seen = adam(), []
-        schedule = build_scheduler(SchedulerConfig(type=name, params=params), optimizer)
+        schedule = built(SchedulerConfig(type=name, params=params), optimizer)
         for _ in range(14):
             seen.append(
                 (float(optimizer.param_groups[0]["lr"]), optimizer.param_groups[0]["betas"][0])
@@ -378,9 +383,9 @@ def test_every_argument_changes_what_steps_run_with(name: str, key: str, value: 
 @pytest.mark.parametrize(("name", "params"), CASES)
 def test_schedule_begins_where_last_batch_iteration_says(name: str, params: dict[str, Any]) -> None:
     """The step with which it begins is the one that follows so many."""
-    whole = rates(build_scheduler(SchedulerConfig(type=name, params=params), adam()), 12)
+    whole = rates(built(SchedulerConfig(type=name, params=params), adam()), 12)
     section = SchedulerConfig(type=name, params={**params, "last_batch_iteration": 3})
-    assert rates(build_scheduler(section, adam()), 8) == pytest.approx(whole[4:])
+    assert rates(built(section, adam()), 8) == pytest.approx(whole[4:])
 
 
 @pytest.mark.parametrize(("name", "params"), CASES)
@@ -388,15 +393,15 @@ def test_schedule_continues_from_the_state_that_deepspeed_saves(
     name: str, params: dict[str, Any]
 ) -> None:
     section = SchedulerConfig(type=name, params=params)
-    whole = rates(build_scheduler(section, adam()), 12)
-    resumed = build_scheduler(section, adam())
+    whole = rates(built(section, adam()), 12)
+    resumed = built(section, adam())
     resumed.load_state_dict({"last_batch_iteration": 3})  # saved after four steps
     assert resumed.get_last_lr() == pytest.approx([whole[4]])
     assert rates(resumed, 8)[1:] == pytest.approx(whole[5:])
 
 
 def test_schedule_of_torch_is_built_by_its_name() -> None:
-    schedule = build_scheduler(
+    schedule = built(
         SchedulerConfig(type="StepLR", params={"step_size": 2, "gamma": 0.1}), adam(lr=1.0)
     )
     assert rates(schedule, 3) == pytest.approx([1.0, 1.0, 0.1])
@@ -410,11 +415,9 @@ def test_name_that_is_no_schedule_is_refused(name: str) -> None:
 
 def test_argument_that_is_missing_is_named_when_built() -> None:
     with pytest.raises(ValueError, match="WarmupDecayLR needs total_num_steps"):
-        build_scheduler(
-            SchedulerConfig(type="WarmupDecayLR", params={"total_num_steps": "auto"}), adam()
-        )
+        built(SchedulerConfig(type="WarmupDecayLR", params={"total_num_steps": "auto"}), adam())
 
 
 def test_argument_of_the_wrong_type_is_a_value_error() -> None:
     with pytest.raises(ValueError, match="MultiStepLR cannot be built"):
-        build_scheduler(SchedulerConfig(type="MultiStepLR", params={"milestones": 3}), adam())
+        built(SchedulerConfig(type="MultiStepLR", params={"milestones": 3}), adam())

@@ -785,11 +785,10 @@ class Engine(EngineCheckpoints, nn.Module):
             return given
         if given is not None:
             return given(self.optimizer)
-        return (
-            build_scheduler(self.config.scheduler, self.optimizer)
-            if self.config.scheduler is not None
-            else None
-        )
+        section = self.config.scheduler
+        if section is None:
+            return None
+        return build_scheduler(section.type, section.params, self.optimizer)
 
     def _report_progress(self) -> None:
         every = self.config.steps_per_print

@@ -221,7 +221,7 @@ class TiermemMixin(_Base):  # type: ignore[misc]
             assert not isinstance(self._asked, OffloadPolicy)
             section = config_beside(self._asked, self.args, num_steps=num_training_steps).scheduler
             assert section is not None
-            self.lr_scheduler = build_scheduler(section, self.optimizer)
+            self.lr_scheduler = build_scheduler(section.type, section.params, self.optimizer)
             self._created_lr_scheduler = True
             return self.lr_scheduler
         return super().create_scheduler(num_training_steps, *args, **kwargs)
