@@ -449,17 +449,14 @@ class TiermemMixin(_Base):  # type: ignore[misc]
             super().save_model(output_dir, _internal_call)
             return
         folder = self.args.output_dir if output_dir is None else output_dir
-        if has_adapters(self.model):
-            self._save_beside(folder, adapters_state(self._shards, self.model))
-        else:
-            self._save_beside(folder, {})  # an empty file of weights, which the next line replaces
+        is_adapted = has_adapters(self.model)
+        state = adapters_state(self._shards, self.model) if is_adapted else {}
+        if self.args.should_save:
+            self._save(folder, state_dict=state)
+        if not is_adapted:  # in place of the empty file of weights
             save_pretrained_weights(self._shards, Path(folder))
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-
-    def _save_beside(self, folder: str, state: dict[str, torch.Tensor]) -> None:
-        if self.args.should_save:
-            self._save(folder, state_dict=state)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Saves as the class after the mixin does. Where the newest alone are kept, older ones stay
