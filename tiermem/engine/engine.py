@@ -288,9 +288,8 @@ class Engine(EngineCheckpoints, nn.Module):
         self._was_step_applied = False
         self._compiled: CompiledForwards | None = None
         self._away: Sequence[LiveUnit] | None = None  # what offload_states has taken off the device
-        has_ranks = dist.is_available() and dist.is_initialized()
         sharing = group if group is not None else built_with(model).group
-        self._sizes = config.batch(dist.get_world_size(sharing) if has_ranks else 1)
+        self._sizes = config.batch(dist.get_world_size(sharing) if dist.is_initialized() else 1)
         choice = choose_optimizer(config, model, optimizer, parameters)
         cast_model(model, config, device)
         agree_on_engine(config, self._sizes, choice, model, device)

@@ -119,7 +119,7 @@ def find_topology(
     group that takes no tensors of the device.
     """
     alone = Topology(None, 0, 1, 1, 0)
-    if not (dist.is_available() and dist.is_initialized()):
+    if not dist.is_initialized():
         return alone
     group = group or dist.group.WORLD
     assert group is not None
@@ -162,7 +162,7 @@ def bound_waits(group: dist.ProcessGroup, timeout_s: float) -> None:
 def ranks_per_node() -> int:
     """Ranks that share this node's memory and cores: LOCAL_WORLD_SIZE, which torchrun sets; else
     all ranks."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not dist.is_initialized():
         return 1
     return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
 

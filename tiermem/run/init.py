@@ -187,7 +187,7 @@ class Init:
 
     def get_dp_process_group(self) -> dist.ProcessGroup | None:
         """The ranks that share the parameters; None where torch.distributed is not initialised."""
-        if self._group is not None or not (dist.is_available() and dist.is_initialized()):
+        if self._group is not None or not dist.is_initialized():
             return self._group
         return dist.group.WORLD
 
