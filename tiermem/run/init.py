@@ -157,13 +157,11 @@ class Init:
         if self._group is None and mpu is not None:
             self._group = mpu.get_data_parallel_group()
         self._near = zero_param_parallel_group
-        quantised = {
-            "quantised_gather": zero_quantized_weights,
-            "quantised_frozen": zero_quantized_nontrainable_weights,
-        }
-        self._fields: dict[str, Any] = {
-            name: True for name, is_asked in quantised.items() if is_asked
-        }
+        self._fields: dict[str, Any] = {}
+        if zero_quantized_weights:
+            self._fields["quantised_gather"] = True
+        if zero_quantized_nontrainable_weights:
+            self._fields["quantised_frozen"] = True
         self._pins = pin_memory
         self._overrides = frozenset(tensor_overrides)
         self._enabled = enabled and self._policy.stage == 3
