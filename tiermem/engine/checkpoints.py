@@ -293,10 +293,6 @@ class EngineCheckpoints(EngineFacts):
                 self._show_rates()
         return str(loaded.path if folder == given else given), loaded.client_state
 
-    def _check_here(self) -> None:
-        """Raises RuntimeError while the model is not on its device."""
-        raise NotImplementedError
-
     def _end_step(self) -> None:
         """Captures a step that is to be made durable with durability="step"; else does nothing.
         Collective then."""

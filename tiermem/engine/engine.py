@@ -57,7 +57,6 @@ from tiermem.run.shards import Shards
 from tiermem.schedule import build_scheduler
 from tiermem.swap.memory.accelerator import is_accelerator
 from tiermem.units import registry
-from tiermem.weights.unit_state import LiveUnit
 
 R = TypeVar("R")
 
@@ -287,7 +286,7 @@ class Engine(EngineCheckpoints, nn.Module):
         self.global_samples = 0
         self._was_step_applied = False
         self._compiled: CompiledForwards | None = None
-        self._away: Sequence[LiveUnit] | None = None  # what offload_states has taken off the device
+        self._away = None
         sharing = group if group is not None else built_with(model).group
         self._sizes = config.batch(dist.get_world_size(sharing) if dist.is_initialized() else 1)
         choice = choose_optimizer(config, model, optimizer, parameters)
@@ -711,13 +710,6 @@ class Engine(EngineCheckpoints, nn.Module):
                 "this engine is for inference: neither the config nor the call names an optimizer"
             )
         return self.optimizer
-
-    def _check_here(self) -> None:
-        """Raises RuntimeError while states are not on the device."""
-        if self._away is not None:
-            raise RuntimeError(
-                "offload_states took states off the device: call reload_states first"
-            )
 
     def _step(self, optimizer: NativeOptimizer, lr_kwargs: Mapping[str, Any]) -> None:
         with self._times.phase("step"):

@@ -490,6 +490,7 @@ class EngineFacts:
     _sizes: BatchSizes
     _scaler: LossScaler
     _was_step_applied: bool
+    _away: Sequence[LiveUnit] | None  # what offload_states has taken off the device
 
     # ---- sizes -----------------------------------------------------------------------------------
 
@@ -642,6 +643,13 @@ class EngineFacts:
     def get_data_parallel_rank(self) -> int:
         """This rank among those that share the model's states."""
         return self.shards.topology.rank
+
+    def _check_here(self) -> None:
+        """Raises RuntimeError while states are not on the device."""
+        if self._away is not None:
+            raise RuntimeError(
+                "offload_states took states off the device: call reload_states first"
+            )
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
