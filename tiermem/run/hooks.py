@@ -31,7 +31,7 @@ leaves frames of a forward. They are dropped when the call that began it is on n
 more. One that ends a hook leaves the prefetcher's mark, or that of the backward. `recover` then
 makes every unit absent before the next pass, step or close.
 
-The function given to `call_on_backward` is called when a backward begins, after the last step has
+The function `on_backward` is called when a backward begins, after the last step has
 ended: reads for the next step may begin then. They are behind all other transfers, so that they
     take the disk only when it is idle.
 """
@@ -131,8 +131,10 @@ class Hooks(Uncopied):
         self._clock = itertools.count(1)  # of begins and ends of forwards
         # False: autograd continues to add to p.grad
         self._may_receive: Callable[[], bool] = lambda: True
-        self._on_backward: Callable[[], None] = lambda: None
-        self._on_training: Callable[[], None] = lambda: None
+        # called when a backward begins: see the module's docstring
+        self.on_backward: Callable[[], None] = lambda: None
+        # called before an outermost forward with gradients; it may raise, then nothing has begun
+        self.on_training: Callable[[], None] = lambda: None
         self._handles: list[RemovableHandle] = []
         self._by_param = {id(shard.param): live for live in units for shard in live.unit.shards}
         # ids of parameters whose gradients show that a backward has begun
@@ -308,7 +310,7 @@ class Hooks(Uncopied):
                 live.let_all_go()
         self._is_training_pass = torch.is_grad_enabled()
         if self._is_training_pass:
-            self._on_training()
+            self.on_training()
         kind = (self._is_training_pass and module.training, module.training)
         order = self.prefetcher.order
         if (
@@ -514,15 +516,6 @@ class Hooks(Uncopied):
         self._may_receive = may_receive
         return before
 
-    def call_on_backward(self, function: Callable[[], None]) -> None:
-        """Sets the function to call when a backward begins: see the module's docstring."""
-        self._on_backward = function
-
-    def call_on_training(self, function: Callable[[], None]) -> None:
-        """Sets the function to call before an outermost forward with gradients. It may raise; then
-        nothing has begun."""
-        self._on_training = function
-
     def check_backward_ended(self) -> None:
         """Raises RuntimeError before a step if the last backward ended in an exception; drops its
         gradients."""
@@ -657,7 +650,7 @@ class Hooks(Uncopied):
         self.num_backwards += 1
         with torch._C.DisableTorchFunctionSubclass():
             self._homes.begin()
-        self._on_backward()
+        self.on_backward()
 
     def abandon_backward(self) -> None:
         """After a backward that ended in an exception: releases its units and drops its

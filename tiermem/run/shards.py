@@ -684,12 +684,12 @@ class Shards:
             (hooks.py).
         """
         self.states = states
-        self.hooks.call_on_backward(on_last_read)
+        self.hooks.on_backward = on_last_read
 
     def detach_states(self) -> None:
         """Undoes `attach_states`: the model has no optimizer, and no parameter has been stepped."""
         self.states = None
-        self.hooks.call_on_backward(lambda: None)
+        self.hooks.on_backward = lambda: None
         self.homes.call_on_arrival(lambda unit: None)
         self.homes.store.step_with(None)
         for _, shard in self.parameters():
@@ -1028,7 +1028,7 @@ class Shards:
             each.call_on_writes(self._take_writes_of)
         self._residents = [each for each in self.units if each.unit.is_resident]
         self._frozen = Frozen(self.parameters() if self._is_trained else ())
-        self.hooks.call_on_training(self.enable_training)
+        self.hooks.on_training = self.enable_training
         comes_and_goes = "units" in self.plan.on_device and self.plan.units.num > 0
         if self.policy.fills_device and comes_and_goes and self.topology.num_shards == 1:
             self.attach(Fill(self.model, self.plan, self.prefetcher, self.device))
