@@ -199,7 +199,6 @@ class LayerwisePasses:
         self._owned: list[_Owned] = []  # of every block, and at the end of head and tail
         self._checked: set[str] = set()  # blocks that were seen to change nothing but their output
         self._shared: set[LiveUnit] = set()  # that a block needs, and something else
-        self._captured: tuple[Any, Any] | None = None  # what reaches the block that runs
 
     @contextlib.contextmanager
     def step(self, losses: Sequence[Loss]) -> Iterator[None]:
@@ -297,14 +296,16 @@ class LayerwisePasses:
         args, kwargs = arguments.filled(taken)
         micro.of_blocks.append(micro.random)
         given = [(tensor, tensor._version) for tensor in tensors_in([args, kwargs])]
-        handle = link.block.register_forward_pre_hook(self._capture, prepend=True, with_kwargs=True)
+        reached: list[tuple[Any, Any]] = []  # the arguments of the block's calls
+
+        def capture(block: nn.Module, args: Any, kwargs: Any) -> None:
+            reached.append((args, kwargs))
+
+        handle = link.block.register_forward_pre_hook(capture, prepend=True, with_kwargs=True)
         try:
             output = self._call(call_with_grad, False, link.block, *args, **kwargs)
         finally:
             handle.remove()
-            captured = self._captured
-            self._captured = None
-        assert captured is not None
         if link.name not in self._checked:
             after = tensors_in([args, kwargs])
             if len(after) != len(given) or any(
@@ -316,7 +317,7 @@ class LayerwisePasses:
                     "(use_cache=False), and change no tensor in place"
                 )
         sources = {id(tensor): source for source, tensor in taken.items()}
-        micro.arguments[number] = Arguments.of(*captured, sources)
+        micro.arguments[number] = Arguments.of(*reached[0], sources)
         inputs = [source for source in taken if source[0] != HEAD]
         micro.inputs.append(
             {each: self._keep(number, i, micro, taken[each]) for i, each in enumerate(inputs)}
@@ -336,10 +337,6 @@ class LayerwisePasses:
             for source, tensor in micro.outputs.items()
             if micro.last_use.get(source, -1) > number or (is_last and source[0] == number)
         }
-
-    def _capture(self, block: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._captured is None:
-            self._captured = args, kwargs
 
     def _run_tail(
         self, micro: _MicroBatch, differentiate: Callable[[torch.Tensor], object]
