@@ -78,7 +78,10 @@ class Products(NamedTuple):
             if self.ratio > 1
             else f"{1 / self.ratio:.3g} times faster"
         )
-        reached = f"{_gflops(self.rest_flops)} in {rest} and {_gflops(self.fp32_flops)} in float32"
+        reached = (
+            f"{self.rest_flops / 1e9:.1f} GFLOP/s in {rest} and "
+            f"{self.fp32_flops / 1e9:.1f} GFLOP/s in float32"
+        )
         return f"products of one thread reach {reached}, so {rest} is {than}"
 
 
@@ -132,10 +135,6 @@ def _time(shape: tuple[int, ...], num_rows: int, dtype: torch.dtype) -> float:
         if least > _QUICK_S:
             break
     return max(least, 1e-9)
-
-
-def _gflops(flops: float) -> str:
-    return f"{flops / 1e9:.1f} GFLOP/s"
 
 
 def choose_compute(model: nn.Module, policy: OffloadPolicy, device: torch.device) -> ComputeChoice:

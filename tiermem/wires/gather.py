@@ -188,10 +188,9 @@ class UnitGather(Gather):
             first = row[0].storage_offset() - self._full.storage_offset()
             whole = self._full[first : first + len(row) * row[0].numel()]
             calls.append(partial(_gather_in_place, group, whole, row[each.me]))
-        # grouping gains nothing, and a grouped call has no wait with a time-out
-        if self._full.device.type == "cpu":
-            return _Exchange(each.among, num_bytes, calls)
-        return _Exchange(each.among, num_bytes, calls, _grouping(group))
+        # on a CPU grouping gains nothing, and a grouped call has no wait with a time-out
+        grouping = None if self._full.device.type == "cpu" else _grouping(group)
+        return _Exchange(each.among, num_bytes, calls, grouping)
 
 
 class _Exchange(NamedTuple):
