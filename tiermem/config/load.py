@@ -18,10 +18,11 @@ from tiermem.section import ConfigError, Problem, problems_of
 
 # ---- load_config and resolve_auto ----------------------------------------------------------------
 
+Given = Mapping[str, Any] | str | os.PathLike[str]
+"""A config as users give it: a mapping, the path of a JSON file, or JSON text."""
 
-def load_config(
-    config: Mapping[str, Any] | str | os.PathLike[str] | TiermemConfig,
-) -> TiermemConfig:
+
+def load_config(config: Given | TiermemConfig) -> TiermemConfig:
     """Reads and checks a config: a mapping, the path of a JSON file, JSON text (starting with `{`),
     or a TiermemConfig.
 
@@ -167,8 +168,6 @@ def _unique(pairs: list[tuple[str, Any]], repeated: list[str]) -> dict[str, Any]
 
 
 # ---- with_tuned ----------------------------------------------------------------------------------
-
-Given = Mapping[str, Any] | str | os.PathLike[str]
 
 _KEYS = {"aio", "tiermem"}
 _OWN_KEYS = {"engine", "paths", "measured"}

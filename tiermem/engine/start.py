@@ -14,8 +14,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
 
-from tiermem.config import load_config
-from tiermem.config.load import is_json, named_in_errors
+from tiermem.config.load import Given, is_json, load_config, named_in_errors
 from tiermem.engine.choice import OptimizerFactory, Parameters
 from tiermem.engine.engine import Engine, SchedulerFactory
 from tiermem.optim.base import NativeOptimizer
@@ -204,9 +203,9 @@ def initialize(
     mpu: Any = None,
     dist_init_required: bool | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
-    config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    config: Given | None = None,
     mesh_param: Sequence[int] | None = None,
-    config_params: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    config_params: Given | None = None,
     device: torch.device | str | None = None,
 ) -> tuple[Engine, NativeOptimizer | None, DataLoader[Any] | None, LRScheduler | None]:
     """Shards a model by a config and returns (engine, optimizer, loader, scheduler).

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tiermem.config.load import load_config, named_in_errors, read_raw, resolve_auto
+from tiermem.config.load import Given, load_config, named_in_errors, read_raw, resolve_auto
 from tiermem.config.root import TiermemConfig
 from tiermem.keys import is_auto
 from tiermem.section import ConfigError, Problem
@@ -48,7 +47,7 @@ def values_of(args: Any, num_steps: int | None) -> dict[str, Any]:
 
 
 def config_beside(
-    asked: Mapping[str, Any] | str | os.PathLike[str],
+    asked: Given,
     args: Any,
     hidden_size: int | None = None,
     num_steps: int | None = None,

@@ -12,20 +12,18 @@ The optimizer of the loop decides how many moments the plan makes room for.
 from __future__ import annotations
 
 import dataclasses
-import os
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
 
+from tiermem.config.load import Given
 from tiermem.engine.room import choose_policy
 from tiermem.engine.sharding import shard
 from tiermem.policy import OffloadPolicy, check_kind
 from tiermem.run.shards import Shards
 from tiermem.swap.memory.accelerator import is_accelerator
 
-Asked = OffloadPolicy | Mapping[str, Any] | str | os.PathLike[str]
+Asked = OffloadPolicy | Given
 """A policy, a DeepSpeed-style config (a dict, or the path of a JSON file), or "auto"."""
 
 AUTO = "auto"
