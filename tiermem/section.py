@@ -54,6 +54,10 @@ class ConfigError(ValueError):
         return type(self), (self.problems, self.source), self.__dict__
 
 
+Problems = Iterable[tuple[str, str]]
+"""What is wrong: (key relative to a section, sentence) each."""
+
+
 def problems_of(
     error: pydantic.ValidationError, root: type[pydantic.BaseModel]
 ) -> Iterator[Problem]:
@@ -260,9 +264,8 @@ class ConfigModel(pydantic.BaseModel):
             raise CombinedError(found)
         return self
 
-    def contradictions(self) -> Iterable[tuple[str, str]]:
-        """What is wrong with the keys taken together: (key relative to this section, sentence)
-        each."""
+    def contradictions(self) -> Problems:
+        """What is wrong with the keys taken together."""
         return ()
 
     def is_set(self, name: str) -> bool:

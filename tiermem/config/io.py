@@ -6,7 +6,7 @@ from __future__ import annotations
 import enum
 import importlib
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -14,7 +14,7 @@ import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from tiermem.policy import IoSettings, NvmePath
-from tiermem.section import Bytes, ConfigModel, Count, Number, PositiveCount
+from tiermem.section import Bytes, ConfigModel, Count, Number, PositiveCount, Problems
 from tiermem.swap.memory.accelerator import find_device
 
 # ---- paths ---------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ class AioConfig(ConfigModel):
             raise ValueError(f"true given, but {why_not()}")
         return value
 
-    def contradictions(self) -> Iterator[tuple[str, str]]:
+    def contradictions(self) -> Problems:
         given = self._given_threads()
         if len(set(given.values())) > 1:
             shown = ", ".join(f"{name} {value}" for name, value in given.items())
@@ -333,7 +333,7 @@ class OffloadOptimizerConfig(_OffloadConfig):
     cpuadam_cores_perc: Annotated[Number, Field(le=1.0)] = 0.8
     """Part of the cores for super_offload; does not exist here."""
 
-    def contradictions(self) -> Iterator[tuple[str, str]]:
+    def contradictions(self) -> Problems:
         if self.device is OffloadDevice.nvme and 0 < self.buffer_count < STATES_PER_TILE:
             yield (
                 "buffer_count",

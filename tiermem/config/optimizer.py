@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import functools
 import operator
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import pydantic
@@ -17,7 +16,7 @@ from tiermem.optimizers.adam import AdamParams
 from tiermem.optimizers.base import OptimizerParams
 from tiermem.policy import CombinedError
 from tiermem.schedule import check_params, schedule_class
-from tiermem.section import ConfigModel
+from tiermem.section import ConfigModel, Problems
 
 # ---- optimizer -----------------------------------------------------------------------------------
 #
@@ -71,7 +70,7 @@ class OptimizerConfig(ConfigModel):
         """Whether weight decay acts on the gradient, where the rule is Adam's."""
         return isinstance(self.params, AdamParams) and not self.params.adam_w_mode
 
-    def contradictions(self) -> Iterator[tuple[str, str]]:
+    def contradictions(self) -> Problems:
         if self.type == "AdamW" and self._is_coupled:
             yield (
                 "params.adam_w_mode",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
@@ -18,6 +17,7 @@ from tiermem.section import (
     DtypeName,
     Number,
     PositiveCount,
+    Problems,
     Whole,
     did_you_mean,
 )
@@ -91,10 +91,10 @@ class Fp16Config(ConfigModel):
         """Whether the loss scale follows the overflows."""
         return self.loss_scale == 0
 
-    def contradictions(self) -> Iterable[tuple[str, str]]:
+    def contradictions(self) -> Problems:
         return self.unusable_scale() if self.enabled else ()
 
-    def unusable_scale(self) -> Iterator[tuple[str, str]]:
+    def unusable_scale(self) -> Problems:
         """Yields the keys that keep this section from scaling a loss, each with a sentence."""
         for name in ("loss_scale_window", "min_loss_scale"):
             value = getattr(self, name)
@@ -211,7 +211,7 @@ class AutocastConfig(ConfigModel):
             else tuple(_class_of(name) for name in names)
         )
 
-    def contradictions(self) -> Iterator[tuple[str, str]]:
+    def contradictions(self) -> Problems:
         for name in (self.lower_precision_safe_modules or ()) if self.enabled else ():
             try:
                 _class_of(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NamedTuple
 
 import pydantic
@@ -34,6 +34,7 @@ from tiermem.section import (
     Number,
     PositiveCount,
     Problem,
+    Problems,
 )
 
 # ---- precision -----------------------------------------------------------------------------------
@@ -60,8 +61,6 @@ from tiermem.section import (
 # DeepSpeed rounds to nearest, so the parts that its keys lower are rounded to nearest, unless
 # tiermem.precision.rounding is set. A key that is false selects nothing, and tiermem.precision may.
 # A key that is true and contradicts tiermem.precision is refused.
-
-Problems = Iterable[tuple[str, str]]
 
 _BF16_MASTER = "bf16.bf16_master_weights_and_grads"
 _BF16_STATES = "bf16.bf16_optimizer_states"

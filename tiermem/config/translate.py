@@ -19,7 +19,7 @@ import dataclasses
 import enum
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from tiermem.config.io import (
@@ -43,7 +43,7 @@ from tiermem.policy import (
     Tier,
     usual_tile_buffers,
 )
-from tiermem.section import SET_BY, ConfigModel, canonical_key
+from tiermem.section import SET_BY, ConfigModel, Problems, canonical_key
 
 _TIERS = ("params", "optim", "grads", "activations")  # fields
 _ONLY_ON_NVME = ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu")
@@ -108,9 +108,7 @@ def fields_of(config: ConfigModel, sizes_are_least: bool = True) -> dict[str, An
     return fields
 
 
-def named_by_keys(
-    config: ConfigModel, found: Iterable[tuple[str, str]]
-) -> Iterator[tuple[str, str]]:
+def named_by_keys(config: ConfigModel, found: Problems) -> Problems:
     """What is wrong with fields of the policy, with the keys that set fields instead of their
     names."""
     keys = {SET_BY[key].field: key for _, _, key, _ in _leaves(config) if key in SET_BY}
@@ -143,7 +141,7 @@ def paths_of(zero: ZeroConfig, own: OwnConfig, is_open: bool = False) -> tuple[N
     return united(own.paths or [path for paths in named for path in paths])
 
 
-def path_problems(zero: ZeroConfig, own: OwnConfig) -> Iterator[tuple[str, str]]:
+def path_problems(zero: ZeroConfig, own: OwnConfig) -> Problems:
     """What is wrong with the paths of both offload sections and of `tiermem.paths`, together: (key,
     sentence) each."""
     given = _section_paths(zero, own)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import enum
 import sys
 import warnings
-from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
@@ -16,6 +15,7 @@ from tiermem.config.io import OffloadDevice, OffloadOptimizerConfig, OffloadPara
 from tiermem.section import (
     ConfigModel,
     Count,
+    Problems,
     Whole,
     canonical_key,
 )
@@ -256,7 +256,7 @@ class ZeroConfig(ConfigModel):
         """Where optimizer states rest."""
         return self.offload_optimizer.device if self.offload_optimizer else OffloadDevice.none
 
-    def contradictions(self) -> Iterator[tuple[str, str]]:
+    def contradictions(self) -> Problems:
         if self.mics_shard_size == 0 or self.mics_shard_size < -1:
             yield (
                 "mics_shard_size",
