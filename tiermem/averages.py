@@ -236,28 +236,16 @@ class EMA:
     # ---- where they rest -------------------------------------------------------------------------
 
     def _open(self, paths: tuple[NvmePath, ...]) -> tuple[TensorStore, Program[_Piece]]:
-        most = max(
-            (
-                piece.numel * piece.dtype.itemsize
-                for kind in ("average", "aside")
-                for piece in self._pieces(kind)
-            ),
-            default=1,
-        )
-        buffer_bytes = round_up(most, ALIGNMENT)
-        entries = [*self._entries("average").values(), *self._entries("aside").values()]
-        host_bytes = sum(round_up(numel * dtype.itemsize, ALIGNMENT) for numel, dtype in entries)
-        if self._home is Tier.NVME:
-            host_bytes = _NUM_BUFFERS * buffer_bytes
-        store = TensorStore(paths if self._home is Tier.NVME else (), max(host_bytes, 1))
+        pieces = [*self._pieces("average"), *self._pieces("aside")]
+        sizes = [round_up(piece.numel * piece.dtype.itemsize, ALIGNMENT) for piece in pieces]
+        buffer_bytes = max(sizes, default=ALIGNMENT)
+        is_on_disk = self._home is Tier.NVME
+        host_bytes = _NUM_BUFFERS * buffer_bytes if is_on_disk else sum(sizes)
+        store = TensorStore(paths if is_on_disk else (), max(host_bytes, 1))
         try:
             self._store = store
             self._reserve("average")
-            pool = (
-                Pool(store.arena, buffer_bytes, _NUM_BUFFERS, "averages")
-                if self._home is Tier.NVME
-                else None
-            )
+            pool = Pool(store.arena, buffer_bytes, _NUM_BUFFERS, "averages") if is_on_disk else None
         except BaseException:
             store.close()
             raise
@@ -311,7 +299,7 @@ class EMA:
     def _whole(self, name: str) -> torch.Tensor:
         """A parameter's average: whole, of a DTensor placed as it. Collective."""
         param = self._params[name]
-        owner = registry.owner_of(self._params[name])
+        owner = registry.owner_of(param)
         local = torch.empty(_num_mine(param), dtype=self._dtypes[name])
         own = self._pieces("average", name)
         self._run(own, lambda piece, average: local[piece.elements].copy_(average), changes=False)
