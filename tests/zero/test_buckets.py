@@ -95,7 +95,7 @@ def test_a_missing_gradient_is_zeros() -> None:
 
 def test_a_gradient_is_packed_in_the_dtype_it_is_added_up_in() -> None:
     unit = unit_of([5, 3, 4], 2)
-    unit.shards[1].reduce_in(torch.bfloat16)
+    unit.shards[1].reduce_dtype = torch.bfloat16
     buckets = cut(unit, 2, 100)
     assert [(b.dtype, [p.shard.index for p in b.ranges]) for b in buckets] == [
         (torch.float32, [0, 2]),

@@ -154,7 +154,7 @@ class Autocast(NamedTuple):
         by_param = {state.param: state for _, state in shards.parameters()}
         for module in model.modules():
             for param in module.parameters(recurse=False) if type(module) in self.classes else ():
-                by_param[param].reduce_in(self.dtype)
+                by_param[param].reduce_dtype = self.dtype
 
     def call(self, function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
         """Calls a function of a forward: the config decides, also where the caller has

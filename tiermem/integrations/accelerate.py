@@ -43,16 +43,13 @@ class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     def __init__(self, optimizer: NativeOptimizer, scaler: Any) -> None:
         super().__init__(optimizer, device_placement=False, scaler=scaler)
         self._is_accelerate_prepared = True
-        self._is_saved = False
-
-    def mark_saved(self) -> None:
-        """Makes the next `state_dict` say that a durable step has the states."""
-        self._is_saved = True
+        self.is_saved = False
+        """Whether a durable step has the states, as the next `state_dict` then says."""
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's states; a note in a `save_state`, whose durable step has them."""
-        is_saved = self._is_saved
-        self._is_saved = False
+        is_saved = self.is_saved
+        self.is_saved = False
         return dict(_SAVED) if is_saved else self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -141,7 +138,7 @@ def _save_with(
         save(shards, native, output_dir, TAG, copy=True)
         wait(shards)
         if prepared is not None:
-            prepared.mark_saved()
+            prepared.is_saved = True
 
     def load_step(_: list[nn.Module], input_dir: str) -> None:
         if (Path(input_dir) / TAG).is_dir():

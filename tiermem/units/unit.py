@@ -202,17 +202,13 @@ class Shard:
     shard_numel: int  # ceil(numel / shards)
     full_offset: int
     shard_offset: int
-    reduce_dtype: torch.dtype  # the dtype of its gradient's reduction
+    # of its gradient's reduction; may be set before the first backward
+    reduce_dtype: torch.dtype
     num_rows: int = 0  # fused experts that it holds, which may be fetched singly
     gradient: Gradient = dataclasses.field(default_factory=Gradient)
     num_steps: int = 0  # optimizer steps taken
     has_moments: bool = False  # moments were loaded before the first step, which then reads them
     has_master: bool = False  # a master was loaded before the first step
-
-    def reduce_in(self, dtype: torch.dtype) -> None:
-        """Makes its gradient be reduced in another dtype. To be called before the first
-        backward."""
-        self.reduce_dtype = dtype
 
     def count_step(self) -> None:
         """Counts one more optimizer step."""
