@@ -72,8 +72,9 @@ class WarmupLR(_Documented):
         self.warmup_num_steps = _warmup_steps(warmup_num_steps)
         self.warmup_type = _warmup_type(warmup_type)
         self.min_lrs = _per_group("warmup_min_lr", warmup_min_lr, optimizer)
-        highest = _own_rates(optimizer) if warmup_max_lr is None else warmup_max_lr
-        self.max_lrs = _per_group("warmup_max_lr", highest, optimizer)
+        if warmup_max_lr is None:  # each group's rate before the first schedule changed it
+            warmup_max_lr = [float(g.get("initial_lr", g["lr"])) for g in optimizer.param_groups]
+        self.max_lrs = _per_group("warmup_max_lr", warmup_max_lr, optimizer)
         super().__init__(optimizer, last_epoch)
 
     def get_lr(self) -> list[float | torch.Tensor]:
@@ -413,11 +414,6 @@ def _number(name: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ValueError(f"{name} is {value!r}; it must be a finite number")
     return value
-
-
-def _own_rates(optimizer: Optimizer) -> list[float]:
-    """Each group's rate before the first schedule changed it."""
-    return [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
 
 
 def _per_group(name: str, value: float | Sequence[float], optimizer: Optimizer) -> list[float]:

@@ -64,7 +64,8 @@ def find_room(
     weights = sum(
         param.nbytes
         for param in model.parameters()
-        if param.device.type == "cpu" and not _is_virtual(param)
+        # not those without memory of their own, such as zero.Init builds
+        if param.device.type == "cpu" and 0 not in param.stride()
     )
     is_gpu = is_accelerator(device)
     ranks = ranks_per_node()
@@ -203,9 +204,3 @@ def _measured(model: nn.Module, chosen: OffloadPolicy, world: int) -> OffloadPol
     except ValueError:
         return follows
     return least
-
-
-def _is_virtual(param: nn.Parameter) -> bool:
-    """Whether a parameter has no memory of its own: built under zero.Init, or on the meta
-    device."""
-    return param.is_meta or 0 in param.stride()

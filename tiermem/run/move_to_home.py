@@ -414,7 +414,9 @@ class _Settler:
                 piece.copy_(values)
             else:
                 self._fill_part(part, into(piece))
-            _forget_values(part, self._device)
+            # releases the old memory: from now on the parameter is on the device, without elements
+            part.param.grad = None
+            become(part.param, torch.empty(0, dtype=part.param.dtype, device=self._device))
 
     def _packing(self, unit: Unit, form: BlockFormat, part: Shard, shard: torch.Tensor) -> Put:
         """Packs values into the blocks of a unit. Each call begins at a whole block."""
@@ -477,9 +479,3 @@ def _announce(units: Sequence[Unit], plan: Plan, policy: OffloadPolicy, values: 
             memory.reserve("secondary/", numel * unit.travels_as.itemsize)
         if (home if unit.is_resident else plan.unit_homes[unit.index]) is Tier.DEVICE:
             memory.reserve(unit.entry, unit.shard_bytes)
-
-
-def _forget_values(part: Shard, device: torch.device) -> None:
-    """Releases a parameter's old memory; it is on the device from now on, without elements."""
-    part.param.grad = None
-    become(part.param, torch.empty(0, dtype=part.param.dtype, device=device))

@@ -140,12 +140,12 @@ def unpack(
         )
         values = torch.mul(
             rows, blocks.scales[first // BLOCK : -(-last // BLOCK)].unsqueeze(1)
-        ).view(-1)
+        ).view(-1)[: last - first]
         target = out[first:last]
         if add:
-            target.add_(values[: last - first])
+            target.add_(values)
         else:
-            target.copy_(values[: last - first])
+            target.copy_(values)
     return out
 
 

@@ -334,17 +334,12 @@ class Reducer:
         if filled.device.type == "cpu":
             received = carving.take(bucket.dtype, bucket.num_columns, numel)
             pending = swap_rows(topology, what, received.view(-1), filled, "shard", bucket.number)
-            return pending, lambda: _added_up(received)
+            # in the order of ranks, in the place of the first column
+            return pending, lambda: functools.reduce(torch.Tensor.add_, received.unbind())
         column = carving.take(bucket.dtype, numel)
         return start(
             topology, what, dist.reduce_scatter_tensor, column, filled, among="shard"
         ), lambda: column
-
-
-def _added_up(parts: torch.Tensor) -> torch.Tensor:
-    """The sum of the columns that every rank sent, in the order of ranks; overwrites the first
-    column."""
-    return functools.reduce(torch.Tensor.add_, parts.unbind())
 
 
 def predivided(world: int, policy: OffloadPolicy) -> float:
