@@ -218,15 +218,12 @@ class Sums:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._advice: Callable[[Place], str] = lambda _: "Go back to the last checkpoint"
+        # returns a sentence of advice about damaged bytes at a place
+        self.advice: Callable[[Place], str] = lambda _: "Go back to the last checkpoint"
         self._tables: dict[str, PieceTable] = {}
         self._workers: Workers | None = None
         self.verify: Verify = "always"
         self.version = 0  # another one when an entry is dropped, and when `verify` or pieces change
-
-    def advise(self, advice: Callable[[Place], str]) -> None:
-        """Sets the function that returns a sentence of advice about damaged bytes at a place."""
-        self._advice = advice
 
     def use(self, workers: Workers | None, verify: Verify) -> None:
         """Chooses the threads that sum, and which reads are checked. Raises ValueError for a word
@@ -433,7 +430,7 @@ class Sums:
         others = (
             f"{num_wrong - 1} more pieces of this read are wrong as well. " if num_wrong > 1 else ""
         )
-        return DamagedEntry(place, piece, written, seen, f"{others}{self._advice(place)}")
+        return DamagedEntry(place, piece, written, seen, f"{others}{self.advice(place)}")
 
     def _check(
         self, expected: Expected, ops: Sequence[Op], files: Callable[[], Mapping[int, str]]

@@ -299,27 +299,19 @@ class GradientStore:
         # of units between `add` and `end`; the link's thread has it
         self._open: dict[Unit, OpenHome] = {}
         self._leaving: list[tuple[Unit, Slot, Move]] = []  # buffers, also of writes that have ended
-        self._on_reuse: Callable[[int], None] = lambda unit: None
+        # called with a unit's index before what `cached` has returned for the unit changes
+        self.on_reuse: Callable[[int], None] = lambda unit: None
         self._arriving: collections.deque[tuple[Unit, Task[None] | None]] = collections.deque()
         self._ends: dict[Unit, torch.Event] = {}  # after which its gradients are on DEVICE
-        self._consume: Consume | None = None  # steps a unit at once when gradients are not kept
-        # after which the steps of `_consume` have read their buffers
+        # steps a unit at once when gradients are not kept; None: there is no optimizer
+        self.consume: Consume | None = None
+        # after which the steps of `consume` have read their buffers
         self._read: torch.Event | None = None
-
-    def call_on_reuse(self, function: Callable[[int], None]) -> None:
-        """Sets the function to call, with a unit's index, before what `cached` has returned for the
-        unit changes."""
-        self._on_reuse = function
-
-    def step_with(self, consume: Consume | None) -> None:
-        """Sets the function that steps units in backward, when gradients are not kept; None: there
-        is no optimizer."""
-        self._consume = consume
 
     def check_consumer(self) -> None:
         """Before a backward: raises RuntimeError when gradients are not kept and no optimizer steps
         units with them."""
-        if self.home is None and self._consume is None:
+        if self.home is None and self.consume is None:
             raise RuntimeError(
                 "step_in_backward steps units while backward runs, and there is no optimizer yet: "
                 "build it before backward"
@@ -523,8 +515,8 @@ class GradientStore:
             return
         try:
             if self.home is None:
-                assert self._consume is not None
-                self._read = self._consume(unit, flat)
+                assert self.consume is not None
+                self._read = self.consume(unit, flat)
                 self._give_back(slot)
                 return
             data = slot.tensor[: flat.nbytes]
@@ -542,7 +534,7 @@ class GradientStore:
 
     def cached(self, unit: Unit) -> torch.Tensor | None:
         """The bytes of a unit's gradients that rest on NVMe, if memory still has them; see
-        `call_on_reuse`.
+        `on_reuse`.
 
         None with an accelerator, where another thread takes the buffers.
         """
@@ -565,7 +557,7 @@ class GradientStore:
         self.drop()
         for unit, _, move in self._leaving:
             move.outcome()
-            self._on_reuse(unit.index)
+            self.on_reuse(unit.index)
         self._leaving.clear()
         self._store.end_transfers()
         for each in (self._pool, self._link):
@@ -661,5 +653,5 @@ class GradientStore:
         try:
             move.wait()
         finally:
-            self._on_reuse(unit.index)
+            self.on_reuse(unit.index)
             self._give_back(slot)

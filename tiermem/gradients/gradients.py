@@ -137,15 +137,11 @@ class GradientHomes:
         self._places: list[dict[str, Any]] = []
         self._held: list[Any] = []
         self._ordinary: list[nn.Parameter] = []
-        self._on_arrival: Callable[[Unit], None] = lambda unit: None
+        # called when a unit's gradients of a backward are on their tier, or on their way to NVMe
+        self.on_arrival: Callable[[Unit], None] = lambda unit: None
         # outside a change: an interrupt has ended one half-way
         self.is_changing = False
         self._reserve(units, plan)
-
-    def call_on_arrival(self, function: Callable[[Unit], None]) -> None:
-        """Sets the function to call when a unit's gradients of a backward are on their tier, or on
-        their way to NVMe."""
-        self._on_arrival = function
 
     @property
     def is_empty(self) -> bool:
@@ -791,7 +787,7 @@ class GradientHomes:
             self._stepped[unit] = [shard for shard in unit.shards if shard.gradient.is_there]
         self.store.end(unit)
         for arrived in self.store.arrived():
-            self._on_arrival(arrived)
+            self.on_arrival(arrived)
 
 
 class _Change:

@@ -54,7 +54,7 @@ class ShardedModel:
         self._find_scale = find_scale
         self._find_rule = find_rule
         self.tiles = StateTiles(shards, find_rule)
-        shards.homes.store.call_on_reuse(shards.program.forget)
+        shards.homes.store.on_reuse = shards.program.forget
         self._ruled: dict[Shard, tuple[Group, Rule] | None] = {}  # found in the step under way
         self._tentative: TentativeStep | None = None
         if (
@@ -66,14 +66,14 @@ class ShardedModel:
                 self.tiles,
                 lambda shard, *rest: _step_of(shard, find_rule(shard.param), *rest),
             )
-            shards.homes.call_on_arrival(self._tentative.receive)
+            shards.homes.on_arrival = self._tentative.receive
         begin = self.tiles.begin if self._tentative is None else self._tentative.begin_backward
         shards.attach_states(
             self.tiles, shards.take_writes if shards.policy.step_in_backward else begin
         )
         if shards.policy.step_in_backward:
-            shards.homes.store.step_with(
-                lambda unit, grads: self._step_unit(shards.units[unit.index], grads)
+            shards.homes.store.consume = lambda unit, grads: self._step_unit(
+                shards.units[unit.index], grads
             )
 
     def close(self) -> None:

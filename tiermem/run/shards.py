@@ -690,8 +690,8 @@ class Shards:
         """Undoes `attach_states`: the model has no optimizer, and no parameter has been stepped."""
         self.states = None
         self.hooks.on_backward = lambda: None
-        self.homes.call_on_arrival(lambda unit: None)
-        self.homes.store.step_with(None)
+        self.homes.on_arrival = lambda unit: None
+        self.homes.store.consume = None
         for _, shard in self.parameters():
             shard.set_steps(0, False, False)
 
@@ -1025,7 +1025,7 @@ class Shards:
                 self.add_need(module, param)
         for each in self.units:
             each.let_all_go()
-            each.call_on_writes(self._take_writes_of)
+            each.take_writes = self._take_writes_of
         self._residents = [each for each in self.units if each.unit.is_resident]
         self._frozen = Frozen(self.parameters() if self._is_trained else ())
         self.hooks.on_training = self.enable_training

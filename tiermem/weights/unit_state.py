@@ -140,7 +140,8 @@ class LiveUnit:
         self._before: dict[int, torch.Tensor] = {}
         # of each parameter, when it was shown: address and version
         self._seen: list[tuple[int, int]] = []
-        self._take_writes: Callable[[LiveUnit], None] = lambda live: None
+        # takes over what was written while the unit was in use, before it is let go
+        self.take_writes: Callable[[LiveUnit], None] = lambda live: None
         # parameters whose `data` was taken since their values were compared
         self._data_taken: set[int] = set()
         self._datas: dict[int, list[weakref.ref[torch.Tensor]]] = {}  # by parameter: these `data`
@@ -514,18 +515,13 @@ class LiveUnit:
         taken over first."""
         if self.num_users:
             if self.is_streamed and self.written():
-                self._take_writes(self)
+                self.take_writes(self)
             self.memory.end_use()
         self.num_users = 0
         self._widen_view()
         absent.rest(self._changing)
 
     # ---- what the user writes --------------------------------------------------------------------
-
-    def call_on_writes(self, take: Callable[[LiveUnit], None]) -> None:
-        """Sets the function that takes over what was written while the unit was in use, before it
-        is let go."""
-        self._take_writes = take
 
     def written(self) -> list[int]:
         """The numbers of the parameters that were written since they were shown, that show other

@@ -150,7 +150,7 @@ class Saver:
         self.captures = Captures(shards)
         self.commits = Commits(shards)
         self._copies = Copies(shards, self.commits)
-        shards.store.sums.advise(lambda place: advice_on(place, self.commits.steps))
+        shards.store.sums.advice = lambda place: advice_on(place, self.commits.steps)
 
     def save(self, content: Content, copies: bool) -> None:
         """Makes a tag, or a step without a tag, durable. Collective; blocks, but not for a copy's
