@@ -627,7 +627,7 @@ def pack_blocks(workers: Workers | None, bits: int, values: torch.Tensor, packed
     codes = _pointer(packed.codes)
     scales = ffi.cast("float *", packed.scales.data_ptr())
     code = lib.tm_blocks_pack(
-        _handle(workers), bits, numel, _pointer(values), _DTYPES[values.dtype], codes, scales
+        handle_of(workers), bits, numel, _pointer(values), _DTYPES[values.dtype], codes, scales
     )
     check(code, "packing blocks")
 
@@ -638,12 +638,13 @@ def unpack_blocks(workers: Workers | None, bits: int, packed: Packed, values: to
     codes = _pointer(packed.codes)
     scales = ffi.cast("float *", packed.scales.data_ptr())
     code = lib.tm_blocks_unpack(
-        _handle(workers), bits, numel, codes, scales, _pointer(values), _DTYPES[values.dtype]
+        handle_of(workers), bits, numel, codes, scales, _pointer(values), _DTYPES[values.dtype]
     )
     check(code, "unpacking blocks")
 
 
-def _handle(workers: Workers | None) -> object:
+def handle_of(workers: Workers | None) -> object:
+    """What native code takes for workers; none: the caller alone works."""
     return ffi.NULL if workers is None else workers.handle
 
 
@@ -722,7 +723,7 @@ def crc32c_of(
         ("const void *const *", "const uint64_t *", "uint32_t *"), addresses, num_bytes, crcs
     )
     check(
-        lib.tm_crc32c(_handle(workers), len(addresses), *rows),
+        lib.tm_crc32c(handle_of(workers), len(addresses), *rows),
         f"checksums of {len(addresses)} pieces",
     )
     return crcs

@@ -15,7 +15,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tiermem.swap.base.native import NORMAL, Workers, check, check_process, ffi, lib, mirror
+from tiermem.swap.base.native import (
+    NORMAL,
+    Workers,
+    check,
+    check_process,
+    ffi,
+    handle_of,
+    lib,
+    mirror,
+)
 from tiermem.swap.base.ranges import ByteRange, Column, Numbers
 
 ONE_READ = int(lib.TM_RUN_ONE_READ)
@@ -163,9 +172,8 @@ class TileProgram:
 
     def __init__(self, workers: Workers | None) -> None:
         program = ffi.new("tm_program **")
-        handle = ffi.NULL if workers is None else workers.handle
         check(
-            lib.tm_program_open(handle, first_bytes(), program),
+            lib.tm_program_open(handle_of(workers), first_bytes(), program),
             "starting the thread of a step program",
         )
         self._handle = program[0]
@@ -280,10 +288,7 @@ class TileProgram:
 
     def failure(self) -> Failure | None:
         """The first failure of the run."""
-        failure = ffi.new("tm_failure *")
-        check(
-            lib.tm_program_report(self.handle, ffi.NULL, 0, failure), "reading a program's failure"
-        )
+        failure = self._report()[1]
         return (
             Failure(*(getattr(failure, name) for name in Failure._fields))
             if failure.error
@@ -293,21 +298,21 @@ class TileProgram:
     @property
     def num_tiles(self) -> int:
         """The tiles that the run has been given."""
-        return check(
-            lib.tm_program_report(self.handle, ffi.NULL, 0, ffi.new("tm_failure *")),
-            "counting a run's tiles",
-        )
+        return self._report()[0]
 
     def times(self) -> TileTimes:
         """What became of each tile of the run, which has ended."""
         num_tiles = self.num_tiles
         times = ffi.new("tm_tile_times[]", num_tiles)
-        failure = ffi.new("tm_failure *")
-        check(
-            lib.tm_program_report(self.handle, times, num_tiles, failure),
-            "reading a program's report",
-        )
+        self._report(times, num_tiles)
         return np.frombuffer(ffi.buffer(times), _TILE_TIMES)
+
+    def _report(self, times: Any = ffi.NULL, num_times: int = 0) -> tuple[int, Any]:
+        """Fills the times of so many tiles. Returns the number of the run's tiles and its failure
+        (tm_failure *)."""
+        failure = ffi.new("tm_failure *")
+        code = lib.tm_program_report(self.handle, times, num_times, failure)
+        return check(code, "reading a program's report"), failure
 
     @property
     def bytes_under_way(self) -> int:

@@ -100,8 +100,8 @@ def _write_again(fd: int, start: int, num_bytes: int) -> None:
         data = os.pread(fd, min(num_bytes, _CHUNK_BYTES), start)
         data += bytes(min(num_bytes, _CHUNK_BYTES) - len(data))
         written = os.pwrite(fd, data, start)
-        start = start + written
-        num_bytes = num_bytes - written
+        start += written
+        num_bytes -= written
 
 
 def take_room(fd: int, start: int, num_bytes: int, name: Path) -> None:

@@ -426,14 +426,13 @@ class FileReader(contextlib.AbstractContextManager["FileReader"]):
             opened.callback(self._ahead.close)
             self._file = self._ahead.open(self.path)
             self.num_bytes = self._file.num_bytes
-            self._closing: contextlib.ExitStack | None = opened.pop_all()
+            self._closing = opened.pop_all()
+        self._is_closed = False
 
     def __exit__(self, *_: object) -> None:
         with self._turn:
-            closing = self._closing
-            self._closing = None
-            if closing is not None:
-                closing.close()
+            self._is_closed = True
+            self._closing.close()
 
     def read(self, start: int, num_bytes: int) -> torch.Tensor:
         """A uint8 tensor with bytes [start, start + num_bytes).
@@ -441,19 +440,15 @@ class FileReader(contextlib.AbstractContextManager["FileReader"]):
         Blocks. Raises OSError (ENODATA) past the end, ValueError for no range, and after the end of
         the `with` block.
         """
-        with self._turn:
-            if self._closing is None:
+        with self._turn, InFlight(_NUM_PIECES) as in_flight:
+            if self._is_closed:
                 raise ValueError(f"{self.path} is closed")
-            return self._read(start, num_bytes)
-
-    def _read(self, start: int, num_bytes: int) -> torch.Tensor:
-        stop = start + num_bytes
-        if start < 0 or num_bytes < 0:
-            raise ValueError(f"bytes {start} to {stop} of {self.path} are no range")
-        self._file.check(start, stop)
-        out = torch.empty(num_bytes, dtype=torch.uint8)
-        base = start // ALIGNMENT * ALIGNMENT
-        with InFlight(_NUM_PIECES) as in_flight:
+            stop = start + num_bytes
+            if start < 0 or num_bytes < 0:
+                raise ValueError(f"bytes {start} to {stop} of {self.path} are no range")
+            self._file.check(start, stop)
+            out = torch.empty(num_bytes, dtype=torch.uint8)
+            base = start // ALIGNMENT * ALIGNMENT
             for offset in range(base, stop, _READ_PIECE_BYTES) if num_bytes else ():
                 first = max(offset, start)
                 last = min(offset + _READ_PIECE_BYTES, stop)
@@ -609,6 +604,6 @@ class FileWriter(contextlib.AbstractContextManager["FileWriter"]):
         tag = self._queue.submit(
             [Op(WRITE, self._fd, self._piece().ctypes.data, length, self._offset)]
         )
-        self._offset = self._offset + self._filled
+        self._offset += self._filled
         self._filled = 0
         self._in_flight.add(functools.partial(self._queue.finish, tag))

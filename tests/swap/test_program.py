@@ -437,8 +437,9 @@ def test_no_python_runs_between_the_read_and_the_write_of_a_native_tile(
         "check_process",
         "check",
     }
-    ends = {"has_failed", "failure", "end", "drop", "_drop", "is_mine", "ended", "add", "<lambda>"}
-    ends |= {"_end_attempt", "cancel", "__enter__", "__exit__"}  # of the last attempt's future
+    ends = {"has_failed", "failure", "_report", "end", "drop", "_drop", "is_mine", "ended", "add"}
+    ends |= {"<lambda>", "__enter__", "__exit__"}
+    ends |= {"_end_attempt", "cancel"}  # of the last attempt's future
     assert set(seen) <= waits | ends, seen
     assert len(seen) < 100  # calls that wait for the end, of a tenth of a second each
     check(store, names, [2] * 20, workers)

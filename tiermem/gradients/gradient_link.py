@@ -130,7 +130,7 @@ class GradientLink:
             stop = round_up(places[i].stop, _ALIGNMENT)
             if parts[i].data.nbytes <= _PACKED_BYTES and stop <= _ROOM_BYTES:
                 packed_bytes = stop
-                num_packed = num_packed + 1
+                num_packed += 1
         if packed_bytes:
             packed = torch.empty(packed_bytes, dtype=torch.uint8, device=self._device)
             for i in order[:num_packed]:
