@@ -254,7 +254,7 @@ class Files:
         self.run = run or RunName.new()
         self._limit_bytes = limit_bytes
         self.segments: list[Segment] = []
-        self.weights = [each.weight or 1.0 for each in known]
+        self.weights = [each.weight or 1.0 for each in known]  # of later allocations
         try:
             for each in known:
                 report_dead_runs(each.path)
@@ -303,10 +303,6 @@ class Files:
                 undo.callback(self.segments[index].take_back, self.segments[index].size_bytes)
                 self._reserve_share(index, share, num_bytes)
             return undo.pop_all()
-
-    def reweigh(self, weights: Sequence[float]) -> None:
-        """Sets the paths' weights for later allocations."""
-        self.weights = list(weights)
 
     def segment_of(self, extent: Extent) -> Segment:
         """The segment that an extent lies in."""

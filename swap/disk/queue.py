@@ -11,7 +11,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +26,6 @@ from tiermem.swap.base.native import (
     IoSettings,
     Op,
     Queue,
-    TransferError,
-    error_of,
 )
 from tiermem.swap.base.ranges import ByteRange
 
@@ -330,10 +328,6 @@ class Queues:
             self.close()
             raise
 
-    def handle_of(self, fd: int) -> Any:
-        """The native queue of a descriptor. Raises OSError."""
-        return self._queue_of(fd).handle
-
     @property
     def engine(self) -> str:
         """The engines in use."""
@@ -364,10 +358,10 @@ class Queues:
                 if isinstance(each, Op):
                     ops.setdefault(each.fd, []).append(each)
                 else:
-                    parts.append(part := _QueuePart(self._queue_of(each.fd)))
+                    parts.append(part := _QueuePart(self.queue_of(each.fd)))
                     part.queue.submit_blocks(each, priority, part.tag)
             for fd, own in ops.items():
-                parts.append(part := _QueuePart(self._queue_of(fd)))
+                parts.append(part := _QueuePart(self.queue_of(fd)))
                 part.queue.submit(own, priority, part.tag)
         except BaseException:
             for part in parts:
@@ -409,10 +403,6 @@ class Queues:
         Raises no OSError."""
         for part in [part for parts in list(self._under_way.values()) for part in parts]:
             part.look(None)
-
-    def error_of(self, answer: Answer) -> TransferError | None:
-        """The error that the answer holds, if any."""
-        return error_of(answer, self.files)
 
     def promote(self, tag: int) -> None:
         """Makes blocks that the kernel does not have yet urgent, on every path."""
@@ -456,7 +446,8 @@ class Queues:
         except OSError as error:
             raise OSError(error.errno, error.strerror or str(error), self.files[fd]) from None
 
-    def _queue_of(self, fd: int) -> Queue:
+    def queue_of(self, fd: int) -> Queue:
+        """The queue of a descriptor. Raises OSError."""
         queue = self._queues.get(fd)
         if queue is None and fd in self.files:
             raise OSError(errno.ESHUTDOWN, "this I/O queue is closed")

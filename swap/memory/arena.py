@@ -23,7 +23,7 @@ import os
 import threading
 from collections.abc import Iterator
 from itertools import repeat
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -310,13 +310,6 @@ class Arena:
                 self._given_up.add(start, stop - start)
 
 
-class Memory(Protocol):
-    """What slots are carved from."""
-
-    def give_back(self, slot: Slot) -> None:
-        """Frees a slot."""
-
-
 class Pool:
     """Equal slots carved at once from an arena.
 
@@ -331,7 +324,7 @@ class Pool:
     def __init__(
         self, arena: Arena, slot_bytes: int, count: int, what: str, crosses_link: bool = False
     ) -> None:
-        self._memory: Memory = arena
+        self._give_up = arena.give_back  # a slot, to what it was carved from
         slots: list[Slot] = []
         try:
             for i in range(count):
@@ -390,7 +383,7 @@ class Pool:
                 f"{self.count - len(self._free)} of {self.count} slots are still in use"
             )
         for slot in self._slots:
-            self._memory.give_back(slot)
+            self._give_up(slot)
         self._set([], self.slot_bytes)
 
 

@@ -245,7 +245,7 @@ class DevicePool(Pool):
     def __init__(self, memory: DeviceMemory, slot_bytes: int, count: int, kind: str) -> None:
         for _ in range(count):
             memory.reserve(kind, slot_bytes)
-        self._memory = memory
+        self._give_up = memory.give_back
         self._set([memory.take(kind, slot_bytes) for _ in range(count)], slot_bytes)
 
     def take(self) -> Slot | None:

@@ -349,7 +349,7 @@ def _transfers_of(ops: Sequence[Op], queues: Queues | None) -> Any:
     rows = ffi.new("tm_transfer[]", len(ops))
     for row, op in zip(rows, ops, strict=True):
         assert queues is not None
-        row.queue = queues.handle_of(op.fd)
+        row.queue = queues.queue_of(op.fd).handle
         row.buffer = ffi.cast("void *", op.address)
         row.length = op.length
         row.offset = op.offset

@@ -261,12 +261,9 @@ class Freeze:
     """
 
     number: int
-    paths: tuple[Path, ...]
+    files: tuple[Path, ...]
+    """The segment file of each path; a `path_index` is an index into this tuple."""
     parts: Mapping[str, Sequence[Stored]] = dataclasses.field(repr=False)
-
-    def files(self) -> tuple[Path, ...]:
-        """Returns the segment file of each path; a `path_index` is an index into this tuple."""
-        return self.paths
 
     def find(
         self, entries: Sequence[str], entry: Numbers, offset: Numbers, num_bytes: Numbers
@@ -362,7 +359,7 @@ class NvmeHome:
             extent = self.extents[slot]
             if extent is None:
                 self.extents[slot] = extent = self._files.allocate(
-                    self.num_bytes, near=self.first.path_index
+                    self.num_bytes, near=self._extent(0).path_index
                 )
             self._files.segment_of(extent).check_whole()
         return targets
@@ -431,11 +428,6 @@ class NvmeHome:
             if extent is not None and slot not in held:
                 self._files.free(extent)
                 self.extents[slot] = None
-
-    @property
-    def first(self) -> Extent:
-        """The extent of slot 0."""
-        return self._extent(0)
 
     def _extent(self, slot: int) -> Extent:
         extent = self.extents[slot]

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tiermem.swap.base.native import NORMAL, URGENT, Answer
+from tiermem.swap.base.native import URGENT, Answer, error_of
 from tiermem.swap.disk.queue import Queues, Transfers
 from tiermem.swap.memory.accelerator import current_stream, is_accelerator, record
 
@@ -55,7 +55,7 @@ class Later(NamedTuple):
 
     after: Move
     ops: Transfers
-    priority: int = NORMAL
+    priority: int
 
 
 class Move:
@@ -134,11 +134,6 @@ class Move:
         """
         self._glance(0.0)
         return self._is_done
-
-    @property
-    def queue(self) -> Queues:
-        """The queues that have the transfers."""
-        return self._queue
 
     @property
     def has_failed(self) -> bool:
@@ -260,7 +255,7 @@ class Move:
             self._queue.recorder.add(
                 lane, self.name, answer.started_ns, answer.finished_ns, answer.num_bytes
             )
-        failure: OSError | None = self._queue.error_of(answer)
+        failure: OSError | None = error_of(answer, self._queue.files)
         if failure is None and self._check is not None:
             try:
                 failure = self._check()
@@ -292,7 +287,7 @@ class DeviceCopy(Move):
     """
 
     def __init__(self, move: Move, device: torch.device) -> None:
-        super().__init__(move.queue, None, None, move.name)
+        super().__init__(move._queue, None, None, move.name)
         self._move = move
         self._device = device
         self._host: torch.Tensor | None = None  # the tensor in HOST memory

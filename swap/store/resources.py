@@ -44,13 +44,13 @@ class Resources:
         self.open_queues: Queues | None = None
         self.programs: list[TileProgram] = []  # they use the queues and the arena
         self.registered: list[ByteRange] = []  # of the arena, registered with the queues
-        self.keeps_files = False
+        self.keeps_files = False  # whether `close` leaves the files
         self.files = Files(())
         self.arena, known = Arena(host_bytes, link_bytes), as_paths(paths)
         self.is_closed = False
         try:
             self.files = Files(known, disk_bytes, run)
-            self.files.reweigh(weigh(known, io))  # after Files has checked the folders
+            self.files.weights = weigh(known, io)  # after Files has checked the folders
         except BaseException:
             self.close()
             raise
@@ -124,10 +124,6 @@ class Resources:
     def bytes_under_way(self) -> int:
         """Most bytes of strips that a step has under way now."""
         return max((each.bytes_under_way for each in self.programs), default=0) or first_bytes()
-
-    def keep_files(self, keep: bool) -> None:
-        """Sets whether `close` leaves the files."""
-        self.keeps_files = keep
 
     def close(self) -> None:
         """Closes programs, queues, memory and files, in this order: no transfer may outlive its

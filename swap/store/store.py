@@ -501,7 +501,7 @@ class TensorStore(AbstractContextManager["TensorStore"]):
     def keep_files(self, keep: bool = True) -> None:
         """Sets whether the store's folders stay, without their lock file, when the store is closed
         or dropped unclosed."""
-        self._held.keep_files(keep)
+        self._held.keeps_files = keep
 
     def close(self, keep: bool = False) -> None:
         """Ends every transfer, frees memory and removes the store's files. Blocks. Raises the first
@@ -513,7 +513,7 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         """
         if self._finalizer.detach() is None:
             return
-        self._held.keep_files(keep or self._held.keeps_files)
+        self._held.keeps_files |= keep
         try:
             with self._lock:
                 reads = self._under_way.unfinished(is_write=False)

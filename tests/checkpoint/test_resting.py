@@ -153,7 +153,7 @@ def test_pieces_and_checksums_are_those_of_the_bytes(seed: int, tmp_path: Path) 
             for each in rows.states()
             if (each.param, each.state, each.kind) == (param, state, kind)
         ]
-        assert crc32c([data]) == whole(own.pieces, kind, freeze.files())
+        assert crc32c([data]) == whole(own.pieces, kind, freeze.files)
         assert len(sums[param, state]) == 1
         assert checksums(sums[param, state], state) == tuple(
             crc32c([part.clone() for part in data.split(MIB)])
@@ -162,7 +162,7 @@ def test_pieces_and_checksums_are_those_of_the_bytes(seed: int, tmp_path: Path) 
     copy = bytearray(extents[-1].place + extents[-1].num_bytes)
     for file, offset, num_bytes, place in extents:
         assert {offset % BLOCK, num_bytes % BLOCK, place % BLOCK} == {0}
-        copy[place : place + num_bytes] = freeze.files()[file].read_bytes()[
+        copy[place : place + num_bytes] = freeze.files[file].read_bytes()[
             offset : offset + num_bytes
         ]
     (tmp_path / "copy").write_bytes(copy)

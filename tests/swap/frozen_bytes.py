@@ -13,7 +13,7 @@ def on_disk(freeze: Freeze, name: str, num_bytes: int, start: int = 0) -> bytes:
     """What an outsider finds in the files."""
     found = b""
     for path_index, offset, length in freeze.ranges(name, start, num_bytes):
-        with freeze.files()[path_index].open("rb") as file:
+        with freeze.files[path_index].open("rb") as file:
             file.seek(offset)
             found += file.read(length)
     return found

@@ -130,7 +130,8 @@ def test_what_one_engine_put_every_engine_fetches(
     store.put("x", pattern(num_bytes), Tier.NVME).wait()
     home = store._entries["x"].nvme
     assert home is not None
-    extent = home.first
+    extent = home.extents[0]
+    assert extent is not None
     on_disk = store._files.segments[0].file.read_bytes()[extent.offset : extent.offset + num_bytes]
     assert on_disk == bytes(pattern(num_bytes).numpy())
     assert torch.equal(store.fetch("x").wait(), pattern(num_bytes))

@@ -51,7 +51,8 @@ def place_of(store: TensorStore, name: str, offset: int) -> tuple[int, int]:
     """Where a byte of a tensor lies in the segment, and on the device."""
     home = store._entries[name].nvme
     assert home is not None
-    extent = home.first
+    extent = home.extents[0]
+    assert extent is not None
     place = extent.offset + offset
     return place, place_on_device(store._files.segments[0].fd, place)
 

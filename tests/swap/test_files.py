@@ -129,7 +129,7 @@ def test_extents_are_dealt_by_weight(tmp_path: Path) -> None:
     for path in paths:
         path.mkdir()
     files = Files(paths)
-    files.reweigh([1.0, 3.0])
+    files.weights = [1.0, 3.0]
     for _ in range(40):
         files.allocate(MIB)
     assert [segment.used_bytes for segment in files.segments] == [10 * MIB, 30 * MIB]

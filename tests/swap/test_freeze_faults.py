@@ -113,7 +113,7 @@ def test_sync_that_the_disk_fails_is_told_as_it_was(
     lies.tell({"kind": "sync", "start": 0, "stop": 1, "code": errno.EIO})
     with pytest.raises(OSError, match="Input/output error") as failure:
         store.freeze()
-    assert (failure.value.errno, failure.value.filename) == (errno.EIO, str(first.files()[0]))
+    assert (failure.value.errno, failure.value.filename) == (errno.EIO, str(first.files[0]))
     second = store.freeze()
     assert on_disk(first, "x", 2 * PAGE) == pattern(2 * PAGE).numpy().tobytes()
     assert on_disk(second, "x", PAGE) == pattern(PAGE, seed=1).numpy().tobytes()

@@ -37,6 +37,7 @@ class FakeQueue:
         self.answers: dict[int, int] = {}  # tag: error
         self.answered = threading.Condition()
         self.recorder = Recorder()
+        self.files = {3: "file"}
 
     def submit(self, ops: list[Op], priority: int) -> int:
         tag = ops[0].offset  # tests name a transfer by its offset
@@ -63,13 +64,6 @@ class FakeQueue:
 
     def promote(self, tag: int) -> None:
         self.log.append(("promote", tag))
-
-    def error_of(self, answer: Answer) -> TransferError | None:
-        return (
-            TransferError(answer.error, answer.kind, "file", answer.offset, answer.length)
-            if answer.error
-            else None
-        )
 
 
 @pytest.fixture

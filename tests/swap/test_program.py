@@ -627,7 +627,7 @@ def test_a_read_sees_what_the_run_writes_wherever_it_is(
         for freeze in freezes:
             for number, name in enumerate(names):  # what was frozen is the step before
                 [extent] = freeze.ranges(name, 0, TILE_BYTES)
-                with freeze.files()[extent.path_index].open("rb") as file:
+                with freeze.files[extent.path_index].open("rb") as file:
                     file.seek(extent.offset)
                     frozen = torch.frombuffer(bytearray(file.read(TILE_BYTES)), dtype=torch.uint8)
                 assert torch.equal(frozen, stepped(number, steps - 1, workers))

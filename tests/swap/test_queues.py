@@ -22,6 +22,7 @@ from tiermem.swap.base.native import (
     IoSettings,
     Op,
     TransferError,
+    error_of,
 )
 from tiermem.swap.base.tier import Tier
 from tiermem.swap.disk import queue as queues_module
@@ -201,10 +202,10 @@ def test_error_of_the_disk_is_kept_and_names_its_file(
         fakes[fd].end(error=error)
     answer = queues.wait(tag)
     assert answer is not None
-    error_of = queues.error_of(answer)
-    assert isinstance(error_of, TransferError)
-    assert (error_of.errno, error_of.offset) == (errno.EIO, 4096 * kept)
-    assert error_of.filename == {A: "file a", B: "file b"}[kept]
+    error = error_of(answer, queues.files)
+    assert isinstance(error, TransferError)
+    assert (error.errno, error.offset) == (errno.EIO, 4096 * kept)
+    assert error.filename == {A: "file a", B: "file b"}[kept]
 
 
 def test_cancelling_drops_every_part_that_goes_on(fakes: dict[int, FakeQueue]) -> None:

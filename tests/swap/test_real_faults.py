@@ -270,7 +270,8 @@ def test_write_cut_short_by_a_limit_is_named_where_its_block_begins_and_heals_wi
     store.put("x", pattern(NUM_BYTES), Tier.NVME).wait()
     home = store._entries["x"].nvme
     assert home is not None
-    extent = home.first
+    extent = home.extents[0]
+    assert extent is not None
     store.fetch("x").wait().fill_(7)
     with file_size_limit(
         extent.offset + 3 * BLOCK + 8192

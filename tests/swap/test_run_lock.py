@@ -403,7 +403,7 @@ def test_kept_store_gives_the_disk_back_what_no_freeze_holds(
         second = store.freeze()  # b where it was, the others in their second slots
         store.thaw(first)
         store.keep_files()
-    (file,) = second.files()
+    (file,) = second.files
     assert file.stat().st_blocks * 512 == 3 * mib
     for name in "abc":
         (place,) = second.ranges(name, 0, mib)
@@ -421,7 +421,7 @@ def test_bytes_of_a_kept_store_are_found_by_its_last_freeze(
         store.release("x", dirty=True)
         store.keep_files()
     (place,) = freeze.ranges("x", 0, 5000)
-    data = freeze.files()[place.path_index].read_bytes()[place.offset :][:5000]
+    data = freeze.files[place.path_index].read_bytes()[place.offset :][:5000]
     assert data == pattern(5000).numpy().tobytes()
 
 

@@ -38,7 +38,7 @@ def digests(freeze: Freeze, sizes: dict[str, int]) -> dict[str, str]:
     for name in freeze.parts:
         told = hashlib.sha256()
         for path_index, offset, num_bytes in freeze.ranges(name, 0, sizes[name]):
-            with FileReader(freeze.files()[path_index]) as reader:
+            with FileReader(freeze.files[path_index]) as reader:
                 told.update(reader.read(offset, num_bytes).numpy().tobytes())
         found[name] = told.hexdigest()
     return found

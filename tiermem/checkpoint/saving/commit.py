@@ -250,7 +250,7 @@ class Commits:
         freeze = shards.store.freeze()
         undo.callback(shards.store.thaw, freeze)
         # a reader may have another working directory
-        files = [each.absolute() for each in freeze.files()]
+        files = [each.absolute() for each in freeze.files]
         folder = shards.store.folders()[0].absolute()
         placed = [frozen(shards, content, freeze)]
         if content.in_memory:
@@ -261,7 +261,7 @@ class Commits:
         path = folder / part_name(commit, content.part.rank)
         undo.callback(remove, path)
         told = write_part(path, commit, content, names, placed)
-        own = (path, *files[len(freeze.files()) :])
+        own = (path, *files[len(freeze.files) :])
         manifest = folder / manifest_name(commit)
         step = content.manifest
         kept = HeldStep(commit, step.step, step.tag, freeze, manifest, content.pointer, own)

@@ -356,7 +356,7 @@ class Copies:
     def _copy_own(self, work: _Work) -> Any:
         if work.extents:
             assert work.freeze is not None  # the extents are of its files
-            copy(work.freeze.files(), work.extents, work.data, self._pace)
+            copy(work.freeze.files, work.extents, work.data, self._pace)
         path = work.data.with_name(
             copy_name(self._commits.run_id, work.commit, work.content.part.rank, "json")
         )

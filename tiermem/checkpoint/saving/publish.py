@@ -150,7 +150,7 @@ def check_seen(told: Sequence[Any]) -> None:
 
 
 def frozen(shards: Shards, content: Content, freeze: Freeze) -> Placed:
-    """The frozen pieces on NVMe; `file` is an index into `freeze.files()`. Blocks only to compute
+    """The frozen pieces on NVMe; `file` is an index into `freeze.files`. Blocks only to compute
     unknown checksums."""
 
     def read(entry: str, start: int, stop: int) -> torch.Tensor:

@@ -98,7 +98,7 @@ def holds(freeze: Freeze, place: Place) -> bool:
     """Whether a freeze holds any byte of a place."""
     if place.entry not in freeze.parts:
         return False
-    files = freeze.files()
+    files = freeze.files
     return any(
         each.path == files[frozen.path_index]
         and each.offset < frozen.offset + frozen.num_bytes
