@@ -395,8 +395,17 @@ class Queue:
         if code != -errno.ENOENT or not answer.submitted_ns:
             check(code, f"waiting for tag {tag}")
         a = answer[0]
-        times = (answer.submitted_ns, answer.started_ns, answer.finished_ns)
-        return Answer(a.error, a.fd, a.kind, a.offset, a.length, a.bytes, *times)
+        return Answer(
+            a.error,
+            a.fd,
+            a.kind,
+            a.offset,
+            a.length,
+            a.bytes,
+            a.submitted_ns,
+            a.started_ns,
+            a.finished_ns,
+        )
 
     def raise_for(self, answer: Answer) -> None:
         """Raises TransferError when the answer holds an error."""
@@ -540,7 +549,7 @@ def step_struct(
     parts: StepParts,
     numbers: StepNumbers,
     dither: Dither | None,
-    start_moments: bool = False,
+    start_moments: bool,
 ) -> Any:
     """The tm_step of `optimizer_step`; it points at the numbers and into the parts, which the
     caller keeps alive. Raises ValueError."""
@@ -548,12 +557,9 @@ def step_struct(
     step = ffi.new("tm_step *")
     step.n = parts.grad.numel()
     step.rule = _RULES[rule.name]
-    for slot, part in (
-        (step.weight, parts.weight),
-        (step.master, parts.master),
-        (step.grad, parts.grad),
-    ):
-        _set_part(slot, part)
+    _set_part(step.weight, parts.weight)
+    _set_part(step.master, parts.master)
+    _set_part(step.grad, parts.grad)
     for slot, kind, moment in zip(step.moments, MOMENTS[rule.name], parts.moments, strict=False):
         _set_part(slot, moment, kind.is_positive)
     if parts.source is not None:
@@ -691,14 +697,16 @@ def store_gradient(
         return []
     num_blocks = (first_element + src.numel() - 1) // NORM_BLOCK - first_element // NORM_BLOCK + 1
     sums = ffi.new("double[]", num_blocks)
-    copied = (
+    code = lib.tm_gradient_store(
+        workers.handle,
+        src.numel(),
         _pointer(dst),
         _DTYPES[None if dst is None else dst.dtype],
         _pointer(src),
         _DTYPES[src.dtype],
-    )
-    code = lib.tm_gradient_store(
-        workers.handle, src.numel(), *copied, accumulate, first_element, sums
+        accumulate,
+        first_element,
+        sums,
     )
     check(code, "storing a gradient")
     return list(sums)

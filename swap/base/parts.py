@@ -173,7 +173,7 @@ def check_moment(name: str, moment: Moment, numel: int, device: torch.device = C
 
 
 def check_split(
-    master: torch.Tensor, weight: torch.Tensor | None, numel: int, device: torch.device = CPU
+    master: torch.Tensor, weight: torch.Tensor | None, numel: int, device: torch.device
 ) -> None:
     """Raises ValueError when this is no split master of so many elements beside its bf16 weight on
     this device."""

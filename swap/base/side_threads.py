@@ -114,7 +114,7 @@ class SideThreads:
     """
 
     def __init__(self, count: int, name: str, begins: Callable[[], object] = lambda: None) -> None:
-        self._tasks: queue.SimpleQueue[Task[Any] | None] = queue.SimpleQueue()
+        self._tasks = queue.SimpleQueue[Task[Any] | None]()
         weakref.finalize(self, _end, self._tasks, count)
         given = (self._tasks, begins)
         self._threads = [

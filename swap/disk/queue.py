@@ -59,7 +59,7 @@ class Recorder:
     """
 
     def __init__(self, max_events: int = 50_000) -> None:
-        self._rows: collections.deque[_Row] = collections.deque(maxlen=max_events)
+        self._rows = collections.deque[_Row](maxlen=max_events)
         self.num_added = 0  # events so far, dropped ones too
         self.wait_s = 0.0  # sum over lane "wait", which old events cannot give
 
@@ -92,13 +92,13 @@ class Recorder:
         self._rows.clear()
 
     @contextlib.contextmanager
-    def span(self, lane: str, name: str, num_bytes: int = 0) -> Iterator[None]:
+    def span(self, lane: str, name: str) -> Iterator[None]:
         """Records the time that its body takes, also when the body raises."""
         start_ns = time.monotonic_ns()
         try:
             yield
         finally:
-            self.add(lane, name, start_ns, time.monotonic_ns(), num_bytes)
+            self.add(lane, name, start_ns, time.monotonic_ns())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,7 +249,7 @@ class InFlight(contextlib.AbstractContextManager["InFlight"]):
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._pieces: collections.deque[Callable[[], object]] = collections.deque()
+        self._pieces = collections.deque[Callable[[], object]]()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:

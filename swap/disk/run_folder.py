@@ -331,7 +331,7 @@ def _started(pid: int) -> str:
     return ""
 
 
-_inherited: weakref.WeakKeyDictionary[Any, Callable[[Any], object]] = weakref.WeakKeyDictionary()
+_inherited = weakref.WeakKeyDictionary[Any, Callable[[Any], object]]()
 
 
 def call_in_child(owner: Any, act: Callable[[Any], object]) -> None:

@@ -425,7 +425,7 @@ def _step_chunk(
     is_split = master is not None and master.dtype in SPLIT
     held = weight if master is None else master
     assert held is not None
-    p = widen_in_torch(held, weight if held.dtype in SPLIT else None)
+    p = widen_in_torch(held, weight if is_split else None)
     g = parts.grad.to(torch.float32) * rule.grad_scale
     if start_moments:
         moments = [torch.full_like(p, rule.initial) for _ in parts.moments]
@@ -511,9 +511,7 @@ def _sgd(
     return p - update * rule.step_size, [m]
 
 
-_FORMULAS: dict[
-    str, Callable[[StepRule, OneMinus, torch.Tensor, torch.Tensor, _Tensors], _Stepped]
-] = {
+_FORMULAS = {
     "adamw": _adam,
     "adam": _adam,
     "adagrad": _adagrad,

@@ -230,9 +230,7 @@ def _parts_to_try(
 
 
 def _bytes_of(parts: StepParts) -> list[torch.Tensor]:
-    held: list[Any] = [
-        part for part in (parts.weight, parts.master, *parts.moments) if part is not None
-    ]
+    held: list[Any] = [part for part in parts.stepped if part is not None]
     flat = [tensor for part in held for tensor in (part if isinstance(part, Quantised) else [part])]
     return [tensor.view(torch.uint8) for tensor in flat]
 

@@ -241,10 +241,9 @@ def _pinned_like(values: torch.Tensor) -> torch.Tensor:
 def free_and_total(device: torch.device) -> tuple[int, int]:
     """Bytes that can still be allocated, torch's cached blocks among them, and bytes of the whole
     device."""
-    free, total = _module_of(device).mem_get_info(device)
-    cached = _module_of(device).memory_reserved(device) - _module_of(device).memory_allocated(
-        device
-    )
+    module = _module_of(device)
+    free, total = module.mem_get_info(device)
+    cached = module.memory_reserved(device) - module.memory_allocated(device)
     return int(free) + int(cached), int(total)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 SYSFS = Path("/sys")
 
 
-def read_nodes(sysfs: Path = SYSFS) -> dict[int, frozenset[int]]:
+def read_nodes(sysfs: Path) -> dict[int, frozenset[int]]:
     """The cores of every node that has cores, by the node's number. Empty when the kernel does not
     say."""
     found = {}
@@ -38,7 +38,7 @@ def parse_cores(text: str) -> frozenset[int]:
     )
 
 
-def node_of_pci(address: str | None, sysfs: Path = SYSFS) -> int | None:
+def node_of_pci(address: str | None, sysfs: Path) -> int | None:
     """The node of a PCI device; None when the kernel does not say."""
     try:
         node = int((sysfs / "bus/pci/devices" / str(address) / "numa_node").read_text())

@@ -83,7 +83,7 @@ def crc32c_join(
         raise ValueError(
             f"{len(crcs)} checksums of {len(num_bytes)} messages, joined up to {first[-1:]}"
         )
-    joined: npt.NDArray[np.uint32] = np.empty(len(first) - 1, np.uint32)
+    joined = np.empty(len(first) - 1, np.uint32)
     dtypes = np.uint64, np.uint32, np.uint64
     given = [
         np.ascontiguousarray(row, dtype)
@@ -126,7 +126,7 @@ class PieceTable:
     Raises ValueError for pieces that are empty, out of order or overlap.
     """
 
-    def __init__(self, pieces: Pieces, entry: str = "", serial: int = 0) -> None:
+    def __init__(self, pieces: Pieces, entry: str, serial: int) -> None:
         starts = pieces.starts
         stops = pieces.stops
         if (
@@ -348,7 +348,13 @@ class Sums:
 
         ops, files: the transfers, and what tells the files behind their descriptors, for the error.
         """
-        expected = self.due_of(self.pieces_of(ranges))
+        expected = []
+        is_sample = self.verify == "sample"
+        for table, base, inside, _ in self.pieces_of(ranges) if self.verify != "resume" else ():
+            due = table.due(inside, is_sample)
+            table.is_due[due] |= is_sample  # until it is verified: the read may be cancelled
+            if len(due):
+                expected.append(_Expected(table, due, table.crcs[due], base))
         return functools.partial(self._check, expected, ops, files) if expected else None
 
     def pieces_of(self, ranges: Iterable[Range]) -> list[PiecesIn]:
@@ -366,17 +372,6 @@ class Sums:
                     )
                 )
         return found
-
-    def due_of(self, pieces: Iterable[PiecesIn]) -> Expected:
-        """The pieces that a read which starts now must bring, with their checksums."""
-        expected = []
-        is_sample = self.verify == "sample"
-        for table, base, inside, _ in pieces if self.verify != "resume" else ():
-            due = table.due(inside, is_sample)
-            table.is_due[due] |= is_sample  # until it is verified: the read may be cancelled
-            if len(due):
-                expected.append(_Expected(table, due, table.crcs[due], base))
-        return expected
 
     def checked(self, pieces: Sequence[PiecesIn], is_cut: bool = False) -> PieceRows:
         """The pieces that a program compares whenever it reads them, if they are known then; after

@@ -485,7 +485,7 @@ class Entry:
         home: Tier,
         dtype: torch.dtype,
         shape: Sequence[int],
-        nvme: NvmeHome | None = None,
+        nvme: NvmeHome | None,
     ) -> None:
         self.name = name
         self.home = home

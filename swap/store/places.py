@@ -4,9 +4,8 @@ and writes.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -90,14 +89,14 @@ class WritePlan:
 
 def changing(
     targets: Sequence[tuple[EntryPlace, SlotPart]], name: str
-) -> contextlib.AbstractContextManager[None]:
+) -> AbstractContextManager[None]:
     """Announces to observers (`durable.watch`) a write that changes the current slot of some
     bytes."""
     if durable.is_watched() and any(
         place.home.slots.current(part.start, part.stop) != [part] for place, part in targets
     ):
         return durable.step("slot", name)
-    return contextlib.nullcontext()
+    return nullcontext()
 
 
 class Plans:

@@ -256,9 +256,9 @@ class ReadAhead:
         self._areas = [(area, FreeRanges()) for area in areas]
         for area, free in self._areas:
             free.add(0, area.numel())
-        self._files: collections.OrderedDict[Path, ReadFile] = collections.OrderedDict()
+        self._files = collections.OrderedDict[Path, ReadFile]()
         # ranges that are not released
-        self._num_users: collections.Counter[Path] = collections.Counter()
+        self._num_users = collections.Counter[Path]()
         self._names: dict[int, str] = {}
         self._queue: Queue | None = None
 

@@ -41,7 +41,7 @@ def pieces_of(edges: set[int]) -> Pieces:
 
 @given(EDGES, st.lists(RANGE, max_size=20))
 def test_a_table_knows_what_was_written_whole(edges: set[int], writes: list[list[int]]) -> None:
-    table = PieceTable(pieces_of(edges))
+    table = PieceTable(pieces_of(edges), "", 0)
     bounds = list(zip(table.pieces.starts.tolist(), table.pieces.stops.tolist(), strict=True))
     known: dict[int, int] = {}
     for number, (start, stop) in enumerate(writes, 1):

@@ -62,7 +62,7 @@ def play(num_units: int, num_full: int, num_staging: int, uses: list[int]) -> li
     log: list[str] = []
     units = [PlayedUnit(index, log) for index in range(num_units)]
     limits = Limits(num_full, False, num_staging, math.inf, math.inf, math.inf)
-    prefetcher = Prefetcher(units, Order(range(num_units)), limits)
+    prefetcher = Prefetcher(units, Order(range(num_units), range(num_units)[::-1]), limits)
     prefetcher.order.begin("training", has_backward=False)
     prefetcher.acquire()
     for index in uses:
@@ -74,7 +74,7 @@ def play(num_units: int, num_full: int, num_staging: int, uses: list[int]) -> li
 def test_units_that_are_used_where_they_rest_need_no_room() -> None:
     units = [PlayedUnit(index, []) for index in range(3)]
     prefetcher = Prefetcher(
-        units, Order(range(3)), Limits(2, True, 2, math.inf, math.inf, math.inf)
+        units, Order(range(3), [2, 1, 0]), Limits(2, True, 2, math.inf, math.inf, math.inf)
     )
     assert prefetcher.has_room_for(units[:2]) and not prefetcher.has_room_for(units)
     units[0].unit.takes_buffer = False
@@ -96,7 +96,7 @@ def test_an_accelerator_keeps_the_unit_whose_maths_may_still_run(is_late: bool) 
     log = list[str]()
     units = [PlayedUnit(index, log) for index in range(3)]
     prefetcher = Prefetcher(
-        units, Order(range(3)), Limits(2, True, 3, 0.0, math.inf, math.inf, is_late)
+        units, Order(range(3), [2, 1, 0]), Limits(2, True, 3, 0.0, math.inf, math.inf, is_late)
     )
     prefetcher.order.begin("training", has_backward=False)
     for index in (0, 1, 2, 0, 1):

@@ -96,7 +96,7 @@ class RestingStates(RestingTiles[StateTile]):
         names: Mapping[nn.Parameter, str],
         find_rule: FindRule,
         workers: Workers,
-        taken_bytes: int = 0,
+        taken_bytes: int,
     ) -> None:
         units = _lay_out(names)
         self.shards = {shard.param: shard for unit in units for shard in unit.shards}

@@ -44,13 +44,12 @@ class Order:
 
     Args:
         forward: unit indices in the order of definition.
-        backward: the units that backward needs, in order of definition reversed; default: all,
-            reversed.
+        backward: the units that backward needs, in order of definition reversed.
     """
 
-    def __init__(self, forward: Sequence[int], backward: Sequence[int] | None = None) -> None:
+    def __init__(self, forward: Sequence[int], backward: Sequence[int]) -> None:
         self._forward = list(forward)
-        self._backward = self._forward[::-1] if backward is None else list(backward)
+        self._backward = list(backward)
         self._learnt: dict[Hashable, list[int]] = {}
         self._kind: Hashable = None
         self._seen: list[int] = []  # the uses of this pass
@@ -199,14 +198,10 @@ class Uses:
     """
 
     def __init__(
-        self,
-        units: Sequence[LiveUnit],
-        any_of: Callable[[list[bool]], list[bool]] | None = None,
+        self, units: Sequence[LiveUnit], any_of: Callable[[list[bool]], list[bool]] | None
     ) -> None:
-        self._open: dict[int, weakref.WeakSet[UnitUse]] = {
-            live.unit.index: weakref.WeakSet() for live in units
-        }
-        self._promised: dict[int, int] = dict.fromkeys(self._open, 0)
+        self._open = {live.unit.index: weakref.WeakSet[UnitUse]() for live in units}
+        self._promised = dict.fromkeys(self._open, 0)
         self._any_of = any_of
         # of units that ranks reduce: forwards that no backward has answered, by their ticks
         self._counted: dict[int, dict[int, weakref.ref[UnitUse]]] = {

@@ -59,7 +59,7 @@ class Values:
         device: torch.device,
         bounce: Bounce | None,
         spread_numel: int,
-        workers: Workers | None = None,
+        workers: Workers | None,
     ) -> None:
         self.store = store
         self.steps = steps
@@ -250,9 +250,7 @@ class StateDicts:
         self._replace = replace
         self._begin = begin
         self._end = end
-        self._gathered: weakref.WeakValueDictionary[int, torch.Tensor] = (
-            weakref.WeakValueDictionary()
-        )
+        self._gathered = weakref.WeakValueDictionary[int, torch.Tensor]()
         # a weak reference to the state dict under way
         self._gathered_by: Callable[[], object] = lambda: None
 
