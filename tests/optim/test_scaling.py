@@ -11,7 +11,8 @@ from tiermem.optim.rules import LossScaler
 def scales(overflows: str, **keys: object) -> list[float]:
     """The scale before each step; `x` in `overflows` is a step that overflowed, `.` one that did
     not."""
-    scaler, found = LossScaler(Fp16Config.model_validate({"enabled": True} | keys)), []
+    config = Fp16Config.model_validate({"enabled": True} | keys)
+    scaler, found = LossScaler(config, config.enabled), []
     for step in overflows:
         found.append(scaler.scale)
         scaler.update(step == "x")
@@ -61,7 +62,8 @@ def test_scale_never_falls_below_its_minimum() -> None:
 
 def test_an_overflow_at_the_least_scale_is_an_error_and_changes_nothing() -> None:
     scaler = LossScaler(
-        Fp16Config.model_validate({"enabled": True, "initial_scale_power": 1, "hysteresis": 2})
+        Fp16Config.model_validate({"enabled": True, "initial_scale_power": 1, "hysteresis": 2}),
+        True,
     )
     for _ in range(2):
         scaler.update(True)
@@ -87,7 +89,7 @@ def test_scale_starts_at_the_power_given(power: int) -> None:
 def test_a_loss_scale_goes_on_from_its_state() -> None:
     overflows = [bool(step % 7 == 3 or step % 11 == 5) for step in range(60)]
     config = Fp16Config.model_validate({"enabled": True, "loss_scale_window": 4, "hysteresis": 3})
-    whole, first, second = LossScaler(config), LossScaler(config), LossScaler(config)
+    whole, first, second = (LossScaler(config, True) for _ in range(3))
     scales = []
     for has_overflowed in overflows:
         whole.update(has_overflowed)
@@ -103,7 +105,7 @@ def test_a_loss_scale_goes_on_from_its_state() -> None:
 
 
 def test_a_static_scale_stays_what_the_config_says() -> None:
-    saved = LossScaler(Fp16Config.model_validate({"enabled": True})).state_dict()
-    scaler = LossScaler(Fp16Config.model_validate({"enabled": True, "loss_scale": 128}))
+    saved = LossScaler(Fp16Config.model_validate({"enabled": True}), True).state_dict()
+    scaler = LossScaler(Fp16Config.model_validate({"enabled": True, "loss_scale": 128}), True)
     scaler.load_state_dict(saved)
     assert scaler.scale == 128.0

@@ -116,7 +116,7 @@ class GradientLink:
         self._pool.reset()
 
     def _fill(self) -> None:
-        self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
+        self._free = queue.SimpleQueue[Slot]()
         for slot in self._slots:
             self._free.put(slot)
 

@@ -8,7 +8,6 @@ an accelerator, no thread waits; the CPU gets all of them in one copy, for which
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import cast
 
 import torch
 from torch.nn.functional import pad
@@ -45,26 +44,26 @@ class BlockSums:
         Adds the blocks' sums up as a binary tree. Starts to copy those of `every` parameter to the
         CPU.
         """
-        there = [shard.gradient.block_sums for shard in shards if shard.gradient.is_there]
-        own = [sums for sums in there if isinstance(sums, torch.Tensor) and sums.numel()]
-        if not own or any(not isinstance(sums, torch.Tensor) and sums for sums in there):
-            return None
-        self._start(every)
-        found = [torch.zeros((), dtype=torch.float64, device=own[0].device)] * len(shards)
-        alike: dict[int, list[int]] = {}
+        alike: dict[int, dict[int, torch.Tensor]] = {}  # sums, by their count and shard's number
         for number, shard in enumerate(shards):
             sums = shard.gradient.block_sums
-            if shard.gradient.is_there and isinstance(sums, torch.Tensor) and sums.numel():
-                alike.setdefault(sums.numel(), []).append(number)
-        for count, numbers in alike.items():
-            rows = torch.stack(
-                [cast(torch.Tensor, shards[number].gradient.block_sums) for number in numbers]
-            )
+            if not shard.gradient.is_there or not len(sums):
+                continue
+            if not isinstance(sums, torch.Tensor):
+                return None
+            alike.setdefault(len(sums), {})[number] = sums
+            device = sums.device
+        if not alike:
+            return None
+        self._start(every)
+        found = [torch.zeros((), dtype=torch.float64, device=device)] * len(shards)
+        for count, own in alike.items():
+            rows = torch.stack(list(own.values()))
             tree = pad(rows, (0, (1 << (count - 1).bit_length()) - count))
             while tree.shape[1] > 1:
                 lower, upper = tree.chunk(2, dim=1)
                 tree = lower + upper
-            for number, sum_of in zip(numbers, tree.view(-1).unbind(), strict=True):
+            for number, sum_of in zip(own, tree.view(-1).unbind(), strict=True):
                 found[number] = sum_of
         return torch.stack(found)
 

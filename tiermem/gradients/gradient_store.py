@@ -301,7 +301,7 @@ class GradientStore:
         self._leaving: list[tuple[Unit, Slot, Move]] = []  # buffers, also of writes that have ended
         # called with a unit's index before what `cached` has returned for the unit changes
         self.on_reuse: Callable[[int], None] = lambda unit: None
-        self._arriving: collections.deque[tuple[Unit, Task[None] | None]] = collections.deque()
+        self._arriving = collections.deque[tuple[Unit, Task[None] | None]]()
         self._ends: dict[Unit, torch.Event] = {}  # after which its gradients are on DEVICE
         # steps a unit at once when gradients are not kept; None: there is no optimizer
         self.consume: Consume | None = None

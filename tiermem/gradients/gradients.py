@@ -123,9 +123,8 @@ class GradientHomes:
         self._factor: tuple[torch.Tensor, int, Factor] | None = None
         self._sums = BlockSums()
         self._rows = RowSums(topology)  # of `_left`, and of squares or zeros: all of one length
-        self._ends: collections.deque[bool] = (
-            collections.deque()
-        )  # of buckets being reduced: whether its unit's home closes
+        # of buckets being reduced: whether its unit's home closes
+        self._ends = collections.deque[bool]()
         self._given: set[Shard] = set()  # shards of which this rank had a gradient in this backward
         # units stepped in backward; their shards with a gradient
         self._stepped: dict[Unit, list[Shard]] = {}
@@ -260,7 +259,7 @@ class GradientHomes:
         On one rank, a parameter with a user's hook on its `p.grad` gets there what earlier
         micro-batches gave, since torch shows the sum to the hook.
         """
-        self._factor = self._coming = None
+        self._factor = None
         self._waiting = dict.fromkeys(
             self._units if self._policy.stage == 3 else reversed(self._units), False
         )
@@ -269,18 +268,14 @@ class GradientHomes:
         for shard in self._shown:
             shard.param.grad = None
             if self._reducer is None and shard.gradient.is_there and _is_hooked(shard.param):
-                self._take_back(shard)
+                grad = self._copy_of(shard, torch.clone)  # as autograd has left it
+                shard.gradient.forget()
+                shard.param.grad = grad
         self._shown.clear()
         for param, summed in self._added.items():
             if summed is not None and param.grad is summed:
                 summed.div_(self._topology.world)  # added up once more with what comes now
             self._added[param] = None
-
-    def _take_back(self, shard: Shard) -> None:
-        """Moves a stored gradient to `p.grad`, as autograd has left it. Blocks; raises OSError."""
-        grad = self._copy_of(shard, torch.clone)
-        shard.gradient.forget()
-        shard.param.grad = grad
 
     def receive(self, unit: Unit) -> None:
         """Takes the gradients that autograd left on a unit's parameters, and starts to reduce them.
@@ -534,12 +529,11 @@ class GradientHomes:
                 * to_device(torch.tensor(known, dtype=torch.float64), device)
                 / self.divisor
             )
-            return with_factors(found, shards).float()
-        sums = self._total(self._unscaled(shards))
-        norms = [math.sqrt(of) * by / self.divisor for of, by in zip(sums, known, strict=True)]
-        return with_factors(
-            to_device(torch.tensor(norms, dtype=torch.float64), device), shards
-        ).float()
+        else:
+            sums = self._total(self._unscaled(shards))
+            norms = [math.sqrt(of) * by / self.divisor for of, by in zip(sums, known, strict=True)]
+            found = to_device(torch.tensor(norms, dtype=torch.float64), device)
+        return with_factors(found, shards).float()
 
     def tell_nonfinite(self, shards: Sequence[Shard], found_inf: torch.Tensor) -> None:
         """Sets a tensor of one element to 1 where an element of these gradients is not finite.

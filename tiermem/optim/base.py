@@ -412,9 +412,6 @@ class NativeOptimizer(OptimizerFace):
         sealed = {number: Sealed(entry) for number, entry in state_dict["state"].items()}
         return {**state_dict, "state": sealed}
 
-    def _open(self, _: torch.optim.Optimizer) -> None:
-        self._restore()
-
     def _drop_hooks(self) -> None:
         """Removes the hooks of `state_dict` and `load_state_dict`."""
         of_torch: tuple[dict[int, Any], ...] = (
@@ -430,7 +427,7 @@ class NativeOptimizer(OptimizerFace):
             ]:
                 del hooks[number]
 
-    def _restore(self) -> None:
+    def _open(self, _: torch.optim.Optimizer) -> None:
         """Restores the entries that torch has put into `state`, after torch has set the groups."""
         for group in self.param_groups:
             nothing = {

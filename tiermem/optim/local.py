@@ -141,7 +141,4 @@ def _span(param: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     dimension."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    shape, offsets = compute_local_shape_and_global_offset(
-        param.shape, param.device_mesh, param.placements
-    )
-    return shape, offsets
+    return compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)

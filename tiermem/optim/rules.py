@@ -103,11 +103,10 @@ class LossScaler:
 
     Args:
         config: the section `fp16`.
-        is_on: whether gradients are fp16; if not, the scale is always 1. Default: `config.enabled`.
+        is_on: whether gradients are fp16; if not, the scale is always 1.
     """
 
-    def __init__(self, config: Fp16Config, is_on: bool | None = None) -> None:
-        is_on = config.enabled if is_on is None else is_on
+    def __init__(self, config: Fp16Config, is_on: bool) -> None:
         self._config = config
         self._is_dynamic = is_on and config.is_dynamic
         self.scale = 1.0

@@ -183,7 +183,7 @@ class TilePass:
         """The bytes that stay valid between steps."""
         return [
             (entry, offset, _bytes_in(slot, place, num_bytes))
-            for entry, offset, place, num_bytes in self._lasting_parts(tile)
+            for entry, offset, place, num_bytes in self.lasting_parts(tile)
         ]
 
     def late_reads(self, tile: Tile, slot: Slot | None) -> list[Range]:
@@ -201,10 +201,6 @@ class TilePass:
             return 0
         cached = self._shards.homes.store.cached(tile.live.unit)
         return 0 if cached is None else cached.data_ptr() + tile.start * tile.grad_dtype.itemsize
-
-    def has_lasting(self, tile: Tile) -> bool:
-        """Whether `early_reads` has any bytes of a tile."""
-        return bool(self._lasting_parts(tile))
 
     def columns(self, tile: Tile) -> list[Column]:
         """Its states, weights and gradients in the buffer, for native steps in strips."""
@@ -476,8 +472,8 @@ class TilePass:
         self._has_crossed = True
         return data.to(device, non_blocking=True)
 
-    def _lasting_parts(self, tile: Tile) -> list[_Part]:
-        """The states, fp32 initial values and parameters that are read from NVMe."""
+    def lasting_parts(self, tile: Tile) -> list[_Part]:
+        """What `early_reads` reads: states, fp32 initial values and parameters on NVMe."""
         parts: list[_Part] = []
         if self._is_blank:
             return parts

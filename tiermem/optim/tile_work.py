@@ -83,11 +83,6 @@ class LastSteps(NamedTuple):
     numbers: dict[Shard, StepNumbers]  # of native steps, which point at them from step to step
     kinds: dict[Unit, Hashable]  # of each unit's parameters: see `Stepping.kinds`
 
-    @staticmethod
-    def none() -> LastSteps:
-        """Of no step."""
-        return LastSteps({}, {})
-
 
 class Stepping:
     """The work of one optimizer step.
@@ -109,7 +104,7 @@ class Stepping:
         self._workers = workers
         self._rule_of = functools.cache(rule_of)  # a parameter has several tiles
         self._ahead = 1 - is_counted
-        self._last = LastSteps.none() if last is None else last
+        self._last = LastSteps({}, {}) if last is None else last
 
     def __call__(self, places: Places) -> None:
         """Steps the elements of a parameter."""

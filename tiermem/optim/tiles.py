@@ -83,7 +83,7 @@ class StateTiles(RestingTiles[Tile]):
         self._num_moments = 0  # of a tile
         self._of_unit: dict[LiveUnit, list[Tile]] = {}
         self._seconds: dict[LiveUnit, SecondCopy] = {}  # of units in memory; `attempt` changes them
-        self._last = LastSteps.none()
+        self._last = LastSteps({}, {})
         # called before states are shown to a caller
         self.on_look: Callable[[], None] = lambda: None
         self.allocate([live.unit for live in shards.units if live.unit.is_trainable])
@@ -95,7 +95,7 @@ class StateTiles(RestingTiles[Tile]):
         held = (len(self.names(shard)) for unit in units for shard in unit.shards)
         self._num_moments = max([self._num_moments, *held])
         plan = self._shards.plan
-        tiles = [tile for live in lives for tile in self._cut(live, self._num_moments)]
+        tiles = [tile for live in lives for tile in self._cut(live)]
         tiles = [
             dataclasses.replace(tile, home=route.states, engine=route.engine)
             for tile, route in zip(tiles, self._routes(tiles, plan), strict=True)
@@ -217,9 +217,7 @@ class StateTiles(RestingTiles[Tile]):
         if self._shards.tile_pool is None or not self._shards.policy.pipeline_read:
             return
         work = TilePass(self._shards, self.names)
-        self._shards.program.begin(
-            (tile for tile in self._in_order() if work.has_lasting(tile)), work
-        )
+        self._shards.program.begin(filter(work.lasting_parts, self._in_order()), work)
 
     def attempt(self, live: LiveUnit, rule_of: RuleOf) -> bool:
         """Steps tiles of a unit beside what they replace, for a `step` that commits them. Does not
@@ -396,13 +394,13 @@ class StateTiles(RestingTiles[Tile]):
             if initial in self._store and all(tile.is_started for tile in self._of_unit[live]):
                 self._store.drop(initial)
 
-    def _cut(self, live: LiveUnit, num_moments: int) -> Iterator[Tile]:
+    def _cut(self, live: LiveUnit) -> Iterator[Tile]:
         """The tiles of a unit. Raises ValueError for a whole matrix that does not fit into one
         tile."""
         policy = self._shards.policy
         plan = self._shards.plan
         unit = live.unit
-        layout = StateLayout(unit.dtype, policy.precision, num_moments)
+        layout = StateLayout(unit.dtype, policy.precision, self._num_moments)
         rules = ((shard, self._find_rule(shard.param)) for shard in unit.shards)
         whole = [shard for shard, found in rules if found is not None and found[1].is_matrix]
         step = plan.tile_numel

@@ -31,7 +31,10 @@ class AdamParams(OptimizerParams):
     """`optimizer.params` of Adam and AdamW."""
 
     no_arguments: ClassVar[tuple[str, ...]] = (
-        *("adam_w_mode", "fp32_optimizer_states", "bias_correction", "torch_adam"),
+        "adam_w_mode",
+        "fp32_optimizer_states",
+        "bias_correction",
+        "torch_adam",
     )
 
     betas: tuple[Beta, Beta] = (0.9, 0.999)

@@ -168,10 +168,12 @@ class OptimizerFace(torch.optim.Optimizer):
         return self._rule
 
     def check_group(self, group: Group) -> None:
-        """Raises ValueError for values that a group must not have."""
-        if "betas" in group:
-            check_betas(group["betas"])
-        check_not_negative(group, *self._not_negative)
+        """Raises ValueError for values that a group must not have: decay rates outside [0, 1), and
+        negative numbers."""
+        for number, beta in enumerate(group.get("betas", ())):
+            check_range(f"betas[{number}]", beta, 0.0, 1.0, is_open=True)
+        for name in self._not_negative:
+            check_range(name, float(group[name]), 0.0, math.inf)
 
 
 IMPLEMENTATION: Mapping[str, tuple[Any, str]] = {
@@ -200,18 +202,6 @@ def check_range(name: str, value: float, low: float, high: float, is_open: bool 
         raise ValueError(
             f"{name} is {value}; allowed are {low} to {high}" + (" (excluded)" if is_open else "")
         )
-
-
-def check_not_negative(group: Group, *names: str) -> None:
-    """Raises ValueError unless each of these values is 0 or more."""
-    for name in names:
-        check_range(name, float(group[name]), 0.0, math.inf)
-
-
-def check_betas(betas: tuple[float, float]) -> None:
-    """Raises ValueError unless both decay rates are in [0, 1)."""
-    for i, beta in enumerate(betas):
-        check_range(f"betas[{i}]", beta, 0.0, 1.0, is_open=True)
 
 
 def check_implementation(group: Group) -> None:

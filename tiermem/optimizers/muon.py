@@ -108,8 +108,7 @@ def _match_adamw(num_rows: int, num_columns: int) -> float:
 
 
 _MATRIX_LR = {None: _keep_norm, "original": _keep_norm, "match_rms_adamw": _match_adamw}
-MATRIX_LR_NAMES = tuple(name for name in _MATRIX_LR if name is not None)
-"""Allowed names for `adjust_lr_fn`."""
+"""The factor of the learning rate, by `adjust_lr_fn`."""
 
 
 def _adamw_of_muon_scalars(group: Group, num_steps: int) -> StepRule:
@@ -190,10 +189,10 @@ class MuonFace(OptimizerFace):
                 f"ns_coefficients is {group['ns_coefficients']}; three numbers are due, such as "
                 f"{_COEFFICIENTS}"
             )
-        if group["adjust_lr_fn"] not in (None, *MATRIX_LR_NAMES):
+        if group["adjust_lr_fn"] not in list(_MATRIX_LR):
             raise ValueError(
-                f"adjust_lr_fn is {group['adjust_lr_fn']!r}; allowed are None, "
-                f"{', '.join(MATRIX_LR_NAMES)}"
+                f"adjust_lr_fn is {group['adjust_lr_fn']!r}; allowed are "
+                f"{', '.join(map(str, _MATRIX_LR))}"
             )
         if group["ns_dtype"] not in (torch.bfloat16, torch.float32):
             raise ValueError(
