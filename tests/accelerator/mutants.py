@@ -106,7 +106,7 @@ MUTANTS = {
         StagedRead, "_finish", "if move.outcome() is None and not move.was_cancelled:", "if True:", "plain", "nvme"
     ),
     "the end of a copy out of a buffer is not noted": Mutant(
-        LiveUnit, "_end_staged", "self._end_filling(reading.copied)", "pass", "plain", "nvme"
+        LiveUnit, "_end_staged", "self.memory.end_filling(reading.copied)", "pass", "plain", "nvme"
     ),
     "the copy's event is recorded on another stream": Mutant(
         LiveUnit, "_start_copies", "return record(copies)", "return record(self.passage.owner)", "plain", "host"

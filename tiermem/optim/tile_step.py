@@ -458,9 +458,10 @@ class TilePass:
         """
         if data.device == self._device(tile) or not data.numel():
             return data
-        if data.data_ptr() not in self._copies:
-            self._copies[data.data_ptr()] = data, self._brought(tile, data, is_read)
-        return self._copies[data.data_ptr()][1]
+        address = data.data_ptr()
+        if address not in self._copies:
+            self._copies[address] = data, self._brought(tile, data, is_read)
+        return self._copies[address][1]
 
     def _brought(self, tile: Tile, data: torch.Tensor, is_read: bool = True) -> torch.Tensor:
         """Data on the device of a tile's work. A copy to an accelerator waits for nothing."""

@@ -416,10 +416,11 @@ def _call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     ]
     if not params:
         return _call_lent(func, (), *args, **kwargs)
+    sets_data = replaces_data(func)
     if name in ("copy_", "data") and len(args) > 1 and args[1] is first:
         # load_state_dict, after our hook has loaded; to()
         return first if name == "copy_" else None
-    if replaces_data(func) and type(first) is RestingParameter:
+    if sets_data and type(first) is RestingParameter:
         keeper = registry.owner_of(first)
         # before the model is sharded, values are what they are set to
         if isinstance(keeper, OwnerInInit):
@@ -428,20 +429,16 @@ def _call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
                 keeper.write(first, value)
                 become(first, absent_part(value.shape, value.dtype, first.device))
             return None
-    written = _under(args[:1] if replaces_data(func) else writes_in_place(func, args, kwargs))
-    if (
-        replaces_data(func)
-        and isinstance(args[1], RestingView)
-        and set(args[1].params) <= set(written)
-    ):
+    written = _under(args[:1] if sets_data else writes_in_place(func, args, kwargs))
+    if sets_data and isinstance(args[1], RestingView) and set(args[1].params) <= set(written):
         return None  # `p.data.data -= x` ends so: a view of the parameter is given what it shows
     resting = [param for param in written if type(param) is RestingParameter]
     owners = [(param, registry.owner_of(param)) for param in resting]
     keepers = {param: owner for param, owner in owners if isinstance(owner, OwnerInInit)}
-    if keepers and len(keepers) == len(resting) and not replaces_data(func):
+    if keepers and len(keepers) == len(resting) and not sets_data:
         return _write_in_init(keepers, func, args, kwargs)
     for param in resting:
-        _refuse_write("setting data" if replaces_data(func) else func.__name__, param)
+        _refuse_write("setting data" if sets_data else func.__name__, param)
     owner: Owner | None = registry.owner_of(params[0])
     with torch._C.DisableTorchFunctionSubclass():
         if owner is None:

@@ -15,19 +15,11 @@ them; all other code finds the parameter resting, and a read of it brings all.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from tiermem.swap.base.ranges import ALIGNMENT
 from tiermem.units.unit import Unit
-
-
-class _Rows(NamedTuple):
-    """The experts in a parameter, in bytes of the unit."""
-
-    start: int
-    row_bytes: int
 
 
 class UnitPages:
@@ -44,10 +36,11 @@ class UnitPages:
         num_pages = unit.shard_bytes // ALIGNMENT
         self._is_there = np.zeros(num_pages, np.bool_)
         self._is_rest = np.ones(num_pages, np.bool_)
-        self._rows: list[_Rows] = []
+        # of the experts in each parameter: the first byte in the unit, and the bytes of one
+        self._rows: list[tuple[int, int]] = []
         for shard in (unit.shards[index] for index in self.fused):
             start = shard.shard_offset * size
-            self._rows.append(_Rows(start, shard.numel * size // shard.num_rows))
+            self._rows.append((start, shard.numel * size // shard.num_rows))
             self._is_rest[-(-start // ALIGNMENT) : (start + shard.numel * size) // ALIGNMENT] = (
                 False
             )

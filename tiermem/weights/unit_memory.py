@@ -250,11 +250,9 @@ class StagedRead:
     ) -> None:
         # the end of the copy; valid after `wait` or `cancel`
         self.copied: torch.Event | None = None
-        self._steps = passage.steps
-        self._unit = unit
-        self._entry = entry
+        ranges = [(entry, part.start, buffer.slot.tensor[part]) for part in parts]
+        self._read = functools.partial(passage.steps.read, ranges, entry, unit)
         self._after = buffer.read
-        self._ranges = [(entry, part.start, buffer.slot.tensor[part]) for part in parts]
         self._then = then
         self._priority = URGENT if is_urgent else NORMAL
         self._is_cancelled = False
@@ -297,7 +295,7 @@ class StagedRead:
                 if self._is_cancelled:
                     self._ended.end()
                     return
-                self._move = self._steps.read(self._ranges, self._entry, self._unit, self._priority)
+                self._move = self._read(self._priority)
             self._reader.submit(functools.partial(self._finish, self._move))
         except BaseException as error:
             self._ended.end(error=error)
@@ -476,9 +474,10 @@ class UnitMemory:
             stream.wait_event(self._allocated)
             self._users[stream.stream_id] = stream
 
-    def end_filling(self, filled: torch.Event, stream: torch.Stream) -> None:
-        """Sets the event after which `stream` has filled the memory."""
-        self._filled = self._ends[stream.stream_id] = filled
+    def end_filling(self, filled: torch.Event) -> None:
+        """Sets the event after which the stream that fills full layouts has filled the memory."""
+        assert self._passage.copies is not None
+        self._filled = self._ends[self._passage.copies.stream_id] = filled
 
     def await_filled(self) -> None:
         """Lets the current stream wait for the last event of `end_filling`."""
@@ -561,7 +560,11 @@ class UnitMemory:
             self._users.clear()
             self._ends.clear()
             self._filled = self._allocated = None
-            if not self._give_place_back():
+            if self.slab is not None and self._place is not None:
+                self._end_loan()
+                self.slab.give_back(self._place)
+                self._place = None
+            else:
                 with on(self._owner):
                     self._storage.resize_(0)
         if self._slot is not None:
@@ -590,15 +593,6 @@ class UnitMemory:
         self._lender = self._slot = self._place = self._filled = self._allocated = None
         self._users.clear()
         self._ends.clear()
-
-    def _give_place_back(self) -> bool:
-        """Gives the slot of the slab back; False if the unit has none."""
-        if self.slab is None or self._place is None:
-            return False
-        self._end_loan()
-        self.slab.give_back(self._place)
-        self._place = None
-        return True
 
     def _end_loan(self) -> None:
         self._storage._swap_data_ptr_(self._lender)  # type: ignore[attr-defined]

@@ -224,8 +224,12 @@ class LiveUnit:
             if self._gather is None:
                 self.memory.allocate()
             if self.pages is None:
-                then = self._copy if self._gather is None else _start_nothing
-                self._stage_read([slice(0, num_bytes)], is_urgent, then)
+                self._stage_read(
+                    [slice(0, num_bytes)],
+                    is_urgent,
+                    # a gather takes the bytes out of the staging buffer itself
+                    self._copy if self._gather is None else lambda: None,
+                )
             else:
                 found = self._due()
                 self._stage_read(found, is_urgent, functools.partial(self._copy_pages, found))
@@ -309,7 +313,7 @@ class LiveUnit:
                     copied = self._copy(self.passage.steps.stepped(self.unit.index))
             finally:
                 self.memory.note_home_read(record(self.passage.copies))
-            self._end_filling(copied)
+            self.memory.end_filling(copied)
         self._become(UnitState.COPYING)
 
     def land(self) -> None:
@@ -365,7 +369,7 @@ class LiveUnit:
             self.passage.await_written(self.shard)
             copied = self._copy_pages(found)
             self.memory.note_home_read(copied)
-            self._end_filling(copied)
+            self.memory.end_filling(copied)
         self.memory.await_filled()
 
     @contextlib.contextmanager
@@ -794,7 +798,7 @@ class LiveUnit:
             end_ns = time.monotonic_ns()
             widen(self.memory.full, self.memory.travels)
             if self.passage.copies is not None:
-                self._end_filling(record(self.passage.copies))
+                self.memory.end_filling(record(self.passage.copies))
         name = self.unit.name
         recorder = self.passage.store.recorder
         recorder.add("wait", f"gather {name}", wait_ns, end_ns)
@@ -855,13 +859,9 @@ class LiveUnit:
         reading = self._coming
         reading.wait()
         assert reading.copied is not None
-        self._end_filling(reading.copied)
+        self.memory.end_filling(reading.copied)
         self._give_staging_back(reading.copied)
         self._coming = None
-
-    def _end_filling(self, filled: torch.Event) -> None:
-        assert self.passage.copies is not None
-        self.memory.end_filling(filled, self.passage.copies)
 
     def _take_staging(self) -> StagingBuffer:
         assert self.passage.staging is not None and self._staging is None
@@ -881,10 +881,6 @@ class LiveUnit:
         if self._staging is None:
             return self.shard
         return self._staging.slot.tensor[: self.unit.shard_bytes].view(self.unit.rests_as)
-
-
-def _start_nothing() -> None:
-    """Follows a read whose bytes a gather takes."""
 
 
 def _point(params: Sequence[nn.Parameter], tensors: Sequence[torch.Tensor]) -> None:
