@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -85,7 +84,7 @@ def _again(
     return error
 
 
-_REMEDIES: Mapping[int, str] = MappingProxyType(
+_REMEDIES = MappingProxyType(
     {
         errno.ENOSPC: "the file system is full: free some space or add a path",
         errno.EDQUOT: "the quota is used up: free some space, ask for more, or use another path",

@@ -368,9 +368,13 @@ class Queue:
             )
         tag = next(self._tags) if tag is None else tag
         ops = np.zeros(len(addresses), _OP_DTYPE)
-        ops["buffer"], ops["offset"] = addresses, offsets
-        ops["length"], ops["tag"] = length, tag
-        ops["fd"], ops["kind"], ops["priority"] = fd, kind, priority
+        ops["buffer"] = addresses
+        ops["offset"] = offsets
+        ops["length"] = length
+        ops["tag"] = tag
+        ops["fd"] = fd
+        ops["kind"] = kind
+        ops["priority"] = priority
         batch = ffi.cast("tm_op *", ops.ctypes.data)
         check(lib.tm_queue_submit(self.handle, batch, len(ops)), f"submitting {len(ops)} transfers")
         return tag
@@ -663,7 +667,8 @@ def _part(part: Moment | None, is_positive: bool) -> Any:
 def _set_part(slot: Any, part: Moment | None, is_positive: bool = False) -> None:
     """Fills a tm_part; one of zeros stays that of an absent part."""
     if isinstance(part, Quantised):
-        slot.data, slot.scales = _pointer(part.codes), ffi.cast("uint8_t *", part.scales.data_ptr())
+        slot.data = _pointer(part.codes)
+        slot.scales = ffi.cast("uint8_t *", part.scales.data_ptr())
         slot.dtype = lib.TM_Q8_POSITIVE if is_positive else lib.TM_Q8
     elif part is not None:
         slot.data = _pointer(part)
@@ -675,7 +680,8 @@ def _set_sources(step: Any, parts: StepParts, source: StepParts) -> None:
     for number, pair in enumerate(zip(parts.stepped, source.stepped, strict=True)):
         own, other = (_part(each, False) for each in pair)
         if own.data != other.data:
-            step.sources[number], step.source_scales[number] = other.data, other.scales
+            step.sources[number] = other.data
+            step.source_scales[number] = other.scales
 
 
 def store_gradient(

@@ -91,7 +91,8 @@ def piece_rows(
     """Pieces from the addresses of their bytes, and the arrays of their checksums and flags, which
     the caller keeps alive."""
     rows = np.zeros((len(addresses), len(_COLUMNS)), np.uint64)
-    rows[:, _DATA], rows[:, _BYTES] = addresses, num_bytes
+    rows[:, _DATA] = addresses
+    rows[:, _BYTES] = num_bytes
     return aim_rows(rows, crcs, is_known)
 
 

@@ -189,7 +189,8 @@ class NewFile:
         self.path = path
         self.name = new_name(path)
         self._is_placed = False
-        self._own, self._own_folder = Owned(), Owned()
+        self._own = Owned()
+        self._own_folder = Owned()
         with named(path):
             self._own_folder.append(
                 os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

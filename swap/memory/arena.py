@@ -125,7 +125,8 @@ class Arena:
         # ascending; carving goes low first, so that a part is resident from its start
         self._parts: list[_Part] = []
         self._link_bytes = min(round_up(link_bytes, PAGE_BYTES), self.limit_bytes)
-        self._link, self._free = FreeRanges(), FreeRanges()
+        self._link = FreeRanges()
+        self._free = FreeRanges()
         self._given_up = FreeRanges()  # without pages, and not carved again
         self._add_part(_Part(0, self.limit_bytes), self._link_bytes)
         self._link_slots: dict[int, int] = {}  # bytes of each, by offset

@@ -15,7 +15,8 @@ def free_host_bytes() -> int:
     ):
         own = own_cgroup(controller)
         for folder in () if own is None else (own, *own.parents):
-            most, used = read_word(folder / limit), read_word(folder / usage)
+            most = read_word(folder / limit)
+            used = read_word(folder / usage)
             if most.isdigit() and used.isdigit():
                 stat = read_word(folder / "memory.stat")
                 unused = dict(line.split() for line in stat.splitlines()).get(cache, 0)

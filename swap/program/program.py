@@ -124,9 +124,9 @@ class Program(Generic[T]):
         if self._begun or self._running is not None or self._tentative is not None:
             return
         try:
-            slot = self._take_slots()
+            self._take_slots()
             first = itertools.islice(tiles, len(self._slots))
-            for row in self._table.rows(first, work, slot, is_early=True):
+            for row in self._table.rows(first, work, self._first_slot, is_early=True):
                 self._begun.append(row)
             if self._begun:
                 self._program().begin(self._buffers(), [each.struct for each in self._begun])
@@ -158,9 +158,9 @@ class Program(Generic[T]):
                 if (running := self._running) is not None:
                     if not running.state.is_over:
                         running.state.end(self._error(running, False))
-                    self._report(native, running, False)
+                    self._report(running, False)
                 elif self._tentative is not None:
-                    self._report(native, self._tentative, True)
+                    self._report(self._tentative, True)
             # the first ends with the run
             for left in filter(None, (self._brought, *self._left)):
                 if not left.cancel():
@@ -380,10 +380,9 @@ class Program(Generic[T]):
         """
         with self._reading:
             running = self._running
-            is_changed = running is not None and (
+            if running is None or not (
                 running.is_cut or any(running.shown(each[0]) for each in ranges)
-            )
-            if running is None or not is_changed:
+            ):
                 return self._store.read(ranges, name, priority)
             return self._read(running, ranges, name, unit, priority)
 
@@ -686,13 +685,13 @@ class Program(Generic[T]):
         each = running.planned[failure.tile]
         return each.error_of(failure, running.causes, self._store)
 
-    def _report(self, program: TileProgram, running: Running[T], is_dropped: bool) -> None:
+    def _report(self, running: Running[T], is_dropped: bool) -> None:
         """Tells the store of the writes of a run, and the recorder what became of its tiles.
 
         is_dropped: the run was tentative, and its writes are dropped.
         """
         planned = self._given(running)
-        times = program.times()
+        times = self._program().times()
         is_writing = times["is_writing"] != 0
         is_ended = times["is_ended"] != 0
         if is_dropped:
@@ -718,11 +717,10 @@ class Program(Generic[T]):
     def _buffers(self) -> list[ByteRange]:
         return [ByteRange(slot.tensor.data_ptr(), slot.num_bytes) for slot in self._slots]
 
-    def _take_slots(self) -> Slot | None:
-        """Takes every free buffer; returns the first of those that it has, or None."""
+    def _take_slots(self) -> None:
+        """Takes every free buffer."""
         if self._pool is not None:
             self._pool.take_all(self._slots)
-        return self._first_slot
 
     @property
     def _first_slot(self) -> Slot | None:

@@ -284,8 +284,8 @@ class TileRow(Generic[T]):
                     pieces.begin()
         if len(self._reads) > self._num_early:
             address = work.cached(self.tile)
-            native, first = self.choice.native_reads, self.choice.num_early
-            for row in native[first : len(native)]:
+            native = self.choice.native_reads
+            for row in native[self.choice.num_early : len(native)]:
                 row.cached = ffi.cast("void *", address)
                 address += row.length if address else 0
 

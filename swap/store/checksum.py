@@ -162,7 +162,8 @@ class PieceTable:
 
     def put(self, which: slice | Numbers, crcs: Crcs) -> None:
         """Sets the checksums of these pieces; they are known from now on."""
-        self.crcs[which], self.is_known[which] = crcs, True
+        self.crcs[which] = crcs
+        self.is_known[which] = True
 
     def due(self, inside: slice, rotates: bool) -> Numbers:
         """Returns the numbers of those pieces that a read now must verify.
@@ -188,10 +189,6 @@ class PieceTable:
         """These pieces for a program, with the checksums and flags of the table. base: the address
         at which the entry would begin."""
         return moved_rows(self._rows[which], base)
-
-    def unknown(self) -> Numbers:
-        """The numbers of the pieces whose checksum is not known."""
-        return np.flatnonzero(~self.is_known)
 
     def take_over(self, other: PieceTable) -> None:
         """Copies the known checksums of another table of this entry for the pieces that both
@@ -277,7 +274,7 @@ class Sums:
         read: (start, stop) -> those bytes of the entry.
         """
         table = self._tables.get(entry)
-        for number in table.unknown() if table is not None else ():
+        for number in np.flatnonzero(~table.is_known) if table is not None else ():
             assert table is not None
             data = read(int(table.pieces.starts[number]), int(table.pieces.stops[number]))
             table.put(np.array([number]), np.array(crc32c([data], self._workers), np.uint32))
@@ -300,9 +297,11 @@ class Sums:
         return [WrittenBytes(*pair) for pair in zip(due, own, strict=True)]
 
     def keep(self, written: Iterable[WrittenBytes]) -> None:
-        """Records checksums of `of_write` when their write starts."""
-        for each in written:
-            each.pieces.overwrite(each.crcs)
+        """Records checksums of `of_write` when their write starts. Pieces that it cuts become
+        unknown."""
+        for pieces, crcs in written:
+            pieces.begin()
+            pieces.table.put(pieces.inside, crcs)
 
     @contextlib.contextmanager
     def patching(self, entry: str, offset: int, data: torch.Tensor) -> Iterator[None]:
@@ -324,13 +323,16 @@ class Sums:
         try:
             yield
         finally:
-            crcs[touched], is_known[touched] = table.crcs[touched], False
-            table.crcs[:], table.is_known[:] = crcs, is_known
+            crcs[touched] = table.crcs[touched]
+            is_known[touched] = False
+            table.crcs[:] = crcs
+            table.is_known[:] = is_known
             table.begun.clear()
         self.keep(self.of_write([(entry, offset, data)]))
         cut = touched.start + np.flatnonzero(~table.is_known[touched])
         for number in cut.tolist():
-            start, stop = int(table.pieces.starts[number]), int(table.pieces.stops[number])
+            start = int(table.pieces.starts[number])
+            stop = int(table.pieces.stops[number])
             first = max(start, offset)
             end, crc = begun.pop(number, (start, 0)) if first > start else (start, 0)
             if first == end:  # the write begins the piece, or goes on with it
@@ -338,7 +340,8 @@ class Sums:
                 end += part.numel()
                 crc = crc32c_combine(crc, crc32c([part], self._workers)[0], part.numel())
                 begun[number] = end, crc
-                table.crcs[number], table.is_known[number] = crc, end == stop
+                table.crcs[number] = crc
+                table.is_known[number] = end == stop
         table.begun.update(begun)
 
     def check_of(
@@ -373,7 +376,7 @@ class Sums:
                 )
         return found
 
-    def checked(self, pieces: Sequence[PiecesIn], is_cut: bool = False) -> PieceRows:
+    def checked(self, pieces: Sequence[PiecesIn], is_cut: bool) -> PieceRows:
         """The pieces that a program compares whenever it reads them, if they are known then; after
         `turn`, if that says so.
 
@@ -385,7 +388,7 @@ class Sums:
                 aim_rows(own, each.table.crcs[each.inside], each.table.is_due[each.inside])
         return join_rows(rows)
 
-    def turn(self, pieces: Iterable[PiecesIn], is_cut: bool = False) -> None:
+    def turn(self, pieces: Iterable[PiecesIn], is_cut: bool) -> None:
         """Before a program reads pieces that `checked` has given it; before `PiecesIn.begin`."""
         is_sample = self.verify == "sample"
         for each in pieces if is_sample or (is_cut and self.verify == "always") else ():
@@ -482,12 +485,6 @@ class PiecesIn(NamedTuple):
         if self.inside != self.touching:
             self.table.is_known[self.touching] = False
             self.table.begun.clear()
-
-    def overwrite(self, crcs: Crcs) -> None:
-        """Records a write: sets the checksums of those inside; those that the range cuts become
-        unknown."""
-        self.begin()
-        self.table.put(self.inside, crcs)
 
 
 class WrittenBytes(NamedTuple):

@@ -423,7 +423,8 @@ class NvmeHome:
 
     def drop(self) -> None:
         """Frees the extents; those that a freeze holds are freed at the thaw."""
-        self.is_dropped, held = True, self.slots.held()
+        self.is_dropped = True
+        held = self.slots.held()
         for slot, extent in enumerate(self.extents):
             if extent is not None and slot not in held:
                 self._files.free(extent)

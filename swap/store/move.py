@@ -88,7 +88,6 @@ class Move:
         self.name = name
         self.is_write = is_write
         self._queue = queue
-        self._owns = owns
         self._tag = transfers if isinstance(transfers, int) else None
         # None once they are submitted
         self._later = transfers if isinstance(transfers, Later) else None
@@ -99,7 +98,7 @@ class Move:
         self._answered_ns = 0
         # `wait` raises a copy, because a raised exception keeps its frames alive
         self._failure: OSError | None = None
-        self._result: Any = owns
+        self._result = owns
         # Held by the thread that asks the queue; taken before the store's lock. An interrupt may
         # leave it to this thread.
         self._lock = threading.RLock()
@@ -271,7 +270,7 @@ class Move:
             self._on_end(failure is None)
         self._on_end = None
         self._is_done = True
-        self._owns = self._later = self._check = None
+        self._later = self._check = None
         if self._tag is not None:
             self._queue.end(self._tag)
 

@@ -187,7 +187,8 @@ class TentativeStep:
         step, so that a run without any takes none."""
         shards = self._shards
         if not shards.steps.has_slot and self._slot_of is not shards.plan:
-            self._slot_of, shards.steps.has_slot = shards.plan, take_slot(shards.plan, shards.store)
+            shards.steps.has_slot = take_slot(shards.plan, shards.store)
+            self._slot_of = shards.plan
         return shards.steps.has_slot
 
     def _attempt(self) -> None:

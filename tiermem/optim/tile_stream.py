@@ -35,7 +35,8 @@ class TileStream:
     def __init__(self, memory: DeviceMemory, device: torch.device, buffers: Buffers) -> None:
         self.slot_bytes = buffers.slot_bytes
         self._device = device
-        self._down, self._up = new_stream(device), new_stream(device)
+        self._down = new_stream(device)
+        self._up = new_stream(device)
         self._pool = DevicePool(memory, *buffers, "stream")
         self._slots = list(iter(self._pool.take, None))
         # the end of the copies of each buffer's last tile
@@ -43,7 +44,9 @@ class TileStream:
         # the buffer of the tile under way, and its bytes in use
         self._turn = 0
         self._used_bytes = 0
-        self._come, self._stepped = new_event(device), new_event(device)  # of the tile under way
+        # of the tile under way
+        self._come = new_event(device)
+        self._stepped = new_event(device)
         self._is_coming = False  # the current stream does not wait for all of it yet
         # which may still use what was freed for the buffers
         self._down.wait_stream(current_stream(device))

@@ -28,7 +28,7 @@ from collections.abc import Mapping
 
 from tiermem.optimizers.adagrad import ADAGRAD, AdagradParams
 from tiermem.optimizers.adam import AdamParams, adam
-from tiermem.optimizers.base import OptimizerParams, Rule
+from tiermem.optimizers.base import OptimizerParams
 from tiermem.optimizers.lion import LION, LionParams
 from tiermem.optimizers.muon import ADAMW_OF_MUON, MATRIX, MuonParams
 from tiermem.optimizers.sgd import SgdParams, sgd
@@ -44,7 +44,7 @@ PARAMS: Mapping[str, type[OptimizerParams]] = {
 }
 """The settings of each optimizer, by the name of its class."""
 
-RULES: tuple[Rule, ...] = (
+_RULES = (
     adam(is_decoupled=True, amsgrad=True),
     ADAGRAD,
     LION,
@@ -56,7 +56,7 @@ RULES: tuple[Rule, ...] = (
 
 NEVER_NEGATIVE = frozenset(
     moment
-    for rule in RULES
+    for rule in _RULES
     for moment, kind in zip(rule.moments, MOMENTS[rule.code], strict=False)
     if kind.is_positive
 )

@@ -33,7 +33,8 @@ class LionParams(OptimizerParams):
 
 
 def _lion_scalars(group: Group, _num_steps: int) -> StepRule:
-    lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+    lr = float(group["lr"])
+    beta1, beta2 = group["betas"]
     return StepRule(
         "lion",
         step_size=lr,
