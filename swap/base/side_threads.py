@@ -116,9 +116,8 @@ class SideThreads:
     def __init__(self, count: int, name: str, begins: Callable[[], object] = lambda: None) -> None:
         self._tasks = queue.SimpleQueue[Task[Any] | None]()
         weakref.finalize(self, _end, self._tasks, count)
-        given = (self._tasks, begins)
         self._threads = [
-            threading.Thread(target=_serve, args=given, name=name, daemon=True)
+            threading.Thread(target=_serve, args=(self._tasks, begins), name=name, daemon=True)
             for _ in range(count)
         ]
         for thread in self._threads:

@@ -405,9 +405,7 @@ class Program(Generic[T]):
             for tile in () if has_all else taken:
                 self._program().take(tile, 0)
 
-        def waited(start_ns: int, end_ns: int) -> None:
-            self._store.recorder.add("wait", f"step of {name}", start_ns, end_ns)
-
+        waited = functools.partial(self._store.recorder.add, "wait", f"step of {name}")
         error = functools.partial(self._error, running)
         return RunRead(
             self._program(), running.state, unit, taken if has_all else None, move, error, waited
@@ -606,8 +604,10 @@ class Program(Generic[T]):
         """Brings what the tiles of a run need, in a thread, if nothing else is to be done for
         them."""
         if self._brought is None and running.is_brought:
-            of_this = self._program(), weakref.ref(self), weakref.ref(running)
-            self._brought = Task(functools.partial(_serve, *of_this))
+            serve = functools.partial(
+                _serve, self._program(), weakref.ref(self), weakref.ref(running)
+            )
+            self._brought = Task(serve)
             self._help().give(self._brought)
 
     def serve(self, running: Running[T]) -> bool:

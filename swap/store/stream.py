@@ -496,7 +496,7 @@ class FileWriter(contextlib.AbstractContextManager["FileWriter"]):
         self._offset = 0  # of the present buffer, in the file
         self._filled = 0  # bytes in the present buffer
         self._in_flight = InFlight(_NUM_PIECES)
-        self._closing: contextlib.ExitStack | None = None
+        self._is_ended = False
         with contextlib.ExitStack() as opened:
             with durable.named(self.path):
                 own = durable.Owned([durable.create(self.path)])
@@ -580,7 +580,7 @@ class FileWriter(contextlib.AbstractContextManager["FileWriter"]):
 
     def abandon(self) -> None:
         """Ends every write and removes the file. Never raises; does nothing after `close`."""
-        if self._closing is None:
+        if self._is_ended:
             return
         self._in_flight.abandon()
         with contextlib.suppress(OSError):
@@ -588,11 +588,9 @@ class FileWriter(contextlib.AbstractContextManager["FileWriter"]):
         self._end()
 
     def _end(self) -> None:
-        closing = self._closing
-        self._closing = None
+        self._is_ended = True
         self._pieces.clear()
-        if closing is not None:
-            closing.close()
+        self._closing.close()
 
     def _piece(self) -> npt.NDArray[np.uint8]:
         """Returns the present buffer; no write of it is in flight."""

@@ -119,7 +119,7 @@ class Stepping:
         """The arguments of the step; None: this parameter is not stepped. Raises ValueError when
         the plan lacks room."""
         shard = places.shard
-        rule = self._rule_of(places.shard)
+        rule = self._rule_of(shard)
         precision = places.tile.layout.precision
         num_steps = shard.num_steps + self._ahead
         if rule is None:
