@@ -50,10 +50,11 @@ def test_superseded_step_goes_with_the_tag_that_stands_in_for_it(tmp_path: Path)
 def _save(place: Path, tag: str, **how: Any) -> None:
     """A run that saves one tag in place."""
     made = model()
+    out = how.pop("out", place / "out")
     with tiermem.shard(made, policy("nvme", place, keep=how.pop("keep", 1))) as shards:
         optimizer = tiermem.AdamW(made.parameters(), lr=0.01)
         train(made, optimizer, 1)
-        checkpoint.save(shards, optimizer, place / "out", tag, **how)
+        checkpoint.save(shards, optimizer, out, tag, **how)
 
 
 def _check_whole(out: Path, *tags: str) -> None:
@@ -92,6 +93,34 @@ def test_a_link_to_a_tag_of_another_folder_drops_nothing(tmp_path: Path) -> None
     (out / "g1").symlink_to(tmp_path / "other" / "g1")
     _save(tmp_path, "g2")
     _check_whole(tmp_path / "other", "g1")
+
+
+@pytest.mark.parametrize("tag", ["g1", "g2"])
+@pytest.mark.parametrize("gone", ["", "moved", "removed"])
+def test_a_copy_of_the_folder_drops_nothing_that_the_folder_names(
+    tag: str, gone: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    copy = tmp_path / "copy"
+    _save(tmp_path, "g1")
+    shutil.copytree(tmp_path / "out", copy)
+    if gone == "moved":
+        (tmp_path / "out").rename(tmp_path / "other")
+    elif gone == "removed":
+        shutil.copytree(copy, tmp_path / "other")
+        shutil.rmtree(tmp_path / "out")
+    _save(tmp_path, tag, out=copy)
+    _check_whole(tmp_path / ("other" if gone else "out"), "g1")
+    _check_whole(copy, tag)
+    assert f"{copy / 'g1'}: its states stay in {tmp_path}/tiermem-" in caplog.text
+
+
+def test_a_folder_that_was_moved_drops_what_it_names(tmp_path: Path) -> None:
+    _save(tmp_path, "g1")
+    (tmp_path / "out").rename(tmp_path / "other")
+    for tag in ("g2", "g2"):
+        _save(tmp_path, tag, out=tmp_path / "other")
+    _check_whole(tmp_path / "other", "g2")
+    assert len(list(tmp_path.glob("tiermem-*"))) == 1
 
 
 @pytest.mark.parametrize("tag", ["b", "c"])

@@ -212,9 +212,7 @@ class Commits:
         undo.pop_all()
         if replaced is not None:
             tag = content.manifest.tag
-            drop_step(
-                replaced, tag, f"checkpoint {tag!r} of an earlier run is dropped: saved again"
-            )
+            drop_step(replaced, f"checkpoint {tag!r} of an earlier run is dropped: saved again")
         return [each for each in doomed if each.commit in gone]
 
     @contextlib.contextmanager
@@ -299,7 +297,7 @@ class Commits:
         self._opened = None
         if opened is not None and self._shards.topology.rank == 0:
             why = "this run has gone on from it, and has a durable step of its own"
-            drop_step(opened, None, f"{opened} is removed: {why}")
+            drop_step(opened, f"{opened} is removed: {why}")
 
     def went_on_from(self, manifest: Path, opened: Manifest) -> None:
         """Records the manifest that the model was loaded from. The next commit from which a run can

@@ -218,7 +218,8 @@ def publish(
     replaced = None
     with contextlib.suppress(ManifestError, OSError):
         old, file = read_pointer(pointer)
-        if old.run_id != manifest.run_id and RunName.of(real(file).parent) is not None:
+        is_of_store = RunName.of(real(file).parent) is not None
+        if old.run_id != manifest.run_id and is_of_store and _is_own(pointer, old):
             replaced = file
     latest = known_latest(content.save_dir)
     with contextlib.closing(SavingInto(pointer.parent, undo)):
@@ -240,9 +241,21 @@ def pointer_to(
     if latest is not None and latest.series:
         series = latest.series
         number = latest.number
-    where = written(path.parent, pointer_path(save_dir, tag).parent)
-    file = where, path.name, len(data), crc32c(data)
-    return Pointer(manifest.run_id, manifest.commit, *file, tag, manifest.step, series, number + 1)
+    folder = pointer_path(save_dir, tag).parent
+    where = written(path.parent, folder)
+    return Pointer(
+        run_id=manifest.run_id,
+        commit=manifest.commit,
+        folder=where,
+        file=path.name,
+        num_bytes=len(data),
+        crc32c=crc32c(data),
+        tag=tag,
+        step=manifest.step,
+        series=series,
+        number=number + 1,
+        inode=0 if where == "." else folder.stat().st_ino,
+    )
 
 
 README_FILE = "README.txt"
@@ -456,6 +469,7 @@ def alone(folder: Path) -> Iterator[bool]:
 #     the step that was loaded             dropped after this run's first durable step that is whole, unless it has a tag
 #     the tag that this run saves again    dropped with a warning when the new one is durable
 #     tags in one folder of checkpoints    the newest `keep` of all runs stay; each older one is dropped with a warning
+#     tags in a copy of a folder           stay, with a warning: the first folder may still name their states
 #
 # A dropped step takes with it the untagged steps that the same run made before it and did not live
 # to remove. A run's folders are removed with its last durable step. Before anything is removed,
@@ -493,8 +507,22 @@ def drop_tags(save_dir: Path, run_id: str, num_more: int) -> None:
     for file, pointer, manifest in [each for each in stores if each[0] not in gone][num_more:]:
         tag = pointer.tag or file.parent.name
         why = f"checkpoint {tag!r} of an earlier run is dropped: newer ones are kept"
-        if drop_step(manifest, tag, why):
+        if _is_own(file, pointer) and drop_step(manifest, why):
             remove_pointer(file)
+
+
+def _is_own(file: Path, pointer: Pointer) -> bool:
+    """Whether a pointer lies in the tag's folder that its save wrote it to. If not, or if the
+    pointer does not say, a warning says that the states stay: another folder may name them."""
+    with contextlib.suppress(OSError):
+        if file.parent.stat().st_ino == pointer.inode:
+            return True
+    logger.warning(
+        "%s: its states stay in %s, because the folder looks like a copy, and another folder may "
+        "name the same states. Delete them when no checkpoint needs them",
+        file.parent, real(file.parent / pointer.folder),
+    )  # fmt: skip
+    return False
 
 
 def is_removed(pointer: Pointer, manifest: Path) -> bool:
@@ -514,16 +542,11 @@ def is_removed(pointer: Pointer, manifest: Path) -> bool:
     return False
 
 
-def drop_step(manifest: Path, tag: str | None, why: str) -> bool:
+def drop_step(manifest: Path, why: str) -> bool:
     """Removes a durable step of a run that has ended; its folders too if it is the last. Returns
-    whether it did. Blocks.
-
-    tag: the step's. A step of another tag stays: a copied pointer has led to it.
-    """
+    whether it did. Blocks."""
     try:
         opened = read_manifest(Found(manifest))
-        if Path(opened.manifest.tag or "") != Path(tag or ""):
-            return False
         folders = _folders(opened)
         superseded = _superseded(opened)
     except (ManifestError, OSError) as error:
