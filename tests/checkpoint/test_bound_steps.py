@@ -136,11 +136,12 @@ def test_a_folder_that_was_moved_may_have_any_name_and_a_link_too(
 def test_a_tag_in_a_folder_of_its_own_is_whole_and_stays_latest(tmp_path: Path, where: str) -> None:
     folder = tmp_path / "saved"
     folder.mkdir()
-    tags = ["t0", "of/t1", "of/t2"]
+    tags = ["t0", "of/t1", "of/a/b/t2"]
     training(where, folder, lambda save: [save(tag) for tag in tags] and None)
     for place, due in (
         (folder, tags),
-        (folder / "of", tags[1:]),
+        (folder / "of", tags[1:2]),
+        (folder / "of" / "a", tags[2:]),
         (folder / "of" / "t1", tags[1:2]),
     ):
         found = survey(place)
@@ -148,8 +149,9 @@ def test_a_tag_in_a_folder_of_its_own_is_whole_and_stays_latest(tmp_path: Path, 
         assert (found.is_damaged, repair(found)) == (False, [])
     assert [step_of(folder, tag) for tag in tags] == [1, 2, 3]
     (folder / "latest").unlink()
-    assert repair(survey(folder)) == [f"{folder / 'latest'}: names 'of/t2' again"]
-    assert (latest_of(folder), step_of(folder), survey(folder).is_damaged) == ("of/t2", 3, False)
+    assert repair(survey(folder)) == [f"{folder / 'latest'}: names 'of/a/b/t2' again"]
+    whole = "of/a/b/t2", 3, False
+    assert (latest_of(folder), step_of(folder), survey(folder).is_damaged) == whole
 
 
 @pytest.mark.parametrize("tag", ["t/", "./t", "t/."])

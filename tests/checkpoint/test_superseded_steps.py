@@ -211,7 +211,9 @@ def test_a_run_drops_no_tag_that_another_has_saved_meanwhile(tmp_path: Path) -> 
             assert source.manifest.tag == tag
 
 
-@pytest.mark.parametrize("tags", [("t0", "t1"), ("t0", "of/t1"), ("of/t0", "t1")])
+@pytest.mark.parametrize(
+    "tags", [("t0", "t1"), ("t0", "of/t1"), ("of/t0", "t1"), ("a/b/t0", "t1"), ("a/t0", "a/b/c/t1")]
+)
 def test_an_earlier_runs_tag_goes_also_for_a_tag_in_a_folder_of_its_own(
     tags: tuple[str, str], tmp_path: Path
 ) -> None:

@@ -7,7 +7,10 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from runs import model, policy
 
+import tiermem
+from tiermem import checkpoint
 from tiermem.checkpoint.format.manifest import Pointer
 from tiermem.checkpoint.saving import publish
 from tiermem.checkpoint.saving.copies import remove_other_copies
@@ -71,6 +74,16 @@ def test_folder_that_is_saved_into_stays_until_that_ends(tmp_path: Path) -> None
         saving.close()
         remove_unfinished(tmp_path)
         assert not (tmp_path / "step3").exists()
+
+
+def test_a_copy_of_a_tag_of_several_parts_goes_with_the_next(tmp_path: Path) -> None:
+    left = tmp_path / "out" / "a" / "b"
+    left.mkdir(parents=True)
+    tag = _make(left / "t1", DATA)
+    made = model()
+    with tiermem.shard(made, policy("cpu", tmp_path)) as shards:
+        checkpoint.save(shards, None, tmp_path / "out", "a/b/t2")
+    assert not tag.exists()
 
 
 def test_a_copy_leaves_what_another_run_saves_under_its_tag(tmp_path: Path) -> None:

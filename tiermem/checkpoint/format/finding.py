@@ -658,14 +658,17 @@ def read_parts(opened: Opened) -> list[tuple[Path, Part]]:
 
 
 def tags_of(where: Path) -> list[str]:
-    """The names of tags below a folder, newest first; of two parts those whose pointer says so.
+    """The names of tags below a folder, newest first; of several parts those whose pointer says so.
     Raises OSError."""
-    found = [(_age(each), each.name) for each in where.iterdir() if _is_of_tag(each)]
-    for file in where.glob(f"*/*/{POINTER_FILE}"):
-        with contextlib.suppress(ManifestError, OSError):
-            tag = str(file.parent.relative_to(where))
-            if read_pointer(file)[0].tag == tag:
-                found.append((_age(file.parent), tag))
+    below = list(where.iterdir())
+    found = [(_age(each), each.name) for each in below if _is_of_tag(each)]
+    for top, names, _ in itertools.chain.from_iterable(map(os.walk, below)):
+        files = [os.path.join(top, name, POINTER_FILE) for name in names]
+        for file in map(Path, filter(os.path.exists, files)):
+            with contextlib.suppress(ManifestError, OSError):
+                tag = str(file.parent.relative_to(where))
+                if read_pointer(file)[0].tag == tag:
+                    found.append((_age(file.parent), tag))
     return [name for _, name in sorted(found, reverse=True)]
 
 

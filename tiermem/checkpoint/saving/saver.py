@@ -156,8 +156,10 @@ class Saver:
         """Makes a tag, or a step without a tag, durable. Collective; blocks, but not for a copy's
         thread."""
         self.wait()
-        if content.save_dir is not None and self._shards.topology.rank == 0:
-            remove_unfinished(content.save_dir)
+        if content.pointer is not None and self._shards.topology.rank == 0:
+            num_parts = len(Path(content.manifest.tag or "").parts)
+            for folder in content.pointer.parents[1 : num_parts + 1]:
+                remove_unfinished(folder)
         if not copies:
             self.commits.make(content)
             if content.pointer is not None:
