@@ -3,6 +3,7 @@ format?"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from tiermem.checkpoint.interchange.whole import export_whole
 from tiermem.checkpoint.interchange.write import write_checkpoint
 from tiermem.checkpoint.opening.source import weights_of
 from tiermem.checkpoint.opening.verified import DamagedState
+from tiermem.checkpoint.saving.publish import SavingInto
 from tiermem.swap.disk.durable import NewFile
 
 Export = Callable[[checkpoint.Source, Path], object]
@@ -118,6 +120,29 @@ def test_what_a_killed_export_left_goes_with_the_next_one(tmp_path: Path, saved:
         export_weights(weights_of(source), out, None)
         assert not left.exists()
         assert {held.name, other, out / "model.safetensors"} == {*out.iterdir()}
+
+
+@pytest.mark.parametrize("way", ["dcp", *COPIES])
+def test_what_a_killed_export_of_a_folder_left_goes_with_the_next_one(
+    tmp_path: Path, saved: Path, way: str
+) -> None:
+    """Unless a process writes it, or it is another's."""
+    named = "out" if way == "dcp" else "out/t"
+    folder = tmp_path / named
+    left, held, other = (
+        folder.with_name(f"{start}.{folder.name}.new") for start in ("0" * 12, "1" * 12, "mine")
+    )
+    for each in (left, held, other):
+        each.mkdir(parents=True)
+        (each / "data").touch()
+    with (
+        checkpoint.Source.open(saved) as source,
+        contextlib.closing(SavingInto(held, contextlib.ExitStack())),
+    ):
+        export_weights(weights_of(source), tmp_path / "plain", None)
+        (WAYS | COPIES)[way](source, tmp_path / "out")
+    assert folder.is_dir() and not left.exists()
+    assert held.is_dir() and other.is_dir()
 
 
 def test_an_import_that_cannot_be_named_latest_leaves_nothing(tmp_path: Path, saved: Path) -> None:

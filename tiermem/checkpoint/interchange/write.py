@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import glob
 import math
 import os
 import secrets
@@ -148,7 +149,7 @@ def in_own_format(
         made = ""
         if topology.rank == 0:
             try:
-                _remove_copies(load_dir)
+                _remove_left(load_dir, f"{_COPY}*")
                 made = removing.enter_context(_copy_in(load_dir))
                 write_checkpoint(read_foreign(load_dir, tag), Path(made))
             except (ValueError, OSError) as found:
@@ -176,9 +177,9 @@ def _copy_in(folder: Path) -> Iterator[str]:
         shutil.rmtree(made, ignore_errors=True)
 
 
-def _remove_copies(folder: Path) -> None:
-    """Removes the copies of processes that were killed, where their locks are visible."""
-    for each in folder.glob(f"{_COPY}*") if is_of_one_host(folder) else ():
+def _remove_left(folder: Path, pattern: str) -> None:
+    """Removes the folders that killed processes left, where their locks are visible."""
+    for each in folder.glob(pattern) if is_of_one_host(folder) else ():
         if not each.is_symlink():
             with contextlib.suppress(OSError), alone(each) as is_alone:
                 if is_alone:
@@ -282,19 +283,21 @@ def write_checkpoint(
 @contextlib.contextmanager
 def new_folder(folder: Path, undoing: contextlib.ExitStack) -> Iterator[Path]:
     """Makes a folder under a temporary name. When the block ends, the folder gets its name; an
-    empty folder of that name is replaced. Raises OSError.
+    empty folder of that name is replaced. Folders that killed processes left in the making of the
+    same name are removed. Raises OSError.
 
     undoing: removes both names, and the parents that it made; a folder that cannot be removed is
         left.
     """
     new = durable.new_name(folder)
     make_folder(folder.parent, undoing)
-    with durable.named(new):
-        new.mkdir()
+    random, _, name = new.name.partition(".")
+    _remove_left(folder.parent, f"{'[0-9a-f]' * len(random)}.{glob.escape(name)}")
     undoing.callback(shutil.rmtree, new, ignore_errors=True)
-    yield new
-    durable.sync_folder(new)
-    durable.rename(new, folder)
+    with contextlib.closing(SavingInto(new, undoing)):
+        yield new
+        durable.sync_folder(new)
+        durable.rename(new, folder)
     undoing.callback(shutil.rmtree, folder, ignore_errors=True)
     durable.sync_folder(folder.parent)
 
