@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from tiermem.optim.local import as_dtensor
 from tiermem.run.move_to_home import empty_buffers
@@ -99,10 +100,18 @@ class SafetensorsFile:
 
 class TorchFile:
     """Fills a new, empty file in torch's format, memory-mapped meanwhile. Raises OSError as
-    SafetensorsFile."""
+    SafetensorsFile.
 
-    def __init__(self, new: durable.NewFile, entries: Sequence[WeightEntry]) -> None:
-        layout: dict[str, torch.Tensor] = {}
+    extra: values that are no weights, by name; `torch.load(weights_only=True)` must read them.
+    """
+
+    def __init__(
+        self,
+        new: durable.NewFile,
+        entries: Sequence[WeightEntry],
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        layout: dict[str, Any] = dict(extra or {})
         for entry in entries:
             # its pages are never touched, so it takes no memory
             empty = torch.empty(entry.shape, dtype=entry.dtype)
@@ -117,9 +126,14 @@ class TorchFile:
             # without it a full disk would raise SIGBUS
             take_room(new.fd, 0, os.fstat(new.fd).st_size, new.path)
         with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
-            self._tensors: dict[str, torch.Tensor] = torch.load(
+            self._tensors: dict[str, Any] = torch.load(
                 new.by_descriptor, mmap=True, weights_only=True
             )
+        for name, value in (extra or {}).items():
+            places = tree_leaves(self._tensors[name])
+            for place, each in zip(places, tree_leaves(value), strict=True):
+                if isinstance(each, torch.Tensor):
+                    place.copy_(each)
 
     def put(self, entry: WeightEntry, start: int, values: torch.Tensor) -> None:
         """As SafetensorsFile.put."""

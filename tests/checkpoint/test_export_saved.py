@@ -3,11 +3,15 @@ what the run had?"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import nn
 
@@ -18,6 +22,7 @@ from tiermem import OffloadPolicy, Precision, Tier
 from tiermem.checkpoint import save
 from tiermem.checkpoint.interchange.export import export_dcp, export_weights
 from tiermem.checkpoint.interchange.from_dcp import read_dcp
+from tiermem.checkpoint.interchange.from_torch import read_torch
 from tiermem.checkpoint.opening.source import Source, weights_of
 from tiermem.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, zero_to_fp32
 
@@ -114,3 +119,84 @@ def test_what_is_exported_is_what_the_run_had(
         assert read[name].num_steps == 2
         for state, moment in moments[name].items():
             assert torch.equal(states[state], moment.float()), (name, state)
+
+
+class Scaled(nn.Linear):
+    """Has a state beside its tensors."""
+
+    extra: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+@pytest.fixture
+def scaled(tmp_path: Path) -> Path:
+    """A checkpoint of modules with extra states; torch.load reads the third one's only with
+    pickle."""
+    made = nn.Sequential(*(Scaled(3, 3) for _ in range(3)))
+    made[0].extra, made[1].extra = torch.arange(5.0), {"scale": [1.5, torch.ones(2)]}
+    made[2].extra = np.ones(2)
+    with tiermem.shard(made, OffloadPolicy()) as shards:
+        save(shards, None, tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def check_extra(found: dict[str, Any]) -> None:
+    made = nn.Sequential(*(Scaled(3, 3) for _ in range(3)))
+    assert not made.load_state_dict(found, strict=False).unexpected_keys
+    assert torch.equal(made[0].extra, torch.arange(5.0))
+    assert made[1].extra["scale"][0] == 1.5
+    assert torch.equal(made[1].extra["scale"][1], torch.ones(2))
+
+
+@pytest.mark.parametrize("most", [None, 60])
+def test_a_torch_file_holds_the_extra_states_of_modules(
+    scaled: Path, most: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    out = scaled.parent / "out"
+    zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(scaled, out, most)
+    files = sorted(out.glob("*.bin"))
+    found = {k: v for file in files for k, v in torch.load(file, weights_only=True).items()}
+    check_extra(found)
+    assert len(files) == (1 if most is None else 3)
+    if most is not None:
+        index = json.loads((out / "pytorch_model.bin.index.json").read_text())
+        assert index["weight_map"].keys() == found.keys()
+    assert "left behind, as the format does not hold it: 2._extra_state" in caplog.text
+    foreign = read_torch(out)
+    assert len(foreign.parameters) == 6
+    assert foreign.left_behind == [f"'{number}._extra_state' of the model" for number in (0, 1)]
+
+
+def test_a_folder_of_dcp_holds_the_extra_states_of_modules(scaled: Path) -> None:
+    out = scaled.parent / "out"
+    with Source.open(scaled) as source:
+        export_dcp(source, out)
+    made = nn.Sequential(*(Scaled(3, 3) for _ in range(3)))
+    made[0].extra, made[1].extra = torch.zeros(5), {"scale": [0.0, torch.zeros(2)]}
+    state = {"model": made.state_dict()}
+    dcp.load(state, checkpoint_id=out, no_dist=True)
+    check_extra(state["model"])
+    assert np.array_equal(state["model"]["2._extra_state"], np.ones(2))
+    foreign = read_dcp(out)
+    assert len(foreign.parameters) == 6
+    assert foreign.left_behind == [f"'{number}._extra_state' of the model" for number in range(3)]
+
+
+def test_safetensors_leave_the_extra_states_of_modules_behind(
+    scaled: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Source.open(scaled) as source:
+        export_weights(weights_of(source), scaled.parent / "out", None)
+    names = ", ".join(f"{number}._extra_state" for number in range(3))
+    assert f"left behind, as the format does not hold it: {names}" in caplog.text
+
+
+def test_a_state_dict_of_a_checkpoint_has_the_extra_states_of_modules(scaled: Path) -> None:
+    found = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(scaled)
+    check_extra(found)
+    assert np.array_equal(found["2._extra_state"], np.ones(2))

@@ -48,10 +48,10 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Any]:
-    """Returns the fp32 masters and the float buffers on the CPU, by name; tied names share a
-    tensor. Blocks; not collective.
+    """Returns the fp32 masters, the float buffers on the CPU and the extra states of modules, by
+    name; tied names share a tensor. Blocks; not collective.
 
-    lazy_mode: the values are LazyTensor; each is read by its `contiguous()`. Raises ManifestError,
+    lazy_mode: tensors are LazyTensor; each is read by its `contiguous()`. Raises ManifestError,
         DamagedState, OSError.
     """
     where = Path(checkpoint_dir)
@@ -60,7 +60,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
         for weight in weights_of(source, torch.float32, exclude_frozen_parameters):
             value = LazyTensor(where, tag, weight) if lazy_mode else weight.whole()
             found.update(dict.fromkeys(weight.names, value))
-    return found
+        return {**found, **source.extra_states()}
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import json
 import logging
+import pickle
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +31,7 @@ from tiermem.swap.disk import durable
 from tiermem.swap.disk.direct import check_room
 from tiermem.weights_io import MOST_AROUND_BYTES, SafetensorsFile, TorchFile, WeightEntry
 
+logger = logging.getLogger("tiermem")
 _TORCH_LOG = logging.getLogger("torch.distributed.checkpoint")
 
 # ---- safetensors and torch files -----------------------------------------------------------------
@@ -39,6 +42,7 @@ class ExportShard(NamedTuple):
 
     name: str
     weights: Sequence[Weight]
+    extra: Mapping[str, Any]  # extra states of modules
 
     @property
     def num_bytes(self) -> int:
@@ -64,6 +68,9 @@ def export_weights(
     A shard is created in its full size and filled 16 MiB at a time, so memory use does not depend
     on its size. Files have random names until all are synced (swap/disk/durable.py); the index is
     renamed after the shards. What an export of the same names left that was killed is removed.
+
+    The last shard of torch's format holds the extra states of modules. A warning names those that
+    it cannot hold, and in safetensors all of them.
 
     Args:
         max_shard_bytes: a larger tensor gets a shard of its own. None: one file.
@@ -116,20 +123,40 @@ def deal(
         dealt[-1].append(weight)
         filled += num_bytes
     base, suffix = ("model", ".safetensors") if is_safetensors else ("pytorch_model", ".bin")
-    if len(dealt) == 1:
-        return [ExportShard(f"{base}{suffix}", dealt[0])]
-    return [
-        ExportShard(f"{base}-{i:05d}-of-{len(dealt):05d}{suffix}", part)
-        for i, part in enumerate(dealt, 1)
-    ]
+    numbers = [f"-{i:05d}-of-{len(dealt):05d}" for i in range(1, len(dealt) + 1)]
+    names = [f"{base}{number if len(dealt) > 1 else ''}{suffix}" for number in numbers]
+    shards = [ExportShard(name, part, {}) for name, part in zip(names, dealt, strict=True)]
+    shards[-1] = shards[-1]._replace(extra=_extra_of(weights, is_safetensors))
+    return shards
+
+
+def _extra_of(weights: Sequence[Weight], is_safetensors: bool) -> dict[str, Any]:
+    """The extra states of modules that a file can hold. A warning names the others."""
+    saved = weights[0].source.extra_states() if weights else {}
+    kept = {name: value for name, value in saved.items() if not is_safetensors and _is_plain(value)}
+    if left := saved.keys() - kept.keys():
+        logger.warning("left behind, as the format does not hold it: %s", ", ".join(sorted(left)))
+    return kept
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether `torch.load(weights_only=True)` reads a value; numpy's it does not."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    with contextlib.suppress(pickle.UnpicklingError):
+        file.seek(0)
+        torch.load(file, weights_only=True)
+        return True
+    return False
 
 
 def _write_shard(
     new: durable.NewFile, shard: ExportShard, is_safetensors: bool, progress: Progress
 ) -> None:
-    kind = SafetensorsFile if is_safetensors else TorchFile
     entries = [_entry(weight) for weight in shard.weights]
-    with contextlib.closing(kind(new, entries)) as file:
+    with contextlib.closing(
+        SafetensorsFile(new, entries) if is_safetensors else TorchFile(new, entries, shard.extra)
+    ) as file:
         for weight, entry in zip(shard.weights, entries, strict=True):
             for start, values in weight.pieces():
                 file.put(entry, start, values)
@@ -147,8 +174,8 @@ def _index(shards: Sequence[ExportShard]) -> str:
     place = {
         name: shard.name
         for shard in shards
-        for weight in shard.weights
-        for name in (weight.names[:1] if is_safetensors else weight.names)
+        for names in [*(weight.names for weight in shard.weights), shard.extra]
+        for name in (list(names)[:1] if is_safetensors else names)
     }
     total = {"total_size": sum(shard.num_bytes for shard in shards)}
     return json.dumps({"metadata": total, "weight_map": place}, indent=2, sort_keys=True) + "\n"
@@ -172,7 +199,8 @@ def export_dcp(
     """Writes a new folder for dcp.load (FSDP2, DDP, plain torch); returns the bytes of its tensors.
     Blocks; not collective.
 
-        model.<name>                        weights and buffers, under every name of a tensor
+        model.<name>                        weights and buffers, under every name of a tensor; extra
+                                            states of modules
         optim.state.<name>.exp_avg, .step   states in fp32, by the parameter's name
         optim.param_groups.<n>.lr, ...      the groups, with every setting of torch's own optimizer
 
@@ -247,12 +275,13 @@ class _ExportPlanner(DefaultSavePlanner):
         return super().transform_object(write_item, object)
 
 
-def _model(source: Source, planner: _ExportPlanner, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    return {
+def _model(source: Source, planner: _ExportPlanner, dtype: torch.dtype) -> dict[str, Any]:
+    tensors = {
         name: planner.tensor(weight.parameter.shape, weight.dtype, weight.whole)
         for weight in weights_of(source, dtype)
         for name in weight.names
     }
+    return {**tensors, **source.extra_states()}
 
 
 def _optimizer(source: Source, planner: _ExportPlanner) -> dict[str, dict[str, torch.Tensor]]:

@@ -136,6 +136,16 @@ def global_steps_of(
     )
 
 
+def extra_of(name: str) -> str:
+    """The name of the extra state of a module that a value of a state dict belongs to; empty: a
+    tensor's."""
+    parts = name.split(".")
+    return ".".join(parts[: parts.index(_EXTRA) + 1]) if _EXTRA in parts else ""
+
+
+_EXTRA = "_extra_state"  # torch's name for it
+
+
 def states_in(entry: Mapping[Any, Any], left_behind: set[str]) -> dict[str, Any]:
     """The imported states of a parameter's entry in an optimizer's state dict; describes the others
     in `left_behind`."""

@@ -22,6 +22,7 @@ from tiermem.checkpoint.interchange.foreign import (
     Foreign,
     ForeignParameter,
     ForeignState,
+    extra_of,
     global_steps_of,
     is_buffer_like,
     states_in,
@@ -408,7 +409,9 @@ class _DcpReader:
 
     def _take_weight(self, keys: Path_, value: Tensor | Plain) -> None:
         name = ".".join(map(str, keys))
-        if isinstance(value, Tensor):
+        if extra := extra_of(name):
+            self._left_behind.add(f"{extra!r} of the model")
+        elif isinstance(value, Tensor):
             self._weights[name] = value
         else:
             self._left_behind.add(f"{name!r} of the model, which is no tensor")

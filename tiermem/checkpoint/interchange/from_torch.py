@@ -27,6 +27,7 @@ from tiermem.checkpoint.interchange.foreign import (
     ForeignParameter,
     ForeignState,
     check_state,
+    extra_of,
     global_steps_of,
     is_buffer_like,
     of_tensor,
@@ -262,6 +263,7 @@ def read_torch(path: Path, optimizer: Path | None = None) -> Foreign:
     OSError when a file cannot be read.
     """
     rest: dict[str, Any] = {}
+    left_behind: list[str] = []
     has_safetensors = path.is_dir() and (
         (path / INDEX_NAME).is_file() or any(path.glob("*.safetensors"))
     )
@@ -276,10 +278,14 @@ def read_torch(path: Path, optimizer: Path | None = None) -> Foreign:
             weights.update(_split(file, load_torch(file))[0])
         if (path / BIN_INDEX_NAME).is_file():
             check_listed(path / BIN_INDEX_NAME, weights)
+        extra = [name for name in weights if extra_of(str(name))]
+        for name in extra:
+            del weights[name]
+        left_behind = [f"{name!r} of the model" for name in extra]
         parameters = _tensors(path, weights)
     kept = _optimizer_in(rest) if optimizer is None else _optimizer_file(optimizer)
     groups = []
-    left_behind = [
+    left_behind += [
         f"{str(key)!r} of the file" for key in rest if key not in (*OPTIMIZER_KEYS, *STEP_KEYS)
     ]
     if kept is not None:

@@ -27,7 +27,6 @@ import torch
 from torch import nn
 
 from tiermem.checkpoint.format import kinds
-from tiermem.checkpoint.format.fields import decode
 from tiermem.checkpoint.format.manifest import MASTER, WEIGHT, Parameter
 from tiermem.checkpoint.opening.source import CHUNK_NUMEL, Elements, Source, state_of_rank
 from tiermem.checkpoint.opening.verified import LEAST_AREA_BYTES
@@ -100,8 +99,7 @@ def fit(shards: Shards, source: Source, is_strict: bool) -> Fitted:
     ]
     modules = modules_with_extra(shards.model)
     world = shards.topology.world
-    own_part = source.parts[shards.topology.rank if source.manifest.world == world else 0]
-    saved = own_part.extra_state
+    saved = source.extra_states(shards.topology.rank if source.manifest.world == world else 0)
     extra += [name for name in saved if name not in modules]
     if lacking := [name for name in modules if name not in saved]:
         logger.warning("%s has no %s", source.file, shown_names(lacking))
@@ -118,12 +116,8 @@ def fit(shards: Shards, source: Source, is_strict: bool) -> Fitted:
                 "what fits and leaves the rest as it is"
             )
         logger.warning("%s fits the model in part. %s", source.file, lists)
-    decoded = [
-        (module, decode(saved[name], f"{source.file}: {name}"))
-        for name, module in modules.items()
-        if name in saved
-    ]
-    return Fitted(params, placed, decoded, len(params) == len(own))
+    states = [(module, saved[name]) for name, module in modules.items() if name in saved]
+    return Fitted(params, placed, states, len(params) == len(own))
 
 
 def shown_names(names: Sequence[str]) -> str:

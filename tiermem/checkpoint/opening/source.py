@@ -18,13 +18,13 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from tiermem.checkpoint.format import kinds
-from tiermem.checkpoint.format.fields import ManifestError, no_collection
+from tiermem.checkpoint.format.fields import ManifestError, decode, no_collection
 from tiermem.checkpoint.format.finding import Found, Opened, cover, find, read_manifest, read_parts
 from tiermem.checkpoint.format.manifest import MASTER, WEIGHT, Manifest, Parameter, Part
 from tiermem.checkpoint.opening.verified import (
@@ -173,6 +173,12 @@ class Source:
         """How a state's elements are stored (kinds.py); None if the state was not saved."""
         number = self._saved.numbers.get((param, state))
         return None if number is None else self._saved.kinds[number]
+
+    def extra_states(self, rank: int = 0) -> dict[str, Any]:
+        """What `get_extra_state` of modules gave on a rank that saved, by the name in a state
+        dict."""
+        saved = self.parts[rank].extra_state
+        return {name: decode(value, f"{self.file}: {name}") for name, value in saved.items()}
 
     def files(self, param: str, state: str) -> tuple[Path, ...]:
         """The files that hold a state, in the order of its elements."""
