@@ -267,6 +267,17 @@ class Sums:
             yield slice(start, stop)
             start = stop
 
+    def around(self, entry: str, start: int, stop: int) -> slice:
+        """The bytes [start, stop) of an entry and the rest of the pieces that they cut, so that a
+        read of them verifies all."""
+        table = self._tables.get(entry)
+        if table is None or self.verify == "resume":
+            return slice(start, stop)
+        touched = table.touching(start, stop - start)
+        firsts = table.pieces.starts[touched].tolist()
+        ends = table.pieces.stops[touched].tolist()
+        return slice(min([start, *firsts]), max([stop, *ends]))
+
     def complete(self, entry: str, read: Callable[[int, int], torch.Tensor]) -> PieceTable | None:
         """Makes every checksum of an entry known, by reading what was written in parts. Blocks;
         raises what `read` raises.

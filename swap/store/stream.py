@@ -132,15 +132,17 @@ class Parts:
     _bounce: Bounce | None
 
     def read_part(self, entry: str, dtype: torch.dtype, part: slice) -> torch.Tensor:
-        """A copy of elements of an entry, on the CPU. Blocks; raises OSError."""
+        """A copy of elements of an entry, on the CPU. Blocks; raises OSError. On NVMe the pieces
+        that the elements cut are read whole and verified."""
         if self._store.home_of(entry) is not Tier.NVME:
             return self._store.view(entry)[part].to("cpu", copy=True)
-        out = torch.empty(part.stop - part.start, dtype=dtype)
+        start = part.start * dtype.itemsize
+        stop = part.stop * dtype.itemsize
+        whole = self._store.sums.around(entry, start, stop)
+        out = torch.empty(whole.stop - whole.start, dtype=torch.uint8)
         assert self._bounce is not None
-        self._bounce.read(
-            entry, part.start * dtype.itemsize, part.stop * dtype.itemsize, out.view(torch.uint8)
-        )
-        return out
+        self._bounce.read(entry, whole.start, whole.stop, out)
+        return out[start - whole.start : stop - whole.start].view(dtype)
 
     def write_part(self, entry: str, start: int, values: torch.Tensor) -> None:
         """Writes elements of an entry from element `start` on, in its dtype. Blocks; raises

@@ -17,7 +17,7 @@ from tiermem.swap.base.tier import Tier
 from tiermem.swap.disk.paths import NvmePath
 from tiermem.swap.store.checksum import ROTATION, Pieces, crc32c
 from tiermem.swap.store.store import TensorStore
-from tiermem.swap.store.stream import Bounce
+from tiermem.swap.store.stream import Bounce, Parts
 
 MakeStore = Callable[..., TensorStore]
 Pattern = Callable[..., torch.Tensor]
@@ -217,6 +217,20 @@ def test_a_piece_that_no_buffer_holds_whole_is_verified(
     with pytest.raises(CorruptionError, match=f"part {number} of x") as caught:
         Bounce(store, PAGE, 2).read("x", start, NUM_BYTES, into)
     assert caught.value.offset == place - (at - caught.value.entry_offset)
+
+
+@pytest.mark.parametrize(("at", "number"), [(10, 0), (2 * PAGE, 2)])
+def test_a_piece_that_a_read_of_elements_cuts_is_verified(
+    make_store: MakeStore, pattern: Pattern, tmp_path: Path, at: int, number: int
+) -> None:
+    store, data = make_store(), pattern(NUM_BYTES)
+    _protected(store, data)
+    parts = Parts(store, Bounce(store, PAGE, 2))
+    cut = slice(12, PAGE + 8)
+    assert torch.equal(parts.read_part("x", torch.uint8, cut), data[cut])
+    _flip(tmp_path, data, at)
+    with pytest.raises(CorruptionError, match=f"part {number} of x"):
+        parts.read_part("x", torch.uint8, cut)
 
 
 def test_an_entry_is_cut_between_its_pieces(store: TensorStore, pattern: Pattern) -> None:
