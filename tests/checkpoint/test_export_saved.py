@@ -169,7 +169,7 @@ def test_a_torch_file_holds_the_extra_states_of_modules(
     assert "left behind, as the format does not hold it: 2._extra_state" in caplog.text
     foreign = read_torch(out)
     assert len(foreign.parameters) == 6
-    assert foreign.left_behind == [f"'{number}._extra_state' of the model" for number in (0, 1)]
+    assert foreign.left_behind == [f"'{number}._extra_state' of the file" for number in (0, 1)]
 
 
 def test_a_folder_of_dcp_holds_the_extra_states_of_modules(scaled: Path) -> None:

@@ -136,14 +136,9 @@ def global_steps_of(
     )
 
 
-def extra_of(name: str) -> str:
-    """The name of the extra state of a module that a value of a state dict belongs to; empty: a
-    tensor's."""
-    parts = name.split(".")
-    return ".".join(parts[: parts.index(_EXTRA) + 1]) if _EXTRA in parts else ""
-
-
-_EXTRA = "_extra_state"  # torch's name for it
+def is_extra(key: Any) -> bool:
+    """Whether a key of a state dict is that of a module's extra state."""
+    return str(key).rpartition(".")[2] == "_extra_state"
 
 
 def states_in(entry: Mapping[Any, Any], left_behind: set[str]) -> dict[str, Any]:

@@ -22,9 +22,9 @@ from tiermem.checkpoint.interchange.foreign import (
     Foreign,
     ForeignParameter,
     ForeignState,
-    extra_of,
     global_steps_of,
     is_buffer_like,
+    is_extra,
     states_in,
     steps_in,
 )
@@ -409,8 +409,8 @@ class _DcpReader:
 
     def _take_weight(self, keys: Path_, value: Tensor | Plain) -> None:
         name = ".".join(map(str, keys))
-        if extra := extra_of(name):
-            self._left_behind.add(f"{extra!r} of the model")
+        if is_extra(keys[0]):
+            self._left_behind.add(f"{keys[0]!r} of the model")
         elif isinstance(value, Tensor):
             self._weights[name] = value
         else:

@@ -27,9 +27,9 @@ from tiermem.checkpoint.interchange.foreign import (
     ForeignParameter,
     ForeignState,
     check_state,
-    extra_of,
     global_steps_of,
     is_buffer_like,
+    is_extra,
     of_tensor,
     states_in,
     steps_in,
@@ -263,7 +263,6 @@ def read_torch(path: Path, optimizer: Path | None = None) -> Foreign:
     OSError when a file cannot be read.
     """
     rest: dict[str, Any] = {}
-    left_behind: list[str] = []
     has_safetensors = path.is_dir() and (
         (path / INDEX_NAME).is_file() or any(path.glob("*.safetensors"))
     )
@@ -271,21 +270,18 @@ def read_torch(path: Path, optimizer: Path | None = None) -> Foreign:
         kind = "safetensors"
         parameters = _safetensors(path)
     else:
-        files = _bin_files(path)
         kind = "torch state dict"
-        weights, rest = _split(files[0], load_torch(files[0]))
-        for file in files[1:]:
-            weights.update(_split(file, load_torch(file))[0])
+        weights: dict[str, Any] = {}
+        for file in _bin_files(path):
+            own, others = _split(file, load_torch(file))
+            weights.update(own)
+            rest.update(others)
         if (path / BIN_INDEX_NAME).is_file():
-            check_listed(path / BIN_INDEX_NAME, weights)
-        extra = [name for name in weights if extra_of(str(name))]
-        for name in extra:
-            del weights[name]
-        left_behind = [f"{name!r} of the model" for name in extra]
+            check_listed(path / BIN_INDEX_NAME, {**rest, **weights})
         parameters = _tensors(path, weights)
     kept = _optimizer_in(rest) if optimizer is None else _optimizer_file(optimizer)
     groups = []
-    left_behind += [
+    left_behind = [
         f"{str(key)!r} of the file" for key in rest if key not in (*OPTIMIZER_KEYS, *STEP_KEYS)
     ]
     if kept is not None:
@@ -349,16 +345,18 @@ def _bin_files(path: Path) -> list[Path]:
 
 
 def _split(file: Path, found: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The weights of a loaded file, and its other entries."""
+    """The weights of a loaded file, and its other entries; extra states of modules are no
+    weights."""
     if not isinstance(found, dict):
         raise ValueError(
             f"{file}: holds {type(found).__name__}; a state dict is due, or a dict with one under "
             f"{MODEL_KEYS}"
         )
-    for key in MODEL_KEYS:
-        if isinstance(found.get(key), dict):
-            return found[key], {other: value for other, value in found.items() if other != key}
-    return found, {}
+    key = next((key for key in MODEL_KEYS if isinstance(found.get(key), dict)), None)
+    weights = found if key is None else found[key]
+    rest = {} if key is None else {other: value for other, value in found.items() if other != key}
+    rest |= {name: weights[name] for name in weights if is_extra(name)}
+    return {name: weights[name] for name in weights if not is_extra(name)}, rest
 
 
 def _tensors(path: Path, weights: Mapping[str, Any]) -> list[ForeignParameter]:
@@ -501,12 +499,13 @@ def _match(
     """
     early = _earliest(wanted, places[0], num, is_ordered)
     late = _earliest(wanted[::-1], places[1], num, is_ordered)
-    if early is None or late is None or early != [num - 1 - place for place in reversed(late)]:
+    if early is None or late is None:
+        how = "do not follow the model's parameters in order and shape"
+    elif early != [num - 1 - place for place in reversed(late)]:
         how = "go with the model's parameters in more than one way"
-        if early is None or late is None:
-            how = "do not follow the model's parameters in order and shape"
-        raise ValueError(f"{what}: the optimizer's states {how}; {_ADVICE}")
-    return early
+    else:
+        return early
+    raise ValueError(f"{what}: the optimizer's states {how}; {_ADVICE}")
 
 
 def _shape_of(entry: State | None) -> tuple[int, ...] | None:
