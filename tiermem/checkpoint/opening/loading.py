@@ -506,16 +506,10 @@ def _rest(source: Source, shards: Shards, wants: Wants, asked: Asked) -> list[tu
 
     Raises ManifestError for a state of another type than the owner saves.
     """
-    rank = shards.topology.rank
-    manifest = source.manifest
+    part = source.part_of(shards.topology)
     found = []
-    is_same_world = manifest.world == shards.topology.world
     for name, owner in asked.beside:
-        saved = (
-            getattr(source.parts[rank], name)
-            if name == "data" and is_same_world
-            else getattr(manifest, name, None)
-        )
+        saved = getattr(part if name == "data" else source.manifest, name, None)
         if (
             saved is not None
             and hasattr(owner, "load_state_dict")
@@ -535,17 +529,16 @@ def _rest(source: Source, shards: Shards, wants: Wants, asked: Asked) -> list[tu
 def _put_rest(source: Source, shards: Shards, rest: list[tuple[Any, Any, str]]) -> None:
     """Restores generators and the states that `_rest` found. Raises ManifestError for a state that
     its owner refuses."""
-    rank = shards.topology.rank
-    manifest = source.manifest
-    is_same_world = manifest.world == shards.topology.world
-    if not is_same_world and rank == 0:
+    topology = shards.topology
+    part = source.part_of(topology)
+    if part is not None:
+        put_rng(part.rng, f"{source.file}: rng of rank {topology.rank}", shards.device)
+    elif topology.rank == 0:
         text = (
             "%s was saved on %d ranks and is opened on %d: generators and the position in the "
             "data are not put back"
         )
-        logger.info(text, source.file, manifest.world, shards.topology.world)
-    if is_same_world:
-        put_rng(source.parts[rank].rng, f"{source.file}: rng of rank {rank}", shards.device)
+        logger.info(text, source.file, source.manifest.world, topology.world)
     for owner, state, where in rest:
         try:
             owner.load_state_dict(state)

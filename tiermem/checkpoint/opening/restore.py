@@ -98,8 +98,7 @@ def fit(shards: Shards, source: Source, is_strict: bool) -> Fitted:
         if each.name not in used and each.role != "ordinary"
     ]
     modules = modules_with_extra(shards.model)
-    world = shards.topology.world
-    saved = source.extra_states(shards.topology.rank if source.manifest.world == world else 0)
+    saved = source.extra_states(source.part_of(shards.topology))
     extra += [name for name in saved if name not in modules]
     if lacking := [name for name in modules if name not in saved]:
         logger.warning("%s has no %s", source.file, shown_names(lacking))

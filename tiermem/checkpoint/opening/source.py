@@ -87,30 +87,27 @@ class Source:
         with contextlib.ExitStack() as shared:
             self._shared: set[Path] = set()
             self._share(self.file.parent, shared)
-            self._open(opened.parts or read_parts(opened), shared)
+            parts = opened.parts or read_parts(opened)
+            for folder in dict.fromkeys(folder for folder, _ in parts):
+                self._share(folder, shared)
+            self.parts: tuple[Part, ...] = tuple(part for _, part in parts)
+            self._saved = cover(self.manifest, self.parts, str(self.file))
+            self.parameters: Mapping[str, Parameter] = {
+                each.name: each for each in self.manifest.parameters
+            }
+            self._aliases = {
+                alias: each.name for each in self.manifest.parameters for alias in each.aliases
+            }
+            self._states: dict[str, list[str]] = {name: [] for name in self.parameters}
+            for param, state in self._saved.numbers:
+                self._states[param].append(state)
+            self._streams: dict[tuple[str, str], VerifiedStream] = {}  # those that were asked for
+            self._paths = [folder / file for folder, part in parts for file in part.files]
+            used = set(self._saved.rows.file.tolist())
+            for folder in sorted({self._paths[number].parent for number in used}):
+                self._share(folder, shared)
+            self._check_files(used)
             self._shares = shared.pop_all()
-
-    def _open(self, parts: Sequence[tuple[Path, Part]], shared: contextlib.ExitStack) -> None:
-        """Puts the parts together, after it has locked the stores that hold them."""
-        for folder in dict.fromkeys(folder for folder, _ in parts):
-            self._share(folder, shared)
-        self.parts: tuple[Part, ...] = tuple(part for _, part in parts)
-        self._saved = cover(self.manifest, self.parts, str(self.file))
-        self.parameters: Mapping[str, Parameter] = {
-            each.name: each for each in self.manifest.parameters
-        }
-        self._aliases = {
-            alias: each.name for each in self.manifest.parameters for alias in each.aliases
-        }
-        self._states: dict[str, list[str]] = {name: [] for name in self.parameters}
-        for param, state in self._saved.numbers:
-            self._states[param].append(state)
-        self._streams: dict[tuple[str, str], VerifiedStream] = {}  # those that were asked for
-        self._paths = [folder / file for folder, part in parts for file in part.files]
-        used = set(self._saved.rows.file.tolist())
-        for folder in sorted({self._paths[number].parent for number in used}):
-            self._share(folder, shared)
-        self._check_files(used)
 
     @classmethod
     def open(cls, where: Path | str, tag: str | None = None, allow_older: bool = False) -> Self:
@@ -174,10 +171,14 @@ class Source:
         number = self._saved.numbers.get((param, state))
         return None if number is None else self._saved.kinds[number]
 
-    def extra_states(self, rank: int = 0) -> dict[str, Any]:
-        """What `get_extra_state` of modules gave on a rank that saved, by the name in a state
-        dict."""
-        saved = self.parts[rank].extra_state
+    def part_of(self, topology: Topology) -> Part | None:
+        """The part that this rank saved; None if another number of ranks saved the step."""
+        return self.parts[topology.rank] if self.manifest.world == topology.world else None
+
+    def extra_states(self, part: Part | None = None) -> dict[str, Any]:
+        """What `get_extra_state` of modules gave, by the name in a state dict: on the rank of a
+        part, or on rank 0."""
+        saved = (part or self.parts[0]).extra_state
         return {name: decode(value, f"{self.file}: {name}") for name, value in saved.items()}
 
     def files(self, param: str, state: str) -> tuple[Path, ...]:
@@ -419,7 +420,7 @@ def state_of_rank(source: Source, param: str, state: str, topology: Topology) ->
     """The state as this rank saved it, if as many ranks open it as saved it and the rank's values
     differed; else that of rank 0."""
     own = f"{state}{kinds.OF_RANK}{topology.rank}"
-    is_own = source.manifest.world == topology.world and source.kind(param, own) is not None
+    is_own = source.part_of(topology) is not None and source.kind(param, own) is not None
     return own if is_own else state
 
 

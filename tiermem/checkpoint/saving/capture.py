@@ -28,7 +28,7 @@ from tiermem.checkpoint.format.manifest import MASTER, WEIGHT, Parameter
 from tiermem.checkpoint.saving.pieces import CHUNK_BYTES, Resting, Stretch, in_memory
 from tiermem.optim import ordinary
 from tiermem.optim.tile import Tile
-from tiermem.optim.tiles import tiles_of
+from tiermem.optim.tiles import StateTiles, tiles_of
 from tiermem.policy import Tier
 from tiermem.run.shards import Shards
 from tiermem.units import registry
@@ -298,7 +298,7 @@ def _states(
             and pieces[0][0].layout.master is not None
         ):
             for tile, elements in pieces:
-                yield _initial(shards, tile, elements)
+                yield _initial(tiles, tile, elements, shards.topology.shard_rank)
         return
     names = tiles.names(shard)
     for tile, elements in pieces:
@@ -307,11 +307,9 @@ def _states(
             yield from _cut(shards, elements, states_of(tile, names), in_tile)
 
 
-def _initial(shards: Shards, tile: Tile, elements: ShardRange) -> Stretch:
+def _initial(tiles: StateTiles, tile: Tile, elements: ShardRange, rank: int) -> Stretch:
     """A master that does not exist yet, as the first step would make it: in fp32."""
-    tiles = tiles_of(shards)
-    assert tiles is not None
-    first = elements.first_element(shards.topology.shard_rank)
+    first = elements.first_element(rank)
 
     def chunks() -> Iterator[torch.Tensor]:
         for chunk in elements.cut(CHUNK_BYTES // 4):
