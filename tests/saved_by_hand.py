@@ -32,7 +32,7 @@ from tiermem.checkpoint.format.manifest import (
     manifest_name,
     part_name,
 )
-from tiermem.checkpoint.saving.publish import write_latest
+from tiermem.checkpoint.saving.publish import said_of
 from tiermem.swap.store.checksum import crc32c
 
 
@@ -120,7 +120,7 @@ def write(
         parameters=parameters, excluded=(), checksums=sums,
     )  # fmt: skip
     (folder / manifest_name(commit)).write_bytes(manifest.dump())
-    write_latest(folder / manifest_name(commit), where, tag)
+    (where / "latest").write_bytes(said_of(folder / manifest_name(commit), where, tag))
     return folder
 
 

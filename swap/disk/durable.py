@@ -26,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import glob
 import os
 import secrets
 import stat
@@ -173,6 +174,12 @@ def new_name(path: Path) -> Path:
     system takes: 255 bytes."""
     short = os.fsencode(path.name)[:200].decode(errors="ignore")
     return path.with_name(f"{secrets.token_hex(6)}.{short}{NEW_SUFFIX}")
+
+
+def left_of(path: Path) -> Iterator[Path]:
+    """What has, or had, a name of `new_name` for a path. Raises OSError."""
+    random, _, rest = new_name(path).name.partition(".")
+    yield from path.parent.glob(f"{'[0-9a-f]' * len(random)}.{glob.escape(rest)}")
 
 
 class NewFile:

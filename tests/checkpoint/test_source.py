@@ -19,7 +19,7 @@ from tiermem.checkpoint.format.finding import NothingSaved
 from tiermem.checkpoint.format.manifest import CHECKSUM_BYTES
 from tiermem.checkpoint.opening.source import Source
 from tiermem.checkpoint.opening.verified import DamagedState
-from tiermem.checkpoint.saving.publish import write_latest
+from tiermem.checkpoint.saving.publish import said_of
 from tiermem.swap.base.errors import CorruptionError
 from tiermem.swap.base.native import Workers, widen_part
 
@@ -208,7 +208,9 @@ def test_a_newer_version_says_what_to_do(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_latest_is_what_opens_and_a_tag_what_is_asked_for(tmp_path: Path) -> None:
     two_tags(tmp_path)
-    write_latest(tmp_path / "old" / "manifest-1.json", tmp_path, "old")
+    (tmp_path / "latest").write_bytes(
+        said_of(tmp_path / "old" / "manifest-1.json", tmp_path, "old")
+    )
     places = [(tmp_path, None, 10), (tmp_path, "new", 20), (tmp_path / "new", None, 20)]
     for where, tag, step in [*places, (tmp_path / "old" / "manifest-1.json", None, 10)]:
         with Source.open(where, tag) as source:

@@ -38,7 +38,7 @@ from tiermem.checkpoint.saving.publish import (
     is_removed,
     remove_pointer,
     remove_unfinished,
-    write_latest,
+    said_of,
 )
 from tiermem.swap.base.ranges import Numbers
 from tiermem.swap.disk import durable
@@ -408,7 +408,7 @@ def repair(found: Survey) -> list[str]:
         whole = {step.tag: step.manifest for step in steps if step.state == "whole"}
         newest = next((tag for tag in tags_of(folder) if tag in whole), None)
         if newest is not None and not any(step.is_latest for step in steps):
-            write_latest(whole[newest], folder, newest)
+            durable.write_file(folder / LATEST_FILE, said_of(whole[newest], folder, newest))
             done.append(f"{folder / LATEST_FILE}: names {newest!r} again")
         for each in {folder, *(step.place.parent for step in steps)}:
             remove_unfinished(each)

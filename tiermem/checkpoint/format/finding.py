@@ -680,9 +680,9 @@ def _is_of_tag(folder: Path) -> bool:
 
 
 def _age(folder: Path) -> int:
-    """When a tag was written: the newest modification time of its pointer and manifests, in ns."""
-    files = [folder / POINTER_FILE, *(file for _, file in _commits(folder))]
-    return max((file.lstat().st_mtime_ns for file in files if durable.exists(file)), default=0)
+    """When a tag was written: the newest modification time of its pointer, else of its manifests,
+    in ns."""
+    return max((found.file.lstat().st_mtime_ns for found in _in_folder(folder)), default=0)
 
 
 def _in_folder(folder: Path) -> list[Found]:

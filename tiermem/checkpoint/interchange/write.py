@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import glob
 import math
 import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -149,7 +148,7 @@ def in_own_format(
         made = ""
         if topology.rank == 0:
             try:
-                _remove_left(load_dir, f"{_COPY}*")
+                _remove_dead(load_dir.glob(f"{_COPY}*"))
                 made = removing.enter_context(_copy_in(load_dir))
                 write_checkpoint(read_foreign(load_dir, tag), Path(made))
             except (ValueError, OSError) as found:
@@ -177,10 +176,10 @@ def _copy_in(folder: Path) -> Iterator[str]:
         shutil.rmtree(made, ignore_errors=True)
 
 
-def _remove_left(folder: Path, pattern: str) -> None:
-    """Removes the folders that killed processes left, where their locks are visible."""
-    for each in folder.glob(pattern) if is_of_one_host(folder) else ():
-        if not each.is_symlink():
+def _remove_dead(folders: Iterable[Path]) -> None:
+    """Removes those of the folders that killed processes left, where their locks are visible."""
+    for each in folders:
+        if is_of_one_host(each) and not each.is_symlink():
             with contextlib.suppress(OSError), alone(each) as is_alone:
                 if is_alone:
                     shutil.rmtree(each, ignore_errors=True)
@@ -270,46 +269,6 @@ def write_checkpoint(
     folder = out / tag
     if folder.exists():
         raise FileExistsError(17, "is there already; choose another tag or folder", str(folder))
-    with contextlib.ExitStack() as undoing:
-        with new_folder(folder, undoing) as new:
-            file, left_behind, num_bytes = _write_folder(
-                foreign, parameters, new, tag, step, progress
-            )
-        replace(out / LATEST_FILE, said_of(folder / file, out, tag), undoing)
-        undoing.pop_all()
-    return Imported(folder, tag, step, len(foreign.parameters), num_bytes, tuple(left_behind))
-
-
-@contextlib.contextmanager
-def new_folder(folder: Path, undoing: contextlib.ExitStack) -> Iterator[Path]:
-    """Makes a folder under a temporary name. When the block ends, the folder gets its name; an
-    empty folder of that name is replaced. Folders that killed processes left in the making of the
-    same name are removed. Raises OSError.
-
-    undoing: removes both names, and the parents that it made; a folder that cannot be removed is
-        left.
-    """
-    new = durable.new_name(folder)
-    make_folder(folder.parent, undoing)
-    random, _, name = new.name.partition(".")
-    _remove_left(folder.parent, f"{'[0-9a-f]' * len(random)}.{glob.escape(name)}")
-    undoing.callback(shutil.rmtree, new, ignore_errors=True)
-    with contextlib.closing(SavingInto(new, undoing)):
-        yield new
-        durable.sync_folder(new)
-        durable.rename(new, folder)
-    undoing.callback(shutil.rmtree, folder, ignore_errors=True)
-    durable.sync_folder(folder.parent)
-
-
-def _write_folder(
-    foreign: Foreign,
-    parameters: tuple[Parameter, ...],
-    folder: Path,
-    tag: str,
-    step: int,
-    progress: Progress,
-) -> tuple[str, list[str], int]:
     run_id = secrets.token_hex(6)
     scalars, lost = scalars_of(foreign)
     manifest = Manifest(
@@ -328,18 +287,40 @@ def _write_folder(
     )
     own = Part(run_id, _COMMIT, 0, None, None, (), ())
     content = Content(manifest, own, None, False, Resting([]), list(_stretches(foreign)))
-    data = copy_name(run_id, _COMMIT, 0, "bin")
-    placed = write_data(content.in_memory, folder / data, 0, progress=progress)
-    part = folder / copy_name(run_id, _COMMIT, 0, "json")
-    file = folder / copy_name(run_id, _COMMIT, None, "json")
-    told = write_part(part, _COMMIT, content, [data], [placed])
-    durable.write_file(file, manifest_of(content, _COMMIT, [told], folder).dump())
-    Source(read_manifest(Found(file))).close()  # raises if it would not open
-    return (
-        file.name,
-        [*foreign.left_behind, *lost],
-        sum(each.num_bytes for each in content.in_memory),
-    )
+    data, part = (copy_name(run_id, _COMMIT, 0, suffix) for suffix in ("bin", "json"))
+    file = copy_name(run_id, _COMMIT, None, "json")
+    with contextlib.ExitStack() as undoing:
+        with new_folder(folder, undoing) as new:
+            placed = write_data(content.in_memory, new / data, 0, progress=progress)
+            told = write_part(new / part, _COMMIT, content, [data], [placed])
+            durable.write_file(new / file, manifest_of(content, _COMMIT, [told], new).dump())
+            Source(read_manifest(Found(new / file))).close()  # raises if it would not open
+        replace(out / LATEST_FILE, said_of(folder / file, out, tag), undoing)
+        undoing.pop_all()
+    num_bytes = sum(each.num_bytes for each in content.in_memory)
+    left_behind = (*foreign.left_behind, *lost)
+    return Imported(folder, tag, step, len(foreign.parameters), num_bytes, left_behind)
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path, undoing: contextlib.ExitStack) -> Iterator[Path]:
+    """Makes a folder under a temporary name. When the block ends, the folder gets its name; an
+    empty folder of that name is replaced. Folders that killed processes left in the making of the
+    same name are removed. Raises OSError.
+
+    undoing: removes both names, and the parents that it made; a folder that cannot be removed is
+        left.
+    """
+    new = durable.new_name(folder)
+    make_folder(folder.parent, undoing)
+    _remove_dead(durable.left_of(folder))
+    undoing.callback(shutil.rmtree, new, ignore_errors=True)
+    with contextlib.closing(SavingInto(new, undoing)):
+        yield new
+        durable.sync_folder(new)
+        durable.rename(new, folder)
+    undoing.callback(shutil.rmtree, folder, ignore_errors=True)
+    durable.sync_folder(folder.parent)
 
 
 def _parameter(p: ForeignParameter) -> Parameter:

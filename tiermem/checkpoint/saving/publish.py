@@ -243,19 +243,10 @@ def pointer_to(
         number = latest.number
     folder = pointer_path(save_dir, tag).parent
     where = written(path.parent, folder)
-    return Pointer(
-        run_id=manifest.run_id,
-        commit=manifest.commit,
-        folder=where,
-        file=path.name,
-        num_bytes=len(data),
-        crc32c=crc32c(data),
-        tag=tag,
-        step=manifest.step,
-        series=series,
-        number=number + 1,
-        inode=0 if where == "." else folder.stat().st_ino,
-    )
+    inode = 0 if where == "." else folder.stat().st_ino
+    file = where, path.name, len(data), crc32c(data)
+    counted = tag, manifest.step, series, number + 1
+    return Pointer(manifest.run_id, manifest.commit, *file, *counted, inode)
 
 
 README_FILE = "README.txt"
@@ -304,11 +295,6 @@ def _is_readme(file: Path) -> bool:
     with contextlib.suppress(OSError):
         return durable.read_file(file, MOST_POINTER_BYTES).startswith(_MARK)
     return False
-
-
-def write_latest(path: Path, save_dir: Path, tag: str) -> None:
-    """Writes `latest` for a tag whose manifest is `path`. Blocks; raises ManifestError, OSError."""
-    durable.write_file(save_dir / LATEST_FILE, said_of(path, save_dir, tag))
 
 
 def said_of(path: Path, save_dir: Path, tag: str) -> bytes:
@@ -409,12 +395,10 @@ def remove_new(folder: Path, names: Iterable[str]) -> None:
     """Removes the files in the making of these names that killed processes left in a folder. Never
     raises OSError. Does nothing where another host's locks may be invisible."""
     with contextlib.suppress(OSError):
-        if not is_of_one_host(folder):
-            return
-        made = {re.compile(f"{NEW_PREFIX}{re.escape(name + NEW_SUFFIX)}") for name in names}
-        for file in sorted(folder.glob(f"*{NEW_SUFFIX}")):
-            if any(each.fullmatch(file.name) for each in made) and not is_held(file):
-                remove(file)
+        for name in names if is_of_one_host(folder) else ():
+            for file in durable.left_of(folder / name):
+                if not is_held(file):
+                    remove(file)
 
 
 def tidy(folder: Path) -> list[Path]:
@@ -493,21 +477,21 @@ def drop_tags(save_dir: Path, run_id: str, num_more: int) -> None:
         logger.warning("%s: checkpoints of earlier runs are left: %s", save_dir, error)
         return
     named = None if latest is None else real(save_dir / latest.tag / POINTER_FILE)
-    others = [
-        (file, pointer, manifest)
-        for file, pointer, manifest in pointers
-        if pointer.run_id != run_id
-        and file != named
-        and file == real(file) == save_dir / (pointer.tag or file.parent.name) / POINTER_FILE
-    ]
-    stores = [each for each in others if RunName.of(real(each[2]).parent) is not None]  # no copies
-    gone = [file for file, pointer, manifest in stores if is_removed(pointer, manifest)]
-    for file in gone:  # a process died after it removed the manifest and before the pointer
-        remove_pointer(file)
-    for file, pointer, manifest in [each for each in stores if each[0] not in gone][num_more:]:
+    for file, pointer, manifest in pointers:
         tag = pointer.tag or file.parent.name
+        if (
+            pointer.run_id == run_id
+            or file == named
+            or not file == real(file) == save_dir / tag / POINTER_FILE
+            or RunName.of(real(manifest).parent) is None
+        ):
+            continue
+        if is_removed(pointer, manifest):  # a process died before it removed the pointer
+            remove_pointer(file)
+            continue
+        num_more -= 1
         why = f"checkpoint {tag!r} of an earlier run is dropped: newer ones are kept"
-        if _is_own(file, pointer) and drop_step(manifest, why):
+        if num_more < 0 and _is_own(file, pointer) and drop_step(manifest, why):
             remove_pointer(file)
 
 
