@@ -490,7 +490,7 @@ def _export_weights(
         shards = export_weights(
             weights, options.out, options.max_shard_bytes, not options.is_pytorch, config, advance
         )
-    return [shard.name for shard in shards], sum(shard.num_bytes for shard in shards)
+    return [shard.name for shard in shards], total
 
 
 def _config_text(given: Path | None, source: Source) -> str | None:

@@ -169,16 +169,6 @@ class StepStates:
         number = self.numbers[param, state]
         return [self.piece(row) for row in range(self._edges[number], self._edges[number + 1])]
 
-    def files_of(self, number: int) -> list[int]:
-        """The file of each piece of a state."""
-        return self._files[self._edges[number] : self._edges[number + 1]]
-
-    @functools.cached_property
-    def _files(self) -> list[int]:
-        """The file of each row; an array would take longer for a few of them at a time."""
-        found: list[int] = self.rows.file.tolist()
-        return found
-
     def piece(self, row: int) -> Piece:
         """One piece."""
         key, *rest = self._table[row].tolist()

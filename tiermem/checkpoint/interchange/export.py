@@ -21,14 +21,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from tiermem.checkpoint.format import kinds
-from tiermem.checkpoint.format.manifest import MASTER, WEIGHT, Parameter
 from tiermem.checkpoint.interchange.foreign import STEP, torch_groups
 from tiermem.checkpoint.interchange.write import new_folder
 from tiermem.checkpoint.opening.source import Progress, Source, Weight, filled, weights_of
 from tiermem.checkpoint.saving.publish import make_folder, remove_new
 from tiermem.swap.disk import durable
 from tiermem.swap.disk.direct import check_room
+from tiermem.swap.disk.run_folder import remove
 from tiermem.weights_io import MOST_AROUND_BYTES, SafetensorsFile, TorchFile, WeightEntry
 
 logger = logging.getLogger("tiermem")
@@ -102,7 +101,7 @@ def export_weights(
         for file in files.values():
             file.sync()
         for file in files.values():
-            placing.callback(_remove_file, file.path)
+            placing.callback(remove, file.path)
             file.place()
         durable.sync_folder(out)
         placing.pop_all()
@@ -181,13 +180,6 @@ def _index(shards: Sequence[ExportShard]) -> str:
     return json.dumps({"metadata": total, "weight_map": place}, indent=2, sort_keys=True) + "\n"
 
 
-def _remove_file(path: Path) -> None:
-    """Removes a file that this export made. A file that cannot be removed is left, so that the
-    first error is raised."""
-    with contextlib.suppress(OSError):
-        path.unlink(missing_ok=True)
-
-
 # ---- torch.distributed.checkpoint folders --------------------------------------------------------
 
 Read = Callable[[], torch.Tensor]
@@ -219,8 +211,13 @@ def export_dcp(
         if any(out.iterdir()):
             raise FileExistsError(17, "is there and not empty; choose another folder", str(out))
     planner = _ExportPlanner(progress)
-    state: dict[str, Any] = {"model": _model(source, planner, dtype or torch.float32)}
-    if any(_states(source, each) for each in source.manifest.parameters):
+    tensors = {
+        name: planner.tensor(weight.parameter.shape, weight.dtype, weight.whole)
+        for weight in weights_of(source, dtype or torch.float32)
+        for name in weight.names
+    }
+    state: dict[str, Any] = {"model": {**tensors, **source.extra_states()}}
+    if any(source.moments(each.name) for each in source.manifest.parameters):
         state["optim"] = {
             "state": _optimizer(source, planner),
             "param_groups": torch_groups(source),
@@ -275,22 +272,13 @@ class _ExportPlanner(DefaultSavePlanner):
         return super().transform_object(write_item, object)
 
 
-def _model(source: Source, planner: _ExportPlanner, dtype: torch.dtype) -> dict[str, Any]:
-    tensors = {
-        name: planner.tensor(weight.parameter.shape, weight.dtype, weight.whole)
-        for weight in weights_of(source, dtype)
-        for name in weight.names
-    }
-    return {**tensors, **source.extra_states()}
-
-
 def _optimizer(source: Source, planner: _ExportPlanner) -> dict[str, dict[str, torch.Tensor]]:
     found = {}
     for each in source.manifest.parameters:
         if each.group is None or each.role != "parameter":
             continue
         states = {}
-        for name in _states(source, each):
+        for name in source.moments(each.name):
             read = functools.partial(
                 filled, each, torch.float32, functools.partial(source.fp32, each.name, name)
             )
@@ -299,13 +287,3 @@ def _optimizer(source: Source, planner: _ExportPlanner) -> dict[str, dict[str, t
             steps = float(each.num_steps)
             found[each.name] = {STEP: torch.tensor(steps), **states}
     return found
-
-
-def _states(source: Source, parameter: Parameter) -> list[str]:
-    """The names of a parameter's moments, without scales and variants of ranks."""
-    names = source.states(parameter.name)
-    return [
-        name
-        for name in names
-        if name not in (WEIGHT, MASTER) and kinds.SCALES not in name and ".rank" not in name
-    ]

@@ -102,12 +102,6 @@ def check_ordinary(source: Source, optimizer: NativeOptimizer) -> None:
         )
 
 
-def put_ordinary(source: Source, optimizer: NativeOptimizer, topology: Topology) -> None:
-    """Restores weights and states of ordinary parameters. Blocks; raises OSError."""
-    own = ordinary_of(optimizer).items()
-    optimizer.restore_ordinary({p: _entry(source, name, p, topology) for name, p in own})
-
-
 def _entry(source: Source, name: str, param: nn.Parameter, topology: Topology) -> dict[str, Any]:
     """Fills a parameter's weight and returns its states, as a state dict holds them."""
     states = source.states(name)
@@ -119,7 +113,7 @@ def _entry(source: Source, name: str, param: nn.Parameter, topology: Topology) -
     if param.numel():
         call_with_grad(False, param.copy_, values(WEIGHT))
     num_steps = source.parameters[name].num_steps
-    kept = [each for each in states if "." not in each and each not in (WEIGHT, MASTER)]
+    kept = source.moments(name)
     found: dict[str, Any] = {STEP: torch.tensor(float(num_steps))} | {
         each: values(each) for each in kept
     }
@@ -440,7 +434,11 @@ def _open(
             assert optimizer is not None
             put_groups(optimizer, groups)
             if manifest.optimizer is not None:
-                put_ordinary(source, optimizer, topology)
+                own_params = ordinary_of(optimizer).items()
+                entries = {
+                    param: _entry(source, name, param, topology) for name, param in own_params
+                }
+                optimizer.restore_ordinary(entries)
             optimizer.show_state()
         if not asked.module_only:
             _put_rest(source, shards, rest)

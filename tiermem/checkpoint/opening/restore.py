@@ -35,7 +35,6 @@ from tiermem.checkpoint.together import everywhere
 from tiermem.optim.tile import Tile
 from tiermem.optim.tile_work import Places
 from tiermem.optim.tiles import tiles_of
-from tiermem.ranks.topology import Topology
 from tiermem.run.shards import Shards
 from tiermem.swap.base.grad_mode import call_with_grad
 from tiermem.swap.base.native import Workers, narrow_part
@@ -234,8 +233,7 @@ class Filling:
         if self._wants.weights and self._wants.masters and master is not None:
             found.append(MASTER)
         if self.opens_states:
-            moments = (each for each in self._source.states(name) if each not in (WEIGHT, MASTER))
-            found += [each for each in moments if not each.endswith(kinds.SCALES)]
+            found += self._source.moments(name)
         return found
 
     def _is_weight_of_master(self, name: str, is_split: bool) -> bool:
@@ -354,7 +352,10 @@ def _put(shards: Shards, source: Source, fitted: Fitted, wants: Wants, filling: 
         for live, shard in untiled:
             _put_weight(shards, live, shard, fitted.params[shard], source, filling)
         for tensor, name in fitted.buffers if wants.weights else ():
-            _put_buffer(tensor, name, source, shards.topology)
+            if tensor.numel():
+                state = state_of_rank(source, name, WEIGHT, shards.topology)
+                saved = source.read(name, state, 0, tensor.numel()).view(tensor.shape)
+                call_with_grad(False, tensor.copy_, saved)
         for module, state in fitted.extra if wants.weights else ():
             module.set_extra_state(state)
 
@@ -421,15 +422,6 @@ def _put_weight(
                 live.unit, shard, filling.weight(*due, torch.float32), start
             )
         shards.values.put_elements(live, place, filling.weight(*due, live.unit.dtype))
-
-
-def _put_buffer(tensor: torch.Tensor, name: str, source: Source, topology: Topology) -> None:
-    """Fills a buffer: with this rank's own saved value if the number of ranks is equal and it has
-    one, else with rank 0's."""
-    if tensor.numel():
-        state = state_of_rank(source, name, WEIGHT, topology)
-        saved = source.read(name, state, 0, tensor.numel()).view(tensor.shape)
-        call_with_grad(False, tensor.copy_, saved)
 
 
 def _show(shards: Shards, source: Source, fitted: Fitted, wants: Wants, filling: Filling) -> None:

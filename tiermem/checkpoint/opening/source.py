@@ -166,6 +166,12 @@ class Source:
         step."""
         return tuple(self._states[param])
 
+    def moments(self, param: str) -> list[str]:
+        """The names of a parameter's saved moments, without scales and variants of ranks."""
+        return [
+            each for each in self._states[param] if each not in (WEIGHT, MASTER) and "." not in each
+        ]
+
     def kind(self, param: str, state: str) -> str | None:
         """How a state's elements are stored (kinds.py); None if the state was not saved."""
         number = self._saved.numbers.get((param, state))
@@ -183,8 +189,8 @@ class Source:
 
     def files(self, param: str, state: str) -> tuple[Path, ...]:
         """The files that hold a state, in the order of its elements."""
-        found = self._saved.files_of(self._saved.numbers[param, state])
-        return tuple(dict.fromkeys(self._paths[number] for number in found))
+        found = self._saved.pieces(param, state)
+        return tuple(dict.fromkeys(self._paths[piece.file] for piece in found))
 
     def bytes_of(self, param: str, state: str) -> int:
         """Bytes of a state in its stored form."""
@@ -301,7 +307,7 @@ class Source:
     def verify(self, param: str, state: str) -> Iterator[int]:
         """Compares every block of a state with its checksum; yields the bytes of each chunk. Raises
         DamagedState, OSError."""
-        yield from self._verified.verify(self._stream(param, state))
+        return self._verified.verify(self._stream(param, state))
 
     # ---- helpers ---------------------------------------------------------------------------------
 
