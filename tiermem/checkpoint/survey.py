@@ -103,13 +103,12 @@ class Named:
     """The blocks of files that durable steps name."""
 
     def __init__(self) -> None:
-        self._steps: dict[
-            Path, dict[Path, list[Numbers]]
-        ] = {}  # the step's manifest, then the file
+        # the step's manifest, then the file
+        self.steps: dict[Path, dict[Path, list[Numbers]]] = {}
 
     def add(self, step: Path, parts: Iterable[tuple[Path, Part]]) -> None:
         """Adds a step, identified by its manifest: its parts, each with the folder of the part."""
-        found = self._steps[step] = {}
+        found = self.steps[step] = {}
         for place, part in parts:
             rows = rows_of_part(part)
             ranges = np.stack((rows.offset, rows.offset + rows.num_bytes), 1)
@@ -118,21 +117,15 @@ class Named:
                     ranges[rows.file == number]
                 )
 
-    def knows(self, step: Path) -> bool:
-        """Whether a step's parts have been read and added."""
-        return step in self._steps
-
     def blocks_of(self, file: Path, without: Path | None = None) -> Numbers:
         """The blocks that any step names, except the step `without`."""
-        named = (
-            files.get(real(file), ()) for step, files in self._steps.items() if step != without
-        )
+        named = (files.get(real(file), ()) for step, files in self.steps.items() if step != without)
         return blocks([each for ranges in named for each in ranges])
 
     def by_folder(self, step: Path) -> tuple[StepSpace, ...]:
         """The space of a step in each folder."""
         found: dict[Path, list[int]] = {}
-        for file, ranges in self._steps.get(step, {}).items():
+        for file, ranges in self.steps.get(step, {}).items():
             sums = found.setdefault(file.parent, [0, 0])
             sums[0] += length(blocks(ranges))
             sums[1] += length(self.blocks_of(file)) - length(self.blocks_of(file, without=step))
@@ -351,7 +344,7 @@ def survey(where: Path, verifies: bool = False, progress: Progress = lambda _: N
             unread += [] if error.errno == errno.ENOENT else [_said(durable.naming(error, folder))]
     # a tag's report replaces that of its manifest
     unique = {real(step.manifest): step for step in reversed(steps)}
-    unknown = {_run_id_of(step) for step in unique.values() if not named.knows(step.manifest)}
+    unknown = {_run_id_of(step) for step in unique.values() if step.manifest not in named.steps}
     known = {_run_id_of(step) for step in unique.values()}
     names = [RunName.of(real(folder)) for folder in runs if has_saved(folder)]
     unknown |= {name.run_id for name in names if name is not None} - known

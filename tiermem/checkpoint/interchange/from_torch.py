@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import dataclasses
+import functools
 import io
 import math
 import os
@@ -39,6 +40,7 @@ from tiermem.swap.disk import durable
 from tiermem.swap.store.stream import FileReader
 from tiermem.weights_io import (
     INDEX_NAME,
+    StoredTensor,
     check_listed,
     files_in,
     find_files,
@@ -193,7 +195,10 @@ def _check_zip(path: Path, size: int) -> bool:
                 is_data = "/data/" in entry.filename
                 if entry.file_size > size or (not is_data and entry.file_size > _MAX_PICKLE_BYTES):
                     raise ValueError(f"{entry.filename} claims {entry.file_size} bytes")
-                _check_bytes(opened, entry)
+                if entry.CRC:  # it was taken: torch.serialization.set_crc32_options
+                    with opened.open(entry) as data:  # raises for bytes that differ from it
+                        while data.read(_READ_BYTES):
+                            continue
     except OSError:
         raise
     except Exception as error:  # a damaged or hostile file may cause any error inside zipfile
@@ -201,15 +206,6 @@ def _check_zip(path: Path, size: int) -> bool:
             f"{path}: not a file that torch.save wrote, or a damaged one of {size} bytes ({error})"
         ) from None
     return True
-
-
-def _check_bytes(opened: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:
-    """Raises BadZipFile for bytes that differ from their CRC-32, if it was taken
-    (`torch.serialization.set_crc32_options`)."""
-    if entry.CRC:
-        with opened.open(entry) as data:
-            while data.read(_READ_BYTES):
-                continue
 
 
 def _check_tensor(what: str, tensor: torch.Tensor) -> None:
@@ -302,9 +298,7 @@ def _safetensors(path: Path) -> list[ForeignParameter]:
     for file in find_files(path):
         own = []
         for stored in read_header(file):
-            state = ForeignState(
-                stored.dtype, _range_of(file, stored.start, stored.num_bytes, stored.dtype)
-            )
+            state = ForeignState(stored.dtype, functools.partial(_pieces_of, file, stored))
             is_buffer = is_buffer_like(stored.name, stored.dtype)
             own.append(
                 ForeignParameter(stored.name, stored.shape, {WEIGHT: state}, is_buffer=is_buffer)
@@ -321,13 +315,11 @@ def _safetensors(path: Path) -> list[ForeignParameter]:
     return found
 
 
-def _range_of(file: Path, start: int, num_bytes: int, dtype: torch.dtype) -> Any:
-    def pieces() -> Iterator[torch.Tensor]:
-        with FileReader(file) as reader:
-            for offset in range(0, num_bytes, _READ_BYTES):
-                yield reader.read(start + offset, min(_READ_BYTES, num_bytes - offset)).view(dtype)
-
-    return pieces
+def _pieces_of(file: Path, stored: StoredTensor) -> Iterator[torch.Tensor]:
+    with FileReader(file) as reader:
+        for offset in range(0, stored.num_bytes, _READ_BYTES):
+            num_bytes = min(_READ_BYTES, stored.num_bytes - offset)
+            yield reader.read(stored.start + offset, num_bytes).view(stored.dtype)
 
 
 def _bin_files(path: Path) -> list[Path]:

@@ -149,7 +149,9 @@ def in_own_format(
         if topology.rank == 0:
             try:
                 _remove_dead(load_dir.glob(f"{_COPY}*"))
-                made = removing.enter_context(_copy_in(load_dir))
+                made = tempfile.mkdtemp(prefix=_COPY, dir=load_dir)
+                removing.callback(shutil.rmtree, made, ignore_errors=True)
+                removing.enter_context(contextlib.closing(SavingInto(Path(made), removing)))
                 write_checkpoint(read_foreign(load_dir, tag), Path(made))
             except (ValueError, OSError) as found:
                 error = found
@@ -163,17 +165,6 @@ def in_own_format(
 
 
 _COPY = "tiermem-copy-"
-
-
-@contextlib.contextmanager
-def _copy_in(folder: Path) -> Iterator[str]:
-    """Makes a folder with a random name for the block, which gets it. Raises OSError."""
-    made = tempfile.mkdtemp(prefix=_COPY, dir=folder)
-    try:
-        with contextlib.closing(SavingInto(Path(made), contextlib.ExitStack())):
-            yield made
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
 
 
 def _remove_dead(folders: Iterable[Path]) -> None:

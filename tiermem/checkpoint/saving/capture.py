@@ -87,7 +87,13 @@ def parameters(
         )
     if optimizer is None:
         return found, excluded
-    check_owners(shards, optimizer)
+    for name, param in optimizer.named():
+        owner = registry.owner_of(param)
+        if isinstance(owner, Shards) and owner is not shards:
+            raise ValueError(
+                f"parameter {name!r} is of another sharded model: save each with an optimizer of "
+                "its own"
+            )
     for name, param in ordinary_of(optimizer).items():
         steps = int(optimizer.state.get(param, {}).get(ordinary.STEP, 0))
         dtype = kinds.name_of(param.dtype)
@@ -324,17 +330,6 @@ def _initial(tiles: StateTiles, tile: Tile, elements: ShardRange, rank: int) -> 
 def ordinary_of(optimizer: NativeOptimizer) -> dict[str, nn.Parameter]:
     """The ordinary parameters by their names in a manifest: `optimizer.<name or number>`."""
     return {f"optimizer.{name}": param for name, param in optimizer.named_ordinary()}
-
-
-def check_owners(shards: Shards, optimizer: NativeOptimizer) -> None:
-    """Raises ValueError when the optimizer also steps another sharded model."""
-    for name, param in optimizer.named():
-        owner = registry.owner_of(param)
-        if isinstance(owner, Shards) and owner is not shards:
-            raise ValueError(
-                f"parameter {name!r} is of another sharded model: save each with an optimizer of "
-                "its own"
-            )
 
 
 def _ordinary_kind(

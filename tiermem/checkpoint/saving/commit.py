@@ -284,8 +284,18 @@ class Commits:
         self.forget(doomed)
         if self._shards.topology.rank == 0:
             for each in doomed:
-                if each.pointer is not None and each.pointer != kept.pointer:
-                    self._drop_pointer(each, kept, save_dir)
+                if each.pointer is None or each.pointer == kept.pointer:
+                    continue
+                remove_pointer(each.pointer, self.run_id)
+                latest = None if save_dir is None else known_latest(save_dir)
+                logger.warning(
+                    "checkpoint %r (step %d) is dropped for %r (step %d): keep=%d. Keep more with "
+                    'OffloadPolicy(keep=...), or "tiermem": {"keep": ...} in a config; copy=True '
+                    "makes copies, which are never dropped%s",
+                    each.tag, each.step, kept.tag, kept.step, self._shards.policy.keep,
+                    f"; {LATEST_FILE} in {save_dir} still names it"
+                    if latest is not None and latest.tag == each.tag else "",
+                )  # fmt: skip
             if save_dir is not None:
                 num_own = sum(each.save_dir == save_dir for each in self.steps)
                 drop_tags(save_dir, self.run_id, max(0, self._keep - num_own))
@@ -322,18 +332,6 @@ class Commits:
         for file in sorted(folder.iterdir()):
             if is_of_commit(file.name) and file.name not in names:
                 remove(file)
-
-    def _drop_pointer(self, old: HeldStep, new: HeldStep, save_dir: Path | None) -> None:
-        assert old.pointer is not None
-        remove_pointer(old.pointer, self.run_id)
-        latest = None if save_dir is None else known_latest(save_dir)
-        logger.warning(
-            "checkpoint %r (step %d) is dropped for %r (step %d): keep=%d. Keep more with "
-            'OffloadPolicy(keep=...), or "tiermem": {"keep": ...} in a config; copy=True makes '
-            'copies, which are never dropped%s',
-            old.tag, old.step, new.tag, new.step, self._shards.policy.keep,
-            f"; {LATEST_FILE} in {save_dir} still names it" if latest is not None and latest.tag == old.tag else "",
-        )  # fmt: skip
 
 
 def _removed(doomed: Sequence[HeldStep]) -> list[int]:

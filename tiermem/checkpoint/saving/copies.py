@@ -237,7 +237,6 @@ class _Work(NamedTuple):
 
     content: Content
     commit: int
-    folder: Path
     held: SavingInto
     data: Path
     freeze: Freeze | None
@@ -326,7 +325,7 @@ class Copies:
             extents, rows = lay_out(rest.rows, round_up(data.stat().st_size, ALIGNMENT))
             placed.append(rest._replace(rows=rows))
         take_room(data, extents)
-        return _Work(content, commit, folder, held, data, freeze, extents, placed, undo)
+        return _Work(content, commit, held, data, freeze, extents, placed, undo)
 
     def _run(self, work: _Work, topology: Topology) -> None:
         """The thread's function."""
@@ -340,7 +339,7 @@ class Copies:
         Collective in the group of `topology`; blocks."""
         commits = self._commits
         replaced = [each for each in commits.steps if each.pointer == work.content.pointer]
-        path = work.folder / copy_name(commits.run_id, work.commit, None, "json")
+        path = work.data.with_name(copy_name(commits.run_id, work.commit, None, "json"))
         with contextlib.closing(work.held), work.undo:
             _, told = together(topology, COPYING, lambda: self._copy_own(work))
             if self._shards.topology.rank:
@@ -351,7 +350,7 @@ class Copies:
         commits.forget(gone)
         if work.freeze is not None:
             self._shards.store.thaw(work.freeze)
-        remove_other_copies(work.folder, commits.run_id, work.commit, self._shards.topology)
+        remove_other_copies(path.parent, commits.run_id, work.commit, self._shards.topology)
 
     def _copy_own(self, work: _Work) -> Any:
         if work.extents:
