@@ -7,7 +7,7 @@ Memory for copies to and from an accelerator is carved from a separate part, the
 the link slab is registered with the device's driver (pinned), so that those copies run
 asynchronously:
 
-    [ link slab: shards, buffers of shards | everything else: states, gradients, tiles ]
+    [ link slab: shards, staging buffers | everything else: states, gradients, tiles ]
 
     Arena   carves slots of any size, first fit; raises BudgetError with the arithmetic when a slot does not fit. With
             another budget (`renew`) it gives free pages back and carves from a new part of address

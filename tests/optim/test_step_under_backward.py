@@ -793,7 +793,7 @@ def test_weights_in_memory_rest_between_their_uses(tmp_path: Path) -> None:
         loss_of(model, 0)
         assert seen == [param.ds_tensor.data_ptr()]
         assert torch.equal(shards.weight(param), expected)
-        assert (shards.plan.units.num, shards.plan.shards.num) == (0, 0)
+        assert (shards.plan.units.num, shards.plan.staging.num) == (0, 0)
 
 
 def test_without_room_it_is_left_out_in_one_sentence(

@@ -174,7 +174,7 @@ def test_a_units_buffer_takes_4_bytes_an_element(tmp_path: Path) -> None:
             plans[dtype] = shards.plan
     assert plans["fp32"].units.slot_bytes == 2 * plans["storage"].units.slot_bytes
     assert plans["fp32"].units.num == plans["storage"].units.num
-    assert plans["fp32"].shards.num == 0  # a shard is read into the buffer in which it is widened
+    assert plans["fp32"].staging.num == 0  # a shard is read into the buffer in which it is widened
     assert plans["fp32"].disk_bytes == plans["storage"].disk_bytes
 
 

@@ -124,7 +124,7 @@ class Plan:
     brings_gradients: bool
     brings_weights: bool
     units: Buffers  # full layouts of streamed units, on HOST or, with an accelerator, on DEVICE
-    shards: Buffers  # shards on their way to a gather or to the accelerator
+    staging: Buffers  # shards on their way to a gather or to the accelerator
     wires: Buffers  # blocks that packed gathers send and receive
     gradients: Buffers  # gradients of a unit on their way to their tier
     links: Buffers  # gradients on their way from an accelerator
@@ -386,7 +386,7 @@ class Planner:
         shard_sizes = (unit.shard_bytes for unit, _ in at_home[Tier.NVME])
         # one more, which the accelerator still reads
         num_shards = (3 if self._is_gpu else 2) * needs_staging
-        shards = sheet.buffers(
+        staging = sheet.buffers(
             "shard", num_shards, shard_sizes, "read ahead of a gather", crosses_link=self._is_gpu
         )
         wired = [
@@ -480,7 +480,7 @@ class Planner:
             brings_gradients=brings_grads,
             brings_weights=brings_weights,
             units=units,
-            shards=shards,
+            staging=staging,
             wires=wires,
             gradients=gradients,
             links=links,

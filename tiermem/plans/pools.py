@@ -45,7 +45,7 @@ class Pools(NamedTuple):
     """The buffers of `Plan`, under the same names; None: the plan has no such buffers."""
 
     units: Pool | None
-    shards: Pool | None
+    staging: Pool | None
     gradients: Pool | None
     links: Pool | None
     sums: Pool | None
@@ -70,7 +70,7 @@ def keep_buffers(store: TensorStore, pools: Pools, now: Plan, plan: Plan) -> Non
 def _crossing(plan: Plan) -> list[str]:
     """The names of the buffers that are copied to an accelerator and back."""
     holds_brought = plan.steps_on_device or plan.brings_gradients or plan.brings_weights
-    crossing = ["shards", "links", "activations"] + ["tiles"] * holds_brought
+    crossing = ["staging", "links", "activations"] + ["tiles"] * holds_brought
     if plan.grads is None and plan.steps_on_device:
         crossing.append("gradients")
     return crossing

@@ -235,7 +235,7 @@ def move_to_home(
     if is_accelerator(values.device):
         _announce(units, plan, policy, values)
     nan_bytes = max((unit.full_bytes for unit in units if unit.takes_buffer), default=0)
-    buffers = pools.units, pools.shards, pools.wires, plan.units
+    buffers = pools.units, pools.staging, pools.wires, plan.units
     passage = Passage(values.store, values.steps, values.device, *buffers, nan_bytes)
     settler = _Settler(plan, policy, values, pools, passage)
     return [settler.send_home(unit) for unit in units], passage
@@ -300,7 +300,7 @@ class _Settler:
         self._topology = values.topology
         self._device = values.device
         # buffers in which a unit for NVMe is filled
-        self._pool: Pool | None = pools.units or pools.shards
+        self._pool: Pool | None = pools.units or pools.staging
         self._wires = pools.wires
         self._is_accelerated = is_accelerator(self._device)
         self._passage = passage

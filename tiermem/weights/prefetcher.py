@@ -372,7 +372,7 @@ def limits_of(plan: Plan, policy: OffloadPolicy) -> Limits:
     return Limits(
         num_full=plan.units.num,
         is_fixed=plan.units.num > 0,
-        num_staging=plan.shards.num,
+        num_staging=plan.staging.num,
         # single: only units in use are in memory
         ahead_numel=0 if policy.gather_way == "single" else ahead,
         live_numel=policy.max_live_numel or math.inf,
