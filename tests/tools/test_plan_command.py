@@ -351,8 +351,8 @@ def test_meta_models_take_no_memory() -> None:
 def test_a_disk_too_small_for_two_slots_is_told_what_one_needs() -> None:
     two = planned(config_of(), Cluster(1, 1))
     one = planned(config_of(durability="none"), Cluster(1, 1))
-    assert one.plan.frozen_disk_bytes == 0 < two.plan.frozen_disk_bytes
-    assert two.tier_bytes(Tier.NVME) - one.tier_bytes(Tier.NVME) == two.plan.frozen_disk_bytes
+    assert one.plan.durable_disk_bytes == 0 < two.plan.durable_disk_bytes
+    assert two.tier_bytes(Tier.NVME) - one.tier_bytes(Tier.NVME) == two.plan.durable_disk_bytes
     rows = {line.what: line.num_bytes for line in two.lines if line.tier is Tier.NVME}
     assert rows["frozen slots"] == rows["parameters"] + rows["optimizer states"]
     room = one.tier_bytes(Tier.NVME) - one.plan.attempt_disk_bytes

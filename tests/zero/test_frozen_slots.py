@@ -67,10 +67,10 @@ def train(policy: OffloadPolicy, num_held: int) -> tuple[list[float], dict[str, 
         assert not any(name.startswith("grad/") for freeze, _, _ in held for name in freeze.parts)
         shards.store.flush()
         used, plan = shards.store.stats().nvme_bytes, shards.plan
-        live = plan.disk_bytes - plan.frozen_disk_bytes
+        live = plan.disk_bytes - plan.durable_disk_bytes
         initial = sum(row.num_bytes for row in plan.rows if row.what == "initial masters")
         assert used == live - initial + (
-            plan.frozen_disk_bytes // (policy.num_slots - 1) * num_held if num_held else 0
+            plan.durable_disk_bytes // (policy.num_slots - 1) * num_held if num_held else 0
         )
         weights = {name: shards.weight(param) for name, param in shards.model.named_parameters()}
     return losses, weights
@@ -96,8 +96,8 @@ def test_room_for_every_slot_is_taken_at_the_start_or_refused_with_the_arithmeti
     with tiermem.shard(seeded(models.tied_tower), policy_of(tmp_path)) as shards:
         plan = shards.plan
         (file,) = tmp_path.glob("tiermem-*/segment.bin")
-        assert file.stat().st_blocks * 512 >= plan.disk_bytes > plan.frozen_disk_bytes > 0
-    less = plan.disk_bytes - plan.frozen_disk_bytes
+        assert file.stat().st_blocks * 512 >= plan.disk_bytes > plan.durable_disk_bytes > 0
+    less = plan.disk_bytes - plan.durable_disk_bytes
     tight = dataclasses.replace(policy_of(tmp_path), disk_bytes=plan.disk_bytes - 4096)
     with pytest.raises(
         OSError, match=rf"2 slots .durability='checkpoint', keep=1.*durability='none' {less} bytes"
@@ -147,7 +147,7 @@ def test_frozen_parameters_take_one_slot_for_all_durable_steps(
     ) as shards:
         optim = tiermem.AdamW([p for p in shards.model.parameters() if p.requires_grad])
         plan, policy = shards.plan, shards.policy
-        trained = plan.frozen_disk_bytes // (policy.num_slots - 1)
+        trained = plan.durable_disk_bytes // (policy.num_slots - 1)
         rows = {row.what: row.num_bytes for row in plan.rows if row.tier is Tier.NVME}
         assert trained + BASE_BYTES == rows["parameters"] + rows["optimizer states"]
         (file,) = tmp_path.glob("tiermem-*/segment.bin")

@@ -211,9 +211,9 @@ def take_slot(plan: Plan, store: TensorStore) -> bool:
 def why_disk(plan: Plan, policy: OffloadPolicy) -> str:
     """The arithmetic behind disk_bytes, for the error of a full disk; empty without room for
     checkpoints."""
-    if not plan.frozen_disk_bytes:
+    if not plan.durable_disk_bytes:
         return ""
-    less = plan.disk_bytes - plan.frozen_disk_bytes
+    less = plan.disk_bytes - plan.durable_disk_bytes
     return (
         f"What steps write rests in {policy.num_slots} slots (durability={policy.durability!r}, "
         f"keep={policy.keep}), one "

@@ -107,8 +107,8 @@ class Plan:
     arena_bytes: int
     device_bytes: int  # all DEVICE rows, on an accelerator
     disk_bytes: int  # all NVME rows
-    # the part for checkpoints; taken when the first step after a checkpoint is written
-    frozen_disk_bytes: int
+    # the part for slots that durable steps hold; taken by the first write after a checkpoint
+    durable_disk_bytes: int
     # the part for steps under backward, beside what they replace; 0: none is on disk
     attempt_disk_bytes: int
     # units in memory, by index, that have a second copy for steps under backward
@@ -423,7 +423,7 @@ class Planner:
         self._add_packing(sheet, wired)
         activations, room_bytes = self._add_activations(sheet, room_bytes)
         kept_bytes, resident_bytes = self._add_states(sheet, resident_bytes, tile_numel)
-        frozen, attempt = self._add_slots(sheet, at_home[Tier.NVME], attempts)
+        durable, attempt = self._add_slots(sheet, at_home[Tier.NVME], attempts)
         copies = [
             self.copy_bytes(unit, tile_numel) for unit in self._all_copied if unit.index in copied
         ]
@@ -468,7 +468,7 @@ class Planner:
             arena_bytes=sheet.total(Tier.HOST) - outside_bytes,
             device_bytes=sheet.total(Tier.DEVICE),
             disk_bytes=sheet.total(Tier.NVME),
-            frozen_disk_bytes=frozen,
+            durable_disk_bytes=durable,
             attempt_disk_bytes=attempt,
             copied=tuple(unit.index for unit in second),
             grads=grads,
@@ -713,11 +713,11 @@ class Planner:
         policy = self._policy
         written = _pages((unit.shard_bytes, num) for unit, num in resting if unit.is_trainable)
         written += sum(r.num_bytes for r in sheet.rows if r.tier is Tier.NVME and r.what == _STATES)
-        frozen = (policy.num_slots - 1) * written
+        durable = (policy.num_slots - 1) * written
         sheet.add(
             "frozen slots",
             Tier.NVME,
-            frozen,
+            durable,
             f"durability={policy.durability!r}, keep={policy.keep}",
         )
         is_attempted = attempts and self._may_attempt and bool(resting or self._weights_copied)
@@ -731,7 +731,7 @@ class Planner:
             _pages((u.shard_bytes, 1) for u in self._weights_copied) * is_attempted,
             why,
         )
-        return frozen, attempt
+        return durable, attempt
 
 
 def _pages(sizes: Iterable[tuple[int, int]]) -> int:

@@ -232,10 +232,12 @@ def _print_plan(planned: Planned, sources: Sequence[str], console: Console) -> N
     console.print(_phase_table(planned))
     for source in sources:
         console.print(f"  {source}")
-    frozen_bytes = planned.plan.frozen_disk_bytes
-    if frozen_bytes:
+    durable_bytes = planned.plan.durable_disk_bytes
+    if durable_bytes:
         why = why_disk(planned.plan, planned.policy)
-        console.print(f"  {format_bytes(frozen_bytes)} of a rank's NVMe are for checkpoints. {why}")
+        console.print(
+            f"  {format_bytes(durable_bytes)} of a rank's NVMe are for checkpoints. {why}"
+        )
     if planned.choice is not None:
         console.print(f"  {planned.choice}")
     for sentence in _said(planned):
@@ -288,7 +290,7 @@ def plan_figures(
         "pinned_bytes": planned.pinned_bytes,
         "sources": list(sources),
         "nvme_written_bytes_a_day": planned.written_bytes_day,
-        "frozen_disk_bytes": planned.plan.frozen_disk_bytes,
+        "frozen_disk_bytes": planned.plan.durable_disk_bytes,
         "fits": not planned.problems,
         "problems": [problem._asdict() for problem in planned.problems],
         "advice": [
@@ -510,7 +512,7 @@ def _candidates(planned: Planned) -> Iterator[Candidate]:
         for preset in ("compact", "tiny"):
             words = f'tiermem.precision "{preset}"' if is_configured else f"--states {preset}"
             yield _key(f"{words} (smaller states)", preset, "tiermem", "precision")
-    if planned.plan.frozen_disk_bytes:
+    if planned.plan.durable_disk_bytes:
         words = 'tiermem.durability "none"' if is_configured else "train --durability none"
         words += " (one slot on NVMe; a checkpoint is a copy)"
         yield _key(words, "none", "tiermem", "durability")

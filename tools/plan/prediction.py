@@ -595,7 +595,7 @@ def predict(
     # whether steps write beside what a checkpoint holds; it takes its room with the first step
     # after one
     freezes = job.save_every is not None or shards.policy.durability == "step"
-    disk_bytes = plan.disk_bytes - (0 if freezes else plan.frozen_disk_bytes)
+    disk_bytes = plan.disk_bytes - (0 if freezes else plan.durable_disk_bytes)
     on_device = plan.device_bytes + activations
     late: Figures | None = None
     if overlap_of(shards.policy, plan, is_gpu) == "backward":
