@@ -41,7 +41,7 @@ class Column(NamedTuple):
     """A state, the weights or the gradients of a tile in its bytes, one element behind the
     other."""
 
-    place: ByteRange
+    bytes: ByteRange
     strip_bytes: int  # of each strip: a range of the tile's elements
 
 

@@ -56,11 +56,11 @@ def columns_of(columns: Sequence[Column], base: int) -> Any:
         "tm_column[]",
         [
             {
-                "data": ffi.cast("void *", base + place.offset),
-                "bytes": place.num_bytes,
+                "data": ffi.cast("void *", base + held.offset),
+                "bytes": held.num_bytes,
                 "strip_bytes": strip_bytes,
             }
-            for place, strip_bytes in columns
+            for held, strip_bytes in columns
         ],
     )
 

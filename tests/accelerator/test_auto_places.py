@@ -108,7 +108,7 @@ def test_shard_without_a_policy_uses_the_card(sim: ModuleType) -> None:
         with tiermem.shard(model, device="sim") as shards:
             homes[part] = shards.policy.optim, shards.policy.optim_ratio
             states = tiermem.AdamW(model.parameters())
-            on_device = [tile.home is DEVICE for tile in states.tiles_of(shards).tiles]
+            on_device = [tile.state_home is DEVICE for tile in states.tiles_of(shards).tiles]
             tokens = torch.zeros(1, 8, dtype=torch.long, device="sim")
             loss_of(model, tokens).backward()
             states.step()

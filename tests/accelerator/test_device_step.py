@@ -268,10 +268,12 @@ def test_the_ratio_is_the_part_of_the_states_that_rests_elsewhere(
         ) as shards:
             tiles = tiermem.AdamW(model.parameters()).tiles_of(shards).tiles
             total = sum(tile.state_bytes for tile in tiles)
-            there = sum(tile.state_bytes for tile in tiles if tile.home is Tier.DEVICE)
+            there = sum(tile.state_bytes for tile in tiles if tile.state_home is Tier.DEVICE)
             largest = max(tile.state_bytes for tile in tiles)
             assert total * (1 - ratio) - largest <= there <= total * (1 - ratio)
-            assert {tile.home for tile in tiles if tile.home is not Tier.DEVICE} <= {home}
+            assert {tile.state_home for tile in tiles if tile.state_home is not Tier.DEVICE} <= {
+                home
+            }
             planned = sum(
                 row.num_bytes
                 for row in shards.plan.rows
@@ -288,7 +290,7 @@ def test_without_an_accelerator_the_rest_is_in_memory(tmp_path: Path) -> None:
     )
     with tiermem.shard(model, policy, device="cpu") as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
-        homes = [tile.home for tile in optim.tiles_of(shards).tiles]
+        homes = [tile.state_home for tile in optim.tiles_of(shards).tiles]
         assert {Tier.HOST, Tier.NVME} == set(homes)
         assert (
             differences(

@@ -99,7 +99,7 @@ def test_tiles_and_gradients_on_the_device_share_one_allocation_each(sim: Module
     store, optimizer = engine.shards.store, engine.optimizer
     assert optimizer is not None
     tiles = optimizer.tiles_of(engine.shards).tiles
-    assert len(tiles) > 3 and all(tile.home is Tier.DEVICE for tile in tiles)
+    assert len(tiles) > 3 and all(tile.state_home is Tier.DEVICE for tile in tiles)
     states = {store.view(tile.entry).untyped_storage().data_ptr() for tile in tiles}
     grads = {
         store.view(f"grad/{u.index}/{u.name}").untyped_storage().data_ptr()

@@ -53,7 +53,7 @@ def train(
             if number % 2:  # between two micro-batches
                 losses.append(backward(model, 3 * number))
             shards.rehome(dataclasses.replace(shards.policy, **move))
-            tiers.append({tile.home for tile in optim.tiles_of(shards).tiles})
+            tiers.append({tile.state_home for tile in optim.tiles_of(shards).tiles})
             for place in (1, 2):
                 losses.append(backward(model, 3 * number + place))
                 optim.step()

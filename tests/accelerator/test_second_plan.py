@@ -40,7 +40,7 @@ def trained(policy: Any, tokens: Sequence[int]) -> tuple[list[float], list[float
     with tiermem.shard(model, policy, device="sim") as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-3)
         for count in tokens:
-            homes = [tile.home for tile in optim.tiles_of(shards).tiles]
+            homes = [tile.state_home for tile in optim.tiles_of(shards).tiles]
             parts.append(homes.count(Tier.DEVICE) / len(homes))
             both = torch.randint(0, 61, (2, 1, count), generator=generator).to("sim")
             loss = loss_of(model, both)

@@ -33,7 +33,7 @@ from tiermem.swap.memory.device_memory import DeviceMemory
 
 def is_sent(tile: Tile) -> bool:
     """Whether an accelerator steps a tile that rests elsewhere."""
-    return tile.engine is Tier.DEVICE and tile.home is not Tier.DEVICE
+    return tile.engine is Tier.DEVICE and tile.state_home is not Tier.DEVICE
 
 
 def tiles_of(optim: Any, shards: tiermem.Shards) -> list[Tile]:
@@ -56,7 +56,7 @@ def test_the_ratio_is_the_part_of_the_elements_that_is_sent(
             )
             due, largest = (ratio or 0.0) * total, max(tile.numel for tile in tiles)
             assert due - largest < sent <= due
-            assert Tier.DEVICE not in {tile.home for tile in tiles}
+            assert Tier.DEVICE not in {tile.state_home for tile in tiles}
 
 
 def test_a_tile_comes_after_the_last_use_of_what_its_buffer_was_before(sim: ModuleType) -> None:
@@ -88,7 +88,7 @@ def test_what_stays_on_the_device_is_not_sent(sim: ModuleType, tmp_path: Path) -
     model = build("exact")
     with tiermem.shard(model, policy, device="sim") as shards:
         tiles = tiles_of(tiermem.AdamW(model.parameters()), shards)
-        assert {(tile.home, is_sent(tile)) for tile in tiles} == {
+        assert {(tile.state_home, is_sent(tile)) for tile in tiles} == {
             (Tier.DEVICE, False),
             (Tier.HOST, True),
         }

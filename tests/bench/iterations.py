@@ -105,7 +105,7 @@ def least_bytes(plan: Plan, uses: Sequence[Use], tiles: Sequence[Tile], overlap:
         overlap: what a step runs beside; "backward": under the next forward what backward has left.
     """
     on_nvme = [unit for unit in plan.division.units if plan.unit_homes.get(unit.index) is Tier.NVME]
-    states = sum(tile.state_bytes for tile in tiles if tile.home is Tier.NVME)
+    states = sum(tile.state_bytes for tile in tiles if tile.state_home is Tier.NVME)
     stepped = [tile for tile in tiles if plan.unit_homes.get(tile.live.unit.index) is Tier.NVME]
     fetched = on_nvme if overlap == "none" else [unit for unit in on_nvme if not unit.is_trainable]
     used = dict.fromkeys(index for use in reversed(uses) for index in use.units)  # the last first
@@ -243,7 +243,7 @@ class Training(contextlib.AbstractContextManager["Training"]):
             "least": least_bytes(shards.plan, uses, tiles, overlap)._asdict(),
             "plan_host_bytes": shards.plan.host_bytes,
             "resident_state_bytes": sum(
-                tile.state_bytes for tile in tiles if tile.home is Tier.HOST
+                tile.state_bytes for tile in tiles if tile.state_home is Tier.HOST
             ),
             "engine": shards.store.stats().engine,
         }

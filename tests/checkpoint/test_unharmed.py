@@ -52,7 +52,7 @@ def spoil(shards: Shards, path: Path, param: str) -> None:
         .tobytes()
     )
     (file,) = path.glob("tiermem-*/segment.bin")
-    place = file.read_bytes().index(data) + tile.place_of(elements).start * 4
+    place = file.read_bytes().index(data) + tile.slice_of(elements).start * 4
     with file.open("r+b") as opened:
         opened.seek(place)
         byte = opened.read(1)[0]

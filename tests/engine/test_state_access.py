@@ -450,7 +450,7 @@ def test_a_visit_reads_and_writes_each_tile_once(tmp_path: Path) -> None:
             pieces.setdefault(param, []).append((elements.start, elements.stop))
 
         safe_update_local_states_vectorized(model.parameters(), note)
-        tiles = [tile for tile in optim.tiles_of(shards).tiles if tile.home is Tier.NVME]
+        tiles = [tile for tile in optim.tiles_of(shards).tiles if tile.state_home is Tier.NVME]
         after = shards.store.stats()
         streamed = sum(
             tile.state_bytes + (tile.slice_bytes if tile.live.entry else 0) for tile in tiles

@@ -197,7 +197,7 @@ def test_states_that_stay_in_memory_are_those_of_the_first_units(tmp_path: Path)
     with tiermem.shard(model, policy(tmp_path, Tier.NVME, resident_bytes=99_000)) as shards:
         optim = tiermem.AdamW(model.parameters())
         tiles = optim.tiles_of(shards).tiles
-        homes = [tile.home for tile in tiles]
+        homes = [tile.state_home for tile in tiles]
         num_resident = homes.count(Tier.HOST)
         assert 0 < num_resident < len(homes)
         assert homes[:num_resident] == [Tier.HOST] * num_resident

@@ -65,7 +65,7 @@ def test_strips_have_the_bits_of_whole_tiles(
     def count(self: TilePass, tile: Tile) -> list[Column]:
         found = columns(self, tile)
         most.append(
-            max((-(-each.place.num_bytes // each.strip_bytes) for each in found), default=0)
+            max((-(-each.bytes.num_bytes // each.strip_bytes) for each in found), default=0)
         )
         return found
 

@@ -12,7 +12,7 @@ from programs.twins import assert_same_tensors, seeded, states_of, train_steps
 
 import tiermem
 from tiermem import OffloadPolicy, Shards, Tier
-from tiermem.optim.tile_work import Places
+from tiermem.optim.tile_work import ParamViews
 from tiermem.precision import Precision
 from tiermem.swap.base.native import narrow_part
 from tiermem.units.state_layout import is_positive
@@ -42,21 +42,24 @@ def put_from(
     shards: Shards,
     states: dict[str, torch.Tensor],
     weights: dict[str, torch.Tensor],
-    places: Places,
+    views: ParamViews,
 ) -> None:
-    name, part = places.shard.name, slice(places.first, places.first + places.numel)
-    places.weight.copy_(weights[name].view(-1)[part])
-    if places.master is not None:
-        is_split = places.master.dtype == torch.int16
+    name, part = views.shard.name, slice(views.first, views.first + views.numel)
+    views.weight.copy_(weights[name].view(-1)[part])
+    if views.master is not None:
+        is_split = views.master.dtype == torch.int16
         narrow_part(
             shards.workers,
             states[f"{name}.master"][part],
-            places.master,
-            places.weight if is_split else None,
+            views.master,
+            views.weight if is_split else None,
         )
-    for moment, place in places.moments.items():
+    for moment, target in views.moments.items():
         narrow_part(
-            shards.workers, states[f"{name}.{moment}"][part], place, is_positive=is_positive(moment)
+            shards.workers,
+            states[f"{name}.{moment}"][part],
+            target,
+            is_positive=is_positive(moment),
         )
 
 
@@ -74,7 +77,7 @@ def test_filled_tiles_train_on_as_those_they_were_filled_from(
         train_steps(source.model, first, range(3))
         train_steps(other.model, second, range(5, 6))
         states, weights = states_of(source, first), dict(source.model.state_dict())
-        second.tiles_of(other).fill(lambda places: put_from(other, states, weights, places))
+        second.tiles_of(other).fill(lambda views: put_from(other, states, weights, views))
         count_steps(other, 3)
         assert_same_tensors(states_of(other, second), states)
         assert_same_tensors(dict(other.model.state_dict()), weights)
@@ -91,16 +94,16 @@ def test_what_the_filler_leaves_alone_is_the_state_before_the_first_step(
     shards, optim = started(tmp_path, "exact", home, 4096)
     with shards:
         train_steps(shards.model, optim, range(2))
-        optim.tiles_of(shards).fill(lambda places: None)
+        optim.tiles_of(shards).fill(lambda views: None)
         count_steps(shards, 0)
         assert not any(values.any() for values in states_of(shards, optim).values())
 
 
 @pytest.mark.parametrize("home", [Tier.HOST, Tier.NVME])
 def test_what_is_kept_stays_as_it_was(home: Tier, tmp_path: Path) -> None:
-    def double(places: Places) -> None:
-        if places.shard.name == "head.weight":
-            moment = places.moments["exp_avg"]
+    def double(views: ParamViews) -> None:
+        if views.shard.name == "head.weight":
+            moment = views.moments["exp_avg"]
             assert isinstance(moment, torch.Tensor)
             moment.mul_(2)
 

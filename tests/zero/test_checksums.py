@@ -140,7 +140,7 @@ def test_the_elements_that_an_error_names_are_those_of_the_flipped_byte(
     file, place, _ = on_disk(shards, tile.entry)
     (part,) = [s for s in tile.ranges if s.shard.name == "up.weight"]
     element = 2 * BLOCK_BYTES // 4 + 5  # in the third block of exp_avg
-    flip(file, place + 4 * (tile.numel + tile.place_of(part).start + element))
+    flip(file, place + 4 * (tile.numel + tile.slice_of(part).start + element))
     with pytest.raises(
         CorruptionError, match=r"exp_avg of up.weight, elements 524288 to"
     ) as caught:

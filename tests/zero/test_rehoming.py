@@ -63,7 +63,7 @@ def train(
                 loss_of(model, 3 * number + 1).backward()
             shards.rehome(dataclasses.replace(shards.policy, **move))
             assert shards.store.arena.carved_bytes <= shards.plan.arena_bytes
-            homes = [tile.home for tile in optim.tiles_of(shards).tiles]
+            homes = [tile.state_home for tile in optim.tiles_of(shards).tiles]
             counts.append(homes.count(NVME))
             losses += train_steps(model, optim, range(3 * number + 1, 3 * number + 3))
         return losses, dict(model.state_dict()), optim.state_dict()["state"], counts
@@ -147,7 +147,7 @@ def test_a_checkpoint_has_what_changed_places_since_the_last(tmp_path: Path) -> 
                 )
             train_steps(model, optim, range(2))
             tiermem.checkpoint.save(shards, optim, tmp_path / "saved")
-            places.append([tile.home for tile in optim.tiles_of(shards).tiles])
+            places.append([tile.state_home for tile in optim.tiles_of(shards).tiles])
         assert places[0] != places[1] and places[0].count(NVME) == places[1].count(NVME)
         expected = optim.state_dict()["state"]
     opened = seeded(Tower, 1)

@@ -281,7 +281,7 @@ class RestingTiles(abc.ABC, Generic[T]):
         for tile in self.tiles:
             for part in tile.ranges:
                 # where strips end, so that no piece with a checksum is cut
-                cut = part.cut(PIECE_NUMEL, tile.place_of(part).start)
+                cut = part.cut(PIECE_NUMEL, tile.slice_of(part).start)
                 self._pieces.setdefault(part.shard, []).extend((tile, piece) for piece in cut)
 
     def _reserve(self, tiles: Sequence[T], crosses_link: bool = False) -> None:
@@ -293,14 +293,14 @@ class RestingTiles(abc.ABC, Generic[T]):
                     tile.entry,
                     (tile.state_bytes,),
                     torch.uint8,
-                    tile.home,
+                    tile.state_home,
                     crosses_link=crosses_link,
                 )
 
     def _protect(self, tiles: Sequence[T]) -> None:
         """Sets up checksums for states on NVMe, if the policy asks for them."""
         for tile in tiles if keeps_sums(self._policy) else ():
-            if tile.state_bytes and tile.home is Tier.NVME:
+            if tile.state_bytes and tile.state_home is Tier.NVME:
                 pieces = StatePieces(tile_runs(tile, self._shard_rank, self.names)).pieces
                 self._store.sums.protect(tile.entry, pieces)
 

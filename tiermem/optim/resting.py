@@ -28,7 +28,7 @@ from tiermem.optim.at_rest import FindRule, RestingTiles
 from tiermem.optim.local import as_placed, first_element, local_of
 from tiermem.optim.ordinary import check_gradient
 from tiermem.optim.tile import MomentsOf, StateTile, stepped_ranges
-from tiermem.optim.tile_work import Places, Stepping
+from tiermem.optim.tile_work import ParamViews, Stepping
 from tiermem.optimizers.base import AnyStep, Group, Rule
 from tiermem.plans.plan import sizes_from
 from tiermem.policy import USUAL_TILE_NUMELS, OffloadPolicy, Tier, usual_tile_buffers
@@ -249,7 +249,7 @@ class RestingStates(RestingTiles[StateTile]):
         """Takes memory and disk for every tile and buffer of the plan."""
         store = self._store
         store.sums.use(self._workers, self._policy.verify)
-        on_disk = [tile for tile in plan.tiles if tile.home is Tier.NVME]
+        on_disk = [tile for tile in plan.tiles if tile.state_home is Tier.NVME]
         if on_disk:
             store.reserve_disk(sum(tile.state_bytes for tile in on_disk), plan.why)
         self._reserve(plan.tiles)
@@ -347,10 +347,10 @@ def _plan_of(
         left = sum(sizes) if policy.resident_bytes is None else policy.resident_bytes
         resident = min(left, 0 if budget is None else max(0, budget - buffers))
         tiles = [
-            dataclasses.replace(tile, home=Tier.HOST) if is_resident else tile
+            dataclasses.replace(tile, state_home=Tier.HOST) if is_resident else tile
             for tile, is_resident in zip(tiles, within(sizes, resident), strict=True)
         ]
-    on_host = sum(tile.state_bytes for tile in tiles if tile.home is Tier.HOST)
+    on_host = sum(tile.state_bytes for tile in tiles if tile.state_home is Tier.HOST)
     shards = {part.shard for tile in tiles for part in tile.ranges}
     why = (
         f"The states of {sum(shard.numel for shard in shards)} elements of ordinary parameters "
@@ -376,7 +376,7 @@ def _cut(
             numel=numel,
             layout=layout,
             entry=f"state/{unit.index}/{start}",
-            home=policy.optim,
+            state_home=policy.optim,
             ranges=ranges,
         )
 
@@ -443,7 +443,7 @@ class _Pass(TileWork[StateTile]):
 
     def writes(self, tile: StateTile, slot: Slot | None) -> list[Range]:
         """Its states on NVMe."""
-        is_there = tile.home is Tier.NVME and tile.state_bytes
+        is_there = tile.state_home is Tier.NVME and tile.state_bytes
         return [(tile.entry, 0, tile.states_in(self._store, slot))] if is_there else []
 
     def is_brought(self, tile: StateTile) -> bool:
@@ -485,14 +485,14 @@ class _Pass(TileWork[StateTile]):
         views = tile.layout.views(at_rest, tile.numel)
         for part, at_owner, near in self._held(tile, slot):
             shard = part.shard
-            states = views.piece(tile.place_of(part).start, part.numel)
+            states = views.piece(tile.slice_of(part).start, part.numel)
             if shard in self._written and states.master is not None:
                 adopt(near.weight, states.master)
             if self._steps[shard] is None:
                 continue
             first = first_element(shard.param) + part.start
             names = self._names(shard)
-            self._act(Places(tile, shard, first, near.weight, near.grad, states, names))
+            self._act(ParamViews(tile, shard, first, near.weight, near.grad, states, names))
             if near is not at_owner:
                 at_owner.weight.copy_(near.weight, non_blocking=True)
 
@@ -517,21 +517,21 @@ class _Pass(TileWork[StateTile]):
             at_owner = _Values(weight[elements], None if grad is None else grad[elements])
             near = at_owner
             if self.is_brought(tile):
-                near = self._in_buffer(tile, slot, tile.place_of(part), grad)
+                near = self._in_buffer(tile, slot, tile.slice_of(part), grad)
             yield part, at_owner, near
 
     def _in_buffer(
-        self, tile: StateTile, slot: Slot | None, place: slice, grad: torch.Tensor | None
+        self, tile: StateTile, slot: Slot | None, in_tile: slice, grad: torch.Tensor | None
     ) -> _Values:
-        """The places of a parameter's weights and gradients in a tile's buffer."""
+        """A parameter's weights and gradients in a tile's buffer."""
         assert slot is not None
-        start = tile.state_bytes if tile.home is Tier.NVME else 0
+        start = tile.state_bytes if tile.state_home is Tier.NVME else 0
         weights = slot.tensor[start:].view(tile.dtype)
         near = None
         if grad is not None:
             start += tile.numel * tile.dtype.itemsize
-            near = slot.tensor[start : start + tile.numel * grad.itemsize].view(grad.dtype)[place]
-        return _Values(weights[place], near)
+            near = slot.tensor[start : start + tile.numel * grad.itemsize].view(grad.dtype)[in_tile]
+        return _Values(weights[in_tile], near)
 
     def _flat(self, shard: Shard) -> _Values:
         """A parameter's local weight and, in a step, gradient: flat, copies where they are not

@@ -59,7 +59,7 @@ class StateTile:
     numel: int
     layout: StateLayout
     entry: str
-    home: Tier
+    state_home: Tier
     ranges: Sequence[ShardRange]  # without padding, in their order
     is_started: bool = False  # whether its states have been written
 
@@ -77,19 +77,19 @@ class StateTile:
         """The bytes of its states: where they rest in memory, or in its buffer."""
         if not self.state_bytes:
             return torch.empty(0, dtype=torch.uint8)
-        if self.home is not Tier.NVME:
+        if self.state_home is not Tier.NVME:
             return store.view(self.entry)
         assert slot is not None
         return slot.tensor[: self.state_bytes]
 
-    def place_of(self, part: ShardRange) -> slice:
-        """The place of elements in the tile, counted from its first element."""
+    def slice_of(self, part: ShardRange) -> slice:
+        """A part as a slice of the tile, counted from the tile's first element."""
         return slice(part.in_unit.start - self.start, part.in_unit.stop - self.start)
 
     def bytes_of(self, state: StatePart, part: ShardRange) -> list[ByteRange]:
         """The byte ranges of its states that hold one state of elements; 8-bit: codes and
         scales."""
-        return self.layout.ranges(state, self.numel, self.place_of(part).start, part.numel)
+        return self.layout.ranges(state, self.numel, self.slice_of(part).start, part.numel)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -116,50 +116,50 @@ class Tile(StateTile):
         return self.numel * self.grad_dtype.itemsize
 
     @property
-    def weights(self) -> Tier:
-        """Where its weights rest."""
+    def weight_home(self) -> Tier:
+        """Where the weights of its unit rest."""
         if self.live.shard is None:
             return Tier.NVME
         return Tier.DEVICE if is_accelerator(self.live.shard.device) else Tier.HOST
 
     @functools.cached_property
-    def weight_place(self) -> int:
-        """The place of its weights in its buffer, which has no states if these rest in memory and
-        no weights are on NVMe."""
+    def weight_offset(self) -> int:
+        """Where its weights begin in its buffer, in bytes. The buffer has no states if these rest
+        in memory and no weights are on NVMe."""
         return 0 if self._is_in_memory else self.room_bytes
 
     @functools.cached_property
-    def grad_place(self) -> int:
-        """The place of its gradients in its buffer: behind the weights, if these pass through
-        it."""
-        return self.weight_place + (
-            0 if self._is_in_memory and self.weights is Tier.HOST else self.slice_bytes
+    def grad_offset(self) -> int:
+        """Where its gradients begin in its buffer, in bytes: behind the weights, if these pass
+        through it."""
+        return self.weight_offset + (
+            0 if self._is_in_memory and self.weight_home is Tier.HOST else self.slice_bytes
         )
 
     @property
     def _is_in_memory(self) -> bool:
-        return Tier.NVME not in (self.home, self.weights)
+        return Tier.NVME not in (self.state_home, self.weight_home)
 
     def columns(self, reads_grads: bool) -> list[Column]:
         """What of its buffer passes from or to NVMe in a step. Empty: strips do not have whole
         pages of each."""
         found = list[Column]()
         strip = self.layout.strip_numel
-        if self.home is Tier.NVME:
+        if self.state_home is Tier.NVME:
             found += self.layout.columns(self.numel)
-        if self.weights is Tier.NVME:
+        if self.weight_home is Tier.NVME:
             found.append(
-                Column(ByteRange(self.weight_place, self.slice_bytes), strip * self.dtype.itemsize)
+                Column(ByteRange(self.weight_offset, self.slice_bytes), strip * self.dtype.itemsize)
             )
         if reads_grads:
             found.append(
                 Column(
-                    ByteRange(self.grad_place, self.grad_bytes), strip * self.grad_dtype.itemsize
+                    ByteRange(self.grad_offset, self.grad_bytes), strip * self.grad_dtype.itemsize
                 )
             )
         found = moved_at_once(found)
         has_pages = all(
-            size % ALIGNMENT == 0 for place, strip_bytes in found for size in (*place, strip_bytes)
+            size % ALIGNMENT == 0 for held, strip_bytes in found for size in (*held, strip_bytes)
         )
         return found if has_pages else []
 
@@ -288,14 +288,14 @@ def tile_runs(tile: StateTile, shard_rank: int, moments_of: MomentsOf) -> Iterat
     """
     columns = tile.layout.columns(tile.numel)
     for state in tile.layout.parts:
-        places = [tile.bytes_of(state, part) for part in tile.ranges]
-        number = state.place - (tile.layout.master is not None)
+        bytes_of = [tile.bytes_of(state, part) for part in tile.ranges]
+        number = state.number - (tile.layout.master is not None)
         # values or codes, then scales
         for kind, suffix in enumerate(("", SCALES) if state.kind == "8bit" else ("",)):
             column = next(columns)
-            for part, of_part in zip(tile.ranges, places, strict=True):
+            for part, of_part in zip(tile.ranges, bytes_of, strict=True):
                 shard = part.shard
-                place = of_part[kind]
+                own = of_part[kind]
                 name = functools.partial(_state_name, moments_of, shard, number, suffix)
                 if kind == 1:
                     first_byte = shard_rank * num_scales(shard.shard_numel) + num_scales(part.start)
@@ -304,9 +304,7 @@ def tile_runs(tile: StateTile, shard_rank: int, moments_of: MomentsOf) -> Iterat
                     itemsize = 1 if state.kind == "8bit" else state.num_bytes(1)
                     first_byte = itemsize * part.first_element(shard_rank)
                     grain = (itemsize, 1)
-                yield StateRange(
-                    shard, name, place.offset, first_byte, place.num_bytes, *grain, column
-                )
+                yield StateRange(shard, name, own.offset, first_byte, own.num_bytes, *grain, column)
 
 
 def _state_name(moments_of: MomentsOf, shard: Shard, number: int, suffix: str) -> str | None:

@@ -33,7 +33,7 @@ import torch
 
 from tiermem.optim.tile import MomentsOf, Tile
 from tiermem.optim.tile_stream import TileStream
-from tiermem.optim.tile_work import Act, Places, Stepping
+from tiermem.optim.tile_work import Act, ParamViews, Stepping
 from tiermem.policy import Tier
 from tiermem.run.shards import Shards
 from tiermem.swap.base.native import narrow_part
@@ -182,8 +182,8 @@ class TilePass:
     def early_reads(self, tile: Tile, slot: Slot | None) -> list[Range]:
         """The bytes that stay valid between steps."""
         return [
-            (entry, offset, _bytes_in(slot, place, num_bytes))
-            for entry, offset, place, num_bytes in self.lasting_parts(tile)
+            (entry, offset, _bytes_in(slot, start, num_bytes))
+            for entry, offset, start, num_bytes in self.lasting_parts(tile)
         ]
 
     def late_reads(self, tile: Tile, slot: Slot | None) -> list[Range]:
@@ -191,7 +191,7 @@ class TilePass:
         if self._gradient_home is not Tier.NVME:
             return []
         entry = self._shards.homes.store.entry(tile.live.unit)
-        grads = _bytes_in(slot, tile.grad_place, tile.grad_bytes)
+        grads = _bytes_in(slot, tile.grad_offset, tile.grad_bytes)
         return [(entry, tile.start * tile.grad_dtype.itemsize, grads)]
 
     def cached(self, tile: Tile) -> int:
@@ -221,14 +221,14 @@ class TilePass:
                 assert grads is not None
                 self._shards.homes.store.await_end(tile.live.unit)
                 self._gradient_buffer(tile, slot).copy_(grads[tile.elements], non_blocking=True)
-            if tile.weights is Tier.DEVICE:
+            if tile.weight_home is Tier.DEVICE:
                 self._weight_buffer(tile, slot).copy_(tile.own_weights, non_blocking=True)
         record(self._link).synchronize()
 
     def writes(self, tile: Tile, slot: Slot | None) -> list[Range]:
         """The states and parameters that are written back to NVMe."""
         ranges = []
-        if tile.home is Tier.NVME:
+        if tile.state_home is Tier.NVME:
             ranges.append((tile.entry, 0, _bytes_in(slot, 0, tile.state_bytes)))
         if tile.live.entry is not None:
             weights = _bytes_in(slot, tile.room_bytes, tile.slice_bytes)
@@ -242,7 +242,7 @@ class TilePass:
             return None
         if (basis := self._bases.get(tile.live)) is None:
             basis = self._bases[tile.live] = self._basis(tile.live, self._act)
-        if tile.home is not Tier.HOST or not tile.state_bytes:
+        if tile.state_home is not Tier.HOST or not tile.state_bytes:
             return basis
         return basis, self._store.address(tile.entry)
 
@@ -261,7 +261,7 @@ class TilePass:
     def is_shown(self, tile: Tile) -> bool:
         """Whether the last of `writes` are weights, which the next forward may read while the step
         is under way: those that rest on NVMe."""
-        return tile.weights is Tier.NVME
+        return tile.weight_home is Tier.NVME
 
     def steps(self, tile: Tile, slot: Slot | None) -> list[NativeStep] | None:
         """The native steps that are the work on a tile. None: `compute` does it.
@@ -277,13 +277,13 @@ class TilePass:
             return None
         steps = []
         is_native = True
-        for places in self._places(tile, slot):
-            planned = act.plan(places)
+        for views in self._views(tile, slot):
+            planned = act.plan(views)
             if planned is not None and isinstance(planned.rule, StepRule):
-                steps.append(act.native(places.shard, planned))
+                steps.append(act.native(views.shard, planned))
             else:
                 self.copy_unstepped(tile)
-                is_native &= planned is None and not places.is_unread
+                is_native &= planned is None and not views.is_unread
         return steps if is_native else None
 
     def copy_unstepped(self, tile: Tile) -> None:
@@ -324,9 +324,9 @@ class TilePass:
             params.zero_()
         elif not tile.is_started:
             self._start(tile, slot, views, params)
-        for places in self._places(tile, slot):
+        for of_param in self._views(tile, slot):
             self._arrive(tile)
-            self._act(places)
+            self._act(of_param)
 
     def _arrive(self, tile: Tile) -> None:
         """Makes an accelerator wait for what a tile was brought."""
@@ -346,27 +346,27 @@ class TilePass:
             else None
         )
 
-    def _places(self, tile: Tile, slot: Slot | None) -> Iterator[Places]:
+    def _views(self, tile: Tile, slot: Slot | None) -> Iterator[ParamViews]:
         """The elements of each parameter in a tile."""
         rank = self._shards.topology.shard_rank
         params = self._params(tile, slot)
         states = tile.layout.views(self._states(tile, slot), tile.numel)
         grads = self._gradients(tile, slot)
         source = self._source(tile, states)
-        is_unread = not tile.layout.reads_weight and tile.weights is Tier.NVME
+        is_unread = not tile.layout.reads_weight and tile.weight_home is Tier.NVME
         for part in tile.ranges:
-            place = tile.place_of(part)
-            yield Places(
+            in_tile = tile.slice_of(part)
+            yield ParamViews(
                 tile,
                 part.shard,
                 part.first_element(rank),
-                params[place],
-                None if grads is None else grads[place],
-                states.piece(place.start, part.numel),
+                params[in_tile],
+                None if grads is None else grads[in_tile],
+                states.piece(in_tile.start, part.numel),
                 self._moments_of(part.shard),
                 None
                 if source is None
-                else (source[0][place], source[1].piece(place.start, part.numel)),
+                else (source[0][in_tile], source[1].piece(in_tile.start, part.numel)),
                 is_unread,
             )
 
@@ -395,16 +395,16 @@ class TilePass:
         elif initial is None:
             views.master.zero_()  # the bits of an fp32 number that bf16 does not have
         else:
-            for place in map(tile.place_of, tile.ranges):
+            for span in map(tile.slice_of, tile.ranges):
                 if is_accelerator(params.device):
-                    for start in range(place.start, place.stop, CHUNK):
-                        part = slice(start, min(start + CHUNK, place.stop))
+                    for start in range(span.start, span.stop, CHUNK):
+                        part = slice(start, min(start + CHUNK, span.stop))
                         narrow_in_torch(
                             initial[part].to(params.device), views.master[part], params[part]
                         )
                 else:
                     narrow_part(
-                        self._shards.workers, initial[place], views.master[place], params[place]
+                        self._shards.workers, initial[span], views.master[span], params[span]
                     )
         # the initial values may have used these bytes
         states[master.num_bytes(tile.numel) :].zero_()
@@ -421,27 +421,29 @@ class TilePass:
             return None
         if self._store.home_of(initial) is Tier.HOST:
             return self._store.view(initial)[tile.elements]
-        place = tile.layout.initial_offset_bytes(tile.numel)
-        return _bytes_in(slot, place, tile.numel * FP32_BYTES).view(torch.float32)
+        offset = tile.layout.initial_offset_bytes(tile.numel)
+        return _bytes_in(slot, offset, tile.numel * FP32_BYTES).view(torch.float32)
 
-    # ---- places of data --------------------------------------------------------------------------
+    # ---- where data is ---------------------------------------------------------------------------
 
     def _way(self, tile: Tile) -> Way:
         if not self.is_step:
             return Way.CPU_COPIES
         if tile.engine is Tier.DEVICE:
-            return Way.DEVICE if tile.home is Tier.DEVICE else Way.DEVICE_STREAMS
-        if Tier.DEVICE not in (tile.weights, self._gradient_home):
+            return Way.DEVICE if tile.state_home is Tier.DEVICE else Way.DEVICE_STREAMS
+        if Tier.DEVICE not in (tile.weight_home, self._gradient_home):
             return Way.CPU
         if self._link is None:
             return Way.CPU_COPIES
-        return Way.CPU_FETCHES_WEIGHTS if tile.weights is Tier.DEVICE else Way.CPU_FETCHES_GRADIENTS
+        if tile.weight_home is Tier.DEVICE:
+            return Way.CPU_FETCHES_WEIGHTS
+        return Way.CPU_FETCHES_GRADIENTS
 
     def _stream_of(self, tile: Tile) -> TileStream | None:
         """The buffers for what an accelerator lacks of a tile. A whole matrix may be larger than
         they are."""
         stream = self._streams.get(self._way(tile))
-        weights = 0 if tile.weights is Tier.DEVICE else tile.slice_bytes
+        weights = 0 if tile.weight_home is Tier.DEVICE else tile.slice_bytes
         grads = 0 if self._gradient_home is Tier.DEVICE else tile.grad_bytes
         return stream if stream is not None and weights + grads <= stream.slot_bytes else None
 
@@ -478,12 +480,12 @@ class TilePass:
         parts: list[_Part] = []
         if self._is_blank:
             return parts
-        if tile.is_started and tile.home is Tier.NVME:
+        if tile.is_started and tile.state_home is Tier.NVME:
             parts.append((tile.entry, 0, 0, tile.state_bytes))
         initial = self._initial_of(tile)
         if initial is not None and self._store.home_of(initial) is Tier.NVME:
-            place = tile.layout.initial_offset_bytes(tile.numel)
-            parts.append((initial, tile.start * FP32_BYTES, place, tile.numel * FP32_BYTES))
+            offset = tile.layout.initial_offset_bytes(tile.numel)
+            parts.append((initial, tile.start * FP32_BYTES, offset, tile.numel * FP32_BYTES))
         if tile.live.entry is not None and self._reads_weight(tile):
             parts.append(
                 (
@@ -510,8 +512,8 @@ class TilePass:
         return self._brought(tile, at_home[tile.elements])
 
     def _gradient_buffer(self, tile: Tile, slot: Slot | None) -> torch.Tensor:
-        """Its place in a tile's buffer."""
-        return _bytes_in(slot, tile.grad_place, tile.grad_bytes).view(tile.grad_dtype)
+        """A tile's gradients in its buffer."""
+        return _bytes_in(slot, tile.grad_offset, tile.grad_bytes).view(tile.grad_dtype)
 
     def _states(self, tile: Tile, slot: Slot | None) -> torch.Tensor:
         """The bytes of a tile's states that the work changes."""
@@ -530,16 +532,16 @@ class TilePass:
         return self._near(tile, self._weight_buffer(tile, slot), self._reads_weight(tile))
 
     def _weight_buffer(self, tile: Tile, slot: Slot | None) -> torch.Tensor:
-        """The place of its weights in a tile's buffer."""
-        return _bytes_in(slot, tile.weight_place, tile.slice_bytes).view(tile.dtype)
+        """A tile's weights in its buffer."""
+        return _bytes_in(slot, tile.weight_offset, tile.slice_bytes).view(tile.dtype)
 
 
-def _bytes_in(slot: Slot | None, place: int, num_bytes: int) -> torch.Tensor:
-    """The bytes of a tile's buffer from a place on; only data that does not rest in memory needs
+def _bytes_in(slot: Slot | None, start: int, num_bytes: int) -> torch.Tensor:
+    """The bytes of a tile's buffer from `start` on; only data that does not rest in memory needs
     the buffer."""
     assert slot is not None
-    return slot.tensor[place : place + num_bytes]
+    return slot.tensor[start : start + num_bytes]
 
 
 _Part = tuple[str, int, int, int]
-"""A byte range of an entry, and its place in a tile's buffer: (entry, offset, place, bytes)."""
+"""A byte range of an entry, and its start in a tile's buffer: (entry, offset, start, bytes)."""

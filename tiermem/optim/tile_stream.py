@@ -60,7 +60,7 @@ class TileStream:
             self._down.wait_event(left)
 
     def bring(self, data: torch.Tensor, is_read: bool = True) -> torch.Tensor:
-        """A place in the buffer for flat data of the tile, valid until the buffer's next turn; of
+        """A part of the buffer for flat data of the tile, valid until the buffer's next turn; of
         use after `arrive`.
 
         is_read: whether the data is copied there; else the content is undefined.
@@ -68,12 +68,12 @@ class TileStream:
         start = self._used_bytes
         size = data.numel() * data.itemsize
         self._used_bytes += round_up(size, ALIGNMENT)
-        place = self._slots[self._turn].tensor[start : start + size].view(data.dtype)
+        part = self._slots[self._turn].tensor[start : start + size].view(data.dtype)
         if is_read:
             self._is_coming = True
             with on(self._down):
-                place.copy_(data, non_blocking=True)
-        return place
+                part.copy_(data, non_blocking=True)
+        return part
 
     def arrive(self) -> None:
         """Makes the current stream wait for what the tile was brought until now, and for the
@@ -84,13 +84,13 @@ class TileStream:
             self._is_coming = False
 
     def send_back(self, moved: Collection[tuple[torch.Tensor, torch.Tensor]]) -> torch.Event:
-        """Copies each (data, its place) to the data when the current stream has stepped it. Returns
-        the end of the copies."""
+        """Copies each (data, its part of the buffer) to the data when the current stream has
+        stepped it. Returns the end of the copies."""
         self._stepped.record(current_stream(self._device))
         self._up.wait_event(self._stepped)
         with on(self._up):
-            for data, place in moved:
-                data.copy_(place, non_blocking=True)
+            for data, part in moved:
+                data.copy_(part, non_blocking=True)
         left = self._left[self._turn] = record(self._up)
         return left
 

@@ -1,4 +1,4 @@
-"""The work on a tile: functions of the `Places` of each parameter in it.
+"""The work on a tile: functions of the `ParamViews` of each parameter in it.
 
 a step     one pass of a native kernel per parameter; padding between parameters is not stepped (`Stepping`)
 a visit    a function of the user changes states of chosen parameters, in fp32 (`visiting`)
@@ -34,7 +34,7 @@ Visitor = Callable[[dict[str, torch.Tensor], Shard, slice], None]
 parameter)."""
 
 
-class Places(NamedTuple):
+class ParamViews(NamedTuple):
     """The elements of one parameter in a tile: its weight, gradient and states, as views."""
 
     tile: StateTile
@@ -42,7 +42,7 @@ class Places(NamedTuple):
     first: int  # index in the whole parameter of the first element
     weight: torch.Tensor
     grad: torch.Tensor | None  # None except in a step
-    views: StateViews
+    states: StateViews
     names: Sequence[str]  # of the moments, as in torch
     # the weight and states that a step reads; None: these
     source: tuple[torch.Tensor, StateViews] | None = None
@@ -57,23 +57,23 @@ class Places(NamedTuple):
     def master(self) -> torch.Tensor | None:
         """The master: fp32; or int16, the low bits of a split master; or None if the weight is the
         master."""
-        return self.views.master
+        return self.states.master
 
     @property
     def moments(self) -> Mapping[str, Moment]:
         """The moments by name. The tile may have room for more."""
-        return dict(zip(self.names, self.views.moments, strict=False))
+        return dict(zip(self.names, self.states.moments, strict=False))
 
-    def cut(self, most_numel: int) -> Iterator[Places]:
+    def cut(self, most_numel: int) -> Iterator[ParamViews]:
         """The same elements in pieces of at most `most_numel`, a multiple of 64. `grad` is not
         cut."""
         for start in range(0, self.numel, most_numel):
             weight = self.weight[start : start + most_numel]
-            views = self.views.piece(start, weight.numel())
-            yield self._replace(first=self.first + start, weight=weight, views=views)
+            states = self.states.piece(start, weight.numel())
+            yield self._replace(first=self.first + start, weight=weight, states=states)
 
 
-Act = Callable[[Places], None]
+Act = Callable[[ParamViews], None]
 """Works on a parameter's elements in a tile, in place."""
 
 
@@ -106,43 +106,43 @@ class Stepping:
         self._ahead = 1 - is_counted
         self._last = LastSteps({}, {}) if last is None else last
 
-    def __call__(self, places: Places) -> None:
+    def __call__(self, views: ParamViews) -> None:
         """Steps the elements of a parameter."""
-        planned = self.plan(places)
+        planned = self.plan(views)
         if planned is not None:
             step_parts(self._workers, *planned)
-        elif places.is_unread:
-            assert places.master is not None
-            places.weight.copy_(places.master)
+        elif views.is_unread:
+            assert views.master is not None
+            views.weight.copy_(views.master)
 
-    def plan(self, places: Places) -> PlannedStep | None:
+    def plan(self, views: ParamViews) -> PlannedStep | None:
         """The arguments of the step; None: this parameter is not stepped. Raises ValueError when
         the plan lacks room."""
-        shard = places.shard
+        shard = views.shard
         rule = self._rule_of(shard)
-        precision = places.tile.layout.precision
+        precision = views.tile.layout.precision
         num_steps = shard.num_steps + self._ahead
         if rule is None:
             return None
-        moments = places.views.moments
+        moments = views.states.moments
         dither = None
-        if len(places.names) > len(moments):
-            num = len(places.names)
-            room = places.tile.layout.num_moments
+        if len(views.names) > len(moments):
+            num = len(views.names)
+            room = views.tile.layout.num_moments
             raise ValueError(
-                f"this optimizer keeps {num} moments of a parameter ({', '.join(places.names)}) "
+                f"this optimizer keeps {num} moments of a parameter ({', '.join(views.names)}) "
                 "and the plan made room for "
                 f"num_moments={room}: {num} > {room}. Shard the model with "
                 f"OffloadPolicy(num_moments={num})"
             )
         if precision.is_stochastic:
-            dither = Dither(precision.key(shard.name), num_steps, places.first)
-        assert places.grad is not None
-        parts = StepParts(places.weight, places.master, places.grad, moments[: len(places.names)])
-        if places.source is not None:
-            weight, views = places.source
+            dither = Dither(precision.key(shard.name), num_steps, views.first)
+        assert views.grad is not None
+        parts = StepParts(views.weight, views.master, views.grad, moments[: len(views.names)])
+        if views.source is not None:
+            weight, states = views.source
             source = parts._replace(
-                weight=weight, master=views.master, moments=views.moments[: len(places.names)]
+                weight=weight, master=states.master, moments=states.moments[: len(views.names)]
             )
             parts = parts._replace(source=source)
         return PlannedStep(rule, parts, dither, self._starts(shard))
@@ -161,7 +161,7 @@ class Stepping:
         return shard.num_steps + self._ahead == 1 and not shard.has_moments
 
     def kinds(self, unit: Unit) -> Hashable:
-        """What the steps of a unit's parameters depend on beside places and numbers, which this
+        """What the steps of a unit's parameters depend on beside views and numbers, which this
         sets. Where it is as in the last step it is the same object, so that each tile of the unit
         compares it at once."""
         found = tuple([self._kind(shard) for shard in unit.shards])
@@ -201,25 +201,25 @@ def visiting(workers: Workers, chosen: Collection[Shard], visitor: Visitor) -> A
     set from its master.
     """
 
-    def visit(places: Places) -> None:
-        for piece in places.cut(PIECE_NUMEL) if places.shard in chosen else ():
+    def visit(views: ParamViews) -> None:
+        for piece in views.cut(PIECE_NUMEL) if views.shard in chosen else ():
             _visit(workers, visitor, piece)
 
     return visit
 
 
-def _visit(workers: Workers, visitor: Visitor, places: Places) -> None:
+def _visit(workers: Workers, visitor: Visitor, views: ParamViews) -> None:
     """Shows the states of some elements of a parameter, and stores what has changed."""
-    shard = places.shard
-    weight = places.weight
-    stored = places.master
-    moments = places.moments
+    shard = views.shard
+    weight = views.weight
+    stored = views.master
+    moments = views.moments
     is_split = stored is not None and stored.dtype == torch.int16
     master = widen_part(workers, weight if stored is None else stored, weight if is_split else None)
     values = {FP32_PARAM: master}
     for name, moment in moments.items():
         values[name] = widen_part(workers, moment, is_positive=is_positive(name))
-    visitor(values, shard, slice(places.first, places.first + places.numel))
+    visitor(values, shard, slice(views.first, views.first + views.numel))
     for name, moment in moments.items():
         narrow_part(workers, values[name], moment, is_positive=is_positive(name))
         shard.note_loaded(moments=not shard.num_steps and bool(values[name].any()))

@@ -97,7 +97,7 @@ class StateTiles(RestingTiles[Tile]):
         plan = self._shards.plan
         tiles = [tile for live in lives for tile in self._cut(live)]
         tiles = [
-            dataclasses.replace(tile, home=route.states, engine=route.engine)
+            dataclasses.replace(tile, state_home=route.states, engine=route.engine)
             for tile, route in zip(tiles, self._routes(tiles, plan), strict=True)
         ]
         self._announce(tiles)
@@ -133,7 +133,7 @@ class StateTiles(RestingTiles[Tile]):
         )
         moved: dict[Tile, Tile] = {}
         for tile in reversed(self.tiles):
-            if excess > 0 and tile.home is Tier.HOST and tile.state_bytes:
+            if excess > 0 and tile.state_home is Tier.HOST and tile.state_bytes:
                 moved[tile] = self._moved(tile, TileRoute(Tier.NVME, tile.engine))
                 excess -= tile.state_bytes
         self._set([moved.get(tile, tile) for tile in self.tiles])
@@ -157,7 +157,7 @@ class StateTiles(RestingTiles[Tile]):
         copies that it has no room for. Blocks; raises OSError."""
         self._give_up_seconds_without(plan)
         for tile in self.tiles:
-            if tile.home is Tier.HOST and tile.state_bytes:
+            if tile.state_home is Tier.HOST and tile.state_bytes:
                 self._store.cross(tile.entry, plan.streamed_part > 0)
         self._move(plan, (Tier.DEVICE, Tier.NVME))
 
@@ -168,7 +168,7 @@ class StateTiles(RestingTiles[Tile]):
     def _move(self, plan: Plan, homes: Collection[Tier]) -> None:
         routes = dict(zip(self.tiles, self._routes(self.tiles, plan), strict=True))
         due = {tile: route for tile, route in routes.items() if route.states in homes}
-        changed = [tile for tile, route in due.items() if route.states is not tile.home]
+        changed = [tile for tile, route in due.items() if route.states is not tile.state_home]
         self._give_up_seconds({tile.live for tile in changed} & self._seconds.keys())
         self._announce([self._elsewhere(tile, due[tile]) for tile in changed])
         crosses = plan.streamed_part > 0
@@ -235,7 +235,9 @@ class StateTiles(RestingTiles[Tile]):
         has_room = {Tier.NVME: second is not None or live.entry is not None}
         tiles = self._of_unit.get(live, [])
         due = [
-            t for t in tiles if has_room.get(t.home, second is not None and t.entry in second.slots)
+            t
+            for t in tiles
+            if has_room.get(t.state_home, second is not None and t.entry in second.slots)
         ]
         if not due:
             return True
@@ -343,16 +345,18 @@ class StateTiles(RestingTiles[Tile]):
         """The tiles in the order of a step: of units that are not streamed, then in the order of
         the next forward."""
         expected = {
-            unit: place for place, unit in enumerate(self._shards.prefetcher.order.first_uses())
+            unit: number for number, unit in enumerate(self._shards.prefetcher.order.first_uses())
         }
 
-        def place(live: LiveUnit) -> float:
+        def first_use(live: LiveUnit) -> float:
             return expected.get(live.unit.index, math.inf) if live.is_streamed else -1
 
-        return [tile for live in sorted(self._of_unit, key=place) for tile in self._of_unit[live]]
+        return [
+            tile for live in sorted(self._of_unit, key=first_use) for tile in self._of_unit[live]
+        ]
 
     def _accept(self) -> None:
-        """Makes the second copies that `attempt` steps the place where their units rest. They may
+        """Makes the second copies that `attempt` steps the memory where their units rest. They may
         still be under way."""
         for live in {tile.live for tile in self._shards.program.attempted} & self._seconds.keys():
             second = self._seconds[live]
@@ -412,7 +416,7 @@ class StateTiles(RestingTiles[Tile]):
             in_buffer = layout.buffer_bytes(numel, keeps_initial_master(unit, policy))
             entry = f"state/{unit.index}/{unit.name}/{start}"
             yield Tile(
-                start=start, numel=numel, layout=layout, entry=entry, home=plan.states, ranges=ranges, live=live,
+                start=start, numel=numel, layout=layout, entry=entry, state_home=plan.states, ranges=ranges, live=live,
                 room_bytes=in_buffer,
             )  # fmt: skip
 
@@ -436,18 +440,18 @@ class StateTiles(RestingTiles[Tile]):
             for tile in tiles
         ]
         sizes = [tile.state_bytes for tile in tiles]
-        return routes_of_tiles(sizes, numels, left, [tile.home for tile in tiles])
+        return routes_of_tiles(sizes, numels, left, [tile.state_home for tile in tiles])
 
     def _announce(self, tiles: Sequence[Tile]) -> None:
         """Lets the states of tiles on DEVICE share a slab."""
         for tile in tiles:
-            if tile.home is Tier.DEVICE and tile.state_bytes:
+            if tile.state_home is Tier.DEVICE and tile.state_bytes:
                 self._store.on_device.reserve(tile.entry, tile.state_bytes)
 
     def _bytes_on(self, home: Tier, tiles: Sequence[Tile] | None = None) -> int:
         """The bytes of states on a tier: of these tiles; default: of all."""
         found = self.tiles if tiles is None else tiles
-        return sum(tile.state_bytes for tile in found if tile.home is home)
+        return sum(tile.state_bytes for tile in found if tile.state_home is home)
 
     def _set(self, tiles: Sequence[Tile]) -> None:
         """Makes these the tiles, in the order of units and elements."""
@@ -459,7 +463,7 @@ class StateTiles(RestingTiles[Tile]):
     def _moved(self, tile: Tile, route: TileRoute, crosses_link: bool = False) -> Tile:
         """A tile on another route, whose states have moved if they rest elsewhere there. Blocks;
         raises OSError."""
-        if route.states is tile.home:
+        if route.states is tile.state_home:
             return (
                 tile
                 if route.engine is tile.engine
@@ -478,7 +482,7 @@ class StateTiles(RestingTiles[Tile]):
         """A tile on a route whose states rest elsewhere, under another name in the store."""
         name = tile.entry.removesuffix(_MOVED)
         entry = name if name != tile.entry else name + _MOVED
-        return dataclasses.replace(tile, home=route.states, engine=route.engine, entry=entry)
+        return dataclasses.replace(tile, state_home=route.states, engine=route.engine, entry=entry)
 
     def _protect(self, tiles: Sequence[Tile]) -> None:
         """Sets up checksums for bytes on NVMe: for states, and anew for weights, because tiles

@@ -1,4 +1,4 @@
-"""StateLayout: the places of optimizer states in a tile's bytes, and the pieces that have a
+"""StateLayout: the byte ranges of optimizer states in a tile's bytes, and the pieces that have a
 checksum each."""
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def moved_at_once(columns: Sequence[Column]) -> list[Column]:
     STRIP_NUMEL elements, or several."""
     strip_bytes = sum(column.strip_bytes for column in columns)
     num = max(1, round(AT_ONCE_BYTES / max(1, strip_bytes)))
-    return [Column(column.place, column.strip_bytes * num) for column in columns]
+    return [Column(column.bytes, column.strip_bytes * num) for column in columns]
 
 
 def is_positive(name: str) -> bool:
@@ -52,9 +52,9 @@ def is_positive(name: str) -> bool:
 
 
 class StatePart(NamedTuple):
-    """One part of the states: the master or a moment; `place` counts from 0."""
+    """One part of the states: the master or a moment; `number` counts from 0."""
 
-    place: int
+    number: int
     kind: Kind
 
     def num_bytes(self, numel: int) -> int:
@@ -98,16 +98,16 @@ class StateLayout:
                    fp16  2n        (none: the weight is the master, and rests elsewhere)
 
     A tile is one range of the disk, so its bytes are rounded up to the disk's alignment. Zeros are
-    the state before the first step in every format. Moments have a place here; the optimizer's rule
+    the state before the first step in every format. Moments have room here; the optimizer's rule
     names them, and two parameters of a tile may have different rules. 8-bit blocks of 64 elements
     are counted from the start of this rank's part of a parameter, and tiles never cut a block. If
     shards do not begin at multiples of 64 elements of the whole parameter, another number of ranks
     makes other blocks and other bits, of the same precision.
 
     With `master_from="init"` the first step makes a split master from fp32 values. These pass
-    through the tile's buffer behind the master, in the place of the moments, which are still zero:
+    through the tile's buffer behind the master, in the room of the moments, which are still zero:
 
-        [ low bits | fp32 values ... ]    fp32 masters need only their own place
+        [ low bits | fp32 values ... ]    fp32 masters need only their own room
     """
 
     dtype: torch.dtype
@@ -122,7 +122,7 @@ class StateLayout:
 
     @functools.cached_property
     def parts(self) -> tuple[StatePart, ...]:
-        """Every part, in the order of their places."""
+        """Every part, in order of `number`."""
         master = self.master
         first = () if master is None else (master,)
         kind = self.precision.moments
@@ -167,10 +167,10 @@ class StateLayout:
         """Each part in a tile's states; 8-bit: its codes, then its scales."""
         strip = self.strip_numel
         for part in self.parts:
-            places = self.ranges(part, numel, 0, numel)
+            of_tile = self.ranges(part, numel, 0, numel)
             of_strip = self.ranges(part, strip, 0, strip)
-            for place, own in zip(places, of_strip, strict=True):
-                yield Column(place, own.num_bytes)
+            for own, of_each in zip(of_tile, of_strip, strict=True):
+                yield Column(own, of_each.num_bytes)
 
     def views(self, states: torch.Tensor, numel: int) -> StateViews:
         """The parts of a tile's states as views of `states`: a uint8 tensor of
@@ -190,7 +190,7 @@ class StateLayout:
 
         The ranges one after the other are the bytes that `StatePart.view` takes.
         """
-        offset = sum(before.num_bytes(tile_numel) for before in self.parts[: part.place])
+        offset = sum(before.num_bytes(tile_numel) for before in self.parts[: part.number])
         if part.kind != "8bit":
             return [ByteRange(offset + part.num_bytes(start), part.num_bytes(numel))]
         scales = offset + tile_numel + num_scales(start)
@@ -359,24 +359,26 @@ def weight_runs(
             column = Column(
                 ByteRange(span.start * size, (span.stop - span.start) * size), strip * size
             )
-            places = part.in_unit.start * size, first * size, part.numel * size
+            found = part.in_unit.start * size, first * size, part.numel * size
             row = part.shard.numel // part.shard.num_rows * size if part.shard.num_rows else 0
-            yield StateRange(part.shard, _weight, *places, size, column=column, row_bytes=row)
+            yield StateRange(part.shard, _weight, *found, size, column=column, row_bytes=row)
 
 
 def _packed_runs(unit: Unit, form: BlockFormat, shard_rank: int) -> Iterator[StateRange]:
     """Codes of all parameters, then their scales; a scale of 4 bytes for each block of a rank's
     part."""
     grain = 8 // form.code_bits  # elements of a byte
-    places = [
+    ranges = [
         byte_ranges(unit.packed_numel, s.shard_offset, s.shard_offset + s.shard_numel, form)
         for s in unit.shards
     ]
     for kind, (name, size, numel) in enumerate(((_weight, 1, grain), (_weight_scales, 4, BLOCK))):
-        for shard, place in zip(unit.shards, places, strict=True):
+        for shard, of_shard in zip(unit.shards, ranges, strict=True):
             first = shard_rank * -(-shard.shard_numel // numel)
             own = -(-own_numel(shard, shard_rank) // numel)
-            yield StateRange(shard, name, place[kind].start, first * size, own * size, size, numel)
+            yield StateRange(
+                shard, name, of_shard[kind].start, first * size, own * size, size, numel
+            )
 
 
 def _weight() -> str:
@@ -395,7 +397,7 @@ def _cut(run: StateRange) -> Numbers:
         np.arange(round_up(run.first_byte + 1, BLOCK_BYTES), end, BLOCK_BYTES),
     ]
     if run.column is not None:
-        first = run.column.place.offset + run.first_byte - run.offset
+        first = run.column.bytes.offset + run.first_byte - run.offset
         step = run.column.strip_bytes
         cuts.append(np.arange(first + round_up(run.first_byte + 1 - first, step), end, step))
     if run.row_bytes:

@@ -159,7 +159,7 @@ class SteppedModel(AbstractContextManager["SteppedModel"]):
         self.rooflines: dict[BareSetting, list[float]] = {setting: [] for setting in SETTINGS}
         self.tile_names = [f"tile {tile.entry}" for tile in tiles]
         state_bytes = sum(tile.state_bytes for tile in tiles)
-        resident_bytes = sum(tile.state_bytes for tile in tiles if tile.home is Tier.HOST)
+        resident_bytes = sum(tile.state_bytes for tile in tiles if tile.state_home is Tier.HOST)
         self.facts = {
             "num_params": sum(p.numel() for p in model.parameters()),
             "precision": options.precision,
@@ -322,11 +322,11 @@ class Roofline(AbstractContextManager["Roofline"]):
         self._loops: list[BareLoop] = []
         with ExitStack() as opened:
             self._files = opened.enter_context(BenchFiles(paths, [self._file_bytes]))
-            for place in range(len(paths)):
+            for index in range(len(paths)):
                 if yardstick is not None:
-                    self._loops.append(BareLoop(yardstick, Path(self._files.name(place))))
+                    self._loops.append(BareLoop(yardstick, Path(self._files.name(index))))
                     opened.callback(self._loops[-1].close)
-                with self._passes(place, IoSettings(engine)) as passes:
+                with self._passes(index, IoSettings(engine)) as passes:
                     # first writes to preallocated blocks are slower: not what a step does
                     passes.run("write")
             self._opened = opened.pop_all()
@@ -338,8 +338,8 @@ class Roofline(AbstractContextManager["Roofline"]):
         """Seconds in which a step's bytes are read and written, on all paths at once. Blocks;
         raises OSError."""
         busy = [
-            (place, moved)
-            for place, moved in enumerate(load)
+            (index, moved)
+            for index, moved in enumerate(load)
             if moved.read_bytes or moved.written_bytes
         ]
         if not busy:
@@ -347,10 +347,10 @@ class Roofline(AbstractContextManager["Roofline"]):
         with ThreadPoolExecutor(len(busy)) as threads:
             return max(threads.map(lambda item: self._move(item[0], item[1], setting), busy))
 
-    def _move(self, place: int, moved: IoCounts, setting: BareSetting) -> float:
+    def _move(self, index: int, moved: IoCounts, setting: BareSetting) -> float:
         if self._loops:
             mode = "mixed" if all(moved) else "read" if moved.read_bytes else "write"
-            return self._loops[place].run(mode, *setting, *(each for each in moved if each)).seconds
+            return self._loops[index].run(mode, *setting, *(each for each in moved if each)).seconds
         both = min(moved)
         parts = {
             "mixed": both,
@@ -358,7 +358,7 @@ class Roofline(AbstractContextManager["Roofline"]):
             "write": moved.written_bytes - both,
         }
         with self._passes(
-            place, IoSettings(self._engine, setting.block_bytes, 2 * setting.depth)
+            index, IoSettings(self._engine, setting.block_bytes, 2 * setting.depth)
         ) as passes:
             return sum(
                 passes.run(mode, num_bytes).seconds
@@ -366,8 +366,8 @@ class Roofline(AbstractContextManager["Roofline"]):
                 if num_bytes
             )
 
-    def _passes(self, place: int, io: IoSettings) -> Passes:
-        return Passes(self._files.descriptor(place), self._file_bytes, io)
+    def _passes(self, index: int, io: IoSettings) -> Passes:
+        return Passes(self._files.descriptor(index), self._file_bytes, io)
 
 
 def ceiling(

@@ -33,7 +33,7 @@ from tiermem.checkpoint.opening.verified import LEAST_AREA_BYTES
 from tiermem.checkpoint.saving.capture import buffers, modules_with_extra
 from tiermem.checkpoint.together import everywhere
 from tiermem.optim.tile import Tile
-from tiermem.optim.tile_work import Places
+from tiermem.optim.tile_work import ParamViews
 from tiermem.optim.tiles import tiles_of
 from tiermem.run.shards import Shards
 from tiermem.swap.base.grad_mode import call_with_grad
@@ -167,7 +167,7 @@ class Wants(NamedTuple):
 
 
 class Filling:
-    """Fills the places of a model from a source.
+    """Fills a model from a source.
 
     Args:
         source: the opened step.
@@ -202,18 +202,18 @@ class Filling:
                 first = piece.first_element(shard_rank)
                 yield from (Elements(name, state, first, piece.numel) for state in states)
 
-    def fill(self, places: Places) -> None:
+    def fill(self, views: ParamViews) -> None:
         """Fills elements of one parameter. Blocks; raises OSError."""
-        name = self._names.get(places.shard)
+        name = self._names.get(views.shard)
         if name is None:
             return
-        for piece in places.cut(CHUNK_NUMEL):
+        for piece in views.cut(CHUNK_NUMEL):
             if self._wants.weights:
                 self._put_weight(name, piece)
             elif piece.master is not None:
                 self._master_from_weight(piece)
-            for moment, place in piece.moments.items() if self._wants.states else ():
-                self._put_moment(name, moment, piece, place)
+            for moment, target in piece.moments.items() if self._wants.states else ():
+                self._put_moment(name, moment, piece, target)
 
     def weight(self, name: str, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Elements of a weight in a dtype: as saved if the weight has that dtype, else from the
@@ -241,61 +241,61 @@ class Filling:
         kind of master."""
         return is_split and self._wants.masters and self._source.kind(name, MASTER) != kinds.SPLIT
 
-    def _put_weight(self, name: str, places: Places) -> None:
+    def _put_weight(self, name: str, views: ParamViews) -> None:
         """The weight and its master."""
-        master = places.master
-        weight = places.weight
+        master = views.master
+        weight = views.weight
         is_of_master = self._is_weight_of_master(
             name, master is not None and master.dtype == torch.int16
         )
         if not is_of_master:
             self._note(WEIGHT, self._source.kind(name, WEIGHT), kinds.name_of(weight.dtype))
-            self._source.weight_into(name, places.first, weight)
+            self._source.weight_into(name, views.first, weight)
         if master is None:
             return
         if self._wants.masters:
-            self._put(name, MASTER, places, master, weight if is_of_master else None)
+            self._put(name, MASTER, views, master, weight if is_of_master else None)
         else:
-            self._master_from_weight(places)
+            self._master_from_weight(views)
 
-    def _master_from_weight(self, places: Places) -> None:
-        assert places.master is not None
-        if places.master.dtype == torch.int16:
-            places.master.zero_()  # the bits of an fp32 number that bf16 does not have
+    def _master_from_weight(self, views: ParamViews) -> None:
+        assert views.master is not None
+        if views.master.dtype == torch.int16:
+            views.master.zero_()  # the bits of an fp32 number that bf16 does not have
         else:
-            places.master.copy_(places.weight)
+            views.master.copy_(views.weight)
 
-    def _put_moment(self, name: str, moment: str, places: Places, place: Moment) -> None:
-        stored = place if isinstance(place, Quantised) else (place,)
+    def _put_moment(self, name: str, moment: str, views: ParamViews, target: Moment) -> None:
+        stored = target if isinstance(target, Quantised) else (target,)
         if not self.opens_states or self._source.kind(name, moment) is None:
             for each in stored:
                 each.zero_()
             return
-        self._put(name, moment, places, place)
+        self._put(name, moment, views, target)
         # `has_moments` is only for these parameters
         is_new = self._source.parameters[name].num_steps == 0
-        if is_new and places.shard not in self.has_moments and stored[0].any():
-            self.has_moments.add(places.shard)
+        if is_new and views.shard not in self.has_moments and stored[0].any():
+            self.has_moments.add(views.shard)
 
     def _put(
         self,
         name: str,
         state: str,
-        places: Places,
-        place: Moment,
+        views: ParamViews,
+        target: Moment,
         weight: torch.Tensor | None = None,
     ) -> None:
-        """Puts a state into its place, converted if needed. weight: receives the upper half of a
+        """Puts a state into its target, converted if needed. weight: receives the upper half of a
         split master."""
         saved = self._source.kind(name, state)
         kept = kinds.CODES
-        if isinstance(place, torch.Tensor):
-            kept = kinds.SPLIT if place.dtype == torch.int16 else kinds.name_of(place.dtype)
-        if isinstance(place, torch.Tensor) and saved == kept:
-            self._source.read_into(name, state, places.first, place)
+        if isinstance(target, torch.Tensor):
+            kept = kinds.SPLIT if target.dtype == torch.int16 else kinds.name_of(target.dtype)
+        if isinstance(target, torch.Tensor) and saved == kept:
+            self._source.read_into(name, state, views.first, target)
         else:
-            values = self._source.fp32(name, state, places.first, places.numel)
-            narrow_part(self._workers, values, place, weight, is_positive=is_positive(state))
+            values = self._source.fp32(name, state, views.first, views.numel)
+            narrow_part(self._workers, values, target, weight, is_positive=is_positive(state))
         self._note(state, saved, kept)
 
     def _note(self, state: str, saved: str | None, kept: str) -> None:
@@ -411,17 +411,17 @@ def _put_weight(
     keeps_initial = initial_master(live.unit) in shards.store
     for start in range(0, numel, CHUNK_NUMEL):
         due = (name, first + start, min(CHUNK_NUMEL, numel - start))
-        place = shard.shard_offset + start
+        offset = shard.shard_offset + start
         if live.unit.blocks is not None:
             packed = source.blocks(*due, live.unit.blocks)
             if packed is not None:
-                shards.values.put_blocks(live, slice(place, place + due[2]), packed)
+                shards.values.put_blocks(live, slice(offset, offset + due[2]), packed)
                 continue
         if keeps_initial:
             shards.values.put_initial_master(
                 live.unit, shard, filling.weight(*due, torch.float32), start
             )
-        shards.values.put_elements(live, place, filling.weight(*due, live.unit.dtype))
+        shards.values.put_elements(live, offset, filling.weight(*due, live.unit.dtype))
 
 
 def _show(shards: Shards, source: Source, fitted: Fitted, wants: Wants, filling: Filling) -> None:

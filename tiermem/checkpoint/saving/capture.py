@@ -203,7 +203,9 @@ def _what_decides(shards: Shards, names: Sequence[str]) -> tuple[object, ...]:
     moments = tuple(
         tiles.names(shard) for live, shard in shards.parameters() if live.unit.is_trainable
     )
-    on_nvme = tuple((tile.entry, tile.is_started) for tile in tiles.tiles if tile.home is Tier.NVME)
+    on_nvme = tuple(
+        (tile.entry, tile.is_started) for tile in tiles.tiles if tile.state_home is Tier.NVME
+    )
     return tuple(names), units, tiles, on_nvme, moments
 
 
@@ -259,7 +261,9 @@ def _states_of(shards: Shards, tile: Tile, names: tuple[str, ...]) -> Sequence[_
         return []
     layout = tile.layout
     found = list[_StatePlace]()
-    holder = tile.entry if tile.home is Tier.NVME else in_memory(shards.store.view(tile.entry))
+    holder = (
+        tile.entry if tile.state_home is Tier.NVME else in_memory(shards.store.view(tile.entry))
+    )
     master = [] if layout.master is None else [(layout.master, MASTER)]
     for part, state in [
         *master,
@@ -308,8 +312,8 @@ def _states(
         return
     names = tiles.names(shard)
     for tile, elements in pieces:
-        if (tile.home is Tier.NVME) == is_on_nvme:
-            in_tile = tile.place_of(elements).start
+        if (tile.state_home is Tier.NVME) == is_on_nvme:
+            in_tile = tile.slice_of(elements).start
             yield from _cut(shards, elements, states_of(tile, names), in_tile)
 
 
