@@ -65,11 +65,11 @@ class SafetensorsFile:
     def __init__(self, new: durable.NewFile, entries: Sequence[WeightEntry]) -> None:
         ties = {alias: entry.names[0] for entry in entries for alias in entry.names[1:]}
         header: dict[str, Any] = {"__metadata__": {"format": "pt", **ties}}
-        place = 0
-        self._places: dict[str, int] = {}
+        offset = 0
+        self._offsets: dict[str, int] = {}
         for entry in entries:
-            self._places[entry.names[0]] = place
-            offsets = [place, place := place + entry.num_bytes]
+            self._offsets[entry.names[0]] = offset
+            offsets = [offset, offset := offset + entry.num_bytes]
             header[entry.names[0]] = {
                 "dtype": dtype_code(entry.dtype), "shape": list(entry.shape), "data_offsets": offsets,
             }  # fmt: skip
@@ -78,14 +78,14 @@ class SafetensorsFile:
         self._base = 8 + len(text)
         self._new = new
         with durable.named(new.path):
-            take_room(new.fd, 0, self._base + place, new.path)
+            take_room(new.fd, 0, self._base + offset, new.path)
         self._write(memoryview(len(text).to_bytes(8, "little") + text), 0)
 
     def put(self, entry: WeightEntry, start: int, values: torch.Tensor) -> None:
         """Writes elements [start, start + numel) of an entry from a flat CPU tensor of its dtype.
         Blocks; raises OSError."""
         raw = values.contiguous().view(-1).view(torch.uint8).numpy().data
-        self._write(raw, self._base + self._places[entry.names[0]] + start * entry.dtype.itemsize)
+        self._write(raw, self._base + self._offsets[entry.names[0]] + start * entry.dtype.itemsize)
 
     def close(self) -> None:
         """Does nothing: every byte is written."""

@@ -178,7 +178,7 @@ class StepMix(AbstractContextManager["StepMix"]):
         check_room(paths, [("a file to measure on (--size)", file_bytes)])
         with contextlib.ExitStack() as opened:
             files = opened.enter_context(BenchFiles(paths, [file_bytes]))
-            self._fds = [files.descriptor(place) for place in range(len(paths))]
+            self._fds = [files.descriptor(index) for index in range(len(paths))]
             # says how many bytes settings move in the time of a turn
             self._latest: dict[IoSettings, Turn] = {}
             self._file_bytes = self._on_all(

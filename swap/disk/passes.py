@@ -66,11 +66,11 @@ class Passes(AbstractContextManager["Passes"]):
         read     the file in order
         write    the file in order
         mixed    both at once, as the optimizer's step does: a piece is read while one half a file away is written
-        random, random-write    single blocks at random places, read or written by batch calls
+        random, random-write    single blocks at random offsets, read or written by batch calls
 
     Disk benchmarks use it, and `weigh` measures paths with it. The window of memory holds `depth`
     blocks and about the same number of spare blocks, so that the queue stays full while the next
-    piece waits for the oldest: a disk ends pieces in any order. Each piece has its own place in the
+    piece waits for the oldest: a disk ends pieces in any order. Each piece has its own part of the
     window. The memory holds random bytes, so that disks which compress or skip zeros give real
     rates. Times include the last answer and, on request, a sync.
 
@@ -144,43 +144,43 @@ class Passes(AbstractContextManager["Passes"]):
         pieces[:] = np.frombuffer(np.random.default_rng().bytes(self._piece_bytes), dtype=np.uint8)
 
     def _run_in_order(self, quota: Quota, reads: bool, writes: bool) -> int:
-        """Both ways share the window: reads take its even places, writes its odd ones. Returns the
+        """Both ways share the window: reads take its even buffers, writes its odd ones. Returns the
         bytes of one way."""
-        places = self._num_pieces // 2 if reads and writes else self._num_pieces
+        num_buffers = self._num_pieces // 2 if reads and writes else self._num_pieces
         stride = 2 if reads and writes else 1
         far = self._file_bytes // 2 // self._block_bytes * self._block_bytes if reads else 0
         done = 0
-        with InFlight(places) as in_flight:
+        with InFlight(num_buffers) as in_flight:
             for number in itertools.count():
                 offset = done % self._file_bytes
                 length = quota.take(min(self._piece_bytes, self._file_bytes - offset))
                 if not length:
                     break
-                place = self._memory.address + number % places * stride * self._piece_bytes
-                ops = [Op(READ, self._fd, place, length, offset)] if reads else []
+                address = self._memory.address + number % num_buffers * stride * self._piece_bytes
+                ops = [Op(READ, self._fd, address, length, offset)] if reads else []
                 if writes:
-                    place += (stride - 1) * self._piece_bytes
-                    ops += self._write_at((offset + far) % self._file_bytes, place, length)
+                    address += (stride - 1) * self._piece_bytes
+                    ops += self._write_at((offset + far) % self._file_bytes, address, length)
                 in_flight.add(functools.partial(self.queue.finish, self.queue.submit(ops)))
                 done += length
         return done
 
-    def _write_at(self, offset: int, place: int, length: int) -> list[Op]:
+    def _write_at(self, offset: int, address: int, length: int) -> list[Op]:
         """One write, or two where the file's end cuts it."""
         first = min(length, self._file_bytes - offset)
-        ops = [Op(WRITE, self._fd, place, first, offset)]
+        ops = [Op(WRITE, self._fd, address, first, offset)]
         if first < length:
-            ops.append(Op(WRITE, self._fd, place + first, length - first, 0))
+            ops.append(Op(WRITE, self._fd, address + first, length - first, 0))
         return ops
 
     def _run_random(self, quota: Quota, seed: int, kind: int) -> int:
-        """Batches of blocks, several under way: a place is used again when its batch has ended.
+        """Batches of blocks, several under way: a buffer is used again when its batch has ended.
         Returns the bytes moved."""
-        num_places = self._memory.num_bytes // self._block_bytes
-        batch = max(1, min(num_places // _RANDOM_BATCHES, max(self._depth, 256)))
+        num_buffers = self._memory.num_bytes // self._block_bytes
+        batch = max(1, min(num_buffers // _RANDOM_BATCHES, max(self._depth, 256)))
         generator = np.random.default_rng(seed)
         file_blocks = self._file_bytes // self._block_bytes
-        places = self._memory.address + np.arange(num_places, dtype=np.int64) * self._block_bytes
+        buffers = self._memory.address + np.arange(num_buffers, dtype=np.int64) * self._block_bytes
         done = 0
         with InFlight(_RANDOM_BATCHES) as in_flight:
             for number in itertools.count():
@@ -192,7 +192,7 @@ class Passes(AbstractContextManager["Passes"]):
                     * self._block_bytes
                 )
                 start = number % _RANDOM_BATCHES * batch
-                addresses = places[start : start + num_blocks]
+                addresses = buffers[start : start + num_blocks]
                 tag = self.queue.submit_blocks(
                     Blocks(kind, self._fd, addresses, offsets, self._block_bytes)
                 )

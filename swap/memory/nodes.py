@@ -59,17 +59,17 @@ def deal_cores(
     wanted: the node of each rank's accelerator; None where one is not known, then nobody's counts.
     """
     near = sorted(cores, key=lambda core: (node_of_cores([core], nodes) or 0, core))
-    place = rank
+    index = rank
     ranks = len(wanted)
     by_node = {node: [core for core in near if core in held] for node, held in nodes.items()}
     if all(
         node is not None and len(by_node.get(node, ())) >= wanted.count(node) for node in wanted
     ):
         near = next(held for node, held in by_node.items() if node == wanted[rank])
-        place = wanted[:rank].count(wanted[rank])
+        index = wanted[:rank].count(wanted[rank])
         ranks = wanted.count(wanted[rank])
     share = len(near) // ranks
-    return tuple(near[place * share : (place + 1) * share])
+    return tuple(near[index * share : (index + 1) * share])
 
 
 def node_of_cores(cores: Iterable[int], nodes: Mapping[int, frozenset[int]]) -> int | None:

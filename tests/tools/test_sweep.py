@@ -100,7 +100,7 @@ def test_an_engine_that_cannot_run_is_tried_once_and_the_others_go_on() -> None:
 def test_several_paths_are_measured_alone_and_all_at_once() -> None:
     given = options("/a", "/b")
     settings = settings_of(given)
-    assert [(each.path, each.places) for each in settings] == [
+    assert [(each.path, each.path_indices) for each in settings] == [
         ("/a", (0,)),
         ("/b", (1,)),
         ("all", (0, 1)),

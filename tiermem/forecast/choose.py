@@ -378,17 +378,17 @@ def _axes_of(
         starts = [0] if near else []
         for home in homes:
             parts = _EIGHTHS if is_gpu else (1.0,)
-            starts += [len(values) + place for place in range(0, len(parts), _START_EACH)]
+            starts += [len(values) + index for index in range(0, len(parts), _START_EACH)]
             values += [{"optim": home, "optim_ratio": part} for part in parts]
         yield Axis("states", values, starts)
     own = policy.params is Tier.NVME and policy.host_param_numel is None
     is_moved = "params" in moved and policy.stage == 3
     if is_moved or own:
         numel = sum(unit.full_numel for unit in division.units if not unit.is_resident)
-        places = [*near, *homes] if is_moved else [Tier.NVME]
-        values = [{"params": home} for home in places]
+        to_try = [*near, *homes] if is_moved else [Tier.NVME]
+        values = [{"params": home} for home in to_try]
         starts = list(range(len(values)))
-        if Tier.NVME in places and policy.host_param_numel is None:
+        if Tier.NVME in to_try and policy.host_param_numel is None:
             more = ({"params": Tier.NVME, "host_param_numel": int(part * numel)} for part in _PARTS)
             values += itertools.islice(more, 1, None)
         yield Axis("weights", values, starts)
@@ -503,7 +503,7 @@ class _Search:
         that are the best with one of their values."""
         found: dict[tuple[int, int], Point] = {}
         for values in itertools.product(*(axis.starts for axis in self._axes)):
-            points = ((place, *values) for place in range(self._sizes[0]))
+            points = ((first, *values) for first in range(self._sizes[0]))
             point = next((each for each in points if self._try(each) is not None), None)
             for key in enumerate(point or ()):
                 assert point is not None

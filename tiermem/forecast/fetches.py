@@ -217,9 +217,9 @@ class _PlayedUnit:
     def land(self) -> None:
         """-> PRESENT. What this use has begun of it was not fetched ahead."""
         fetches = self._play.fetches
-        for place in range(self._play.first, len(fetches)):
-            if fetches[place].unit == self.unit.index:
-                fetches[place] = fetches[place]._replace(is_awaited=True)
+        for index in range(self._play.first, len(fetches)):
+            if fetches[index].unit == self.unit.index:
+                fetches[index] = fetches[index]._replace(is_awaited=True)
         self.state = UnitState.PRESENT
         self._is_reading = False
 

@@ -267,10 +267,12 @@ def _stepped_early(
     busy_s = 0.0  # until then: the disk or kernels
     end_s = 0.0  # and the maths
     is_begun = False
-    last = {index: place for place, use in enumerate(reversed(course.uses)) for index in use.units}
+    last = {
+        index: number for number, use in enumerate(reversed(course.uses)) for index in use.units
+    }
     waiting: list[tuple[int, float]] = []  # units that are home, and the seconds that each takes
-    for place, use in enumerate(reversed(course.uses)):
-        of_use = [plan.division.units[index] for index in use.units if last[index] == place]
+    for number, use in enumerate(reversed(course.uses)):
+        of_use = [plan.division.units[index] for index in use.units if last[index] == number]
         end_s += use.backward_s * course.at_once
         busy_s += sum(_firm_s(course, unit, use.reads_again) for unit in of_use)
         while waiting and busy_s < end_s:

@@ -123,21 +123,21 @@ class GradientLink:
     def _copy(self, parts: Sequence[GradientPart], slot: Slot) -> list[GradientPart]:
         """Starts the copies of parts into a buffer; returns the parts there, in the same order."""
         order = sorted(range(len(parts)), key=lambda i: parts[i].data.nbytes)
-        places: dict[int, slice] = {}
+        spans: dict[int, slice] = {}
         stop = packed_bytes = num_packed = 0
         for i in order:
-            places[i] = slice(stop, stop + parts[i].data.nbytes)
-            stop = round_up(places[i].stop, _ALIGNMENT)
+            spans[i] = slice(stop, stop + parts[i].data.nbytes)
+            stop = round_up(spans[i].stop, _ALIGNMENT)
             if parts[i].data.nbytes <= _PACKED_BYTES and stop <= _ROOM_BYTES:
                 packed_bytes = stop
                 num_packed += 1
         if packed_bytes:
             packed = torch.empty(packed_bytes, dtype=torch.uint8, device=self._device)
             for i in order[:num_packed]:
-                packed[places[i]].view(parts[i].data.dtype).copy_(parts[i].data)
+                packed[spans[i]].view(parts[i].data.dtype).copy_(parts[i].data)
             slot.tensor[:packed_bytes].copy_(packed, non_blocking=True)
         hosted = [
-            p._replace(data=slot.tensor[places[i]].view(p.data.dtype)) for i, p in enumerate(parts)
+            p._replace(data=slot.tensor[spans[i]].view(p.data.dtype)) for i, p in enumerate(parts)
         ]
         for i in order[num_packed:]:
             hosted[i].data.copy_(parts[i].data, non_blocking=True)

@@ -133,7 +133,7 @@ class GradientHomes:
         self._added: dict[nn.Parameter, torch.Tensor | None] = {}
         # the modules and parameters that each module of the model holds, all of these, and the
         # parameters among them that no unit holds
-        self._places: list[dict[str, Any]] = []
+        self._children: list[dict[str, Any]] = []
         self._held: list[Any] = []
         self._ordinary: list[nn.Parameter] = []
         # called when a unit's gradients of a backward are on their tier, or on their way to NVMe
@@ -225,13 +225,13 @@ class GradientHomes:
     def _ordinary_of(self, model: nn.Module) -> list[nn.Parameter]:
         """A model's parameters that no unit holds. The model is only searched where a module holds
         another parameter or module than before."""
-        held = [*itertools.chain.from_iterable(map(dict.values, self._places))]
-        if not self._places or [*map(id, held)] != [*map(id, self._held)]:
+        held = [*itertools.chain.from_iterable(map(dict.values, self._children))]
+        if not self._children or [*map(id, held)] != [*map(id, self._held)]:
             modules = [*model.modules()]
-            self._places = [
-                place for each in modules for place in (each._modules, each._parameters)
+            self._children = [
+                children for each in modules for children in (each._modules, each._parameters)
             ]
-            self._held = [*itertools.chain.from_iterable(map(dict.values, self._places))]
+            self._held = [*itertools.chain.from_iterable(map(dict.values, self._children))]
             self._ordinary = [p for p in model.parameters() if registry.owner_of(p) is None]
         return self._ordinary
 

@@ -1,4 +1,4 @@
-"""Agreement: before collectives begin, all ranks compare program place, model and policy; a
+"""Agreement: before collectives begin, all ranks compare program point, model and policy; a
 difference is an error."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tiermem.ranks.topology import Topology, ranks_per_node
 # bytes. So the facts that decide the sequence of collectives are compared before they begin: when
 # an engine starts, under zero.Init before each parameter is shared, when a model is sharded, and
 # when its memory is planned. Every comparison begins with the same collective (a digest of 32 bytes
-# from every rank), so ranks that are at different places find that out, too.
+# from every rank), so ranks that are at different points find that out, too.
 
 # fields of a policy that may differ between ranks
 _OWN = {"paths", "disk_bytes", "pin_memory", "io", "timeout_s"}
@@ -37,7 +37,7 @@ def agree(topology: Topology, facts: Mapping[str, Any], where: str = "tiermem.sh
 
     Args:
         facts: by name; values are compared as text, and the order is compared as well.
-        where: the place in the program, which is compared first.
+        where: the point of the program, which is compared first.
     """
     if topology.group is None:
         return
@@ -99,13 +99,13 @@ def _difference(ours: Any, theirs: Any, rank: int) -> str:
         name for name in {**first, **other} if first.get(name, absent) != other.get(name, absent)
     ]
     if not found:
-        place, (mine, its) = next(
-            (place, pair)
-            for place, pair in enumerate(zip(first, other, strict=True))
+        number, (mine, its) = next(
+            (number, pair)
+            for number, pair in enumerate(zip(first, other, strict=True))
             if pair[0] != pair[1]
         )
         return (
-            f"number {place} is {mine} on rank 0 and {its} on rank {rank}: the same in another "
+            f"number {number} is {mine} on rank 0 and {its} on rank {rank}: the same in another "
             "order. Build the model in the same order on every rank"
         )
     told = [
@@ -120,5 +120,5 @@ def _difference(ours: Any, theirs: Any, rank: int) -> str:
 
 
 def _shown(facts: Mapping[str, str]) -> str:
-    """The single fact of a place that has exactly one, in parentheses; else empty."""
+    """The single fact of a point that has exactly one, in parentheses; else empty."""
     return f" ({', '.join(facts.values())})" if len(facts) == 1 else ""

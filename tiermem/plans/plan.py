@@ -347,9 +347,9 @@ class Planner:
         taken = within(sizes, min(num_bytes, sum(sizes)))
         left = num_bytes - sum(itertools.compress(sizes, taken))
         # what is left goes to units whose gradients come first
-        for place in reversed(range(len(sizes))):
-            if not taken[place] and sizes[place] <= left:
-                taken[place], left = True, left - sizes[place]
+        for index in reversed(range(len(sizes))):
+            if not taken[index] and sizes[index] <= left:
+                taken[index], left = True, left - sizes[index]
         return tuple(unit.index for unit in itertools.compress(self._all_copied, taken))
 
     def copy_bytes(self, unit: Unit, tile_numel: int) -> tuple[int, int]:
@@ -377,12 +377,12 @@ class Planner:
             sheet.add(*row, crosses_link)
         streamed = [each for each in self._counted if each[0].takes_buffer]
         num_units = min(num_units, sum(num for _, num in streamed))
-        place = Tier.DEVICE if self._is_gpu else Tier.HOST
+        full_tier = Tier.DEVICE if self._is_gpu else Tier.HOST
         needs_staging = (
             self._num_shards > 1 or self._is_gpu or any(u.is_packed for u, _ in streamed)
         )
         sizes = (unit.full_bytes for unit, _ in streamed)
-        units = sheet.buffers("unit", num_units, sizes, "in use and fetched ahead", tier=place)
+        units = sheet.buffers("unit", num_units, sizes, "in use and fetched ahead", tier=full_tier)
         shard_sizes = (unit.shard_bytes for unit, _ in at_home[Tier.NVME])
         # one more, which the accelerator still reads
         num_shards = (3 if self._is_gpu else 2) * needs_staging
@@ -401,7 +401,7 @@ class Planner:
             units.num,
             wire_sizes,
             "blocks on their way, packed or from other ranks",
-            tier=place,
+            tier=full_tier,
         )
         gradients = self._add_gradients(sheet, grads)
         most = policy.reduce_bucket_numel if self._world > 1 else sys.maxsize
@@ -418,7 +418,7 @@ class Planner:
             largest_buffer(u, self._topology, limit, self._is_gpu) for u, _ in self._trainable
         )
         sums = sheet.buffers(
-            "reduce", num_sums, sum_sizes, "gradients on their way between ranks", tier=place
+            "reduce", num_sums, sum_sizes, "gradients on their way between ranks", tier=full_tier
         )
         self._add_packing(sheet, wired)
         activations, room_bytes = self._add_activations(sheet, room_bytes)
@@ -513,9 +513,9 @@ class Planner:
         """The rows of parameters, and whether each crosses the link."""
         is_gpu = self._is_gpu
         present = [each for each in self._counted if each[0].is_resident]
-        place = Tier.DEVICE if is_gpu else Tier.HOST
+        full_tier = Tier.DEVICE if is_gpu else Tier.HOST
         full = _pages((unit.full_bytes, num) for unit, num in present)
-        found = [(Row("resident parameters", place, full, "present all the time"), False)]
+        found = [(Row("resident parameters", full_tier, full, "present all the time"), False)]
         if self._num_shards > 1 or (is_gpu and self._states is not Tier.DEVICE):
             home = Tier.DEVICE if self._states is Tier.DEVICE else Tier.HOST
             shards = _pages((unit.shard_bytes, num) for unit, num in present)
@@ -536,7 +536,7 @@ class Planner:
                 if not unit.is_resident
             )
             why = "backward gathers from them (hpZ)"
-            found.append((Row("secondary copies", place, second, why), False))
+            found.append((Row("secondary copies", full_tier, second, why), False))
         return found
 
     def _add_gradients(self, sheet: _Sheet, home: Tier | None) -> Buffers:

@@ -63,7 +63,7 @@ class Link(NamedTuple):
     """The block's name in the model."""
     container: nn.Module
     """The ModuleList or Sequential that holds it."""
-    place: str
+    child: str
     """Its name in the container."""
     block: nn.Module
     leaves: Sequence[Any]
@@ -88,28 +88,28 @@ class Arguments(NamedTuple):
 
     leaves: Sequence[Any]
     spec: TreeSpec
-    places: Sequence[tuple[int, Source]]
+    positions: Sequence[tuple[int, Source]]
     """The leaves that were left out."""
 
     @classmethod
     def of(cls, args: Any, kwargs: Any, sources: Mapping[int, Source]) -> Arguments:
         """Takes the arguments apart. sources: of tensors, by their id."""
         leaves, spec = tree_flatten((args, kwargs))
-        places = [(i, sources[id(leaf)]) for i, leaf in enumerate(leaves) if id(leaf) in sources]
-        for place, _ in places:
-            leaves[place] = None
-        return cls(leaves, spec, places)
+        positions = [(i, sources[id(leaf)]) for i, leaf in enumerate(leaves) if id(leaf) in sources]
+        for position, _ in positions:
+            leaves[position] = None
+        return cls(leaves, spec, positions)
 
     @property
     def sources(self) -> list[Source]:
         """Of the tensors that were left out, each once."""
-        return list(dict.fromkeys(source for _, source in self.places))
+        return list(dict.fromkeys(source for _, source in self.positions))
 
     def filled(self, tensors: Mapping[Source, torch.Tensor]) -> tuple[Any, Any]:
         """(args, kwargs) with a tensor for each source."""
         leaves = list(self.leaves)
-        for place, source in self.places:
-            leaves[place] = tensors[source]
+        for position, source in self.positions:
+            leaves[position] = tensors[source]
         args, kwargs = tree_unflatten(leaves, self.spec)
         return args, kwargs
 
@@ -121,7 +121,7 @@ class _ChainCall(NamedTuple):
     """One call of a block while the chain is looked for."""
 
     container: nn.Module
-    place: str
+    child: str
     block: nn.Module
     shapes: Mapping[str, torch.Size]  # of the tensors among its arguments, by parameter
     # leaf of the output of the block before -> the parameter that takes the same tensor
@@ -175,8 +175,8 @@ class _ChainWatch:
     def watching(self) -> Iterator[None]:
         handles = []
         for container in self._containers:
-            for place, block in container.named_children():
-                before = functools.partial(self._begin, container, place)
+            for child, block in container.named_children():
+                before = functools.partial(self._begin, container, child)
                 handles.append(block.register_forward_pre_hook(before, with_kwargs=True))
                 handles.append(block.register_forward_hook(self._end, with_kwargs=True))
         try:
@@ -239,16 +239,16 @@ class _ChainWatch:
             if same:
                 like[i] = taken if taken in same else same[0]
         name = names[call.block]
-        return Link(name, call.container, call.place, call.block, leaves, spec, like)
+        return Link(name, call.container, call.child, call.block, leaves, spec, like)
 
     def _begin(
-        self, container: nn.Module, place: str, block: nn.Module, args: Any, kwargs: Any
+        self, container: nn.Module, child: str, block: nn.Module, args: Any, kwargs: Any
     ) -> None:
         given = tensors_by_parameter(block, args, kwargs)
         shapes = {name: each.shape for name, each in given.items()}
         out = {id(leaf): i for i, leaf in enumerate(self._last)}
         same = {out[id(each)]: name for name, each in given.items() if id(each) in out}
-        self._calls.append(_ChainCall(container, place, block, shapes, same))
+        self._calls.append(_ChainCall(container, child, block, shapes, same))
 
     def _end(self, block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._last, spec = tree_flatten(output)
@@ -356,11 +356,11 @@ class Walk:
         try:
             for number, link in enumerate(self._links):
                 stand_in = _StandIn(link.block, number, self._visit)
-                link.container.register_module(link.place, stand_in)
+                link.container.register_module(link.child, stand_in)
             yield
         finally:
             for link in self._links:
-                link.container.register_module(link.place, link.block)
+                link.container.register_module(link.child, link.block)
 
     def _visit(self, number: int, args: Any, kwargs: Any) -> Any:
         links = self._links

@@ -271,11 +271,11 @@ class ParametersInInit:
             return value
         value = value.contiguous()
         value = sendable(self.topology, value)
-        share_parts(self.topology, value, self._places, "sharing initial values")
+        share_parts(self.topology, value, self._parts, "sharing initial values")
         return value
 
     @functools.cached_property
-    def _places(self) -> list[int]:
+    def _parts(self) -> list[int]:
         """The part that each rank keeps, in the order of ranks. Collective the first time;
         blocks."""
         return exchange(self.topology, self.topology.shard_rank)

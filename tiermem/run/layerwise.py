@@ -418,21 +418,21 @@ class LayerwisePasses:
         yield
         micro.random = micro.random.unless_new(_Random.now(self._device))
 
-    def _keep(self, number: int, place: int, micro: _MicroBatch, tensor: torch.Tensor) -> Kept:
+    def _keep(self, number: int, position: int, micro: _MicroBatch, tensor: torch.Tensor) -> Kept:
         activations = self._hooks.activations
         if activations is None:
             return Saved.of(tensor)
         following = (
             (micro.number + 1, number) if micro.number + 1 < len(self._micros) else (0, number - 1)
         )
-        return activations.keep(tensor, lambda: self._kept(*following, place))
+        return activations.keep(tensor, lambda: self._kept(*following, position))
 
-    def _kept(self, of: int, number: int, place: int) -> Kept | None:
+    def _kept(self, of: int, number: int, position: int) -> Kept | None:
         """A kept input of a block, until it is taken."""
         inputs = self._micros[of].inputs if self._micros else []
         if not 0 <= number < len(inputs):
             return None
-        return next(itertools.islice(inputs[number].values(), place, None), None)
+        return next(itertools.islice(inputs[number].values(), position, None), None)
 
     @contextlib.contextmanager
     def _held(self, block: nn.Module) -> Iterator[None]:
@@ -454,7 +454,7 @@ class LayerwisePasses:
 
     def _divide(self) -> list[_Owned]:
         """The trainable parameters of each block, and at the end those of head and tail."""
-        place = {
+        numbers = {
             module: number
             for number, link in enumerate(self._links)
             for module in link.block.modules()
@@ -462,14 +462,14 @@ class LayerwisePasses:
         needed_in: dict[LiveUnit, set[int]] = {}
         for module, needed in self._hooks.needs().items():
             for live in needed:
-                needed_in.setdefault(live, set()).add(place.get(module, -1))
-        self._shared = {live for live, places in needed_in.items() if len(places) > 1}
+                needed_in.setdefault(live, set()).add(numbers.get(module, -1))
+        self._shared = {live for live, blocks in needed_in.items() if len(blocks) > 1}
         found = []
         for number, link in enumerate(self._links):
             units = [
                 live
-                for live, places in needed_in.items()
-                if places == {number} and live.unit.is_trainable
+                for live, blocks in needed_in.items()
+                if blocks == {number} and live.unit.is_trainable
             ]
             found.append(_Owned(units, _others_in(link.block, units)))
         of_blocks = {live for owned in found for live in owned.units}

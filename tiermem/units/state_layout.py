@@ -359,9 +359,17 @@ def weight_runs(
             column = Column(
                 ByteRange(span.start * size, (span.stop - span.start) * size), strip * size
             )
-            found = part.in_unit.start * size, first * size, part.numel * size
             row = part.shard.numel // part.shard.num_rows * size if part.shard.num_rows else 0
-            yield StateRange(part.shard, _weight, *found, size, column=column, row_bytes=row)
+            yield StateRange(
+                part.shard,
+                _weight,
+                part.in_unit.start * size,
+                first * size,
+                part.numel * size,
+                size,
+                column=column,
+                row_bytes=row,
+            )
 
 
 def _packed_runs(unit: Unit, form: BlockFormat, shard_rank: int) -> Iterator[StateRange]:

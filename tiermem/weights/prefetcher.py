@@ -32,12 +32,12 @@ _LONGEST = 64  # uses of each unit in one pass
 
 
 class Order:
-    """The learnt sequence of unit indices, with the current place in it.
+    """The learnt sequence of unit indices, with the current position in it.
 
     A *pass* begins when the model is called, or the module that began the last pass (hooks.py). The
     sequence of one pass (forward, and backward if there is one) is the guess for the next pass of
     the same kind. The first guess is the order of definition, then the reverse order of the units
-    that backward needs. When the program uses another unit than guessed, the place moves to the
+    that backward needs. When the program uses another unit than guessed, the position moves to the
     next one where the guess fits. A wrong guess costs time, never correctness. The guess depends
     only on the program's sequence of uses, not on time or memory, so every rank makes the same
     guess.
@@ -54,8 +54,8 @@ class Order:
         self._kind: Hashable = None
         self._seen: list[int] = []  # the uses of this pass
         self._guess: list[int] = []
-        self._places: dict[int, list[int]] = {}  # of each unit in the guess, for distances
-        self._place = 0  # in the guess: the next expected use
+        self._positions: dict[int, list[int]] = {}  # of each unit in the guess, for distances
+        self._position = 0  # in the guess: the next expected use
 
     def begin(self, kind: Hashable, has_backward: bool) -> None:
         """Begins a pass. The uses of the last pass become the guess for its kind."""
@@ -63,7 +63,7 @@ class Order:
             self._learnt[self._kind] = self._seen
         self._kind = kind
         self._seen = []
-        self._place = 0
+        self._position = 0
         first_guess = self._forward + (self._backward if has_backward else [])
         self._expect(self._learnt.get(kind) or first_guess)
 
@@ -78,7 +78,7 @@ class Order:
             self._learnt[self._kind] = self._seen
             self._expect(self._seen)
         self._seen = []
-        self._place = 0
+        self._position = 0
 
     @property
     def is_long(self) -> bool:
@@ -87,34 +87,34 @@ class Order:
         return len(self._seen) > _LONGEST * (len(self._forward) + 1)
 
     def use(self, unit: int) -> None:
-        """Records a use and moves the place in the guess to fit it."""
+        """Records a use and moves the position in the guess to fit it."""
         if self._seen and self._seen[-1] == unit:
             return
         self._seen.append(unit)
-        nearest = self._place - _LOOK_BEHIND
-        if self._place < len(self._guess) and self._guess[self._place] == unit:
-            self._place += 1
-        elif unit in self._guess[self._place :]:
-            self._place = self._guess.index(unit, self._place) + 1
-        elif unit in self._guess[max(nearest, 0) : self._place]:
-            self._place = self._guess.index(unit, max(nearest, 0)) + 1
+        nearest = self._position - _LOOK_BEHIND
+        if self._position < len(self._guess) and self._guess[self._position] == unit:
+            self._position += 1
+        elif unit in self._guess[self._position :]:
+            self._position = self._guess.index(unit, self._position) + 1
+        elif unit in self._guess[max(nearest, 0) : self._position]:
+            self._position = self._guess.index(unit, max(nearest, 0)) + 1
 
     def upcoming(self) -> Iterator[int]:
         """The units expected next, nearest first, until the expected end of the pass."""
-        return map(self._guess.__getitem__, range(self._place, len(self._guess)))
+        return map(self._guess.__getitem__, range(self._position, len(self._guess)))
 
     def distance(self, unit: int) -> float:
         """The number of uses before the unit's next use; infinity when none is expected in this
         pass."""
-        places = self._places.get(unit, ())
-        nearest = bisect_left(places, self._place)
-        return places[nearest] - self._place if nearest < len(places) else float("inf")
+        positions = self._positions.get(unit, ())
+        nearest = bisect_left(positions, self._position)
+        return positions[nearest] - self._position if nearest < len(positions) else float("inf")
 
     def _expect(self, guess: list[int]) -> None:
         self._guess = guess
-        self._places = {}
-        for place, unit in enumerate(guess):
-            self._places.setdefault(unit, []).append(place)
+        self._positions = {}
+        for position, unit in enumerate(guess):
+            self._positions.setdefault(unit, []).append(position)
 
 
 # ---- unanswered uses -----------------------------------------------------------------------------
@@ -229,9 +229,9 @@ class Uses:
         a unit has more than one."""
         if self._any_of is None or all(len(counted) < 2 for counted in self._counted.values()):
             return
-        places = [(counted, tick) for counted in self._counted.values() for tick in counted]
-        are_kept = self._any_of([counted[tick]() is not None for counted, tick in places])
-        for (counted, tick), is_kept in zip(places, are_kept, strict=True):
+        pairs = [(counted, tick) for counted in self._counted.values() for tick in counted]
+        are_kept = self._any_of([counted[tick]() is not None for counted, tick in pairs])
+        for (counted, tick), is_kept in zip(pairs, are_kept, strict=True):
             if not is_kept:
                 del counted[tick]
 

@@ -105,17 +105,19 @@ class Values:
     def blocks(self, live: LiveUnit, part: slice) -> torch.Tensor:
         """A copy of the blocks of elements of a unit that rests packed: uint8, codes, then scales.
         Blocks; raises OSError."""
-        return torch.cat([self._read(live, torch.uint8, each) for each in self._places(live, part)])
+        return torch.cat(
+            [self._read(live, torch.uint8, each) for each in self._block_bytes(live, part)]
+        )
 
     def put_blocks(self, live: LiveUnit, part: slice, packed: torch.Tensor) -> None:
         """Overwrites blocks of a unit that rests packed, as `blocks` gives them. Blocks; raises
         OSError."""
         live.await_home()
-        codes, scales = self._places(live, part)
+        codes, scales = self._block_bytes(live, part)
         self._write(live, codes.start, packed[: codes.stop - codes.start])
         self._write(live, scales.start, packed[codes.stop - codes.start :])
 
-    def _places(self, live: LiveUnit, part: slice) -> tuple[slice, slice]:
+    def _block_bytes(self, live: LiveUnit, part: slice) -> tuple[slice, slice]:
         """The bytes of the codes and of the scales of elements."""
         assert live.unit.blocks is not None
         return byte_ranges(live.unit.packed_numel, part.start, part.stop, live.unit.blocks)

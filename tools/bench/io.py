@@ -187,8 +187,8 @@ def _fill(options: IoBenchOptions, files: BenchFiles, ranks: Ranks) -> None:
     """Writes every file once: first writes to preallocated blocks are slower, and reads of them
     touch no disk."""
     block = next(size for size in (1 << 20, 1 << 16, 4096) if options.size_bytes % size == 0)
-    for place, path in enumerate(options.paths):
-        setting = Setting("write", "auto", block, 32, max(options.ranks), str(path), (place,))
+    for index, path in enumerate(options.paths):
+        setting = Setting("write", "auto", block, 32, max(options.ranks), str(path), (index,))
         ranks.run(jobs_of(setting, options, files))
 
 
@@ -212,7 +212,7 @@ def _buffer_bytes(setting: Setting) -> int:
     """Bytes of the memory that a setting's blocks pass through."""
     # its store's memory, and the sequential pass beside it
     copies = 3 if setting.mode == "tensors" else 1
-    return setting.block_bytes * setting.depth * setting.ranks * len(setting.places) * copies
+    return setting.block_bytes * setting.depth * setting.ranks * len(setting.path_indices) * copies
 
 
 @contextlib.contextmanager
@@ -242,10 +242,10 @@ def settings_of(options: IoBenchOptions) -> list[Setting]:
     The random modes have their own block; "sustained" is measured once per path, on one rank, with the largest
     block and depth.
     """
-    places = [(str(path), (number,)) for number, path in enumerate(options.paths)]
-    everywhere = [("all", tuple(range(len(places))))] if len(places) > 1 else []
+    single = [(str(path), (number,)) for number, path in enumerate(options.paths)]
+    everywhere = [("all", tuple(range(len(single))))] if len(single) > 1 else []
     found = []
-    for mode, (path, where) in itertools.product(options.modes, [*places, *everywhere]):
+    for mode, (path, where) in itertools.product(options.modes, [*single, *everywhere]):
         sizes = options.blocks
         depths = options.depths
         ranks = options.ranks
@@ -278,7 +278,7 @@ def sweep(
     A setting whose engine cannot run gets its reason and is not tried again.
     """
     measured = {
-        setting: io_report.MeasuredRow(setting, files.is_direct(setting.places))
+        setting: io_report.MeasuredRow(setting, files.is_direct(setting.path_indices))
         for setting in settings
     }
     for setting, witness, loop in _turns(settings, options.loops, witnesses):
@@ -317,7 +317,7 @@ def is_witnessed(setting: Setting) -> bool:
     """Whether witnesses can measure the same: one process on one file."""
     return (
         setting.ranks == 1
-        and len(setting.places) == 1
+        and len(setting.path_indices) == 1
         and setting.mode not in ("tensors", "sustained")
     )
 
@@ -330,11 +330,11 @@ def jobs_of(
     return [
         RankJob(
             setting,
-            files=tuple(files.name(place, number) for place in setting.places),
-            folders=tuple(str(files.paths[place]) for place in setting.places),
+            files=tuple(files.name(index, number) for index in setting.path_indices),
+            folders=tuple(str(files.paths[index]) for index in setting.path_indices),
             file_bytes=files.sizes[number],
             num_bytes=bytes_of(setting, options),
-            is_direct=files.is_direct(setting.places),
+            is_direct=files.is_direct(setting.path_indices),
             threads=options.threads,
             sync=options.sync and setting.mode in (*WRITING, "sustained"),
             seed=seed * 1000 + rank,

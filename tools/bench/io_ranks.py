@@ -40,7 +40,7 @@ from tiermem.tools.words import handling, message_of, numbered
 
 
 class Setting(NamedTuple):
-    """What a row of the report is about. `places` are the indices of the paths that take part,
+    """What a row of the report is about. `path_indices` are the indices of the paths that take part,
     `path` is their name in it."""
 
     mode: str
@@ -49,7 +49,7 @@ class Setting(NamedTuple):
     depth: int
     ranks: int
     path: str
-    places: tuple[int, ...]
+    path_indices: tuple[int, ...]
 
     def describe(self) -> str:
         """The setting on one line."""

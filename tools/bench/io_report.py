@@ -86,7 +86,7 @@ def row_of(measured: MeasuredRow) -> Row:
     """The row as JSON takes it."""
     row = dict.fromkeys(CSV_COLUMNS) | measured.setting._asdict()
     rates = measured.gbps()
-    del row["places"]
+    del row["path_indices"]
     row |= {"is_direct": measured.is_direct, "error": measured.error}
     if not rates:
         return row

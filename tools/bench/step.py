@@ -339,8 +339,8 @@ def _endurance(model: SteppedModel, options: StepBenchOptions) -> list[str]:
     training does."""
     steps = [step for several in model.steps.values() for step in several]
     written = [
-        WrittenOnPath(path, sum(step.moved[place].written_bytes for step in steps))
-        for place, path in enumerate(options.paths)
+        WrittenOnPath(path, sum(step.moved[index].written_bytes for step in steps))
+        for index, path in enumerate(options.paths)
         if not memory_backed(path)
     ]
     return endurance_lines(

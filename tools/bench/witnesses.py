@@ -202,7 +202,7 @@ def run_fio(
     command = [
         program,
         "--name=tiermem",
-        f"--filename={files.name(setting.places[0])}",
+        f"--filename={files.name(setting.path_indices[0])}",
         "--allow_file_create=0",
         "--fallocate=none",
         f"--size={files.sizes[0]}",
@@ -211,7 +211,7 @@ def run_fio(
         f"--bs={setting.block_bytes}",
         f"--iodepth={setting.depth}",
         f"--ioengine={engine}",
-        f"--direct={int(files.is_direct(setting.places))}",
+        f"--direct={int(files.is_direct(setting.path_indices))}",
         *ENGINES[engine],
         *(["--norandommap=1", "--randrepeat=0"] if setting.mode in RANDOM else []),
         *(["--end_fsync=1"] if sync and setting.mode in WRITING else []),
@@ -274,7 +274,7 @@ class Witness:
         """What was measured of a setting so far. The engine and the ranks are ours: a witness has
         neither."""
         return self._figures[
-            kind, setting.mode, setting.block_bytes, setting.depth, setting.places[0]
+            kind, setting.mode, setting.block_bytes, setting.depth, setting.path_indices[0]
         ]
 
 
@@ -355,13 +355,13 @@ class LoopWitness(Witness, AbstractContextManager["LoopWitness"]):
         )
 
     def _program_on(self, setting: Setting) -> BareLoop:
-        place = setting.places[0]
-        if not self._files.is_direct(setting.places):
+        index = setting.path_indices[0]
+        if not self._files.is_direct(setting.path_indices):
             raise ValueError("it opens its file with O_DIRECT, which this path refuses")
-        if place not in self._programs:
-            file = Path(self._files.name(place))
-            self._programs[place] = BareLoop(self._command, file)
-        return self._programs[place]
+        if index not in self._programs:
+            file = Path(self._files.name(index))
+            self._programs[index] = BareLoop(self._command, file)
+        return self._programs[index]
 
 
 def bare_witness(program: Path, files: BenchFiles, sync: bool) -> LoopWitness:

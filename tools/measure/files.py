@@ -51,18 +51,18 @@ class BenchFiles(AbstractContextManager["BenchFiles"]):
     def __exit__(self, *_: object) -> None:
         self._opened.close()
 
-    def name(self, place: int, number: int = 0) -> str:
+    def name(self, index: int, number: int = 0) -> str:
         """A name by which any process of this user can open a file of a path, while it is open
         here."""
-        return f"/proc/{os.getpid()}/fd/{self._descriptors[place][number]}"
+        return f"/proc/{os.getpid()}/fd/{self._descriptors[index][number]}"
 
-    def descriptor(self, place: int) -> int:
+    def descriptor(self, index: int) -> int:
         """The first open file on a path."""
-        return self._descriptors[place][0]
+        return self._descriptors[index][0]
 
-    def is_direct(self, places: Sequence[int]) -> bool:
+    def is_direct(self, path_indices: Sequence[int]) -> bool:
         """Whether all of these paths take O_DIRECT."""
-        return all(self._is_direct[place] for place in places)
+        return all(self._is_direct[index] for index in path_indices)
 
     def _make(self, path: Path, num_bytes: int, opened: ExitStack) -> None:
         own, why_buffered = open_unnamed(path)

@@ -233,14 +233,14 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 def _said(detail: Any) -> str:
     """An error of pydantic: the field, its value and the allowed values."""
-    place = ""
+    where = ""
     for each in detail["loc"]:
-        place += f"[{each}]" if isinstance(each, int) else f"{': ' if place else ''}{each:.80}"
+        where += f"[{each}]" if isinstance(each, int) else f"{': ' if where else ''}{each:.80}"
     if (found := _SAID.get(detail["type"])) is not None:
-        return f"{place}{found}"
+        return f"{where}{found}"
     if detail["type"] == "value_error":
-        return f"{place}: {detail['ctx']['error']}"
-    return f"{place} is {_kind(detail['input'])}; {detail['msg'].replace('Input', 'it', 1)}"
+        return f"{where}: {detail['ctx']['error']}"
+    return f"{where} is {_kind(detail['input'])}; {detail['msg'].replace('Input', 'it', 1)}"
 
 
 _SAID = {

@@ -356,9 +356,9 @@ def parse_part(data: bytes, source: str) -> Part:
         param, state = Counter(names).most_common(1)[0][0]
         raise ManifestError(f"{source}: states: {state} of {param[:80]!r} is listed twice")
     for number, each in enumerate(part.states if _may_be_wrong(part) else ()):
-        for place, piece in enumerate(each.pieces):
+        for index, piece in enumerate(each.pieces):
             if (wrong := _wrong_with(piece, each.kind, len(part.files))) is not None:
-                raise ManifestError(f"{source}: states[{number}]: pieces[{place}]: {wrong}")
+                raise ManifestError(f"{source}: states[{number}]: pieces[{index}]: {wrong}")
     return part
 
 

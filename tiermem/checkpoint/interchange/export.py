@@ -170,14 +170,14 @@ def _index(shards: Sequence[ExportShard]) -> str:
     """The text of an index: the file of each tensor. For safetensors it lists only the first name
     of a tied tensor, as Hugging Face does."""
     is_safetensors = shards[0].name.endswith(".safetensors")
-    place = {
+    file_of = {
         name: shard.name
         for shard in shards
         for names in [*(weight.names for weight in shard.weights), shard.extra]
         for name in (list(names)[:1] if is_safetensors else names)
     }
     total = {"total_size": sum(shard.num_bytes for shard in shards)}
-    return json.dumps({"metadata": total, "weight_map": place}, indent=2, sort_keys=True) + "\n"
+    return json.dumps({"metadata": total, "weight_map": file_of}, indent=2, sort_keys=True) + "\n"
 
 
 # ---- torch.distributed.checkpoint folders --------------------------------------------------------

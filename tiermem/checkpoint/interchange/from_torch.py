@@ -366,11 +366,11 @@ def _tensors(path: Path, weights: Mapping[str, Any]) -> list[ForeignParameter]:
             )
         if not isinstance(name, str):
             raise ValueError(f"{path}: a tensor is called {name!r:.80}; names are strings")
-        place = (value.data_ptr(), value.shape, value.stride(), value.dtype)
-        if value.numel() and place in first:
-            ties[name] = first[place]
+        memory = (value.data_ptr(), value.shape, value.stride(), value.dtype)
+        if value.numel() and memory in first:
+            ties[name] = first[memory]
             continue
-        first[place] = name
+        first[memory] = name
         is_buffer = is_buffer_like(name, value.dtype)
         found.append(
             ForeignParameter(
@@ -427,7 +427,7 @@ def _names_of(
     """
     known = {name for p in parameters for name in (p.name, *p.aliases)}
     own = [p for p in parameters if not p.is_buffer]
-    places = _places(own), _places(own[::-1])
+    positions = _positions(own), _positions(own[::-1])
     names: dict[Any, str] = {}
     for group in kept["param_groups"]:
         keys = group["params"]
@@ -442,8 +442,8 @@ def _names_of(
             names |= dict(zip(keys, said, strict=True))
         else:
             shapes = [_shape_of(kept["state"].get(key)) for key in keys]
-            found = _match(places, len(own), shapes, what, is_ordered)
-            names |= {key: own[place].name for key, place in zip(keys, found, strict=True)}
+            found = _match(positions, len(own), shapes, what, is_ordered)
+            names |= {key: own[position].name for key, position in zip(keys, found, strict=True)}
     lost = [str(key) for key in kept["state"] if key not in names]
     if lost:
         raise ValueError(
@@ -466,19 +466,19 @@ _ADVICE = (
 )
 
 
-_Places = Mapping[tuple[int, ...], Sequence[int]]
+_Positions = Mapping[tuple[int, ...], Sequence[int]]
 
 
-def _places(parameters: Sequence[ForeignParameter]) -> _Places:
+def _positions(parameters: Sequence[ForeignParameter]) -> _Positions:
     """The indices of the parameters of each shape, in order."""
     found: dict[tuple[int, ...], list[int]] = {}
-    for place, p in enumerate(parameters):
-        found.setdefault(p.shape, []).append(place)
+    for position, p in enumerate(parameters):
+        found.setdefault(p.shape, []).append(position)
     return found
 
 
 def _match(
-    places: tuple[_Places, _Places],
+    positions: tuple[_Positions, _Positions],
     num: int,
     wanted: Sequence[tuple[int, ...] | None],
     what: str,
@@ -487,13 +487,13 @@ def _match(
     """The index of the parameter for each shape of a group. Raises ValueError unless there is
     exactly one match.
 
-    places: of the `num` parameters in order, and in reverse order.
+    positions: of the `num` parameters in order, and in reverse order.
     """
-    early = _earliest(wanted, places[0], num, is_ordered)
-    late = _earliest(wanted[::-1], places[1], num, is_ordered)
+    early = _earliest(wanted, positions[0], num, is_ordered)
+    late = _earliest(wanted[::-1], positions[1], num, is_ordered)
     if early is None or late is None:
         how = "do not follow the model's parameters in order and shape"
-    elif early != [num - 1 - place for place in reversed(late)]:
+    elif early != [num - 1 - each for each in reversed(late)]:
         how = "go with the model's parameters in more than one way"
     else:
         return early
@@ -511,19 +511,19 @@ def _shape_of(entry: State | None) -> tuple[int, ...] | None:
 
 
 def _earliest(
-    wanted: Sequence[tuple[int, ...] | None], places: _Places, num: int, is_ordered: bool
+    wanted: Sequence[tuple[int, ...] | None], positions: _Positions, num: int, is_ordered: bool
 ) -> list[int] | None:
-    """For every shape its first place; if ordered, the first one after the previous shape's.
+    """For every shape its first position; if ordered, the first one after the previous shape's.
     None if there is none."""
     found = []
-    place = 0
+    position = 0
     for shape in wanted:
-        options = range(num) if shape is None else places.get(shape, ())
-        number = bisect.bisect_left(options, place)
+        options = range(num) if shape is None else positions.get(shape, ())
+        number = bisect.bisect_left(options, position)
         if number == len(options):
             return None
         found.append(options[number])
-        place = options[number] + 1 if is_ordered else 0
+        position = options[number] + 1 if is_ordered else 0
     return found
 
 
