@@ -56,7 +56,7 @@ def test_peers_of_eight_ranks_are_a_literal_table() -> None:
         [6, 7],
         [4, 5, 6, 7],
     ]
-    assert layout.place(6) == (1, 1, 0)
+    assert layout.coordinates(6) == (1, 1, 0)
 
 
 @pytest.mark.parametrize("sizes", list(itertools.product((1, 2, 3), repeat=3)))
@@ -71,8 +71,8 @@ def test_every_dimension_splits_the_ranks_into_groups_that_agree(
             peers = layout.peers(rank, dimension)
             assert len(peers) == size and rank in peers and peers == sorted(peers)
             assert all(layout.peers(other, dimension) == peers for other in peers)
-    assert sorted(layout.place(rank) for rank in range(world)) == [
-        layout.place(rank) for rank in range(world)
+    assert sorted(layout.coordinates(rank) for rank in range(world)) == [
+        layout.coordinates(rank) for rank in range(world)
     ]
 
 

@@ -392,7 +392,7 @@ def share(topology: Topology, value: torch.Tensor, what: str, rank: int = 0) -> 
         call(topology, what, dist.broadcast, value, dist.get_global_rank(topology.group, rank))
 
 
-def share_parts(topology: Topology, value: torch.Tensor, places: Sequence[int], what: str) -> None:
+def share_parts(topology: Topology, value: torch.Tensor, parts: Sequence[int], what: str) -> None:
     """Overwrites this rank's part of a contiguous tensor with rank 0's values. Blocks; raises
     RankLost.
 
@@ -400,7 +400,7 @@ def share_parts(topology: Topology, value: torch.Tensor, places: Sequence[int], 
     0's.
 
     Args:
-        places: the part that each rank of the group keeps, in the order of ranks.
+        parts: the part that each rank of the group keeps, in the order of ranks.
     """
     group = topology.group
     if group is None or not sends_directly(group, value.device):
@@ -412,9 +412,9 @@ def share_parts(topology: Topology, value: torch.Tensor, places: Sequence[int], 
     topology.traffic.add("send", what, value.nbytes, "world")
     with explaining(topology, what):
         for rank in range(1, group.size()):
-            if me in (0, rank) and places[rank] < len(rows):
+            if me in (0, rank) and parts[rank] < len(rows):
                 call_of = group.send if me == 0 else group.recv
-                works.append(call_of([rows[places[rank]]], rank if me == 0 else 0, REDUCE_TAG - 1))
+                works.append(call_of([rows[parts[rank]]], rank if me == 0 else 0, REDUCE_TAG - 1))
         Pending(topology, what, [works], [value]).wait()
 
 

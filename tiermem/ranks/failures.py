@@ -340,7 +340,7 @@ class Watch:
                 f"is alive: {error}. {self._who_stays_away(what)}Ranks may have gone different "
                 "ways (another batch, another branch), or one was slower than timeout_s"
             )
-        names = ", ".join(f"rank {rank}{self._place(rank)}" for rank in sorted(lost))
+        names = ", ".join(f"rank {rank}{self._last_seen(rank)}" for rank in sorted(lost))
         self._board.post(f"rank/{self._me}/lost", sorted(lost))
         return RankLost(
             f"{what} cannot go on: {names} is gone. Its own output says why. (On rank {self._me}: "
@@ -350,10 +350,10 @@ class Watch:
     def _lost(self) -> set[int]:
         # these may have posted since the last look
         for rank in set(self._ranks) - set(self._known):
-            place = self._board.read(f"rank/{rank}")
-            if place is not None:
-                self._known[rank] = place
-        lost = {rank for rank, place in list(self._known.items()) if _has_died(*place)}
+            process = self._board.read(f"rank/{rank}")
+            if process is not None:
+                self._known[rank] = process
+        lost = {rank for rank, process in list(self._known.items()) if _has_died(*process)}
         if self._beat is not None:
             self._beat.tell_dead(lost)
             lost |= self._beat.dead | self._silent(self._beat)
@@ -378,7 +378,7 @@ class Watch:
         the purpose of that wait."""
         waits = {rank: self._board.read(f"rank/{rank}/waits") for rank in self._others}
         absent = [
-            f"rank {rank}{self._place(rank)}" for rank, other in waits.items() if other is None
+            f"rank {rank}{self._last_seen(rank)}" for rank, other in waits.items() if other is None
         ]
         elsewhere = [
             f"rank {rank} waits in {other!r}"
@@ -391,7 +391,7 @@ class Watch:
             )
         return "".join(f"{sentence[0].upper()}{sentence[1:]}. " for sentence in elsewhere)
 
-    def _place(self, rank: int) -> str:
+    def _last_seen(self, rank: int) -> str:
         known = self._known.get(rank)
         call = "" if self._beat is None else self._beat.call_of(rank)
         last = f"; its last call was {call!r}" if call else ""

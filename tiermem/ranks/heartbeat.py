@@ -125,14 +125,14 @@ class Heartbeat:
 
     def _send(self, is_last: bool) -> None:
         call = self._newest_call()[:_MOST_CALL]
-        for token, places in list(self._peers.values()):
+        for token, addresses in list(self._peers.values()):
             note = [token, self._me, call, sorted(self._dead)[:100], is_last]
-            for place in list(places):
-                # a place that cannot be reached, or a full buffer
+            for address in list(addresses):
+                # an address that cannot be reached, or a full buffer
                 with contextlib.suppress(OSError):
-                    self._socket.sendto(json.dumps(note).encode(), socket.MSG_DONTWAIT, place)
+                    self._socket.sendto(json.dumps(note).encode(), socket.MSG_DONTWAIT, address)
 
-    def _hear(self, data: bytes, place: tuple[str, int]) -> None:
+    def _hear(self, data: bytes, address: tuple[str, int]) -> None:
         try:
             token, rank, call, dead, is_last = json.loads(data)
         except (ValueError, TypeError):
@@ -142,7 +142,7 @@ class Heartbeat:
         self._heard_s[rank] = time.monotonic()
         self._calls[rank] = str(call)
         self._dead.update(int(each) for each in dead)
-        self._peers[rank][1].add(place)  # where it can be reached for certain
+        self._peers[rank][1].add(address)  # where it can be reached for certain
         if is_last:
             self._ended.add(rank)
 

@@ -131,13 +131,13 @@ def _join(
     hold_no_group()
     timeout = timedelta(seconds=timeout_s)
     # With its device a backend connects at once, and a barrier need not guess the device.
-    place = (
+    bound = (
         device
         if is_accelerator(device) and device.index is not None and backend != "gloo"
         else None
     )
     if not _says_where():
-        dist.init_process_group(backend, timeout=timeout, device_id=place)
+        dist.init_process_group(backend, timeout=timeout, device_id=bound)
         return
     rank = int(os.environ["RANK"])
     join_timeout_s = min(join_timeout_s, timeout_s)
@@ -154,7 +154,12 @@ def _join(
     joining = timedelta(seconds=max(join_timeout_s / 2, _LEAST_S)) if set_timeout else timeout
     try:
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world, timeout=joining, device_id=place
+            backend,
+            store=store,
+            rank=rank,
+            world_size=world,
+            timeout=joining,
+            device_id=bound,
         )
     except RuntimeError as error:
         _tell_gone(store, rank, world, error)
@@ -214,8 +219,8 @@ def _agree(attempt: Store, rank: int, world: int, timeout_s: float, deadline: fl
     """Returns when all ranks have come. Raises ValueError as `_meet`, DistError when the store has
     gone. Blocks."""
     # counts arrivals, not ranks: two processes may have the same RANK
-    place = attempt.add("arrived", 1)
-    attempt.set(f"said/{place}", f"{rank} {world}")
+    ticket = attempt.add("arrived", 1)
+    attempt.set(f"said/{ticket}", f"{rank} {world}")
     if rank == 0:
         attempt.set("answer", _read_all(attempt, world, deadline, timeout_s))
     answer = _answer(attempt, world, deadline, timeout_s)
@@ -279,8 +284,8 @@ def _arrived(attempt: Store) -> set[int]:
     """The ranks that have posted."""
     found = set[int]()
     with contextlib.suppress(dist.DistError):  # the store may have ended with rank 0
-        for place in range(1, attempt.add("arrived", 0) + 1):
-            found.add(int(attempt.get(f"said/{place}").decode().split()[0]))
+        for ticket in range(1, attempt.add("arrived", 0) + 1):
+            found.add(int(attempt.get(f"said/{ticket}").decode().split()[0]))
     return found
 
 

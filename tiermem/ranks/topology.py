@@ -47,8 +47,8 @@ class Peers(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _PlaceOfRank:
-    """How parameters are divided, and the part that this rank holds."""
+class _RankShare:
+    """How parameters are divided, and the share that this rank holds."""
 
     group: dist.ProcessGroup | None  # all data-parallel ranks
     rank: int
@@ -58,7 +58,7 @@ class _PlaceOfRank:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Topology(_PlaceOfRank):
+class Topology(_RankShare):
     """This rank's place. `group` is None in a world of one. Topologies are equal when they divide
     parameters alike."""
 
@@ -263,15 +263,15 @@ class Layout(NamedTuple):
         """Whether a shard group spreads over several nodes, with several ranks on each."""
         return self.num_across > 1 and self.num_within > 1
 
-    def place(self, rank: int) -> tuple[int, int, int]:
-        """The place of a rank in each dimension."""
+    def coordinates(self, rank: int) -> tuple[int, int, int]:
+        """The coordinates of a rank: its number in each dimension."""
         outer, within = divmod(rank, self.num_within)
         return outer // self.num_across, outer % self.num_across, within
 
     def peers(self, rank: int, dimension: str) -> list[int]:
         """The ranks that differ from `rank` only in one dimension ("shard": in across and within),
         in order."""
-        replica, across, within = self.place(rank)
+        replica, across, within = self.coordinates(rank)
         replicas = range(self.num_replicas) if dimension == "replica" else (replica,)
         nodes = range(self.num_across) if dimension in ("across", "shard") else (across,)
         locals_ = range(self.num_within) if dimension in ("within", "shard") else (within,)
@@ -335,8 +335,7 @@ def arrange(
 ) -> Topology:
     """This rank's place and groups under a policy.
 
-    parts: the place that each rank takes in the three dimensions, in the order of ranks; default:
-        the rank's number.
+    parts: the part that each rank holds, in the order of ranks; default: the rank's number.
 
     Collective over the topology's ranks, which must have agreed on the policy before; blocks.
     Groups are made once and live as long as the topology's own. Returns `topology` itself in a
@@ -347,28 +346,28 @@ def arrange(
         return topology
     own = range(topology.world) if parts is None else parts
     everyone = _in_order_of_parts(topology, own)
-    place = own[topology.rank]
+    own_part = own[topology.rank]
     groups: dict[str, dist.ProcessGroup] = {}
     for dimension in ("replica", "shard", *(("across", "within") if layout.has_stages else ())):
-        ranks = [everyone[r] for r in layout.peers(place, dimension)]
+        ranks = [everyone[r] for r in layout.peers(own_part, dimension)]
         if ranks == dist.get_process_group_ranks(topology.group):
             groups[dimension] = topology.group
         elif len(ranks) > 1:
             groups[dimension] = _group_of(topology, ranks, dimension)
     has_parts = any(group is not topology.group for group in groups.values())
     mesh = _mesh(layout, everyone, groups, device_type) if has_parts else None
-    return dataclasses.replace(_placed(topology, layout, place, policy, groups), mesh=mesh)
+    return dataclasses.replace(_placed(topology, layout, own_part, policy, groups), mesh=mesh)
 
 
 def _placed(
     topology: Topology,
     layout: Layout,
-    place: int,
+    own_part: int,
     policy: OffloadPolicy,
     groups: Mapping[str, dist.ProcessGroup],
 ) -> Topology:
-    """The topology of the rank at a place in a layout."""
-    replica, across, within = layout.place(place)
+    """The topology of the rank that holds a part of a layout."""
+    replica, across, within = layout.coordinates(own_part)
     return dataclasses.replace(
         topology,
         num_shards=layout.num_shards,
