@@ -45,7 +45,7 @@ from tiermem.weights.unit_state import LiveUnit
 # ---- setting a gradient --------------------------------------------------------------------------
 
 
-def _replace_gradient(place: _Place, mine: torch.Tensor) -> None:
+def _replace_gradient(holder: _Holder, mine: torch.Tensor) -> None:
     """Replaces this rank's part of a reduced gradient at its home, between backward and step.
     Blocks; raises OSError.
 
@@ -57,9 +57,9 @@ def _replace_gradient(place: _Place, mine: torch.Tensor) -> None:
     squares replace those of the old gradient in the step's norm. On this rank, a parameter without
     gradient has one afterwards.
     """
-    shards = place.shards
-    shard = place.shard
-    unit = place.live.unit
+    shards = holder.shards
+    shard = holder.shard
+    unit = holder.live.unit
     homes = shards.homes
     homes.store.flush()
     values = mine.detach().to("cpu", homes.store.dtype(unit)).contiguous()
@@ -100,11 +100,11 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     others have one. Raises RuntimeError when no gradient exists (before backward, after the step),
     ValueError when the parameter is not sharded.
     """
-    place = _find(param)
-    own = place.shard.param.grad
+    holder = _find(param)
+    own = holder.shard.param.grad
     if own is None or isinstance(own, ShardedGrad):
-        return _whole(place, _gradient_part)
-    return own.detach().to("cpu", torch.float32, copy=True) / place.shards.homes.num_micro_batches
+        return _whole(holder, _gradient_part)
+    return own.detach().to("cpu", torch.float32, copy=True) / holder.shards.homes.num_micro_batches
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
@@ -123,8 +123,8 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
     value: in the parameter's shape, equal on every rank. Raises ValueError for another shape.
     """
-    place = _find(param)
-    _put_fp32(place, _whole_part(place, value))
+    holder = _find(param)
+    _put_fp32(holder, _whole_part(holder, value))
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -145,8 +145,10 @@ def safe_set_full_optimizer_state(
     value: in the parameter's shape, equal on every rank. Raises as `safe_get_full_optimizer_state`,
         and ValueError for another shape and for frozen parameters.
     """
-    place = _find(param)
-    _states_of(place, optim_state_key).load(place.shard, optim_state_key, _whole_part(place, value))
+    holder = _find(param)
+    _states_of(holder, optim_state_key).load(
+        holder.shard, optim_state_key, _whole_part(holder, value)
+    )
 
 
 # ---- local forms ---------------------------------------------------------------------------------
@@ -178,8 +180,8 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
     value: flat, as `safe_get_local_fp32_param` returns it; its padding is ignored.
     """
-    place = _find_part(param)
-    _put_fp32(place, _local_part(place, value))
+    holder = _find_part(param)
+    _put_fp32(holder, _local_part(holder, value))
 
 
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -193,8 +195,10 @@ def safe_set_local_optimizer_state(
 ) -> None:
     """Sets this rank's part of one of a parameter's optimizer states. Blocks; raises as the full
     form does."""
-    place = _find_part(param)
-    _states_of(place, optim_state_key).load(place.shard, optim_state_key, _local_part(place, value))
+    holder = _find_part(param)
+    _states_of(holder, optim_state_key).load(
+        holder.shard, optim_state_key, _local_part(holder, value)
+    )
 
 
 # ---- vectorised forms ----------------------------------------------------------------------------
@@ -210,11 +214,11 @@ def safe_update_full_grad_vectorized(
     Gradients are full and fp32, one in memory at a time, in the order in which they rest. Each is
     read once and written once. Collective; blocks. Raises as `safe_set_full_grad`.
     """
-    for place in _in_order(param_list):
-        gradient = _whole(place, _gradient_part)
+    for holder in _in_order(param_list):
+        gradient = _whole(holder, _gradient_part)
         if gradient is not None:
-            value = update_func(gradient, place.shard.param)
-            _replace_gradient(place, _whole_part(place, value))
+            value = update_func(gradient, holder.shard.param)
+            _replace_gradient(holder, _whole_part(holder, value))
 
 
 def safe_update_local_states_vectorized(
@@ -232,28 +236,28 @@ def safe_update_local_states_vectorized(
     Every rank calls it for the same parameters. Blocks. Raises ValueError for frozen parameters,
     RuntimeError when there is no optimizer yet, OSError when a transfer fails.
     """
-    models: dict[Shards, list[_Place]] = {}
-    for place in _in_order(param_list):
-        models.setdefault(place.shards, []).append(place)
-    for places in models.values():
-        chosen = frozenset(place.shard for place in places)
+    models: dict[Shards, list[_Holder]] = {}
+    for holder in _in_order(param_list):
+        models.setdefault(holder.shards, []).append(holder)
+    for holders in models.values():
+        chosen = frozenset(holder.shard for holder in holders)
         # one entry: one optimizer steps a model
-        tiles = {_states_of(place): None for place in places}
+        tiles = {_states_of(holder): None for holder in holders}
         next(iter(tiles)).visit(
             chosen, lambda values, shard, elements: update_func(values, shard.param, elements)
         )
 
 
-# ---- the place of a parameter --------------------------------------------------------------------
+# ---- what holds a parameter ----------------------------------------------------------------------
 
 
-class _Place(NamedTuple):
+class _Holder(NamedTuple):
     shards: Shards
     live: LiveUnit
     shard: Shard
 
 
-def _find(param: nn.Parameter) -> _Place:
+def _find(param: nn.Parameter) -> _Holder:
     owner = registry.owner_of(param)
     if not isinstance(owner, Shards):
         made = "it was built by zero.Init and waits for" if owner is not None else "it needs"
@@ -262,60 +266,60 @@ def _find(param: nn.Parameter) -> _Place:
             "tiermem.initialize or "
             "tiermem.shard; once the engine or the shards are closed, its states are gone"
         )
-    return _Place(owner, *owner.find(param))
+    return _Holder(owner, *owner.find(param))
 
 
-def _find_part(param: nn.Parameter) -> _Place:
-    place = _find(param)
-    if place.shards.policy.stage == 0:
+def _find_part(param: nn.Parameter) -> _Holder:
+    holder = _find(param)
+    if holder.shards.policy.stage == 0:
         raise RuntimeError(
-            f"{place.shard.name}: in stage 0 every rank holds everything, so there are no local "
+            f"{holder.shard.name}: in stage 0 every rank holds everything, so there are no local "
             "parts; use the full form, or stage 1, 2 or 3"
         )
-    return place
+    return holder
 
 
-def _in_order(params: Iterable[nn.Parameter]) -> list[_Place]:
-    """Returns each parameter's place once, in the order in which they rest: unit by unit."""
+def _in_order(params: Iterable[nn.Parameter]) -> list[_Holder]:
+    """Returns each parameter's holder once, in the order in which they rest: unit by unit."""
     if isinstance(params, torch.Tensor):
         raise TypeError("param_list is one parameter; give a list of them")
-    places = {id(param): _find(param) for param in params}
+    holders = {id(param): _find(param) for param in params}
     return sorted(
-        places.values(), key=lambda place: (place.live.unit.index, place.shard.shard_offset)
+        holders.values(), key=lambda holder: (holder.live.unit.index, holder.shard.shard_offset)
     )
 
 
 # ---- fp32 values and states ----------------------------------------------------------------------
 
 
-def _fp32_part(place: _Place) -> torch.Tensor | None:
-    if not place.shard.param.requires_grad:
+def _fp32_part(holder: _Holder) -> torch.Tensor | None:
+    if not holder.shard.param.requires_grad:
         return None
-    tiles = tiles_of(place.shards)
-    if tiles is not None and place.live.unit.is_trainable:
-        return tiles.state(place.shard, MASTER)
-    weight = place.shards.local_weight(place.shard.param)
-    return weight[: place.shards.values.num_mine(place.shard)].float()
+    tiles = tiles_of(holder.shards)
+    if tiles is not None and holder.live.unit.is_trainable:
+        return tiles.state(holder.shard, MASTER)
+    weight = holder.shards.local_weight(holder.shard.param)
+    return weight[: holder.shards.values.num_mine(holder.shard)].float()
 
 
-def _put_fp32(place: _Place, mine: torch.Tensor) -> None:
-    tiles = tiles_of(place.shards)
-    if tiles is not None and place.live.unit.is_trainable:
-        tiles.load(place.shard, MASTER, mine)
+def _put_fp32(holder: _Holder, mine: torch.Tensor) -> None:
+    tiles = tiles_of(holder.shards)
+    if tiles is not None and holder.live.unit.is_trainable:
+        tiles.load(holder.shard, MASTER, mine)
     else:
-        place.shards.replace_mine(place.live, place.shard, mine)
+        holder.shards.replace_mine(holder.live, holder.shard, mine)
 
 
-def _state_part(place: _Place, key: str) -> torch.Tensor | None:
-    if not place.live.unit.is_trainable:
+def _state_part(holder: _Holder, key: str) -> torch.Tensor | None:
+    if not holder.live.unit.is_trainable:
         return None
-    return _states_of(place, key).state(place.shard, key)
+    return _states_of(holder, key).state(holder.shard, key)
 
 
-def _states_of(place: _Place, key: str | None = None) -> StateTiles:
-    tiles = tiles_of(place.shards)
-    name = place.shard.name
-    if not place.live.unit.is_trainable:
+def _states_of(holder: _Holder, key: str | None = None) -> StateTiles:
+    tiles = tiles_of(holder.shards)
+    name = holder.shard.name
+    if not holder.live.unit.is_trainable:
         raise ValueError(
             f"{name} is frozen, or its model is for inference: it has no optimizer states"
         )
@@ -323,8 +327,8 @@ def _states_of(place: _Place, key: str | None = None) -> StateTiles:
         raise RuntimeError(
             f"{name} has no optimizer states before there is an optimizer: build it first"
         )
-    if key is not None and key not in tiles.names(place.shard):
-        kept = ", ".join(tiles.names(place.shard)) or "none"
+    if key is not None and key not in tiles.names(holder.shard):
+        kept = ", ".join(tiles.names(holder.shard)) or "none"
         raise ValueError(f"{name} has no optimizer state {key!r}; those it has: {kept}")
     tiles.on_look()
     return tiles
@@ -333,25 +337,25 @@ def _states_of(place: _Place, key: str | None = None) -> StateTiles:
 # ---- gradients -----------------------------------------------------------------------------------
 
 
-def _gradient_part(place: _Place) -> torch.Tensor | None:
-    if not place.live.unit.is_trainable:
+def _gradient_part(holder: _Holder) -> torch.Tensor | None:
+    if not holder.live.unit.is_trainable:
         return None
-    _check_phase(place)
-    return place.shards.local_gradient(place.shard.param)
+    _check_phase(holder)
+    return holder.shards.local_gradient(holder.shard.param)
 
 
 def _put_gradient(
-    place: _Place, part_of: Callable[[_Place, torch.Tensor], torch.Tensor], value: torch.Tensor
+    holder: _Holder, part_of: Callable[[_Holder, torch.Tensor], torch.Tensor], value: torch.Tensor
 ) -> None:
-    _check_phase(place)
-    _replace_gradient(place, part_of(place, value))
+    _check_phase(holder)
+    _replace_gradient(holder, part_of(holder, value))
 
 
-def _check_phase(place: _Place) -> None:
+def _check_phase(holder: _Holder) -> None:
     """Raises RuntimeError unless reduced gradients exist now; ValueError for a frozen parameter."""
-    shards = place.shards
-    shard = place.shard
-    if not place.live.unit.is_trainable:
+    shards = holder.shards
+    shard = holder.shard
+    if not holder.live.unit.is_trainable:
         raise ValueError(
             f"{shard.name} is frozen, or its model is for inference: it has no gradient"
         )
@@ -373,44 +377,44 @@ def _check_phase(place: _Place) -> None:
 # ---- parts of ranks ------------------------------------------------------------------------------
 
 
-_Part = Callable[[_Place], torch.Tensor | None]
+_Part = Callable[[_Holder], torch.Tensor | None]
 """Reads this rank's part of a value, flat and without padding; None if there is none."""
 
 
-def _whole(place: _Place, part: _Part) -> torch.Tensor | None:
-    mine = part(place)
+def _whole(holder: _Holder, part: _Part) -> torch.Tensor | None:
+    mine = part(holder)
     return (
         None
         if mine is None
-        else place.shards.values.assemble(place.shard, mine).view(place.shard.shape)
+        else holder.shards.values.assemble(holder.shard, mine).view(holder.shard.shape)
     )
 
 
-def _whole_part(place: _Place, value: torch.Tensor) -> torch.Tensor:
+def _whole_part(holder: _Holder, value: torch.Tensor) -> torch.Tensor:
     """Returns this rank's part of a full value. Raises ValueError for another shape."""
-    if tuple(value.shape) != tuple(place.shard.shape):
+    if tuple(value.shape) != tuple(holder.shard.shape):
         raise ValueError(
-            f"{place.shard.name} has shape {tuple(place.shard.shape)}; the value that was given "
+            f"{holder.shard.name} has shape {tuple(holder.shard.shape)}; the value that was given "
             f"has {tuple(value.shape)}"
         )
-    return place.shards.values.mine(place.shard, value.detach()).to("cpu", torch.float32)
+    return holder.shards.values.mine(holder.shard, value.detach()).to("cpu", torch.float32)
 
 
-def _local_part(place: _Place, value: torch.Tensor) -> torch.Tensor:
+def _local_part(holder: _Holder, value: torch.Tensor) -> torch.Tensor:
     """Returns a local value without its padding. Raises ValueError for another number of
     elements."""
-    if tuple(value.shape) != (place.shard.shard_numel,):
+    if tuple(value.shape) != (holder.shard.shard_numel,):
         raise ValueError(
-            f"this rank's part of {place.shard.name} has shape ({place.shard.shard_numel},), "
+            f"this rank's part of {holder.shard.name} has shape ({holder.shard.shard_numel},), "
             f"padding included; the value that was given has {tuple(value.shape)}"
         )
-    return value.detach()[: place.shards.values.num_mine(place.shard)].to("cpu", torch.float32)
+    return value.detach()[: holder.shards.values.num_mine(holder.shard)].to("cpu", torch.float32)
 
 
-def _padded(place: _Place, part: _Part) -> torch.Tensor | None:
-    mine = part(place)
+def _padded(holder: _Holder, part: _Part) -> torch.Tensor | None:
+    mine = part(holder)
     return (
         None
         if mine is None
-        else nn.functional.pad(mine, (0, place.shard.shard_numel - mine.numel()))
+        else nn.functional.pad(mine, (0, holder.shard.shard_numel - mine.numel()))
     )
