@@ -352,8 +352,8 @@ ON_RANKS = {
         "self._exchange(what, wire); pending = Pending(self._topology, what, [], [])", "", "qwZ",
     ),
     "parts of parameters are gathered as lists in a coalesced group": Mutant(
-        UnitGather, "_all_gathers", "[partial(_gather_flat, group, each.me, places)]",
-        "[partial(dist.all_gather, row, row[each.me], group, True) for row in places], partial("
+        UnitGather, "_all_gathers", "[partial(_gather_flat, group, each.me, rows)]",
+        "[partial(dist.all_gather, row, row[each.me], group, True) for row in rows], partial("
         "dist._coalescing_manager, group, self._full.device, async_ops=True)",
         "", "stage 1, gathers cut",
     ),

@@ -126,17 +126,17 @@ class _LiveBytes(TorchDispatchMode):
         return output
 
     def _see(self, storage: torch.UntypedStorage) -> None:
-        place = storage._cdata
-        if place in self._storages:
+        storage_id = storage._cdata
+        if storage_id in self._storages:
             return
         num_bytes = storage.nbytes()
-        self._storages.add(place)
+        self._storages.add(storage_id)
         self.num_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
-        weakref.finalize(storage, self._forget, place, num_bytes)
+        weakref.finalize(storage, self._forget, storage_id, num_bytes)
 
-    def _forget(self, place: int, num_bytes: int) -> None:
-        self._storages.discard(place)
+    def _forget(self, storage_id: int, num_bytes: int) -> None:
+        self._storages.discard(storage_id)
         self.num_bytes -= num_bytes
 
 

@@ -131,10 +131,10 @@ def tie_shared(model: nn.Module) -> None:
     for prefix, module in model.named_modules():
         for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
             for name, tensor in tensors.items():
-                place = None if tensor is None else _place_of(tensor)
-                if tensor is None or place is None:
+                memory = None if tensor is None else _memory_of(tensor)
+                if tensor is None or memory is None:
                     continue
-                storage, start, stop = place
+                storage, start, stop = memory
                 whole_name = f"{kind} {f'{prefix}.{name}' if prefix else name!r}"
                 others = seen.setdefault(storage, [])
                 over = [
@@ -156,7 +156,7 @@ def tie_shared(model: nn.Module) -> None:
                 others.append((start, stop, whole_name, tensor))
 
 
-def _place_of(tensor: torch.Tensor) -> tuple[int, int, int] | None:
+def _memory_of(tensor: torch.Tensor) -> tuple[int, int, int] | None:
     """A tensor's storage, and the bytes of it from the first to the last element; None for one
     without memory of its own."""
     if (
@@ -181,8 +181,8 @@ def _is_twin(first: torch.Tensor, second: torch.Tensor) -> bool:
     both = first, second
     if not all(isinstance(each, nn.Parameter) and not each.requires_grad for each in both):
         return False
-    places = [(each.data_ptr(), each.shape, each.stride(), each.dtype) for each in both]
-    return places[0] == places[1]
+    one, other = ((each.data_ptr(), each.shape, each.stride(), each.dtype) for each in both)
+    return one == other
 
 
 def empty_buffers(model: nn.Module) -> list[str]:

@@ -383,7 +383,7 @@ class UnitMemory:
         self._slot: Slot | None = None  # the arena's buffer, while the unit occupies it
         # carves its memory; None: torch's allocator does
         self.slab = passage.slab if held is None else None
-        self._place: Slot | None = None  # of the slab, while the unit occupies it
+        self._slab_slot: Slot | None = None  # of the slab, while the unit occupies it
         self._may_swap = passage.may_swap
         self._is_held = held is not None  # its memory is there for life
         # the buffer's storage, while the unit has its pointer
@@ -455,10 +455,10 @@ class UnitMemory:
                 self._storage._swap_data_ptr_(self._nan)  # type: ignore[attr-defined]
             self._storage.resize_(self.unit.full_bytes)
             return
-        self._place = None if self.slab is None or outside else self.slab.take()
-        if self._place is not None:
-            place = self._place.tensor
-            self._lender = _storage_at(place.data_ptr(), place.device, self.unit.full_bytes)
+        self._slab_slot = None if self.slab is None or outside else self.slab.take()
+        if self._slab_slot is not None:
+            memory = self._slab_slot.tensor
+            self._lender = _storage_at(memory.data_ptr(), memory.device, self.unit.full_bytes)
             self._storage._swap_data_ptr_(self._lender)  # type: ignore[attr-defined]
         else:
             with on(self._owner):
@@ -560,10 +560,10 @@ class UnitMemory:
             self._users.clear()
             self._ends.clear()
             self._filled = self._allocated = None
-            if self.slab is not None and self._place is not None:
+            if self.slab is not None and self._slab_slot is not None:
                 self._end_loan()
-                self.slab.give_back(self._place)
-                self._place = None
+                self.slab.give_back(self._slab_slot)
+                self._slab_slot = None
             else:
                 with on(self._owner):
                     self._storage.resize_(0)
@@ -585,12 +585,12 @@ class UnitMemory:
             self._nan = torch.empty(0, dtype=torch.uint8).untyped_storage()
             under = self._passage.nan_storage(self.unit.full_bytes)
             self._storage._swap_data_ptr_(under)  # type: ignore[attr-defined]
-        elif self._place is not None or self._lender is not None:
+        elif self._slab_slot is not None or self._lender is not None:
             empty = torch.empty(0, dtype=torch.uint8, device=self.full.device).untyped_storage()
             self._storage._swap_data_ptr_(empty)  # type: ignore[attr-defined]
         else:
             self._storage.resize_(0)
-        self._lender = self._slot = self._place = self._filled = self._allocated = None
+        self._lender = self._slot = self._slab_slot = self._filled = self._allocated = None
         self._users.clear()
         self._ends.clear()
 

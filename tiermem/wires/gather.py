@@ -102,10 +102,10 @@ class UnitGather(Gather):
         self._what = f"gathering {unit.name}"
         self._first = span.start if span is not None else 0
         self._parts = ranges_in(unit, span)
-        # per parameter, the place of every rank's part: views, made once
+        # per parameter, every rank's part of the full layout: views, made once
         self._pieces: list[list[torch.Tensor]] = []
-        self._own: list[torch.Tensor] = []  # this rank's places among them
-        # between these places, in the order in which they are started
+        self._own: list[torch.Tensor] = []  # this rank's among them
+        # between these views, in the order in which they are started
         self._exchanges: list[_Exchange] = []
         self._shard: torch.Tensor | None = None
         self._mine: list[torch.Tensor] = []  # views of the shard, one per parameter
@@ -121,9 +121,9 @@ class UnitGather(Gather):
             self._prepare()
         if shard is not self._shard:  # a shard that rests in memory is the same tensor every time
             self._shard = shard
-            places = [part.in_unit for part in self._parts]
+            spans = [part.in_unit for part in self._parts]
             self._mine = [
-                shard[place.start - self._first : place.stop - self._first] for place in places
+                shard[span.start - self._first : span.stop - self._first] for span in spans
             ]
         if self._parts:
             torch._foreach_copy_(self._own, self._mine, non_blocking=True)
@@ -165,8 +165,8 @@ class UnitGather(Gather):
         num_bytes = 0
         calls: list[_Call] = []
         for index in indices:
-            for row, places in enumerate(each.rows):
-                pieces = [self._pieces[index][place] for place in places]
+            for row, ranks in enumerate(each.rows):
+                pieces = [self._pieces[index][rank] for rank in ranks]
                 num_bytes += sum(piece.nbytes for piece in pieces)
                 tag = (row + 1) * GATHER_TAG + self._parts[index].shard.index
                 calls.append(partial(send_to_all, group, each.me, pieces, tag))
@@ -176,15 +176,15 @@ class UnitGather(Gather):
         """The same round as one backend call: in place where the pieces of a row lie one behind the
         other, else flat."""
         group = self._topology.group_of(each.among)
-        places = [
-            [self._pieces[index][place] for place in row] for index in indices for row in each.rows
+        rows = [
+            [self._pieces[index][rank] for rank in row] for index in indices for row in each.rows
         ]
-        num_bytes = sum(piece.nbytes for row in places for piece in row)
+        num_bytes = sum(piece.nbytes for row in rows for piece in row)
         is_in_place = all(row == list(range(row[0], row[-1] + 1)) for row in each.rows)
         if not (is_in_place and all(self._parts[index].is_whole for index in indices)):
-            return _Exchange(each.among, num_bytes, [partial(_gather_flat, group, each.me, places)])
+            return _Exchange(each.among, num_bytes, [partial(_gather_flat, group, each.me, rows)])
         calls: list[_Call] = []
-        for row in places:
+        for row in rows:
             first = row[0].storage_offset() - self._full.storage_offset()
             whole = self._full[first : first + len(row) * row[0].numel()]
             calls.append(partial(_gather_in_place, group, whole, row[each.me]))
@@ -215,11 +215,11 @@ class _Exchange(NamedTuple):
 
 
 class _Round(NamedTuple):
-    """One exchange among some ranks. Each row lists places in a parameter; every rank contributes
-    its own place."""
+    """One exchange among some ranks. Each row lists pieces of a parameter, by the rank that
+    has them; every rank contributes its own."""
 
     among: str
-    me: int  # this rank's place in a row
+    me: int  # this rank's position in a row
     rows: list[list[int]]
 
 
@@ -231,12 +231,12 @@ def _rounds_of(topology: Topology) -> list[_Round]:
     across = topology.across
     within = topology.within
     assert across is not None and within is not None
-    places = [
+    rows = [
         [node * within.size + local for local in range(within.size)] for node in range(across.size)
     ]
     return [
-        _Round("across", across.rank, [[row[within.rank] for row in places]]),
-        _Round("within", within.rank, places),
+        _Round("across", across.rank, [[row[within.rank] for row in rows]]),
+        _Round("within", within.rank, rows),
     ]
 
 
@@ -247,33 +247,33 @@ def _gather_in_place(
     return [newest(dist.all_gather_into_tensor)(whole, mine, group=group, async_op=True)]
 
 
-def _gather_flat(group: dist.ProcessGroup, me: int, places: list[list[torch.Tensor]]) -> list[Any]:
-    """Starts the gather of every rank's pieces through one buffer; rank r's pieces come to place r
-    of each row."""
-    mine = torch.cat([row[me] for row in places])
-    come = mine.new_empty(len(places[0]), mine.numel())
+def _gather_flat(group: dist.ProcessGroup, me: int, rows: list[list[torch.Tensor]]) -> list[Any]:
+    """Starts the gather of every rank's pieces through one buffer; rank r's pieces come to
+    position r of each row."""
+    mine = torch.cat([row[me] for row in rows])
+    come = mine.new_empty(len(rows[0]), mine.numel())
     work = newest(dist.all_gather_into_tensor)(come.view(-1), mine, group=group, async_op=True)
-    return [_Flat(work, come, places, mine)]
+    return [_Flat(work, come, rows, mine)]
 
 
 @dataclasses.dataclass(eq=False)
 class _Flat:
-    """A gather into a buffer, under way. Its wait copies the pieces of the other ranks to their
-    places."""
+    """A gather into a buffer, under way. Its wait copies the pieces of the other ranks to
+    where they belong."""
 
     _work: Any
     _come: torch.Tensor
-    _places: list[list[torch.Tensor]]
+    _rows: list[list[torch.Tensor]]
     _mine: torch.Tensor  # read until the work has ended
 
     def wait(self, *limit: timedelta) -> None:
         """Waits as the work does, then copies: on an accelerator both on the current stream. Raises
         RuntimeError."""
         self._work.wait(*limit)
-        sizes = [row[0].numel() for row in self._places]
+        sizes = [row[0].numel() for row in self._rows]
         pieces = [piece for rank in self._come for piece in rank.split_with_sizes(sizes)]
         torch._foreach_copy_(
-            [row[rank] for rank in range(len(self._come)) for row in self._places], pieces
+            [row[rank] for rank in range(len(self._come)) for row in self._rows], pieces
         )
 
 
@@ -341,7 +341,7 @@ def gather(topology: Topology, rows: torch.Tensor, what: str) -> None:
     """Fills the rows with the parts of the ranks that share them; this rank's own row holds its
     part. Collective; blocks.
 
-    With `gathers_in_stages` there are two stages: the first gathers from this rank's place on every
+    With `gathers_in_stages` there are two stages: the first gathers from this rank's peer on every
     node, the second gathers each node's parts within this node. A byte crosses to this node once
     for all its ranks. If a backend runs the stages, the first takes a buffer of num_across parts.
     """
@@ -366,8 +366,8 @@ def _send_rows(topology: Topology, each: _Round, rows: torch.Tensor, what: str) 
     group = topology.group_of(each.among)
     works = list[Any]()
     with explaining(topology, what):
-        for number, places in enumerate(each.rows):
-            pieces = [rows[place] for place in places]
+        for number, ranks in enumerate(each.rows):
+            pieces = [rows[rank] for rank in ranks]
             topology.traffic.add(
                 "all_gather", what, sum(piece.nbytes for piece in pieces), each.among
             )

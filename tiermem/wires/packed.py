@@ -280,8 +280,8 @@ class _PackedExchange:
         blocks = rows.shape[0], INT8.packed_bytes(self._numel)
         sent, self._come = (carving.take(torch.uint8, *blocks) for _ in range(2))
         self._total = carving.take(torch.float32, self._numel)
-        for row, place in zip(rows, sent, strict=True):
-            pack_into(place, self._numel, row)
+        for row, target in zip(rows, sent, strict=True):
+            pack_into(target, self._numel, row)
         self.pending = swap_rows(topology, what, self._come.view(-1), sent.view(-1), among, number)
 
     def sum(self) -> torch.Tensor:

@@ -261,8 +261,8 @@ class Reducer:
         carving = Carving(slot.tensor)
         filled = carving.take(bucket.dtype, bucket.num_columns * bucket.column_numel)
         columns = bucket.split(filled.view(bucket.num_columns, -1))
-        for part, grad, place in zip(bucket.ranges, grads, columns, strict=True):
-            put_in(part, grad, place)
+        for part, grad, column in zip(bucket.ranges, grads, columns, strict=True):
+            put_in(part, grad, column)
         if self._factor != 1.0:
             filled.mul_(self._factor)
         begun = self._begin(f"reducing {what}", carving, bucket, filled)
