@@ -148,13 +148,13 @@ def with_key(config: Mapping[str, Any], path: Sequence[str], value: Any) -> Conf
     and then the key."""
     changed: Any = copy.deepcopy(dict(config))
     *sections, key = path
-    place = changed
+    target = changed
     for section in sections:
-        place = place.setdefault(section, {})
+        target = target.setdefault(section, {})
     if value is None:
-        place.pop(key, None)
+        target.pop(key, None)
     else:
-        place[key] = value
+        target[key] = value
     return dict(changed)
 
 
@@ -210,7 +210,7 @@ _CARRIED = (
 class Resumed(NamedTuple):
     """A durable step to go on from."""
 
-    place: Path  # what load_checkpoint is given
+    path: Path  # what load_checkpoint is given
     step: int
     name: str  # of the run
     shape: ModelShape
@@ -236,21 +236,21 @@ def options_to_save(
 
 
 def find_resumed(where: Path) -> Resumed:
-    """The newest durable step of a place. Raises OSError when there is none; ValueError for one
+    """The newest durable step in a folder. Raises OSError when there is none; ValueError for one
     that is not whole, or that another program saved."""
     from tiermem.checkpoint.opening.source import Source  # imports torch
 
     found: list[tuple[Path, Any]] = []
-    for place in _places(where):
-        with Source.open(place) as source:
+    for path in _holders_of_steps(where):
+        with Source.open(path) as source:
             found.append((source.place, source.manifest))
-    place, manifest = max(found, key=lambda each: each[1].step)
+    path, manifest = max(found, key=lambda each: each[1].step)
     saved = (
         manifest.client_state.get(CLIENT_KEY) if isinstance(manifest.client_state, dict) else None
     )
     if not isinstance(saved, dict):
         raise ValueError(
-            f"--resume: {place} was not saved by tiermem train, so it does not say how to go on: "
+            f"--resume: {path} was not saved by tiermem train, so it does not say how to go on: "
             "`tiermem sft` goes on with --resume_from_checkpoint true, a loop of your own with "
             "engine.load_checkpoint"
         )
@@ -258,7 +258,7 @@ def find_resumed(where: Path) -> Resumed:
         told = dict.fromkeys(_ADDED) | saved
         options = {field: told[field] for field in (*_CARRIED, "is_checkpointing")}
         return Resumed(
-            place,
+            path,
             manifest.step,
             str(saved["name"]),
             dict(saved["shape"]),
@@ -269,7 +269,7 @@ def find_resumed(where: Path) -> Resumed:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"--resume: {place}: what tiermem train saved of itself is not complete: {error}"
+            f"--resume: {path}: what tiermem train saved of itself is not complete: {error}"
         ) from error
 
 
@@ -291,22 +291,22 @@ def with_saved(options: TrainOptions, resumed: Resumed) -> TrainOptions:
     found = dataclasses.replace(options, **taken)
     if found.steps is not None and found.steps <= resumed.step:
         raise ValueError(
-            f"--resume: {resumed.place} has {numbered(resumed.step, 'step')} behind it, and --steps counts "
+            f"--resume: {resumed.path} has {numbered(resumed.step, 'step')} behind it, and --steps counts "
             f"from the first: give more than {resumed.step}, not {found.steps}"
         )
     return found
 
 
-def _places(where: Path) -> list[Path]:
+def _holders_of_steps(where: Path) -> list[Path]:
     """What may hold a durable step there."""
     from tiermem.checkpoint.format.finding import NothingSaved, find
 
     if not where.exists():
         raise Mistake(f"--resume: there is no folder {where}", {"--resume": "--resume"})
 
-    def holds_steps(place: Path) -> bool:
+    def holds_steps(path: Path) -> bool:
         with contextlib.suppress(NothingSaved):
-            return bool(find(place))
+            return bool(find(path))
         return False
 
     stores = [
@@ -368,7 +368,7 @@ def make_job(options: TrainOptions, name: str, folder: Path, resumed: Resumed | 
         threads=options.threads,
         nvme_paths=[str(path) for path in nvme],
         events_file=str(folder / "events.jsonl"),
-        resume=str(resumed.place) if resumed is not None else None,
+        resume=str(resumed.path) if resumed is not None else None,
         save_dir=str((options.save or folder / CHECKPOINTS).absolute()) if saves else None,
         save_every=options.save_every,
         sustained=options.sustained,
@@ -420,7 +420,7 @@ def _config(
     elif resumed is not None and resumed.config is not None:
         if decided := options.given(*DECIDED_BY_CONFIG):
             raise ValueError(
-                f"{', '.join(decided)}: {resumed.place} was saved with a config, which decides this"
+                f"{', '.join(decided)}: {resumed.path} was saved with a config, which decides this"
             )
         given = resumed.config
     else:

@@ -122,7 +122,7 @@ def has_chunked_loss(sizes: ModelSizes, num_tokens: int) -> bool:
 class Picture(NamedTuple):
     """What one picture takes of a UNet."""
 
-    num_places: int
+    num_positions: int
     """Of its latents."""
     kept_bytes: int
     """At the end of the forward, in 16 bits."""
@@ -146,7 +146,7 @@ def _picture(shape: str, is_checkpointing: bool) -> Picture | None:
         return None
     numel = sum(param.numel() for param in model.parameters() if param.dim() > 1)
     return Picture(
-        num_places=config["sample_size"] ** 2,
+        num_positions=config["sample_size"] ** 2,
         kept_bytes=found.kept_bytes,
         working_bytes=found.peak_bytes - found.kept_bytes,
         mean_tokens=found.forward_flops // (2 * numel),
@@ -233,7 +233,7 @@ class ActivationBytes(NamedTuple):
     @property
     def _num_pictures(self) -> int:
         assert self.picture is not None
-        return self.num_tokens // self.picture.num_places
+        return self.num_tokens // self.picture.num_positions
 
     def _of_pictures(self, num_bytes: int) -> int:
         """Bytes of a micro-batch, where one picture takes so many in 16 bits."""

@@ -45,7 +45,7 @@ from tiermem.tools.measure.machine import wear_a_day
 from tiermem.tools.memory_limit import FREE_PART
 from tiermem.tools.options import MADE_OF, PlanOptions, TrainOptions
 from tiermem.tools.plan.paper import ESTIMATED, print_estimates, print_paper
-from tiermem.tools.plan.planned import PLACES, WEAR, Card, Cluster, Planned, Scenario, plan_scenario
+from tiermem.tools.plan.planned import LIMITS, WEAR, Card, Cluster, Planned, Scenario, plan_scenario
 from tiermem.tools.plan.prediction import limits_of, settle_compute
 from tiermem.tools.plan.settle import say_placement, settled, with_choice
 from tiermem.tools.plan.speed import ASSUMED_DISK, speed_of
@@ -566,7 +566,7 @@ def tiling_hint(planned: Planned) -> str | None:
             for row in planned.lines
             if row.tier is tier and "unit" in row.what and "resident" not in row.what
         )
-        if PLACES[tier] in names and num_bytes > planned.tier_bytes(tier) / 3:
+        if LIMITS[tier] in names and num_bytes > planned.tier_bytes(tier) / 3:
             return (
                 f"units take {format_bytes(num_bytes)} of a rank's {tier.name}; the largest is "
                 f"{largest.name!r} with {format_bytes(largest.full_bytes)}: replace its Linear by "

@@ -47,12 +47,12 @@ from tiermem.tools.words import closest
 
 T = TypeVar("T")
 
-PLACES = {
+LIMITS = {
     Tier.DEVICE: "the GPU of a rank",
     Tier.HOST: "the memory of a node",
     Tier.NVME: "the disks of a node",
 }
-"""What a limit of a tier is a limit of."""
+"""What a limit of a tier limits, in words."""
 WEAR = "what a node's disks may be written in a day"
 
 
@@ -302,7 +302,7 @@ class Planned:
         plan, given, per_node = self.plan, self.given, cluster.ranks_per_node
         pinned = self.pinned_bytes * per_node
         tiers = (
-            (PLACES[tier], self.tier_bytes(tier) * (1 if tier is Tier.DEVICE else per_node), limit)
+            (LIMITS[tier], self.tier_bytes(tier) * (1 if tier is Tier.DEVICE else per_node), limit)
             for tier, limit in cluster.limits.items()
             if limit
         )

@@ -25,7 +25,7 @@ from tiermem.tools.job.train_job import Config, own_folders, with_key
 from tiermem.tools.memory_limit import FREE_PART
 from tiermem.tools.plan.budget import Budget, least_cap, plan_budget, rows_of_process
 from tiermem.tools.plan.planned import (
-    PLACES,
+    LIMITS,
     Card,
     Cluster,
     Planned,
@@ -108,7 +108,7 @@ def settle_by_room(job: Job, process_bytes: int) -> tuple[Job, Budget | None]:
         return job, None
     budget = plan_budget(cap_bytes, process_bytes, activations, planned.policy.activations)
     for problem in planned.problems:
-        if problem.where == PLACES[Tier.HOST]:
+        if problem.where == LIMITS[Tier.HOST]:
             needed_bytes = problem.needed_bytes // scenario.cluster.ranks_per_node
             least_bytes = least_cap(cap_bytes, needed_bytes + _IMPORTS_DIFFER_BYTES)
             steps = -(-least_bytes // _CAP_STEP_BYTES)
@@ -140,7 +140,7 @@ _IMPORTS_DIFFER_BYTES = 1 << 20
 
 _SECTIONS = ("offload_param", "offload_optimizer")
 _SIZES = {"tile_numel", "tile_buffers", "unit_buffers"}
-_PLACES = {
+_KEYS = {
     **{
         name: ("zero_optimization", section, "device")
         for name, section in zip(HOMES, _SECTIONS, strict=True)
@@ -208,7 +208,7 @@ def choose_config(scenario: Scenario, searches: bool = True) -> Chosen:
 def _check_room(planned: Planned) -> None:
     card = planned.scenario.cluster.card
     for problem in planned.problems:
-        if card is not None and problem.where == PLACES[Tier.DEVICE]:
+        if card is not None and problem.where == LIMITS[Tier.DEVICE]:
             budget = card.budget(planned.activations, planned.policy.activations)
             raise ValueError(
                 f"the accelerator has too little memory: {budget.explain()}; and the smallest plan "
@@ -265,7 +265,7 @@ def say_placement(planned: Planned) -> list[str]:
 def settled(planned: Planned) -> dict[str, Any]:
     """The fields that a choice has settled: what `with_choice` takes."""
     given, moved = planned.given, planned.scenario.moved
-    values = {name: getattr(planned.policy, name) for name in _PLACES}
+    values = {name: getattr(planned.policy, name) for name in _KEYS}
     return {
         name: value
         for name, value in values.items()
@@ -279,7 +279,7 @@ def with_choice(config: Config, fields: Mapping[str, Any]) -> Config:
         if isinstance(value, Tier):
             value = "device" if value is Tier.DEVICE and name not in HOMES else value.value
         config = with_key(
-            config, _PLACES[name], value * STATES_PER_TILE if name == "tile_buffers" else value
+            config, _KEYS[name], value * STATES_PER_TILE if name == "tile_buffers" else value
         )
     for name, section in zip(HOMES, _SECTIONS, strict=True):
         if fields.get(name) is Tier.NVME:

@@ -106,7 +106,7 @@ def train(
             console.print("weights: made at random")
         console.print(job.source, soft_wrap=True)
         if resumed is not None:
-            console.print(f"going on from step {resumed.step} of {resumed.place}")
+            console.print(f"going on from step {resumed.step} of {resumed.path}")
         run = run_reported(job, f"tiermem {name}", folder, options, console, is_first)
         if is_first:
             if options.tuned is not None:
@@ -171,14 +171,14 @@ def of_this_rank(
     """A run's folder, which is to be made, options and console, and whether this launcher is that
     of the first rank, which reports. Those of another rank say nothing and keep no file; their
     errors name the rank."""
-    place = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{name}-{secrets.token_hex(2)}"
+    folder = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{name}-{secrets.token_hex(2)}"
     if num_ranks() == 1 or os.environ.get("RANK", "0") == "0":
-        yield options.runs / place, options, console, True
+        yield options.runs / folder, options, console, True
         return
     with tempfile.TemporaryDirectory(prefix="tiermem-") as runs:
         options = dataclasses.replace(options, runs=Path(runs), tensorboard=None, json_file=None)
         try:
-            yield options.runs / place, options, Console(quiet=True), False
+            yield options.runs / folder, options, Console(quiet=True), False
         except ValueError as error:  # rank 0 may say the same, with the command to write instead
             raise ValueError(f"rank {os.environ['RANK']}: {error}") from error
 
@@ -219,12 +219,12 @@ def list_steps(options: TrainOptions, console: Console) -> int:
     ):
         with contextlib.suppress(ValueError, OSError):  # nothing to go on from
             each = find_resumed(folder)
-            found.setdefault(each.place.resolve(), each._replace(place=folder))
+            found.setdefault(each.path.resolve(), each._replace(path=folder))
     options.save_json(
         {
             "steps": [
-                {"place": place, "step": each.step, "name": each.name, "resume": each.place}
-                for place, each in found.items()
+                {"place": folder, "step": each.step, "name": each.name, "resume": each.path}
+                for folder, each in found.items()
             ]
         }
     )
@@ -235,13 +235,13 @@ def list_steps(options: TrainOptions, console: Console) -> int:
         )
         return 0
     shown = table("what can be resumed, the newest first", ">step", "run", "saved", "command")
-    for place, each in found.items():
-        when = datetime.datetime.fromtimestamp(place.stat().st_mtime)
+    for folder, each in found.items():
+        when = datetime.datetime.fromtimestamp(folder.stat().st_mtime)
         shown.add_row(
             str(each.step),
             each.name,
             f"{when:%Y-%m-%d %H:%M}",
-            f"tiermem train --resume {each.place}",
+            f"tiermem train --resume {each.path}",
         )
     console.print(shown)
     return 0
