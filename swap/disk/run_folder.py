@@ -558,6 +558,8 @@ def _remove_made(folder: Path, expected: list[str]) -> None:
     for name in sorted(
         names.union(expected), key=lambda name: (not _MANIFEST.fullmatch(name), name)
     ):
+        if name in expected:
+            expected.remove(name)  # first: if an interrupt follows, no second call misses it
         is_manifest = _MANIFEST.fullmatch(name) is not None
         if not remove(folder / name, syncs=is_manifest, is_expected=True) and is_manifest:
             return
