@@ -201,6 +201,23 @@ def test_second_copies_leave_with_their_room(tmp_path: Path) -> None:
     assert_same_tensors(found[0][1], found[1][1])
 
 
+def test_a_plan_without_room_for_second_copies_goes_on_elsewhere(tmp_path: Path) -> None:
+    fields = {"params": HOST, "paths": [tmp_path], "tile_numel": 4096, "resident_bytes": 0}
+    with tiermem.shard(seeded(Tower), OffloadPolicy(optim=NVME, **fields), device="cpu") as shards:
+        least = shards.plan.host_bytes
+    found = []
+    for states in (NVME, HOST):
+        policy = OffloadPolicy(optim=NVME, early_steps=True, host_bytes=least, **fields)
+        model = seeded(Tower)
+        with tiermem.shard(model, policy, device="cpu") as shards:
+            assert not shards.plan.copied
+            optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+            losses = train_steps(model, optim, range(2))
+            shards.rehome(dataclasses.replace(policy, optim=states, host_bytes=16 << 20))
+            found.append(losses + train_steps(model, optim, range(2, 4)))
+    assert found[0] == found[1]
+
+
 def test_a_disk_without_room_refuses_states_and_training_goes_on(tmp_path: Path) -> None:
     found = []
     for is_full in (False, True):

@@ -192,7 +192,7 @@ class Plan:
 
 
 def keeps_secondary(policy: OffloadPolicy, num_shards: int) -> bool:
-    """Whether near ranks keep a second copy of gathered parameters: only if other ranks are far."""
+    """Whether near ranks keep a secondary copy of gathered parameters: only if other ranks are far."""
     return 1 < policy.secondary_group_size < num_shards
 
 
@@ -327,10 +327,9 @@ class Planner:
             policy.tile_buffers,
             usual_tile_buffers(policy.pipeline_read, policy.pipeline_write),
         )
-        attempts = [True, False] if self._weights_copied else [True]
         found = [
             PlanChoice(*fields)
-            for fields in itertools.product(self._grad_homes, counts, buffers, tiles, attempts)
+            for fields in itertools.product(self._grad_homes, counts, buffers, tiles, [True, False])
         ]
         is_asked = policy.overlap == "backward"  # other things make room for it then
         return sorted(found, key=lambda choice: is_asked and not choice.attempts)
