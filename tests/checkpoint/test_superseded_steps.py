@@ -96,7 +96,7 @@ def test_a_link_to_a_tag_of_another_folder_drops_nothing(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("tag", ["g1", "g2"])
-@pytest.mark.parametrize("gone", ["", "moved", "removed"])
+@pytest.mark.parametrize("gone", ["", "moved", "removed", "restored"])
 def test_a_copy_of_the_folder_drops_nothing_that_the_folder_names(
     tag: str, gone: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -108,6 +108,10 @@ def test_a_copy_of_the_folder_drops_nothing_that_the_folder_names(
     elif gone == "removed":
         shutil.copytree(copy, tmp_path / "other")
         shutil.rmtree(tmp_path / "out")
+    elif gone == "restored":  # under its first name, and here with the number that it had
+        shutil.rmtree(tmp_path / "out")
+        copy.rename(tmp_path / "other")
+        copy = shutil.copytree(tmp_path / "other", tmp_path / "out")
     _save(tmp_path, tag, out=copy)
     _check_whole(tmp_path / ("other" if gone else "out"), "g1")
     _check_whole(copy, tag)

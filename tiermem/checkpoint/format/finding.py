@@ -12,7 +12,7 @@ import functools
 import itertools
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -648,18 +648,28 @@ def read_parts(opened: Opened) -> list[tuple[Path, Part]]:
 
 
 def tags_of(where: Path) -> list[str]:
-    """The names of tags below a folder, newest first; of several parts those whose pointer says so.
-    Raises OSError."""
-    below = list(where.iterdir())
-    found = [(_age(each), each.name) for each in below if _is_of_tag(each)]
-    for top, names, _ in itertools.chain.from_iterable(map(os.walk, below)):
-        files = [os.path.join(top, name, POINTER_FILE) for name in names]
-        for file in map(Path, filter(os.path.exists, files)):
-            with contextlib.suppress(ManifestError, OSError):
-                tag = str(file.parent.relative_to(where))
-                if read_pointer(file)[0].tag == tag:
-                    found.append((_age(file.parent), tag))
+    """The names of tags below a folder, newest first; of several parts, at most four, those whose
+    pointer says so. Raises OSError."""
+    found = [(_age(each), each.name) for each in where.iterdir() if _is_of_tag(each)]
+    for folder in _folders_in(where, _MOST_PARTS):
+        with contextlib.suppress(ManifestError, OSError):
+            tag = str(folder.relative_to(where))
+            if folder.parent != where and read_pointer(folder / POINTER_FILE)[0].tag == tag:
+                found.append((_age(folder), tag))
     return [name for _, name in sorted(found, reverse=True)]
+
+
+_MOST_PARTS = 4
+
+
+def _folders_in(folder: Path, depth: int) -> Iterator[Path]:
+    """A folder's folders and theirs, so deep: without links, hidden ones and those of runs."""
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for each in entries:
+            if not each.name.startswith((".", "tiermem-")) and each.is_dir(follow_symlinks=False):
+                yield Path(each.path)
+                if depth > 1:
+                    yield from _folders_in(Path(each.path), depth - 1)
 
 
 def _is_of_tag(folder: Path) -> bool:

@@ -22,9 +22,9 @@ the CRC-32C of all bytes before `,"crc32c"`, in 8 hexadecimal digits. Sizes and 
 bytes; starts and numels are in elements.
 
 pointer   format "tiermem" · version 2 · tag, run_id, commit and step, as the manifest has them · series, number (below) ·
-          folder · file · bytes and crc32c_of (of the manifest file) · inode (of the tag's folder; left
-          out of a complete copy's pointer). A folder that is moved keeps its inode; a copy of the
-          folder has another one
+          folder · file · bytes and crc32c_of (of the manifest file) · witness (number of the README.txt
+          beside it in its file system, and when that file changed; left out of a complete copy's
+          pointer). A folder that is moved keeps both; a copy of it has others
 manifest  format, version, run_id, commit · tag (null: a durable step without a tag) · step (number of optimizer steps) ·
           world (ranks) · num_shards (ranks that share one copy of a parameter) · parts [{rank,
           folder, file, bytes, crc32c}], one per rank, in order · optimizer, scheduler, loss_scaler,
@@ -305,7 +305,7 @@ class Pointer:
     """The manifest file of a tag: its folder, name, size and CRC-32C, its run and commit.
 
     In version 2 also its tag and step, and the series and number of the pointer. An empty tag: a
-    pointer of version 1. inode: of the tag's folder; 0 for a complete copy.
+    pointer of version 1. witness: tells the folder from copies of it; empty for a complete copy.
     """
 
     run_id: _RunId
@@ -318,7 +318,7 @@ class Pointer:
     step: Whole = 0
     series: _RunId = ""
     number: Whole = 0
-    inode: Annotated[Whole, Field(exclude=True)] = 0
+    witness: Annotated[_File, Field(exclude=True)] = ""
 
     def dump(self) -> bytes:
         """The file's bytes. Raises ManifestError for what `parse_pointer` refuses."""
@@ -419,7 +419,7 @@ class _Head:
 def _sealed(value: _Record, parse: Callable[[bytes, str], _Record], what: str) -> bytes:
     """The bytes of a file, checked by its own parser. Raises ManifestError."""
     head: dict[str, Any] = {"format": FORMAT, "version": VERSION}
-    for name in ("extra_state", "inode"):
+    for name in ("extra_state", "witness"):
         if added := getattr(value, name, None):  # else readers before the field open the file
             head[name] = added
     data = seal(head, value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import logging
 import os
 import re
@@ -223,8 +224,8 @@ def publish(
             replaced = file
     latest = known_latest(content.save_dir)
     with contextlib.closing(SavingInto(pointer.parent, undo)):
-        said = pointer_to(path, data, manifest, content.save_dir, manifest.tag, latest).dump()
         _explain(pointer, path, manifest, told, undo)
+        said = pointer_to(path, data, manifest, content.save_dir, manifest.tag, latest).dump()
         replace(pointer, said, undo)
     if content.save_latest or (latest is not None and latest.tag == manifest.tag):
         replace(content.save_dir / LATEST_FILE, said, undo)
@@ -243,10 +244,10 @@ def pointer_to(
         number = latest.number
     folder = pointer_path(save_dir, tag).parent
     where = written(path.parent, folder)
-    inode = 0 if where == "." else folder.stat().st_ino
+    witness = "" if where == "." else _witness_in(folder)
     file = where, path.name, len(data), crc32c(data)
     counted = tag, manifest.step, series, number + 1
-    return Pointer(manifest.run_id, manifest.commit, *file, *counted, inode)
+    return Pointer(manifest.run_id, manifest.commit, *file, *counted, witness)
 
 
 README_FILE = "README.txt"
@@ -267,11 +268,8 @@ def _explain(
             remove(readme)
         return
     folders = "".join(f"    {each}\n" for each in places)
-    replace(
-        readme,
-        _MARK + _TOLD.format(tag=manifest.tag, step=manifest.step, folders=folders).encode(),
-        undo,
-    )
+    text = _TOLD.format(tag=manifest.tag, step=manifest.step, folders=folders)
+    replace(readme, _MARK + os.fsencode(text), undo)
     logger.info(
         "checkpoint %r (step %d) stays where its states rest: %s; %s says how to take it along",
         manifest.tag, manifest.step, ", ".join(places), readme,
@@ -289,6 +287,15 @@ Delete or move one of them, and the checkpoint is lost. A folder that holds all 
 
 or by the save itself: copy=True, or "tiermem": {{"copies": true}} in a config.
 """
+
+
+def _witness_in(folder: Path) -> str:
+    """What a copy of a tag's folder has not, also one with its name: the number of the README in
+    its file system, and when that file changed. Empty if there is none."""
+    with contextlib.suppress(FileNotFoundError):
+        found = (folder / README_FILE).stat()
+        return f"{found.st_ino:x}-{found.st_ctime_ns:x}"
+    return ""
 
 
 def _is_readme(file: Path) -> bool:
@@ -496,17 +503,21 @@ def drop_tags(save_dir: Path, run_id: str, num_more: int) -> None:
 
 
 def _is_own(file: Path, pointer: Pointer) -> bool:
-    """Whether a pointer lies in the tag's folder that its save wrote it to. If not, or if the
-    pointer does not say, a warning says that the states stay: another folder may name them."""
-    with contextlib.suppress(OSError):
-        if file.parent.stat().st_ino == pointer.inode:
-            return True
+    """Whether a pointer lies in the tag's folder that its save wrote it to, or is older than that
+    question. If not, a warning says that the states stay: another folder may name them."""
+    is_own = pointer.witness in ("", _witness_in(file.parent))
+    if not is_own:
+        _tell_of_copy(file.parent, real(file.parent / pointer.folder))
+    return is_own
+
+
+@functools.cache  # once
+def _tell_of_copy(folder: Path, states: Path) -> None:
     logger.warning(
         "%s: its states stay in %s, because the folder looks like a copy, and another folder may "
         "name the same states. Delete them when no checkpoint needs them",
-        file.parent, real(file.parent / pointer.folder),
+        folder, states,
     )  # fmt: skip
-    return False
 
 
 def is_removed(pointer: Pointer, manifest: Path) -> bool:
