@@ -339,7 +339,7 @@ class OffloadPolicy:
     secondary_group_size: Annotated[
         Ranks, _SHARDED_PARAMS, Key("zero_optimization.zero_hpz_partition_size", off=0)
     ] = 1
-    """Neighbouring ranks that keep a second copy of gathered parameters among them, from which
+    """Neighbouring ranks that keep a secondary copy of gathered parameters among them, from which
     backward gathers (hpZ). 1: none is kept."""
     quantised_gather: Annotated[
         bool, _SHARDED_PARAMS, Key("zero_optimization.zero_quantized_weights")

@@ -204,7 +204,7 @@ class ZeroConfig(ConfigModel):
     round_robin_gradients: bool = False
     """Begin every bucket with another rank's part, so that copies home are spread over ranks."""
     zero_hpz_partition_size: Count = 1
-    """Ranks that keep a second copy of gathered parameters among them, from which backward gathers
+    """Ranks that keep a secondary copy of gathered parameters among them, from which backward gathers
     (hpZ). 0 and 1: none."""
     zero_quantized_weights: bool = False
     zero_quantized_nontrainable_weights: bool = False

@@ -39,7 +39,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -53,6 +53,7 @@ from tiermem.plans.plan import Plan
 from tiermem.plans.pools import Pools
 from tiermem.policy import OffloadPolicy
 from tiermem.ranks.collectives import RowSums, call, exchange, share, total
+from tiermem.ranks.failures import RanksDiffer
 from tiermem.ranks.topology import Topology
 from tiermem.swap.base.native import Workers
 from tiermem.swap.memory.accelerator import ToHost, is_accelerator, to_device
@@ -110,6 +111,8 @@ class GradientHomes:
             if topology.group is not None
             else None
         )
+        # ranks fetch units together, and reduce each one's gradients once they are final
+        self.is_in_order = topology.num_shards > 1 and policy.stage == 3
         self._cut: dict[int, list[Bucket]] = {}  # each unit's buckets
         self._of_shard = {shard: unit for unit in units for shard in unit.shards}
         # the values of `p.grad` between backward and step
@@ -133,8 +136,8 @@ class GradientHomes:
         self._added: dict[nn.Parameter, torch.Tensor | None] = {}
         # the modules and parameters that each module of the model holds, all of these, and the
         # parameters among them that no unit holds
-        self._children: list[dict[str, Any]] = []
-        self._held: list[Any] = []
+        self._modules: list[nn.Module] = []
+        self._held: list[object] = []
         self._ordinary: list[nn.Parameter] = []
         # called when a unit's gradients of a backward are on their tier, or on their way to NVMe
         self.on_arrival: Callable[[Unit], None] = lambda unit: None
@@ -176,14 +179,17 @@ class GradientHomes:
         for unit in units:
             self.store.reserve(unit, plan.steps_on_device)
 
-    @property
-    def is_in_order(self) -> bool:
-        """Whether ranks reduce each unit's gradients once they are final."""
-        return self._reducer is not None and self._policy.stage == 3
-
     def any_of(self, flags: list[bool]) -> list[bool]:
-        """Whether each of these flags is set on any rank. Collective; blocks. Raises RankLost."""
-        return [any(each) for each in zip(*exchange(self._topology, flags), strict=True)]
+        """Whether each of these flags is set on any rank. Collective; blocks. Raises RankLost, and
+        RanksDiffer where ranks have other flags."""
+        rows = exchange(self._topology, flags)
+        counts = {len(row) for row in rows}
+        if len(counts) > 1:
+            raise RanksDiffer(
+                f"ranks have made other numbers of forwards since the last backward: {counts}. "
+                "Every rank has to use the same modules in the same order"
+            )
+        return [any(each) for each in zip(*rows, strict=True)]
 
     @property
     def divisor(self) -> float:
@@ -225,13 +231,10 @@ class GradientHomes:
     def _ordinary_of(self, model: nn.Module) -> list[nn.Parameter]:
         """A model's parameters that no unit holds. The model is only searched where a module holds
         another parameter or module than before."""
-        held = [*itertools.chain.from_iterable(map(dict.values, self._children))]
-        if not self._children or [*map(id, held)] != [*map(id, self._held)]:
-            modules = [*model.modules()]
-            self._children = [
-                children for each in modules for children in (each._modules, each._parameters)
-            ]
-            self._held = [*itertools.chain.from_iterable(map(dict.values, self._children))]
+        held = _held_by(self._modules)
+        if not held or [*map(id, held)] != [*map(id, self._held)]:
+            self._modules = [*model.modules()]
+            self._held = _held_by(self._modules)
             self._ordinary = [p for p in model.parameters() if registry.owner_of(p) is None]
         return self._ordinary
 
@@ -261,7 +264,7 @@ class GradientHomes:
         """
         self._factor = None
         self._waiting = dict.fromkeys(
-            self._units if self._policy.stage == 3 else reversed(self._units), False
+            self._units if self.is_in_order else reversed(self._units), False
         )
         self._given.clear()
         self.forget_replaced()
@@ -318,7 +321,7 @@ class GradientHomes:
         """
         with self.changing():
             for unit in list(self._waiting) if self._reducer is not None else ():
-                if unit.is_resident or self._policy.stage != 3:
+                if unit.is_resident or not self.is_in_order:
                     self._reduce(unit)
             self.receive_rest()
             self._reduce_added()
@@ -648,7 +651,7 @@ class GradientHomes:
     ) -> list[float]:
         """The sums of a row over ranks. Raises RankLost where ranks have made other calls, which
         may have been mixed up."""
-        digest = self._topology.traffic.digest
+        digest = self._topology.traffic.digest()
         *sums, digests = self._rows.add_up(what, [*row, digest], meanwhile)
         if digests != digest * self._topology.world:
             self.check_alone()
@@ -808,6 +811,15 @@ def lost_gradients(where: str) -> RuntimeError:
         f"{where} ended in an exception, so the gradients are those of a part of the model. They "
         "are forgotten: run forward and backward again before the step"
     )
+
+
+def _held_by(modules: Sequence[nn.Module]) -> list[object]:
+    """The modules and parameters that modules hold."""
+    return [
+        child
+        for module in modules
+        for child in (*module._modules.values(), *module._parameters.values())
+    ]
 
 
 def _fresh(shard: Shard) -> bool:

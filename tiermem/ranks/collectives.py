@@ -57,9 +57,10 @@ def sends_directly(group: dist.ProcessGroup | None, device: torch.device) -> boo
     """Whether tensors on a device travel as messages in a group: on CPUs with gloo."""
     if group is None or device.type != "cpu":
         return False
-    if group not in _on_gloo:
-        _on_gloo[group] = "cpu:gloo" in dist.get_backend_config(group)
-    return _on_gloo[group]
+    is_gloo = _on_gloo.get(group)
+    if is_gloo is None:
+        is_gloo = _on_gloo[group] = "cpu:gloo" in dist.get_backend_config(group)
+    return is_gloo
 
 
 _on_gloo: weakref.WeakKeyDictionary[dist.ProcessGroup, bool] = weakref.WeakKeyDictionary()

@@ -25,6 +25,7 @@ from tiermem.swap.base.side_threads import Flag, start_thread
 
 # ---- traffic -------------------------------------------------------------------------------------
 
+_MOST_WORDS = 3000  # that are kept for the digest
 _NUM_COMPARED = 100
 
 
@@ -50,7 +51,8 @@ class Traffic:
     def __init__(self) -> None:
         self.payloads: collections.deque[Payload] = collections.deque(maxlen=50_000)
         self._num_calls = 0  # since the beginning
-        self.digest = 0  # of all calls and their order
+        self._digest = 0  # of all calls and their order, but for those in
+        self._words: list[str] = []
         self._newest: collections.deque[tuple[int, str, str]] = collections.deque(
             maxlen=_NUM_COMPARED
         )
@@ -59,8 +61,16 @@ class Traffic:
         """Records one call."""
         self.payloads.append(Payload(op, what, num_bytes, among))
         self._num_calls += 1
-        self.digest = zlib.crc32(f"{op} {what}".encode(), self.digest)
         self._newest.append((self._num_calls, op, what))
+        self._words += (op, " ", what)
+        if len(self._words) > _MOST_WORDS:
+            self.digest()
+
+    def digest(self) -> int:
+        """Of all calls and their order; equal on ranks that have made the same ones."""
+        self._digest = zlib.crc32("".join(self._words).encode(), self._digest)
+        self._words.clear()
+        return self._digest
 
     def newest(self) -> dict[int, str]:
         """The newest 100 calls by number, counted from 1 since the beginning. On all ranks a number

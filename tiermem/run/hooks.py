@@ -214,12 +214,12 @@ class Hooks(Uncopied):
         if in_backward:
             self._uses.promise(frame.needed, -1)
         use = frame.use = UnitUse(frame.needed, reads_again)
+        if not in_backward:
+            self._uses.count(use)
         if not frame.needed:
             return frame
         use.entered = next(self._clock)
         self._uses.add(use)
-        if not in_backward:
-            self._uses.count(use)
         given = marks.handed_over(args, kwargs)
         marks.mark([tensor for tensor in given if tensor.grad_fn is not None], use, self._computed)
         marks.mark(
@@ -256,13 +256,17 @@ class Hooks(Uncopied):
             return False
         if is_in_backward and self.is_foreign and _is_alive(self.thread):
             raise _in_another_thread("backward")
-        own = _Call.of_now()
-        found = self._call.setdefault("outermost", own)
-        if found is not own and found.is_under_way(own.frame):
-            if found.thread != own.thread:
+        found = self._call.get("outermost")
+        if found is None:
+            own = _Call.of_now()
+            found = self._call.setdefault("outermost", own)
+            if found is own:
+                return True
+        if found.is_under_way:
+            if found.thread != threading.get_ident():
                 raise _in_another_thread("forward")
             return False
-        self._call["outermost"] = own
+        self._call["outermost"] = _Call.of_now()
         return True
 
     @property
@@ -402,7 +406,7 @@ class Hooks(Uncopied):
         if marks.in_backward():
             return True
         found = self._call.get("outermost")
-        return bool(self._frames) and (found is None or found.is_under_way(sys._getframe()))
+        return bool(self._frames) and (found is None or found.is_under_way)
 
     def lend(self, params: Sequence[nn.Parameter], func: Any, args: Any, kwargs: Any) -> Any:
         """Calls a torch function with resting parameters gathered (access.py). Collective;
@@ -553,23 +557,13 @@ class Hooks(Uncopied):
             marks.mark([grad], use, self._let_go)
         self._uses.add(use)
         self._held[use] = None
-        self._tell_changed(use)
-        for live in use.needed_again:
-            self.prefetcher.acquire(live)
-            self._bring(live, use.rows.get(live))
-        use.start_ns = time.monotonic_ns()
-
-    def _tell_changed(self, use: UnitUse) -> None:
-        """Names a unit that was changed since the use's forward. Torch raises where backward needs
-        the old weights, and cannot name it."""
         for live in use.needed_again:
             if use.changes.get(live, live.num_changes) != live.num_changes:
-                logger.warning(
-                    "weights of unit %r were stepped or replaced between this backward and its "
-                    "forward. Torch raises if backward needs the old ones: step and load before a "
-                    "forward, or after its backward",
-                    live.unit.name,
-                )
+                _tell_changed(live)
+            self.prefetcher.acquire(live)
+            if live.pages is not None:
+                self._bring(live, use.rows.get(live))
+        use.start_ns = time.monotonic_ns()
 
     def _computed(self, use: UnitUse, grad: torch.Tensor) -> None:
         """The gradient of an input of a forward has come, perhaps of another use of this input:
@@ -617,9 +611,9 @@ class Hooks(Uncopied):
 
         Ends the last step first. Raises its errors, and RuntimeError in a forked child.
         """
-        self._store.check_process()
         if self._ending is not None and self._ending() is not None:
             return
+        self._store.check_process()
         if self._ending is not None or self._homes.is_changing:
             self.abandon_backward()  # the earlier backward ended in an exception
         if not self._frames:
@@ -642,7 +636,7 @@ class Hooks(Uncopied):
         gradients; clears `p.grad`.
 
         Blocks; raises the errors of the step, and RuntimeError when no optimizer takes gradients
-        that are not kept.
+        that are not kept. Collective where a unit has more than one forward without backward.
         """
         self._homes.store.check_consumer()
         self._steps.end()
@@ -677,16 +671,26 @@ class _Call(NamedTuple):
             frame = frame.f_back
         return cls(threading.get_ident(), frame)
 
-    def is_under_way(self, inside: types.FrameType | None) -> bool:
-        """Whether the call has not ended. An exception may have ended it without a hook. inside: a
-        frame of this thread."""
-        frame = inside
-        if self.thread != threading.get_ident():
-            frame = sys._current_frames().get(self.thread)
-        own = self.frame
-        while frame is not None and frame is not own:
-            frame = frame.f_back
-        return frame is not None
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the call has not ended. An exception may have ended it without a hook."""
+        try:
+            if self.frame is not None:
+                self.frame.clear()  # which Python refuses for a frame that runs
+        except RuntimeError:
+            return True
+        return False
+
+
+def _tell_changed(live: LiveUnit) -> None:
+    """Names a unit that was changed between a forward and its backward. Torch raises where backward
+    needs the old weights, and cannot name it."""
+    logger.warning(
+        "weights of unit %r were stepped or replaced between this backward and its forward. Torch "
+        "raises if backward needs the old ones: step and load before a forward, or after its "
+        "backward",
+        live.unit.name,
+    )
 
 
 def _is_alive(thread: int) -> bool:

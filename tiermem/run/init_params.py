@@ -76,7 +76,7 @@ def built_with(model: nn.Module) -> AsBuilt:
 
 
 def size_of_near(group: dist.ProcessGroup, near: dist.ProcessGroup) -> int:
-    """The number of ranks of `near`, which keep a second copy of gathered parameters (hpZ), among
+    """The number of ranks of `near`, which keep a secondary copy of gathered parameters (hpZ), among
     the ranks of `group`.
 
     Raises ValueError unless `near` holds neighbouring ranks, this one among them, and its size

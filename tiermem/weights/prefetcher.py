@@ -3,6 +3,7 @@ run yet, and decides which units to fetch, to keep and to evict."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 import weakref
@@ -119,7 +120,7 @@ class Order:
 
 # ---- unanswered uses -----------------------------------------------------------------------------
 
-_MOST_COUNTED = 64  # forwards of a unit, before those whose graphs are gone are forgotten
+_MOST_RUNS = 64  # of a unit's forwards, before those whose graphs are gone are forgotten
 
 
 class UnitUse:
@@ -138,6 +139,8 @@ class UnitUse:
         self.units = list(units)
         self.reads_again = reads_again
         self.answered_in = 0  # number of the backward that answered it last
+        self.is_counted = False  # see `Uses.count`
+        self.runs: dict[int, int] = {}  # by unit, the number of the run that it belongs to
         self.entered = 0  # tick of the forward's begin
         self.left = 0  # tick of its end
         self.changes: dict[LiveUnit, int] = {}  # of its units: `num_changes` at its end
@@ -188,9 +191,10 @@ class Uses:
     unit's gradients are final when it has no unanswered and no promised use.
 
     Ranks that reduce final gradients together have to call the same units final, although one rank
-    may keep a graph that another one has thrown away. Each rank counts the forwards that no
-    backward has answered. Where a unit has more than one, the ranks ask one another before a
-    backward whose graphs are left (`settle`).
+    may keep a graph that another one has thrown away. Each rank notes the forwards that no backward
+    has answered. Forwards of one unit, one after the other, are one *run*: they need no fetch, so
+    that ranks may differ in how many they are. Where a unit has more runs than one, the ranks ask
+    one another before a backward whose graphs are left (`settle`).
 
     Args:
         any_of: flags of this rank -> whether any rank's is set, in order; collective. None: no
@@ -203,10 +207,13 @@ class Uses:
         self._open = {live.unit.index: weakref.WeakSet[UnitUse]() for live in units}
         self._promised = dict.fromkeys(self._open, 0)
         self._any_of = any_of
-        # of units that ranks reduce: forwards that no backward has answered, by their ticks
-        self._counted: dict[int, dict[int, weakref.ref[UnitUse]]] = {
+        self._most_runs = _MOST_RUNS
+        # of units that ranks reduce: runs that no backward has answered, by their numbers
+        self._runs: dict[int, dict[int, list[weakref.ref[UnitUse]]]] = {
             index: {} for index in self._open
         }
+        self._numbers = itertools.count()
+        self._last = -1  # the unit that was counted last
 
     def add(self, use: UnitUse) -> None:
         """Registers a use that backward has to answer; may be repeated for the same use."""
@@ -214,26 +221,36 @@ class Uses:
             self._open[live.unit.index].add(use)
 
     def count(self, use: UnitUse) -> None:
-        """Counts a forward outside backward; what backward computes again is answered there."""
-        if self._any_of is None:
-            return
-        for live in use.units:
-            if live.is_streamed and live.unit.is_trainable:
-                counted = self._counted[live.unit.index]
-                counted[use.entered] = weakref.ref(use)
-                if len(counted) > _MOST_COUNTED:
-                    self.settle()
+        """Counts a forward, unless backward computes it again, which answers it as well. Collective
+        now and then, where many are counted."""
+        use.is_counted = self._any_of is not None
+        for live in use.units if use.is_counted else ():
+            if live.unit.is_trainable and live.is_streamed:
+                self._count(use, live.unit.index)
+
+    def _count(self, use: UnitUse, index: int) -> None:
+        runs = self._runs[index]
+        if index != self._last or not runs:
+            self._last = index
+            runs[next(self._numbers)] = []
+        use.runs[index] = number = next(reversed(runs))
+        runs[number].append(weakref.ref(use))
+        if len(runs) > self._most_runs:
+            self.settle()
+            self._most_runs = max(_MOST_RUNS, 2 * len(runs))
 
     def settle(self) -> None:
         """Before a backward: forgets the forwards whose graphs no rank has kept. Collective, where
-        a unit has more than one."""
-        if self._any_of is None or all(len(counted) < 2 for counted in self._counted.values()):
+        a unit has more than one run of them."""
+        if self._any_of is None or max(map(len, self._runs.values()), default=0) < 2:
             return
-        pairs = [(counted, tick) for counted in self._counted.values() for tick in counted]
-        are_kept = self._any_of([counted[tick]() is not None for counted, tick in pairs])
-        for (counted, tick), is_kept in zip(pairs, are_kept, strict=True):
+        pairs = [(runs, number) for runs in self._runs.values() for number in runs]
+        are_kept = self._any_of(
+            [any(use() is not None for use in runs[number]) for runs, number in pairs]
+        )
+        for (runs, number), is_kept in zip(pairs, are_kept, strict=True):
             if not is_kept:
-                del counted[tick]
+                del runs[number]
 
     def extend(self, use: UnitUse, live: LiveUnit) -> None:
         """Adds a unit to a use, for a function whose backward may read the unit."""
@@ -241,13 +258,16 @@ class Uses:
             use.units.append(live)
             use.reads_again = True
             self._open[live.unit.index].add(use)
+            if use.is_counted and live.unit.is_trainable and live.is_streamed:
+                self._count(use, live.unit.index)
         use.note_rows(live, None)
 
     def answer(self, use: UnitUse) -> None:
         """Notes that backward has answered a use."""
         for live in use.units:
             self._open[live.unit.index].discard(use)
-            self._counted[live.unit.index].pop(use.entered, None)
+            self._runs[live.unit.index].pop(use.runs.pop(live.unit.index, -1), None)
+        self._last = -1
 
     def promise(self, needed: Sequence[LiveUnit], change: int) -> None:
         """Notes that a use of each of these units will be made (change 1), or has been made (change
@@ -262,7 +282,7 @@ class Uses:
     def is_final(self, live: LiveUnit) -> bool:
         """Whether a unit's gradients are complete."""
         index = live.unit.index
-        is_answered = not self._open[index] and not self._counted[index]
+        is_answered = not self._open[index] and not self._runs[index]
         return is_answered and not self._promised[index]
 
 
@@ -321,7 +341,7 @@ class Streamed(Protocol):
         """HOME or READING -> GATHERING. Collective."""
 
     def copy(self) -> None:
-        """HOME or READING -> COPYING."""
+        """HOME -> COPYING."""
 
     def land(self) -> None:
         """READING, GATHERING or COPYING -> PRESENT. Blocks."""

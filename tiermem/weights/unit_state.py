@@ -755,7 +755,8 @@ class LiveUnit:
     def _is_shown(self) -> bool:
         """Whether the parameters show the full layout. Widened ones do while a module holds them,
         else their dtype at rest."""
-        return self.is_present and (not self.unit.is_widened or self._is_kept or self.num_users > 0)
+        is_present = self.state is UnitState.PRESENT
+        return is_present and (not self.unit.is_widened or self._is_kept or self.num_users > 0)
 
     def _widen_view(self) -> None:
         """After a change of users: widened parameters that are present show the dtype of the maths,

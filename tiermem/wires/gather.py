@@ -1,4 +1,4 @@
-"""Gather: brings every rank's part to all ranks; keeps the second copy of hpZ; spreads new weights
+"""Gather: brings every rank's part to all ranks; keeps the secondary copy of hpZ; spreads new weights
 of resident units."""
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Gather:
         raise NotImplementedError
 
     def outdate(self) -> None:
-        """Notes that the weights are about to change where they rest; a second copy is not used
+        """Notes that the weights are about to change where they rest; a secondary copy is not used
         again."""
 
 
@@ -376,18 +376,18 @@ def _send_rows(topology: Topology, each: _Round, rows: torch.Tensor, what: str) 
         Pending(topology, what, [marked(group, works)], [rows]).wait()
 
 
-# ---- the second copy of hpZ ----------------------------------------------------------------------
+# ---- the secondary copy of hpZ ----------------------------------------------------------------------
 
 
 def secondary_numel(unit: Unit, num_across: int) -> int:
-    """Elements of a rank's part of a unit's second copy."""
+    """Elements of a rank's part of a unit's secondary copy."""
     return round_up(
         sum(round_up(s.shard_numel * num_across, ALIGN) for s in unit.shards), UNIT_ALIGN
     )
 
 
 class NearGather(Gather):
-    """The gather of one unit with a second copy (hpZ): from all ranks at first, then from near
+    """The gather of one unit with a secondary copy (hpZ): from all ranks at first, then from near
     ranks until weights change.
 
         forward    gathers from the shards of all ranks, over all nodes    each rank keeps its part of the result
