@@ -51,7 +51,10 @@ _LEAST_GAIN = 1.002  # a change must be faster by this factor
 _CLEARLY_LESS = 0.95
 _EIGHTHS = tuple(part / 8 for part in range(8, 0, -1))
 _PARTS = (0.0, 0.25, 0.5, 0.75, 1.0)
-_TILES = ((1 << 20, 4), (1 << 18, 8))
+_TILES = (
+    {"tile_numel": 1 << 20, "tile_buffers": 4},
+    {"tile_numel": 1 << 18, "tile_buffers": 8},
+)
 _MOST_STARTS = 4
 _START_EACH = 4  # values of a home of states
 _MANY = 6  # values of an axis, of which every second one is tried, and those beside the best
@@ -173,7 +176,8 @@ class Caps(NamedTuple):
         a_day = forecast.edge_bytes(HOST_TO_NVME) * _DAY_S / max(forecast.total_s, 1e-9)
         taken = (plan.disk_bytes, plan.link_bytes, a_day)
         limits = zip(taken, self, strict=True)
-        return max(0.0, *(size / max(most, 1) for size, most in limits if most is not None), 0.0)
+        parts = (size / max(most, 1) for size, most in limits if most is not None)
+        return max(parts, default=0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -403,8 +407,7 @@ def _axes_of(
     if policy.unit_buffers is None and policy.gather_way != "single":
         yield Axis("buffers", [{}, {"unit_buffers": division.most_at_once + 1}], [0])
     values = [{}]
-    for tile_numel, tile_buffers in _TILES:
-        changes = {"tile_numel": tile_numel, "tile_buffers": tile_buffers}
+    for changes in _TILES:
         values.append(
             {name: size for name, size in changes.items() if getattr(policy, name) is None}
         )
@@ -485,8 +488,8 @@ class _Search:
     def reasons(self, best: Point) -> Iterator[str]:
         """A sentence for each axis."""
         for axis in range(len(best)):
-            others = [each for each in self._along(best, axis) if each != best]
-            seen = [each for each in others if each in self._tried]
+            others = self._along(best, axis)
+            seen = [each for each in others if each != best and each in self._tried]
             if not seen:
                 continue
             other = min(seen, key=self._seconds)
@@ -505,8 +508,9 @@ class _Search:
         for values in itertools.product(*(axis.starts for axis in self._axes)):
             points = ((first, *values) for first in range(self._sizes[0]))
             point = next((each for each in points if self._try(each) is not None), None)
-            for key in enumerate(point or ()):
-                assert point is not None
+            if point is None:
+                continue
+            for key in enumerate(point):
                 found[key] = min(found.get(key, point), point, key=self._seconds)
         return sorted(dict.fromkeys(found.values()), key=self._seconds)[:_MOST_STARTS]
 

@@ -96,8 +96,8 @@ class _Play:
         self.fetches: list[Fetch] = []
         self.first = 0  # of those that the use under way has begun
         self._units = [_PlayedUnit(unit, self, played) for unit in played.units]
-        again = [use.units for use in reversed(played.uses) if use.reads_again]
-        order = Order(self._streamed([use.units for use in played.uses]), self._streamed(again))
+        again = [use for use in reversed(played.uses) if use.reads_again]
+        order = Order(self._streamed(played.uses), self._streamed(again))
         self._prefetcher = Prefetcher(self._units, order, played.limits)
 
     def step(self) -> StepFetches:
@@ -162,8 +162,8 @@ class _Play:
         for each in needed:
             self._prefetcher.release(each)
 
-    def _streamed(self, uses: Sequence[Sequence[int]]) -> list[int]:
-        return [index for units in uses for index in units if self._units[index].is_streamed]
+    def _streamed(self, uses: Sequence[PlayedUse]) -> list[int]:
+        return [index for use in uses for index in use.units if self._units[index].is_streamed]
 
 
 class _PlayedUnit:

@@ -229,7 +229,7 @@ def tile_loads(plan: Plan, policy: OffloadPolicy, shard_rank: int) -> list[TileL
     routes = routes_of_tiles(sizes, numels, plan)
     counts = collections.Counter(zip(pieces, routes, strict=True))
     of_kind: dict[Hashable, TileLoad] = {}
-    found: dict[tuple[int, bool], list[TileLoad]] = {}
+    found: dict[tuple[int, bool], list[TileLoad]] = collections.defaultdict(list)
     for ((index, numel, size), route), count in counts.items():
         unit = units[index]
         home = plan.unit_homes.get(index)
@@ -239,7 +239,7 @@ def tile_loads(plan: Plan, policy: OffloadPolicy, shard_rank: int) -> list[TileL
             of_kind[kind] = load._replace(num_tiles=max(1, round(numel / tile_numel)))
         load = of_kind[kind]
         sums = TileLoad(index, *(count * each for each in load[1:]))
-        found.setdefault((index, bool(load.device_bytes)), []).append(sums)
+        found[index, bool(load.device_bytes)].append(sums)
     return [
         TileLoad(index, *map(sum, zip(*(load[1:] for load in loads), strict=True)))
         for (index, _), loads in sorted(found.items())

@@ -284,8 +284,8 @@ def _stepped_early(
         for unit in of_use:
             may_step = course.is_on_nvme(unit) or unit.index in plan.copied
             if may_step and unit.index in loads:
-                of_unit = [_early_load(course, load) for load in loads[unit.index]]
-                waiting.append((unit.index, sum(_early_s(course, load) for load in of_unit)))
+                seconds = sum(_early_s(course, load) for load in loads[unit.index])
+                waiting.append((unit.index, seconds))
     begun = set(stepped[-1:]) if is_begun else set()
     return set(stepped) - begun, begun
 
@@ -296,7 +296,9 @@ def _early_load(course: Course, load: TileLoad) -> TileLoad:
 
 
 def _early_s(course: Course, load: TileLoad) -> float:
-    """Seconds of the disk for tiles; of the CPU's kernels, if their states rest in memory."""
+    """Seconds of the disk for tiles that are stepped under backward; of the CPU's kernels, if their
+    states rest in memory."""
+    load = _early_load(course, load)
     if course.plan.states is Tier.NVME:
         return _disk_s(course.rates, load.read_bytes, load.written_bytes)
     return load.memory_bytes / course.rates.kernel_bytes_s
@@ -354,13 +356,14 @@ class _Count:
         self._plan = course.plan
         self._policy = course.policy
         self._units = course.plan.division.units
-        self._moved: dict[str, collections.Counter[str]] = {}
-        self._payloads: dict[str, collections.Counter[str]] = {}
+        self._moved: dict[str, collections.Counter[str]]
+        self._moved = collections.defaultdict(collections.Counter)
+        self._payloads: dict[str, collections.Counter[str]]
+        self._payloads = collections.defaultdict(collections.Counter)
         self._part = _PhasePart(STEP, 1)
         self._label = STEP  # the phase that bytes are counted in
         self._loads: dict[int, list[TileLoad]] = {}
-        shard_rank = course.topology.shard_rank
-        for load in tile_loads(course.plan, course.policy, shard_rank):
+        for load in tile_loads(course.plan, course.policy, course.topology.shard_rank):
             self._loads.setdefault(load.unit, []).append(load)
         self._whole, begun = _stepped_early(course, self._loads)
         self._early = self._whole | begun  # units that are stepped in backward, or begun there
@@ -369,7 +372,7 @@ class _Count:
         self._new: set[int] = set()
         # of units whose experts come by rows
         self._fetched = dict(each for use in course.uses for each in use.parts.items())
-        blocks = dict.fromkeys(use.block for use in course.uses if use.block)
+        blocks = {use.block for use in course.uses if use.block}
         home = course.policy.activations if course.input_bytes else None
         self._input_home = None if home is Tier.HOST and not course.is_gpu else home
         self._num_inputs = len(blocks) if self._input_home is not None else 0
@@ -380,17 +383,16 @@ class _Count:
         passes = course.fetches()
         num = len(passes.forward)
         parts = []
-        stepped = {unit.index for unit in self._units if self._loads.get(unit.index)}
+        stepped = set(self._loads)
         resident = {index for index in stepped if self._units[index].is_resident}
+        streamed = stepped - resident
         if self._goes_on:
-            late = stepped - resident
             # what was stepped under backward is read again
-            self._new = late - {u for u in self._whole if course.is_on_nvme(self._units[u])}
+            self._new = streamed - {u for u in self._whole if course.is_on_nvme(self._units[u])}
         head_start = self._head_start()
         # the fetches after a step are the first of the next one
-        after = _PhasePart(STEP, self._num_items(resident if self._goes_on else stepped))
+        after = _PhasePart(STEP, self._num_tiles(resident if self._goes_on else stepped))
         self._part = after
-        self._label = STEP
         self._fetch(passes.after)
         for number in range(num):
             is_last = number == num - 1
@@ -400,11 +402,11 @@ class _Count:
             if number == 0 and self._goes_on:
                 self._label = STEP
                 self._disk(READ, -head_start)
-                self._tiles(stepped - resident - self._early)
+                self._tiles(streamed - self._early)
             parts.append(self._part)
             self._new.clear()  # the step has ended
             self._begin(BACKWARD, times)
-            self._backward(passes.backward[number], is_first=number == 0, is_last=is_last)
+            self._backward(passes.backward[number], is_first=number == 0)
             self._label = BACKWARD
             if number == 0:
                 self._disk(READ, head_start)
@@ -416,8 +418,7 @@ class _Count:
         self._label = STEP
         if not self._policy.step_in_backward:
             if self._goes_on:
-                num_tiles = sum(load.num_tiles for loads in self._loads.values() for load in loads)
-                self._add(MATHS, num_tiles * self._rates.tile_s)
+                self._add(MATHS, self._num_tiles(stepped) * self._rates.tile_s)
                 self._tiles(resident)
             else:
                 self._disk(READ, -head_start)
@@ -437,7 +438,7 @@ class _Count:
     def _forward(self, fetches: Sequence[Fetch]) -> None:
         course = self._course
         self._fetch(fetches)
-        self._maths(sum(use.forward_s for use in course.uses), len(course.uses))
+        self._maths(sum(use.forward_s for use in course.uses))
         if self._num_inputs:
             num_bytes = self._num_inputs * course.input_bytes
             if course.is_gpu:
@@ -445,10 +446,10 @@ class _Count:
             if self._input_home is Tier.NVME:
                 self._disk(WRITE, num_bytes)
 
-    def _backward(self, fetches: Sequence[Fetch], is_first: bool, is_last: bool) -> None:
+    def _backward(self, fetches: Sequence[Fetch], is_first: bool) -> None:
         course = self._course
         self._fetch(fetches)
-        self._maths(sum(use.backward_s for use in course.uses), len(course.uses))
+        self._maths(sum(use.backward_s for use in course.uses))
         if self._num_inputs > 1:  # the last one has not been let go
             num_bytes = (self._num_inputs - 1) * course.input_bytes
             if self._input_home is Tier.NVME:
@@ -461,8 +462,9 @@ class _Count:
         if self._policy.step_in_backward:
             self._step_in_backward()
 
-    def _maths(self, seconds: float, num_uses: int) -> None:
-        self._add(MATHS, seconds * self._course.at_once + num_uses * self._rates.use_s)
+    def _maths(self, seconds: float) -> None:
+        course = self._course
+        self._add(MATHS, seconds * course.at_once + len(course.uses) * self._rates.use_s)
 
     def _step_in_backward(self) -> None:
         """The program waits for the tiles of each unit, but beside an accelerator."""
@@ -528,8 +530,8 @@ class _Count:
 
     # ---- tiles -----------------------------------------------------------------------------------
 
-    def _num_items(self, units: set[int]) -> int:
-        return round(sum(load.num_tiles for each in units for load in self._loads[each]))
+    def _num_tiles(self, units: set[int]) -> int:
+        return sum(load.num_tiles for each in units for load in self._loads[each])
 
     def _head_start(self) -> int:
         """Bytes of the first tiles, which are read in backward."""
@@ -544,7 +546,6 @@ class _Count:
     def _tiles(self, units: Collection[int], is_early: bool = False) -> None:
         buffered = still_buffered(self._plan, self._course.uses, self._course.is_gpu)
         policy = self._policy
-        part = self._part
         for index in sorted(units):
             for load in self._loads[index]:
                 if is_early:
@@ -554,7 +555,7 @@ class _Count:
                 else:
                     self._tile(load)
         if not (policy.pipeline_read and policy.pipeline_write):
-            part.num_items = 1  # lanes work in turns
+            self._part.num_items = 1  # lanes work in turns
 
     def _tile(self, load: TileLoad) -> None:
         rates = self._rates
@@ -564,10 +565,9 @@ class _Count:
         self._cross(DOWN, load.down_bytes)
         self._cross(UP, load.up_bytes)
         if load.device_bytes:
-            has_kernel = rates.step_passes is not None
-            moved = (
-                load.device_bytes * (rates.step_passes or 0.0) if has_kernel else load.torch_bytes
-            )
+            moved: float = load.torch_bytes
+            if rates.step_passes is not None:  # a kernel steps
+                moved = load.device_bytes * rates.step_passes
             # Python issues them, while the device works
             issuing_s = load.num_tiles * rates.tile_s
             self._add(MATHS, max(moved / rates.device_memory_bytes_s, issuing_s))
@@ -580,8 +580,6 @@ class _Count:
     def _update(self) -> None:
         """Sends new weights of resident units to where they are used, after the tiles."""
         course = self._course
-        if course.topology.num_shards == 1 and not course.is_gpu:
-            return
         for unit in self._units:
             if unit.is_resident and unit.is_trainable:
                 self._send(updates(unit, course.policy, course.topology))
@@ -609,12 +607,11 @@ class _Count:
         rates = self._rates
         for send in sends:
             is_within = send.among == "within"
-            is_near = is_within and rates.near_bytes_s is not None
-            rate = (rates.near_bytes_s if is_near else None) or rates.network_bytes_s
-            self._add(NEAR if is_near else NETWORK, send.crossing_bytes / rate)
+            near_bytes_s = rates.near_bytes_s if is_within else None
+            rate = near_bytes_s or rates.network_bytes_s
+            self._add(NEAR if near_bytes_s else NETWORK, send.crossing_bytes / rate)
             self._count(RANK_TO_NEAR if is_within else RANK_TO_RANK, send.crossing_bytes)
-            payload = self._payloads.setdefault(send.among, collections.Counter())
-            payload[self._label] += send.payload_bytes * self._part.times
+            self._payloads[send.among][self._label] += send.payload_bytes * self._part.times
 
     def _put(self, memory_bytes: int) -> None:
         """The CPU moves gradients or weights in memory."""
@@ -635,20 +632,18 @@ class _Count:
         self._part.lanes[lane] += seconds
 
     def _count(self, edge: str, num_bytes: int) -> None:
-        moved = self._moved.setdefault(edge, collections.Counter())
-        moved[self._label] += num_bytes * self._part.times
+        self._moved[edge][self._label] += num_bytes * self._part.times
 
     # ---- sums ------------------------------------------------------------------------------------
 
     def _said(self, parts: Sequence[_PhasePart]) -> Forecast:
         is_gpu = self._course.is_gpu
-        rates = self._rates
         seconds = dict.fromkeys(PHASES, 0.0)
         busy: dict[str, dict[str, float]] = {}
-        limits_s = dict.fromkeys(("compute", *dict.fromkeys(_RESOURCES.values())), 0.0)
+        limits_s = dict.fromkeys(("compute", *_RESOURCES.values()), 0.0)
         lanes_s: dict[str, float] = collections.defaultdict(float)
         for part in parts:
-            seconds[part.phase] += part.times * part.total_s(rates, is_gpu)
+            seconds[part.phase] += part.times * part.total_s(self._rates, is_gpu)
             for lane, lane_s in self._lanes_of(part):
                 lanes_s[lane] += part.times * lane_s
                 shown = MATHS if lane == KERNELS and not is_gpu else lane  # they share the cores
