@@ -136,10 +136,17 @@ def plan_after(
         unit = division.units[index]
         policy.precision.check_dtype(unit.dtype, unit.shards[0].name)
     context = sum(row.num_bytes for row in now.rows if row.what == CONTEXT)
-    homes = now.unit_homes
-    copies = bool(now.copied)
     maker = _Maker(
-        division, policy, topology, is_gpu, homes, ranks_on_node, context, now, keeps_grads, copies
+        division,
+        policy,
+        topology,
+        is_gpu,
+        now.unit_homes,
+        ranks_on_node,
+        context,
+        now,
+        keeps_grads,
+        bool(now.copied),
     )
     plan = maker.make(())
     if plan is None:
@@ -298,7 +305,6 @@ class _Maker:
     def make(self, stays: Collection[int]) -> Plan | None:
         """The best plan with these units (by index) staying on the accelerator; None when none
         fits."""
-        policy = self.policy
         budget = self.budget
         planner = self._planner(stays)
         now = self.now
@@ -308,18 +314,17 @@ class _Maker:
         for choice, copied in itertools.product(choices, (kept, ()) if kept else ((),)):
             if fitting is not None and choice.grads not in fitting:
                 continue
-            plan = planner.plan(choice, policy.resident_bytes or 0, room, copied)
+            plan = planner.plan(choice, room, copied)
             if self._fits(plan):
                 left = 0 if budget is None else max(0, budget - plan.host_bytes - PAGE_BYTES)
                 if left > 0 and planner.wants_rest and now is None:
-                    plan = planner.plan(choice, policy.resident_bytes or 0, room_bytes=left)
+                    plan = planner.plan(choice, room_bytes=left)
                 else:
                     if now is None:
                         copied = planner.copied_within(
                             None if budget is None else left, choice.tile_numel
                         )
-                    resident = left if policy.resident_bytes is None else policy.resident_bytes
-                    plan = planner.plan(choice, resident, room, copied)
+                    plan = planner.plan(choice, room, copied, left)
                 return dataclasses.replace(
                     plan, lacks="" if plan.may_attempt else self._lacks(planner, choice)
                 )
@@ -337,7 +342,7 @@ class _Maker:
         least = {choice.grads: choice for choice in sorted(choices, key=_size, reverse=True)}
         room_bytes = 0 if self.now is None else self.now.activation_bytes
         for grads, choice in least.items():
-            if self._fits(planner.plan(choice, self.policy.resident_bytes or 0, room_bytes)):
+            if self._fits(planner.plan(choice, room_bytes)):
                 yield grads
 
     def _lacks(self, planner: Planner, choice: PlanChoice) -> str:
@@ -362,7 +367,7 @@ class _Maker:
                 "activation_bytes: without it inputs of checkpointed blocks take what "
                 "host_bytes leaves"
             )
-        plan = planner.plan(choice._replace(attempts=False), policy.resident_bytes or 0)
+        plan = planner.plan(choice._replace(attempts=False))
         copies = [planner.copy_bytes(unit, choice.tile_numel) for unit in planner.copied]
         copies_bytes = sum(weights + states * self.is_gpu for weights, states in copies)
         enough = (plan.host_bytes + copies_bytes) * self.ranks_on_node
@@ -393,9 +398,7 @@ class _Maker:
         policy = self.policy
         planner = self._planner(())
         count = self.ranks_on_node
-        plans = [
-            planner.plan(choice, policy.resident_bytes or 0) for choice in self._choices(planner)
-        ]
+        plans = [planner.plan(choice) for choice in self._choices(planner)]
         if not plans:
             return "gradients that are there stay where they rest: step, or drop them, before"
         smallest = min(plans, key=lambda plan: plan.device_bytes)

@@ -145,11 +145,10 @@ class Plan:
     """What steps under backward lack here, in words, where they are wanted and have no room."""
 
     def __str__(self) -> str:
-        lines = (
+        return "\n".join(
             f"{row.tier.name:<6} {format_mib(row.num_bytes):>12}  {row.what} ({row.why})"
             for row in self.rows
         )
-        return "\n".join(lines)
 
     def listed(self, tier: Tier) -> str:
         """Its rows of a tier, in one line, for an error."""
@@ -261,17 +260,17 @@ class Planner:
         self._division = division
         # a unit of each kind, and how many there are
         self._counted = division.counted(homes)
-        self._most_at_once = max(1, division.most_at_once)
         self._is_gpu = is_gpu
         self._topology = topology
         self._num_shards = topology.num_shards
         self._world = topology.world
         self._trainable = [each for each in self._counted if each[0].is_trainable]
-        self._largest = max((unit.shard_numel for unit, _ in self._trainable), default=UNIT_ALIGN)
+        self._trained = [unit for unit, _ in self._trainable]  # without numbers
+        self._largest = max((unit.shard_numel for unit in self._trained), default=UNIT_ALIGN)
         self._homes = homes  # of streamed units, by index
         optim = policy.optim if policy.optim_ratio else Tier.DEVICE
         # without an accelerator DEVICE means host memory
-        device = Tier.DEVICE if is_gpu else Tier.HOST
+        self._device = device = Tier.DEVICE if is_gpu else Tier.HOST
         self._states: Tier = device if optim is Tier.DEVICE else optim  # tier of optimizer states
         self._grad_homes: list[Tier | None] = (
             [Tier.HOST, Tier.NVME] if policy.paths else [Tier.HOST]
@@ -280,8 +279,8 @@ class Planner:
             self._grad_homes = [None]  # gradients are not kept
         elif policy.grads is not None or self._states is Tier.DEVICE:
             self._grad_homes = [policy.grads or Tier.DEVICE]
-        near = {Tier.DEVICE} if is_gpu else {Tier.DEVICE, Tier.HOST}
-        self._is_all_there = {self._states, *self._grad_homes, *homes.values()} <= near
+        in_use = {self._states, *self._grad_homes, *homes.values()}
+        self._is_all_there = in_use <= {Tier.DEVICE, device}
         """Whether a step finds everything in the memory where it computes, so that a tile may be as
         large as a unit."""
         # of them, on the device
@@ -316,9 +315,8 @@ class Planner:
         policy = self._policy
         # one more than a forward uses at once: a backward holds a unit while a checkpoint repeats others
         aheads = [1, 0] if policy.gather_way == "single" else [USUAL_UNITS_AHEAD, 1]
-        counts = sizes_from(
-            policy, policy.unit_buffers, [self._most_at_once + ahead for ahead in aheads]
-        )
+        at_once = max(1, self._division.most_at_once)
+        counts = sizes_from(policy, policy.unit_buffers, [at_once + ahead for ahead in aheads])
         tiles = sizes_from(
             policy, policy.tile_numel, [self._largest] * self._is_all_there + USUAL_TILE_NUMELS
         )
@@ -327,12 +325,12 @@ class Planner:
             policy.tile_buffers,
             usual_tile_buffers(policy.pipeline_read, policy.pipeline_write),
         )
-        found = [
-            PlanChoice(*fields)
-            for fields in itertools.product(self._grad_homes, counts, buffers, tiles, [True, False])
-        ]
+        every = itertools.product(self._grad_homes, counts, buffers, tiles, [True, False])
         is_asked = policy.overlap == "backward"  # other things make room for it then
-        return sorted(found, key=lambda choice: is_asked and not choice.attempts)
+        return sorted(
+            itertools.starmap(PlanChoice, every),
+            key=lambda choice: is_asked and not choice.attempts,
+        )
 
     def copied_within(self, num_bytes: int | None, tile_numel: int) -> tuple[int, ...]:
         """Units on HOST, by index, whose second copies take so many bytes at most; evenly spread.
@@ -353,20 +351,19 @@ class Planner:
 
     def copy_bytes(self, unit: Unit, tile_numel: int) -> tuple[int, int]:
         """Bytes of the second copies of a unit's weights and of its states."""
-        states = _pages(state_sizes(unit, tile_numel, self._policy))
-        return _page(unit.shard_bytes), states
+        return _page(unit.shard_bytes), _pages(state_sizes(unit, tile_numel, self._policy))
 
     def plan(
         self,
         choice: PlanChoice,
-        resident_bytes: int,
         room_bytes: int = 0,
         copied: Collection[int] = (),
+        left_bytes: int = 0,
     ) -> Plan:
         """The plan of one choice, also when it exceeds the budget.
 
-        room_bytes: HOST memory for activations, where the policy does not say how much. copied:
-            see `copied_within`.
+        room_bytes, left_bytes: HOST memory for activations, and for states that rest on NVMe, where
+            the policy does not say how much. copied: see `copied_within`.
         """
         grads, num_units, num_tiles, tile_numel, attempts = choice
         policy = self._policy
@@ -376,12 +373,13 @@ class Planner:
             sheet.add(*row, crosses_link)
         streamed = [each for each in self._counted if each[0].takes_buffer]
         num_units = min(num_units, sum(num for _, num in streamed))
-        full_tier = Tier.DEVICE if self._is_gpu else Tier.HOST
         needs_staging = (
             self._num_shards > 1 or self._is_gpu or any(u.is_packed for u, _ in streamed)
         )
         sizes = (unit.full_bytes for unit, _ in streamed)
-        units = sheet.buffers("unit", num_units, sizes, "in use and fetched ahead", tier=full_tier)
+        units = sheet.buffers(
+            "unit", num_units, sizes, "in use and fetched ahead", tier=self._device
+        )
         shard_sizes = (unit.shard_bytes for unit, _ in at_home[Tier.NVME])
         # one more, which the accelerator still reads
         num_shards = (3 if self._is_gpu else 2) * needs_staging
@@ -394,38 +392,36 @@ class Planner:
             if gathers_packed(u, policy, self._num_shards)
             and needs_wire(u, self._num_shards, self._is_gpu)
         ]
-        wire_sizes = (wire_bytes(u, self._num_shards) for u in wired)
         wires = sheet.buffers(
             "wire",
             units.num,
-            wire_sizes,
+            (wire_bytes(u, self._num_shards) for u in wired),
             "blocks on their way, packed or from other ranks",
-            tier=full_tier,
+            tier=self._device,
         )
         gradients = self._add_gradients(sheet, grads)
         most = policy.reduce_bucket_numel if self._world > 1 else sys.maxsize
         links = sheet.buffers(
             "link",
             _LINK_BUFFERS * (self._is_gpu and grads is not Tier.DEVICE),
-            (largest_column(unit, self._num_shards, most) for unit, _ in self._trainable),
+            (largest_column(unit, self._num_shards, most) for unit in self._trained),
             "gradients on their way from the accelerator",
             True,
         )
-        num_sums = MOST_UNDER_WAY * (self._world > 1)
         limit = policy.reduce_bucket_numel
-        sum_sizes = (
-            largest_buffer(u, self._topology, limit, self._is_gpu) for u, _ in self._trainable
-        )
         sums = sheet.buffers(
-            "reduce", num_sums, sum_sizes, "gradients on their way between ranks", tier=full_tier
+            "reduce",
+            MOST_UNDER_WAY * (self._world > 1),
+            (largest_buffer(u, self._topology, limit, self._is_gpu) for u in self._trained),
+            "gradients on their way between ranks",
+            tier=self._device,
         )
         self._add_packing(sheet, wired)
         activations, room_bytes = self._add_activations(sheet, room_bytes)
-        kept_bytes, resident_bytes = self._add_states(sheet, resident_bytes, tile_numel)
+        kept_bytes, resident_bytes = self._add_states(sheet, left_bytes, tile_numel)
         durable, attempt = self._add_slots(sheet, at_home[Tier.NVME], attempts)
-        copies = [
-            self.copy_bytes(unit, tile_numel) for unit in self._all_copied if unit.index in copied
-        ]
+        second = [unit for unit in self._all_copied if unit.index in copied]
+        copies = [self.copy_bytes(unit, tile_numel) for unit in second]
         why = (
             f"of {len(copies)} of {len(self._all_copied)} units, evenly spread: what the budget "
             "leaves room for"
@@ -434,10 +430,8 @@ class Planner:
             _WEIGHT_COPIES, Tier.HOST, sum(weights for weights, _ in copies), why, crosses_link=True
         )
         sheet.add(_STATE_COPIES, Tier.HOST, sum(states for _, states in copies), why)
-        second = [
-            *(self._weights_copied if attempt else ()),
-            *(unit for unit in self._all_copied if unit.index in copied),
-        ]
+        if attempt:
+            second += self._weights_copied
         has_whole = Tier.NVME in (self._states, grads, *self._homes.values())
         is_brought = self._is_gpu and self._states is not Tier.DEVICE
         brings_grads = is_brought and grads is Tier.DEVICE
@@ -448,7 +442,7 @@ class Planner:
             if has_whole
             else functools.partial(brought_bytes, grads=brings_grads, weights=brings_weights)
         )
-        tile_sizes = (size_of(u, tile_numel, policy) for u, _ in self._trainable)
+        tile_sizes = (size_of(u, tile_numel, policy) for u in self._trained)
         why = f"of {tile_numel} elements"
         crosses = self._steps_on_device or brings_grads or brings_weights
         tiles = sheet.buffers("tile", num_tiles, tile_sizes, why, crosses_link=crosses)
@@ -512,9 +506,8 @@ class Planner:
         """The rows of parameters, and whether each crosses the link."""
         is_gpu = self._is_gpu
         present = [each for each in self._counted if each[0].is_resident]
-        full_tier = Tier.DEVICE if is_gpu else Tier.HOST
         full = _pages((unit.full_bytes, num) for unit, num in present)
-        found = [(Row("resident parameters", full_tier, full, "present all the time"), False)]
+        found = [(Row("resident parameters", self._device, full, "present all the time"), False)]
         if self._num_shards > 1 or (is_gpu and self._states is not Tier.DEVICE):
             home = Tier.DEVICE if self._states is Tier.DEVICE else Tier.HOST
             shards = _pages((unit.shard_bytes, num) for unit, num in present)
@@ -535,7 +528,7 @@ class Planner:
                 if not unit.is_resident
             )
             why = "backward gathers from them (hpZ)"
-            found.append((Row("secondary copies", full_tier, second, why), False))
+            found.append((Row("secondary copies", self._device, second, why), False))
         return found
 
     def _add_gradients(self, sheet: _Sheet, home: Tier | None) -> Buffers:
@@ -558,8 +551,7 @@ class Planner:
     def _add_packing(self, sheet: _Sheet, wired: Sequence[Unit]) -> None:
         """Adds the row of an accelerator's memory for packing: the streams of gathers and of
         reductions each keep some."""
-        is_packed = self._topology.packs_reductions
-        reduced = [unit for unit, _ in self._trainable if is_packed]
+        reduced = self._trained if self._topology.packs_reductions else []
         sizes = (max((u.packed_numel for u in units), default=0) for units in (wired, reduced))
         scratch = sum(map(scratch_bytes, sizes)) * self._is_gpu
         sheet.add(
@@ -584,11 +576,10 @@ class Planner:
                 "squares in fp64, for the norm",
             )
         policy = self._policy
-        parts = [unit for unit, _ in self._trainable]
         streams = sheet.buffers(
             "stream",
             _STREAM_BUFFERS * (self._streamed_part > 0),
-            (tile_bytes(u, tile_numel, policy) for u in parts),
+            (tile_bytes(u, tile_numel, policy) for u in self._trained),
             f"streamed_ratio={policy.streamed_ratio}",
             tier=Tier.DEVICE,
         )
@@ -597,7 +588,10 @@ class Planner:
         exchanges = sheet.buffers(
             "exchange",
             _STREAM_BUFFERS * self._steps_there,
-            (brought_bytes(u, tile_numel, policy, grads_cross, weights_cross) for u in parts),
+            (
+                brought_bytes(u, tile_numel, policy, grads_cross, weights_cross)
+                for u in self._trained
+            ),
             "weights and gradients of tiles that are stepped there",
             tier=Tier.DEVICE,
         )
@@ -609,7 +603,7 @@ class Planner:
         kv_bytes = self._policy.kv_bytes or 0
         sheet.add(
             "KV cache",
-            Tier.DEVICE if self._is_gpu else Tier.HOST,
+            self._device,
             kv_bytes,
             "left to a generation: kv_bytes",
         )
@@ -657,8 +651,10 @@ class Planner:
         )
         return buffers, room_bytes * (home is Tier.HOST)
 
-    def _add_states(self, sheet: _Sheet, resident_bytes: int, tile_numel: int) -> tuple[int, int]:
+    def _add_states(self, sheet: _Sheet, left_bytes: int, tile_numel: int) -> tuple[int, int]:
         """Adds the rows of optimizer states.
+
+        left_bytes: see `plan`.
 
         Returns the bytes of states that stay on an accelerator, and of those kept on HOST, although
         the others rest elsewhere.
@@ -682,7 +678,9 @@ class Planner:
             "until the first step",
         )
         kept = int(states * self._kept_part) // _PAGE * _PAGE
-        resident = min(resident_bytes // _PAGE * _PAGE, states - kept) if home is Tier.NVME else 0
+        asked = self._policy.resident_bytes
+        most = left_bytes if asked is None else asked
+        resident = min(most // _PAGE * _PAGE, states - kept) if home is Tier.NVME else 0
         # Tiles are not divided, so up to one tile less is kept, and one less resident.
         largest = max(tiles, default=(0, 0))[0]
         elsewhere = sum(
@@ -693,7 +691,7 @@ class Planner:
             _STATES, home, states - elsewhere, f"rest on {home.name}", crosses_link=is_streamed
         )
         why = f"states that stay: optim_ratio={self._policy.optim_ratio}"
-        sheet.add("kept tiles", Tier.DEVICE if self._is_gpu else Tier.HOST, kept, why)
+        sheet.add("kept tiles", self._device, kept, why)
         sheet.add(
             "resident tiles", Tier.HOST, resident, "states kept on HOST", crosses_link=is_streamed
         )
