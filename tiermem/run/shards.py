@@ -24,7 +24,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -73,7 +73,7 @@ from tiermem.units import registry
 from tiermem.units.compute import agree_on_compute, widen_inputs
 from tiermem.units.experts import serve_experts
 from tiermem.units.state_layout import MASTER
-from tiermem.units.unit import Division, Shard, Unit, divide, serve_islands
+from tiermem.units.unit import Shard, Unit, divide, serve_islands
 from tiermem.units.written import adopt
 from tiermem.weights import absent
 from tiermem.weights.backward_marks import check_thread, in_backward, made_by, tensors_in
@@ -203,7 +203,7 @@ class Shards:
                 self.topology.watch.start(self.topology.group, self.topology.groups)
                 self._end_watch = weakref.finalize(self, self.topology.watch.close)
             self.plan = take_disk(self.plan, policy, self.store, self.topology)
-            self._build(self.plan.division)
+            self._build()
             trim_heap()  # returns freed memory of the build
             self._log_start()
         except BaseException:
@@ -437,9 +437,6 @@ class Shards:
         if not self.is_held:  # else `replace` refuses
             self.steps.half_loaded.update(each for each in params if id(each) in self._by_param)
 
-    def _end_load(self, params: Sequence[nn.Parameter]) -> None:
-        self.steps.half_loaded.difference_update(params)
-
     def take_writes(self, param: nn.Parameter | None = None) -> None:
         """Takes over what the user has written to weights that are always present. Does nothing
         where nothing was written.
@@ -468,8 +465,7 @@ class Shards:
     def _take_writes_of(self, live: LiveUnit) -> None:
         """Takes over what the user has written to a unit that is present, and drops reads ahead of
         the old values."""
-        if self.is_held:
-            self._refuse_held()
+        self._check_not_held()
         if self.topology.world == 1:
             self.steps.commit()
         self.steps.finish()
@@ -562,14 +558,14 @@ class Shards:
         if is_collective or self.topology.world == 1:
             self.steps.commit()
         self._check_untorn(is_step)
-        if self.is_held:
-            self._refuse_held()
+        self._check_not_held()
 
-    def _refuse_held(self) -> NoReturn:
-        raise RuntimeError(
-            "weights cannot change inside EMA.applied, nor inside unwrap_model_for_generation: "
-            "leave its block first"
-        )
+    def _check_not_held(self) -> None:
+        if self.is_held:
+            raise RuntimeError(
+                "weights cannot change inside EMA.applied, nor inside unwrap_model_for_generation: "
+                "leave its block first"
+            )
 
     def check_whole(self) -> None:
         """Finishes the step under way, then raises RuntimeError when the model's states are of two
@@ -596,9 +592,10 @@ class Shards:
         """Gives a parameter its whole values until `put_back`. Collective; blocks. Takes memory for
         this parameter alone."""
         live, shard = self.find(param)
+        index = live.unit.shards.index(shard)
         if live.unit.is_resident:
             if self._is_split(live):
-                live.remember(live.unit.shards.index(shard))
+                live.remember(index)
             return
         self.hooks.see_gradient_of(live, param)
         if self.hooks.may_lend:
@@ -606,7 +603,7 @@ class Shards:
         else:
             value = self.weight(param).to(self.device)
             self.prefetcher.is_changing = True
-            live.take_out(live.unit.shards.index(shard), value)
+            live.take_out(index, value)
             self.prefetcher.is_changing = False
 
     def put_back(self, param: nn.Parameter) -> None:
@@ -615,8 +612,9 @@ class Shards:
         live, shard = self.find(param)
         was_changing = self.prefetcher.is_changing
         self.prefetcher.is_changing = True
-        live.forget(live.unit.shards.index(shard))
-        live.put_back(live.unit.shards.index(shard))
+        index = live.unit.shards.index(shard)
+        live.forget(index)
+        live.put_back(index)
         self.prefetcher.is_changing = was_changing
 
     def end_gathers(self, units: Sequence[LiveUnit]) -> None:
@@ -969,23 +967,29 @@ class Shards:
 
     # ---- building --------------------------------------------------------------------------------
 
-    def _build(self, division: Division) -> None:
+    def _build(self) -> None:
+        division = self.plan.division
         units = division.units
         order = first_order(division)
-        bounce = Bounce(self.store, BOUNCE_BYTES // 4) if self.policy.paths else None
-        self._use(self.plan, pools := carve(self.store, self.plan))
         policy = self.policy
+        bounce = Bounce(self.store, BOUNCE_BYTES // 4) if policy.paths else None
+        self._use(self.plan, pools := carve(self.store, self.plan))
         workers = self.workers
-        trainable = [u for u in units if u.is_trainable]
-        self.program: Program[Any] = Program(self.store, pools.tiles, self.workers)
+        self.program: Program[Any] = Program(self.store, pools.tiles, workers)
         self.steps = StepRun(self.program)
-        spread_numel = policy.allgather_bucket_numel
         self.values = Values(
-            self.store, self.steps, self.topology, self.device, bounce, spread_numel, workers
+            self.store,
+            self.steps,
+            self.topology,
+            self.device,
+            bounce,
+            policy.allgather_bucket_numel,
+            workers,
         )
-        self.units, self._passage = move_to_home(units, self.plan, self.policy, self.values, pools)
+        self.units, self._passage = move_to_home(units, self.plan, policy, self.values, pools)
         move_buffers(self.model, self.device)
-        self.prefetcher = Prefetcher(self.units, order, limits_of(self.plan, self.policy))
+        self.prefetcher = Prefetcher(self.units, order, limits_of(self.plan, policy))
+        trainable = [u for u in units if u.is_trainable]
         self.homes = GradientHomes(
             trainable, self.plan, self.store, self.topology, workers, pools, policy, self.steps
         )
@@ -998,14 +1002,23 @@ class Shards:
         activations = make_activations(
             self.model, self.units, self.plan, policy, self.store, pools.activations
         )
-        served = self.prefetcher, self.homes, self.steps, self.store
         errors = MemoryErrors(self.model, self.device, lambda: (self.policy, self.plan))
-        self.hooks = Hooks(self.model, live, self.units, *served, activations, errors)
+        self.hooks = Hooks(
+            self.model,
+            live,
+            self.units,
+            self.prefetcher,
+            self.homes,
+            self.steps,
+            self.store,
+            activations,
+            errors,
+        )
         lowered = [s.param for u in units if u.full_dtype != u.dtype for s in u.shards]
-        self._handles += serve_islands(self.model, lowered, self.policy, self.device, self.weight)
+        self._handles += serve_islands(self.model, lowered, policy, self.device, self.weight)
         self._handles += widen_inputs(self.model, {u.dtype for u in units if u.is_widened})
         self._handles += StateDicts(
-            self._saved, self.replace, self._begin_load, self._end_load
+            self._saved, self.replace, self._begin_load, self.steps.half_loaded.difference_update
         ).watch(self.model)
         self._end_experts = serve_experts(self.model)
         self._take_charge()
@@ -1036,11 +1049,11 @@ class Shards:
     def _log_start(self) -> None:
         stats = self.store.stats()
         engine = f"; {stats.engine_why}" if self.policy.paths and stats.engine != "none yet" else ""
-        sizes = self.plan.host_bytes / 2**20, self.plan.disk_bytes / 2**20
         logger.info(
             "%d units, %.1f MiB on HOST, %.1f MiB on NVME per rank%s",
             len(self.units),
-            *sizes,
+            self.plan.host_bytes / 2**20,
+            self.plan.disk_bytes / 2**20,
             engine,
         )
 
