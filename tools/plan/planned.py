@@ -300,7 +300,6 @@ class Planned:
         """The tiers that are too small; empty when it fits."""
         cluster = self.scenario.cluster
         plan, given, per_node = self.plan, self.given, cluster.ranks_per_node
-        pinned = self.pinned_bytes * per_node
         tiers = (
             (LIMITS[tier], self.tier_bytes(tier) * (1 if tier is Tier.DEVICE else per_node), limit)
             for tier, limit in cluster.limits.items()
@@ -311,7 +310,7 @@ class Planned:
             ("host_bytes of the config", plan.host_bytes * per_node, given.host_bytes),
             ("device_bytes of the config", plan.device_bytes, given.device_bytes),
             ("the config's room on disks", plan.disk_bytes * per_node, given.most_disk_bytes),
-            ("the pinned memory of a node", pinned, cluster.pinned_bytes),
+            ("the pinned memory of a node", self.pinned_bytes * per_node, cluster.pinned_bytes),
             (
                 WEAR,
                 self.written_bytes_day,
@@ -361,14 +360,13 @@ def plan_scenario(scenario: Scenario, chooses: bool = True, near: Planned | None
             placements[each] = way
 
     def chosen(policy: OffloadPolicy, among: Sequence[Placement], **more: Any) -> Choice:
-        compute = Compute(0.0, 0.0)  # each placement has its own
-        ranks = cluster.num_ranks, per_node
         return choose(
             model,
             policy,
             scenario.rates,
-            compute,
-            *ranks,
+            Compute(0.0, 0.0),  # each placement has its own
+            cluster.num_ranks,
+            per_node,
             is_gpu,
             batch.accumulation,
             among,

@@ -264,12 +264,11 @@ def say_placement(planned: Planned) -> list[str]:
 
 def settled(planned: Planned) -> dict[str, Any]:
     """The fields that a choice has settled: what `with_choice` takes."""
-    given, moved = planned.given, planned.scenario.moved
-    values = {name: getattr(planned.policy, name) for name in _KEYS}
+    policy = planned.policy
     return {
-        name: value
-        for name, value in values.items()
-        if name in moved or value != getattr(given, name)
+        name: getattr(policy, name)
+        for name in _KEYS
+        if name in planned.scenario.moved or getattr(policy, name) != getattr(planned.given, name)
     }
 
 
