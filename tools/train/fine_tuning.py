@@ -108,7 +108,6 @@ class SftTrainer(TiermemTrainer.mixin, trl.SFTTrainer, TrainerCallback):  # type
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Says what is to come. Collective; blocks."""
         job = self._planned.job
-        budget = self._planned.budget
         num_micro = args.gradient_accumulation_steps
         give_back_free_memory()
         resident = resident_of()
@@ -118,7 +117,7 @@ class SftTrainer(TiermemTrainer.mixin, trl.SFTTrainer, TrainerCallback):  # type
         predicted = predict(self.shards, num_micro, job, self._measured, self._disk, rest_bytes)
         if predicted["peak_bytes"] is not None:  # reading weights and data may have taken more
             predicted["peak_bytes"] = max(predicted["peak_bytes"], before_bytes)
-        ready = training.ready_fields(self.shards, job, budget, self._disk, predicted)
+        ready = training.ready_fields(self.shards, job, self._planned.budget, self._disk, predicted)
         ready |= {"num_steps": state.max_steps, "num_ranks": job.num_ranks, "paths": job.nvme_paths}
         ready["placement"] = summary_lines(
             ready,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import itertools
 import json
@@ -126,7 +127,7 @@ class Trainer:
         ceiling = measure_ceiling(job, self._channel)
         self._channel.phase("measuring the maths")
         room_bytes = self._budget.left_bytes if self._budget is not None else None
-        (measured, *_) = of_every_rank(measure(job, room_bytes, ceiling))
+        measured = of_every_rank(measure(job, room_bytes, ceiling))[0]
         give_back_free_memory()
         forget_peak()
         config, measured = self._choose(measured, resident_bytes, is_open)
@@ -180,9 +181,8 @@ class Trainer:
         """
         self._channel.phase("waiting for the other ranks")
         tiermem.init_distributed()
-        events_file = self._job.events_file
-        (job, *_) = of_every_rank(self._job)
-        self._job = dataclasses.replace(job, events_file=events_file)
+        job = of_every_rank(self._job)[0]
+        self._job = dataclasses.replace(job, events_file=self._job.events_file)
         for path in job.nvme_paths:  # the run's folder, which rank 0 has made on its own node
             Path(path).mkdir(parents=True, exist_ok=True)
         return max(of_every_rank(resident_bytes))
@@ -210,7 +210,7 @@ class Trainer:
         """The job with the dtype of products in its config; a warning is sent where the one asked
         for is far slower."""
         self._channel.phase("measuring products")
-        ((config, choice), *_) = of_every_rank(settle_compute(job.config, job.shape))
+        config, choice = of_every_rank(settle_compute(job.config, job.shape))[0]
         if choice.is_measured:
             self._compute = choice.why
         else:
@@ -261,8 +261,7 @@ class Trainer:
         self._job = job
         if self._budget is not None:  # inputs may rest elsewhere now
             home = planned.policy.activations
-            cap_bytes = self._budget.cap_bytes
-            self._budget = plan_budget(cap_bytes, resident_bytes, activations, home)
+            self._budget = plan_budget(self._budget.cap_bytes, resident_bytes, activations, home)
         return chosen.config, measured
 
     def _resume(self, engine: Engine, place: str) -> None:
@@ -284,22 +283,23 @@ class Trainer:
             started = time.monotonic_ns()
             meter = Meter(store.recorder, store.stats)
             seconds = dict.fromkeys((*PHASES, "whole"), 0.0)
+            timed_phase = functools.partial(self._timed, engine, seconds, step)
             losses: list[torch.Tensor] = []
             first = (step - 1) * accumulation  # each micro-batch is one for every rank
             numbers = [(first + i) * job.num_ranks + rank for i in range(accumulation)]
             micros = (dataset.batch(number, size, engine.device) for number in numbers)
             if job.at_once is not None:
-                with self._timed(engine, seconds, "whole", step):
+                with timed_phase("whole"):
                     losses.append(engine.train_batch(micros))
                 _divide_by_phase(engine, started, seconds)
             for batch in micros:
-                with self._timed(engine, seconds, "forward", step):
+                with timed_phase("forward"):
                     loss = engine(**batch).loss
-                with self._timed(engine, seconds, "backward", step):
+                with timed_phase("backward"):
                     engine.backward(loss)
                 losses.append(loss.detach())
                 del loss
-                with self._timed(engine, seconds, "step", step):
+                with timed_phase("step"):
                     engine.step()
             mean = float(torch.stack(losses).float().mean())
             # ranks stop together
@@ -341,7 +341,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _timed(
-        self, engine: Engine, seconds: dict[str, float], name: str, step: int
+        self, engine: Engine, seconds: dict[str, float], step: int, name: str
     ) -> Iterator[None]:
         self._channel.phase(f"{name} of step {step}", **held_fields(engine.shards))
         with timed(engine.device, seconds, name):
@@ -492,12 +492,11 @@ def done_fields(shards: Shards, before: Counts, copied: Mapping[str, int]) -> Fi
     shards.check_whole()  # the last step may be under way
     moved = counts_at_rest(shards.store).since(before.moved)
     since_made = written_by_path(shards.store)
-    here = since_made.copy()
-    here.subtract(before.written)
     for path, num_bytes in copied.items():
         if num_bytes:
-            here[path] += num_bytes
             since_made[path] += num_bytes
+    here = since_made.copy()
+    here.subtract(before.written)
     told = of_every_rank((here, since_made))
     return {
         **{f"nvme_{key}": each for key, each in moved._asdict().items()},
@@ -554,11 +553,9 @@ def counts_at_rest(store: TensorStore) -> IoCounts:
     arrive by themselves."""
     store.flush()
     before = IoCounts(-1, -1)
-    counts = store_counts(store)
-    while counts != before:
+    while (counts := store_counts(store)) != before:
         time.sleep(_ARRIVAL_S)
         before = counts
-        counts = store_counts(store)
     return counts
 
 
