@@ -75,15 +75,14 @@ def make_config(options: TrainOptions, nvme_paths: Sequence[Path] = ()) -> Confi
     }
     if precision != "fp32":
         config[precision] = {"enabled": True}
+    if precision == "fp32" or compute == "storage":
+        compute = None
+    elif compute == "auto":
+        compute = "measured"
     own: Config = {
         name: getattr(options, name) for name in ("resident_bytes", "durability", "keep", "overlap")
     }
-    computed = (
-        None
-        if precision == "fp32" or compute == "storage"
-        else {"auto": "measured"}.get(compute or "", compute)
-    )
-    own |= {"precision": options.states, "compute_dtype": computed}
+    own |= {"precision": options.states, "compute_dtype": compute}
     own = {key: value for key, value in own.items() if value is not None}
     return {**config, "tiermem": own} if own else config
 
@@ -283,8 +282,8 @@ def with_saved(options: TrainOptions, resumed: Resumed) -> TrainOptions:
         names -= {"offload", "nvme", "resident_bytes"}
     taken: dict[str, Any] = {}
     for name in names:
-        if getattr(options, name) in (None, ()) and resumed.options[name] is not None:
-            saved = resumed.options[name]
+        saved = resumed.options[name]
+        if getattr(options, name) in (None, ()) and saved is not None:
             taken[name] = tuple(Path(each) for each in saved) if name in _PATHS else saved
     if options.is_checkpointing is None:
         taken["is_checkpointing"] = resumed.options["is_checkpointing"]
