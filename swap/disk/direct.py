@@ -21,9 +21,8 @@ import secrets
 from pathlib import Path
 from typing import NamedTuple
 
-from tiermem.swap.base.errors import remedy
 from tiermem.swap.base.ranges import ALIGNMENT
-from tiermem.swap.disk.durable import Owned, check_folder, create, opened
+from tiermem.swap.disk.durable import Owned, check_folder, create, naming, opened
 
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "hugetlbfs", "devtmpfs")
 _CHUNK_BYTES = 1 << 20
@@ -111,11 +110,12 @@ def take_room(fd: int, start: int, num_bytes: int, name: Path) -> None:
         preallocate(fd, start, num_bytes)
     except OSError as error:
         free = os.fstatvfs(fd)
-        advice = remedy(error.errno)
         held = f" beyond the {start} already held" if start else ""
-        room = f"{free.f_bavail * free.f_frsize} are free"
-        what = f"{num_bytes} bytes are needed{held}, {room}: {os.strerror(error.errno or 0)}"
-        raise OSError(error.errno, f"{what} ({advice})" if advice else what, str(name)) from None
+        what = (
+            f"{num_bytes} bytes are needed{held}, {free.f_bavail * free.f_frsize} are free: "
+            f"{os.strerror(error.errno or 0)}"
+        )
+        raise naming(OSError(error.errno, what), name) from None
 
 
 def check_room(folder: Path, num_bytes: int) -> None:
@@ -187,8 +187,14 @@ def probe_path(path: Path) -> PathFacts:
         ) from None
     own.close()
     stats = os.statvfs(path)
-    free_bytes = stats.f_bavail * stats.f_frsize
-    return PathFacts(path, free_bytes, file_system_of(path), not why, why, path.stat().st_dev)
+    return PathFacts(
+        path,
+        stats.f_bavail * stats.f_frsize,
+        file_system_of(path),
+        not why,
+        why,
+        path.stat().st_dev,
+    )
 
 
 def file_system_of(path: Path) -> str:

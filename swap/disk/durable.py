@@ -280,12 +280,10 @@ def write_file(path: Path, data: bytes) -> None:
     opened before the rename.
     """
     with NewFile(path) as new:
-        try:
+        with named(path):
             write_all(new.fd, data, new.name)
             new.sync()
             new.place()
-        except OSError as error:
-            raise naming(error, path) from None
         new.sync_names()
 
 

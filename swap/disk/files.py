@@ -144,11 +144,12 @@ class Segment:
             )
         self.check_whole()
         if not leads_to(self.file, self.fd):
-            what = (
+            raise FileNotFoundError(
+                errno.ENOENT,
                 "this file was removed or replaced while the run uses it: its states could not "
-                "be found again"
+                "be found again. Save a copy elsewhere",
+                str(self.file),
             )
-            raise FileNotFoundError(errno.ENOENT, f"{what}. Save a copy elsewhere", str(self.file))
         try:
             durable.sync(self.fd, self.file)
         except OSError:

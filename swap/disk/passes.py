@@ -93,7 +93,10 @@ class Passes(AbstractContextManager["Passes"]):
         self._memory = Map(self._num_pieces * self._piece_bytes)
         try:
             self._memory.commit(0, self._memory.num_bytes)
-            self._fill()
+            pieces = self._memory.tensor().numpy().reshape(self._num_pieces, self._piece_bytes)
+            pieces[:] = np.frombuffer(
+                np.random.default_rng().bytes(self._piece_bytes), dtype=np.uint8
+            )
             region = ByteRange(self._memory.address, self._memory.num_bytes)
             self.queue = Queue(io, files={fd: f"descriptor {fd}"}, regions=[region])
         except BaseException:
@@ -139,15 +142,11 @@ class Passes(AbstractContextManager["Passes"]):
         self.queue.close()
         self._memory.close()
 
-    def _fill(self) -> None:
-        pieces = self._memory.tensor().numpy().reshape(self._num_pieces, self._piece_bytes)
-        pieces[:] = np.frombuffer(np.random.default_rng().bytes(self._piece_bytes), dtype=np.uint8)
-
     def _run_in_order(self, quota: Quota, reads: bool, writes: bool) -> int:
         """Both ways share the window: reads take its even buffers, writes its odd ones. Returns the
         bytes of one way."""
-        num_buffers = self._num_pieces // 2 if reads and writes else self._num_pieces
         stride = 2 if reads and writes else 1
+        num_buffers = self._num_pieces // stride
         far = self._file_bytes // 2 // self._block_bytes * self._block_bytes if reads else 0
         done = 0
         with InFlight(num_buffers) as in_flight:
@@ -268,10 +267,8 @@ def weigh(paths: Sequence[NvmePath], io: IoSettings) -> list[float]:
     slowest = min((rate for rate in rates if rate), default=1.0)
     weights = [round((rate or slowest) / slowest, 3) for rate in rates]
     figures = ", ".join(
-        (
-            f"{path.path} {'not measured' if rate is None else f'{rate / 1e9:.2f} GB/s'} (weight "
-            f"{weight:g})"
-        )
+        f"{path.path} {'not measured' if rate is None else f'{rate / 1e9:.2f} GB/s'} (weight "
+        f"{weight:g})"
         for path, rate, weight in zip(paths, rates, weights, strict=True)
     )
     logger.info("mixed reads and writes, all paths at once: %s", figures)

@@ -54,8 +54,10 @@ def as_paths(paths: AnyPath | Sequence[AnyPath]) -> tuple[NvmePath, ...]:
     several: Iterable[AnyPath] = (paths,) if is_one else paths  # type: ignore[assignment]
     for path in several:
         if not isinstance(path, (str, os.PathLike, NvmePath)):
-            said = 'give a folder, such as "/mnt/nvme0", or NvmePath(folder, max_bytes, weight)'
-            raise ValueError(f"a path is {path!r}; {said}")
+            raise ValueError(
+                f'a path is {path!r}; give a folder, such as "/mnt/nvme0", or NvmePath(folder, '
+                "max_bytes, weight)"
+            )
     return tuple(path if isinstance(path, NvmePath) else NvmePath(Path(path)) for path in several)
 
 

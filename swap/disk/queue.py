@@ -322,8 +322,11 @@ class Queues:
         self._tags = itertools.count(1)  # its next() is one step, whichever thread asks
         self._under_way: dict[int, list[_QueuePart]] = {}  # by tag, until it is answered
         try:
-            for fd in self.files:
-                self._queues[fd] = self._open(fd, io, regions, faults)
+            for fd, name in self.files.items():
+                try:
+                    self._queues[fd] = Queue(io, files={fd: name}, regions=regions, faults=faults)
+                except OSError as error:
+                    raise OSError(error.errno, error.strerror or str(error), name) from None
         except BaseException:
             self.close()
             raise
@@ -437,14 +440,6 @@ class Queues:
             for queue in queues.values():
                 closing.callback(lambda queue: errors.append(queue.close()), queue)
         return sum(errors)
-
-    def _open(
-        self, fd: int, io: IoSettings, regions: Sequence[ByteRange], faults: Sequence[Fault]
-    ) -> Queue:
-        try:
-            return Queue(io, files={fd: self.files[fd]}, regions=regions, faults=faults)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror or str(error), self.files[fd]) from None
 
     def queue_of(self, fd: int) -> Queue:
         """The queue of a descriptor. Raises OSError."""

@@ -169,9 +169,8 @@ def is_stillborn(folder: Path) -> bool:
     Then the folder holds no file, or only an unheld lock.new, and did not change for 5 seconds.
     """
     try:
-        is_bare = {file.name for file in folder.iterdir()} <= {_NEW_LOCK}
         return (
-            is_bare
+            {file.name for file in folder.iterdir()} <= {_NEW_LOCK}
             and time.time() - folder.stat().st_mtime > _BIRTH_S
             and not is_held(folder / _NEW_LOCK)
         )
@@ -241,9 +240,7 @@ def _take_over(folder: Path) -> durable.Owned:
                     _check_host(folder, owner)
                 else:
                     undo.callback((folder / LOCK).unlink, missing_ok=True)
-                own = durable.Owned(
-                    [os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)]
-                )
+                own = durable.opened(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
                 _flock_folder(own[0], folder, fcntl.LOCK_EX)
                 own.insert(0, _lock(folder, _first_of(folder)))
             undo.pop_all()
@@ -268,9 +265,11 @@ def _hold(fd: int, folder: Path) -> None:
 
 
 def _lives(folder: Path) -> OSError:
-    what = f"its run lives: {owner_of(folder) or UNKNOWN} holds {LOCK}"
     return OSError(
-        errno.EBUSY, f"{what}. Wait for its end, or stop it, or use another folder", str(folder)
+        errno.EBUSY,
+        f"its run lives: {owner_of(folder) or UNKNOWN} holds {LOCK}. Wait for its end, or stop it, "
+        "or use another folder",
+        str(folder),
     )
 
 
@@ -359,7 +358,7 @@ _OF_COMMIT = re.compile(
 )
 _MADE = re.compile(rf"segment\.bin|lock(?:\.new)?|{_OF_COMMIT.pattern}")
 _STATES = re.compile(r"(?:segment|data-\d+)\.bin")
-_PART = re.compile(r"part-\d+-\d+\.json")
+_SAVED = re.compile(r"(?:manifest-\d+|part-\d+-\d+)\.json")
 _MANIFEST = re.compile(r"manifest-\d+\.json")
 
 
@@ -503,9 +502,11 @@ def report_dead_runs(path: Path) -> None:
     dead = [folder for folder in run_folders(path) if is_dead(folder)]
     if dead:
         size = sum(_size_of(folder / SEGMENT) for folder in dead)
-        names = ", ".join(f.name for f in dead)
         logger.warning(
-            "%s holds %d bytes of runs that ended without closing: %s", path, size, names
+            "%s holds %d bytes of runs that ended without closing: %s",
+            path,
+            size,
+            ", ".join(folder.name for folder in dead),
         )
 
 
@@ -537,7 +538,7 @@ def has_saved(folder: Path) -> bool:
     the first path may not be mounted."""
     try:
         return any(
-            _MANIFEST.fullmatch(file.name) or _PART.fullmatch(file.name)
+            _SAVED.fullmatch(file.name)
             for each in filter(None, (str(folder), _first_of(folder)))
             for file in Path(each).iterdir()
         )
@@ -549,7 +550,7 @@ def _remove_made(folder: Path, expected: list[str]) -> None:
     """Removes every file that runs make, except the lock file. Removes and syncs manifests first;
     while one stays, all stay."""
     try:
-        names = {name for name in os.listdir(folder) if _MADE.fullmatch(name) and name != LOCK}
+        names = {name for name in os.listdir(folder) if is_made(name) and name != LOCK}
     except FileNotFoundError:
         names = set()
     except OSError as error:
