@@ -74,9 +74,7 @@ def crc32c(tensors: Sequence[torch.Tensor], workers: Workers | None = None) -> l
     return [int(crc) for crc in crc32c_of(addresses, num_bytes, workers)]
 
 
-def crc32c_join(
-    first: Numbers, crcs: npt.NDArray[np.uint32], num_bytes: Numbers
-) -> npt.NDArray[np.uint32]:
+def crc32c_join(first: Numbers, crcs: Crcs, num_bytes: Numbers) -> Crcs:
     """The CRC-32C of messages first[i] to first[i + 1] behind one another, from theirs and their
     lengths. Flat arrays."""
     if crcs.shape != num_bytes.shape or not len(first) or int(first[-1]) > len(crcs):
@@ -140,7 +138,7 @@ class PieceTable:
         self.entry = entry
         self.crcs: Crcs = np.zeros(len(starts), np.uint32)
         self.is_known: npt.NDArray[np.bool_] = np.zeros(len(starts), np.bool_)
-        self.is_due: npt.NDArray[np.bool_] = np.zeros(len(starts), np.bool_)
+        self.is_due = np.zeros_like(self.is_known)
         self.begun: dict[int, tuple[int, int]] = {}
         """Pieces whose first bytes the last writes have set: where these end, their checksum."""
         self._rows = piece_rows(starts, stops - starts, self.crcs, self.is_known)
@@ -285,26 +283,19 @@ class Sums:
         read: (start, stop) -> those bytes of the entry.
         """
         table = self._tables.get(entry)
-        for number in np.flatnonzero(~table.is_known) if table is not None else ():
-            assert table is not None
-            data = read(int(table.pieces.starts[number]), int(table.pieces.stops[number]))
-            table.put(np.array([number]), np.array(crc32c([data], self._workers), np.uint32))
+        if table is not None:
+            for number in np.flatnonzero(~table.is_known):
+                data = read(int(table.pieces.starts[number]), int(table.pieces.stops[number]))
+                table.put(np.array([number]), np.array(crc32c([data], self._workers), np.uint32))
         return table
 
     def of_write(self, ranges: Iterable[Range]) -> list[WrittenBytes]:
         """Sums what is about to be written, for `keep`. Needs no lock. Blocks."""
         due = self.pieces_of(ranges)
-        addresses = []
-        num_bytes = []
-        for table, base, inside, _ in due:
-            starts = table.pieces.starts[inside]
-            stops = table.pieces.stops[inside]
-            addresses.append(starts + base)
-            num_bytes.append(stops - starts)
         if not due:
             return []
-        crcs = self._sum(addresses, num_bytes)
-        own = np.split(crcs, np.cumsum([len(each) for each in addresses])[:-1])
+        crcs = self._sum(due)
+        own = np.split(crcs, np.cumsum([len(each.starts) for each in due])[:-1])
         return [WrittenBytes(*pair) for pair in zip(due, own, strict=True)]
 
     def keep(self, written: Iterable[WrittenBytes]) -> None:
@@ -446,9 +437,7 @@ class Sums:
     ) -> DamagedEntry | None:
         """Sums what has come; an error for the first piece that is not what was written. Blocks;
         needs no lock."""
-        seen = self._sum(
-            [each.base + each.starts for each in expected], [each.num_bytes for each in expected]
-        )
+        seen = self._sum(expected)
         wrong = np.flatnonzero(seen != np.concatenate([each.crcs for each in expected]))
         if not len(wrong):
             for each in expected if self.verify == "sample" else ():
@@ -456,11 +445,13 @@ class Sums:
             return None
         return self.damage(expected, int(wrong[0]), int(seen[wrong[0]]), len(wrong), ops, files())
 
-    def _sum(self, addresses: Sequence[Numbers], num_bytes: Sequence[Numbers]) -> Crcs:
-        """The checksums of what lies at these addresses, all at once."""
+    def _sum(self, held: Sequence[PiecesIn] | Expected) -> Crcs:
+        """The checksums of the bytes that lie in memory at the places of these pieces, all at
+        once."""
         start_ns = time.monotonic_ns()
-        lengths = np.concatenate(num_bytes).astype(np.uint64)
-        crcs = crc32c_of(np.concatenate(addresses).astype(np.uint64), lengths, self._workers)
+        addresses = np.concatenate([each.base + each.starts for each in held])
+        lengths = np.concatenate([each.num_bytes for each in held]).astype(np.uint64)
+        crcs = crc32c_of(addresses.astype(np.uint64), lengths, self._workers)
         self._recorder.add(
             "check", f"{len(crcs)} pieces", start_ns, time.monotonic_ns(), int(lengths.sum())
         )
@@ -474,6 +465,16 @@ class PiecesIn(NamedTuple):
     base: int  # address at which the entry would begin
     inside: slice  # those that lie in it completely
     touching: slice  # those that share a byte with it
+
+    @property
+    def starts(self) -> Numbers:
+        """The first byte of each of those inside."""
+        return self.table.pieces.starts[self.inside]
+
+    @property
+    def num_bytes(self) -> Numbers:
+        """The bytes of each of those inside."""
+        return self.table.pieces.stops[self.inside] - self.starts
 
     @property
     def expected(self) -> _Expected:

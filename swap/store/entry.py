@@ -86,9 +86,11 @@ class Slots:
 
         is_apart: the write must not overwrite the current slots either.
         """
-        pieces = self._within(start, stop)
         return _joined(
-            [SlotPart(piece.start, piece.stop, self._target(piece, is_apart)) for piece in pieces]
+            [
+                SlotPart(piece.start, piece.stop, self._target(piece, is_apart))
+                for piece in self._within(start, stop)
+            ]
         )
 
     def write(self, part: SlotPart) -> None:

@@ -250,9 +250,12 @@ class Move:
     def _finish(self, answer: Answer) -> None:
         self._answered_ns = time.monotonic_ns()
         if answer.started_ns:
-            lane = "write" if self.is_write else "read"
             self._queue.recorder.add(
-                lane, self.name, answer.started_ns, answer.finished_ns, answer.num_bytes
+                "write" if self.is_write else "read",
+                self.name,
+                answer.started_ns,
+                answer.finished_ns,
+                answer.num_bytes,
             )
         failure: OSError | None = error_of(answer, self._queue.files)
         if failure is None and self._check is not None:

@@ -542,11 +542,11 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         """The memory in which a tensor rests on HOST or DEVICE."""
         self._check_usable()
         self.on_device.check_there(name)
-        home = self._entries[name].home
-        slot = self._entries[name].slot
-        if home is Tier.NVME or slot is None:
+        entry = self._entries[name]
+        slot = entry.slot
+        if entry.home is Tier.NVME or slot is None:
             raise RuntimeError(
-                f"{name!r} rests on {home.name}; only what rests in memory can be looked at in "
+                f"{name!r} rests on {entry.home.name}; only what rests in memory can be looked at in "
                 "place"
             )
         return slot

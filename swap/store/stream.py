@@ -232,11 +232,12 @@ class ReadFile:
             raise self._past_end(offset, offset + num_bytes, offset + num_read)
 
     def _past_end(self, start: int, stop: int, end: int) -> OSError:
-        what = (
+        return OSError(
+            errno.ENODATA,
             f"bytes {start} to {stop} are asked for, the file ends at {end}: it is truncated, "
-            "or another file is meant"
+            "or another file is meant",
+            str(self.path),
         )
-        return OSError(errno.ENODATA, what, str(self.path))
 
 
 class ReadAhead:
@@ -325,7 +326,7 @@ class ReadAhead:
     def _carve(self, wanted: FileRange) -> _StreamPart | None:
         file = self.open(wanted.path)
         start = wanted.offset
-        stop = wanted.offset + wanted.num_bytes
+        stop = start + wanted.num_bytes
         file.check(start, stop)
         base = start // ALIGNMENT * ALIGNMENT
         size = round_up(stop - base, ALIGNMENT)
