@@ -78,11 +78,10 @@ class Products(NamedTuple):
             if self.ratio > 1
             else f"{1 / self.ratio:.3g} times faster"
         )
-        reached = (
-            f"{self.rest_flops / 1e9:.1f} GFLOP/s in {rest} and "
-            f"{self.fp32_flops / 1e9:.1f} GFLOP/s in float32"
+        return (
+            f"products of one thread reach {self.rest_flops / 1e9:.1f} GFLOP/s in {rest} and "
+            f"{self.fp32_flops / 1e9:.1f} GFLOP/s in float32, so {rest} is {than}"
         )
-        return f"products of one thread reach {reached}, so {rest} is {than}"
 
 
 class ComputeChoice(NamedTuple):

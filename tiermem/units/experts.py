@@ -124,11 +124,10 @@ def _forward(
     # the class's own forward is behind the decorator that dispatches
     eager: Any = type(module).forward
     forward = functions.get_interface(base, eager.__wrapped__)
-    given = module, hidden_states, top_k_index, top_k_weights
     param = next((each for each in module.parameters() if each.dim() > 2), None)
     owner: Any = None if param is None else registry.owner_of(param)
     with contextlib.ExitStack() as block:
         if param is not None and hasattr(owner, "with_experts"):  # Shards; zero.Init keeps no rows
             block.enter_context(owner.with_experts(param, top_k_index))
-        output: torch.Tensor = forward(*given)
+        output: torch.Tensor = forward(module, hidden_states, top_k_index, top_k_weights)
         return output

@@ -212,9 +212,11 @@ _layout = functools.cache(StateLayout)
 def keeps_initial_master(unit: Unit, policy: OffloadPolicy) -> bool:
     """Whether a unit's fp32 initial values are kept until its first step, beside its low-precision
     parameters."""
-    has_master = policy.precision.master_of(unit.dtype) is not None
     return (
-        policy.master_from == "init" and unit.is_trainable and not unit.was_unfrozen and has_master
+        policy.master_from == "init"
+        and unit.is_trainable
+        and not unit.was_unfrozen
+        and policy.precision.master_of(unit.dtype) is not None
     )
 
 
@@ -324,10 +326,8 @@ class StatePieces:
             for each, run in zip(cut, self.runs, strict=True)
         ]
         self.num_bytes: Numbers = np.concatenate([*ends, np.zeros(0, np.int64)]) - self.first_bytes
-        shifts = [run.offset - run.first_byte for run in self.runs]
-        starts = self.first_bytes + np.repeat(
-            np.array(shifts, np.int64), [len(each) for each in cut]
-        )
+        shifts = np.array([run.offset - run.first_byte for run in self.runs], np.int64)
+        starts = self.first_bytes + np.repeat(shifts, list(map(len, cut)))
         self.pieces = Pieces(starts, starts + self.num_bytes, self.name)
 
     def name(self, number: int) -> StatePiece:

@@ -7,6 +7,7 @@ import functools
 import logging
 import math
 import weakref
+from collections import defaultdict
 from collections.abc import (
     Callable,
     Collection,
@@ -395,11 +396,11 @@ class Division:
     def counted(self, homes: Mapping[int, Tier]) -> list[tuple[Unit, int]]:
         """A unit of each kind, and how many units are of that kind: of one layout and home, and
         equally trained and kept. Sizes of all units are sums over these."""
-        found: dict[Hashable, list[Unit]] = {}
+        found = defaultdict[Hashable, list[Unit]](list)
         for unit, layout in zip(self.units, self.layouts, strict=True):
             kept = unit.is_resident, unit.is_in_place, homes.get(unit.index)
             kind = layout, unit.is_trainable, unit.was_unfrozen, *kept
-            found.setdefault(kind, []).append(unit)
+            found[kind].append(unit)
         return [(alike[0], len(alike)) for alike in found.values()]
 
     def with_changed(self, indices: Collection[int], **fields: Any) -> Division:
@@ -611,14 +612,14 @@ def _by_kind(
     seen_as: Mapping[nn.Parameter, torch.dtype],
     form: BlockFormat | None,
 ) -> dict[_Kind, list[nn.Parameter]]:
-    kinds: dict[_Kind, list[nn.Parameter]] = {}
+    kinds = defaultdict[_Kind, list[nn.Parameter]](list)
     for param in dict.fromkeys(params):
         is_trainable = param.requires_grad and is_trained
         has_blocks = not is_trainable and param.dim() > 1 and param.dtype.is_floating_point
         kind = _Kind(
             param.dtype, is_trainable, seen_as.get(param, param.dtype), form if has_blocks else None
         )
-        kinds.setdefault(kind, []).append(param)
+        kinds[kind].append(param)
     return kinds
 
 

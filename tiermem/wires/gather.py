@@ -436,10 +436,12 @@ class NearGather(Gather):
         if not self._is_filled:
             return Then([self._far.start()], self._keep)
         what = f"gathering {self._unit.name}"
-        pairs = [pair for pair in zip(self._wholes(), self._parts, strict=True) if pair[0].numel()]
-        collective = dist.all_gather_into_tensor
         return Then(
-            [start(self._topology, what, collective, *pair, among="within") for pair in pairs]
+            [
+                start(self._topology, what, dist.all_gather_into_tensor, *pair, among="within")
+                for pair in zip(self._wholes(), self._parts, strict=True)
+                if pair[0].numel()
+            ]
         )
 
     def outdate(self) -> None:

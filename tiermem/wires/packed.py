@@ -90,8 +90,7 @@ class PackedGather(Gather):
             return
         self._wire = _Wire(self._topology, self._unit, self._pool, self._full.device)
         if self._unit.is_packed:
-            unpadded = shard[: self._wire.mine.numel()]
-            self._wire.mine.copy_(unpadded, non_blocking=True)
+            self._wire.mine.copy_(shard[: self._wire.mine.numel()], non_blocking=True)
         else:
             numel = self._unit.packed_numel
             values = shard[:numel]
@@ -131,7 +130,7 @@ class PackedGather(Gather):
 
     def _exchange(self, what: str, wire: _Wire) -> Pending:
         topology = self._topology
-        group = self._topology.group_of("shard")
+        group = topology.group_of("shard")
         if not sends_directly(group, wire.mine.device):
             return start(
                 topology,
