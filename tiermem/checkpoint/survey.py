@@ -8,6 +8,7 @@ import dataclasses
 import errno
 import os
 import stat
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
@@ -86,8 +87,12 @@ class Space:
 
 def total_of(spaces: Collection[Space]) -> Space:
     """The sums over several spaces."""
-    names = [field.name for field in dataclasses.fields(Space)]
-    return Space(**{name: sum(getattr(each, name) for each in spaces) for name in names})
+    return Space(
+        **{
+            field.name: sum(getattr(each, field.name) for each in spaces)
+            for field in dataclasses.fields(Space)
+        }
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,14 +113,12 @@ class Named:
 
     def add(self, step: Path, parts: Iterable[tuple[Path, Part]]) -> None:
         """Adds a step, identified by its manifest: its parts, each with the folder of the part."""
-        found = self.steps[step] = {}
+        found = self.steps[step] = defaultdict(list)
         for place, part in parts:
             rows = rows_of_part(part)
             ranges = np.stack((rows.offset, rows.offset + rows.num_bytes), 1)
             for number in set(rows.file.tolist()):
-                found.setdefault(real(place / part.files[number]), []).append(
-                    ranges[rows.file == number]
-                )
+                found[real(place / part.files[number])].append(ranges[rows.file == number])
 
     def blocks_of(self, file: Path, without: Path | None = None) -> Numbers:
         """The blocks that any step names, except the step `without`."""
@@ -376,20 +379,21 @@ def repair(found: Survey) -> list[str]:
     live = [run.folder for run in found.runs if run.state in ("live", "unseen")]
     live += [step.place for step in found.steps if step.state == "live"]
     if live:
-        what = (
+        raise OSError(
+            errno.EBUSY,
             "its run lives, or may live on another host: --repair changes nothing here before "
-            "the run's end"
+            "the run's end",
+            str(live[0]),
         )
-        raise OSError(errno.EBUSY, what, str(live[0]))
     done: list[str] = []
-    of_folder: dict[Path, list[StepReport]] = {}
+    of_folder = defaultdict[Path, list[StepReport]](list)
     for step in found.steps:
         if (
             step.place.is_dir()
             and RunName.of(step.place) is None
             and step.save_dir.is_relative_to(found.where.absolute())
         ):
-            of_folder.setdefault(step.save_dir, []).append(step)
+            of_folder[step.save_dir].append(step)
     for folder, steps in of_folder.items():
         if is_deepspeed(folder) or any(step.state == "unread" for step in steps):
             continue
@@ -525,9 +529,9 @@ def _mode_of(file: Path) -> int:
 
 def _paths(runs: Iterable[RunReport]) -> tuple[PathReport, ...]:
     """The sums over runs, by path."""
-    found: dict[Path, list[RunReport]] = {}
+    found = defaultdict[Path, list[RunReport]](list)
     for run in runs:
-        found.setdefault(run.folder.parent, []).append(run)
+        found[run.folder.parent].append(run)
     return tuple(
         PathReport(path=path, **vars(total_of(own))) for path, own in sorted(found.items())
     )

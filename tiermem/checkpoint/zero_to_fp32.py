@@ -36,10 +36,11 @@ class LazyTensor:
     def contiguous(self) -> torch.Tensor:
         """The tensor, on the CPU. Blocks; raises DamagedState, OSError."""
         with Source.open(self._where, self._tag) as source:
-            found = next(
-                w for w in weights_of(source, torch.float32) if w.parameter.name == self._name
+            return next(
+                weight.whole()
+                for weight in weights_of(source, torch.float32)
+                if weight.parameter.name == self._name
             )
-            return found.whole()
 
 
 def get_fp32_state_dict_from_zero_checkpoint(

@@ -210,7 +210,7 @@ def _check_parts(manifest: Manifest, parts: Sequence[Part], source: str) -> None
 
 def _check_files(states: StepStates, source: str) -> None:
     rows = states.rows
-    order = np.lexsort((states.rows.offset, states.rows.file))
+    order = np.lexsort((rows.offset, rows.file))
     file = rows.file[order]
     offset = rows.offset[order]
     stop = (rows.offset + rows.num_bytes)[order]
@@ -218,11 +218,10 @@ def _check_files(states: StepStates, source: str) -> None:
     for row in order[1:][overlaps].tolist():
         piece = states.piece(row)
         rank, name = states.files[piece.file]
-        what = (
-            f"{piece.state} of {piece.param[:80]!r} overlaps another piece at byte "
-            f"{piece.offset} of {name}"
+        raise ManifestError(
+            f"{source}: part {rank}: {piece.state} of {piece.param[:80]!r} overlaps another piece "
+            f"at byte {piece.offset} of {name}"
         )
-        raise ManifestError(f"{source}: part {rank}: {what}")
 
 
 def _check_states(states: StepStates, parameters: Mapping[str, Parameter], source: str) -> None:
@@ -248,9 +247,9 @@ def _check_states(states: StepStates, parameters: Mapping[str, Parameter], sourc
             )
         if is_mixed[row]:
             raise ManifestError(f"{what}: mixes {states.piece(first).kind} and {kind}")
-        of = parameters[param].numel
         raise ManifestError(
-            f"{what}: its pieces hold {stops[row]} elements; the parameter has {of}"
+            f"{what}: its pieces hold {stops[row]} elements; the parameter has "
+            f"{parameters[param].numel}"
         )
 
 
@@ -279,10 +278,9 @@ def _check_due(
             raise ManifestError(f"{source}: {state} of {param[:80]!r}{wrong}")
         if sums is None or len(sums) != due:
             has = "no" if sums is None else len(sums)
-            what = f"{state} of {param[:80]!r}"
             raise ManifestError(
-                f"{source}: checksums: {what} has {has} checksums; {due} are due for {num_bytes} "
-                "bytes"
+                f"{source}: checksums: {state} of {param[:80]!r} has {has} checksums; {due} are "
+                f"due for {num_bytes} bytes"
             )
     if sum(map(len, checksums.values())) > len(states.numbers):
         param, state = next(

@@ -204,8 +204,9 @@ def export_dcp(
         nothing is left.
     """
     if out.is_symlink() or out.is_mount():
-        what = "is a link or a mount point; name a new folder, below it for example"
-        raise FileExistsError(17, what, str(out))
+        raise FileExistsError(
+            17, "is a link or a mount point; name a new folder, below it for example", str(out)
+        )
     if out.exists():
         durable.check_folder(out)
         if any(out.iterdir()):
@@ -284,6 +285,5 @@ def _optimizer(source: Source, planner: _ExportPlanner) -> dict[str, dict[str, t
             )
             states[name] = planner.tensor(each.shape, torch.float32, read)
         if states:
-            steps = float(each.num_steps)
-            found[each.name] = {STEP: torch.tensor(steps), **states}
+            found[each.name] = {STEP: torch.tensor(float(each.num_steps)), **states}
     return found

@@ -126,8 +126,10 @@ class Tensor(NamedTuple):
             or tuple(value.shape) != chunk.sizes
             or value.dtype != self.dtype
         ):
-            said = f"the {chunk.sizes} of {self.dtype} that {METADATA} says"
-            raise ValueError(f"{chunk.place.file}: {self.key} is not {said}")
+            raise ValueError(
+                f"{chunk.place.file}: {self.key} is not the {chunk.sizes} of {self.dtype} that "
+                f"{METADATA} says"
+            )
         return value.detach()
 
 
@@ -464,16 +466,13 @@ class _DcpReader:
                 )
             states[key] = ForeignState(value.dtype, value.pieces)
         step = kept.get(STEP)
-        steps = 0 if step is None else steps_in(_number(step), f"{self._path}: {name}")
-        is_buffer = group is None and not kept and is_buffer_like(name, weight.dtype)
-        is_trainable = bool(kept) or group is not None or not self._settings
         return ForeignParameter(
             name,
             weight.shape,
             states,
-            is_buffer=is_buffer,
-            is_trainable=is_trainable,
-            num_steps=steps,
+            is_buffer=group is None and not kept and is_buffer_like(name, weight.dtype),
+            is_trainable=bool(kept) or group is not None or not self._settings,
+            num_steps=0 if step is None else steps_in(_number(step), f"{self._path}: {name}"),
             group=group,
         )
 

@@ -387,15 +387,15 @@ def _optim_file(file: Path, num_ranks: int) -> _Optim:
             "here: some are missing, or left of an older save"
         )
     flat = kept.get("fp32_flat_groups")
-    inner = kept.get("optimizer_state_dict")
     if not isinstance(flat, list) or not all(isinstance(group, torch.Tensor) for group in flat):
         raise ValueError(f"{file}: fp32_flat_groups must be a list of tensors")
-    found = read(_States, inner or {}, f"{file}: the optimizer's state dict")
-    groups = found.get("param_groups", [])
+    found = read(
+        _States, kept.get("optimizer_state_dict") or {}, f"{file}: the optimizer's state dict"
+    )
     return _Optim(
         [group.reshape(-1) for group in flat],
         found.get("state", {}),
-        groups,
+        found.get("param_groups", []),
         kept.get("loss_scaler"),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -215,7 +216,7 @@ def _check_tensor(what: str, tensor: torch.Tensor) -> None:
         raise ValueError(
             f"{what}: a tensor is {tensor.layout} and {tensor.dtype}; only dense ones are read"
         )
-    needed = tensor.numel() * tensor.element_size()
+    needed = tensor.nbytes
     there = tensor.untyped_storage().nbytes()
     if needed > there:
         raise ValueError(
@@ -299,9 +300,13 @@ def _safetensors(path: Path) -> list[ForeignParameter]:
         own = []
         for stored in read_header(file):
             state = ForeignState(stored.dtype, functools.partial(_pieces_of, file, stored))
-            is_buffer = is_buffer_like(stored.name, stored.dtype)
             own.append(
-                ForeignParameter(stored.name, stored.shape, {WEIGHT: state}, is_buffer=is_buffer)
+                ForeignParameter(
+                    stored.name,
+                    stored.shape,
+                    {WEIGHT: state},
+                    is_buffer=is_buffer_like(stored.name, stored.dtype),
+                )
             )
         tied = tie(own, read_ties(file))
         found += tied
@@ -356,13 +361,12 @@ def _tensors(path: Path, weights: Mapping[str, Any]) -> list[ForeignParameter]:
     first: dict[tuple[Any, ...], str] = {}
     found: list[ForeignParameter] = []
     ties: dict[str, str] = {}
-    of_storage: dict[int, int] = {}  # bytes of the tensors on each storage
+    of_storage = collections.Counter[int]()  # bytes of the tensors on each storage
     for name, value in weights.items():
         if not isinstance(value, torch.Tensor):
-            shown = f"{name!r:.80} is {type(value).__name__}"
             raise ValueError(
-                f"{path}: {shown}; a state dict of weights holds tensors, under {MODEL_KEYS} or "
-                "alone"
+                f"{path}: {name!r:.80} is {type(value).__name__}; a state dict of weights holds "
+                f"tensors, under {MODEL_KEYS} or alone"
             )
         if not isinstance(name, str):
             raise ValueError(f"{path}: a tensor is called {name!r:.80}; names are strings")
@@ -371,14 +375,16 @@ def _tensors(path: Path, weights: Mapping[str, Any]) -> list[ForeignParameter]:
             ties[name] = first[memory]
             continue
         first[memory] = name
-        is_buffer = is_buffer_like(name, value.dtype)
         found.append(
             ForeignParameter(
-                name, tuple(value.shape), {WEIGHT: of_tensor(value)}, is_buffer=is_buffer
+                name,
+                tuple(value.shape),
+                {WEIGHT: of_tensor(value)},
+                is_buffer=is_buffer_like(name, value.dtype),
             )
         )
         storage = value.untyped_storage()
-        of_storage[storage.data_ptr()] = of_storage.get(storage.data_ptr(), 0) + value.nbytes
+        of_storage[storage.data_ptr()] += value.nbytes
         if of_storage[storage.data_ptr()] > _MOST_VIEWS * storage.nbytes():
             raise ValueError(
                 f"{path}: {name!r:.80} and others are {of_storage[storage.data_ptr()]} bytes of "
@@ -471,9 +477,9 @@ _Positions = Mapping[tuple[int, ...], Sequence[int]]
 
 def _positions(parameters: Sequence[ForeignParameter]) -> _Positions:
     """The indices of the parameters of each shape, in order."""
-    found: dict[tuple[int, ...], list[int]] = {}
+    found = collections.defaultdict[tuple[int, ...], list[int]](list)
     for position, p in enumerate(parameters):
-        found.setdefault(p.shape, []).append(position)
+        found[p.shape].append(position)
     return found
 
 
@@ -502,12 +508,14 @@ def _match(
 
 def _shape_of(entry: State | None) -> tuple[int, ...] | None:
     """The parameter's shape, which its states share; None if it has no states."""
-    shapes = [
-        tuple(v.shape)
-        for k, v in (entry or {}).items()
-        if k in STATES and isinstance(v, torch.Tensor)
-    ]
-    return shapes[0] if shapes else None
+    return next(
+        (
+            tuple(v.shape)
+            for k, v in (entry or {}).items()
+            if k in STATES and isinstance(v, torch.Tensor)
+        ),
+        None,
+    )
 
 
 def _earliest(

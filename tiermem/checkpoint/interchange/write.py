@@ -11,7 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -288,9 +288,14 @@ def write_checkpoint(
             Source(read_manifest(Found(new / file))).close()  # raises if it would not open
         replace(out / LATEST_FILE, said_of(folder / file, out, tag), undoing)
         undoing.pop_all()
-    num_bytes = sum(each.num_bytes for each in content.in_memory)
-    left_behind = (*foreign.left_behind, *lost)
-    return Imported(folder, tag, step, len(foreign.parameters), num_bytes, left_behind)
+    return Imported(
+        folder,
+        tag,
+        step,
+        num_parameters=len(foreign.parameters),
+        num_bytes=sum(each.num_bytes for each in content.in_memory),
+        left_behind=(*foreign.left_behind, *lost),
+    )
 
 
 @contextlib.contextmanager
@@ -315,10 +320,16 @@ def new_folder(folder: Path, undoing: contextlib.ExitStack) -> Iterator[Path]:
 
 
 def _parameter(p: ForeignParameter) -> Parameter:
-    is_trainable = p.is_trainable and not p.is_buffer
-    dtype = kinds.name_of(p.dtype)
-    role: Literal["buffer", "parameter"] = "buffer" if p.is_buffer else "parameter"
-    return Parameter(p.name, p.aliases, role, p.shape, dtype, is_trainable, p.num_steps, p.group)
+    return Parameter(
+        p.name,
+        p.aliases,
+        "buffer" if p.is_buffer else "parameter",
+        p.shape,
+        kinds.name_of(p.dtype),
+        p.is_trainable and not p.is_buffer,
+        p.num_steps,
+        p.group,
+    )
 
 
 def _stretches(foreign: Foreign) -> Iterator[Stretch]:

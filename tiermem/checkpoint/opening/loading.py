@@ -378,8 +378,11 @@ def _candidates(shards: Shards, where: Path, tag: str | None, newest: bool) -> l
             if newest and tags:
                 return find(where, tags[0])
             if tags:
-                what = f"{error.strerror}; or give newest=True, for the first"
-                raise NothingSaved(error.errno, what, str(where)) from None
+                raise NothingSaved(
+                    error.errno,
+                    f"{error.strerror}; or give newest=True, for the first",
+                    str(where),
+                ) from None
             logger.warning("nothing is opened: %s", error)
             return []
 
@@ -418,11 +421,9 @@ def _open(
             stepped = [
                 shard.param
                 for shard, name in fitted.params.items()
-                if source.parameters[name].num_steps
+                if source.parameters[name].num_steps and id(shard.param) in held
             ]
-            enable_training_of(
-                shards, [param for param in stepped if id(param) in held], str(source.file)
-            )
+            enable_training_of(shards, stepped, str(source.file))
             check_moments(source, shards, fitted)
             check_ordinary(source, optimizer)
         loaded = _loaded(source, wants)
@@ -434,11 +435,12 @@ def _open(
             assert optimizer is not None
             put_groups(optimizer, groups)
             if manifest.optimizer is not None:
-                own_params = ordinary_of(optimizer).items()
-                entries = {
-                    param: _entry(source, name, param, topology) for name, param in own_params
-                }
-                optimizer.restore_ordinary(entries)
+                optimizer.restore_ordinary(
+                    {
+                        param: _entry(source, name, param, topology)
+                        for name, param in ordinary_of(optimizer).items()
+                    }
+                )
             optimizer.show_state()
         if not asked.module_only:
             _put_rest(source, shards, rest)
@@ -532,11 +534,13 @@ def _put_rest(source: Source, shards: Shards, rest: list[tuple[Any, Any, str]]) 
     if part is not None:
         put_rng(part.rng, f"{source.file}: rng of rank {topology.rank}", shards.device)
     elif topology.rank == 0:
-        text = (
+        logger.info(
             "%s was saved on %d ranks and is opened on %d: generators and the position in the "
-            "data are not put back"
+            "data are not put back",
+            source.file,
+            source.manifest.world,
+            topology.world,
         )
-        logger.info(text, source.file, source.manifest.world, topology.world)
     for owner, state, where in rest:
         try:
             owner.load_state_dict(state)

@@ -105,9 +105,8 @@ class VerifiedStream:
         self.kind = pieces[0][1].kind
         self._pieces = pieces
         self._starts = [piece.start for _, piece in pieces]
-        self._bytes = [0]
-        for _, piece in pieces:
-            self._bytes.append(self._bytes[-1] + piece.num_bytes)
+        sizes = (piece.num_bytes for _, piece in pieces)
+        self._bytes = list(itertools.accumulate(sizes, initial=0))
 
     @property
     def num_bytes(self) -> int:
@@ -131,7 +130,7 @@ class VerifiedStream:
                 self, piece.start + first, last - first, self._bytes[number] + begin, end - begin
             )
             start = piece.start + last
-            number = number + 1
+            number += 1
 
     def ranges(self, first_byte: int, last_byte: int) -> list[FileRange]:
         """The file ranges of bytes [first_byte, last_byte) of the stream, in order; adjacent ranges
@@ -152,7 +151,7 @@ class VerifiedStream:
             else:
                 found.append(FileRange(path, offset, num_bytes))
             first_byte = stop
-            number = number + 1
+            number += 1
         return found
 
     def elements_of(self, first_byte: int, last_byte: int) -> tuple[int, int]:

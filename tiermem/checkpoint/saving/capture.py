@@ -62,22 +62,18 @@ def parameters(
             excluded.append(shard.name)
             continue
         names = tuple(name for name in aliases[id(shard.param)] if name != shard.name)
-        dtype = kinds.name_of(live.unit.dtype)
-        group = groups.get(id(shard.param))
         form = live.unit.blocks
-        trains = shard.param.requires_grad
-        at_rest = None if form is None else form.name
         found.append(
             Parameter(
                 shard.name,
                 names,
                 "parameter",
                 tuple(shard.shape),
-                dtype,
-                trains,
+                kinds.name_of(live.unit.dtype),
+                shard.param.requires_grad,
                 shard.num_steps if optimizer else 0,
-                group,
-                at_rest,
+                groups.get(id(shard.param)),
+                None if form is None else form.name,
             )
         )
     for (name, *others), buffer in buffers(shards.model):
@@ -96,11 +92,16 @@ def parameters(
             )
     for name, param in ordinary_of(optimizer).items():
         steps = int(optimizer.state.get(param, {}).get(ordinary.STEP, 0))
-        dtype = kinds.name_of(param.dtype)
-        group = groups[id(param)]
         found.append(
             Parameter(
-                name, (), "ordinary", tuple(param.shape), dtype, param.requires_grad, steps, group
+                name,
+                (),
+                "ordinary",
+                tuple(param.shape),
+                kinds.name_of(param.dtype),
+                param.requires_grad,
+                steps,
+                groups[id(param)],
             )
         )
     return found, excluded

@@ -324,13 +324,12 @@ class Resting:
     def runs(self, crcs: Crcs) -> dict[tuple[str, str], list[Run]]:
         """The checksums of every (parameter, state), in the fewest runs, from those of the
         ranges."""
-        blocks = crc32c_join(self._block_first, crcs[self._order], self._block_lengths)
+        blocks = crc32c_join(self._block_first, crcs[self._order], self._block_lengths).tolist()
         found: dict[tuple[str, str], list[Run]] = {}
-        all_crcs = blocks.tolist()
         names = [key[:2] for key in self._rows.keys]
         for key, first_block, last_block, start, num_bytes in self._runs:
             found.setdefault(names[key], []).append(
-                Run(start, num_bytes, all_crcs[first_block:last_block])
+                Run(start, num_bytes, blocks[first_block:last_block])
             )
         return found
 

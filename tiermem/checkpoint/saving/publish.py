@@ -105,15 +105,13 @@ def write_part(
         content.part, commit=commit, files=tuple(files), states=states
     ).dump()
     durable.write_file(file, data)
-    sums = [(*key, found) for each in placed for key, found in each.sums.items()]
-    places = sorted({str(real(file.parent / each).parent) for each in files})
     return {
         "folder": str(file.parent),
         "file": file.name,
         "bytes": len(data),
         "crc32c": crc32c(data),
-        "sums": sums,
-        "places": places,
+        "sums": [(*key, found) for each in placed for key, found in each.sums.items()],
+        "places": sorted({str(real(file.parent / each).parent) for each in files}),
     }
 
 
@@ -394,8 +392,11 @@ def remove_unfinished(save_dir: Path) -> None:
     for folder in below:
         with contextlib.suppress(OSError):  # another process may change it meanwhile
             if RunName.of(folder) is None and _unfinished(folder) and (files := tidy(folder)):
-                names = ", ".join(file.name for file in files)
-                logger.warning("%s: a save that was killed left %s: removed", folder, names)
+                logger.warning(
+                    "%s: a save that was killed left %s: removed",
+                    folder,
+                    ", ".join(file.name for file in files),
+                )
 
 
 def remove_new(folder: Path, names: Iterable[str]) -> None:

@@ -163,8 +163,9 @@ class Saver:
         if not copies:
             self.commits.make(content)
             if content.pointer is not None:
-                run_id, topology = self.commits.run_id, self._shards.topology
-                remove_other_copies(content.pointer.parent, run_id, 0, topology)
+                remove_other_copies(
+                    content.pointer.parent, self.commits.run_id, 0, self._shards.topology
+                )
             return
         self.commits.number += 1
         # Optimizer steps need a slot to write to while a copy holds one.
@@ -389,12 +390,16 @@ def _draft(
     names = [each.name for each in parameters]
     resting, in_memory = saver.captures.take(names, optimizer is not None)
     content = Content(manifest, part, save_dir, save_latest, resting, in_memory)
-    facts = {
-        "save_latest": save_latest,
-        "exclude_frozen_parameters": exclude_frozen,
-        "steps": steps,
-    }
-    return _Draft(content, list(capture.own(shards, optimizer)), facts, copies)
+    return _Draft(
+        content,
+        own=list(capture.own(shards, optimizer)),
+        facts={
+            "save_latest": save_latest,
+            "exclude_frozen_parameters": exclude_frozen,
+            "steps": steps,
+        },
+        is_copy=copies,
+    )
 
 
 def _agree(
@@ -407,12 +412,13 @@ def _agree(
     """
 
     def tell(draft: _Draft) -> Json:
-        sums = [[each.param, each.state, [each.kind, each.numel], _sum(each)] for each in draft.own]
         return {
             "tag": draft.content.manifest.tag,
             "is_copy": draft.is_copy,
             "facts": draft.facts,
-            "own": sums,
+            "own": [
+                [each.param, each.state, [each.kind, each.numel], _sum(each)] for each in draft.own
+            ],
         }
 
     draft, told = together(shards.topology, SAVING, make, tell)
