@@ -112,7 +112,7 @@ class GradientHomes:
             else None
         )
         # ranks fetch units together, and reduce each one's gradients once they are final
-        self.is_in_order = topology.num_shards > 1 and policy.stage == 3
+        self.reduces_when_final = topology.num_shards > 1 and policy.stage == 3
         self._cut: dict[int, list[Bucket]] = {}  # each unit's buckets
         self._of_shard = {shard: unit for unit in units for shard in unit.shards}
         # the values of `p.grad` between backward and step
@@ -264,7 +264,7 @@ class GradientHomes:
         """
         self._factor = None
         self._waiting = dict.fromkeys(
-            self._units if self.is_in_order else reversed(self._units), False
+            self._units if self.reduces_when_final else reversed(self._units), False
         )
         self._given.clear()
         self.forget_replaced()
@@ -289,7 +289,7 @@ class GradientHomes:
         with self.changing():
             if self._reducer is None:
                 self._take(unit)
-            elif self.is_in_order:
+            elif self.reduces_when_final:
                 # a rank may use what is always present without the others
                 if unit in self._waiting and not unit.is_resident:
                     self._reduce(unit)
@@ -321,7 +321,7 @@ class GradientHomes:
         """
         with self.changing():
             for unit in list(self._waiting) if self._reducer is not None else ():
-                if unit.is_resident or not self.is_in_order:
+                if unit.is_resident or not self.reduces_when_final:
                     self._reduce(unit)
             self.receive_rest()
             self._reduce_added()

@@ -371,11 +371,12 @@ class _Maker:
         copies = [planner.copy_bytes(unit, choice.tile_numel) for unit in planner.copied]
         copies_bytes = sum(weights + states * self.is_gpu for weights, states in copies)
         enough = (plan.host_bytes + copies_bytes) * self.ranks_on_node
-        given, instead = f"is {policy.host_bytes}", ""
-        if policy.host_bytes is None:
-            given, instead = "is not set", "; without it, twice as much has to be free"
+        given = "is not set" if policy.host_bytes is None else f"is {policy.host_bytes}"
         size = f"{enough} ({format_mib(enough)} a node)"
-        return f"host_bytes, which {given}, and {size} has room for twice what rests in memory{instead}"
+        said = f"host_bytes, which {given}, and {size} has room for twice what rests in memory"
+        if policy.host_bytes is None:
+            said += "; without it, twice as much has to be free"
+        return said
 
     def _choices(self, planner: Planner) -> list[PlanChoice]:
         """The choices, best first."""

@@ -191,7 +191,7 @@ class Plan:
 
 
 def keeps_secondary(policy: OffloadPolicy, num_shards: int) -> bool:
-    """Whether near ranks keep a secondary copy of gathered parameters: only if other ranks are far."""
+    """Whether near ranks keep a secondary copy of gathered parameters: only if others are far."""
     return 1 < policy.secondary_group_size < num_shards
 
 

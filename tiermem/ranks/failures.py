@@ -51,8 +51,8 @@ class Traffic:
     def __init__(self) -> None:
         self.payloads: collections.deque[Payload] = collections.deque(maxlen=50_000)
         self._num_calls = 0  # since the beginning
-        self._digest = 0  # of all calls and their order, but for those in
-        self._words: list[str] = []
+        self._digest = 0  # of all calls and their order, but the newest
+        self._words: list[str] = []  # of the newest, which the digest lacks
         self._newest: collections.deque[tuple[int, str, str]] = collections.deque(
             maxlen=_NUM_COMPARED
         )

@@ -12,9 +12,9 @@ Only hooks that torch offers are used. For every module that needs units:
                      once
 
 Each forward with gradients makes a *use* (prefetcher.py), which backward answers. A unit's
-gradients are final when it has no unanswered use. A use that is still unanswered when backward ends
-(its inputs are token ids, for example) is answered there. Gradients accumulate where they rest, so
-a late answer costs time, never correctness.
+gradients are final when it has no unanswered use, on any rank that reduces them with this one. A
+use that is still unanswered when backward ends (its inputs are token ids, for example) is answered
+there. Gradients accumulate where they rest, so a late answer costs time, never correctness.
 
 Any module of the tree may be called by itself, any number of times:
 
@@ -31,9 +31,9 @@ leaves frames of a forward. They are dropped when the call that began it is on n
 more. One that ends a hook leaves the prefetcher's mark, or that of the backward. `recover` then
 makes every unit absent before the next pass, step or close.
 
-The function `on_backward` is called when a backward begins, after the last step has
-ended: reads for the next step may begin then. They are behind all other transfers, so that they
-    take the disk only when it is idle.
+The function `on_backward` is called when a backward begins, after the last step has ended: reads
+for the next step may begin then. They are behind all other transfers, so that they take the disk
+only when it is idle.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Hooks(Uncopied):
         self.prefetcher = prefetcher
         self._store = store
         self._homes = homes
-        self._uses = Uses(units, homes.any_of if homes.is_in_order else None)
+        self._uses = Uses(units, homes.any_of if homes.reduces_when_final else None)
         # in their order: uses whose units the backward under way holds
         self._held: dict[UnitUse, None] = {}
         self._frames: list[Frame] = []  # forwards under way, the innermost last

@@ -225,10 +225,12 @@ class Uses:
         now and then, where many are counted."""
         use.is_counted = self._any_of is not None
         for live in use.units if use.is_counted else ():
-            if live.unit.is_trainable and live.is_streamed:
-                self._count(use, live.unit.index)
+            self._count(use, live)
 
-    def _count(self, use: UnitUse, index: int) -> None:
+    def _count(self, use: UnitUse, live: LiveUnit) -> None:
+        if not live.unit.is_trainable or not live.is_streamed:
+            return
+        index = live.unit.index
         runs = self._runs[index]
         if index != self._last or not runs:
             self._last = index
@@ -258,8 +260,8 @@ class Uses:
             use.units.append(live)
             use.reads_again = True
             self._open[live.unit.index].add(use)
-            if use.is_counted and live.unit.is_trainable and live.is_streamed:
-                self._count(use, live.unit.index)
+            if use.is_counted:
+                self._count(use, live)
         use.note_rows(live, None)
 
     def answer(self, use: UnitUse) -> None:

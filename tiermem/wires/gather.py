@@ -1,5 +1,5 @@
-"""Gather: brings every rank's part to all ranks; keeps the secondary copy of hpZ; spreads new weights
-of resident units."""
+"""Gather: brings every rank's part to all ranks; keeps the secondary copy of hpZ; spreads new
+weights of resident units."""
 
 from __future__ import annotations
 
@@ -376,7 +376,7 @@ def _send_rows(topology: Topology, each: _Round, rows: torch.Tensor, what: str) 
         Pending(topology, what, [marked(group, works)], [rows]).wait()
 
 
-# ---- the secondary copy of hpZ ----------------------------------------------------------------------
+# ---- the secondary copy of hpZ -------------------------------------------------------------------
 
 
 def secondary_numel(unit: Unit, num_across: int) -> int:
