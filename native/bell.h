@@ -1,4 +1,4 @@
-// bell: how a queue tells a program that one of its tags was answered.
+// bell: how a queue tells a program that one of its tags was answered, and how a program says how much is in flight.
 #ifndef TIERMEM_BELL_H
 #define TIERMEM_BELL_H
 
@@ -30,7 +30,8 @@ struct tm_bell {
 };
 
 // tm_queue_submit, whose tags ring `bell` when they are answered; it lives until then. tm_queue_wait with a timeout of
-// 0 then takes the answer.
-int tm_queue_submit_ringing(tm_queue *queue, const tm_op *ops, uint32_t n, tm_bell *bell);
+// 0 then takes the answer. most_bytes: no block is cut beyond so many bytes in flight while such tags are open; the
+// last call counts.
+int tm_queue_submit_ringing(tm_queue *queue, const tm_op *ops, uint32_t n, tm_bell *bell, uint64_t most_bytes);
 
 #endif

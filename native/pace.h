@@ -1,12 +1,14 @@
-// pace: the bytes of strips that a step program has under way, and the strips of a tile that it moves at once.
+// pace: the bytes of strips that a step program has under way, those of them that are in flight, and the strips of a
+// tile that it moves at once.
 //
 //     few, small    stay in a processor's cache, with which some disks exchange bytes faster than with memory
 //     many, large   keep a disk busy that is the faster the more it has to do, or that takes its time for each transfer
 //
-// Which of them a machine wants shows only when it is tried. A program tries three settings in trials of equal bytes,
-// one after the other, keeps the lowest that is about as fast as any, and tries again later: each time after twice as
-// many trials, because disks that others use drift. Tiles whose states begin are left out: they are not read, so they
-// tell nothing of later steps.
+// A third of what is under way waits in queues, so that a disk which ends all that it has at once goes on without the
+// program. Which of them a machine wants shows only when it is tried. A program tries three settings in trials of equal
+// bytes, one after the other, keeps the lowest that is about as fast as any, and tries again later: each time after
+// twice as many trials, because disks that others use drift. Tiles whose states begin are left out: they are not read,
+// so they tell nothing of later steps.
 #ifndef TIERMEM_PACE_H
 #define TIERMEM_PACE_H
 
@@ -19,6 +21,9 @@ class tm_pace {
 
     // Bytes that may be under way.
     uint64_t limit() const { return limits[now]; }
+
+    // Bytes that are in flight of these.
+    uint64_t most_flying() const { return limit() / 3 * 2; }
 
     // Strips of one tile that are moved, checked and stepped together.
     uint32_t strips_at_once() const { return 1u << now; }

@@ -138,8 +138,14 @@ static int check_given(const tm_program *p, const Given &given) {
     return p->phase == TM_PHASE_IDLE || (given.phase == TM_PHASE_RUN && p->phase == TM_PHASE_BEGUN) ? 0 : -EBUSY;
 }
 
-// Copies of the given tiles; may throw bad_alloc.
-static int copy_tiles(const Given &given, Tiles *tiles) {
+static void note_queues(const std::vector<tm_transfer> &transfers, std::vector<tm_queue *> *queues) {
+    for (const tm_transfer &each : transfers)
+        if (std::find(queues->begin(), queues->end(), each.queue) == queues->end())
+            queues->push_back(each.queue);
+}
+
+// Copies of the given tiles, and the queues that they use; may throw bad_alloc.
+static int copy_tiles(const Given &given, Tiles *tiles, std::vector<tm_queue *> *queues) {
     const char *buffer = given.num_buffers ? (const char *)given.buffers[0] : nullptr;
     for (uint32_t i = 0; i < given.n; ++i) {
         tm_program_tile tile = copy_of(given.tiles[i], given.phase);
@@ -150,6 +156,8 @@ static int copy_tiles(const Given &given, Tiles *tiles) {
         const int code = tm_tile_cut(&tile, buffer, given.buffer_bytes);
         if (code < 0)
             return code;
+        note_queues(tile.reads, queues);
+        note_queues(tile.writes, queues);
         tiles->push_back(std::move(tile));
     }
     return 0;
@@ -214,7 +222,8 @@ static void go_on(tm_program *p, tm_strip *strip, tm_program_tile *tile) {
 // Makes the given tiles the program's; may throw bad_alloc before anything is changed.
 static int set_tiles(tm_program *p, const Given &given) {
     Tiles tiles;
-    int code = copy_tiles(given, &tiles);
+    std::vector<tm_queue *> queues;
+    int code = copy_tiles(given, &tiles, &queues);
     std::vector<tm_program_tile *> begun;
     if (code == 0)
         code = find_begun(p, &tiles, &begun);
@@ -238,6 +247,7 @@ static int set_tiles(tm_program *p, const Given &given) {
         p->failure = {};
     const uint64_t failed = p->failure.error ? p->tiles[p->failure.tile].key : 0;
     p->tiles.swap(tiles);
+    p->queues.swap(queues);
     p->order.swap(order);
     p->units.swap(units);
     p->buffers.swap(buffers);
@@ -322,7 +332,7 @@ int tm_program_add(tm_program *program, const tm_tile *tiles, uint32_t n) {
                                  n,
                                  program->priority,
                                  program->flags};
-            const int code = copy_tiles(given, &copies);
+            const int code = copy_tiles(given, &copies, &program->queues);
             if (code < 0)
                 return code;
             const size_t first = program->tiles.size();

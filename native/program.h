@@ -140,6 +140,7 @@ struct tm_program {
     std::vector<tm_strip *> active; // made, and not ended
     std::vector<tm_strip *> idle;
     std::vector<std::unique_ptr<tm_strip>> strips; // all of them
+    std::vector<tm_queue *> queues;                // that the run's transfers go to
     std::vector<char *> buffers;
     uint64_t buffer_bytes = 0;
     std::vector<int> free_buffers;

@@ -61,7 +61,9 @@ static void submit(tm_program *p, tm_strip *strip, const std::vector<tm_transfer
                 strip->ops.push_back({transfers[i].buffer, transfers[i].length, transfers[i].offset, tag,
                                       transfers[i].fd, kind, priority, 0});
         const tm_op &op = strip->ops[0];
-        const int code = tm_queue_submit_ringing(queue, strip->ops.data(), (uint32_t)strip->ops.size(), &p->bell);
+        const uint64_t most_bytes = p->pace.most_flying() / p->queues.size();
+        const int code =
+            tm_queue_submit_ringing(queue, strip->ops.data(), (uint32_t)strip->ops.size(), &p->bell, most_bytes);
         if (code < 0) {
             tm_failure failure = failure_of(strip->tile, -code, kind == TM_READ ? TM_DURING_READ : TM_DURING_WRITE);
             failure.fd = op.fd;

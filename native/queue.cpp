@@ -57,6 +57,7 @@ void tm_tag_answer_if_ended(tm_queue *q, tm_tag *tag, int64_t now) {
         return;
     tag->answer.finished_ns = now;
     tag->is_answered = true;
+    q->num_ringing -= tag->bell != nullptr;
     if (--q->num_open_tags == 0)
         q->counters.wanted_ns += now - q->wanted_since_ns;
     q->has_news |= q->num_waiters > 0;
@@ -136,6 +137,7 @@ static int add_tags(tm_queue *q, const tm_op *ops, uint32_t n, const std::shared
                 tag->bell = bell;
                 tag->answer.submitted_ns = now;
                 ++q->num_open_tags;
+                q->num_ringing += bell != nullptr;
             } else if (tag->ops != waiting) {
                 return -EEXIST;
             }
@@ -152,13 +154,14 @@ static void remove_tags(tm_queue *q, const tm_op *ops, uint32_t n, const std::sh
         const auto found = starts_run(ops, i) ? q->tags.find(ops[i].tag) : q->tags.end();
         if (found == q->tags.end() || found->second.ops != waiting)
             continue;
+        q->num_ringing -= found->second.bell != nullptr;
         q->tags.erase(found);
         --q->num_open_tags;
     }
 }
 
-static int take(tm_queue *q, const tm_op *ops, uint32_t n, const std::shared_ptr<tm_waiting[]> &waiting,
-                tm_bell *bell) {
+static int take(tm_queue *q, const tm_op *ops, uint32_t n, const std::shared_ptr<tm_waiting[]> &waiting, tm_bell *bell,
+                uint64_t most_bytes) {
     std::lock_guard<std::mutex> lock(q->mutex);
     if (q->is_closing)
         return -ESHUTDOWN;
@@ -174,6 +177,8 @@ static int take(tm_queue *q, const tm_op *ops, uint32_t n, const std::shared_ptr
         remove_tags(q, ops, n, waiting);
         return answer;
     }
+    if (bell)
+        q->most_bytes = most_bytes;
     for (uint32_t i = 0; i < n; ++i)
         tm_list_append(q, &waiting[i]); // in the order they were given, whatever their tags
     if (q->is_asleep && tm_may_cut(q)) {
@@ -183,7 +188,7 @@ static int take(tm_queue *q, const tm_op *ops, uint32_t n, const std::shared_ptr
     return 0;
 }
 
-int tm_queue_submit_ringing(tm_queue *queue, const tm_op *ops, uint32_t n, tm_bell *bell) {
+int tm_queue_submit_ringing(tm_queue *queue, const tm_op *ops, uint32_t n, tm_bell *bell, uint64_t most_bytes) {
     if (!queue || (n > 0 && !ops))
         return -EINVAL;
     if (queue->owner != getpid())
@@ -199,11 +204,11 @@ int tm_queue_submit_ringing(tm_queue *queue, const tm_op *ops, uint32_t n, tm_be
     }
     for (uint32_t i = 0; i < n; ++i)
         waiting[i] = waiting_of(ops[i]);
-    return take(queue, ops, n, waiting, bell);
+    return take(queue, ops, n, waiting, bell, most_bytes);
 }
 
 int tm_queue_submit(tm_queue *queue, const tm_op *ops, uint32_t n) {
-    return tm_queue_submit_ringing(queue, ops, n, nullptr);
+    return tm_queue_submit_ringing(queue, ops, n, nullptr, 0);
 }
 
 // ---- wait, promote, cancel ----------------------------------------------------------------------

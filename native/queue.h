@@ -84,6 +84,9 @@ struct tm_queue {
     tm_counters counters = {};
     tm_latencies latencies[TM_WRITE + 1]; // by kind
     uint64_t num_open_tags = 0;           // not answered
+    uint64_t num_ringing = 0;             // of these, tags with a bell
+    uint64_t flying_bytes = 0;            // of the slots that are taken
+    uint64_t most_bytes = 0;              // in flight while tags with a bell are open
     int64_t wanted_since_ns = 0;          // while a tag is open
     int64_t busy_since_ns = 0;            // while a slot is taken
     uint32_t num_waiters = 0;
@@ -107,8 +110,13 @@ void tm_queue_serve(tm_queue *q);
 
 inline bool tm_is_idle(const tm_queue *q) { return q->free_slots.size() == q->slots.size(); }
 
+// Whether there is a slot for another block, and no program has all that it wants in flight.
+inline bool tm_has_slot(const tm_queue *q) {
+    return !q->free_slots.empty() && (q->num_ringing == 0 || q->flying_bytes < q->most_bytes || tm_is_idle(q));
+}
+
 // Whether a new block could go to the kernel now.
-inline bool tm_may_cut(const tm_queue *q) { return q->is_in_waves ? tm_is_idle(q) : !q->free_slots.empty(); }
+inline bool tm_may_cut(const tm_queue *q) { return q->is_in_waves ? tm_is_idle(q) : tm_has_slot(q); }
 
 void tm_list_append(tm_queue *q, tm_waiting *op);
 void tm_list_remove(tm_queue *q, tm_waiting *op);

@@ -35,6 +35,7 @@ static void end_slot(tm_queue *q, uint32_t index, int error, int64_t now) {
         ++q->latencies[slot->request.kind].counts[tm_latency_bucket(now - slot->cut_ns)];
     }
     slot->tag = nullptr;
+    q->flying_bytes -= slot->length;
     q->free_slots.push_back(index);
     if (tm_is_idle(q))
         q->counters.busy_ns += now - q->busy_since_ns;
@@ -124,6 +125,7 @@ static void cut_block(tm_queue *q, tm_waiting *op, int64_t now) {
     slot->cut_ns = now;
     slot->tag = op->tag;
     slot->num_stalls = 0;
+    q->flying_bytes += length;
     op->buffer += length;
     op->offset += length;
     op->length -= length;
@@ -152,7 +154,7 @@ static void fill_batch(tm_queue *q, int64_t now) {
     if (!op || !tm_may_cut(q))
         return;
     const int64_t cut_ns = tm_now_ns(); // later than `now` by what the lock and the completions took
-    for (; op && !q->free_slots.empty(); op = tm_list_first(q))
+    for (; op && tm_has_slot(q); op = tm_list_first(q))
         cut_block(q, op, cut_ns);
 }
 

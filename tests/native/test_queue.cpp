@@ -1,9 +1,11 @@
 // Does every engine move the same bytes, and does the queue keep its promises on tags, order and ends?
 
+#include <algorithm>
 #include <atomic>
 #include <sys/wait.h>
 #include <thread>
 
+#include "bell.h"
 #include "fixture.h"
 
 static const int64_t MS = 1000000;
@@ -107,6 +109,43 @@ static void a_file_that_ends_inside_a_sector_is_no_data(int engine, bool is_dire
     Memory memory(65536);
     Queue queue(engine, 4, 16384);
     CHECK_EQUAL(queue.transfer(op_of(TM_READ, file, memory.data, 8192, 0, 1)).error, ENODATA);
+}
+
+// The most of eight blocks that were in flight at once, when each ends as late as it can.
+static uint64_t most_at_once(Queue &queue, const File &file, tm_bell *bell, uint64_t most_bytes) {
+    Memory memory(8 * 4096);
+    std::vector<tm_op> ops;
+    for (uint64_t tag = 0; tag < 8; ++tag)
+        ops.push_back(op_of(TM_READ, file, memory.data + tag * 4096, 4096, tag * 4096, tag));
+    CHECK_EQUAL(tm_queue_submit_ringing(queue.q, ops.data(), 8, bell, most_bytes), 0);
+    std::vector<tm_answer> answers;
+    for (const tm_op &op : ops)
+        answers.push_back(queue.wait(op.tag));
+    uint64_t most = 0;
+    for (const tm_answer &each : answers) {
+        const auto is_there = [&](const tm_answer &other) {
+            return other.started_ns <= each.started_ns && each.started_ns < other.finished_ns;
+        };
+        most = std::max(most, (uint64_t)std::count_if(answers.begin(), answers.end(), is_there));
+    }
+    return most;
+}
+
+static void a_program_says_how_much_is_in_flight(int engine) {
+    File file(false);
+    file.set_size(8 * 4096);
+    tm_bell bell;
+    Queue queue(engine, 8, 4096, {{0, 1000, TM_FAULT_LATE, 1000}});
+    CHECK_EQUAL(most_at_once(queue, file, &bell, 2 * 4096), 2);
+    CHECK_EQUAL(most_at_once(queue, file, &bell, 1), 1);
+    CHECK_EQUAL(most_at_once(queue, file, nullptr, 0), 8);
+    char byte;
+    const tm_op known = op_of(TM_READ, file, &byte, 1, 0, 1);
+    const tm_op refused[] = {op_of(TM_READ, file, &byte, 1, 0, 2), known};
+    CHECK_EQUAL(tm_queue_submit_ringing(queue.q, &known, 1, &bell, 1), 0);
+    CHECK_EQUAL(tm_queue_submit_ringing(queue.q, refused, 2, &bell, 1), -EEXIST);
+    CHECK_EQUAL(queue.wait(1).error, 0);
+    CHECK_EQUAL(most_at_once(queue, file, nullptr, 0), 8);
 }
 
 // Late completions keep the only slots taken, so that the order of the rest can be seen.
@@ -269,6 +308,7 @@ int main() {
         RUN(errors_of_the_kernel_name_the_block, engine);
         RUN(a_file_that_ends_inside_a_sector_is_no_data, engine, true);
         RUN(a_file_that_ends_inside_a_sector_is_no_data, engine, false);
+        RUN(a_program_says_how_much_is_in_flight, engine);
         RUN(promote_puts_a_tag_before_others, engine);
         RUN(cancel_drops_what_the_kernel_does_not_have, engine);
         RUN(wait_ends_at_its_timeout, engine);
