@@ -6,12 +6,14 @@
 //     read   BLOCK DEPTH BYTES                     the file in order, from the start again at its end
 //     write  BLOCK DEPTH BYTES
 //     mixed  BLOCK DEPTH READ_BYTES WRITE_BYTES    both at once, DEPTH each way; writes run half a file ahead of reads
+//     through BLOCK DEPTH READ_BYTES WRITE_BYTES   as mixed, with what is read: this thread adds to it, and writes from
+//                                                  the same memory; as a step of an optimizer does, without arithmetic
 //     random BLOCK DEPTH BYTES SEED                single blocks at random places, read
 //     quit
 //
 // Each is answered by one line: seconds, and the user and system CPU seconds of this process meanwhile. What fails is
 // answered by a line that begins with `error`, and ends the program with status 1. FILE exists, on a file system that
-// takes O_DIRECT; what it holds is overwritten by `write` and `mixed`. Sizes are bytes.
+// takes O_DIRECT; what it holds is overwritten by `write`, `mixed` and `through`. Sizes are bytes.
 
 #include <algorithm>
 #include <errno.h>
@@ -76,6 +78,13 @@ class Ring {
         tm_map_close(memory_, bytes());
     }
     Ring(const Ring &) = delete;
+
+    // Reads and writes every byte of a block.
+    void touch(unsigned slot) {
+        uint64_t *words = (uint64_t *)(memory_ + slot * block);
+        for (uint64_t i = 0; i < block / sizeof *words; ++i)
+            ++words[i];
+    }
 
     void push(bool is_write, unsigned slot, unsigned length, uint64_t offset) {
         io_uring_sqe *sqe = io_uring_get_sqe(&uring);
@@ -148,30 +157,49 @@ static void issue(Ring *ring, Stream *stream, std::vector<Block> *blocks, uint64
     }
 }
 
-static void end(const io_uring_cqe *cqe, const std::vector<Block> &blocks) {
+// Which stream has a block's memory next: the one that is behind.
+static Stream *next_of(std::vector<Stream> *streams) {
+    Stream *reads = &(*streams)[0], *writes = &(*streams)[1];
+    const double read = (double)reads->ended / (double)reads->bytes;
+    const double written = (double)writes->issued / (double)writes->bytes;
+    const bool writes_next = reads->issued == reads->bytes || (writes->issued < writes->bytes && written < read);
+    return writes_next ? writes : reads;
+}
+
+static void end(Ring *ring, const io_uring_cqe *cqe, const std::vector<Block> &blocks, std::vector<Stream> *through) {
     const unsigned slot = (unsigned)cqe->user_data;
     const Block &block = blocks[slot];
     if (cqe->res != (int)block.length)
         fail("%s of %u bytes at offset %llu: %s", block.stream->is_write ? "write" : "read", block.length,
              (unsigned long long)block.offset, cqe->res < 0 ? strerror(-cqe->res) : "it ended short");
     block.stream->ended += block.length;
-    block.stream->free_slots.push_back(slot);
+    if (through && !block.stream->is_write)
+        ring->touch(slot);
+    (through ? next_of(through) : block.stream)->free_slots.push_back(slot);
 }
 
-static void move(Ring *ring, std::vector<Stream> *streams, uint64_t file_bytes) {
+static void issue_all(Ring *ring, std::vector<Stream> *streams, std::vector<Block> *blocks, uint64_t file_bytes) {
+    for (Stream &stream : *streams)
+        issue(ring, &stream, blocks, file_bytes);
+}
+
+static void move(Ring *ring, std::vector<Stream> *streams, uint64_t file_bytes, bool goes_through) {
     std::vector<Block> blocks(ring->num_slots);
-    for (unsigned slot = ring->num_slots; slot > 0; --slot) // each stream has an equal part
-        (*streams)[(slot - 1) * streams->size() / ring->num_slots].free_slots.push_back(slot - 1);
+    for (unsigned slot = ring->num_slots; slot > 0; --slot) // each stream has an equal part, or the reads all
+        (*streams)[goes_through ? 0 : (slot - 1) * streams->size() / ring->num_slots].free_slots.push_back(slot - 1);
     const auto has_ended = [](const Stream &stream) { return stream.ended == stream.bytes; };
     while (!std::all_of(streams->begin(), streams->end(), has_ended)) {
-        for (Stream &stream : *streams)
-            issue(ring, &stream, &blocks, file_bytes);
+        issue_all(ring, streams, &blocks, file_bytes);
         demand(io_uring_submit_and_wait(&ring->uring, 1), "io_uring_enter");
         io_uring_cqe *cqe;
         unsigned head, num_seen = 0;
         io_uring_for_each_cqe(&ring->uring, head, cqe) {
-            end(cqe, blocks);
+            end(ring, cqe, blocks, goes_through ? streams : nullptr);
             ++num_seen;
+            if (!goes_through)
+                continue;
+            issue_all(ring, streams, &blocks, file_bytes); // the disk goes on while the next block is touched
+            demand(io_uring_submit(&ring->uring), "io_uring_enter");
         }
         io_uring_cq_advance(&ring->uring, num_seen);
     }
@@ -198,14 +226,18 @@ struct Command {
     unsigned long long block = 0, depth = 0, bytes = 0, last = 0; // last: bytes to write, or a seed
 };
 
+static bool goes_through(const Command &c) { return !strcmp(c.name, "through"); }
+
+static bool moves_both_ways(const Command &c) { return !strcmp(c.name, "mixed") || goes_through(c); }
+
 static Command parse(const char *line) {
     Command c = {};
     const int num_words = sscanf(line, "%15s %llu %llu %llu %llu", c.name, &c.block, &c.depth, &c.bytes, &c.last);
     const bool is_plain = !strcmp(c.name, "read") || !strcmp(c.name, "write");
-    const bool is_known = is_plain || !strcmp(c.name, "mixed") || !strcmp(c.name, "random");
+    const bool is_known = is_plain || moves_both_ways(c) || !strcmp(c.name, "random");
     if (!is_known || num_words != (is_plain ? 4 : 5))
-        fail("read|write BLOCK DEPTH BYTES, mixed BLOCK DEPTH READ_BYTES WRITE_BYTES, random BLOCK DEPTH BYTES SEED; "
-             "given %.*s",
+        fail("read|write BLOCK DEPTH BYTES, mixed|through BLOCK DEPTH READ_BYTES WRITE_BYTES, "
+             "random BLOCK DEPTH BYTES SEED; given %.*s",
              (int)strcspn(line, "\n"), line);
     if (c.block == 0 || c.block > 1ull << 30 || c.depth == 0 || c.depth > 4096)
         fail("a block has 1 to 2^30 bytes, a depth is 1 to 4096; given %llu, %llu", c.block, c.depth);
@@ -214,7 +246,7 @@ static Command parse(const char *line) {
 
 static std::vector<Stream> streams_of(const Command &c, uint64_t file_bytes) {
     std::vector<Stream> streams;
-    if (!strcmp(c.name, "mixed")) {
+    if (moves_both_ways(c)) {
         streams.push_back({false, c.bytes});
         streams.push_back({true, c.last, file_bytes / c.block / 2 * c.block});
     } else if (!strcmp(c.name, "random")) {
@@ -238,7 +270,7 @@ static void obey(const Command &c, int fd, std::unique_ptr<Ring> *ring) {
         ring->reset(new Ring(fd, c.block, num_slots));
     }
     const Clocks before = read_clocks();
-    move(ring->get(), &streams, file_bytes);
+    move(ring->get(), &streams, file_bytes, goes_through(c));
     const Clocks after = read_clocks();
     printf("%.6f %.6f %.6f\n", after.wall_s - before.wall_s, after.user_s - before.user_s,
            after.system_s - before.system_s);

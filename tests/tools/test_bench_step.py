@@ -26,6 +26,7 @@ from tiermem.tools.bench import step as module
 from tiermem.tools.bench.step import bench_step, cases_of
 from tiermem.tools.bench.stepped_model import (
     SETTINGS,
+    TOUCHED,
     Pipelining,
     Roofline,
     SteppedModel,
@@ -240,11 +241,12 @@ def test_the_yardstick_moves_the_bytes_of_a_step(
 ) -> None:
     program = yardstick(0.001)
     figures = bench(yardstick=program, loops=2)
-    expected = [
-        f"mixed {s.block_bytes} {s.depth} {16 * NUM_PARAMS} {12 * NUM_PARAMS}" for s in SETTINGS
-    ] * 2
+    moved = f"{16 * NUM_PARAMS} {12 * NUM_PARAMS}"
+    untouched = [f"mixed {s.block_bytes} {s.depth} {moved}" for s in SETTINGS]
+    expected = [*untouched, f"through {TOUCHED.block_bytes} {TOUCHED.depth} {moved}"] * 2
     assert Path(f"{program}.log").read_text().splitlines() == expected
-    assert figures["rooflines"][0]["seconds"] == [0.001, 0.001]
+    assert figures["rooflines"][0]["seconds"] == figures["touched_s"] == [0.001, 0.001]
+    assert "added to" in figures["printed"]
 
 
 def test_a_step_faster_than_the_yardstick_is_an_error_of_the_yardstick(

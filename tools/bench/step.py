@@ -16,6 +16,7 @@ from tiermem.swap.store.checksum import Verify
 from tiermem.tools.bench.stepped_model import (
     MOST_FRACTION,
     SETTINGS,
+    TOUCHED,
     Case,
     Pipelining,
     Roofline,
@@ -104,6 +105,8 @@ def _main_table(figures: Figures) -> Table:
     shown.add_row("cores busy", f"{figures['cpu_share']:.0%}")
     for each in figures["rooflines"]:
         shown.add_row(f"the same bytes, {each['by']}", _spread(each["seconds"]))
+    if figures["touched_s"]:
+        shown.add_row(f"  added to, {TOUCHED.name}", _spread(figures["touched_s"]))
     shown.add_row(
         "memory traffic of Adam",
         f"{figures['memory_s']:.3f} s at {figures['memory_gbps']:.1f} GB/s",
@@ -253,6 +256,9 @@ def _measure(options: StepBenchOptions, models: Sequence[SteppedModel], console:
                             model.steps[way].append(model.step(way))
                         if setting is not None:
                             model.rooflines[setting].append(roofline.measure(model.load, setting))
+            for model in models:
+                if options.yardstick is not None:
+                    model.touched.append(roofline.touch(model.load))
 
 
 def _figures_of(model: SteppedModel, options: StepBenchOptions, memory_bytes_s: float) -> Figures:
@@ -282,6 +288,7 @@ def _figures_of(model: SteppedModel, options: StepBenchOptions, memory_bytes_s: 
         "roofline_by": roofline_by,
         "roofline_fraction": roofline_s / step_s,
         "rooflines": [{"by": s.name, "seconds": times} for s, times in model.rooflines.items()],
+        "touched_s": model.touched,
         "memory_gbps": memory_bytes_s / 1e9,
         "memory_s": memory_s,
         "kernel_read_bytes": kernel.read_bytes,

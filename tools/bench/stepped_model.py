@@ -157,6 +157,7 @@ class SteppedModel(AbstractContextManager["SteppedModel"]):
             raise
         self.steps: dict[Pipelining, list[TimedStep]] = {way: [] for way in ways}
         self.rooflines: dict[BareSetting, list[float]] = {setting: [] for setting in SETTINGS}
+        self.touched: list[float] = []  # seconds of TOUCHED; empty without the program
         self.tile_names = [f"tile {tile.entry}" for tile in tiles]
         state_bytes = sum(tile.state_bytes for tile in tiles)
         resident_bytes = sum(tile.state_bytes for tile in tiles if tile.state_home is Tier.HOST)
@@ -294,6 +295,9 @@ SETTINGS = (
     BareSetting(1 << 20, 16),
     BareSetting(4 << 20, 8),
 )
+TOUCHED = BareSetting(1 << 19, 8)
+"""Of the loop that adds to what it reads. No roofline: one thread touches all bytes. It tells what
+touching costs here: where a processor is far from the disk's memory, no cache serves both."""
 
 
 class Roofline(AbstractContextManager["Roofline"]):
@@ -346,6 +350,15 @@ class Roofline(AbstractContextManager["Roofline"]):
             return 0.0
         with ThreadPoolExecutor(len(busy)) as threads:
             return max(threads.map(lambda item: self._move(item[0], item[1], setting), busy))
+
+    def touch(self, load: Sequence[IoCounts]) -> float:
+        """Seconds in which the paths' loops do so and add to what they read, one after the other.
+        Blocks; raises OSError."""
+        return sum(
+            loop.run("through", *TOUCHED, *moved).seconds
+            for loop, moved in zip(self._loops, load, strict=True)
+            if all(moved)
+        )
 
     def _move(self, index: int, moved: IoCounts, setting: BareSetting) -> float:
         if self._loops:
