@@ -25,8 +25,8 @@ from tiermem.swap.base.native import latency_edges
 from tiermem.tools.bench import step as module
 from tiermem.tools.bench.step import bench_step, cases_of
 from tiermem.tools.bench.stepped_model import (
+    ADDING,
     SETTINGS,
-    TOUCHED,
     Pipelining,
     Roofline,
     SteppedModel,
@@ -242,11 +242,12 @@ def test_the_yardstick_moves_the_bytes_of_a_step(
     program = yardstick(0.001)
     figures = bench(yardstick=program, loops=2)
     moved = f"{16 * NUM_PARAMS} {12 * NUM_PARAMS}"
-    untouched = [f"mixed {s.block_bytes} {s.depth} {moved}" for s in SETTINGS]
-    expected = [*untouched, f"through {TOUCHED.block_bytes} {TOUCHED.depth} {moved}"] * 2
-    assert Path(f"{program}.log").read_text().splitlines() == expected
-    assert figures["rooflines"][0]["seconds"] == figures["touched_s"] == [0.001, 0.001]
-    assert "added to" in figures["printed"]
+    expected = [f"mixed {s.block_bytes} {s.depth} {moved}" for s in SETTINGS]
+    expected += [f"through {ADDING.block_bytes} {ADDING.depth} {moved}"]
+    assert Path(f"{program}.log").read_text().splitlines() == expected * 2
+    assert all(each["seconds"] == [0.001, 0.001] for each in figures["rooflines"])
+    assert "each way, added to" in figures["printed"]
+    assert not figures["roofline_by"].endswith("added to")
 
 
 def test_a_step_faster_than_the_yardstick_is_an_error_of_the_yardstick(
@@ -309,7 +310,7 @@ def test_steps_and_yardstick_take_turns(bench: Bench, monkeypatch: pytest.Monkey
 
 
 def test_the_ceiling_is_the_best_median_or_memory_if_that_takes_longer() -> None:
-    series = [(SETTINGS[0], [3.0, 1.0, 9.0]), (SETTINGS[1], [2.0, 2.5, 2.6])]
+    series = {SETTINGS[0]: [3.0, 1.0, 9.0], SETTINGS[1]: [2.0, 2.5, 2.6], ADDING: [0.1]}
     assert ceiling(Path("bare_loop"), series, 0.5) == (2.5, "bare loop, 0.5 MiB x 8 each way")
     assert ceiling(None, series, 2.6) == (2.6, "memory traffic of Adam")
 

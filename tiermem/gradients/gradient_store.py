@@ -132,7 +132,8 @@ class ShardedGrad(RestingTensor):
             return _norms(args[:1])[0]
         if name == "aten::_foreach_norm" and _is_two_norm(args[1:], kwargs):
             return _norms(args[0])
-        if name in ("aten::mul_", "aten::div_") and _is_number(args[1]):
+        is_by_one = name in ("aten::mul_", "aten::div_")
+        if is_by_one and (not torch.is_tensor(args[1]) or args[1].numel() == 1):
             _scale([args[0]], args[1], name.startswith("aten::div"))
             return args[0]
         if name in ("aten::_foreach_mul_", "aten::_foreach_div_"):
@@ -212,10 +213,6 @@ def _is_two_norm(args: Sequence[Any], kwargs: Any) -> bool:
 
 def _norms(grads: Sequence[ShardedGrad]) -> list[torch.Tensor]:
     return list(grads[0].homes.norms([grad.shard for grad in grads], grads[0].device).unbind())
-
-
-def _is_number(value: Any) -> bool:
-    return not isinstance(value, torch.Tensor) or value.numel() == 1
 
 
 def _scale(grads: Sequence[ShardedGrad], factor: Any, is_division: bool) -> None:

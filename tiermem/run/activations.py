@@ -438,10 +438,6 @@ Kept = Saved | _Input
 """A tensor that is needed again."""
 
 
-def _moving(kept: Kept | None) -> _Input | None:
-    return kept if isinstance(kept, _Input) else None
-
-
 class Activations:
     """Moves the inputs of checkpointed blocks during the forwards of one model. Used by the thread
     that computes.
@@ -493,7 +489,7 @@ class Activations:
         """
         if not self._may_move(tensor):
             return Saved.of(tensor)
-        return self._send(tensor, lambda: _moving(following()))
+        return self._send(tensor, lambda: kept if isinstance(kept := following(), _Input) else None)
 
     def close(self) -> None:
         """Ends transfers. Blocks. What graphs still keep is lost."""

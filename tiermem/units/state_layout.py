@@ -362,7 +362,7 @@ def weight_runs(
             row = part.shard.numel // part.shard.num_rows * size if part.shard.num_rows else 0
             yield StateRange(
                 part.shard,
-                _weight,
+                lambda: WEIGHT,
                 part.in_unit.start * size,
                 first * size,
                 part.numel * size,
@@ -380,21 +380,14 @@ def _packed_runs(unit: Unit, form: BlockFormat, shard_rank: int) -> Iterator[Sta
         byte_ranges(unit.packed_numel, s.shard_offset, s.shard_offset + s.shard_numel, form)
         for s in unit.shards
     ]
-    for kind, (name, size, numel) in enumerate(((_weight, 1, grain), (_weight_scales, 4, BLOCK))):
+    kinds = ((lambda: WEIGHT, 1, grain), (lambda: WEIGHT + SCALES, 4, BLOCK))
+    for kind, (name, size, numel) in enumerate(kinds):
         for shard, of_shard in zip(unit.shards, ranges, strict=True):
             first = shard_rank * -(-shard.shard_numel // numel)
             own = -(-own_numel(shard, shard_rank) // numel)
             yield StateRange(
                 shard, name, of_shard[kind].start, first * size, own * size, size, numel
             )
-
-
-def _weight() -> str:
-    return WEIGHT
-
-
-def _weight_scales() -> str:
-    return WEIGHT + SCALES
 
 
 def _cut(run: StateRange) -> Numbers:

@@ -15,8 +15,6 @@ from tiermem.precision import DTYPES, Precision
 from tiermem.swap.store.checksum import Verify
 from tiermem.tools.bench.stepped_model import (
     MOST_FRACTION,
-    SETTINGS,
-    TOUCHED,
     Case,
     Pipelining,
     Roofline,
@@ -24,6 +22,7 @@ from tiermem.tools.bench.stepped_model import (
     ceiling,
     draw_tiles,
     memory_rate,
+    said_resident,
     state_bytes_of,
 )
 from tiermem.tools.measure.files import check_memory, check_room, memory_backed
@@ -65,14 +64,9 @@ def print_figures(figures: Figures, console: Console) -> None:
 
 
 def _main_table(figures: Figures) -> Table:
-    resident = (
-        f", {figures['resident_fraction']:.0%} of the states resident"
-        if figures["resident_bytes"]
-        else ""
-    )
     title = (
         f"optimizer step, {figures['num_params'] / 1e6:.1f} M parameters in "
-        f"{figures['precision']}, states {figures['preset']} on NVMe{resident}"
+        f"{figures['precision']}, states {figures['preset']} on NVMe{said_resident(figures)}"
     )
     shown = table(title, "figure", ">value")
     shown.add_row("step, median (min to max)", _spread(figures["step_s"]))
@@ -105,8 +99,6 @@ def _main_table(figures: Figures) -> Table:
     shown.add_row("cores busy", f"{figures['cpu_share']:.0%}")
     for each in figures["rooflines"]:
         shown.add_row(f"the same bytes, {each['by']}", _spread(each["seconds"]))
-    if figures["touched_s"]:
-        shown.add_row(f"  added to, {TOUCHED.name}", _spread(figures["touched_s"]))
     shown.add_row(
         "memory traffic of Adam",
         f"{figures['memory_s']:.3f} s at {figures['memory_gbps']:.1f} GB/s",
@@ -178,7 +170,7 @@ def _spread(seconds: Sequence[float]) -> str:
 # taken in turns, and medians are reported. Bytes are those of the queues' completions, checked
 # against the kernel's.
 
-_ALL_WAYS = tuple(Pipelining(*way) for way in itertools.product((True, False), repeat=2))
+_ALL_WAYS = [Pipelining(*way) for way in itertools.product((True, False), repeat=2)]
 
 
 def cases_of(options: StepBenchOptions) -> list[Case]:
@@ -216,7 +208,7 @@ def bench_step(options: StepBenchOptions, console: Console) -> int:
     _check_room(options, cases)
     facts = machine_facts(options.paths)
     own = Pipelining(options.pipelines, options.pipelines)
-    ways = _ALL_WAYS if options.compares else (own,)  # what is reported comes first
+    ways = _ALL_WAYS if options.compares else [own]  # what is reported comes first
     with contextlib.ExitStack() as open_models:
         with console.status("building the models and making their first steps"):
             models = [
@@ -247,7 +239,7 @@ def _measure(options: StepBenchOptions, models: Sequence[SteppedModel], console:
     loads = [model.load for model in models]
     with Roofline(options.paths, loads, options.yardstick, options.engine) as roofline:
         for loop in range(options.loops):
-            for way, setting in itertools.zip_longest(models[0].steps, SETTINGS):
+            for way, setting in itertools.zip_longest(models[0].steps, models[0].rooflines):
                 for number, model in enumerate(models):
                     with console.status(
                         f"loop {loop + 1} of {options.loops}, model {number + 1} of {len(models)}"
@@ -256,9 +248,6 @@ def _measure(options: StepBenchOptions, models: Sequence[SteppedModel], console:
                             model.steps[way].append(model.step(way))
                         if setting is not None:
                             model.rooflines[setting].append(roofline.measure(model.load, setting))
-            for model in models:
-                if options.yardstick is not None:
-                    model.touched.append(roofline.touch(model.load))
 
 
 def _figures_of(model: SteppedModel, options: StepBenchOptions, memory_bytes_s: float) -> Figures:
@@ -268,7 +257,7 @@ def _figures_of(model: SteppedModel, options: StepBenchOptions, memory_bytes_s: 
     moved = IoCounts.mean([step.total for step in steps])
     kernel = IoCounts.mean([step.kernel for step in steps])
     memory_s = model.memory_bytes / memory_bytes_s
-    roofline_s, roofline_by = ceiling(options.yardstick, list(model.rooflines.items()), memory_s)
+    roofline_s, roofline_by = ceiling(options.yardstick, model.rooflines, memory_s)
     figures: Figures = {
         **model.facts,
         "bytes_under_way": model.bytes_under_way,
@@ -288,7 +277,6 @@ def _figures_of(model: SteppedModel, options: StepBenchOptions, memory_bytes_s: 
         "roofline_by": roofline_by,
         "roofline_fraction": roofline_s / step_s,
         "rooflines": [{"by": s.name, "seconds": times} for s, times in model.rooflines.items()],
-        "touched_s": model.touched,
         "memory_gbps": memory_bytes_s / 1e9,
         "memory_s": memory_s,
         "kernel_read_bytes": kernel.read_bytes,

@@ -156,8 +156,8 @@ class SteppedModel(AbstractContextManager["SteppedModel"]):
             self._shards.close()
             raise
         self.steps: dict[Pipelining, list[TimedStep]] = {way: [] for way in ways}
-        self.rooflines: dict[BareSetting, list[float]] = {setting: [] for setting in SETTINGS}
-        self.touched: list[float] = []  # seconds of TOUCHED; empty without the program
+        settings = SETTINGS if options.yardstick is None else (*SETTINGS, ADDING)
+        self.rooflines: dict[BareSetting, list[float]] = {setting: [] for setting in settings}
         self.tile_names = [f"tile {tile.entry}" for tile in tiles]
         state_bytes = sum(tile.state_bytes for tile in tiles)
         resident_bytes = sum(tile.state_bytes for tile in tiles if tile.state_home is Tier.HOST)
@@ -281,11 +281,13 @@ class BareSetting(NamedTuple):
 
     block_bytes: int
     depth: int  # each way
+    mode: str = "mixed"  # "through": adds to what it reads, and writes from the same memory
 
     @property
     def name(self) -> str:
         """As a table says it."""
-        return f"{self.block_bytes / 2**20:g} MiB x {self.depth} each way"
+        added = ", added to" * (self.mode == "through")
+        return f"{self.block_bytes / 2**20:g} MiB x {self.depth} each way{added}"
 
 
 SETTINGS = (
@@ -295,9 +297,9 @@ SETTINGS = (
     BareSetting(1 << 20, 16),
     BareSetting(4 << 20, 8),
 )
-TOUCHED = BareSetting(1 << 19, 8)
-"""Of the loop that adds to what it reads. No roofline: one thread touches all bytes. It tells what
-touching costs here: where a processor is far from the disk's memory, no cache serves both."""
+ADDING = BareSetting(1 << 19, 8, "through")
+"""No roofline: one thread touches all bytes. It tells what touching costs: where cores are far from
+the disk's memory, no cache serves both."""
 
 
 class Roofline(AbstractContextManager["Roofline"]):
@@ -341,29 +343,18 @@ class Roofline(AbstractContextManager["Roofline"]):
     def measure(self, load: Sequence[IoCounts], setting: BareSetting) -> float:
         """Seconds in which a step's bytes are read and written, on all paths at once. Blocks;
         raises OSError."""
-        busy = [
-            (index, moved)
-            for index, moved in enumerate(load)
-            if moved.read_bytes or moved.written_bytes
-        ]
-        if not busy:
-            return 0.0
-        with ThreadPoolExecutor(len(busy)) as threads:
-            return max(threads.map(lambda item: self._move(item[0], item[1], setting), busy))
-
-    def touch(self, load: Sequence[IoCounts]) -> float:
-        """Seconds in which the paths' loops do so and add to what they read, one after the other.
-        Blocks; raises OSError."""
-        return sum(
-            loop.run("through", *TOUCHED, *moved).seconds
-            for loop, moved in zip(self._loops, load, strict=True)
-            if all(moved)
-        )
+        busy = [index for index, moved in enumerate(load) if any(moved)]
+        with ThreadPoolExecutor(len(load)) as threads:
+            return max(
+                threads.map(lambda index: self._move(index, load[index], setting), busy),
+                default=0.0,
+            )
 
     def _move(self, index: int, moved: IoCounts, setting: BareSetting) -> float:
         if self._loops:
-            mode = "mixed" if all(moved) else "read" if moved.read_bytes else "write"
-            return self._loops[index].run(mode, *setting, *(each for each in moved if each)).seconds
+            mode = setting.mode if all(moved) else "read" if moved.read_bytes else "write"
+            sizes = (setting.block_bytes, setting.depth, *filter(None, moved))
+            return self._loops[index].run(mode, *sizes).seconds
         both = min(moved)
         parts = {
             "mixed": both,
@@ -384,17 +375,17 @@ class Roofline(AbstractContextManager["Roofline"]):
 
 
 def ceiling(
-    yardstick: Path | None, series: Sequence[tuple[BareSetting, Sequence[float]]], memory_s: float
+    yardstick: Path | None, series: Mapping[BareSetting, Sequence[float]], memory_s: float
 ) -> tuple[float, str]:
     """The shortest time of a step in seconds, and what sets it: the best median of the disk's
     settings, or the memory."""
-    best, seconds = min(
-        ((s, statistics.median(times)) for s, times in series), key=lambda item: item[1]
-    )
+    medians = {s.name: statistics.median(times) for s, times in series.items() if s != ADDING}
+    best = min(medians, key=medians.__getitem__)
+    seconds = medians[best]
     if memory_s > seconds:
         return memory_s, "memory traffic of Adam"
     by = "bare loop" if yardstick is not None else "by the queue without arithmetic"
-    return seconds, f"{by}, {best.name}"
+    return seconds, f"{by}, {best}"
 
 
 def memory_rate() -> float:
@@ -417,10 +408,6 @@ def memory_rate() -> float:
 _LANES = ("read", "compute", "write")
 _PREFIX = "gradients of "  # of a tile whose other bytes were read before the step
 _MAGNIFIED_TILES = 24
-_COLOURS = "viridis"
-_READ_COLOUR = "#2a788e"
-_WRITE_COLOUR = "#e07b39"
-_GREY = "#666666"
 
 
 def draw_tiles(
@@ -453,20 +440,21 @@ def draw_tiles(
         rates.set_title(
             "a part of it, magnified" if number else "the whole step", fontsize=9, loc="left"
         )
-    axes[-1].set_xlabel(f"time since the step began (ms)\n\n{caption}", fontsize=8, color=_GREY)
+    axes[-1].set_xlabel(f"time since the step began (ms)\n\n{caption}", fontsize=8, color="dimgray")
     figure.suptitle(_title(step, figures), fontsize=12)
     save_figure(figure, file, made_by)
 
 
+def said_resident(figures: Figures) -> str:
+    """What a title says of the states that rest in memory."""
+    part = figures["resident_fraction"]
+    return f", {part:.0%} of the states resident" if part else ""
+
+
 def _title(step: TimedStep, figures: Figures) -> str:
-    resident = (
-        f", {figures['resident_fraction']:.0%} of states resident"
-        if figures["resident_bytes"]
-        else ""
-    )
     return (
         f"one optimizer step of {figures['num_params'] / 1e6:.0f} M parameters in "
-        f"{figures['precision']}{resident}: {step.seconds:.3f} s\nmedian of "
+        f"{figures['precision']}{said_resident(figures)}: {step.seconds:.3f} s\nmedian of "
         f"{len(figures['step_s'])}: {figures['step_s_median']:.3f} s; roofline "
         f"{figures['roofline_s']:.3f} s ({figures['roofline_by']}); fraction reached "
         f"{figures['roofline_fraction']:.2f}; disk idle {step.idle_fraction():.1%}"
@@ -489,7 +477,7 @@ def _draw_rates(ax: Axes, spans: Sequence[Span], stretch: tuple[int, int], step:
     """Read and written GB/s: a transfer's bytes are spread evenly over its time."""
     edges = np.linspace(*stretch, 201)
     times = ((edges[:-1] + edges[1:]) / 2 - step.start_ns) / 1e6
-    for lane, colour in (("read", _READ_COLOUR), ("write", _WRITE_COLOUR)):
+    for lane, colour in (("read", "#2a788e"), ("write", "#e07b39")):
         moved = np.zeros(len(edges))  # bytes until each edge
         for span in step.spans:
             if span.lane == lane and span.end_ns > span.start_ns:
@@ -516,7 +504,7 @@ def _draw_lanes(
     """Each lane's bars, rows of tiles that were on their way together below each other."""
     import matplotlib
 
-    colours = matplotlib.colormaps[_COLOURS]
+    colours = matplotlib.colormaps["viridis"]
     numbers = [
         order[name] for span in spans if (name := span.name.removeprefix(_PREFIX)) in order
     ] or [0]
