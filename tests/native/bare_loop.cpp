@@ -6,14 +6,18 @@
 //     read   BLOCK DEPTH BYTES                     the file in order, from the start again at its end
 //     write  BLOCK DEPTH BYTES
 //     mixed  BLOCK DEPTH READ_BYTES WRITE_BYTES    both at once, DEPTH each way; writes run half a file ahead of reads
-//     through BLOCK DEPTH READ_BYTES WRITE_BYTES   as mixed, with what is read: this thread adds to it, and writes from
+//     spread BLOCK DEPTH READ_BYTES WRITE_BYTES    as mixed, each direction in both halves of the file in turn, which
+//     some
+//                                                  disks are faster with
+//     through BLOCK DEPTH READ_BYTES WRITE_BYTES   as spread, with what is read: this thread adds to it, and writes
+//     from
 //                                                  the same memory; as a step of an optimizer does, without arithmetic
 //     random BLOCK DEPTH BYTES SEED                single blocks at random places, read
 //     quit
 //
 // Each is answered by one line: seconds, and the user and system CPU seconds of this process meanwhile. What fails is
 // answered by a line that begins with `error`, and ends the program with status 1. FILE exists, on a file system that
-// takes O_DIRECT; what it holds is overwritten by `write`, `mixed` and `through`. Sizes are bytes.
+// takes O_DIRECT; what it holds is overwritten by `write`, `mixed`, `spread` and `through`. Sizes are bytes.
 
 #include <algorithm>
 #include <errno.h>
@@ -133,6 +137,7 @@ struct Stream {
     uint64_t bytes;                       // to move
     uint64_t first = 0;                   // offset of the first block, when they go in order
     std::unique_ptr<Numbers> places = {}; // when they go at random
+    uint64_t num_parts = 1;               // of the file, equal ones, from which they come in turn
     uint64_t issued = 0, ended = 0;
     std::vector<unsigned> free_slots = {};
 };
@@ -144,12 +149,18 @@ struct Block {
     unsigned length;
 };
 
+static uint64_t offset_in_order(const Stream &stream, uint64_t block, uint64_t file_bytes) {
+    const uint64_t number = stream.issued / block, blocks_of_part = file_bytes / block / stream.num_parts;
+    const uint64_t place = number % stream.num_parts * blocks_of_part + number / stream.num_parts;
+    return (stream.first + place * block) % file_bytes;
+}
+
 static void issue(Ring *ring, Stream *stream, std::vector<Block> *blocks, uint64_t file_bytes) {
     while (stream->issued < stream->bytes && !stream->free_slots.empty()) {
         const unsigned slot = stream->free_slots.back();
         stream->free_slots.pop_back();
         const uint64_t offset = stream->places ? stream->places->next() % (file_bytes / ring->block) * ring->block
-                                               : (stream->first + stream->issued) % file_bytes;
+                                               : offset_in_order(*stream, ring->block, file_bytes);
         const unsigned length = (unsigned)std::min(ring->block, stream->bytes - stream->issued);
         (*blocks)[slot] = {stream, offset, length};
         ring->push(stream->is_write, slot, length, offset);
@@ -228,7 +239,9 @@ struct Command {
 
 static bool goes_through(const Command &c) { return !strcmp(c.name, "through"); }
 
-static bool moves_both_ways(const Command &c) { return !strcmp(c.name, "mixed") || goes_through(c); }
+static bool is_spread(const Command &c) { return !strcmp(c.name, "spread") || goes_through(c); }
+
+static bool moves_both_ways(const Command &c) { return !strcmp(c.name, "mixed") || is_spread(c); }
 
 static Command parse(const char *line) {
     Command c = {};
@@ -236,7 +249,7 @@ static Command parse(const char *line) {
     const bool is_plain = !strcmp(c.name, "read") || !strcmp(c.name, "write");
     const bool is_known = is_plain || moves_both_ways(c) || !strcmp(c.name, "random");
     if (!is_known || num_words != (is_plain ? 4 : 5))
-        fail("read|write BLOCK DEPTH BYTES, mixed|through BLOCK DEPTH READ_BYTES WRITE_BYTES, "
+        fail("read|write BLOCK DEPTH BYTES, mixed|spread|through BLOCK DEPTH READ_BYTES WRITE_BYTES, "
              "random BLOCK DEPTH BYTES SEED; given %.*s",
              (int)strcspn(line, "\n"), line);
     if (c.block == 0 || c.block > 1ull << 30 || c.depth == 0 || c.depth > 4096)
@@ -249,6 +262,8 @@ static std::vector<Stream> streams_of(const Command &c, uint64_t file_bytes) {
     if (moves_both_ways(c)) {
         streams.push_back({false, c.bytes});
         streams.push_back({true, c.last, file_bytes / c.block / 2 * c.block});
+        for (Stream &stream : streams)
+            stream.num_parts = is_spread(c) ? 2 : 1;
     } else if (!strcmp(c.name, "random")) {
         streams.push_back({false, c.bytes, 0, std::unique_ptr<Numbers>(new Numbers{c.last})});
     } else {

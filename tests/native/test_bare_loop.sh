@@ -12,9 +12,9 @@ dd if=/dev/zero of="$file" bs=65536 count=33 2>/dev/null
 # Sizes that fill, cut and wrap round the file; a depth that does not divide; one direction that ends before the other.
 answers=$(printf '%s\n' 'read 65536 4 2162688' 'write 65536 3 4325376' 'read 12288 5 20480' 'random 4096 64 1048576 7' \
   'mixed 65536 3 2097152 69632' 'mixed 4096 1 4096 4096' 'through 65536 3 2097152 69632' 'through 4096 1 4096 12288' \
-  'write 1048576 2 1052672' quit 'read 1 1 1' | "$program" "$file")
-[ "$(echo "$answers" | grep -c '^[0-9]*\.[0-9]* [0-9]*\.[0-9]* [0-9]*\.[0-9]*$')" = 9 ]
-[ "$(echo "$answers" | wc -l)" = 9 ]
+  'spread 65536 3 2097152 69632' 'spread 12288 2 4325376 20480' 'write 1048576 2 1052672' quit 'read 1 1 1' | "$program" "$file")
+[ "$(echo "$answers" | grep -c '^[0-9]*\.[0-9]* [0-9]*\.[0-9]* [0-9]*\.[0-9]*$')" = 11 ]
+[ "$(echo "$answers" | wc -l)" = 11 ]
 if cmp -s -n 65536 "$file" /dev/zero; then
   echo "nothing was written"
   exit 1

@@ -242,7 +242,7 @@ def test_the_yardstick_moves_the_bytes_of_a_step(
     program = yardstick(0.001)
     figures = bench(yardstick=program, loops=2)
     moved = f"{16 * NUM_PARAMS} {12 * NUM_PARAMS}"
-    expected = [f"mixed {s.block_bytes} {s.depth} {moved}" for s in SETTINGS]
+    expected = [f"spread {s.block_bytes} {s.depth} {moved}" for s in SETTINGS]
     expected += [f"through {ADDING.block_bytes} {ADDING.depth} {moved}"]
     assert Path(f"{program}.log").read_text().splitlines() == expected * 2
     assert all(each["seconds"] == [0.001, 0.001] for each in figures["rooflines"])

@@ -131,7 +131,8 @@ def _words(said: str, number: int) -> str:
 #     us   -> read 1048576 32 2147483648      it -> 0.512345 0.010000 0.120000       seconds, user CPU, system CPU
 #
 # Commands are `read BLOCK DEPTH BYTES`, `write BLOCK DEPTH BYTES`, `mixed BLOCK DEPTH READ_BYTES
-# WRITE_BYTES` (both at once, DEPTH each way), `through` (as mixed, added to on the way) and
+# WRITE_BYTES` (both at once, DEPTH each way), `spread` (as mixed, in both halves of the file),
+# `through` (as spread, added to on the way) and
 # `random BLOCK DEPTH BYTES SEED`. The program is
 # tests/native/bare_loop (`make yardsticks`) or another that speaks so, such as peer_operators.py.
 # It opens the file itself, and overwrites what the file held.
