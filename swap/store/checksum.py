@@ -294,8 +294,9 @@ class Sums:
         due = self.pieces_of(ranges)
         if not due:
             return []
-        crcs = self._sum(due)
-        own = np.split(crcs, np.cumsum([len(each.starts) for each in due])[:-1])
+        inside = [each.expected for each in due]
+        crcs = self._sum(inside)
+        own = np.split(crcs, np.cumsum([len(each.numbers) for each in inside])[:-1])
         return [WrittenBytes(*pair) for pair in zip(due, own, strict=True)]
 
     def keep(self, written: Iterable[WrittenBytes]) -> None:
@@ -445,7 +446,7 @@ class Sums:
             return None
         return self.damage(expected, int(wrong[0]), int(seen[wrong[0]]), len(wrong), ops, files())
 
-    def _sum(self, held: Sequence[PiecesIn] | Expected) -> Crcs:
+    def _sum(self, held: Expected) -> Crcs:
         """The checksums of the bytes that lie in memory at the places of these pieces, all at
         once."""
         start_ns = time.monotonic_ns()
@@ -465,16 +466,6 @@ class PiecesIn(NamedTuple):
     base: int  # address at which the entry would begin
     inside: slice  # those that lie in it completely
     touching: slice  # those that share a byte with it
-
-    @property
-    def starts(self) -> Numbers:
-        """The first byte of each of those inside."""
-        return self.table.pieces.starts[self.inside]
-
-    @property
-    def num_bytes(self) -> Numbers:
-        """The bytes of each of those inside."""
-        return self.table.pieces.stops[self.inside] - self.starts
 
     @property
     def expected(self) -> _Expected:

@@ -281,7 +281,7 @@ class BareSetting(NamedTuple):
 
     block_bytes: int
     depth: int  # each way
-    mode: str = "spread"  # "through": adds to what it reads, and writes from the same memory
+    mode: str = "spread"  # or "through": it adds to what it reads, and writes from the same memory
 
     @property
     def name(self) -> str:

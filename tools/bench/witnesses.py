@@ -132,8 +132,7 @@ def _words(said: str, number: int) -> str:
 #
 # Commands are `read BLOCK DEPTH BYTES`, `write BLOCK DEPTH BYTES`, `mixed BLOCK DEPTH READ_BYTES
 # WRITE_BYTES` (both at once, DEPTH each way), `spread` (as mixed, in both halves of the file),
-# `through` (as spread, added to on the way) and
-# `random BLOCK DEPTH BYTES SEED`. The program is
+# `through` (as spread, added to on the way) and `random BLOCK DEPTH BYTES SEED`. The program is
 # tests/native/bare_loop (`make yardsticks`) or another that speaks so, such as peer_operators.py.
 # It opens the file itself, and overwrites what the file held.
 
