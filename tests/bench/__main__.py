@@ -3,6 +3,7 @@ in the folder of tests."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -10,6 +11,7 @@ import typer
 
 from bench import options
 from tiermem.tools.cli import register, run_app
+from tiermem.tools.job.launcher import CHILD_ENVIRONMENT
 
 _STOPPED = "stopped; nothing is left on the paths"
 _UNWRITTEN = "stopped; nothing was written"
@@ -31,4 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    if CHILD_ENVIRONMENT.keys() - os.environ.keys():  # what is compared has it, too
+        environment = {**CHILD_ENVIRONMENT, **os.environ}
+        os.execve(sys.executable, [sys.executable, "-m", "bench", *sys.argv[1:]], environment)
     main()

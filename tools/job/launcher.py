@@ -292,8 +292,13 @@ CHILD_ENVIRONMENT = {
     # before.
     "MALLOC_MMAP_THRESHOLD_": str(MAP_FROM_BYTES),
     "MALLOC_TRIM_THRESHOLD_": str(KEEP_BYTES),
+    # A thread of OpenMP that waits for work keeps its core for 300,000 turns of libgomp, up to
+    # 20 ms. 20,000 are long enough between two operations, and leave the core to a step that goes
+    # on beside the maths. Measured (419m, exact, 128 tokens, overlap backward, 2 cores), medians of
+    # 8 turns: an iteration takes 4.82 s instead of 5.55 s.
+    "GOMP_SPINCOUNT": "20000",
 }
-"""What trainer and peers alike find in their environment."""
+"""What trainer and peers alike find in their environment, unless the user's has other values."""
 
 CHANNEL_FD = "{channel}"
 """In a command line: stands for the number of the inherited descriptor that messages go to."""
@@ -388,7 +393,7 @@ def launch(
     it.
 
     CHANNEL_FD in the command becomes the number of the descriptor for messages. `environment` is
-    added to this process's. A child that says nothing on its channel for `patience_s` is killed.
+    added to this process's, whose own values come first. A child that says nothing on its channel for `patience_s` is killed.
     The child and all it started are gone on return, also when this raises.
 
     Raises:
@@ -404,7 +409,7 @@ def launch(
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 pass_fds=(write_fd,),
-                env={**os.environ, **(environment or {})},
+                env={**(environment or {}), **os.environ},
                 start_new_session=True,
             )
         finally:

@@ -286,7 +286,7 @@ def _resident_of_trainer(job: Job) -> int | None:
         file = Path(folder) / "job.json"
         job.save(file)
         measure = [sys.executable, "-c", _MEASURE, str(file)]
-        env = {**os.environ, **CHILD_ENVIRONMENT}
+        env = {**CHILD_ENVIRONMENT, **os.environ}
         done = subprocess.run(measure, env=env, capture_output=True, text=True, check=False)
     return None if done.returncode else int(done.stdout.split()[-1])
 
