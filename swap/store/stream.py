@@ -135,7 +135,7 @@ class Parts:
         """A copy of elements of an entry, on the CPU. Blocks; raises OSError. On NVMe the pieces
         that the elements cut are read whole and verified."""
         if self._store.home_of(entry) is not Tier.NVME:
-            return self._store.view(entry)[part].to("cpu", copy=True)
+            return self._store.view(entry).view(dtype)[part].to("cpu", copy=True)
         start = part.start * dtype.itemsize
         stop = part.stop * dtype.itemsize
         whole = self._store.sums.around(entry, start, stop)
@@ -148,13 +148,14 @@ class Parts:
         """Writes elements of an entry from element `start` on, in its dtype. Blocks; raises
         OSError."""
         if self._store.home_of(entry) is not Tier.NVME:
-            self._store.view(entry)[start : start + values.numel()].copy_(values)
+            at_home = self._store.view(entry).view(values.dtype)
+            at_home[start : start + values.numel()].copy_(values)
             return
         assert self._bounce is not None
         self._bounce.write(entry, start * values.itemsize, values.contiguous().view(torch.uint8))
 
     def copy(self, entry: str, to: str) -> None:
-        """Copies the bytes of a uint8 entry to another one of that size. Blocks; raises OSError."""
+        """Copies the bytes of an entry to another one of that size. Blocks; raises OSError."""
         homes = self._store.home_of(entry), self._store.home_of(to)
         num_bytes = self._store.num_bytes(entry)
         if Tier.NVME not in homes:
@@ -162,9 +163,9 @@ class Parts:
             return
         assert self._bounce is not None
         if homes[1] is Tier.HOST:
-            self._bounce.read(entry, 0, num_bytes, self._store.view(to))
+            self._bounce.read(entry, 0, num_bytes, self._store.view(to).view(torch.uint8))
         elif homes[0] is Tier.HOST:
-            self._bounce.write(to, 0, self._store.view(entry))
+            self._bounce.write(to, 0, self._store.view(entry).view(torch.uint8))
         else:
             on_nvme = to if homes[1] is Tier.NVME else entry
             for part in self._store.sums.cuts(on_nvme, num_bytes, _COPIED_BYTES):

@@ -1,4 +1,4 @@
-"""Do the results of training stay the same, to the bit, when states move between the tiers of a
+"""Do the results of training stay the same, to the bit, when states or weights move between the tiers of a
 machine with an accelerator amid it?"""
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def train(
 ) -> tuple[list[float], dict[str, torch.Tensor], list[set[Tier]]]:
     """Losses, weights, and the tiers of states after each move."""
     model = seeded(Tower).bfloat16()
-    policy = OffloadPolicy(paths=[nvme], persistence_numel=50, tile_numel=4096, **fields)
+    given = {"persistence_numel": 50, "tile_numel": 4096, **fields}
+    policy = OffloadPolicy(paths=[nvme], **given)
     losses: list[float] = []
     tiers = []
     with tiermem.shard(model, policy, device="sim") as shards:
@@ -89,6 +90,34 @@ def test_gradients_move_between_all_tiers(schedule: str, sim: ModuleType, tmp_pa
     moves: list[dict[str, Any]] = []
     for tier in (HOST, Tier.DEVICE, NVME, Tier.DEVICE):
         moves += [{"grads": tier}, {}]
+    stays = train(tmp_path, fields, [{}] * len(moves))
+    moved = train(tmp_path, fields, moves)
+    assert moved[0] == stays[0]
+    assert_same_tensors(moved[1], stays[1])
+
+
+@pytest.mark.parametrize("schedule", ["late", "side_first"])
+@pytest.mark.parametrize("params", [HOST, NVME])
+def test_weights_move_between_all_tiers(
+    schedule: str, params: Tier, sim: ModuleType, tmp_path: Path
+) -> None:
+    sim.set_schedule(schedule)
+    fields = {
+        "params": params,
+        "grads": HOST,
+        "optim": HOST,
+        "persistence_numel": 0,
+        "precision": Precision.preset("compact"),
+    }
+    moves: list[dict[str, Any]] = [
+        {"params": Tier.DEVICE},
+        {"optim_ratio": 0.5},
+        {"params": NVME, "host_param_numel": 9000, "optim": NVME},
+        {"params": HOST, "optim_ratio": 1.0, "streamed_ratio": 0.5},
+        {"params": Tier.DEVICE, "optim": Tier.DEVICE, "optim_ratio": 0.5},
+        {"params": NVME, "host_param_numel": 0, "optim_ratio": 1.0, "streamed_ratio": None},
+        {"params": HOST},
+    ]
     stays = train(tmp_path, fields, [{}] * len(moves))
     moved = train(tmp_path, fields, moves)
     assert moved[0] == stays[0]

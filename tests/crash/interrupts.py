@@ -223,16 +223,24 @@ class Run:
             self.optim.load_state_dict(self.kept)
 
     def rehome(self) -> None:
-        """Moves the states to another tier, and back."""
+        """Moves the states, and weights that are fetched, to another tier, and back."""
         policy = self.shards.policy
-        moved = Tier.NVME if self.setting.states != "nvme" and policy.paths else Tier.HOST
-        self.shards.rehome(dataclasses.replace(policy, optim=moved))
+        moved = {}
+        if self.setting.stage:
+            goes_there = self.setting.states != "nvme" and policy.paths
+            moved["optim"] = Tier.NVME if goes_there else Tier.HOST
+        if self.shards.plan.unit_homes:
+            moved["params"] = Tier.HOST if policy.params is Tier.NVME else Tier.NVME
+        self.shards.rehome(dataclasses.replace(policy, **moved))
         self.settle()
 
     def settle(self) -> None:
-        """Has the states where the setting has them."""
-        if (home := Tier[self.setting.states.upper()]) is not self.shards.policy.optim:
-            self.shards.rehome(dataclasses.replace(self.shards.policy, optim=home))
+        """Has states and weights where the setting has them."""
+        setting = self.setting
+        homes = {"optim": Tier[setting.states.upper()], "params": Tier[setting.params.upper()]}
+        policy = dataclasses.replace(self.shards.policy, **homes)
+        if policy != self.shards.policy:
+            self.shards.rehome(policy)
 
     def close(self) -> None:
         """Ends the run."""

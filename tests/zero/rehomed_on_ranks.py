@@ -1,4 +1,4 @@
-"""Run once per rank by test_rehoming.py: states move on 2 ranks.
+"""Run once per rank by test_rehoming.py: states and weights move on 2 ranks.
 
 rehomed_on_ranks.py OUT FOLDER     writes OUT/<rank>.pt: weights with and without moves, and the refusal of moves that differ
 """
@@ -13,7 +13,7 @@ import torch
 from launch import as_rank
 from programs.models import Tower
 from programs.twins import seeded, train_steps
-from test_rehoming import BASES, MOVES
+from test_rehoming import BASES, MOVES, WITH_WEIGHTS
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
@@ -21,7 +21,9 @@ from tiermem import OffloadPolicy, Tier
 
 def train(rank: int, moves: list[dict[str, Any]], folder: Path) -> dict[str, torch.Tensor]:
     model = seeded(Tower)
-    policy = OffloadPolicy(paths=[folder], persistence_numel=50, **BASES["nvme"])
+    own = folder / str(rank)  # as where each rank has a drive of its own
+    own.mkdir(exist_ok=True)
+    policy = OffloadPolicy(paths=[own], persistence_numel=50, **BASES["nvme"])
     with tiermem.shard(model, policy, device="cpu") as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         for number, move in enumerate(moves):
@@ -44,9 +46,10 @@ def differing(rank: int, folder: Path) -> str:
 
 def main() -> None:
     with as_rank() as (rank, out, [folder]):
+        moves = [*MOVES, *WITH_WEIGHTS]
         found: dict[str, Any] = {
-            "moves": train(rank, MOVES, Path(folder)),
-            "stays": train(rank, [{}] * len(MOVES), Path(folder)),
+            "moves": train(rank, moves, Path(folder)),
+            "stays": train(rank, [{}] * len(moves), Path(folder)),
             "differing": differing(rank, Path(folder)),
         }
         torch.save(found, out)

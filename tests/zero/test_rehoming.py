@@ -1,4 +1,4 @@
-"""Do the results of training stay the same, to the bit, when states move to other tiers amid it,
+"""Do the results of training stay the same, to the bit, when states or weights move amid it,
 and are moves refused that would change them?"""
 
 from __future__ import annotations
@@ -42,6 +42,13 @@ MOVES: list[dict[str, Any]] = [
     {"optim": Tier.DEVICE},
     {"optim": NVME, "optim_ratio": 1.0, "grads": NVME},
 ]
+WITH_WEIGHTS: list[dict[str, Any]] = [
+    {"params": HOST},
+    {"params": NVME, "optim": HOST},
+    {"params": NVME, "host_param_numel": 9000, "optim": NVME, "optim_ratio": 0.5},
+    {"params": Tier.DEVICE, "optim_ratio": 1.0},
+    {"params": NVME, "host_param_numel": 0, "grads": NVME},
+]
 
 
 def train(
@@ -84,6 +91,18 @@ def test_states_move_between_tiers(base: str, precision: str, tmp_path: Path) ->
     assert on_nvme[6] == on_nvme[0]
 
 
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("precision", ["exact", "compact", "tiny"])
+@pytest.mark.parametrize("base", ["nvme", "attempts", "second copies"])
+def test_weights_move_between_tiers(base: str, precision: str, tmp_path: Path) -> None:
+    stays = train(base, [{}] * len(WITH_WEIGHTS), tmp_path, precision=precision)
+    moves = train(base, WITH_WEIGHTS, tmp_path, precision=precision)
+    assert moves[0] == stays[0]
+    assert_same_tensors(moves[1], stays[1])
+    for number, states in stays[2].items():
+        assert_same_tensors(moves[2][number], states)
+
+
 @pytest.mark.parametrize("base", ["host", "nvme"])
 def test_initial_values_move_before_masters_begin_with_them(base: str, tmp_path: Path) -> None:
     fields = {"params": HOST, "optim": HOST, **BASES[base]}
@@ -106,7 +125,8 @@ def test_initial_values_move_before_masters_begin_with_them(base: str, tmp_path:
 
 
 def test_checkpoints_of_before_and_after_a_move_open(tmp_path: Path) -> None:
-    """Steps are durable: the bytes of a checkpoint stay where they are while states move."""
+    """Steps are durable: the bytes of a checkpoint stay where they are while weights and states
+    move. A frozen layer is saved in each place."""
     policy = OffloadPolicy(
         params=NVME, optim=NVME, paths=[tmp_path / "nvme"], persistence_numel=0, tile_numel=4096,
         durability="checkpoint", keep=2, resident_bytes=0,
@@ -114,16 +134,19 @@ def test_checkpoints_of_before_and_after_a_move_open(tmp_path: Path) -> None:
     (tmp_path / "nvme").mkdir()
     expected = {}
     model = seeded(Tower)
+    model.layers[1].requires_grad_(False)
     with tiermem.shard(model, policy, device="cpu") as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         for tag, optim_home in (("before", HOST), ("after", NVME)):
             train_steps(model, optim, range(2))
             tiermem.checkpoint.save(shards, optim, tmp_path / "saved", tag=tag)
             expected[tag] = {name: value.clone() for name, value in model.state_dict().items()}
-            shards.rehome(dataclasses.replace(shards.policy, optim=optim_home))
+            moved = dataclasses.replace(shards.policy, params=optim_home, optim=optim_home)
+            shards.rehome(moved)
         train_steps(model, optim, range(2, 5))
     for tag in ("before", "after"):
         opened = seeded(Tower, 1)
+        opened.layers[1].requires_grad_(False)
         with tiermem.shard(opened, policy, device="cpu") as shards:
             other = tiermem.AdamW(opened.parameters(), lr=1e-2)
             tiermem.checkpoint.load(shards, other, tmp_path / "saved", tag=tag)
@@ -170,7 +193,7 @@ def test_what_a_move_cannot_do_is_refused_and_changes_nothing(tmp_path: Path) ->
         optim.step()
         optim.zero_grad()
         plan = shards.plan
-        with pytest.raises(ValueError, match="params, tile_numel is settled"):
+        with pytest.raises(ValueError, match="rehome: tile_numel is settled"):
             shards.rehome(dataclasses.replace(policy, params=HOST, tile_numel=8192))
         with pytest.raises(ValueError, match=r"states cannot rest.*host_bytes=100000 per node"):
             shards.rehome(dataclasses.replace(policy, optim=HOST, host_bytes=100_000))

@@ -70,8 +70,6 @@ class SecondCopy(NamedTuple):
     weights: torch.Tensor  # flat, in the unit's shard layout, in a storage of their own
     # by entry of the store; of the weights, and of tiles whose states rest in memory
     slots: dict[str, Slot]
-    own: Slot | None
-    """Memory that was carved for the weights, where the unit is no entry of the store."""
 
 
 class TilePass:

@@ -42,10 +42,7 @@ from tiermem.units.unit import Shard, ShardRange, Unit
 from tiermem.weights.step_run import overlap_of
 from tiermem.weights.unit_memory import apart
 from tiermem.weights.unit_state import LiveUnit
-from tiermem.weights.values import initial_master
-
-_MOVED = "/moved"
-"""Ends the name of states in the store that have moved from another tier: two names, in turns."""
+from tiermem.weights.values import initial_master, name_elsewhere
 
 
 class StateTiles(RestingTiles[Tile]):
@@ -112,7 +109,11 @@ class StateTiles(RestingTiles[Tile]):
                 self._store.flush()  # pins the states
         self._set([*self.tiles, *tiles])
         self._protect(tiles)
-        copied = [live for live in lives if live.unit.index in plan.copied and live.may_exchange]
+        copied = [
+            live
+            for live in self._of_unit
+            if live.unit.index in plan.copied and live.may_exchange and live not in self._seconds
+        ]
         self._seconds.update((live, self._second_of(live)) for live in copied)
         if copied:
             self._store.flush()
@@ -162,8 +163,11 @@ class StateTiles(RestingTiles[Tile]):
         self._move(plan, (Tier.DEVICE, Tier.NVME))
 
     def move_in(self, plan: Plan) -> None:
-        """Moves states to HOST, which the arena has room for now. Blocks; raises OSError."""
+        """Moves states to HOST, which the arena has room for now; weights have moved. Blocks;
+        raises OSError."""
+        self._set([dataclasses.replace(tile) for tile in self.tiles])
         self._move(plan, (Tier.HOST,))
+        self._protect(self.tiles)
 
     def _move(self, plan: Plan, homes: Collection[Tier]) -> None:
         routes = dict(zip(self.tiles, self._routes(self.tiles, plan), strict=True))
@@ -198,14 +202,7 @@ class StateTiles(RestingTiles[Tile]):
 
     def _give_up_seconds(self, lives: Collection[LiveUnit]) -> None:
         for live in lives:
-            weights, slots, own = self._seconds.pop(live)
-            if own is not None:
-                assert live.shard is not None
-                if weights.data_ptr() != own.tensor.data_ptr():  # the unit rests there now
-                    weights.copy_(live.shard)
-                    live.exchange(weights)
-                self._store.arena.give_back(own)
-            for slot in slots.values():
+            for slot in self._seconds.pop(live).slots.values():
                 self._store.arena.give_back(slot)
 
     def begin(self) -> None:
@@ -371,18 +368,16 @@ class StateTiles(RestingTiles[Tile]):
         writes: zeros."""
         arena = self._store.arena
         what = f"a second copy of {live.unit.name!r}"
-        is_there = live.unit.entry in self._store
         slot = arena.take(
             live.unit.shard_bytes, what, crosses_link=is_accelerator(self._shards.device)
         )
-        slots = {live.unit.entry: slot} if is_there else {}
+        slots = {live.name: slot}
         for tile in self._of_unit[live] if self._shards.plan.states is Tier.HOST else ():
             if tile.state_bytes:
                 slots[tile.entry] = arena.take(tile.state_bytes, what)
         for each in (slot, *slots.values()):
             each.tensor.zero_()
-        own = None if is_there else slot
-        return SecondCopy(apart(slot.tensor).view(live.unit.dtype), slots, own)
+        return SecondCopy(apart(slot.tensor).view(live.unit.dtype), slots)
 
     def _run(self, tiles: Sequence[Tile], work: TilePass) -> None:
         policy = self._shards.policy
@@ -480,8 +475,7 @@ class StateTiles(RestingTiles[Tile]):
 
     def _elsewhere(self, tile: Tile, route: TileRoute) -> Tile:
         """A tile on a route whose states rest elsewhere, under another name in the store."""
-        name = tile.entry.removesuffix(_MOVED)
-        entry = name if name != tile.entry else name + _MOVED
+        entry = name_elsewhere(tile.entry)
         return dataclasses.replace(tile, state_home=route.states, engine=route.engine, entry=entry)
 
     def _protect(self, tiles: Sequence[Tile]) -> None:

@@ -59,9 +59,7 @@ def agree(topology: Topology, facts: Mapping[str, Any], where: str = "tiermem.sh
 def facts_of(model: nn.Module, policy: OffloadPolicy, device: torch.device) -> dict[str, Any]:
     """The facts that decide the sequence of collectives: policy fields, ranks on a node, device
     type, parameters in order."""
-    facts: dict[str, Any] = {
-        f"policy.{name}": value for name, value in vars(policy).items() if name not in _OWN
-    }
+    facts = facts_of_policy(policy)
     # divides the budget; decides which ranks are near
     facts["ranks on a node (LOCAL_WORLD_SIZE)"] = ranks_per_node()
     facts["device"] = device.type
@@ -69,6 +67,11 @@ def facts_of(model: nn.Module, policy: OffloadPolicy, device: torch.device) -> d
         frozen = "" if param.requires_grad else ", frozen"
         facts[f"parameter {name}"] = f"{tuple(param.shape)} {param.dtype}{frozen}"
     return facts
+
+
+def facts_of_policy(policy: OffloadPolicy) -> dict[str, Any]:
+    """The fields of a policy that ranks share."""
+    return {f"policy.{name}": value for name, value in vars(policy).items() if name not in _OWN}
 
 
 def facts_of_plan(plan: Plan) -> dict[str, Any]:

@@ -72,13 +72,7 @@ def make_plan(
         if unit.is_trainable:
             policy.precision.check_dtype(unit.dtype, unit.shards[0].name)
     homes = _unit_homes(division.units, policy, topology.num_shards)
-    if topology.num_shards == 1:
-        near = {Tier.DEVICE} if is_gpu else {Tier.DEVICE, Tier.HOST}
-        as_is = [
-            u
-            for u in division.units
-            if homes.get(u.index) in near and not (u.is_packed or u.is_widened)
-        ]
+    if as_is := _used_at_home(division.units, homes, topology, is_gpu):
         steps_go_on = (
             not is_gpu
             and policy.optim is Tier.NVME
@@ -117,8 +111,10 @@ def plan_after(
     ranks_on_node: int,
     keeps_grads: bool,
     unfrozen: Collection[int] = (),
+    moves_weights: bool = False,
 ) -> Plan:
-    """The plan of the same units with more of them trained (by index), or with states elsewhere.
+    """The plan of the same units with more of them trained (by index), or with states or weights
+    elsewhere.
 
     Existing units and tiles keep their sizes. When the budget is short, gradients go to NVME, then
     there are fewer tile buffers, and states that the first plan kept on HOST beyond their tier rest
@@ -135,13 +131,19 @@ def plan_after(
     for index in unfrozen:
         unit = division.units[index]
         policy.precision.check_dtype(unit.dtype, unit.shards[0].name)
+    homes = now.unit_homes
+    if moves_weights:
+        homes = _unit_homes(division.units, policy, topology.num_shards)
+        near = {u.index for u in _used_at_home(division.units, homes, topology, is_gpu)}
+        division = division.with_changed(homes.keys() - near, is_in_place=False)
+        division = division.with_changed(near, is_in_place=True)
     context = sum(row.num_bytes for row in now.rows if row.what == CONTEXT)
     maker = _Maker(
         division,
         policy,
         topology,
         is_gpu,
-        now.unit_homes,
+        homes,
         ranks_on_node,
         context,
         now,
@@ -517,6 +519,20 @@ def _unit_homes(units: list[Unit], policy: OffloadPolicy, num_shards: int) -> di
         for unit in _spread(streamed, min(1.0, share)):
             homes[unit.index] = Tier.HOST
     return homes
+
+
+def _used_at_home(
+    units: Sequence[Unit], homes: Mapping[int, Tier], topology: Topology, is_gpu: bool
+) -> list[Unit]:
+    """The streamed units that can be used where they rest: on one shard, where the maths runs."""
+    near = {Tier.DEVICE} if is_gpu else {Tier.DEVICE, Tier.HOST}
+    return [
+        unit
+        for unit in units
+        if topology.num_shards == 1
+        and homes.get(unit.index) in near
+        and not (unit.is_packed or unit.is_widened)
+    ]
 
 
 def _spread(units: Sequence[Unit], share: float) -> list[Unit]:

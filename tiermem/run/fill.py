@@ -95,14 +95,18 @@ class Fill:
     def __init__(
         self, model: nn.Module, plan: Plan, prefetcher: Prefetcher[Any], device: torch.device
     ) -> None:
-        self._unit_bytes, self._least = plan.units
-        self._most = max(self._least, sum(unit.takes_buffer for unit in plan.division.units))
-        self.num = self._least
-        """Units that may be present at once."""
+        self.use(plan)
         self._prefetcher = prefetcher
         self._device = device
         # a larger input may take memory that no step has measured
         self._inputs = Inputs(model, lambda growth: self.allow(self._least))
+
+    def use(self, plan: Plan) -> None:
+        """Begins with the buffers of a plan."""
+        self._unit_bytes, self._least = plan.units
+        self._most = max(self._least, sum(unit.takes_buffer for unit in plan.division.units))
+        self.num = self._least
+        """Units that may be present at once."""
 
     def after_step(self, optimizer: object) -> None:
         """Takes what the steps so far have left, or gives back what others have taken. A step

@@ -38,8 +38,8 @@ from tiermem.weights.absent import (
     undescribe,
 )
 from tiermem.weights.unit_memory import LAYOUTS, Passage, UnitMemory, apart
-from tiermem.weights.unit_state import LiveUnit
-from tiermem.weights.values import Values, initial_master
+from tiermem.weights.unit_state import LiveUnit, UnitAtRest
+from tiermem.weights.values import Values, initial_master, name_elsewhere
 from tiermem.wires.gather import Gather, NearGather, UnitGather, secondary_numel
 from tiermem.wires.packed import PackedGather, gathers_packed
 
@@ -234,11 +234,63 @@ def move_to_home(
     units = list(units)
     if is_accelerator(values.device):
         _announce(units, plan, policy, values)
-    nan_bytes = max((unit.full_bytes for unit in units if unit.takes_buffer), default=0)
+    nan_bytes = max((unit.full_bytes for unit in units if not unit.is_resident), default=0)
     buffers = pools.units, pools.staging, pools.wires, plan.units
     passage = Passage(values.store, values.steps, values.device, *buffers, nan_bytes)
     settler = _Settler(plan, policy, values, pools, passage)
     return [settler.send_home(unit) for unit in units], passage
+
+
+class WeightsMove:
+    """Moves weights that rest elsewhere in another plan. No unit is present meanwhile.
+
+    move_out    to DEVICE and NVMe: their memory on HOST is free for the new plan
+    move_in     to HOST, with the buffers of the new plan; then the units use what has moved
+    """
+
+    def __init__(
+        self, units: Iterable[LiveUnit], plan: Plan, policy: OffloadPolicy, values: Values
+    ) -> None:
+        self._plan = plan
+        self._policy = policy
+        self._values = values
+        self._units = [live for live in units if live.is_streamed]
+        # of those that move
+        self._names = {
+            live: name_elsewhere(live.name)
+            for live in self._units
+            if _home_of(live.unit, plan, values.device) is not values.store.home_of(live.name)
+        }
+
+    def move_out(self) -> None:
+        """Blocks; raises OSError and torch's OutOfMemoryError."""
+        self._move((Tier.DEVICE, Tier.NVME))
+
+    def move_in(self, pools: Pools, passage: Passage) -> None:
+        """Blocks; raises OSError."""
+        self._move((Tier.HOST,))
+        settler = _Settler(self._plan, self._policy, self._values, pools, passage)
+        for live in self._units:
+            settler.settle(live, self._names.get(live, live.name))
+        show_parts(self._names)
+
+    def _move(self, homes: Sequence[Tier]) -> None:
+        store = self._values.store
+        on = self._values.device
+        due = {
+            live: name
+            for live, name in self._names.items()
+            if _home_of(live.unit, self._plan, on) in homes
+        }
+        if Tier.DEVICE in homes:
+            for live, name in due.items():
+                if _home_of(live.unit, self._plan, on) is Tier.DEVICE:
+                    store.on_device.reserve(name, live.unit.shard_bytes)
+        for live, name in due.items():
+            live.await_home()
+            _reserve(live.unit, name, self._plan, self._policy, self._values)
+            self._values.copy(live.name, name)
+            store.drop(live.name)
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
@@ -308,17 +360,12 @@ class _Settler:
     def send_home(self, unit: Unit) -> LiveUnit:
         """Moves a unit's weights to where they rest, one parameter at a time. Collective;
         blocks."""
-        if not unit.takes_buffer:
+        if unit.is_resident:
             return self._make_resident(unit)
-        home = self._plan.unit_homes[unit.index]
         entry = unit.entry
-        numel = unit.shard_bytes // unit.rests_as.itemsize
-        if home is Tier.DEVICE and not self._is_accelerated:
-            home = Tier.HOST
-        self._store.reserve(entry, (numel,), unit.rests_as, home, crosses_link=self._is_accelerated)
-        memory = UnitMemory(unit, self._passage)
-        if home is Tier.NVME:
-            self._protect(unit, entry)
+        _reserve(unit, entry, self._plan, self._policy, self._values)
+        at_rest = self._at_rest(unit, entry)
+        if at_rest.shard is None:
             assert self._pool is not None
             slot = self._pool.take()
             assert slot is not None
@@ -326,24 +373,31 @@ class _Settler:
             self._fill(unit, data.view(unit.rests_as))
             self._store.write([(entry, 0, data)], entry).wait()
             self._pool.give_back(slot)
-            shard = None
         else:
-            shard = self._store.view(entry)
-            shard = shard if is_accelerator(shard.device) else apart(shard)
-            self._fill(unit, shard)
-        name = entry if shard is None else None
-        gather = self._gather_of(unit, memory, home)
-        return LiveUnit(unit, memory, self._passage, name, shard, gather)
+            self._fill(unit, at_rest.shard)
+        return LiveUnit(unit, self._passage, at_rest)
 
-    def _protect(self, unit: Unit, entry: str) -> None:
-        """Gives a unit's weights on NVMe checksums, cut at the usual tile boundaries."""
-        if keeps_sums(self._policy):
-            # of frozen units too, which may be unfrozen
-            step = round_up(self._plan.choice.tile_numel, UNIT_ALIGN)
-            cuts = range(step, unit.shard_numel, step)
-            strip = planned_layout(unit, self._policy).strip_numel
-            runs = weight_runs(unit, self._topology.shard_rank, strip, cuts)
-            self._store.sums.protect(entry, StatePieces(runs).pieces)
+    def settle(self, live: LiveUnit, name: str) -> None:
+        """Makes a unit rest under another name in the store, where its bytes are, or take part in
+        another plan where it is."""
+        unit = live.unit
+        is_in_place = self._plan.division.units[unit.index].is_in_place
+        if name == live.name and is_in_place == unit.is_in_place and not unit.is_packed:
+            return
+        unit.use_in_place(is_in_place)
+        live.move_to(self._at_rest(unit, name))
+
+    def _at_rest(self, unit: Unit, name: str) -> UnitAtRest:
+        """Where a streamed unit rests: its bytes are in the store under this name."""
+        shard = None
+        if self._store.home_of(name) is not Tier.NVME:
+            shard = self._store.view(name)
+            shard = shard if is_accelerator(shard.device) else apart(shard)
+        memory = UnitMemory(unit, self._passage, shard if unit.is_in_place else None)
+        if unit.is_in_place:
+            return UnitAtRest(name, memory, memory.full, None)
+        gather = self._gather_of(unit, memory, self._store.home_of(name))
+        return UnitAtRest(name, memory, shard, gather)
 
     def _gather_of(self, unit: Unit, memory: UnitMemory, home: Tier) -> Gather | None:
         """The gather of a unit; None when it is present in the form in which it rests, or is copied
@@ -368,7 +422,8 @@ class _Settler:
         name = f"secondary/{unit.index}/{unit.name}"
         numel = secondary_numel(unit, topology.across.size)
         home = Tier.DEVICE if self._is_accelerated else Tier.HOST
-        self._store.reserve(name, (numel,), unit.travels_as, home)
+        if name not in self._store:
+            self._store.reserve(name, (numel,), unit.travels_as, home)
         return NearGather(topology, unit, plain, memory.travels, self._store.view(name))
 
     def _make_resident(self, unit: Unit) -> LiveUnit:
@@ -389,7 +444,7 @@ class _Settler:
         self._fill(unit, shard)
         if shard is not memory.full:
             self._values.regather(unit, shard, memory)
-        return LiveUnit(unit, memory, self._passage, None, shard)
+        return LiveUnit(unit, self._passage, UnitAtRest(entry, memory, shard, None))
 
     def _fill(self, unit: Unit, shard: torch.Tensor) -> None:
         """Writes this rank's part of every parameter of a unit, of rank 0's values, into the unit's
@@ -452,6 +507,28 @@ class _Settler:
         mine = self._values.mine(part, value)
         if mine.numel():
             put(0, mine)
+
+
+def _home_of(unit: Unit, plan: Plan, device: torch.device) -> Tier:
+    """The tier in the store where a streamed unit rests: without an accelerator DEVICE is HOST."""
+    home = plan.unit_homes[unit.index]
+    return Tier.HOST if home is Tier.DEVICE and not is_accelerator(device) else home
+
+
+def _reserve(unit: Unit, name: str, plan: Plan, policy: OffloadPolicy, values: Values) -> None:
+    """Takes room for a streamed unit's shard where a plan has it. On NVMe it has checksums, cut at
+    the usual tile boundaries."""
+    home = _home_of(unit, plan, values.device)
+    numel = unit.shard_bytes // unit.rests_as.itemsize
+    crosses = is_accelerator(values.device)
+    values.store.reserve(name, (numel,), unit.rests_as, home, crosses_link=crosses)
+    if home is Tier.NVME and keeps_sums(policy):
+        # of frozen units too, which may be unfrozen
+        step = round_up(plan.choice.tile_numel, UNIT_ALIGN)
+        cuts = range(step, unit.shard_numel, step)
+        strip = planned_layout(unit, policy).strip_numel
+        runs = weight_runs(unit, values.topology.shard_rank, strip, cuts)
+        values.store.sums.protect(name, StatePieces(runs).pieces)
 
 
 def _home_of_resident(plan: Plan, topology: Topology, is_gpu: bool) -> Tier | None:

@@ -2,12 +2,12 @@
 sharded, or states or gradients are to rest elsewhere.
 
     p.requires_grad_(True)  ->  the next forward with gradients, step or load  ->  room for gradients and states  ->  trained
-    Shards.rehome(policy)   ->  between two passes                             ->  states on other tiers
+    Shards.rehome(policy)   ->  between two passes                             ->  weights and states on other tiers
 
 A unit has room for gradients and states, or for neither, so a unit is unfrozen as a whole; its
-parameters that still require no gradient get none and are not stepped. Weights stay where they
-rest. The plan is made again before anything is changed (budget.py): within the same budgets, or
-within those of the policy that is given. Then the model goes over to it between two passes:
+parameters that still require no gradient get none and are not stepped. The plan is made again
+before anything is changed (budget.py): within the same budgets, or those of the policy that is
+given. Then the model goes over to it between two passes:
 
     refuse     blocks, sparse gradients and the like: RuntimeError or ValueError; no room: ValueError with the arithmetic
     reserve    space on disk: OSError. Where there is none for steps under backward alone, they run under the next forward
@@ -26,7 +26,7 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 from torch import nn
 
-from tiermem.plans.agreement import agree
+from tiermem.plans.agreement import agree, facts_of_policy
 from tiermem.plans.budget import plan_after, take_disk
 from tiermem.plans.plan import Plan, format_mib
 from tiermem.policy import OffloadPolicy, Tier
@@ -102,7 +102,9 @@ def plan_of(
     )
 
 
+_OF_WEIGHTS = ("params", "host_param_numel")
 _MAY_CHANGE = (
+    *_OF_WEIGHTS,
     "grads",
     "optim",
     "optim_ratio",
@@ -133,8 +135,7 @@ def plan_elsewhere(
     Raises ValueError for fields that are settled when a model is sharded, where ranks differ, and
     with the arithmetic when there is no room.
     """
-    facts = {f"policy.{name}": value for name, value in vars(policy).items()}
-    agree(topology, facts, "Shards.rehome")
+    agree(topology, facts_of_policy(policy), "Shards.rehome")
     settled = [
         name
         for name, value in vars(before).items()
@@ -145,10 +146,16 @@ def plan_elsewhere(
             f"rehome: {', '.join(settled)} is settled when a model is sharded; only "
             f"{', '.join(_MAY_CHANGE)} may change. Begin with shards.policy, and replace these"
         )
-    plan = _agreed(
-        now, policy, topology, device, keeps_grads, "states cannot rest as this policy has them"
-    )
-    if is_accelerator(device) and (plan.states is Tier.DEVICE) is not (now.states is Tier.DEVICE):
+    moves_weights = any(getattr(policy, name) != getattr(before, name) for name in _OF_WEIGHTS)
+    if moves_weights and not now.unit_homes:
+        raise ValueError(
+            "rehome: all weights are always present, and stay where they are: shard with params on "
+            "a tier where they are fetched from, NVME or, beside an accelerator, HOST"
+        )
+    refusal = "weights and states cannot rest as this policy has them"
+    plan = _agreed(now, policy, topology, device, keeps_grads, refusal, moves_weights=moves_weights)
+    leaves = (plan.states is Tier.DEVICE) is not (now.states is Tier.DEVICE)
+    if is_accelerator(device) and leaves and any(u.is_resident for u in now.division.units):
         raise ValueError(
             "rehome: units that are always present have a shard on HOST unless all states rest on "
             "DEVICE. Move all states but a part: give optim_ratio more than 0, and optim HOST or "
@@ -167,12 +174,16 @@ def _agreed(
     keeps_grads: bool,
     refusal: str,
     unfrozen: Sequence[int] = (),
+    moves_weights: bool = False,
 ) -> Plan:
     """The plan that follows, where every rank has room for it; ValueError on every rank where one
     has none. Collective; blocks."""
     is_gpu = is_accelerator(device)
     try:
-        plan = plan_after(now, policy, topology, is_gpu, ranks_per_node(), keeps_grads, unfrozen)
+        ranks = ranks_per_node()
+        plan = plan_after(
+            now, policy, topology, is_gpu, ranks, keeps_grads, unfrozen, moves_weights
+        )
         if is_gpu:
             _check_card(plan, now, device)
         error = ""

@@ -54,6 +54,7 @@ from tiermem.run.hooks import Hooks
 from tiermem.run.init_params import built_with
 from tiermem.run.memory_errors import MemoryErrors
 from tiermem.run.move_to_home import (
+    WeightsMove,
     check_model,
     check_rescaling,
     move_buffers,
@@ -738,14 +739,15 @@ class Shards:
             self._frozen.forget()
 
     def rehome(self, policy: OffloadPolicy) -> None:
-        """Moves the optimizer's states, and the place of gradients, to where another policy has
-        them. Every result stays the same, to the bit; weights stay where they rest.
+        """Moves weights, the optimizer's states, and the place of gradients, to where another
+        policy has them. Every result stays the same, to the bit.
 
             shards.rehome(dataclasses.replace(shards.policy, optim=Tier.HOST, host_bytes=64 << 30))
 
         Args:
-            policy: `policy` of these shards, but for optim, optim_ratio, streamed_ratio, grads,
-                resident_bytes, host_bytes and device_bytes.
+            policy: `policy` of these shards, but for params, host_param_numel, optim, optim_ratio,
+                streamed_ratio, grads, resident_bytes, host_bytes and device_bytes. Weights that are
+                always present stay so.
 
         Call it between steps, also between two micro-batches, where gradients stay; not inside a
         forward or backward. Collective; blocks until the states have moved: their bytes are read
@@ -800,12 +802,21 @@ class Shards:
             elif self.states is not None:
                 self.states.move_out(plan)
             self._move_initial_masters(plan, Tier.NVME)
+            weights = WeightsMove(self.units, plan, given, self.values)
+            weights.move_out()
+            self._passage.end_use(self.plan.units, plan.units)
             keep_buffers(self.store, self._pools, self.plan, plan)
             link_bytes = plan.link_bytes if given.pin_memory else 0
             self.store.renew_host(plan.arena_bytes, link_bytes)
             self._use(plan, carve(self.store, plan, self._pools))
             self.policy = given
             self.program.use(self.tile_pool)
+            pools = self._pools
+            self._passage.use(pools.units, pools.staging, pools.wires, plan.units)
+            weights.move_in(pools, self._passage)
+            self.prefetcher.use(limits_of(plan, given))
+            if (fill := self.find_attached(Fill)) is not None:
+                fill.use(plan)
             for live in lives:
                 live.unit.unfreeze()
                 live.enable_training()

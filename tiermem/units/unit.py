@@ -307,6 +307,11 @@ class Unit:
         """Makes it trainable; it has room for gradients and states now."""
         self.is_trainable = self.was_unfrozen = True
 
+    def use_in_place(self, is_in_place: bool) -> None:
+        """Sets whether it is used where it rests."""
+        self.is_in_place = is_in_place
+        vars(self).pop("takes_buffer", None)
+
     @functools.cached_property
     def takes_buffer(self) -> bool:
         """Whether a fetch fills a buffer with it. Not if it is always present, or used where it

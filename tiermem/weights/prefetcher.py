@@ -435,11 +435,15 @@ class Prefetcher(Generic[T]):
         self.is_changing = False
         self._units = units
         self.order = order
-        self._limits = limits
         self._full: dict[int, T] = {}  # units that have a full layout, or a buffer for it
         self._staged: dict[int, T] = {}  # units in READING whose gather has not begun
         self._last: T | None = None  # the unit that was used last
-        self._has_reads = any(live.reads for live in units)
+        self.use(limits)
+
+    def use(self, limits: Limits) -> None:
+        """Goes on with other limits, and with units that rest elsewhere. All units are at HOME."""
+        self._limits = limits
+        self._has_reads = any(live.reads for live in self._units)
 
     @outside_transforms
     def acquire(self, live: T | None = None, may_gather: bool = True) -> None:

@@ -52,12 +52,12 @@ class StagingBuffers:
     """
 
     def __init__(self, pool: Pool) -> None:
-        self._pool = pool
+        self.pool = pool
         self._reads: dict[int, torch.Event] = {}  # by the buffer's offset
 
     def take(self) -> StagingBuffer:
         """A free buffer. The caller ensures that there is one."""
-        slot = self._pool.take()
+        slot = self.pool.take()
         assert slot is not None
         return StagingBuffer(slot, self._reads.pop(slot.offset, None))
 
@@ -67,13 +67,13 @@ class StagingBuffers:
         read = read or buffer.read
         if read is not None:
             self._reads[buffer.slot.offset] = read
-        self._pool.give_back(buffer.slot)
+        self.pool.give_back(buffer.slot)
 
     def reset(self) -> None:
         """Takes every buffer back after an interrupt, when no read fills any of them. Blocks for
         copies out of them."""
         self.wait()
-        self._pool.reset()
+        self.pool.reset()
 
     def wait(self) -> None:
         """Blocks until the accelerator copies out of no buffer. Call it before their memory
@@ -137,33 +137,57 @@ class Passage:
         self.store = store
         self.steps = steps
         self.device = device
-        self.slots = None if is_accelerated else slots
-        self.staging = StagingBuffers(staging) if staging is not None else None
-        self._wires = wires
+        self.slots: Pool | None = None
+        self.staging: StagingBuffers | None = None
+        self._wires: Pool | None = None
         # the memory of shards that rest in the CPU's
         self.may_exchange = can_swap_pointers(torch.device("cpu"))
         self.may_swap = not is_accelerated and self.may_exchange  # that of full layouts
-        is_carved = is_accelerated and on_device.num > 0 and can_swap_pointers(device)
         # allocates and frees full layouts
         self.owner = new_stream(device) if is_accelerated else None
-        self.slab = None
-        if is_carved:
-            assert self.owner is not None
-            self.slab = UnitSlots(store.on_device, on_device, self.owner)
+        self._may_carve = is_accelerated and can_swap_pointers(device)
+        self.slab: UnitSlots | None = None
         # fills full layouts: copies and gathers
         self.copies = new_stream(device) if is_accelerated else None
         # One thread each, so that reads and copies keep their order.
         self.starter: SideThreads | None = None  # starts reads
         self.reader: SideThreads | None = None  # waits for reads
-        if is_accelerated and staging is not None:
-            self.starter, self.reader = (
-                SideThreads(1, "tiermem-reads", functools.partial(activate, device))
-                for _ in range(2)
-            )
+        self.use(slots, staging, wires, on_device)
         self._nan = Map(nan_bytes, is_nan=True).tensor() if self.may_swap and nan_bytes else None
         self.by_rows = False  # experts are expected to be used in part: reads leave their rows out
         self._is_outdated = True  # shards on the accelerator may have been written since `_written`
         self._written: torch.Event | None = None
+
+    def use(
+        self, slots: Pool | None, staging: Pool | None, wires: Pool | None, on_device: Buffers
+    ) -> None:
+        """Takes the buffers of a plan; those that the plan before had alone are free, and its
+        `end_use` was called."""
+        self.slots = slots if self.owner is None else None
+        self._wires = wires
+        if staging is None:
+            self.staging = None
+        elif self.staging is None or self.staging.pool is not staging:
+            self.staging = StagingBuffers(staging)
+        if self.slab is None and self._may_carve and on_device.num:
+            assert self.owner is not None
+            self.slab = UnitSlots(self.store.on_device, on_device, self.owner)
+        if self.owner is not None and self.staging is not None and self.starter is None:
+            self.starter, self.reader = (
+                SideThreads(1, "tiermem-reads", functools.partial(activate, self.device))
+                for _ in range(2)
+            )
+
+    def end_use(self, now: Buffers, on_device: Buffers) -> None:
+        """Before buffers are given back: waits for copies out of them, and gives the slab back if
+        another plan has another one. No unit is present. Blocks."""
+        if self.staging is not None:
+            self.staging.wait()
+        if self.slab is not None and now != on_device:
+            assert self.owner is not None
+            current_stream(self.device).wait_stream(self.owner)
+            self.slab.close()
+            self.slab = None
 
     def filling(self) -> contextlib.AbstractContextManager[None]:
         """Inside, work on an accelerator goes to the stream that fills full layouts."""
@@ -379,10 +403,7 @@ class UnitMemory:
         # by id; streams that made gradients since the last join
         self._accumulating: dict[int, torch.Stream] = {}
         self._filled: torch.Event | None = None  # the layout on an accelerator holds its bytes
-        self._slots = passage.slots
         self._slot: Slot | None = None  # the arena's buffer, while the unit occupies it
-        # carves its memory; None: torch's allocator does
-        self.slab = passage.slab if held is None else None
         self._slab_slot: Slot | None = None  # of the slab, while the unit occupies it
         self._may_swap = passage.may_swap
         self._is_held = held is not None  # its memory is there for life
@@ -408,6 +429,15 @@ class UnitMemory:
         if unit.takes_buffer:
             self._nan = passage.nan_storage(unit.full_bytes)
         self.free()
+
+    @property
+    def slab(self) -> UnitSlots | None:
+        """Carves its memory; None: torch's allocator does."""
+        return None if self._is_held else self._passage.slab
+
+    @property
+    def _slots(self) -> Pool | None:
+        return self._passage.slots
 
     @property
     def address(self) -> int:
@@ -543,6 +573,8 @@ class UnitMemory:
     def free(self) -> None:
         """Releases the bytes. Nothing is written to any tier."""
         if self._is_held:
+            self._users.clear()  # who uses it next waits until it is filled, or stepped, anew
+            self._ends.clear()
             return
         if self._owner is None and self._lender is not None:
             self._end_loan()

@@ -66,6 +66,16 @@ class _Gathering(NamedTuple):
     start_ns: int
 
 
+class UnitAtRest(NamedTuple):
+    """Where a unit rests, and the memory of its full layout."""
+
+    name: str  # of its shard in the store
+    memory: UnitMemory
+    shard: torch.Tensor | None  # flat, when it rests in memory; None: on NVMe
+    gather: Gather | None
+    """Brings the parts together; None: the unit is present in the form in which it rests."""
+
+
 class LiveUnit:
     """One unit: its state, and the number of its users.
 
@@ -91,43 +101,19 @@ class LiveUnit:
     last read from its place at rest until a writer asks (`await_home`). A buffer is given back with
     the event of the copy out of it.
 
-    Args:
-        entry: its shard's name in the store, when the shard rests on NVMe.
-        shard: its shard, flat, when the shard rests in memory.
-        gather: brings the parts together; None: the unit is present in the form in which it rests.
+    at_rest: where it rests; `move_to` sets another place.
     """
 
-    def __init__(
-        self,
-        unit: Unit,
-        memory: UnitMemory,
-        passage: Passage,
-        entry: str | None,
-        shard: torch.Tensor | None,
-        gather: Gather | None = None,
-    ) -> None:
+    def __init__(self, unit: Unit, passage: Passage, at_rest: UnitAtRest) -> None:
         self.unit = unit
-        self.memory = memory
-        self.entry = entry
-        self.shard = shard
-        self._gather = gather
-        # from the shards of all ranks, or from blocks
-        self.is_gathered = gather is not None
         self.passage = passage
+        self._set_place(at_rest)
         self.state = UnitState.PRESENT if unit.is_resident else UnitState.HOME
         self.num_users = 0  # modules in forward, and uses in backward, that need it now
         self._is_kept = False  # present outside the prefetcher's buffers
         # holds the shard on its way to a gather or to the accelerator
         self._staging: StagingBuffer | None = None
         self._coming: _Read | _Gathering | None = None  # the transfer of READING or GATHERING
-        is_near = shard is not None and passage.copies is None
-        is_there = shard is not None and is_accelerator(shard.device)
-        may_part = passage.copies is not None or passage.may_swap
-        may_part &= not (
-            gather is not None or unit.is_resident or unit.is_widened or is_near or is_there
-        )
-        # None: it is fetched whole
-        self.pages = UnitPages(unit) if may_part and any(s.num_rows for s in unit.shards) else None
         self.recalled: set[int] = set()  # rows that backwards to come need
         self._params = [shard.param for shard in unit.shards]
         self._index = {id(param): index for index, param in enumerate(self._params)}
@@ -149,6 +135,33 @@ class LiveUnit:
         self._point()
         # not before the parameters have moved to the device, which resets their gradients' dtype
         self.enable_training()
+
+    def _set_place(self, at_rest: UnitAtRest) -> None:
+        name, memory, shard, gather = at_rest
+        self.name = name
+        self.memory = memory
+        self.shard = shard
+        self._gather = gather
+        # when the shard rests on NVMe
+        self.entry = name if shard is None else None
+        # from the shards of all ranks, or from blocks
+        self.is_gathered = gather is not None
+        unit = self.unit
+        passage = self.passage
+        is_near = shard is not None and passage.copies is None
+        is_there = shard is not None and is_accelerator(shard.device)
+        may_part = passage.copies is not None or passage.may_swap
+        may_part &= not (
+            gather is not None or unit.is_resident or unit.is_widened or is_near or is_there
+        )
+        # None: it is fetched whole
+        self.pages = UnitPages(unit) if may_part and any(s.num_rows for s in unit.shards) else None
+
+    def move_to(self, at_rest: UnitAtRest) -> None:
+        """HOME: rests elsewhere from now on, where its bytes are already."""
+        self._check(UnitState.HOME, UnitState.HOME)
+        self._set_place(at_rest)
+        self._point()
 
     def enable_training(self) -> None:
         """Lets autograd accumulate a trainable unit's gradients in the dtype at rest, whatever
@@ -307,7 +320,11 @@ class LiveUnit:
             self.memory.allocate()
             try:
                 found = [] if self.pages is None else self._due()
-                if self.pages is not None and not self.pages.is_whole:
+                if self.unit.is_in_place:
+                    self.passage.steps.await_unit(self.unit.index)
+                    self.passage.await_written(self.shard)
+                    copied = record(self.passage.copies)
+                elif self.pages is not None and not self.pages.is_whole:
                     copied = self._copy_pages(found)
                 else:
                     copied = self._copy(self.passage.steps.stepped(self.unit.index))

@@ -27,11 +27,20 @@ from tiermem.wires.gather import assemble, gather_unit, spread
 
 # ---- values at rest ------------------------------------------------------------------------------
 
+_MOVED = "/moved"
+
 
 def initial_master(unit: Unit) -> str:
     """The name in the store of a unit's fp32 values before its first step, kept for
     `master_from="init"`."""
     return f"initial/{unit.index}/{unit.name}"
+
+
+def name_elsewhere(name: str) -> str:
+    """The name that an entry of the store gets when it moves to another tier: two names, in
+    turns."""
+    own = name.removesuffix(_MOVED)
+    return own if own != name else own + _MOVED
 
 
 class Values:
@@ -138,8 +147,7 @@ class Values:
         self._parts.write_part(entry, start, values)
 
     def copy(self, entry: str, to: str) -> None:
-        """Copies a uint8 entry to another one of that size, on any tiers. Blocks; raises
-        OSError."""
+        """Copies an entry to another one of that size, on any tiers. Blocks; raises OSError."""
         self.steps.finish()
         self._parts.copy(entry, to)
 
