@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,7 @@ CASES: dict[str, dict[str, Any]] = {
         "optim_ratio": 0.75,
         "rehomes_states": True,
     },
+    "stage 3, weights move": {**_HOST, "precision": Precision.preset("compact")},
     "stage 3, host, half sent": {
         **_HOST,
         "precision": Precision.preset("tiny"),
@@ -110,6 +112,16 @@ CASES: dict[str, dict[str, Any]] = {
     "qgZ": {**_HOST, "quantised_reduction": True},
     "qwZ and qgZ, nvme": {**_NVME, "quantised_gather": True, "quantised_reduction": True},
 }
+
+MOVES: dict[str, list[dict[str, Any]]] = {
+    "stage 3, weights move": [
+        {"params": Tier.DEVICE},
+        {"params": Tier.NVME, "host_param_numel": 9000},
+        {"params": Tier.HOST, "optim_ratio": 0.5},
+        {"params": Tier.DEVICE, "optim_ratio": 1.0},
+    ]
+}
+"""What moves before each step, in turns."""
 
 CHANGE_NO_BIT = {
     *("stage", "params", "optim", "activations", "optim_ratio", "streamed_ratio"),
@@ -169,7 +181,12 @@ def loss_on(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> to
 
 
 def train(
-    where: str, policy: OffloadPolicy, way: list[str], rank: int, by_init: bool
+    where: str,
+    policy: OffloadPolicy,
+    way: list[str],
+    rank: int,
+    by_init: bool,
+    moves: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
     """What is computed in steps under these schedules, of which CPUs have none; the first is that
     of the start, too."""
@@ -196,6 +213,9 @@ def train(
         for step, given in enumerate(batches):
             if way[step] != way[max(0, step - 1)]:
                 schedule_by(way[step], where)
+            if moves:
+                move = moves[step % len(moves)]
+                shards.rehome(dataclasses.replace(shards.policy, **move))
             loss = loss_on(model, *given)
             loss.backward()
             assert bool(shards.program.attempted) == (is_early and where != "cpu" and step > 0)
@@ -300,7 +320,7 @@ def main() -> None:
             for way in ways:
                 with mutation():
                     found[f"{name}; {','.join(way)}"] = apart(
-                        train(own, policy, way, rank, by_init), expected
+                        train(own, policy, way, rank, by_init, MOVES.get(name, ())), expected
                     )
                 if names in ON_RANKS and is_seen(found):
                     break

@@ -1,5 +1,5 @@
-"""SecondPlan: the states on an accelerator, and the tiles that it steps, follow the memory that
-steps have taken.
+"""SecondPlan: the states on an accelerator, the tiles that it steps, and on several ranks the
+weights there, follow the memory that steps have taken.
 
     the first step           by a plan with next to no states on the accelerator: its peak is measured
     the end of the step      of the parts that the measured memory has room for, the fastest by the forecast: Shards.rehome
@@ -11,7 +11,6 @@ So nobody has to predict the activations of a batch. Ranks go over together, by 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -23,7 +22,7 @@ from tiermem.forecast.phases import forecast_step
 from tiermem.forecast.rates import Compute
 from tiermem.plans.budget import plan_after
 from tiermem.plans.plan import Buffers, Plan
-from tiermem.policy import OffloadPolicy
+from tiermem.policy import OffloadPolicy, Tier
 from tiermem.ranks.collectives import exchange
 from tiermem.ranks.topology import ranks_per_node
 from tiermem.run.fill import Fill, Inputs, most_bytes
@@ -44,8 +43,22 @@ def follow_memory(shards: Shards) -> None:
         shards.attach(SecondPlan(shards))
 
 
+class _Parts(NamedTuple):
+    """What a plan has on the accelerator, and what it steps there."""
+
+    states: float  # the part of them
+    streamed: float  # the part of the other tiles that it steps
+    params: Tier
+    """Where weights rest. On one rank `Fill` keeps them there without a home."""
+
+    @staticmethod
+    def of(policy: OffloadPolicy) -> _Parts:
+        """Those of a policy."""
+        return _Parts(1 - policy.optim_ratio, policy.streamed_ratio or 0.0, policy.params)
+
+
 class _Candidate(NamedTuple):
-    """A part of the states on the accelerator, and what it makes of a step."""
+    """Parts on the accelerator, and what they make of a step."""
 
     seconds: float
     policy: OffloadPolicy
@@ -60,6 +73,9 @@ class SecondPlan:
 
     def __init__(self, shards: Shards) -> None:
         self._shards = shards
+        self._homes = [shards.policy.params]
+        if shards.topology.num_shards > 1 and shards.plan.unit_homes:
+            self._homes.append(Tier.DEVICE)
         self._inputs = Inputs(shards.model, self._expect)
         self._activation_bytes = 0  # of the largest inputs so far; 0: not measured yet
         self._least_bytes = 0  # of a plan here, where no plan is smaller; 0: not found
@@ -106,13 +122,15 @@ class SecondPlan:
         """Goes over to the fastest plan within a room on the accelerator."""
         shards = self._shards
         best = self._best(room_bytes, num_micro, num_tokens)
-        if best is None or _parts_of(best.policy) == _parts_of(shards.policy):
+        if best is None or _Parts.of(best.policy) == _Parts.of(shards.policy):
             return
         logger.info(
-            "a step's memory leaves %d MiB of %s to the plan: %.0f %% of the states rest there",
+            "a step's memory leaves %d MiB of %s to the plan: %.0f %% of the states rest there, "
+            "weights on %s",
             room_bytes >> 20,
             shards.device,
             100 * (1 - best.policy.optim_ratio),
+            best.policy.params.name,
         )
         try:
             shards.rehome(best.policy)
@@ -130,30 +148,32 @@ class SecondPlan:
         """The fastest plan within a room: coarse parts of the states there with each part of the
         other tiles that it steps, then fine ones with the best of these."""
         room = room_bytes, num_micro, num_tokens
-        own, streamed = _parts_of(self._shards.policy)
-        coarse = itertools.product(range(0, _PARTS, _COARSE), _STREAMED)
-        best = self._fastest([(own, streamed), *((part / _PARTS, of) for part, of in coarse)], room)
+        own = _Parts.of(self._shards.policy)
+        coarse = [
+            _Parts(part / _PARTS, streamed, params)
+            for part in range(0, _PARTS, _COARSE)
+            for streamed in _STREAMED
+            for params in self._homes
+        ]
+        best = self._fastest([own, *coarse], room)
         if best is None:
             return None
-        _, streamed = _parts_of(best.policy)
-        fine = [(part / _PARTS, streamed) for part in range(_PARTS)]
-        return self._fastest([_parts_of(best.policy), *fine], room)
+        parts = _Parts.of(best.policy)
+        fine = [parts._replace(states=part / _PARTS) for part in range(_PARTS)]
+        return self._fastest([parts, *fine], room)
 
-    def _fastest(
-        self, parts: Iterable[tuple[float, float]], room: tuple[int, int, int]
-    ) -> _Candidate | None:
+    def _fastest(self, parts: Iterable[_Parts], room: tuple[int, int, int]) -> _Candidate | None:
         found = self._candidates(dict.fromkeys(parts), *room)
         return min(found, key=lambda each: (each.seconds, each.plan.device_bytes), default=None)
 
     def _candidates(
         self,
-        parts: Iterable[tuple[float, float]],
+        parts: Iterable[_Parts],
         room_bytes: int,
         num_micro: int,
         num_tokens: int,
     ) -> Iterator[_Candidate]:
-        """The plans with these parts (see `_parts_of`); those that the room does not hold take
-        infinitely long."""
+        """The plans with these parts; those that the room does not hold take infinitely long."""
         shards = self._shards
         flops, rates = assumed_speed(shards.device)
         compute = Compute.of_peak(flops, num_tokens or USUAL_TOKENS)
@@ -161,14 +181,24 @@ class SecondPlan:
         uses = uses_of(shards.model, now.division, compute)
         fills = shards.find_attached(Fill) is not None
         most_units = sum(unit.takes_buffer for unit in now.division.units)
-        for part, streamed in parts:
-            # the first plan's budget was a guess
+        keeps_grads = not shards.homes.is_empty
+        for states, streamed, params in parts:
             policy = dataclasses.replace(
-                shards.policy, optim_ratio=1 - part, streamed_ratio=streamed, device_bytes=None
+                shards.policy,
+                optim_ratio=1 - states,
+                streamed_ratio=streamed,
+                params=params,
+                device_bytes=None,  # the first plan's budget was a guess
             )
             try:
                 plan = plan_after(
-                    now, policy, shards.topology, True, ranks_per_node(), not shards.homes.is_empty
+                    now,
+                    policy,
+                    shards.topology,
+                    True,
+                    ranks_per_node(),
+                    keeps_grads,
+                    moves_weights=params is not shards.policy.params,
                 )
             except ValueError:
                 continue
@@ -181,8 +211,3 @@ class SecondPlan:
             )
             seconds = forecast.total_s if left >= 0 else float("inf")
             yield _Candidate(seconds, policy, plan, num_units)
-
-
-def _parts_of(policy: OffloadPolicy) -> tuple[float, float]:
-    """The part of the states on the accelerator, and the part of the other tiles that it steps."""
-    return 1 - policy.optim_ratio, policy.streamed_ratio or 0.0
