@@ -156,6 +156,16 @@ def test_gradients_and_more_moments_are_in_the_plan(tmp_path: Path) -> None:
     assert rows["3 tile buffers on HOST"] == 3 * (8 + 2 + 4) * NUMEL / 3
 
 
+@pytest.mark.parametrize(("resident_bytes", "copies"), [(0, True), (None, False)])
+def test_weights_have_second_copies_where_states_are_on_nvme(
+    resident_bytes: int | None, copies: bool, tmp_path: Path
+) -> None:
+    """With None the budget keeps all states in memory."""
+    fields = {"params": Tier.HOST, "overlap": "backward", "host_bytes": 1 << 30}
+    rows = rows_of(tmp_path, resident_bytes=resident_bytes, **fields)
+    assert ("second copies of weights, for steps under backward on HOST" in rows) is copies
+
+
 def test_initial_values_of_a_split_master_have_room_in_a_tile_and_those_of_no_master_none(
     tmp_path: Path,
 ) -> None:

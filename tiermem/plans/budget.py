@@ -373,6 +373,8 @@ class _Maker:
         copies = [planner.copy_bytes(unit, choice.tile_numel) for unit in planner.copied]
         copies_bytes = sum(weights + states * self.is_gpu for weights, states in copies)
         enough = (plan.host_bytes + copies_bytes) * self.ranks_on_node
+        if policy.host_bytes is not None and enough <= policy.host_bytes:
+            return "states on NVMe: the budget keeps all of them in memory"
         given = "is not set" if policy.host_bytes is None else f"is {policy.host_bytes}"
         size = f"{enough} ({format_mib(enough)} a node)"
         said = f"host_bytes, which {given}, and {size} has room for twice what rests in memory"
