@@ -212,19 +212,27 @@ def test_a_penalty_of_all_weights_in_one_call_has_its_gradient(
         assert torch.equal(shards.gradient(mine), theirs.grad)
 
 
-def test_a_graph_keeps_no_copy_and_refuses_weights_of_a_later_step(
-    shards: Shards, model: nn.Module, plain: nn.Module
+@pytest.mark.parametrize("way", ["step", "load_state_dict", "gathered"])
+def test_a_graph_keeps_no_copy_and_refuses_weights_that_have_changed(
+    way: str, shards: Shards, model: nn.Module, plain: nn.Module
 ) -> None:
     optim = tiermem.AdamW(model.parameters(), lr=1e-2)
-    penalty = model.get_parameter(WHOLE).pow(2).sum()
+    param = model.get_parameter(WHOLE)
+    penalty = param.pow(2).sum()
     assert callable(penalty.grad_fn.next_functions[0][0]._raw_saved_self.data)
-    loss_of(model, 0).backward()
-    optim.step()
+    if way == "step":
+        loss_of(model, 0).backward()
+        optim.step()
+    elif way == "load_state_dict":
+        model.load_state_dict({WHOLE: torch.ones(97, 31)}, strict=False)
+    else:
+        with GatheredParameters(param, modifier_rank=0), torch.no_grad():
+            param.mul_(0.5)
     with pytest.raises(
-        RuntimeError, match=r"shape \(97, 31\) was made before the optimizer stepped it"
+        RuntimeError, match=r"shape \(97, 31\) was made before the parameter was stepped or written"
     ):
         penalty.backward()
-    shards.replace(model.get_parameter(WHOLE), plain.get_parameter(WHOLE).detach())
+    shards.replace(param, plain.get_parameter(WHOLE).detach())
 
 
 def test_a_view_that_is_kept_shows_the_values_of_now(

@@ -1100,7 +1100,7 @@ def _kept(
     reads the weight again.
 
     copied: the parameter of each copy, by the copy's storage. The function raises RuntimeError
-        after a step of the parameter.
+        after a step or another write of the parameter.
     """
     param = copied.get(saved.untyped_storage()._cdata) if saved.layout is torch.strided else None
     if param is None or saved.is_conj() or saved.is_neg():
@@ -1109,13 +1109,13 @@ def _kept(
         return lambda: held
     shape = (saved.shape, saved.stride(), saved.storage_offset())
     dtype = saved.dtype
-    num_steps = shards.find(param)[1].num_steps
+    version = param._version
 
     def read() -> torch.Tensor:
-        if shards.find(param)[1].num_steps != num_steps:
+        if param._version != version:
             raise RuntimeError(
                 f"a graph that reads a parameter of shape {tuple(param.shape)} was made before the "
-                "optimizer stepped it: run backward before the step"
+                "parameter was stepped or written: run backward before that"
             )
         return shards.weight(param).to(shards.device).flatten().view(dtype).as_strided(*shape)
 
