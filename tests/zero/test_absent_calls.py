@@ -16,6 +16,7 @@ from absent_calls import READS, WHOLE, WRITES, outcome, table
 from programs import models
 from programs.twins import batch, is_absent, loss_of, seeded
 from torch import nn
+from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
 import tiermem
 from tiermem import OffloadPolicy, Shards, Tier
@@ -233,6 +234,26 @@ def test_a_graph_keeps_no_copy_and_refuses_weights_that_have_changed(
     ):
         penalty.backward()
     shards.replace(param, plain.get_parameter(WHOLE).detach())
+
+
+def test_hooks_on_gradients_find_where_an_absent_parameters_gradient_comes(
+    shards: Shards, model: nn.Module, plain: nn.Module
+) -> None:
+    """As get_gradient_edge and register_multi_grad_hook do, and older code by `p.expand_as(p)`."""
+    found = []
+    for each in (model, plain):
+        param, seen = each.get_parameter(WHOLE), list[torch.Tensor]()
+        handle = register_multi_grad_hook([param], lambda grads, seen=seen: seen.extend(grads))
+        node = param.expand_as(param).grad_fn.next_functions[0][0]
+        node.register_hook(lambda *_, seen=seen: seen.append(torch.ones(1)))
+        loss = loss_of(each, 0)
+        loss.backward(retain_graph=True)
+        handle.remove()
+        seen += torch.autograd.grad(loss, [get_gradient_edge(param)])
+        found.append(seen)
+    assert len(found[0]) == 3
+    for mine, theirs in zip(*found, strict=True):
+        assert torch.equal(mine, theirs)
 
 
 def test_a_view_that_is_kept_shows_the_values_of_now(

@@ -387,6 +387,7 @@ class RestingView(torch.Tensor):
     ) -> None:
         self.params = params
         self.make = make
+        self.node: Any = None  # its `grad_fn`, where no values were needed for it
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -403,6 +404,8 @@ def _call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             first.params[0],
             name + " changes a view of {}, which is made again at every use. Take a clone() of it",
         )
+    if isinstance(first, RestingView) and name == "grad_fn":
+        return first.node
     with torch._C.DisableTorchFunctionSubclass():
         if not needs_values(func) or (name in _LIKE and not is_first):
             return func(*args, **kwargs)
@@ -444,7 +447,7 @@ def _call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if owner is None:
             return func(*args, **kwargs)
         if is_first and name in _CASTS:
-            probe = torch.empty(0, dtype=first.dtype, device=first.device)
+            probe = torch.empty((0,) * first.ndim, dtype=first.dtype, device=first.device)
             cast = func(probe, *args[1:], **kwargs)
             if cast is probe or not isinstance(cast, torch.Tensor):
                 return first if cast is probe else cast
@@ -454,10 +457,15 @@ def _call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
                 "for a kernel in forward"
             )
             refuse(params[0], f"{name} asks for the memory of {{}}, and it has none. Use {instead}")
-        if name in ("data", "detach"):  # needs no values yet: state_dict() detaches every parameter
-            return RestingView(
-                first.detach(), params, functools.partial(_call_lent, func, params, *args, **kwargs)
-            )
+        # need no values yet: state_dict() detaches every parameter, and hooks on gradients ask a
+        # view of the whole for its `grad_fn`
+        is_whole = name in ("view_as", "expand_as") and args[-1] is first
+        if name in ("data", "detach") or (is_whole and type(first) is RestingParameter):
+            like = func(*args, **kwargs)
+            make = functools.partial(_call_lent, func, params, *args, **kwargs)
+            view = RestingView(like, params, make)
+            view.node = like.grad_fn
+            return view
     mine = [param for param in params if registry.owner_of(param) is owner]
     return owner.lend(mine, functools.partial(_call_lent, func, mine), args, kwargs)
 
