@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ def there_and_back(value: Any) -> Any:
     [
         None, True, 0, -(1 << 100), 0.1, float("inf"), -0.0, "é\ud800", [1, [2.5]], (1, (2,)), {"a": {1: (2,)}}, {"$": "x"},
         {(1, 2): {3}}, frozenset([1]), b"\0\xff", 1 + 2j, torch.Size([2, 0]), torch.bfloat16, OrderedDict(a=1, b=[None]),
-        random.Random(3).getstate(),
+        random.Random(3).getstate(), Counter([4, 2, 4]),
     ],
 )  # fmt: skip
 def test_values_come_back_equal(value: Any) -> None:

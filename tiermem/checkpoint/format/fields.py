@@ -277,6 +277,7 @@ def _kind(value: Any) -> str:
 #
 #     None, bool, int, float, str, list, dict of strings          as JSON
 #     tuple, set, bytes, dict with other keys, inf and nan        {"$": "tuple", "value": [...]}, ... ($ names the type)
+#     Counter, which torch's MultiStepLR saves                    {"$": "counter", "value": [[key, count], ...]}
 #     torch.Tensor, numpy arrays and scalars, torch.dtype, Size   {"$": "tensor", "dtype": "fp32", "shape": [2], "value": ...}
 #
 # `encode` refuses any other type instead of pickling it, because opening a checkpoint must never
@@ -502,6 +503,9 @@ _CODECS: dict[str, _Codec] = {
         (float,), lambda v, *_: str(v), lambda v, *_: float(_among(v, _NOT_FINITE)), False
     ),
     "dict": _Codec((dict, OrderedDict), _encode_dict, _decode_dict, False),
+    "counter": _Codec(
+        (Counter,), _encode_dict, lambda *given: Counter(_decode_dict(*given)), False
+    ),
     "size": _Codec((torch.Size,), _encode_items, lambda value, *_: torch.Size(_sizes(value))),
     "tuple": _Codec((tuple,), _encode_items, lambda *given: tuple(_decode_items(*given)), False),
     "set": _Codec((set,), _encode_items, lambda *given: set(_spread(_decode_items(*given))), False),
