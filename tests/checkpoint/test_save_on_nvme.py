@@ -160,11 +160,16 @@ def test_the_oldest_tag_is_dropped_with_a_word(
         ]
         assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["latest", "t3", "t4"]
         assert latest_of(tmp_path / "out") == "t3"
-        checkpoint.save(
-            shards, optimizer, tmp_path / "out", "t3"
-        )  # the same tag again: replaced, nothing else is dropped
-        assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["latest", "t3", "t4"]
-        assert states_in(tmp_path / "out", "t3") == saved[4] == states_in(tmp_path / "out", "t4")
+        # the same tag again, by another name of the folder: replaced, nothing else is dropped
+        (tmp_path / "link").symlink_to("out")
+        for is_copy in (False, True):
+            checkpoint.save(shards, optimizer, tmp_path / "link", "t3", copy=is_copy)
+            checkpoint.wait(shards)
+            names = sorted(path.name for path in (tmp_path / "out").iterdir())
+            assert names == ["latest", "t3", "t4"]
+            assert (
+                states_in(tmp_path / "out", "t3") == saved[4] == states_in(tmp_path / "out", "t4")
+            )
 
 
 def test_a_run_that_saved_leaves_its_store_and_any_other_leaves_nothing(tmp_path: Path) -> None:

@@ -31,9 +31,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiermem.checkpoint.format.fields import Json, encode
-from tiermem.checkpoint.format.finding import dir_of, known_latest, written
+from tiermem.checkpoint.format.finding import dir_of, known_latest, real, written
 from tiermem.checkpoint.format.manifest import (
     LATEST_FILE,
+    POINTER_FILE,
     Manifest,
     data_name,
     manifest_name,
@@ -117,7 +118,7 @@ class HeldStep:
     tag: str | None
     freeze: Freeze
     manifest: Path  # rank 0's
-    pointer: Path | None  # of its tag
+    pointer: Path | None  # of its tag, without links, each of which would be another name of it
     files: tuple[Path, ...]  # part and data
 
     @property
@@ -262,7 +263,8 @@ class Commits:
         own = (path, *files[len(freeze.files) :])
         manifest = folder / manifest_name(commit)
         step = content.manifest
-        kept = HeldStep(commit, step.step, step.tag, freeze, manifest, content.pointer, own)
+        pointer = content.pointer and real(content.pointer.parent) / POINTER_FILE
+        kept = HeldStep(commit, step.step, step.tag, freeze, manifest, pointer, own)
         return kept, told
 
     def _doomed(self, kept: HeldStep, is_whole: bool) -> list[HeldStep]:

@@ -33,7 +33,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tiermem.checkpoint.format.finding import Rows, copy_name
+from tiermem.checkpoint.format.finding import Rows, copy_name, real
+from tiermem.checkpoint.format.manifest import POINTER_FILE
 from tiermem.checkpoint.saving.commit import COPYING, Commits
 from tiermem.checkpoint.saving.pieces import Placed, packed, write_data
 from tiermem.checkpoint.saving.publish import (
@@ -338,8 +339,9 @@ class Copies:
         """Copies the frozen ranges and publishes the copy. Thaws on success and on error.
         Collective in the group of `topology`; blocks."""
         commits = self._commits
-        replaced = [each for each in commits.steps if each.pointer == work.content.pointer]
         path = work.data.with_name(copy_name(commits.run_id, work.commit, None, "json"))
+        pointer = real(path.parent) / POINTER_FILE
+        replaced = [each for each in commits.steps if each.pointer == pointer]
         with contextlib.closing(work.held), work.undo:
             _, told = together(topology, COPYING, lambda: self._copy_own(work))
             if self._shards.topology.rank:
