@@ -69,7 +69,7 @@ class Resources:
         """Raises RuntimeError after `close`, and in a forked child."""
         check_process(self._owner, "this store")
         if self.is_closed:
-            raise RuntimeError("this store is closed")
+            raise RuntimeError("this store is closed: what rested in it can be used no more")
 
     def queues(self) -> Queues:
         """Returns the queues. Opens them first if need be, and registers the memory carved so far.

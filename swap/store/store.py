@@ -160,7 +160,7 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         Raises ValueError for a name that exists, BudgetError, OSError (ENOSPC) or, for DEVICE,
         torch's OutOfMemoryError.
         """
-        self._check_usable()
+        self.check_usable()
         with self._lock:
             if name in self._entries:
                 raise ValueError(f"{name!r} is in the store already")
@@ -190,7 +190,7 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         about the size, for the error. Raises OSError (ENOSPC) with the arithmetic; then no space is
         taken.
         """
-        self._check_usable()
+        self.check_usable()
         with self._lock:
             try:
                 return self._files.reserve(num_bytes)
@@ -213,7 +213,7 @@ class TensorStore(AbstractContextManager["TensorStore"]):
 
         Bytes that a freeze holds stay until the thaw.
         """
-        self._check_usable()
+        self.check_usable()
         with self._lock:
             entry = self._entries.pop(name)
             self.sums.forget(name)
@@ -267,7 +267,7 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         budget needs write-backs in flight to end. The Move of an entry whose write-back failed
         fails with that error. Raises KeyError, BudgetError.
         """
-        self._check_usable()
+        self.check_usable()
         while True:
             try:
                 with self._lock:
@@ -291,7 +291,7 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         The caller may reuse memory lent by `into` at once after a clean release, and after the
         Move's end after a dirty one. Raises RuntimeError when the tensor is not PRESENT.
         """
-        self._check_usable()
+        self.check_usable()
         self._entries[name].end_device_copy(dirty)
         with self._lock:
             entry = self._entries[name]
@@ -324,7 +324,7 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         The tensor has the bytes of the new slot from now on. Raises ValueError on another tier, and
         for another size.
         """
-        self._check_usable()
+        self.check_usable()
         with self._lock:
             return self._entries[name].exchange(slot)
 
@@ -349,7 +349,7 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         it has ended. is_checked: whether pieces with a checksum are verified. Raises ValueError for
         ranges outside an entry or unaligned.
         """
-        self._check_usable()
+        self.check_usable()
         with self._lock:
             entries = tuple(self._entries[entry_name] for entry_name, _, _ in ranges)
             ops = reads_of(places_of(self._entries, ranges))
@@ -382,7 +382,7 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         Raises NoSlotError when freezes hold all slots of a range, OSError (ENOSPC) when the disk
         has no space for another slot.
         """
-        self._check_usable()
+        self.check_usable()
         summed = self.sums.of_write(ranges)
         with self._lock:
             return self._write(ranges, [buffer for _, _, buffer in ranges], name, priority, summed)
@@ -403,7 +403,7 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         address are multiples of 4096. It suits rows of an embedding: Python does no work per block.
         `title` names the Move. Checksums are not verified.
         """
-        self._check_usable()
+        self.check_usable()
         with self._lock:
             entry = self._entries[name]
             home = entry.check_blocks(offsets, block_bytes, into)
@@ -416,7 +416,7 @@ class TensorStore(AbstractContextManager["TensorStore"]):
     def queues(self) -> Queues:
         """The queues, one per path. The first transfer opens them and registers the memory carved
         so far. Raises OSError."""
-        self._check_usable()
+        self.check_usable()
         with self._lock:
             return self._held.queues()
 
@@ -432,7 +432,7 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         frozen. The caller may retry after a failed sync, except on buffered paths, where the kernel
         may have dropped the bytes.
         """
-        self._check_usable()
+        self.check_usable()
         with self._lock:
             homes = {
                 e: e.nvme
@@ -468,6 +468,10 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         """Raises RuntimeError in a forked child, which does not have the store's memory."""
         check_process(self._owner, "this store")
 
+    def check_usable(self) -> None:
+        """Raises RuntimeError after `close`, and in a forked child."""
+        self._held.check_usable()
+
     def folders(self) -> tuple[Path, ...]:
         """Returns the run's folder on each path. `close` also removes other files there whose names
         run_folder.py knows."""
@@ -476,7 +480,7 @@ class TensorStore(AbstractContextManager["TensorStore"]):
     def flush(self) -> None:
         """Waits for every write and raises the first error among them; pins and registers memory
         carved since. Blocks."""
-        self._check_usable()
+        self.check_usable()
         if is_accelerator(self.device):
             self.arena.pin(self.device)
         with self._lock:
@@ -535,12 +539,9 @@ class TensorStore(AbstractContextManager["TensorStore"]):
 
     # ---- inside ----------------------------------------------------------------------------------
 
-    def _check_usable(self) -> None:
-        self._held.check_usable()
-
     def _slot_of(self, name: str) -> Slot:
         """The memory in which a tensor rests on HOST or DEVICE."""
-        self._check_usable()
+        self.check_usable()
         self.on_device.check_there(name)
         entry = self._entries[name]
         slot = entry.slot

@@ -19,7 +19,7 @@ from programs.twins import assert_same_tensors, loss_of, seeded, states_of, trai
 from torch import nn
 
 import tiermem
-from tiermem import OffloadPolicy, Shards, Tier
+from tiermem import OffloadPolicy, Shards, Tier, checkpoint
 from tiermem.precision import PRESETS
 from tiermem.utils import (
     safe_get_full_fp32_param,
@@ -604,9 +604,15 @@ def test_steps_are_counted_for_parameters_of_a_group_alone(tmp_path: Path) -> No
 def test_a_closed_model_has_no_states_left(tmp_path: Path) -> None:
     model = seeded(Tower)
     shards = tiermem.shard(model, policy("nvme", tmp_path))
-    tiermem.AdamW(model.parameters())
+    optim = tiermem.AdamW(model.parameters())
+    checkpoint.save(shards, optim, tmp_path / "out")
     shards.close(materialize=True)
     assert isinstance(shards, Shards)
+    for act in (checkpoint.save, checkpoint.load):
+        with pytest.raises(RuntimeError, match="this store is closed"):
+            act(shards, optim, tmp_path / "out")
+    with pytest.raises(RuntimeError, match="this store is closed"):
+        shards.weight(model.head.weight)
     with pytest.raises(
         ValueError, match="once the engine or the shards are closed, its states are gone"
     ):

@@ -336,8 +336,8 @@ class Shards:
 
     def find(self, param: nn.Parameter) -> tuple[LiveUnit, Shard]:
         """A parameter's unit and its shard. Raises ValueError for a parameter of another model,
-        RuntimeError in a fork."""
-        self.store.check_process()
+        RuntimeError in a fork and after `close`."""
+        self.store.check_usable()
         try:
             return self._by_param[id(param)]
         except KeyError:
@@ -572,14 +572,14 @@ class Shards:
         """Finishes the step under way, then raises RuntimeError when the model's states are of two
         different steps.
 
-        Raises the error of that step, and RuntimeError in a forked child and after half a
-        `load_state_dict`. Blocks.
+        Raises the error of that step, and RuntimeError after `close`, in a forked child and after
+        half a `load_state_dict`. Blocks.
         """
         self._check_untorn(is_step=False)
         self.steps.check_loaded()
 
     def _check_untorn(self, is_step: bool) -> None:
-        self.store.check_process()
+        self.store.check_usable()
         self.steps.finish_tiles() if is_step else self.steps.finish()
         self.steps.check_whole()
         self.hooks.recover()

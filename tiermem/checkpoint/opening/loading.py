@@ -339,14 +339,15 @@ def load(
     is verified. Raises NothingSaved (a FileNotFoundError) that lists the tags, when the tag does
     not exist, or when there are tags, no `latest`, and `newest` is False; ValueError for an empty
     load_dir; ManifestError and ValueError for a mismatch, before anything is changed; DamagedState
-    and OSError when reading fails. After a failed read the model holds a mixture of values, and
-    steps refuse to run until another load succeeds.
+    and OSError when reading fails; RuntimeError after `close`. After a failed read the model holds
+    a mixture of values, and steps refuse to run until another load succeeds.
     """
     beside = (("scheduler", scheduler), ("loss_scaler", loss_scaler), ("data", loader))
     asked = Asked(
         load_module_strict, load_optimizer_states, load_module_only, custom_load_fn, beside
     )
     where = named_folder("load_dir", load_dir)
+    shards.store.check_usable()
     try:
         wait(shards)  # before the newest step, or a copy's tag, is looked for
     except (OSError, RuntimeError, ValueError) as error:
