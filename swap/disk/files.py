@@ -139,7 +139,7 @@ class Segment:
                 errno.EIO,
                 "a sync has failed before, after which the kernel may have dropped what was "
                 f"written; this path is used buffered ({self.facts.why_buffered}). Save a copy "
-                "elsewhere, or resume from the last checkpoint",
+                "elsewhere (copy=True), or resume from the last checkpoint",
                 str(self.file),
             )
         self.check_whole()
@@ -147,7 +147,7 @@ class Segment:
             raise FileNotFoundError(
                 errno.ENOENT,
                 "this file was removed or replaced while the run uses it: its states could not "
-                "be found again. Save a copy elsewhere",
+                "be found again. Save a copy elsewhere (copy=True)",
                 str(self.file),
             )
         try:

@@ -420,13 +420,16 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         with self._lock:
             return self._held.queues()
 
-    def freeze(self) -> Freeze:
+    def freeze(self, is_kept: bool = True) -> Freeze:
         """Makes all durable entries on NVME durable: they are on the disk on return, and do not
         change there until the thaw.
 
         It covers each durable entry as last given to `put`, `release(dirty=True)` or `write` before
         the call. Changes to a PRESENT tensor that is not released yet are not included. Blocks for
         writes in flight and a sync. Other threads may continue; their writes go to other slots.
+
+        is_kept: whether the files are to hold the bytes after the run. If not, nothing is synced, and
+            the files may have been removed meanwhile: the caller reads them by `descriptors`.
 
         Raises OSError when a write failed and was not repeated, or a sync fails; then nothing is
         frozen. The caller may retry after a failed sync, except on buffered paths, where the kernel
@@ -450,7 +453,7 @@ class TensorStore(AbstractContextManager["TensorStore"]):
                 with self._lock:
                     for entry in homes:
                         entry.check_written(number)
-                self._files.sync()
+                self._files.sync() if is_kept else self._files.check_whole()
         except BaseException:
             with self._lock:
                 self._let_go(freeze)
@@ -476,6 +479,10 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         """Returns the run's folder on each path. `close` also removes other files there whose names
         run_folder.py knows."""
         return tuple(segment.folder for segment in self._files.segments)
+
+    def descriptors(self) -> tuple[int, ...]:
+        """The open segment file of each path, until `close`; it may have no name any more."""
+        return tuple(self._files.by_descriptor())
 
     def flush(self) -> None:
         """Waits for every write and raises the first error among them; pins and registers memory

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +31,7 @@ from runs import (
     error_of,
     failing,
     files_below,
+    live_states,
     model,
     policy,
     read_only_from,
@@ -186,7 +188,7 @@ def test_a_copy_that_fails_is_told_and_leaves_nothing(tmp_path: Path, is_behind:
             [("sync", ".bin"), ("write", "0.json.new"), ("rename", "tiermem.json")]
         ):
             with (
-                failing(kind, ending, 3 if kind == "sync" else 1),
+                failing(kind, ending, 2 if kind == "sync" else 1),
                 pytest.raises(OSError, match="it fails"),
             ):
                 copy_behind_a_step(made, shards, optimizer, out)
@@ -255,6 +257,25 @@ def test_a_copy_without_a_free_slot_is_whole_on_return(tmp_path: Path) -> None:
         saved = states_in(tmp_path / "out", "copy")
         train(made, optimizer, 1)
         assert states_in(tmp_path / "out", "copy") == saved != states_in(tmp_path / "out", "tag")
+
+
+def test_a_run_whose_folder_was_removed_is_saved_as_a_copy(tmp_path: Path) -> None:
+    made = model()
+    with tiermem.shard(made, policy("nvme", tmp_path, keep=2)) as shards:
+        optimizer = tiermem.AdamW(made.parameters(), lr=0.01)
+        train(made, optimizer, 1)
+        shutil.rmtree(shards.store.folders()[0])
+        with pytest.raises(FileNotFoundError, match=r"Save a copy elsewhere \(copy=True\)"):
+            checkpoint.save(shards, optimizer, tmp_path / "out", "tag")
+        checkpoint.save(shards, optimizer, tmp_path / "out", "tag", copy=True)
+        kept = live_states(shards)
+        train(made, optimizer, 1)
+    made = model(1)
+    with tiermem.shard(made, policy("cpu", tmp_path)) as shards:
+        optimizer = tiermem.AdamW(made.parameters(), lr=0.01)
+        checkpoint.load(shards, optimizer, tmp_path / "out")
+        opened = live_states(shards)
+        assert all(torch.equal(opened[key], value) for key, value in kept.items())
 
 
 def test_a_copy_under_way_is_ended_by_the_end_of_the_run(tmp_path: Path) -> None:

@@ -145,27 +145,40 @@ def take_room(path: Path, extents: Sequence[CopyExtent]) -> None:
         direct.take_room(fd, start, stop - start, path)
 
 
-def copy(sources: Sequence[Path], extents: Sequence[CopyExtent], path: Path, pace: Pace) -> None:
+def copy(
+    sources: Sequence[Path],
+    extents: Sequence[CopyExtent],
+    path: Path,
+    pace: Pace,
+    opened: Sequence[int] = (),
+) -> None:
     """Copies extents of the sources into an existing file and syncs it. Blocks, without the GIL.
-    Raises OSError."""
+    Raises OSError.
+
+    opened: descriptors of the sources, whose names may lead nowhere by now.
+    """
     with open_direct(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)[0] as target:
         with mmap.mmap(-1, _STEP_BYTES) as buffer:  # page-aligned, as O_DIRECT requires
             for number, source in enumerate(sources):
                 due = [each for each in extents if each.file == number]
                 if due:
-                    _copy_from(source, due, target, path, pace, buffer)
+                    fd = opened[number] if opened else None
+                    _copy_from(source, fd, due, target, path, pace, buffer)
         durable.sync(target, path)
 
 
 def _copy_from(
     source: Path,
+    opened: int | None,
     extents: Sequence[CopyExtent],
     target: int,
     path: Path,
     pace: Pace,
     buffer: mmap.mmap,
 ) -> None:
-    with open_direct(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)[0] as fd:
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+    own = open_direct(source, flags)[0] if opened is None else durable.Owned([os.dup(opened)])
+    with own as fd:
         ways = [_clone] if is_of_one_host(path.parent) else [_clone, _copy_range]
         ways.append(functools.partial(_read_and_write, buffer))
         end = os.fstat(fd).st_size
@@ -315,7 +328,7 @@ class Copies:
         undo.callback(held.close)
         freeze = None
         if content.resting.entries:
-            freeze = shards.store.freeze()
+            freeze = shards.store.freeze(is_kept=False)
             undo.callback(shards.store.thaw, freeze)
         data = folder / copy_name(self._commits.run_id, commit, content.part.rank, "bin")
         undo.callback(remove, data)
@@ -357,7 +370,8 @@ class Copies:
     def _copy_own(self, work: _Work) -> Any:
         if work.extents:
             assert work.freeze is not None  # the extents are of its files
-            copy(work.freeze.files, work.extents, work.data, self._pace)
+            opened = self._shards.store.descriptors()
+            copy(work.freeze.files, work.extents, work.data, self._pace, opened)
         path = work.data.with_name(
             copy_name(self._commits.run_id, work.commit, work.content.part.rank, "json")
         )

@@ -60,7 +60,6 @@ from tiermem.optim.base import NativeOptimizer
 from tiermem.policy import Tier
 from tiermem.run.shards import Shards
 from tiermem.swap.base.errors import Place
-from tiermem.swap.disk.paths import as_paths
 from tiermem.swap.memory.accelerator import generators, is_accelerator
 from tiermem.swap.store.checksum import crc32c
 from tiermem.swap.store.entry import Freeze
@@ -486,7 +485,7 @@ def _may_stay(shards: Shards, save_dir: Path) -> bool:
     if policy.durability == "none" or Tier.NVME not in (policy.params, policy.optim):
         return False
     folder = next(each for each in (save_dir, *save_dir.parents) if each.is_dir())
-    return folder.stat().st_dev == as_paths(policy.paths)[0].path.stat().st_dev
+    return folder.stat().st_dev == os.fstat(shards.store.descriptors()[0]).st_dev
 
 
 def _sum(own: Stretch) -> int:
