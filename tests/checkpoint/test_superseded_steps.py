@@ -14,6 +14,7 @@ from runs import model, policy, train
 
 import tiermem
 from tiermem import checkpoint
+from tiermem.checkpoint.format.finding import tags_of
 from tiermem.checkpoint.opening.source import verify_all
 
 
@@ -116,6 +117,14 @@ def test_a_copy_of_the_folder_drops_nothing_that_the_folder_names(
     _check_whole(tmp_path / ("other" if gone else "out"), "g1")
     _check_whole(copy, tag)
     assert f"{copy / 'g1'}: its states stay in {tmp_path}/tiermem-" in caplog.text
+
+
+def test_the_oldest_tag_goes_also_where_the_clock_was_set_back(tmp_path: Path) -> None:
+    for number in range(4):
+        _save(tmp_path, f"t{number}", keep=3)
+        os.utime(tmp_path / "out" / f"t{number}" / "tiermem.json", (1e9 - number, 1e9 - number))
+    assert tags_of(tmp_path / "out") == ["t3", "t2", "t1"]
+    _check_whole(tmp_path / "out", "t1", "t2", "t3")
 
 
 def test_a_folder_that_was_moved_drops_what_it_names(tmp_path: Path) -> None:

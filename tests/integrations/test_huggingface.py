@@ -4,6 +4,7 @@ from its checkpoints?"""
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -491,7 +492,17 @@ def test_the_best_model_is_loaded_and_training_stops_early(
 
 
 @pytest.mark.slow
-def test_save_total_limit_keeps_checkpoints_in_the_files_of_the_run(tmp_path: Path) -> None:
+def test_save_total_limit_keeps_checkpoints_in_the_files_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest ones, whatever the clock says."""
+
+    def write(state: TrainerState, file: str) -> None:
+        written(state, file)
+        os.utime(file, (1e9 - state.global_step,) * 2)
+
+    written = TrainerState.save_to_json
+    monkeypatch.setattr(TrainerState, "save_to_json", write)
     policy = on_nvme(tmp_path / "nvme")
     asked = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
     whole = train(TiermemTrainer, "gpt2", tmp_path / "out", tiermem=policy, **asked)

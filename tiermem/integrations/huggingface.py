@@ -42,6 +42,7 @@ from packaging.version import Version
 from torch import nn
 from transformers import Trainer
 
+from tiermem.checkpoint.format.finding import tags_of
 from tiermem.checkpoint.format.manifest import POINTER_FILE
 from tiermem.checkpoint.interchange.from_deepspeed import is_deepspeed
 from tiermem.checkpoint.interchange.write import in_own_format
@@ -586,9 +587,13 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def remove_older(folder: Path, limit: int) -> None:
-    """Removes all but the newest whole checkpoints, by the time at which the Trainer's state was
-    written: saving changes the times of the folders."""
-    states = sorted(folder.glob(f"checkpoint-*/{STATE_FILE}"), key=os.path.getmtime)
+    """Removes all but the newest whole checkpoints, in the order of their saves: saving changes the
+    times of the folders, and a clock may have been set back."""
+    numbers = {tag: number for number, tag in enumerate(reversed(tags_of(folder)))}
+    states = sorted(
+        folder.glob(f"checkpoint-*/{STATE_FILE}"),
+        key=lambda file: (numbers.get(file.parent.name, -1), os.path.getmtime(file)),
+    )
     kept = [each.parent for each in states[-limit:]]
     for each in folder.glob("checkpoint-*"):
         if each not in kept:

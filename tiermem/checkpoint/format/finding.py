@@ -647,14 +647,29 @@ def read_parts(opened: Opened) -> list[tuple[Path, Part]]:
 
 def tags_of(where: Path) -> list[str]:
     """The names of tags below a folder, newest first; of several parts, at most four, those whose
-    pointer says so. Raises OSError."""
-    found = [(_age(each), each.name) for each in where.iterdir() if _is_of_tag(each)]
+    pointer says so. Raises OSError.
+
+    Times decide, but between tags of one series their numbers: a clock may have been set back.
+    """
+    folders = {each.name: each for each in where.iterdir() if _is_of_tag(each)}
     for folder in _folders_in(where, _MOST_PARTS):
         with contextlib.suppress(ManifestError, OSError):
             tag = str(folder.relative_to(where))
             if folder.parent != where and read_pointer(folder / POINTER_FILE)[0].tag == tag:
-                found.append((_age(folder), tag))
-    return [name for _, name in sorted(found, reverse=True)]
+                folders[tag] = folder
+    counted = []
+    for tag, folder in folders.items():
+        number, series = 0, ""
+        with contextlib.suppress(ManifestError, OSError):
+            pointer, _ = read_pointer(folder / POINTER_FILE)
+            number, series = pointer.number, pointer.series
+        counted.append((number, _age(folder), tag, series))
+    newest = dict[str, int]()  # of each series, the age so far
+    found = []
+    for number, age, tag, series in sorted(counted):
+        newest[series] = max(age, newest.get(series, 0))
+        found.append((newest[series] if series else age, number, age, tag))
+    return [tag for *_, tag in sorted(found, reverse=True)]
 
 
 _MOST_PARTS = 4
