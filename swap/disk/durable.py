@@ -222,6 +222,12 @@ class NewFile:
         """A path that opens this very file, whatever has its name meanwhile."""
         return Path(f"/proc/self/fd/{self.fd}")
 
+    def write(self, data: bytes) -> None:
+        """Writes all its bytes, and syncs them. Blocks; raises OSError that names the path."""
+        with named(self.path):
+            write_all(self.fd, data, self.name)
+            self.sync()
+
     def sync(self) -> None:
         """Blocks until its bytes are on the disk. Raises OSError."""
         sync(self.fd, self.name)
@@ -280,10 +286,8 @@ def write_file(path: Path, data: bytes) -> None:
     opened before the rename.
     """
     with NewFile(path) as new:
-        with named(path):
-            write_all(new.fd, data, new.name)
-            new.sync()
-            new.place()
+        new.write(data)
+        new.place()
         new.sync_names()
 
 

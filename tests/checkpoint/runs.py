@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -162,16 +163,20 @@ def failing(
     return durable.watch(observe)
 
 
-def read_only_from(number: int) -> AbstractContextManager[None]:
+def read_only_from(
+    number: int,
+    kinds: Sequence[str] = ("sync", "write", "rename", "remove", "folder"),
+    code: int = errno.EROFS,
+) -> AbstractContextManager[None]:
     """From the number-th change to the disk on every one is refused, also those that take back what
     was done before."""
     left = [number]
 
     def observe(step: durable.Step) -> None:
-        if step.when == "before" and step.kind in ("sync", "write", "rename", "remove", "folder"):
+        if step.when == "before" and step.kind in kinds:
             left[0] -= 1
             if left[0] <= 0:
-                raise OSError(errno.EROFS, "Read-only file system", step.name)
+                raise OSError(code, os.strerror(code), step.name)
 
     return durable.watch(observe)
 

@@ -141,6 +141,24 @@ def test_an_earlier_run_whose_folder_cannot_be_looked_through_is_left_and_not_he
     } == {"whole"}
 
 
+def test_a_disk_that_runs_full_keeps_the_tag_that_is_saved_again(tmp_path: Path) -> None:
+    made, out = model(), tmp_path / "out"
+    with tiermem.shard(made, policy("nvme", tmp_path)) as shards:
+        optimizer = tiermem.AdamW(made.parameters(), lr=0.01)
+        checkpoint.save(shards, optimizer, out, "tag")
+        saved = states_in(out, "tag")
+        train(made, optimizer, 1)
+        for number in range(1, 6):  # part, manifest, README, pointer, latest
+            with (
+                read_only_from(number, ("write",), errno.ENOSPC),
+                pytest.raises(OSError, match="No space left"),
+            ):
+                checkpoint.save(shards, optimizer, out, "tag")
+            assert states_in(out, "tag") == saved and latest_of(out) == "tag"
+        checkpoint.save(shards, optimizer, out, "tag")
+        assert states_in(out, "tag") != saved
+
+
 def test_a_file_that_cannot_be_looked_at_is_no_missing_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,7 +68,6 @@ def export_whole(
                 verify_all(source, progress)
                 num_bytes = source.num_bytes
         said = said_of(out / name / file, out, name)
-        replace(pointer_path(out, name), said, undoing)
-        replace(out / LATEST_FILE, said, undoing)
+        replace([pointer_path(out, name), out / LATEST_FILE], said, undoing)
         undoing.pop_all()
     return Imported(out / name, name, manifest.step, len(manifest.parameters), num_bytes, ())

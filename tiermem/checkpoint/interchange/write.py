@@ -286,7 +286,7 @@ def write_checkpoint(
             told = write_part(new / part, _COMMIT, content, [data], [placed])
             durable.write_file(new / file, manifest_of(content, _COMMIT, [told], new).dump())
             Source(read_manifest(Found(new / file))).close()  # raises if it would not open
-        replace(out / LATEST_FILE, said_of(folder / file, out, tag), undoing)
+        replace([out / LATEST_FILE], said_of(folder / file, out, tag), undoing)
         undoing.pop_all()
     return Imported(
         folder,

@@ -224,9 +224,10 @@ def publish(
     with contextlib.closing(SavingInto(pointer.parent, undo)):
         _explain(pointer, path, manifest, told, undo)
         said = pointer_to(path, data, manifest, content.save_dir, manifest.tag, latest).dump()
-        replace(pointer, said, undo)
-    if content.save_latest or (latest is not None and latest.tag == manifest.tag):
-        replace(content.save_dir / LATEST_FILE, said, undo)
+        names = [pointer]
+        if content.save_latest or (latest is not None and latest.tag == manifest.tag):
+            names.append(content.save_dir / LATEST_FILE)
+        replace(names, said, undo)
     return replaced
 
 
@@ -267,7 +268,7 @@ def _explain(
         return
     folders = "".join(f"    {each}\n" for each in places)
     text = _TOLD.format(tag=manifest.tag, step=manifest.step, folders=folders)
-    replace(readme, _MARK + os.fsencode(text), undo)
+    replace([readme], _MARK + os.fsencode(text), undo)
     logger.info(
         "checkpoint %r (step %d) stays where its states rest: %s; %s says how to take it along",
         manifest.tag, manifest.step, ", ".join(places), readme,
@@ -310,13 +311,22 @@ def said_of(path: Path, save_dir: Path, tag: str) -> bytes:
     return pointer_to(path, data, manifest, save_dir, tag, known_latest(save_dir)).dump()
 
 
-def replace(path: Path, data: bytes, undo: contextlib.ExitStack) -> None:
-    """Writes a file. `undo` restores the old content, or removes the file if there was none."""
-    if durable.exists(path):
-        undo.callback(_restore, path, durable.read_file(path, MOST_POINTER_BYTES))
-    else:
-        undo.callback(remove, path)
-    durable.write_file(path, data)
+def replace(paths: Sequence[Path], data: bytes, undo: contextlib.ExitStack) -> None:
+    """Writes the same bytes to files, one after the other. All take their disk space before the
+    first changes, so that a full disk changes none. `undo` restores the old content, or removes
+    files that there were not. Raises OSError."""
+    with contextlib.ExitStack() as making:
+        made = [making.enter_context(durable.NewFile(path)) for path in paths]
+        for new in made:
+            new.write(data)
+        for new in made:
+            if durable.exists(new.path):
+                old = durable.read_file(new.path, MOST_POINTER_BYTES)
+                undo.callback(_restore, new.path, old)
+            else:
+                undo.callback(remove, new.path)
+            new.place()
+            new.sync_names()
 
 
 def make_folder(folder: Path, undo: contextlib.ExitStack) -> None:
@@ -349,7 +359,8 @@ def remove_empty(folder: Path) -> None:
 
 def _restore(path: Path, data: bytes) -> None:
     try:
-        durable.write_file(path, data)
+        if durable.read_file(path, MOST_POINTER_BYTES) != data:
+            durable.write_file(path, data)
     except OSError as error:
         logger.warning("%s could not be put back: %s", path, error.strerror)
 
