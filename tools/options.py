@@ -242,7 +242,8 @@ class TrainOptions(RunOptions):
         "value: list them",
     )
     save: Path | None = optional(
-        "folder of checkpoints [default, with --save-every: in the run's folder]"
+        "folder of checkpoints [default, with --save-every or where a resumed run had a --save: in "
+        "the run's folder]"
     )
     save_every: int | None = optional(
         "steps between two checkpoints [default: one at the end]", check=POSITIVE

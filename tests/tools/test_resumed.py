@@ -173,6 +173,21 @@ def test_steps_count_from_the_first(tmp_path: Path, text: Path) -> None:
     ):
         with_saved(TrainOptions(), resumed)
     assert with_saved(TrainOptions(steps=8), resumed).steps == 8
+    resumed = find_resumed(saved(tmp_path / "of 10", text, 10, steps=None))
+    with pytest.raises(ValueError, match="give more than 10, not 10"):
+        with_saved(TrainOptions(), resumed)
+
+
+def test_what_goes_on_from_a_run_that_saved_saves_in_its_own_folder(
+    tmp_path: Path, text: Path
+) -> None:
+    options = TrainOptions(preset="151m", data=(text,), offload="cpu", save=tmp_path / "ck")
+    job = make_job(options, "run", tmp_path / "first")
+    for step in (1, 2):
+        where = save_step(tmp_path / f"ck{step}", step, "tag", {"tiermem train": job.to_save})
+        job = resume(tmp_path, where)
+        assert job.save_dir == str(tmp_path / "run" / "checkpoints")
+    assert resume(tmp_path, saved(tmp_path / "unsaved", text)).save_dir is None
 
 
 def test_a_run_s_folder_means_its_newest_step(tmp_path: Path, text: Path) -> None:

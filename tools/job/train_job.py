@@ -217,6 +217,7 @@ class Resumed(NamedTuple):
     options: dict[str, Any]
     compute_dtype: str = "storage"  # in which its products were made
     streamed_part: float = 0.0  # of its tiles elsewhere: those that an accelerator stepped
+    is_saved: bool = False  # whether the run had a --save or --save-every, and saved at its end
 
 
 def options_to_save(
@@ -265,6 +266,7 @@ def find_resumed(where: Path) -> Resumed:
             options,
             manifest.compute_dtype,
             manifest.streamed_part,
+            bool(saved.get("is_saved")),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
@@ -288,10 +290,11 @@ def with_saved(options: TrainOptions, resumed: Resumed) -> TrainOptions:
     if options.is_checkpointing is None:
         taken["is_checkpointing"] = resumed.options["is_checkpointing"]
     found = dataclasses.replace(options, **taken)
-    if found.steps is not None and found.steps <= resumed.step:
+    steps = found.steps or DEFAULT_STEPS
+    if steps <= resumed.step:
         raise ValueError(
             f"--resume: {resumed.path} has {numbered(resumed.step, 'step')} behind it, and --steps counts "
-            f"from the first: give more than {resumed.step}, not {found.steps}"
+            f"from the first: give more than {resumed.step}, not {steps}"
         )
     return found
 
@@ -351,6 +354,7 @@ def make_job(options: TrainOptions, name: str, folder: Path, resumed: Resumed | 
     seed = options.seed if options.seed is not None else DEFAULT_SEED
     corpus = Corpus(options.data, seq, seed)  # raises for what cannot be read
     saves = options.save is not None or options.save_every is not None
+    saves |= resumed is not None and resumed.is_saved
     return Job(
         name=name,
         shape=shape,
@@ -371,7 +375,7 @@ def make_job(options: TrainOptions, name: str, folder: Path, resumed: Resumed | 
         save_dir=str((options.save or folder / CHECKPOINTS).absolute()) if saves else None,
         save_every=options.save_every,
         sustained=options.sustained,
-        to_save=options_to_save(options, name, shape, own),
+        to_save=options_to_save(options, name, shape, own) | {"is_saved": saves},
         source=corpus.source,
     )
 
