@@ -49,6 +49,20 @@ def test_every_state_is_read_to_the_bit(tmp_path: Path, num_ranks: int, dtype: t
     assert {p.num_steps for p in found.values() if "exp_avg" in p.states} == {3}
 
 
+def test_steps_that_groups_count_as_in_earlier_deepspeed_are_read(tmp_path: Path) -> None:
+    write_deepspeed(tmp_path, 1, torch.float32)
+    (file,) = (tmp_path / TAG).glob("*_optim_states.pt")
+    with their_classes():
+        found = torch.load(file, weights_only=False)
+        kept = found["optimizer_state_dict"]["optimizer_state_dict"]
+        for entry in kept["state"].values():
+            del entry["step"]
+        for group in kept["param_groups"]:
+            group["step"] = 3
+        torch.save(found, file)
+    assert {p.num_steps for p in read_deepspeed(tmp_path).parameters if p.moments} == {3}
+
+
 def test_scalars_come_along(tmp_path: Path) -> None:
     write_deepspeed(tmp_path, 2, torch.bfloat16, is_dynamic=True)
     found = read_deepspeed(tmp_path)

@@ -3,6 +3,7 @@ refused when unclear?"""
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import resource
@@ -120,8 +121,25 @@ def test_an_optimizers_file_of_its_own_is_read(tmp_path: Path) -> None:
     check(read_torch(tmp_path / "model.pth", tmp_path / "optimizer.pt"), net, optimizer)
 
 
+def test_steps_that_groups_count_are_their_parameters(tmp_path: Path) -> None:
+    net = Net()
+    optimizer = two_groups(net)
+    train(net, optimizer)
+    kept = copy.deepcopy(optimizer.state_dict())
+    without_steps(kept)
+    for group in kept["param_groups"]:
+        group["step"] = 3
+    torch.save({"model": net.state_dict(), "optimizer": kept}, tmp_path / "a.pt")
+    check(read_torch(tmp_path / "a.pt"), net, optimizer)
+
+
 def without_a_moment(optimizer: dict[str, Any]) -> None:
     del optimizer["state"][1]["exp_avg_sq"]
+
+
+def without_steps(optimizer: dict[str, Any]) -> None:
+    for entry in optimizer["state"].values():
+        del entry["step"]
 
 
 def without_a_group(optimizer: dict[str, Any]) -> None:
@@ -132,6 +150,7 @@ def without_a_group(optimizer: dict[str, Any]) -> None:
     ("change", "said"),
     [
         (without_a_moment, "has no exp_avg_sq, which .* of the same group has"),
+        (without_steps, "exp_avg_sq is there and no step"),
         (without_a_group, "the optimizer has states of .*, which no param_groups list"),
     ],
 )

@@ -123,6 +123,20 @@ def steps_in(value: Any, what: str) -> int:
     return int(number)
 
 
+def steps_of(entry: Mapping[Any, Any], group: Mapping[str, Any], what: str) -> int:
+    """The steps that a parameter's states have seen: their own count, or their group's, where apex
+    and earlier DeepSpeed keep it. Raises ValueError where Adam's moments have no count."""
+    for kept in (entry, group):
+        if STEP in kept:
+            return steps_in(kept[STEP], what)
+    if EXP_AVG_SQ in entry:
+        raise ValueError(
+            f"{what}: {EXP_AVG_SQ} is there and no {STEP}, by which Adam corrects it: neither its "
+            "states nor its group count steps"
+        )
+    return 0
+
+
 def global_steps_of(
     found: Mapping[str, Any], parameters: Iterable[ForeignParameter], what: str
 ) -> int:

@@ -26,7 +26,7 @@ from tiermem.checkpoint.interchange.foreign import (
     is_buffer_like,
     is_extra,
     states_in,
-    steps_in,
+    steps_of,
 )
 from tiermem.checkpoint.interchange.from_torch import (
     MODEL_KEYS,
@@ -384,7 +384,7 @@ class _DcpReader:
             )
         groups, group_of = self._groups()
         parameters = [
-            self._parameter(name, weight, group_of.get(name))
+            self._parameter(name, weight, groups, group_of.get(name))
             for name, weight in self._weights.items()
         ]
         client = {}
@@ -455,7 +455,13 @@ class _DcpReader:
             group_of[str(name)], _ = groups.setdefault(text, (len(groups), settings))
         return [settings for _, settings in groups.values()], group_of
 
-    def _parameter(self, name: str, weight: Tensor, group: int | None) -> ForeignParameter:
+    def _parameter(
+        self,
+        name: str,
+        weight: Tensor,
+        groups: Sequence[Mapping[str, Any]],
+        group: int | None,
+    ) -> ForeignParameter:
         states = {WEIGHT: ForeignState(weight.dtype, weight.pieces)}
         kept = self._states.get(name, {})
         for key, value in states_in(kept, self._left_behind).items():
@@ -465,14 +471,16 @@ class _DcpReader:
                     f"{self._path}: {key} of {name} is {shown} where {weight.shape} is due"
                 )
             states[key] = ForeignState(value.dtype, value.pieces)
-        step = kept.get(STEP)
+        counted = {key: _number(value) if key == STEP else value for key, value in kept.items()}
         return ForeignParameter(
             name,
             weight.shape,
             states,
             is_buffer=group is None and not kept and is_buffer_like(name, weight.dtype),
             is_trainable=bool(kept) or group is not None or not self._settings,
-            num_steps=0 if step is None else steps_in(_number(step), f"{self._path}: {name}"),
+            num_steps=steps_of(
+                counted, {} if group is None else groups[group], f"{self._path}: {name}"
+            ),
             group=group,
         )
 

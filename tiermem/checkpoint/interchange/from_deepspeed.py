@@ -37,6 +37,7 @@ from tiermem.checkpoint.interchange.foreign import (
     of_tensor,
     states_in,
     steps_in,
+    steps_of,
     tie,
 )
 from tiermem.checkpoint.interchange.from_torch import Attributes, load_torch
@@ -197,16 +198,19 @@ class _DeepSpeedReader:
                 raise ValueError(f"{what} is in no parameter group of the optimizer's files")
             masters = [optim.flat_groups[sub_group] for optim in self._optims]
             flats = {MASTER: masters, **self._moments(sub_group, what)}
-            num_steps = steps_in(self._optims[0].states.get(sub_group, {}).get(STEP, 0), what)
+            group = group_of.get(sub_group)
+            num_steps = steps_of(
+                self._optims[0].states.get(sub_group, {}),
+                {} if group is None else self._optims[0].groups[group],
+                what,
+            )
             start = 0
             for name, shape in shapes.items():
                 numel = math.prod(shape)
                 states = self._states(
                     name, {state: _joined(flat, start, numel) for state, flat in flats.items()}
                 )
-                yield ForeignParameter(
-                    name, tuple(shape), states, num_steps=num_steps, group=group_of.get(sub_group)
-                )
+                yield ForeignParameter(name, tuple(shape), states, num_steps=num_steps, group=group)
                 start += -(-numel // len(self._models))
 
     def _check_states(self) -> None:

@@ -23,7 +23,6 @@ import torch
 from tiermem.checkpoint.format.manifest import WEIGHT
 from tiermem.checkpoint.interchange.foreign import (
     STATES,
-    STEP,
     STEP_KEYS,
     Foreign,
     ForeignParameter,
@@ -34,7 +33,7 @@ from tiermem.checkpoint.interchange.foreign import (
     is_extra,
     of_tensor,
     states_in,
-    steps_in,
+    steps_of,
     tie,
 )
 from tiermem.swap.disk import durable
@@ -283,7 +282,7 @@ def read_torch(path: Path, optimizer: Path | None = None) -> Foreign:
     ]
     if kept is not None:
         names = _names_of(parameters, kept, str(optimizer or path), kind != "safetensors")
-        parameters, more = _with_states(parameters, kept, names)
+        parameters, more = _with_states(parameters, kept, names, str(optimizer or path))
         groups = [
             {**group, "params": [names[key] for key in group["params"]]}
             for group in kept["param_groups"]
@@ -536,7 +535,7 @@ def _earliest(
 
 
 def _with_states(
-    parameters: Sequence[ForeignParameter], kept: State, names: Mapping[Any, str]
+    parameters: Sequence[ForeignParameter], kept: State, names: Mapping[Any, str], what: str
 ) -> tuple[list[ForeignParameter], list[str]]:
     key_of = {name: key for key, name in names.items()}
     group_of = {
@@ -556,7 +555,7 @@ def _with_states(
         for name, value in states_in(entry, left_behind).items():
             if value is not None:
                 states[name] = of_tensor(check_state(p.name, name, value, math.prod(p.shape)))
-        steps = steps_in(entry.get(STEP, 0), p.name)
+        steps = steps_of(entry, kept["param_groups"][group_of[key]], f"{what}: {p.name}")
         found.append(
             dataclasses.replace(
                 p, states=states, num_steps=steps, group=group_of[key], is_buffer=False
