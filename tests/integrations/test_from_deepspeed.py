@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from checkpoint.deepspeed_folders import SUB_GROUPS, Written, WrittenModel, write_deepspeed
+from checkpoint.deepspeed_folders import SUB_GROUPS, TAG, Written, WrittenModel, write_deepspeed
 from torch import nn
 from trainings import TiermemTrainer, arguments, closing, on_nvme
 
@@ -47,8 +47,14 @@ def assert_restored(model: nn.Module, written: Written) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_an_engine_opens_it_to_the_bit(num_ranks: int, tmp_path: Path) -> None:
+def test_an_engine_opens_it_to_the_bit_and_tells_what_it_leaves_behind(
+    num_ranks: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     written = write_deepspeed(tmp_path / "ds", num_ranks, torch.float32)
+    file = tmp_path / "ds" / TAG / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    found = torch.load(file)
+    found["module"]["norm._extra_state"] = torch.ones(2)
+    torch.save(found, file)
     before = sorted(tmp_path.rglob("*"))
     model = WrittenModel()
     config = {"train_batch_size": 2, "zero_optimization": {"stage": 3}}
@@ -56,6 +62,7 @@ def test_an_engine_opens_it_to_the_bit(num_ranks: int, tmp_path: Path) -> None:
         model=model, optimizer=torch.optim.AdamW(groups_of(model), lr=1.0), config=config
     )
     path, client_state = engine.load_checkpoint(tmp_path / "ds")
+    assert f"{tmp_path / 'ds'}: left behind: 'norm._extra_state' of the model" in caplog.messages
     assert path == str(tmp_path / "ds") and client_state == {"epoch": (2, "half")}
     assert (engine.global_steps, engine.skipped_steps, engine.get_lr()) == (4, 1, [5e-4, 1e-4])
     assert_restored(model, written)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import math
 import os
 import secrets
@@ -63,6 +64,8 @@ from tiermem.ranks.collectives import exchange
 from tiermem.ranks.topology import Topology
 from tiermem.swap.disk import durable
 from tiermem.swap.disk.run_folder import is_of_one_host
+
+logger = logging.getLogger("tiermem")
 
 # ---- reading a checkpoint of any known system ----------------------------------------------------
 
@@ -136,7 +139,8 @@ def in_own_format(
     """Yields the folder and the tag that `load` opens: those given, or of a DeepSpeed checkpoint a
     copy, removed afterwards.
 
-    Rank 0 writes the copy into load_dir, which takes as much disk space as the checkpoint.
+    Rank 0 writes the copy into load_dir, which takes as much disk space as the checkpoint, and logs
+    what it leaves behind.
     Collective; blocks. Raises the errors of `read_foreign` and `write_checkpoint`: on the other
     ranks a ValueError that quotes rank 0's.
     """
@@ -152,7 +156,9 @@ def in_own_format(
                 made = tempfile.mkdtemp(prefix=_COPY, dir=load_dir)
                 removing.callback(shutil.rmtree, made, ignore_errors=True)
                 removing.enter_context(contextlib.closing(SavingInto(Path(made), removing)))
-                write_checkpoint(read_foreign(load_dir, tag), Path(made))
+                copied = write_checkpoint(read_foreign(load_dir, tag), Path(made))
+                for each in copied.left_behind:
+                    logger.warning("%s: left behind: %s", load_dir, each)
             except (ValueError, OSError) as found:
                 error = found
         said, made = exchange(topology, ("" if error is None else str(error), made))[0]
