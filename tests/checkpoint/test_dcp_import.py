@@ -78,13 +78,19 @@ def test_tensors_beside_the_model_are_numbers_or_left_behind(tmp_path: Path) -> 
     ]  # fmt: skip
 
 
-def test_a_common_first_key_and_none_at_all_are_understood(tmp_path: Path) -> None:
+def test_a_common_first_key_one_of_a_part_and_none_at_all_are_understood(tmp_path: Path) -> None:
     net = Net()
     optimizer = plain(net)
     train(net, optimizer)
     model, optim = get_state_dict(net, optimizer)
     save({"app": {"model": model, "optim": optim}}, tmp_path / "app")
     check(read_dcp(tmp_path / "app"), net, optimizer)
+    save(
+        {**model, "optimizer": optim, "train_state": {"step": torch.tensor(3)}}, tmp_path / "spread"
+    )
+    found = read_dcp(tmp_path / "spread")
+    check(found, net, optimizer)
+    assert (found.global_steps, found.left_behind) == (3, ["'train_state' of the checkpoint"])
     save(model, tmp_path / "bare")
     found = read_dcp(tmp_path / "bare")
     assert {p.name for p in found.parameters} == set(net.state_dict())

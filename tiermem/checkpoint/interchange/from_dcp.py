@@ -334,7 +334,9 @@ def _unpickle(file: Path) -> Any:
 #     optim.param_groups.<n>.lr             groups; or by name, from flatten_optimizer_state_dict
 #
 # `model` and `optim` may have other names (from_torch.py), and a common first key ("app.model...").
-# Without a model key all tensors outside the optimizer are weights.
+# Without a model key all tensors outside the optimizer are weights. Where a key of one of them has a
+# dot, a model's state dict was spread beside the rest, as torchtitan does: then only those with a
+# single key are.
 
 _SCHEDULER_KEYS = ("scheduler", "lr_scheduler", "sched")
 
@@ -365,12 +367,16 @@ class _DcpReader:
         self._settings: dict[Any, dict[str, Any]] = {}
         self._rest: dict[Path_, Tensor | Plain] = {}
         has_model = any(keys[0] in MODEL_KEYS for keys in stored)
+        is_spread = any(
+            isinstance(value, Tensor) and len(keys) == 1 and "." in str(keys[0])
+            for keys, value in stored.items()
+        )
         for keys, value in stored.items():
             if keys[0] in OPTIMIZER_KEYS and len(keys) > 1:
                 self._take_optimizer(keys[1:], value)
             elif has_model and keys[0] in MODEL_KEYS:
                 self._take_weight(keys[1:], value)
-            elif not has_model and isinstance(value, Tensor):
+            elif isinstance(value, Tensor) and not has_model and (len(keys) == 1 or not is_spread):
                 self._take_weight(keys, value)
             else:
                 self._rest[keys] = value
