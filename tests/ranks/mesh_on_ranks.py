@@ -1,7 +1,8 @@
 """Run once per rank by test_mesh_on_ranks.py: trains cases on four ranks, beside a
 DistributedDataParallel twin.
 
-mesh_on_ranks.py OUT NVME [CASE ...]     writes OUT/<rank>.json: {"twin": ..., case: {"losses", "weights", "payloads", ...}}
+mesh_on_ranks.py OUT NVME [CASE ...]     writes OUT/<rank>.json: {"twin": ..., case: {"losses", "weights", "payloads", ...}},
+                                         and what `loaded_amid_gathers` gives
 
 Every node has a folder of its own below NVME. On one host LOCAL_WORLD_SIZE is made to say that
 there are two.
@@ -9,6 +10,7 @@ there are two.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import sys
@@ -37,6 +39,8 @@ def main(out: Path, nvme: Path, *cases: str) -> None:
     nvme = nvme / f"node{os.environ['GROUP_RANK']}"
     nvme.mkdir(exist_ok=True)
     found = {case: train(case, nvme) for case in cases or CASES} | {"twin": train_twin()}
+    if not cases:
+        found["loaded amid gathers"] = loaded_amid_gathers(nvme)
     (out / f"{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
@@ -86,6 +90,38 @@ def train(case: str, nvme: Path) -> dict[str, Any]:
                 if not u.unit.is_resident
             },
         }
+
+
+class Logged(torch.nn.Linear):
+    """Rank 0 looks at the weight in forward, as a log of norms does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if dist.get_rank() == 0:
+            self.weight.data.norm()
+        return super().forward(x)
+
+
+def loaded_amid_gathers(nvme: Path) -> list[float]:
+    """With second copies: how far a forward is from a plain one after weights were loaded while
+    their gathers were under way, and how far a step is after that."""
+    plain = seeded(lambda: torch.nn.Sequential(*[Logged(64, 64, bias=False) for _ in range(6)]))
+    weights = {name: 2 * value for name, value in plain.state_dict().items()}
+    model = copy.deepcopy(plain)
+    plain.load_state_dict(weights)
+    x = torch.ones(2, 64)
+    with tiermem.shard(model, policy_of("hpz 2 none", nvme)):
+        with torch.no_grad():
+            model[0](x)
+            model.load_state_dict(weights)
+            apart = [(model(x) - plain(x)).abs().max().item()]
+        for each in (model, plain):
+            optim = tiermem.AdamW(each.parameters(), lr=1e-2)
+            each(x).square().sum().backward()
+            optim.step()
+            optim.zero_grad()
+        theirs = plain.state_dict()
+        mine = model.state_dict()
+        return [*apart, max((mine[name] - theirs[name]).abs().max().item() for name in mine)]
 
 
 def batch_of(model: torch.nn.Module, step: int) -> float:

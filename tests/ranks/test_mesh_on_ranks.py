@@ -113,6 +113,13 @@ def test_with_a_second_copy_no_gather_of_backward_leaves_the_node(
         assert bytes_of(backward, "gathering", "within") == bytes_of(plain, "gathering", "shard")
 
 
+def test_a_second_copy_is_of_the_weights_that_were_loaded_amid_gathers(
+    launched: list[dict[str, Any]],
+) -> None:
+    for found in launched:
+        assert found["loaded amid gathers"] == pytest.approx([0.0, 0.0], abs=1e-6)
+
+
 def test_a_second_copy_is_planned_where_it_is_kept(launched: list[dict[str, Any]]) -> None:
     for found in launched:
         rows = {

@@ -471,7 +471,6 @@ class Shards:
             self.steps.commit()
         self.steps.finish()
         self.program.drop()
-        live.outdate()
         if live.is_streamed:
             live.part_from({live.memory.address})
         for index in live.written():
@@ -483,6 +482,7 @@ class Shards:
             live.show_again(index)
             if live.is_home(shown) and self._is_split(live):
                 live.remember(index)  # this program writes weights
+        live.renew()
 
     def _take_over(
         self, live: LiveUnit, shard: Shard, value: torch.Tensor, is_master: bool = False

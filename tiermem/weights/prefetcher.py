@@ -531,11 +531,10 @@ class Prefetcher(Generic[T]):
         under way."""
         self.is_changing = True
         for live in self._units:
-            live.outdate()
-        for live in self._units:
             if live.is_streamed and live.state is not UnitState.HOME:
                 live.let_all_go()
                 self._evict(live)
+            live.outdate()  # not before a gather under way has ended, which gives a second copy
         self.is_changing = False
 
     def outdate(self, live: T) -> None:
@@ -543,9 +542,9 @@ class Prefetcher(Generic[T]):
         if self.is_changing:
             return
         self.is_changing = True
-        live.outdate()
         if live.state is not UnitState.HOME and live.is_streamed:
             self._evict(live)
+        live.outdate()
         self.is_changing = False
 
     def has_room_for(self, units: Iterable[T]) -> bool:

@@ -513,6 +513,13 @@ class LiveUnit:
         if self._gather is not None:
             self._gather.outdate()
 
+    def renew(self) -> None:
+        """Notes that what the user has written to its parameters has changed the weights where they
+        rest: a second copy becomes what they show."""
+        self.passage.note_outdated()
+        if self._gather is not None:
+            self._gather.renew(self.memory.full)
+
     # ---- users -----------------------------------------------------------------------------------
 
     def hold(self) -> None:

@@ -74,6 +74,10 @@ class Gather:
         """Notes that the weights are about to change where they rest; a secondary copy is not used
         again."""
 
+    def renew(self, full: torch.Tensor) -> None:
+        """Makes a secondary copy that of a full layout which the user has written. Not
+        collective."""
+
 
 class UnitGather(Gather):
     """The gather of one unit; may be repeated. Collective: every rank starts the same gathers in
@@ -434,12 +438,12 @@ class NearGather(Gather):
     def start(self) -> Pending:
         """Starts the exchange, after `put`. Collective; does not block. Raises RankLost."""
         if not self._is_filled:
-            return Then([self._far.start()], self._keep)
+            return Then([self._far.start()], partial(self._keep, self._full))
         what = f"gathering {self._unit.name}"
         return Then(
             [
                 start(self._topology, what, dist.all_gather_into_tensor, *pair, among="within")
-                for pair in zip(self._wholes(), self._parts, strict=True)
+                for pair in zip(self._wholes(self._full), self._parts, strict=True)
                 if pair[0].numel()
             ]
         )
@@ -449,19 +453,25 @@ class NearGather(Gather):
         ranks."""
         self._is_filled = False
 
-    def _keep(self) -> None:
-        """Copies this rank's part out of the full layout, which has just been gathered."""
+    def renew(self, full: torch.Tensor) -> None:
+        """Makes the copy that of a full layout which the user has written. It stays filled: ranks
+        whose user has written nothing gather from it next."""
+        if self._is_filled:
+            self._keep(full)
+
+    def _keep(self, full: torch.Tensor) -> None:
+        """Copies this rank's part out of a full layout."""
         assert self._topology.within is not None
-        for mine, whole in zip(self._parts, self._wholes(), strict=True):
+        for mine, whole in zip(self._parts, self._wholes(full), strict=True):
             mine.copy_(whole.view(self._topology.within.size, -1)[self._topology.within.rank])
         self._is_filled = True
 
-    def _wholes(self) -> list[torch.Tensor]:
-        """The parameters in the full layout. The views are made anew, since the layout's memory
-        comes and goes."""
+    def _wholes(self, full: torch.Tensor) -> list[torch.Tensor]:
+        """The parameters in a full layout. The views are made anew, since the layout's memory comes
+        and goes."""
         num_shards = self._topology.num_shards
         return [
-            self._full[s.full_offset : s.full_offset + s.shard_numel * num_shards]
+            full[s.full_offset : s.full_offset + s.shard_numel * num_shards]
             for s in self._unit.shards
         ]
 
