@@ -57,7 +57,12 @@ class WaysOnly(Branches):
         return self.head(self.block[0](self.embed(tokens), way))
 
 
-MODELS = {"tower": models.ShortTower, "branches": Branches, "ways": WaysOnly}
+MODELS = {
+    "tower": models.ShortTower,
+    "one block": lambda: models.ShortTower(1),
+    "branches": Branches,
+    "ways": WaysOnly,
+}
 
 
 def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:

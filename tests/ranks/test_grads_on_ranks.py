@@ -116,7 +116,12 @@ def shares(found: Found, case: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    "case", ["stage 1", "stage 2", "stage 3", "stage 3, nvme", "graphs kept by one rank, stage 3"]
+    "case",
+    [
+        *("stage 1", "stage 2", "stage 3", "stage 3, nvme"),
+        "graphs kept by one rank, stage 3",
+        "graphs kept by one rank, one unit streamed",
+    ],
 )
 def test_a_unit_is_one_reduce_scatter_of_ranks_times_its_share(case: str, found: Found) -> None:
     expected = {unit: len(found) * share * 4 for unit, share in shares(found, case).items()}

@@ -64,9 +64,11 @@ CASES: dict[str, dict[str, Any]] = {
     "unused is an error": {"fields": {"stage": 2, "ignore_unused": False}, "model": "branches"},
     "unused is an error, stage 3": {"fields": {"ignore_unused": False}, "model": "ways"},
     "used is no error": {"fields": {"ignore_unused": False}},
-    **{
-        f"graphs kept by one rank, stage {stage}": {"fields": {"stage": stage}, "keeps": True}
-        for stage in (2, 3)
+    "graphs kept by one rank, stage 3": {"keeps": True},
+    "graphs kept by one rank, one unit streamed": {
+        "fields": {"persistence_numel": 2000},
+        "keeps": True,
+        "model": "one block",
     },
 }
 
@@ -76,5 +78,6 @@ ALWAYS = (
     "unused is an error",
     "unused is an error, stage 3",
     "graphs kept by one rank, stage 3",
+    "graphs kept by one rank, one unit streamed",
 )
 """What tests of single cases look at, and what others are compared with."""

@@ -315,6 +315,8 @@ class Hooks(Uncopied):
         self._is_training_pass = torch.is_grad_enabled()
         if self._is_training_pass:
             self.on_training()
+        if module is self._root and not self._by_module[module].needed:
+            self._uses.end_run()  # every rank calls it
         kind = (self._is_training_pass and module.training, module.training)
         order = self.prefetcher.order
         if (

@@ -193,8 +193,9 @@ class Uses:
     Ranks that reduce final gradients together have to call the same units final, although one rank
     may keep a graph that another one has thrown away. Each rank notes the forwards that no backward
     has answered. Forwards of one unit, one after the other, are one *run*: they need no fetch, so
-    that ranks may differ in how many they are. Where a unit has more runs than one, the ranks ask
-    one another before a backward whose graphs are left (`settle`).
+    that ranks may differ in how many they are. A call of a model whose units its modules need
+    begins runs anew. Where a unit has more runs than one, the ranks ask one another before a
+    backward whose graphs are left (`settle`).
 
     Args:
         any_of: flags of this rank -> whether any rank's is set, in order; collective. None: no
@@ -228,18 +229,25 @@ class Uses:
             self._count(use, live)
 
     def _count(self, use: UnitUse, live: LiveUnit) -> None:
-        if not live.unit.is_trainable or not live.is_streamed:
+        if not live.is_streamed:
             return
         index = live.unit.index
+        is_next = index == self._last
+        self._last = index
+        if not live.unit.is_trainable:
+            return
         runs = self._runs[index]
-        if index != self._last or not runs:
-            self._last = index
+        if not (is_next and runs):
             runs[next(self._numbers)] = []
         use.runs[index] = number = next(reversed(runs))
         runs[number].append(weakref.ref(use))
         if len(runs) > self._most_runs:
             self.settle()
             self._most_runs = max(_MOST_RUNS, 2 * len(runs))
+
+    def end_run(self) -> None:
+        """The next forward begins a run."""
+        self._last = -1
 
     def settle(self) -> None:
         """Before a backward: forgets the forwards whose graphs no rank has kept. Collective, where
@@ -269,7 +277,7 @@ class Uses:
         for live in use.units:
             self._open[live.unit.index].discard(use)
             self._runs[live.unit.index].pop(use.runs.pop(live.unit.index, -1), None)
-        self._last = -1
+        self.end_run()
 
     def promise(self, needed: Sequence[LiveUnit], change: int) -> None:
         """Notes that a use of each of these units will be made (change 1), or has been made (change
