@@ -359,6 +359,9 @@ def test_a_disk_too_small_for_two_slots_is_told_what_one_needs() -> None:
     short = planned(config_of(), Cluster(1, 1, nvme_bytes=room))
     assert [problem.where for problem in short.problems] == ["the disks of a node"]
     assert any("tiermem.durability" in each.words and each.fits for each in advise(short, most=20))
+    for own in ({}, {"disk_bytes": 1 << 40}):  # a machine without a disk
+        none = planned(config_of(**own), Cluster(1, 1, nvme_bytes=0))
+        assert [problem.where for problem in none.problems] == ["the disks of a node"]
 
 
 def test_a_second_copy_near_by_pays_where_the_near_network_is_faster() -> None:

@@ -271,7 +271,8 @@ def choose(
     limits = caps or Caps()
     if policy.most_disk_bytes is not None:
         most = policy.most_disk_bytes // ranks_on_node
-        limits = limits._replace(disk_bytes=min(most, limits.disk_bytes or most))
+        given = most if limits.disk_bytes is None else limits.disk_bytes
+        limits = limits._replace(disk_bytes=min(most, given))
     counted = functools.cache(functools.partial(CountedUses, model, division))
 
     @functools.cache

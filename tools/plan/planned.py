@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import importlib
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -291,9 +292,8 @@ class Planned:
 
     @property
     def excess(self) -> float:
-        """By what factor the tightest tier is too small; 1 when all fit."""
-        factors = (each.needed_bytes / each.limit_bytes for each in self.problems)
-        return max(factors, default=1.0)
+        """By what factors tiers are too small, multiplied; 1 when all fit."""
+        return math.prod(each.needed_bytes / max(1, each.limit_bytes) for each in self.problems)
 
     @property
     def problems(self) -> list[PlanProblem]:
@@ -303,7 +303,6 @@ class Planned:
         tiers = (
             (LIMITS[tier], self.tier_bytes(tier) * (1 if tier is Tier.DEVICE else per_node), limit)
             for tier, limit in cluster.limits.items()
-            if limit
         )
         needs = (
             *tiers,
