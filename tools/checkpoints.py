@@ -8,6 +8,7 @@ import fnmatch
 import functools
 import json
 import math
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -190,18 +191,16 @@ def _advise(found: Survey, console: Console, told: Sequence[RunReport]) -> None:
         if run in told:
             continue
         steps = found.steps_of(run.run_id)
+        removal = f"tiermem fsck {shlex.quote(str(run.folder))} --remove"
         if run in removable(found):
             what = "no durable step: nothing can be resumed. --remove removes it"
         elif steps:
             newest = max(step.step or 0 for step in steps)
-            what = (
-                f"step {newest} is durable: resume it, or remove it with tiermem fsck "
-                f"{run.folder} --remove"
-            )
+            what = f"step {newest} is durable: resume it, or remove it with {removal}"
         else:
             what = (
                 "it holds a part of durable steps that are not whole, or lie on another path of "
-                f"the run: mount its disks, or lose them with tiermem fsck {run.folder} --remove"
+                f"the run: mount its disks, or lose them with {removal}"
             )
         console.print(
             f"{run.folder}: {run.owner or 'a process'} was killed; {what}", style="yellow"
@@ -375,7 +374,7 @@ def import_checkpoint(options: ImportOptions, console: Console) -> int:
     console.print(f"{foreign.kind}: {what} of {sizes}  ->  {done.folder}")
     for each in done.left_behind:
         console.print(f"left behind: {each}", style="yellow")
-    resumed = f", or tiermem train --resume {options.out}" if shape is not None else ""
+    resumed = f", or tiermem train --resume {shlex.quote(str(options.out))}" if shape else ""
     console.print(f'load it with engine.load_checkpoint("{options.out}"){resumed}', style="dim")
     return 0
 

@@ -24,7 +24,7 @@ import typer
 import tiermem
 from tiermem.tools import options
 from tiermem.tools.job.train_job import LIST_OF_STEPS
-from tiermem.tools.mistakes import EXAMPLES, PROGRAM, UsageError, answer, corrected, write
+from tiermem.tools.mistakes import PROGRAM, UsageError, answer, corrected, example_of, write
 from tiermem.tools.presets import PRESETS
 from tiermem.tools.words import (
     EXIT_INTERRUPTED,
@@ -216,7 +216,7 @@ def _made(kind: Any, given: dict[str, Any]) -> Any:
             try:
                 given[field] = said.parse(given[field])
             except ValueError as error:
-                example = EXAMPLES.get(said.name) or str(said.given)
+                example = example_of(kind.MADE_BY, said.name)
                 raise Mistake(
                     f"{said.name}: {error}", {said.name: f"{said.name} {example}"}
                 ) from None

@@ -21,7 +21,7 @@ from typing import Any
 import typer
 
 from tiermem.tools.presets import PRESETS
-from tiermem.tools.words import Options, options_of, value_of
+from tiermem.tools.words import Option, Options, options_of, value_of
 
 PROGRAM = "tiermem"
 
@@ -36,6 +36,21 @@ EXAMPLES = {
     "--gpu-memory": "24GiB",
     "--host-memory": "64GiB",
     "--nvme-size": "1TB",
+    "--pinned-memory": "32GiB",
+    "--wear": "50TB",
+    "--resident": "200MiB",
+    "--sustained": "20%",
+    "--link": "25GB",
+    "--gpu-bandwidth": "800GB",
+    "--near-network": "10GB",
+    "--nvme-rate": "7,5",
+    "--gpu": "4090",
+    "--threads": "1",
+    "--path": ".",
+    "--nvme": "/mnt/nvme0",
+    "--json": "out.json",
+    "--csv": "out.csv",
+    "--plot": "out.png",
     "--size": "2GiB",
     "--tbw": "600TB",
     "--flops": "150T",
@@ -47,7 +62,8 @@ EXAMPLES = {
     "source": "deepspeed_checkpoint",
     "out": "out",
 }
-"""A value of an option, or of a word that has no option, that has no default to show."""
+"""A value of an option, or of a word that has no option, where neither its default nor one of its
+words is one."""
 
 _COMMANDS = {
     "version": "--version", "help": "--help", "completion": "--install-completion", "run": "train", "finetune": "sft",
@@ -87,7 +103,7 @@ A group holds options of one kind."""
 _ALIKE_ENOUGH = 0.75
 """An option that is less like what was written is another option, not a slip of the pen."""
 _UNKNOWN = re.compile(r"No such command '(.*?)'")
-_EXTRA = re.compile(r"Got unexpected extra argument\S* \((.*?)\)")
+_EXTRA = re.compile(r"Got unexpected extra argument\S* \((.*)\)")
 
 
 def answer(error: Any, given: Sequence[str]) -> str:
@@ -117,24 +133,24 @@ def answer(error: Any, given: Sequence[str]) -> str:
             return _sentence(path, said, [*given[:num_words], "--help"])
         instead = {unknown[1]: meant}
     elif extra:
-        word = extra[1].split()[0]
+        word = max(filter(extra[1].startswith, given), key=len)
         said = f"{word!r} belongs to no option"
         instead = {word: _option_for(word, options)}
     elif name is not None and context is not None and name not in options:
         return _sentence(path, *_without(path, name, given, num_words, command))
     elif name is not None:
-        instead = {name: f"{name} {EXAMPLES.get(name, '10')}"}
+        instead = {name: f"{name} {example_of(path, name)}"}
     elif type(error).__name__ == "MissingParameter":
         said = f"{_name_of(parameter) or parameter.metavar or parameter.name} is missing"
         arguments = _arguments_of(command)
         missing = arguments[arguments.index(parameter) :] if parameter in arguments else [parameter]
-        instead = {
-            f"<{each.name}>": f"{_name_of(each)} {_example(each)}".strip() for each in missing
-        }
+        instead = {f"<{each.name}>": _with_example(path, each) for each in missing}
+        if parameter not in arguments and first and not first.startswith("-"):
+            instead = {first: _option_for(first, options)}
     elif parameter is not None:
         name = _name_of(parameter)
         said = f"{name}: {said}"
-        instead = {name: f"{name} {_example(parameter)}".strip()}
+        instead = {name: _with_example(path, parameter)}
     return _sentence(path, said, corrected(given, instead))
 
 
@@ -162,8 +178,8 @@ def _without(
 
 
 def corrected(given: Sequence[str], instead: Mapping[str, str]) -> list[str]:
-    """The command line with other words in place of an option and its value, or of a word; what is
-    not there is added."""
+    """The command line with other words, as for a shell, in place of an option and its value, or of
+    a word; what is not there is added."""
     words = list[str]()
     left = dict(instead)
     position = 0
@@ -181,8 +197,8 @@ def corrected(given: Sequence[str], instead: Mapping[str, str]) -> list[str]:
             and not re.match(r"-(?!\.?\d)", given[position])  # of a negative number it is a sign
         ):
             position += 1
-        words += left.pop(name, "").split()
-    return [*words, *(each for more in left.values() for each in more.split())]
+        words += shlex.split(left.pop(name, ""))
+    return [*words, *shlex.split(" ".join(left.values()))]
 
 
 def write(given: Sequence[str]) -> str:
@@ -216,21 +232,30 @@ def _meant(name: str, options: Iterable[str]) -> Sequence[str]:
 
 def _takes(path: str, name: str, value: str) -> bool:
     """Whether a command's option may have a value: a hint advises no option of another kind."""
+    found = _option(path, name) if value else None
+    if found is None:
+        return True
+    hint, said = found
+    if "Path" in hint:
+        return not value[0].isdigit()
+    try:
+        parsed = (said.parse or (float if re.search("float|int", hint) else str))(value)
+        if said.check is not None:
+            said.check(name, parsed)
+    except ValueError:
+        return False
+    return True
+
+
+def _option(path: str, name: str) -> tuple[str, Option] | None:
+    """The type of a command's option, as text, and what the command line says of it."""
     bases: list[Any] = [Options, *Options.__subclasses__()]
     kinds = [each for base in bases for each in base.__subclasses__()]
     kind = next((each for each in kinds if path == each.MADE_BY), None)
-    for field, said in options_of(kind).items() if kind and value else ():
+    for field, said in options_of(kind).items() if kind else ():
         if said.name == name:
-            hint = str(typing.get_type_hints(kind)[field])
-            if "Path" in hint:
-                return not value[0].isdigit()
-            try:
-                found = (said.parse or (float if re.search("float|int", hint) else str))(value)
-                if said.check is not None:
-                    said.check(name, found)
-            except ValueError:
-                return False
-    return True
+            return str(typing.get_type_hints(kind)[field]), said
+    return None
 
 
 def _options_of(command: Any) -> list[str]:
@@ -256,7 +281,7 @@ def _option_for(word: str, options: Sequence[str]) -> str:
         ("--path", True),
     ):
         if fits and name in options:
-            return f"{name} {word}"
+            return f"{name} {shlex.quote(word)}"
     return ""
 
 
@@ -265,9 +290,15 @@ def _name_of(parameter: Any) -> str:
     return next((each for each in parameter.opts if each.startswith("--")), "")
 
 
-def _example(parameter: Any) -> str:
-    """A value of an option, or a word in an argument's place."""
+def _with_example(path: str, parameter: Any) -> str:
+    """An option with a value, or a word in an argument's place."""
     name = _name_of(parameter)
-    default = parameter.default if isinstance(parameter.default, (int, float, str)) else None
-    told = EXAMPLES.get(name or parameter.name) or (None if default is None else str(default))
-    return told or ("." if not name or name == "--path" else "10")
+    return f"{name} {example_of(path, name)}" if name else EXAMPLES.get(parameter.name, ".")
+
+
+def example_of(path: str, name: str) -> str:
+    """A value that a command's option may have."""
+    hint, said = _option(path, name) or ("", Option(None, ""))
+    default = "" if said.given in (None, ..., ()) else str(said.given)
+    words = (default, *getattr(said.check, "allowed", ()), "FILE" if "Path" in hint else "10")
+    return EXAMPLES.get(name) or next(filter(None, words))

@@ -17,6 +17,7 @@ import dataclasses
 import errno
 import math
 import operator
+import shlex
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -92,7 +93,7 @@ _OF_A_MACHINE = memory_of(1 << 20)
 
 def _card(name: str, value: str) -> None:
     if value.upper().rstrip("IB").endswith("G"):
-        raise Mistake(f"{name} is {value!r}, a size", {name: f"--gpu-memory {value}"})
+        raise Mistake(f"{name} is {value!r}, a size", {name: f"--gpu-memory {shlex.quote(value)}"})
     OneOf(*CARDS)(name, value)
 
 
@@ -306,12 +307,12 @@ class SftOptions(RunOptions):
             if known.isdisjoint(names) and not has_file:
                 name = names[0].replace("__", "--")
                 short = next((word for word in words if name.startswith(word)), name)
-                given = value_of(short, self.arguments) or example
+                given = shlex.quote(value_of(short, self.arguments) or example)
                 raise Mistake(f"{name} is missing", {short: f"{name} {given}"})
         if self.config is not None and not self.config.is_file():
             raise FileNotFoundError(errno.ENOENT, "--config: no such file", str(self.config))
         if "--deepspeed" in words:
-            file = value_of("--deepspeed", self.arguments) or "ds.json"
+            file = shlex.quote(value_of("--deepspeed", self.arguments) or "ds.json")
             raise Mistake(
                 "--deepspeed is DeepSpeed's engine; here --config takes its file",
                 {"--deepspeed": f"--config {file}"},
@@ -319,7 +320,7 @@ class SftOptions(RunOptions):
         for typed in sorted(words):
             if typed.replace("-", "_") in _OF_OTHERS:
                 said, instead = _OF_OTHERS[typed.replace("-", "_")]
-                value = value_of(typed, self.arguments)
+                value = shlex.quote(value_of(typed, self.arguments) or "2048")
                 raise Mistake(f"{typed} {said}", {typed: instead.format(value)})
         if self.frozen is not None and "__use_peft" not in known and not has_file:
             raise Mistake(

@@ -14,6 +14,7 @@ import collections
 import functools
 import importlib
 import json
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -93,7 +94,7 @@ def read_shape(file: Path) -> ModelShape:
     if not _OF_DEEPSPEED.isdisjoint(shape):
         raise Mistake(
             f"{file} is no Hugging Face config, but one for DeepSpeed",
-            {"--model": f"--preset 419m --config {file}"},
+            {"--model": f"--preset 419m --config {shlex.quote(str(file))}"},
         )
     if OF_DIFFUSERS in shape:
         return shape

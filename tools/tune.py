@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import math
 import random
+import shlex
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -579,7 +580,8 @@ def _print(found: TuneResult, out: Path, paths: Sequence[dict[str, Any]], consol
         console.print(
             "weights: " + ", ".join(f"{each['path']} {each['weight']:g}" for each in paths)
         )
-    console.print(f"{out} holds them: tiermem train --tuned {out}, or in Python")
+    named = shlex.quote(str(out))
+    console.print(f"{out} holds them: tiermem train --tuned {named}, or in Python")
     console.print(f'tiermem.initialize(model=model, config=tiermem.with_tuned(config, "{out}"))')
 
 

@@ -132,7 +132,7 @@ class Mistake(ValueError):
     """What cannot be, with the words that would do.
 
     instead: by an option or a word of the command line, the words to write in place of it and its
-        value. One that is not there is added (mistakes.py).
+        value, as for a shell. One that is not there is added (mistakes.py).
     """
 
     def __init__(self, message: str, instead: Mapping[str, str] | None = None) -> None:

@@ -6,14 +6,17 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from saved_by_hand import write
 
 import tiermem
-from tiermem.tools.cli import main
+from tiermem.tools.cli import app, main
 from tiermem.tools.job.train_job import options_to_save
 from tiermem.tools.memory_limit import parse_memory
+from tiermem.tools.mistakes import _name_of, _takes, example_of
 from tiermem.tools.options import TrainOptions
 from tiermem.tools.presets import llama, preset
 
@@ -39,7 +42,8 @@ ANSWERS = {
     "plan --preset 7b --gpu 409": "plan --preset 7b --gpu 4090",
     "plan --preset 7b --gpu-memory 24": "plan --preset 7b --gpu-memory 24GiB",
     "plan --preset 7b --memory 64GiB": "plan --preset 7b --host-memory 64GiB",
-    "plan --preset 7b --config model.json": "plan --model model.json",
+    "plan --preset 7b --config 'a model.json'": "plan --model 'a model.json'",
+    "train 'a model.json'": "train --config 'a model.json'",
     "version": "--version",
     "tune": "tune --path .",
     "fsck": "fsck .",
@@ -66,7 +70,7 @@ ANSWERS = {
     "tune --depth 8": "tune --help",
     "sft --model m --dataset_name a.jsonl": "sft --model_name_or_path m --dataset_name a.jsonl",
     # TRL takes either sign
-    "sft --model-name-or-path m --data a.jsonl": "sft --model-name-or-path m --dataset_name a.jsonl",
+    "sft --model-name-or-path m --data 'a b'": "sft --model-name-or-path m --dataset_name 'a b'",
     "train --preset 419m --lr fast": "train --preset 419m --lr 1e-4",
     "train --preset 419m --save": "train --preset 419m --save checkpoints",
     "train --preset 419m --batch 0": "train --preset 419m --batch 1",
@@ -77,6 +81,8 @@ ANSWERS = {
     "train --preset 419m --nvme . --offload cpu": "train --preset 419m --nvme . --offload nvme",
     "train --preset 419m --deepspeed ds.json": "train --preset 419m --config ds.json",
     "tune --nvme .": "tune --path .",
+    "tune 'a disk' --seconds 3": "tune --path 'a disk' --seconds 3",
+    "train --preset 419m --steps 3 'a b'": "train --preset 419m --steps 3",
     "tune --path . --size 1MiB": "tune --path . --size 8.0MiB",
     "bench step --nvme .": "bench step --path .",
     "bench step --frobnicate": "bench step --help",
@@ -99,7 +105,7 @@ def test_a_wrong_command_is_answered_by_the_right_one(
     (tmp_path / "ds.json").write_text(
         json.dumps({"train_batch_size": 1, "zero_optimization": {"stage": 3}})
     )
-    (tmp_path / "model.json").write_text(json.dumps(preset("151m")))
+    (tmp_path / "a model.json").write_text(json.dumps(preset("151m")))
     with pytest.raises(SystemExit) as ended:
         main(shlex.split(typed))
     said = capsys.readouterr()
@@ -109,6 +115,17 @@ def test_a_wrong_command_is_answered_by_the_right_one(
     assert said.err.rstrip().endswith(f"; write: tiermem {right}")
     assert right != typed
     assert "runs" not in {each.name for each in tmp_path.iterdir()}
+
+
+def test_every_option_without_its_value_is_answered_with_one_that_it_takes() -> None:
+    def checked(command: Any, path: str) -> int:
+        options = [each for each in command.params if _name_of(each) and not each.is_flag]
+        for name in map(_name_of, options):
+            assert _takes(path, name, example_of(path, name)), f"{path} {name}"
+        inside = getattr(command, "commands", {}).items()
+        return len(options) + sum(checked(each, f"{path} {name}") for name, each in inside)
+
+    assert checked(typer.main.get_command(app), "tiermem") > 100
 
 
 def test_a_cap_that_is_far_too_small_is_answered_before_a_process_is_started(
@@ -160,7 +177,7 @@ def test_resume_without_a_folder_lists_what_can_be_resumed(
     monkeypatch.chdir(tmp_path)
     options = TrainOptions(preset="151m")
     told = {"tiermem train": options_to_save(options, "151m-nvme", preset("151m"), None)}
-    for folder, step in (("runs/one/checkpoints", 7), ("mine", 9)):
+    for folder, step in (("runs/one/checkpoints", 7), ("my own", 9)):
         write(
             Path(folder),
             {"weight": {"weight": torch.zeros(3)}},
@@ -173,7 +190,7 @@ def test_resume_without_a_folder_lists_what_can_be_resumed(
         main(["train", "--resume", "--steps", "3"])
     said = capsys.readouterr().out
     assert ended.value.code == 0
-    assert "tiermem train --resume runs/one" in said and "tiermem train --resume mine" in said
+    assert "tiermem train --resume runs/one" in said and "tiermem train --resume 'my own'" in said
     assert said.count("151m-nvme") == 2 and "empty" not in said
 
 

@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import json
 import math
+import shlex
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -188,7 +189,7 @@ def _config(options: PlanOptions) -> Config:
     if "model_type" in config:
         raise Mistake(
             f"{options.config} is a model's config, and --config takes a DeepSpeed-style one",
-            {"--config": f"--model {options.config}", "--preset": ""},
+            {"--config": shlex.join(["--model", str(options.config)]), "--preset": ""},
         )
     return config
 

@@ -15,6 +15,7 @@ import datetime
 import importlib.util
 import os
 import secrets
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -154,7 +155,8 @@ def _keep_record(tuned: Path, run: Run, console: Console) -> None:
     try:
         if keep_record(tuned, run):
             console.print(
-                f"{tuned} keeps what this run has seen of its disks: tiermem plan --rates {tuned}"
+                f"{tuned} keeps what this run has seen of its disks: tiermem plan --rates "
+                + shlex.quote(str(tuned))
             )
     except (OSError, ValueError) as error:
         console.print(
@@ -241,7 +243,7 @@ def list_steps(options: TrainOptions, console: Console) -> int:
             str(each.step),
             each.name,
             f"{when:%Y-%m-%d %H:%M}",
-            f"tiermem train --resume {each.path}",
+            f"tiermem train --resume {shlex.quote(str(each.path))}",
         )
     console.print(shown)
     return 0
