@@ -170,11 +170,10 @@ def forecast_step(
     Raises ValueError when a module needs more units at once than the plan has buffers for.
     """
     of_rank = rates.of_rank(ranks_on_node)
-    course = Course(uses, plan, policy, topology, of_rank, is_gpu, num_micro, input_bytes)
-    return _Count(course).forecast()
+    return _Count(uses, plan, policy, topology, of_rank, is_gpu, num_micro, input_bytes).forecast()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Course:
     """Everything that determines a rank's step."""
 
@@ -347,15 +346,12 @@ class _PhasePart:
         return self.shared_bytes / rates.host_memory_bytes_s if is_gpu else 0.0
 
 
-class _Count:
+@dataclasses.dataclass
+class _Count(Course):
     """Counts the parts of a step."""
 
-    def __init__(self, course: Course) -> None:
-        self._course = course
-        self._rates = course.rates
-        self._plan = course.plan
-        self._policy = course.policy
-        self._units = course.plan.division.units
+    def __post_init__(self) -> None:
+        self._units = self.plan.division.units
         self._moved: dict[str, collections.Counter[str]]
         self._moved = collections.defaultdict(collections.Counter)
         self._payloads: dict[str, collections.Counter[str]]
@@ -363,24 +359,23 @@ class _Count:
         self._part = _PhasePart(STEP, 1)
         self._label = STEP  # the phase that bytes are counted in
         self._loads: dict[int, list[TileLoad]] = {}
-        for load in tile_loads(course.plan, course.policy, course.topology.shard_rank):
+        for load in tile_loads(self.plan, self.policy, self.topology.shard_rank):
             self._loads.setdefault(load.unit, []).append(load)
-        self._whole, begun = _stepped_early(course, self._loads)
+        self._whole, begun = _stepped_early(self, self._loads)
         self._early = self._whole | begun  # units that are stepped in backward, or begun there
-        self._goes_on = course.overlap != "none"
+        self._goes_on = self.overlap != "none"
         # units whose new weights are in memory, until they are fetched
         self._new: set[int] = set()
         # of units whose experts come by rows
-        self._fetched = dict(each for use in course.uses for each in use.parts.items())
-        blocks = {use.block for use in course.uses if use.block}
-        home = course.policy.activations if course.input_bytes else None
-        self._input_home = None if home is Tier.HOST and not course.is_gpu else home
+        self._fetched = dict(each for use in self.uses for each in use.parts.items())
+        blocks = {use.block for use in self.uses if use.block}
+        home = self.policy.activations if self.input_bytes else None
+        self._input_home = None if home is Tier.HOST and not self.is_gpu else home
         self._num_inputs = len(blocks) if self._input_home is not None else 0
 
     def forecast(self) -> Forecast:
         """The step."""
-        course = self._course
-        passes = course.fetches()
+        passes = self.fetches()
         num = len(passes.forward)
         parts = []
         stepped = set(self._loads)
@@ -388,7 +383,7 @@ class _Count:
         streamed = stepped - resident
         if self._goes_on:
             # what was stepped under backward is read again
-            self._new = streamed - {u for u in self._whole if course.is_on_nvme(self._units[u])}
+            self._new = streamed - {u for u in self._whole if self.is_on_nvme(self._units[u])}
         head_start = self._head_start()
         # the fetches after a step are the first of the next one
         after = _PhasePart(STEP, self._num_tiles(resident if self._goes_on else stepped))
@@ -396,7 +391,7 @@ class _Count:
         self._fetch(passes.after)
         for number in range(num):
             is_last = number == num - 1
-            times = course.num_passes - (MOST_PASSES - 1) if 0 < number < num - 1 else 1
+            times = self.num_passes - (MOST_PASSES - 1) if 0 < number < num - 1 else 1
             self._begin(FORWARD, times)
             self._forward(passes.forward[number])
             if number == 0 and self._goes_on:
@@ -416,9 +411,9 @@ class _Count:
             parts.append(self._part)
         self._part = after
         self._label = STEP
-        if not self._policy.step_in_backward:
+        if not self.policy.step_in_backward:
             if self._goes_on:
-                self._add(MATHS, self._num_tiles(stepped) * self._rates.tile_s)
+                self._add(MATHS, self._num_tiles(stepped) * self.rates.tile_s)
                 self._tiles(resident)
             else:
                 self._disk(READ, -head_start)
@@ -432,48 +427,45 @@ class _Count:
     # ---- forward and backward --------------------------------------------------------------------
 
     def _begin(self, phase: str, times: int) -> None:
-        self._part = _PhasePart(phase, len(self._course.uses), times)
+        self._part = _PhasePart(phase, len(self.uses), times)
         self._label = phase
 
     def _forward(self, fetches: Sequence[Fetch]) -> None:
-        course = self._course
         self._fetch(fetches)
-        self._maths(sum(use.forward_s for use in course.uses))
+        self._maths(sum(use.forward_s for use in self.uses))
         if self._num_inputs:
-            num_bytes = self._num_inputs * course.input_bytes
-            if course.is_gpu:
+            num_bytes = self._num_inputs * self.input_bytes
+            if self.is_gpu:
                 self._cross(UP, num_bytes)
             if self._input_home is Tier.NVME:
                 self._disk(WRITE, num_bytes)
 
     def _backward(self, fetches: Sequence[Fetch], is_first: bool) -> None:
-        course = self._course
         self._fetch(fetches)
-        self._maths(sum(use.backward_s for use in course.uses))
+        self._maths(sum(use.backward_s for use in self.uses))
         if self._num_inputs > 1:  # the last one has not been let go
-            num_bytes = (self._num_inputs - 1) * course.input_bytes
+            num_bytes = (self._num_inputs - 1) * self.input_bytes
             if self._input_home is Tier.NVME:
                 self._disk(READ, num_bytes)
-            if course.is_gpu:
+            if self.is_gpu:
                 self._cross(DOWN, num_bytes)
         for unit in self._units:
             if unit.is_trainable:
                 self._receive(unit, is_first)
-        if self._policy.step_in_backward:
+        if self.policy.step_in_backward:
             self._step_in_backward()
 
     def _maths(self, seconds: float) -> None:
-        course = self._course
-        self._add(MATHS, seconds * course.at_once + len(course.uses) * self._rates.use_s)
+        self._add(MATHS, seconds * self.at_once + len(self.uses) * self.rates.use_s)
 
     def _step_in_backward(self) -> None:
         """The program waits for the tiles of each unit, but beside an accelerator."""
         backward = self._part
-        if not self._course.is_gpu:
+        if not self.is_gpu:
             self._part = _PhasePart(BACKWARD, 1)
         self._tiles(self._loads)
         if self._part is not backward:
-            backward.waited_s += self._part.total_s(self._rates, self._course.is_gpu)
+            backward.waited_s += self._part.total_s(self.rates, self.is_gpu)
             backward.waited_s -= self._part.lanes[KERNELS]
             for lane, lane_s in self._part.lanes.items():
                 backward.lanes[lane] += lane_s
@@ -482,7 +474,6 @@ class _Count:
     def _fetch(self, fetches: Sequence[Fetch]) -> None:
         """Counts what is fetched. Weights that have been stepped and not fetched since come from
         memory."""
-        course = self._course
         before_s = sum(self._part.lanes.values())
         for fetch in fetches:
             unit = self._units[fetch.unit]
@@ -494,8 +485,8 @@ class _Count:
                     self._disk(READ, num_bytes)
                     self._add(MATHS, self._sum_s(num_bytes, 0))
             elif fetch.kind == "gather":
-                self._send(gathers(unit, course.policy, course.topology, fetch.is_second))
-            elif course.is_gpu and self._plan.unit_homes.get(fetch.unit) is not Tier.DEVICE:
+                self._send(gathers(unit, self.policy, self.topology, fetch.is_second))
+            elif self.is_gpu and self.plan.unit_homes.get(fetch.unit) is not Tier.DEVICE:
                 self._cross(DOWN, num_bytes)
             self._new.discard(fetch.unit)
             after_s = sum(self._part.lanes.values())
@@ -507,23 +498,22 @@ class _Count:
 
     def _receive(self, unit: Unit, is_first: bool) -> None:
         """Gradients of a unit: reduced, and added up at home."""
-        course = self._course
-        if course.topology.world > 1:
-            for bucket in course.buckets(unit):
-                if not course.is_gpu:  # packed, and added up
+        if self.topology.world > 1:
+            for bucket in self.buckets(unit):
+                if not self.is_gpu:  # packed, and added up
                     self._put(3 * bucket.num_bytes)
-                self._send(reductions(bucket, course.topology) * course.at_once)
-        grad_bytes = course.grad_bytes(unit)
-        if self._plan.grads is Tier.DEVICE:  # they are added up there
-            dtype = self._policy.precision.grad_dtype(unit.dtype)
-            moved = gradient_traffic(dtype, self._rates.step_passes) * unit.shard_numel
-            self._add(MATHS, moved * course.at_once / self._rates.device_memory_bytes_s)
+                self._send(reductions(bucket, self.topology) * self.at_once)
+        grad_bytes = self.grad_bytes(unit)
+        if self.plan.grads is Tier.DEVICE:  # they are added up there
+            dtype = self.policy.precision.grad_dtype(unit.dtype)
+            moved = gradient_traffic(dtype, self.rates.step_passes) * unit.shard_numel
+            self._add(MATHS, moved * self.at_once / self.rates.device_memory_bytes_s)
             return
-        if course.is_gpu:
-            self._cross(UP, unit.shard_bytes * course.at_once)
-        num_added = course.at_once - is_first  # to what has come before
-        self._put(course.at_once * (unit.shard_bytes + grad_bytes) + num_added * grad_bytes)
-        if self._plan.grads is Tier.NVME:
+        if self.is_gpu:
+            self._cross(UP, unit.shard_bytes * self.at_once)
+        num_added = self.at_once - is_first  # to what has come before
+        self._put(self.at_once * (unit.shard_bytes + grad_bytes) + num_added * grad_bytes)
+        if self.plan.grads is Tier.NVME:
             if not is_first:
                 self._disk(READ, grad_bytes)
             self._disk(WRITE, grad_bytes)
@@ -535,21 +525,21 @@ class _Count:
 
     def _head_start(self) -> int:
         """Bytes of the first tiles, which are read in backward."""
-        policy = self._policy
+        policy = self.policy
         if self._early or not policy.pipeline_read or policy.step_in_backward:
             return 0
         loads = [load for each in self._loads.values() for load in each if load.lasting_bytes]
         num = sum(load.num_tiles for load in loads)
         total = sum(load.lasting_bytes for load in loads)
-        return int(total * min(1.0, self._plan.tiles.num / num)) if num else 0
+        return int(total * min(1.0, self.plan.tiles.num / num)) if num else 0
 
     def _tiles(self, units: Collection[int], is_early: bool = False) -> None:
-        buffered = still_buffered(self._plan, self._course.uses, self._course.is_gpu)
-        policy = self._policy
+        buffered = still_buffered(self.plan, self.uses, self.is_gpu)
+        policy = self.policy
         for index in sorted(units):
             for load in self._loads[index]:
                 if is_early:
-                    self._tile(_early_load(self._course, load))
+                    self._tile(_early_load(self, load))
                 elif index in buffered and not policy.step_in_backward:
                     self._tile(load.without_gradients())
                 else:
@@ -558,7 +548,7 @@ class _Count:
             self._part.num_items = 1  # lanes work in turns
 
     def _tile(self, load: TileLoad) -> None:
-        rates = self._rates
+        rates = self.rates
         self._disk(READ, load.read_bytes)
         self._disk(WRITE, load.written_bytes)
         self._cross(UP, load.brought_bytes)
@@ -579,18 +569,17 @@ class _Count:
 
     def _update(self) -> None:
         """Sends new weights of resident units to where they are used, after the tiles."""
-        course = self._course
         for unit in self._units:
             if unit.is_resident and unit.is_trainable:
-                self._send(updates(unit, course.policy, course.topology))
-                if course.is_gpu and self._plan.states is not Tier.DEVICE:
+                self._send(updates(unit, self.policy, self.topology))
+                if self.is_gpu and self.plan.states is not Tier.DEVICE:
                     self._cross(DOWN, unit.shard_bytes)
 
     # ---- lanes -----------------------------------------------------------------------------------
 
     def _disk(self, lane: str, num_bytes: int) -> None:
         is_read = lane == READ
-        rates = self._rates
+        rates = self.rates
         rate = rates.disk_read_bytes_s if is_read else rates.disk_write_bytes_s
         self._add(lane, num_bytes / rate)
         self._count(NVME_TO_HOST if is_read else HOST_TO_NVME, num_bytes)
@@ -598,13 +587,13 @@ class _Count:
     def _cross(self, lane: str, num_bytes: int) -> None:
         """A copy between HOST and the accelerator."""
         if num_bytes:
-            self._add(lane, num_bytes / self._rates.link_bytes_s)
+            self._add(lane, num_bytes / self.rates.link_bytes_s)
             self._count(HOST_TO_DEVICE if lane == DOWN else DEVICE_TO_HOST, num_bytes)
             self._part.shared_bytes += num_bytes
 
     def _send(self, sends: Sequence[Send]) -> None:
         """Collectives."""
-        rates = self._rates
+        rates = self.rates
         for send in sends:
             is_within = send.among == "within"
             near_bytes_s = rates.near_bytes_s if is_within else None
@@ -615,18 +604,18 @@ class _Count:
 
     def _put(self, memory_bytes: int) -> None:
         """The CPU moves gradients or weights in memory."""
-        rate = self._rates.gradient_bytes_s or self._rates.kernel_bytes_s
+        rate = self.rates.gradient_bytes_s or self.rates.kernel_bytes_s
         self._add(KERNELS, memory_bytes / rate)
         self._part.shared_bytes += memory_bytes
 
     def _sum_s(self, read_bytes: int, written_bytes: int) -> float:
         """Seconds of checksums of bytes read (as often as the policy verifies) and written (if it
         keeps any)."""
-        if self._rates.sum_bytes_s is None:
+        if self.rates.sum_bytes_s is None:
             return 0.0
-        num_bytes = read_bytes * _CHECKED[self._policy.verify]
-        num_bytes += written_bytes if keeps_sums(self._policy) else 0
-        return num_bytes / self._rates.sum_bytes_s
+        num_bytes = read_bytes * _CHECKED[self.policy.verify]
+        num_bytes += written_bytes if keeps_sums(self.policy) else 0
+        return num_bytes / self.rates.sum_bytes_s
 
     def _add(self, lane: str, seconds: float) -> None:
         self._part.lanes[lane] += seconds
@@ -637,13 +626,13 @@ class _Count:
     # ---- sums ------------------------------------------------------------------------------------
 
     def _said(self, parts: Sequence[_PhasePart]) -> Forecast:
-        is_gpu = self._course.is_gpu
+        is_gpu = self.is_gpu
         seconds = dict.fromkeys(PHASES, 0.0)
         busy: dict[str, dict[str, float]] = {}
         limits_s = dict.fromkeys(("compute", *_RESOURCES.values()), 0.0)
         lanes_s: dict[str, float] = collections.defaultdict(float)
         for part in parts:
-            seconds[part.phase] += part.times * part.total_s(self._rates, is_gpu)
+            seconds[part.phase] += part.times * part.total_s(self.rates, is_gpu)
             for lane, lane_s in self._lanes_of(part):
                 lanes_s[lane] += part.times * lane_s
                 shown = MATHS if lane == KERNELS and not is_gpu else lane  # they share the cores
@@ -658,8 +647,8 @@ class _Count:
 
     def _lanes_of(self, part: _PhasePart) -> Iterator[tuple[str, float]]:
         """The lanes of a part, reads and writes as one where the disk does one at a time."""
-        is_duplex = self._rates.is_disk_duplex
+        is_duplex = self.rates.is_disk_duplex
         for lane, lane_s in part.lanes.items():
             yield (DISK if lane in (READ, WRITE) and not is_duplex else lane), lane_s
-        if part.lanes[KERNELS] and (memory_s := part.memory_s(self._rates, self._course.is_gpu)):
+        if part.lanes[KERNELS] and (memory_s := part.memory_s(self.rates, self.is_gpu)):
             yield MEMORY, memory_s
