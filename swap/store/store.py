@@ -453,7 +453,10 @@ class TensorStore(AbstractContextManager["TensorStore"]):
                 with self._lock:
                     for entry in homes:
                         entry.check_written(number)
-                self._files.sync() if is_kept else self._files.check_whole()
+                if is_kept:
+                    self._files.sync()
+                else:
+                    self._files.check_whole()
         except BaseException:
             with self._lock:
                 self._let_go(freeze)
