@@ -480,7 +480,7 @@ def test_a_weight_made_in_inference_mode_trains_again_after_a_step(
             loss_of(model, 2)
 
 
-# ---- gradients that a hook writes ----------------------------------------------------------------
+# ---- gradients that the user writes --------------------------------------------------------------
 
 
 def halved_in_hooks(policy: OffloadPolicy | None) -> tuple[list[float], list[torch.Tensor]]:
@@ -508,6 +508,48 @@ def halved_in_hooks(policy: OffloadPolicy | None) -> tuple[list[float], list[tor
 def test_a_hook_sees_and_writes_the_sum_over_micro_batches(home: str, tmp_path: Path) -> None:
     theirs = halved_in_hooks(None)
     ours = halved_in_hooks(OffloadPolicy(paths=[str(tmp_path)], **HOMES[home]))
+    assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
+    for value, expected in zip(ours[1], theirs[1], strict=True):
+        assert torch.allclose(value, expected, rtol=1e-5, atol=1e-7)
+
+
+def trained_with_own_gradients(
+    policy: OffloadPolicy | None, has_views: bool
+) -> tuple[list[float], list[torch.Tensor]]:
+    """Gradients in the user's own memory, which he zeroes, reads and clamps, or in views of it: the
+    norms that he has read, and the weights."""
+    model, norms = model_of(torch.float32), list[float]()
+    params = list(model.parameters())
+    flat = torch.zeros(sum(param.numel() for param in params))
+    views = [
+        part.view(param.shape)
+        for part, param in zip(flat.split([p.numel() for p in params]), params, strict=True)
+    ]
+    own = [flat] if has_views else [view.clone() for view in views]
+    with tiermem.shard(model, policy) if policy else contextlib.nullcontext():
+        optim = (tiermem.SGD if policy else torch.optim.SGD)(params, lr=0.5)
+        for param, grad in zip(params, views if has_views else own, strict=True):
+            param.grad = grad
+        del views, param, grad
+        for number in range(4):
+            loss_of(model, number).backward()
+            norms.append(sum(float(each.square().sum()) for each in own))
+            if number == 1:
+                for each in own:
+                    each.clamp_(-1e-3, 1e-3)
+                norms.append(float(nn.utils.clip_grad_norm_(params, 1e-3)))
+            optim.step()
+            optim.zero_grad(set_to_none=False) if number % 2 else [e.zero_() for e in own]
+        return norms, [value.clone() for value in model.state_dict().values()]
+
+
+@pytest.mark.parametrize("has_views", [True, False])
+@pytest.mark.parametrize("home", HOMES)
+def test_gradients_in_the_users_own_memory_are_read_and_written_there(
+    home: str, has_views: bool, tmp_path: Path
+) -> None:
+    policy = OffloadPolicy(paths=[str(tmp_path)], **HOMES[home])
+    theirs, ours = (trained_with_own_gradients(each, has_views) for each in (None, policy))
     assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
     for value, expected in zip(ours[1], theirs[1], strict=True):
         assert torch.allclose(value, expected, rtol=1e-5, atol=1e-7)

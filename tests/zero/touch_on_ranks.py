@@ -104,6 +104,21 @@ def calls_on_absent_parameters_are_those_of_the_table(nvme: Path) -> None:
 
 
 @case
+def a_gradient_that_was_set_and_is_written_later_is_refused(nvme: Path) -> None:
+    """At home is the sum over ranks."""
+    model = seeded(models.tied_tower)
+    with tiermem.shard(model, policy_at(nvme)):
+        optim = tiermem.SGD(model.parameters(), lr=0.1)
+        own = model.embed.weight.grad = torch.ones_like(model.embed.weight)
+        optim.step()
+        own.mul_(0.5)
+        with pytest.raises(RuntimeError, match=r"`p.grad` of embed.weight was written after"):
+            optim.step()
+        model.embed.weight.grad = own
+        optim.step()
+
+
+@case
 def what_one_rank_writes_is_everybodys(nvme: Path) -> None:
     last = dist.get_world_size() - 1
     for home in HOMES:

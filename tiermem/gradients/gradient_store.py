@@ -58,6 +58,10 @@ class Homes(Protocol):
     def clamp(self, shard: Shard, low: float | None, high: float | None) -> None:
         """Bounds the elements of this rank's part of a gradient. Blocks; raises OSError."""
 
+    def write_through(self, shard: Shard) -> None:
+        """After a change of a gradient: makes it in the tensor that the user has set. Blocks; raises
+        OSError."""
+
 
 class ShardedGrad(RestingTensor):
     """The value of `p.grad` while the gradient rests on a tier. It has the right shape and dtype,
@@ -147,6 +151,7 @@ class ShardedGrad(RestingTensor):
         if name in _ZEROING:
             for grad in args[0] if name == "aten::_foreach_zero_" else args:
                 grad.shard.gradient.clear()
+                grad.homes.write_through(grad.shard)
             return args[0] if name == "aten::zero_" else None
         if (bounds := _bounds(func, args, kwargs or {})) is not None:
             for grad in args[0] if isinstance(args[0], (list, tuple)) else args[:1]:
@@ -223,6 +228,7 @@ def _scale(grads: Sequence[ShardedGrad], factor: Any, is_division: bool) -> None
             scaling = grad.homes.factor(value)
             made[id(value)] = scaling.inverse() if is_division else scaling
         grad.shard.gradient.scale(made[id(value)])
+        grad.homes.write_through(grad.shard)
 
 
 # ---- the store of gradients ----------------------------------------------------------------------

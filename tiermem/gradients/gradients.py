@@ -38,6 +38,7 @@ import itertools
 import logging
 import math
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -118,6 +119,8 @@ class GradientHomes:
         # the values of `p.grad` between backward and step
         self._stand_ins: dict[Shard, ShardedGrad] = {}
         self._shown: set[Shard] = set()  # shards whose `p.grad` was set to its stand-in
+        # tensors that the user has set as `p.grad`, until another is set
+        self._set_grads: dict[Shard, _SetGrad] = {}
         # units that this backward has not begun to reduce; True: answered
         self._waiting: dict[Unit, bool] = {}
         # a step's gradient is the mean of this many; 1: their losses were divided already
@@ -260,7 +263,8 @@ class GradientHomes:
         """Begins a backward: clears `p.grad` for autograd's gradients.
 
         On one rank, a parameter with a user's hook on its `p.grad` gets there what earlier
-        micro-batches gave, since torch shows the sum to the hook.
+        micro-batches gave, since torch shows the sum to the hook. So does one whose `p.grad` was a
+        tensor that the user holds: autograd adds to it.
         """
         self._factor = None
         self._waiting = dict.fromkeys(
@@ -270,8 +274,12 @@ class GradientHomes:
         self.forget_replaced()
         for shard in self._shown:
             shard.param.grad = None
-            if self._reducer is None and shard.gradient.is_there and _is_hooked(shard.param):
+            if self._reducer is not None or not shard.gradient.is_there:
+                continue
+            grad = self._set_grads[shard].tensor() if shard in self._set_grads else None
+            if grad is None and _is_hooked(shard.param):
                 grad = self._copy_of(shard, torch.clone)  # as autograd has left it
+            if grad is not None:
                 shard.gradient.forget()
                 shard.param.grad = grad
         self._shown.clear()
@@ -383,6 +391,7 @@ class GradientHomes:
         self.begin()
         self.begin_step()
         self._stand_ins.clear()
+        self._set_grads.clear()
         for param in self._added:
             param.grad = None
         self.is_changing = False
@@ -399,6 +408,8 @@ class GradientHomes:
                     self._stand_ins[shard] = ShardedGrad(shard, self)
                 shard.param.grad = self._stand_ins[shard]
                 self._shown.add(shard)
+                if shard in self._set_grads:
+                    self._set_grads[shard].note()
 
     def show_all(self) -> None:
         """`show` of every trainable unit."""
@@ -407,12 +418,19 @@ class GradientHomes:
 
     def forget_replaced(self) -> None:
         """Outside backward: drops the stored gradients whose `p.grad` the user has set to None or
-        to another tensor. The gradient of another parameter is copied. Blocks; raises OSError, and
-        RuntimeError for a gradient that was dropped before."""
+        to another tensor, and takes over what he has written to a tensor that he has set before.
+        The gradient of another parameter is copied. Blocks; raises OSError, and RuntimeError for a
+        gradient that was dropped before, and as `_follow` does."""
         for shard in self._of_shard:
             grad = shard.param.grad
-            if isinstance(grad, ShardedGrad) and grad is not self._stand_ins.get(shard):
+            if not isinstance(grad, ShardedGrad):
+                self._set_grads.pop(shard, None)
+                if grad is not None:
+                    self._set_grads[shard] = _SetGrad(grad)
+            elif grad is not self._stand_ins.get(shard):
                 shard.param.grad = grad.clone()
+            elif shard in self._set_grads:
+                self._follow(shard)
         for shard in self._of_shard:
             if not shard.gradient.is_there or isinstance(shard.param.grad, ShardedGrad):
                 continue
@@ -420,6 +438,36 @@ class GradientHomes:
                 shard.gradient.forget()
                 self._shown.discard(shard)
                 self._stand_ins.pop(shard, None)
+
+    def _follow(self, shard: Shard) -> None:
+        """Takes over what the user has written to the tensor that was `p.grad` until its values
+        went home, and that the user holds. Blocks; raises OSError, and RuntimeError on several
+        ranks, whose sum is at home."""
+        written = self._set_grads[shard].written()
+        if written is None:
+            return
+        if self._reducer is not None:
+            raise RuntimeError(
+                f"the tensor that was set as the `p.grad` of {shard.name} was written after a "
+                "backward or a step had added it up over the ranks: set `p.grad` to it again, or "
+                "write `p.grad` itself"
+            )
+        if self.store.home is None:
+            raise _used(shard, "cannot be written any more")
+        flat = written.reshape(-1)
+        self._visit(shard, lambda share: share.copy_(flat), changes=True)
+        self._set_grads[shard].note()
+
+    def write_through(self, shard: Shard) -> None:
+        """After a change of `p.grad`: makes it in the tensor that was `p.grad`, if the user holds
+        that on one rank. Blocks; raises OSError."""
+        if self._reducer is not None or shard not in self._set_grads:
+            return
+        held = self._set_grads[shard].tensor()
+        if held is not None:
+            with torch.no_grad():
+                held.copy_(self._copy_of(shard, torch.clone))
+            self._set_grads[shard].note()
 
     def write_zeros(self) -> None:
         """Before a step: writes zeros at home for gradients that the user has zeroed. Blocks;
@@ -465,6 +513,8 @@ class GradientHomes:
             )
         if self.store.home is None and (self._of_shard[shard] in self._stepped or not is_zeroed):
             raise _used(shard, "cannot be read, scaled or zeroed any more")
+        if shard in self._set_grads:
+            self._follow(shard)
 
     def check_used_once(self) -> None:
         """With step_in_backward, before a step: raises RuntimeError if the user has dropped
@@ -585,11 +635,13 @@ class GradientHomes:
         """Replaces a whole gradient. Blocks; raises OSError."""
         flat = value.reshape(-1)
         self._visit(shard, lambda share: share.copy_(flat.float() * self.divisor), changes=True)
+        self.write_through(shard)
 
     def clamp(self, shard: Shard, low: float | None, high: float | None) -> None:
         """Bounds the elements of this rank's part of a gradient. Blocks; raises OSError."""
         bounds = [None if bound is None else bound * self.divisor for bound in (low, high)]
         self._visit(shard, lambda share: share.clamp_(*bounds), changes=True)
+        self.write_through(shard)
 
     def _visit(
         self, shard: Shard, visitor: Callable[[torch.Tensor], object], changes: bool
@@ -785,6 +837,38 @@ class GradientHomes:
         self.store.end(unit)
         for arrived in self.store.arrived():
             self.on_arrival(arrived)
+
+
+class _SetGrad:
+    """A tensor that the user has set as `p.grad`, which may be a view of a buffer of all gradients.
+    The values of `p.grad` go home; the user may hold the tensor, read it and write it."""
+
+    def __init__(self, grad: torch.Tensor) -> None:
+        is_view = grad._base is not None and grad._base.dtype is grad.dtype
+        whole = grad._base if is_view and grad._base is not None else grad
+        self._whole = weakref.ref(whole)
+        self._view = (grad.shape, grad.stride(), grad.storage_offset()) if is_view else None
+        self._version = -1
+
+    def tensor(self) -> torch.Tensor | None:
+        """The tensor, if it is held."""
+        whole = self._whole()
+        if whole is None or self._view is None:
+            return whole
+        return whole.as_strided(*self._view)
+
+    def note(self) -> None:
+        """Notes that its values are at home."""
+        whole = self._whole()
+        # torch counts no writes of the others
+        self._version = -1 if whole is None or whole.is_inference() else whole._version
+
+    def written(self) -> torch.Tensor | None:
+        """The tensor, if it is held and was written since `note`."""
+        whole = self._whole()
+        if whole is None or self._version in (-1, whole._version):
+            return None
+        return self.tensor()
 
 
 class _Change:
