@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -255,6 +256,26 @@ def test_a_save_while_the_folder_is_opened_is_no_stale_latest(
     shutil.copy(place / "latest-t1", place / "latest")
     monkeypatch.setattr(finding, "pointers_of", read_late)
     assert step_of(place) == 3
+
+
+def test_two_runs_that_save_one_tag_at_once_leave_the_whole_of_one(tmp_path: Path) -> None:
+    made = [model(), model(1)]
+    with (
+        tiermem.shard(made[0], policy("cpu", tmp_path)) as first,
+        tiermem.shard(made[1], policy("cpu", tmp_path)) as second,
+    ):
+        beside = threading.Thread(target=checkpoint.save, args=(second, None, tmp_path, "tag"))
+
+        def observe(step: durable.Step) -> None:
+            is_pointer = step.kind == "rename" and step.name.endswith("tiermem.json")
+            if step.when == "after" and is_pointer and beside.ident is None:
+                beside.start()
+                beside.join(0.3)  # it saves now, unless it waits for the other
+
+        with durable.watch(observe):
+            checkpoint.save(first, None, tmp_path, "tag")
+            beside.join()
+        assert step_of(tmp_path) == 0 and not survey(tmp_path).is_damaged
 
 
 def test_tags_of_another_folder_may_be_put_beside(place: Path, tmp_path: Path) -> None:

@@ -220,8 +220,8 @@ def publish(
         is_of_store = RunName.of(real(file).parent) is not None
         if old.run_id != manifest.run_id and is_of_store and _is_own(pointer, old):
             replaced = file
-    latest = known_latest(content.save_dir)
-    with contextlib.closing(SavingInto(pointer.parent, undo)):
+    with contextlib.closing(SavingInto(pointer.parent, undo)), _in_turn(content.save_dir):
+        latest = known_latest(content.save_dir)
         _explain(pointer, path, manifest, told, undo)
         said = pointer_to(path, data, manifest, content.save_dir, manifest.tag, latest).dump()
         names = [pointer]
@@ -229,6 +229,16 @@ def publish(
             names.append(content.save_dir / LATEST_FILE)
         replace(names, said, undo)
     return replaced
+
+
+@contextlib.contextmanager
+def _in_turn(save_dir: Path) -> Iterator[None]:
+    """A block that one process at a time runs in a folder of checkpoints: else the pointer of a tag
+    may be one process's, and `latest` another's."""
+    with durable.opened(save_dir) as fd:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
 
 
 def pointer_to(
