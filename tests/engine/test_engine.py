@@ -208,6 +208,38 @@ def test_the_groups_of_a_given_optimizer_stay_those_of_both(kind: Any, tmp_path:
     engine.close()
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, tiermem.AdamW])
+def test_states_and_hooks_of_a_given_optimizer_stay(kind: Any, tmp_path: Path) -> None:
+    found = []
+    for is_plain in (True, False):
+        model = seeded(models.ShortTower)
+        given = kind(model.parameters(), lr=1e-2)
+        loss_of(model, 0).backward()
+        given.step()
+        given.zero_grad()
+
+        def halve(optimizer: Any, *_: Any) -> None:
+            for param in optimizer.param_groups[0]["params"]:
+                param.grad.mul_(0.5)
+
+        given.register_step_pre_hook(halve)
+        cfg = config("nvme", tmp_path)
+        del cfg["optimizer"]
+        engine, optim = None, given
+        if not is_plain:
+            engine, optim, _, _ = tiermem.initialize(model=model, optimizer=given, config=cfg)
+            assert not given.state
+        loss = loss_of(model, 1)
+        loss.backward() if engine is None else engine.backward(loss)
+        optim.step() if engine is None else engine.step()
+        found.append({name: value.clone() for name, value in model.state_dict().items()})
+        if engine is not None:
+            engine.close()
+            with pytest.raises(RuntimeError, match="were freed when"):
+                optim.state_dict()
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
+
+
 def test_a_scheduler_that_is_given_steps_with_the_engine(tmp_path: Path) -> None:
     factory = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
     cfg = config("cpu", tmp_path, gradient_accumulation_steps=2)
@@ -465,6 +497,18 @@ def test_an_optimizer_of_another_kind_is_refused(tmp_path: Path) -> None:
     refused(
         tmp_path, ValueError, said, model=model, optimizer=given, config=config("nvme", tmp_path)
     )
+
+
+def test_an_optimizer_with_a_step_of_its_own_is_refused(tmp_path: Path) -> None:
+    class Own(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    model = models.ShortTower()
+    given = Own(model.parameters())
+    said = "Own has a step of its own, which would not run"
+    cfg = config("nvme", tmp_path)
+    refused(tmp_path, ValueError, said, model=model, optimizer=given, config=cfg)
 
 
 def test_a_loss_of_several_elements_is_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ all ranks were given."""
 from __future__ import annotations
 
 import inspect
+import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,6 +21,8 @@ from tiermem.plans.agreement import agree
 from tiermem.precision import Precision
 from tiermem.ranks.topology import find_topology
 from tiermem.version import __version__
+
+logger = logging.getLogger("tiermem")
 
 # ---- the choice of an optimizer ------------------------------------------------------------------
 
@@ -40,9 +43,9 @@ _NO_MATRIX = ("embed", "lm_head")
 class OptimizerChoice(NamedTuple):
     """An optimizer that is chosen before its parameters are sharded and built afterwards.
 
-        the user's optimizer    tiermem's or torch's: its groups and settings are kept, tiermem computes the step. The groups
-                                are those of both from then on: a schedule of the user's optimizer
-                                sets tiermem's rates
+        the user's optimizer    tiermem's or torch's: its groups, settings, states and hooks are kept, tiermem computes the
+                                step. The groups are those of both from then on: a schedule of the
+                                user's optimizer sets tiermem's rates
         the user's function     is called with the parameters; the optimizer that it returns is treated in the same way
         the config's section    type and params
         none of them            the engine is for inference
@@ -54,7 +57,8 @@ class OptimizerChoice(NamedTuple):
     name: str  # a key of KINDS
     groups: Sequence[dict[str, Any]]
     defaults: Mapping[str, Any]  # settings that a group does not set itself
-    shown: Sequence[dict[str, Any]] = ()  # the groups of the user's optimizer
+    given: torch.optim.Optimizer | None = None  # the user's
+    states: Mapping[nn.Parameter, Mapping[str, Any]] = {}  # of it
 
     @property
     def num_moments(self) -> int:
@@ -66,7 +70,10 @@ class OptimizerChoice(NamedTuple):
         """The facts that must be equal on all ranks: the optimizer, the settings of its groups, the
         group of each parameter."""
         names = {id(param): name for name, param in model.named_parameters()}
-        facts: dict[str, Any] = {"optimizer": self.name}
+        facts: dict[str, Any] = {
+            "optimizer": self.name,
+            "parameters that it stepped": len(self.states),
+        }
         for number, group in enumerate(self.groups):
             settings = {**self.defaults, **group}
             facts |= {
@@ -81,12 +88,22 @@ class OptimizerChoice(NamedTuple):
         return facts
 
     def build(self) -> NativeOptimizer:
-        """Builds the optimizer and the states of its sharded parameters. Raises ValueError for
-        settings out of range."""
-        for group, shown in zip(self.groups, self.shown, strict=False):
+        """Builds the optimizer and the states of its sharded parameters. Collective; blocks.
+        Raises ValueError for settings out of range."""
+        given = self.given
+        if given is None:
+            return KINDS[self.name](self.groups, **self.defaults)
+        for group, shown in zip(self.groups, given.param_groups, strict=True):
             shown.clear()
             shown.update(group)
-        return KINDS[self.name](self.shown or self.groups, **self.defaults)
+        built = KINDS[self.name](given.param_groups, **self.defaults)
+        for name, hooks in vars(given).items():
+            if name.startswith("_optimizer_"):
+                setattr(built, name, hooks)
+        if self.states:
+            built.restore(self.states, "the optimizer that was given")
+            given.state.clear()  # else its memory would be held beside the plan's
+        return built
 
     def warn_of_stalling(self, precision: Precision) -> None:
         """Warns when a bf16 second moment is rounded to nearest and a step's decay is too small to
@@ -179,22 +196,48 @@ def _halves(
 
 
 def take_over(given: torch.optim.Optimizer) -> OptimizerChoice:
-    """Returns tiermem's optimizer of the same kind, with the groups of the user's optimizer. Raises
-    ValueError for others."""
+    """Returns tiermem's optimizer of the same kind, with the groups, states and hooks of the user's
+    optimizer. Raises ValueError for others, and for a subclass with a step of its own."""
     for name, kind in KINDS.items():
         theirs = getattr(torch.optim, name, kind)
         if isinstance(given, (kind, theirs)):
-            shown = given.param_groups
-            groups = [_group_for(kind, group, given.defaults) for group in shown]
+            if inspect.unwrap(type(given).step) not in map(
+                inspect.unwrap, (kind.step, theirs.step)
+            ):
+                raise ValueError(
+                    f"{type(given).__name__} has a step of its own, which would not run: tiermem's "
+                    f"{name} steps in its place. Give {name} itself; its register_step_pre_hook "
+                    "and register_step_post_hook run code before and after each step"
+                )
+            groups = [_group_for(kind, group, given.defaults) for group in given.param_groups]
             # schedules of transformers read the rate that they end at from the defaults
             defaults = _group_for(kind, given.defaults, given.defaults)
-            return OptimizerChoice(name, groups, defaults, shown)
+            return OptimizerChoice(name, groups, defaults, given, _states_of(given))
     names = [name for name in KINDS if hasattr(torch.optim, name)]
     raise ValueError(
         f"{type(given).__name__} cannot step states that rest on tiers; allowed are "
         f"{', '.join(KINDS)} of tiermem, and {', '.join(names)} of torch.optim. Give the nearest "
         "of these; another rule can step what is outside the engine alone"
     )
+
+
+def _states_of(given: torch.optim.Optimizer) -> dict[nn.Parameter, Mapping[str, Any]]:
+    """The states of the parameters that an optimizer has stepped, as in its state dict."""
+    if not any(given.state.values()):
+        return {}
+    if isinstance(given, NativeOptimizer) and given.lost_states:
+        logger.warning(
+            "the optimizer's states were freed when its model was closed: they begin anew"
+        )
+        return {}
+    saved = given.state_dict()["state"]
+    params = (param for group in given.param_groups for param in group["params"])
+    return {
+        param: saved[number]
+        for number, param in enumerate(params)
+        # torch's Adagrad makes states before a step
+        if number in saved and saved[number].get("step", 1)
+    }
 
 
 def _group_for(

@@ -176,6 +176,11 @@ class NativeOptimizer(OptimizerFace):
         return self.was_skipped
 
     @property
+    def lost_states(self) -> bool:
+        """Whether a sharded model that it steps was closed, which freed its states."""
+        return any(shards.is_closed for shards in self._sharded)
+
+    @property
     def optimizer(self) -> NativeOptimizer:
         """This optimizer. The reference wraps an optimizer, and tools access it under this name."""
         return self
@@ -333,19 +338,22 @@ class NativeOptimizer(OptimizerFace):
         sharded model with the model. Raises the first error of a write that no step has raised.
         """
         while self._sharded:
-            self._sharded.popitem()[1].close()
+            shards, model = self._sharded.popitem()
+            for _, shard in shards.parameters():
+                self.state.pop(shard.param, None)
+            model.close()
         for states in self._resting:
             states.close()
 
-    def restore_ordinary(self, entries: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
-        """Restores states of ordinary parameters from entries of a state dict; an empty entry means
-        no steps. Blocks."""
+    def restore(self, entries: Mapping[nn.Parameter, Mapping[str, Any]], where: str) -> None:
+        """Restores states of parameters from entries of a state dict; an empty entry means no
+        steps. where: what holds them. Collective for sharded models; blocks."""
         self._note_groups()
         names = {param: name for name, param in self.named()}
         for param, given in entries.items():
             rule = self.rule_of(self._groups[id(param)], param)
             ordinary.check_entry(given, rule, param, names[param])
-        self._restore_all({param: (names[param], entry) for param, entry in entries.items()})
+        self._restore_all({param: (names[param], entry) for param, entry in entries.items()}, where)
 
     def whole_state(self, param: torch.Tensor) -> ordinary.State:
         """What `state` shows of an ordinary parameter, and the master that rests elsewhere, fp32.
@@ -439,19 +447,19 @@ class NativeOptimizer(OptimizerFace):
         self._attach_all()
         sealed = dict(self.state)
         self.state.clear()
-        for shards in self._sharded:
-            params = (shard.param for _, shard in shards.parameters())
-            enable_training_of(
-                shards, [param for param in params if param in sealed], "the state dict"
-            )
         entries = {
             param: (name, sealed[param].entry if param in sealed else {})
             for name, param in self.named()
         }
-        self._restore_all(entries)
+        self._restore_all(entries, "the state dict")
 
-    def _restore_all(self, entries: Mapping[nn.Parameter, tuple[str, Mapping[str, Any]]]) -> None:
+    def _restore_all(
+        self, entries: Mapping[nn.Parameter, tuple[str, Mapping[str, Any]]], where: str
+    ) -> None:
         """Restores states of parameters, each given by name and entry; an empty one: no steps."""
+        for shards in self._sharded:
+            params = (shard.param for _, shard in shards.parameters())
+            enable_training_of(shards, [p for p in params if p in entries and entries[p][1]], where)
         ordinary_ones = {param for _, param in self.named_ordinary()}
         self._rest(
             [(name, p) for p, (name, given) in entries.items() if given and p in ordinary_ones]

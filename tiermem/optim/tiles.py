@@ -492,7 +492,12 @@ class StateTiles(RestingTiles[Tile]):
     # ---- weights ---------------------------------------------------------------------------------
 
     def check_whole(self) -> None:
-        """As `Shards.check_whole`."""
+        """As `Shards.check_whole`; raises RuntimeError also after a `close`."""
+        if self._shards.is_closed or self._shards.states is not self:
+            raise RuntimeError(
+                "these states were freed when their optimizer, or the sharded model, was closed: "
+                "build another optimizer, which begins anew"
+            )
         self._shards.check_whole()
 
     def take_writes(self, shard: Shard) -> None:

@@ -436,12 +436,11 @@ def _open(
             assert optimizer is not None
             put_groups(optimizer, groups)
             if manifest.optimizer is not None:
-                optimizer.restore_ordinary(
-                    {
-                        param: _entry(source, name, param, topology)
-                        for name, param in ordinary_of(optimizer).items()
-                    }
-                )
+                entries = {
+                    param: _entry(source, name, param, topology)
+                    for name, param in ordinary_of(optimizer).items()
+                }
+                optimizer.restore(entries, str(source.file))
             optimizer.show_state()
         if not asked.module_only:
             _put_rest(source, shards, rest)
