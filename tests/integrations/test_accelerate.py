@@ -53,6 +53,36 @@ def test_two_ranks_equal_ddp(tmp_path: Path) -> None:
         assert_equal(found)
 
 
+def test_each_model_that_an_accelerator_drives_is_saved_and_opened(tmp_path: Path) -> None:
+    """Also where one of them is prepared twice, and another was closed."""
+    accelerator = Accelerator(cpu=True)
+    models, optimizers = [], []
+    for _ in range(3):
+        model = nn.Linear(2, 1)
+        model, optimizer = prepare(
+            accelerator, model, torch.optim.AdamW(model.parameters()), policy=OffloadPolicy()
+        )
+        models.append(model)
+        optimizers.append(optimizer)
+    owner_of(models.pop(0)).close()
+    prepare(accelerator, models[0])
+
+    def train() -> list[dict[str, torch.Tensor]]:
+        for model, optimizer in zip(models, optimizers[1:], strict=True):
+            accelerator.backward(model(torch.ones(1, 2)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        return [{name: each.clone() for name, each in m.state_dict().items()} for m in models]
+
+    train()
+    accelerator.save_state(str(tmp_path))
+    after = train()
+    accelerator.load_state(str(tmp_path))
+    assert all(map(torch.equal, *([w["weight"] for w in each] for each in (train(), after))))
+    for model in models:
+        owner_of(model).close()
+
+
 def test_several_models_are_refused() -> None:
     with pytest.raises(ValueError, match="2 models; give one"):
         prepare(Accelerator(cpu=True), nn.Linear(2, 2), nn.Linear(2, 2))

@@ -10,13 +10,17 @@
 
 The Accelerator's own methods then work on one and on several ranks: backward, accumulate,
 clip_grad_norm_, gather. `save_state` saves a durable step in `<dir>/tiermem` instead of whole
-states, and `load_state` opens it.
+states, and `load_state` opens it; those of further models, in the order of `prepare`, lie in
+`<dir>/tiermem_1` and so on.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from accelerate import Accelerator
@@ -56,6 +60,12 @@ class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         """Restores states, unless a durable step has them."""
         if "saved in" not in state_dict:
             super().load_state_dict(state_dict)
+
+
+Prepared = dict[Shards, PreparedOptimizer | None]
+"""Sharded models, and what steps them."""
+
+_PREPARED: WeakKeyDictionary[Accelerator, Prepared] = WeakKeyDictionary()
 
 
 def prepare(accelerator: Accelerator, *objects: Any, policy: OffloadPolicy | None = None) -> Any:
@@ -132,19 +142,36 @@ def _save_with(
 ) -> None:
     """Makes `save_state` and `load_state` save and open durable steps. Both are collective and
     block."""
-    native = None if prepared is None else prepared.optimizer
+    if accelerator not in _PREPARED:
+        models: Prepared = {}
+        _PREPARED[accelerator] = models
+        accelerator.register_save_state_pre_hook(functools.partial(_save_steps, models))
+        accelerator.register_load_state_pre_hook(functools.partial(_load_steps, models))
+    found = _PREPARED[accelerator]
+    found[shards] = prepared or found.get(shards)
 
-    def save_step(_: list[nn.Module], __: list[Any], output_dir: str) -> None:
-        save(shards, native, output_dir, TAG, copy=True)
+
+def _save_steps(models: Prepared, _: list[nn.Module], __: list[Any], output_dir: str) -> None:
+    for tag, shards, prepared in _tagged(models, TAG):
+        save(shards, None if prepared is None else prepared.optimizer, output_dir, tag, copy=True)
         wait(shards)
         if prepared is not None:
             prepared.is_saved = True
 
-    def load_step(_: list[nn.Module], input_dir: str) -> None:
-        if (Path(input_dir) / TAG).is_dir():
-            load(shards, native, Path(input_dir) / TAG)
-        else:
-            load_pretrained_weights(shards.model, Path(input_dir) / WEIGHTS_FILE)
 
-    accelerator.register_save_state_pre_hook(save_step)
-    accelerator.register_load_state_pre_hook(load_step)
+def _load_steps(models: Prepared, _: list[nn.Module], input_dir: str) -> None:
+    folder = Path(input_dir)
+    if not (folder / TAG).is_dir():  # a plain Accelerator saved it
+        for name, shards, _prepared in _tagged(models, Path(WEIGHTS_FILE).stem):
+            load_pretrained_weights(shards.model, folder / f"{name}.safetensors")
+        return
+    for tag, shards, prepared in _tagged(models, TAG):
+        load(shards, None if prepared is None else prepared.optimizer, folder / tag)
+
+
+def _tagged(models: Prepared, name: str) -> Iterator[tuple[str, Shards, PreparedOptimizer | None]]:
+    """The models that are open, with the names that Accelerate gives: name, name_1, name_2."""
+    for closed in [shards for shards in models if shards.is_closed]:
+        del models[closed]
+    for number, (shards, prepared) in enumerate(models.items()):
+        yield f"{name}_{number}" if number else name, shards, prepared
