@@ -97,6 +97,26 @@ def test_weights_that_the_files_lack_get_initial_values_and_are_named(
     assert 0.005 < weights_of(model, policy)["score.weight"].std() < 0.05
 
 
+def test_weights_that_the_model_lacks_are_left_out_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in transformers, which says nothing of those that its models had once."""
+    model = build("llama")
+    model.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    other = {
+        "head.weight": torch.ones(2),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
+    }
+    save_file({**stored, **other}, tmp_path / "model.safetensors", {"format": "pt"})
+    found = dict(tiermem.from_pretrained(tmp_path).state_dict())
+    torch.testing.assert_close(found, dict(model.state_dict()), rtol=0, atol=0)
+    assert "holds head.weight, which LlamaForCausalLM does not have" in caplog.text
+    save_file(other, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks lm_head\.weight"):
+        tiermem.from_pretrained(tmp_path)
+
+
 def test_dtype_is_that_of_the_config_or_the_one_asked_for(tmp_path: Path) -> None:
     build("llama").bfloat16().save_pretrained(tmp_path)
     for asked, expected in (

@@ -71,13 +71,14 @@ def from_pretrained(
         kwargs: `config`; revision, cache_dir, token, local_files_only, force_download, subfolder;
             others change the config.
 
-    Returns the model in evaluation mode. Weights that the files lack get initial values, with a
-    warning. Each rank reads the files and keeps its part; in memory is one tensor at a time, or one
-    block of the model where its files have another format; of a single file, the file. Quantised
-    files of transformers are dequantised. An adapter gives a peft.PeftModel that is ready to be
-    trained. Collective; blocks. Raises ValueError for files that do not fit, and for quantised ones
-    that cannot be dequantised while they are read; OSError for missing files; ImportError for an
-    adapter without the peft library, or a model of diffusers without that.
+    Returns the model in evaluation mode. Weights that the files lack get initial values, and
+    weights that the model lacks are left out, with a warning. Each rank reads the files and keeps
+    its part; in memory is one tensor at a time, or one block of the model where its files have
+    another format; of a single file, the file. Quantised files of transformers are dequantised. An
+    adapter gives a peft.PeftModel that is ready to be trained. Collective; blocks. Raises
+    ValueError for files that do not fit, and for quantised ones that cannot be dequantised while
+    they are read; OSError for missing files; ImportError for an adapter without the peft library,
+    or a model of diffusers without that.
     """
     init = Init(policy=policy)
     if Path(name_or_dir).is_file():

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -38,6 +39,8 @@ from tiermem.weights_io import (
     read_header,
     tensors_of,
 )
+
+logger = logging.getLogger("tiermem")
 
 
 def _from_version_5(name: str) -> Any:
@@ -171,27 +174,34 @@ def load_pretrained_weights(
 
     Args:
         model: plain, sharded, or built under zero.Init.
-        may_lack: parameters that the files lack keep their values; otherwise they raise ValueError.
+        may_lack: parameters that the files lack keep their values, unless they lack all, and what
+            the model lacks is left out with a warning; otherwise both raise ValueError.
         quantizer: of `take_quantizer`, for quantised files.
 
     Returns the names of the parameters that the files lack. Collective for sharded models; blocks;
-    every rank reads the files. Raises ValueError for names and shapes that do not match, OSError
-    for missing files.
+    every rank reads the files. Raises ValueError for shapes and conversions that do not match,
+    OSError for missing files.
     """
     files = find_files(path)
     stored = {each.name: (file, each) for file in files for each in read_header(file)}
     targets = tensors_of(model)
     if quantizer is None and (stored.keys() <= targets.keys() or not _has_conversions(model)):
         load_safetensors(model, path, strict=not may_lack)
-        return _lacking(model, stored.keys())
-    filled: set[str] = set()
-    with contextlib.ExitStack() as opened, torch.no_grad():
-        readers = {file: opened.enter_context(FileReader(file)) for file in files}
-        for name, value in _converted(model, stored, readers, quantizer):
-            put_value(targets[name], value)
-            filled.add(name)
+        filled = {*stored}
+        left_out = filled - targets.keys()
+    else:
+        filled = set()
+        left_out = set()
+        with contextlib.ExitStack() as opened, torch.no_grad():
+            readers = {file: opened.enter_context(FileReader(file)) for file in files}
+            for name, value in _converted(model, stored, readers, quantizer, left_out, may_lack):
+                put_value(targets[name], value)
+                filled.add(name)
+    if left_out:
+        text = "%s holds %s, which %s does not have: they are left out"
+        logger.warning(text, path, ", ".join(sorted(left_out)), type(model).__name__)
     lacking = _lacking(model, filled)
-    if lacking and not may_lack:
+    if lacking and (not may_lack or len(lacking) == len(names_of(model))):
         raise ValueError(f"{path} lacks {', '.join(sorted(lacking))}, which the model has")
     return lacking
 
@@ -216,9 +226,15 @@ def _converted(
     stored: Mapping[str, tuple[Path, StoredTensor]],
     readers: Mapping[Path, FileReader],
     quantizer: Any,
+    left_out: set[str],
+    may_leave: bool,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (name, value) of the model's parameters and buffers. One batch is in memory at a time.
-    Raises ValueError."""
+    Raises ValueError.
+
+    left_out: gets the names that the model does not have; unless `may_leave` they raise. Those that
+        transformers leaves out without a word are neither.
+    """
     receiver = _on_meta(model)
     mapping = _mapping.get_model_conversion_mapping(receiver, None, quantizer)
     config = modeling_utils.LoadStateDictConfig(weight_mapping=mapping, hf_quantizer=quantizer)
@@ -226,8 +242,10 @@ def _converted(
         values = {name: _Lazy(readers[stored[name][0]], stored[name][1]) for name in group}
         with _without_bars():
             said, _ = _loading.convert_and_load_state_dict_in_model(receiver, values, config)
+        receiver._adjust_missing_and_unexpected_keys(said)
+        left_out |= said.unexpected_keys
         if wrong := [
-            *said.unexpected_keys,
+            *(() if may_leave else left_out),
             *said.mismatched_keys,
             *said.conversion_errors,
             *said.error_msgs,
@@ -249,7 +267,7 @@ def _emptied(value: torch.Tensor) -> Any:
     return nn.Parameter(empty, value.requires_grad) if isinstance(value, nn.Parameter) else empty
 
 
-def _on_meta(model: nn.Module) -> nn.Module:
+def _on_meta(model: nn.Module) -> Any:
     """The same kind of model without values; each tensor has the dtype of the model's."""
     with torch.device("meta"):
         receiver = type(model)(model.config)
