@@ -201,6 +201,7 @@ def test_the_groups_of_a_given_optimizer_stay_those_of_both(kind: Any, tmp_path:
     engine, optim, _, _ = tiermem.initialize(model=model, optimizer=given, config=cfg)
     schedule.step()
     assert optim is not given and engine.get_lr() == [5e-3]
+    optim.load_state_dict(optim.state_dict())
     given.param_groups[0]["lr"] = 0.0
     before = {name: each.clone() for name, each in model.state_dict().items()}
     run(engine)

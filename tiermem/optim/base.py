@@ -410,6 +410,7 @@ class NativeOptimizer(OptimizerFace):
         """The same dict, with each entry wrapped in Sealed. Raises ValueError, before torch changes
         anything, for an entry that cannot be restored. Torch compares the sizes of groups
         itself."""
+        self._note_groups()
         names = {param: name for name, param in self.named()}
         for saved, own in zip(state_dict["param_groups"], self.param_groups, strict=False):
             group = {**self.defaults, **saved}
@@ -437,6 +438,11 @@ class NativeOptimizer(OptimizerFace):
 
     def _open(self, _: torch.optim.Optimizer) -> None:
         """Restores the entries that torch has put into `state`, after torch has set the groups."""
+        for group, loaded in zip(self._noted, self.param_groups, strict=True):
+            group.clear()
+            group.update(loaded)
+        # the same dicts, which may be another optimizer's, too: a schedule of it sets their rates
+        self.param_groups = list(self._noted)
         for group in self.param_groups:
             nothing = {
                 name: value for name, (value, _) in IMPLEMENTATION.items() if name in self.defaults
