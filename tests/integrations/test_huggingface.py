@@ -505,9 +505,10 @@ def test_save_total_limit_keeps_checkpoints_in_the_files_of_the_run(
     monkeypatch.setattr(TrainerState, "save_to_json", write)
     policy = on_nvme(tmp_path / "nvme")
     asked = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
+    (tmp_path / "out" / "checkpoint-best").mkdir(parents=True)  # the user's own
     whole = train(TiermemTrainer, "gpt2", tmp_path / "out", tiermem=policy, **asked)
     left = sorted(each.name for each in (tmp_path / "out").glob("checkpoint-*"))
-    assert left == ["checkpoint-10", "checkpoint-8"]
+    assert left == ["checkpoint-10", "checkpoint-8", "checkpoint-best"]
     assert not list((tmp_path / "out").rglob("data-*"))  # nothing is copied
     again = train(
         TiermemTrainer,
@@ -666,6 +667,8 @@ def test_materialized_weights_stay_with_the_model(tmp_path: Path) -> None:
     weights = {name: each.clone() for name, each in trainer.model.state_dict().items()}
     trainer.close(materialize=True)
     torch.testing.assert_close(dict(trainer.model.state_dict()), weights, rtol=0, atol=0)
+    # else Accelerate would leave out DDP when another Trainer takes the model
+    assert not hasattr(trainer.model, "_is_accelerate_prepared")
 
 
 def test_a_trainer_that_gave_its_weights_up_uses_them_no_more(tmp_path: Path) -> None:

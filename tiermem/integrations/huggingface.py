@@ -588,14 +588,16 @@ def unwrapped(optimizer: Any) -> Any:
 
 def remove_older(folder: Path, limit: int) -> None:
     """Removes all but the newest whole checkpoints, in the order of their saves: saving changes the
-    times of the folders, and a clock may have been set back."""
+    times of the folders, and a clock may have been set back. Folders that the Trainer has not named
+    stay."""
     numbers = {tag: number for number, tag in enumerate(reversed(tags_of(folder)))}
+    found = [each for each in folder.glob("checkpoint-*") if each.name[11:].isdecimal()]
     states = sorted(
-        folder.glob(f"checkpoint-*/{STATE_FILE}"),
+        (each / STATE_FILE for each in found if (each / STATE_FILE).is_file()),
         key=lambda file: (numbers.get(file.parent.name, -1), os.path.getmtime(file)),
     )
     kept = [each.parent for each in states[-limit:]]
-    for each in folder.glob("checkpoint-*"):
+    for each in found:
         if each not in kept:
             shutil.rmtree(each, ignore_errors=True)
 
