@@ -81,6 +81,7 @@ def test_each_model_that_an_accelerator_drives_is_saved_and_opened(tmp_path: Pat
     assert all(map(torch.equal, *([w["weight"] for w in each] for each in (train(), after))))
     for model in models:
         owner_of(model).close()
+        assert not hasattr(model, "_is_accelerate_prepared")
 
 
 def test_several_models_are_refused() -> None:

@@ -30,7 +30,7 @@ from torch import nn
 from tiermem.checkpoint.opening.loading import load
 from tiermem.checkpoint.saving.saver import save, wait
 from tiermem.engine.choice import take_over
-from tiermem.integrations.choice import shard_as_asked
+from tiermem.integrations.choice import mark, shard_as_asked
 from tiermem.integrations.pretrained import WEIGHTS_FILE, load_pretrained_weights
 from tiermem.optim.base import NativeOptimizer
 from tiermem.policy import OffloadPolicy
@@ -128,6 +128,8 @@ def _sharded(
 ) -> tuple[Shards, NativeOptimizer | None]:
     """The sharded model and the optimizer that steps it."""
     shards = owner_of(model)
+    if shards is not None:
+        mark(shards)
     if shards is not None and (optimizer is None or isinstance(optimizer, NativeOptimizer)):
         return shards, optimizer
     choice = None if optimizer is None else take_over(optimizer)

@@ -43,7 +43,7 @@ def shard_as_asked(
     if asked is None and num_moments and is_accelerator(device):
         policy = choose_policy(model, policy, device=device)
     found = shard(model, policy, device=device, is_trained=is_trained)
-    set_called_together(model, found.topology.world > 1)
+    mark(found)
     return found
 
 
@@ -53,14 +53,33 @@ def with_moments(policy: OffloadPolicy, num_moments: int, keep: int | None) -> O
     return dataclasses.replace(policy, num_moments=num_moments, keep=max(policy.keep, keep or 1))
 
 
-def set_called_together(model: nn.Module, is_so: bool) -> None:
-    """Says whether all ranks must call a model together: transformers' `generate` then goes on
-    until the last rank has ended.
+def mark(shards: Shards) -> None:
+    """Sets the attributes of `_Marks`, once."""
+    if shards.find_attached(_Marks) is None:
+        shards.attach(_Marks(shards))
 
-    transformers asks for it by this attribute; it was made for FSDP, which needs the same.
+
+class _Marks:
+    """What other libraries read from attributes of a sharded model; they go when it is closed.
+
+    _is_fsdp_managed_module    on several ranks, which must call the model together: transformers' `generate` then goes
+                               on until the last rank has ended; it was made for FSDP, which needs the same
+    _is_accelerate_prepared    Accelerate sets it, and wraps the model in no DDP from then on
     """
-    for module in model.modules():
-        if is_so and hasattr(module, "generate"):
-            module._is_fsdp_managed_module = True  # type: ignore[assignment]
-        else:
-            module.__dict__.pop("_is_fsdp_managed_module", None)
+
+    keeps_files = False
+
+    def __init__(self, shards: Shards) -> None:
+        self._modules = list(shards.model.modules())
+        for module in self._modules if shards.topology.world > 1 else ():
+            if hasattr(module, "generate"):
+                module._is_fsdp_managed_module = True  # type: ignore[assignment]
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Does nothing."""
+
+    def close(self) -> None:
+        """Removes the attributes."""
+        for module in self._modules:
+            for name in ("_is_fsdp_managed_module", "_is_accelerate_prepared"):
+                vars(module).pop(name, None)

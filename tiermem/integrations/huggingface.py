@@ -60,7 +60,7 @@ from tiermem.integrations.arguments import config_beside, hidden_size_of
 from tiermem.integrations.choice import (
     AUTO,
     Asked,
-    set_called_together,
+    mark,
     with_moments,
 )
 from tiermem.integrations.pretrained import load_pretrained_weights, save_pretrained_weights
@@ -139,7 +139,6 @@ class TiermemMixin(_Base):  # type: ignore[misc]
         self._meter = None
         self._passes = None
         if shards is not None and self._is_owner:
-            set_called_together(shards.model, False)
             shards.close(materialize)
 
     # ---- start -----------------------------------------------------------------------------------
@@ -316,9 +315,9 @@ class TiermemMixin(_Base):  # type: ignore[misc]
                 cast_model(self.model, self._config, self.args.device)
             found = shard_for_passes(self.model, policy, None, self.args.device, is_trained)
             self._is_owner = True
-            set_called_together(self.model, found.topology.world > 1)
             if policy.accumulation == "layers" and is_trained:
                 self._passes = LayerwisePasses(found, self._call_forward)
+        mark(found)
         self._shards = found
 
     def _policy(self, num_moments: int) -> OffloadPolicy:

@@ -33,7 +33,7 @@ from torch import nn
 from tiermem.checkpoint.opening.loading import load
 from tiermem.checkpoint.saving.saver import save, wait
 from tiermem.engine.choice import take_over
-from tiermem.integrations.choice import set_called_together, shard_as_asked
+from tiermem.integrations.choice import shard_as_asked
 from tiermem.optim.base import NativeOptimizer
 from tiermem.policy import OffloadPolicy
 from tiermem.run.init import Init
@@ -98,7 +98,6 @@ class TiermemStrategy(_Base):  # type: ignore[misc]
         """
         shards = self.shards
         if shards is not None:
-            set_called_together(shards.model, False)
             shards.close(materialize)
 
     # ---- start -----------------------------------------------------------------------------------
