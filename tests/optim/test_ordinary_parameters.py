@@ -178,11 +178,18 @@ def test_an_overflow_leaves_every_state_untouched(preset: str, bad: float) -> No
 
 
 def test_a_copied_or_unpickled_optimizer_goes_on() -> None:
-    model = seeded(models.ShortTower)
+    model = seeded(models.ShortTower).bfloat16()
     optim = tiermem.AdamW(model.parameters(), lr=1e-2, precision="compact")
     train_steps(model, optim, range(2))
     other, resumed = pickle.loads(pickle.dumps((model, optim)))
     assert train_steps(other, resumed, range(2, 4)) == train_steps(model, optim, range(2, 4))
+    other, resumed = pickle.loads(pickle.dumps((model, optim)))
+    kept = []
+    for each, module in ((optim, model), (resumed, other)):
+        each.state.clear()  # masters outlive it
+        train_steps(module, each, [4])
+        kept.append({str(i): entry["master"] for i, entry in each.state_dict()["state"].items()})
+    assert_same_tensors(*kept)
 
 
 def test_schedulers_and_groups_are_torchs() -> None:

@@ -384,6 +384,8 @@ class NativeOptimizer(OptimizerFace):
             self._begin(state["precision"])
             state = {name: value for name, value in state.items() if name != "precision"}
         super().__setstate__(state)
+        for param in () if self._is_built else self.state:
+            self._keep_master(param)
         self._is_built = True
 
     def _fill(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
@@ -481,12 +483,13 @@ class NativeOptimizer(OptimizerFace):
                 tiles.restore(shard, given, rule)
             elif param in ordinary_ones:
                 self.state.pop(param, None)
+                self._marks.pop(param, None)
+                self._masters.pop(param, None)
                 if given:
                     self.state[param] = ordinary.restore_state(
                         self._threads(), param, given, rule, self._ordinary_precision, name
                     )
-                self._marks.pop(param, None)
-                self._masters.pop(param, None)
+                    self._keep_master(param)
         self.show_state()
 
     def _check_owners(self) -> list[tuple[str, nn.Parameter]]:
@@ -682,5 +685,9 @@ class NativeOptimizer(OptimizerFace):
         if self._marks.get(param) != mark:
             ordinary.adopt_weight(param, state, self._ordinary_precision, name)
             self._marks[param] = mark
-        if MASTER in state:
-            self._masters[param] = state[MASTER]
+        self._keep_master(param)
+
+    def _keep_master(self, param: nn.Parameter) -> None:
+        """Keeps the master in `state`, which the user may drop with the moments."""
+        if MASTER in self.state[param]:
+            self._masters[param] = self.state[param][MASTER]
