@@ -241,11 +241,18 @@ def test_states_and_hooks_of_a_given_optimizer_stay(kind: Any, tmp_path: Path) -
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
 
 
-def test_a_scheduler_that_is_given_steps_with_the_engine(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_built", [False, True])
+@pytest.mark.filterwarnings("error:.*optimizer.step")
+def test_a_scheduler_that_is_given_steps_with_the_engine(is_built: bool, tmp_path: Path) -> None:
     factory = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
     cfg = config("cpu", tmp_path, gradient_accumulation_steps=2)
+    model = seeded(models.ShortTower)
+    theirs = torch.optim.AdamW(model.parameters(), lr=1e-2)
     engine, _, _, scheduler = tiermem.initialize(
-        model=seeded(models.ShortTower), lr_scheduler=factory, config=cfg
+        model=model,
+        optimizer=theirs,
+        lr_scheduler=factory(theirs) if is_built else factory,
+        config=cfg,
     )
     run(engine, num_steps=4)
     assert scheduler is engine.lr_scheduler

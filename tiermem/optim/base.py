@@ -236,6 +236,7 @@ class NativeOptimizer(OptimizerFace):
         parameters hold NaN or infinity, ordinary parameters are skipped if scale, num_undivided or
         max_norm is given; else they are stepped as in torch. Raises OSError when a transfer fails.
         """
+        self._opt_called = True  # torch's schedules look for it
         loss = None
         if closure is not None:
             loss = call_with_grad(True, closure)
@@ -251,6 +252,9 @@ class NativeOptimizer(OptimizerFace):
         for shards in self._sharded:
             shards.after_step(self)
         return loss
+
+    # A schedule would wrap it, to set _opt_called, and warn where it was built for another optimizer.
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's optimizers do."""
