@@ -33,18 +33,26 @@ from torch.optim.lr_scheduler import LRScheduler
 _log = logging.getLogger("tiermem")
 
 WARMUP_TYPES = ("log", "linear")
-_LAST = "last_batch_iteration"  # the documented name of torch's last_epoch
 
 
 class _Documented(LRScheduler):
     """A schedule that also continues from DeepSpeed's state of its name: {"last_batch_iteration":
-    steps - 1}."""
+    steps - 1}.
+
+    `last_batch_iteration` is the documented name of torch's `last_epoch`. The rates that it counts
+    from are the groups' own, unless another schedule has noted those.
+    """
+
+    def __init__(self, optimizer: Optimizer, last_batch_iteration: int) -> None:
+        for group in optimizer.param_groups if last_batch_iteration != -1 else ():
+            group.setdefault("initial_lr", group["lr"])  # as torch asks
+        super().__init__(optimizer, last_batch_iteration)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues from a state. The rates of the groups stay as they are until the next `step`,
         as in torch."""
-        if set(state_dict) == {_LAST}:
-            self.last_epoch = int(state_dict[_LAST]) + 1
+        if set(state_dict) == {"last_batch_iteration"}:
+            self.last_epoch = int(state_dict["last_batch_iteration"]) + 1
             self._last_lr = [float(rate) for rate in self.get_lr()]
         else:
             super().load_state_dict(state_dict)
@@ -67,7 +75,7 @@ class WarmupLR(_Documented):
         warmup_max_lr: float | Sequence[float] | None = None,
         warmup_num_steps: int = 1000,
         warmup_type: str = "log",
-        last_epoch: int = -1,
+        last_batch_iteration: int = -1,
     ) -> None:
         self.warmup_num_steps = _warmup_steps(warmup_num_steps)
         self.warmup_type = _warmup_type(warmup_type)
@@ -75,7 +83,7 @@ class WarmupLR(_Documented):
         if warmup_max_lr is None:  # each group's rate before the first schedule changed it
             warmup_max_lr = [float(g.get("initial_lr", g["lr"])) for g in optimizer.param_groups]
         self.max_lrs = _per_group("warmup_max_lr", warmup_max_lr, optimizer)
-        super().__init__(optimizer, last_epoch)
+        super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float | torch.Tensor]:
         factor = self._factor(max(self.last_epoch - 1, 0))
@@ -105,11 +113,16 @@ class WarmupDecayLR(WarmupLR):
         warmup_max_lr: float | Sequence[float] | None = 0.001,
         warmup_num_steps: int = 1000,
         warmup_type: str = "log",
-        last_epoch: int = -1,
+        last_batch_iteration: int = -1,
     ) -> None:
         self.total_num_steps = _whole("total_num_steps", total_num_steps)
         super().__init__(
-            optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_epoch
+            optimizer,
+            warmup_min_lr,
+            warmup_max_lr,
+            warmup_num_steps,
+            warmup_type,
+            last_batch_iteration,
         )
 
     def _factor(self, iteration: int) -> float:
@@ -135,14 +148,14 @@ class WarmupCosineLR(_Documented):
         warmup_num_steps: int = 1000,
         cos_min_ratio: float = 0.0001,
         warmup_type: str = "log",
-        last_epoch: int = -1,
+        last_batch_iteration: int = -1,
     ) -> None:
         self.total_num_steps = _whole("total_num_steps", total_num_steps)
         self.warmup_num_steps = _warmup_steps(warmup_num_steps)
         self.warmup_type = _warmup_type(warmup_type)
         self.warmup_min_ratio = _number("warmup_min_ratio", warmup_min_ratio)
         self.cos_min_ratio = _number("cos_min_ratio", cos_min_ratio)
-        super().__init__(optimizer, last_epoch)
+        super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float | torch.Tensor]:
         ratio = self._ratio(max(self.last_epoch - 1, 0))
@@ -189,7 +202,7 @@ class OneCycle(_Documented):
         cycle_min_mom: float | Sequence[float] = 0.8,
         cycle_max_mom: float | Sequence[float] = 0.9,
         decay_mom_rate: float = 0.0,
-        last_epoch: int = -1,
+        last_batch_iteration: int = -1,
     ) -> None:
         second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
         self.rising = _whole("cycle_first_step_size", cycle_first_step_size)
@@ -206,14 +219,16 @@ class OneCycle(_Documented):
         self.decay_mom_rate = _number("decay_mom_rate", decay_mom_rate)
         self.min_lrs = _per_group("cycle_min_lr", cycle_min_lr, optimizer)
         self.max_lrs = _per_group("cycle_max_lr", cycle_max_lr, optimizer)
-        self.cycle_momentum = cycle_momentum and "betas" in optimizer.defaults
+        self.cycle_momentum = (
+            _flag("cycle_momentum", cycle_momentum) and "betas" in optimizer.defaults
+        )
         if cycle_momentum and not self.cycle_momentum:
             _log.warning(
                 "OneCycle: %s has no betas, so momentum is not cycled", type(optimizer).__name__
             )
         self.min_momenta = _per_group("cycle_min_mom", cycle_min_mom, optimizer)
         self.max_momenta = _per_group("cycle_max_mom", cycle_max_mom, optimizer)
-        super().__init__(optimizer, last_epoch)
+        super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float | torch.Tensor]:
         if self._is_past_cycle:
@@ -276,13 +291,13 @@ class LRRangeTest(_Documented):
         lr_range_test_step_size: int = 2000,
         lr_range_test_step_rate: float = 1.0,
         lr_range_test_staircase: bool = False,
-        last_epoch: int = -1,
+        last_batch_iteration: int = -1,
     ) -> None:
         self.min_lrs = _per_group("lr_range_test_min_lr", lr_range_test_min_lr, optimizer)
         self.step_size = _whole("lr_range_test_step_size", lr_range_test_step_size)
         self.step_rate = _number("lr_range_test_step_rate", lr_range_test_step_rate)
-        self.is_staircase = lr_range_test_staircase
-        super().__init__(optimizer, last_epoch)
+        self.is_staircase = _flag("lr_range_test_staircase", lr_range_test_staircase)
+        super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float | torch.Tensor]:
         intervals = (
@@ -310,19 +325,9 @@ def build_scheduler(name: str, params: Mapping[str, Any], optimizer: Optimizer) 
     if missing:
         raise ValueError(f"scheduler {name} needs {', '.join(missing)}: set it in scheduler.params")
     try:
-        return _build(cls, params, optimizer)
+        return cls(optimizer, **params)
     except TypeError as error:
         raise ValueError(f"scheduler {name} cannot be built from {params}: {error}") from error
-
-
-def _build(cls: type[LRScheduler], given: Mapping[str, Any], optimizer: Optimizer) -> LRScheduler:
-    params = dict(given)
-    if _LAST in params and cls in DOCUMENTED.values():
-        params["last_epoch"] = params.pop(_LAST)
-        for group in optimizer.param_groups:
-            # torch asks for it when a schedule does not begin at its start
-            group.setdefault("initial_lr", group["lr"])
-    return cls(optimizer, **params)
 
 
 def schedule_class(name: str) -> type[LRScheduler]:
@@ -365,7 +370,7 @@ def check_params(name: str, params: Mapping[str, Any]) -> list[tuple[str, str]]:
     )
     groups = [{"params": [torch.nn.Parameter(torch.zeros(1))]} for _ in range(num_groups)]
     try:
-        _build(cls, params, torch.optim.AdamW(groups))
+        cls(torch.optim.AdamW(groups), **params)
     except (TypeError, ValueError) as error:
         problems.append(("", str(error)))
     return problems
@@ -376,8 +381,6 @@ def arguments_of(cls: type[LRScheduler]) -> dict[str, inspect.Parameter]:
     optimizer."""
     arguments = dict(inspect.signature(cls).parameters)
     arguments.pop("optimizer", None)
-    if cls in DOCUMENTED.values():
-        arguments[_LAST] = arguments.pop("last_epoch")
     return arguments
 
 
@@ -408,6 +411,12 @@ def _whole(name: str, value: float, least: int = 1) -> int:
         allowed = "a positive whole number" if least else "a whole number, 0 or more"
         raise ValueError(f"{name} is {value!r}; it must be {allowed}")
     return int(value)
+
+
+def _flag(name: str, value: bool) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}; it must be true or false")
+    return value
 
 
 def _number(name: str, value: float) -> float:

@@ -250,6 +250,12 @@ _CYCLE = {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0}
         ("OneCycle", {**_CYCLE, "cycle_second_step_size": -1}, "cycle_second_step_size is -1"),
         ("OneCycle", {**_CYCLE, "cycle_min_mom": "low"}, "cycle_min_mom is 'low'"),
         ("OneCycle", {**_CYCLE, "cycle_first_stair_count": 1.5}, "cycle_first_stair_count is 1.5"),
+        (
+            "OneCycle",
+            {**_CYCLE, "cycle_momentum": "false"},
+            "cycle_momentum is 'false'; it must be true",
+        ),
+        ("LRRangeTest", {"lr_range_test_staircase": 1}, "lr_range_test_staircase is 1"),
         ("OneCycle", {**_CYCLE, "decay_step_size": None}, "decay_step_size is None"),
         ("OneCycle", {**_CYCLE, "decay_lr_rate": float("nan")}, "decay_lr_rate is nan"),
         ("LRRangeTest", {"lr_range_test_step_rate": "fast"}, "lr_range_test_step_rate is 'fast'"),
@@ -385,7 +391,9 @@ def test_schedule_begins_where_last_batch_iteration_says(name: str, params: dict
     """The step with which it begins is the one that follows so many."""
     whole = rates(built(SchedulerConfig(type=name, params=params), adam()), 12)
     section = SchedulerConfig(type=name, params={**params, "last_batch_iteration": 3})
-    assert rates(built(section, adam()), 8) == pytest.approx(whole[4:])
+    direct = DOCUMENTED[name](adam(), **{**params, "last_batch_iteration": 3})
+    for schedule in (built(section, adam()), direct):
+        assert rates(schedule, 8) == pytest.approx(whole[4:])
 
 
 @pytest.mark.parametrize(("name", "params"), CASES)
