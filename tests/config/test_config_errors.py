@@ -152,6 +152,16 @@ def test_boolean_is_no_number(key: str, value: bool) -> None:
     assert "not a boolean" in problems({key: value})[key]
 
 
+def test_keys_and_names_that_are_no_text_are_told() -> None:
+    found = problems(
+        {
+            "optimizer": {"type": "Adam", "params": {1: 2}},
+            "zero_optimization": {"leaf_module": {"classes": [["A"]]}},
+        }
+    )
+    assert set(found) == {"optimizer.params.1", "zero_optimization.leaf_module.classes.0"}
+
+
 def test_float_without_fraction_is_a_count() -> None:
     assert (
         load_config({"zero_optimization": {"sub_group_size": 5e8}}).zero_optimization.sub_group_size

@@ -84,6 +84,8 @@ def _check_keys(name: str, kind: type[OptimizerParams], given: dict[str, Any]) -
     for key in given:
         if key in kind.model_fields or key == "max_grad_norm" or is_auto(given[key]):
             continue
+        if not isinstance(key, str):
+            continue  # pydantic tells of it
         near = difflib.get_close_matches(key, kind.model_fields, n=1, cutoff=0.5)
         hint = f"did you mean {kind.path_of(near[0])}? Allowed" if near else "allowed"
         found.append((key, f"unknown key of {name}; {hint} are {', '.join(kind.model_fields)}"))

@@ -9,7 +9,7 @@ import warnings
 from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
-from pydantic import AliasChoices, BeforeValidator, Field
+from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field
 
 from tiermem.config.io import OffloadDevice, OffloadOptimizerConfig, OffloadParamConfig
 from tiermem.section import (
@@ -76,17 +76,19 @@ class CheckpointConfig(ConfigModel):
 # the number of ranks, once that number is known.
 
 
-def _names(value: Any) -> Any:
-    """Returns a single name as a list of one name, and drops repeated names."""
-    given = [value] if isinstance(value, str) else value
-    return list(dict.fromkeys(given)) if isinstance(given, (list, tuple)) else given
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _each_once(names: list[str]) -> list[str]:
+    return list(dict.fromkeys(names))
 
 
 def _on_if_null(value: Any) -> Any:
     return True if value is None else value
 
 
-Names = Annotated[list[str], BeforeValidator(_names)]
+Names = Annotated[list[str], BeforeValidator(_as_list), AfterValidator(_each_once)]
 
 
 class ZeroStage(enum.IntEnum):
