@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tiermem.forecast.cards import assumed_speed
-from tiermem.forecast.choose import HOMES, Placement, choose
+from tiermem.forecast.choose import HOMES, Placement, agreed, choose
 from tiermem.forecast.rates import Compute
 from tiermem.plans.activations import LossOf, PredictedActivations, activations_of
 from tiermem.plans.budget import make_plan
@@ -27,7 +27,12 @@ from tiermem.ranks.topology import plan_topology, ranks_per_node
 from tiermem.run.fill import MARGIN
 from tiermem.swap.base.tier import Tier
 from tiermem.swap.disk.paths import as_paths
-from tiermem.swap.memory.accelerator import find_device, free_and_total, is_accelerator
+from tiermem.swap.memory.accelerator import (
+    activate,
+    find_device,
+    free_and_total,
+    is_accelerator,
+)
 from tiermem.swap.memory.free import free_host_bytes
 from tiermem.units.unit import divide
 
@@ -123,12 +128,13 @@ def choose_policy(
     Raises ValueError, with the arithmetic, when no plan fits.
     """
     on = find_device(device)
+    activate(on)
     base = policy or OffloadPolicy()
     join_ranks(base.timeout_s, on, base.join_timeout_s)
     predicted = None if loss_of is None else activations_of(model, loss_of, batch, on)
     room = find_room(model, on, predicted, group)
     world = dist.get_world_size(group) if dist.is_initialized() else 1
-    return compute_policy(model, base, on, world, room, num_micro, moved, rehomes)
+    return compute_policy(model, base, on, world, room, num_micro, moved, rehomes, group)
 
 
 def compute_policy(
@@ -140,16 +146,17 @@ def compute_policy(
     num_micro: int = 1,
     moved: Collection[str] = HOMES,
     rehomes: bool = True,
+    group: dist.ProcessGroup | None = None,
 ) -> OffloadPolicy:
     """`choose_policy` in a room that the caller has found, or limited.
 
     room: without `forward_flops` a micro-batch is assumed to have 4,096 tokens. A budget that the
-    policy names comes before it.
+    policy names comes before it. Ranks may have other cards: the speed is that of rank 0's.
     """
     is_gpu = is_accelerator(device)
     flops, rates = assumed_speed(device)
     numel = sum(param.numel() for param in model.parameters())
-    compute = Compute.of_peak(flops, 1)
+    rates, compute = agreed(rates, Compute.of_peak(flops, 1), group)
     num_tokens = room.forward_flops / (2 * numel) or USUAL_TOKENS
     compute = Compute(compute.forward_s * num_tokens, compute.backward_s * num_tokens)
     moved = [each for each in moved if policy.stage >= LEAST_STAGES[each]]
