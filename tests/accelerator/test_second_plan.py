@@ -6,20 +6,24 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from launch import launch
 from programs.models import Tower
 from programs.twins import seeded
 from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 import tiermem
+from accelerator.fixture import WHY_SKIPPED
 from tiermem import OffloadPolicy, Tier
 from tiermem.engine.second_plan import SecondPlan
 
+HERE = Path(__file__).parent
 MIB = 1 << 20
 NUM_BLOCKS = 8
 
@@ -177,3 +181,12 @@ def test_whole_matrices_stay_where_the_first_plan_has_them(sim: ModuleType) -> N
     engine, *_ = tiermem.initialize(model=build(), config=config, device="sim")
     assert not engine.shards.policy.rehomes_states
     engine.close()
+
+
+@pytest.mark.skipif(WHY_SKIPPED is not None, reason=str(WHY_SKIPPED))
+def test_ranks_with_other_cards_and_inputs_choose_and_go_over_together(tmp_path: Path) -> None:
+    one, other = launch(HERE / "second_plan_on_ranks.py", 2, tmp_path)
+    assert one["chosen"] == other["chosen"]
+    assert one["parts"][0] != 0.25
+    assert one["parts"] == other["parts"]
+    assert torch.equal(one["weight"], other["weight"])

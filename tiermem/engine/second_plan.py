@@ -79,25 +79,30 @@ class SecondPlan:
         self._inputs = Inputs(shards.model, self._expect)
         self._activation_bytes = 0  # of the largest inputs so far; 0: not measured yet
         self._least_bytes = 0  # of a plan here, where no plan is smaller; 0: not found
-        self._is_due = True  # the next step has inputs that were not measured before
+        # the next step has inputs that were not measured before; the same on all ranks
+        self._is_due = True
+        self._speed = assumed_speed(shards.device)  # rank 0's, once ranks have gone over
 
     def after_step(self, _: object) -> None:
         """After the first step, and one with larger inputs: goes over to the fastest plan that its
         memory has room for. Collective then; blocks."""
         shards = self._shards
         num_micro, num_tokens = self._inputs.take()
-        if not self._is_due or not num_micro:
+        if not self._is_due:
             return
-        self._is_due = False
         now = usage(shards.device)
         # at most: an earlier plan may have had this peak
         of_plan = min(now.allocated_bytes, shards.plan.device_bytes)
-        self._activation_bytes = max(1, now.peak_allocated_bytes - of_plan)
-        room = most_bytes(shards.device) - self._activation_bytes
-        said = exchange(shards.topology, (room, num_micro, num_tokens))
-        room = min(room for room, _, _ in said)
-        _, num_micro, num_tokens = said[0]
-        self._go_over(room, num_micro, num_tokens)
+        activation_bytes = max(1, now.peak_allocated_bytes - of_plan)
+        room = most_bytes(shards.device) - activation_bytes
+        said = exchange(shards.topology, (room, num_micro, num_tokens, self._speed))
+        rooms, micros, tokens, speeds = zip(*said, strict=True)
+        if not any(micros):
+            return
+        self._is_due = False
+        self._activation_bytes = activation_bytes
+        self._speed = speeds[0]
+        self._go_over(min(rooms), max(micros), max(tokens))
 
     def close(self) -> None:
         """Sees no more inputs."""
@@ -107,7 +112,7 @@ class SecondPlan:
         """Before a forward whose input is so many times as large as any before."""
         shards = self._shards
         may_move = not (shards.may_lend or shards.is_held)
-        if not self._activation_bytes or shards.topology.num_shards > 1 or not may_move:
+        if not self._activation_bytes or shards.topology.world > 1 or not may_move:
             return
         self._is_due = True
         most = most_bytes(shards.device)
@@ -175,7 +180,7 @@ class SecondPlan:
     ) -> Iterator[_Candidate]:
         """The plans with these parts; those that the room does not hold take infinitely long."""
         shards = self._shards
-        flops, rates = assumed_speed(shards.device)
+        flops, rates = self._speed
         compute = Compute.of_peak(flops, num_tokens or USUAL_TOKENS)
         now = shards.plan
         uses = uses_of(shards.model, now.division, compute)
