@@ -157,19 +157,22 @@ def train(case: dict[str, Any], nvme: Path) -> dict[str, Any]:
 
 
 def gradients_of_added(rank: int, reduce_op: Literal["mean", "sum"]) -> list[list[float]]:
-    """Of two parameters of other sizes that are added after sharding, whose gradients differ by
-    rank, after two micro-batches."""
+    """Of two parameters that are added after sharding, after two micro-batches: one whose gradients
+    differ by rank, and one in another order of memory, which rank 0 alone uses."""
     model = seeded(MODELS["tower"])
     policy = OffloadPolicy(persistence_numel=50, reduce_op=reduce_op)
     with tiermem.shard(model, policy) as shards:
-        model.first, model.second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(5))
+        model.first = nn.Parameter(torch.ones(3))
+        model.second = nn.Parameter(torch.ones(1, 2, 1, 2).to(memory_format=torch.channels_last))
         optim = tiermem.AdamW(model.parameters(), lr=LR)
         for micro in range(2):
-            own = (rank + 1) * (model.first.sum() + 2 * model.second.sum())
+            own = (rank + 1) * model.first.sum()
+            if rank == 0:
+                own = own + (model.second * torch.arange(4.0).view(1, 2, 1, 2)).sum()
             (loss_of(model, micro, rank) + own).backward()
         optim.step()
         del optim, shards
-        return [param.grad.tolist() for param in (model.first, model.second)]
+        return [param.grad.flatten().tolist() for param in (model.first, model.second)]
 
 
 def train_together(nvme: Path) -> dict[str, array.array[float]]:

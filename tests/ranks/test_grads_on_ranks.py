@@ -94,7 +94,7 @@ def test_gradients_of_parameters_that_are_added_later_are_means_or_sums(found: F
     total = 2 * sum(range(1, len(found) + 1))  # of two micro-batches
     for rank in found:
         assert rank["added"] == [
-            [[value] * 3, [2 * value] * 5] for value in (total / len(found), total)
+            [[total / by] * 3, [2 * number / by for number in range(4)]] for by in (len(found), 1)
         ]
 
 

@@ -770,7 +770,7 @@ class GradientHomes:
         added = list(self._added)
         given = self._on_any_rank([param.grad is not None for param in added]) if added else []
         for param in itertools.compress(added, given):
-            grad = torch.zeros_like(param) if param.grad is None else param.grad.contiguous()
+            grad = param.new_zeros(param.shape) if param.grad is None else param.grad.contiguous()
             call(self._topology, "adding up gradients of added parameters", dist.all_reduce, grad)
             if self._policy.reduce_op == "mean":
                 grad.div_(self._topology.world)
