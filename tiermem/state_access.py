@@ -101,10 +101,17 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     ValueError when the parameter is not sharded.
     """
     holder = _find(param)
+    shards = holder.shards
     own = holder.shard.param.grad
+    if (
+        own is None
+        and shards.hooks.has_left_gradients
+        and any(shard.param.grad is not None for _, shard in shards.parameters())
+    ):
+        return None  # other ranks may have one of their own, and ask nobody
     if own is None or isinstance(own, ShardedGrad):
         return _whole(holder, _gradient_part)
-    return own.detach().to("cpu", torch.float32, copy=True) / holder.shards.homes.num_micro_batches
+    return own.detach().to("cpu", torch.float32, copy=True) / shards.homes.num_micro_batches
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:

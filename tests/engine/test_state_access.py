@@ -363,6 +363,17 @@ def test_an_unused_parameter_has_no_gradient_while_others_have(tmp_path: Path) -
         assert not torch.equal(safe_get_full_fp32_param(model.head.weight), before)
 
 
+def test_a_parameter_without_gradient_has_none_before_the_others_are_reduced() -> None:
+    model = seeded(Tower)
+    with tiermem.shard(model, OffloadPolicy(stage=1)) as shards, shards.no_sync():
+        model.layers[1](torch.ones(2, 31)).sum().backward()
+        assert safe_get_full_grad(model.layers[1].up.weight) is not None
+        assert safe_get_full_grad(model.head.weight) is None
+        model.zero_grad()
+        with pytest.raises(RuntimeError, match="there is no gradient of"):
+            safe_get_full_grad(model.head.weight)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_gradient_that_has_not_been_reduced_is_that_of_this_rank(stage: int) -> None:
     config = {
