@@ -32,6 +32,7 @@ import tiermem
 import tiermem.run.init
 from tiermem.checkpoint.format.kinds import name_of
 from tiermem.engine import Engine
+from tiermem.integrations.pretrained import load_pretrained_weights
 from tiermem.run.memory_errors import one_of, words_of
 from tiermem.run.shards import Shards
 from tiermem.swap.disk import durable
@@ -142,7 +143,7 @@ class Trainer:
         with closed_on_error(engine.close), self._explaining_out_of_memory(engine):
             if job.checkpoint is not None:
                 self._channel.phase("loading the checkpoint")
-                tiermem.load_safetensors(model, Path(job.checkpoint))
+                load_pretrained_weights(model, Path(job.checkpoint))
             if job.resume is not None:
                 self._resume(engine, job.resume)
             engine.step_client_state = {CLIENT_KEY: job.to_save}
