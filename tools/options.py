@@ -214,7 +214,8 @@ class TrainOptions(RunOptions):
     steps: int | None = optional(
         "optimizer steps, with those before a resume [default: 10]", check=POSITIVE
     )
-    seq: int | None = optional("tokens of a sequence [default: 128]", check=POSITIVE)
+    # each token but the first is predicted: without one the mean of the losses is a NaN
+    seq: int | None = optional("tokens of a sequence [default: 128]", check=at_least(2))
     batch: int | None = optional("sequences of a micro-batch [default: 1]", check=POSITIVE)
     seed: int | None = optional(
         "of weights and of the order of data [default: 0]", check=from_to(0, (1 << 63) - 1)

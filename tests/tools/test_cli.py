@@ -91,6 +91,7 @@ MISTAKES = {
         (["--preset", "151m", "--nvme", "no-disk"], "no-disk: no such folder"),
         (["--preset", "151m", "--data", "no-data"], "--data: there is no no-data"),
         (["--preset", "151m", "--steps", "0"], "--steps is 0; it must be at least 1"),
+        (["--preset", "151m", "--seq", "1"], "--seq is 1; it must be at least 2"),
         (["--preset", "151m", "--seq", "100000000"], "are fewer than one sequence of 100000000"),
         (["--preset", "151m", "--lr", "-1"], "--lr is -1.0"),
         (
