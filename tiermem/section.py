@@ -194,6 +194,8 @@ def _keys_of_fields() -> Iterator[SetField]:
 
 SET_BY: Mapping[str, SetField] = {setting.key.path: setting for setting in _keys_of_fields()}
 """What each key of a config sets, by its dotted path."""
+KEY_OF: Mapping[str, str] = {field: path for path, (field, _) in [*SET_BY.items()][::-1]}
+"""The key that sets each field of the policy: of several the one that its annotation names first."""
 
 
 # ---- sections and their numbers ------------------------------------------------------------------

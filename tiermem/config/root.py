@@ -27,6 +27,7 @@ from tiermem.optimizers.adam import AdamParams
 from tiermem.policy import LEAST_STAGES, CombinedError, LeafRules, OffloadPolicy
 from tiermem.precision import DTYPES, Precision
 from tiermem.section import (
+    KEY_OF,
     ConfigError,
     ConfigModel,
     Count,
@@ -356,8 +357,8 @@ class TiermemConfig(ConfigModel):
         does not shard leaves them on the device."""
         return tuple(
             name
-            for name, key in translate.HOME_KEYS.items()
-            if key in self._auto_keys and self.zero_optimization.stage >= LEAST_STAGES[name]
+            for name, stage in LEAST_STAGES.items()
+            if KEY_OF[name] in self._auto_keys and self.zero_optimization.stage >= stage
         )
 
     @property

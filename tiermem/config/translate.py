@@ -36,6 +36,7 @@ from tiermem.config.own import OwnConfig
 from tiermem.config.zero import ZeroConfig
 from tiermem.keys import COMPUTED, PLANNED
 from tiermem.policy import (
+    LEAST_STAGES,
     USUAL_TILE_NUMELS,
     USUAL_UNITS_AHEAD,
     IoSettings,
@@ -43,7 +44,7 @@ from tiermem.policy import (
     Tier,
     usual_tile_buffers,
 )
-from tiermem.section import SET_BY, ConfigModel, Problems, canonical_key
+from tiermem.section import KEY_OF, SET_BY, ConfigModel, Problems, canonical_key
 
 _TIERS = ("params", "optim", "grads", "activations")  # fields
 _ONLY_ON_NVME = ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu")
@@ -235,13 +236,6 @@ def least_keys(config: ConfigModel, aio: AioConfig, own: OwnConfig) -> list[str]
     return found
 
 
-HOME_KEYS = {
-    "params": "zero_optimization.offload_param.device",
-    "optim": "zero_optimization.offload_optimizer.device",
-}
-"""The fields of the policy that "auto" leaves to the free memory, and their keys."""
-
-
 def report_of(config: ConfigModel, auto_keys: frozenset[str], uses_nvme: bool) -> list[ReportRow]:
     """Lists every key of every section, in the order of the models."""
     rows = []
@@ -257,7 +251,7 @@ def report_of(config: ConfigModel, auto_keys: frozenset[str], uses_nvme: bool) -
         if key == "tiermem.paths" and is_set and not uses_nvme:
             note = "matters with device nvme; no device is"
         if key in auto_keys:
-            is_home = key in HOME_KEYS.values()
+            is_home = key in map(KEY_OF.get, LEAST_STAGES)
             if is_home or is_set:
                 note = (
                     "the fastest that the free memory holds" if is_home else "from the hidden size"

@@ -18,6 +18,7 @@ from tiermem.forecast.cards import assumed_speed
 from tiermem.forecast.choose import HOMES
 from tiermem.forecast.rates import Compute
 from tiermem.policy import Tier
+from tiermem.section import KEY_OF
 from tiermem.swap.memory.accelerator import find_device
 from tiermem.swap.memory.free import free_host_bytes
 from tiermem.tools.job.launcher import Job
@@ -131,37 +132,27 @@ _IMPORTS_DIFFER_BYTES = 1 << 20
 #
 #     measured rates -> forecast/forecast.py, on the meta device -> config, and lines that give the
 #     choice and the reason
-#   policy field      grads          tile_numel      tile_buffers                    unit_buffers               host_param_numel
-#     key               tiermem.grads  sub_group_size  offload_optimizer.buffer_count  offload_param.buffer_count  max_in_cpu
-#   activations, activation_bytes, device_bytes, host_bytes, streamed_ratio: keys of the section
-#   "tiermem" with the same names
+#     field of the policy -> the key that sets it (section.py)
 #
 # So the config alone is enough to repeat a run. If the rule's plan is the fastest, no key is set.
 
 _SECTIONS = ("offload_param", "offload_optimizer")
 _SIZES = {"tile_numel", "tile_buffers", "unit_buffers"}
-_KEYS = {
-    **{
-        name: ("zero_optimization", section, "device")
-        for name, section in zip(HOMES, _SECTIONS, strict=True)
-    },
-    "optim_ratio": ("zero_optimization", "offload_optimizer", "ratio"),
-    "grads": ("tiermem", "grads"),
-    "tile_numel": ("zero_optimization", "sub_group_size"),
-    "tile_buffers": ("zero_optimization", "offload_optimizer", "buffer_count"),
-    "unit_buffers": ("zero_optimization", "offload_param", "buffer_count"),
-    "host_param_numel": ("zero_optimization", "offload_param", "max_in_cpu"),
-    **{
-        name: ("tiermem", name)
-        for name in (
-            "activations",
-            "activation_bytes",
-            "device_bytes",
-            "host_bytes",
-            "streamed_ratio",
-        )
-    },
-}
+_CHOSEN = (
+    *HOMES,
+    "optim_ratio",
+    "grads",
+    "tile_numel",
+    "tile_buffers",
+    "unit_buffers",
+    "host_param_numel",
+    "activations",
+    "activation_bytes",
+    "device_bytes",
+    "host_bytes",
+    "streamed_ratio",
+)
+"""Fields of the policy that a choice may settle."""
 
 
 class Chosen(NamedTuple):
@@ -267,7 +258,7 @@ def settled(planned: Planned) -> dict[str, Any]:
     policy = planned.policy
     return {
         name: getattr(policy, name)
-        for name in _KEYS
+        for name in _CHOSEN
         if name in planned.scenario.moved or getattr(policy, name) != getattr(planned.given, name)
     }
 
@@ -277,9 +268,9 @@ def with_choice(config: Config, fields: Mapping[str, Any]) -> Config:
     for name, value in fields.items():
         if isinstance(value, Tier):
             value = "device" if value is Tier.DEVICE and name not in HOMES else value.value
-        config = with_key(
-            config, _KEYS[name], value * STATES_PER_TILE if name == "tile_buffers" else value
-        )
+        if name == "tile_buffers":
+            value *= STATES_PER_TILE
+        config = with_key(config, KEY_OF[name].split("."), value)
     for name, section in zip(HOMES, _SECTIONS, strict=True):
         if fields.get(name) is Tier.NVME:
             config = _with_folders(config, section)
