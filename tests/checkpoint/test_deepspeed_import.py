@@ -14,7 +14,7 @@ import pytest
 import torch
 from checkpoint.deepspeed_folders import FROZEN, TAG, their_classes, write_deepspeed
 
-from tiermem.checkpoint.interchange.foreign import ForeignParameter, LossScale
+from tiermem.checkpoint.interchange.foreign import ForeignParameter
 from tiermem.checkpoint.interchange.from_deepspeed import is_deepspeed, read_deepspeed
 from tiermem.checkpoint.interchange.write import read_foreign
 
@@ -71,7 +71,7 @@ def test_scalars_come_along(tmp_path: Path) -> None:
     assert (found.global_steps, found.skipped_steps, found.global_samples) == (4, 1, 24)
     assert found.scheduler == {"last_epoch": 3, "base_lrs": [2e-3, 1e-3]}
     assert found.client_state == {"epoch": (2, "half")}
-    assert found.loss_scale == LossScale(512.0, True, 10, 2)
+    assert found.loss_scale == {"scale": 512.0, "hysteresis_left": 2, "num_good": 10}
     assert found.left_behind == []
 
 

@@ -73,16 +73,6 @@ class ForeignParameter:
 
 
 @dataclasses.dataclass(frozen=True)
-class LossScale:
-    """A loss scaler between two steps, as other systems keep it."""
-
-    scale: float
-    is_dynamic: bool
-    good_steps: int = 0  # since the last overflow
-    hysteresis: int | None = None  # overflows left before the scale is halved
-
-
-@dataclasses.dataclass(frozen=True)
 class Foreign:
     """A whole checkpoint. Scalars are plain Python values.
 
@@ -96,7 +86,7 @@ class Foreign:
     global_steps: int = 0
     global_samples: int = 0
     skipped_steps: int = 0
-    loss_scale: LossScale | None = None
+    loss_scale: Json = None  # the state dict of a LossScaler; None: no loss is scaled
     scheduler: Mapping[str, Any] | None = None
     client_state: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     left_behind: Sequence[str] = ()  # descriptions of values that tiermem cannot keep

@@ -8,7 +8,7 @@ import json
 import math
 import pickle
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -437,21 +437,19 @@ class _DcpReader:
         if kind == "state" and name and key:
             self._states.setdefault(str(name), {})[str(key)] = value
         elif kind == "param_groups" and key:
-            loaded = value.load() if isinstance(value, Plain) else _number(value)
-            self._settings.setdefault(name, {})[str(key)] = loaded
+            self._settings.setdefault(name, {})[str(key)] = _number(value)
         else:
             self._left_behind.add(f"{'.'.join(map(str, keys))!r} of the optimizer")
 
     def _groups(self) -> tuple[list[Mapping[str, Any]], dict[str, int]]:
         """The groups, and the index of each parameter's group."""
         if all(isinstance(key, int) for key in self._settings):
-            ordered = [self._settings[number] for number in sorted(self._settings)]
-            group_of = {
-                name: i for i, group in enumerate(ordered) for name in _names(group.get("params"))
-            }
-            return [
-                {**group, "params": list(_names(group.get("params")))} for group in ordered
-            ], group_of
+            ordered = [
+                {**group, "params": _names(group.get("params"))}
+                for _, group in sorted(self._settings.items())
+            ]
+            group_of = {name: i for i, group in enumerate(ordered) for name in group["params"]}
+            return ordered, group_of
         groups: dict[str, tuple[int, Mapping[str, Any]]] = {}  # by their text
         group_of = {}
         for name, settings in self._settings.items():
@@ -491,12 +489,12 @@ class _DcpReader:
         )
 
 
-def _names(params: Any) -> Iterable[str]:
-    return [str(name) for name in params] if isinstance(params, list | tuple) else ()
+def _names(params: Any) -> list[str]:
+    return [str(name) for name in params] if isinstance(params, list | tuple) else []
 
 
 def _number(value: Tensor | Plain) -> Any:
-    """A stored number. Raises ValueError for anything else."""
+    """A stored number, or a value that is no tensor. Raises ValueError for any other tensor."""
     if isinstance(value, Plain):
         return value.load()
     found = list(value.pieces()) if math.prod(value.shape) == 1 else []

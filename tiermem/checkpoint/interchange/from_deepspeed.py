@@ -25,14 +25,13 @@ import torch
 from pydantic import FailFast
 from typing_extensions import NotRequired, TypedDict
 
-from tiermem.checkpoint.format.fields import Whole, read
+from tiermem.checkpoint.format.fields import Json, Whole, read
 from tiermem.checkpoint.format.manifest import WEIGHT
 from tiermem.checkpoint.interchange.foreign import (
     STEP,
     Foreign,
     ForeignParameter,
     ForeignState,
-    LossScale,
     check_state,
     of_tensor,
     states_in,
@@ -319,16 +318,23 @@ def _joined(flats: Sequence[torch.Tensor], start: int, numel: int) -> ForeignSta
     return ForeignState(flats[0].dtype, pieces)
 
 
-def _loss_scale(scaler: Any) -> LossScale | None:
+def _loss_scale(scaler: Any) -> Json:
+    """The state dict of a LossScaler; None without a loss scale."""
     if not isinstance(scaler, Attributes):
         return None
     kept = vars(scaler)
     scale = kept.get("cur_scale")
-    is_dynamic = bool(kept.get("dynamic"))
-    if not isinstance(scale, int | float) or (not is_dynamic and scale == 1):
+    if not isinstance(scale, int | float) or not scale > 0:
+        return None
+    if scale == 1 and not kept.get("dynamic"):
         return None
     good = kept.get("cur_iter", 0) - kept.get("last_overflow_iter", -1) - 1
-    return LossScale(float(scale), is_dynamic, max(0, good), kept.get("cur_hysteresis"))
+    left = kept.get("cur_hysteresis")
+    return {
+        "scale": float(scale),
+        "hysteresis_left": left if type(left) is int else 1,
+        "num_good": max(0, good),
+    }
 
 
 # Each stops at its first error: a million errors would take memory a hundred times the file.

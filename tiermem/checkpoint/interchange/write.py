@@ -37,7 +37,6 @@ from tiermem.checkpoint.interchange.foreign import (
     Foreign,
     ForeignParameter,
     ForeignState,
-    LossScale,
     check_moments,
     optimizer_of,
 )
@@ -193,7 +192,7 @@ def scalars_of(foreign: Foreign) -> tuple[dict[str, Json], list[str]]:
         if foreign.scheduler is None
         else _kept(foreign.scheduler, "scheduler", lost),
         "optimizer": optimizer_of(foreign, lost),
-        "loss_scaler": _scaler(foreign.loss_scale),
+        "loss_scaler": foreign.loss_scale,
         "engine": {
             name: getattr(foreign, name)
             for name in ("global_steps", "global_samples", "skipped_steps")
@@ -202,14 +201,6 @@ def scalars_of(foreign: Foreign) -> tuple[dict[str, Json], list[str]]:
         "config": None,
     }
     return found, lost
-
-
-def _scaler(scale: LossScale | None) -> Json:
-    """The state dict of a LossScaler; null without a loss scale."""
-    if scale is None or not scale.scale > 0:
-        return None
-    hysteresis = scale.hysteresis if type(scale.hysteresis) is int else 1
-    return {"scale": scale.scale, "hysteresis_left": hysteresis, "num_good": scale.good_steps}
 
 
 def _kept(values: Mapping[str, Any], what: str, lost: list[str]) -> dict[str, Json]:
