@@ -43,10 +43,6 @@ class ExportShard(NamedTuple):
     weights: Sequence[Weight]
     extra: Mapping[str, Any]  # extra states of modules
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(_entry(weight).num_bytes for weight in self.weights)
-
 
 def export_weights(
     weights: Sequence[Weight],
@@ -82,7 +78,7 @@ def export_weights(
     texts = {} if config is None else {"config.json": config}
     if len(shards) > 1:
         texts[f"{'model.safetensors' if is_safetensors else 'pytorch_model.bin'}.index.json"] = (
-            _index(shards)
+            _index(shards, is_safetensors)
         )
     names = [*(shard.name for shard in shards), *texts]
     there = [name for name in names if durable.exists(out / name)]
@@ -166,17 +162,17 @@ def _entry(weight: Weight) -> WeightEntry:
     return WeightEntry(weight.names, weight.parameter.shape, weight.dtype)
 
 
-def _index(shards: Sequence[ExportShard]) -> str:
+def _index(shards: Sequence[ExportShard], is_safetensors: bool) -> str:
     """The text of an index: the file of each tensor. For safetensors it lists only the first name
     of a tied tensor, as Hugging Face does."""
-    is_safetensors = shards[0].name.endswith(".safetensors")
     file_of = {
         name: shard.name
         for shard in shards
         for names in [*(weight.names for weight in shard.weights), shard.extra]
         for name in (list(names)[:1] if is_safetensors else names)
     }
-    total = {"total_size": sum(shard.num_bytes for shard in shards)}
+    sizes = (_entry(weight).num_bytes for shard in shards for weight in shard.weights)
+    total = {"total_size": sum(sizes)}
     return json.dumps({"metadata": total, "weight_map": file_of}, indent=2, sort_keys=True) + "\n"
 
 

@@ -156,7 +156,6 @@ class _Metadata:
         self._folder = folder
         self._file = folder / METADATA
         self._found = found
-        self._sizes: dict[Path, int] = {}
         self._used: list[Plain] = []
         self._places = {self._index(index): info for index, info in found.storage_data.items()}
 
@@ -238,16 +237,14 @@ class _Metadata:
                 "are read"
             )
         file = self._folder / name
-        if file not in self._sizes:
-            self._sizes[file] = file.stat().st_size
+        size = file.stat().st_size
         if (
             type(start) is not int
             or type(length) is not int
-            or not 0 <= start <= start + length <= self._sizes[file]
+            or not 0 <= start <= start + length <= size
         ):
             raise ValueError(
-                f"{file} has {self._sizes[file]} bytes; {key} takes {length} from {start} on: it "
-                "was cut"
+                f"{file} has {size} bytes; {key} takes {length} from {start} on: it was cut"
             )
         self._used.append(Plain(file, start, length, key))
         return self._used[-1]
@@ -444,7 +441,7 @@ class _DcpReader:
     def _groups(self) -> tuple[list[Mapping[str, Any]], dict[str, int]]:
         """The groups, and the index of each parameter's group."""
         if all(isinstance(key, int) for key in self._settings):
-            ordered = [
+            ordered: list[Mapping[str, Any]] = [
                 {**group, "params": _names(group.get("params"))}
                 for _, group in sorted(self._settings.items())
             ]
