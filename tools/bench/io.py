@@ -45,9 +45,10 @@ from tiermem.tools.bench.io_ranks import CannotRun, RankJob, Ranks, Setting
 from tiermem.tools.bench.witnesses import (
     WRITING,
     FioWitness,
+    LoopWitness,
     Witness,
     bare_witness,
-    peer_witness,
+    peer_program,
 )
 from tiermem.tools.measure.files import (
     BenchFiles,
@@ -153,9 +154,10 @@ def measure(
                 bare_witness(options.yardstick, files, options.sync)
             )
         if options.peer_python:
-            judges["peer"] = closing.enter_context(
-                peer_witness(options.peer_python, files, options.sync)
-            )
+            # DeepSpeed's operator compiles before the first answer
+            command = peer_program(options.peer_python, "aio")
+            peer = LoopWitness("aio_handle", command, files, ("read", "write"), options.sync)
+            judges["peer"] = closing.enter_context(peer)
         if program:
             judges["fio"] = FioWitness(program, files, options.sync)
         witnesses = list(judges.values())

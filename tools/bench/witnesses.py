@@ -370,12 +370,6 @@ def bare_witness(program: Path, files: BenchFiles, sync: bool) -> LoopWitness:
     return LoopWitness("the yardstick", program, files, ("read", "write", "mixed", "random"), sync)
 
 
-def peer_witness(python: Path, files: BenchFiles, sync: bool) -> LoopWitness:
-    """DeepSpeed's aio_handle, in the interpreter that has it; its operator compiles before the
-    first answer."""
-    return LoopWitness("aio_handle", peer_program(python, "aio"), files, ("read", "write"), sync)
-
-
 def peer_program(python: Path, operator: str, **variables: str) -> list[str]:
     """Command line of DeepSpeed's operator ("adam" or "aio") behind lines, in the interpreter that
     has it."""
