@@ -65,7 +65,7 @@ def halve(
     candidates: Sequence[T],
     measure: Callable[[T, float], float],
     seconds: float,
-    on_round: Callable[[int, int, int], None] = lambda number, num_rounds, num_left: None,
+    say: Callable[[str], None] = lambda _: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Standing[T]]:
     """Ranks the candidates, the winner first, then those that stayed longest.
@@ -77,7 +77,7 @@ def halve(
         measure: gives a candidate a turn of about so many seconds and returns its cost, less is
             better.
         seconds: for all of it.
-        on_round: told the round, their number and the candidates left, before each begins.
+        say: told the round, their number and the candidates left, before each begins.
         clock: seconds; a test brings its own.
     """
     if not candidates:
@@ -103,7 +103,7 @@ def halve(
 
     num_rounds = math.ceil(math.log2(len(candidates)))
     for number in range(num_rounds):
-        on_round(number + 1, num_rounds, len(left))
+        say(f"round {number + 1} of {num_rounds}: {len(left)} settings left")
         play((deadline - clock()) / (num_rounds - number))
         ranked = sorted(left, key=lambda standing: standing.cost)
         half = -(-len(ranked) // 2)
@@ -520,10 +520,7 @@ def _search(
         except Refused:
             return math.inf
 
-    def on_round(number: int, num_rounds: int, num_left: int) -> None:
-        say(f"round {number} of {num_rounds}: {num_left} settings left")
-
-    return halve([*few, grid[-1]], measure, seconds, on_round)
+    return halve([*few, grid[-1]], measure, seconds, say)
 
 
 def _notes(options: TuneOptions, found: TuneResult) -> dict[str, Any]:

@@ -56,11 +56,12 @@ def test_time_is_kept_to() -> None:
 
 def test_half_goes_in_every_round_and_the_rest_has_more_turns() -> None:
     disk = disk_of(20)
-    rounds: list[tuple[int, int, int]] = []
-    standings = halve(
-        list(disk.costs), disk.measure, 20.0, lambda *told: rounds.append(told), disk.clock
-    )
-    assert rounds == [(1, 5, 20), (2, 5, 10), (3, 5, 5), (4, 5, 3), (5, 5, 2)]
+    rounds: list[str] = []
+    standings = halve(list(disk.costs), disk.measure, 20.0, rounds.append, disk.clock)
+    assert rounds == [
+        f"round {number} of 5: {num_left} settings left"
+        for number, num_left in enumerate((20, 10, 5, 3, 2), start=1)
+    ]
     turns = [len(standing.costs) for standing in standings]
     assert turns == sorted(turns, reverse=True)
     assert turns[0] > 5 * turns[-1] >= 5
