@@ -250,8 +250,7 @@ def _print_plan(planned: Planned, sources: Sequence[str], console: Console) -> N
         if name.endswith("_bytes") and size >= 1 << 20
     }
     keys = with_choice({}, fields)
-    scenario = planned.scenario
-    if scenario.is_configured and keys and not planned.problems:
+    if planned.scenario.is_configured and keys and not planned.problems:
         console.print(f"  for a run to keep to this plan, set in the config: {json.dumps(keys)}")
     if planned.activations.sizes.saved_places == 0 and planned.activations.picture is None:
         console.print(

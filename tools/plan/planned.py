@@ -199,7 +199,7 @@ class Scenario:
         blocks among them. Raises ValueError for a shape that lacks a size."""
         sizes = ModelSizes.of(self.shape)
         is_gpu = self.cluster.gpu_bytes is not None
-        precision = resolve_auto(load_config(self.config), sizes.hidden).precision
+        precision = load_config(self.config).precision
         by_layer = policy.accumulation == "layers"
         asked = self.is_checkpointing
         kinds = [(each, 0, False) for each in (False, True) if asked is None or each is asked]
@@ -338,7 +338,10 @@ def plan_scenario(scenario: Scenario, chooses: bool = True, near: Planned | None
         else meta_model(scenario.shape, loaded.precision, scenario.lora_rank)
     )
     batch = loaded.batch(cluster.num_ranks)
-    given = at_farthest(loaded.policy(), scenario.moved)
+    asked = loaded.policy()
+    far = Tier.NVME if asked.paths else Tier.HOST
+    homes: dict[str, Any] = dict.fromkeys(scenario.moved, far)
+    given = dataclasses.replace(asked, **homes)  # where they take the least memory
     per_node = cluster.ranks_per_node
     is_gpu = cluster.gpu_bytes is not None
     card_bytes = None if cluster.card is None else cluster.card.room_bytes
@@ -407,13 +410,6 @@ def plan_scenario(scenario: Scenario, chooses: bool = True, near: Planned | None
     except ValueError:  # nothing fits
         return _nearest(scenario, given, list(placements), smallest)
     return made(choice.chosen, choice)
-
-
-def at_farthest(policy: OffloadPolicy, moved: Collection[str]) -> OffloadPolicy:
-    """The policy with the homes that may be chosen where they take the least memory."""
-    far = Tier.NVME if policy.paths else Tier.HOST
-    homes: dict[str, Any] = dict.fromkeys(moved, far)
-    return dataclasses.replace(policy, **homes)
 
 
 def _nearest(

@@ -559,9 +559,7 @@ def measure(job: Job, room_bytes: int | None, disk: Figures | None) -> MeasuredR
             kernel_bytes_s=measure_kernels(room_bytes),
             host_memory_bytes_s=measure_host_memory(room_bytes) or Rates.host_memory_bytes_s,
             device_memory_bytes_s=measure_memory(find_device()) or Rates.device_memory_bytes_s,
-            step_passes=step_passes(
-                find_device(), resolve_auto(load_config(job.config), 1).policy().precision
-            ),
+            step_passes=step_passes(find_device(), load_config(job.config).policy().precision),
             gradient_bytes_s=maths.gradient_bytes_s,
             sum_bytes_s=measure_sums(),
             use_s=maths.use_s,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from tiermem.config import load_config, resolve_auto
+from tiermem.config import load_config
 from tiermem.forecast.rates import Compute, Rates
 from tiermem.swap.memory.accelerator import find_device, is_accelerator
 from tiermem.swap.memory.free import free_host_bytes
@@ -133,7 +133,7 @@ def _named_by(options: PlanOptions, option: str) -> str:
 
 def _step_passes(options: PlanOptions, config: Config) -> float | None:
     """Those of this machine's card; of a card that is not here, those of the Triton kernel."""
-    states = resolve_auto(load_config(config), 1).policy().precision
+    states = load_config(config).policy().precision
     return (
         step_passes(find_device(), states) if options.gpu_bytes is None else kernel_passes(states)
     )
