@@ -36,6 +36,7 @@ from tiermem.tools.record.run_record import (
     IoCounts,
     Span,
     busy_fraction,
+    in_order,
     kernel_counts,
     rows_of,
     within,
@@ -464,9 +465,7 @@ def _title(step: TimedStep, figures: Figures) -> str:
 def _stretches(step: TimedStep, spans: Sequence[Span]) -> list[tuple[int, int]]:
     """The whole step, and, when that is dense, a part from its middle with a few tiles."""
     whole = (step.start_ns, step.end_ns)
-    computed = sorted(
-        (span for span in spans if span.lane == "compute"), key=lambda span: span.start_ns
-    )
+    computed = in_order(span for span in spans if span.lane == "compute")
     if len(computed) < 2 * _MAGNIFIED_TILES:
         return [whole]
     first = len(computed) // 2
@@ -513,9 +512,7 @@ def _draw_lanes(
     )
     bands = []
     for lane in _LANES:
-        members = sorted(
-            (span for span in spans if span.lane == lane), key=lambda span: span.start_ns
-        )
+        members = in_order(span for span in spans if span.lane == lane)
         rows = rows_of(members) or [[]]
         height = 2.0 if lane == "compute" else max(2.0, len(rows))
         bands.append((f"{lane}\n{busy_fraction(members, *stretch):.0%} busy", rows, height))

@@ -115,7 +115,12 @@ def read_spans(file: Path) -> list[Span]:
     if not file.exists():
         return []
     with open(file, encoding="utf-8") as lines:
-        return sorted((Span(*json.loads(line)) for line in lines), key=lambda span: span.start_ns)
+        return in_order(Span(*json.loads(line)) for line in lines)
+
+
+def in_order(spans: Iterable[Span]) -> list[Span]:
+    """Spans in order of start."""
+    return sorted(spans, key=lambda span: span.start_ns)
 
 
 def lanes_of(spans: Iterable[Span]) -> dict[str, list[Span]]:
@@ -177,7 +182,7 @@ def with_tails(spans: Sequence[Span]) -> list[Span]:
         )
         if end_ns > step.end_ns:
             found.append(Span("step", TAIL, step.end_ns, end_ns, 0))
-    return sorted(found, key=lambda span: span.start_ns)
+    return in_order(found)
 
 
 def without_waits(spans: Sequence[Span]) -> list[Span]:
@@ -197,7 +202,7 @@ def without_waits(spans: Sequence[Span]) -> list[Span]:
                 start_ns = max(start_ns, until_ns)
         if start_ns < span.end_ns or span.lane != "unit":
             found.append(span._replace(start_ns=start_ns))
-    return sorted(found, key=lambda span: span.start_ns)
+    return in_order(found)
 
 
 def together_ns(spans: Sequence[Span]) -> float:
@@ -406,15 +411,6 @@ class RunRecord(Observer):
     def on_sample(self, sample: Sample) -> None:
         self.series.add(sample)
 
-    @property
-    def losses(self) -> list[float]:
-        """The loss of every step."""
-        return [step["loss"] for step in self.steps]
-
-    def tokens_per_s(self) -> float | None:
-        """Tokens per second of the median step."""
-        return median_after_warm_up([step["tokens"] / seconds_of(step) for step in self.steps])
-
     def disagreements(self) -> list[str]:
         """Where our counts differ from the kernel's; empty for a run that did not get to its end,
         or that used no disk.
@@ -446,7 +442,7 @@ class RunRecord(Observer):
         first = self.steps[0] if self.steps else {}
         last = self.steps[-1] if self.steps else {}
         figures: Figures = {
-            "losses": self.losses,
+            "losses": [step["loss"] for step in self.steps],
             **{
                 key: [step[key] for step in self.steps]
                 for key in ("forward_s", "backward_s", "step_s")
@@ -460,7 +456,9 @@ class RunRecord(Observer):
             **{key: done.get(key) for key in _OF_DONE},
             "limited_by": max(limits, key=lambda name: limits[name]) if limits else None,
             "grad_norms": [step.get("grad_norm") for step in self.steps],
-            "tokens_per_s": self.tokens_per_s(),
+            "tokens_per_s": median_after_warm_up(
+                [step["tokens"] / seconds_of(step) for step in self.steps]
+            ),
             # from the start of the first step to the end of the last
             "training_s": (last.get("end_ns", 0) - first.get("start_ns", 0)) * 1e-9,
             **{key: ready.get(key) for key in _OF_READY},
