@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -126,11 +126,16 @@ def _auto_paths(raw: Mapping[str, Any], prefix: str) -> Iterator[str]:
 
 def _parsed(text: str, source: str) -> dict[str, Any]:
     repeated: list[str] = []
+
+    def noted(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        repeated.extend(given_twice(pairs))
+        return dict(pairs)
+
     try:
-        raw = json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, repeated))
+        raw = json.loads(text, object_pairs_hook=noted)
     except json.JSONDecodeError as error:
         repeated.clear()
-        raw = _parsed_as_hjson(text, source, error, repeated)
+        raw = _parsed_as_hjson(text, source, error, noted)
     if repeated:
         raise ConfigError(
             [Problem(key, "appears twice in one object; keep one of them") for key in repeated],
@@ -144,7 +149,7 @@ def _parsed(text: str, source: str) -> dict[str, Any]:
 
 
 def _parsed_as_hjson(
-    text: str, source: str, first: json.JSONDecodeError, repeated: list[str]
+    text: str, source: str, first: json.JSONDecodeError, noted: Callable[..., dict[str, Any]]
 ) -> Any:
     """What a text that is not JSON says as HJSON; raises ConfigError where it is not, or nothing
     here reads that."""
@@ -156,15 +161,10 @@ def _parsed_as_hjson(
             [Problem("", f"{where} (to read HJSON: pip install hjson)")], source
         ) from None
     try:
-        return hjson.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, repeated))
+        return hjson.loads(text, object_pairs_hook=noted)
     except hjson.HjsonDecodeError as error:
         where += f"; nor HJSON at line {error.lineno}, column {error.colno}: {error.msg}"
         raise ConfigError([Problem("", where)], source) from None
-
-
-def _unique(pairs: list[tuple[str, Any]], repeated: list[str]) -> dict[str, Any]:
-    repeated += given_twice(pairs)
-    return dict(pairs)
 
 
 # ---- with_tuned ----------------------------------------------------------------------------------
