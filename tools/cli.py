@@ -36,8 +36,6 @@ from tiermem.tools.words import (
     stopped_by_sigterm,
 )
 
-__all__ = ["EXIT_INTERRUPTED", "EXIT_USER", "app", "main", "spread_lists"]
-
 _OF_FOLDERS = ("fsck", "inspect", "import", "export")
 _LISTS = ("--nvme", "--data", "--path")
 

@@ -154,11 +154,10 @@ class TiermemStrategy(_Base):  # type: ignore[misc]
                 "has one: make one optimizer with several parameter groups"
             )
         choice = take_over(self.optimizers[0])
-        before = None if self.shards is None else self.shards.states
         if self.shards is None:
             module: nn.Module = self.lightning_module
             shard_as_asked(module, self._policy, choice.num_moments, self.root_device, True)
-        elif before is not None:
+        elif self.shards.states is not None:
             raise ValueError(
                 "this module was trained already, and its optimizer's states rest beside it: call "
                 "strategy.close(materialize=True) before another fit"
@@ -279,6 +278,3 @@ class TiermemStrategy(_Base):  # type: ignore[misc]
         found = self.optimizers[0] if self.optimizers else None
         inner = getattr(found, "_optimizer", found)
         return inner if isinstance(inner, NativeOptimizer) else None
-
-
-__all__ = ["TiermemStrategy"]
