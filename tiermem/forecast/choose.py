@@ -394,8 +394,9 @@ def _axes_of(
         values = [{"params": home} for home in to_try]
         starts = list(range(len(values)))
         if Tier.NVME in to_try and policy.host_param_numel is None:
-            more = ({"params": Tier.NVME, "host_param_numel": int(part * numel)} for part in _PARTS)
-            values += itertools.islice(more, 1, None)
+            values += (
+                {"params": Tier.NVME, "host_param_numel": int(part * numel)} for part in _PARTS[1:]
+            )
         yield Axis("weights", values, starts)
     if policy.grads is None and not policy.step_in_backward:
         values = [{"grads": home} for home in (*near, *homes)]

@@ -329,22 +329,6 @@ class _PhasePart:
         self.waited_s = 0.0  # of fetches that the program waits for
         self.shared_bytes = 0.0  # that kernels and copies move in host memory
 
-    def total_s(self, rates: Rates, is_gpu: bool) -> float:
-        """Seconds of the part."""
-        lanes = self.lanes
-        together = [lanes[each] for each in (DOWN, UP, NETWORK, NEAR)]
-        disk = [lanes[READ], lanes[WRITE]]
-        together += disk if rates.is_disk_duplex else [sum(disk)]
-        program_s = lanes[MATHS] + self.waited_s
-        together += [program_s, lanes[KERNELS]] if is_gpu else [program_s + lanes[KERNELS]]
-        longest = max(together)
-        filling_s = (sum(together) - longest) / self.num_items
-        return max(longest + filling_s, self.memory_s(rates, is_gpu))
-
-    def memory_s(self, rates: Rates, is_gpu: bool) -> float:
-        """Seconds of host memory beside an accelerator, whose copies and kernels share it."""
-        return self.shared_bytes / rates.host_memory_bytes_s if is_gpu else 0.0
-
 
 @dataclasses.dataclass
 class _Count(Course):
@@ -465,7 +449,7 @@ class _Count(Course):
             self._part = _PhasePart(BACKWARD, 1)
         self._tiles(self._loads)
         if self._part is not backward:
-            backward.waited_s += self._part.total_s(self.rates, self.is_gpu)
+            backward.waited_s += self._total_s(self._part)
             backward.waited_s -= self._part.lanes[KERNELS]
             for lane, lane_s in self._part.lanes.items():
                 backward.lanes[lane] += lane_s
@@ -625,17 +609,34 @@ class _Count(Course):
 
     # ---- sums ------------------------------------------------------------------------------------
 
+    def _total_s(self, part: _PhasePart) -> float:
+        """Seconds of a part."""
+        lanes = part.lanes
+        together = [lanes[each] for each in (DOWN, UP, NETWORK, NEAR)]
+        disk = [lanes[READ], lanes[WRITE]]
+        together += disk if self.rates.is_disk_duplex else [sum(disk)]
+        program_s = lanes[MATHS] + part.waited_s
+        together += [program_s, lanes[KERNELS]] if self.is_gpu else [program_s + lanes[KERNELS]]
+        longest = max(together)
+        filling_s = (sum(together) - longest) / part.num_items
+        return max(longest + filling_s, self._memory_s(part))
+
+    def _memory_s(self, part: _PhasePart) -> float:
+        """Seconds of host memory beside an accelerator, whose copies and kernels share it."""
+        return part.shared_bytes / self.rates.host_memory_bytes_s if self.is_gpu else 0.0
+
     def _said(self, parts: Sequence[_PhasePart]) -> Forecast:
-        is_gpu = self.is_gpu
         seconds = dict.fromkeys(PHASES, 0.0)
         busy: dict[str, dict[str, float]] = {}
         limits_s = dict.fromkeys(("compute", *_RESOURCES.values()), 0.0)
         lanes_s: dict[str, float] = collections.defaultdict(float)
         for part in parts:
-            seconds[part.phase] += part.times * part.total_s(self.rates, is_gpu)
+            seconds[part.phase] += part.times * self._total_s(part)
             for lane, lane_s in self._lanes_of(part):
                 lanes_s[lane] += part.times * lane_s
-                shown = MATHS if lane == KERNELS and not is_gpu else lane  # they share the cores
+                shown = (
+                    MATHS if lane == KERNELS and not self.is_gpu else lane
+                )  # they share the cores
                 by_phase = busy.setdefault(shown, {})
                 by_phase[part.phase] = by_phase.get(part.phase, 0.0) + part.times * lane_s
         for lane, lane_s in lanes_s.items():
@@ -650,5 +651,5 @@ class _Count(Course):
         is_duplex = self.rates.is_disk_duplex
         for lane, lane_s in part.lanes.items():
             yield (DISK if lane in (READ, WRITE) and not is_duplex else lane), lane_s
-        if part.lanes[KERNELS] and (memory_s := part.memory_s(self.rates, self.is_gpu)):
+        if part.lanes[KERNELS] and (memory_s := self._memory_s(part)):
             yield MEMORY, memory_s
