@@ -52,10 +52,3 @@ def test_memory_of_0_1_to_100_trillion_parameters(
     assert model.activation_working_bytes(BATCH // GPUS, SEQ) / GIB == pytest.approx(
         awm, abs=half_a_digit
     )
-
-
-def test_a_checkpoint_every_second_block_halves_them_and_doubles_what_is_recomputed() -> None:
-    every, second = Transformer(100, 2048, 16), Transformer(100, 2048, 16, checkpoint_interval=2)
-    assert second.checkpoint_bytes(3, 77) * 2 == every.checkpoint_bytes(3, 77)
-    assert second.activation_working_bytes(3, 77) == 2 * every.activation_working_bytes(3, 77)
-    assert second.activation_bytes(3, 77) == every.activation_bytes(3, 77)

@@ -29,7 +29,7 @@ class Compute(NamedTuple):
         *measured, num_tokens = self
         return Compute._make([*(s and s * num_ranks for s in measured), num_tokens])
 
-    def recomputing(self, part: float = 1.0) -> Compute:
+    def recomputing(self, part: float) -> Compute:
         """Returns the seconds of the same maths with the forward of a part of the blocks made again
         in backward; less than 0: of a part no longer."""
         return self._replace(backward_s=self.backward_s + part * self.forward_s)
@@ -115,16 +115,12 @@ _HALF = 2  # bytes of a 16-bit number
 
 @dataclasses.dataclass(frozen=True)
 class Transformer:
-    """A Transformer as the paper describes it: `num_layers` layers of width `hidden`.
-
-    `checkpoint_interval` is the number of blocks between two activation checkpoints (the paper's
-    ci).
-    """
+    """A Transformer as the paper describes it: `num_layers` layers of width `hidden`, each with an
+    activation checkpoint (the paper's ci is 1)."""
 
     num_layers: int
     hidden: int
     num_heads: int
-    checkpoint_interval: int = 1
 
     @property
     def num_params(self) -> int:
@@ -140,11 +136,11 @@ class Transformer:
     def checkpoint_bytes(self, batch: int, seq: int) -> int:
         """Activation checkpoints of a batch of sequences: one 16-bit vector per token and
         checkpoint."""
-        return _HALF * batch * seq * self.hidden * self.num_layers // self.checkpoint_interval
+        return _HALF * batch * seq * self.hidden * self.num_layers
 
     def activation_bytes(self, batch: int, seq: int) -> int:
         """All activations of a batch, without checkpoints."""
-        return self._layer_activation_bytes(batch, seq) * self.num_layers
+        return self.activation_working_bytes(batch, seq) * self.num_layers
 
     @property
     def state_working_bytes(self) -> int:
@@ -153,11 +149,8 @@ class Transformer:
         return 2 * _HALF * self.hidden * 4 * self.hidden
 
     def activation_working_bytes(self, batch: int, seq: int) -> int:
-        """Activation working memory: the activations recomputed between two checkpoints."""
-        return self._layer_activation_bytes(batch, seq) * self.checkpoint_interval
-
-    def _layer_activation_bytes(self, batch: int, seq: int) -> int:
-        """Returns the bytes of 16 x hidden + 2 x heads x seq numbers per token.
+        """Activation working memory: the activations of a layer, which are recomputed between two
+        checkpoints: 16 x hidden + 2 x heads x seq numbers per token.
 
         The paper's formula does not give the size of a number; 2 bytes reproduce its table.
         """
