@@ -135,9 +135,9 @@ class Mistake(ValueError):
         value, as for a shell. One that is not there is added (mistakes.py).
     """
 
-    def __init__(self, message: str, instead: Mapping[str, str] | None = None) -> None:
+    def __init__(self, message: str, instead: Mapping[str, str]) -> None:
         super().__init__(message)
-        self.instead = dict(instead or {})
+        self.instead = dict(instead)
 
 
 _OTHER_WORDS = {

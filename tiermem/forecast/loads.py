@@ -77,7 +77,7 @@ class CountedUses:
     only_blocks: nothing counts outside of lists of blocks.
     """
 
-    def __init__(self, model: nn.Module, division: Division, only_blocks: bool = False) -> None:
+    def __init__(self, model: nn.Module, division: Division, only_blocks: bool) -> None:
         self._fused = fused = fused_experts(model)
         names = {module: name for name, module in model.named_modules()}
         blocks = _blocks_of(model)

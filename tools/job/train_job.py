@@ -215,9 +215,9 @@ class Resumed(NamedTuple):
     shape: ModelShape
     config: Config | None  # of a run that was given one
     options: dict[str, Any]
-    compute_dtype: str = "storage"  # in which its products were made
-    streamed_part: float = 0.0  # of its tiles elsewhere: those that an accelerator stepped
-    is_saved: bool = False  # whether the run had a --save or --save-every, and saved at its end
+    compute_dtype: str  # in which its products were made
+    streamed_part: float  # of its tiles elsewhere: those that an accelerator stepped
+    is_saved: bool  # whether the run had a --save or --save-every, and saved at its end
 
 
 def options_to_save(

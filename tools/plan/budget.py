@@ -315,8 +315,8 @@ class ActivationBytes(NamedTuple):
         policy: OffloadPolicy,
         device_bytes: int | None,
         host_bytes: int | None,
-        ranks_on_node: int = 1,
-        compute: Compute | None = None,
+        ranks_on_node: int,
+        compute: Compute,
     ) -> list[Placement]:
         """The homes that inputs may have under a policy, each with what it leaves to the plan; the
         one in use first.

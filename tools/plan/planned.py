@@ -249,7 +249,7 @@ class Planned:
     given: OffloadPolicy
     """The policy before the choice."""
     activations: ActivationBytes
-    choice: Choice | None = None
+    choice: Choice | None
     """How what a budget leaves open was settled; None: by rule."""
 
     @property

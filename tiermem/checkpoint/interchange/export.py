@@ -105,7 +105,7 @@ def export_weights(
 
 
 def deal(
-    weights: Sequence[Weight], max_shard_bytes: int | None, is_safetensors: bool = True
+    weights: Sequence[Weight], max_shard_bytes: int | None, is_safetensors: bool
 ) -> list[ExportShard]:
     """The shards, in the order of the model. Each takes weights until the next one does not fit."""
     dealt: list[list[Weight]] = [[]]
