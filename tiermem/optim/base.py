@@ -147,7 +147,7 @@ class NativeOptimizer(OptimizerFace):
         # of ordinary weights when their masters were last made theirs
         self._marks: dict[nn.Parameter, Mark] = {}
         # of ordinary weights, where the user drops their states
-        self._masters: dict[nn.Parameter, torch.Tensor] = {}
+        self._masters: dict[torch.Tensor, torch.Tensor] = {}
         self._shown = ShownStates()
 
     def __getattr__(self, name: str) -> Any:
@@ -691,7 +691,7 @@ class NativeOptimizer(OptimizerFace):
             self._marks[param] = mark
         self._keep_master(param)
 
-    def _keep_master(self, param: nn.Parameter) -> None:
+    def _keep_master(self, param: torch.Tensor) -> None:
         """Keeps the master in `state`, which the user may drop with the moments."""
         if MASTER in self.state[param]:
             self._masters[param] = self.state[param][MASTER]
