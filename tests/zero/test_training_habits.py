@@ -389,6 +389,21 @@ def test_reading_a_gradient_gives_its_values(pair: Pair) -> None:
         torch.testing.assert_close(mine, theirs)
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_a_graph_that_would_be_lost_is_refused(pair: Pair) -> None:
+    """A penalty of `p.grad` would have no gradient. Without gradients it is as ever."""
+    for model, _ in pair.both:
+        loss_of(model, 0).backward(create_graph=True)
+    with pytest.raises(RuntimeError, match=r"take torch.autograd.grad\(loss, params, create_graph"):
+        sum(param.grad.pow(2).sum() for param in pair.model.parameters())
+    norms = [float(nn.utils.clip_grad_norm_(model.parameters(), 0.1)) for model, _ in pair.both]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    for _, optim in pair.both:
+        optim.zero_grad(set_to_none=False)
+        optim.zero_grad()
+    pair.step(1)
+
+
 def test_gradients_can_be_gathered_between_backward_and_step(pair: Pair) -> None:
     for model, _ in pair.both:
         loss_of(model, 0).backward()

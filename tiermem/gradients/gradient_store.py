@@ -45,9 +45,11 @@ class Homes(Protocol):
     def has_whole(self) -> bool:
         """Whether this rank holds whole gradients."""
 
-    def check_kept(self, grad: ShardedGrad, is_zeroed: bool = False) -> None:
-        """Raises RuntimeError for a gradient that was dropped, or that step_in_backward has used.
-        is_zeroed: which the caller zeroes."""
+    def check_kept(
+        self, grad: ShardedGrad, is_zeroed: bool = False, is_recorded: bool = False
+    ) -> None:
+        """Raises RuntimeError for a gradient that was dropped, that step_in_backward has used, or
+        whose graph is lost. is_zeroed: which the caller zeroes. is_recorded: in a graph."""
 
     def read(self, shard: Shard) -> torch.Tensor:
         """A copy of a whole gradient, where the maths runs. Blocks; raises OSError."""
@@ -130,8 +132,9 @@ class ShardedGrad(RestingTensor):
             return args[0]
         if isinstance(args[0], (list, tuple)) and 0 < len(resting_in(args[0])) < len(args[0]):
             return _one_by_one(func, args, kwargs or {})  # the user has set a `p.grad`
+        is_recorded = torch.is_grad_enabled() and not func._schema.is_mutable
         for grad in resting_in(args):
-            grad.homes.check_kept(grad, is_zeroed=name in _ZEROING)
+            grad.homes.check_kept(grad, name in _ZEROING, is_recorded)
         if name == "aten::linalg_vector_norm" and _is_two_norm(args[1:], kwargs):
             return _norms(args[:1])[0]
         if name == "aten::_foreach_norm" and _is_two_norm(args[1:], kwargs):

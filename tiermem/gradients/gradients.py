@@ -39,7 +39,7 @@ import logging
 import math
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
 import torch
@@ -119,6 +119,7 @@ class GradientHomes:
         # the values of `p.grad` between backward and step
         self._stand_ins: dict[Shard, ShardedGrad] = {}
         self._shown: set[Shard] = set()  # shards whose `p.grad` was set to its stand-in
+        self._graphs: set[Shard] = set()  # of which this backward has made a graph
         # tensors that the user has set as `p.grad`, until another is set
         self._set_grads: dict[Shard, _SetGrad] = {}
         # units that this backward has not begun to reduce; True: answered
@@ -271,6 +272,7 @@ class GradientHomes:
             self._units if self.reduces_when_final else reversed(self._units), False
         )
         self._given.clear()
+        self._graphs.clear()
         self.forget_replaced()
         for shard in self._shown:
             shard.param.grad = None
@@ -502,9 +504,12 @@ class GradientHomes:
                 "ignore_unused_parameters)"
             )
 
-    def check_kept(self, grad: ShardedGrad, is_zeroed: bool = False) -> None:
-        """Raises RuntimeError for a gradient that was dropped, and for one that step_in_backward has
-        used; after the step it may be zeroed."""
+    def check_kept(
+        self, grad: ShardedGrad, is_zeroed: bool = False, is_recorded: bool = False
+    ) -> None:
+        """Raises RuntimeError for a gradient that was dropped, for one that step_in_backward has
+        used, which after the step may be zeroed. In a graph that is recorded, also for one whose own
+        graph is lost."""
         shard = grad.shard
         if self._stand_ins.get(shard) is not grad:
             raise RuntimeError(
@@ -513,6 +518,13 @@ class GradientHomes:
             )
         if self.store.home is None and (self._of_shard[shard] in self._stepped or not is_zeroed):
             raise _used(shard, "cannot be read, scaled or zeroed any more")
+        if is_recorded and shard in self._graphs:
+            raise RuntimeError(
+                f"the gradient of {shard.name} rests on a tier, without the graph of "
+                "backward(create_graph=True): to go back through it take "
+                "torch.autograd.grad(loss, params, create_graph=True), else use it under "
+                "torch.no_grad()"
+            )
         if shard in self._set_grads:
             self._follow(shard)
 
@@ -718,6 +730,7 @@ class GradientHomes:
         self._waiting.pop(unit, None)
         fresh = {shard for shard in unit.shards if _fresh(shard)}
         self._given |= fresh
+        self._note_graphs(fresh)
         buckets = self._cut.get(unit.index)
         if buckets is None:
             buckets = cut(unit, self._topology.num_shards, self._policy.reduce_bucket_numel)
@@ -824,8 +837,16 @@ class GradientHomes:
         self.store.recorder.add(
             "reduce", unit.name, start_ns, time.monotonic_ns(), unit.shard_bytes
         )
+        self._note_graphs(fresh)
         for shard in fresh:
             shard.param.grad = None
+
+    def _note_graphs(self, fresh: Iterable[Shard]) -> None:
+        """Notes gradients that backward(create_graph=True) has left, whose graph ends here."""
+        grads = ((shard, shard.param.grad) for shard in fresh)
+        self._graphs.update(
+            shard for shard, grad in grads if grad is not None and grad.requires_grad
+        )
 
     def _end(self, unit: Unit) -> None:
         """Sends a unit's gradients to their tier; with step_in_backward steps it."""
