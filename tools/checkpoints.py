@@ -8,6 +8,7 @@ import fnmatch
 import functools
 import json
 import math
+import os
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -84,7 +85,17 @@ _STYLES |= {"removed": "yellow", "unread": "yellow"}
 
 def fsck(options: FsckOptions, console: Console) -> int:
     """Prints what there is and returns the exit status. Blocks. Raises OSError when the folder
-    cannot be looked at."""
+    cannot be looked at; KeyboardInterrupt that says what may be done by then."""
+    try:
+        return _fsck(options, console)
+    except KeyboardInterrupt:
+        if not (options.repairs or options.removes):
+            raise
+        what = "what it was told to change may be changed in part. Run it again"
+        raise KeyboardInterrupt(f"stopped; {what}") from None
+
+
+def _fsck(options: FsckOptions, console: Console) -> int:
     repaired = repair(survey(options.where)) if options.repairs else []
     with transfer_bar(console, "verifying checksums", None, options.verifies) as advance:
         found = survey(options.where, options.verifies, advance)
@@ -357,7 +368,28 @@ CONFIG_NAME = "config.json"
 
 def import_checkpoint(options: ImportOptions, console: Console) -> int:
     """Writes OUT/<tag>/ and OUT/latest, and returns 0. Blocks; raises ValueError and OSError, and
-    then nothing is left."""
+    then nothing is left; KeyboardInterrupt, which says what is there."""
+    with _writing(options.out):
+        return _import(options, console)
+
+
+@contextlib.contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    """A block that writes all into a folder or nothing. An interrupt says which."""
+    before = _names_in(out)
+    try:
+        yield
+    except KeyboardInterrupt:
+        if _names_in(out) == before:
+            raise
+        raise KeyboardInterrupt(f"stopped; {out} had been written") from None
+
+
+def _names_in(folder: Path) -> set[str]:
+    return set(os.listdir(folder)) if folder.is_dir() else set()
+
+
+def _import(options: ImportOptions, console: Console) -> int:
     foreign = read_foreign(options.source, options.tag, options.optimizer)
     shape = _model_config(options)
     if shape is not None:
@@ -435,9 +467,12 @@ def _model_config(options: ImportOptions) -> dict[str, Any] | None:
 
 def export_checkpoint(options: ExportOptions, console: Console) -> int:
     """Writes OUT and returns 0. Blocks; raises ValueError and OSError, and then nothing of ours is
-    left there."""
-    if options.is_whole:
-        return _export_whole(options, console)
+    left there; KeyboardInterrupt, which says what is there."""
+    with _writing(options.out):
+        return (_export_whole if options.is_whole else _export)(options, console)
+
+
+def _export(options: ExportOptions, console: Console) -> int:
     given = "fp32" if options.is_fp32 else options.dtype
     dtype = None if given is None else dtype_of(given)
     with Source.open(options.where, options.tag) as source:

@@ -124,7 +124,8 @@ def register(
         group: gets the command, under the last word of the dataclass's mark.
         work: the module and the function that is called with the options and a console, and returns
             the exit status.
-        stopped: what is said after Ctrl-C or SIGTERM; None: the function answers them itself.
+        stopped: what is said after Ctrl-C or SIGTERM, unless the function's KeyboardInterrupt says
+            it; None: the function answers them itself.
     """
 
     def run(context: typer.Context, **given: Any) -> None:
@@ -140,10 +141,10 @@ def register(
                 status = function(made, open_console(made.prints_json))
         except (ValueError, OSError) as error:
             status = refuse(kind.MADE_BY, error, given["is_debug"], context.obj)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
             if stopped is None:
                 raise
-            print(f"{kind.MADE_BY}: {stopped}", file=sys.stderr)
+            print(f"{kind.MADE_BY}: {str(interrupt) or stopped}", file=sys.stderr)
             status = EXIT_INTERRUPTED
         raise typer.Exit(status)
 

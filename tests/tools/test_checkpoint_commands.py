@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import signal
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,8 @@ from called import call
 from saved_by_hand import write
 from torch import nn
 
+from tiermem.tools import checkpoints
+from tiermem.tools.cli import main
 from tiermem.tools.job.train_job import find_resumed
 
 
@@ -68,6 +71,34 @@ def test_in_and_out_again(tmp_path: Path) -> None:
         for each in ("ours", "again")
     ]
     assert data[0] == data[1]
+
+
+def test_an_interrupt_says_what_has_been_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a_model(tmp_path)
+    out = tmp_path / "ours"
+
+    def stopped(step: str, is_late: bool, *words: str) -> str:
+        act = getattr(checkpoints, step)
+
+        def interrupted(*given: Any) -> Any:
+            done = act(*given) if is_late else None
+            signal.raise_signal(signal.SIGINT)
+            return done
+
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoints, step, interrupted)
+            with pytest.raises(SystemExit) as ended:
+                main(words)
+        assert ended.value.code == 130
+        return capsys.readouterr().err.partition("stopped; ")[2]
+
+    words = "import", str(tmp_path / "a.pt"), str(out)
+    assert stopped("write_checkpoint", False, *words) == "nothing was written\n"
+    assert stopped("write_checkpoint", True, *words) == f"{out} had been written\n"
+    assert stopped("survey", True, "fsck", str(out)) == "nothing was changed\n"
+    assert "changed in part" in stopped("repair", True, "fsck", str(out), "--repair")
 
 
 def test_a_models_config_makes_it_one_to_resume_from(tmp_path: Path) -> None:
