@@ -8,6 +8,7 @@ values, such as a mixture of experts that counts tokens, cannot run so.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -18,6 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
+
+_TORCH_LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
 
 LossOf = Callable[[nn.Module, Any], torch.Tensor]
 """(model, batch) -> the loss, a tensor of one element."""
@@ -75,12 +78,15 @@ def activations_of(
         each for module in modules for each in (module._buffers, module._modules)
     ]
     held = [dict(table) for table in tables]
+    _TORCH_LOGGER.addFilter(_drop_record)  # else it logs a traceback of what cannot run so
     try:
         with mode, _LiveBytes(each for each in there if isinstance(each, torch.Tensor)) as count:
             torch.func.functional_call(run, states, (count,))
     except Exception:  # of a model's own code, which needs values
         return None
-    finally:  # what a forward has kept on its modules has no values
+    finally:
+        _TORCH_LOGGER.removeFilter(_drop_record)
+        # what a forward has kept on its modules has no values
         for module, attributes in zip(modules, before, strict=True):
             vars(module).clear()
             vars(module).update(attributes)
@@ -138,6 +144,10 @@ class _LiveBytes(TorchDispatchMode):
     def _forget(self, storage_id: int, num_bytes: int) -> None:
         self._storages.discard(storage_id)
         self.num_bytes -= num_bytes
+
+
+def _drop_record(_: object) -> bool:
+    return False
 
 
 def _drop_gradient(weight: torch.Tensor) -> None:
