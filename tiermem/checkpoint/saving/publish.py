@@ -238,7 +238,11 @@ def _in_turn(save_dir: Path) -> Iterator[None]:
     with durable.opened(save_dir) as fd:
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_UN)  # also that of a child, forked meanwhile
 
 
 def pointer_to(
