@@ -14,6 +14,7 @@ import pytest
 import torch
 from checkpoint.deepspeed_folders import FROZEN, TAG, their_classes, write_deepspeed
 
+from tiermem.checkpoint.format.finding import NothingSaved, find
 from tiermem.checkpoint.interchange.foreign import ForeignParameter
 from tiermem.checkpoint.interchange.from_deepspeed import is_deepspeed, read_deepspeed
 from tiermem.checkpoint.interchange.write import read_foreign
@@ -235,6 +236,15 @@ def test_another_stage_is_refused_with_what_to_do(tmp_path: Path) -> None:
     write_deepspeed(tmp_path, 1, torch.float32, stage=2)
     with pytest.raises(ValueError, match=r"ZeRO stage 2; stage 3 is read.*zero_to_fp32.py"):
         read_deepspeed(tmp_path)
+    # as DeepSpeed names it in the stages that do not part it
+    (whole,) = (tmp_path / TAG).glob("*_model_states.pt")
+    whole = whole.rename(tmp_path / TAG / "mp_rank_00_model_states.pt")
+    with pytest.raises(ValueError, match=r"is not one of ZeRO-3.*zero_to_fp32.py"):
+        read_foreign(tmp_path)
+    (states,) = (tmp_path / TAG).glob("*_optim_states.pt")
+    states.unlink()  # stage 0
+    with pytest.raises(NothingSaved, match=f"'{TAG}' was saved by DeepSpeed.*{whole.name}"):
+        find(tmp_path)
 
 
 @pytest.mark.parametrize("keep", [0, 3, 100, -40])

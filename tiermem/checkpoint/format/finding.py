@@ -450,7 +450,7 @@ def find(where: Path, tag: str | None = None) -> list[Found]:
             what = f"there is no tag {tag!r} here; those there are: {known}"
             if tag is None:
                 what = f"latest names {first!r}, which is not there; other tags: {known}"
-            raise NothingSaved(2, what, str(where))
+            raise NothingSaved(2, _of_deepspeed(where / first) or what, str(where))
         names = [first, *(other for other in tags if other != first)]
         said = {} if latest is None else {latest.tag: latest}
         return [Found(_in_folder(where / name)[0].file, name, said.get(name)) for name in names]
@@ -461,10 +461,25 @@ def find(where: Path, tag: str | None = None) -> list[Found]:
         return [named._replace(file=own[0].file), *own[1:]]
     if not own:
         others = f"; name one of its tags: {', '.join(tags)}" if tags else ""
-        raise NothingSaved(
-            2, f"holds no file named {LATEST_FILE}, and no manifest{others}", str(where)
-        )
+        what = f"holds no file named {LATEST_FILE}, and no manifest{others}"
+        raise NothingSaved(2, _of_deepspeed(where) or what, str(where))
     return own
+
+
+OTHER_STAGES = (
+    "of stages 1 and 2 DeepSpeed's own zero_to_fp32.py makes a pytorch_model.bin, and the weights of "
+    "stage 0 are in mp_rank_00_model_states.pt: tiermem import reads both files"
+)
+
+
+def _of_deepspeed(folder: Path) -> str:
+    """What to do with a tag that DeepSpeed saved; empty for another folder."""
+    if not any(folder.glob("*_model_states.pt")):
+        return ""
+    return (
+        f"{folder.name!r} was saved by DeepSpeed: engine.load_checkpoint opens ZeRO-3, and tiermem "
+        f"import makes a checkpoint of it; {OTHER_STAGES}"
+    )
 
 
 def is_tag(tag: str) -> bool:

@@ -26,6 +26,7 @@ from pydantic import FailFast
 from typing_extensions import NotRequired, TypedDict
 
 from tiermem.checkpoint.format.fields import Json, Whole, read
+from tiermem.checkpoint.format.finding import OTHER_STAGES
 from tiermem.checkpoint.format.manifest import WEIGHT
 from tiermem.checkpoint.interchange.foreign import (
     STEP,
@@ -387,10 +388,7 @@ def _optim_file(file: Path, num_ranks: int) -> _Optim:
     if isinstance(stage, Attributes) and stage.arguments:  # (value,), or (class, name)
         stage = _STAGES.get(str(stage.arguments[-1]), stage.arguments[-1])
     if stage != 3:
-        raise ValueError(
-            f"{file}: ZeRO stage {stage}; stage 3 is read. DeepSpeed's own zero_to_fp32.py makes a "
-            "pytorch_model.bin of others, which is read as well (weights alone)"
-        )
+        raise ValueError(f"{file}: ZeRO stage {stage}; stage 3 is read, and {OTHER_STAGES}")
     if kept.get("partition_count") != num_ranks:
         raise ValueError(
             f"{file}: written by {kept.get('partition_count')} ranks, files of {num_ranks} are "
@@ -418,8 +416,8 @@ def _find_ranks(folder: Path, kind: str) -> list[Path]:
         if match is None:
             raise ValueError(
                 f"{file}: its name is not one of ZeRO-3 "
-                f"(zero_pp_rank_R_mp_rank_00_{kind}_states.pt): pipeline stages, experts "
-                "and ZeRO 1 and 2 are not read"
+                f"(zero_pp_rank_R_mp_rank_00_{kind}_states.pt): pipeline stages, experts and "
+                f"universal checkpoints are not read; {OTHER_STAGES}"
             )
         if int(match[2]) != 0:
             raise ValueError(f"{file}: a tensor-parallel part; only ZeRO-3 alone is read")
