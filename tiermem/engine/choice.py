@@ -179,7 +179,9 @@ def _halves(
     """
     names = {id(param): name for name, param in model.named_parameters()}
     members: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for param in group["params"]:
+    given = group["params"]
+    for each in [given] if isinstance(given, torch.Tensor) else given:
+        param = each[1] if isinstance(each, tuple) else each  # with its name
         name = names.get(id(param), "").lower()
         is_hidden = param.ndim == 2 and not any(word in name for word in _NO_MATRIX)
         members[bool(group.get("use_muon", getattr(param, "use_muon", is_hidden)))].append(param)
