@@ -64,6 +64,13 @@ def test_a_lazy_module_that_was_never_called_is_refused(policy: OffloadPolicy) -
         tiermem.shard(model, policy)
 
 
+def test_a_parameter_without_values_is_refused(policy: OffloadPolicy) -> None:
+    model = nn.Sequential(nn.Linear(3, 31), nn.Linear(31, 3, device="meta"))
+    with pytest.raises(ValueError, match=r"'1\.weight' is on the meta device.*zero\.Init"):
+        tiermem.shard(model, policy)
+    assert model[0].weight.isfinite().all()
+
+
 def test_rwkv_that_rescales_its_weights_is_refused(policy: OffloadPolicy) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.RwkvConfig(vocab_size=61, hidden_size=32, num_hidden_layers=4)

@@ -46,6 +46,7 @@ from tiermem.wires.packed import PackedGather, gathers_packed
 # ---- models that are refused ---------------------------------------------------------------------
 #
 #     lazy parameters      have no shape yet, so nothing can be planned
+#     meta parameters      have no values
 #     sparse embeddings    have gradients that are lists of rows, which cannot be reduced or stepped here (frozen: allowed)
 #     max_norm embeddings  write weights in forward, where these may be a copy; the master is not written (frozen: allowed)
 #     RWKV's rescaling     writes weights when train() or eval() has changed (weights that are always present: allowed)
@@ -68,6 +69,12 @@ def check_model(model: nn.Module, is_trained: bool) -> None:
             raise ValueError(
                 f"parameter {name!r} has no shape yet (a lazy module): call the model once before "
                 "it is sharded"
+            )
+        if param.is_meta:
+            raise ValueError(
+                f"parameter {name!r} is on the meta device and has no values: give it values before "
+                "the model is sharded (load_state_dict(..., assign=True)), also on ranks that take "
+                "rank 0's, or build the model under tiermem.zero.Init"
             )
         if is_trained and param.requires_grad and param.is_complex():
             raise ValueError(
