@@ -132,6 +132,31 @@ def assert_opens(folder: Path, other: Path) -> None:
     assert opened.generate(**words, max_new_tokens=4).shape[1] > words["input_ids"].shape[1]
 
 
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ("", "rows.jsonl is empty"),
+        ('{"messages": [{"from": "human", "text": "2+2="}]}\n', "no line of the data is left"),
+        (
+            '{"prompt": "2+2=", "response": "4"}\n',
+            "lines have 'prompt', 'response': give 'messages'",
+        ),
+    ],
+)
+def test_data_that_cannot_be_trained_on_are_named(
+    rows: str, said: str, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place(home, f"rows {len(rows)}"))
+    monkeypatch.setattr(trl, "SFTTrainer", trl.SFTTrainer)
+    from tiermem.tools.train.fine_tuning import fine_tune
+
+    Path("rows.jsonl").write_text(rows)
+    words = ARGUMENTS.replace("../chats", "rows.jsonl").split()
+    asked = {"arguments": words, "offload": "cpu", "states": None, "frozen": None}
+    with pytest.raises(ValueError, match=said):
+        fine_tune(Job("tiermem sft", sft=asked), Channel(None), Stop())
+
+
 def test_the_model_was_pretrained(home: Path) -> None:
     assert completes(AutoModelForCausalLM.from_pretrained(home / "model"), tokenizer(), 4)
 

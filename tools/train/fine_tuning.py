@@ -51,6 +51,8 @@ def fine_tune(job: Job, channel: Channel, stop: Stop) -> None:
     script, args, model, mixture = parser.parse_args_and_config(job.sft["arguments"])
     file = Path(script.dataset_name or "")
     if file.is_file():
+        if not file.stat().st_size:
+            raise ValueError(f"{file} is empty: a line is an example, such as a chat")
         rows = {"path": str(file.absolute().parent), "data_files": file.name}
         mixture = dataclasses.replace(mixture, datasets=[rows])
         script.dataset_name = None
@@ -71,7 +73,8 @@ class SftTrainer(TiermemTrainer.mixin, trl.SFTTrainer, TrainerCallback):  # type
     ) -> None:
         columns = given["train_dataset"].column_names or ()
         taken = {"messages", "conversations", "prompt", "input_ids", args.dataset_text_field}
-        if columns and taken.isdisjoint(columns):
+        is_half = "prompt" in columns and "completion" not in columns
+        if columns and (is_half or taken.isdisjoint(columns)):
             raise ValueError(
                 f"the data's lines have {', '.join(map(repr, columns))}: give 'messages', 'text', "
                 "or 'prompt' and 'completion'"
@@ -93,10 +96,16 @@ class SftTrainer(TiermemTrainer.mixin, trl.SFTTrainer, TrainerCallback):  # type
     def train(self, *given: Any, **more: Any) -> Any:
         """Measures a few of the model's blocks and the disks, then trains. Collective; blocks."""
         rows = self.train_dataset.shuffle(self.args.seed).take(1000)  # tell the mean length
-        mean = statistics.fmean(len(row.get("input_ids", ())) for row in rows)
-        job = dataclasses.replace(self._planned.job, seq=max(1, round(mean)))
-        self._planned = self._planned._replace(job=job)
+        lengths = [len(row.get("input_ids", ())) for row in rows]
         with training.closed_on_error(self.close):
+            if not lengths:
+                raise ValueError(
+                    "no line of the data is left to train on: 'messages' are objects with a "
+                    "'role' and a 'content', 'text' is not null"
+                )
+            mean = statistics.fmean(lengths)
+            job = dataclasses.replace(self._planned.job, seq=max(1, round(mean)))
+            self._planned = self._planned._replace(job=job)
             self._disk = training.measure_ceiling(job, self._channel)
             self._channel.phase("measuring the maths")
             room_bytes = job.memory_limit_bytes and job.memory_limit_bytes - resident_of().now_bytes
